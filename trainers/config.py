@@ -1,0 +1,160 @@
+"""What one trial is: data, model, precision, optimizer, length, seed, workers.
+
+Frozen dataclasses, validated once, where they are made; nothing checks them again. ``study`` builds them from YAML; a script
+may build them by hand::
+
+    TrialConfig(precision=PrecisionConfig(format="lns12", scope="everywhere", kahan_sum=True), epochs=3)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lns_ops.format import LNSFormat
+
+DATASETS = ("mnist", "digits")
+MODELS = ("mlp",)
+SCOPES = ("matmul", "everywhere")
+OPTIMIZERS = ("sgd",)
+FLOAT_FORMATS = ("float32",)
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed)}")
+
+
+def _at_least(name: str, value: int, low: int) -> None:
+    if value < low:
+        raise ValueError(f"{name}={value}: must be at least {low}")
+
+
+def _finite(name: str, value: float, low: float, remedy: str) -> None:
+    if not math.isfinite(value) or value < low:
+        raise ValueError(f"{name}={value}: must be a finite number of at least {low:g}; {remedy}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which examples a trial sees.
+
+    Attributes:
+        name: ``mnist`` (28 x 28, 60,000 + 10,000) or ``digits`` (8 x 8, scikit-learn's 1,797, the last 297 for testing).
+        root: folder of the four MNIST IDX files (plain or .gz); None looks in the usual places.
+        validation_size: examples taken from the end of the training set for validation, never trained on.
+        train_size: train on the first so many of the rest; None for all. A budget, not part of the recipe.
+    """
+
+    name: str = "mnist"
+    root: str | None = None
+    validation_size: int = 10_000
+    train_size: int | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("data.name", self.name, DATASETS)
+        _at_least("data.validation_size", self.validation_size, 1)
+        if self.train_size is not None:
+            _at_least("data.train_size", self.train_size, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A feed-forward net: ``inputs - hidden... - classes`` with ReLU between; inputs and classes come from the data."""
+
+    name: str = "mlp"
+    hidden: list[int] = field(default_factory=lambda: [512])
+
+    def __post_init__(self) -> None:
+        _one_of("model.name", self.name, MODELS)
+        for width in self.hidden:
+            _at_least("model.hidden", width, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """In which arithmetic a trial trains.
+
+    Attributes:
+        format: ``float32``, or an LNS format: ``lns16``, ``lns12``, ``lns8``, ``lns(bits,fraction_bits)``.
+        scope: for LNS formats, ``matmul`` (products and their sums only) or ``everywhere`` (parameters, activations,
+            gradients and updates too). Ignored for float formats.
+        kahan_sum: keep a Kahan compensation for each parameter. With scope ``matmul`` the parameters are float32 and so is it.
+    """
+
+    format: str = "float32"
+    scope: str = "everywhere"
+    kahan_sum: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("precision.scope", self.scope, SCOPES)
+        if self.format not in FLOAT_FORMATS:
+            try:
+                LNSFormat.parse(self.format)
+            except ValueError as error:
+                raise ValueError(f"precision.format={self.format!r}: must be {', '.join(FLOAT_FORMATS)} or an LNS format: {error}") from None
+
+    @property
+    def lns_format(self) -> LNSFormat | None:
+        """The LNS format, or None for a float format."""
+        return None if self.format in FLOAT_FORMATS else LNSFormat.parse(self.format)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Stochastic gradient descent on the mean loss of a batch: ``lr`` per step, optional heavy-ball ``momentum``."""
+
+    name: str = "sgd"
+    lr: float = 0.1
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        _one_of("optimizer.name", self.name, OPTIMIZERS)
+        _finite("optimizer.lr", self.lr, 0.0, "0.1 is a good start for sgd")
+        _finite("optimizer.momentum", self.momentum, 0.0, "0 turns it off")
+        if self.momentum >= 1:
+            raise ValueError(f"optimizer.momentum={self.momentum}: must be below 1, or the buffer grows without bound; try 0.9")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialConfig:
+    """One training run, complete: the same config gives the same bits on the same machine.
+
+    Attributes:
+        epochs: passes over the training examples.
+        batch_size: examples a step, over all workers together.
+        seed: of the initial weights and the data order.
+        workers: data-parallel worker processes; each takes ``batch_size / workers`` of every batch.
+        threads: CPU threads a worker computes with.
+    """
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    epochs: int = 20
+    batch_size: int = 128
+    seed: int = 0
+    workers: int = 1
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "workers", "threads"):
+            _at_least(name, getattr(self, name), 1)
+        _at_least("seed", self.seed, 0)
+        if self.batch_size % self.workers:
+            raise ValueError(
+                f"batch_size={self.batch_size}, workers={self.workers}: {self.batch_size} / {self.workers} is no whole number of "
+                f"examples a worker; use a multiple of {self.workers}"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested dict of JSON values; :meth:`from_dict` reads it back."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> TrialConfig:
+        """The config whose :meth:`to_dict` is ``values``."""
+        parts = {"data": DataConfig, "model": ModelConfig, "precision": PrecisionConfig, "optimizer": OptimizerConfig}
+        return TrialConfig(**{key: parts[key](**value) if key in parts else value for key, value in values.items()})
