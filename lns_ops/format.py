@@ -34,6 +34,10 @@ MANTISSA_BITS = 52
 """Fraction bits of the thresholds: float64's, so float64 and float32 inputs are both compared exactly."""
 
 
+class NonFiniteError(ValueError):
+    """A NaN or an infinity was to be encoded; in training, the sign that a float part of it has diverged."""
+
+
 @dataclass(frozen=True)
 class LNSFormat:
     """A logarithmic number format: one sign bit and a ``bits - 1`` bit base-2 logarithm with ``fraction_bits`` of fraction.

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lns_ops.format import MANTISSA_BITS, LNSFormat, decode_significands, encode_thresholds
+from lns_ops.format import MANTISSA_BITS, LNSFormat, NonFiniteError, decode_significands, encode_thresholds
 from lns_ops.gaussian import gaussian_tables
 
 Codes = NDArray[np.int16]
@@ -194,11 +194,11 @@ def encode(x: NDArray[Any], fmt: LNSFormat) -> Codes:
     """The codes nearest to ``x`` (any float or integer dtype, computed from its float64 value) in logarithm.
 
     Raises:
-        ValueError: ``x`` holds a NaN or an infinity.
+        NonFiniteError: (a ValueError) ``x`` holds a NaN or an infinity.
     """
     value = np.asarray(x, np.float64)
     if not np.all(np.isfinite(value)):
-        raise ValueError("NaN or infinity to encode: LNS has no code for either; clean the input first")
+        raise NonFiniteError("NaN or infinity to encode: LNS has no code for either; clean the input first")
     fraction, exponent = np.frexp(np.abs(value))
     significand = np.ldexp(fraction, MANTISSA_BITS + 1).astype(np.int64)
     # `side="left"` counts the thresholds strictly below the significand.

@@ -14,7 +14,7 @@ from typing import Any
 
 from lns_ops.format import LNSFormat
 
-DATASETS = ("mnist", "digits")
+DATASETS = ("auto", "mnist", "digits")
 MODELS = ("mlp",)
 SCOPES = ("matmul", "everywhere")
 OPTIMIZERS = ("sgd",)
@@ -41,20 +41,23 @@ class DataConfig:
     """Which examples a trial sees.
 
     Attributes:
-        name: ``mnist`` (28 x 28, 60,000 + 10,000) or ``digits`` (8 x 8, scikit-learn's 1,797, the last 297 for testing).
+        name: ``mnist`` (28 x 28, 60,000 + 10,000), ``digits`` (8 x 8, scikit-learn's 1,797, the last 297 for testing), or ``auto``:
+            mnist where it is found or can be downloaded, otherwise digits.
         root: folder of the four MNIST IDX files (plain or .gz); None looks in the usual places.
-        validation_size: examples taken from the end of the training set for validation, never trained on.
+        validation_size: examples taken from the end of the training set for validation, never trained on; None for 10,000 (mnist)
+            or 300 (digits).
         train_size: train on the first so many of the rest; None for all. A budget, not part of the recipe.
     """
 
     name: str = "mnist"
     root: str | None = None
-    validation_size: int = 10_000
+    validation_size: int | None = None
     train_size: int | None = None
 
     def __post_init__(self) -> None:
         _one_of("data.name", self.name, DATASETS)
-        _at_least("data.validation_size", self.validation_size, 1)
+        if self.validation_size is not None:
+            _at_least("data.validation_size", self.validation_size, 1)
         if self.train_size is not None:
             _at_least("data.train_size", self.train_size, 1)
 

@@ -1,0 +1,25 @@
+"""Logarithmic number system arithmetic for torch.
+
+>>> import torch, lns_ops
+>>> x = lns_ops.LNSTensor.from_float(torch.tensor([1.0, 2.0, 3.0]), lns_ops.lns12)
+>>> (x * x).sum()
+LNSTensor(14.0..., fmt=lns12)
+
+The arithmetic is specified in :mod:`lns_ops.reference`; formats in :mod:`lns_ops.format`; :func:`convert_` turns a torch module into an
+LNS one; :mod:`lns_ops.optim` steps it.
+"""
+
+from lns_ops import optim
+from lns_ops.format import LNSFormat, NonFiniteError, lns8, lns12, lns16
+from lns_ops.functional import decode, encode
+from lns_ops.nn import convert_
+from lns_ops.tensor import LNSTensor
+
+__all__ = ["LNSFormat", "LNSTensor", "NonFiniteError", "backends", "convert_", "decode", "encode", "lns8", "lns12", "lns16", "optim"]
+
+
+def backends() -> dict[str, object]:
+    """Which kernels are in use on each device, and why: ``{"cpu": {"kernel": "simd avx512bw", ...}}``."""
+    from lns_ops import cpu
+
+    return {"cpu": cpu.kernel_info()}

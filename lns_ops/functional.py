@@ -1,0 +1,235 @@
+"""LNS operations on int16 codes as torch custom operators: the one interface between tensors and kernels.
+
+Every operator takes codes and a format as two integers (``bits``, ``fraction_bits``), has a fake kernel (shape and dtype, for
+``torch.compile`` and FakeTensor) and a kernel per device, registered in :data:`_KERNELS`. They are registered through
+``torch.library.Library.define/impl`` rather than ``custom_op``, which costs a few microseconds less a call.
+
+What needs no kernel is plain torch on codes: sign, magnitude and order can be read off a code, so ``neg``, ``absolute``, ``relu``
+and the comparisons below run on any device as they are.
+
+Shapes follow torch's broadcasting; results are contiguous. Errors are ``ValueError``; none leaves a result half written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lns_ops import cpu
+from lns_ops.format import LNSFormat
+
+_LIBRARY = torch.library.Library("lns_ops", "DEF")
+_FORMAT = "int bits, int fraction_bits"
+
+
+def _broadcast(x: Tensor, y: Tensor) -> Tensor:
+    return x.new_empty(torch.broadcast_shapes(x.shape, y.shape))
+
+
+def _matmul_shape(x: Tensor, y: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], y.shape[-1]))
+
+
+def _sum_shape(x: Tensor, dim: int) -> Tensor:
+    shape = list(x.shape)
+    del shape[dim]
+    return x.new_empty(shape)
+
+
+def _define(name: str, signature: str, kernel: Any, fake: Any) -> None:
+    _LIBRARY.define(f"{name}{signature}")
+    _LIBRARY.impl(name, kernel, "CPU")
+    torch.library.register_fake(f"lns_ops::{name}", fake, lib=_LIBRARY)
+
+
+def _binary(name: str) -> None:
+    kernel = getattr(cpu, name)
+
+    def on_cpu(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
+        return torch.from_numpy(kernel(x.numpy(), y.numpy(), LNSFormat(bits, fraction_bits)))
+
+    _define(name, f"(Tensor x, Tensor y, {_FORMAT}) -> Tensor", on_cpu, lambda x, y, bits, fraction_bits: _broadcast(x, y))
+
+
+def _encode_cpu(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
+    exact = x if x.dtype in (torch.float32, torch.float64) else x.to(torch.float64)
+    return torch.from_numpy(cpu.encode(exact.numpy(), LNSFormat(bits, fraction_bits)))
+
+
+def _decode_cpu(codes: Tensor, bits: int, fraction_bits: int, dtype: torch.dtype) -> Tensor:
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    numpy_dtype = torch.empty((), dtype=wide).numpy().dtype.type
+    return torch.from_numpy(cpu.decode(codes.numpy(), LNSFormat(bits, fraction_bits), numpy_dtype)).to(dtype)
+
+
+def _sqrt_cpu(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
+    return torch.from_numpy(cpu.sqrt(x.numpy(), LNSFormat(bits, fraction_bits)))
+
+
+def _sum_cpu(x: Tensor, dim: int, bits: int, fraction_bits: int) -> Tensor:
+    return torch.from_numpy(cpu.sum(x.numpy(), dim, LNSFormat(bits, fraction_bits)))
+
+
+def _matmul_cpu(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
+    fmt = LNSFormat(bits, fraction_bits)
+    kernel = cpu.matmul if x.dim() == 2 else cpu.matmul_batched
+    return torch.from_numpy(kernel(x.numpy(), y.numpy(), fmt))
+
+
+def _sgd_update_cpu(
+    weight: Tensor,
+    grad: Tensor,
+    buffer: Tensor | None,
+    compensation: Tensor | None,
+    negative_lr: int,
+    momentum: int | None,
+    bits: int,
+    fraction_bits: int,
+) -> None:
+    cpu.sgd_update(
+        weight.numpy(),
+        grad.contiguous().numpy(),
+        LNSFormat(bits, fraction_bits),
+        negative_lr=negative_lr,
+        momentum=momentum,
+        buffer=None if buffer is None else buffer.numpy(),
+        compensation=None if compensation is None else compensation.numpy(),
+    )
+
+
+for _name in ("add", "sub", "mul", "div"):
+    _binary(_name)
+_define(
+    "encode", f"(Tensor x, {_FORMAT}) -> Tensor", _encode_cpu, lambda x, bits, fraction_bits: torch.empty_like(x, dtype=torch.int16)
+)
+_define(
+    "decode",
+    f"(Tensor codes, {_FORMAT}, ScalarType dtype) -> Tensor",
+    _decode_cpu,
+    lambda codes, bits, fraction_bits, dtype: torch.empty_like(codes, dtype=dtype),
+)
+_define("sqrt", f"(Tensor x, {_FORMAT}) -> Tensor", _sqrt_cpu, lambda x, bits, fraction_bits: torch.empty_like(x))
+_define("sum", f"(Tensor x, int dim, {_FORMAT}) -> Tensor", _sum_cpu, lambda x, dim, bits, fraction_bits: _sum_shape(x, dim))
+_define("matmul", f"(Tensor x, Tensor y, {_FORMAT}) -> Tensor", _matmul_cpu, lambda x, y, bits, fraction_bits: _matmul_shape(x, y))
+_define(
+    "sgd_update_",
+    f"(Tensor(a!) weight, Tensor grad, Tensor(b!)? buffer, Tensor(c!)? compensation, int negative_lr, int? momentum, {_FORMAT}) -> ()",
+    _sgd_update_cpu,
+    lambda *arguments: None,
+)
+_OPS = torch.ops.lns_ops
+
+
+def encode(x: Tensor, fmt: LNSFormat) -> Tensor:
+    """int16 codes nearest to ``x`` in logarithm, same shape.
+
+    Raises:
+        ValueError: ``x`` holds a NaN or an infinity.
+    """
+    return _OPS.encode(x, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+
+
+def decode(codes: Tensor, fmt: LNSFormat, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values of int16 ``codes``; float32 and float64 hold every code exactly enough to encode back to it."""
+    return _OPS.decode(codes, fmt.bits, fmt.fraction_bits, dtype)  # type: ignore[no-any-return]
+
+
+def add(x: Tensor, y: Tensor, fmt: LNSFormat) -> Tensor:
+    """``x + y = sign(larger) x 2^(max + G+-(distance))``, correctly rounded."""
+    return _OPS.add(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+
+
+def sub(x: Tensor, y: Tensor, fmt: LNSFormat) -> Tensor:
+    """``x - y``, correctly rounded; ``x - x`` is zero."""
+    return _OPS.sub(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+
+
+def mul(x: Tensor, y: Tensor, fmt: LNSFormat) -> Tensor:
+    """``x y``: logarithms add; exact within the range."""
+    return _OPS.mul(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+
+
+def div(x: Tensor, y: Tensor, fmt: LNSFormat) -> Tensor:
+    """``x / y``: logarithms subtract; exact within the range.
+
+    Raises:
+        ValueError: a divisor is zero.
+    """
+    return _OPS.div(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+
+
+def sqrt(x: Tensor, fmt: LNSFormat) -> Tensor:
+    """``x^(1/2)``: half the logarithm, rounded half to even.
+
+    Raises:
+        ValueError: an element is negative.
+    """
+    return _OPS.sqrt(x, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+
+
+def sum(x: Tensor, dims: Sequence[int], fmt: LNSFormat, *, keepdim: bool = False) -> Tensor:
+    """Sum over ``dims``, taken together in row-major order, in blocks of 64 as the contract says."""
+    reduced = sorted({d % x.dim() for d in dims}) if x.dim() else []
+    kept = [d for d in range(x.dim()) if d not in reduced]
+    shape = [1 if d in reduced else x.shape[d] for d in range(x.dim())] if keepdim else [x.shape[d] for d in kept]
+    if not reduced:
+        return x.clone()
+    flat = x.permute(*reduced, *kept).reshape(-1, *(x.shape[d] for d in kept))
+    return _OPS.sum(flat, 0, fmt.bits, fmt.fraction_bits).reshape(shape)  # type: ignore[no-any-return]
+
+
+def matmul(x: Tensor, y: Tensor, fmt: LNSFormat) -> Tensor:
+    """``x_MK @ y_KN`` or ``x_BMK @ y_BKN``: exact products, summed over k in blocks of 64; transposed views cost nothing.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    if x.dim() != y.dim() or x.dim() not in (2, 3) or x.shape[-1] != y.shape[-2] or x.shape[:-2] != y.shape[:-2]:
+        raise ValueError(f"matmul of shapes {tuple(x.shape)} and {tuple(y.shape)}: need [M, K] @ [K, N] or [B, M, K] @ [B, K, N]")
+    return _OPS.matmul(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+
+
+def sgd_update_(
+    weight: Tensor,
+    grad: Tensor,
+    fmt: LNSFormat,
+    *,
+    negative_lr: int,
+    momentum: int | None = None,
+    buffer: Tensor | None = None,
+    compensation: Tensor | None = None,
+) -> None:
+    """One SGD step in place, every operation in LNS; see :func:`lns_ops.reference.sgd_update` for the equations.
+
+    ``negative_lr`` and ``momentum`` are codes; ``weight``, ``buffer`` and ``compensation`` are contiguous and change.
+    """
+    _OPS.sgd_update_(weight, grad, buffer, compensation, negative_lr, momentum, fmt.bits, fmt.fraction_bits)
+
+
+def neg(x: Tensor, fmt: LNSFormat) -> Tensor:
+    """``-x``, exact: flips the sign bits of nonzero codes."""
+    return torch.where(x == 0, x, x ^ fmt.sign_mask)
+
+
+def absolute(x: Tensor, fmt: LNSFormat) -> Tensor:
+    """``|x|``, exact: clears the sign bits."""
+    return x & fmt.field_mask
+
+
+def sign(x: Tensor, fmt: LNSFormat) -> Tensor:
+    """-1, 0 or 1 as codes."""
+    one = torch.full_like(x, fmt.bias)
+    return torch.where(x == 0, 0, torch.where(x < 0, one | fmt.sign_mask, one)).to(torch.int16)
+
+
+def relu(x: Tensor) -> Tensor:
+    """``max(x, 0)``: negative codes are the negative values."""
+    return x.clamp_min(0)
+
+
+def order_key(x: Tensor, fmt: LNSFormat) -> Tensor:
+    """int16 keys that compare as the values do."""
+    return torch.where(x < 0, -(x & fmt.field_mask), x)

@@ -1,0 +1,23 @@
+# Sourced by the other scripts: a venv in the checkout with the package installed under constraints.txt. Starts at once when
+# nothing has changed since the last time. $PYTHON picks the interpreter (3.11 or newer), $LNS_STUDY_VENV another place.
+# shellcheck shell=bash
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+venv=${LNS_STUDY_VENV:-$root/.venv}
+python=${PYTHON:-python3}
+wanted=$("$python" -c 'import hashlib, sys; print(hashlib.sha256(b"".join(open(p, "rb").read() for p in sys.argv[1:])).hexdigest(), sys.version)' \
+    pyproject.toml constraints.txt)
+if [ "$(cat "$venv/.installed" 2>/dev/null || true)" != "$wanted" ]; then
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+        echo "$("$python" --version) is too old: lns-study needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2
+        exit 2
+    }
+    echo "Installing into $venv (once; some minutes, mostly torch and Ray)" >&2
+    [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+    # torch by itself first: a plain version pin picks a CPU build where one is on offer.
+    "$venv/bin/python" -m pip install --quiet "$(grep '^torch==' constraints.txt)"
+    "$venv/bin/python" -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+    echo "$wanted" >"$venv/.installed"
+fi
+export PATH="$venv/bin:$PATH"

@@ -1,0 +1,296 @@
+"""The data of a trial: MNIST from its four IDX files, or scikit-learn's handwritten digits, as tensors in memory.
+
+MNIST is looked for in ``root``, then ``$LNS_STUDY_DATA`` (the folder itself or its ``mnist/``), then ``./data/mnist``, then the download cache
+``~/.cache/lns-study/mnist``; otherwise it is downloaded there, checked against the digests below. Files may be gzipped
+or plain. Every file is checked (magic number, sizes, SHA-256 of its content) before it is used, wherever it came from.
+
+Pixels are scaled to [0, 1], nothing else. Splits are by position, never shuffled: training first, the last ``validation_size`` of the
+training set for validation, the test set as published (digits: the last 297).
+
+The data order of an epoch is a permutation drawn from (seed, epoch) alone, so it is the same for any number of workers, before
+and after a restart.
+
+Sources: Y. LeCun, C. Cortes, C. Burges, "The MNIST database of handwritten digits"; E. Alpaydin, C. Kaynak 1998 (digits, UCI).
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import struct
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainers.config import DataConfig
+
+MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
+DOWNLOAD_TIMEOUT_S = 20
+PIXELS, CLASSES = 784, 10
+
+
+class _File(NamedTuple):
+    """One of the four files: expected magic number, items, and SHA-256 of the uncompressed content."""
+
+    magic: int
+    items: int
+    sha256: str
+
+
+FILES = {
+    "train-images-idx3-ubyte": _File(2051, 60_000, "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db"),
+    "train-labels-idx1-ubyte": _File(2049, 60_000, "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5"),
+    "t10k-images-idx3-ubyte": _File(2051, 10_000, "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7"),
+    "t10k-labels-idx1-ubyte": _File(2049, 10_000, "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"),
+}
+
+
+class Split(NamedTuple):
+    """Examples ``x`` [N, inputs] float32 in [0, 1] and classes ``y`` [N] int64."""
+
+    x: Tensor
+    y: Tensor
+
+
+class Dataset(NamedTuple):
+    """The three splits of a data set."""
+
+    train: Split
+    validation: Split
+    test: Split
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetInfo:
+    """What a trial's data are: where from, their digest, and sizes in examples."""
+
+    name: str
+    source: str
+    digest: str
+    root: str | None
+    train: int
+    validation: int
+    test: int
+    inputs: int
+    classes: int
+
+
+def _content(path: Path) -> bytes:
+    raw = path.read_bytes()
+    if path.suffix != ".gz":
+        return raw
+    try:
+        return gzip.decompress(raw)
+    except (OSError, EOFError) as error:
+        raise ValueError(f"{path}: not a whole gzip file ({error}); delete it and download it again") from None
+
+
+def read_idx(path: Path, expected: _File) -> NDArray[np.uint8]:
+    """The items of an IDX file, ``[N]`` labels or ``[N, 784]`` pixels.
+
+    Raises:
+        ValueError: wrong magic number, wrong size, or content that is not MNIST's.
+    """
+    content = _content(path)
+    is_images = expected.magic == 2051
+    header = 16 if is_images else 8
+    size = header + expected.items * (PIXELS if is_images else 1)
+    magic = struct.unpack(">i", content[:4])[0] if len(content) >= 4 else None
+    if magic != expected.magic:
+        raise ValueError(f"{path}: magic number {magic}, must be {expected.magic} for this file; it is not the MNIST file of that name")
+    if len(content) != size:
+        raise ValueError(f"{path}: {len(content)} bytes, must be {size} for {expected.items} items; truncated? download it again")
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != expected.sha256:
+        raise ValueError(f"{path}: SHA-256 {digest[:16]}..., must be {expected.sha256[:16]}...; the file is corrupt, download it again")
+    items = np.frombuffer(content, np.uint8, offset=header)
+    return items.reshape(-1, PIXELS) if is_images else items
+
+
+def cache_folder() -> Path:
+    """Where downloads are kept: ``$XDG_CACHE_HOME/lns-study/mnist`` or ``~/.cache/lns-study/mnist``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lns-study" / "mnist"
+
+
+def _file_in(folder: Path, name: str) -> Path | None:
+    return next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None)
+
+
+def _holds_mnist(folder: Path) -> bool:
+    return all(_file_in(folder, name) for name in FILES)
+
+
+def _candidates() -> Iterator[Path]:
+    if given := os.environ.get("LNS_STUDY_DATA"):
+        yield Path(given)
+        yield Path(given) / "mnist"
+    yield Path("data") / "mnist"
+    yield cache_folder()
+
+
+def find_mnist(root: str | None) -> Path | None:
+    """The folder that holds the four files, or None where no usual place does.
+
+    Raises:
+        ValueError: ``root`` is given and lacks some of them.
+    """
+    if root is None:
+        return next((folder for folder in _candidates() if _holds_mnist(folder)), None)
+    for folder in (Path(root), Path(root) / "mnist"):
+        if _holds_mnist(folder):
+            return folder
+    missing = [name for name in FILES if _file_in(Path(root), name) is None]
+    raise ValueError(
+        f"data.root={root!r}: must hold MNIST's four IDX files (plain or .gz) and lacks {', '.join(missing)}; point it to the folder "
+        "that holds them, leave it out to download, or use data.name=digits"
+    )
+
+
+def download_mnist(folder: Path) -> None:
+    """Download the four files into ``folder``, each checked before it appears there under its name.
+
+    ``$LNS_STUDY_MNIST_URL`` names another mirror.
+
+    Raises:
+        ValueError: the mirror does not answer, or sends something else.
+    """
+    mirror = os.environ.get("LNS_STUDY_MNIST_URL", MIRROR)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, expected in FILES.items():
+        if _file_in(folder, name):
+            continue
+        url = f"{mirror.rstrip('/')}/{name}.gz"
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            part = Path(scratch) / f"{name}.gz"
+            try:
+                with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_S) as reply:
+                    part.write_bytes(reply.read())
+            except (urllib.error.URLError, OSError) as error:
+                raise ValueError(
+                    f"{url}: cannot be downloaded ({error}); put MNIST's four files in a folder and set LNS_STUDY_DATA to it, or use "
+                    "data.name=digits"
+                ) from None
+            read_idx(part, expected)
+            part.replace(folder / part.name)
+
+
+def _mnist_folder(root: str | None) -> Path:
+    folder = find_mnist(root)
+    if folder is None:
+        folder = cache_folder()
+        download_mnist(folder)
+    return folder
+
+
+def resolve(config: DataConfig) -> DataConfig:
+    """``config`` with a concrete name, root and validation size.
+
+    ``auto`` becomes ``mnist`` where the files are found or can be downloaded, otherwise ``digits``.
+
+    Raises:
+        ValueError: MNIST is asked for by name, or ``root`` is given, and the files are not to be had.
+    """
+    name, root = config.name, config.root
+    if name == "auto":
+        try:
+            root, name = str(_mnist_folder(root).resolve()), "mnist"
+        except ValueError:
+            if root is not None:
+                raise
+            name = "digits"
+    elif name == "mnist":
+        root = str(_mnist_folder(root).resolve())
+    size = config.validation_size or {"mnist": 10_000, "digits": 300}[name]
+    return replace(config, name=name, root=root, validation_size=size)
+
+
+@lru_cache(maxsize=2)
+def _mnist_arrays(root: str) -> tuple[NDArray[np.uint8], ...]:
+    folder = Path(root)
+    arrays = []
+    for name, expected in FILES.items():
+        path = _file_in(folder, name)
+        if path is None:
+            raise ValueError(f"{folder}: lacks {name}; MNIST needs all four files: {', '.join(FILES)}")
+        arrays.append(read_idx(path, expected))
+    return tuple(arrays)
+
+
+def _mnist(root: str) -> tuple[Split, Split]:
+    train_x, train_y, test_x, test_y = _mnist_arrays(root)
+    return _scaled(train_x, train_y, 255), _scaled(test_x, test_y, 255)
+
+
+def _digits() -> tuple[Split, Split]:
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    return _scaled(pixels[:1500], labels[:1500], 16), _scaled(pixels[1500:], labels[1500:], 16)
+
+
+def _scaled(pixels: NDArray[np.generic], labels: NDArray[np.generic], largest: int) -> Split:
+    return Split(torch.from_numpy(pixels.astype(np.float32)) / largest, torch.from_numpy(labels.astype(np.int64)))
+
+
+@lru_cache(maxsize=4)
+def load(config: DataConfig) -> Dataset:
+    """The splits of ``config`` (resolved first), kept in memory for the next trial of this process.
+
+    Raises:
+        ValueError: files missing or corrupt, or split sizes that do not fit.
+    """
+    config = resolve(config)
+    whole, test = _digits() if config.name == "digits" else _mnist(str(config.root))
+    assert config.validation_size is not None
+    available = len(whole.y) - config.validation_size
+    wanted = available if config.train_size is None else config.train_size
+    if available < 1:
+        raise ValueError(f"data.validation_size={config.validation_size}: {config.name} has {len(whole.y)} training examples; leave some for training")
+    if wanted > available:
+        raise ValueError(f"data.train_size={wanted}: {available} examples are left after validation; use at most {available} or null for all")
+    validation = Split(whole.x[available:], whole.y[available:])
+    return Dataset(Split(whole.x[:wanted], whole.y[:wanted]), validation, test)
+
+
+def prepare(config: DataConfig) -> DatasetInfo:
+    """Resolve, check and describe the data of ``config``, downloading them if need be.
+
+    Raises:
+        ValueError: see :func:`load`.
+    """
+    config = resolve(config)
+    data = load(config)
+    digest = hashlib.sha256()
+    for split in data:
+        digest.update(split.x.numpy().tobytes())
+        digest.update(split.y.numpy().tobytes())
+    sources = {"mnist": f"MNIST, IDX files in {config.root}", "digits": "scikit-learn's handwritten digits (1,797 images of 8 x 8)"}
+    return DatasetInfo(
+        name=config.name, source=sources[config.name], digest=digest.hexdigest(), root=config.root,
+        train=len(data.train.y), validation=len(data.validation.y), test=len(data.test.y),
+        inputs=data.train.x.shape[1], classes=CLASSES,
+    )  # fmt: skip
+
+
+def batches(split: Split, *, batch_size: int, seed: int, epoch: int, rank: int = 0, world_size: int = 1) -> Iterator[Split]:
+    """The batches of one epoch in the order of (seed, epoch); the last, incomplete one is left out.
+
+    Rank ``r`` gets the ``r``-th contiguous part of every batch, ``batch_size / world_size`` examples.
+    """
+    generator = torch.Generator().manual_seed((seed << 20) + epoch)
+    order = torch.randperm(len(split.y), generator=generator)
+    share = batch_size // world_size
+    for start in range(rank * share, len(order) - batch_size + rank * share + 1, batch_size):
+        chosen = order[start : start + share]
+        yield Split(split.x[chosen], split.y[chosen])

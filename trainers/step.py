@@ -1,0 +1,59 @@
+"""One training step and one evaluation pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from trainers.data import Split
+
+EVALUATION_BATCH = 2_000
+
+
+@dataclass
+class Tally:
+    """Running sums of loss (nats), wrong answers and examples."""
+
+    loss: float = 0.0
+    wrong: int = 0
+    examples: int = 0
+
+    def add(self, loss: float, wrong: int, examples: int) -> None:
+        """Count one batch."""
+        self.loss += loss
+        self.wrong += wrong
+        self.examples += examples
+
+    def metrics(self, split: str) -> dict[str, float]:
+        """``split/loss``, the mean in nats, and ``split/error``, a fraction in 0 .. 1; NaN where nothing was counted."""
+        count = self.examples or float("nan")
+        return {f"{split}/loss": self.loss / count, f"{split}/error": self.wrong / count}
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Split, synchronize: Callable[[Iterable[Tensor]], None] | None
+) -> tuple[float, int]:
+    """Forward, backward, sum gradients over the ranks, update; returns the batch's summed loss and wrong answers before it."""
+    optimizer.zero_grad(set_to_none=True)
+    logits = model(batch.x)
+    loss = F.cross_entropy(logits, batch.y, reduction="sum")
+    loss.backward()  # type: ignore[no-untyped-call]
+    if synchronize is not None:
+        synchronize(model.parameters())
+    optimizer.step()
+    return loss.item(), int((logits.argmax(1) != batch.y).sum())
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, split: Split) -> Tally:
+    """Loss and errors of ``model`` on ``split``, in the model's own arithmetic."""
+    tally = Tally()
+    for x, y in zip(split.x.split(EVALUATION_BATCH), split.y.split(EVALUATION_BATCH), strict=True):
+        logits = model(x)
+        loss = F.cross_entropy(logits, y, reduction="sum").item()
+        tally.add(loss, int((logits.argmax(1) != y).sum()), len(y))
+    return tally

@@ -1,0 +1,158 @@
+"""Training: one trial from its config to its metrics, an epoch at a time.
+
+Both executors use it, the in-process one and the Ray Train worker, and so may a script::
+
+    training = Training(TrialConfig(epochs=3))
+    while training.epoch < training.config.epochs:
+        print(training.train_epoch())
+    print(training.test())
+
+Everything that decides the result is in the config: weights come from (seed, name), the data order from (seed, epoch), so a run
+that is saved and restored continues bit for bit. Divergence is a result: once the loss is not finite, training stops computing and
+reports NaN losses and errors of the remaining epochs as they are.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import lns_ops.cpu
+from lns_ops import LNSTensor, NonFiniteError
+from trainers.checkpoint import load_checkpoint, save_checkpoint
+from trainers.config import TrialConfig
+from trainers.data import Split, batches, load
+from trainers.gradient_sync import sum_gradients_
+from trainers.init import initialize_
+from trainers.models import build
+from trainers.precision import apply_precision, make_optimizer
+from trainers.step import Tally, evaluate, train_step
+
+
+def set_threads(threads: int) -> None:
+    """Compute with so many CPU threads in this process, in torch and in the LNS kernels."""
+    torch.set_num_threads(threads)
+    lns_ops.cpu.set_num_threads(threads)
+
+
+class Training:
+    """The state of one trial in one process.
+
+    Args:
+        config: the trial.
+        rank, world_size: this worker's place; with more than one, the default torch.distributed group must exist.
+
+    Attributes:
+        epoch: finished epochs.
+
+    Raises:
+        ValueError: the data are not to be had, or the config asks for what cannot be (its message says what).
+    """
+
+    def __init__(self, config: TrialConfig, *, rank: int = 0, world_size: int = 1) -> None:
+        set_threads(config.threads)
+        self.config, self.rank, self.world_size = config, rank, world_size
+        self.data = load(config.data)
+        if len(self.data.train.y) < config.batch_size:
+            raise ValueError(f"batch_size={config.batch_size}: there are {len(self.data.train.y)} training examples; use a smaller batch")
+        inputs, classes = self.data.train.x.shape[1], int(self.data.train.y.max()) + 1
+        model = initialize_(build(config.model, inputs, classes), config.seed)
+        self.model = apply_precision(model, config.precision)
+        self.optimizer = make_optimizer(self.model, config.optimizer, config.precision, config.batch_size)
+        self.epoch = 0
+        self.diverged = False
+
+    def train_epoch(self) -> dict[str, float]:
+        """Train one epoch, then evaluate on the validation split.
+
+        Returns:
+            ``epoch`` (finished ones), ``train/loss`` and ``train/error`` (as met during the epoch), ``validation/loss`` and ``validation/error``
+            (losses in nats, errors as fractions), ``samples_per_second`` (training alone, all workers).
+        """
+        start = time.perf_counter()
+        tally = self._train_batches()
+        seconds = time.perf_counter() - start
+        self.epoch += 1
+        total = self._over_ranks(tally)
+        metrics = {"epoch": float(self.epoch), **total.metrics("train"), **self._evaluate(self.data.validation, "validation")}
+        return {**metrics, "samples_per_second": total.examples / seconds}
+
+    def test(self) -> dict[str, float]:
+        """``test/loss`` (nats) and ``test/error`` (fraction) of the weights as they are."""
+        return self._evaluate(self.data.test, "test")
+
+    def _train_batches(self) -> Tally:
+        tally = Tally()
+        if self.diverged:
+            return tally
+        config = self.config
+        synchronize = sum_gradients_ if self.world_size > 1 else None
+        for batch in batches(
+            self.data.train, batch_size=config.batch_size, seed=config.seed, epoch=self.epoch, rank=self.rank, world_size=self.world_size
+        ):
+            try:
+                loss, wrong = train_step(self.model, self.optimizer, batch, synchronize)
+            except NonFiniteError:
+                loss, wrong = math.nan, len(batch.y)
+            tally.add(loss, wrong, len(batch.y))
+            if not math.isfinite(loss) and self.world_size == 1:
+                self.diverged = True
+                break
+        return tally
+
+    def _evaluate(self, split: Split, name: str) -> dict[str, float]:
+        share = Split(split.x[self.rank :: self.world_size], split.y[self.rank :: self.world_size])
+        try:
+            tally = evaluate(self.model, share)
+        except NonFiniteError:
+            tally = Tally(math.nan, len(share.y), len(share.y))
+        return self._over_ranks(tally).metrics(name)
+
+    def _over_ranks(self, tally: Tally) -> Tally:
+        if self.world_size == 1:
+            return tally
+        sums = torch.tensor([tally.loss, tally.wrong, tally.examples], dtype=torch.float64)
+        dist.all_reduce(sums)
+        return Tally(float(sums[0]), int(sums[1]), int(sums[2]))
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the state under its name: parameters as ``model/NAME``, optimizer state as ``optimizer/KEY/NAME``."""
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            tensors[f"model/{name}"] = parameter.detach()
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"optimizer/{key}/{name}"] = value
+        return tensors
+
+    def save(self, folder: Path) -> None:
+        """Write the state into ``folder``; whole or absent, whenever the process dies."""
+        tensors = {name: t.codes if isinstance(t, LNSTensor) else t for name, t in self._tensors().items()}
+        save_checkpoint(folder, tensors, {"epoch": self.epoch, "diverged": self.diverged, "config": self.config.to_dict()})
+
+    def restore(self, folder: Path) -> None:
+        """Continue from the state in ``folder``; the next epoch comes out as if there had been no break.
+
+        Raises:
+            ValueError: no whole checkpoint there, or one of another model or precision.
+        """
+        tensors, state = load_checkpoint(folder)
+        for key in ("model", "precision", "seed"):
+            if state["config"][key] != self.config.to_dict()[key]:
+                raise ValueError(f"{folder}: checkpoint of {key}={state['config'][key]}, this trial has {self.config.to_dict()[key]}; use its own config")
+        parameters = dict(self.model.named_parameters())
+        self.optimizer.state.clear()
+        with torch.no_grad():
+            for path, saved in tensors.items():
+                kind, *key, name = path.split("/")
+                parameter = parameters[name]
+                value = LNSTensor(saved, parameter.fmt) if isinstance(parameter, LNSTensor) else saved
+                if kind == "model":
+                    parameter.copy_(value)
+                else:
+                    self.optimizer.state[parameter][key[0]] = value
+        self.epoch, self.diverged = int(state["epoch"]), bool(state["diverged"])
