@@ -1,0 +1,412 @@
+"""LNS arithmetic on the CPU: every function equals :mod:`lns_ops.reference` bit for bit, at speed.
+
+Arrays are numpy int16 codes of an :class:`~lns_ops.format.LNSFormat`; results are C-contiguous. Operands may be strided,
+transposed or broadcast views. Work runs on ``get_num_threads()`` threads (OMP_NUM_THREADS, else the CPUs of the process),
+outside the GIL; torch's thread count is never touched.
+
+Kernels are compiled by numba on first use and cached beside this package (or in NUMBA_CACHE_DIR); nothing needs a C compiler.
+Matrix products have two kernels: 16-bit vectors with in-register tables (:mod:`lns_ops._simd`) where the processor has AVX-512,
+else gathers from a table (:mod:`lns_ops._gather`); :func:`kernel_info` says which and why, and the environment variable
+``LNS_OPS_CPU_KERNEL`` (``gather`` or ``simd``) forces one.
+
+Shape suffixes: M, K, N of a product; B a batch.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lns_ops import _elementwise, _gather, _sgd
+from lns_ops._pool import get_num_threads, run, set_num_threads
+from lns_ops.format import MANTISSA_BITS, LNSFormat, decode_significands, encode_thresholds
+from lns_ops.gaussian import gaussian_tables
+from lns_ops.reference import ACC_MAX, ACC_MIN, BLOCK
+from lns_ops.reference import decode as _reference_decode
+
+__all__ = [
+    "absolute", "add", "decode", "div", "encode", "get_num_threads", "kernel_info", "matmul", "matmul_batched", "mul", "neg",
+    "order_key", "relu", "relu_backward", "set_num_threads", "sgd_update", "sqrt", "sub", "sum",
+]  # fmt: skip
+
+Codes = NDArray[np.int16]
+
+_GRAIN = 1 << 15
+"""Elements worth a thread of their own: some 50 microseconds of work."""
+
+
+def _codes(x: Codes) -> Codes:
+    """``x`` as a contiguous, writable array, which is the one array type that kernels are compiled for."""
+    if not isinstance(x, np.ndarray) or x.dtype != np.int16:
+        kind = getattr(x, "dtype", type(x).__name__)
+        raise ValueError(f"operand of type {kind}: LNS operations take numpy int16 codes; encode(x, fmt) makes them")
+    if x.flags.c_contiguous and x.flags.writeable and x.flags.aligned:
+        return x
+    return np.array(x, np.int16, order="C", copy=True)
+
+
+def _flat(x: Codes) -> Codes:
+    return _codes(x).reshape(-1)
+
+
+def _pair(x: Codes, y: Codes) -> tuple[Codes, Codes, tuple[int, ...]]:
+    """Flat operands of the common shape."""
+    if x.shape == y.shape:
+        return _flat(x), _flat(y), x.shape
+    x, y = np.broadcast_arrays(x, y)
+    return _flat(x), _flat(y), x.shape
+
+
+@lru_cache(maxsize=32)
+def _sum_table(fraction_bits: int) -> NDArray[np.int32]:
+    """G+ and then G-, one table for elementwise additions."""
+    return np.concatenate(gaussian_tables(fraction_bits)).astype(np.int32)
+
+
+# --------------------------------------------------------------------------------------------------- elementwise
+
+
+def _add(x: Codes, y: Codes, fmt: LNSFormat, flip: int) -> Codes:
+    a, b, shape = _pair(x, y)
+    out, table = np.empty(shape, np.int16), _sum_table(fmt.fraction_bits)
+    run(_elementwise.add, a.size, _GRAIN, a, b, out.reshape(-1), table, table.size // 2 - 1, fmt.field_mask, flip)
+    return out
+
+
+def add(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
+    """``x + y``, correctly rounded in the logarithm, broadcasting; ``x + (-x)`` is exact zero.
+
+    Args:
+        x, y: int16 codes of shapes that broadcast together.
+        fmt: their format, and the result's.
+    """
+    return _add(x, y, fmt, 0)
+
+
+def sub(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
+    """``x - y``; see :func:`add`."""
+    return _add(x, y, fmt, -1)
+
+
+def mul(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
+    """``x y``, broadcasting: logarithms add; exact but for saturation and underflow."""
+    a, b, shape = _pair(x, y)
+    out = np.empty(shape, np.int16)
+    run(_elementwise.mul, a.size, _GRAIN, a, b, out.reshape(-1), fmt.bias, fmt.field_mask)
+    return out
+
+
+def div(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
+    """``x / y``, broadcasting: logarithms subtract; exact but for saturation and underflow.
+
+    Raises:
+        ValueError: some ``y`` is zero; LNS has no infinity.
+    """
+    a, b, shape = _pair(x, y)
+    out = np.empty(shape, np.int16)
+    if run(_elementwise.div, a.size, _GRAIN, a, b, out.reshape(-1), fmt.bias, fmt.field_mask):
+        raise ValueError("division by zero: LNS has no infinity; mask zero divisors first")
+    return out
+
+
+def sqrt(x: Codes, fmt: LNSFormat) -> Codes:
+    """Square root: half the logarithm, rounded half to even.
+
+    Raises:
+        ValueError: some ``x`` is negative.
+    """
+    out = np.empty(x.shape, np.int16)
+    if run(_elementwise.sqrt, x.size, _GRAIN, _flat(x), out.reshape(-1), fmt.bias, fmt.field_mask):
+        raise ValueError("square root of a negative number: LNS has no NaN; take the absolute value or clamp first")
+    return out
+
+
+def _sign_op(x: Codes, fmt: LNSFormat, keep: int, flip: int) -> Codes:
+    out = np.empty(x.shape, np.int16)
+    run(_elementwise.sign_op, x.size, _GRAIN, _flat(x), out.reshape(-1), fmt.field_mask, keep, flip)
+    return out
+
+
+def neg(x: Codes, fmt: LNSFormat) -> Codes:
+    """``-x``, exact."""
+    return _sign_op(x, fmt, -1, -1)
+
+
+def absolute(x: Codes, fmt: LNSFormat) -> Codes:
+    """``|x|``, exact."""
+    return _sign_op(x, fmt, 0, 0)
+
+
+def order_key(x: Codes, fmt: LNSFormat) -> Codes:
+    """int16 integers that compare as the values do: ``key(x) < key(y)`` exactly if ``x < y``; zero has key 0."""
+    out = np.empty(x.shape, np.int16)
+    run(_elementwise.order_key, x.size, _GRAIN, _flat(x), out.reshape(-1), fmt.field_mask)
+    return out
+
+
+def relu(x: Codes, fmt: LNSFormat) -> Codes:
+    """``max(x, 0)``, exact."""
+    return relu_backward(x, x, fmt)
+
+
+def relu_backward(grad: Codes, x: Codes, fmt: LNSFormat) -> Codes:
+    """``grad`` where ``x > 0``, else zero; ``x`` is relu's input or its output, which agree in that.
+
+    Args:
+        grad, x: int16 codes of one shape (or shapes that broadcast).
+        fmt: unused by the arithmetic (a code's sign is the word's in every format); kept for symmetry.
+    """
+    a, b, shape = _pair(grad, x)
+    out = np.empty(shape, np.int16)
+    run(_elementwise.gate, a.size, _GRAIN, a, b, out.reshape(-1))
+    return out
+
+
+# ----------------------------------------------------------------------------------------------- encode, decode
+
+
+@lru_cache(maxsize=32)
+def _encode_tables(fraction_bits: int) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
+    """For cells of ``2^-(f+1)``: the float32 shift, the float64 threshold in the cell (or beyond it), thresholds below it."""
+    thresholds = encode_thresholds(fraction_bits) - (1 << MANTISSA_BITS)
+    cells = np.arange(2 << fraction_bits, dtype=np.int64)
+    width = 1 << (MANTISSA_BITS - 1 - fraction_bits)
+    # A threshold equal to a cell's first fraction belongs to the cell: only larger fractions round up.
+    base = np.searchsorted(thresholds, cells * width, side="left").astype(np.int64)
+    inside = np.append(thresholds, 1 << MANTISSA_BITS)[base]
+    step = 1 << (22 - fraction_bits)
+    low = np.minimum(inside >> (MANTISSA_BITS - 23), (cells + 1) * step - 1) - cells * step
+    shift = (base - cells) * step + (step - 1 - low)
+    return shift.astype(np.int32), inside, base.astype(np.int32)
+
+
+def encode(x: NDArray[Any], fmt: LNSFormat) -> Codes:
+    """The codes nearest to ``x`` in logarithm: ``sign x round(2^f log2|x|)``; saturates above the range, zero below it.
+
+    Args:
+        x: any shape; float32 and float64 are read as they are, other real dtypes are converted to float64 first.
+        fmt: the format.
+
+    Raises:
+        ValueError: ``x`` holds a NaN or an infinity.
+    """
+    x = np.asarray(x)
+    if x.dtype not in (np.float32, np.float64):
+        x = x.astype(np.float64)
+    if not (x.flags.c_contiguous and x.flags.writeable and x.flags.aligned):
+        x = np.array(x, order="C", copy=True)
+    out, f = np.empty(x.shape, np.int16), fmt.fraction_bits
+    shift, threshold, base = _encode_tables(f)
+    if x.dtype == np.float32:
+        bad = run(_elementwise.encode32, x.size, _GRAIN, x.reshape(-1).view(np.int32), out.reshape(-1), shift, f, fmt.bias,
+                  fmt.field_mask)  # fmt: skip
+    else:
+        bad = run(_elementwise.encode64, x.size, _GRAIN, x.reshape(-1).view(np.int64), out.reshape(-1), threshold, base, f,
+                  fmt.bias, fmt.field_mask)  # fmt: skip
+    if bad:
+        raise ValueError("NaN or infinity to encode: LNS has no code for either; clean the input first")
+    return out
+
+
+@lru_cache(maxsize=32)
+def _decode_tables(fraction_bits: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Significand bit patterns: float32's with the results of exponents -128 and -127 after them, and float64's."""
+    significands = decode_significands(fraction_bits)
+    single = significands.astype(np.float32)
+    subnormal = [np.ldexp(single, -128), np.ldexp(single, -127)]
+    return (
+        np.concatenate([single.view(np.int32) - (127 << 23), *(s.view(np.int32) for s in subnormal)]),
+        significands.view(np.int64).copy(),
+    )
+
+
+def decode(codes: Codes, fmt: LNSFormat, dtype: type[np.floating[Any]] = np.float32) -> NDArray[Any]:
+    """``sign x 2^(log/2^f)``: the significand rounded to ``dtype``, times a power of two.
+
+    Args:
+        codes: int16, any shape.
+        fmt: their format.
+        dtype: np.float32 (exact inverse of :func:`encode`) or np.float64; others go through the reference, slowly.
+    """
+    f, single = fmt.fraction_bits, np.dtype(dtype) == np.float32
+    if not single and np.dtype(dtype) != np.float64:
+        return np.asarray(_reference_decode(codes, fmt, dtype))
+    out = np.empty(codes.shape, dtype)
+    table32, table64 = _decode_tables(f)
+    flat = out.reshape(-1).view(np.int32 if single else np.int64)
+    if single:
+        run(_elementwise.decode32, codes.size, _GRAIN, _flat(codes), flat, table32, f, fmt.bias, fmt.field_mask)
+    else:
+        run(_elementwise.decode64, codes.size, _GRAIN, _flat(codes), flat, table64, f, fmt.bias, fmt.field_mask)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------- reductions
+
+_LOWEST, _HIGHEST = 4 * ACC_MIN, 4 * ACC_MAX
+
+
+def sum(x: Codes, axis: int, fmt: LNSFormat) -> Codes:
+    """Sum along ``axis`` in the contract's order (blocks of 64, then block totals); an empty sum is zero.
+
+    Args:
+        x: int16 codes with at least one axis.
+        axis: which one; negative counts from the end. Axis 0 and the last axis need no copy.
+        fmt: the format.
+
+    Returns:
+        Codes of ``x``'s shape without ``axis``.
+    """
+    axis = range(x.ndim)[axis]
+    K, shape = x.shape[axis], x.shape[:axis] + x.shape[axis + 1 :]
+    out = np.zeros(shape, np.int16)
+    if not x.size:
+        return out
+    inner = int(np.prod(x.shape[axis + 1 :], dtype=np.int64))
+    words, table = np.empty(out.size, np.int32), _gather.distance_table(fmt.fraction_bits)
+    limits = (_LOWEST, _HIGHEST)
+    if inner == 1:
+        blocks = -(-K // BLOCK)
+        parts = np.empty(blocks * out.size, np.int32)
+        strips = -(-parts.size // _gather.STRIP)
+        run(_gather.sum_rows, strips, 8, _flat(x), parts, K, table, fmt.bias, fmt.field_mask, *limits, BLOCK)
+        run(_gather.sum_totals, out.size, _GRAIN // blocks, parts, words, out.size, table, *limits)
+    else:
+        units = -(-inner // _gather.STRIP) * (out.size // inner)
+        run(_gather.sum_columns, units, max(1, _GRAIN // (K * _gather.STRIP)), _flat(x), words, K, inner, table, fmt.bias,
+            fmt.field_mask, *limits, BLOCK)  # fmt: skip
+    run(_gather.narrow, out.size, _GRAIN, words, out.reshape(-1), fmt.bias, fmt.field_mask)
+    return out
+
+
+def matmul(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes:
+    """``x @ y``: exact products, summed over k in the contract's order.
+
+    Args:
+        x_MK: int16 codes (M, K). Its zeros are skipped, so sparse activations belong here.
+        y_KN: int16 codes (K, N). Either operand may be a transposed view.
+        fmt: the format.
+
+    Raises:
+        ValueError: not two matrices, or their inner sizes differ.
+    """
+    if x_MK.ndim != 2 or y_KN.ndim != 2 or x_MK.shape[1] != y_KN.shape[0]:
+        raise ValueError(f"matmul of shapes {x_MK.shape} and {y_KN.shape}: needs (M, K) and (K, N) with the same K")
+    return _matmul_gather(x_MK, y_KN, fmt)
+
+
+def matmul_batched(x_BMK: Codes, y_BKN: Codes, fmt: LNSFormat) -> Codes:
+    """``x[b] @ y[b]`` for every b; see :func:`matmul`.
+
+    Raises:
+        ValueError: not two batches of matrices of one length, or their inner sizes differ.
+    """
+    if x_BMK.ndim != 3 or y_BKN.ndim != 3 or x_BMK.shape[0] != y_BKN.shape[0] or x_BMK.shape[2] != y_BKN.shape[1]:
+        raise ValueError(
+            f"matmul_batched of shapes {x_BMK.shape} and {y_BKN.shape}: needs (B, M, K) and (B, K, N) with the same B and K"
+        )
+    out = np.empty((x_BMK.shape[0], x_BMK.shape[1], y_BKN.shape[2]), np.int16)
+    for b in range(len(out)):
+        out[b] = matmul(x_BMK[b], y_BKN[b], fmt)
+    return out
+
+
+def _words(x: Codes, fmt: LNSFormat) -> NDArray[np.int32]:
+    """Contiguous words of ``x``; a transposed view is widened in memory order and then turned."""
+    flipped = x.flags.f_contiguous and not x.flags.c_contiguous
+    source = _flat(x.T if flipped else x)
+    words = np.empty(source.size, np.int32)
+    run(_gather.widen, source.size, _GRAIN, source, words, fmt.bias, fmt.field_mask)
+    return np.ascontiguousarray(words.reshape(x.shape[::-1]).T) if flipped else words.reshape(x.shape)
+
+
+def _matmul_gather(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes:
+    (M, K), N = x_MK.shape, y_KN.shape[1]
+    out = np.zeros((M, N), np.int16)
+    if not (out.size and K):
+        return out
+    x, y, table = _words(x_MK, fmt), _words(y_KN, fmt), _gather.distance_table(fmt.fraction_bits)
+    units = M * -(-N // _gather.STRIP)
+    run(_gather.matmul, units, max(1, 4 * _GRAIN // (K * _gather.STRIP)), x.reshape(-1), y.reshape(-1), out.reshape(-1), K, N,
+        table, fmt.bias, fmt.field_mask, _LOWEST, _HIGHEST, True, BLOCK)  # fmt: skip
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------- optimizer
+
+
+def _in_place(name: str, x: Codes, shape: tuple[int, ...]) -> Codes:
+    """``x`` flat, without a copy."""
+    if x.dtype != np.int16 or x.shape != shape or not (x.flags.c_contiguous and x.flags.writeable):
+        raise ValueError(
+            f"{name} of dtype {x.dtype}, shape {x.shape}: an array updated in place must be writable, contiguous int16 codes "
+            f"of the weight's shape {shape}; pass the array itself, not a strided view"
+        )
+    return x.reshape(-1)
+
+
+def sgd_update(
+    weight: Codes,
+    grad: Codes,
+    fmt: LNSFormat,
+    *,
+    negative_lr: int,
+    momentum: int | None = None,
+    buffer: Codes | None = None,
+    compensation: Codes | None = None,
+) -> None:
+    """One SGD step in LNS operations, fused, in place on ``weight``, ``buffer`` and ``compensation``.
+
+    ``buffer = momentum buffer + grad`` (where momentum and a buffer are given), ``update = -lr buffer``, then
+    ``weight += update`` or, with Kahan compensation (W. Kahan 1965)::
+
+        compensation = compensation + update
+        new = weight + compensation
+        compensation = compensation - (new - weight)
+
+    Args:
+        weight: int16 codes, contiguous, updated.
+        grad: int16 codes of the same shape; read only.
+        fmt: the format.
+        negative_lr: the code of ``-lr`` (an integer, or an array of one element).
+        momentum: the code of the momentum factor.
+        buffer: momentum buffer, like ``weight``, updated.
+        compensation: Kahan's running error, like ``weight``, updated.
+
+    Raises:
+        ValueError: an array to be updated is not writable contiguous int16 of the weight's shape, or ``grad``'s shape differs.
+    """
+    w = _in_place("weight", weight, weight.shape)
+    if grad.shape != weight.shape:
+        raise ValueError(f"grad of shape {grad.shape}: must have the weight's shape {weight.shape}")
+    use_momentum = momentum is not None and buffer is not None
+    b = _in_place("buffer", buffer, weight.shape) if use_momentum and buffer is not None else w
+    table = _sum_table(fmt.fraction_bits)
+    scalars = (table, table.size // 2 - 1, fmt.bias, fmt.field_mask, _scalar(negative_lr), _scalar(momentum), use_momentum)
+    if compensation is None:
+        run(_sgd.plain, w.size, _GRAIN // 2, w, _flat(grad), b, *scalars)
+    else:
+        c = _in_place("compensation", compensation, weight.shape)
+        run(_sgd.kahan, w.size, _GRAIN // 4, w, _flat(grad), b, c, *scalars)
+
+
+def _scalar(code: Any) -> int:
+    return 0 if code is None else int(np.asarray(code).reshape(()))
+
+
+def kernel_info() -> dict[str, str]:
+    """Which matrix-product kernel is in use and why: keys ``matmul`` and ``reason``.
+
+    Raises:
+        ValueError: LNS_OPS_CPU_KERNEL names no kernel, or one that this processor cannot run.
+    """
+    forced = os.environ.get("LNS_OPS_CPU_KERNEL", "")
+    if forced not in ("", "gather", "simd"):
+        raise ValueError(f"LNS_OPS_CPU_KERNEL={forced!r}: must be 'gather', 'simd' or unset")
+    if forced == "simd":
+        raise ValueError("LNS_OPS_CPU_KERNEL='simd': needs AVX-512, which this processor lacks; unset it or set it to 'gather'")
+    return {"matmul": "gather", "reason": "LNS_OPS_CPU_KERNEL=gather" if forced else "the only kernel so far"}
