@@ -1,0 +1,194 @@
+"""The command line: ``lns-study run | report | ui``, also ``python -m study``.
+
+Exit codes: 0 done; 1 some trials failed, or MLflow lacks something; 2 the user's input cannot work (nothing was started);
+130 interrupted by Ctrl-C. Heavy imports (torch, Ray, MLflow) wait until a command needs them, so ``--help`` is quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from study.config import StudyConfig
+    from study.engine import Outcome, View
+
+DESCRIPTION = """\
+Run a study: train the same network in several number formats, several seeds each, and compare the test errors.
+
+  lns-study run quickstart              minutes: the four-row table with a small budget
+  lns-study run table                   the full table on MNIST (12 trials of 20 epochs)
+  lns-study report table                print the table again, renew the report, send MLflow what it lacks
+  lns-study ui                          open the runs in MLflow's web interface
+"""
+
+RUN_DESCRIPTION = """\
+Run a study, or continue one: trials that have finished are not run again, interrupted ones go on from their last checkpoint.
+
+CONFIG is a YAML file, or the name of one in conf/study (table, quickstart). After it come changes:
+
+  key=value     set a key              trial.epochs=3   seeds=[0,1]   trial.data.train_size=6000   name=my-study
+  group=file    swap a file of conf/   model=mlp_128    data=digits   precision=lns16   budget=small
+
+Values are YAML: null, true, 0.1, [0,1], "text: with a colon". Quote brackets for shells that expand them: 'seeds=[0,1]'.
+
+  --dry-run prints every key and every trial, and starts nothing.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code."""
+    options = build_parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return int(options.command(options))
+    except ValueError as error:
+        print(f"lns-study: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nlns-study: interrupted", file=sys.stderr)
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of every command."""
+    parser = argparse.ArgumentParser(
+        prog="lns-study", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_run(commands)
+    _add_report(commands)
+    _add_ui(commands)
+    return parser
+
+
+def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    run = commands.add_parser(
+        "run", help="run or continue a study", description=RUN_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    run.add_argument("config", metavar="CONFIG", help="YAML file, or a name in conf/study")
+    run.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
+    run.add_argument("--dry-run", action="store_true", help="print the resolved config and trials, start nothing")
+    run.add_argument("--plain", action="store_true", help="one line an epoch instead of a live table (the default when piped)")
+    run.set_defaults(command=_run)
+
+
+def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    report = commands.add_parser("report", help="print a study's table and renew its report", description=(
+        "Print the table of a study, write its report again from its ledger, and send MLflow whatever it lacks "
+        "(after a tracking server was away)."))  # fmt: skip
+    report.add_argument("study", metavar="STUDY", help="the study's name, or its folder")
+    report.add_argument("--storage", default="studies", help="folder of all studies (default: studies)")
+    report.add_argument("--tracking-uri", help="MLflow store to send to (default: the study's own)")
+    report.set_defaults(command=_report)
+
+
+def _add_ui(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    ui = commands.add_parser("ui", help="open the studies in MLflow's web interface", description=(
+        "Serve MLflow's web interface for a storage folder on 127.0.0.1, until Ctrl-C."))  # fmt: skip
+    ui.add_argument("--storage", default="studies", help="folder of all studies (default: studies)")
+    ui.add_argument("--port", type=int, default=5000, help="port to listen on (default: 5000)")
+    ui.set_defaults(command=_ui)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from study.compose import load
+
+    study = load(options.config, options.overrides)
+    if options.dry_run:
+        return _dry_run(study)
+    from rich.console import Console
+
+    from study.engine import run_study
+
+    console = Console()
+    try:
+        outcome = run_study(study, _view(study, console, options.plain), lambda line: _say(console, line))
+    except KeyboardInterrupt:
+        print(
+            f"\nInterrupted. Finished epochs are kept; the same command continues: lns-study run {' '.join(_again(options))}",
+            file=sys.stderr,
+        )
+        return 130
+    _print_outcome(outcome, study.storage)
+    return 1 if outcome.failed or outcome.tracking_error else 0
+
+
+def _dry_run(study: StudyConfig) -> int:
+    import yaml
+
+    from study.plan import make_plan
+
+    plan = make_plan(study)
+    print(yaml.safe_dump(plan.study.to_dict(), sort_keys=False, allow_unicode=True))
+    print(f"# {len(plan.trials)} trials:")
+    for trial in plan.trials:
+        precision = trial.config.precision
+        print(
+            f"#   {trial.id}  {trial.row}, seed {trial.seed}: {precision.format}, {trial.config.epochs} epochs, {trial.config.workers} worker(s)"
+        )
+    return 0
+
+
+def _view(study: StudyConfig, console: Console, plain: bool) -> View:
+    from study.preflight import local_cpus
+    from study.progress import LiveView, PlainView
+
+    concurrent = min(study.max_concurrent or 10**6, max(1, local_cpus(study) // (study.trial.workers * study.trial.threads)))
+    return PlainView(console, concurrent) if plain or not console.is_terminal else LiveView(console, concurrent)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from study.config import StudyConfig
+    from study.engine import report_study
+
+    direct = Path(options.study)
+    folder = direct if (direct / "ledger.jsonl").exists() else StudyConfig(name=options.study, storage=options.storage).folder
+    outcome = report_study(folder, lambda line: print(line, file=sys.stderr), options.tracking_uri)
+    _print_outcome(outcome, str(folder.parent))
+    return 1 if outcome.tracking_error else 0
+
+
+def _ui(options: argparse.Namespace) -> int:
+    from study.config import default_tracking_uri
+    from study.preflight import check_writable
+    from study.ui import serve
+
+    storage = Path(options.storage).expanduser().resolve()
+    check_writable(storage, "storage")
+    return serve(default_tracking_uri(options.storage), storage / "artifacts", options.port, lambda line: print(line, flush=True))
+
+
+def _print_outcome(outcome: Outcome, storage: str) -> None:
+    from study.report import render_text
+
+    print(f"\n{render_text(outcome.state)}")
+    print(f"\nReport:  {outcome.report / 'report.html'}")
+    study = outcome.state.config
+    page = "#/experiments/{}/runs/{}".format(*outcome.parent_run) if outcome.parent_run else ""
+    if study.tracking.startswith("sqlite"):
+        where = "" if storage == "studies" else f" --storage {storage}"
+        print(f"MLflow:  lns-study ui{where}   then open http://127.0.0.1:5000/{page}")
+    else:
+        print(f"MLflow:  {study.tracking}/{page}")
+    if outcome.tracking_error:
+        print(
+            f"MLflow lacks part of this study ({outcome.tracking_error}); send it with: lns-study report {study.slug} --storage {storage}",
+            file=sys.stderr,
+        )
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _again(options: argparse.Namespace) -> list[str]:
+    import shlex
+
+    return [shlex.quote(word) for word in (options.config, *options.overrides)]

@@ -1,0 +1,263 @@
+"""From a config's name and ``key=value`` overrides to one validated :class:`~study.config.StudyConfig`.
+
+A study file is YAML. Its optional ``groups`` list names files under ``conf/`` that are merged in order, later over earlier; the
+file itself goes where ``_self_`` stands (last if nowhere)::
+
+    groups: [model/mlp_512, data/mnist, _self_, budget/full]
+
+On the command line ``model=mlp_128`` swaps the file of a group, and ``trial.epochs=3`` sets a key; keys win over files. Values
+are YAML: ``seeds=[0,1]``, ``trial.data.train_size=null``. Files are looked for in the working folder first (``./conf``), then in
+the installed ``conf`` package, so a study needs no checkout.
+
+The schema is the frozen dataclasses themselves, read by OmegaConf: unknown keys and values of the wrong type stop here. Values
+outside their range stop in the dataclasses. Both are ``ValueError`` with value, rule and remedy.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.resources
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from study.config import RowConfig, StudyConfig
+
+SELF = "_self_"
+
+
+def load(config: str, overrides: Sequence[str] = ()) -> StudyConfig:
+    """The study of a config file and overrides.
+
+    Args:
+        config: path of a YAML file, or the name of one in ``conf/study``.
+        overrides: ``key=value`` and ``group=file``.
+
+    Raises:
+        ValueError: no such file, unknown key or bad value; the message names the value, the rule and the remedy.
+    """
+    path = find_study(config)
+    groups, keys = _split_overrides(overrides)
+    merged = _schema()
+    for source, values in _layers(path, groups):
+        merged = _merge(merged, values, source)
+    for override in keys:
+        merged = _merge(merged, _parse_override(override), f"override {override!r}")
+    return _finish(merged)
+
+
+def find_study(config: str) -> Path:
+    """The study file called ``config``: as given, with .yaml, in ./conf/study, or in the installed package.
+
+    Raises:
+        ValueError: there is none; the message lists the names there are.
+    """
+    direct = [Path(config), Path(f"{config}.yaml")]
+    for path in [*direct, *(root / "study" / f"{config}.yaml" for root in _roots())]:
+        if path.is_file():
+            return path
+    known = sorted({path.stem for root in _roots() for path in root.glob("study/*.yaml")})
+    raise ValueError(
+        f"config {config!r}: no such study; it must be a YAML file or one of {', '.join(known) or '(none)'}"
+        f"{_nearest(config, known)}; copy one of those to write your own"
+    )
+
+
+def override_trial(base: dict[str, Any], overrides: Any, label: str) -> dict[str, Any]:
+    """A trial's dict with a row's overrides merged in.
+
+    Args:
+        base: ``TrialConfig.to_dict()``.
+        overrides: mapping with nested or dotted keys, list of ``key=value``, or None.
+        label: the row's, for errors.
+
+    Raises:
+        ValueError: an override names no key of a trial or has a value of the wrong type.
+    """
+    wrapped = _merge(_schema(), {"trial": base}, "trial")
+    if overrides is not None:
+        wrapped = _merge(wrapped, {"trial": _undot(overrides, label)}, f"row {label!r}")
+    trial: dict[str, Any] = _plain(wrapped)["trial"]
+    return trial
+
+
+def group_options(group: str) -> list[str]:
+    """Names of the files of a config group, sorted; empty if there is no such group."""
+    return sorted({path.stem for root in _roots() for path in root.glob(f"{group}/*.yaml")}) if group.isidentifier() else []
+
+
+def _roots() -> list[Path]:
+    """Folders that hold ``study/``, ``model/`` ...: the working folder's ``conf``, then the installed package."""
+    installed = Path(str(importlib.resources.files("conf")))
+    return list(dict.fromkeys([Path("conf").resolve(), installed.resolve()]))
+
+
+def _schema() -> DictConfig:
+    """The structured schema. Frozen dataclasses become read-only nodes, so the flag is taken off each."""
+    schema: DictConfig = OmegaConf.structured(StudyConfig)
+    _thaw(schema)
+    return schema
+
+
+def _thaw(node: DictConfig) -> None:
+    OmegaConf.set_readonly(node, None)
+    for child in (node._get_node(key) for key in node):
+        if isinstance(child, DictConfig) and not child._is_none():
+            _thaw(child)
+
+
+def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Group swaps (``model=mlp_128``) apart from keys (``trial.epochs=3``)."""
+    groups: dict[str, str] = {}
+    keys: list[str] = []
+    for override in overrides:
+        name, equals, value = override.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*(\[\d+\][\w.]*)*", name):
+            raise ValueError(
+                f"override {override!r}: must be key=value, for example trial.epochs=3, seeds=[0,1] or model=mlp_128"
+            )
+        if name not in StudyConfig.__dataclass_fields__ and name != "study" and group_options(name):
+            groups[name] = value
+        else:
+            keys.append(override)
+    return groups, keys
+
+
+def _parse_override(override: str) -> dict[str, Any]:
+    name, _, value = override.partition("=")
+    try:
+        return OmegaConf.to_container(OmegaConf.from_dotlist([f"{name}={value}"]))  # type: ignore[return-value]
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ValueError(
+            f"override {override!r}: the value is not YAML ({_first_line(error)}); quote it, for example 'name=\"a: b\"'"
+        ) from None
+
+
+def _layers(path: Path, swaps: dict[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The files to merge, in order, each with its name for errors; groups that the study does not list come last."""
+    named: set[str] = set()
+    yield from _expand(path, swaps, named)
+    for group, file in swaps.items():
+        if group not in named:
+            yield from _expand(_find_group(group, file, path), swaps, named)
+
+
+def _expand(path: Path, swaps: dict[str, str], named: set[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A file's groups and, at ``_self_``, its own body; a group file may list groups too. Notes the groups in ``named``."""
+    body = _read(path)
+    groups = body.pop("groups", [])
+    if not isinstance(groups, list) or not all(isinstance(entry, str) for entry in groups):
+        raise ValueError(
+            f"{path}: groups={groups!r}: must be a list of group/file names, for example [model/mlp_512, data/mnist]"
+        )
+    for entry in groups if SELF in groups else [*groups, SELF]:
+        group, _, file = entry.partition("/")
+        if entry == SELF:
+            yield str(path), body
+        else:
+            named.add(group)
+            yield from _expand(_find_group(group, swaps.get(group, file), path), swaps, named)
+
+
+def _find_group(group: str, file: str, study: Path) -> Path:
+    """The file of a group: beside the study's own ``conf`` folder, in ./conf, or in the installed package."""
+    for root in [study.resolve().parent.parent, *_roots()]:
+        path = root / group / f"{file}.yaml"
+        if path.is_file():
+            return path
+    options = group_options(group)
+    raise ValueError(f"{group}={file}: no such config; must be one of {', '.join(options) or '(none)'}{_nearest(file, options)}")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: must be YAML: {' '.join(str(error).split())}; correct the file") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}; check its permissions") from None
+    if values is not None and not isinstance(values, dict):
+        raise ValueError(f"{path}: must be a mapping of keys to values, not {type(values).__name__}; start with `name: my-study`")
+    return values or {}
+
+
+def _merge(base: DictConfig, values: dict[str, Any], source: str) -> DictConfig:
+    try:
+        merged = OmegaConf.merge(base, OmegaConf.create(values))
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
+        raise _explain(error, values, source) from None
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _explain(error: Exception, values: dict[str, Any], source: str) -> ValueError:
+    """An OmegaConf error as value, rule and remedy."""
+    key = str(getattr(error, "full_key", None) or "")
+    if isinstance(error, ConfigKeyError | ConfigAttributeError):
+        known = [*_known_keys(_schema()), *(f"rows[].{name}" for name in RowConfig.__dataclass_fields__)]
+        near = _nearest(key, known) or _nearest(key, [name.rpartition(".")[2] for name in known])
+        return ValueError(
+            f"{source}: {key or _first_line(error)}: unknown key{near}; `lns-study run CONFIG --dry-run` prints every key"
+        )
+    return ValueError(f"{source}: {f'{key}: ' if key else ''}{_first_line(error)}; {_expected(key)}")
+
+
+def _expected(key: str) -> str:
+    """The rule and an example for a key's type, from the schema."""
+    schema = _schema()
+    name = re.sub(r"\[.*", "", key)
+    example = OmegaConf.select(schema, name) if name else None
+    if isinstance(example, ListConfig):
+        return f"it must be a list, for example {name}={'[0,1]' if name == 'seeds' else '[...]'}"
+    if isinstance(example, DictConfig):
+        return f"it must be a mapping with the keys {', '.join(str(k) for k in example)}"
+    kind = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(type(example), "of the key's type")
+    return f"it must be {kind}" + (f", for example {name}={example}" if example not in (None, "") else "")
+
+
+def _known_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
+    for key in map(str, node):
+        child = node._get_node(key)
+        yield f"{prefix}{key}"
+        if isinstance(child, DictConfig) and not child._is_none():
+            yield from _known_keys(child, f"{prefix}{key}.")
+
+
+def _undot(overrides: Any, label: str) -> dict[str, Any]:
+    """Overrides as one nested dict, whichever way they were written."""
+    if isinstance(overrides, list):
+        return OmegaConf.to_container(OmegaConf.from_dotlist([str(item) for item in overrides]))  # type: ignore[return-value]
+    if not isinstance(overrides, dict):
+        raise ValueError(f"row {label!r}: overrides={overrides!r}: must be a mapping, for example {{precision.scope: matmul}}")
+    nested = OmegaConf.create({})
+    for key, value in overrides.items():
+        OmegaConf.update(nested, str(key), value, merge=True)
+    return OmegaConf.to_container(nested)  # type: ignore[return-value]
+
+
+def _finish(merged: DictConfig) -> StudyConfig:
+    return StudyConfig.from_dict(_plain(merged))
+
+
+def _plain(merged: DictConfig | ListConfig) -> dict[str, Any]:
+    """Plain Python values, interpolations resolved, missing values refused."""
+    try:
+        return OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", "")
+        raise ValueError(f"{key}: {_first_line(error)}; set it, for example {key}=...") from None
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    """`` (did you mean 'x'?)``, or nothing."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,0 +1,140 @@
+"""One run of a study from config to report: plan, preflight, ledger, runner, tracking, report. The command line calls this."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from study.config import StudyConfig
+from study.ledger import Event, Ledger, read_ledger
+from study.plan import Plan, make_plan
+from study.preflight import check_same_data, check_writable, preflight
+from study.provenance import provenance
+from study.report import write_report
+from study.runner import run_plan
+from study.state import FAILED, FINISHED, StudyState, fold
+from study.tracking import Tracker
+
+
+class View(Protocol):
+    """Shows a study while it runs; see :mod:`study.progress`."""
+
+    def start(self, state: StudyState) -> None:
+        """Begin to show ``state``, which the engine keeps up to date."""
+
+    def listen(self, event: Event) -> None:
+        """Hear an event after ``state`` has taken it in."""
+
+    def stop(self) -> None:
+        """Show the last state and give the terminal back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run of a study ended.
+
+    Attributes:
+        state: the study's.
+        report: folder of the report.
+        tracking_error: why MLflow lacks something, or "".
+        parent_run: experiment and run id of the parent run, or None.
+    """
+
+    state: StudyState
+    report: Path
+    tracking_error: str
+    parent_run: tuple[str, str] | None
+
+    @property
+    def failed(self) -> int:
+        """Trials given up."""
+        return sum(trial.status == FAILED for trial in self.state.trials)
+
+
+def run_study(study: StudyConfig, view: View, say: Callable[[str], None]) -> Outcome:
+    """Run a study, or what is left of it.
+
+    Args:
+        study: the config.
+        view: shows progress.
+        say: prints one line for the user: warnings and what was resumed.
+
+    Raises:
+        ValueError: the study cannot start; nothing was done.
+        KeyboardInterrupt: after Ctrl-C, with ledger, MLflow runs and report closed.
+    """
+    check_writable(Path(study.storage).expanduser().resolve(), "storage")
+    plan = make_plan(study)
+    data = preflight(plan)
+    with ExitStack() as stack:
+        ledger = stack.enter_context(Ledger(plan.study.folder))
+        before = fold(ledger.history)
+        check_same_data(data, before)
+        return _run(plan, data, ledger, before, view, say)
+
+
+def _run(
+    plan: Plan, data: list[dict[str, Any]], ledger: Ledger, state: StudyState, view: View, say: Callable[[str], None]
+) -> Outcome:
+    ledger.listen(state.apply)
+    ledger.append("planned", ledger=_ledger_id(ledger), **plan.to_event(), data=data, provenance=provenance())
+    _say_what_is_left(state, say)
+    tracker = Tracker(plan.study.tracking, _artifacts(plan.study), say)
+    tracker.start([*ledger.history, state.plan])
+    for listener in (tracker.listen, view.listen):
+        ledger.listen(listener)
+    view.start(state)
+    outcome = "interrupted"
+    try:
+        run_plan(plan, ledger, state)
+        outcome = "finished" if all(trial.status == FINISHED for trial in state.trials) else "failed"
+    finally:
+        ledger.append("ended", outcome=outcome)
+        view.stop()
+        report = write_report(state, plan.study.folder / "report")
+        error = tracker.close(report)
+    return Outcome(state=state, report=report, tracking_error=error, parent_run=tracker.parent_run())
+
+
+def report_study(folder: Path, say: Callable[[str], None], tracking_uri: str | None = None) -> Outcome:
+    """Make the report of a study again from its ledger, and send MLflow what it lacks.
+
+    Raises:
+        ValueError: there is no study in ``folder``, or it is running.
+    """
+    events = read_ledger(folder)
+    state = fold(events)
+    if not state.plan:
+        raise ValueError(
+            f"{folder}: holds no study (no ledger with a plan); run one with `lns-study run CONFIG`, or name its storage with --storage"
+        )
+    if not state.outcome:
+        with Ledger(folder):  # refuses while another process runs the study
+            state.outcome = "interrupted"
+    study = state.config
+    report = write_report(state, folder / "report")
+    tracker = Tracker(tracking_uri or study.tracking, _artifacts(study), say)
+    tracker.start([*events, {"event": "ended", "time": events[-1]["time"], "outcome": state.outcome}])
+    error = tracker.close(report)
+    return Outcome(state=state, report=report, tracking_error=error, parent_run=tracker.parent_run())
+
+
+def _artifacts(study: StudyConfig) -> Path:
+    return Path(study.storage).expanduser().resolve() / "artifacts"
+
+
+def _ledger_id(ledger: Ledger) -> str:
+    """A random id made once a ledger: tells its MLflow runs from those of the same study run elsewhere."""
+    known = [event["ledger"] for event in ledger.history if event["event"] == "planned"]
+    return str(known[0]) if known else uuid.uuid4().hex[:12]
+
+
+def _say_what_is_left(state: StudyState, say: Callable[[str], None]) -> None:
+    finished = sum(trial.status == FINISHED for trial in state.trials)
+    begun = sum(trial.status != FINISHED and trial.epoch > 0 for trial in state.trials)
+    if finished or begun:
+        say(f"Resuming: {finished} of {len(state.trials)} trials are finished, {begun} continue from their last checkpoint.")

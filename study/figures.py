@@ -1,0 +1,157 @@
+"""The report's two pictures: error per epoch with spread, and the final errors beside the published ones.
+
+Each is drawn for a light and a dark page. Colours are Okabe and Ito's (2008), told apart with every common colour blindness;
+lines also differ in dash and marker, published bars in hatch. Errors are in per cent; bands span the lowest and highest seed,
+error bars are one sample standard deviation.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from study.results import Summary, test_errors
+from study.state import StudyState, TrialState
+
+COLOURS = ("#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")
+DASHES = ("-", "--", "-.", ":")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+DPI = 160
+SIZE = (8.0, 4.4)
+"""Inches: text of 11 points stays legible when the picture is 700 pixels wide."""
+
+mpl.use("Agg")
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of page, text and grid."""
+
+    page: str
+    text: str
+    grid: str
+
+
+LIGHT = Theme("#ffffff", "#1b1f24", "#d5d9de")
+DARK = Theme("#15191e", "#e6e9ec", "#3a4149")
+
+
+def draw_epochs(state: StudyState, theme: Theme) -> bytes:
+    """PNG: validation error by epoch, one line a row (mean over seeds), the band from the lowest to the highest seed."""
+    figure, axes = _canvas(theme)
+    for number, (label, trials) in enumerate(state.rows().items()):
+        _draw_row(axes, number, label, trials)
+    axes.set_xlabel("epoch")
+    axes.set_ylabel("validation error, %")
+    axes.set_title("Validation error per epoch: mean over seeds, band from lowest to highest", loc="left", fontsize=11)
+    _percent_axis(axes)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    if axes.lines:
+        axes.legend(frameon=False, labelcolor=theme.text, ncols=2 if len(axes.lines) > 3 else 1)
+    return _png(figure)
+
+
+def draw_bars(state: StudyState, summary: Summary, theme: Theme) -> bytes:
+    """PNG: final test error of each row (bar: mean, whisker: sd, dots: seeds) beside the published figure (hatched)."""
+    figure, axes = _canvas(theme)
+    published = any(row.published is not None for row in summary.rows)
+    width = 0.38 if published else 0.6
+    rows = state.rows()
+    for number, row in enumerate(summary.rows):
+        here = number - (0.2 if published else 0)
+        if row.mean is not None:
+            _bar(axes, here, row.mean, row.sd, width, number, theme)
+            errors = test_errors(rows[row.label])
+            axes.scatter([here] * len(errors), errors, s=14, color=theme.text, zorder=4, alpha=0.7, linewidths=0)
+        if row.published is not None:
+            hatched: dict[str, Any] = {
+                "facecolor": "none",
+                "edgecolor": COLOURS[number % len(COLOURS)],
+                "hatch": "///",
+                "linewidth": 1.2,
+            }
+            axes.bar(number + 0.2, row.published, width, **hatched, zorder=2)
+            _value(axes, number + 0.2, row.published, theme)
+    axes.set_xticks(range(len(summary.rows)), [_wrap(row.label) for row in summary.rows])
+    axes.set_ylabel("test error, %")
+    axes.set_title(_bars_title(summary, published), loc="left", fontsize=11)
+    axes.margins(y=0.14)
+    return _png(figure)
+
+
+def _canvas(theme: Theme) -> tuple[Figure, Any]:
+    figure = Figure(figsize=SIZE, dpi=DPI, facecolor=theme.page, layout="constrained")
+    axes = figure.add_subplot(facecolor=theme.page)
+    axes.grid(axis="y", color=theme.grid, linewidth=0.8, zorder=0)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=theme.text, which="both", labelsize=11)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(theme.grid)
+    for label in (axes.xaxis.label, axes.yaxis.label, axes.title):
+        label.set_color(theme.text)
+        label.set_fontsize(11)
+    return figure, axes
+
+
+def _draw_row(axes: Any, number: int, label: str, trials: list[TrialState]) -> None:
+    curves = [{epoch: 100 * value for epoch, value in trial.metric("validation/error").items()} for trial in trials]
+    by_epoch = {
+        epoch: [c[epoch] for c in curves if epoch in c and not math.isnan(c[epoch])] for epoch in sorted(set().union(*curves))
+    }
+    by_epoch = {epoch: values for epoch, values in by_epoch.items() if values}
+    if not by_epoch:
+        return
+    epochs, colour = list(by_epoch), COLOURS[number % len(COLOURS)]
+    means = [statistics.fmean(values) for values in by_epoch.values()]
+    style: dict[str, Any] = {"linestyle": DASHES[number % len(DASHES)], "marker": MARKERS[number % len(MARKERS)], "markersize": 5}
+    axes.plot(epochs, means, color=colour, linewidth=2, label=label, zorder=3, **style)
+    axes.fill_between(
+        epochs, [min(v) for v in by_epoch.values()], [max(v) for v in by_epoch.values()], color=colour, alpha=0.18, linewidth=0
+    )
+
+
+def _percent_axis(axes: Any) -> None:
+    """Logarithmic, so that rows near 2 % stay apart beside a row near 90 %."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _bar(axes: Any, x: float, mean: float, sd: float | None, width: float, number: int, theme: Theme) -> None:
+    whisker: dict[str, Any] = (
+        {"yerr": sd, "error_kw": {"ecolor": theme.text, "capsize": 4, "linewidth": 1.4}} if sd is not None else {}
+    )
+    axes.bar(x, mean, width, color=COLOURS[number % len(COLOURS)], zorder=2, **whisker)
+    _value(axes, x, mean + (sd or 0.0), theme, text=f"{mean:.2f}")
+
+
+def _value(axes: Any, x: float, top: float, theme: Theme, text: str = "") -> None:
+    axes.annotate(
+        text or f"{top:.2f}", (x, top), (0, 4), textcoords="offset points", ha="center", color=theme.text, fontsize=10.5
+    )
+
+
+def _bars_title(summary: Summary, published: bool) -> str:
+    ours = "Test error after the last epoch: this study (solid)"
+    if not published:
+        return "Test error after the last epoch: mean, sd, seeds (dots)"
+    return f"{ours}, published (hatched)" if summary.comparable else f"{ours}; published (hatched): not comparable, small budget"
+
+
+def _wrap(label: str) -> str:
+    return label.replace(" + ", "\n+ ")
+
+
+def _png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", facecolor=figure.get_facecolor(), metadata={"Software": None})
+    return buffer.getvalue()

@@ -1,0 +1,144 @@
+"""The ledger: what happened in a study, one JSON object a line, appended and fsynced before anyone acts on it.
+
+It is the truth. MLflow and the report are made from it and can be made again; Ray Tune's own snapshots lag by seconds and are
+not relied on. Events, each with ``event`` and ``time`` (seconds since 1970)::
+
+    planned     a run of the study begins: config, trials, data, code
+    started     a trial's process began or began again          trial
+    report      a trial finished an epoch                       trial, epoch, metrics
+    checkpoint  a trial's state is on disk                      trial, epoch, path
+    restarted   a trial's process died and will be restarted    trial, error
+    finished    a trial is done                                 trial, metrics (test/...)
+    failed      a trial is given up                             trial, error
+    ended       the run is over                                 outcome: finished, failed or interrupted
+
+A restarted trial repeats the epochs since its checkpoint, bit for bit; the ledger keeps the first report of each. A machine
+that dies while a line is written leaves a torn line: readers skip it, the next writer starts a new line after it.
+
+Limits: one writer at a time (a lock file says who); local or NFS storage with working fsync.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, TypeAlias
+
+FILE = "ledger.jsonl"
+
+Event: TypeAlias = dict[str, Any]
+Listener: TypeAlias = Callable[[Event], None]
+
+
+def read_ledger(folder: Path) -> list[Event]:
+    """Every whole event of a study's folder, in order, repeated reports dropped; empty if there is no ledger."""
+    path = folder / FILE
+    if not path.exists():
+        return []
+    seen: set[tuple[object, ...]] = set()
+    events = [event for line in path.read_bytes().split(b"\n") if (event := _parse(line)) is not None]
+    return [event for event in events if _is_new(event, seen)]
+
+
+class Ledger:
+    """The one writer of a study's ledger; listeners hear every event after it is on disk.
+
+    Args:
+        folder: the study's; made if missing.
+
+    Raises:
+        ValueError: another process is writing it.
+        OSError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _take_lock(folder / "ledger.lock")
+        self.history = read_ledger(folder)
+        """The events before this writer."""
+        self._seen: set[tuple[object, ...]] = set()
+        for event in self.history:
+            _is_new(event, self._seen)
+        self._listeners: list[Listener] = []
+        self._file = _open_for_append(folder / FILE)
+
+    def listen(self, listener: Listener) -> None:
+        """Call ``listener`` with every event from now on, in the writer's thread; it must be quick and not raise."""
+        self._listeners.append(listener)
+
+    def append(self, event: str, **values: Any) -> bool:
+        """Write one event, stamped with the time; False, and nothing written, if it repeats a known report."""
+        record: Event = {"event": event, "time": time.time(), **values}
+        if not _is_new(record, self._seen):
+            return False
+        self._file.write(json.dumps(record).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        for listener in self._listeners:
+            listener(record)
+        return True
+
+    def close(self) -> None:
+        """Close the file and give the lock up; a second call does nothing."""
+        self._file.close()
+        self._lock.close()
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _parse(line: bytes) -> Event | None:
+    """The event of a line; None for an empty or torn one."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "event" in event and "time" in event else None
+
+
+def _is_new(event: Event, seen: set[tuple[object, ...]]) -> bool:
+    """False for the second report of an epoch; remembers the first in ``seen``."""
+    if event["event"] != "report":
+        return True
+    key = (event.get("trial"), event.get("epoch"))
+    if key in seen:
+        return False
+    seen.add(key)
+    return True
+
+
+def _open_for_append(path: Path) -> IO[bytes]:
+    """The file, at the start of a line whatever a crash left, its name on disk too."""
+    file = path.open("ab")
+    if file.tell() and not path.read_bytes().endswith(b"\n"):
+        file.write(b"\n")
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+    return file
+
+
+def _take_lock(path: Path) -> IO[str]:
+    lock = path.open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.seek(0)
+        owner = lock.read().strip() or "unknown"
+        lock.close()
+        raise ValueError(
+            f"{path.parent}: process {owner} is running this study; only one may write its ledger; wait for it, or give this one "
+            "another name with name=..."
+        ) from None
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return lock

@@ -1,0 +1,101 @@
+"""Everything that can be known to fail is tried before any work starts: folder, ledger, data, CPUs, tracking store.
+
+Each check raises ``ValueError`` with the value, the rule and the remedy; the command line prints it and exits with code 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from study.config import StudyConfig
+from study.plan import Plan
+from study.state import StudyState
+from study.tracking import check_tracking
+from trainers.config import DataConfig, TrialConfig
+
+
+def preflight(plan: Plan) -> list[dict[str, Any]]:
+    """Run every check; the description of each data set the trials use.
+
+    Raises:
+        ValueError: the first thing that would make the study fail.
+    """
+    check_writable(Path(plan.study.storage).expanduser().resolve(), "storage")
+    check_writable(plan.study.folder, "storage")
+    check_cpus(plan)
+    data = describe_data(plan)
+    check_tracking(plan.study.tracking)
+    return data
+
+
+def check_writable(folder: Path, key: str) -> None:
+    """Make the folder if missing and write a file in it.
+
+    Raises:
+        ValueError: it cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"x")
+    except OSError as error:
+        raise ValueError(
+            f"{key}={str(folder)!r}: must be a folder that can be written ({error.strerror}); choose another with {key}=/path/to/folder"
+        ) from None
+
+
+def check_cpus(plan: Plan) -> None:
+    """Every trial must fit on the local Ray; a cluster's size is not known before it is joined.
+
+    Raises:
+        ValueError: a trial needs more CPUs than there are.
+    """
+    have = local_cpus(plan.study)
+    for trial in plan.trials:
+        need = cpus_of(trial.config)
+        if plan.study.address is None and need > have:
+            raise ValueError(
+                f"row {trial.row!r}: workers={trial.config.workers} x threads={trial.config.threads} = {need} CPUs a trial, but Ray "
+                f"has cpus={have}; lower trial.workers or trial.threads, or set cpus={need} to share the cores"
+            )
+
+
+def local_cpus(study: StudyConfig) -> int:
+    """CPUs of the local Ray: the config's, or those this process may use."""
+    return study.cpus or len(os.sched_getaffinity(0))
+
+
+def cpus_of(config: TrialConfig) -> int:
+    """CPUs one trial occupies while it runs."""
+    return config.workers * config.threads
+
+
+def describe_data(plan: Plan) -> list[dict[str, Any]]:
+    """Check the files of each distinct data set and describe it (name, source, digest, sizes).
+
+    Raises:
+        ValueError: files are missing, corrupt or too few.
+    """
+    from trainers.data import prepare  # loads torch
+
+    distinct: dict[DataConfig, None] = dict.fromkeys(trial.config.data for trial in plan.trials)
+    return [dataclasses.asdict(prepare(config)) for config in distinct]
+
+
+def check_same_data(data: list[dict[str, Any]], before: StudyState) -> None:
+    """A resumed study must see the bytes it began with.
+
+    Raises:
+        ValueError: a data set of the same name had another digest.
+    """
+    known = {entry["name"]: entry["digest"] for entry in before.plan.get("data", [])}
+    for entry in data:
+        if known.get(entry["name"], entry["digest"]) != entry["digest"]:
+            raise ValueError(
+                f"data {entry['name']!r} in {entry['root']}: sha256 {entry['digest'][:12]} differs from {known[entry['name']][:12]}, on which "
+                "this study began; restore the files, or start a new study with name=..."
+            )

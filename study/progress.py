@@ -1,0 +1,189 @@
+"""What a study looks like while it runs: a live table on a terminal, one line an epoch in a log.
+
+Time left is the epochs to go of each row times that row's mean seconds an epoch (rows differ tenfold), over the trials that
+run at a time. Before the first epoch there is no estimate.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import defaultdict
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from study.ledger import Event
+from study.state import FAILED, FINISHED, PLANNED, RUNNING, StudyState, TrialState
+
+STYLES = {PLANNED: "dim", RUNNING: "bold cyan", FINISHED: "green", FAILED: "bold red"}
+MAX_ROWS = 24
+
+
+class Clock:
+    """Seconds an epoch takes, by row, from the times of this run's events."""
+
+    def __init__(self) -> None:
+        self.began = time.time()
+        self._last: dict[str, float] = {}
+        self._seconds: dict[str, list[float]] = defaultdict(list)
+
+    def hear(self, event: Event, trial: TrialState | None) -> None:
+        """Take in one event of ``trial``."""
+        if trial is None or event["event"] not in ("started", "report"):
+            return
+        if event["event"] == "report" and trial.id in self._last:
+            self._seconds[trial.row].append(event["time"] - self._last[trial.id])
+        self._last[trial.id] = event["time"]
+
+    def left(self, state: StudyState, concurrent: int) -> float | None:
+        """Estimated seconds until the study ends; None before the first epoch."""
+        every = [seconds for row in self._seconds.values() for seconds in row]
+        if not every:
+            return None
+        mean = {row: statistics.fmean(seconds) for row, seconds in self._seconds.items()}
+        default = statistics.fmean(every)
+        todo = [
+            (trial.epochs - trial.epoch) * mean.get(trial.row, default)
+            for trial in state.trials
+            if trial.status in (PLANNED, RUNNING)
+        ]
+        return max([sum(todo) / max(1, concurrent), *todo], default=0.0)
+
+
+class LiveView:
+    """A table of trials and a bar, redrawn in place."""
+
+    def __init__(self, console: Console, concurrent: int) -> None:
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=2, transient=True)
+        self._state, self._concurrent, self._clock = StudyState(), concurrent, Clock()
+        self._lock = threading.Lock()
+
+    def start(self, state: StudyState) -> None:
+        """Begin to draw ``state``."""
+        self._state = state
+        self._live.start()
+
+    def listen(self, event: Event) -> None:
+        """Note an event's time."""
+        with self._lock:
+            self._clock.hear(event, self._state.known.get(event.get("trial", "")))
+
+    def stop(self) -> None:
+        """Remove the table; the report's takes its place."""
+        self._live.stop()
+
+    def _render(self) -> RenderableType:
+        with self._lock:
+            return render(self._state, self._clock, self._concurrent)
+
+
+class PlainView:
+    """One line an event, for logs and pipes."""
+
+    def __init__(self, console: Console, concurrent: int) -> None:
+        self._console, self._concurrent = console, concurrent
+        self._state, self._clock = StudyState(), Clock()
+
+    def start(self, state: StudyState) -> None:
+        """Say how much there is to do."""
+        self._state = state
+        epochs = sum(trial.epochs for trial in state.trials)
+        self._line(f"{state.config.name}: {len(state.trials)} trials, {epochs} epochs in all")
+
+    def listen(self, event: Event) -> None:
+        """Print what an event says."""
+        trial = self._state.known.get(event.get("trial", ""))
+        self._clock.hear(event, trial)
+        text = describe(event, trial)
+        if text:
+            left = self._clock.left(self._state, self._concurrent)
+            self._line(text + (f" | {duration(left)} left" if left and event["event"] == "report" else ""))
+
+    def stop(self) -> None:
+        """Nothing to clear."""
+
+    def _line(self, text: str) -> None:
+        self._console.print(f"{time.strftime('%H:%M:%S')} {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def describe(event: Event, trial: TrialState | None) -> str:
+    """One event as a phrase; "" for those that nobody needs to read."""
+    if trial is None:
+        return ""
+    name = f"{trial.row}, seed {trial.seed}"
+    if event["event"] == "report":
+        error = event["metrics"].get("validation/error", float("nan"))
+        return f"{name}: epoch {event['epoch']}/{trial.epochs}, validation error {percent(error)}"
+    if event["event"] == "finished":
+        return f"{name}: finished, test error {percent(event['metrics'].get('test/error', float('nan')))}"
+    phrases = {"started": "started", "restarted": "its process died, starting it again", "failed": "FAILED"}
+    text = phrases.get(event["event"], "")
+    reason = f" ({event['error']})" if event.get("error") else ""
+    return f"{name}: {text}{reason}" if text else ""
+
+
+def render(state: StudyState, clock: Clock, concurrent: int) -> RenderableType:
+    """The live view of a state."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("trial", "seed", "state", "epoch", "validation error", "test error"):
+        table.add_column(heading, justify="left" if heading in ("trial", "state") else "right")
+    shown = _most_interesting(list(state.trials))
+    for trial in shown:
+        table.add_row(*_cells(trial), style=STYLES[trial.status])
+    hidden = len(state.trials) - len(shown)
+    lines: list[RenderableType] = [
+        table,
+        *([Text(f"and {hidden} more", style="dim")] if hidden else []),
+        _bar(state, clock, concurrent),
+    ]
+    return Group(*lines)
+
+
+def _most_interesting(trials: list[TrialState]) -> list[TrialState]:
+    """All trials in their order, or the running, failed and next ones if there are too many for a screen."""
+    if len(trials) <= MAX_ROWS:
+        return trials
+    rank = {RUNNING: 0, FAILED: 1, PLANNED: 2, FINISHED: 3}
+    chosen = {trial.id for trial in sorted(trials, key=lambda trial: rank[trial.status])[:MAX_ROWS]}
+    return [trial for trial in trials if trial.id in chosen]
+
+
+def _cells(trial: TrialState) -> list[str]:
+    errors = trial.metric("validation/error")
+    last = percent(errors[max(errors)]) if errors else ""
+    test = percent(trial.test["test/error"]) if trial.test else ""
+    status = trial.status + (f" (restarted {trial.restarts}x)" if trial.restarts else "")
+    return [trial.row, str(trial.seed), status, f"{trial.epoch}/{trial.epochs}", last, test]
+
+
+def _bar(state: StudyState, clock: Clock, concurrent: int) -> RenderableType:
+    total = sum(trial.epochs for trial in state.trials)
+    done = sum(trial.epochs if trial.status in (FINISHED, FAILED) else trial.epoch for trial in state.trials)
+    left = clock.left(state, concurrent)
+    line = Table.grid(padding=(0, 1))
+    estimate = "starting Ray ..." if left is None else f"{duration(left)} left"
+    line.add_row(
+        ProgressBar(total=max(total, 1), completed=done, width=32),
+        f"{done} of {total} epochs,",
+        f"{duration(time.time() - clock.began)},",
+        estimate,
+    )
+    return line
+
+
+def percent(fraction: float) -> str:
+    """A fraction as per cent with two decimals."""
+    return f"{100 * fraction:.2f} %"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: ``42 s``, ``3 min``, ``1 h 05 min``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"

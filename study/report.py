@@ -1,0 +1,192 @@
+"""The report of a study, from its ledger's state alone: text for the terminal, Markdown, one self-contained HTML page, two PNGs.
+
+Files, written whole (a new file renamed over the old)::
+
+    report.html            everything, pictures inside; light and dark; no scripts, nothing fetched
+    report.md              the table and the protocol
+    error_per_epoch.png    validation error per epoch
+    test_error.png         final test errors beside the published ones
+
+Labels and names come from configs, so the HTML template escapes everything; the pictures are the only raw values.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from study.figures import DARK, LIGHT, draw_bars, draw_epochs
+from study.progress import duration
+from study.results import Row, Summary, summarise
+from study.state import FAILED, FINISHED, StudyState
+
+HEADINGS = ("row", "test error, %", "seeds", "published", "minus {baseline}", "required", "verdict")
+
+
+def write_report(state: StudyState, folder: Path) -> Path:
+    """Write the report's files into ``folder``; returns it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    summary = summarise(state)
+    pictures = {
+        theme: (draw_epochs(state, colours), draw_bars(state, summary, colours))
+        for theme, colours in (("light", LIGHT), ("dark", DARK))
+    }
+    _write(folder / "error_per_epoch.png", pictures["light"][0])
+    _write(folder / "test_error.png", pictures["light"][1])
+    _write(folder / "report.md", render_markdown(state, summary).encode())
+    _write(folder / "report.html", render_html(state, summary, pictures).encode())
+    return folder
+
+
+def render_text(state: StudyState) -> str:
+    """The table for a terminal, with what must be said about it."""
+    summary = summarise(state)
+    lines = _align([headings(state), *(cells(row) for row in summary.rows)])
+    return "\n".join([*lines, "", *remarks(state, summary)])
+
+
+def render_markdown(state: StudyState, summary: Summary) -> str:
+    """The table and the protocol as Markdown."""
+    table = [headings(state), ["---"] * len(HEADINGS), *(cells(row) for row in summary.rows)]
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in table]
+    said = [f"- {remark}" for remark in (*remarks(state, summary), *facts(state).values())]
+    return "\n".join([f"# {state.config.name}", "", state.config.question, "", *lines, "", *said, ""])
+
+
+def render_html(state: StudyState, summary: Summary, pictures: dict[str, tuple[bytes, bytes]]) -> str:
+    """The page, pictures inside."""
+    environment = Environment(loader=PackageLoader("study"), autoescape=True, undefined=StrictUndefined)
+    inline = {theme: [base64.b64encode(picture).decode() for picture in pair] for theme, pair in pictures.items()}
+    return environment.get_template("report.html.j2").render(
+        study=state.config,
+        headings=headings(state),
+        rows=[(cells(row), row.verdict) for row in summary.rows],
+        summary=summary,
+        remarks=remarks(state, summary),
+        protocol=protocol(state),
+        facts=facts(state),
+        versions=state.plan["provenance"]["versions"],
+        config=yaml.safe_dump(state.plan["study"], sort_keys=False, allow_unicode=True),
+        trials=_trial_lines(state),
+        pictures=inline,
+    )
+
+
+def headings(state: StudyState) -> list[str]:
+    """The table's column heads."""
+    return [heading.format(baseline=state.config.baseline or "baseline") for heading in HEADINGS]
+
+
+def cells(row: Row) -> list[str]:
+    """One row of the table; errors in per cent, gaps in percentage points, two decimals."""
+    spread = f" ± {row.sd:.2f}" if row.sd is not None else ""
+    mean = f"{row.mean:.2f}{spread}" if row.mean is not None else "-"
+    seeds = f"{row.finished}" if row.finished == row.seeds else f"{row.finished} of {row.seeds}"
+    published = f"{row.published:.2f}" if row.published is not None else "-"
+    gap = f"{row.gap:+.2f}" if row.gap is not None else "-"
+    return [row.label, mean, seeds, published, gap, row.rule or "-", row.verdict or "-"]
+
+
+def remarks(state: StudyState, summary: Summary) -> list[str]:
+    """What a reader must know before trusting the table."""
+    said = []
+    if summary.departures:
+        said.append(f"SMALL BUDGET, not comparable with the published figures, so no verdicts: {'; '.join(summary.departures)}.")
+    unfinished = sum(trial.status not in (FINISHED, FAILED) for trial in state.trials)
+    if unfinished:
+        said.append(
+            f"INCOMPLETE: {unfinished} of {len(state.trials)} trials have not finished; run the same command again to continue."
+        )
+    failed = [trial for trial in state.trials if trial.status == FAILED]
+    said += [f"FAILED: {trial.row}, seed {trial.seed}: {trial.error}" for trial in failed]
+    commits = {commit for trial in state.trials for commit in trial.commits}
+    if len(commits) > 1:
+        said.append(f"MIXED CODE: trials ran at {len(commits)} commits: {', '.join(sorted(commits))}.")
+    return said
+
+
+def protocol(state: StudyState) -> str:
+    """How the figures came about, in sentences."""
+    data = state.plan["data"]
+    sizes = "; ".join(f"{d['name']}: {d['train']:,} train, {d['validation']:,} validation, {d['test']:,} test" for d in data)
+    return (
+        f"The recipe is fixed in the config before anything runs. The test error is that of the last epoch, over every seed "
+        f"({', '.join(map(str, state.config.seeds))}); spread is the sample standard deviation. Any choice uses the validation "
+        f"split, the last examples of the training set, which no trial trains on ({sizes})."
+    )
+
+
+def facts(state: StudyState) -> dict[str, str]:
+    """Where the figures come from: data, code, machine, time."""
+    code = state.plan["provenance"]
+    ended = [trial.ended for trial in state.trials if trial.ended]
+    began = [trial.started for trial in state.trials if trial.started]
+    restarts = sum(trial.restarts for trial in state.trials)
+    seconds = sum(trial.ended - trial.started for trial in state.trials if trial.ended and trial.started)
+    return {
+        "Data": "; ".join(f"{entry['source']}, sha256 {entry['digest'][:16]}" for entry in state.plan["data"]),
+        "Code": ", ".join(sorted({commit for trial in state.trials for commit in trial.commits})) or "nothing trained yet",
+        "Machine": f"{code['platform']}, Python {code['python']}",
+        "Time": f"{_when(min(began))} to {_when(max(ended))}, {duration(seconds)} of trial time"
+        if began and ended
+        else "not finished",
+        "Failures": f"{sum(trial.status == FAILED for trial in state.trials)} trials failed, {restarts} restarts after a dead process",
+    }
+
+
+@dataclass(frozen=True)
+class _TrialLine:
+    """One trial in the report's list."""
+
+    row: str
+    seed: int
+    status: str
+    epochs: str
+    test: str
+    restarts: int
+    id: str
+
+
+def _trial_lines(state: StudyState) -> list[_TrialLine]:
+    return [
+        _TrialLine(
+            trial.row, trial.seed, trial.status, f"{trial.epoch}/{trial.epochs}", _test(trial.test), trial.restarts, trial.id
+        )
+        for trial in state.trials
+    ]
+
+
+def _test(test: dict[str, Any]) -> str:
+    return f"{100 * test['test/error']:.2f}" if "test/error" in test else "-"
+
+
+def _when(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+
+
+def _align(table: list[list[str]]) -> list[str]:
+    """Columns padded to their widest cell, the first left, figures right, words left."""
+    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
+    left = {0, 5, 6}
+    rows = [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in table
+    ]
+    return [rows[0].rstrip(), "-" * max(map(len, rows)), *(row.rstrip() for row in rows[1:])]
+
+
+def _write(path: Path, content: bytes) -> None:
+    """The whole file or the old one, whenever the process dies."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_bytes(content)
+    part.replace(path)

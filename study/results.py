@@ -1,0 +1,145 @@
+"""From a study's state to its figures: mean and spread of each row's test error, gaps to the baseline, verdicts.
+
+The protocol: the recipe is fixed in the config before anything runs, the test error is that of the last epoch, and every seed
+counts, also one that diverged. Errors are in per cent; spread is the sample standard deviation over seeds (n - 1).
+
+The published figures are only set beside a study of the published recipe (``comparable`` in the config); anything else is a small
+budget and says so.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from study.config import RowConfig, StudyConfig
+from study.state import FAILED, FINISHED, StudyState, TrialState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the table; errors and gaps in per cent and percentage points, None where there is no figure.
+
+    Attributes:
+        mean, sd: of the final test error over finished seeds; sd is None below two.
+        gap: mean minus the baseline row's mean.
+        verdict: ``pass``, ``fail`` or "" where nothing is required or the study is not comparable.
+        rule: what the verdict is about, in words.
+    """
+
+    label: str
+    mean: float | None
+    sd: float | None
+    finished: int
+    failed: int
+    seeds: int
+    published: float | None
+    gap: float | None
+    rule: str
+    verdict: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The table of a study.
+
+    Attributes:
+        rows: in the config's order.
+        departures: how the study departs from the published recipe, one sentence each; empty means comparable.
+    """
+
+    rows: list[Row]
+    departures: list[str]
+
+    @property
+    def comparable(self) -> bool:
+        """Whether the figures may be set beside the published ones."""
+        return not self.departures
+
+
+def summarise(state: StudyState) -> Summary:
+    """The table of a study, from its state alone."""
+    study = state.config
+    departures = find_departures(study, state)
+    wanted = {row.label: row for row in study.rows}
+    trials = state.rows()
+    base = _mean_error(trials.get(study.baseline or "", []))
+    rows = [
+        _row(wanted.get(label, RowConfig(label=label)), of_row, base, study, not departures) for label, of_row in trials.items()
+    ]
+    return Summary(rows=rows, departures=departures)
+
+
+def find_departures(study: StudyConfig, state: StudyState) -> list[str]:
+    """Where trials differ from the values that make figures comparable, each once, in words."""
+    found: dict[str, None] = {}
+    for trial in state.trials:
+        for key, wanted in study.comparable.items():
+            value = lookup(trial.config, key)
+            if value != wanted:
+                found[f"{key} is {_show(value)}, not {_show(wanted)}"] = None
+    if study.comparable and len(study.seeds) < study.comparable_seeds:
+        found[f"{len(study.seeds)} {'seed' if len(study.seeds) == 1 else 'seeds'} a row, not {study.comparable_seeds}"] = None
+    return list(found)
+
+
+def lookup(config: dict[str, Any], key: str) -> Any:
+    """The value of a dotted key; None if there is no such key."""
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def test_errors(trials: list[TrialState]) -> list[float]:
+    """Final test errors of the finished trials, per cent."""
+    return [100.0 * trial.test["test/error"] for trial in trials if trial.status == FINISHED and "test/error" in trial.test]
+
+
+def _mean_error(trials: list[TrialState]) -> float | None:
+    errors = test_errors(trials)
+    return statistics.fmean(errors) if errors else None
+
+
+def _row(wanted: RowConfig, trials: list[TrialState], base: float | None, study: StudyConfig, comparable: bool) -> Row:
+    errors = test_errors(trials)
+    mean = _mean_error(trials)
+    gap = None if mean is None or base is None or wanted.label == study.baseline else mean - base
+    complete = len(errors) == len(trials)
+    return Row(
+        label=wanted.label,
+        mean=mean,
+        sd=statistics.stdev(errors) if len(errors) > 1 else None,
+        finished=len(errors),
+        failed=sum(trial.status == FAILED for trial in trials),
+        seeds=len(trials),
+        published=wanted.published,
+        gap=gap,
+        rule=describe_rule(wanted, study.baseline),
+        verdict=judge(wanted, gap) if comparable and complete else "",
+    )
+
+
+def describe_rule(row: RowConfig, baseline: str | None) -> str:
+    """What is required of a row's gap, in words; "" if nothing is."""
+    rules = []
+    if row.within is not None:
+        rules.append(f"within {row.within:.2f} of {baseline}")
+    if row.worse_by is not None:
+        rules.append(f"worse than {baseline} by at least {row.worse_by:.2f}")
+    return " and ".join(rules)
+
+
+def judge(row: RowConfig, gap: float | None) -> str:
+    """``pass`` or ``fail`` for a row with a rule and a gap; "" otherwise. A gap that is not a number fails."""
+    if gap is None or (row.within is None and row.worse_by is None):
+        return ""
+    near = row.within is None or abs(gap) <= row.within
+    far = row.worse_by is None or gap >= row.worse_by
+    return "pass" if near and far and not math.isnan(gap) else "fail"
+
+
+def _show(value: Any) -> str:
+    return "unset" if value is None else str(value)

@@ -1,0 +1,146 @@
+"""The state of a study, folded from its ledger's events: what progress, tracking and the report look at.
+
+The last ``planned`` event says which trials belong to the study now; older ones stay in the ledger and count again if a later
+plan names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from study.config import StudyConfig
+from study.ledger import Event
+
+PLANNED, RUNNING, FINISHED, FAILED = "planned", "running", "finished", "failed"
+
+
+@dataclass(kw_only=True)
+class TrialState:
+    """What is known of one trial.
+
+    Attributes:
+        reports: the ledger's report event of each epoch.
+        test: final metrics, ``test/loss`` and ``test/error`` (a fraction); empty until finished.
+        checkpoints: paths, oldest first.
+        restarts: how often its process died and was started again.
+        commits: git commits of the runs that trained it.
+        started, ended: seconds since 1970, or None.
+    """
+
+    id: str
+    row: str
+    seed: int
+    config: dict[str, Any]
+    status: str = PLANNED
+    reports: dict[int, Event] = field(default_factory=dict)
+    test: dict[str, float] = field(default_factory=dict)
+    checkpoints: list[str] = field(default_factory=list)
+    restarts: int = 0
+    error: str = ""
+    commits: list[str] = field(default_factory=list)
+    started: float | None = None
+    ended: float | None = None
+
+    @property
+    def epochs(self) -> int:
+        """Epochs the trial is to train."""
+        return int(self.config["epochs"])
+
+    @property
+    def epoch(self) -> int:
+        """The last epoch reported; 0 before the first."""
+        return max(self.reports, default=0)
+
+    def metric(self, name: str) -> dict[int, float]:
+        """One reported metric by epoch, ascending."""
+        return {
+            epoch: float(self.reports[epoch]["metrics"][name])
+            for epoch in sorted(self.reports)
+            if name in self.reports[epoch]["metrics"]
+        }
+
+    def last_checkpoint(self) -> str | None:
+        """The newest checkpoint that is still on disk."""
+        return next((path for path in reversed(self.checkpoints) if Path(path).exists()), None)
+
+
+@dataclass(kw_only=True)
+class StudyState:
+    """A study as far as its ledger tells.
+
+    Attributes:
+        plan: the last ``planned`` event.
+        known: every trial the ledger ever planned, by id.
+        outcome: of the last run: finished, failed, interrupted, or "" while it runs or after it was killed.
+    """
+
+    plan: Event = field(default_factory=dict)
+    known: dict[str, TrialState] = field(default_factory=dict)
+    outcome: str = ""
+
+    @property
+    def config(self) -> StudyConfig:
+        """The study's config as last planned."""
+        return StudyConfig.from_dict(self.plan["study"])
+
+    @property
+    def trials(self) -> list[TrialState]:
+        """The trials of the last plan, in its order."""
+        return [self.known[trial["id"]] for trial in self.plan.get("trials", [])]
+
+    def rows(self) -> dict[str, list[TrialState]]:
+        """The trials of the last plan by row label, rows in the config's order."""
+        rows: dict[str, list[TrialState]] = {}
+        for trial in self.trials:
+            rows.setdefault(trial.row, []).append(trial)
+        return rows
+
+    def apply(self, event: Event) -> None:
+        """Fold one event in. Events of unknown kinds or trials are ignored, so older readers survive newer ledgers."""
+        if event["event"] == "planned":
+            self._plan(event)
+        elif event["event"] == "ended":
+            self.outcome = event["outcome"]
+        elif (trial := self.known.get(event.get("trial", ""))) is not None:
+            _apply_to_trial(trial, event, self.plan)
+
+    def _plan(self, event: Event) -> None:
+        self.plan, self.outcome = event, ""
+        for trial in event["trials"]:
+            state = self.known.setdefault(trial["id"], TrialState(**trial))
+            state.row, state.config = trial["row"], trial["config"]
+            if state.status != FINISHED:
+                state.status, state.error = PLANNED, ""
+
+
+def fold(events: Iterable[Event]) -> StudyState:
+    """The state after ``events``."""
+    state = StudyState()
+    for event in events:
+        state.apply(event)
+    return state
+
+
+def _apply_to_trial(trial: TrialState, event: Event, plan: Event) -> None:
+    kind, time = event["event"], event["time"]
+    if kind == "started":
+        trial.status, trial.started = RUNNING, trial.started or time
+        trial.commits = list(dict.fromkeys([*trial.commits, _commit(plan)]))
+    elif kind == "report":
+        trial.reports.setdefault(event["epoch"], event)
+    elif kind == "checkpoint":
+        trial.checkpoints.append(event["path"])
+    elif kind == "restarted":
+        trial.restarts, trial.error = trial.restarts + 1, event["error"]
+    elif kind == "finished":
+        trial.status, trial.test, trial.ended, trial.error = FINISHED, event["metrics"], time, ""
+    elif kind == "failed":
+        trial.status, trial.error, trial.ended = FAILED, event["error"], time
+
+
+def _commit(plan: Event) -> str:
+    code = plan.get("provenance", {})
+    return f"{code.get('commit') or 'no git commit'}{' (modified)' if code.get('dirty') else ''}"

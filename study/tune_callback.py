@@ -1,0 +1,81 @@
+"""Ray Tune's events as ledger events. Runs in the study's main process, inside Tune's loop: it only appends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ray import tune
+
+from study.ledger import Ledger
+
+NAMESPACES = ("train/", "validation/", "test/")
+EXTRA = ("samples_per_second",)
+
+
+class LedgerCallback(tune.Callback):  # type: ignore[misc]
+    """Writes what Tune tells of its trials into the ledger.
+
+    A trial's epoch report and its final test figures arrive in one Tune result; the ledger keeps them apart, so that a
+    result without training metrics (a trial restored after its last epoch) adds no empty epoch.
+    """
+
+    def __init__(self, ledger: Ledger, folder: Path) -> None:
+        self._ledger, self._folder = ledger, folder
+        self._tests: dict[str, dict[str, float]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Tune pickles its callbacks into a snapshot that we never read; a ledger cannot be pickled."""
+        return {}
+
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """A trial's process began, or began again."""
+        self._ledger.append("started", trial=_id(trial))
+
+    def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any) -> None:
+        """An epoch is done; the last one's result also has the test figures."""
+        metrics = {name: float(value) for name, value in result.items() if name.startswith(NAMESPACES) or name in EXTRA}
+        test = {name: value for name, value in metrics.items() if name.startswith("test/")}
+        epoch = {name: value for name, value in metrics.items() if name not in test}
+        if test:
+            self._tests[_id(trial)] = test
+        if epoch:
+            where = {"pid": result.get("pid"), "host": result.get("hostname")}
+            self._ledger.append("report", trial=_id(trial), epoch=int(result["epoch"]), metrics=epoch, **where)
+        if result.get("checkpoint_path"):
+            self._ledger.append("checkpoint", trial=_id(trial), epoch=int(result["epoch"]), path=result["checkpoint_path"])
+
+    def on_checkpoint(self, iteration: int, trials: list[Any], trial: Any, checkpoint: Any, **info: Any) -> None:
+        """A checkpoint is whole and on disk."""
+        epoch = int((trial.last_result or {}).get("epoch", 0))
+        self._ledger.append("checkpoint", trial=_id(trial), epoch=epoch, path=str(checkpoint.path))
+
+    def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """A trial's process died; Tune will start it again."""
+        self._ledger.append("restarted", trial=_id(trial), error=_error(trial))
+
+    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """A trial is done."""
+        test = self._tests.get(_id(trial))
+        if test is None:
+            self._ledger.append("failed", trial=_id(trial), error="the trial ended without test figures")
+        else:
+            self._ledger.append("finished", trial=_id(trial), metrics=test)
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """A trial failed for good."""
+        self._ledger.append("failed", trial=_id(trial), error=_error(trial))
+
+
+def _id(trial: Any) -> str:
+    return str(trial.config["plan"]["id"])
+
+
+def _error(trial: Any) -> str:
+    """The last line of a trial's error, which names what happened; "" if Tune kept none."""
+    try:
+        text = Path(trial.error_file).read_text() if trial.error_file else ""
+    except OSError:
+        text = ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:2000] if lines else "the trial's process died"

@@ -1,0 +1,97 @@
+"""``lns-study ui``: MLflow's web interface over a storage folder, on this machine only.
+
+One worker and no job execution: two processes and 0.4 GB instead of fifteen and 2 GB. MLflow has no login by default, so it
+listens on 127.0.0.1 and answers only to that name and localhost; to watch a remote machine, forward the port with ssh.
+
+The server runs in its own process group, so that Ctrl-C ends it and all of its children, and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+HOST = "127.0.0.1"
+READY_SECONDS = 60.0
+STOP_SECONDS = 10.0
+ENVIRONMENT = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
+
+
+def serve(uri: str, artifacts: Path, port: int, say: Callable[[str], None]) -> int:
+    """Run the server in the foreground until Ctrl-C or SIGTERM; its exit code, 0 if it was asked to end.
+
+    Args:
+        uri: database of the tracking store.
+        artifacts: folder for artifacts of new experiments.
+        port: to listen on.
+        say: prints one line.
+
+    Raises:
+        ValueError: the port is taken.
+    """
+    check_port(port)
+    server = subprocess.Popen(command(uri, artifacts, port), env=os.environ | ENVIRONMENT, start_new_session=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        if _wait_until_ready(server, port):
+            say(f"MLflow is at http://{HOST}:{port} - Ctrl-C ends it.")
+        return server.wait()
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        stop(server)
+
+
+def command(uri: str, artifacts: Path, port: int) -> list[str]:
+    """The server's command line."""
+    hosts = ",".join(name for host in (HOST, "localhost") for name in (host, f"{host}:{port}"))
+    where = ["--host", HOST, "--port", str(port), "--workers", "1", "--allowed-hosts", hosts]
+    stores = ["--backend-store-uri", uri, "--artifacts-destination", str(artifacts)]
+    return [sys.executable, "-m", "mlflow", "server", *where, *stores, "--uvicorn-opts", "--log-level warning"]
+
+
+def check_port(port: int) -> None:
+    """The port must be free.
+
+    Raises:
+        ValueError: something listens there, or there is no such port.
+    """
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((HOST, port))
+    except (OSError, OverflowError) as error:
+        raise ValueError(
+            f"port={port}: cannot listen on {HOST}:{port} ({error}); choose a free port from 1024 to 65535 with --port"
+        ) from None
+
+
+def stop(server: subprocess.Popen[bytes]) -> None:
+    """End the server's process group: politely, then by force."""
+    for wish in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(server.pid, wish)
+            server.wait(STOP_SECONDS)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _wait_until_ready(server: subprocess.Popen[bytes], port: int) -> bool:
+    deadline = time.monotonic() + READY_SECONDS
+    while time.monotonic() < deadline and server.poll() is None:
+        try:
+            with urllib.request.urlopen(f"http://{HOST}:{port}/health", timeout=2):
+                return True
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    return False
