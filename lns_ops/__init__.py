@@ -15,7 +15,19 @@ from lns_ops.functional import decode, encode
 from lns_ops.nn import convert_
 from lns_ops.tensor import LNSTensor
 
-__all__ = ["LNSFormat", "LNSTensor", "NonFiniteError", "backends", "convert_", "decode", "encode", "lns8", "lns12", "lns16", "optim"]
+__all__ = [
+    "LNSFormat",
+    "LNSTensor",
+    "NonFiniteError",
+    "backends",
+    "convert_",
+    "decode",
+    "encode",
+    "lns8",
+    "lns12",
+    "lns16",
+    "optim",
+]
 
 
 def backends() -> dict[str, object]:

@@ -70,8 +70,8 @@ class LNSFormat:
             )
         if self.fraction_bits < lowest:
             raise ValueError(
-                f"fraction_bits={self.fraction_bits}: with bits={self.bits} the range would be 2^+-{2.0 ** (highest - self.fraction_bits):g}, "
-                f"beyond float32's 2^+-128; use fraction_bits >= {lowest}"
+                f"fraction_bits={self.fraction_bits}: with bits={self.bits} the range would be "
+                f"2^+-{2.0 ** (highest - self.fraction_bits):g}, beyond float32's 2^+-128; use fraction_bits >= {lowest}"
             )
 
     @property

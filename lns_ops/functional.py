@@ -103,7 +103,10 @@ def _sgd_update_cpu(
 for _name in ("add", "sub", "mul", "div"):
     _binary(_name)
 _define(
-    "encode", f"(Tensor x, {_FORMAT}) -> Tensor", _encode_cpu, lambda x, bits, fraction_bits: torch.empty_like(x, dtype=torch.int16)
+    "encode",
+    f"(Tensor x, {_FORMAT}) -> Tensor",
+    _encode_cpu,
+    lambda x, bits, fraction_bits: torch.empty_like(x, dtype=torch.int16),
 )
 _define(
     "decode",
@@ -113,7 +116,9 @@ _define(
 )
 _define("sqrt", f"(Tensor x, {_FORMAT}) -> Tensor", _sqrt_cpu, lambda x, bits, fraction_bits: torch.empty_like(x))
 _define("sum", f"(Tensor x, int dim, {_FORMAT}) -> Tensor", _sum_cpu, lambda x, dim, bits, fraction_bits: _sum_shape(x, dim))
-_define("matmul", f"(Tensor x, Tensor y, {_FORMAT}) -> Tensor", _matmul_cpu, lambda x, y, bits, fraction_bits: _matmul_shape(x, y))
+_define(
+    "matmul", f"(Tensor x, Tensor y, {_FORMAT}) -> Tensor", _matmul_cpu, lambda x, y, bits, fraction_bits: _matmul_shape(x, y)
+)
 _define(
     "sgd_update_",
     f"(Tensor(a!) weight, Tensor grad, Tensor(b!)? buffer, Tensor(c!)? compensation, int negative_lr, int? momentum, {_FORMAT}) -> ()",

@@ -34,7 +34,7 @@ class _LinearMatmul(torch.autograd.Function):
         return lns.decode(lns.matmul(x_codes, w_codes.t(), fmt), fmt)
 
     @staticmethod
-    def backward(ctx: Any, grad_BO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_BO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x_codes, w_codes = ctx.saved_tensors
         grad = lns.encode(grad_BO, ctx.fmt)
         grad_x = lns.decode(lns.matmul(grad, w_codes, ctx.fmt), ctx.fmt) if ctx.needs_input_grad[0] else None
@@ -72,7 +72,9 @@ class LNSMatmulLinear(nn.Linear):
 
 def _encode_inputs(fmt: LNSFormat) -> Callable[[nn.Module, Any], Any]:
     def hook(module: nn.Module, inputs: Any) -> Any:
-        return tuple(LNSTensor.from_float(x, fmt) if isinstance(x, Tensor) and not isinstance(x, LNSTensor) else x for x in inputs)
+        return tuple(
+            LNSTensor.from_float(x, fmt) if isinstance(x, Tensor) and not isinstance(x, LNSTensor) else x for x in inputs
+        )
 
     return hook
 

@@ -100,7 +100,9 @@ class SGD(torch.optim.Optimizer):
 def _update_lns(parameter: LNSTensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
     grad, fmt = parameter.grad, parameter.fmt
     if not isinstance(grad, LNSTensor) or grad.fmt != fmt:
-        raise ValueError(f"gradient of type {type(grad).__name__} for an {fmt} parameter: must be an LNSTensor of the same format")
+        raise ValueError(
+            f"gradient of type {type(grad).__name__} for an {fmt} parameter: must be an LNSTensor of the same format"
+        )
     codes = {name: value.codes for name, value in state.items() if isinstance(value, LNSTensor)}
     lns.sgd_update_(
         parameter.codes,

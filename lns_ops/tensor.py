@@ -14,7 +14,7 @@ in the opposite direction by the opposite conversion.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,8 +36,13 @@ class LNSTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, codes: Tensor, fmt: LNSFormat) -> LNSTensor:
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
-            cls, codes.shape, strides=codes.stride(), storage_offset=codes.storage_offset(), dtype=torch.float32, device=codes.device
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            codes.shape,
+            strides=codes.stride(),
+            storage_offset=codes.storage_offset(),
+            dtype=torch.float32,
+            device=codes.device,
         )
 
     def __init__(self, codes: Tensor, fmt: LNSFormat) -> None:
@@ -59,10 +64,12 @@ class LNSTensor(torch.Tensor):
         """The values as float32; differentiable, the gradient is encoded in this tensor's format."""
         return _ToFloat.apply(self)  # type: ignore[no-untyped-call, no-any-return]
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if type(self.codes) is not Tensor:  # traced by torch.compile: there are no values to show
+            return f"LNSTensor(shape={tuple(self.shape)}, fmt={self.fmt})"
         values = lns.decode(self.codes, self.fmt)
         grad = ", requires_grad=True" if self.requires_grad else ""
-        return f"LNSTensor({torch._tensor_str._tensor_str(values, 10)}, fmt={self.fmt}{grad})"  # type: ignore[no-untyped-call]
+        return f"LNSTensor({torch._tensor_str._tensor_str(values, 10)}, fmt={self.fmt}{grad})"
 
     def __tensor_flatten__(self) -> tuple[list[str], LNSFormat]:
         return ["codes"], self.fmt
@@ -80,7 +87,7 @@ class LNSTensor(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         handler = _HANDLERS.get(func)
         if handler is None:
             raise NotImplementedError(
@@ -96,7 +103,7 @@ class _FromFloat(torch.autograd.Function):
         return LNSTensor(lns.encode(x.detach(), fmt), fmt)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.to_float() if isinstance(grad, LNSTensor) else grad, None
 
 
@@ -107,7 +114,7 @@ class _ToFloat(torch.autograd.Function):
         return lns.decode(x.codes, x.fmt)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> LNSTensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> LNSTensor:
         return LNSTensor(lns.encode(grad, ctx.fmt), ctx.fmt)
 
 
@@ -125,10 +132,13 @@ aten = torch.ops.aten
 _HANDLERS: dict[Any, Callable[..., Any]] = {}
 
 
-def _handles(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+_Handler = TypeVar("_Handler", bound=Callable[..., Any])
+
+
+def _handles(*operators: Any) -> Callable[[_Handler], _Handler]:
     """Register the decorated function as the LNS implementation of aten ``operators``."""
 
-    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
+    def register(handler: _Handler) -> _Handler:
         _HANDLERS.update(dict.fromkeys(operators, handler))
         return handler
 
@@ -142,10 +152,14 @@ def _operands(name: Any, x: Any, y: Any) -> tuple[Tensor, Tensor, LNSFormat]:
     for operand in (x, y):
         if isinstance(operand, LNSTensor):
             if operand.fmt != fmt:
-                raise ValueError(f"{name} of {x.fmt} and {y.fmt}: both operands need one format; convert one with from_float(x.to_float(), fmt)")
+                raise ValueError(
+                    f"{name} of {x.fmt} and {y.fmt}: both operands need one format; convert one with from_float(x.to_float(), fmt)"
+                )
             codes.append(operand.codes)
         elif isinstance(operand, Tensor) and operand.dim() > 0:
-            raise ValueError(f"{name} of an LNSTensor and a {operand.dtype} tensor: convert it first with LNSTensor.from_float(x, {fmt})")
+            raise ValueError(
+                f"{name} of an LNSTensor and a {operand.dtype} tensor: convert it first with LNSTensor.from_float(x, {fmt})"
+            )
         else:
             codes.append(lns.encode(torch.as_tensor(operand, dtype=torch.float64), fmt))
     return codes[0], codes[1], fmt
@@ -199,7 +213,12 @@ def _zero(func: Any, x: LNSTensor) -> LNSTensor:
     return x
 
 
-_BINARY: dict[str, Callable[[Tensor, Tensor, LNSFormat], Tensor]] = {"add": lns.add, "sub": lns.sub, "mul": lns.mul, "div": lns.div}
+_BINARY: dict[str, Callable[[Tensor, Tensor, LNSFormat], Tensor]] = {
+    "add": lns.add,
+    "sub": lns.sub,
+    "mul": lns.mul,
+    "div": lns.div,
+}
 
 
 @_handles(*(getattr(getattr(aten, n), o) for n in _BINARY for o in ("Tensor", "Scalar")))

@@ -57,7 +57,9 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         content = (folder / str(state.pop("tensors"))).read_bytes()
         digest = state.pop("sha256")
         if hashlib.sha256(content).hexdigest() != digest:
-            raise ValueError(f"{folder}: the tensor file does not match its digest; the checkpoint is damaged, use an earlier one")
+            raise ValueError(
+                f"{folder}: the tensor file does not match its digest; the checkpoint is damaged, use an earlier one"
+            )
         return load(content), state
     except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as error:
         raise ValueError(f"{folder}: no whole checkpoint there ({error}); name a folder that Training.save wrote") from None

@@ -96,7 +96,9 @@ class PrecisionConfig:
             try:
                 LNSFormat.parse(self.format)
             except ValueError as error:
-                raise ValueError(f"precision.format={self.format!r}: must be {', '.join(FLOAT_FORMATS)} or an LNS format: {error}") from None
+                raise ValueError(
+                    f"precision.format={self.format!r}: must be {', '.join(FLOAT_FORMATS)} or an LNS format: {error}"
+                ) from None
 
     @property
     def lns_format(self) -> LNSFormat | None:

@@ -1,8 +1,8 @@
 """The data of a trial: MNIST from its four IDX files, or scikit-learn's handwritten digits, as tensors in memory.
 
-MNIST is looked for in ``root``, then ``$LNS_STUDY_DATA`` (the folder itself or its ``mnist/``), then ``./data/mnist``, then the download cache
-``~/.cache/lns-study/mnist``; otherwise it is downloaded there, checked against the digests below. Files may be gzipped
-or plain. Every file is checked (magic number, sizes, SHA-256 of its content) before it is used, wherever it came from.
+MNIST is looked for in ``root``, then ``$LNS_STUDY_DATA`` (the folder itself or its ``mnist/``), then ``./data/mnist``, then the
+download cache ``~/.cache/lns-study/mnist``; otherwise it is downloaded there. Files may be gzipped or plain. Every file is
+checked (magic number, size, SHA-256 of its content) before it is used, wherever it came from.
 
 Pixels are scaled to [0, 1], nothing else. Splits are by position, never shuffled: training first, the last ``validation_size`` of the
 training set for validation, the test set as published (digits: the last 297).
@@ -108,12 +108,16 @@ def read_idx(path: Path, expected: _File) -> NDArray[np.uint8]:
     size = header + expected.items * (PIXELS if is_images else 1)
     magic = struct.unpack(">i", content[:4])[0] if len(content) >= 4 else None
     if magic != expected.magic:
-        raise ValueError(f"{path}: magic number {magic}, must be {expected.magic} for this file; it is not the MNIST file of that name")
+        raise ValueError(
+            f"{path}: magic number {magic}, must be {expected.magic} for this file; it is not the MNIST file of that name"
+        )
     if len(content) != size:
         raise ValueError(f"{path}: {len(content)} bytes, must be {size} for {expected.items} items; truncated? download it again")
     digest = hashlib.sha256(content).hexdigest()
     if digest != expected.sha256:
-        raise ValueError(f"{path}: SHA-256 {digest[:16]}..., must be {expected.sha256[:16]}...; the file is corrupt, download it again")
+        raise ValueError(
+            f"{path}: SHA-256 {digest[:16]}..., must be {expected.sha256[:16]}...; the file is corrupt, download it again"
+        )
     items = np.frombuffer(content, np.uint8, offset=header)
     return items.reshape(-1, PIXELS) if is_images else items
 
@@ -256,9 +260,13 @@ def load(config: DataConfig) -> Dataset:
     available = len(whole.y) - config.validation_size
     wanted = available if config.train_size is None else config.train_size
     if available < 1:
-        raise ValueError(f"data.validation_size={config.validation_size}: {config.name} has {len(whole.y)} training examples; leave some for training")
+        raise ValueError(
+            f"data.validation_size={config.validation_size}: {config.name} has {len(whole.y)} training examples; leave some for training"
+        )
     if wanted > available:
-        raise ValueError(f"data.train_size={wanted}: {available} examples are left after validation; use at most {available} or null for all")
+        raise ValueError(
+            f"data.train_size={wanted}: {available} examples are left after validation; use at most {available} or null for all"
+        )
     validation = Split(whole.x[available:], whole.y[available:])
     return Dataset(Split(whole.x[:wanted], whole.y[:wanted]), validation, test)
 
@@ -275,7 +283,10 @@ def prepare(config: DataConfig) -> DatasetInfo:
     for split in data:
         digest.update(split.x.numpy().tobytes())
         digest.update(split.y.numpy().tobytes())
-    sources = {"mnist": f"MNIST, IDX files in {config.root}", "digits": "scikit-learn's handwritten digits (1,797 images of 8 x 8)"}
+    sources = {
+        "mnist": f"MNIST, IDX files in {config.root}",
+        "digits": "scikit-learn's handwritten digits (1,797 images of 8 x 8)",
+    }
     return DatasetInfo(
         name=config.name, source=sources[config.name], digest=digest.hexdigest(), root=config.root,
         train=len(data.train.y), validation=len(data.validation.y), test=len(data.test.y),

@@ -41,7 +41,7 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     logits = model(batch.x)
     loss = F.cross_entropy(logits, batch.y, reduction="sum")
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     if synchronize is not None:
         synchronize(model.parameters())
     optimizer.step()

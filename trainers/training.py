@@ -59,7 +59,9 @@ class Training:
         self.config, self.rank, self.world_size = config, rank, world_size
         self.data = load(config.data)
         if len(self.data.train.y) < config.batch_size:
-            raise ValueError(f"batch_size={config.batch_size}: there are {len(self.data.train.y)} training examples; use a smaller batch")
+            raise ValueError(
+                f"batch_size={config.batch_size}: there are {len(self.data.train.y)} training examples; use a smaller batch"
+            )
         inputs, classes = self.data.train.x.shape[1], int(self.data.train.y.max()) + 1
         model = initialize_(build(config.model, inputs, classes), config.seed)
         self.model = apply_precision(model, config.precision)
@@ -71,8 +73,8 @@ class Training:
         """Train one epoch, then evaluate on the validation split.
 
         Returns:
-            ``epoch`` (finished ones), ``train/loss`` and ``train/error`` (as met during the epoch), ``validation/loss`` and ``validation/error``
-            (losses in nats, errors as fractions), ``samples_per_second`` (training alone, all workers).
+            ``epoch`` (finished ones), ``train/loss`` and ``train/error`` (as met during the epoch), ``validation/loss`` and
+            ``validation/error`` (losses in nats, errors as fractions), ``samples_per_second`` (training alone, all workers).
         """
         start = time.perf_counter()
         tally = self._train_batches()
@@ -93,7 +95,12 @@ class Training:
         config = self.config
         synchronize = sum_gradients_ if self.world_size > 1 else None
         for batch in batches(
-            self.data.train, batch_size=config.batch_size, seed=config.seed, epoch=self.epoch, rank=self.rank, world_size=self.world_size
+            self.data.train,
+            batch_size=config.batch_size,
+            seed=config.seed,
+            epoch=self.epoch,
+            rank=self.rank,
+            world_size=self.world_size,
         ):
             try:
                 loss, wrong = train_step(self.model, self.optimizer, batch, synchronize)
@@ -143,16 +150,18 @@ class Training:
         tensors, state = load_checkpoint(folder)
         for key in ("model", "precision", "seed"):
             if state["config"][key] != self.config.to_dict()[key]:
-                raise ValueError(f"{folder}: checkpoint of {key}={state['config'][key]}, this trial has {self.config.to_dict()[key]}; use its own config")
+                raise ValueError(
+                    f"{folder}: checkpoint of {key}={state['config'][key]}, this trial has {self.config.to_dict()[key]}; use its own config"
+                )
         parameters = dict(self.model.named_parameters())
         self.optimizer.state.clear()
         with torch.no_grad():
             for path, saved in tensors.items():
-                kind, *key, name = path.split("/")
+                kind, *keys, name = path.split("/")
                 parameter = parameters[name]
                 value = LNSTensor(saved, parameter.fmt) if isinstance(parameter, LNSTensor) else saved
                 if kind == "model":
                     parameter.copy_(value)
                 else:
-                    self.optimizer.state[parameter][key[0]] = value
+                    self.optimizer.state[parameter][keys[0]] = value
         self.epoch, self.diverged = int(state["epoch"]), bool(state["diverged"])

@@ -1,7 +1,7 @@
 """The Ray Train side: several workers train one trial data-parallel over gloo.
 
-Each worker runs :func:`train_loop`: a :class:`~trainers.training.Training` with its rank, an epoch at a time; rank 0 saves a checkpoint with every
-report, so a group that Ray restarts continues after the last reported epoch and ends with the same bits.
+Each worker runs :func:`train_loop`: a :class:`~trainers.training.Training` with its rank, an epoch at a time; rank 0 saves a
+checkpoint with every report, so a group that Ray restarts continues after the last reported epoch and ends with the same bits.
 """
 
 from __future__ import annotations

@@ -1,0 +1,146 @@
+"""convert_ and SGD: scopes, filters, updates against the reference, and a stranger's training loop."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from sklearn.datasets import load_digits
+from torch import nn
+
+import lns_ops
+from lns_ops import LNSFormat, LNSTensor, convert_, lns8, lns12, lns16, reference
+from lns_ops.nn import LNSMatmulLinear
+from lns_ops.optim import SGD, parameters_by_format
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def test_scope_matmul_keeps_float_parameters_and_computes_products_in_lns() -> None:
+    model = convert_(net(), lns12)
+    x = torch.randn(5, 6)
+    assert parameters_by_format(model.parameters()) == {"float32": 83}
+    first = model[0]
+    assert isinstance(first, LNSMatmulLinear)
+    x_codes, w_codes = (reference.encode(t.detach().numpy(), lns12) for t in (x, first.weight))
+    expected = reference.decode(reference.matmul(x_codes, w_codes.T, lns12), lns12)
+    assert torch.equal(first(x), torch.from_numpy(expected) + first.bias)
+    assert first(torch.randn(2, 5, 6)).shape == (2, 5, 8)
+
+
+def test_scope_everywhere_rounds_the_weights_and_returns_lns() -> None:
+    original = net()
+    model = convert_(net(), lns12, scope="everywhere")
+    assert parameters_by_format(model.parameters()) == {"lns12": 83}
+    np.testing.assert_array_equal(model[0].weight.codes.numpy(), reference.encode(original[0].weight.detach().numpy(), lns12))
+    assert isinstance(model(torch.randn(5, 6)), LNSTensor)
+
+
+@pytest.mark.parametrize("scope", ["matmul", "everywhere"])
+@pytest.mark.parametrize("kept", ["0", "2"])
+def test_filter_leaves_layers_in_float(scope: str, kept: str) -> None:
+    model = convert_(net(), lns12, scope=scope, filter_fn=lambda module, name: name != kept)
+    F.cross_entropy(model(torch.randn(5, 6)), torch.tensor([0, 1, 2, 0, 1])).backward()
+    layer = model.get_submodule(kept)
+    assert type(layer) is nn.Linear
+    assert type(layer.weight.grad) is torch.Tensor
+    assert layer.weight.grad.any()
+
+
+def test_conversion_is_refused_before_anything_changes() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Conv1d(1, 1, 1))
+    with pytest.raises(ValueError, match="layer '1' is a Conv1d"):
+        convert_(model, lns12)
+    assert type(model[0]) is nn.Linear
+    with pytest.raises(ValueError, match="scope='all': must be one of matmul, everywhere"):
+        convert_(net(), lns12, scope="all")
+
+
+@pytest.mark.parametrize("fmt", [lns16, lns12, LNSFormat(16, 10)], ids=str)
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("kahan_sum", [False, True])
+def test_sgd_equals_the_reference(fmt: LNSFormat, momentum: float, kahan_sum: bool) -> None:
+    rng = np.random.default_rng(0)
+    weight = nn.Parameter(LNSTensor.from_float(torch.from_numpy(rng.standard_normal((7, 9))), fmt))
+    optimizer = SGD([weight], lr=0.01, momentum=momentum, kahan_sum=kahan_sum)
+    codes, buffer = weight.codes.numpy().copy(), np.zeros((7, 9), np.int16) if momentum else None
+    compensation = np.zeros((7, 9), np.int16) if kahan_sum else None
+    for _ in range(5):
+        grad = LNSTensor.from_float(torch.from_numpy(rng.standard_normal((9, 7))), fmt).t()
+        weight.grad = grad
+        optimizer.step()
+        codes, buffer, compensation = reference.sgd_update(
+            codes, grad.codes.numpy(), fmt, negative_lr=reference.encode(np.array(-0.01), fmt),
+            momentum=reference.encode(np.array(momentum), fmt) if momentum else None, buffer=buffer, compensation=compensation,
+        )  # fmt: skip
+        np.testing.assert_array_equal(weight.codes.numpy(), codes)
+    state = optimizer.state[weight]
+    for name, expected in (("momentum_buffer", buffer), ("compensation", compensation)):
+        if expected is None:
+            assert name not in state
+        else:
+            np.testing.assert_array_equal(state[name].codes.numpy(), expected)
+
+
+def test_float_parameters_step_like_torch_and_kahan_keeps_what_bfloat16_loses() -> None:
+    ours, theirs = (nn.Parameter(torch.linspace(-1, 1, 7)) for _ in range(2))
+    optimizers = SGD([ours], lr=0.1, momentum=0.9), torch.optim.SGD([theirs], lr=0.1, momentum=0.9)
+    for step in range(4):
+        for parameter, optimizer in zip((ours, theirs), optimizers, strict=True):
+            parameter.grad = torch.full((7,), float(step))
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    low = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    optimizer = SGD([low], lr=1e-3, kahan_sum=True)
+    for _ in range(1000):
+        low.grad = -torch.ones_like(low)
+        optimizer.step()
+    assert low.item() == pytest.approx(2, rel=0.01)
+
+
+def test_optimizer_state_survives_its_state_dict() -> None:
+    weight = nn.Parameter(LNSTensor.from_float(torch.randn(4), lns12))
+    optimizer = SGD([weight], lr=0.1, momentum=0.5, kahan_sum=True)
+    weight.grad = LNSTensor.from_float(torch.randn(4), lns12)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    other = SGD([weight], lr=0.1, momentum=0.5, kahan_sum=True)
+    other.load_state_dict(saved)
+    for name, value in optimizer.state[weight].items():
+        assert torch.equal(other.state[weight][name].codes, value.codes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"lr": -1}, "lr=-1"),
+        ({"lr": float("nan")}, "lr=nan"),
+        ({"lr": 0.1, "momentum": 1.0}, "momentum=1.0"),
+        ({"lr": 1e-9}, "lr=1e-09: underflows"),
+    ],
+)
+def test_sgd_refuses_bad_values(arguments: dict[str, float], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        SGD([nn.Parameter(LNSTensor.from_float(torch.ones(1), lns8))], **arguments)
+
+
+@pytest.mark.parametrize("scope", ["matmul", "everywhere"])
+@pytest.mark.parametrize("fmt", [lns16, lns12], ids=str)
+def test_a_strangers_loop_trains(fmt: LNSFormat, scope: str) -> None:
+    """Written against the public names only, mean loss and all."""
+    pixels, labels = load_digits(return_X_y=True)
+    x, y = torch.from_numpy(pixels).float() / 16, torch.from_numpy(labels)
+    torch.manual_seed(0)
+    model = lns_ops.convert_(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)), fmt, scope=scope)
+    optimizer = lns_ops.optim.SGD(model.parameters(), lr=0.5, momentum=0.5, kahan_sum=True)
+    for _ in range(8):
+        for rows in torch.randperm(1500).split(50):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[rows]), y[rows]).backward()
+            optimizer.step()
+    wrong = (model(x[1500:]).argmax(1) != y[1500:]).float().mean()
+    assert wrong < 0.15
