@@ -38,8 +38,9 @@ def _sum_floats_(gradients: list[Tensor]) -> None:
 def _sum_codes_(gradients: list[LNSTensor]) -> None:
     fmt = gradients[0].fmt
     flat = torch.cat([g.codes.reshape(-1) for g in gradients])
-    gathered = torch.empty((dist.get_world_size(), flat.numel()), dtype=torch.int16)
+    ranks = dist.get_world_size()
+    gathered = torch.empty(ranks * flat.numel(), dtype=torch.int16)
     dist.all_gather_into_tensor(gathered.view(torch.uint8), flat.view(torch.uint8))
-    total = lns.sum(gathered, [0], fmt)
+    total = lns.sum(gathered.view(ranks, -1), [0], fmt)
     for gradient, part in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
         gradient.codes.copy_(part.view_as(gradient.codes))

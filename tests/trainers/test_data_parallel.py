@@ -1,0 +1,94 @@
+"""Data parallelism with real processes over gloo: sums of gradients, and a trial that comes out the same on one worker and on two."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from lns_ops import LNSTensor, lns12, reference
+from trainers.config import DataConfig, ModelConfig, PrecisionConfig, TrialConfig
+from trainers.gradient_sync import sum_gradients_
+from trainers.training import Training
+
+WORLD = 2
+
+
+def values(rank: int) -> torch.Tensor:
+    return torch.randn(5, 7, generator=torch.Generator().manual_seed(rank))
+
+
+def config(precision: PrecisionConfig, workers: int) -> TrialConfig:
+    """Batches of 128, so that each of two workers adds up one block of 64."""
+    return TrialConfig(
+        data=DataConfig(name="digits"), model=ModelConfig(hidden=[16]), precision=precision, batch_size=128, epochs=2, workers=workers
+    )
+
+
+def in_worker(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    first, second, third = nn.Parameter(LNSTensor.from_float(values(0), lns12)), nn.Parameter(values(0)), nn.Parameter(values(0))
+    first.grad, second.grad = LNSTensor.from_float(values(rank).t(), lns12).t(), values(rank)
+    sum_gradients_([first, second, third])
+    assert third.grad is None
+    result = {"pid": os.getpid(), "lns": first.grad.codes.tolist(), "float": second.grad.tolist()}
+    for name, precision in {"kahan": PrecisionConfig(format="lns12", kahan_sum=True), "float32": PrecisionConfig()}.items():
+        training = Training(config(precision, WORLD), rank=rank, world_size=WORLD)
+        result[name] = [training.train_epoch(), training.train_epoch(), training.test()]
+        if rank == 0:
+            training.save(Path(folder) / name)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
+    folder = tmp_path_factory.mktemp("gloo")
+    mp.spawn(in_worker, args=(str(folder),), nprocs=WORLD)
+    return folder, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+def test_workers_are_processes(workers: tuple[Path, list[dict]]) -> None:
+    assert len({os.getpid(), *(w["pid"] for w in workers[1])}) == WORLD + 1
+
+
+def test_gradients_are_summed_in_rank_order(workers: tuple[Path, list[dict]]) -> None:
+    codes = [reference.encode(values(rank).numpy(), lns12) for rank in range(WORLD)]
+    for result in workers[1]:
+        np.testing.assert_array_equal(result["lns"], reference.sum(np.stack(codes), 0, lns12))
+        np.testing.assert_allclose(result["float"], (values(0) + values(1)).numpy(), rtol=1e-6)
+
+
+def single(precision: PrecisionConfig) -> tuple[list[dict[str, float]], Training]:
+    training = Training(config(precision, 1))
+    return [training.train_epoch(), training.train_epoch(), training.test()], training
+
+
+def close(one: dict[str, float], two: dict[str, float], rel: float) -> None:
+    assert one.keys() == two.keys()
+    for key in one.keys() - {"samples_per_second"}:
+        assert one[key] == pytest.approx(two[key], rel=rel), key
+
+
+def test_lns_training_on_two_workers_gives_the_bits_of_one(workers: tuple[Path, list[dict]]) -> None:
+    metrics, training = single(PrecisionConfig(format="lns12", kahan_sum=True))
+    for result in workers[1]:
+        for one, two in zip(metrics, result["kahan"], strict=True):
+            close(one, two, rel=1e-6)
+    restored = Training(training.config)
+    restored.restore(workers[0] / "kahan")
+    for a, b in zip(restored.model.parameters(), training.model.parameters(), strict=True):
+        assert torch.equal(a.codes, b.codes)
+
+
+def test_float_training_on_two_workers_agrees_with_one(workers: tuple[Path, list[dict]]) -> None:
+    metrics, _ = single(PrecisionConfig())
+    for one, two in zip(metrics, workers[1][0]["float32"], strict=True):
+        close(one, two, rel=1e-4)

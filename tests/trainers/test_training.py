@@ -1,0 +1,145 @@
+"""Training on real digits: learning, exact resume, checkpoints that are whole or absent, divergence as a result."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lns_ops import LNSTensor
+from trainers.checkpoint import STATE, load_checkpoint, save_checkpoint
+from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
+from trainers.init import initialize_
+from trainers.models import build
+from trainers.training import Training
+
+PRECISIONS = {
+    "float32": PrecisionConfig(),
+    "matmul": PrecisionConfig(format="lns12", scope="matmul"),
+    "everywhere": PrecisionConfig(format="lns12"),
+    "kahan": PrecisionConfig(format="lns12", kahan_sum=True),
+    "float kahan": PrecisionConfig(kahan_sum=True),
+}
+
+
+def config(precision: str = "kahan", **changes: object) -> TrialConfig:
+    base = TrialConfig(
+        data=DataConfig(name="digits"), model=ModelConfig(hidden=[32]), precision=PRECISIONS[precision], batch_size=50, epochs=3,
+        optimizer=OptimizerConfig(lr=0.5, momentum=0.5),
+    )  # fmt: skip
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def without_speed(metrics: dict[str, float]) -> dict[str, float]:
+    return {k: v for k, v in metrics.items() if k != "samples_per_second"}
+
+
+def weights(training: Training) -> list[torch.Tensor]:
+    return [p.codes if isinstance(p, LNSTensor) else p.detach() for p in training.model.parameters()]
+
+
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+def test_every_precision_learns_and_resumes_bit_for_bit(precision: str, tmp_path: Path) -> None:
+    undisturbed = Training(config(precision))
+    first = undisturbed.train_epoch()
+    undisturbed.save(tmp_path)
+    rest = [undisturbed.train_epoch() for _ in range(2)]
+    assert rest[-1]["epoch"] == 3
+    assert rest[-1]["train/loss"] < first["train/loss"]
+    assert undisturbed.test()["test/error"] < 0.25
+    resumed = Training(config(precision))
+    resumed.restore(tmp_path)
+    assert resumed.epoch == 1
+    assert [without_speed(resumed.train_epoch()) for _ in range(2)] == [without_speed(m) for m in rest]
+    assert all(torch.equal(a, b) for a, b in zip(weights(resumed), weights(undisturbed), strict=True))
+
+
+def test_same_config_same_bits_and_another_seed_others() -> None:
+    runs = [Training(config(seed=seed)) for seed in (0, 0, 1)]
+    metrics = [without_speed(t.train_epoch()) for t in runs]
+    assert metrics[0] == metrics[1] != metrics[2]
+
+
+def test_initial_weights_depend_on_name_and_seed_alone() -> None:
+    deep, shallow = (initialize_(build(ModelConfig(hidden=h), 64, 10), 5) for h in ([32, 16], [32]))
+    assert torch.equal(deep.get_parameter("0.weight"), shallow.get_parameter("0.weight"))
+    weight = deep.get_parameter("2.weight").detach()
+    assert weight.abs().max() <= 32**-0.5
+    assert weight.abs().mean() == pytest.approx(32**-0.5 / 2, rel=0.1)
+
+
+@pytest.mark.parametrize("precision", ["float32", "matmul"])
+def test_divergence_is_a_result(precision: str, tmp_path: Path) -> None:
+    training = Training(config(precision, optimizer=OptimizerConfig(lr=1e38)))
+    metrics = [training.train_epoch() for _ in range(2)][-1]
+    assert training.diverged
+    assert math.isnan(metrics["train/loss"])
+    assert math.isnan(metrics["validation/loss"])
+    assert metrics["validation/error"] > 0.8
+    training.save(tmp_path)
+    again = Training(training.config)
+    again.restore(tmp_path)
+    assert again.diverged
+
+
+def test_batch_larger_than_the_data_is_refused() -> None:
+    with pytest.raises(ValueError, match="batch_size=2000: there are 1200 training examples"):
+        Training(config(batch_size=2000))
+
+
+def test_learning_rate_that_underflows_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"lr=2e-0[67]: underflows to zero in lns12"):
+        Training(config(optimizer=OptimizerConfig(lr=1e-5)))
+
+
+def test_checkpoint_of_another_trial_is_refused(tmp_path: Path) -> None:
+    Training(config()).save(tmp_path)
+    with pytest.raises(ValueError, match=r"checkpoint of precision=.*this trial has"):
+        Training(config("float32")).restore(tmp_path)
+
+
+def test_checkpoint_holds_no_pickle(tmp_path: Path) -> None:
+    Training(config()).save(tmp_path)
+    assert sorted(p.suffix for p in tmp_path.iterdir()) == [".json", ".safetensors"]
+
+
+def test_interrupted_save_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    """Every prefix of the write sequence: the new tensor file may be there, whole or not; the state still names the old one."""
+    save_checkpoint(tmp_path, {"x": torch.ones(3)}, {"epoch": 1})
+    (tmp_path / "tensors-0123.safetensors.part").write_bytes(b"half")
+    (tmp_path / "tensors-0123.safetensors").write_bytes(b"whole but not named by the state")
+    (tmp_path / "state.json.part").write_text('{"ten')
+    tensors, state = load_checkpoint(tmp_path)
+    assert torch.equal(tensors["x"], torch.ones(3))
+    assert state == {"epoch": 1}
+
+
+@pytest.mark.parametrize("how", ["no folder", "no state", "torn state", "no tensors", "flipped byte"])
+def test_damaged_checkpoints_are_refused(tmp_path: Path, how: str) -> None:
+    folder = tmp_path / "checkpoint"
+    if how != "no folder":
+        save_checkpoint(folder, {"x": torch.ones(3)}, {"epoch": 1})
+        state, tensors = folder / STATE, next(folder.glob("*.safetensors"))
+        if how == "no state":
+            state.unlink()
+        elif how == "torn state":
+            state.write_text(state.read_text()[:20])
+        elif how == "no tensors":
+            tensors.unlink()
+        else:
+            content = bytearray(tensors.read_bytes())
+            content[-1] ^= 1
+            tensors.write_bytes(content)
+    with pytest.raises(ValueError, match="no whole checkpoint|damaged"):
+        load_checkpoint(folder)
+
+
+def test_saving_again_keeps_one_tensor_file(tmp_path: Path) -> None:
+    for epoch in range(3):
+        save_checkpoint(tmp_path, {"x": torch.full((2,), float(epoch))}, {"epoch": epoch})
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1
+    assert json.loads((tmp_path / STATE).read_text())["epoch"] == 2
