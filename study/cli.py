@@ -111,10 +111,8 @@ def _run(options: argparse.Namespace) -> int:
     try:
         outcome = run_study(study, _view(study, console, options.plain), lambda line: _say(console, line))
     except KeyboardInterrupt:
-        print(
-            f"\nInterrupted. Finished epochs are kept; the same command continues: lns-study run {' '.join(_again(options))}",
-            file=sys.stderr,
-        )
+        again = " ".join(_again(options))
+        print(f"\nInterrupted. Finished epochs are kept; the same command continues: lns-study run {again}", file=sys.stderr)
         return 130
     _print_outcome(outcome, study.storage)
     return 1 if outcome.failed or outcome.tracking_error else 0
@@ -130,9 +128,8 @@ def _dry_run(study: StudyConfig) -> int:
     print(f"# {len(plan.trials)} trials:")
     for trial in plan.trials:
         precision = trial.config.precision
-        print(
-            f"#   {trial.id}  {trial.row}, seed {trial.seed}: {precision.format}, {trial.config.epochs} epochs, {trial.config.workers} worker(s)"
-        )
+        size = f"{trial.config.epochs} epochs, {trial.config.workers} worker(s)"
+        print(f"#   {trial.id}  {trial.row}, seed {trial.seed}: {precision.format}, {size}")
     return 0
 
 

@@ -50,7 +50,7 @@ def draw_epochs(state: StudyState, theme: Theme) -> bytes:
         _draw_row(axes, number, label, trials)
     axes.set_xlabel("epoch")
     axes.set_ylabel("validation error, %")
-    axes.set_title("Validation error per epoch: mean over seeds, band from lowest to highest", loc="left", fontsize=11)
+    _title(axes, "Validation error per epoch: mean over seeds, band from lowest to highest", theme)
     _percent_axis(axes)
     axes.xaxis.get_major_locator().set_params(integer=True)
     if axes.lines:
@@ -81,7 +81,7 @@ def draw_bars(state: StudyState, summary: Summary, theme: Theme) -> bytes:
             _value(axes, number + 0.2, row.published, theme)
     axes.set_xticks(range(len(summary.rows)), [_wrap(row.label) for row in summary.rows])
     axes.set_ylabel("test error, %")
-    axes.set_title(_bars_title(summary, published), loc="left", fontsize=11)
+    _title(axes, _bars_title(summary, published), theme)
     axes.margins(y=0.14)
     return _png(figure)
 
@@ -95,10 +95,14 @@ def _canvas(theme: Theme) -> tuple[Figure, Any]:
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(theme.grid)
-    for label in (axes.xaxis.label, axes.yaxis.label, axes.title):
+    for label in (axes.xaxis.label, axes.yaxis.label):
         label.set_color(theme.text)
         label.set_fontsize(11)
     return figure, axes
+
+
+def _title(axes: Any, text: str, theme: Theme) -> None:
+    axes.set_title(text, loc="left", fontsize=11, color=theme.text)
 
 
 def _draw_row(axes: Any, number: int, label: str, trials: list[TrialState]) -> None:
@@ -144,7 +148,9 @@ def _bars_title(summary: Summary, published: bool) -> str:
     ours = "Test error after the last epoch: this study (solid)"
     if not published:
         return "Test error after the last epoch: mean, sd, seeds (dots)"
-    return f"{ours}, published (hatched)" if summary.comparable else f"{ours}; published (hatched): not comparable, small budget"
+    return f"{ours}, published (hatched)" + (
+        "" if summary.comparable else "\nSmall budget: not comparable with the published figures"
+    )
 
 
 def _wrap(label: str) -> str:

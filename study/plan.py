@@ -107,5 +107,6 @@ def _refuse_twins(trials: tuple[PlannedTrial, ...]) -> None:
         twin = seen.setdefault(trial.id, trial)
         if twin is not trial:
             raise ValueError(
-                f"rows {twin.row!r} and {trial.row!r} with seed {trial.seed}: both are the same trial; change the overrides of one or drop it"
+                f"rows {twin.row!r} and {trial.row!r} with seed {trial.seed}: both are the same trial; change the overrides of "
+                "one or drop it"
             )

@@ -96,6 +96,6 @@ def check_same_data(data: list[dict[str, Any]], before: StudyState) -> None:
     for entry in data:
         if known.get(entry["name"], entry["digest"]) != entry["digest"]:
             raise ValueError(
-                f"data {entry['name']!r} in {entry['root']}: sha256 {entry['digest'][:12]} differs from {known[entry['name']][:12]}, on which "
-                "this study began; restore the files, or start a new study with name=..."
+                f"data {entry['name']!r} in {entry['root']}: sha256 {entry['digest'][:12]} differs from {known[entry['name']][:12]}, on "
+                "which this study began; restore the files, or start a new study with name=..."
             )

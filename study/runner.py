@@ -71,6 +71,8 @@ def ray_session(study: StudyConfig) -> Iterator[None]:
         os.environ.setdefault(name, value)
     import ray
 
+    for logger in ("ray.tune", "ray.train"):
+        logging.getLogger(logger).setLevel(logging.CRITICAL)  # a trial's failure is in the ledger, not between the progress lines
     ours = not ray.is_initialized()
     if ours:
         _start_ray(study)
@@ -92,7 +94,8 @@ def _start_ray(study: StudyConfig) -> None:
             ray.init(address=study.address, logging_level=logging.ERROR, log_to_driver=False)
     except (ConnectionError, ValueError) as error:
         raise ValueError(
-            f"address={study.address!r}: no Ray cluster answers ({error}); start one with `ray start --head`, or leave address out for a local one"
+            f"address={study.address!r}: no Ray cluster answers ({error}); start one with `ray start --head`, or leave address "
+            "out for a local one"
         ) from None
 
 
@@ -128,7 +131,7 @@ def _tune(study: StudyConfig, trials: list[PlannedTrial], ledger: Ledger, state:
         trainable,
         param_space={"plan": tune.grid_search(plans)},
         tune_config=tune.TuneConfig(
-            max_concurrent_trials=concurrency(study, trials),
+            max_concurrent_trials=concurrency(study, trials) if gang else study.max_concurrent,
             reuse_actors=not gang,
             trial_name_creator=_name_trial,
             trial_dirname_creator=_name_trial,
@@ -157,7 +160,10 @@ def _checkpoints(study: StudyConfig, gang: bool) -> Any:
 
 
 def concurrency(study: StudyConfig, trials: list[PlannedTrial]) -> int | None:
-    """Trials at a time: the config's wish, and never more than fit whole on the local Ray. None for no limit."""
+    """Gangs at a time: the config's wish, and never more than fit whole on the local Ray. None for no limit.
+
+    Trials of one process need no cap: Ray places each only where its CPUs are free.
+    """
     if study.address is not None:
         return study.max_concurrent
     fit = max(1, local_cpus(study) // max(cpus_of(trial.config) for trial in trials))

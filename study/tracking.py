@@ -223,7 +223,7 @@ class _Pusher:
         """Attach the report, write each row's mean and spread, close the parent run."""
         from study.results import summarise
 
-        summary = {}
+        summary: dict[str, float | None] = {}
         for row in summarise(state).rows:
             label = re.sub(r"[^\w\-.:/ ]", "_", row.label)
             summary |= {f"{label}/test_error_percent": row.mean, f"{label}/test_error_percent_sd": row.sd}
