@@ -1,0 +1,97 @@
+"""Shared by the study tests: one Ray session, one storage folder with its MLflow database, tiny studies, made-up ledgers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from study.compose import load
+from study.config import StudyConfig
+from study.ledger import Event
+from study.plan import make_plan
+from study.runner import ENVIRONMENT
+from study.tracking import ENVIRONMENT as TRACKING_ENVIRONMENT
+
+TINY = """
+name: tiny
+trial: {data: {name: digits, validation_size: 300}, model: {hidden: [16]}, epochs: 3, batch_size: 32}
+baseline: float32
+rows:
+  - {label: float32, overrides: {precision.format: float32}, published: 2.14}
+  - {label: lns matmul, overrides: {precision.format: lns12, precision.scope: matmul}, published: 2.12, within: 0.15}
+seeds: [0]
+cpus: 2
+"""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _environment() -> None:
+    for name, value in (ENVIRONMENT | TRACKING_ENVIRONMENT).items():
+        os.environ.setdefault(name, value)
+
+
+@pytest.fixture(scope="session")
+def ray_session(_environment: None) -> Iterator[None]:
+    """One local Ray for all tests that train."""
+    import ray
+
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One storage folder, so that the MLflow database is made once; tests use studies of their own names in it."""
+    return tmp_path_factory.mktemp("storage")
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, storage: Path) -> Callable[..., StudyConfig]:
+    """A study that trains in a second: ``tiny("name", "trial.epochs=2")``."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+    return lambda name, *overrides: load(str(path), [f"name={name}", f"storage={storage}", *overrides])
+
+
+class SilentView:
+    """Shows nothing, remembers events, and lets a test act on each."""
+
+    def __init__(self, react: Callable[[Event], None] = lambda event: None) -> None:
+        self.events: list[Event] = []
+        self._react = react
+
+    def start(self, state: Any) -> None:
+        """Nothing to show."""
+
+    def listen(self, event: Event) -> None:
+        """Remember, then react."""
+        self.events.append(event)
+        self._react(event)
+
+    def stop(self) -> None:
+        """Nothing to clear."""
+
+
+def made_up_events(study: StudyConfig, errors: dict[str, float] | None = None, outcome: str = "finished") -> list[Event]:
+    """The ledger of a study that nobody trained; ``errors``: final test error by row, per cent."""
+    plan = make_plan(study)
+    began = time.time() - 1000
+    provenance = {"commit": "c0ffee", "dirty": False, "versions": {"ray": "2.60.0"}, "python": "3.11", "platform": "Linux"}
+    data = [{"name": "digits", "source": "made up", "digest": "d" * 64, "root": None, "train": 10, "validation": 5, "test": 5}]
+    events: list[Event] = [{"event": "planned", "time": began, "ledger": "abc123", **plan.to_event(), "data": data, "provenance": provenance}]
+    for number, trial in enumerate(plan.trials):
+        start = began + 10 * number
+        events.append({"event": "started", "time": start, "trial": trial.id})
+        for epoch in range(1, trial.config.epochs + 1):
+            metrics = {"train/loss": 1 / epoch, "train/error": 0.1 / epoch, "validation/loss": 1 / epoch, "validation/error": 0.2 / epoch}
+            events.append({"event": "report", "time": start + epoch, "trial": trial.id, "epoch": epoch, "metrics": metrics})
+        error = (errors or {}).get(trial.row, 2.0) / 100 + trial.seed * 1e-4
+        events.append({"event": "finished", "time": start + 9, "trial": trial.id, "metrics": {"test/loss": 0.1, "test/error": error}})
+    return [*events, {"event": "ended", "time": began + 500, "outcome": outcome}]

@@ -1,0 +1,103 @@
+"""Configs from YAML and overrides: what merges, what is refused, and what the refusal says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from study.compose import load, override_trial
+from study.config import StudyConfig
+from trainers.config import TrialConfig
+
+
+def test_table_is_the_published_recipe() -> None:
+    study = load("table")
+    trial = study.trial
+    assert (trial.epochs, trial.batch_size, trial.optimizer.lr, trial.model.hidden) == (20, 128, 0.1, [512])
+    assert (trial.data.name, trial.data.train_size, trial.data.validation_size) == ("mnist", None, 10_000)
+    assert [row.published for row in study.rows] == [2.14, 2.12, 3.62, 2.29]
+    assert len(study.seeds) >= 3
+
+
+def test_quickstart_is_the_table_with_a_small_budget() -> None:
+    table, quick = load("table"), load("quickstart")
+    assert quick.rows == table.rows
+    assert quick.trial.epochs < table.trial.epochs
+    assert quick.name != table.name
+
+
+def test_overrides_win_over_files_and_groups_swap() -> None:
+    study = load("table", ["trial.epochs=3", "seeds=[0,1]", "model=mlp_128", "trial.data.train_size=6000"])
+    assert (study.trial.epochs, study.seeds, study.trial.model.hidden, study.trial.data.train_size) == (3, [0, 1], [128], 6000)
+
+
+def test_a_group_that_the_study_does_not_list_is_merged_last(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("name: mine\ntrial: {model: {hidden: [7]}}\n")
+    assert load(str(tmp_path / "mine"), ["model=mlp_128"]).trial.model.hidden == [128]
+
+
+def test_self_places_the_body_among_the_groups(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("groups: [_self_, model/mlp_128]\ntrial: {model: {hidden: [7]}}\n")
+    (tmp_path / "b.yaml").write_text("groups: [model/mlp_128]\ntrial: {model: {hidden: [7]}}\n")
+    assert load(str(tmp_path / "a.yaml")).trial.model.hidden == [128]
+    assert load(str(tmp_path / "b.yaml")).trial.model.hidden == [7]
+
+
+def test_configs_in_the_working_folder_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "conf/study").mkdir(parents=True)
+    (tmp_path / "conf/study/table.yaml").write_text("name: my-table\n")
+    monkeypatch.chdir(tmp_path)
+    assert load("table").name == "my-table"
+
+
+def test_a_study_survives_the_way_to_json_and_back() -> None:
+    study = load("table")
+    assert StudyConfig.from_dict(study.to_dict()) == study
+
+
+@pytest.mark.parametrize("overrides", [{"precision.scope": "matmul"}, {"precision": {"scope": "matmul"}}, ["precision.scope=matmul"]])
+def test_row_overrides_nested_dotted_or_listed(overrides: object) -> None:
+    assert override_trial(TrialConfig().to_dict(), overrides, "row")["precision"]["scope"] == "matmul"
+
+
+REFUSED = [
+    (["tabel"], ["tabel", "table", "did you mean"]),
+    (["table", "foo"], ["'foo'", "key=value"]),
+    (["table", "trial.epoch=3"], ["trial.epoch", "unknown key", "trial.epochs"]),
+    (["table", "sedes=[0]"], ["sedes", "seeds"]),
+    (["table", "trial.epochs=abc"], ["trial.epochs", "abc", "whole number"]),
+    (["table", "trial.epochs=0"], ["epochs=0", "at least 1"]),
+    (["table", "seeds=3"], ["seeds", "list"]),
+    (["table", "seeds=[1,1]"], ["seeds", "more than once"]),
+    (["table", "seeds=[]"], ["seeds", "at least one"]),
+    (["table", "model=mlp_12"], ["mlp_12", "mlp_128, mlp_512"]),
+    (["table", "trial.precision.format=lns99"], ["lns99", "lns16"]),
+    (["table", "trial.precision.format=lns(8,7)"], ["fraction_bits=7", "at most 6"]),
+    (["table", "tracking_uri=file:/x"], ["file:/x", "sqlite:///"]),
+    (["table", "trial.batch_size=3", "trial.workers=2"], ["batch_size=3", "workers=2", "multiple"]),
+    (["table", "rows=[{label: x, publishd: 3}]", "baseline=null"], ["publishd", "published"]),
+    (["table", "rows=[{label: x}]"], ["baseline", "float32"]),
+    (["table", "rows=[{published: 1.0}]"], ["label"]),
+    (["table", "name=[a"], ["name=[a", "YAML"]),
+    (["table", "name=///"], ["name='///'", "letter or digit"]),
+    (["table", "trial=null"], ["trial"]),
+    (["table", "cpus=0"], ["cpus=0", "at least 1"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), REFUSED, ids=[" ".join(arguments) for arguments, _ in REFUSED])
+def test_refusals_name_value_and_rule(arguments: list[str], said: list[str]) -> None:
+    with pytest.raises(ValueError, match=".") as refusal:
+        load(arguments[0], arguments[1:])
+    message = str(refusal.value)
+    assert all(part in message for part in said), message
+    assert "Error" not in message
+    assert ";" in message or "did you mean" in message or "must be" in message
+
+
+@pytest.mark.parametrize(("text", "said"), [("a: [", "must be YAML"), ("- a", "mapping"), ("groups: 3", "groups=3"), ("nmae: x", "nmae")])
+def test_bad_files(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        load(str(tmp_path / "bad.yaml"))

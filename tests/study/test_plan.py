@@ -1,0 +1,56 @@
+"""Trial identities: stable, about content, and refused when two rows are the same work."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+
+from study.config import StudyConfig
+from study.plan import make_plan, trial_id
+from trainers.config import DataConfig, TrialConfig
+
+Tiny = Callable[..., StudyConfig]
+
+
+def test_rows_times_seeds_seeds_slowest(tiny: Tiny) -> None:
+    plan = make_plan(tiny("plan", "seeds=[0,1]"))
+    assert [(trial.seed, trial.row) for trial in plan.trials] == [(0, "float32"), (0, "lns matmul"), (1, "float32"), (1, "lns matmul")]
+    assert all(trial.config.seed == trial.seed for trial in plan.trials)
+
+
+def test_more_seeds_keep_the_ids_there_were(tiny: Tiny) -> None:
+    few, many = make_plan(tiny("plan")), make_plan(tiny("plan", "seeds=[0,1,2]"))
+    assert {trial.id for trial in few.trials} < {trial.id for trial in many.trials}
+    assert few.key != many.key
+    assert make_plan(tiny("plan")).key == few.key
+
+
+def test_the_id_ignores_the_folder_of_the_data_and_nothing_else() -> None:
+    base = TrialConfig(data=DataConfig(name="mnist", root="/a"))
+    assert trial_id(base) == trial_id(dataclasses.replace(base, data=DataConfig(name="mnist", root="/b")))
+    others = [dataclasses.replace(base, **change) for change in ({"seed": 1}, {"epochs": 1}, {"workers": 2}, {"threads": 2})]
+    assert len({trial_id(config) for config in [base, *others]}) == 5
+
+
+def test_the_id_is_pinned() -> None:
+    """Changing how ids are made would make every finished study run again."""
+    config = TrialConfig(data=DataConfig(name="digits", validation_size=300))
+    assert trial_id(config) == trial_id(TrialConfig.from_dict(config.to_dict()))
+    assert len(trial_id(config)) == 12
+
+
+def test_twins_are_refused(tiny: Tiny) -> None:
+    with pytest.raises(ValueError, match="same trial"):
+        make_plan(tiny("plan", "rows=[{label: a}, {label: b}]", "baseline=null"))
+
+
+def test_a_row_with_an_impossible_format_names_the_row(tiny: Tiny) -> None:
+    with pytest.raises(ValueError, match=r"row 'bad'.*lns99"):
+        make_plan(tiny("plan", "rows=[{label: bad, overrides: {precision.format: lns99}}]", "baseline=null"))
+
+
+def test_a_study_without_rows_is_one_row(tiny: Tiny) -> None:
+    plan = make_plan(tiny("plan", "rows=[]", "baseline=null"))
+    assert [trial.row for trial in plan.trials] == ["plan"]
