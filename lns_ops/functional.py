@@ -13,6 +13,7 @@ Shapes follow torch's broadcasting; results are contiguous. Errors are ``ValueEr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from lns_ops.format import LNSFormat
 
 _LIBRARY = torch.library.Library("lns_ops", "DEF")
 _FORMAT = "int bits, int fraction_bits"
+_format = lru_cache(LNSFormat)
 
 
 def _broadcast(x: Tensor, y: Tensor) -> Tensor:
@@ -49,32 +51,32 @@ def _binary(name: str) -> None:
     kernel = getattr(cpu, name)
 
     def on_cpu(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
-        return torch.from_numpy(kernel(x.numpy(), y.numpy(), LNSFormat(bits, fraction_bits)))
+        return torch.from_numpy(kernel(x.numpy(), y.numpy(), _format(bits, fraction_bits)))
 
     _define(name, f"(Tensor x, Tensor y, {_FORMAT}) -> Tensor", on_cpu, lambda x, y, bits, fraction_bits: _broadcast(x, y))
 
 
 def _encode_cpu(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
     exact = x if x.dtype in (torch.float32, torch.float64) else x.to(torch.float64)
-    return torch.from_numpy(cpu.encode(exact.numpy(), LNSFormat(bits, fraction_bits)))
+    return torch.from_numpy(cpu.encode(exact.numpy(), _format(bits, fraction_bits)))
 
 
 def _decode_cpu(codes: Tensor, bits: int, fraction_bits: int, dtype: torch.dtype) -> Tensor:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     numpy_dtype = torch.empty((), dtype=wide).numpy().dtype.type
-    return torch.from_numpy(cpu.decode(codes.numpy(), LNSFormat(bits, fraction_bits), numpy_dtype)).to(dtype)
+    return torch.from_numpy(cpu.decode(codes.numpy(), _format(bits, fraction_bits), numpy_dtype)).to(dtype)
 
 
 def _sqrt_cpu(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
-    return torch.from_numpy(cpu.sqrt(x.numpy(), LNSFormat(bits, fraction_bits)))
+    return torch.from_numpy(cpu.sqrt(x.numpy(), _format(bits, fraction_bits)))
 
 
 def _sum_cpu(x: Tensor, dim: int, bits: int, fraction_bits: int) -> Tensor:
-    return torch.from_numpy(cpu.sum(x.numpy(), dim, LNSFormat(bits, fraction_bits)))
+    return torch.from_numpy(cpu.sum(x.numpy(), dim, _format(bits, fraction_bits)))
 
 
 def _matmul_cpu(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
-    fmt = LNSFormat(bits, fraction_bits)
+    fmt = _format(bits, fraction_bits)
     kernel = cpu.matmul if x.dim() == 2 else cpu.matmul_batched
     return torch.from_numpy(kernel(x.numpy(), y.numpy(), fmt))
 
@@ -92,7 +94,7 @@ def _sgd_update_cpu(
     cpu.sgd_update(
         weight.numpy(),
         grad.contiguous().numpy(),
-        LNSFormat(bits, fraction_bits),
+        _format(bits, fraction_bits),
         negative_lr=negative_lr,
         momentum=momentum,
         buffer=None if buffer is None else buffer.numpy(),

@@ -11,6 +11,7 @@ operations. Memory for an LNS parameter: 2 bytes, + 2 with Kahan, + 2 with momen
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any, overload
 
 import torch
@@ -21,6 +22,7 @@ from lns_ops.format import LNSFormat
 from lns_ops.tensor import LNSTensor
 
 
+@lru_cache(maxsize=256)
 def _scalar_code(name: str, value: float, fmt: LNSFormat) -> int:
     """The code of a hyperparameter, which must not vanish in the format."""
     code = int(lns.encode(torch.tensor(value, dtype=torch.float64), fmt))
