@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +36,8 @@ def _environment() -> None:
 
 
 @pytest.fixture(scope="session")
-def ray_session(_environment: None) -> Iterator[None]:
-    """One local Ray for all tests that train."""
-    import ray
-
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    yield
-    ray.shutdown()
+def ray_session(_environment: None, ray_cluster: None) -> None:
+    """The session's Ray, started with the environment that a study gives it."""
 
 
 @pytest.fixture(scope="session")
@@ -85,13 +79,22 @@ def made_up_events(study: StudyConfig, errors: dict[str, float] | None = None, o
     began = time.time() - 1000
     provenance = {"commit": "c0ffee", "dirty": False, "versions": {"ray": "2.60.0"}, "python": "3.11", "platform": "Linux"}
     data = [{"name": "digits", "source": "made up", "digest": "d" * 64, "root": None, "train": 10, "validation": 5, "test": 5}]
-    events: list[Event] = [{"event": "planned", "time": began, "ledger": "abc123", **plan.to_event(), "data": data, "provenance": provenance}]
+    events: list[Event] = [
+        {"event": "planned", "time": began, "ledger": "abc123", **plan.to_event(), "data": data, "provenance": provenance}
+    ]
     for number, trial in enumerate(plan.trials):
         start = began + 10 * number
         events.append({"event": "started", "time": start, "trial": trial.id})
         for epoch in range(1, trial.config.epochs + 1):
-            metrics = {"train/loss": 1 / epoch, "train/error": 0.1 / epoch, "validation/loss": 1 / epoch, "validation/error": 0.2 / epoch}
+            metrics = {
+                "train/loss": 1 / epoch,
+                "train/error": 0.1 / epoch,
+                "validation/loss": 1 / epoch,
+                "validation/error": 0.2 / epoch,
+            }
             events.append({"event": "report", "time": start + epoch, "trial": trial.id, "epoch": epoch, "metrics": metrics})
         error = (errors or {}).get(trial.row, 2.0) / 100 + trial.seed * 1e-4
-        events.append({"event": "finished", "time": start + 9, "trial": trial.id, "metrics": {"test/loss": 0.1, "test/error": error}})
+        events.append(
+            {"event": "finished", "time": start + 9, "trial": trial.id, "metrics": {"test/loss": 0.1, "test/error": error}}
+        )
     return [*events, {"event": "ended", "time": began + 500, "outcome": outcome}]

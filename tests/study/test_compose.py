@@ -56,7 +56,9 @@ def test_a_study_survives_the_way_to_json_and_back() -> None:
     assert StudyConfig.from_dict(study.to_dict()) == study
 
 
-@pytest.mark.parametrize("overrides", [{"precision.scope": "matmul"}, {"precision": {"scope": "matmul"}}, ["precision.scope=matmul"]])
+@pytest.mark.parametrize(
+    "overrides", [{"precision.scope": "matmul"}, {"precision": {"scope": "matmul"}}, ["precision.scope=matmul"]]
+)
 def test_row_overrides_nested_dotted_or_listed(overrides: object) -> None:
     assert override_trial(TrialConfig().to_dict(), overrides, "row")["precision"]["scope"] == "matmul"
 
@@ -96,7 +98,9 @@ def test_refusals_name_value_and_rule(arguments: list[str], said: list[str]) -> 
     assert ";" in message or "did you mean" in message or "must be" in message
 
 
-@pytest.mark.parametrize(("text", "said"), [("a: [", "must be YAML"), ("- a", "mapping"), ("groups: 3", "groups=3"), ("nmae: x", "nmae")])
+@pytest.mark.parametrize(
+    ("text", "said"), [("a: [", "must be YAML"), ("- a", "mapping"), ("groups: 3", "groups=3"), ("nmae: x", "nmae")]
+)
 def test_bad_files(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "bad.yaml").write_text(text)
     with pytest.raises(ValueError, match=said):

@@ -32,13 +32,13 @@ def test_the_first_report_of_each_epoch_is_kept_across_writers(first: list, seco
         assert len(events) == len(expected) == sum(new)
 
 
-@given(REPORTS.filter(bool), st.data())
-def test_a_ledger_cut_at_any_byte_loses_at_most_the_last_line(reports: list, data: st.DataObject) -> None:  # type: ignore[type-arg]
+@given(REPORTS.filter(bool), st.floats(0, 1))
+def test_a_ledger_cut_at_any_byte_loses_at_most_the_last_line(reports: list, fraction: float) -> None:  # type: ignore[type-arg]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write(folder, reports)
         whole, content = read_ledger(folder), (folder / FILE).read_bytes()
-        cut = data.draw(st.integers(0, len(content)))
+        cut = int(fraction * len(content))
         (folder / FILE).write_bytes(content[:cut])
         lines = content[:cut].count(b"\n")
         left = read_ledger(folder)

@@ -16,7 +16,12 @@ Tiny = Callable[..., StudyConfig]
 
 def test_rows_times_seeds_seeds_slowest(tiny: Tiny) -> None:
     plan = make_plan(tiny("plan", "seeds=[0,1]"))
-    assert [(trial.seed, trial.row) for trial in plan.trials] == [(0, "float32"), (0, "lns matmul"), (1, "float32"), (1, "lns matmul")]
+    assert [(trial.seed, trial.row) for trial in plan.trials] == [
+        (0, "float32"),
+        (0, "lns matmul"),
+        (1, "float32"),
+        (1, "lns matmul"),
+    ]
     assert all(trial.config.seed == trial.seed for trial in plan.trials)
 
 

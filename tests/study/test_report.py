@@ -39,7 +39,12 @@ def page_of(study: StudyConfig, folder: Path) -> str:
 
 def test_the_files_are_there_and_are_pictures(tiny: Tiny, tmp_path: Path) -> None:
     write_report(fold(made_up_events(tiny("report", "seeds=[0,1]"))), tmp_path)
-    assert {path.name for path in tmp_path.iterdir() if path.is_file()} >= {"report.html", "report.md", "error_per_epoch.png", "test_error.png"}
+    assert {path.name for path in tmp_path.iterdir() if path.is_file()} >= {
+        "report.html",
+        "report.md",
+        "error_per_epoch.png",
+        "test_error.png",
+    }
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("error_per_epoch.png", "test_error.png"))
 
 
@@ -47,7 +52,9 @@ def test_the_page_is_self_contained_and_knows_dark(tiny: Tiny, tmp_path: Path) -
     page = page_of(tiny("report"), tmp_path)
     tags = Tags(page)
     assert "script" not in tags.tags
-    assert not [value for name, value in tags.attributes if name in ("src", "href", "srcset") and not (value or "").startswith("data:")]
+    assert not [
+        value for name, value in tags.attributes if name in ("src", "href", "srcset") and not (value or "").startswith("data:")
+    ]
     assert "prefers-color-scheme: dark" in page
     assert tags.tags.count("source") == 2
 

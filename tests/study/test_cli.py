@@ -1,0 +1,171 @@
+"""The command line as a user meets it: help, errors with exit code 2 and no traceback, Ctrl-C, the UI."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from study.compose import load
+from study.ledger import Ledger, read_ledger
+from study.state import FINISHED, fold
+from tests.study.conftest import TINY, made_up_events
+
+
+def lns_study(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "study", *arguments],
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], *said: str) -> None:
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("lns-study: error: ")
+    assert all(part in done.stderr for part in said), done.stderr
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A working folder with the tiny study."""
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", [[], ["run"], ["report"], ["ui"]])
+def test_help(command: list[str], tmp_path: Path) -> None:
+    done = lns_study(*command, "--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "lns-study" in done.stdout
+
+
+def test_dry_run_prints_every_trial_and_writes_nothing(folder: Path) -> None:
+    done = lns_study("run", "tiny", "seeds=[0,1]", "--dry-run", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("seed 0") == done.stdout.count("seed 1") == 2
+    assert not (folder / "studies").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["trial.epoch=3"], ["trial.epoch", "trial.epochs"]),
+        (["trial.epochs=many"], ["many", "whole number"]),
+        (["trial.precision.format=lns(3,7)"], ["fraction_bits=7", "at most 1"]),
+        (["trial.data.train_size=99999"], ["train_size=99999", "1200"]),
+        (["trial.workers=64", "trial.batch_size=64"], ["workers=64", "64 CPUs", "cpus=2"]),
+        (["storage=/proc/nowhere"], ["/proc/nowhere", "written"]),
+        (["tracking_uri=http://127.0.0.1:9"], ["http://127.0.0.1:9", "no MLflow tracking store answers"]),
+        (["trial.data.name=mnist", "trial.data.root=/nowhere"], ["/nowhere", "train-images-idx3-ubyte"]),
+    ],
+)
+def test_bad_input_is_refused_before_any_work(folder: Path, overrides: list[str], said: list[str]) -> None:
+    assert_refused(lns_study("run", "tiny", *overrides, cwd=folder), *said)
+    assert not list(folder.glob("studies/*/ledger.jsonl"))
+
+
+def test_corrupt_mnist_is_refused(folder: Path) -> None:
+    for name in ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"):
+        (folder / name).write_bytes(b"not an IDX file at all")
+    done = lns_study(
+        "run", "tiny", "trial.data.name=mnist", "trial.data.validation_size=null", f"trial.data.root={folder}", cwd=folder
+    )
+    assert_refused(done, "train-images-idx3-ubyte", "magic number")
+
+
+def test_unknown_study_in_report(folder: Path) -> None:
+    assert_refused(lns_study("report", "nothing", cwd=folder), "nothing", "holds no study")
+
+
+def test_a_study_that_another_process_runs_is_refused(folder: Path) -> None:
+    with Ledger(folder / "studies" / "tiny"):
+        assert_refused(lns_study("run", "tiny", cwd=folder), str(os.getpid()), "is running this study")
+
+
+def test_a_taken_port_is_refused(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert_refused(lns_study("ui", "--port", str(taken.getsockname()[1]), cwd=tmp_path), "port=", "--port")
+
+
+def test_report_from_a_ledger_alone(folder: Path) -> None:
+    study = load(str(folder / "tiny.yaml"), [f"storage={folder / 'studies'}"])
+    with Ledger(study.folder) as ledger:
+        for event in made_up_events(study):
+            ledger.append(**{key: value for key, value in event.items() if key != "time"})
+    done = lns_study("report", "tiny", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "lns matmul" in done.stdout
+    assert (study.folder / "report" / "report.html").exists()
+
+
+def _children(pid: int) -> set[int]:
+    """Processes whose parent chain reaches ``pid``."""
+    done = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True)
+    parents = {int(a): int(b) for a, b in (line.split() for line in done.stdout.splitlines())}
+    found = {pid}
+    while grown := {child for child, parent in parents.items() if parent in found} - found:
+        found |= grown
+    return found - {pid}
+
+
+def _gone(pids: set[int], seconds: float = 20) -> set[int]:
+    deadline = time.monotonic() + seconds
+    while (left := {pid for pid in pids if Path(f"/proc/{pid}").exists()}) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return left
+
+
+@pytest.mark.slow
+def test_ctrl_c_then_the_same_command_continues(folder: Path) -> None:
+    """Ctrl-C in the middle: exit code 130, no process left, and the next run trains only what is missing."""
+    command = [sys.executable, "-m", "study", "run", "tiny", "--plain", "trial.epochs=400", "rows=[{label: a}]", "baseline=null"]
+    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "epoch 3/" in line:
+            break
+    children = _children(process.pid)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    assert "the same command continues" in said
+    assert not _gone(children)
+    before = fold(read_ledger(folder / "studies" / "tiny"))
+    assert before.outcome == "interrupted"
+    assert before.trials[0].epoch >= 3
+    done = lns_study(*command[3:], cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert f"epoch {before.trials[0].epoch}/" not in done.stdout
+    assert all(trial.status == FINISHED for trial in fold(read_ledger(folder / "studies" / "tiny")).trials)
+
+
+@pytest.mark.slow
+def test_ui_serves_and_ends_with_its_children(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "study", "ui", "--port", str(port), "--storage", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert f"http://127.0.0.1:{port}" in process.stdout.readline()
+    assert urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5).status == 200
+    children = _children(process.pid)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 0
+    assert children
+    assert not _gone(children)
