@@ -19,11 +19,13 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from llvmlite.binding import get_host_cpu_features
+from numba import config as numba_config
 from numpy.typing import NDArray
 
-from lns_ops import _elementwise, _gather, _sgd
+from lns_ops import _elementwise, _gather, _segments, _sgd, _simd, _vector
 from lns_ops._pool import get_num_threads, run, set_num_threads
-from lns_ops.format import MANTISSA_BITS, LNSFormat, decode_significands, encode_thresholds
+from lns_ops.format import MANTISSA_BITS, LNSFormat, NonFiniteError, decode_significands, encode_thresholds
 from lns_ops.gaussian import gaussian_tables
 from lns_ops.reference import ACC_MAX, ACC_MIN, BLOCK
 from lns_ops.reference import decode as _reference_decode
@@ -192,7 +194,7 @@ def encode(x: NDArray[Any], fmt: LNSFormat) -> Codes:
         fmt: the format.
 
     Raises:
-        ValueError: ``x`` holds a NaN or an infinity.
+        NonFiniteError: (a ValueError) ``x`` holds a NaN or an infinity.
     """
     x = np.asarray(x)
     if x.dtype not in (np.float32, np.float64):
@@ -208,7 +210,7 @@ def encode(x: NDArray[Any], fmt: LNSFormat) -> Codes:
         bad = run(_elementwise.encode64, x.size, _GRAIN, x.reshape(-1).view(np.int64), out.reshape(-1), threshold, base, f,
                   fmt.bias, fmt.field_mask)  # fmt: skip
     if bad:
-        raise ValueError("NaN or infinity to encode: LNS has no code for either; clean the input first")
+        raise NonFiniteError("NaN or infinity to encode: LNS has no code for either; clean the input first")
     return out
 
 
@@ -296,7 +298,11 @@ def matmul(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes:
     """
     if x_MK.ndim != 2 or y_KN.ndim != 2 or x_MK.shape[1] != y_KN.shape[0]:
         raise ValueError(f"matmul of shapes {x_MK.shape} and {y_KN.shape}: needs (M, K) and (K, N) with the same K")
-    return _matmul_gather(x_MK, y_KN, fmt)
+    if not (x_MK.size and y_KN.size):
+        return np.zeros((x_MK.shape[0], y_KN.shape[1]), np.int16)
+    use_simd = kernel_info()["matmul"] != "gather" and _segments.supported(fmt.fraction_bits)
+    product = _matmul_simd(x_MK, y_KN, fmt) if use_simd else None
+    return _matmul_gather(x_MK, y_KN, fmt) if product is None else product
 
 
 def matmul_batched(x_BMK: Codes, y_BKN: Codes, fmt: LNSFormat) -> Codes:
@@ -324,11 +330,37 @@ def _words(x: Codes, fmt: LNSFormat) -> NDArray[np.int32]:
     return np.ascontiguousarray(words.reshape(x.shape[::-1]).T) if flipped else words.reshape(x.shape)
 
 
+def _matmul_simd(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes | None:
+    """The product on vector lanes, or None where the operands' range is too wide for them."""
+    if _lanes_wasted(y_KN.shape[1]) * x_MK.shape[0] > 1.2 * _lanes_wasted(x_MK.shape[0]) * y_KN.shape[1]:
+        flipped = _matmul_simd(y_KN.T, x_MK.T, fmt)
+        return None if flipped is None else np.ascontiguousarray(flipped.T)
+    (M, K), N = x_MK.shape, y_KN.shape[1]
+    x, y, mask = _flat(x_MK), _flat(y_KN), fmt.field_mask
+    x_span, y_span = _gather.log_span(x, mask), _gather.log_span(y, mask)
+    if not (x_span[1] and y_span[1]):
+        return np.zeros((M, N), np.int16)
+    plan = _simd.plan(x_span, y_span, K, fmt)
+    if plan is None:
+        return None
+    panels, blocks, out = -(-N // _simd.PANEL), -(-K // BLOCK), np.empty((M, N), np.int16)
+    counts, steps, words = np.empty(M * blocks, np.int32), np.empty(x.size, np.int32), np.empty(x.size, np.int32)
+    packed = np.empty(panels * K * 2 * _simd.PANEL, np.int16)
+    run(_simd.pack_x, M, 1 + _GRAIN // K, x, K, mask, plan.x_top, plan.unit_shift, BLOCK, counts, steps, words)
+    run(_simd.pack_y, panels, 1 + _GRAIN // (K * _simd.PANEL), y, K, N, mask, plan.y_top, plan.unit_shift, packed)
+    run(_simd.matmul, panels * -(-M // _simd.ROWS), 1, counts, steps, words, packed, plan.constants, _vector.HIGH_BYTES,
+        plan.mapped, out.reshape(-1), M, K, N, BLOCK, plan.zone, plan.top_field, plan.unit_shift, mask)  # fmt: skip
+    return out
+
+
+def _lanes_wasted(columns: int) -> float:
+    """Columns computed per column wanted: whole panels are."""
+    return float(-(-columns // _simd.PANEL) * _simd.PANEL)
+
+
 def _matmul_gather(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes:
     (M, K), N = x_MK.shape, y_KN.shape[1]
-    out = np.zeros((M, N), np.int16)
-    if not (out.size and K):
-        return out
+    out = np.empty((M, N), np.int16)
     x, y, table = _words(x_MK, fmt), _words(y_KN, fmt), _gather.distance_table(fmt.fraction_bits)
     units = M * -(-N // _gather.STRIP)
     run(_gather.matmul, units, max(1, 4 * _GRAIN // (K * _gather.STRIP)), x.reshape(-1), y.reshape(-1), out.reshape(-1), K, N,
@@ -399,14 +431,29 @@ def _scalar(code: Any) -> int:
 
 
 def kernel_info() -> dict[str, str]:
-    """Which matrix-product kernel is in use and why: keys ``matmul`` and ``reason``.
+    """Which matrix-product kernel is in use and why: keys ``matmul`` (``simd avx512bw+vbmi`` or ``gather``) and ``reason``.
+
+    The vector kernel serves 3 to 7 fraction bits and operands whose products span less than some 90 octaves; other calls use
+    gathers whatever this says.
 
     Raises:
         ValueError: LNS_OPS_CPU_KERNEL names no kernel, or one that this processor cannot run.
     """
-    forced = os.environ.get("LNS_OPS_CPU_KERNEL", "")
+    forced, lacking = os.environ.get("LNS_OPS_CPU_KERNEL", ""), _missing_features()
     if forced not in ("", "gather", "simd"):
         raise ValueError(f"LNS_OPS_CPU_KERNEL={forced!r}: must be 'gather', 'simd' or unset")
-    if forced == "simd":
-        raise ValueError("LNS_OPS_CPU_KERNEL='simd': needs AVX-512, which this processor lacks; unset it or set it to 'gather'")
-    return {"matmul": "gather", "reason": "LNS_OPS_CPU_KERNEL=gather" if forced else "the only kernel so far"}
+    if forced == "simd" and lacking:
+        raise ValueError(f"LNS_OPS_CPU_KERNEL='simd': needs AVX-512 BW and VBMI, and {lacking}; unset it or set it to 'gather'")
+    if forced == "gather" or lacking:
+        return {"matmul": "gather", "reason": lacking or "LNS_OPS_CPU_KERNEL=gather"}
+    return {"matmul": "simd avx512bw+vbmi", "reason": "the processor has AVX-512 BW and VBMI"}
+
+
+@lru_cache(maxsize=1)
+def _missing_features() -> str:
+    """Why the vector kernel cannot run here; empty if it can."""
+    if numba_config.CPU_NAME or numba_config.CPU_FEATURES:
+        return "NUMBA_CPU_NAME or NUMBA_CPU_FEATURES overrides the processor's own features"
+    features = get_host_cpu_features()
+    lacking = [name for name in ("avx512bw", "avx512vbmi") if not features.get(name)]
+    return f"this processor lacks {' and '.join(lacking)}" if lacking else ""

@@ -1,0 +1,231 @@
+"""Matrix products on 16-bit vector lanes: 32 multiply-accumulates at a time, no memory look-ups, exact.
+
+Words. A signed logarithm is one int16, ``w = u (log - top - 1) + s``: ``u`` is a power of two that leaves room for the sign bit
+``s`` (:mod:`lns_ops._segments`), and ``top`` an upper bound of everything the call can produce, so words are negative. The larger
+of two words is the larger magnitude with its sign; a product is one addition, because ``y`` is packed twice, with its sign and
+with the sign flipped, and a row of ``x`` says which to read. About 23 instructions on 32 products at f = 6 and 26 at f = 7.
+
+Zero is the lowest word, -32768. Saturation keeps products with zero there; the sum of cancelling words saturates there too. Sums
+of zeros may creep up a few octaves (the *zone*) before the end of a block, where :func:`~lns_ops._vector.settle` resets them. All
+true words lie above the zone by more than the length of the G tables, so a zero never changes a sum.
+
+That must fit 32,768 words, and the accumulator's limits must be out of reach: :func:`plan` decides it from the largest and
+smallest logarithms of the operands. It always holds for lns12, and for lns16 while the products span less than some 90 octaves;
+otherwise the caller falls back to gathers, which take any range.
+
+Layout: ``y`` in panels of 128 columns (4 vectors), each step of k holding both signs; ``x`` as lists of its nonzero elements
+per row and block, so zeros cost nothing. A unit of work is a panel times ROWS rows, block by block: 32 KB of panel stay in the
+first-level cache while all rows use them.
+
+Shapes: M rows, K the reduced index, N columns.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import int16, int32, int64
+from numpy.typing import NDArray
+
+from lns_ops import _vector
+from lns_ops._jit import kernel
+from lns_ops._segments import CANCEL_WORD, segments
+from lns_ops._vector import add, add_saturating, load, settle, spread_pair, store
+from lns_ops.format import LNSFormat
+from lns_ops.gaussian import gaussian_tables
+from lns_ops.reference import ACC_MAX, ACC_MIN, BLOCK
+
+PANEL = 128
+ROWS = 16
+_STEP = 2 * PANEL
+
+_I16 = NDArray[np.int16]
+_I32 = NDArray[np.int32]
+_I64 = NDArray[np.int64]
+
+
+class Plan(NamedTuple):
+    """How one call's logarithms map to words.
+
+    Attributes:
+        unit_shift: log2 of the unit.
+        x_top: field of ``x`` whose word is 0.
+        y_top: field of ``y`` whose word would be 0.
+        top_field: field (of the result's format, unclamped) that a result word of 0 stands for.
+        zone: words below it are zero.
+        constants: rows of :mod:`lns_ops._vector`, int16 (ROWS * 32,).
+        mapped: which addition to use: None for direct, True for mapped (their types select the compiled kernel).
+    """
+
+    unit_shift: int
+    x_top: int
+    y_top: int
+    top_field: int
+    zone: int
+    constants: _I16
+    mapped: bool | None
+
+
+def _bytes_as_words(low_then: NDArray[Any]) -> _I16:
+    """64 bytes as 32 lanes."""
+    return np.ascontiguousarray(low_then.astype(np.uint8)).view(np.int16)
+
+
+@lru_cache(maxsize=8)
+def _zone(fraction_bits: int) -> int:
+    """Words below it are zero: a block's worth of sums of zeros, above the lowest word."""
+    growth = 6 * (1 << fraction_bits) + BLOCK // 2 + 1
+    return (growth << segments(fraction_bits).shape.unit_shift) + 2 - (1 << 15)
+
+
+@lru_cache(maxsize=8)
+def _constants(fraction_bits: int) -> _I16:
+    """The rows that :mod:`lns_ops._vector` names."""
+    pieces = segments(fraction_bits)
+    shape = pieces.shape
+    rows = np.zeros((_vector.ROWS, 32), np.int64)
+    # For multishift: byte i of a register takes eight bits from bit `window` of its own 16-bit lane on.
+    lanes = np.arange(64) % 8 // 2 * 16 + max(shape.window, 0)
+    rows[_vector.REACH] = shape.reach
+    rows[_vector.ONE] = 1
+    rows[_vector.SCALE] = shape.scale
+    rows[_vector.SPREAD] = _bytes_as_words(lanes) if shape.window >= 0 else 0x0101
+    for row, table in ((_vector.OFFSET_LOW, pieces.offset), (_vector.SLOPE_LOW, pieces.slope)):
+        rows[row], rows[row + 1] = _bytes_as_words(table & 0xFF), _bytes_as_words(table >> 8 & 0xFF)
+    rows[_vector.EXACT_0], rows[_vector.EXACT_1] = pieces.exact[:32], pieces.exact[32:]
+    rows[_vector.TO_DISTANCE] = 1 << (16 - shape.unit_shift)
+    rows[_vector.NEAR] = pieces.near << shape.unit_shift
+    rows[_vector.UNITS] = -(1 << shape.unit_shift)
+    rows[_vector.CELL_PLUS], rows[_vector.CELL_MINUS] = (_bytes_as_words(cells) for cells in pieces.cell_of)
+    rows[_vector.NOTHING] = CANCEL_WORD
+    rows[_vector.ZONE] = _zone(fraction_bits)
+    return rows.astype(np.int16).reshape(-1)
+
+
+def plan(x_span: tuple[int, int], y_span: tuple[int, int], K: int, fmt: LNSFormat) -> Plan | None:
+    """The words for operands whose nonzero fields lie in the spans (inclusive), or None where 16 bits do not do.
+
+    Bounds. A sum lies at most ``G-(1)`` below its larger term, so block totals and their sum lie at most ``2 G-(1)`` below the
+    smallest product. A sum of n terms lies at most log2(n) octaves above the largest, plus half an ulp of rounding per term.
+    """
+    f = fmt.fraction_bits
+    shape = segments(f).shape
+    octave, blocks = 1 << f, -(-K // BLOCK)
+    lowest = x_span[0] + y_span[0] - 2 * fmt.bias + 2 * int(gaussian_tables(f).minus[1])
+    growth = 6 * octave + BLOCK // 2 + (blocks - 1).bit_length() * octave + (blocks + 1) // 2
+    highest = x_span[1] + y_span[1] - 2 * fmt.bias + growth
+    if lowest < ACC_MIN or highest > ACC_MAX:
+        return None
+    zone = _zone(f)
+    if zone + shape.reach + (highest - lowest + 3 << shape.unit_shift) > 0:
+        return None
+    return Plan(
+        unit_shift=shape.unit_shift,
+        x_top=x_span[1],
+        y_top=highest + 1 + 2 * fmt.bias - x_span[1],
+        top_field=highest + 1 + fmt.bias,
+        zone=zone,
+        constants=_constants(f),
+        mapped=True if shape.window >= 0 else None,
+    )
+
+
+@kernel
+def pack_x(
+    x: _I16, K: int, mask: int, top: int, unit_shift: int, block: int, counts: _I32, steps: _I32, words: _I32,
+    start: int, stop: int,
+) -> int:  # fmt: skip
+    """List the nonzero elements of rows ``start .. stop``, packed to the front of each block's place.
+
+    ``counts`` (M, blocks) says how many; ``steps`` holds offsets into a panel, ``words`` the word twice (both (M, K)).
+    """
+    blocks = (K + block - 1) // block
+    for i in range(start, stop):
+        for b in range(blocks):
+            first = i * K + b * block
+            place = first
+            for k in range(b * block, min(K, b * block + block)):
+                code = int32(x[i * K + k])
+                field = code & mask
+                word = int32((field - top) << unit_shift)
+                steps[place] = int32(k * _STEP + (PANEL if code < 0 else 0))
+                words[place] = int32((word & 0xFFFF) | (word << 16))
+                place += int64(field != 0)
+            counts[i * blocks + b] = place - first
+    return 0
+
+
+@kernel
+def pack_y(y: _I16, K: int, N: int, mask: int, top: int, unit_shift: int, panels: _I16, start: int, stop: int) -> int:
+    """Words of panels ``start .. stop``: (panel, K, sign plane, 128); columns beyond N are zero."""
+    mask_, top_, shift_ = int32(mask), int32(top), int32(unit_shift)
+    for panel in range(start, stop):
+        width = min(PANEL, N - panel * PANEL)
+        for k in range(K):
+            source, target = k * N + panel * PANEL, (panel * K + k) * _STEP
+            for j in range(width):
+                code = int32(y[source + j])
+                field = int32(code & mask_)
+                word = int32(int32(field - top_) << shift_)
+                sign = int32(code < 0)
+                panels[target + j] = int16(int32(word + sign)) if field > 0 else int16(CANCEL_WORD)
+                panels[target + PANEL + j] = int16(int32(word + 1 - sign)) if field > 0 else int16(CANCEL_WORD)
+            for j in range(width, PANEL):
+                panels[target + j] = int16(CANCEL_WORD)
+                panels[target + PANEL + j] = int16(CANCEL_WORD)
+    return 0
+
+
+@kernel
+def unpack(words: _I16, out: _I16, zone: int, top: int, unit_shift: int, mask: int) -> int:
+    """Codes of result words: saturate above the format's range, zero below it."""
+    zone_, top_, shift_, mask_ = int16(zone), int32(top), int32(unit_shift), int32(mask)
+    for j in range(out.size):
+        word = int32(words[j])
+        field = int32((word >> shift_) + top_)
+        code = int32(min(field, mask_) | (~mask_ if word & 1 else int32(0)))
+        out[j] = int16(code) if (words[j] >= zone_) & (field > 0) else int16(0)
+    return 0
+
+
+@kernel
+def matmul(
+    counts: _I32, steps: _I32, words: _I32, panels: _I16, constants: _I16, high_bytes: int, mapped: bool | None, out: _I16, M: int, K: int, N: int,
+    block: int, zone: int, top: int, unit_shift: int, mask: int, start: int, stop: int,
+) -> int:  # fmt: skip
+    blocks = (K + block - 1) // block
+    chunks = (M + ROWS - 1) // ROWS
+    c = (
+        load(constants, 0), load(constants, 32), load(constants, 64), load(constants, 96), load(constants, 128),
+        load(constants, 160), load(constants, 192), load(constants, 224), load(constants, 256), load(constants, 288),
+        load(constants, 320), load(constants, 352), load(constants, 384), load(constants, 416), load(constants, 448),
+    )  # fmt: skip
+    nothing, floor = load(constants, 480), load(constants, 512)
+    totals = np.empty(ROWS * PANEL, np.int16)
+    for unit in range(start, stop):
+        panel, chunk = unit // chunks, unit % chunks
+        row = chunk * ROWS
+        rows = min(ROWS, M - row)
+        base = panel * K * _STEP
+        totals[:] = CANCEL_WORD
+        for b in range(blocks):
+            for i in range(rows):
+                first = (row + i) * K + b * block
+                s0 = s1 = s2 = s3 = nothing
+                for e in range(first, first + counts[(row + i) * blocks + b]):
+                    x, at = spread_pair(words[e]), base + int64(steps[e])
+                    s0 = add(s0, add_saturating(x, load(panels, at)), c, high_bytes, mapped)
+                    s1 = add(s1, add_saturating(x, load(panels, at + 32)), c, high_bytes, mapped)
+                    s2 = add(s2, add_saturating(x, load(panels, at + 64)), c, high_bytes, mapped)
+                    s3 = add(s3, add_saturating(x, load(panels, at + 96)), c, high_bytes, mapped)
+                t = i * PANEL
+                for at, s in ((t, s0), (t + 32, s1), (t + 64, s2), (t + 96, s3)):
+                    total = add(load(totals, at), settle(s, floor, nothing), c, high_bytes, mapped)
+                    store(totals, at, settle(total, floor, nothing))
+        width = min(PANEL, N - panel * PANEL)
+        for i in range(rows):
+            target = (row + i) * N + panel * PANEL
+            unpack(totals[i * PANEL : i * PANEL + width], out[target : target + width], zone, top, unit_shift, mask)
+    return 0
