@@ -45,7 +45,7 @@ Values are YAML: null, true, 0.1, [0,1], "text: with a colon". Quote brackets fo
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code."""
     options = build_parser().parse_args(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # to end as cleanly as with Ctrl-C
     try:
         return int(options.command(options))
     except ValueError as error:

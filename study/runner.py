@@ -20,7 +20,7 @@ from study.config import StudyConfig
 from study.ledger import Ledger
 from study.plan import Plan, PlannedTrial
 from study.preflight import cpus_of, local_cpus
-from study.state import FINISHED, StudyState
+from study.state import FAILED, FINISHED, StudyState
 
 ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",  # Train polls its workers this often; the default adds 2 s to every report
@@ -29,7 +29,6 @@ ENVIRONMENT = {
     "RAY_AIR_NEW_OUTPUT": "0",
     "RAY_DEDUP_LOGS": "1",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # no CSV, JSON or TensorBoard files: the ledger has it all
-    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C reaches us as KeyboardInterrupt
     "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
     "PYTHONWARNINGS": "ignore",
 }
@@ -49,6 +48,7 @@ def run_plan(plan: Plan, ledger: Ledger, state: StudyState) -> None:
 
     Raises:
         ValueError: ``address`` names no Ray cluster.
+        KeyboardInterrupt: Ctrl-C; every trial's process has ended.
     """
     todo = [trial for trial in plan.trials if state.known[trial.id].status != FINISHED]
     if not todo:
@@ -146,6 +146,13 @@ def _tune(study: StudyConfig, trials: list[PlannedTrial], ledger: Ledger, state:
         ),
     )
     tuner.fit()
+    _raise_if_interrupted(trials, state)
+
+
+def _raise_if_interrupted(trials: list[PlannedTrial], state: StudyState) -> None:
+    """Tune takes the first Ctrl-C itself, to end its trials' processes, and returns as if it were done; say that it was not."""
+    if any(state.known[trial.id].status not in (FINISHED, FAILED) for trial in trials):
+        raise KeyboardInterrupt
 
 
 def _checkpoints(study: StudyConfig, gang: bool) -> Any:

@@ -55,12 +55,12 @@ class LedgerCallback(tune.Callback):  # type: ignore[misc]
         self._ledger.append("restarted", trial=_id(trial), error=_error(trial))
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """A trial is done."""
+        """A trial is done; one that Tune stops at Ctrl-C comes here too, and is not."""
         test = self._tests.get(_id(trial))
-        if test is None:
-            self._ledger.append("failed", trial=_id(trial), error="the trial ended without test figures")
-        else:
+        if test is not None:
             self._ledger.append("finished", trial=_id(trial), metrics=test)
+        elif (trial.last_result or {}).get("done"):
+            self._ledger.append("failed", trial=_id(trial), error="the trial ended without test figures")
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """A trial failed for good."""

@@ -39,7 +39,6 @@ def serve(uri: str, artifacts: Path, port: int, say: Callable[[str], None]) -> i
     """
     check_port(port)
     server = subprocess.Popen(command(uri, artifacts, port), env=os.environ | ENVIRONMENT, start_new_session=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if _wait_until_ready(server, port):
             say(f"MLflow is at http://{HOST}:{port} - Ctrl-C ends it.")

@@ -90,7 +90,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("arguments", "said"), REFUSED, ids=[" ".join(arguments) for arguments, _ in REFUSED])
 def test_refusals_name_value_and_rule(arguments: list[str], said: list[str]) -> None:
-    with pytest.raises(ValueError, match=".") as refusal:
+    with pytest.raises(ValueError, match=r".") as refusal:
         load(arguments[0], arguments[1:])
     message = str(refusal.value)
     assert all(part in message for part in said), message

@@ -126,7 +126,7 @@ def test_an_interrupted_study_continues_from_its_checkpoints(undisturbed: tuple[
 
     def interrupt(event: Event) -> None:
         if event["event"] == "checkpoint" and event["epoch"] == 2:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
         run(study, interrupt)
@@ -149,7 +149,7 @@ def test_a_trial_that_cannot_finish_is_reported_not_hidden(ray_session: None, ti
             if event["trial"] == victim[0]:
                 os.kill(event["pid"], signal.SIGKILL)
 
-    outcome, view = run(study, kill_always)
+    outcome, _ = run(study, kill_always)
     dead, alive = sorted(outcome.state.trials, key=lambda trial: trial.id != victim[0])
     assert alive.status == FINISHED
     if dead.status == FINISHED:  # the kill may come after the last epoch's result
