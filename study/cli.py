@@ -44,7 +44,7 @@ Values are YAML: null, true, 0.1, [0,1], "text: with a colon". Quote brackets fo
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code."""
-    options = build_parser().parse_args(arguments)
+    options = _parse(arguments)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # to end as cleanly as with Ctrl-C
     try:
         return int(options.command(options))
@@ -66,6 +66,17 @@ def build_parser() -> argparse.ArgumentParser:
     _add_report(commands)
     _add_ui(commands)
     return parser
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options; ``run CONFIG --plain key=value`` is understood too, which argparse alone refuses."""
+    parser = build_parser()
+    options, rest = parser.parse_known_args(arguments)
+    if [word for word in rest if word.startswith("-")] or (rest and not hasattr(options, "overrides")):
+        parser.error(f"unknown argument {rest[0]!r}; see lns-study --help")
+    if rest:
+        options.overrides = [*options.overrides, *rest]
+    return options
 
 
 def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -261,8 +261,10 @@ class _Pusher:
             )
             self._client.log_batch(run, params=list(_params(trial.config)))
             self._runs[trial.id], self._sent[trial.id] = run, set()
-            if status != "RUNNING":
+            if status == "FINISHED":
                 self._closed.add(trial.id)
+            elif status != "RUNNING":  # killed or failed before, goes on now
+                self._client.update_run(run, status="RUNNING")
         return self._runs[trial.id]
 
     def _log(self, run: str, metrics: list[Any]) -> None:

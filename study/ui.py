@@ -21,7 +21,7 @@ from pathlib import Path
 
 HOST = "127.0.0.1"
 READY_SECONDS = 60.0
-STOP_SECONDS = 10.0
+STOP_SECONDS = 5.0
 ENVIRONMENT = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
 
 
@@ -38,7 +38,10 @@ def serve(uri: str, artifacts: Path, port: int, say: Callable[[str], None]) -> i
         ValueError: the port is taken.
     """
     check_port(port)
-    server = subprocess.Popen(command(uri, artifacts, port), env=os.environ | ENVIRONMENT, start_new_session=True)
+    say("Starting MLflow, some seconds ...")
+    server = subprocess.Popen(
+        command(uri, artifacts, port), env=os.environ | ENVIRONMENT, stdout=subprocess.DEVNULL, start_new_session=True
+    )
     try:
         if _wait_until_ready(server, port):
             say(f"MLflow is at http://{HOST}:{port} - Ctrl-C ends it.")
@@ -74,15 +77,27 @@ def check_port(port: int) -> None:
 
 
 def stop(server: subprocess.Popen[bytes]) -> None:
-    """End the server's process group: politely, then by force."""
-    for wish in (signal.SIGTERM, signal.SIGKILL):
+    """End the server's process group, children included: politely, then by force."""
+    for wish, patience in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, 1.0)):
         try:
             os.killpg(server.pid, wish)
-            server.wait(STOP_SECONDS)
         except ProcessLookupError:
             return
-        except subprocess.TimeoutExpired:
-            continue
+        if _group_ends(server, patience):
+            return
+
+
+def _group_ends(server: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Wait until the server and every process of its group have gone."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            server.poll()
+            os.killpg(server.pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def _wait_until_ready(server: subprocess.Popen[bytes], port: int) -> bool:

@@ -135,9 +135,7 @@ def test_ctrl_c_then_the_same_command_continues(folder: Path) -> None:
     command = [sys.executable, "-m", "study", "run", "tiny", "--plain", "trial.epochs=400", "rows=[{label: a}]", "baseline=null"]
     process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    for line in process.stdout:
-        if "epoch 3/" in line:
-            break
+    assert any("epoch 3/" in line for line in process.stdout)
     children = _children(process.pid)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
@@ -161,11 +159,14 @@ def test_ui_serves_and_ends_with_its_children(tmp_path: Path) -> None:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "study", "ui", "--port", str(port), "--storage", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert f"http://127.0.0.1:{port}" in process.stdout.readline()
-    assert urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5).status == 200
-    children = _children(process.pid)
-    process.send_signal(signal.SIGINT)
+    try:
+        assert process.stdout is not None
+        assert "Starting" in process.stdout.readline()
+        assert f"http://127.0.0.1:{port}" in process.stdout.readline()
+        assert urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5).status == 200
+        children = _children(process.pid)
+    finally:
+        process.send_signal(signal.SIGINT)
     assert process.wait(30) == 0
     assert children
     assert not _gone(children)

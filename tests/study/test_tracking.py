@@ -34,6 +34,14 @@ def send(
     return tracker.close(report), said
 
 
+def report_in(folder: Path) -> Path:
+    """A report's folder with one file."""
+    report = folder / "report"
+    report.mkdir()
+    (report / "report.html").write_text("x")
+    return report
+
+
 def runs_of(study: StudyConfig, uri: str | None = None) -> tuple[Any, Any, list[Any]]:
     """Client, parent run, child runs."""
     client = connect(uri or study.tracking)
@@ -48,8 +56,7 @@ def runs_of(study: StudyConfig, uri: str | None = None) -> tuple[Any, Any, list[
 def test_every_trial_is_a_run_with_everything(tiny: Tiny, storage: Path, tmp_path: Path) -> None:
     study = tiny("tracked", "seeds=[0,1]")
     events = made_up_events(study)
-    (tmp_path / "report.html").write_text("x")
-    assert send(study, events, storage, tmp_path) == ("", [])
+    assert send(study, events, storage, report_in(tmp_path)) == ("", [])
     client, parent, children = runs_of(study)
     assert len(children) == 4
     assert {run.info.status for run in [parent, *children]} == {"FINISHED"}
@@ -155,8 +162,7 @@ def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
 
 def test_through_a_real_server(tiny: Tiny, storage: Path, tmp_path: Path, server: str) -> None:
     study = tiny("served", f"tracking_uri={server}")
-    (tmp_path / "report.html").write_text("x")
-    assert send(study, made_up_events(study), storage, tmp_path) == ("", [])
+    assert send(study, made_up_events(study), storage, report_in(tmp_path)) == ("", [])
     client, parent, children = runs_of(study)
     assert {run.info.status for run in [parent, *children]} == {"FINISHED"}
     assert [file.path for file in client.list_artifacts(parent.info.run_id, "report")] == ["report/report.html"]
