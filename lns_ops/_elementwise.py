@@ -1,4 +1,4 @@
-"""Compiled elementwise kernels: LNS operations, encoding and decoding on flat arrays.
+"""Compiled elementwise kernels: LNS operations, encoding, decoding and the fused SGD step, on flat arrays.
 
 Each kernel takes contiguous one-dimensional arrays, format constants as integers, and a range ``start .. stop``; the compiler
 turns the loops into vector code, with one table look-up (a gather) where a Gaussian logarithm is needed. Tables and limits
@@ -8,8 +8,12 @@ Integers are kept at 32 bits by explicit casts (numba would widen every sum to 6
 
 Encoding and decoding are exact. A float32's fraction is cut into ``2^(f+1)`` cells, narrower than the distance of two
 thresholds, so a cell holds at most one; a single addition of ``shift[cell]`` carries into the rounded logarithm exactly when
-the fraction is above that threshold. Subnormal inputs are normalised by an integer-to-float conversion, and subnormal outputs
-come from the table, so the processor's flush-to-zero mode makes no difference.
+the fraction is above that threshold. All of it is integer arithmetic on bit patterns, subnormals included, so the processor's
+flush-to-zero mode makes no difference.
+
+The SGD step composes the same two primitives, on signs and fields that stay in registers from one operation to the next; it
+reads and writes each array once. Every intermediate is clamped as the reference clamps it. The sign of a zero field is
+without meaning: it takes part in no sum and packs to code 0.
 
 Kernels return 0, or 1 where the wrapper must raise.
 """
@@ -19,23 +23,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import float32, int16, int32, int64, types
+from numba import int16, int32, int64
 from numpy.typing import NDArray
 
-from lns_ops._jit import intrinsic, kernel
+from lns_ops._jit import get, kernel, look_up, put
 
 _I16 = NDArray[np.int16]
 _I32 = NDArray[np.int32]
-
-
-@intrinsic
-def bits_of(typing_context: Any, value: Any) -> Any:
-    """The bit pattern of a float32 as int32."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], context.get_value_type(types.int32))
-
-    return types.int32(types.float32), generate
 
 
 @kernel
@@ -44,7 +38,7 @@ def add_fields(sx: Any, fx: Any, sy: Any, fy: Any, table: _I32, last: Any, mask:
     larger, smaller = max(fx, fy), min(fx, fy)
     distance = min(int32(larger - smaller), last)
     index = int32(distance + ((sx ^ sy) & int32(last + 1)))
-    correction = table[index] if smaller > 0 else int32(0)
+    correction = look_up(table, index) if smaller > 0 else int32(0)
     field = max(min(int32(larger + correction), mask), int32(0))
     return (sx if fx >= fy else sy), field
 
@@ -67,9 +61,9 @@ def add(x: _I16, y: _I16, out: _I16, table: _I32, last: int, mask: int, flip: in
     """``out = x + y``, or ``x - y`` with ``flip = -1``."""
     last_, mask_, flip_ = int32(last), int32(mask), int32(flip)
     for i in range(start, stop):
-        cx, cy = int32(x[i]), int32(y[i])
+        cx, cy = int32(get(x, i)), int32(get(y, i))
         sign, field = add_fields(cx >> 31, cx & mask_, (cy >> 31) ^ flip_, cy & mask_, table, last_, mask_)
-        out[i] = code_of(sign, field, mask_)
+        put(out, i, code_of(sign, field, mask_))
     return 0
 
 
@@ -78,8 +72,8 @@ def mul(x: _I16, y: _I16, out: _I16, bias: int, mask: int, start: int, stop: int
     """``out = x y``."""
     bias_, mask_ = int32(bias), int32(mask)
     for i in range(start, stop):
-        cx, cy = int32(x[i]), int32(y[i])
-        out[i] = code_of((cx ^ cy) >> 31, mul_fields(cx & mask_, cy & mask_, bias_, mask_), mask_)
+        cx, cy = int32(get(x, i)), int32(get(y, i))
+        put(out, i, code_of((cx ^ cy) >> 31, mul_fields(cx & mask_, cy & mask_, bias_, mask_), mask_))
     return 0
 
 
@@ -89,11 +83,11 @@ def div(x: _I16, y: _I16, out: _I16, bias: int, mask: int, start: int, stop: int
     bias_, mask_ = int32(bias), int32(mask)
     bad = int32(0)
     for i in range(start, stop):
-        cx, cy = int32(x[i]), int32(y[i])
+        cx, cy = int32(get(x, i)), int32(get(y, i))
         fx, fy = cx & mask_, cy & mask_
         bad |= int32(fy == 0)
         field = max(min(int32(int32(fx - fy) + bias_), mask_), int32(0))
-        out[i] = code_of((cx ^ cy) >> 31, field if fx > 0 else int32(0), mask_)
+        put(out, i, code_of((cx ^ cy) >> 31, field if fx > 0 else int32(0), mask_))
     return int(bad)
 
 
@@ -103,12 +97,12 @@ def sqrt(x: _I16, out: _I16, bias: int, mask: int, start: int, stop: int) -> int
     bias_, mask_ = int32(bias), int32(mask)
     bad = int32(0)
     for i in range(start, stop):
-        field = int32(x[i]) & mask_
-        bad |= int32((x[i] < 0) & (field > 0))
+        field = int32(get(x, i)) & mask_
+        bad |= int32((get(x, i) < 0) & (field > 0))
         log = int32(field - bias_)
         half = log >> 1
         rounded = int32(int32(half + (log & half & 1)) + bias_)
-        out[i] = int16(rounded) if field > 0 else int16(0)
+        put(out, i, int16(rounded) if field > 0 else int16(0))
     return int(bad)
 
 
@@ -117,8 +111,8 @@ def sign_op(x: _I16, out: _I16, mask: int, keep: int, flip: int, start: int, sto
     """``out`` = the magnitude of ``x`` with sign ``(sign & keep) ^ flip``: negation, absolute value."""
     mask_, keep_, flip_ = int32(mask), int32(keep), int32(flip)
     for i in range(start, stop):
-        code = int32(x[i])
-        out[i] = code_of(((code >> 31) & keep_) ^ flip_, code & mask_, mask_)
+        code = int32(get(x, i))
+        put(out, i, code_of(((code >> 31) & keep_) ^ flip_, code & mask_, mask_))
     return 0
 
 
@@ -127,8 +121,8 @@ def order_key(x: _I16, out: _I16, mask: int, start: int, stop: int) -> int:
     """``out`` = field with the sign applied."""
     mask_ = int32(mask)
     for i in range(start, stop):
-        sign = int32(x[i]) >> 31
-        out[i] = int16(int32(((int32(x[i]) & mask_) ^ sign) - sign))
+        sign = int32(get(x, i)) >> 31
+        put(out, i, int16(int32(((int32(get(x, i)) & mask_) ^ sign) - sign)))
     return 0
 
 
@@ -136,7 +130,7 @@ def order_key(x: _I16, out: _I16, mask: int, start: int, stop: int) -> int:
 def gate(x: _I16, by: _I16, out: _I16, start: int, stop: int) -> int:
     """``out = x where by > 0 else 0``: relu (``by`` is ``x``) and its derivative."""
     for i in range(start, stop):
-        out[i] = x[i] if by[i] > 0 else int16(0)
+        put(out, i, get(x, i) if get(by, i) > 0 else int16(0))
     return 0
 
 
@@ -148,17 +142,18 @@ def encode32(x: _I32, out: _I16, shift: _I32, fraction_bits: int, bias: int, mas
     offset = int32(bias - (127 << fraction_bits))
     bad = int32(0)
     for i in range(start, stop):
-        pattern = x[i]
-        magnitude = pattern & int32(0x7FFFFFFF)
+        pattern = get(x, i)
+        magnitude = int32(pattern & int32(0x7FFFFFFF))
         bad |= int32(magnitude >= int32(0x7F800000))
-        # A subnormal's pattern is its integer multiple of 2^-149: as a float32 that integer is exact and normal.
-        scaled = int32(bits_of(float32(magnitude)) - int32(149 << 23))
-        normal = magnitude if magnitude >= int32(0x800000) else scaled
-        fraction = normal & int32(0x7FFFFF)
-        rounded = int32(fraction + shift[fraction >> down]) >> down
+        # Subnormals of 2^-127 and 2^-128 move into place by one and two bits; smaller ones are below every format.
+        once, twice = int32(int32(magnitude << 1) - int32(1 << 23)), int32(int32(magnitude << 2) - int32(2 << 23))
+        subnormal = once if magnitude >= int32(0x400000) else twice
+        normal = magnitude if magnitude >= int32(0x800000) else subnormal
+        fraction = int32(normal & int32(0x7FFFFF))
+        rounded = int32(fraction + look_up(shift, int32(fraction >> down))) >> down
         field = int32(int32(int32((normal >> 23) << f) + rounded) + offset)
         field = min(field, mask_) if field > 0 else int32(0)
-        out[i] = code_of(pattern >> 31, field if magnitude > 0 else int32(0), mask_)
+        put(out, i, code_of(pattern >> 31, field if magnitude > 0 else int32(0), mask_))
     return int(bad)
 
 
@@ -173,14 +168,14 @@ def encode64(
     offset = int64(bias - (1023 << fraction_bits))
     bad = int64(0)
     for i in range(start, stop):
-        magnitude = x[i] & int64(0x7FFFFFFFFFFFFFFF)
+        magnitude = get(x, i) & int64(0x7FFFFFFFFFFFFFFF)
         bad |= int64(magnitude >= int64(0x7FF0000000000000))
         fraction = magnitude & int64(0xFFFFFFFFFFFFF)
         cell = fraction >> down
-        rounded = int64(base[cell]) + int64(fraction > threshold[cell])
+        rounded = int64(look_up(base, int32(cell))) + int64(fraction > look_up(threshold, int32(cell)))
         field = ((magnitude >> 52) << fraction_bits) + rounded + offset
         field = min(field, mask_) if field > 0 else int64(0)
-        out[i] = code_of(int32(x[i] >> 63), int32(field), int32(mask))
+        put(out, i, code_of(int32(get(x, i) >> 63), int32(field), int32(mask)))
     return int(bad)
 
 
@@ -191,15 +186,15 @@ def decode32(x: _I16, out: _I32, table: _I32, fraction_bits: int, bias: int, mas
     low = int32((1 << fraction_bits) - 1)
     offset = int32((128 << fraction_bits) - bias)  # counts logarithms from 2^-128, where exponent 0 and 1 are subnormal
     for i in range(start, stop):
-        code = int32(x[i])
+        code = int32(get(x, i))
         field = code & mask_
         log = int32(field + offset)
         exponent = log >> f
         normal = exponent >= 2
         index = log & low if normal else int32(log + (low + 1))
-        value = int32(table[index] + (int32(exponent - 1) << 23 if normal else int32(0)))
+        value = int32(look_up(table, index) + (int32(exponent - 1) << 23 if normal else int32(0)))
         value |= code & int32(-0x80000000)
-        out[i] = value if field > 0 else int32(0)
+        put(out, i, value if field > 0 else int32(0))
     return 0
 
 
@@ -211,10 +206,59 @@ def decode64(
     mask_ = int64(mask)
     low = int64((1 << fraction_bits) - 1)
     for i in range(start, stop):
-        code = int64(x[i])
+        code = int64(get(x, i))
         field = code & mask_
         log = field - bias
-        value = table[log & low] + ((log >> fraction_bits) << 52)
+        value = look_up(table, int32(log & low)) + ((log >> fraction_bits) << 52)
         value |= code & int64(-0x8000000000000000)
-        out[i] = value if field > 0 else int64(0)
+        put(out, i, value if field > 0 else int64(0))
+    return 0
+
+
+@kernel
+def sgd_plain(
+    weight: _I16, grad: _I16, buffer: _I16, table: _I32, last: int, bias: int, mask: int,
+    negative_lr: int, momentum: int, use_momentum: bool, start: int, stop: int,
+) -> int:  # fmt: skip
+    """``buffer = momentum buffer + grad; weight += negative_lr buffer`` (``grad`` itself without momentum)."""
+    last_, bias_, mask_ = int32(last), int32(bias), int32(mask)
+    lr, mu = int32(negative_lr), int32(momentum)
+    for i in range(start, stop):
+        g = int32(get(grad, i))
+        ss, fs = g >> 31, g & mask_
+        if use_momentum:
+            b = int32(get(buffer, i))
+            ss, fs = add_fields((b ^ mu) >> 31, mul_fields(b & mask_, mu & mask_, bias_, mask_), ss, fs, table, last_, mask_)
+            put(buffer, i, code_of(ss, fs, mask_))
+        w = int32(get(weight, i))
+        fu = mul_fields(fs, lr & mask_, bias_, mask_)
+        sn, fn = add_fields(w >> 31, w & mask_, ss ^ (lr >> 31), fu, table, last_, mask_)
+        put(weight, i, code_of(sn, fn, mask_))
+    return 0
+
+
+@kernel
+def sgd_kahan(
+    weight: _I16, grad: _I16, buffer: _I16, compensation: _I16, table: _I32, last: int, bias: int, mask: int,
+    negative_lr: int, momentum: int, use_momentum: bool, start: int, stop: int,
+) -> int:  # fmt: skip
+    """As :func:`sgd_plain`, with ``c += update; new = w + c; c -= new - w; w = new``."""
+    last_, bias_, mask_ = int32(last), int32(bias), int32(mask)
+    lr, mu = int32(negative_lr), int32(momentum)
+    for i in range(start, stop):
+        g = int32(get(grad, i))
+        ss, fs = g >> 31, g & mask_
+        if use_momentum:
+            b = int32(get(buffer, i))
+            ss, fs = add_fields((b ^ mu) >> 31, mul_fields(b & mask_, mu & mask_, bias_, mask_), ss, fs, table, last_, mask_)
+            put(buffer, i, code_of(ss, fs, mask_))
+        c, w = int32(get(compensation, i)), int32(get(weight, i))
+        sw, fw = w >> 31, w & mask_
+        fu = mul_fields(fs, lr & mask_, bias_, mask_)
+        sc, fc = add_fields(c >> 31, c & mask_, ss ^ (lr >> 31), fu, table, last_, mask_)
+        sn, fn = add_fields(sw, fw, sc, fc, table, last_, mask_)
+        sd, fd = add_fields(sn, fn, ~sw, fw, table, last_, mask_)
+        sc, fc = add_fields(sc, fc, ~sd, fd, table, last_, mask_)
+        put(weight, i, code_of(sn, fn, mask_))
+        put(compensation, i, code_of(sc, fc, mask_))
     return 0

@@ -25,7 +25,7 @@ import numpy as np
 from numba import int16, int32
 from numpy.typing import NDArray
 
-from lns_ops._jit import kernel
+from lns_ops._jit import get, kernel, look_up, put
 from lns_ops.gaussian import CANCEL, gaussian_tables
 
 _I16 = NDArray[np.int16]
@@ -67,7 +67,7 @@ def _code(word: Any, bias: Any, mask: Any) -> Any:
 def _add(x: Any, y: Any, table: _I32, last: Any) -> Any:
     """Sum of two words, unclamped."""
     larger, smaller = max(x, y), min(x, y)
-    return int32(larger + table[min(int32(larger - smaller), last)])
+    return int32(larger + look_up(table, min(int32(larger - smaller), last)))
 
 
 @kernel
@@ -82,7 +82,7 @@ def _clamp(word: Any, lowest: Any, highest: Any) -> Any:
 def widen(x: _I16, out: _I32, bias: int, mask: int, start: int, stop: int) -> int:
     """Codes to words."""
     for i in range(start, stop):
-        out[i] = _word(x[i], int32(bias), int32(mask))
+        put(out, i, _word(get(x, i), int32(bias), int32(mask)))
     return 0
 
 
@@ -90,7 +90,7 @@ def widen(x: _I16, out: _I32, bias: int, mask: int, start: int, stop: int) -> in
 def narrow(x: _I32, out: _I16, bias: int, mask: int, start: int, stop: int) -> int:
     """Words to codes."""
     for i in range(start, stop):
-        out[i] = _code(x[i], int32(bias), int32(mask))
+        put(out, i, _code(get(x, i), int32(bias), int32(mask)))
     return 0
 
 
@@ -99,7 +99,7 @@ def log_span(x: _I16, mask: int) -> Any:
     """Smallest and largest field among the nonzero codes; (mask + 1, 0) if all are zero."""
     low, high, mask_ = int32(mask + 1), int32(0), int32(mask)
     for i in range(x.size):
-        field = int32(int32(x[i]) & mask_)
+        field = int32(int32(get(x, i)) & mask_)
         high = max(high, field)
         low = min(low, field if field > 0 else int32(mask_ + 1))
     return low, high
@@ -125,12 +125,12 @@ def sum_columns(
             for k in range(k0, min(K, k0 + block)):
                 row = origin + k * inner
                 for j in range(width):
-                    part[j] = _clamp(_add(part[j], _word(x[row + j], bias_, mask_), table, last), low, high)
+                    put(part, j, _clamp(_add(get(part, j), _word(get(x, row + j), bias_, mask_), table, last), low, high))
             for j in range(width):
-                total[j] = _clamp(_add(total[j], part[j], table, last), low, high)
+                put(total, j, _clamp(_add(get(total, j), get(part, j), table, last), low, high))
         place = unit // strips * inner + first
         for j in range(width):
-            out[place + j] = total[j]
+            put(out, place + j, get(total, j))
     return 0
 
 
@@ -158,14 +158,14 @@ def sum_rows(
             length = min(block, K - k0)
             longest = max(longest, length)
             for k in range(length):
-                terms[k * STRIP + j] = _word(x[origin + k], bias_, mask_)
+                put(terms, k * STRIP + j, _word(get(x, origin + k), bias_, mask_))
             for k in range(length, block):
-                terms[k * STRIP + j] = _NOTHING
+                put(terms, k * STRIP + j, _NOTHING)
         for k in range(longest):
             for j in range(width):
-                part[j] = _clamp(_add(part[j], terms[k * STRIP + j], table, last), low, high)
+                put(part, j, _clamp(_add(get(part, j), get(terms, k * STRIP + j), table, last), low, high))
         for j in range(width):
-            out[first + j] = part[j]
+            put(out, first + j, get(part, j))
     return 0
 
 
@@ -174,10 +174,10 @@ def sum_totals(x: _I32, out: _I32, rows: int, table: _I32, lowest: int, highest:
     """Add words (blocks, rows) over the blocks, ascending; a unit is one row."""
     last, low, high = int32(table.size - 1), int32(lowest), int32(highest)
     for j in range(start, stop):
-        out[j] = _NOTHING
+        put(out, j, _NOTHING)
     for b in range(x.size // rows):
         for j in range(start, stop):
-            out[j] = _clamp(_add(out[j], x[b * rows + j], table, last), low, high)
+            put(out, j, _clamp(_add(get(out, j), get(x, b * rows + j), table, last), low, high))
     return 0
 
 
@@ -197,7 +197,7 @@ def matmul(
         for k0 in range(0, K, block):
             part[:] = _NOTHING
             for k in range(k0, min(K, k0 + block)):
-                scalar = x[i * K + k]
+                scalar = get(x, i * K + k)
                 if scalar == _NOTHING:
                     continue
                 sign = int32(scalar & 1)
@@ -205,15 +205,15 @@ def matmul(
                 row = k * N + first
                 if clamp:
                     for j in range(width):
-                        product = int32(int32(scalar + y[row + j]) ^ sign)
+                        product = int32(int32(scalar + get(y, row + j)) ^ sign)
                         product = int32(_NOTHING) if product < low else product
-                        part[j] = _clamp(_add(part[j], product, table, last), low, high)
+                        put(part, j, _clamp(_add(get(part, j), product, table, last), low, high))
                 else:
                     for j in range(width):
-                        part[j] = _add(part[j], int32(int32(scalar + y[row + j]) ^ sign), table, last)
+                        put(part, j, _add(get(part, j), int32(int32(scalar + get(y, row + j)) ^ sign), table, last))
             for j in range(width):
-                settled = _clamp(part[j], low, high)
-                total[j] = _clamp(_add(total[j], settled, table, last), low, high)
+                settled = _clamp(get(part, j), low, high)
+                put(total, j, _clamp(_add(get(total, j), settled, table, last), low, high))
         for j in range(width):
-            out[i * N + first + j] = _code(total[j], int32(bias), int32(mask))
+            put(out, i * N + first + j, _code(get(total, j), int32(bias), int32(mask)))
     return 0

@@ -32,13 +32,11 @@ from numpy.typing import NDArray
 from lns_ops import _vector
 from lns_ops._jit import kernel
 from lns_ops._segments import CANCEL_WORD, segments
-from lns_ops._vector import add, add_saturating, load, settle, spread_pair, store
+from lns_ops._vector import PANEL
 from lns_ops.format import LNSFormat
 from lns_ops.gaussian import gaussian_tables
 from lns_ops.reference import ACC_MAX, ACC_MIN, BLOCK
 
-PANEL = 128
-ROWS = 16
 _STEP = 2 * PANEL
 
 _I16 = NDArray[np.int16]
@@ -175,57 +173,4 @@ def pack_y(y: _I16, K: int, N: int, mask: int, top: int, unit_shift: int, panels
             for j in range(width, PANEL):
                 panels[target + j] = int16(CANCEL_WORD)
                 panels[target + PANEL + j] = int16(CANCEL_WORD)
-    return 0
-
-
-@kernel
-def unpack(words: _I16, out: _I16, zone: int, top: int, unit_shift: int, mask: int) -> int:
-    """Codes of result words: saturate above the format's range, zero below it."""
-    zone_, top_, shift_, mask_ = int16(zone), int32(top), int32(unit_shift), int32(mask)
-    for j in range(out.size):
-        word = int32(words[j])
-        field = int32((word >> shift_) + top_)
-        code = int32(min(field, mask_) | (~mask_ if word & 1 else int32(0)))
-        out[j] = int16(code) if (words[j] >= zone_) & (field > 0) else int16(0)
-    return 0
-
-
-@kernel
-def matmul(
-    counts: _I32, steps: _I32, words: _I32, panels: _I16, constants: _I16, high_bytes: int, mapped: bool | None, out: _I16, M: int, K: int, N: int,
-    block: int, zone: int, top: int, unit_shift: int, mask: int, start: int, stop: int,
-) -> int:  # fmt: skip
-    blocks = (K + block - 1) // block
-    chunks = (M + ROWS - 1) // ROWS
-    c = (
-        load(constants, 0), load(constants, 32), load(constants, 64), load(constants, 96), load(constants, 128),
-        load(constants, 160), load(constants, 192), load(constants, 224), load(constants, 256), load(constants, 288),
-        load(constants, 320), load(constants, 352), load(constants, 384), load(constants, 416), load(constants, 448),
-    )  # fmt: skip
-    nothing, floor = load(constants, 480), load(constants, 512)
-    totals = np.empty(ROWS * PANEL, np.int16)
-    for unit in range(start, stop):
-        panel, chunk = unit // chunks, unit % chunks
-        row = chunk * ROWS
-        rows = min(ROWS, M - row)
-        base = panel * K * _STEP
-        totals[:] = CANCEL_WORD
-        for b in range(blocks):
-            for i in range(rows):
-                first = (row + i) * K + b * block
-                s0 = s1 = s2 = s3 = nothing
-                for e in range(first, first + counts[(row + i) * blocks + b]):
-                    x, at = spread_pair(words[e]), base + int64(steps[e])
-                    s0 = add(s0, add_saturating(x, load(panels, at)), c, high_bytes, mapped)
-                    s1 = add(s1, add_saturating(x, load(panels, at + 32)), c, high_bytes, mapped)
-                    s2 = add(s2, add_saturating(x, load(panels, at + 64)), c, high_bytes, mapped)
-                    s3 = add(s3, add_saturating(x, load(panels, at + 96)), c, high_bytes, mapped)
-                t = i * PANEL
-                for at, s in ((t, s0), (t + 32, s1), (t + 64, s2), (t + 96, s3)):
-                    total = add(load(totals, at), settle(s, floor, nothing), c, high_bytes, mapped)
-                    store(totals, at, settle(total, floor, nothing))
-        width = min(PANEL, N - panel * PANEL)
-        for i in range(rows):
-            target = (row + i) * N + panel * PANEL
-            unpack(totals[i * PANEL : i * PANEL + width], out[target : target + width], zone, top, unit_shift, mask)
     return 0

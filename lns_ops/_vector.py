@@ -5,7 +5,7 @@ instruction it is used (saturating addition, minimum, multiplication); AVX-512 i
 (vpermb, vpermi2w; the former needs VBMI), the high half of products, and three-operand logic. Constants reach the kernels as
 loaded vectors: given literals, LLVM would rewrite multiplications and selections into longer sequences.
 
-:func:`add` is one LNS addition; :mod:`lns_ops._segments` has the formulas, and :mod:`lns_ops._simd` the words. Rows of the constants are named below.
+:func:`add` is the LNS addition, of several vectors side by side; :mod:`lns_ops._segments` has the formulas, and :mod:`lns_ops._simd` the words. Rows of the constants are named below.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import int16, int32, int64, types
 from numba.core import cgutils
 from numba.extending import models, register_model
+from numpy.typing import NDArray
 
-from lns_ops._jit import intrinsic
+from lns_ops._jit import intrinsic, kernel
 
 (
     REACH, ONE, SCALE, SPREAD, OFFSET_LOW, OFFSET_HIGH, SLOPE_LOW, SLOPE_HIGH, EXACT_0, EXACT_1, TO_DISTANCE, NEAR, UNITS,
@@ -27,10 +29,19 @@ from lns_ops._jit import intrinsic
 ROWS = 17
 """Rows of the constants: 32 int16 lanes each."""
 
+import os
+AT_ONCE = int(os.environ.get('AT','1'))
+PANEL = 128
+"""Columns of a panel: four vectors."""
+ROWS_AT_ONCE = 16
+"""Rows that share a panel's block while it is in the first-level cache."""
+LOWEST_WORD = -32768
+"""The word of zero."""
+
 HIGH_BYTES = -0x5555555555555556
 """Mask of the upper byte of every lane, 0xAAAA..."""
 
-_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_I16, _I32 = ir.IntType(16), ir.IntType(32)
 _WORDS, _BYTES, _QUADS = ir.VectorType(_I16, 32), ir.VectorType(ir.IntType(8), 64), ir.VectorType(_I32, 16)
 
 
@@ -75,6 +86,15 @@ class _Emit:
         done = self.call("llvm.x86.avx512.pternlog.d.512", *operands, ir.Constant(_I32, table), result=_QUADS)
         return self.words_of(done)
 
+    @property
+    def zero(self) -> Any:
+        return ir.Constant(_WORDS, None)
+
+    def eight_bits_from(self, positions: Any, value: Any) -> Any:
+        """Each byte: eight bits of its own quad of ``value`` from the given bit on."""
+        operands = (self.bytes_of(positions), self.bytes_of(value))
+        return self.call("llvm.x86.avx512.pmultishift.qb.512", *operands, result=_BYTES)
+
     def larger(self, x: Any, y: Any) -> Any:
         return self.call("llvm.smax.v32i16", x, y)
 
@@ -106,65 +126,76 @@ class _Emit:
         return self.words_of(merged)
 
 
-def _distance(emit: _Emit, x: Any, y: Any, one: Any) -> tuple[Any, Any]:
-    """The larger word, and D: the unit times the distance, plus one where the signs differ."""
-    larger = emit.larger(x, y)
-    odd = emit.builder.or_(larger, one)
+def _each(step: Callable[..., Any], *columns: list[Any]) -> list[Any]:
+    """One step of several independent additions: emitted side by side, they hide each other's latency."""
+    return [step(*values) for values in zip(*columns, strict=True)]
+
+
+def _distances(emit: _Emit, x: list[Any], y: list[Any], one: Any) -> tuple[list[Any], list[Any]]:
+    """The larger words, and D: the unit times the distance, plus one where the signs differ."""
+    larger = _each(emit.larger, x, y)
+    odd = _each(lambda word: emit.builder.or_(word, one), larger)
     # x ^ y ^ larger is the smaller word; with `odd` its sign bit becomes "signs agree", so the difference ends in "differ".
-    return larger, emit.builder.sub(odd, emit.logic(lambda a, b, c: a ^ b ^ c, x, y, odd))
+    smaller = _each(lambda a, b, c: emit.logic(lambda i, j, k: i ^ j ^ k, a, b, c), x, y, odd)
+    return larger, _each(emit.builder.sub, odd, smaller)
 
 
-def _near_exact(emit: _Emit, c: list[Any], distance: Any) -> Any:
-    """The exact correction where signs differ and the distance is small, else 0."""
+def _direct_cells(emit: _Emit, c: list[Any], distance: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Remaining distances, and the cell's number in both bytes of each word."""
+    remaining = _each(lambda d: emit.subtract_to_zero(c[REACH], d), distance)
+    square = _each(emit.high_product, remaining, remaining)
+    index = _each(lambda s, d: emit.logic(lambda i, j, one: j if one else i, s, d, c[ONE]), square, distance)
+    return remaining, _each(lambda i: emit.builder.mul(i, c[SPREAD]), index)
+
+
+def _mapped_cells(emit: _Emit, c: list[Any], distance: list[Any]) -> tuple[list[Any], list[Any]]:
+    """As :func:`_direct_cells`, by way of the byte tables."""
     b = emit.builder
-    zero = ir.Constant(_WORDS, None)
-    differ = b.icmp_unsigned("!=", b.and_(distance, c[ONE]), zero)
-    near = b.and_(b.icmp_unsigned("<", distance, c[NEAR]), differ)
-    entry = emit.look_up_words(c[EXACT_0], c[EXACT_1], emit.high_product(distance, c[TO_DISTANCE]))
-    return b.select(near, entry, zero)
+    remaining = _each(lambda d: emit.subtract_to_zero(c[REACH], d), distance)
+    remaining = _each(lambda r: b.mul(r, c[SCALE]), remaining)
+    square = _each(emit.high_product, remaining, remaining)
+    window = _each(lambda s: emit.eight_bits_from(c[SPREAD], s), square)
+    like, unlike = (_each(lambda w, row=row: emit.look_up_bytes(c[row], w), window) for row in (CELL_PLUS, CELL_MINUS))
+    differ = _each(lambda d: b.icmp_unsigned("!=", b.and_(d, c[ONE]), emit.zero), distance)
+    return remaining, _each(lambda k, u, v: b.select(k, emit.words_of(u), emit.words_of(v)), differ, unlike, like)
 
 
-def _finish(emit: _Emit, c: list[Any], larger: Any, distance: Any, remaining: Any, cell: Any, high_bytes: Any) -> Any:
-    """Evaluate the line of ``cell``, or take the exact entry, and add it to the larger word."""
-    offset = emit.look_up_split(c[OFFSET_LOW], c[OFFSET_HIGH], cell, high_bytes)
-    slope = emit.look_up_split(c[SLOPE_LOW], c[SLOPE_HIGH], cell, high_bytes)
-    line = emit.builder.add(offset, emit.rounded_product(slope, remaining))
+def _near_exact(emit: _Emit, c: list[Any], distance: list[Any]) -> list[Any]:
+    """The exact corrections where signs differ and the distance is small, else 0."""
+    b = emit.builder
+    differ = _each(lambda d: b.icmp_unsigned("!=", b.and_(d, c[ONE]), emit.zero), distance)
+    near = _each(lambda d, k: b.and_(b.icmp_unsigned("<", d, c[NEAR]), k), distance, differ)
+    index = _each(lambda d: emit.high_product(d, c[TO_DISTANCE]), distance)
+    return _each(lambda k, i: b.select(k, emit.look_up_words(c[EXACT_0], c[EXACT_1], i), emit.zero), near, index)
+
+
+def _additions(emit: _Emit, cells_of: Callable[..., Any], x: list[Any], y: list[Any], c: list[Any], high: Any) -> list[Any]:
+    """Sums of words, several side by side."""
+    larger, distance = _distances(emit, x, y, c[ONE])
+    remaining, cell = cells_of(emit, c, distance)
+    slope = _each(lambda i: emit.look_up_split(c[SLOPE_LOW], c[SLOPE_HIGH], i, high), cell)
+    offset = _each(lambda i: emit.look_up_split(c[OFFSET_LOW], c[OFFSET_HIGH], i, high), cell)
+    line = _each(emit.builder.add, offset, _each(emit.rounded_product, slope, remaining))
     # Cells of near, unlike distances hold the zero line, so OR selects.
-    value = emit.logic(lambda a, b, e: (a & b) | e, line, c[UNITS], _near_exact(emit, c, distance))
-    return emit.add_saturating(larger, value)
-
-
-def _emit_direct(emit: _Emit, x: Any, y: Any, c: list[Any], high_bytes: Any) -> Any:
-    larger, distance = _distance(emit, x, y, c[ONE])
-    remaining = emit.subtract_to_zero(c[REACH], distance)
-    square = emit.high_product(remaining, remaining)
-    index = emit.logic(lambda a, b, one: b if one else a, square, distance, c[ONE])
-    return _finish(emit, c, larger, distance, remaining, emit.builder.mul(index, c[SPREAD]), high_bytes)
-
-
-def _emit_mapped(emit: _Emit, x: Any, y: Any, c: list[Any], high_bytes: Any) -> Any:
-    b = emit.builder
-    larger, distance = _distance(emit, x, y, c[ONE])
-    remaining = b.mul(emit.subtract_to_zero(c[REACH], distance), c[SCALE])
-    square = emit.high_product(remaining, remaining)
-    spread = [emit.bytes_of(value) for value in (c[SPREAD], square)]
-    window = emit.call("llvm.x86.avx512.pmultishift.qb.512", *spread, result=_BYTES)
-    like, unlike = (emit.words_of(emit.look_up_bytes(c[row], window)) for row in (CELL_PLUS, CELL_MINUS))
-    differ = b.icmp_unsigned("!=", b.and_(distance, c[ONE]), ir.Constant(_WORDS, None))
-    return _finish(emit, c, larger, distance, remaining, b.select(differ, unlike, like), high_bytes)
+    exact = _near_exact(emit, c, distance)
+    value = _each(lambda v, e: emit.logic(lambda i, j, k: (i & j) | k, v, c[UNITS], e), line, exact)
+    return _each(emit.add_saturating, larger, value)
 
 
 @intrinsic
 def add(typing_context: Any, x: Any, y: Any, constants: Any, high_bytes: Any, mapped: Any) -> Any:
-    """Sum of two words. The *type* of ``mapped`` chooses at compile time: None for a direct shape, True for a mapped one."""
-    emitter = _emit_direct if isinstance(mapped, types.NoneType) else _emit_mapped
+    """Sums of two tuples of words. The *type* of ``mapped`` chooses at compile time: None for a direct shape, else mapped."""
+    cells_of = _direct_cells if isinstance(mapped, types.NoneType) else _mapped_cells
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rows = cgutils.unpack_tuple(builder, args[2])
+        left, right, rows = (cgutils.unpack_tuple(builder, value) for value in args[:3])
         mask = builder.bitcast(args[3], ir.VectorType(ir.IntType(1), 64))
-        return emitter(_Emit(builder), args[0], args[1], rows, mask)
+        sums = []
+        for i in range(0, len(left), AT_ONCE):
+            sums += _additions(_Emit(builder), cells_of, left[i : i + AT_ONCE], right[i : i + AT_ONCE], rows, mask)
+        return context.make_tuple(builder, signature.return_type, sums)
 
-    return lanes_type(lanes_type, lanes_type, constants, types.int64, mapped), generate
+    return x(x, y, constants, types.int64, mapped), generate
 
 
 @intrinsic
@@ -219,3 +250,64 @@ def spread_pair(typing_context: Any, pair: Any) -> Any:
         return builder.bitcast(builder.shuffle_vector(first, empty, ir.Constant(_QUADS, None)), _WORDS)
 
     return lanes_type(types.int32), generate
+
+
+@kernel
+def unpack(words: NDArray[np.int16], out: NDArray[np.int16], zone: int, top: int, unit_shift: int, mask: int) -> int:
+    """Codes of result words: saturate above the format's range, zero below it."""
+    zone_, top_, shift_, mask_ = int16(zone), int32(top), int32(unit_shift), int32(mask)
+    for j in range(out.size):
+        word = int32(words[j])
+        field = int32((word >> shift_) + top_)
+        code = int32(min(field, mask_) | (~mask_ if word & 1 else int32(0)))
+        out[j] = int16(code) if (words[j] >= zone_) & (field > 0) else int16(0)
+    return 0
+
+
+@kernel
+def matmul(
+    counts: NDArray[np.int32], steps: NDArray[np.int32], words: NDArray[np.int32], panels: NDArray[np.int16], constants: NDArray[np.int16], high_bytes: int, mapped: bool | None, out: NDArray[np.int16], M: int, K: int, N: int,
+    block: int, zone: int, top: int, unit_shift: int, mask: int, start: int, stop: int,
+) -> int:  # fmt: skip
+    blocks = (K + block - 1) // block
+    chunks = (M + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE
+    c = (
+        load(constants, 0), load(constants, 32), load(constants, 64), load(constants, 96), load(constants, 128),
+        load(constants, 160), load(constants, 192), load(constants, 224), load(constants, 256), load(constants, 288),
+        load(constants, 320), load(constants, 352), load(constants, 384), load(constants, 416), load(constants, 448),
+    )  # fmt: skip
+    nothing, floor = load(constants, 480), load(constants, 512)
+    totals = np.empty(ROWS_AT_ONCE * PANEL, np.int16)
+    for unit in range(start, stop):
+        panel, chunk = unit // chunks, unit % chunks
+        row = chunk * ROWS_AT_ONCE
+        rows = min(ROWS_AT_ONCE, M - row)
+        base = panel * K * 2 * PANEL
+        totals[:] = LOWEST_WORD
+        for b in range(blocks):
+            for i in range(rows):
+                first = (row + i) * K + b * block
+                sums = (nothing, nothing, nothing, nothing)
+                for e in range(first, first + counts[(row + i) * blocks + b]):
+                    x, at = spread_pair(words[e]), base + int64(steps[e])
+                    products = (
+                        add_saturating(x, load(panels, at)), add_saturating(x, load(panels, at + 32)),
+                        add_saturating(x, load(panels, at + 64)), add_saturating(x, load(panels, at + 96)),
+                    )  # fmt: skip
+                    sums = add(sums, products, c, high_bytes, mapped)
+                t = i * PANEL
+                parts = (
+                    settle(sums[0], floor, nothing), settle(sums[1], floor, nothing), settle(sums[2], floor, nothing),
+                    settle(sums[3], floor, nothing),
+                )  # fmt: skip
+                so_far = (load(totals, t), load(totals, t + 32), load(totals, t + 64), load(totals, t + 96))
+                sums = add(so_far, parts, c, high_bytes, mapped)
+                store(totals, t, settle(sums[0], floor, nothing))
+                store(totals, t + 32, settle(sums[1], floor, nothing))
+                store(totals, t + 64, settle(sums[2], floor, nothing))
+                store(totals, t + 96, settle(sums[3], floor, nothing))
+        width = min(PANEL, N - panel * PANEL)
+        for i in range(rows):
+            target = (row + i) * N + panel * PANEL
+            unpack(totals[i * PANEL : i * PANEL + width], out[target : target + width], zone, top, unit_shift, mask)
+    return 0

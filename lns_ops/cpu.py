@@ -23,7 +23,7 @@ from llvmlite.binding import get_host_cpu_features
 from numba import config as numba_config
 from numpy.typing import NDArray
 
-from lns_ops import _elementwise, _gather, _segments, _sgd, _simd, _vector
+from lns_ops import _elementwise, _gather, _segments, _simd, _vector
 from lns_ops._pool import get_num_threads, run, set_num_threads
 from lns_ops.format import MANTISSA_BITS, LNSFormat, NonFiniteError, decode_significands, encode_thresholds
 from lns_ops.gaussian import gaussian_tables
@@ -343,19 +343,19 @@ def _matmul_simd(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes | None:
     plan = _simd.plan(x_span, y_span, K, fmt)
     if plan is None:
         return None
-    panels, blocks, out = -(-N // _simd.PANEL), -(-K // BLOCK), np.empty((M, N), np.int16)
+    panels, blocks, out = -(-N // _vector.PANEL), -(-K // BLOCK), np.empty((M, N), np.int16)
     counts, steps, words = np.empty(M * blocks, np.int32), np.empty(x.size, np.int32), np.empty(x.size, np.int32)
-    packed = np.empty(panels * K * 2 * _simd.PANEL, np.int16)
+    packed = np.empty(panels * K * 2 * _vector.PANEL, np.int16)
     run(_simd.pack_x, M, 1 + _GRAIN // K, x, K, mask, plan.x_top, plan.unit_shift, BLOCK, counts, steps, words)
-    run(_simd.pack_y, panels, 1 + _GRAIN // (K * _simd.PANEL), y, K, N, mask, plan.y_top, plan.unit_shift, packed)
-    run(_simd.matmul, panels * -(-M // _simd.ROWS), 1, counts, steps, words, packed, plan.constants, _vector.HIGH_BYTES,
+    run(_simd.pack_y, panels, 1 + _GRAIN // (K * _vector.PANEL), y, K, N, mask, plan.y_top, plan.unit_shift, packed)
+    run(_vector.matmul, panels * -(-M // _vector.ROWS_AT_ONCE), 1, counts, steps, words, packed, plan.constants, _vector.HIGH_BYTES,
         plan.mapped, out.reshape(-1), M, K, N, BLOCK, plan.zone, plan.top_field, plan.unit_shift, mask)  # fmt: skip
     return out
 
 
 def _lanes_wasted(columns: int) -> float:
     """Columns computed per column wanted: whole panels are."""
-    return float(-(-columns // _simd.PANEL) * _simd.PANEL)
+    return float(-(-columns // _vector.PANEL) * _vector.PANEL)
 
 
 def _matmul_gather(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes:
@@ -416,14 +416,15 @@ def sgd_update(
     if grad.shape != weight.shape:
         raise ValueError(f"grad of shape {grad.shape}: must have the weight's shape {weight.shape}")
     use_momentum = momentum is not None and buffer is not None
-    b = _in_place("buffer", buffer, weight.shape) if use_momentum and buffer is not None else w
+    # Never touched without momentum; an array of its own, because overlapping arguments would keep the loop from vectorizing.
+    b = _in_place("buffer", buffer, weight.shape) if use_momentum and buffer is not None else np.empty(w.size, np.int16)
     table = _sum_table(fmt.fraction_bits)
     scalars = (table, table.size // 2 - 1, fmt.bias, fmt.field_mask, _scalar(negative_lr), _scalar(momentum), use_momentum)
     if compensation is None:
-        run(_sgd.plain, w.size, _GRAIN // 2, w, _flat(grad), b, *scalars)
+        run(_elementwise.sgd_plain, w.size, _GRAIN // 2, w, _flat(grad), b, *scalars)
     else:
         c = _in_place("compensation", compensation, weight.shape)
-        run(_sgd.kahan, w.size, _GRAIN // 4, w, _flat(grad), b, c, *scalars)
+        run(_elementwise.sgd_kahan, w.size, _GRAIN // 4, w, _flat(grad), b, c, *scalars)
 
 
 def _scalar(code: Any) -> int:
