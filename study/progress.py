@@ -59,9 +59,9 @@ class LiveView:
     """A table of trials and a bar, redrawn in place."""
 
     def __init__(self, console: Console, concurrent: int) -> None:
-        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=2, transient=True)
         self._state, self._concurrent, self._clock = StudyState(), concurrent, Clock()
         self._lock = threading.Lock()
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=2, transient=True)
 
     def start(self, state: StudyState) -> None:
         """Begin to draw ``state``."""
