@@ -53,7 +53,7 @@ def run_plan(plan: Plan, ledger: Ledger, state: StudyState) -> None:
     todo = [trial for trial in plan.trials if state.known[trial.id].status != FINISHED]
     if not todo:
         return
-    with ray_session(plan.study):
+    with ray_session(plan.study, gangs=bool(_only(todo, gang=True))):
         folder = _next_attempt(plan.study.folder)
         for name, trials in (("process", _only(todo, gang=False)), ("gang", _only(todo, gang=True))):
             if trials:
@@ -61,8 +61,13 @@ def run_plan(plan: Plan, ledger: Ledger, state: StudyState) -> None:
 
 
 @contextmanager
-def ray_session(study: StudyConfig) -> Iterator[None]:
+def ray_session(study: StudyConfig, *, gangs: bool = False) -> Iterator[None]:
     """Ray for the time of a study: the session there is, the cluster at ``address``, or a local one that ends with us.
+
+    Args:
+        study: the config.
+        gangs: serve the State API (part of Ray's dashboard, on 127.0.0.1): by it Ray Train notices that a killed driver's workers
+            still hold their CPUs. Without it the restarted driver would wait for them for ever.
 
     Raises:
         ValueError: nothing answers at ``address``.
@@ -75,7 +80,7 @@ def ray_session(study: StudyConfig) -> Iterator[None]:
         logging.getLogger(logger).setLevel(logging.CRITICAL)  # a trial's failure is in the ledger, not between the progress lines
     ours = not ray.is_initialized()
     if ours:
-        _start_ray(study)
+        _start_ray(study, gangs)
     try:
         yield
     finally:
@@ -83,10 +88,10 @@ def ray_session(study: StudyConfig) -> Iterator[None]:
             ray.shutdown()
 
 
-def _start_ray(study: StudyConfig) -> None:
+def _start_ray(study: StudyConfig, dashboard: bool) -> None:
     import ray
 
-    quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "include_dashboard": False}
+    quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "include_dashboard": dashboard, "dashboard_host": "127.0.0.1"}
     try:
         if study.address is None:
             ray.init(address="local", num_cpus=local_cpus(study), **quiet)
