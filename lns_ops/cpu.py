@@ -332,7 +332,7 @@ def _words(x: Codes, fmt: LNSFormat) -> NDArray[np.int32]:
 
 def _matmul_simd(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes | None:
     """The product on vector lanes, or None where the operands' range is too wide for them."""
-    if _lanes_wasted(y_KN.shape[1]) * x_MK.shape[0] > 1.2 * _lanes_wasted(x_MK.shape[0]) * y_KN.shape[1]:
+    if _work(x_MK, y_KN.shape[1]) > 1.2 * _work(y_KN, x_MK.shape[0]):
         flipped = _matmul_simd(y_KN.T, x_MK.T, fmt)
         return None if flipped is None else np.ascontiguousarray(flipped.T)
     (M, K), N = x_MK.shape, y_KN.shape[1]
@@ -353,9 +353,9 @@ def _matmul_simd(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes | None:
     return out
 
 
-def _lanes_wasted(columns: int) -> float:
-    """Columns computed per column wanted: whole panels are."""
-    return float(-(-columns // _vector.PANEL) * _vector.PANEL)
+def _work(rows: Codes, columns: int) -> int:
+    """Multiply-accumulates of a product whose scalar operand is ``rows``: its nonzero elements times whole panels of columns."""
+    return int(np.count_nonzero(rows)) * -(-columns // _vector.PANEL) * _vector.PANEL
 
 
 def _matmul_gather(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes:
