@@ -1,7 +1,7 @@
 """What a study looks like while it runs: a live table on a terminal, one line an epoch in a log.
 
-Time left is the epochs to go of each row times that row's mean seconds an epoch (rows differ tenfold), over the trials that
-run at a time. Before the first epoch there is no estimate.
+Time left is the epochs to go of each row times that row's median seconds an epoch (rows differ tenfold; the median forgets a
+trial's first epoch, which includes its start), over the trials that run at a time. Before the first epoch there is no estimate.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Clock:
         every = [seconds for row in self._seconds.values() for seconds in row]
         if not every:
             return None
-        mean = {row: statistics.fmean(seconds) for row, seconds in self._seconds.items()}
-        default = statistics.fmean(every)
+        usual = {row: statistics.median(seconds) for row, seconds in self._seconds.items()}
+        default = statistics.median(every)
         todo = [
-            (trial.epochs - trial.epoch) * mean.get(trial.row, default)
+            (trial.epochs - trial.epoch) * usual.get(trial.row, default)
             for trial in state.trials
             if trial.status in (PLANNED, RUNNING)
         ]

@@ -91,7 +91,12 @@ def ray_session(study: StudyConfig, *, gangs: bool = False) -> Iterator[None]:
 def _start_ray(study: StudyConfig, dashboard: bool) -> None:
     import ray
 
-    quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "include_dashboard": dashboard, "dashboard_host": "127.0.0.1"}
+    quiet = {
+        "logging_level": logging.ERROR,
+        "log_to_driver": False,
+        "include_dashboard": dashboard,
+        "dashboard_host": "127.0.0.1",
+    }
     try:
         if study.address is None:
             ray.init(address="local", num_cpus=local_cpus(study), **quiet)

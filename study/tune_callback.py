@@ -78,4 +78,4 @@ def _error(trial: Any) -> str:
     except OSError:
         text = ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:2000] if lines else "the trial's process died"
+    return lines[-1].partition(" Worker exit type")[0][:500] if lines else "the trial's process died"

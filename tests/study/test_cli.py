@@ -153,6 +153,27 @@ def test_ctrl_c_then_the_same_command_continues(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_killed_gang_driver_continues_its_run(folder: Path) -> None:
+    """With a Ray of its own: the restarted driver gets the CPUs back that the killed one's workers held."""
+    gang = ["trial.workers=2", "trial.epochs=6", "rows=[{label: a}]", "baseline=null"]
+    command = [sys.executable, "-m", "study", "run", "tiny", *gang, "name=killed"]
+    ledger = folder / "studies" / "killed"
+    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    while not (reports := [event for event in read_ledger(ledger) if event["event"] == "report"]):
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.kill(reports[-1]["pid"], signal.SIGKILL)
+    _, said = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+    calm = lns_study("run", "tiny", *gang, "name=calm", cwd=folder)
+    assert calm.returncode == 0, calm.stderr
+    (ours,), (theirs,) = fold(read_ledger(ledger)).trials, fold(read_ledger(folder / "studies" / "calm")).trials
+    assert ours.test == theirs.test
+    assert list(ours.reports) == list(theirs.reports) == [1, 2, 3, 4, 5, 6]
+    assert ours.metric("train/loss") == theirs.metric("train/loss")
+
+
+@pytest.mark.slow
 def test_ui_serves_and_ends_with_its_children(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

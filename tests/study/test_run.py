@@ -167,21 +167,3 @@ def test_two_workers_train_the_same_trial(ray_session: None, tiny: Tiny) -> None
     assert (gang_trial.status, gang_trial.epoch) == (FINISHED, 3)
     assert gang_trial.test["test/error"] == pytest.approx(trial.test["test/error"], abs=0.02)
     assert set(count_reports(study).values()) == {1}
-
-
-@pytest.mark.slow
-def test_a_killed_gang_driver_continues_its_run(ray_session: None, tiny: Tiny) -> None:
-    gang = ["trial.workers=2", "trial.epochs=6", "rows=[{label: float32}]", "trial.precision.format=float32"]
-    killed: list[int] = []
-
-    def kill_once(event: Event) -> None:
-        if event["event"] == "report" and event["epoch"] == 2 and not killed:
-            killed.append(event["pid"])
-            os.kill(event["pid"], signal.SIGKILL)
-
-    study = tiny("gang killed", *gang)
-    outcome, _ = run(study, kill_once)
-    calm, _ = run(tiny("gang calm", *gang))
-    assert killed
-    assert results(outcome.state) == results(calm.state)
-    assert set(count_reports(study).values()) == {1}
