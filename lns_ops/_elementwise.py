@@ -140,11 +140,11 @@ def encode32(x: _I32, out: _I16, shift: _I32, fraction_bits: int, bias: int, mas
     mask_, f = int32(mask), int32(fraction_bits)
     down = int32(22 - fraction_bits)
     offset = int32(bias - (127 << fraction_bits))
-    bad = int32(0)
+    largest = int32(0)
     for i in range(start, stop):
         pattern = get(x, i)
         magnitude = int32(pattern & int32(0x7FFFFFFF))
-        bad |= int32(magnitude >= int32(0x7F800000))
+        largest = max(largest, magnitude)
         # Subnormals of 2^-127 and 2^-128 move into place by one and two bits; smaller ones are below every format.
         once, twice = int32(int32(magnitude << 1) - int32(1 << 23)), int32(int32(magnitude << 2) - int32(2 << 23))
         subnormal = once if magnitude >= int32(0x400000) else twice
@@ -152,9 +152,9 @@ def encode32(x: _I32, out: _I16, shift: _I32, fraction_bits: int, bias: int, mas
         fraction = int32(normal & int32(0x7FFFFF))
         rounded = int32(fraction + look_up(shift, int32(fraction >> down))) >> down
         field = int32(int32(int32((normal >> 23) << f) + rounded) + offset)
-        field = min(field, mask_) if field > 0 else int32(0)
-        put(out, i, code_of(pattern >> 31, field if magnitude > 0 else int32(0), mask_))
-    return int(bad)
+        # Zero comes out below the range too. A conditional expression here would be a branch, and the loop scalar.
+        put(out, i, code_of(pattern >> 31, max(min(field, mask_), int32(0)), mask_))
+    return int(largest >= int32(0x7F800000))
 
 
 @kernel
@@ -174,7 +174,7 @@ def encode64(
         cell = fraction >> down
         rounded = int64(look_up(base, int32(cell))) + int64(fraction > look_up(threshold, int32(cell)))
         field = ((magnitude >> 52) << fraction_bits) + rounded + offset
-        field = min(field, mask_) if field > 0 else int64(0)
+        field = max(min(field, mask_), int64(0))
         put(out, i, code_of(int32(get(x, i) >> 63), int32(field), int32(mask)))
     return int(bad)
 

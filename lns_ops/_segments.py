@@ -26,6 +26,7 @@ and G+ 39, however they are placed.
 
 from __future__ import annotations
 
+import itertools
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -134,7 +135,7 @@ def _pieces(curve: _Curve, unit: int, merge: bool) -> list[tuple[int, int, int, 
     edges = edges[edges >= curve.first]
     pieces: list[tuple[int, int, int, int]] = []
     start = int(edges[0])
-    for left, right in zip(edges[:-1], edges[1:], strict=True):
+    for left, right in itertools.pairwise(edges):
         line = _line(curve.remaining[start:right], curve.wanted[start:right], unit) if merge and pieces else None
         if line is not None:
             pieces.pop()
@@ -182,7 +183,7 @@ def evaluate(pieces: Segments, distance: _I64, parity: int) -> _I64:
     window = _square_window(remaining, shape)
     cell = pieces.cell_of[parity][window & 63].astype(np.int64) if shape.window >= 0 else 2 * window + parity
     line = pieces.offset[cell].astype(np.int64) + ((pieces.slope[cell] * remaining + (1 << 14)) >> 15)
-    value = line & -(1 << shape.unit_shift)
-    if parity == 0:
-        return value
-    return value | np.where(distance < pieces.near, pieces.exact[distance & 63].astype(np.int64), 0)
+    value: _I64 = line & -(1 << shape.unit_shift)
+    if parity:
+        value |= np.where(distance < pieces.near, pieces.exact[distance & 63].astype(np.int64), 0)
+    return value

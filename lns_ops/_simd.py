@@ -13,9 +13,9 @@ That must fit 32,768 words, and the accumulator's limits must be out of reach: :
 smallest logarithms of the operands. It always holds for lns12, and for lns16 while the products span less than some 90 octaves;
 otherwise the caller falls back to gathers, which take any range.
 
-Layout: ``y`` in panels of 128 columns (4 vectors), each step of k holding both signs; ``x`` as lists of its nonzero elements
-per row and block, so zeros cost nothing. A unit of work is a panel times ROWS rows, block by block: 32 KB of panel stay in the
-first-level cache while all rows use them.
+Layout: ``y`` in panels of 256 columns (8 vectors), each step of k holding both signs; ``x`` as lists of its nonzero elements
+per row and block, so zeros cost nothing. A unit of work is a panel times 16 rows, block by block, so that the rows share a
+block of the panel in the nearest caches. Panels of at most 128 or 32 columns at the right edge take fewer vectors.
 
 Shapes: M rows, K the reduced index, N columns.
 """
@@ -26,11 +26,11 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import int16, int32, int64
+from numba import int16, int32
 from numpy.typing import NDArray
 
 from lns_ops import _vector
-from lns_ops._jit import kernel
+from lns_ops._jit import get, kernel, put
 from lns_ops._segments import CANCEL_WORD, segments
 from lns_ops._vector import PANEL
 from lns_ops.format import LNSFormat
@@ -102,21 +102,31 @@ def _constants(fraction_bits: int) -> _I16:
     return rows.astype(np.int16).reshape(-1)
 
 
-def plan(x_span: tuple[int, int], y_span: tuple[int, int], K: int, fmt: LNSFormat) -> Plan | None:
-    """The words for operands whose nonzero fields lie in the spans (inclusive), or None where 16 bits do not do.
+def _bounds(x_span: tuple[int, int], y_span: tuple[int, int], K: int, fmt: LNSFormat) -> tuple[int, int]:
+    """The smallest and largest logarithm that products and sums can take, for nonzero fields in the spans (inclusive).
 
-    Bounds. A sum lies at most ``G-(1)`` below its larger term, so block totals and their sum lie at most ``2 G-(1)`` below the
-    smallest product. A sum of n terms lies at most log2(n) octaves above the largest, plus half an ulp of rounding per term.
+    A sum lies at most ``G-(1)`` below its larger term, so block totals and their sum lie at most ``2 G-(1)`` below the smallest
+    product. A sum of n terms lies at most log2(n) octaves above the largest, plus half an ulp of rounding per term.
     """
-    f = fmt.fraction_bits
-    shape = segments(f).shape
-    octave, blocks = 1 << f, -(-K // BLOCK)
-    lowest = x_span[0] + y_span[0] - 2 * fmt.bias + 2 * int(gaussian_tables(f).minus[1])
+    octave, blocks = 1 << fmt.fraction_bits, -(-K // BLOCK)
     growth = 6 * octave + BLOCK // 2 + (blocks - 1).bit_length() * octave + (blocks + 1) // 2
-    highest = x_span[1] + y_span[1] - 2 * fmt.bias + growth
-    if lowest < ACC_MIN or highest > ACC_MAX:
+    lowest = x_span[0] + y_span[0] - 2 * fmt.bias + 2 * int(gaussian_tables(fmt.fraction_bits).minus[1])
+    return lowest, x_span[1] + y_span[1] - 2 * fmt.bias + growth
+
+
+def within_accumulator(x_span: tuple[int, int], y_span: tuple[int, int], K: int, fmt: LNSFormat) -> bool:
+    """Whether the accumulator's limits are out of reach, so that a kernel need not apply them."""
+    lowest, highest = _bounds(x_span, y_span, K, fmt)
+    return lowest >= ACC_MIN and highest <= ACC_MAX
+
+
+def plan(x_span: tuple[int, int], y_span: tuple[int, int], K: int, fmt: LNSFormat) -> Plan | None:
+    """The words for operands whose nonzero fields lie in the spans (inclusive), or None where 16 bits do not do."""
+    f = fmt.fraction_bits
+    shape, zone = segments(f).shape, _zone(f)
+    lowest, highest = _bounds(x_span, y_span, K, fmt)
+    if not within_accumulator(x_span, y_span, K, fmt):
         return None
-    zone = _zone(f)
     if zone + shape.reach + (highest - lowest + 3 << shape.unit_shift) > 0:
         return None
     return Plan(
@@ -139,38 +149,53 @@ def pack_x(
 
     ``counts`` (M, blocks) says how many; ``steps`` holds offsets into a panel, ``words`` the word twice (both (M, K)).
     """
+    mask_, top_, shift_ = int32(mask), int32(top), int32(unit_shift)
     blocks = (K + block - 1) // block
+    block_steps, block_words = np.empty(block, np.int32), np.empty(block, np.int32)
     for i in range(start, stop):
         for b in range(blocks):
             first = i * K + b * block
-            place = first
-            for k in range(b * block, min(K, b * block + block)):
-                code = int32(x[i * K + k])
-                field = code & mask
-                word = int32((field - top) << unit_shift)
-                steps[place] = int32(k * _STEP + (PANEL if code < 0 else 0))
-                words[place] = int32((word & 0xFFFF) | (word << 16))
-                place += int64(field != 0)
-            counts[i * blocks + b] = place - first
+            length = min(block, K - b * block)
+            zeros = int32(0)
+            for k in range(length):
+                code = int32(get(x, first + k))
+                field = int32(code & mask_)
+                word = int32(int32(field - top_) << shift_)
+                put(block_steps, k, int32(int32((b * block + k) * _STEP) + (int32(PANEL) if code < 0 else int32(0))))
+                # The low bit marks zeros until they are dropped; words of x are multiples of the unit.
+                put(block_words, k, int32((word & 0xFFFE) | (word << 16) | (int32(1) if field == 0 else int32(0))))
+                zeros += int32(1) if field == 0 else int32(0)
+            place = 0
+            if zeros == 0:
+                for k in range(length):
+                    put(steps, first + k, get(block_steps, k))
+                    put(words, first + k, get(block_words, k))
+                place = length
+            else:
+                for k in range(length):
+                    put(steps, first + place, get(block_steps, k))
+                    put(words, first + place, get(block_words, k))
+                    place += 1 - (get(block_words, k) & 1)
+            counts[i * blocks + b] = place
     return 0
 
 
 @kernel
 def pack_y(y: _I16, K: int, N: int, mask: int, top: int, unit_shift: int, panels: _I16, start: int, stop: int) -> int:
-    """Words of panels ``start .. stop``: (panel, K, sign plane, 128); columns beyond N are zero."""
+    """Words of panels ``start .. stop``: (panel, K, sign plane, 256); columns beyond N are zero."""
     mask_, top_, shift_ = int32(mask), int32(top), int32(unit_shift)
     for panel in range(start, stop):
         width = min(PANEL, N - panel * PANEL)
         for k in range(K):
             source, target = k * N + panel * PANEL, (panel * K + k) * _STEP
             for j in range(width):
-                code = int32(y[source + j])
+                code = int32(get(y, source + j))
                 field = int32(code & mask_)
                 word = int32(int32(field - top_) << shift_)
-                sign = int32(code < 0)
-                panels[target + j] = int16(int32(word + sign)) if field > 0 else int16(CANCEL_WORD)
-                panels[target + PANEL + j] = int16(int32(word + 1 - sign)) if field > 0 else int16(CANCEL_WORD)
+                sign = int32(1) if code < 0 else int32(0)
+                put(panels, target + j, int16(int32(word + sign)) if field > 0 else int16(CANCEL_WORD))
+                put(panels, target + PANEL + j, int16(int32(word + 1 - sign)) if field > 0 else int16(CANCEL_WORD))
             for j in range(width, PANEL):
-                panels[target + j] = int16(CANCEL_WORD)
-                panels[target + PANEL + j] = int16(CANCEL_WORD)
+                put(panels, target + j, int16(CANCEL_WORD))
+                put(panels, target + PANEL + j, int16(CANCEL_WORD))
     return 0

@@ -5,7 +5,9 @@ instruction it is used (saturating addition, minimum, multiplication); AVX-512 i
 (vpermb, vpermi2w; the former needs VBMI), the high half of products, and three-operand logic. Constants reach the kernels as
 loaded vectors: given literals, LLVM would rewrite multiplications and selections into longer sequences.
 
-:func:`add` is the LNS addition, of several vectors side by side; :mod:`lns_ops._segments` has the formulas, and :mod:`lns_ops._simd` the words. Rows of the constants are named below.
+:func:`add` is the LNS addition, of several vectors side by side; :mod:`lns_ops._segments` has the formulas and
+:mod:`lns_ops._simd` the words. The kernel that uses these functions is in this file because numba's cache notices edits of a
+kernel's own file only. Rows of the constants are named below.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from numba.core import cgutils
 from numba.extending import models, register_model
 from numpy.typing import NDArray
 
-from lns_ops._jit import intrinsic, kernel
+from lns_ops._jit import get, intrinsic, kernel
 
 (
     REACH, ONE, SCALE, SPREAD, OFFSET_LOW, OFFSET_HIGH, SLOPE_LOW, SLOPE_HIGH, EXACT_0, EXACT_1, TO_DISTANCE, NEAR, UNITS,
@@ -29,10 +31,10 @@ from lns_ops._jit import intrinsic, kernel
 ROWS = 17
 """Rows of the constants: 32 int16 lanes each."""
 
-import os
-AT_ONCE = int(os.environ.get('AT','1'))
-PANEL = 128
-"""Columns of a panel: four vectors."""
+PANEL = 256
+"""Columns of a panel: eight vectors, enough independent additions to cover each other's latency."""
+SIDE_BY_SIDE = 2
+"""Additions whose instructions are interleaved: with more, instructions of one kind queue for the one port that takes them."""
 ROWS_AT_ONCE = 16
 """Rows that share a panel's block while it is in the first-level cache."""
 LOWEST_WORD = -32768
@@ -191,32 +193,18 @@ def add(typing_context: Any, x: Any, y: Any, constants: Any, high_bytes: Any, ma
         left, right, rows = (cgutils.unpack_tuple(builder, value) for value in args[:3])
         mask = builder.bitcast(args[3], ir.VectorType(ir.IntType(1), 64))
         sums = []
-        for i in range(0, len(left), AT_ONCE):
-            sums += _additions(_Emit(builder), cells_of, left[i : i + AT_ONCE], right[i : i + AT_ONCE], rows, mask)
+        for i in range(0, len(left), SIDE_BY_SIDE):
+            sums += _additions(_Emit(builder), cells_of, left[i : i + SIDE_BY_SIDE], right[i : i + SIDE_BY_SIDE], rows, mask)
         return context.make_tuple(builder, signature.return_type, sums)
 
     return x(x, y, constants, types.int64, mapped), generate
 
 
-@intrinsic
-def add_saturating(typing_context: Any, x: Any, y: Any) -> Any:
-    """``x + y``, saturating: a product of words."""
-    return lanes_type(lanes_type, lanes_type), lambda context, builder, signature, args: _Emit(builder).add_saturating(*args)
-
-
-@intrinsic
-def settle(typing_context: Any, x: Any, zone: Any, nothing: Any) -> Any:
-    """``nothing`` where ``x`` is below ``zone``, else ``x``."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.select(builder.icmp_signed("<", args[0], args[1]), args[2], args[0])
-
-    return lanes_type(lanes_type, lanes_type, lanes_type), generate
-
-
-def _address(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
+def _address(context: Any, builder: Any, array_type: Any, array: Any, offset: Any, vector: int) -> Any:
+    """Of the 32 lanes that start ``vector`` vectors after ``offset``."""
     data = context.make_array(array_type)(context, builder, array).data
-    return builder.bitcast(builder.gep(data, [offset]), _WORDS.as_pointer())
+    start = builder.add(offset, ir.Constant(offset.type, 32 * vector))
+    return builder.bitcast(builder.gep(data, [start]), _WORDS.as_pointer())
 
 
 @intrinsic
@@ -224,32 +212,59 @@ def load(typing_context: Any, array: Any, offset: Any) -> Any:
     """32 lanes of a contiguous int16 array from ``offset`` on."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(_address(context, builder, signature.args[0], *args), align=2)
+        return builder.load(_address(context, builder, signature.args[0], args[0], args[1], 0), align=2)
 
     return lanes_type(array, types.int64), generate
 
 
 @intrinsic
-def store(typing_context: Any, array: Any, offset: Any, value: Any) -> Any:
-    """Write 32 lanes."""
+def load_like(typing_context: Any, array: Any, offset: Any, like: Any) -> Any:
+    """As many consecutive vectors as the tuple ``like`` holds."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[2], _address(context, builder, signature.args[0], args[0], args[1]), align=2)
-        return context.get_dummy_value()
+        places = (_address(context, builder, signature.args[0], args[0], args[1], i) for i in range(signature.args[2].count))
+        return context.make_tuple(builder, signature.return_type, [builder.load(place, align=2) for place in places])
 
-    return types.none(array, types.int64, lanes_type), generate
+    return like(array, types.int64, like), generate
 
 
 @intrinsic
-def spread_pair(typing_context: Any, pair: Any) -> Any:
-    """An int32 in all 16 double lanes; with a word in both halves, that word in all lanes, by one load."""
+def store_all(typing_context: Any, array: Any, offset: Any, values: Any) -> Any:
+    """Write the vectors of a tuple one after another."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        for i, value in enumerate(cgutils.unpack_tuple(builder, args[2])):
+            builder.store(value, _address(context, builder, signature.args[0], args[0], args[1], i), align=2)
+        return context.get_dummy_value()
+
+    return types.none(array, types.int64, values), generate
+
+
+@intrinsic
+def products(typing_context: Any, pair: Any, y: Any) -> Any:
+    """The word that an int32 holds in both halves, times each vector of a tuple: saturating sums."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         empty = ir.Constant(_QUADS, ir.Undefined)
         first = builder.insert_element(empty, args[0], ir.Constant(_I32, 0))
-        return builder.bitcast(builder.shuffle_vector(first, empty, ir.Constant(_QUADS, None)), _WORDS)
+        x = builder.bitcast(builder.shuffle_vector(first, empty, ir.Constant(_QUADS, None)), _WORDS)
+        emit = _Emit(builder)
+        values = [emit.add_saturating(x, value) for value in cgutils.unpack_tuple(builder, args[1])]
+        return context.make_tuple(builder, signature.return_type, values)
 
-    return lanes_type(types.int32), generate
+    return y(types.int32, y), generate
+
+
+@intrinsic
+def settle(typing_context: Any, x: Any, zone: Any, nothing: Any) -> Any:
+    """``nothing`` where a word of the tuple ``x`` is below ``zone``, else the word."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        words = cgutils.unpack_tuple(builder, args[0])
+        kept = [builder.select(builder.icmp_signed("<", word, args[1]), args[2], word) for word in words]
+        return context.make_tuple(builder, signature.return_type, kept)
+
+    return x(x, lanes_type, lanes_type), generate
 
 
 @kernel
@@ -265,10 +280,26 @@ def unpack(words: NDArray[np.int16], out: NDArray[np.int16], zone: int, top: int
 
 
 @kernel
+def _row(
+    steps: Any, words: Any, first: Any, last: Any, panels: Any, base: Any, totals: Any, at: Any, empty: Any, floor: Any,
+    c: Any, high_bytes: Any, mapped: Any,
+) -> None:  # fmt: skip
+    """Add one row's terms of one block, and the block's total to ``totals`` at ``at``; the tuple ``empty`` sets the width."""
+    sums = empty
+    for e in range(first, last):
+        y = load_like(panels, base + int64(get(steps, e)), sums)
+        sums = add(sums, products(get(words, e), y), c, high_bytes, mapped)
+    sums = add(load_like(totals, at, sums), settle(sums, floor, empty[0]), c, high_bytes, mapped)
+    store_all(totals, at, settle(sums, floor, empty[0]))
+
+
+@kernel
 def matmul(
-    counts: NDArray[np.int32], steps: NDArray[np.int32], words: NDArray[np.int32], panels: NDArray[np.int16], constants: NDArray[np.int16], high_bytes: int, mapped: bool | None, out: NDArray[np.int16], M: int, K: int, N: int,
+    counts: NDArray[np.int32], steps: NDArray[np.int32], words: NDArray[np.int32], panels: NDArray[np.int16],
+    constants: NDArray[np.int16], high_bytes: int, mapped: bool | None, out: NDArray[np.int16], M: int, K: int, N: int,
     block: int, zone: int, top: int, unit_shift: int, mask: int, start: int, stop: int,
 ) -> int:  # fmt: skip
+    """Codes (M, N) of packed operands; a unit is one panel times ROWS_AT_ONCE rows. See :mod:`lns_ops._simd` for the packing."""
     blocks = (K + block - 1) // block
     chunks = (M + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE
     c = (
@@ -276,37 +307,23 @@ def matmul(
         load(constants, 160), load(constants, 192), load(constants, 224), load(constants, 256), load(constants, 288),
         load(constants, 320), load(constants, 352), load(constants, 384), load(constants, 416), load(constants, 448),
     )  # fmt: skip
-    nothing, floor = load(constants, 480), load(constants, 512)
+    none, floor = load(constants, 480), load(constants, 512)
     totals = np.empty(ROWS_AT_ONCE * PANEL, np.int16)
     for unit in range(start, stop):
-        panel, chunk = unit // chunks, unit % chunks
-        row = chunk * ROWS_AT_ONCE
-        rows = min(ROWS_AT_ONCE, M - row)
-        base = panel * K * 2 * PANEL
+        panel, row = unit // chunks, unit % chunks * ROWS_AT_ONCE
+        rows, width, base = min(ROWS_AT_ONCE, M - row), min(PANEL, N - panel * PANEL), panel * K * 2 * PANEL
         totals[:] = LOWEST_WORD
         for b in range(blocks):
             for i in range(rows):
-                first = (row + i) * K + b * block
-                sums = (nothing, nothing, nothing, nothing)
-                for e in range(first, first + counts[(row + i) * blocks + b]):
-                    x, at = spread_pair(words[e]), base + int64(steps[e])
-                    products = (
-                        add_saturating(x, load(panels, at)), add_saturating(x, load(panels, at + 32)),
-                        add_saturating(x, load(panels, at + 64)), add_saturating(x, load(panels, at + 96)),
-                    )  # fmt: skip
-                    sums = add(sums, products, c, high_bytes, mapped)
-                t = i * PANEL
-                parts = (
-                    settle(sums[0], floor, nothing), settle(sums[1], floor, nothing), settle(sums[2], floor, nothing),
-                    settle(sums[3], floor, nothing),
-                )  # fmt: skip
-                so_far = (load(totals, t), load(totals, t + 32), load(totals, t + 64), load(totals, t + 96))
-                sums = add(so_far, parts, c, high_bytes, mapped)
-                store(totals, t, settle(sums[0], floor, nothing))
-                store(totals, t + 32, settle(sums[1], floor, nothing))
-                store(totals, t + 64, settle(sums[2], floor, nothing))
-                store(totals, t + 96, settle(sums[3], floor, nothing))
-        width = min(PANEL, N - panel * PANEL)
+                e0 = (row + i) * K + b * block
+                e1, t = e0 + counts[(row + i) * blocks + b], i * PANEL
+                if width > 128:
+                    empty = (none, none, none, none, none, none, none, none)
+                    _row(steps, words, e0, e1, panels, base, totals, t, empty, floor, c, high_bytes, mapped)
+                elif width > 32:
+                    _row(steps, words, e0, e1, panels, base, totals, t, (none, none, none, none), floor, c, high_bytes, mapped)
+                else:
+                    _row(steps, words, e0, e1, panels, base, totals, t, (none,), floor, c, high_bytes, mapped)
         for i in range(rows):
             target = (row + i) * N + panel * PANEL
             unpack(totals[i * PANEL : i * PANEL + width], out[target : target + width], zone, top, unit_shift, mask)

@@ -354,17 +354,24 @@ def _matmul_simd(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes | None:
 
 
 def _work(rows: Codes, columns: int) -> int:
-    """Multiply-accumulates of a product whose scalar operand is ``rows``: its nonzero elements times whole panels of columns."""
-    return int(np.count_nonzero(rows)) * -(-columns // _vector.PANEL) * _vector.PANEL
+    """Time of a product whose scalar operand is ``rows``, in multiply-accumulates: its nonzero elements times columns computed.
+
+    A panel's right edge computes 256, 128 or 32 columns; the last keeps one vector busy at a time and counts for more.
+    """
+    full, edge = divmod(columns, _vector.PANEL)
+    computed = full * _vector.PANEL + (_vector.PANEL if edge > 128 else 128 if edge > 32 else 80 if edge else 0)
+    return int(np.count_nonzero(rows)) * computed
 
 
 def _matmul_gather(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes:
     (M, K), N = x_MK.shape, y_KN.shape[1]
     out = np.empty((M, N), np.int16)
     x, y, table = _words(x_MK, fmt), _words(y_KN, fmt), _gather.distance_table(fmt.fraction_bits)
+    spans = [_gather.log_span(codes.reshape(-1), fmt.field_mask) for codes in (_codes(x_MK), _codes(y_KN))]
+    clamp = not _simd.within_accumulator(spans[0], spans[1], K, fmt)
     units = M * -(-N // _gather.STRIP)
     run(_gather.matmul, units, max(1, 4 * _GRAIN // (K * _gather.STRIP)), x.reshape(-1), y.reshape(-1), out.reshape(-1), K, N,
-        table, fmt.bias, fmt.field_mask, _LOWEST, _HIGHEST, True, BLOCK)  # fmt: skip
+        table, fmt.bias, fmt.field_mask, _LOWEST, _HIGHEST, clamp, BLOCK)  # fmt: skip
     return out
 
 

@@ -15,7 +15,10 @@ from numpy.typing import NDArray
 
 from lns_ops import cpu
 from lns_ops import reference as ref
+from lns_ops._segments import evaluate, segments
+from lns_ops._simd import plan
 from lns_ops.format import MANTISSA_BITS, LNSFormat, encode_thresholds, lns8, lns12, lns16
+from lns_ops.gaussian import gaussian_tables
 
 FORMATS = [lns16, lns12, lns8, LNSFormat(16, 14), LNSFormat(16, 9), LNSFormat(14, 5), LNSFormat(2, 0), LNSFormat(3, 1)]
 every_format = pytest.mark.parametrize("fmt", FORMATS, ids=str)
@@ -276,6 +279,47 @@ def test_matmul_of_any_shape_and_spread(fmt: LNSFormat, M: int, K: int, N: int, 
 
     x_MK, y_KN = operand(M, K), operand(K, N)
     assert_same(cpu.matmul(x_MK, y_KN, fmt), ref.matmul(x_MK, y_KN, fmt))
+
+
+@pytest.mark.parametrize("fraction_bits", range(3, 8))
+def test_segments_equal_the_tables_everywhere(fraction_bits: int) -> None:
+    """The straight lines of the vector kernel, far beyond the ends of the tables too."""
+    pieces = segments(fraction_bits)
+    plus, minus = (table.astype(np.int64) for table in gaussian_tables(fraction_bits))
+    distance = np.arange(4 * len(plus))
+    for parity, table in ((0, plus), (1, minus)):
+        wanted = table[np.minimum(distance, len(table) - 1)] << pieces.shape.unit_shift
+        np.testing.assert_array_equal(evaluate(pieces, distance, parity), np.maximum(wanted, -32768))
+
+
+def test_lns12_always_takes_the_vector_kernel() -> None:
+    full = (1, lns12.field_mask)
+    assert plan(full, full, 4096, lns12) is not None
+    assert plan((1, lns16.field_mask), (1, lns16.field_mask), 64, lns16) is None
+
+
+@pytest.mark.parametrize("columns", [1, 31, 32, 33, 128, 129, 256, 257, 300, 784])
+def test_matmul_at_panel_edges(columns: int, kernel: str) -> None:
+    rng = np.random.default_rng(12)
+    for fmt in (lns12, lns16):
+        x_MK, y_KN = gaussian_codes(rng, fmt, 18, 70), gaussian_codes(rng, fmt, 70, columns)
+        assert_same(cpu.matmul(x_MK, y_KN, fmt), ref.matmul(x_MK, y_KN, fmt))
+
+
+def test_matmul_of_sparse_rows(kernel: str) -> None:
+    rng = np.random.default_rng(13)
+    x_MK, y_KN = gaussian_codes(rng, lns16, 20, 200, zeros=0.8), gaussian_codes(rng, lns16, 200, 260)
+    x_MK[3] = 0
+    x_MK[:, 64:128] = 0
+    assert_same(cpu.matmul(x_MK, y_KN, lns16), ref.matmul(x_MK, y_KN, lns16))
+    assert_same(cpu.matmul(np.zeros_like(x_MK), y_KN, lns16), np.zeros((20, 260), np.int16))
+
+
+def test_matmul_over_many_blocks(kernel: str) -> None:
+    rng = np.random.default_rng(14)
+    x_MK, y_KN = gaussian_codes(rng, lns12, 2, 5000), gaussian_codes(rng, lns12, 5000, 40)
+    y_KN[:2500] = ref.absolute(y_KN[:2500], lns12)
+    assert_same(cpu.matmul(x_MK, y_KN, lns12), ref.matmul(x_MK, y_KN, lns12))
 
 
 def test_matmul_batched() -> None:
