@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,7 +81,9 @@ def ray_session(study: StudyConfig, *, gangs: bool = False) -> Iterator[None]:
         logging.getLogger(logger).setLevel(logging.CRITICAL)  # a trial's failure is in the ledger, not between the progress lines
     ours = not ray.is_initialized()
     if ours:
+        on_sigterm = signal.getsignal(signal.SIGTERM)
         _start_ray(study, gangs)
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts in one that aborts the process
     try:
         yield
     finally:

@@ -130,14 +130,15 @@ def _gone(pids: set[int], seconds: float = 20) -> set[int]:
 
 
 @pytest.mark.slow
-def test_ctrl_c_then_the_same_command_continues(folder: Path) -> None:
+@pytest.mark.parametrize("wish", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_then_the_same_command_continues(folder: Path, wish: signal.Signals) -> None:
     """Ctrl-C in the middle: exit code 130, no process left, and the next run trains only what is missing."""
-    command = [sys.executable, "-m", "study", "run", "tiny", "--plain", "trial.epochs=400", "rows=[{label: a}]", "baseline=null"]
+    command = [sys.executable, "-m", "study", "run", "tiny", "--plain", "trial.epochs=150", "rows=[{label: a}]", "baseline=null"]
     process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert any("epoch 3/" in line for line in process.stdout)
     children = _children(process.pid)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(wish)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
     assert "Traceback" not in said
