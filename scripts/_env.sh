@@ -16,8 +16,8 @@ if [ "$(cat "$venv/.installed" 2>/dev/null || true)" != "$wanted" ]; then
     echo "Installing into $venv (once; some minutes, mostly torch and Ray)" >&2
     [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
     # torch by itself first: a plain version pin picks a CPU build where one is on offer.
-    "$venv/bin/python" -m pip install --quiet "$(grep '^torch==' constraints.txt)"
-    "$venv/bin/python" -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$(grep '^torch==' constraints.txt)"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
     echo "$wanted" >"$venv/.installed"
 fi
 export PATH="$venv/bin:$PATH"

@@ -46,9 +46,26 @@ def load(config: str, overrides: Sequence[str] = ()) -> StudyConfig:
     merged = _schema()
     for source, values in _layers(path, groups):
         merged = _merge(merged, values, source)
+    return _finish(_with_keys(_with_data(merged, keys), keys))
+
+
+def _with_keys(merged: DictConfig, keys: Sequence[str]) -> DictConfig:
     for override in keys:
         merged = _merge(merged, _parse_override(override), f"override {override!r}")
-    return _finish(merged)
+    return merged
+
+
+def _with_data(merged: DictConfig, keys: Sequence[str]) -> DictConfig:
+    """``data.name=auto`` made concrete; where that is digits, with the study's ``digits`` overrides, which keys still win over."""
+    study = _finish(_with_keys(merged, keys))
+    if study.trial.data.name != "auto":
+        return merged
+    from trainers.data import resolve  # loads torch
+
+    data = resolve(study.trial.data)
+    if data.name == "digits":
+        merged = _merge(merged, {"trial": _undot(study.digits, "digits")}, "digits")
+    return _merge(merged, {"trial": {"data": {"name": data.name, "root": data.root}}}, "data")
 
 
 def find_study(config: str) -> Path:

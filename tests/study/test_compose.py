@@ -21,7 +21,7 @@ def test_table_is_the_published_recipe() -> None:
 
 
 def test_quickstart_is_the_table_with_a_small_budget() -> None:
-    table, quick = load("table"), load("quickstart")
+    table, quick = load("table"), load("quickstart", ["data=mnist"])
     assert quick.rows == table.rows
     assert quick.trial.epochs < table.trial.epochs
     assert quick.name != table.name
@@ -105,3 +105,15 @@ def test_bad_files(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "bad.yaml").write_text(text)
     with pytest.raises(ValueError, match=said):
         load(str(tmp_path / "bad.yaml"))
+
+
+def test_auto_data_without_mnist_are_digits_with_their_own_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("LNS_STUDY_DATA", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("LNS_STUDY_MNIST_URL", "http://127.0.0.1:9")
+    monkeypatch.chdir(tmp_path)
+    study = load("quickstart")
+    assert (study.trial.data.name, study.trial.epochs, study.trial.batch_size) == ("digits", 40, 32)
+    assert load("quickstart", ["trial.epochs=2"]).trial.epochs == 2
+    with pytest.raises(ValueError, match=r"data.root=.*lacks train-images"):
+        load("quickstart", [f"trial.data.root={tmp_path}"])

@@ -72,7 +72,7 @@ def test_digits_splits() -> None:
     info = prepare(DataConfig(name="digits"))
     assert (info.train, info.validation, info.test, info.inputs) == (1200, 300, 297, 64)
     splits = load(DataConfig(name="digits"))
-    assert all(s.x.dtype == torch.float32 and 0 <= s.x.min() and s.x.max() <= 1 for s in splits)
+    assert all(s.x.dtype == torch.float32 and s.x.min() >= 0 and s.x.max() <= 1 for s in splits)
     assert len(prepare(DataConfig(name="digits")).digest) == 64
 
 
@@ -96,7 +96,9 @@ def test_validation_is_the_end_of_the_training_set(small_mnist: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["LNS_STUDY_DATA", "data/mnist", "cache"])
-def test_mnist_is_found_in_the_usual_places(small_mnist: Path, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mnist_is_found_in_the_usual_places(
+    small_mnist: Path, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert find_mnist(None) is None
     if place == "LNS_STUDY_DATA":
         monkeypatch.setenv(place, str(small_mnist))
@@ -114,7 +116,9 @@ def test_download_is_checked_and_kept(mirror: str, monkeypatch: pytest.MonkeyPat
     assert prepare(DataConfig(validation_size=20)).train == 40
 
 
-def test_a_mirror_that_sends_something_else_leaves_nothing_behind(mirror: str, small_mnist: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mirror_that_sends_something_else_leaves_nothing_behind(
+    mirror: str, small_mnist: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LNS_STUDY_MNIST_URL", mirror)
     (small_mnist / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(b"<html>not here</html>"))
     with pytest.raises(ValueError, match="magic number"):
@@ -166,7 +170,10 @@ def test_damaged_files_are_refused(small_mnist: Path, name: str, how: str, said:
 
 @pytest.mark.parametrize(
     ("config", "said"),
-    [(DataConfig(name="digits", validation_size=1500), "validation_size=1500"), (DataConfig(name="digits", train_size=1201), "train_size=1201: 1200")],
+    [
+        (DataConfig(name="digits", validation_size=1500), "validation_size=1500"),
+        (DataConfig(name="digits", train_size=1201), "train_size=1201: 1200"),
+    ],
 )
 def test_split_sizes_must_fit(config: DataConfig, said: str) -> None:
     with pytest.raises(ValueError, match=said):
@@ -179,7 +186,8 @@ def test_order_depends_on_seed_and_epoch_alone(world_size: int) -> None:
 
     def epoch(seed: int, number: int) -> torch.Tensor:
         parts = [
-            [b.y for b in batches(split, batch_size=8, seed=seed, epoch=number, rank=r, world_size=world_size)] for r in range(world_size)
+            [b.y for b in batches(split, batch_size=8, seed=seed, epoch=number, rank=r, world_size=world_size)]
+            for r in range(world_size)
         ]
         return torch.stack([torch.cat(step) for step in zip(*parts, strict=True)])
 

@@ -28,7 +28,12 @@ def values(rank: int) -> torch.Tensor:
 def config(precision: PrecisionConfig, workers: int) -> TrialConfig:
     """Batches of 128, so that each of two workers adds up one block of 64."""
     return TrialConfig(
-        data=DataConfig(name="digits"), model=ModelConfig(hidden=[16]), precision=precision, batch_size=128, epochs=2, workers=workers
+        data=DataConfig(name="digits"),
+        model=ModelConfig(hidden=[16]),
+        precision=precision,
+        batch_size=128,
+        epochs=2,
+        workers=workers,
     )
 
 

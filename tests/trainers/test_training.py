@@ -134,7 +134,7 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path, how: str) -> None:
             content = bytearray(tensors.read_bytes())
             content[-1] ^= 1
             tensors.write_bytes(content)
-    with pytest.raises(ValueError, match="no whole checkpoint|damaged"):
+    with pytest.raises(ValueError, match=r"no whole checkpoint|damaged"):
         load_checkpoint(folder)
 
 
