@@ -21,7 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-_CHUNKS_PER_THREAD = 4
+_CHUNKS_PER_THREAD = 8
 
 
 def _default_threads() -> int:

@@ -45,7 +45,7 @@ Values are YAML: null, true, 0.1, [0,1], "text: with a colon". Quote brackets fo
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code."""
     options = _parse(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # to end as cleanly as with Ctrl-C
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         return int(options.command(options))
     except ValueError as error:
@@ -54,6 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nlns-study: interrupted", file=sys.stderr)
         return 130
+
+
+def _interrupt(*_: object) -> None:
+    """End as cleanly as with Ctrl-C, also where a script's ``&`` made this process ignore SIGINT."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.raise_signal(signal.SIGINT)
 
 
 def build_parser() -> argparse.ArgumentParser:

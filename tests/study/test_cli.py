@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -175,12 +176,16 @@ def test_a_killed_gang_driver_continues_its_run(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ui_serves_and_ends_with_its_children(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("wish", "on_sigint"), [(signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_IGN)])
+def test_ui_serves_and_ends_with_its_children(tmp_path: Path, wish: signal.Signals, on_sigint: Any) -> None:
+    """SIGTERM also where SIGINT is ignored, as in a script's ``lns-study ui &``."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "study", "ui", "--port", str(port), "--storage", str(tmp_path)]
+    before = signal.signal(signal.SIGINT, on_sigint)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, before)
     try:
         assert process.stdout is not None
         assert "Starting" in process.stdout.readline()
@@ -188,7 +193,7 @@ def test_ui_serves_and_ends_with_its_children(tmp_path: Path) -> None:
         assert urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5).status == 200
         children = _children(process.pid)
     finally:
-        process.send_signal(signal.SIGINT)
+        process.send_signal(wish)
     assert process.wait(30) == 0
     assert children
     assert not _gone(children)
