@@ -1,0 +1,258 @@
+"""Speed of the CPU backend, beside torch float32 and other LNS libraries measured in the same run.
+
+    python scripts/bench_cpu.py                      # everything but the peers, some 30 seconds once kernels are compiled
+    python scripts/bench_cpu.py --peers ~/lns-peers  # builds a virtual environment there with xlns and xlnstorch (minutes)
+
+Figures are the best of many repetitions: other processes only ever make a run slower. ``G/s`` are 10^9 multiply-accumulates a
+second, ``M/s`` 10^6 elements (or parameters) a second. Operands are encoded standard normals, without zeros unless it says so.
+"full range" draws codes from the whole format; such products of lns16 leave 16 bits and take the gather kernel.
+
+Peers run in an interpreter of their own. xlnstorch loads its C++ part only if symbols are loaded globally (RTLD_GLOBAL) and
+otherwise falls back to Python without a word, so the flag is set and CSRC_AVAILABLE is printed. xlns is numpy-based.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import time
+import venv
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lns_ops import cpu
+from lns_ops.format import LNSFormat, lns12, lns16
+
+SHAPES = [(128, 784, 512), (512, 512, 512)]
+ELEMENTS = 1_000_000
+PARAMETERS = 400_000
+
+PEER_SCRIPT = """
+import json, os, sys, time
+sys.setdlopenflags(os.RTLD_NOW | os.RTLD_GLOBAL)
+import numpy as np, torch
+torch.set_num_threads(1)
+shapes = json.loads(sys.argv[2])
+def best(call, seconds=3.0):
+    call(); times = []; end = time.perf_counter() + seconds
+    while not times or (time.perf_counter() < end and len(times) < 50):
+        start = time.perf_counter(); call(); times.append(time.perf_counter() - start)
+    return min(times)
+results = {}
+rng = np.random.default_rng(0)
+for M, K, N in shapes:
+    name = f"{M}x{K}x{N}"
+    x, y = rng.standard_normal((M, K)).astype(np.float32), rng.standard_normal((K, N)).astype(np.float32)
+    if sys.argv[1] == "xlnstorch":
+        import xlnstorch
+        results["CSRC_AVAILABLE"] = str(getattr(xlnstorch, "CSRC_AVAILABLE", "unknown"))
+        a, b = (xlnstorch.lnstensor(torch.from_numpy(v), f=7) for v in (x, y))
+        call = lambda: torch.matmul(a, b)
+    else:
+        import xlns
+        xlns.xlnssetF(7)
+        rows = max(1, M // 16)  # a slice of the rows: the rate does not depend on their number
+        a, b = xlns.xlnsnp(x[:rows].astype(np.float64)), xlns.xlnsnp(y.astype(np.float64))
+        call = lambda: a @ b
+        M = rows
+    with torch.no_grad():
+        results[name] = M * K * N / best(call)
+print(json.dumps(results))
+"""
+
+
+def rate(call: Callable[[], Any], work: float, seconds: float = 0.6) -> float:
+    """Units of work a second, from the fastest of the calls that fit into ``seconds``."""
+    call()
+    fastest, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        call()
+        fastest = min(fastest, time.perf_counter() - start)
+    return work / fastest
+
+
+@contextmanager
+def product_kernel(name: str) -> Iterator[None]:
+    """Force a matrix-product kernel."""
+    before = os.environ.get("LNS_OPS_CPU_KERNEL")
+    os.environ["LNS_OPS_CPU_KERNEL"] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["LNS_OPS_CPU_KERNEL"]
+        else:
+            os.environ["LNS_OPS_CPU_KERNEL"] = before
+
+
+def use_threads(threads: int) -> None:
+    """For the kernels and for torch."""
+    cpu.set_num_threads(threads)
+    torch.set_num_threads(threads)
+
+
+def line(label: str, value: float, unit: str, float32: float | None = None) -> None:
+    """One figure, in 10^9 or 10^6 a second, with its share of float32's."""
+    scale = 1e9 if unit.startswith("G") else 1e6
+    share = f"   {value / float32:8.3f} of torch float32" if float32 else ""
+    print(f"  {label:<58}{value / scale:9.2f} {unit}{share}", flush=True)
+
+
+def codes(rng: np.random.Generator, fmt: LNSFormat, shape: tuple[int, ...], zeros: float = 0.0) -> np.ndarray[Any, Any]:
+    """Encoded standard normals."""
+    x = cpu.encode(rng.standard_normal(shape).astype(np.float32), fmt)
+    x[x == 0] = 1
+    return np.where(rng.random(shape) < zeros, np.int16(0), x)
+
+
+def available_kernels() -> list[str]:
+    """``simd`` where the processor has it, and ``gather``."""
+    return (["simd"] if cpu.kernel_info()["matmul"] != "gather" else []) + ["gather"]
+
+
+def products(threads: int) -> dict[str, float]:
+    """Matrix products; returns the dense lns16 rates by shape, for the peers."""
+    rng = np.random.default_rng(0)
+    rates: dict[str, float] = {}
+    for M, K, N in SHAPES:
+        work, name = float(M * K * N), f"{M}x{K}x{N}"
+        a, b = (torch.randn(shape) for shape in ((M, K), (K, N)))
+        with torch.no_grad():
+            float32 = rate(partial(torch.matmul, a, b), work)
+        line(f"{name} torch float32", float32, "G/s")
+        for fmt in (lns12, lns16):
+            x, y, sparse = codes(rng, fmt, (M, K)), codes(rng, fmt, (K, N)), codes(rng, fmt, (M, K), zeros=0.8)
+            wide_x, wide_y = (rng.choice(fmt.codes(), shape) for shape in ((M, K), (K, N)))
+            for kernel in available_kernels():
+                with product_kernel(kernel):
+                    for label, left, right in (("dense", x, y), ("80 % zeros in x", sparse, y), ("full range", wide_x, wide_y)):
+                        got = rate(partial(cpu.matmul, left, right, fmt), work)
+                        line(f"{name} {fmt} {kernel} {label}", got, "G/s", float32)
+                        if label == "dense" and fmt == lns16:
+                            rates.setdefault(name, got)
+    return rates
+
+
+def elementwise() -> None:
+    """Elementwise operations, conversions and sums of 10^6 codes."""
+    rng = np.random.default_rng(1)
+    a, b = torch.randn(ELEMENTS), torch.randn(ELEMENTS)
+    float32 = rate(lambda: a + b, ELEMENTS)
+    line("add, torch float32", float32, "M/s")
+    for fmt in (lns12, lns16):
+        x, y = codes(rng, fmt, (ELEMENTS,)), codes(rng, fmt, (ELEMENTS,))
+        values = cpu.decode(x, fmt)
+        doubles, square = values.astype(np.float64), x.reshape(1000, 1000)
+        calls: dict[str, Callable[[], Any]] = {
+            "add": partial(cpu.add, x, y, fmt),
+            "mul": partial(cpu.mul, x, y, fmt),
+            "encode float32": partial(cpu.encode, values, fmt),
+            "encode float64": partial(cpu.encode, doubles, fmt),
+            "decode float32": partial(cpu.decode, x, fmt),
+            "sum over axis 0 of 1000 x 1000": partial(cpu.sum, square, 0, fmt),
+            "sum over axis 1 of 1000 x 1000": partial(cpu.sum, square, 1, fmt),
+        }
+        for name, call in calls.items():
+            line(f"{name}, {fmt}", rate(call, ELEMENTS), "M/s", float32 if name == "add" else None)
+
+
+def updates() -> None:
+    """The fused SGD step, and torch's fused float32 step."""
+    rng = np.random.default_rng(2)
+    parameter = torch.nn.Parameter(torch.randn(PARAMETERS))
+    parameter.grad = torch.randn(PARAMETERS)
+    optimizer = torch.optim.SGD([parameter], lr=1e-3, momentum=0.9, fused=True)
+    float32 = rate(optimizer.step, PARAMETERS)
+    line("SGD with momentum, torch float32 fused", float32, "M/s")
+    for fmt in (lns12, lns16):
+        weight, grad, buffer, compensation = (codes(rng, fmt, (PARAMETERS,)) for _ in range(4))
+        lr, momentum = (int(cpu.encode(np.array(value), fmt)) for value in (-1e-3, 0.9))
+        variants: dict[str, dict[str, Any]] = {
+            "SGD": {},
+            "SGD with momentum": {"momentum": momentum, "buffer": buffer},
+            "SGD with Kahan": {"compensation": compensation},
+            "SGD with momentum and Kahan": {"momentum": momentum, "buffer": buffer, "compensation": compensation},
+        }
+        for name, options in variants.items():
+            got = rate(partial(cpu.sgd_update, weight, grad, fmt, negative_lr=lr, **options), PARAMETERS)
+            line(f"{name}, {fmt}", got, "M/s", float32 if name == "SGD with momentum" else None)
+
+
+def start_up() -> None:
+    """Import and first call, kernels already compiled, in fresh interpreters."""
+    script = (
+        "import time, torch; t = time.perf_counter(); import numpy; from lns_ops import cpu; from lns_ops.format import lns12; "
+        "u = time.perf_counter(); x = numpy.ones((4, 4), numpy.int16); cpu.matmul(x, x, lns12); print(u - t, time.perf_counter() - u)"
+    )
+    command = [sys.executable, "-c", script]
+    runs = [subprocess.run(command, check=True, capture_output=True, text=True).stdout.split() for _ in range(5)]
+    load, first = (min(float(run[i]) for run in runs) for i in (0, 1))
+    print(f"  import beyond torch {load:.2f} s, first product {first:.2f} s")
+
+
+def install_peers(folder: Path) -> Path:
+    """A virtual environment with the peers that sees this interpreter's packages (they need its torch); returns its python."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        venv.create(folder, with_pip=True)
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        (folder / "lib" / version / "site-packages" / "parent.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    pip = [str(python), "-m", "pip", "install", "-q"]
+    subprocess.run([*pip, "-U", "setuptools>=77", "wheel"], check=False)
+    for package in ("xlns", "xlnstorch"):
+        subprocess.run([*pip, "--no-deps", "--no-build-isolation", package], check=False)
+    return python
+
+
+def peers(folder: Path, ours: dict[str, float]) -> None:
+    """Matrix products of xlnstorch and xlns at f = 7 on one thread; a peer that cannot run is skipped with its last words."""
+    python = install_peers(folder)
+    for name in ("xlnstorch", "xlns"):
+        command = [str(python), "-W", "ignore", "-c", PEER_SCRIPT, name, json.dumps(SHAPES)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            print(f"  {name} skipped: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
+            continue
+        results = json.loads(done.stdout.strip().splitlines()[-1])
+        note = f" (CSRC_AVAILABLE={results.pop('CSRC_AVAILABLE')})" if "CSRC_AVAILABLE" in results else ""
+        for shape, value in results.items():
+            print(f"  {shape} {name}{note}: {value / 1e9:.4f} G/s; lns16 here is {ours[shape] / value:,.0f} times as fast")
+
+
+def main() -> None:
+    """Run and print everything."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", type=Path, metavar="FOLDER", help="measure xlnstorch and xlns, installed in a venv there")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts to measure")
+    options = parser.parse_args()
+    print(f"matrix product: {cpu.kernel_info()}; torch {torch.__version__}, {os.cpu_count()} CPUs")
+    ours: dict[str, float] = {}
+    for threads in options.threads:
+        use_threads(threads)
+        print(f"{threads} thread{'s' if threads > 1 else ''}")
+        rates = products(threads)
+        if threads == 1:
+            ours = rates
+        elementwise()
+        updates()
+    print("start-up")
+    start_up()
+    if options.peers:
+        use_threads(1)
+        print("peers, 1 thread")
+        peers(options.peers, ours or products(1))
+
+
+if __name__ == "__main__":
+    main()
