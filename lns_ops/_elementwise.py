@@ -38,7 +38,8 @@ def add_fields(sx: Any, fx: Any, sy: Any, fy: Any, table: _I32, last: Any, mask:
     larger, smaller = max(fx, fy), min(fx, fy)
     distance = min(int32(larger - smaller), last)
     index = int32(distance + ((sx ^ sy) & int32(last + 1)))
-    correction = look_up(table, index) if smaller > 0 else int32(0)
+    looked_up = look_up(table, index)  # always, so that no branch keeps the loop scalar
+    correction = looked_up if smaller > 0 else int32(0)
     field = max(min(int32(larger + correction), mask), int32(0))
     return (sx if fx >= fy else sy), field
 
@@ -130,7 +131,8 @@ def order_key(x: _I16, out: _I16, mask: int, start: int, stop: int) -> int:
 def gate(x: _I16, by: _I16, out: _I16, start: int, stop: int) -> int:
     """``out = x where by > 0 else 0``: relu (``by`` is ``x``) and its derivative."""
     for i in range(start, stop):
-        put(out, i, get(x, i) if get(by, i) > 0 else int16(0))
+        value = get(x, i)
+        put(out, i, value if get(by, i) > 0 else int16(0))
     return 0
 
 
