@@ -123,7 +123,7 @@ def _children(pid: int) -> set[int]:
     return found - {pid}
 
 
-def _gone(pids: set[int], seconds: float = 20) -> set[int]:
+def _still_there(pids: set[int], seconds: float = 20) -> set[int]:
     deadline = time.monotonic() + seconds
     while (left := {pid for pid in pids if Path(f"/proc/{pid}").exists()}) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -144,7 +144,7 @@ def test_ctrl_c_then_the_same_command_continues(folder: Path, wish: signal.Signa
     assert process.returncode == 130, said
     assert "Traceback" not in said
     assert "the same command continues" in said
-    assert not _gone(children)
+    assert not _still_there(children)
     before = fold(read_ledger(folder / "studies" / "tiny"))
     assert before.outcome == "interrupted"
     assert before.trials[0].epoch >= 3
@@ -196,4 +196,4 @@ def test_ui_serves_and_ends_with_its_children(tmp_path: Path, wish: signal.Signa
         process.send_signal(wish)
     assert process.wait(30) == 0
     assert children
-    assert not _gone(children)
+    assert not _still_there(children)
