@@ -59,8 +59,8 @@ def _pair(x: Codes, y: Codes) -> tuple[Codes, Codes, tuple[int, ...]]:
     """Flat operands of the common shape."""
     if x.shape == y.shape:
         return _flat(x), _flat(y), x.shape
-    x, y = np.broadcast_arrays(x, y)
-    return _flat(x), _flat(y), x.shape
+    shape = np.broadcast_shapes(x.shape, y.shape)
+    return _flat(np.broadcast_to(x, shape)), _flat(np.broadcast_to(y, shape)), shape
 
 
 @lru_cache(maxsize=32)

@@ -139,6 +139,19 @@ class LNSFormat:
             raise ValueError(f"format {name!r}: not one of {', '.join(PRESETS)} and not of the form lns(bits,fraction_bits)")
         return LNSFormat(int(match[1]), int(match[2]))
 
+    @staticmethod
+    def of(fmt: LNSFormat | str) -> LNSFormat:
+        """``fmt`` itself, or the format of that name.
+
+        Raises:
+            ValueError: neither a format nor the name of one.
+        """
+        if isinstance(fmt, LNSFormat):
+            return fmt
+        if not isinstance(fmt, str):
+            raise ValueError(f"format {fmt!r}: must be an LNSFormat such as lns_ops.lns12, or its name")
+        return LNSFormat.parse(fmt)
+
     def codes(self) -> NDArray[np.int16]:
         """Every code of the format in ascending order of value (int16, ``2^bits - 1`` of them)."""
         magnitudes = np.arange(1, self.field_mask + 1)

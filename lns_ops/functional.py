@@ -134,8 +134,10 @@ def encode(x: Tensor, fmt: LNSFormat) -> Tensor:
     """int16 codes nearest to ``x`` in logarithm, same shape.
 
     Raises:
-        ValueError: ``x`` holds a NaN or an infinity.
+        ValueError: ``x`` is complex, or holds a NaN or an infinity (``NonFiniteError``).
     """
+    if x.is_complex():
+        raise ValueError(f"{x.dtype} tensor to encode: LNS values are real; encode x.real and x.imag apart")
     return _OPS.encode(x, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
 
 

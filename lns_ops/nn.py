@@ -83,11 +83,15 @@ def _decode_inputs(module: nn.Module, inputs: Any) -> Any:
     return tuple(x.to_float() if isinstance(x, LNSTensor) else x for x in inputs)
 
 
-def _convert_everywhere(module: nn.Module, fmt: LNSFormat) -> None:
+def _convert_everywhere(module: nn.Module, fmt: LNSFormat, encoded: dict[nn.Parameter, nn.Parameter]) -> None:
+    """``encoded`` maps parameters to their LNS forms, so that layers which share one go on sharing it."""
     for name, parameter in list(module._parameters.items()):
-        if parameter is not None:
-            encoded = LNSTensor(lns.encode(parameter.detach(), fmt), fmt)
-            setattr(module, name, nn.Parameter(encoded, requires_grad=parameter.requires_grad))
+        if parameter is None:
+            continue
+        if parameter not in encoded:
+            values = LNSTensor(lns.encode(parameter.detach(), fmt), fmt)
+            encoded[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+        setattr(module, name, encoded[parameter])
     module.register_forward_pre_hook(_encode_inputs(fmt))
 
 
@@ -101,13 +105,16 @@ def _owns_parameters(module: nn.Module) -> bool:
 
 
 def convert_(
-    module: nn.Module, fmt: LNSFormat, scope: str = "matmul", filter_fn: Callable[[nn.Module, str], bool] | None = None
+    module: nn.Module,
+    fmt: LNSFormat | str,
+    scope: str = "matmul",
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
 ) -> nn.Module:
     """Convert ``module`` and its submodules to LNS in place; weights are kept (rounded to ``fmt`` in scope ``everywhere``).
 
     Args:
         module: its layers that own parameters must be ``nn.Linear``, or be left out by ``filter_fn``.
-        fmt: the LNS format.
+        fmt: the LNS format, or its name.
         scope: ``matmul`` or ``everywhere``, see the head of this file.
         filter_fn: ``filter_fn(submodule, name) -> bool``, True to convert; name is the dotted path, "" for ``module`` itself.
 
@@ -122,6 +129,7 @@ def convert_(
     """
     if scope not in SCOPES:
         raise ValueError(f"scope={scope!r}: must be one of {', '.join(SCOPES)}")
+    fmt = LNSFormat.of(fmt)
     owners = [(name, m) for name, m in module.named_modules() if _owns_parameters(m)]
     chosen = [(name, m) for name, m in owners if filter_fn is None or filter_fn(m, name)]
     for name, layer in chosen:
@@ -130,12 +138,17 @@ def convert_(
                 f"layer {name or '(root)'!r} is a {type(layer).__name__}: convert_ handles nn.Linear; leave it out with "
                 f"filter_fn=lambda module, name: isinstance(module, nn.Linear)"
             )
+        if any(isinstance(parameter, LNSTensor) for parameter in layer.parameters(recurse=False)):
+            raise ValueError(
+                f"layer {name or '(root)'!r}: is LNS already; convert a module once, or leave the layer out with filter_fn"
+            )
+    encoded: dict[nn.Parameter, nn.Parameter] = {}
     for _, layer in chosen:
         if scope == "matmul":
             assert isinstance(layer, nn.Linear)
             _convert_matmul(layer, fmt)
         else:
-            _convert_everywhere(layer, fmt)
+            _convert_everywhere(layer, fmt, encoded)
     if scope == "everywhere":
         for _, layer in set(owners) - set(chosen):
             layer.register_forward_pre_hook(_decode_inputs)

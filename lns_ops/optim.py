@@ -68,6 +68,7 @@ class SGD(torch.optim.Optimizer):
         for group in self.param_groups:
             for fmt in {p.fmt for p in group["params"] if isinstance(p, LNSTensor)}:
                 _scalar_code("lr", -group["lr"], fmt)
+                _scalar_code("momentum", group["momentum"], fmt)
 
     @overload
     def step(self, closure: None = None) -> None: ...

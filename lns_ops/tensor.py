@@ -52,13 +52,13 @@ class LNSTensor(torch.Tensor):
         self.fmt = fmt
 
     @staticmethod
-    def from_float(x: Tensor, fmt: LNSFormat = lns16) -> LNSTensor:
-        """Encode ``x`` (any real dtype); differentiable, the gradient comes back as float32.
+    def from_float(x: Tensor, fmt: LNSFormat | str = lns16) -> LNSTensor:
+        """Encode ``x`` (any real dtype) in ``fmt`` (a format or its name); differentiable, the gradient comes back as float32.
 
         Raises:
             ValueError: ``x`` holds a NaN or an infinity.
         """
-        return _FromFloat.apply(x, fmt)  # type: ignore[no-untyped-call, no-any-return]
+        return _FromFloat.apply(x, LNSFormat.of(fmt))  # type: ignore[no-untyped-call, no-any-return]
 
     def to_float(self) -> Tensor:
         """The values as float32; differentiable, the gradient is encoded in this tensor's format."""
@@ -165,6 +165,15 @@ def _operands(name: Any, x: Any, y: Any) -> tuple[Tensor, Tensor, LNSFormat]:
     return codes[0], codes[1], fmt
 
 
+def _check_broadcast(name: str, x: Tensor, y: Tensor) -> None:
+    try:
+        torch.broadcast_shapes(x.shape, y.shape)
+    except RuntimeError:
+        raise ValueError(
+            f"{name} of shapes {tuple(x.shape)} and {tuple(y.shape)}: they do not broadcast; sizes must agree or be 1, from the last on"
+        ) from None
+
+
 @_handles(
     aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default, aten._unsafe_view.default, aten.expand.default,
     aten.detach.default, aten.alias.default, aten.clone.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
@@ -225,6 +234,8 @@ _BINARY: dict[str, Callable[[Tensor, Tensor, LNSFormat], Tensor]] = {
 def _binary(func: Any, x: Any, y: Any, alpha: Any = 1) -> LNSTensor:
     name = func._schema.name.removeprefix("aten::")
     x_codes, y_codes, fmt = _operands(name, x, y)
+    if x_codes.shape != y_codes.shape:
+        _check_broadcast(name, x_codes, y_codes)
     if alpha != 1:
         y_codes = lns.mul(*_operands(name, LNSTensor(y_codes, fmt), alpha))
     return LNSTensor(_BINARY[name](x_codes, y_codes, fmt), fmt)

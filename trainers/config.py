@@ -28,7 +28,7 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 def _at_least(name: str, value: int, low: int) -> None:
     if value < low:
-        raise ValueError(f"{name}={value}: must be at least {low}")
+        raise ValueError(f"{name}={value}: must be at least {low}; raise it")
 
 
 def _finite(name: str, value: float, low: float, remedy: str) -> None:
@@ -148,6 +148,8 @@ class TrialConfig:
         for name in ("epochs", "batch_size", "workers", "threads"):
             _at_least(name, getattr(self, name), 1)
         _at_least("seed", self.seed, 0)
+        if self.seed >= 1 << 32:
+            raise ValueError(f"seed={self.seed}: must be below 2^32 = {1 << 32}; use for example 0, 1, 2")
         if self.batch_size % self.workers:
             raise ValueError(
                 f"batch_size={self.batch_size}, workers={self.workers}: {self.batch_size} / {self.workers} is no whole number of "

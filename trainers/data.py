@@ -22,6 +22,7 @@ import struct
 import tempfile
 import urllib.error
 import urllib.request
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -87,12 +88,15 @@ class DatasetInfo:
 
 
 def _content(path: Path) -> bytes:
-    raw = path.read_bytes()
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
     if path.suffix != ".gz":
         return raw
     try:
         return gzip.decompress(raw)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: not a whole gzip file ({error}); delete it and download it again") from None
 
 

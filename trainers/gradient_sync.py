@@ -17,8 +17,20 @@ from lns_ops import LNSTensor
 from lns_ops import functional as lns
 
 
-def sum_gradients_(parameters: Iterable[Tensor]) -> None:
-    """Replace each parameter's gradient by its sum over all ranks; the default process group must exist."""
+def sum_gradients_(parameters: Iterable[Tensor], finite: bool = True) -> bool:
+    """Replace each parameter's gradient by its sum over all ranks; the default process group must exist.
+
+    Args:
+        parameters: of the model, the same on every rank.
+        finite: False on a rank whose loss is not finite, which may have no gradients.
+
+    Returns:
+        Whether all ranks were finite; where one was not, no gradient is touched.
+    """
+    all_finite = torch.tensor([int(finite)])
+    dist.all_reduce(all_finite, op=dist.ReduceOp.MIN)
+    if not all_finite:
+        return False
     gradients = [p.grad for p in parameters if p.grad is not None]
     codes = [g for g in gradients if isinstance(g, LNSTensor)]
     floats = [g for g in gradients if not isinstance(g, LNSTensor)]
@@ -26,6 +38,7 @@ def sum_gradients_(parameters: Iterable[Tensor]) -> None:
         _sum_codes_(codes)
     if floats:
         _sum_floats_(floats)
+    return True
 
 
 def _sum_floats_(gradients: list[Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from lns_ops import NonFiniteError
 from trainers.data import Split
 
 EVALUATION_BATCH = 2_000
@@ -35,16 +37,35 @@ class Tally:
 
 
 def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Split, synchronize: Callable[[Iterable[Tensor]], None] | None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Split,
+    synchronize: Callable[[Iterable[Tensor], bool], bool] | None,
 ) -> tuple[float, int]:
-    """Forward, backward, sum gradients over the ranks, update; returns the batch's summed loss and wrong answers before it."""
+    """Forward, backward, sum gradients over the ranks, update; returns the batch's summed loss and wrong answers before it.
+
+    ``synchronize(parameters, finite)`` sums the gradients where every rank's loss is finite and says whether it is. Where one is
+    not, no rank updates and all return a NaN loss.
+    """
     optimizer.zero_grad(set_to_none=True)
-    logits = model(batch.x)
-    loss = F.cross_entropy(logits, batch.y, reduction="sum")
-    loss.backward()
+    loss, wrong = _forward_backward(model, batch)
+    finite = math.isfinite(loss)
     if synchronize is not None:
-        synchronize(model.parameters())
+        finite = synchronize(model.parameters(), finite)
+    if not finite:
+        return math.nan, wrong
     optimizer.step()
+    return loss, wrong
+
+
+def _forward_backward(model: nn.Module, batch: Split) -> tuple[float, int]:
+    """Summed loss and wrong answers; NaN where a float part of the model has overflowed on its way into LNS."""
+    try:
+        logits = model(batch.x)
+        loss = F.cross_entropy(logits, batch.y, reduction="sum")
+        loss.backward()
+    except NonFiniteError:
+        return math.nan, len(batch.y)
     return loss.item(), int((logits.argmax(1) != batch.y).sum())
 
 

@@ -20,13 +20,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import lns_ops.cpu
 from lns_ops import LNSTensor, NonFiniteError
 from trainers.checkpoint import load_checkpoint, save_checkpoint
 from trainers.config import TrialConfig
-from trainers.data import Split, batches, load
+from trainers.data import DatasetInfo, Split, batches, load
 from trainers.gradient_sync import sum_gradients_
 from trainers.init import initialize_
 from trainers.models import build
@@ -38,6 +38,25 @@ def set_threads(threads: int) -> None:
     """Compute with so many CPU threads in this process, in torch and in the LNS kernels."""
     torch.set_num_threads(threads)
     lns_ops.cpu.set_num_threads(threads)
+
+
+def check(config: TrialConfig, info: DatasetInfo) -> None:
+    """Refuse what could only fail, before any process starts.
+
+    Args:
+        config: the trial.
+        info: its data, from :func:`trainers.data.prepare`.
+
+    Raises:
+        ValueError: a batch larger than the training set, or a learning rate or momentum that underflows in the LNS format.
+    """
+    _check_batch(config, info.train)
+    make_optimizer(apply_precision(nn.Linear(1, 1), config.precision), config.optimizer, config.precision, config.batch_size)
+
+
+def _check_batch(config: TrialConfig, examples: int) -> None:
+    if examples < config.batch_size:
+        raise ValueError(f"batch_size={config.batch_size}: there are {examples} training examples; use a smaller batch")
 
 
 class Training:
@@ -58,10 +77,7 @@ class Training:
         set_threads(config.threads)
         self.config, self.rank, self.world_size = config, rank, world_size
         self.data = load(config.data)
-        if len(self.data.train.y) < config.batch_size:
-            raise ValueError(
-                f"batch_size={config.batch_size}: there are {len(self.data.train.y)} training examples; use a smaller batch"
-            )
+        _check_batch(config, len(self.data.train.y))
         inputs, classes = self.data.train.x.shape[1], int(self.data.train.y.max()) + 1
         model = initialize_(build(config.model, inputs, classes), config.seed)
         self.model = apply_precision(model, config.precision)
@@ -102,12 +118,9 @@ class Training:
             rank=self.rank,
             world_size=self.world_size,
         ):
-            try:
-                loss, wrong = train_step(self.model, self.optimizer, batch, synchronize)
-            except NonFiniteError:
-                loss, wrong = math.nan, len(batch.y)
+            loss, wrong = train_step(self.model, self.optimizer, batch, synchronize)
             tally.add(loss, wrong, len(batch.y))
-            if not math.isfinite(loss) and self.world_size == 1:
+            if not math.isfinite(loss):
                 self.diverged = True
                 break
         return tally

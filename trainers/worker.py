@@ -18,8 +18,6 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from trainers.config import TrialConfig
 from trainers.training import Training
 
-MAX_FAILURES = 3
-
 
 def train_loop(values: dict[str, Any]) -> None:
     """What every worker runs; ``values`` is ``TrialConfig.to_dict()``. Reports each epoch's metrics, the last one's with ``test/*``."""
@@ -46,12 +44,15 @@ def resources(config: TrialConfig) -> list[dict[str, float]]:
     return [{"CPU": float(config.threads)}] * config.workers
 
 
-def build_trainer(config: TrialConfig, *, storage_path: str, name: str, callbacks: Sequence[Any] = ()) -> TorchTrainer:
+def build_trainer(
+    config: TrialConfig, *, storage_path: str, name: str, callbacks: Sequence[Any] = (), max_failures: int = 3
+) -> TorchTrainer:
     """The TorchTrainer of ``config``; ``.fit()`` runs it.
 
     Args:
         storage_path: absolute folder or URI where Ray Train keeps checkpoints.
         name: of the run below it; the same name continues an earlier run.
+        max_failures: how often a group with a dead worker starts again from its last checkpoint.
         callbacks: ``ray.train.UserCallback``s, such as Ray Tune's ``TuneReportCallback``.
     """
     return TorchTrainer(
@@ -62,7 +63,7 @@ def build_trainer(config: TrialConfig, *, storage_path: str, name: str, callback
         run_config=RunConfig(
             storage_path=storage_path,
             name=name,
-            failure_config=FailureConfig(max_failures=MAX_FAILURES),
+            failure_config=FailureConfig(max_failures=max_failures),
             checkpoint_config=CheckpointConfig(num_to_keep=2),
             callbacks=list(callbacks),
         ),

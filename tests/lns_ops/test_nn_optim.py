@@ -56,8 +56,18 @@ def test_conversion_is_refused_before_anything_changes() -> None:
     with pytest.raises(ValueError, match="layer '1' is a Conv1d"):
         convert_(model, lns12)
     assert type(model[0]) is nn.Linear
+    with pytest.raises(ValueError, match="layer '0': is LNS already"):
+        convert_(convert_(net(), "lns12", scope="everywhere"), lns12, scope="everywhere")
     with pytest.raises(ValueError, match="scope='all': must be one of matmul, everywhere"):
         convert_(net(), lns12, scope="all")
+
+
+def test_tied_weights_stay_tied() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    convert_(model, lns12, scope="everywhere")
+    assert model[1].weight is model[0].weight
+    assert model[1].bias is not model[0].bias
 
 
 @pytest.mark.parametrize("fmt", [lns16, lns12, LNSFormat(16, 10)], ids=str)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -27,11 +26,6 @@ def equal(result: Tensor, codes: np.ndarray) -> None:
     assert isinstance(result, LNSTensor)
     assert result.shape == codes.shape
     np.testing.assert_array_equal(result.codes.numpy(), codes)
-
-
-BINARY: list[tuple[Callable[[Tensor, Tensor], Tensor], Callable[..., np.ndarray]]] = [
-    (torch.add, reference.add), (lambda x, y: x - y, reference.sub), (torch.mul, reference.mul), (lambda x, y: x / (y * y + 1), None),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
@@ -213,6 +207,14 @@ def test_errors_name_value_rule_and_remedy() -> None:
         LNSTensor.from_float(torch.tensor([float("nan")]), lns12)
     with pytest.raises(ValueError, match="division by zero"):
         x / 0
+    with pytest.raises(ValueError, match=r"add of shapes \(3,\) and \(2,\): they do not broadcast"):
+        x + random((2,), lns12)
+    with pytest.raises(ValueError, match="LNS values are real"):
+        LNSTensor.from_float(torch.ones(2, dtype=torch.complex64), lns12)
+    with pytest.raises(ValueError, match="'lns13': not one of"):
+        LNSTensor.from_float(torch.ones(2), "lns13")
+    with pytest.raises(ValueError, match="format 12: must be an LNSFormat"):
+        LNSTensor.from_float(torch.ones(2), 12)
     with pytest.raises(ValueError, match="its dtype is its format"):
         x.half()
     with pytest.raises(ValueError, match="codes are int16"):

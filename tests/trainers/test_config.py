@@ -32,6 +32,7 @@ def test_round_trip_through_plain_values() -> None:
         (OptimizerConfig, {"momentum": 1.0}, r"optimizer.momentum=1.0: must be below 1"),
         (TrialConfig, {"epochs": 0}, r"epochs=0: must be at least 1"),
         (TrialConfig, {"seed": -1}, r"seed=-1"),
+        (TrialConfig, {"seed": 2**32}, r"seed=4294967296: must be below 2\^32"),
         (TrialConfig, {"workers": 3, "batch_size": 128}, r"batch_size=128, workers=3: 128 / 3 is no whole number"),
     ],
 )

@@ -141,8 +141,9 @@ def test_a_given_root_must_hold_the_files(small_mnist: Path) -> None:
 
 def damage(path: Path, how: str) -> None:
     content = gzip.decompress(path.read_bytes())
-    if how == "gzip":
-        path.write_bytes(path.read_bytes()[:-20])
+    raw = path.read_bytes()
+    if how in ("gzip", "deflate"):
+        path.write_bytes(raw[:-20] if how == "gzip" else raw[:12] + bytes(len(raw) - 12))
         return
     changed = {
         "magic": struct.pack(">i", 1234) + content[4:],
@@ -156,9 +157,16 @@ def damage(path: Path, how: str) -> None:
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("gzip", "not a whole gzip file"), ("magic", "magic number 1234, must be 20"), ("short", "truncated"), ("long", "bytes, must be"),
-     ("empty", "magic number None"), ("pixel", "SHA-256 .* corrupt")],
-)  # fmt: skip
+    [
+        ("gzip", "not a whole gzip file"),
+        ("deflate", "not a whole gzip file"),
+        ("magic", "magic number 1234, must be 20"),
+        ("short", "truncated"),
+        ("long", "bytes, must be"),
+        ("empty", "magic number None"),
+        ("pixel", "SHA-256 .* corrupt"),
+    ],
+)
 @pytest.mark.parametrize("name", list(FILES))
 def test_damaged_files_are_refused(small_mnist: Path, name: str, how: str, said: str) -> None:
     path = small_mnist / f"{name}.gz"

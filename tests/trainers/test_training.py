@@ -13,9 +13,10 @@ import torch
 from lns_ops import LNSTensor
 from trainers.checkpoint import STATE, load_checkpoint, save_checkpoint
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
+from trainers.data import prepare
 from trainers.init import initialize_
 from trainers.models import build
-from trainers.training import Training
+from trainers.training import Training, check
 
 PRECISIONS = {
     "float32": PrecisionConfig(),
@@ -78,12 +79,24 @@ def test_divergence_is_a_result(precision: str, tmp_path: Path) -> None:
     metrics = [training.train_epoch() for _ in range(2)][-1]
     assert training.diverged
     assert math.isnan(metrics["train/loss"])
-    assert math.isnan(metrics["validation/loss"])
+    assert not math.isfinite(metrics["validation/loss"])
     assert metrics["validation/error"] > 0.8
     training.save(tmp_path)
     again = Training(training.config)
     again.restore(tmp_path)
     assert again.diverged
+
+
+def test_what_can_only_fail_is_known_beforehand() -> None:
+    info = prepare(DataConfig(name="digits"))
+    check(config(), info)
+    for changes, said in (
+        ({"batch_size": 2000}, "batch_size=2000: there are 1200"),
+        ({"optimizer": OptimizerConfig(lr=1e-5)}, "lr=2e-07: underflows"),
+        ({"optimizer": OptimizerConfig(lr=0.5, momentum=1e-9)}, "momentum=1e-09: underflows"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            check(config(**changes), info)
 
 
 def test_batch_larger_than_the_data_is_refused() -> None:
