@@ -32,10 +32,21 @@ import torch
 
 from lns_ops import cpu
 from lns_ops.format import LNSFormat, lns12, lns16
+from trainers.config import ModelConfig, OptimizerConfig, PrecisionConfig
+from trainers.data import Split
+from trainers.models import build
+from trainers.precision import apply_precision, make_optimizer
+from trainers.step import train_step
 
 SHAPES = [(128, 784, 512), (512, 512, 512)]
 ELEMENTS = 1_000_000
 PARAMETERS = 400_000
+STEPS = {
+    "float32": PrecisionConfig(),
+    "lns12 matmul": PrecisionConfig(format="lns12", scope="matmul"),
+    "lns12 everywhere": PrecisionConfig(format="lns12"),
+    "lns12 everywhere + kahan": PrecisionConfig(format="lns12", kahan_sum=True),
+}
 
 PEER_SCRIPT = """
 import json, os, sys, time
@@ -189,6 +200,20 @@ def updates() -> None:
             line(f"{name}, {fmt}", got, "M/s", float32 if name == "SGD with momentum" else None)
 
 
+def steps() -> None:
+    """One training step of a 784-128-10 net on a batch of 128 random examples, forward to update."""
+    batch = Split(torch.rand(128, 784), torch.randint(0, 10, (128,)))
+    recipe, milliseconds = OptimizerConfig(lr=0.1), {}
+    for label, precision in STEPS.items():
+        model = apply_precision(build(ModelConfig(hidden=[128]), 784, 10), precision)
+        optimizer = make_optimizer(model, recipe, precision, batch_size=128)
+        milliseconds[label] = 1e3 / rate(partial(train_step, model, optimizer, batch, None), 1.0)
+        ratio = milliseconds[label] / milliseconds["float32"]
+        print(
+            f"  step of 784-128-10, batch 128, {label:<27}{milliseconds[label]:9.2f} ms    {ratio:8.2f} times float32", flush=True
+        )
+
+
 def start_up() -> None:
     """Import and first call, kernels already compiled, in fresh interpreters."""
     script = (
@@ -246,6 +271,7 @@ def main() -> None:
             ours = rates
         elementwise()
         updates()
+        steps()
     print("start-up")
     start_up()
     if options.peers:
