@@ -8,6 +8,7 @@ not relied on. Events, each with ``event`` and ``time`` (seconds since 1970)::
     report      a trial finished an epoch                       trial, epoch, metrics
     checkpoint  a trial's state is on disk                      trial, epoch, path
     restarted   a trial's process died and will be restarted    trial, error
+    damaged     a trial's checkpoint could not be read          trial, error
     finished    a trial is done                                 trial, metrics (test/...)
     failed      a trial is given up                             trial, error
     ended       the run is over                                 outcome: finished, failed or interrupted

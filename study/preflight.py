@@ -1,4 +1,4 @@
-"""Everything that can be known to fail is tried before any work starts: folder, ledger, data, CPUs, tracking store.
+"""Everything that can be known to fail is tried before any work starts: folder, data, trials, CPUs, tracking store.
 
 Each check raises ``ValueError`` with the value, the rule and the remedy; the command line prints it and exits with code 2.
 """
@@ -9,13 +9,16 @@ import dataclasses
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from study.config import StudyConfig
 from study.plan import Plan
 from study.state import StudyState
 from study.tracking import check_tracking
 from trainers.config import DataConfig, TrialConfig
+
+if TYPE_CHECKING:
+    from trainers.data import DatasetInfo
 
 
 def preflight(plan: Plan) -> list[dict[str, Any]]:
@@ -28,8 +31,9 @@ def preflight(plan: Plan) -> list[dict[str, Any]]:
     check_writable(plan.study.folder, "storage")
     check_cpus(plan)
     data = describe_data(plan)
+    check_trials(plan, data)
     check_tracking(plan.study.tracking)
-    return data
+    return [dataclasses.asdict(info) for info in data.values()]
 
 
 def check_writable(folder: Path, key: str) -> None:
@@ -74,7 +78,7 @@ def cpus_of(config: TrialConfig) -> int:
     return config.workers * config.threads
 
 
-def describe_data(plan: Plan) -> list[dict[str, Any]]:
+def describe_data(plan: Plan) -> dict[DataConfig, DatasetInfo]:
     """Check the files of each distinct data set and describe it (name, source, digest, sizes).
 
     Raises:
@@ -83,7 +87,22 @@ def describe_data(plan: Plan) -> list[dict[str, Any]]:
     from trainers.data import prepare  # loads torch
 
     distinct: dict[DataConfig, None] = dict.fromkeys(trial.config.data for trial in plan.trials)
-    return [dataclasses.asdict(prepare(config)) for config in distinct]
+    return {config: prepare(config) for config in distinct}
+
+
+def check_trials(plan: Plan, data: dict[DataConfig, DatasetInfo]) -> None:
+    """What the data and the number format forbid a trial: too large a batch, a learning rate that underflows.
+
+    Raises:
+        ValueError: the first trial that could only fail.
+    """
+    from trainers.training import check  # loads torch
+
+    for trial in plan.trials:
+        try:
+            check(trial.config, data[trial.config.data])
+        except ValueError as error:
+            raise ValueError(f"row {trial.row!r}: {error}") from None
 
 
 def check_same_data(data: list[dict[str, Any]], before: StudyState) -> None:

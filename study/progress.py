@@ -121,7 +121,12 @@ def describe(event: Event, trial: TrialState | None) -> str:
         return f"{name}: epoch {event['epoch']}/{trial.epochs}, validation error {percent(error)}"
     if event["event"] == "finished":
         return f"{name}: finished, test error {percent(event['metrics'].get('test/error', float('nan')))}"
-    phrases = {"started": "started", "restarted": "its process died, starting it again", "failed": "FAILED"}
+    phrases = {
+        "started": "started",
+        "restarted": "its process died, starting it again",
+        "damaged": "a checkpoint is damaged, going on from an earlier one or from the start; the result is the same",
+        "failed": "FAILED",
+    }
     text = phrases.get(event["event"], "")
     reason = f" ({event['error']})" if event.get("error") else ""
     return f"{name}: {text}{reason}" if text else ""

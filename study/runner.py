@@ -2,7 +2,7 @@
 
 Tune schedules and restarts; the ledger decides what is left to do. Each run is a new Tune experiment (``attempts/0001`` ...),
 because Tune cannot be trusted to resume its own: its snapshots lag by seconds. Trials that the ledger calls finished are left
-out, interrupted ones begin at the last checkpoint that the ledger names and that is still on disk.
+out, interrupted ones begin at the last whole checkpoint that the ledger names and that is still on disk.
 
 In-process trials run first, then gangs, at most as many at a time as fit whole, so that no gang waits for another's CPUs.
 """
@@ -134,7 +134,7 @@ def _tune(study: StudyConfig, trials: list[PlannedTrial], ledger: Ledger, state:
     from study.tune_callback import LedgerCallback
 
     gang = name == "gang"
-    plans = [_to_plan(trial, state, study.folder) for trial in trials]
+    plans = [_to_plan(trial, state, study) for trial in trials]
     trainable = (
         tune.with_resources(executors.gang_trial, executors.DRIVER_RESOURCES)
         if gang
@@ -190,11 +190,17 @@ def concurrency(study: StudyConfig, trials: list[PlannedTrial]) -> int | None:
     return min(fit, study.max_concurrent or fit)
 
 
-def _to_plan(trial: PlannedTrial, state: StudyState, folder: Path) -> dict[str, Any]:
+def _to_plan(trial: PlannedTrial, state: StudyState, study: StudyConfig) -> dict[str, Any]:
     """What an executor needs; see :class:`study.trial.InProcessTrial`."""
     gang = trial.config.workers > 1
-    resume_from = None if gang else state.known[trial.id].last_checkpoint()
-    return {"id": trial.id, "config": trial.config.to_dict(), "resume_from": resume_from, "storage": str(folder / "train")}
+    resume_from = [] if gang else state.known[trial.id].checkpoints_left()
+    return {
+        "id": trial.id,
+        "config": trial.config.to_dict(),
+        "resume_from": resume_from,
+        "storage": str(study.folder / "train"),
+        "max_failures": study.max_failures,
+    }
 
 
 def _name_trial(trial: Any) -> str:

@@ -62,9 +62,9 @@ class TrialState:
             if name in self.reports[epoch]["metrics"]
         }
 
-    def last_checkpoint(self) -> str | None:
-        """The newest checkpoint that is still on disk."""
-        return next((path for path in reversed(self.checkpoints) if Path(path).exists()), None)
+    def checkpoints_left(self) -> list[str]:
+        """The checkpoints that are still on disk, newest first, each once."""
+        return [path for path in dict.fromkeys(reversed(self.checkpoints)) if Path(path).exists()]
 
 
 @dataclass(kw_only=True)

@@ -14,32 +14,41 @@ without a break.
 
 from __future__ import annotations
 
+import json
+import time
 from pathlib import Path
 from typing import Any
 
 from ray import tune
+from ray.train import TrainingFailedError
 from ray.tune.integration.ray_train import TuneReportCallback
 
+from study.tune_callback import DAMAGED, REFUSED
+from trainers.checkpoint import load_checkpoint
 from trainers.config import TrialConfig
 from trainers.training import Training
 
 DRIVER_RESOURCES = {"node:__internal_head__": 0.001}
 """A sliver of the head node: places the driver without taking a CPU."""
 
+SNAPSHOT = "checkpoint_manager_snapshot.json"
+"""In a Ray Train run's folder: which checkpoint it will continue from."""
+
 
 class InProcessTrial(tune.Trainable):  # type: ignore[misc]
     """One trial in the process of one Ray actor; ``step`` trains one epoch.
 
-    The Tune config has one key, ``plan``: ``id``, ``config`` (``TrialConfig.to_dict()``) and ``resume_from`` (a checkpoint
-    folder of an earlier run of the study, or None).
+    The Tune config has one key, ``plan``: ``id``, ``config`` (``TrialConfig.to_dict()``) and ``resume_from`` (checkpoint folders of
+    earlier runs of the study, newest first).
+
+    A ``ValueError`` says what cannot work, so a second try would not either: it ends the trial with a result that has the message
+    under :data:`REFUSED`, where an exception would make Tune start the trial again.
     """
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Build the trial, continued from ``resume_from`` if there is one."""
-        plan = config["plan"]
-        self._training = Training(TrialConfig.from_dict(plan["config"]))
-        if plan["resume_from"] is not None:
-            self._training.restore(Path(plan["resume_from"]))
+        """Build the trial, continued from the newest whole checkpoint in ``resume_from``."""
+        self._plan = config["plan"]
+        self._begin(self._plan["resume_from"])
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Take the next trial in this process."""
@@ -48,30 +57,106 @@ class InProcessTrial(tune.Trainable):  # type: ignore[misc]
 
     def step(self) -> dict[str, Any]:
         """Train one epoch; after the last, test. A trial restored after its last epoch only tests."""
+        skipped = {DAMAGED: self._damaged} if self._damaged else {}
+        self._damaged = ""
+        try:
+            return skipped | ({"done": True, REFUSED: self._refusal} if self._refusal else self._step())
+        except ValueError as error:
+            self._refusal = str(error)
+            return skipped | {"done": True, REFUSED: self._refusal}
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Write the trial's whole state; of one that was refused there is none."""
+        if not self._refusal:
+            self._training.save(Path(checkpoint_dir))
+
+    def load_checkpoint(self, checkpoint: str) -> None:
+        """Continue from a checkpoint that :meth:`save_checkpoint` wrote; from an older one if that is damaged."""
+        self._begin([checkpoint, *self._plan["resume_from"]])
+
+    def _begin(self, checkpoints: list[str]) -> None:
+        self._refusal = self._damaged = ""
+        try:
+            self._training, self._damaged = begin(TrialConfig.from_dict(self._plan["config"]), checkpoints)
+        except ValueError as error:
+            self._refusal = str(error)
+
+    def _step(self) -> dict[str, Any]:
         epochs = self._training.config.epochs
         metrics: dict[str, Any] = self._training.train_epoch() if self._training.epoch < epochs else {"epoch": epochs}
         done = self._training.epoch >= epochs
         return {**metrics, **(self._training.test() if done else {}), "done": done}
 
-    def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Write the trial's whole state."""
-        self._training.save(Path(checkpoint_dir))
 
-    def load_checkpoint(self, checkpoint: str) -> None:
-        """Continue from a checkpoint that :meth:`save_checkpoint` wrote."""
-        self._training.restore(Path(checkpoint))
+def begin(config: TrialConfig, checkpoints: list[str]) -> tuple[Training, str]:
+    """A trial continued from the first whole one of ``checkpoints``, from scratch if there is none; the result is the same.
+
+    Returns:
+        The trial, and what is wrong with the checkpoints before that one ("" if nothing).
+
+    Raises:
+        ValueError: the trial cannot be built.
+    """
+    damaged: list[str] = []
+    for path in checkpoints:
+        training = Training(config)
+        try:
+            training.restore(Path(path))
+        except Exception as error:  # whatever a damaged file leads to, the epochs can be computed again
+            damaged.append(" ".join(str(error).split()) or type(error).__name__)
+        else:
+            return training, "; ".join(damaged)
+    return Training(config), "; ".join(damaged)
 
 
 def gang_trial(config: dict[str, Any]) -> None:
-    """Drive one data-parallel trial; ``config["plan"]`` as above, with ``storage`` for Ray Train's files."""
+    """Drive one data-parallel trial; ``config["plan"]`` as above, with ``storage`` for Ray Train's files and ``max_failures``.
+
+    Ray Train starts a gang with a dead worker again, at most ``max_failures`` times; then it gives up, and so does the study: what is
+    reported under :data:`REFUSED` Tune does not try again. Tune itself only restarts a driver whose process died.
+    """
     from trainers.worker import build_trainer
 
     plan = config["plan"]
-    trial = TrialConfig.from_dict(plan["config"])
-    trainer = build_trainer(trial, storage_path=plan["storage"], name=plan["id"], callbacks=[TuneReportCallback()])
-    result = trainer.fit()
-    if result.metrics is not None:  # a run that was complete before this driver started reports nothing by itself
-        tune.report(result.metrics)
+    if damaged := set_damaged_aside(Path(plan["storage"]) / plan["id"]):
+        tune.report({DAMAGED: damaged})
+    trainer = build_trainer(
+        TrialConfig.from_dict(plan["config"]),
+        storage_path=plan["storage"],
+        name=plan["id"],
+        callbacks=[TuneReportCallback()],
+        max_failures=plan["max_failures"],
+    )
+    try:
+        metrics = trainer.fit().metrics
+    except TrainingFailedError as error:
+        metrics = {REFUSED: describe_failure(error)}
+    if metrics is not None:  # a run that was complete before this driver started reports nothing by itself
+        tune.report(metrics)
+
+
+def set_damaged_aside(run: Path) -> str:
+    """Move a Ray Train run whose newest checkpoint is damaged out of the way, so that the gang starts from scratch.
+
+    Returns:
+        What is wrong with the checkpoint; "" if it is whole or there is none.
+    """
+    try:
+        snapshot = json.loads((run / SNAPSHOT).read_text())
+        load_checkpoint(run / snapshot["latest_checkpoint_result"]["checkpoint_dir_name"])
+    except (FileNotFoundError, KeyError, TypeError):  # not begun, or no checkpoint yet
+        return ""
+    except ValueError as error:
+        run.rename(run.with_name(f"{run.name}-damaged-{time.time_ns()}"))
+        return str(error)
+    return ""
+
+
+def describe_failure(error: TrainingFailedError) -> str:
+    """The last line of the first worker's error, which names what happened."""
+    causes = [str(cause) for cause in getattr(error, "worker_failures", {}).values()] or [str(error)]
+    lines = [line.strip() for line in causes[0].splitlines() if line.strip()]
+    return lines[-1][:500] if lines else type(error).__name__
 
 
 def in_process_resources(config: dict[str, Any]) -> tune.PlacementGroupFactory:

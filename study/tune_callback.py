@@ -12,6 +12,11 @@ from study.ledger import Ledger
 NAMESPACES = ("train/", "validation/", "test/")
 EXTRA = ("samples_per_second",)
 
+REFUSED = "refused"
+"""In a trial's last result: why it cannot work. It failed, and is not tried again."""
+DAMAGED = "damaged"
+"""In a trial's first result: which checkpoints it could not continue from, and why."""
+
 
 class LedgerCallback(tune.Callback):  # type: ignore[misc]
     """Writes what Tune tells of its trials into the ledger.
@@ -39,6 +44,8 @@ class LedgerCallback(tune.Callback):  # type: ignore[misc]
         epoch = {name: value for name, value in metrics.items() if name not in test}
         if test:
             self._tests[_id(trial)] = test
+        if result.get(DAMAGED):
+            self._ledger.append("damaged", trial=_id(trial), error=str(result[DAMAGED]))
         if epoch:
             where = {"pid": result.get("pid"), "host": result.get("hostname")}
             self._ledger.append("report", trial=_id(trial), epoch=int(result["epoch"]), metrics=epoch, **where)
@@ -47,6 +54,8 @@ class LedgerCallback(tune.Callback):  # type: ignore[misc]
 
     def on_checkpoint(self, iteration: int, trials: list[Any], trial: Any, checkpoint: Any, **info: Any) -> None:
         """A checkpoint is whole and on disk."""
+        if (trial.last_result or {}).get(REFUSED):
+            return
         epoch = int((trial.last_result or {}).get("epoch", 0))
         self._ledger.append("checkpoint", trial=_id(trial), epoch=epoch, path=str(checkpoint.path))
 
@@ -56,10 +65,12 @@ class LedgerCallback(tune.Callback):  # type: ignore[misc]
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """A trial is done; one that Tune stops at Ctrl-C comes here too, and is not."""
-        test = self._tests.get(_id(trial))
-        if test is not None:
+        test, last = self._tests.get(_id(trial)), trial.last_result or {}
+        if last.get(REFUSED):
+            self._ledger.append("failed", trial=_id(trial), error=str(last[REFUSED]))
+        elif test is not None:
             self._ledger.append("finished", trial=_id(trial), metrics=test)
-        elif (trial.last_result or {}).get("done"):
+        elif last.get("done"):
             self._ledger.append("failed", trial=_id(trial), error="the trial ended without test figures")
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:

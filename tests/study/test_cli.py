@@ -66,6 +66,11 @@ def test_dry_run_prints_every_trial_and_writes_nothing(folder: Path) -> None:
         (["trial.epochs=many"], ["many", "whole number"]),
         (["trial.precision.format=lns(3,7)"], ["fraction_bits=7", "at most 1"]),
         (["trial.data.train_size=99999"], ["train_size=99999", "1200"]),
+        (["trial.batch_size=2048"], ["row 'float32'", "batch_size=2048", "1200"]),
+        (
+            ["trial.optimizer.lr=1e-30", "baseline=null", "rows=[{label: x, overrides: {precision.format: lns12}}]"],
+            ["row 'x'", "lr=", "underflows to zero in lns12"],
+        ),
         (["trial.workers=64", "trial.batch_size=64"], ["workers=64", "64 CPUs", "cpus=2"]),
         (["storage=/proc/nowhere"], ["/proc/nowhere", "written"]),
         (["tracking_uri=http://127.0.0.1:9"], ["http://127.0.0.1:9", "no MLflow tracking store answers"]),

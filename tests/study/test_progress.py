@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from study.config import StudyConfig
-from study.progress import Clock, LiveView, PlainView, duration, percent, render
+from study.progress import Clock, LiveView, PlainView, describe, duration, percent, render
 from study.state import fold
 from tests.study.conftest import made_up_events
 
@@ -60,3 +60,9 @@ def test_durations(seconds: float, text: str) -> None:
 
 def test_percent_has_two_decimals() -> None:
     assert percent(0.021449) == "2.14 %"
+
+
+def test_a_damaged_checkpoint_is_said(tiny: Tiny) -> None:
+    trial = fold(made_up_events(tiny("progress"))).trials[0]
+    event = {"event": "damaged", "trial": trial.id, "error": "no digest"}
+    assert describe(event, trial).startswith("float32, seed 0: a checkpoint is damaged")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from study.config import StudyConfig
 from study.engine import Outcome, report_study, run_study
 from study.ledger import Event, read_ledger
-from study.state import FINISHED, TrialState, fold
+from study.state import FAILED, FINISHED, TrialState, fold
 from tests.study.conftest import SilentView
 
 Tiny = Callable[..., StudyConfig]
@@ -42,8 +42,7 @@ def results(state: Any) -> dict[str, Any]:
 
 def weights(trial: TrialState) -> dict[str, torch.Tensor]:
     """The tensors of a trial's last checkpoint."""
-    path = trial.last_checkpoint()
-    assert path is not None
+    path = trial.checkpoints_left()[0]
     (file,) = Path(path).glob("*.safetensors")
     return load_file(file)
 
@@ -139,8 +138,46 @@ def test_an_interrupted_study_continues_from_its_checkpoints(undisturbed: tuple[
     assert set(count_reports(study).values()) == {1}
 
 
+def interrupt_at(epoch: int) -> Callable[[Event], None]:
+    """Ctrl-C once a trial's checkpoint of ``epoch`` is on disk."""
+
+    def react(event: Event) -> None:
+        if event["event"] == "checkpoint" and event["epoch"] == epoch:
+            signal.raise_signal(signal.SIGINT)
+
+    return react
+
+
+@pytest.mark.parametrize("damaged", [1, 99], ids=["newest", "every"])
+def test_a_damaged_checkpoint_is_passed_over(undisturbed: tuple[StudyConfig, Outcome], tiny: Tiny, damaged: int) -> None:
+    study = tiny(f"damaged {damaged}")
+    with pytest.raises(KeyboardInterrupt):
+        run(study, interrupt_at(2))
+    (trial,) = [trial for trial in fold(read_ledger(study.folder)).trials if trial.epoch == 2]
+    for path in trial.checkpoints_left()[:damaged]:
+        (file,) = Path(path).glob("*.safetensors")
+        file.write_bytes(file.read_bytes() + b"x")
+    outcome, view = run(study)
+    assert results(outcome.state) == results(undisturbed[1].state)
+    (said,) = [event for event in view.events if event["event"] == "damaged"]
+    assert said["trial"] == trial.id
+    assert "digest" in said["error"]
+    assert not [event for event in view.events if event["event"] == "restarted"]
+
+
+def test_what_cannot_work_fails_at_once_with_its_message(ray_session: None, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("study.engine.preflight", lambda plan: [])
+    rows = "[{label: bad, overrides: {data.train_size: 99999}}, {label: good}]"
+    outcome, view = run(tiny("refused", f"rows={rows}", "baseline=null"))
+    bad, good = outcome.state.trials
+    assert (bad.status, good.status) == (FAILED, FINISHED)
+    assert bad.error.startswith("data.train_size=99999: ")
+    assert not [event for event in view.events if event["event"] == "restarted"]
+    assert not bad.checkpoints
+
+
 def test_a_trial_that_cannot_finish_is_reported_not_hidden(ray_session: None, tiny: Tiny) -> None:
-    study = tiny("hopeless", "max_failures=1")
+    study = tiny("hopeless", "max_failures=1", "trial.epochs=60")
     victim: list[str] = []
 
     def kill_always(event: Event) -> None:
@@ -152,8 +189,7 @@ def test_a_trial_that_cannot_finish_is_reported_not_hidden(ray_session: None, ti
     outcome, _ = run(study, kill_always)
     dead, alive = sorted(outcome.state.trials, key=lambda trial: trial.id != victim[0])
     assert alive.status == FINISHED
-    if dead.status == FINISHED:  # the kill may come after the last epoch's result
-        pytest.skip("the trial outran its killer")
+    assert dead.status == FAILED
     assert outcome.failed == 1
     assert "FAILED" in (outcome.report / "report.md").read_text()
 
