@@ -43,6 +43,7 @@ class RowConfig:
         published: a published test error to print beside ours, in per cent; None where there is none.
         within: the row passes if its mean test error is at most so many percentage points from the baseline row's.
         worse_by: the row passes if its mean test error is at least so many percentage points above the baseline row's.
+        comparable: like the study's, for this row: what its trials must have for figures to be comparable.
     """
 
     label: str = ""
@@ -50,6 +51,7 @@ class RowConfig:
     published: float | None = None
     within: float | None = None
     worse_by: float | None = None
+    comparable: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.label.strip():
@@ -97,8 +99,7 @@ class StudyConfig:
     max_failures: int = 3
 
     def __post_init__(self) -> None:
-        if not self.slug:
-            raise ValueError(f"name={self.name!r}: needs a letter or digit, it names a folder; use for example name=table")
+        self._check_name()
         _unique("rows", [row.label for row in self.rows] or [self.name], "give every row its own label")
         _unique("seeds", self.seeds, "use for example seeds=[0,1,2]")
         _at_least("seeds", min(self.seeds), 0, "use for example seeds=[0,1,2]")
@@ -108,6 +109,15 @@ class StudyConfig:
         _at_least("max_failures", self.max_failures, 0, "3 survives a killed worker")
         self._check_baseline()
         self._check_tracking_uri()
+
+    def _check_name(self) -> None:
+        if not self.slug:
+            raise ValueError(f"name={self.name!r}: needs a letter or digit, it names a folder; use for example name=table")
+        if "/" in self.name or ".." in self.name:
+            raise ValueError(
+                f"name={self.name!r}: must not hold / or .., it names one folder; use for example name={self.slug}, and storage=... for "
+                "another place"
+            )
 
     def _check_baseline(self) -> None:
         labels = [row.label for row in self.rows]

@@ -3,8 +3,8 @@
 The protocol: the recipe is fixed in the config before anything runs, the test error is that of the last epoch, and every seed
 counts, also one that diverged. Errors are in per cent; spread is the sample standard deviation over seeds (n - 1).
 
-The published figures are only set beside a study of the published recipe (``comparable`` in the config); anything else is a small
-budget and says so.
+The published figures are always shown, but verdicts are given only where the study has the published recipe (``comparable`` in the
+config, of the study and of each row); anything else says how it departs.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ def summarise(state: StudyState) -> Summary:
 def find_departures(study: StudyConfig, state: StudyState) -> list[str]:
     """Where trials differ from the values that make figures comparable, each once, in words."""
     found: dict[str, None] = {}
+    of_row = {row.label: row.comparable for row in study.rows}
     for trial in state.trials:
-        for key, wanted in study.comparable.items():
+        for key, wanted in (study.comparable | of_row.get(trial.row, {})).items():
             value = lookup(trial.config, key)
             if value != wanted:
                 found[f"{key} is {_show(value)}, not {_show(wanted)}"] = None

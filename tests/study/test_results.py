@@ -38,7 +38,14 @@ def test_a_row_that_misses_its_requirement_fails(monkeypatch: pytest.MonkeyPatch
     assert [row.verdict for row in summary.rows] == ["", "fail", "fail", "fail"]
 
 
-@pytest.mark.parametrize(("override", "said"), [("trial.epochs=2", "epochs is 2, not 20"), ("seeds=[0]", "1 seed a row, not 3")])
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("trial.epochs=2", "epochs is 2, not 20"),
+        ("seeds=[0]", "1 seed a row, not 3"),
+        ("precision=lns16", "precision.format is lns16, not lns12"),
+    ],
+)
 def test_a_small_budget_gets_no_verdict_and_says_why(monkeypatch: pytest.MonkeyPatch, override: str, said: str) -> None:
     summary = summarise(fold(made_up_events(full_table(monkeypatch, override), PUBLISHED)))
     assert said in summary.departures
