@@ -118,7 +118,7 @@ def _add_ui(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def _run(options: argparse.Namespace) -> int:
     from study.compose import load
 
-    study = load(options.config, options.overrides)
+    study = load(options.config, options.overrides, lambda line: print(line, file=sys.stderr))
     if options.dry_run:
         return _dry_run(study)
     from rich.console import Console

@@ -15,10 +15,11 @@ outside their range stop in the dataclasses. Both are ``ValueError`` with value,
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib.resources
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,18 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from study.config import RowConfig, StudyConfig
+from trainers.config import DataConfig
 
 SELF = "_self_"
 
 
-def load(config: str, overrides: Sequence[str] = ()) -> StudyConfig:
+def load(config: str, overrides: Sequence[str] = (), say: Callable[[str], None] = lambda line: None) -> StudyConfig:
     """The study of a config file and overrides.
 
     Args:
         config: path of a YAML file, or the name of one in ``conf/study``.
         overrides: ``key=value`` and ``group=file``.
+        say: prints one line for the user: why ``data.name=auto`` is not MNIST.
 
     Raises:
         ValueError: no such file, unknown key or bad value; the message names the value, the rule and the remedy.
@@ -46,7 +49,7 @@ def load(config: str, overrides: Sequence[str] = ()) -> StudyConfig:
     merged = _schema()
     for source, values in _layers(path, groups):
         merged = _merge(merged, values, source)
-    return _finish(_with_keys(_with_data(merged, keys), keys))
+    return _finish(_with_keys(_with_data(merged, keys, say), keys))
 
 
 def _with_keys(merged: DictConfig, keys: Sequence[str]) -> DictConfig:
@@ -55,17 +58,28 @@ def _with_keys(merged: DictConfig, keys: Sequence[str]) -> DictConfig:
     return merged
 
 
-def _with_data(merged: DictConfig, keys: Sequence[str]) -> DictConfig:
+def _with_data(merged: DictConfig, keys: Sequence[str], say: Callable[[str], None]) -> DictConfig:
     """``data.name=auto`` made concrete; where that is digits, with the study's ``digits`` overrides, which keys still win over."""
     study = _finish(_with_keys(merged, keys))
     if study.trial.data.name != "auto":
         return merged
-    from trainers.data import resolve  # loads torch
-
-    data = resolve(study.trial.data)
+    data = _resolve_auto(study.trial.data, say)
     if data.name == "digits":
         merged = _merge(merged, {"trial": _undot(study.digits, "digits")}, "digits")
     return _merge(merged, {"trial": {"data": {"name": data.name, "root": data.root}}}, "data")
+
+
+def _resolve_auto(config: DataConfig, say: Callable[[str], None]) -> DataConfig:
+    """MNIST where it is to be had, else digits, and why; one attempt to download at most."""
+    from trainers.data import resolve  # loads torch
+
+    try:
+        return resolve(dataclasses.replace(config, name="mnist"))
+    except ValueError as error:
+        if config.root is not None:
+            raise
+        say(f"MNIST is not to be had, so data.name=auto is digits: {error}")
+    return resolve(dataclasses.replace(config, name="digits"))
 
 
 def find_study(config: str) -> Path:
@@ -139,6 +153,11 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, str], list[str
                 f"override {override!r}: must be key=value, for example trial.epochs=3, seeds=[0,1] or model=mlp_128"
             )
         if name not in StudyConfig.__dataclass_fields__ and name != "study" and group_options(name):
+            if "/" in value or ".." in value:
+                raise ValueError(
+                    f"override {override!r}: must be the name of a file in conf/{name}, without folders; use one of "
+                    f"{', '.join(group_options(name))}"
+                )
             groups[name] = value
         else:
             keys.append(override)
@@ -164,8 +183,11 @@ def _layers(path: Path, swaps: dict[str, str]) -> Iterator[tuple[str, dict[str, 
             yield from _expand(_find_group(group, file, path), swaps, named)
 
 
-def _expand(path: Path, swaps: dict[str, str], named: set[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _expand(
+    path: Path, swaps: dict[str, str], named: set[str], chain: tuple[Path, ...] = ()
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """A file's groups and, at ``_self_``, its own body; a group file may list groups too. Notes the groups in ``named``."""
+    chain = _extend(chain, path)
     body = _read(path)
     groups = body.pop("groups", [])
     if not isinstance(groups, list) or not all(isinstance(entry, str) for entry in groups):
@@ -178,7 +200,16 @@ def _expand(path: Path, swaps: dict[str, str], named: set[str]) -> Iterator[tupl
             yield str(path), body
         else:
             named.add(group)
-            yield from _expand(_find_group(group, swaps.get(group, file), path), swaps, named)
+            yield from _expand(_find_group(group, swaps.get(group, file), path), swaps, named, chain)
+
+
+def _extend(chain: tuple[Path, ...], path: Path) -> tuple[Path, ...]:
+    """The files that led to ``path``, and ``path``; none may lead to itself."""
+    chain = (*chain, path.resolve())
+    if path.resolve() in chain[:-1]:
+        names = " -> ".join(f"{file.parent.name}/{file.stem}" for file in chain)
+        raise ValueError(f"{path}: groups must not lead back to their own file ({names}); take it out of one `groups` list")
+    return chain
 
 
 def _find_group(group: str, file: str, study: Path) -> Path:

@@ -70,6 +70,7 @@ def run_study(study: StudyConfig, view: View, say: Callable[[str], None]) -> Out
     check_writable(Path(study.storage).expanduser().resolve(), "storage")
     plan = make_plan(study)
     data = preflight(plan)
+    say(f"Data: {'; '.join(entry['source'] for entry in data)}")
     with ExitStack() as stack:
         ledger = stack.enter_context(Ledger(plan.study.folder))
         before = fold(ledger.history)

@@ -58,6 +58,7 @@ def make_plan(study: StudyConfig) -> Plan:
     Raises:
         ValueError: a row's overrides give no valid trial, two rows are the same trial, or the data cannot be found.
     """
+    _refuse_seed("trial.seed", study.trial.seed)
     study = _resolve_data(study)
     rows = study.rows or [RowConfig(label=study.name)]
     trials = tuple(_trial(study, row, seed) for seed in study.seeds for row in rows)
@@ -93,12 +94,18 @@ def resolve_data(config: DataConfig) -> DataConfig:
 def _trial(study: StudyConfig, row: RowConfig, seed: int) -> PlannedTrial:
     try:
         values = override_trial(study.trial.to_dict(), row.overrides, row.label)
+        _refuse_seed("seed", values["seed"])
         config = TrialConfig.from_dict(values | {"seed": seed})
     except ValueError as error:
         raise ValueError(f"row {row.label!r}: {error}") from None
     if config.data != study.trial.data:
         config = dataclasses.replace(config, data=resolve_data(config.data))
     return PlannedTrial(id=trial_id(config), row=row.label, seed=seed, config=config)
+
+
+def _refuse_seed(key: str, value: int) -> None:
+    if value != TrialConfig.seed:
+        raise ValueError(f"{key}={value}: every row runs with every one of the study's seeds; use seeds=[{value}]")
 
 
 def _refuse_twins(trials: tuple[PlannedTrial, ...]) -> None:

@@ -83,6 +83,9 @@ REFUSED = [
     (["table", "rows=[{published: 1.0}]"], ["label"]),
     (["table", "name=[a"], ["name=[a", "YAML"]),
     (["table", "name=///"], ["name='///'", "letter or digit"]),
+    (["table", "name=../mine"], ["name='../mine'", "must not hold", "name=mine"]),
+    (["table", "name=a/b"], ["name='a/b'", "name=a-b"]),
+    (["table", "model=../study/table"], ["model=../study/table", "without folders", "mlp_128"]),
     (["table", "trial=null"], ["trial"]),
     (["table", "cpus=0"], ["cpus=0", "at least 1"]),
 ]
@@ -112,8 +115,21 @@ def test_auto_data_without_mnist_are_digits_with_their_own_recipe(monkeypatch: p
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("LNS_STUDY_MNIST_URL", "http://127.0.0.1:9")
     monkeypatch.chdir(tmp_path)
-    study = load("quickstart")
+    said: list[str] = []
+    study = load("quickstart", say=said.append)
+    assert len(said) == 1
+    assert "MNIST is not to be had" in said[0]
+    assert "http://127.0.0.1:9/train-images" in said[0]
     assert (study.trial.data.name, study.trial.epochs, study.trial.batch_size) == ("digits", 40, 32)
     assert load("quickstart", ["trial.epochs=2"]).trial.epochs == 2
     with pytest.raises(ValueError, match=r"data.root=.*lacks train-images"):
         load("quickstart", [f"trial.data.root={tmp_path}"])
+
+
+def test_groups_that_lead_back_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "conf" / "study"
+    folder.mkdir(parents=True)
+    (folder / "loop.yaml").write_text("groups: [study/detour]\n")
+    (folder / "detour.yaml").write_text("groups: [study/loop]\n")
+    with pytest.raises(ValueError, match=r"study/loop -> study/detour -> study/loop"):
+        load(str(folder / "loop.yaml"))

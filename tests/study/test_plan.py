@@ -59,3 +59,9 @@ def test_a_row_with_an_impossible_format_names_the_row(tiny: Tiny) -> None:
 def test_a_study_without_rows_is_one_row(tiny: Tiny) -> None:
     plan = make_plan(tiny("plan", "rows=[]", "baseline=null"))
     assert [trial.row for trial in plan.trials] == ["plan"]
+
+
+@pytest.mark.parametrize("override", ["trial.seed=7", "rows=[{label: a, overrides: {seed: 7}}]"])
+def test_a_seed_where_it_would_be_ignored_is_refused(tiny: Tiny, override: str) -> None:
+    with pytest.raises(ValueError, match=r"seed=7: .*use seeds=\[7\]"):
+        make_plan(tiny("plan", override, "baseline=null"))

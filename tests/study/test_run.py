@@ -90,7 +90,8 @@ def test_a_second_run_trains_nothing_again(undisturbed: tuple[StudyConfig, Outco
     again = run_study(study, view, said.append)
     assert [event["event"] for event in view.events] == ["ended"]
     assert results(again.state) == results(first.state)
-    assert "2 of 2 trials are finished" in said[0]
+    assert said[0].startswith("Data: scikit-learn's handwritten digits")
+    assert "2 of 2 trials are finished" in said[1]
 
 
 def test_report_makes_the_report_again(undisturbed: tuple[StudyConfig, Outcome]) -> None:
