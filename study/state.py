@@ -99,7 +99,7 @@ class StudyState:
         return rows
 
     def apply(self, event: Event) -> None:
-        """Fold one event in. Events of unknown kinds or trials are ignored, so older readers survive newer ledgers."""
+        """Fold one event in; events of unknown kinds or trials are ignored."""
         if event["event"] == "planned":
             self._plan(event)
         elif event["event"] == "ended":

@@ -109,7 +109,7 @@ class Tracker:
         """
         self._queue.put(None)
         self._thread.join()
-        self._push(final=True)
+        self._push()
         if not self._failure and self._pusher and self._state.plan:
             self._attempt(lambda: self._finish(report))
         return self._failure
@@ -123,7 +123,7 @@ class Tracker:
         while not ended:
             ended = self._drain()
             if not ended and time.monotonic() >= self._retry_at:
-                self._push(final=False)
+                self._push()
 
     def _drain(self) -> bool:
         """Take the events that wait, at least one or half a second's; True at the end."""
@@ -143,9 +143,9 @@ class Tracker:
         elif "trial" in event:
             self._news.add(event["trial"])
 
-    def _push(self, final: bool) -> None:
+    def _push(self) -> None:
         for trial in [trial for trial in self._state.trials if trial.id in self._news]:
-            if not self._attempt(lambda trial=trial: self._client().push(trial, final)):  # type: ignore[misc]
+            if not self._attempt(lambda trial=trial: self._client().push(trial)):  # type: ignore[misc]
                 return
             self._news.discard(trial.id)
 
@@ -198,7 +198,7 @@ class _Pusher:
         """Experiment id and parent run id."""
         return self._experiment, self._parent
 
-    def push(self, trial: TrialState, final: bool) -> None:
+    def push(self, trial: TrialState) -> None:
         """Send the epochs of a trial that MLflow lacks, and its end if it has ended."""
         run = self._run_of(trial)
         if trial.id in self._closed and trial.status == FINISHED:

@@ -45,6 +45,8 @@ class InProcessTrial(tune.Trainable):  # type: ignore[misc]
     under :data:`REFUSED`, where an exception would make Tune start the trial again.
     """
 
+    _refusal = _damaged = ""
+
     def setup(self, config: dict[str, Any]) -> None:
         """Build the trial, continued from the newest whole checkpoint in ``resume_from``."""
         self._plan = config["plan"]

@@ -22,7 +22,12 @@ from pathlib import Path
 HOST = "127.0.0.1"
 READY_SECONDS = 60.0
 STOP_SECONDS = 5.0
-ENVIRONMENT = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
+ENVIRONMENT = {
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+}
 
 
 def serve(uri: str, artifacts: Path, port: int, say: Callable[[str], None]) -> int:
