@@ -8,7 +8,8 @@ stay in the set, one warning is printed, and the thread tries again every few se
 A rerun doubles nothing: runs are found by the tag ``lns_study.key`` (``create_run`` is not idempotent), and a metric with the
 same run, key, step, value and timestamp is the same row in MLflow; timestamps are the ledger's.
 
-Layout: one experiment a study, one parent run a plan (report, summary), one child run a trial.
+Layout: one experiment a study, one parent run a ledger (report, summary), one child run a trial. More seeds or rows keep the runs there
+are: keys are made of the ledger's id and the trial's, not of the plan.
 Limits: 1,000 metrics, 100 params, 100 tags a call; metric names of letters, digits and ``_ - . : /`` and space.
 """
 
@@ -184,7 +185,7 @@ class _Pusher:
     def __init__(self, client: Any, plan: Event, artifacts: Path | None) -> None:
         self._client, self.plan = client, plan
         self._name = plan["study"]["name"]
-        self._key = f"{plan['ledger']}/{plan['key']}"
+        self._key = str(plan["ledger"])
         self._experiment = self._ensure_experiment(artifacts)
         self._parent, self._status = self._ensure_run(self._key, self._name, plan["time"], _parent_tags(plan))
         if self._status != "RUNNING":

@@ -84,6 +84,21 @@ def test_sending_a_ledger_again_doubles_nothing(tiny: Tiny, storage: Path) -> No
     assert all(len(client.get_metric_history(run.info.run_id, "train/loss")) == 3 for run in children)
 
 
+def test_more_seeds_keep_the_runs_there_are(tiny: Tiny, storage: Path) -> None:
+    few = made_up_events(tiny("tracked longer"))
+    study = tiny("tracked longer", "seeds=[0,1]")
+    known = {event["trial"] for event in few if "trial" in event}
+    more = [event for event in made_up_events(study) if event.get("trial") not in known]
+    send(study, few, storage)
+    _, first, before = runs_of(study)
+    send(study, [*few, *more], storage)
+    _, parent, children = runs_of(study)
+    assert parent.info.run_id == first.info.run_id
+    assert len(children) == 4
+    assert {run.info.run_id for run in before} < {run.info.run_id for run in children}
+    assert {run.info.status for run in [parent, *children]} == {"FINISHED"}
+
+
 def test_a_half_sent_ledger_is_completed(tiny: Tiny, storage: Path) -> None:
     study = tiny("tracked late")
     events = made_up_events(study)
