@@ -1,7 +1,8 @@
 """The command line: ``lns-study run | report | ui``, also ``python -m study``.
 
-Exit codes: 0 done; 1 some trials failed, or MLflow lacks something; 2 the user's input cannot work (nothing was started);
-130 interrupted by Ctrl-C. Heavy imports (torch, Ray, MLflow) wait until a command needs them, so ``--help`` is quick.
+Exit codes: 0 done; 1 some trials failed, MLflow lacks something, or a bug (with its traceback); 2 the user's input cannot work
+(nothing was started); 130 interrupted by Ctrl-C. Heavy imports (torch, Ray, MLflow) wait until a command needs them, so ``--help``
+is quick.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from study.errors import UserError, refusals
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         return int(options.command(options))
-    except ValueError as error:
+    except UserError as error:
         print(f"lns-study: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -118,7 +121,8 @@ def _add_ui(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def _run(options: argparse.Namespace) -> int:
     from study.compose import load
 
-    study = load(options.config, options.overrides, lambda line: print(line, file=sys.stderr))
+    with refusals():
+        study = load(options.config, options.overrides, lambda line: print(line, file=sys.stderr))
     if options.dry_run:
         return _dry_run(study)
     from rich.console import Console
@@ -141,7 +145,8 @@ def _dry_run(study: StudyConfig) -> int:
 
     from study.plan import make_plan
 
-    plan = make_plan(study)
+    with refusals():
+        plan = make_plan(study)
     print(yaml.safe_dump(plan.study.to_dict(), sort_keys=False, allow_unicode=True))
     print(f"# {len(plan.trials)} trials:")
     for trial in plan.trials:
@@ -164,7 +169,8 @@ def _report(options: argparse.Namespace) -> int:
     from study.engine import report_study
 
     direct = Path(options.study)
-    folder = direct if (direct / "ledger.jsonl").exists() else StudyConfig(name=options.study, storage=options.storage).folder
+    with refusals():
+        folder = direct if (direct / "ledger.jsonl").exists() else StudyConfig(name=options.study, storage=options.storage).folder
     outcome = report_study(folder, lambda line: print(line, file=sys.stderr), options.tracking_uri)
     _print_outcome(outcome, str(folder.parent))
     return 1 if outcome.tracking_error else 0
@@ -173,10 +179,12 @@ def _report(options: argparse.Namespace) -> int:
 def _ui(options: argparse.Namespace) -> int:
     from study.config import default_tracking_uri
     from study.preflight import check_writable
-    from study.ui import serve
+    from study.ui import check_port, serve
 
     storage = Path(options.storage).expanduser().resolve()
-    check_writable(storage, "storage")
+    with refusals():
+        check_writable(storage, "storage")
+        check_port(options.port)
     return serve(default_tracking_uri(options.storage), storage / "artifacts", options.port, lambda line: print(line, flush=True))
 
 

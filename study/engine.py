@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from study.config import StudyConfig
+from study.errors import refusals
 from study.ledger import Event, Ledger, read_ledger
 from study.plan import Plan, make_plan
 from study.preflight import check_same_data, check_writable, preflight
@@ -17,7 +19,7 @@ from study.provenance import provenance
 from study.report import write_report
 from study.runner import run_plan
 from study.state import FAILED, FINISHED, StudyState, fold
-from study.tracking import Tracker
+from study.tracking import Tracker, check_tracking
 
 
 class View(Protocol):
@@ -64,17 +66,19 @@ def run_study(study: StudyConfig, view: View, say: Callable[[str], None]) -> Out
         say: prints one line for the user: warnings and what was resumed.
 
     Raises:
-        ValueError: the study cannot start; nothing was done.
+        UserError: the study cannot start; nothing was done.
         KeyboardInterrupt: after Ctrl-C, with ledger, MLflow runs and report closed.
     """
-    check_writable(Path(study.storage).expanduser().resolve(), "storage")
-    plan = make_plan(study)
-    data = preflight(plan)
+    with refusals():
+        check_writable(Path(study.storage).expanduser().resolve(), "storage")
+        plan = make_plan(study)
+        data = preflight(plan)
     say(f"Data: {'; '.join(entry['source'] for entry in data)}")
     with ExitStack() as stack:
-        ledger = stack.enter_context(Ledger(plan.study.folder))
-        before = fold(ledger.history)
-        check_same_data(data, before)
+        with refusals():
+            ledger = stack.enter_context(Ledger(plan.study.folder))
+            before = fold(ledger.history)
+            check_same_data(data, before)
         return _run(plan, data, ledger, before, view, say)
 
 
@@ -96,19 +100,41 @@ def _run(
     finally:
         ledger.append("ended", outcome=outcome)
         view.stop()
-        report = write_report(state, plan.study.folder / "report")
-        error = tracker.close(report)
+        report, error = _close(state, plan.study.folder / "report", tracker)
     return Outcome(state=state, report=report, tracking_error=error, parent_run=tracker.parent_run())
+
+
+def _close(state: StudyState, folder: Path, tracker: Tracker) -> tuple[Path, str]:
+    """Write the report and close MLflow's runs, these also where the report cannot be written."""
+    report = None
+    try:
+        report = write_report(state, folder)
+    finally:
+        error = tracker.close(report)
+    return report, error
 
 
 def report_study(folder: Path, say: Callable[[str], None], tracking_uri: str | None = None) -> Outcome:
     """Make the report of a study again from its ledger, and send MLflow what it lacks.
 
     Raises:
-        ValueError: there is no study in ``folder``, or it is running.
+        UserError: there is no study in ``folder``, it is running, the report cannot be written, or nothing answers at ``tracking_uri``;
+            nothing was written.
     """
-    events = read_ledger(folder)
-    state = fold(events)
+    with refusals():
+        events = read_ledger(folder)
+        state = _reportable(folder, fold(events))
+        study = dataclasses.replace(state.config, tracking_uri=tracking_uri or state.config.tracking_uri)
+        check_writable(folder / "report", "report", "mend its permissions, or move what is in its place")
+        if tracking_uri:
+            check_tracking(tracking_uri)
+    tracker = Tracker(study.tracking, _artifacts(study), say)
+    tracker.start([*events, {"event": "ended", "time": events[-1]["time"], "outcome": state.outcome}])
+    report, error = _close(state, folder / "report", tracker)
+    return Outcome(state=state, report=report, tracking_error=error, parent_run=tracker.parent_run())
+
+
+def _reportable(folder: Path, state: StudyState) -> StudyState:
     if not state.plan:
         raise ValueError(
             f"{folder}: holds no study (no ledger with a plan); run one with `lns-study run CONFIG`, or name its storage with --storage"
@@ -116,12 +142,7 @@ def report_study(folder: Path, say: Callable[[str], None], tracking_uri: str | N
     if not state.outcome:
         with Ledger(folder):  # refuses while another process runs the study
             state.outcome = "interrupted"
-    study = state.config
-    report = write_report(state, folder / "report")
-    tracker = Tracker(tracking_uri or study.tracking, _artifacts(study), say)
-    tracker.start([*events, {"event": "ended", "time": events[-1]["time"], "outcome": state.outcome}])
-    error = tracker.close(report)
-    return Outcome(state=state, report=report, tracking_error=error, parent_run=tracker.parent_run())
+    return state
 
 
 def _artifacts(study: StudyConfig) -> Path:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import socket
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ from trainers.config import DataConfig, TrialConfig
 if TYPE_CHECKING:
     from trainers.data import DatasetInfo
 
+CONNECT_SECONDS = 5.0
+
 
 def preflight(plan: Plan) -> list[dict[str, Any]]:
     """Run every check; the description of each data set the trials use.
@@ -30,13 +33,14 @@ def preflight(plan: Plan) -> list[dict[str, Any]]:
     check_writable(Path(plan.study.storage).expanduser().resolve(), "storage")
     check_writable(plan.study.folder, "storage")
     check_cpus(plan)
+    check_address(plan.study.address)
     data = describe_data(plan)
     check_trials(plan, data)
     check_tracking(plan.study.tracking)
     return [dataclasses.asdict(info) for info in data.values()]
 
 
-def check_writable(folder: Path, key: str) -> None:
+def check_writable(folder: Path, key: str, remedy: str = "") -> None:
     """Make the folder if missing and write a file in it.
 
     Raises:
@@ -48,7 +52,8 @@ def check_writable(folder: Path, key: str) -> None:
             probe.write(b"x")
     except OSError as error:
         raise ValueError(
-            f"{key}={str(folder)!r}: must be a folder that can be written ({error.strerror}); choose another with {key}=/path/to/folder"
+            f"{key}={str(folder)!r}: must be a folder that can be written ({error.strerror}); "
+            f"{remedy or f'choose another with {key}=/path/to/folder'}"
         ) from None
 
 
@@ -66,6 +71,24 @@ def check_cpus(plan: Plan) -> None:
                 f"row {trial.row!r}: workers={trial.config.workers} x threads={trial.config.threads} = {need} CPUs a trial, but Ray "
                 f"has cpus={have}; lower trial.workers or trial.threads, or set cpus={need} to share the cores"
             )
+
+
+def check_address(address: str | None) -> None:
+    """Something must listen at a cluster's host and port; ``auto`` and other names are left to Ray.
+
+    Raises:
+        ValueError: nothing does.
+    """
+    host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(
+            f"address={address!r}: no Ray cluster answers ({error}); start one with `ray start --head`, correct the address, or leave it "
+            "out for a local one"
+        ) from None
 
 
 def local_cpus(study: StudyConfig) -> int:

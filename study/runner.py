@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from study.config import StudyConfig
+from study.errors import UserError
 from study.ledger import Ledger
 from study.plan import Plan, PlannedTrial
 from study.preflight import cpus_of, local_cpus
@@ -48,7 +49,7 @@ def run_plan(plan: Plan, ledger: Ledger, state: StudyState) -> None:
         state: what the ledger holds already; says what is left.
 
     Raises:
-        ValueError: ``address`` names no Ray cluster.
+        UserError: ``address`` names no Ray cluster.
         KeyboardInterrupt: Ctrl-C; every trial's process has ended.
     """
     todo = [trial for trial in plan.trials if state.known[trial.id].status != FINISHED]
@@ -71,7 +72,7 @@ def ray_session(study: StudyConfig, *, gangs: bool = False) -> Iterator[None]:
             still hold their CPUs. Without it the restarted driver would wait for them for ever.
 
     Raises:
-        ValueError: nothing answers at ``address``.
+        UserError: nothing answers at ``address``.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -106,7 +107,7 @@ def _start_ray(study: StudyConfig, dashboard: bool) -> None:
         else:
             ray.init(address=study.address, logging_level=logging.ERROR, log_to_driver=False)
     except (ConnectionError, ValueError) as error:
-        raise ValueError(
+        raise UserError(
             f"address={study.address!r}: no Ray cluster answers ({error}); start one with `ray start --head`, or leave address "
             "out for a local one"
         ) from None

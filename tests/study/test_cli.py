@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from study.cli import main
 from study.compose import load
 from study.ledger import Ledger, read_ledger
 from study.state import FINISHED, fold
@@ -73,6 +74,8 @@ def test_dry_run_prints_every_trial_and_writes_nothing(folder: Path) -> None:
         ),
         (["trial.workers=64", "trial.batch_size=64"], ["workers=64", "64 CPUs", "cpus=2"]),
         (["storage=/proc/nowhere"], ["/proc/nowhere", "written"]),
+        (["address=127.0.0.1:9"], ["address='127.0.0.1:9'", "no Ray cluster answers", "ray start --head"]),
+        (["address=ray://127.0.0.1:9"], ["address='ray://127.0.0.1:9'", "no Ray cluster answers"]),
         (["tracking_uri=http://127.0.0.1:9"], ["http://127.0.0.1:9", "no MLflow tracking store answers"]),
         (["trial.data.name=mnist", "trial.data.root=/nowhere"], ["/nowhere", "train-images-idx3-ubyte"]),
     ],
@@ -116,6 +119,36 @@ def test_report_from_a_ledger_alone(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "lns matmul" in done.stdout
     assert (study.folder / "report" / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("uri", "said"),
+    [
+        ("http://127.0.0.1:9", "no MLflow tracking store answers"),
+        ("file:/x", "must start with one of"),
+        (None, "must be a folder"),
+    ],
+)
+def test_a_report_that_cannot_work_is_refused_and_writes_nothing(folder: Path, uri: str | None, said: str) -> None:
+    study = load(str(folder / "tiny.yaml"), [f"storage={folder / 'studies'}"])
+    with Ledger(study.folder) as ledger:
+        for event in made_up_events(study):
+            ledger.append(**{key: value for key, value in event.items() if key != "time"})
+    if uri is None:
+        (study.folder / "report").write_text("in the way")
+    assert_refused(lns_study("report", "tiny", *(["--tracking-uri", uri] if uri else []), cwd=folder), said)
+    assert not list(study.folder.glob("report/*"))
+    assert not (folder / "studies" / "mlflow.db").exists()
+
+
+def test_only_the_users_input_exits_with_2(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def break_down(*_: object) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr("study.engine.run_study", break_down)
+    monkeypatch.setattr("study.cli.signal.signal", lambda *_: None)
+    with pytest.raises(ValueError, match="a bug"):
+        main(["run", str(folder / "tiny.yaml")])
 
 
 def _children(pid: int) -> set[int]:

@@ -94,6 +94,21 @@ def test_a_second_run_trains_nothing_again(undisturbed: tuple[StudyConfig, Outco
     assert "2 of 2 trials are finished" in said[1]
 
 
+def test_mlflow_is_closed_where_the_report_cannot_be_written(
+    undisturbed: tuple[StudyConfig, Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[object] = []
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("study.engine.write_report", fail)
+    monkeypatch.setattr("study.engine.Tracker.close", lambda self, report: closed.append(report) or "")
+    with pytest.raises(OSError, match="disk full"):
+        run(undisturbed[0])
+    assert closed == [None]
+
+
 def test_report_makes_the_report_again(undisturbed: tuple[StudyConfig, Outcome]) -> None:
     study, _ = undisturbed
     page = study.folder / "report" / "report.html"
