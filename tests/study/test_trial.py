@@ -1,0 +1,42 @@
+"""Gangs with a damaged checkpoint, and what a failed one says; no Ray needed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from ray.train import TrainingFailedError
+
+from study.trial import SNAPSHOT, describe_failure, set_damaged_aside
+from trainers.checkpoint import save_checkpoint
+
+
+@pytest.fixture
+def gang_run(tmp_path: Path) -> Path:
+    """The folder of a Ray Train run with one checkpoint."""
+    run = tmp_path / "abc"
+    save_checkpoint(run / "checkpoint_1", {"w": torch.zeros(3)}, {"epoch": 1})
+    (run / SNAPSHOT).write_text(json.dumps({"latest_checkpoint_result": {"checkpoint_dir_name": "checkpoint_1"}}))
+    return run
+
+
+def test_a_whole_run_stays_where_it_is(gang_run: Path, tmp_path: Path) -> None:
+    assert set_damaged_aside(gang_run) == ""
+    assert set_damaged_aside(tmp_path / "never begun") == ""
+    assert gang_run.exists()
+
+
+@pytest.mark.parametrize("file", ["checkpoint_1/state.json", SNAPSHOT])
+def test_a_damaged_run_is_moved_away(gang_run: Path, file: str) -> None:
+    (gang_run / file).write_text("{")
+    assert set_damaged_aside(gang_run)
+    assert not gang_run.exists()
+    assert len(list(gang_run.parent.glob("abc-damaged-*"))) == 1
+
+
+def test_a_failed_gang_says_the_last_line_of_its_error() -> None:
+    error = TrainingFailedError("x")
+    error.worker_failures = {0: ValueError("Traceback ...\nValueError: lr=0: must be above 0\n")}
+    assert describe_failure(error) == "ValueError: lr=0: must be above 0"
