@@ -18,7 +18,7 @@ def every_pair(fmt: LNSFormat) -> tuple[np.ndarray, np.ndarray]:
     return codes[:, None], codes[None, :]
 
 
-def within_half_ulp(codes: np.ndarray, exact: np.ndarray, fmt: LNSFormat) -> None:
+def check_correctly_rounded(codes: np.ndarray, exact: np.ndarray, fmt: LNSFormat) -> None:
     """Correctly rounded, saturated, or underflowed. One rounding of the table leaves 0.5 ulp and a hair where two logs nearly tie."""
     np.testing.assert_array_equal(codes, reference.encode(exact, fmt))
 
@@ -28,16 +28,16 @@ def test_addition_is_correctly_rounded_for_every_pair(fmt: LNSFormat) -> None:
     x, y = every_pair(fmt)
     exact = reference.decode(x, fmt, np.float64) + reference.decode(y, fmt, np.float64)
     cancels = reference.order_key(x, fmt) == -reference.order_key(y, fmt)
-    within_half_ulp(reference.add(x, y, fmt), np.where(cancels, 0, exact), fmt)
+    check_correctly_rounded(reference.add(x, y, fmt), np.where(cancels, 0, exact), fmt)
 
 
 @pytest.mark.parametrize("fmt", SMALL, ids=[str(f) for f in SMALL])
 def test_multiplication_and_division_are_exact(fmt: LNSFormat) -> None:
     x, y = every_pair(fmt)
     fx, fy = reference.decode(x, fmt, np.float64), reference.decode(y, fmt, np.float64)
-    within_half_ulp(reference.mul(x, y, fmt), fx * fy, fmt)
+    check_correctly_rounded(reference.mul(x, y, fmt), fx * fy, fmt)
     nonzero = fy[0] != 0
-    within_half_ulp(reference.div(x, y[:, nonzero], fmt), fx / fy[:, nonzero], fmt)
+    check_correctly_rounded(reference.div(x, y[:, nonzero], fmt), fx / fy[:, nonzero], fmt)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=IDS)

@@ -78,7 +78,7 @@ def single(precision: PrecisionConfig) -> tuple[list[dict[str, float]], Training
     return [training.train_epoch(), training.train_epoch(), training.test()], training
 
 
-def close(one: dict[str, float], two: dict[str, float], rel: float) -> None:
+def check_close(one: dict[str, float], two: dict[str, float], rel: float) -> None:
     assert one.keys() == two.keys()
     for key in one.keys() - {"samples_per_second"}:
         assert one[key] == pytest.approx(two[key], rel=rel), key
@@ -88,7 +88,7 @@ def test_lns_training_on_two_workers_gives_the_bits_of_one(workers: tuple[Path, 
     metrics, training = single(PrecisionConfig(format="lns12", kahan_sum=True))
     for result in workers[1]:
         for one, two in zip(metrics, result["kahan"], strict=True):
-            close(one, two, rel=1e-6)
+            check_close(one, two, rel=1e-6)
     restored = Training(training.config)
     restored.restore(workers[0] / "kahan")
     for a, b in zip(restored.model.parameters(), training.model.parameters(), strict=True):
@@ -98,4 +98,4 @@ def test_lns_training_on_two_workers_gives_the_bits_of_one(workers: tuple[Path, 
 def test_float_training_on_two_workers_agrees_with_one(workers: tuple[Path, list[dict]]) -> None:
     metrics, _ = single(PrecisionConfig())
     for one, two in zip(metrics, workers[1][0]["float32"], strict=True):
-        close(one, two, rel=1e-4)
+        check_close(one, two, rel=1e-4)
