@@ -113,10 +113,10 @@ class StudyConfig:
     def _check_name(self) -> None:
         if not self.slug:
             raise ValueError(f"name={self.name!r}: needs a letter or digit, it names a folder; use for example name=table")
-        if "/" in self.name or ".." in self.name:
+        if ".." in self.name or self.name.startswith("/"):
             raise ValueError(
-                f"name={self.name!r}: must not hold / or .., it names one folder; use for example name={self.slug}, and storage=... for "
-                "another place"
+                f"name={self.name!r}: must not hold .. or begin with /, it names one folder in the storage; use for example "
+                f"name={self.slug}, and storage=... for another place"
             )
 
     def _check_baseline(self) -> None:
