@@ -84,7 +84,6 @@ REFUSED = [
     (["table", "name=[a"], ["name=[a", "YAML"]),
     (["table", "name=///"], ["name='///'", "letter or digit"]),
     (["table", "name=../mine"], ["name='../mine'", "must not hold", "name=mine"]),
-    (["table", "name=a/b"], ["name='a/b'", "name=a-b"]),
     (["table", "model=../study/table"], ["model=../study/table", "without folders", "mlp_128"]),
     (["table", "trial=null"], ["trial"]),
     (["table", "cpus=0"], ["cpus=0", "at least 1"]),
