@@ -2,7 +2,7 @@
 
 Each kernel takes contiguous one-dimensional arrays, format constants as integers, and a range ``start .. stop``; the compiler
 turns the loops into vector code, with one table look-up (a gather) where a Gaussian logarithm is needed. Tables and limits
-are arguments, never globals: numba's on-disk cache does not notice that a value in another module has changed.
+are arguments, never globals.
 
 Integers are kept at 32 bits by explicit casts (numba would widen every sum to 64 and halve the vector).
 
@@ -26,13 +26,13 @@ import numpy as np
 from numba import int16, int32, int64
 from numpy.typing import NDArray
 
-from lns_ops._jit import get, kernel, look_up, put
+from lns_ops._jit import get, helper, kernel, look_up, put
 
 _I16 = NDArray[np.int16]
 _I32 = NDArray[np.int32]
 
 
-@kernel
+@helper
 def add_fields(sx: Any, fx: Any, sy: Any, fy: Any, table: _I32, last: Any, mask: Any) -> Any:
     """One LNS addition on (sign, field) pairs of int32: sign is 0 or -1, field is 0 for zero. Returns a pair."""
     larger, smaller = max(fx, fy), min(fx, fy)
@@ -44,14 +44,14 @@ def add_fields(sx: Any, fx: Any, sy: Any, fy: Any, table: _I32, last: Any, mask:
     return (sx if fx >= fy else sy), field
 
 
-@kernel
+@helper
 def mul_fields(fx: Any, fy: Any, bias: Any, mask: Any) -> Any:
     """Field of a product; the sign is the XOR of the signs."""
     field = max(min(int32(int32(fx + fy) - bias), mask), int32(0))
     return field if min(fx, fy) > 0 else int32(0)
 
 
-@kernel
+@helper
 def code_of(sign: Any, field: Any, mask: Any) -> Any:
     """Join a sign (0 or -1) and a field; a zero field gives code 0 whatever the sign."""
     return int16(int32(field | (sign & ~mask))) if field > 0 else int16(0)
@@ -105,35 +105,6 @@ def sqrt(x: _I16, out: _I16, bias: int, mask: int, start: int, stop: int) -> int
         rounded = int32(int32(half + (log & half & 1)) + bias_)
         put(out, i, int16(rounded) if field > 0 else int16(0))
     return int(bad)
-
-
-@kernel
-def sign_op(x: _I16, out: _I16, mask: int, keep: int, flip: int, start: int, stop: int) -> int:
-    """``out`` = the magnitude of ``x`` with sign ``(sign & keep) ^ flip``: negation, absolute value."""
-    mask_, keep_, flip_ = int32(mask), int32(keep), int32(flip)
-    for i in range(start, stop):
-        code = int32(get(x, i))
-        put(out, i, code_of(((code >> 31) & keep_) ^ flip_, code & mask_, mask_))
-    return 0
-
-
-@kernel
-def order_key(x: _I16, out: _I16, mask: int, start: int, stop: int) -> int:
-    """``out`` = field with the sign applied."""
-    mask_ = int32(mask)
-    for i in range(start, stop):
-        sign = int32(get(x, i)) >> 31
-        put(out, i, int16(int32(((int32(get(x, i)) & mask_) ^ sign) - sign)))
-    return 0
-
-
-@kernel
-def gate(x: _I16, by: _I16, out: _I16, start: int, stop: int) -> int:
-    """``out = x where by > 0 else 0``: relu (``by`` is ``x``) and its derivative."""
-    for i in range(start, stop):
-        value = get(x, i)
-        put(out, i, value if get(by, i) > 0 else int16(0))
-    return 0
 
 
 @kernel
@@ -217,6 +188,21 @@ def decode64(
     return 0
 
 
+@helper
+def _direction(
+    grad: Any, buffer: Any, i: Any, table: Any, last: Any, bias: Any, mask: Any, momentum: Any, use_momentum: Any
+) -> Any:  # fmt: skip
+    """The pair of ``grad``, or with momentum of ``momentum buffer + grad``, which becomes the buffer."""
+    g = int32(get(grad, i))
+    sign, field = g >> 31, g & mask
+    if use_momentum:
+        b = int32(get(buffer, i))
+        decayed = mul_fields(b & mask, momentum & mask, bias, mask)
+        sign, field = add_fields((b ^ momentum) >> 31, decayed, sign, field, table, last, mask)
+        put(buffer, i, code_of(sign, field, mask))
+    return sign, field
+
+
 @kernel
 def sgd_plain(
     weight: _I16, grad: _I16, buffer: _I16, table: _I32, last: int, bias: int, mask: int,
@@ -226,12 +212,7 @@ def sgd_plain(
     last_, bias_, mask_ = int32(last), int32(bias), int32(mask)
     lr, mu = int32(negative_lr), int32(momentum)
     for i in range(start, stop):
-        g = int32(get(grad, i))
-        ss, fs = g >> 31, g & mask_
-        if use_momentum:
-            b = int32(get(buffer, i))
-            ss, fs = add_fields((b ^ mu) >> 31, mul_fields(b & mask_, mu & mask_, bias_, mask_), ss, fs, table, last_, mask_)
-            put(buffer, i, code_of(ss, fs, mask_))
+        ss, fs = _direction(grad, buffer, i, table, last_, bias_, mask_, mu, use_momentum)
         w = int32(get(weight, i))
         fu = mul_fields(fs, lr & mask_, bias_, mask_)
         sn, fn = add_fields(w >> 31, w & mask_, ss ^ (lr >> 31), fu, table, last_, mask_)
@@ -248,12 +229,7 @@ def sgd_kahan(
     last_, bias_, mask_ = int32(last), int32(bias), int32(mask)
     lr, mu = int32(negative_lr), int32(momentum)
     for i in range(start, stop):
-        g = int32(get(grad, i))
-        ss, fs = g >> 31, g & mask_
-        if use_momentum:
-            b = int32(get(buffer, i))
-            ss, fs = add_fields((b ^ mu) >> 31, mul_fields(b & mask_, mu & mask_, bias_, mask_), ss, fs, table, last_, mask_)
-            put(buffer, i, code_of(ss, fs, mask_))
+        ss, fs = _direction(grad, buffer, i, table, last_, bias_, mask_, mu, use_momentum)
         c, w = int32(get(compensation, i)), int32(get(weight, i))
         sw, fw = w >> 31, w & mask_
         fu = mul_fields(fs, lr & mask_, bias_, mask_)

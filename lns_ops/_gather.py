@@ -22,16 +22,18 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numba import int16, int32
+from numba import int16, int32, int64, uint16
 from numpy.typing import NDArray
 
-from lns_ops._jit import get, kernel, look_up, put
+from lns_ops._jit import get, helper, kernel, look_up, put, scratch
 from lns_ops.gaussian import CANCEL, gaussian_tables
 
 _I16 = NDArray[np.int16]
 _I32 = NDArray[np.int32]
+_I64 = NDArray[np.int64]
 
 STRIP = 128
+_COUNTABLE = 1 << 14
 _NOTHING = -(1 << 28)
 _CANCELLED = -(1 << 29)
 
@@ -48,14 +50,14 @@ def distance_table(fraction_bits: int) -> _I32:
     return table
 
 
-@kernel
+@helper
 def _word(code: Any, bias: Any, mask: Any) -> Any:
     """The word of a code."""
     field = int32(int32(code) & mask)
     return int32((int32(field - bias) << 2) + int32(code < 0)) if field > 0 else int32(_NOTHING)
 
 
-@kernel
+@helper
 def _code(word: Any, bias: Any, mask: Any) -> Any:
     """The code of a word: saturates above the format's range, zero below."""
     field = int32((word >> 2) + bias)
@@ -63,14 +65,14 @@ def _code(word: Any, bias: Any, mask: Any) -> Any:
     return int16(stored) if field > 0 else int16(0)
 
 
-@kernel
+@helper
 def _add(x: Any, y: Any, table: _I32, last: Any) -> Any:
     """Sum of two words, unclamped."""
     larger, smaller = max(x, y), min(x, y)
     return int32(larger + look_up(table, min(int32(larger - smaller), last)))
 
 
-@kernel
+@helper
 def _clamp(word: Any, lowest: Any, highest: Any) -> Any:
     """Apply the accumulator's limits, given as words of positive numbers."""
     high = int32(highest | (word & 1))
@@ -95,14 +97,19 @@ def narrow(x: _I32, out: _I16, bias: int, mask: int, start: int, stop: int) -> i
 
 
 @kernel
-def log_span(x: _I16, mask: int) -> Any:
-    """Smallest and largest field among the nonzero codes; (mask + 1, 0) if all are zero."""
-    low, high, mask_ = int32(mask + 1), int32(0), int32(mask)
-    for i in range(x.size):
-        field = int32(int32(get(x, i)) & mask_)
-        high = max(high, field)
-        low = min(low, field if field > 0 else int32(mask_ + 1))
-    return low, high
+def survey(x: _I16, found: _I64, mask: int, start: int, stop: int) -> int:
+    """``found`` = smallest and largest field among the nonzero codes (2^16 and 0 if there are none), and their number."""
+    low, high, nonzero, mask_ = uint16(0xFFFF), int16(0), int64(0), int16(mask)
+    for first in range(start, stop, _COUNTABLE):
+        count = int16(0)  # 16 bits throughout, so that a vector holds 32 codes
+        for i in range(first, min(stop, first + _COUNTABLE)):
+            field = int16(get(x, i) & mask_)
+            high = max(high, field)
+            low = min(low, uint16(field - 1))  # one less, so that zero becomes the largest
+            count = int16(count + (int16(1) if field != 0 else int16(0)))
+        nonzero += int64(count)
+    found[0], found[1], found[2] = int64(low) + 1, high, nonzero
+    return 0
 
 
 @kernel
@@ -114,7 +121,7 @@ def sum_columns(
     last, low, high = int32(table.size - 1), int32(lowest), int32(highest)
     bias_, mask_ = int32(bias), int32(mask)
     strips = (inner + STRIP - 1) // STRIP
-    total, part = np.empty(STRIP, np.int32), np.empty(STRIP, np.int32)
+    total, part = scratch(STRIP, int32), scratch(STRIP, int32)
     for unit in range(start, stop):
         first = unit % strips * STRIP
         width = min(STRIP, inner - first)
@@ -146,7 +153,7 @@ def sum_rows(
     bias_, mask_ = int32(bias), int32(mask)
     blocks = (K + block - 1) // block
     rows = x.size // K
-    part, terms = np.empty(STRIP, np.int32), np.empty(block * STRIP, np.int32)
+    part, terms = scratch(STRIP, int32), scratch(block * STRIP, int32)
     for unit in range(start, stop):
         first = unit * STRIP
         width = min(STRIP, rows * blocks - first)
@@ -189,7 +196,7 @@ def matmul(
     """Words ``x`` (M, K) times words ``y`` (K, N) to codes (M, N); a unit is one strip of one row."""
     last, low, high = int32(table.size - 1), int32(lowest), int32(highest)
     rows = x.size // max(K, 1)
-    total, part = np.empty(STRIP, np.int32), np.empty(STRIP, np.int32)
+    total, part = scratch(STRIP, int32), scratch(STRIP, int32)
     for unit in range(start, stop):
         i, first = unit % rows, unit // rows * STRIP
         width = min(STRIP, N - first)

@@ -1,7 +1,8 @@
 """numba's decorators and array accesses as this package uses them.
 
-:func:`kernel` releases the GIL and keeps machine code on disk. numba notices that a kernel's own file has changed and nothing
-else, so helpers live in the file of their kernels, and tables are arguments.
+A ``@kernel`` is an entry point: Python calls it, through :mod:`lns_ops._native`, which keeps its machine code on disk. A ``@helper``
+is called by kernels and other helpers only. Neither may allocate or raise; :func:`scratch` gives kernels their working memory.
+Tables are arguments.
 
 :func:`get`, :func:`put` and :func:`look_up` replace ``x[i]``, ``out[i] = v`` and ``table[i]`` in loops that look into a table.
 LLVM turns such a loop into vector code only if it knows that ``out`` and ``table`` do not overlap, which it cannot see from
@@ -18,14 +19,19 @@ from typing import Any, TypeVar
 
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic as _intrinsic
+
+from lns_ops._native import ARRAY_HEADER, Kernel
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+kernel = Kernel
 
-def kernel(function: F) -> F:
-    """Compile on first call, without the GIL, cached on disk."""
-    compiled: F = njit(nogil=True, cache=True)(function)
+
+def helper(function: F) -> F:
+    """A function that kernels call; it is compiled into them."""
+    compiled: F = njit(nogil=True, _nrt=False)(function)
     return compiled
 
 
@@ -91,3 +97,82 @@ def look_up(typing_context: Any, table: Any, index: Any) -> Any:
         return value
 
     return table.dtype(table, types.int32), generate
+
+
+def _flat_array(context: Any, builder: Any, array_type: Any, address: Any, size: Any) -> Any:
+    """A contiguous array of ``size`` elements at ``address``, which nobody owns."""
+    array = context.make_array(array_type)(context, builder)
+    array.data, array.nitems = builder.bitcast(address, array.data.type), size
+    array.itemsize = ir.Constant(size.type, context.get_abi_sizeof(context.get_data_type(array_type.dtype)))
+    array.shape, array.strides = cgutils.pack_array(builder, [size]), cgutils.pack_array(builder, [array.itemsize])
+    return array._getvalue()
+
+
+@intrinsic
+def scratch(typing_context: Any, size: Any, dtype: Any) -> Any:
+    """An uninitialized array on the stack, as ``numpy.empty(size, dtype)``; to be called once, outside of loops."""
+    array_type = types.Array(dtype.instance_type, 1, "C")
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        memory = builder.alloca(context.get_data_type(array_type.dtype), args[0])
+        memory.align = 64
+        return _flat_array(context, builder, array_type, memory, args[0])
+
+    return array_type(types.int64, dtype), generate
+
+
+def _word(builder: Any, address: Any, index: int) -> Any:
+    """A 64-bit word of memory."""
+    pointer = builder.inttoptr(address, ir.IntType(64).as_pointer())
+    return builder.load(builder.gep(pointer, [ir.Constant(ir.IntType(64), index)]))
+
+
+def _array_parts(builder: Any, address: Any) -> tuple[Any, Any, Any, Any]:
+    """Data address, number of dimensions, first size and first stride of the array object at an address."""
+    fields = builder.add(address, ir.Constant(address.type, ARRAY_HEADER))
+    data, dimensions, shape, strides = (_word(builder, fields, i) for i in range(4))
+    return data, builder.trunc(dimensions, ir.IntType(32)), _word(builder, shape, 0), _word(builder, strides, 0)
+
+
+def argument_readers(kinds: list[Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Two functions of a pointer to the words that :mod:`lns_ops._native` packs: the array objects, then the numbers.
+
+    The first says whether all arrays are contiguous and of one dimension, the second gives values of the types ``kinds``.
+    """
+    arrays = sum(isinstance(kind, types.Array) for kind in kinds)
+
+    @intrinsic
+    def fit(typing_context: Any, words: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            fits = ir.Constant(ir.IntType(1), 1)
+            sizes = [context.get_abi_sizeof(context.get_data_type(kind.dtype)) for kind in kinds if isinstance(kind, types.Array)]
+            for i, item in enumerate(sizes):
+                _, dimensions, size, stride = _array_parts(builder, builder.load(cgutils.gep(builder, args[0], i)))
+                dense = builder.icmp_signed("==", stride, ir.Constant(stride.type, item))
+                dense = builder.or_(dense, builder.icmp_signed("<", size, ir.Constant(size.type, 2)))
+                flat = builder.icmp_signed("==", dimensions, ir.Constant(dimensions.type, 1))
+                fits = builder.and_(fits, builder.and_(flat, dense))
+            return fits
+
+        return types.boolean(words), generate
+
+    @intrinsic
+    def arguments(typing_context: Any, words: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            loaded = [builder.load(cgutils.gep(builder, args[0], i)) for i in range(len(kinds))]
+            objects, numbers = iter(loaded[:arrays]), iter(loaded[arrays:])
+            values = []
+            for kind in kinds:
+                if isinstance(kind, types.Array):
+                    data, _, size, _ = _array_parts(builder, next(objects))
+                    pointer = builder.inttoptr(data, context.get_data_type(kind.dtype).as_pointer())
+                    values.append(_flat_array(context, builder, kind, pointer, size))
+                elif isinstance(kind, types.NoneType):
+                    values.append(context.get_dummy_value())
+                else:
+                    values.append(context.cast(builder, next(numbers), types.int64, kind))
+            return context.make_tuple(builder, signature.return_type, values)
+
+        return types.Tuple(kinds)(words), generate
+
+    return fit, arguments

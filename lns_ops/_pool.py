@@ -1,7 +1,7 @@
 """A small pool of Python threads for kernels that release the GIL.
 
 Why not numba's own ``prange``: its threading layers change the thread count that torch sees, abort when two Python threads
-enter them at once, and do not survive ``fork``. A kernel here is compiled with ``nogil=True`` and takes a half-open range of
+enter them at once, and do not survive ``fork``. A kernel here runs outside the GIL and takes a half-open range of
 work units, so ordinary threads are enough; handing out a range costs some ten microseconds.
 
 Method: the caller's thread works too, so ``n`` threads are ``n - 1`` helpers. All of them draw ranges from one queue, which
@@ -13,15 +13,14 @@ Limits: the thread count is per process; there is no pinning.
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-_CHUNKS_PER_THREAD = 8
+from lns_ops._native import Kernel
 
 
 def _default_threads() -> int:
@@ -79,21 +78,30 @@ def set_num_threads(threads: int) -> None:
     _POOL.threads = threads
 
 
-def run(kernel: Callable[..., Any], units: int, grain: int, *args: Any) -> int:
+def _ranges(units: int, grain: int, threads: int) -> Iterator[tuple[int, int]]:
+    """Cover ``0 .. units`` by large ranges first and small ones last, so that the threads end together."""
+    start = 0
+    while start < units:
+        stop = min(units, start + max(grain, (units - start) // (2 * threads)))
+        yield start, stop
+        start = stop
+
+
+def run(kernel: Kernel, units: int, grain: int, *args: Any) -> int:
     """Call ``kernel(*args, start, stop)`` over ranges that cover ``0 .. units``; returns the OR of the kernels' results.
 
     Args:
-        kernel: a compiled function that releases the GIL, returning an integer (0 for "nothing to report").
+        kernel: what to call; it releases the GIL.
         units: number of independent units of work.
         grain: fewest units worth handing to another thread.
         args: passed on unchanged.
     """
-    threads = min(_POOL.threads, max(1, units // max(1, grain)))
-    if threads == 1:
-        return int(kernel(*args, 0, units)) if units else 0
-    pieces = min(units // max(1, grain), threads * _CHUNKS_PER_THREAD)
-    edges = [units * i // pieces for i in range(pieces + 1)]
-    queue = deque(itertools.pairwise(edges))
+    if not units:
+        return 0
+    code = kernel.code(args)
+    if _POOL.threads == 1 or units < 2 * grain:
+        return code(*args, 0, units)
+    queue = deque(_ranges(units, max(1, grain), _POOL.threads))
 
     def work() -> int:
         result = 0
@@ -102,9 +110,10 @@ def run(kernel: Callable[..., Any], units: int, grain: int, *args: Any) -> int:
                 start, stop = queue.popleft()
             except IndexError:
                 return result
-            result |= int(kernel(*args, start, stop))
+            result |= code(*args, start, stop)
 
-    futures = [_POOL.executor().submit(work) for _ in range(threads - 1)]
+    helpers = min(_POOL.threads, len(queue)) - 1
+    futures = [_POOL.executor().submit(work) for _ in range(helpers)]
     result = work()
     for future in futures:
         result |= future.result()

@@ -14,7 +14,7 @@ smallest logarithms of the operands. It always holds for lns12, and for lns16 wh
 otherwise the caller falls back to gathers, which take any range.
 
 Layout: ``y`` in panels of 256 columns (8 vectors), each step of k holding both signs; ``x`` as lists of its nonzero elements
-per row and block, so zeros cost nothing. A unit of work is a panel times 16 rows, block by block, so that the rows share a
+per row and block, so zeros cost nothing. A unit of work is a panel times 8 rows, block by block, so that the rows share a
 block of the panel in the nearest caches. Panels of at most 128 or 32 columns at the right edge take fewer vectors.
 
 Shapes: M rows, K the reduced index, N columns.
@@ -30,7 +30,7 @@ from numba import int16, int32
 from numpy.typing import NDArray
 
 from lns_ops import _vector
-from lns_ops._jit import get, kernel, put
+from lns_ops._jit import get, kernel, put, scratch
 from lns_ops._segments import CANCEL_WORD, segments
 from lns_ops._vector import PANEL
 from lns_ops.format import LNSFormat
@@ -151,7 +151,7 @@ def pack_x(
     """
     mask_, top_, shift_ = int32(mask), int32(top), int32(unit_shift)
     blocks = (K + block - 1) // block
-    block_steps, block_words = np.empty(block, np.int32), np.empty(block, np.int32)
+    block_steps, block_words = scratch(block, int32), scratch(block, int32)
     for i in range(start, stop):
         for b in range(blocks):
             first = i * K + b * block

@@ -6,8 +6,7 @@ instruction it is used (saturating addition, minimum, multiplication); AVX-512 i
 loaded vectors: given literals, LLVM would rewrite multiplications and selections into longer sequences.
 
 :func:`add` is the LNS addition, of several vectors side by side; :mod:`lns_ops._segments` has the formulas and
-:mod:`lns_ops._simd` the words. The kernel that uses these functions is in this file because numba's cache notices edits of a
-kernel's own file only. Rows of the constants are named below.
+:mod:`lns_ops._simd` the words. Rows of the constants are named below.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from numba.core import cgutils
 from numba.extending import models, register_model
 from numpy.typing import NDArray
 
-from lns_ops._jit import get, intrinsic, kernel
+from lns_ops._jit import get, helper, intrinsic, kernel, put, scratch
 
 (
     REACH, ONE, SCALE, SPREAD, OFFSET_LOW, OFFSET_HIGH, SLOPE_LOW, SLOPE_HIGH, EXACT_0, EXACT_1, TO_DISTANCE, NEAR, UNITS,
@@ -35,7 +34,7 @@ PANEL = 256
 """Columns of a panel: eight vectors, enough independent additions to cover each other's latency."""
 SIDE_BY_SIDE = 2
 """Additions whose instructions are interleaved: with more, instructions of one kind queue for the one port that takes them."""
-ROWS_AT_ONCE = 16
+ROWS_AT_ONCE = 8
 """Rows that share a panel's block while it is in the first-level cache."""
 LOWEST_WORD = -32768
 """The word of zero."""
@@ -267,19 +266,21 @@ def settle(typing_context: Any, x: Any, zone: Any, nothing: Any) -> Any:
     return x(x, lanes_type, lanes_type), generate
 
 
-@kernel
-def unpack(words: NDArray[np.int16], out: NDArray[np.int16], zone: int, top: int, unit_shift: int, mask: int) -> int:
-    """Codes of result words: saturate above the format's range, zero below it."""
+@helper
+def _unpack(
+    words: Any, at: Any, out: Any, to: Any, count: Any, zone: Any, top: Any, unit_shift: Any, mask: Any
+) -> None:  # fmt: skip
+    """Codes of ``count`` result words: saturate above the format's range, zero below it."""
     zone_, top_, shift_, mask_ = int16(zone), int32(top), int32(unit_shift), int32(mask)
-    for j in range(out.size):
-        word = int32(words[j])
+    for j in range(count):
+        short = get(words, at + j)
+        word = int32(short)
         field = int32((word >> shift_) + top_)
         code = int32(min(field, mask_) | (~mask_ if word & 1 else int32(0)))
-        out[j] = int16(code) if (words[j] >= zone_) & (field > 0) else int16(0)
-    return 0
+        put(out, to + j, int16(code) if (short >= zone_) & (field > 0) else int16(0))
 
 
-@kernel
+@helper
 def _row(
     steps: Any, words: Any, first: Any, last: Any, panels: Any, base: Any, totals: Any, at: Any, empty: Any, floor: Any,
     c: Any, high_bytes: Any, mapped: Any,
@@ -308,7 +309,7 @@ def matmul(
         load(constants, 320), load(constants, 352), load(constants, 384), load(constants, 416), load(constants, 448),
     )  # fmt: skip
     none, floor = load(constants, 480), load(constants, 512)
-    totals = np.empty(ROWS_AT_ONCE * PANEL, np.int16)
+    totals = scratch(ROWS_AT_ONCE * PANEL, int16)
     for unit in range(start, stop):
         panel, row = unit // chunks, unit % chunks * ROWS_AT_ONCE
         rows, width, base = min(ROWS_AT_ONCE, M - row), min(PANEL, N - panel * PANEL), panel * K * 2 * PANEL
@@ -325,6 +326,5 @@ def matmul(
                 else:
                     _row(steps, words, e0, e1, panels, base, totals, t, (none,), floor, c, high_bytes, mapped)
         for i in range(rows):
-            target = (row + i) * N + panel * PANEL
-            unpack(totals[i * PANEL : i * PANEL + width], out[target : target + width], zone, top, unit_shift, mask)
+            _unpack(totals, i * PANEL, out, (row + i) * N + panel * PANEL, width, zone, top, unit_shift, mask)
     return 0

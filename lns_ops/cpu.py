@@ -4,7 +4,7 @@ Arrays are numpy int16 codes of an :class:`~lns_ops.format.LNSFormat`; results a
 transposed or broadcast views. Work runs on ``get_num_threads()`` threads (OMP_NUM_THREADS, else the CPUs of the process),
 outside the GIL; torch's thread count is never touched.
 
-Kernels are compiled by numba on first use and cached beside this package (or in NUMBA_CACHE_DIR); nothing needs a C compiler.
+Kernels are compiled by numba on first use and kept on disk (:mod:`lns_ops._native` says where); nothing needs a C compiler.
 Matrix products have two kernels: 16-bit vectors with in-register tables (:mod:`lns_ops._simd`) where the processor has AVX-512,
 else gathers from a table (:mod:`lns_ops._gather`); :func:`kernel_info` says which and why, and the environment variable
 ``LNS_OPS_CPU_KERNEL`` (``gather`` or ``simd``) forces one.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite.binding import get_host_cpu_features
@@ -31,8 +31,8 @@ from lns_ops.reference import ACC_MAX, ACC_MIN, BLOCK
 from lns_ops.reference import decode as _reference_decode
 
 __all__ = [
-    "absolute", "add", "decode", "div", "encode", "get_num_threads", "kernel_info", "matmul", "matmul_batched", "mul", "neg",
-    "order_key", "relu", "relu_backward", "set_num_threads", "sgd_update", "sqrt", "sub", "sum",
+    "add", "decode", "div", "encode", "get_num_threads", "kernel_info", "matmul", "matmul_batched", "mul", "set_num_threads",
+    "sgd_update", "sqrt", "sub", "sum",
 ]  # fmt: skip
 
 Codes = NDArray[np.int16]
@@ -124,47 +124,6 @@ def sqrt(x: Codes, fmt: LNSFormat) -> Codes:
     out = np.empty(x.shape, np.int16)
     if run(_elementwise.sqrt, x.size, _GRAIN, _flat(x), out.reshape(-1), fmt.bias, fmt.field_mask):
         raise ValueError("square root of a negative number: LNS has no NaN; take the absolute value or clamp first")
-    return out
-
-
-def _sign_op(x: Codes, fmt: LNSFormat, keep: int, flip: int) -> Codes:
-    out = np.empty(x.shape, np.int16)
-    run(_elementwise.sign_op, x.size, _GRAIN, _flat(x), out.reshape(-1), fmt.field_mask, keep, flip)
-    return out
-
-
-def neg(x: Codes, fmt: LNSFormat) -> Codes:
-    """``-x``, exact."""
-    return _sign_op(x, fmt, -1, -1)
-
-
-def absolute(x: Codes, fmt: LNSFormat) -> Codes:
-    """``|x|``, exact."""
-    return _sign_op(x, fmt, 0, 0)
-
-
-def order_key(x: Codes, fmt: LNSFormat) -> Codes:
-    """int16 integers that compare as the values do: ``key(x) < key(y)`` exactly if ``x < y``; zero has key 0."""
-    out = np.empty(x.shape, np.int16)
-    run(_elementwise.order_key, x.size, _GRAIN, _flat(x), out.reshape(-1), fmt.field_mask)
-    return out
-
-
-def relu(x: Codes, fmt: LNSFormat) -> Codes:
-    """``max(x, 0)``, exact."""
-    return relu_backward(x, x, fmt)
-
-
-def relu_backward(grad: Codes, x: Codes, fmt: LNSFormat) -> Codes:
-    """``grad`` where ``x > 0``, else zero; ``x`` is relu's input or its output, which agree in that.
-
-    Args:
-        grad, x: int16 codes of one shape (or shapes that broadcast).
-        fmt: unused by the arithmetic (a code's sign is the word's in every format); kept for symmetry.
-    """
-    a, b, shape = _pair(grad, x)
-    out = np.empty(shape, np.int16)
-    run(_elementwise.gate, a.size, _GRAIN, a, b, out.reshape(-1))
     return out
 
 
@@ -300,9 +259,18 @@ def matmul(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes:
         raise ValueError(f"matmul of shapes {x_MK.shape} and {y_KN.shape}: needs (M, K) and (K, N) with the same K")
     if not (x_MK.size and y_KN.size):
         return np.zeros((x_MK.shape[0], y_KN.shape[1]), np.int16)
-    use_simd = kernel_info()["matmul"] != "gather" and _segments.supported(fmt.fraction_bits)
-    product = _matmul_simd(x_MK, y_KN, fmt) if use_simd else None
-    return _matmul_gather(x_MK, y_KN, fmt) if product is None else product
+    x, y = _survey(x_MK, fmt), _survey(y_KN, fmt)
+    if not (x.nonzero and y.nonzero):
+        return np.zeros((x_MK.shape[0], y_KN.shape[1]), np.int16)
+    if kernel_info()["matmul"] != "gather" and _segments.supported(fmt.fraction_bits):
+        turn = _work(x, y_KN.shape[1]) > 1.2 * _work(y, x_MK.shape[0])
+        left, right = (y, x) if turn else (x, y)
+        plan = _simd.plan(left.span, right.span, x_MK.shape[1], fmt)
+        if plan is not None:
+            return (
+                np.ascontiguousarray(_matmul_simd(y_KN.T, x_MK.T, fmt, plan).T) if turn else _matmul_simd(x_MK, y_KN, fmt, plan)
+            )
+    return _matmul_gather(x_MK, y_KN, fmt, clamp=not _simd.within_accumulator(x.span, y.span, x_MK.shape[1], fmt))
 
 
 def matmul_batched(x_BMK: Codes, y_BKN: Codes, fmt: LNSFormat) -> Codes:
@@ -330,45 +298,51 @@ def _words(x: Codes, fmt: LNSFormat) -> NDArray[np.int32]:
     return np.ascontiguousarray(words.reshape(x.shape[::-1]).T) if flipped else words.reshape(x.shape)
 
 
-def _matmul_simd(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes | None:
-    """The product on vector lanes, or None where the operands' range is too wide for them."""
-    if _work(x_MK, y_KN.shape[1]) > 1.2 * _work(y_KN, x_MK.shape[0]):
-        flipped = _matmul_simd(y_KN.T, x_MK.T, fmt)
-        return None if flipped is None else np.ascontiguousarray(flipped.T)
+class _Survey(NamedTuple):
+    """What the choice of a kernel needs to know of an operand: smallest and largest field of its nonzero codes, their number."""
+
+    span: tuple[int, int]
+    nonzero: int
+
+
+def _survey(x: Codes, fmt: LNSFormat) -> _Survey:
+    flat = _flat(x.T if x.flags.f_contiguous else x)
+    found = np.empty(3, np.int64)
+    run(_gather.survey, flat.size, flat.size, flat, found, fmt.field_mask)
+    low, high, nonzero = found.tolist()
+    return _Survey((low, high), nonzero)
+
+
+def _matmul_simd(x_MK: Codes, y_KN: Codes, fmt: LNSFormat, plan: _simd.Plan) -> Codes:
+    """The product on vector lanes."""
     (M, K), N = x_MK.shape, y_KN.shape[1]
     x, y, mask = _flat(x_MK), _flat(y_KN), fmt.field_mask
-    x_span, y_span = _gather.log_span(x, mask), _gather.log_span(y, mask)
-    if not (x_span[1] and y_span[1]):
-        return np.zeros((M, N), np.int16)
-    plan = _simd.plan(x_span, y_span, K, fmt)
-    if plan is None:
-        return None
     panels, blocks, out = -(-N // _vector.PANEL), -(-K // BLOCK), np.empty((M, N), np.int16)
     counts, steps, words = np.empty(M * blocks, np.int32), np.empty(x.size, np.int32), np.empty(x.size, np.int32)
     packed = np.empty(panels * K * 2 * _vector.PANEL, np.int16)
-    run(_simd.pack_x, M, 1 + _GRAIN // K, x, K, mask, plan.x_top, plan.unit_shift, BLOCK, counts, steps, words)
-    run(_simd.pack_y, panels, 1 + _GRAIN // (K * _vector.PANEL), y, K, N, mask, plan.y_top, plan.unit_shift, packed)
+    # Packing is short and bound by memory: only much of it is worth a second thread.
+    run(_simd.pack_x, M, 1 + 8 * _GRAIN // K, x, K, mask, plan.x_top, plan.unit_shift, BLOCK, counts, steps, words)
+    run(_simd.pack_y, panels, 1 + 8 * _GRAIN // (K * _vector.PANEL), y, K, N, mask, plan.y_top, plan.unit_shift, packed)
     run(_vector.matmul, panels * -(-M // _vector.ROWS_AT_ONCE), 1, counts, steps, words, packed, plan.constants, _vector.HIGH_BYTES,
         plan.mapped, out.reshape(-1), M, K, N, BLOCK, plan.zone, plan.top_field, plan.unit_shift, mask)  # fmt: skip
     return out
 
 
-def _work(rows: Codes, columns: int) -> int:
+def _work(rows: _Survey, columns: int) -> int:
     """Time of a product whose scalar operand is ``rows``, in multiply-accumulates: its nonzero elements times columns computed.
 
     A panel's right edge computes 256, 128 or 32 columns; the last keeps one vector busy at a time and counts for more.
     """
     full, edge = divmod(columns, _vector.PANEL)
     computed = full * _vector.PANEL + (_vector.PANEL if edge > 128 else 128 if edge > 32 else 80 if edge else 0)
-    return int(np.count_nonzero(rows)) * computed
+    return rows.nonzero * computed
 
 
-def _matmul_gather(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes:
+def _matmul_gather(x_MK: Codes, y_KN: Codes, fmt: LNSFormat, clamp: bool) -> Codes:
+    """The product by table look-ups; ``clamp`` where the accumulator's limits are in reach."""
     (M, K), N = x_MK.shape, y_KN.shape[1]
     out = np.empty((M, N), np.int16)
     x, y, table = _words(x_MK, fmt), _words(y_KN, fmt), _gather.distance_table(fmt.fraction_bits)
-    spans = [_gather.log_span(codes.reshape(-1), fmt.field_mask) for codes in (_codes(x_MK), _codes(y_KN))]
-    clamp = not _simd.within_accumulator(spans[0], spans[1], K, fmt)
     units = M * -(-N // _gather.STRIP)
     run(_gather.matmul, units, max(1, 4 * _GRAIN // (K * _gather.STRIP)), x.reshape(-1), y.reshape(-1), out.reshape(-1), K, N,
         table, fmt.bias, fmt.field_mask, _LOWEST, _HIGHEST, clamp, BLOCK)  # fmt: skip

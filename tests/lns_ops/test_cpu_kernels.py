@@ -75,16 +75,11 @@ def test_division(fmt: LNSFormat) -> None:
 
 
 @every_format
-def test_unary_operations_on_every_code(fmt: LNSFormat) -> None:
+def test_square_root_of_every_code(fmt: LNSFormat) -> None:
     codes = fmt.codes()
-    for name in ("neg", "absolute"):
-        assert_same(getattr(cpu, name)(codes, fmt), getattr(ref, name)(codes, fmt))
     assert_same(cpu.sqrt(codes[codes >= 0], fmt), ref.sqrt(codes[codes >= 0], fmt))
     with pytest.raises(ValueError, match="negative"):
         cpu.sqrt(codes, fmt)
-    key = cpu.order_key(codes, fmt)
-    np.testing.assert_array_equal(key, ref.order_key(codes, fmt))
-    assert np.all(np.diff(key) > 0)
 
 
 @every_format
@@ -97,16 +92,6 @@ def test_sign_without_magnitude_reads_as_zero(fmt: LNSFormat) -> None:
     assert cpu.decode(negative_zero, fmt)[0] == 0
     assert cpu.sqrt(negative_zero, fmt)[0] == 0
     assert cpu.matmul(negative_zero[:, None], one[:, None], fmt)[0, 0] == 0
-
-
-@every_format
-def test_relu_and_its_derivative(fmt: LNSFormat) -> None:
-    rng = np.random.default_rng(3)
-    x, grad = random_codes(rng, fmt, 999), random_codes(rng, fmt, 999)
-    expected = np.where(ref.order_key(x, fmt) > 0, x, 0).astype(np.int16)
-    assert_same(cpu.relu(x, fmt), expected)
-    for gate in (x, expected):
-        assert_same(cpu.relu_backward(grad, gate, fmt), np.where(x > 0, grad, 0).astype(np.int16))
 
 
 @settings(max_examples=60, deadline=None)
