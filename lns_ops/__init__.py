@@ -10,6 +10,7 @@ LNS one; :mod:`lns_ops.optim` steps it.
 """
 
 from lns_ops import optim
+from lns_ops.cuda import check_faults
 from lns_ops.format import LNSFormat, NonFiniteError, lns8, lns12, lns16
 from lns_ops.functional import decode, encode
 from lns_ops.nn import convert_
@@ -20,6 +21,7 @@ __all__ = [
     "LNSTensor",
     "NonFiniteError",
     "backends",
+    "check_faults",
     "convert_",
     "decode",
     "encode",
@@ -32,6 +34,6 @@ __all__ = [
 
 def backends() -> dict[str, object]:
     """Which kernels are in use on each device, and why: ``{"cpu": {"kernel": "simd avx512bw", ...}}``."""
-    from lns_ops import cpu
+    from lns_ops import cpu, cuda
 
-    return {"cpu": cpu.kernel_info()}
+    return {"cpu": cpu.kernel_info(), "cuda": cuda.kernel_info()}

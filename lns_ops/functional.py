@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lns_ops import cpu
+from lns_ops import cpu, cuda
 from lns_ops.format import LNSFormat
 
 _LIBRARY = torch.library.Library("lns_ops", "DEF")
@@ -44,6 +44,7 @@ def _sum_shape(x: Tensor, dim: int) -> Tensor:
 def _define(name: str, signature: str, kernel: Any, fake: Any) -> None:
     _LIBRARY.define(f"{name}{signature}")
     _LIBRARY.impl(name, kernel, "CPU")
+    _LIBRARY.impl(name, getattr(cuda, name), "CUDA")
     torch.library.register_fake(f"lns_ops::{name}", fake, lib=_LIBRARY)
 
 
@@ -79,6 +80,11 @@ def _matmul_cpu(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
     fmt = _format(bits, fraction_bits)
     kernel = cpu.matmul if x.dim() == 2 else cpu.matmul_batched
     return torch.from_numpy(kernel(x.numpy(), y.numpy(), fmt))
+
+
+def _linear_cpu(x: Tensor, y: Tensor, bias: Tensor, bits: int, fraction_bits: int) -> Tensor:
+    fmt = _format(bits, fraction_bits)
+    return torch.from_numpy(cpu.add(cpu.matmul(x.numpy(), y.numpy(), fmt), bias.numpy(), fmt))
 
 
 def _sgd_update_cpu(
@@ -120,6 +126,12 @@ _define("sqrt", f"(Tensor x, {_FORMAT}) -> Tensor", _sqrt_cpu, lambda x, bits, f
 _define("sum", f"(Tensor x, int dim, {_FORMAT}) -> Tensor", _sum_cpu, lambda x, dim, bits, fraction_bits: _sum_shape(x, dim))
 _define(
     "matmul", f"(Tensor x, Tensor y, {_FORMAT}) -> Tensor", _matmul_cpu, lambda x, y, bits, fraction_bits: _matmul_shape(x, y)
+)
+_define(
+    "linear",
+    f"(Tensor x, Tensor y, Tensor bias, {_FORMAT}) -> Tensor",
+    _linear_cpu,
+    lambda x, y, bias, bits, fraction_bits: _matmul_shape(x, y),
 )
 _define(
     "sgd_update_",
@@ -199,6 +211,19 @@ def matmul(x: Tensor, y: Tensor, fmt: LNSFormat) -> Tensor:
     if x.dim() != y.dim() or x.dim() not in (2, 3) or x.shape[-1] != y.shape[-2] or x.shape[:-2] != y.shape[:-2]:
         raise ValueError(f"matmul of shapes {tuple(x.shape)} and {tuple(y.shape)}: need [M, K] @ [K, N] or [B, M, K] @ [B, K, N]")
     return _OPS.matmul(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+
+
+def linear(x: Tensor, y: Tensor, bias: Tensor, fmt: LNSFormat) -> Tensor:
+    """``x_MK @ y_KN + bias_N``: the product as in :func:`matmul`, then an LNS addition; one kernel on a GPU.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    if x.dim() != 2 or y.dim() != 2 or x.shape[1] != y.shape[0] or bias.shape != y.shape[1:]:
+        raise ValueError(
+            f"linear of shapes {tuple(x.shape)}, {tuple(y.shape)} and bias {tuple(bias.shape)}: need [M, K] @ [K, N] + [N]"
+        )
+    return _OPS.linear(x, y, bias, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
 
 
 def sgd_update_(

@@ -339,7 +339,11 @@ def _matmul(func: Any, x: Any, y: Any) -> LNSTensor:
 def _addmm(func: Any, bias: Any, x: Any, y: Any, *, beta: Any = 1, alpha: Any = 1) -> LNSTensor:
     if beta != 1 or alpha != 1:
         raise NotImplementedError(f"addmm with beta={beta}, alpha={alpha}: LNS has bias + x @ y only; scale the operands")
-    return _binary(aten.add.Tensor, bias, _matmul(func, x, y))
+    x_codes, y_codes, fmt = _operands("addmm", x, y)
+    if isinstance(bias, LNSTensor) and bias.shape == y.shape[1:]:
+        bias_codes, _, _ = _operands("addmm", bias, LNSTensor(x_codes, fmt))
+        return LNSTensor(lns.linear(x_codes, y_codes, bias_codes, fmt), fmt)
+    return _binary(aten.add.Tensor, bias, LNSTensor(lns.matmul(x_codes, y_codes, fmt), fmt))
 
 
 @_handles(aten._local_scalar_dense.default)

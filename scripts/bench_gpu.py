@@ -1,0 +1,253 @@
+"""Times every CUDA kernel of lns_ops beside its peers and the ceilings of the chip, all measured in the same run.
+
+    python scripts/bench_gpu.py [--quick] [--json FILE]
+
+Prints medians of CUDA-event times (warm-up first, rotating inputs larger than the L2 together) as a fraction of what bounds them:
+
+- copy: bytes a second of a large device-to-device copy, read plus written, through torch;
+- issue: instructions a second that the multiprocessors issue, from a kernel of independent float additions. A multiply-add of the GEMM
+  takes 7 of them at least (lns_ops/kernels/arithmetic.cuh), so issue / 7 bounds it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import lns_ops
+from lns_ops import LNSFormat, cuda, lns12, lns16
+from lns_ops import functional as lns
+
+INSTRUCTIONS = 7
+_RESULTS: dict[str, Any] = {}
+
+
+def seconds(calls: list[Callable[[], Any]], *, repeats: int = 20, graph: bool = False) -> float:
+    """Median time of a call, over ``calls`` in rotation; short ones are captured in a graph, which leaves out launch overhead."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    if graph:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            for _ in range(5):
+                for call in calls:
+                    call()
+        count, run = 5 * len(calls), captured.replay
+    else:
+        count, run = len(calls), lambda: [call() for call in calls]
+    run()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / count)
+    return statistics.median(times)
+
+
+def copy_bandwidth() -> float:
+    x = [torch.empty(1 << 30, dtype=torch.int16, device="cuda") for _ in range(4)]
+    return 4 * x[0].numel() / seconds([lambda: x[1].copy_(x[0]), lambda: x[3].copy_(x[2])])
+
+
+def issue_rate() -> float:
+    """Lane-instructions a second: independent float additions, 16 chains a thread, 2,048 threads a multiprocessor."""
+    lines = "".join(f"x{i} += y;" for i in range(16))
+    source = (
+        'extern "C" __global__ void issue(float* out, int n, float y) {'
+        + "".join(f"float x{i} = threadIdx.x + {i};" for i in range(16))
+        + "for (int i = 0; i < n; i++) {"
+        + lines * 16
+        + "} *out = "
+        + " + ".join(f"x{i}" for i in range(16))
+        + "; }"
+    )
+    kernel = cuda._Kernel(cuda._compile(source, "issue", (), 0), "Pif", 0)
+    out, blocks = torch.zeros(1, device="cuda"), cuda._multiprocessors(0) * 2
+    time = seconds([lambda: kernel((blocks, 1, 1), 1024, 0, out.data_ptr(), 2000, 1.0)])
+    return blocks * 1024 * 2000 * 256 / time
+
+
+NAIVE = r"""extern "C" __global__ void naive(const short* A, const short* B, short* C, const int* plus, const int* minus, int last,
+                                   int M, int N, int K) {
+    int n = blockIdx.x * 16 + threadIdx.x % 16, m = blockIdx.y * 16 + threadIdx.x / 16;
+    int acc = -(1 << 28), sign = 0;
+    for (int k = 0; k < K; k++) {
+        int a = A[m * K + k], b = B[k * N + n], fa = a & 0x7fff, fb = b & 0x7fff;
+        if (fa == 0 || fb == 0) continue;
+        int p = fa + fb - 32768, s = (a ^ b) < 0, d = min(abs(acc - p), last);
+        int g = s == sign ? plus[d] : minus[d];
+        sign = acc >= p ? sign : s;
+        acc = max(acc, p) + g;
+    }
+    int field = min(acc, 16383) + 16384;
+    C[m * N + n] = field <= 0 ? 0 : sign ? field | 0x8000 : field;
+}"""
+
+
+def codes(shape: tuple[int, ...], fmt: LNSFormat) -> torch.Tensor:
+    return lns.encode(torch.randn(shape, device="cuda"), fmt)
+
+
+def check() -> None:
+    """A wrong kernel's speed means nothing: products, updates and conversions against the CPU backend first."""
+    from lns_ops import cpu
+
+    for fmt in (lns16, lns12):
+        x, y = codes((128, 784), fmt), codes((784, 512), fmt)
+        wanted = torch.from_numpy(cpu.matmul(x.cpu().numpy(), y.cpu().numpy(), fmt))
+        for tile in cuda.TILES:
+            got = cuda.matmul(x, y, fmt.bits, fmt.fraction_bits, tile=tile)
+            assert torch.equal(got.cpu(), wanted), f"{fmt} {tile}: the product is wrong"
+        floats = torch.randn(100_000, device="cuda")
+        assert torch.equal(lns.encode(floats, fmt).cpu(), lns.encode(floats.cpu(), fmt)), f"{fmt}: encode is wrong"
+
+
+def report(name: str, seconds_: float, work: float, unit: str, ceiling: float | None = None, note: str = "") -> None:
+    rate = work / seconds_
+    fraction = "" if ceiling is None else f"{rate / ceiling:6.3f} of {ceiling / 1e12:.3g}"
+    print(f"{name:44s} {seconds_ * 1e6:10.1f} us  {rate / 1e12:8.3f} {unit}  {fraction} {note}", flush=True)
+    _RESULTS[name] = {"seconds": seconds_, "rate": rate, "unit": unit, "ceiling": ceiling}
+
+
+def gemm(issue: float, quick: bool) -> None:
+    bound = issue / INSTRUCTIONS
+    sizes = [(1024, 1024, 1024), (4096, 4096, 4096)]
+    for fmt in (lns16, lns12):
+        for M, K, N in sizes:
+            x, y = [codes((M, K), fmt) for _ in range(2)], [codes((K, N), fmt) for _ in range(2)]
+            calls = [lambda i=i: lns.matmul(x[i], y[i], fmt) for i in range(2)]
+            report(f"gemm {fmt} {M}x{K}x{N}", seconds(calls, repeats=7), M * K * N, "TMAC/s", bound)
+            if not quick and M == 1024:
+                for tile in cuda.TILES:
+                    calls = [lambda i=i, t=tile: cuda.matmul(x[i], y[i], fmt.bits, fmt.fraction_bits, tile=t) for i in range(2)]
+                    report(f"  tile {tuple(tile)}", seconds(calls, repeats=7), M * K * N, "TMAC/s", bound)
+    M = 4096
+    x, y = codes((M, M), lns16), codes((M, M), lns16)
+    plus, minus = cuda.gaussian_tables(7)
+    tables = [torch.tensor(np.array(t), device="cuda") for t in (plus, minus)]
+    naive = cuda._Kernel(cuda._compile(NAIVE, "naive", (), 0), "PPPPPiiii", 0)
+    out = torch.empty_like(x)
+    pointers = [t.data_ptr() for t in (x, y, out, *tables)]
+    time = seconds([lambda: naive((M // 16, M // 16, 1), 256, 0, *pointers, len(plus) - 1, M, M, M)], repeats=3)
+    report(f"naive gemm lns16 {M}^3 (sequential)", time, M**3, "TMAC/s", bound)
+    for fmt in (lns16, lns12):
+        for label, shape in {
+            "forward": (128, 784, 512),
+            "dW": (512, 128, 784),
+            "dX": (128, 512, 784),
+            "output": (128, 512, 10),
+        }.items():
+            M, K, N = shape
+            x = codes((K, M), fmt).t() if label == "dW" else codes((M, K), fmt)
+            y = codes((N, K), fmt).t() if label in ("forward", "output") else codes((K, N), fmt)
+            time = seconds([lambda: lns.matmul(x, y, fmt)], graph=True)
+            report(f"gemm {fmt} {label} {M}x{K}x{N}", time, M * K * N, "TMAC/s", bound, str(tuple(cuda._choose(1, M, N, K, 132))))
+            if not quick and fmt == lns16:
+                for tile in cuda.TILES[1:]:
+                    call = lambda t=tile: cuda.matmul(x, y, fmt.bits, fmt.fraction_bits, tile=t)
+                    report(f"  tile {tuple(tile)}", seconds([call], graph=True), M * K * N, "TMAC/s", bound)
+
+
+def memory_bound(copy: float, n: int) -> None:
+    for fmt in (lns16, lns12):
+        x = [torch.randn(n, device="cuda") for _ in range(2)]
+        report(f"encode {fmt}", seconds([lambda i=i: lns.encode(x[i], fmt) for i in range(2)]), 6 * n, "TB/s", copy)
+        c = [lns.encode(x[i], fmt) for i in range(2)]
+        report(f"decode {fmt}", seconds([lambda i=i: lns.decode(c[i], fmt) for i in range(2)]), 6 * n, "TB/s", copy)
+        for name in ("add", "mul"):
+            operation = getattr(lns, name)
+            report(f"{name} {fmt}", seconds([lambda i=i: operation(c[i], c[1 - i], fmt) for i in range(2)]), 6 * n, "TB/s", copy)
+        rate, decay = int(lns.encode(torch.tensor(-0.01), fmt)), int(lns.encode(torch.tensor(0.9), fmt))
+        w = [c[0].clone() for _ in range(4)]
+        for label, bytes_, momentum, buffer, kahan in [
+            ("SGD", 6, None, None, None),
+            ("Kahan SGD", 10, None, None, w[1]),
+            ("Kahan momentum", 14, decay, w[2], w[1]),
+        ]:
+            call = lambda: lns.sgd_update_(
+                w[0], c[1], fmt, negative_lr=rate, momentum=momentum, buffer=buffer, compensation=kahan
+            )
+            report(f"{label} {fmt}", seconds([call]), bytes_ * n, "TB/s", copy)
+    p = torch.nn.Parameter(torch.randn(n, device="cuda"))
+    p.grad = torch.randn(n, device="cuda")
+    for label, bytes_, optimizer in [
+        ("torch fused SGD float32", 12, torch.optim.SGD([p], lr=0.01, fused=True)),
+        ("torch fused momentum float32", 20, torch.optim.SGD([p], lr=0.01, momentum=0.9, fused=True)),
+        ("torch fused AdamW float32", 28, torch.optim.AdamW([p], lr=0.01, fused=True)),
+    ]:
+        report(label, seconds([optimizer.step]), bytes_ * n, "TB/s", copy)
+
+
+def network(fmt: LNSFormat | None) -> Callable[[], None]:
+    net = torch.nn.Sequential(torch.nn.Linear(784, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
+    if fmt is not None:
+        lns_ops.convert_(net, fmt, scope="everywhere")
+    net = net.cuda()
+    optimizer: Any = (
+        torch.optim.SGD(net.parameters(), lr=1e-3)
+        if fmt is None
+        else lns_ops.optim.SGD(net.parameters(), lr=1e-3, kahan_sum=True)
+    )
+    x, y = torch.rand(128, 784, device="cuda"), torch.randint(0, 10, (128,), device="cuda")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(x), y, reduction="sum").backward()
+        optimizer.step()
+
+    return step
+
+
+def training_step() -> None:
+    for label, fmt in {"float32": None, "lns12 everywhere + Kahan": lns12}.items():
+        step = network(fmt)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step()
+        torch.cuda.synchronize()
+        report(f"MLP step {label}, eager", seconds([step]), 0, "")
+        try:
+            report(f"MLP step {label}, CUDA graph", seconds([step], graph=True), 0, "")
+        except RuntimeError as error:
+            print(f"MLP step {label}, CUDA graph: {error}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer variants")
+    parser.add_argument("--json", type=Path, help="write the figures to this file as well")
+    options = parser.parse_args()
+    reason = cuda.unavailable()
+    if reason is not None:
+        raise SystemExit(f"no GPU to time: {reason}")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {cuda.kernel_info()['why']}, Python {platform.python_version()}"
+    )
+    check()
+    copy, issue = copy_bandwidth(), issue_rate()
+    print(
+        f"ceilings: copy {copy / 1e12:.3f} TB/s, issue {issue / 1e12:.2f} T instructions/s, GEMM {issue / INSTRUCTIONS / 1e12:.2f} TMAC/s"
+    )
+    gemm(issue, options.quick)
+    training_step()
+    memory_bound(copy, 1 << (26 if options.quick else 28))
+    cuda.check_faults()
+    if options.json:
+        options.json.write_text(json.dumps({"copy": copy, "issue": issue, "results": _RESULTS}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

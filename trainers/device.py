@@ -1,0 +1,128 @@
+"""Where a trial computes: on the CPU, or on an NVIDIA GPU, where a whole training step is one CUDA graph.
+
+A step of a small net is some forty kernels of a few microseconds, which Python takes longer to launch than the GPU to run. Captured
+once in a CUDA graph and replayed, they run back to back. The graph reads its batch through a counter on the device, so an epoch is a
+row of replays without a word from the host; losses and wrong answers are tallied on the device and read once at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from lns_ops import LNSTensor, cuda
+from trainers.data import Split
+
+WARM_UP_STEPS = 2
+"""Before capture: they compile kernels, upload tables and create the optimizer's state."""
+
+
+def resolve_device(name: str) -> str:
+    """``cuda`` or ``cpu`` for ``auto``: the GPU where torch finds one and LNS kernels can run there."""
+    if name != "auto":
+        return name
+    return "cpu" if cuda.unavailable() else "cuda"
+
+
+def check_device(name: str) -> None:
+    """Refuse a device that this process does not have.
+
+    Raises:
+        ValueError: with what is missing.
+    """
+    if name == "cuda" and (reason := cuda.unavailable()) is not None:
+        raise ValueError(f"device=cuda: {reason}; use device=cpu")
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """What a parameter or optimizer state keeps in memory: codes, or the tensor itself."""
+    return tensor.codes if isinstance(tensor, LNSTensor) else tensor
+
+
+class GraphedEpochs:
+    """Training steps on one GPU, replayed from a CUDA graph.
+
+    Args:
+        model, optimizer: on the GPU; captured as they are, so replaced parameters or state need a new object. Capturing leaves
+            their values unchanged.
+        data: the training examples, on the GPU.
+        batch_size: examples a step.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, data: Split, batch_size: int) -> None:
+        self._model, self._optimizer, self._data = model, optimizer, data
+        device, examples = data.y.device, len(data.y)
+        self._steps = examples // batch_size
+        self._order = torch.arange(self._steps * batch_size, device=device).view(self._steps, batch_size)
+        self._step = torch.zeros((), dtype=torch.int64, device=device)
+        self._loss = torch.zeros((), dtype=torch.float64, device=device)
+        self._counts = torch.zeros(2, dtype=torch.int64, device=device)  # wrong answers, batches counted
+        self._finite = torch.ones((), dtype=torch.bool, device=device)
+        with self._unchanged():
+            stream = torch.cuda.Stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UP_STEPS):
+                    self._train_step()
+            torch.cuda.current_stream(device).wait_stream(stream)
+            self._optimizer.zero_grad(set_to_none=True)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._train_step()
+
+    def train(self, order: Tensor) -> tuple[float, int, int]:
+        """Train once over the examples in ``order`` (int64, any device); the last, incomplete batch is left out.
+
+        Returns:
+            Summed loss (NaN once a batch's was not finite; what comes after that batch is not counted), wrong answers, and
+            batches counted.
+        """
+        self._order.copy_(order[: self._order.numel()].view_as(self._order))
+        self._begin()
+        for _ in range(self._steps):
+            self._graph.replay()
+        loss, finite = float(self._loss), bool(self._finite)
+        wrong, counted = self._counts.tolist()
+        return loss if finite else float("nan"), wrong, counted
+
+    def _begin(self) -> None:
+        for tensor in (self._step, self._loss, self._counts):
+            tensor.zero_()
+        self._finite.fill_(True)
+
+    def _train_step(self) -> None:
+        chosen = self._order.index_select(0, self._step.view(1)).view(-1)
+        x, y = self._data.x.index_select(0, chosen), self._data.y.index_select(0, chosen)
+        self._optimizer.zero_grad(set_to_none=True)
+        logits = self._model(x)
+        loss = F.cross_entropy(logits, y, reduction="sum")
+        loss.backward()
+        self._optimizer.step()
+        value = loss.detach()
+        self._counts[0].add_(torch.where(self._finite, (logits.argmax(1) != y).sum(), 0))
+        self._counts[1].add_(self._finite)
+        self._finite.logical_and_(torch.isfinite(value))
+        self._loss.add_(torch.where(self._finite, value, 0))
+        self._step.add_(1)
+
+    @contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Give parameters and optimizer state back the values that they had; new state is zero."""
+        parameters = [plain(p.detach()) for p in self._model.parameters()]
+        before = [p.clone() for p in parameters]
+        states = {id(t): t.clone() for t in self._states()}
+        yield
+        for parameter, value in zip(parameters, before, strict=True):
+            parameter.copy_(value)
+        for state in self._states():
+            if id(state) in states:
+                state.copy_(states[id(state)])
+            else:
+                state.zero_()
+
+    def _states(self) -> list[Tensor]:
+        return [plain(value) for state in self._optimizer.state.values() for value in state.values()]
