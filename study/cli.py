@@ -114,6 +114,9 @@ def _add_ui(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     ui = commands.add_parser("ui", help="open the studies in MLflow's web interface", description=(
         "Serve MLflow's web interface for a storage folder on 127.0.0.1, until Ctrl-C."))  # fmt: skip
     ui.add_argument("--storage", default="studies", help="folder of all studies (default: studies)")
+    ui.add_argument(
+        "--tracking-uri", help="another MLflow database to serve, such as sqlite:////path/mlflow.db (default: the storage's)"
+    )
     ui.add_argument("--port", type=int, default=5000, help="port to listen on (default: 5000)")
     ui.set_defaults(command=_ui)
 
@@ -122,7 +125,7 @@ def _run(options: argparse.Namespace) -> int:
     from study.compose import load
 
     with refusals():
-        study = load(options.config, options.overrides, lambda line: print(line, file=sys.stderr))
+        study = load(options.config, options.overrides, lambda line: print(line, file=sys.stderr), download=not options.dry_run)
     if options.dry_run:
         return _dry_run(study)
     from rich.console import Console
@@ -146,14 +149,23 @@ def _dry_run(study: StudyConfig) -> int:
     from study.plan import make_plan
 
     with refusals():
-        plan = make_plan(study)
+        plan = make_plan(study, download=False)
     print(yaml.safe_dump(plan.study.to_dict(), sort_keys=False, allow_unicode=True))
     print(f"# {len(plan.trials)} trials:")
     for trial in plan.trials:
         precision = trial.config.precision
         size = f"{trial.config.epochs} epochs, {trial.config.workers} worker(s)"
         print(f"#   {trial.id}  {trial.row}, seed {trial.seed}: {precision.format}, {size}")
+    if any(trial.config.data.name == "mnist" and trial.config.data.root is None for trial in plan.trials):
+        _print_download()
     return 0
+
+
+def _print_download() -> None:
+    from trainers.data import describe_download  # loads torch
+
+    print(f"# A run would download MNIST first: {describe_download()}")
+    print("# If that failed, data.name=auto would be digits; data.name=mnist would be refused.")
 
 
 def _view(study: StudyConfig, console: Console, plain: bool) -> View:
@@ -179,32 +191,33 @@ def _report(options: argparse.Namespace) -> int:
 def _ui(options: argparse.Namespace) -> int:
     from study.config import default_tracking_uri
     from study.preflight import check_writable
-    from study.ui import check_port, serve
+    from study.ui import check_port, check_servable, serve
 
+    uri = options.tracking_uri or default_tracking_uri(options.storage)
     storage = Path(options.storage).expanduser().resolve()
     with refusals():
+        check_servable(uri)
         check_writable(storage, "storage")
         check_port(options.port)
-    return serve(default_tracking_uri(options.storage), storage / "artifacts", options.port, lambda line: print(line, flush=True))
+    return serve(uri, storage / "artifacts", options.port, lambda line: print(line, flush=True))
 
 
 def _print_outcome(outcome: Outcome, storage: str) -> None:
+    import shlex
+
     from study.report import render_text
+    from study.ui import how_to_open
 
     print(f"\n{render_text(outcome.state)}")
     print(f"\nReport:  {outcome.report / 'report.html'}")
     study = outcome.state.config
     page = "#/experiments/{}/runs/{}".format(*outcome.parent_run) if outcome.parent_run else ""
-    if study.tracking.startswith("sqlite"):
-        where = "" if storage == "studies" else f" --storage {storage}"
-        print(f"MLflow:  lns-study ui{where}   then open http://127.0.0.1:5000/{page}")
-    else:
-        print(f"MLflow:  {study.tracking}/{page}")
+    print(f"MLflow:  {how_to_open(outcome.tracking, storage, page)}")
     if outcome.tracking_error:
-        print(
-            f"MLflow lacks part of this study ({outcome.tracking_error}); send it with: lns-study report {study.slug} --storage {storage}",
-            file=sys.stderr,
-        )
+        again = ["lns-study", "report", study.slug, "--storage", storage]
+        if outcome.tracking != study.tracking:
+            again += ["--tracking-uri", outcome.tracking]
+        print(f"MLflow lacks part of this study ({outcome.tracking_error}); send it with: {shlex.join(again)}", file=sys.stderr)
 
 
 def _say(console: Console, line: str) -> None:

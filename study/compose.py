@@ -19,6 +19,7 @@ import dataclasses
 import difflib
 import importlib.resources
 import re
+import typing
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,15 +32,30 @@ from study.config import RowConfig, StudyConfig
 from trainers.config import DataConfig
 
 SELF = "_self_"
+_ABSENT = object()
+_EXAMPLES = {
+    "seeds": "[0,1]",
+    "rows": "[{label: a, overrides: {epochs: 3}}]",
+    "rows[].label": "my row",
+    "trial": "{epochs: 3}",
+    "trial.model.hidden": "[512]",
+    "digits": "{epochs: 3}",
+    "comparable": "{epochs: 3}",
+    "rows[].comparable": "{epochs: 3}",
+}
+"""Values for error messages where the schema's default is none to show."""
 
 
-def load(config: str, overrides: Sequence[str] = (), say: Callable[[str], None] = lambda line: None) -> StudyConfig:
+def load(
+    config: str, overrides: Sequence[str] = (), say: Callable[[str], None] = lambda line: None, *, download: bool = True
+) -> StudyConfig:
     """The study of a config file and overrides.
 
     Args:
         config: path of a YAML file, or the name of one in ``conf/study``.
         overrides: ``key=value`` and ``group=file``.
         say: prints one line for the user: why ``data.name=auto`` is not MNIST.
+        download: whether MNIST may be downloaded to find out what ``data.name=auto`` is; if not, it is taken to be MNIST.
 
     Raises:
         ValueError: no such file, unknown key or bad value; the message names the value, the rule and the remedy.
@@ -49,7 +65,22 @@ def load(config: str, overrides: Sequence[str] = (), say: Callable[[str], None] 
     merged = _schema()
     for source, values in _layers(path, groups):
         merged = _merge(merged, values, source)
-    return _finish(_with_keys(_with_data(merged, keys, say), keys))
+    return _check_trial_keys(_finish(_with_keys(_with_data(merged, keys, say, download), keys)))
+
+
+def _check_trial_keys(study: StudyConfig) -> StudyConfig:
+    """``study``, if the keys of ``digits`` and ``comparable`` are a trial's; else they would be without effect, or found at the end.
+
+    Raises:
+        ValueError: one is not.
+    """
+    override_trial(study.trial.to_dict(), study.digits, "digits")
+    known = {name.removeprefix("trial.") for name in _known_keys(_schema()) if name.startswith("trial.")}
+    for source, keys in [("", study.comparable), *((f"row {row.label!r}: ", row.comparable) for row in study.rows)]:
+        for key in keys:
+            if key not in known:
+                raise _unknown(f"{source}comparable", f"trial.{key}", inside="trial.")
+    return study
 
 
 def _with_keys(merged: DictConfig, keys: Sequence[str]) -> DictConfig:
@@ -58,26 +89,24 @@ def _with_keys(merged: DictConfig, keys: Sequence[str]) -> DictConfig:
     return merged
 
 
-def _with_data(merged: DictConfig, keys: Sequence[str], say: Callable[[str], None]) -> DictConfig:
+def _with_data(merged: DictConfig, keys: Sequence[str], say: Callable[[str], None], download: bool) -> DictConfig:
     """``data.name=auto`` made concrete; where that is digits, with the study's ``digits`` overrides, which keys still win over."""
     study = _finish(_with_keys(merged, keys))
     if study.trial.data.name != "auto":
         return merged
-    data = _resolve_auto(study.trial.data, say)
+    data = _resolve_auto(study.trial.data, say, download)
     if data.name == "digits":
-        merged = _merge(merged, {"trial": _undot(study.digits, "digits")}, "digits")
+        merged = _merge(merged, {"trial": _undot(study.digits, "digits")}, "digits", inside="trial.")
     return _merge(merged, {"trial": {"data": {"name": data.name, "root": data.root}}}, "data")
 
 
-def _resolve_auto(config: DataConfig, say: Callable[[str], None]) -> DataConfig:
+def _resolve_auto(config: DataConfig, say: Callable[[str], None], download: bool) -> DataConfig:
     """MNIST where it is to be had, else digits, and why; one attempt to download at most."""
-    from trainers.data import resolve  # loads torch
+    from trainers.data import DownloadError, resolve  # loads torch
 
     try:
-        return resolve(dataclasses.replace(config, name="mnist"))
-    except ValueError as error:
-        if config.root is not None:
-            raise
+        return resolve(dataclasses.replace(config, name="mnist"), download=download)
+    except DownloadError as error:
         say(f"MNIST is not to be had, so data.name=auto is digits: {error}")
     return resolve(dataclasses.replace(config, name="digits"))
 
@@ -99,20 +128,20 @@ def find_study(config: str) -> Path:
     )
 
 
-def override_trial(base: dict[str, Any], overrides: Any, label: str) -> dict[str, Any]:
+def override_trial(base: dict[str, Any], overrides: Any, name: str = "overrides") -> dict[str, Any]:
     """A trial's dict with a row's overrides merged in.
 
     Args:
         base: ``TrialConfig.to_dict()``.
         overrides: mapping with nested or dotted keys, list of ``key=value``, or None.
-        label: the row's, for errors.
+        name: of the key that holds them, for errors.
 
     Raises:
         ValueError: an override names no key of a trial or has a value of the wrong type.
     """
     wrapped = _merge(_schema(), {"trial": base}, "trial")
     if overrides is not None:
-        wrapped = _merge(wrapped, {"trial": _undot(overrides, label)}, f"row {label!r}")
+        wrapped = _merge(wrapped, {"trial": _undot(overrides, name)}, name, inside="trial.")
     trial: dict[str, Any] = _plain(wrapped)["trial"]
     return trial
 
@@ -148,9 +177,14 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, str], list[str
     keys: list[str] = []
     for override in overrides:
         name, equals, value = override.partition("=")
-        if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*(\[\d+\][\w.]*)*", name):
+        if equals and re.fullmatch(r"[A-Za-z_][\w.]*\[.*", name):
             raise ValueError(
-                f"override {override!r}: must be key=value, for example trial.epochs=3, seeds=[0,1] or model=mlp_128"
+                f"override {override!r}: the entries of a list cannot be set one by one; give the whole list, for example seeds=[0,1], or "
+                "change the study file"
+            )
+        if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", name):
+            raise ValueError(
+                f"override {override!r}: must be key=value; write for example trial.epochs=3, seeds=[0,1] or model=mlp_128"
             )
         if name not in StudyConfig.__dataclass_fields__ and name != "study" and group_options(name):
             if "/" in value or ".." in value:
@@ -219,7 +253,10 @@ def _find_group(group: str, file: str, study: Path) -> Path:
         if path.is_file():
             return path
     options = group_options(group)
-    raise ValueError(f"{group}={file}: no such config; must be one of {', '.join(options) or '(none)'}{_nearest(file, options)}")
+    raise ValueError(
+        f"{group}={file}: no such config; must be one of {', '.join(options) or '(none)'}{_nearest(file, options)}; use one of those or "
+        f"write conf/{group}/{file or 'mine'}.yaml"
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -234,38 +271,108 @@ def _read(path: Path) -> dict[str, Any]:
     return values or {}
 
 
-def _merge(base: DictConfig, values: dict[str, Any], source: str) -> DictConfig:
+def _merge(base: DictConfig, values: dict[str, Any], source: str, inside: str = "") -> DictConfig:
+    """``values`` over ``base``; ``source`` says in errors whence they come, ``inside`` is what the user need not write before keys."""
     try:
         merged = OmegaConf.merge(base, OmegaConf.create(values))
     except (OmegaConfBaseException, ValueError, TypeError) as error:
-        raise _explain(error, values, source) from None
+        raise _explain(error, values, source, inside) from None
     assert isinstance(merged, DictConfig)
     return merged
 
 
-def _explain(error: Exception, values: dict[str, Any], source: str) -> ValueError:
+def _explain(error: Exception, values: dict[str, Any], source: str, inside: str) -> ValueError:
     """An OmegaConf error as value, rule and remedy."""
-    key = str(getattr(error, "full_key", None) or "")
+    key = str(getattr(error, "full_key", None) or _innermost(values))
+    if getattr(error, "object_type", None) is RowConfig and not key.startswith("rows"):
+        key = f"rows[].{key}"
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
-        known = [*_known_keys(_schema()), *(f"rows[].{name}" for name in RowConfig.__dataclass_fields__)]
-        near = _nearest(key, known) or _nearest(key, [name.rpartition(".")[2] for name in known])
-        return ValueError(
-            f"{source}: {key or _first_line(error)}: unknown key{near}; `lns-study run CONFIG --dry-run` prints every key"
-        )
-    return ValueError(f"{source}: {f'{key}: ' if key else ''}{_first_line(error)}; {_expected(key)}")
+        return _unknown(source, key, inside)
+    value = _lookup(values, key)
+    what = _first_line(error) if value is _ABSENT else f"{value!r} is not possible"
+    return ValueError(f"{source}: {key.removeprefix(inside)}: {what}; {_expected(key, inside)}")
 
 
-def _expected(key: str) -> str:
-    """The rule and an example for a key's type, from the schema."""
-    schema = _schema()
-    name = re.sub(r"\[.*", "", key)
-    example = OmegaConf.select(schema, name) if name else None
-    if isinstance(example, ListConfig):
-        return f"it must be a list, for example {name}={'[0,1]' if name == 'seeds' else '[...]'}"
-    if isinstance(example, DictConfig):
-        return f"it must be a mapping with the keys {', '.join(str(k) for k in example)}"
-    kind = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(type(example), "of the key's type")
-    return f"it must be {kind}" + (f", for example {name}={example}" if example not in (None, "") else "")
+def _unknown(source: str, key: str, inside: str = "") -> ValueError:
+    """The error for a key that there is not, with the nearest that there is."""
+    known = [*_known_keys(_schema()), *(f"rows[].{name}" for name in RowConfig.__dataclass_fields__)]
+    near = _nearest(key, known) or _nearest(key, [name.rpartition(".")[2] for name in known])
+    near = near.replace(f"'{inside}", "'") if inside else near
+    return ValueError(
+        f"{source}: {key.removeprefix(inside)}: unknown key{near}; `lns-study run CONFIG --dry-run` prints every key"
+    )
+
+
+def _innermost(values: Any) -> str:
+    """The dotted key that a nested dict of one entry each stands for; "" where there are more."""
+    path = []
+    while isinstance(values, dict) and len(values) == 1:
+        ((key, values),) = values.items()
+        path.append(str(key))
+    return ".".join(path)
+
+
+def _lookup(values: Any, key: str) -> Any:
+    """What a nested dict has under a key like ``trial.epochs`` or ``seeds[0]``; :data:`_ABSENT` if nothing."""
+    for part in re.findall(r"[^.\[\]]+", key):
+        try:
+            values = values[int(part)] if isinstance(values, list) else values[part]
+        except (LookupError, TypeError, ValueError):
+            return _ABSENT
+    return values
+
+
+def _expected(key: str, inside: str) -> str:
+    """The rule and an example for a key, from the types and defaults of the schema."""
+    shown = key.removeprefix(inside)
+    of_list = re.fullmatch(r"(.*)\[\d+\]", key)
+    if of_list:
+        return f"every entry {_rule(_type_of(key))}, for example {of_list[1].removeprefix(inside)}={_example(of_list[1])}"
+    if key.startswith("rows[]."):
+        return f"it {_rule(_type_of(key))}, for example `{key.removeprefix('rows[].')}: {_example(key)}`"
+    return f"it {_rule(_type_of(key))}, for example {shown}={_example(key)}"
+
+
+def _type_of(key: str) -> Any:
+    """The type that the schema has for a key; ``Any`` for a key that it has not."""
+    kind: Any = StudyConfig
+    for part in re.findall(r"[^.\[\]]+|\[", key.replace("[]", "[0]")):
+        if part == "[":
+            kind = next(iter(typing.get_args(kind)), Any)
+        elif not part.isdigit():
+            kind = typing.get_type_hints(kind).get(part, Any) if dataclasses.is_dataclass(kind) else Any
+    return kind
+
+
+def _rule(kind: Any) -> str:
+    """``must be a whole number`` for a type."""
+    kinds = typing.get_args(kind)
+    if type(None) in kinds:
+        return f"{_rule(kinds[0])} or null"
+    if typing.get_origin(kind) is list:
+        return "must be a list"
+    if typing.get_origin(kind) is dict:
+        return "must be a mapping of keys of a trial to values"
+    if dataclasses.is_dataclass(kind):
+        return f"must be a mapping with the keys {', '.join(entry.name for entry in dataclasses.fields(kind))}"
+    return {int: "must be a whole number", float: "must be a number", bool: "must be true or false", str: "must be text"}.get(
+        kind, "must be what the key takes"
+    )
+
+
+def _example(key: str) -> str:
+    """A value that a key takes."""
+    if key in _EXAMPLES:
+        return _EXAMPLES[key]
+    kind = _type_of(key)
+    if dataclasses.is_dataclass(kind):
+        name, value = next((entry.name, entry.default) for entry in dataclasses.fields(kind))
+        return f"{{{name}: {value}}}"
+    default = OmegaConf.select(_schema(), key) if "[" not in key else None
+    if isinstance(default, int | float | str) and default != "":
+        return str(default).lower() if isinstance(default, bool) else str(default)
+    kind = next(iter(typing.get_args(kind)), kind)
+    return {int: "2", float: "2.5", bool: "true"}.get(kind, "abc")
 
 
 def _known_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
@@ -276,12 +383,15 @@ def _known_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
             yield from _known_keys(child, f"{prefix}{key}.")
 
 
-def _undot(overrides: Any, label: str) -> dict[str, Any]:
-    """Overrides as one nested dict, whichever way they were written."""
-    if isinstance(overrides, list):
+def _undot(overrides: Any, name: str) -> dict[str, Any]:
+    """Overrides as one nested dict, whichever way they were written; ``name`` is the key that holds them."""
+    if isinstance(overrides, list) and all("=" in str(item) for item in overrides):
         return OmegaConf.to_container(OmegaConf.from_dotlist([str(item) for item in overrides]))  # type: ignore[return-value]
     if not isinstance(overrides, dict):
-        raise ValueError(f"row {label!r}: overrides={overrides!r}: must be a mapping, for example {{precision.scope: matmul}}")
+        raise ValueError(
+            f"{name}={overrides!r}: must be a mapping or a list of key=value; use for example {{precision.scope: matmul}} or "
+            "[precision.scope=matmul]"
+        )
     nested = OmegaConf.create({})
     for key, value in overrides.items():
         OmegaConf.update(nested, str(key), value, merge=True)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainers.config import TrialConfig
+from trainers.config import TrialConfig, at_least, finite
 
 TRACKING_SCHEMES = ("sqlite:///", "http://", "https://", "postgresql://", "postgresql+psycopg2://", "mysql+pymysql://")
 
@@ -26,11 +26,6 @@ def _unique(name: str, values: Sequence[object], remedy: str) -> None:
     repeated = sorted({str(value) for value in values if values.count(value) > 1})
     if repeated:
         raise ValueError(f"{name}: {', '.join(repeated)} appears more than once; {remedy}")
-
-
-def _at_least(name: str, value: int | None, low: int, remedy: str) -> None:
-    if value is not None and value < low:
-        raise ValueError(f"{name}={value}: must be at least {low}; {remedy}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +51,7 @@ class RowConfig:
     def __post_init__(self) -> None:
         if not self.label.strip():
             raise ValueError(f"rows: label={self.label!r}: every row needs a label; add `label: my row`")
+        finite(f"row {self.label!r}: within", self.within, 0.0, "use for example within: 0.2, percentage points")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,13 +98,15 @@ class StudyConfig:
         self._check_name()
         _unique("rows", [row.label for row in self.rows] or [self.name], "give every row its own label")
         _unique("seeds", self.seeds, "use for example seeds=[0,1,2]")
-        _at_least("seeds", min(self.seeds), 0, "use for example seeds=[0,1,2]")
-        _at_least("cpus", self.cpus, 1, "leave it out to use all")
-        _at_least("max_concurrent", self.max_concurrent, 1, "leave it out to run as many as fit")
-        _at_least("checkpoint_every", self.checkpoint_every, 1, "1 checkpoints every epoch")
-        _at_least("max_failures", self.max_failures, 0, "3 survives a killed worker")
+        for seed in self.seeds:
+            at_least("seeds", seed, 0, "use for example seeds=[0,1,2]")
+        at_least("comparable_seeds", self.comparable_seeds, 1, "1 asks for no more than every study has")
+        at_least("cpus", self.cpus, 1, "leave it out to use all")
+        at_least("max_concurrent", self.max_concurrent, 1, "leave it out to run as many as fit")
+        at_least("checkpoint_every", self.checkpoint_every, 1, "1 checkpoints every epoch")
+        at_least("max_failures", self.max_failures, 0, "3 survives a killed worker")
         self._check_baseline()
-        self._check_tracking_uri()
+        check_tracking_uri(self.tracking_uri)
 
     def _check_name(self) -> None:
         if not self.slug:
@@ -122,13 +120,9 @@ class StudyConfig:
     def _check_baseline(self) -> None:
         labels = [row.label for row in self.rows]
         if self.baseline is not None and self.baseline not in labels:
-            raise ValueError(f"baseline={self.baseline!r}: must be the label of a row ({', '.join(labels) or 'there are none'})")
-
-    def _check_tracking_uri(self) -> None:
-        if self.tracking_uri is not None and not self.tracking_uri.startswith(TRACKING_SCHEMES):
             raise ValueError(
-                f"tracking_uri={self.tracking_uri!r}: must start with one of {', '.join(TRACKING_SCHEMES)}; for a local file use "
-                "sqlite:///path/mlflow.db, for a server http://127.0.0.1:5000"
+                f"baseline={self.baseline!r}: must be the label of a row ({', '.join(labels) or 'there are none'}); correct it, or "
+                "use baseline=null for no comparison"
             )
 
     @property
@@ -159,6 +153,19 @@ class StudyConfig:
         """
         rows = [RowConfig(**row) for row in values.get("rows", [])]
         return StudyConfig(**{**values, "trial": TrialConfig.from_dict(values.get("trial", {})), "rows": rows})
+
+
+def check_tracking_uri(uri: str | None) -> None:
+    """Refuse what is no MLflow tracking URI; None, the default database, passes.
+
+    Raises:
+        ValueError: with the schemes there are.
+    """
+    if uri is not None and not uri.startswith(TRACKING_SCHEMES):
+        raise ValueError(
+            f"tracking_uri={uri!r}: must start with one of {', '.join(TRACKING_SCHEMES)}; for a local file use sqlite:///path/mlflow.db, "
+            "for a server http://127.0.0.1:5000"
+        )
 
 
 def default_tracking_uri(storage: str) -> str:

@@ -14,7 +14,7 @@ from study.config import StudyConfig
 from study.errors import refusals
 from study.ledger import Event, Ledger, read_ledger
 from study.plan import Plan, make_plan
-from study.preflight import check_same_data, check_writable, preflight
+from study.preflight import check_same_data, check_same_name, check_writable, preflight
 from study.provenance import provenance
 from study.report import write_report
 from study.runner import run_plan
@@ -42,12 +42,14 @@ class Outcome:
     Attributes:
         state: the study's.
         report: folder of the report.
+        tracking: URI of the MLflow store that has the runs.
         tracking_error: why MLflow lacks something, or "".
         parent_run: experiment and run id of the parent run, or None.
     """
 
     state: StudyState
     report: Path
+    tracking: str
     tracking_error: str
     parent_run: tuple[str, str] | None
 
@@ -78,6 +80,7 @@ def run_study(study: StudyConfig, view: View, say: Callable[[str], None]) -> Out
         with refusals():
             ledger = stack.enter_context(Ledger(plan.study.folder))
             before = fold(ledger.history)
+            check_same_name(plan.study, before)
             check_same_data(data, before)
         return _run(plan, data, ledger, before, view, say)
 
@@ -101,7 +104,7 @@ def _run(
         ledger.append("ended", outcome=outcome)
         view.stop()
         report, error = _close(state, plan.study.folder / "report", tracker)
-    return Outcome(state=state, report=report, tracking_error=error, parent_run=tracker.parent_run())
+    return _outcome(state, report, plan.study, error, tracker)
 
 
 def _close(state: StudyState, folder: Path, tracker: Tracker) -> tuple[Path, str]:
@@ -131,7 +134,11 @@ def report_study(folder: Path, say: Callable[[str], None], tracking_uri: str | N
     tracker = Tracker(study.tracking, _artifacts(study), say)
     tracker.start([*events, {"event": "ended", "time": events[-1]["time"], "outcome": state.outcome}])
     report, error = _close(state, folder / "report", tracker)
-    return Outcome(state=state, report=report, tracking_error=error, parent_run=tracker.parent_run())
+    return _outcome(state, report, study, error, tracker)
+
+
+def _outcome(state: StudyState, report: Path, study: StudyConfig, error: str, tracker: Tracker) -> Outcome:
+    return Outcome(state=state, report=report, tracking=study.tracking, tracking_error=error, parent_run=tracker.parent_run())
 
 
 def _reportable(folder: Path, state: StudyState) -> StudyState:

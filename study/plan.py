@@ -1,8 +1,8 @@
 """From a study's config to its trials, each with an identity that survives restarts.
 
 A trial's id is a sha256 over its resolved config. Equal ids mean equal work, so a study that is run again skips finished
-trials, and one extended by seeds or rows keeps what it has. The folder of the data files is left out of the hash (moving them
-changes nothing); the data's own digest is checked at resume instead.
+trials, and one extended by seeds or rows keeps what it has. Left out of the hash is what changes no result: the folder of the data
+files (the data's own digest is checked at resume instead) and the share of a GPU that a trial takes.
 """
 
 from __future__ import annotations
@@ -52,24 +52,28 @@ class Plan:
         return {"key": self.key, "study": self.study.to_dict(), "trials": [trial.to_dict() for trial in self.trials]}
 
 
-def make_plan(study: StudyConfig) -> Plan:
-    """Every row with every seed, data resolved to a concrete name and folder.
+def make_plan(study: StudyConfig, *, download: bool = True) -> Plan:
+    """Every row with every seed, data resolved to a concrete name and folder, ``device=auto`` to what this machine has.
+
+    Args:
+        study: the config.
+        download: whether MNIST may be downloaded; if not, trials for which it would be have ``data.root`` None.
 
     Raises:
         ValueError: a row's overrides give no valid trial, two rows are the same trial, or the data cannot be found.
     """
     _refuse_seed("trial.seed", study.trial.seed)
-    study = _resolve_data(study)
+    study = _resolve_data(study, download)
     rows = study.rows or [RowConfig(label=study.name)]
-    trials = tuple(_trial(study, row, seed) for seed in study.seeds for row in rows)
+    trials = tuple(_trial(study, row, seed, download) for seed in study.seeds for row in rows)
     _refuse_twins(trials)
     return Plan(study=study, trials=trials)
 
 
 def trial_id(config: TrialConfig) -> str:
-    """The id of a trial: its config's hash, the data's folder left out."""
+    """The id of a trial: its config's hash, the data's folder and the share of a GPU left out."""
     values = config.to_dict()
-    del values["data"]["root"]
+    del values["data"]["root"], values["gpus"]
     return digest(values)
 
 
@@ -79,28 +83,37 @@ def digest(values: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:ID_LENGTH]
 
 
-def _resolve_data(study: StudyConfig) -> StudyConfig:
+def _resolve_data(study: StudyConfig, download: bool) -> StudyConfig:
     """The study with ``data.name=auto`` made concrete, once, in the base trial, before rows copy it."""
-    return dataclasses.replace(study, trial=dataclasses.replace(study.trial, data=resolve_data(study.trial.data)))
+    return dataclasses.replace(study, trial=dataclasses.replace(study.trial, data=resolve_data(study.trial.data, download)))
 
 
-def resolve_data(config: DataConfig) -> DataConfig:
+def resolve_data(config: DataConfig, download: bool = True) -> DataConfig:
     """Concrete name, folder and sizes; the import waits because it loads torch."""
     from trainers.data import resolve
 
-    return resolve(config)
+    return resolve(config, download=download)
 
 
-def _trial(study: StudyConfig, row: RowConfig, seed: int) -> PlannedTrial:
+def _trial(study: StudyConfig, row: RowConfig, seed: int, download: bool) -> PlannedTrial:
     try:
-        values = override_trial(study.trial.to_dict(), row.overrides, row.label)
+        values = override_trial(study.trial.to_dict(), row.overrides)
         _refuse_seed("seed", values["seed"])
         config = TrialConfig.from_dict(values | {"seed": seed})
     except ValueError as error:
         raise ValueError(f"row {row.label!r}: {error}") from None
     if config.data != study.trial.data:
-        config = dataclasses.replace(config, data=resolve_data(config.data))
+        config = dataclasses.replace(config, data=resolve_data(config.data, download))
+    if config.device == "auto":
+        config = dataclasses.replace(config, device=_auto_device(config))
     return PlannedTrial(id=trial_id(config), row=row.label, seed=seed, config=config)
+
+
+def _auto_device(config: TrialConfig) -> str:
+    """This machine's GPU if there is one, for trials that can use it; the import waits because it loads torch."""
+    from trainers.device import resolve_device
+
+    return resolve_device("auto") if config.workers == 1 else "cpu"
 
 
 def _refuse_seed(key: str, value: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import socket
 import tempfile
 from pathlib import Path
@@ -33,6 +34,7 @@ def preflight(plan: Plan) -> list[dict[str, Any]]:
     check_writable(Path(plan.study.storage).expanduser().resolve(), "storage")
     check_writable(plan.study.folder, "storage")
     check_cpus(plan)
+    check_gpus(plan)
     check_address(plan.study.address)
     data = describe_data(plan)
     check_trials(plan, data)
@@ -71,6 +73,22 @@ def check_cpus(plan: Plan) -> None:
                 f"row {trial.row!r}: workers={trial.config.workers} x threads={trial.config.threads} = {need} CPUs a trial, but Ray "
                 f"has cpus={have}; lower trial.workers or trial.threads, or set cpus={need} to share the cores"
             )
+
+
+def check_gpus(plan: Plan) -> None:
+    """Trials for a GPU need one on this machine, unless a cluster runs them.
+
+    Raises:
+        ValueError: there is none that LNS kernels can run on.
+    """
+    on_gpu = [trial for trial in plan.trials if trial.config.device == "cuda"]
+    if on_gpu and plan.study.address is None:
+        from trainers.device import check_device
+
+        try:
+            check_device("cuda")
+        except ValueError as error:
+            raise ValueError(f"row {on_gpu[0].row!r}: {error}") from None
 
 
 def check_address(address: str | None) -> None:
@@ -126,6 +144,20 @@ def check_trials(plan: Plan, data: dict[DataConfig, DatasetInfo]) -> None:
             check(trial.config, data[trial.config.data])
         except ValueError as error:
             raise ValueError(f"row {trial.row!r}: {error}") from None
+
+
+def check_same_name(study: StudyConfig, before: StudyState) -> None:
+    """The study's folder must not be that of a study with another name; names that differ only in what a folder cannot hold share one.
+
+    Raises:
+        ValueError: it is.
+    """
+    known = before.plan["study"]["name"] if before.plan else study.name
+    if known != study.name:
+        raise ValueError(
+            f"name={study.name!r}: its folder {study.folder} is that of the study {known!r}; two studies must not share one; choose "
+            f"another name, or continue that study with name={shlex.quote(known)}"
+        )
 
 
 def check_same_data(data: list[dict[str, Any]], before: StudyState) -> None:

@@ -1,17 +1,22 @@
 """Which code and which packages produced a study: enough to run it again.
 
-The git commit is that of the checkout this package is imported from; an installed copy outside git has none and says so.
+The git commit is that of the checkout this package is imported from: our ``pyproject.toml`` lies beside it, and git tracks this file.
+An installed copy has none and says so, also one in a virtual environment inside somebody else's repository.
 """
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
+import tomllib
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+HERE = Path(__file__).resolve()
+REPOSITORY_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY", "GIT_PREFIX")
 PACKAGES = ("lns-study", "torch", "numpy", "numba", "ray", "mlflow", "omegaconf")
 
 
@@ -28,10 +33,25 @@ def _dirty() -> bool | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """Standard output of a git command in this package's folder; None outside a checkout or without git."""
-    folder = Path(__file__).resolve().parent
+    """Standard output of a git command in the checkout of this package; None outside one or without git."""
+    if not _is_ours(HERE.parents[1] / "pyproject.toml") or _run_git("ls-files", "--error-unmatch", HERE.name) is None:
+        return None
+    return _run_git(*arguments)
+
+
+def _is_ours(project: Path) -> bool:
     try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True)
+        return bool(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["name"] == "lns-study")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _run_git(*arguments: str) -> str | None:
+    """Standard output of a git command in this package's folder, whatever repository a git hook's environment names; None if it fails."""
+    environment = {name: value for name, value in os.environ.items() if name not in REPOSITORY_VARIABLES}
+    command = ["git", "-C", str(HERE.parent), *arguments]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,7 +104,8 @@ def _start_ray(study: StudyConfig, dashboard: bool) -> None:
     }
     try:
         if study.address is None:
-            ray.init(address="local", num_cpus=local_cpus(study), **quiet)
+            with _own_process_groups():
+                ray.init(address="local", num_cpus=local_cpus(study), **quiet)
         else:
             ray.init(address=study.address, logging_level=logging.ERROR, log_to_driver=False)
     except (ConnectionError, ValueError) as error:
@@ -111,6 +113,33 @@ def _start_ray(study: StudyConfig, dashboard: bool) -> None:
             f"address={study.address!r}: no Ray cluster answers ({error}); start one with `ray start --head`, or leave address "
             "out for a local one"
         ) from None
+
+
+_detach = threading.local()
+"""``children``: whether processes that this thread forks go into process groups of their own."""
+
+
+@contextmanager
+def _own_process_groups() -> Iterator[None]:
+    """Processes that this thread starts meanwhile do not hear the signals that are sent to our process group.
+
+    A SIGTERM to the group (from ``timeout``, a batch system, a closed pipeline) would end Ray's own processes at once. We could then
+    not end the trials in order, and Ray would make us wait 60 s for its control store. So the signal is ours alone, and we end Ray.
+    Ray's processes still die with us: it sets their parent-death signal.
+    """
+    _detach.children = True
+    try:
+        yield
+    finally:
+        _detach.children = False
+
+
+def _leave_group() -> None:
+    if getattr(_detach, "children", False):
+        os.setpgid(0, 0)
+
+
+os.register_at_fork(after_in_child=_leave_group)  # subprocess runs it too where it has a preexec_fn, as Ray's starts have
 
 
 def _only(trials: list[PlannedTrial], *, gang: bool) -> list[PlannedTrial]:

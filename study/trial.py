@@ -23,7 +23,7 @@ from ray import tune
 from ray.train import TrainingFailedError
 from ray.tune.integration.ray_train import TuneReportCallback
 
-from study.tune_callback import DAMAGED, REFUSED
+from study.tune_callback import DAMAGED, REFUSED, last_line
 from trainers.checkpoint import load_checkpoint
 from trainers.config import TrialConfig
 from trainers.training import Training
@@ -114,10 +114,11 @@ def begin(config: TrialConfig, checkpoints: list[str]) -> tuple[Training, str]:
 def gang_trial(config: dict[str, Any]) -> None:
     """Drive one data-parallel trial; ``config["plan"]`` as above, with ``storage`` for Ray Train's files and ``max_failures``.
 
-    Ray Train starts a gang with a dead worker again, at most ``max_failures`` times; then it gives up, and so does the study: what is
-    reported under :data:`REFUSED` Tune does not try again. Tune itself only restarts a driver whose process died.
+    Ray Train starts a gang with a dead worker again, at most ``max_failures`` times, and one with a deterministic error not at all; then it
+    gives up, and so does the study: what is reported under :data:`REFUSED` Tune does not try again. Tune itself only restarts a
+    driver whose process died. The last report has the metrics of every epoch, so that none is lost with such a driver.
     """
-    from trainers.worker import build_trainer
+    from trainers.worker import build_trainer, read_results
 
     plan = config["plan"]
     if damaged := set_damaged_aside(Path(plan["storage"]) / plan["id"]):
@@ -130,11 +131,10 @@ def gang_trial(config: dict[str, Any]) -> None:
         max_failures=plan["max_failures"],
     )
     try:
-        metrics = trainer.fit().metrics
+        results = read_results(trainer.fit().checkpoint)
     except TrainingFailedError as error:
-        metrics = {REFUSED: describe_failure(error)}
-    if metrics is not None:  # a run that was complete before this driver started reports nothing by itself
-        tune.report(metrics)
+        results = {REFUSED: describe_failure(error)}
+    tune.report(results)
 
 
 def set_damaged_aside(run: Path) -> str:
@@ -156,11 +156,15 @@ def set_damaged_aside(run: Path) -> str:
 
 def describe_failure(error: TrainingFailedError) -> str:
     """The last line of the first worker's error, which names what happened."""
-    causes = [str(cause) for cause in getattr(error, "worker_failures", {}).values()] or [str(error)]
-    lines = [line.strip() for line in causes[0].splitlines() if line.strip()]
-    return lines[-1][:500] if lines else type(error).__name__
+    of_workers: dict[int, Exception] = getattr(error, "worker_failures", {})
+    causes = [*of_workers.values(), getattr(error, "controller_failure", error)]
+    return last_line(str(causes[0])) or type(causes[0]).__name__
 
 
 def in_process_resources(config: dict[str, Any]) -> tune.PlacementGroupFactory:
-    """One process with the trial's threads."""
-    return tune.PlacementGroupFactory([{"CPU": float(config["plan"]["config"]["threads"])}])
+    """One process with the trial's threads and, on device cuda, its share of a GPU."""
+    trial = config["plan"]["config"]
+    bundle = {"CPU": float(trial["threads"])}
+    if trial["device"] == "cuda":
+        bundle["GPU"] = trial["gpus"]
+    return tune.PlacementGroupFactory([bundle])

@@ -8,6 +8,7 @@ from typing import Any
 from ray import tune
 
 from study.ledger import Ledger
+from trainers.worker import HISTORY
 
 NAMESPACES = ("train/", "validation/", "test/")
 EXTRA = ("samples_per_second",)
@@ -22,7 +23,8 @@ class LedgerCallback(tune.Callback):  # type: ignore[misc]
     """Writes what Tune tells of its trials into the ledger.
 
     A trial's epoch report and its final test figures arrive in one Tune result; the ledger keeps them apart, so that a
-    result without training metrics (a trial restored after its last epoch) adds no empty epoch.
+    result without training metrics (a trial restored after its last epoch) adds no empty epoch. A result may bring earlier epochs
+    along (``HISTORY``); the ledger takes those that it lacks.
     """
 
     def __init__(self, ledger: Ledger, folder: Path) -> None:
@@ -39,7 +41,9 @@ class LedgerCallback(tune.Callback):  # type: ignore[misc]
 
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any) -> None:
         """An epoch is done; the last one's result also has the test figures."""
-        metrics = {name: float(value) for name, value in result.items() if name.startswith(NAMESPACES) or name in EXTRA}
+        for past in result.get(HISTORY, []):
+            self._ledger.append("report", trial=_id(trial), epoch=int(past["epoch"]), metrics=_metrics(past))
+        metrics = _metrics(result)
         test = {name: value for name, value in metrics.items() if name.startswith("test/")}
         epoch = {name: value for name, value in metrics.items() if name not in test}
         if test:
@@ -78,6 +82,16 @@ class LedgerCallback(tune.Callback):  # type: ignore[misc]
         self._ledger.append("failed", trial=_id(trial), error=_error(trial))
 
 
+def last_line(text: str) -> str:
+    """The last line of an error's text that says something, at most 500 characters; "" if none does."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:500] if lines else ""
+
+
+def _metrics(result: dict[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in result.items() if name.startswith(NAMESPACES) or name in EXTRA}
+
+
 def _id(trial: Any) -> str:
     return str(trial.config["plan"]["id"])
 
@@ -88,5 +102,4 @@ def _error(trial: Any) -> str:
         text = Path(trial.error_file).read_text() if trial.error_file else ""
     except OSError:
         text = ""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1].partition(" Worker exit type")[0][:500] if lines else "the trial's process died"
+    return last_line(text).partition(" Worker exit type")[0] or "the trial's process died"

@@ -9,17 +9,22 @@ The server runs in its own process group, so that Ctrl-C ends it and all of its 
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+from study.config import check_tracking_uri, default_tracking_uri
+
 HOST = "127.0.0.1"
+PORT = 5000
 READY_SECONDS = 60.0
 STOP_SECONDS = 5.0
 ENVIRONMENT = {
@@ -55,6 +60,45 @@ def serve(uri: str, artifacts: Path, port: int, say: Callable[[str], None]) -> i
         return 0
     finally:
         stop(server)
+
+
+def how_to_open(uri: str, storage: str, page: str) -> str:
+    """How a user gets to a page of a tracking store in the browser, in one line.
+
+    Args:
+        uri: the store's.
+        storage: folder of the studies, as the user wrote it.
+        page: the address within MLflow's interface, ``#/experiments/...``; "" for its first page.
+    """
+    if is_server(uri):
+        return f"{uri.rstrip('/')}/{page}"
+    words = ["lns-study", "ui"]
+    if uri != default_tracking_uri(storage):
+        words += ["--tracking-uri", shlex.quote(_without_password(uri))]
+    if storage != "studies":
+        words += ["--storage", shlex.quote(storage)]
+    return f"{' '.join(words)}   then open http://{HOST}:{PORT}/{page}"
+
+
+def is_server(uri: str) -> bool:
+    """Whether a tracking URI is that of a server, which has an interface of its own, and not of a database."""
+    return uri.startswith(("http://", "https://"))
+
+
+def check_servable(uri: str) -> None:
+    """``lns-study ui`` serves databases.
+
+    Raises:
+        ValueError: it is no tracking URI, or that of a server.
+    """
+    check_tracking_uri(uri)
+    if is_server(uri):
+        raise ValueError(f"tracking_uri={uri!r}: must be a database, and this is a server already; open {uri} in a browser")
+
+
+def _without_password(uri: str) -> str:
+    parts = urllib.parse.urlsplit(uri)
+    return uri.replace(f":{parts.password}@", ":PASSWORD@", 1) if parts.password else uri
 
 
 def command(uri: str, artifacts: Path, port: int) -> list[str]:

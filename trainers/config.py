@@ -19,20 +19,31 @@ MODELS = ("mlp",)
 SCOPES = ("matmul", "everywhere")
 OPTIMIZERS = ("sgd",)
 FLOAT_FORMATS = ("float32",)
+DEVICES = ("cpu", "cuda", "auto")
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed)}")
+        raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed)}; use for example {name}={allowed[0]}")
 
 
-def _at_least(name: str, value: int, low: int) -> None:
-    if value < low:
-        raise ValueError(f"{name}={value}: must be at least {low}; raise it")
+def at_least(name: str, value: int | None, low: int, remedy: str) -> None:
+    """Refuse what is no whole number or below ``low``; None, where a key may be left out, passes.
+
+    Raises:
+        ValueError: with ``name``, ``value``, the rule and ``remedy``.
+    """
+    if value is not None and (not isinstance(value, int) or value < low):
+        raise ValueError(f"{name}={value}: must be a whole number of at least {low}; {remedy}")
 
 
-def _finite(name: str, value: float, low: float, remedy: str) -> None:
-    if not math.isfinite(value) or value < low:
+def finite(name: str, value: float | None, low: float, remedy: str) -> None:
+    """Refuse a NaN, an infinity or what is below ``low``; None, where a key may be left out, passes.
+
+    Raises:
+        ValueError: with ``name``, ``value``, the rule and ``remedy``.
+    """
+    if value is not None and (not math.isfinite(value) or value < low):
         raise ValueError(f"{name}={value}: must be a finite number of at least {low:g}; {remedy}")
 
 
@@ -56,10 +67,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _one_of("data.name", self.name, DATASETS)
-        if self.validation_size is not None:
-            _at_least("data.validation_size", self.validation_size, 1)
-        if self.train_size is not None:
-            _at_least("data.train_size", self.train_size, 1)
+        at_least("data.validation_size", self.validation_size, 1, "leave it out for the usual size")
+        at_least("data.train_size", self.train_size, 1, "leave it out to train on all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +81,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         _one_of("model.name", self.name, MODELS)
         for width in self.hidden:
-            _at_least("model.hidden", width, 1)
+            at_least("model.hidden", width, 1, "use for example model.hidden=[512]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +106,8 @@ class PrecisionConfig:
                 LNSFormat.parse(self.format)
             except ValueError as error:
                 raise ValueError(
-                    f"precision.format={self.format!r}: must be {', '.join(FLOAT_FORMATS)} or an LNS format: {error}"
+                    f"precision.format={self.format!r}: must be {', '.join(FLOAT_FORMATS)} or an LNS format: {error}; "
+                    "use for example precision.format=lns12"
                 ) from None
 
     @property
@@ -116,8 +126,8 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         _one_of("optimizer.name", self.name, OPTIMIZERS)
-        _finite("optimizer.lr", self.lr, 0.0, "0.1 is a good start for sgd")
-        _finite("optimizer.momentum", self.momentum, 0.0, "0 turns it off")
+        finite("optimizer.lr", self.lr, 0.0, "0.1 is a good start for sgd")
+        finite("optimizer.momentum", self.momentum, 0.0, "0 turns it off")
         if self.momentum >= 1:
             raise ValueError(f"optimizer.momentum={self.momentum}: must be below 1, or the buffer grows without bound; try 0.9")
 
@@ -132,6 +142,9 @@ class TrialConfig:
         seed: of the initial weights and the data order.
         workers: data-parallel worker processes; each takes ``batch_size / workers`` of every batch.
         threads: CPU threads a worker computes with.
+        device: ``cpu``, ``cuda`` (an NVIDIA GPU), or ``auto``: cuda where there is one, otherwise cpu. LNS arithmetic gives the same bits
+            on both; float32 parts, such as the softmax at the loss, may round differently.
+        gpus: share of a GPU that a worker takes on device cuda; Ray packs as many trials on one as fit.
     """
 
     data: DataConfig = field(default_factory=DataConfig)
@@ -143,11 +156,21 @@ class TrialConfig:
     seed: int = 0
     workers: int = 1
     threads: int = 1
+    device: str = "cpu"
+    gpus: float = 0.08
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "workers", "threads"):
-            _at_least(name, getattr(self, name), 1)
-        _at_least("seed", self.seed, 0)
+            at_least(name, getattr(self, name), 1, f"use for example {name}={getattr(TrialConfig, name)}")
+        _one_of("device", self.device, DEVICES)
+        finite("gpus", self.gpus, 0.0, "1 for a whole GPU, 0.08 for twelve trials on one")
+        if self.gpus > 1 or self.gpus == 0:
+            raise ValueError(f"gpus={self.gpus}: must lie above 0 and be at most 1, a worker computes on one GPU; use gpus=1")
+        if self.device == "cuda" and self.workers > 1:
+            raise ValueError(
+                f"device=cuda, workers={self.workers}: several workers compute on CPUs only so far; use workers=1 or device=cpu"
+            )
+        at_least("seed", self.seed, 0, "use for example 0, 1, 2")
         if self.seed >= 1 << 32:
             raise ValueError(f"seed={self.seed}: must be below 2^32 = {1 << 32}; use for example 0, 1, 2")
         if self.batch_size % self.workers:

@@ -1,8 +1,9 @@
 """The data of a trial: MNIST from its four IDX files, or scikit-learn's handwritten digits, as tensors in memory.
 
-MNIST is looked for in ``root``, then ``$LNS_STUDY_DATA`` (the folder itself or its ``mnist/``), then ``./data/mnist``, then the
-download cache ``~/.cache/lns-study/mnist``; otherwise it is downloaded there. Files may be gzipped or plain. Every file is
-checked (magic number, size, SHA-256 of its content) before it is used, wherever it came from.
+MNIST is looked for in ``root``, else in ``$LNS_STUDY_DATA`` (either the folder itself or its ``mnist/``): who names one means it, so
+it is an error if files are missing there. If neither is given, it is looked for in ``./data/mnist``, then in the download cache
+``~/.cache/lns-study/mnist``; otherwise it is downloaded there. Files may be gzipped or plain. Every file is checked (magic number, size,
+SHA-256 of its content) before it is used, wherever it came from.
 
 Pixels are scaled to [0, 1], nothing else. Splits are by position, never shuffled: training first, the last ``validation_size`` of the
 training set for validation, the test set as published (digits: the last 297).
@@ -38,7 +39,12 @@ from trainers.config import DataConfig
 
 MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 DOWNLOAD_TIMEOUT_S = 20
+DATA_VARIABLE = "LNS_STUDY_DATA"
 PIXELS, CLASSES = 784, 10
+
+
+class DownloadError(ValueError):
+    """MNIST is nowhere to be found and cannot be downloaded: where ``data.name=auto`` turns to digits."""
 
 
 class _File(NamedTuple):
@@ -135,34 +141,35 @@ def _file_in(folder: Path, name: str) -> Path | None:
     return next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None)
 
 
-def _holds_mnist(folder: Path) -> bool:
-    return all(_file_in(folder, name) for name in FILES)
-
-
-def _candidates() -> Iterator[Path]:
-    if given := os.environ.get("LNS_STUDY_DATA"):
-        yield Path(given)
-        yield Path(given) / "mnist"
-    yield Path("data") / "mnist"
-    yield cache_folder()
+def _missing_in(folder: Path) -> list[str]:
+    return [name for name in FILES if _file_in(folder, name) is None]
 
 
 def find_mnist(root: str | None) -> Path | None:
     """The folder that holds the four files, or None where no usual place does.
 
     Raises:
-        ValueError: ``root`` is given and lacks some of them.
+        ValueError: ``root`` is given, or else ``$LNS_STUDY_DATA`` is set, and lacks some of them.
     """
-    if root is None:
-        return next((folder for folder in _candidates() if _holds_mnist(folder)), None)
-    for folder in (Path(root), Path(root) / "mnist"):
-        if _holds_mnist(folder):
-            return folder
-    missing = [name for name in FILES if _file_in(Path(root), name) is None]
-    raise ValueError(
-        f"data.root={root!r}: must hold MNIST's four IDX files (plain or .gz) and lacks {', '.join(missing)}; point it to the folder "
-        "that holds them, leave it out to download, or use data.name=digits"
-    )
+    named = os.environ.get(DATA_VARIABLE)
+    if root is not None:
+        return _mnist_in("data.root", root, "leave it out to download")
+    if named:
+        return _mnist_in(DATA_VARIABLE, named, "unset it to download")
+    return next((folder for folder in (Path("data") / "mnist", cache_folder()) if not _missing_in(folder)), None)
+
+
+def _mnist_in(key: str, value: str, remedy: str) -> Path:
+    """``value`` or its ``mnist/``, whichever holds the four files; the error names those missing in the one that holds more."""
+    folders = [Path(value), Path(value) / "mnist"]
+    best = min(folders, key=lambda folder: len(_missing_in(folder)))
+    if missing := _missing_in(best):
+        where = "" if best == folders[0] else " in mnist/"
+        raise ValueError(
+            f"{key}={value!r}: must hold MNIST's four IDX files (plain or .gz) and lacks {', '.join(missing)}{where}; point it to the "
+            f"folder that holds them, {remedy}, or use data.name=digits"
+        )
+    return best
 
 
 def download_mnist(folder: Path) -> None:
@@ -171,56 +178,69 @@ def download_mnist(folder: Path) -> None:
     ``$LNS_STUDY_MNIST_URL`` names another mirror.
 
     Raises:
-        ValueError: the mirror does not answer, or sends something else.
+        DownloadError: the mirror does not answer, or sends something else.
     """
-    mirror = os.environ.get("LNS_STUDY_MNIST_URL", MIRROR)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, expected in FILES.items():
-        if _file_in(folder, name):
-            continue
-        url = f"{mirror.rstrip('/')}/{name}.gz"
+    for name in _missing_in(folder):
+        url = f"{_mirror()}/{name}.gz"
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             part = Path(scratch) / f"{name}.gz"
             try:
                 with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_S) as reply:
                     part.write_bytes(reply.read())
             except (urllib.error.URLError, OSError) as error:
-                raise ValueError(
+                raise DownloadError(
                     f"{url}: cannot be downloaded ({error}); put MNIST's four files in a folder and set LNS_STUDY_DATA to it, or use "
                     "data.name=digits"
                 ) from None
-            read_idx(part, expected)
+            try:
+                read_idx(part, FILES[name])
+            except ValueError as error:
+                raise DownloadError(
+                    f"{url}: sent something else ({error}); name another mirror with LNS_STUDY_MNIST_URL, put MNIST's four files in a "
+                    "folder and set LNS_STUDY_DATA to it, or use data.name=digits"
+                ) from None
             part.replace(folder / part.name)
 
 
-def _mnist_folder(root: str | None) -> Path:
-    folder = find_mnist(root)
-    if folder is None:
-        folder = cache_folder()
-        download_mnist(folder)
-    return folder
+def _mirror() -> str:
+    return os.environ.get("LNS_STUDY_MNIST_URL", MIRROR).rstrip("/")
 
 
-def resolve(config: DataConfig) -> DataConfig:
+def describe_download() -> str:
+    """What :func:`resolve` would download, from where and where to."""
+    return f"{', '.join(f'{name}.gz' for name in _missing_in(cache_folder()))} from {_mirror()}/ to {cache_folder()}"
+
+
+def resolve(config: DataConfig, *, download: bool = True) -> DataConfig:
     """``config`` with a concrete name, root and validation size.
 
     ``auto`` becomes ``mnist`` where the files are found or can be downloaded, otherwise ``digits``.
 
+    Args:
+        config: the data asked for.
+        download: where MNIST has to be downloaded, do so; otherwise ``root`` stays None, and ``auto`` becomes ``mnist`` on trust.
+
     Raises:
-        ValueError: MNIST is asked for by name, or ``root`` is given, and the files are not to be had.
+        ValueError: ``root`` or ``$LNS_STUDY_DATA`` names a folder that lacks files.
+        DownloadError: MNIST is asked for by name and cannot be downloaded.
     """
     name, root = config.name, config.root
-    if name == "auto":
+    if name != "digits":
         try:
-            root, name = str(_mnist_folder(root).resolve()), "mnist"
-        except ValueError:
-            if root is not None:
+            folder = find_mnist(root) or (_download() if download else None)
+            name, root = "mnist", str(folder.resolve()) if folder else None
+        except DownloadError:
+            if name == "mnist":
                 raise
             name = "digits"
-    elif name == "mnist":
-        root = str(_mnist_folder(root).resolve())
     size = config.validation_size or {"mnist": 10_000, "digits": 300}[name]
     return replace(config, name=name, root=root, validation_size=size)
+
+
+def _download() -> Path:
+    download_mnist(cache_folder())
+    return cache_folder()
 
 
 @lru_cache(maxsize=2)
@@ -298,13 +318,17 @@ def prepare(config: DataConfig) -> DatasetInfo:
     )  # fmt: skip
 
 
+def epoch_order(examples: int, seed: int, epoch: int) -> Tensor:
+    """The order in which an epoch visits its examples: a permutation of (seed, epoch) alone, int64 on the CPU."""
+    return torch.randperm(examples, generator=torch.Generator().manual_seed((seed << 20) + epoch))
+
+
 def batches(split: Split, *, batch_size: int, seed: int, epoch: int, rank: int = 0, world_size: int = 1) -> Iterator[Split]:
     """The batches of one epoch in the order of (seed, epoch); the last, incomplete one is left out.
 
     Rank ``r`` gets the ``r``-th contiguous part of every batch, ``batch_size / world_size`` examples.
     """
-    generator = torch.Generator().manual_seed((seed << 20) + epoch)
-    order = torch.randperm(len(split.y), generator=generator)
+    order = epoch_order(len(split.y), seed, epoch)
     share = batch_size // world_size
     for start in range(rank * share, len(order) - batch_size + rank * share + 1, batch_size):
         chosen = order[start : start + share]

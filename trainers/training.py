@@ -23,10 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lns_ops.cpu
-from lns_ops import LNSTensor, NonFiniteError
+from lns_ops import LNSTensor, NonFiniteError, check_faults
 from trainers.checkpoint import load_checkpoint, save_checkpoint
 from trainers.config import TrialConfig
-from trainers.data import DatasetInfo, Split, batches, load
+from trainers.data import Dataset, DatasetInfo, Split, batches, epoch_order, load
+from trainers.device import GraphedEpochs, check_device, plain, resolve_device
 from trainers.gradient_sync import sum_gradients_
 from trainers.init import initialize_
 from trainers.models import build
@@ -68,6 +69,9 @@ class Training:
 
     Attributes:
         epoch: finished epochs.
+        history: the metrics of each, as :meth:`train_epoch` returned them. They travel in the checkpoint, so that whoever keeps a record
+            of a run can complete it from the state that the run continues from.
+        tested: what :meth:`test` returned last, likewise; empty before.
 
     Raises:
         ValueError: the data are not to be had, or the config asks for what cannot be (its message says what).
@@ -76,14 +80,20 @@ class Training:
     def __init__(self, config: TrialConfig, *, rank: int = 0, world_size: int = 1) -> None:
         set_threads(config.threads)
         self.config, self.rank, self.world_size = config, rank, world_size
+        self.device = torch.device(resolve_device(config.device))
+        check_device(self.device.type)
         self.data = load(config.data)
         _check_batch(config, len(self.data.train.y))
         inputs, classes = self.data.train.x.shape[1], int(self.data.train.y.max()) + 1
-        model = initialize_(build(config.model, inputs, classes), config.seed)
+        model = initialize_(build(config.model, inputs, classes), config.seed).to(self.device)
+        self.data = Dataset(*(Split(split.x.to(self.device), split.y.to(self.device)) for split in self.data))
         self.model = apply_precision(model, config.precision)
         self.optimizer = make_optimizer(self.model, config.optimizer, config.precision, config.batch_size)
         self.epoch = 0
+        self.history: list[dict[str, float]] = []
+        self.tested: dict[str, float] = {}
         self.diverged = False
+        self._graphed: GraphedEpochs | None = None
 
     def train_epoch(self) -> dict[str, float]:
         """Train one epoch, then evaluate on the validation split.
@@ -98,16 +108,21 @@ class Training:
         self.epoch += 1
         total = self._over_ranks(tally)
         metrics = {"epoch": float(self.epoch), **total.metrics("train"), **self._evaluate(self.data.validation, "validation")}
-        return {**metrics, "samples_per_second": total.examples / seconds}
+        metrics["samples_per_second"] = total.examples / seconds
+        self.history.append(dict(metrics))
+        return metrics
 
     def test(self) -> dict[str, float]:
         """``test/loss`` (nats) and ``test/error`` (fraction) of the weights as they are."""
-        return self._evaluate(self.data.test, "test")
+        self.tested = self._evaluate(self.data.test, "test")
+        return dict(self.tested)
 
     def _train_batches(self) -> Tally:
         tally = Tally()
         if self.diverged:
             return tally
+        if self.device.type == "cuda":
+            return self._replay_batches()
         config = self.config
         synchronize = sum_gradients_ if self.world_size > 1 else None
         for batch in batches(
@@ -125,10 +140,24 @@ class Training:
                 break
         return tally
 
+    def _replay_batches(self) -> Tally:
+        """On a GPU: the epoch's steps from a CUDA graph."""
+        if self._graphed is None:
+            self._graphed = GraphedEpochs(self.model, self.optimizer, self.data.train, self.config.batch_size)
+        order = epoch_order(len(self.data.train.y), self.config.seed, self.epoch)
+        loss, wrong, counted = self._graphed.train(order.to(self.device))
+        try:
+            check_faults(self.device)
+        except NonFiniteError:
+            loss = math.nan
+        self.diverged = not math.isfinite(loss)
+        return Tally(loss, wrong, counted * self.config.batch_size)
+
     def _evaluate(self, split: Split, name: str) -> dict[str, float]:
         share = Split(split.x[self.rank :: self.world_size], split.y[self.rank :: self.world_size])
         try:
             tally = evaluate(self.model, share)
+            check_faults(self.device)
         except NonFiniteError:
             tally = Tally(math.nan, len(share.y), len(share.y))
         return self._over_ranks(tally).metrics(name)
@@ -151,8 +180,9 @@ class Training:
 
     def save(self, folder: Path) -> None:
         """Write the state into ``folder``; whole or absent, whenever the process dies."""
-        tensors = {name: t.codes if isinstance(t, LNSTensor) else t for name, t in self._tensors().items()}
-        save_checkpoint(folder, tensors, {"epoch": self.epoch, "diverged": self.diverged, "config": self.config.to_dict()})
+        tensors = {name: plain(t).cpu() for name, t in self._tensors().items()}
+        progress = {"epoch": self.epoch, "diverged": self.diverged, "history": self.history, "tested": self.tested}
+        save_checkpoint(folder, tensors, {**progress, "config": self.config.to_dict()})
 
     def restore(self, folder: Path) -> None:
         """Continue from the state in ``folder``; the next epoch comes out as if there had been no break.
@@ -168,13 +198,15 @@ class Training:
                 )
         parameters = dict(self.model.named_parameters())
         self.optimizer.state.clear()
+        self._graphed = None
         with torch.no_grad():
-            for path, saved in tensors.items():
+            for path, tensor in tensors.items():
                 kind, *keys, name = path.split("/")
-                parameter = parameters[name]
+                parameter, saved = parameters[name], tensor.to(self.device)
                 value = LNSTensor(saved, parameter.fmt) if isinstance(parameter, LNSTensor) else saved
                 if kind == "model":
                     parameter.copy_(value)
                 else:
                     self.optimizer.state[parameter][keys[0]] = value
         self.epoch, self.diverged = int(state["epoch"]), bool(state["diverged"])
+        self.history, self.tested = list(state.get("history", [])), dict(state.get("tested", {}))  # older checkpoints lack them

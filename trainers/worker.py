@@ -2,6 +2,10 @@
 
 Each worker runs :func:`train_loop`: a :class:`~trainers.training.Training` with its rank, an epoch at a time; rank 0 saves a
 checkpoint with every report, so a group that Ray restarts continues after the last reported epoch and ends with the same bits.
+
+Ray Train keeps a checkpoint *before* it tells its callbacks of the report that came with it. If the driver dies in between, the run
+continues after an epoch that nobody has heard of. Therefore the first report after a restart repeats the metrics of all epochs before
+it, under :data:`HISTORY`, and :func:`read_results` has them all once the run is complete.
 """
 
 from __future__ import annotations
@@ -12,23 +16,45 @@ from pathlib import Path
 from typing import Any
 
 import ray.train
-from ray.train import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from trainers.checkpoint import load_checkpoint
 from trainers.config import TrialConfig
 from trainers.training import Training
 
+HISTORY = "history"
+"""In a report: the metrics of the epochs before it, one dict each."""
+
+DETERMINISTIC = (ValueError, ArithmeticError)
+"""What a worker raises where a second try could only raise it again: the user's input, or arithmetic. A dead worker is none of these."""
+
+
+class FailAtOnce(UserCallback):  # type: ignore[misc]
+    """Ends a run at the first deterministic error. Ray Train retries the errors of workers; those of callbacks it does not."""
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        """Raise a worker's error here, in the controller, if it is deterministic."""
+        for error in worker_exceptions.values():
+            if isinstance(error, DETERMINISTIC):
+                raise error
+
 
 def train_loop(values: dict[str, Any]) -> None:
-    """What every worker runs; ``values`` is ``TrialConfig.to_dict()``. Reports each epoch's metrics, the last one's with ``test/*``."""
+    """What every worker runs; ``values`` is ``TrialConfig.to_dict()``.
+
+    Reports each epoch's metrics, the last one's with ``test/*``, the first one's after a restart with :data:`HISTORY`.
+    """
     context = ray.train.get_context()
     training = Training(TrialConfig.from_dict(values), rank=context.get_world_rank(), world_size=context.get_world_size())
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is not None:
         with checkpoint.as_directory() as folder:
             training.restore(Path(folder))
+    before = {HISTORY: list(training.history)} if training.history else {}
     while training.epoch < training.config.epochs:
-        metrics: dict[str, Any] = training.train_epoch()
+        metrics: dict[str, Any] = training.train_epoch() | before
+        before = {}
         if training.epoch == training.config.epochs:
             metrics |= training.test()
         with tempfile.TemporaryDirectory() as folder:
@@ -37,6 +63,16 @@ def train_loop(values: dict[str, Any]) -> None:
                 training.save(Path(folder))
                 saved = Checkpoint.from_directory(folder)
             ray.train.report(metrics, checkpoint=saved)
+
+
+def read_results(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Everything a complete run has reported, from its last checkpoint: ``epoch``, ``test/*`` and :data:`HISTORY`.
+
+    Ray Train's own copy in ``Result.metrics`` loses NaNs (a diverged run's) when the run is read back from disk.
+    """
+    with checkpoint.as_directory() as folder:
+        _, state = load_checkpoint(Path(folder))
+    return {"epoch": state["epoch"], **state.get("tested", {}), HISTORY: state.get("history", [])}
 
 
 def resources(config: TrialConfig) -> list[dict[str, float]]:
@@ -52,7 +88,8 @@ def build_trainer(
     Args:
         storage_path: absolute folder or URI where Ray Train keeps checkpoints.
         name: of the run below it; the same name continues an earlier run.
-        max_failures: how often a group with a dead worker starts again from its last checkpoint.
+        max_failures: how often a group with a dead worker starts again from its last checkpoint; after one of the errors in
+            :data:`DETERMINISTIC` none does.
         callbacks: ``ray.train.UserCallback``s, such as Ray Tune's ``TuneReportCallback``.
     """
     return TorchTrainer(
@@ -65,6 +102,6 @@ def build_trainer(
             name=name,
             failure_config=FailureConfig(max_failures=max_failures),
             checkpoint_config=CheckpointConfig(num_to_keep=2),
-            callbacks=list(callbacks),
+            callbacks=[*callbacks, FailAtOnce()],
         ),
     )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import http.server
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -19,6 +22,7 @@ from study.compose import load
 from study.ledger import Ledger, read_ledger
 from study.state import FINISHED, fold
 from tests.study.conftest import TINY, made_up_events
+from tests.study.test_tracking import runs_of
 
 
 def lns_study(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -58,6 +62,35 @@ def test_dry_run_prints_every_trial_and_writes_nothing(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("seed 0") == done.stdout.count("seed 1") == 2
     assert not (folder / "studies").exists()
+
+
+@pytest.mark.parametrize("name", ["mnist", "auto"])
+def test_dry_run_downloads_nothing_and_says_what_a_run_would(folder: Path, name: str) -> None:
+    class Mirror(http.server.BaseHTTPRequestHandler):
+        asked: ClassVar[list[str]] = []
+
+        def do_GET(self) -> None:
+            self.asked.append(self.path)
+            self.send_error(404)
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Mirror)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    nowhere = {"LNS_STUDY_DATA": "", "XDG_CACHE_HOME": str(folder / "cache"), "LNS_STUDY_MNIST_URL": url}
+    done = lns_study(
+        "run", "tiny", f"trial.data.name={name}", "trial.data.validation_size=null", "--dry-run", cwd=folder, **nowhere
+    )
+    server.shutdown()
+    server.server_close()
+    assert done.returncode == 0, done.stderr
+    assert (
+        "would download MNIST first: train-images-idx3-ubyte.gz, train-labels-idx1-ubyte.gz, t10k-images-idx3-ubyte.gz, "
+        in done.stdout
+    )
+    assert f"from {url}/ to {folder}/cache/lns-study/mnist" in done.stdout
+    assert done.stdout.count("seed 0") == 2
+    assert Mirror.asked == []
+    assert not (folder / "cache").exists()
 
 
 @pytest.mark.parametrize(
@@ -101,6 +134,14 @@ def test_unknown_study_in_report(folder: Path) -> None:
 def test_a_study_that_another_process_runs_is_refused(folder: Path) -> None:
     with Ledger(folder / "studies" / "tiny"):
         assert_refused(lns_study("run", "tiny", cwd=folder), str(os.getpid()), "is running this study")
+
+
+def test_another_study_in_the_same_folder_is_refused(folder: Path) -> None:
+    study = load(str(folder / "tiny.yaml"), ["name=a/b", f"storage={folder / 'studies'}"])
+    with Ledger(study.folder) as ledger:
+        ledger.append(**{key: value for key, value in made_up_events(study)[0].items() if key != "time"})
+    assert_refused(lns_study("run", "tiny", "name=a-b", cwd=folder), "name='a-b'", str(study.folder), "'a/b'", "name=a/b")
+    assert len(read_ledger(study.folder)) == 1
 
 
 def test_a_taken_port_is_refused(tmp_path: Path) -> None:
@@ -169,16 +210,24 @@ def _still_there(pids: set[int], seconds: float = 20) -> set[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wish", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_then_the_same_command_continues(folder: Path, wish: signal.Signals) -> None:
-    """Ctrl-C in the middle: exit code 130, no process left, and the next run trains only what is missing."""
+@pytest.mark.parametrize(
+    ("wish", "send"),
+    [(signal.SIGINT, os.kill), (signal.SIGTERM, os.kill), (signal.SIGTERM, os.killpg)],
+    ids=["SIGINT", "SIGTERM", "SIGTERM to the group"],
+)
+def test_ctrl_c_then_the_same_command_continues(
+    folder: Path, wish: signal.Signals, send: Callable[[int, signal.Signals], None]
+) -> None:
+    """Ctrl-C in the middle: exit code 130, no process left, MLflow's runs closed, and the next run trains only what is missing."""
     command = [sys.executable, "-m", "study", "run", "tiny", "--plain", "trial.epochs=150", "rows=[{label: a}]", "baseline=null"]
-    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     assert process.stdout is not None
     assert any("epoch 3/" in line for line in process.stdout)
     children = _children(process.pid)
-    process.send_signal(wish)
-    _, said = process.communicate(timeout=60)
+    send(process.pid, wish)
+    _, said = process.communicate(timeout=55)  # Ray's time-out is 60
     assert process.returncode == 130, said
     assert "Traceback" not in said
     assert "the same command continues" in said
@@ -186,6 +235,9 @@ def test_ctrl_c_then_the_same_command_continues(folder: Path, wish: signal.Signa
     before = fold(read_ledger(folder / "studies" / "tiny"))
     assert before.outcome == "interrupted"
     assert before.trials[0].epoch >= 3
+    _, parent, (child,) = runs_of(before.config, f"sqlite:///{folder}/studies/mlflow.db")
+    assert parent.info.status == child.info.status == "KILLED"
+    assert child.data.metrics["train/loss"] == before.trials[0].metric("train/loss")[before.trials[0].epoch]
     done = lns_study(*command[3:], cwd=folder)
     assert done.returncode == 0, done.stderr
     assert f"epoch {before.trials[0].epoch}/" not in done.stdout

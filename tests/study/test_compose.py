@@ -60,7 +60,7 @@ def test_a_study_survives_the_way_to_json_and_back() -> None:
     "overrides", [{"precision.scope": "matmul"}, {"precision": {"scope": "matmul"}}, ["precision.scope=matmul"]]
 )
 def test_row_overrides_nested_dotted_or_listed(overrides: object) -> None:
-    assert override_trial(TrialConfig().to_dict(), overrides, "row")["precision"]["scope"] == "matmul"
+    assert override_trial(TrialConfig().to_dict(), overrides)["precision"]["scope"] == "matmul"
 
 
 REFUSED = [
@@ -69,8 +69,13 @@ REFUSED = [
     (["table", "trial.epoch=3"], ["trial.epoch", "unknown key", "trial.epochs"]),
     (["table", "sedes=[0]"], ["sedes", "seeds"]),
     (["table", "trial.epochs=abc"], ["trial.epochs", "abc", "whole number"]),
-    (["table", "trial.epochs=0"], ["epochs=0", "at least 1"]),
-    (["table", "seeds=3"], ["seeds", "list"]),
+    (["table", "trial.epochs=0"], ["epochs=0", "at least 1", "epochs=20"]),
+    (["table", "trial.data.train_size=x"], ["'x'", "whole number or null", "trial.data.train_size=2"]),
+    (["table", "trial.model=7"], ["trial.model: 7", "must be a mapping with the keys name, hidden"]),
+    (["table", "seeds=3"], ["seeds: 3", "must be a list", "seeds=[0,1]"]),
+    (["table", "seeds=[0,a]"], ["seeds[1]: 'a'", "every entry must be a whole number", "seeds=[0,1]"]),
+    (["table", "seeds=[[1]]"], ["seeds=[1]", "whole number", "seeds=[0,1,2]"]),
+    (["table", "seeds[0]=1"], ["seeds[0]=1", "cannot be set one by one", "seeds=[0,1]"]),
     (["table", "seeds=[1,1]"], ["seeds", "more than once"]),
     (["table", "seeds=[]"], ["seeds", "at least one"]),
     (["table", "model=mlp_12"], ["mlp_12", "mlp_128, mlp_512"]),
@@ -79,8 +84,17 @@ REFUSED = [
     (["table", "tracking_uri=file:/x"], ["file:/x", "sqlite:///"]),
     (["table", "trial.batch_size=3", "trial.workers=2"], ["batch_size=3", "workers=2", "multiple"]),
     (["table", "rows=[{label: x, publishd: 3}]", "baseline=null"], ["publishd", "published"]),
-    (["table", "rows=[{label: x}]"], ["baseline", "float32"]),
+    (["table", "rows=[{label: x, published: y}]"], ["rows[].published", "'y'", "must be a number or null", "`published: 2.5`"]),
+    (["table", "rows=[{label: x, comparable: 3}]"], ["rows[].comparable", "must be a mapping", "`comparable: {epochs: 3}`"]),
+    (["table", "rows=[{label: x, comparable: {epoch: 3}}]", "baseline=null"], ["row 'x': comparable: epoch", "'epochs'"]),
+    (["table", "rows=[{label: x, within: -1}]", "baseline=null"], ["row 'x': within=-1.0", "at least 0", "within: 0.2"]),
+    (["table", "rows=[a]"], ["rows[0]: 'a'", "must be a mapping with the keys label, overrides", "{label: a"]),
+    (["table", "rows=[{label: x}]"], ["baseline", "float32", "baseline=null"]),
     (["table", "rows=[{published: 1.0}]"], ["label"]),
+    (["table", "comparable={epoch: 3}"], ["comparable: epoch: unknown key", "'epochs'"]),
+    (["table", "comparable_seeds=0"], ["comparable_seeds=0", "at least 1"]),
+    (["table", "digits={epoch: 3}"], ["digits: epoch: unknown key", "'epochs'"]),
+    (["table", "digits={epochs: many}"], ["digits: epochs: 'many'", "whole number", "epochs=20"]),
     (["table", "name=[a"], ["name=[a", "YAML"]),
     (["table", "name=///"], ["name='///'", "letter or digit"]),
     (["table", "name=../mine"], ["name='../mine'", "must not hold", "name=mine"]),
@@ -91,13 +105,27 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("arguments", "said"), REFUSED, ids=[" ".join(arguments) for arguments, _ in REFUSED])
-def test_refusals_name_value_and_rule(arguments: list[str], said: list[str]) -> None:
+def test_refusals_name_value_rule_and_remedy(arguments: list[str], said: list[str]) -> None:
     with pytest.raises(ValueError, match=r".") as refusal:
         load(arguments[0], arguments[1:])
     message = str(refusal.value)
     assert all(part in message for part in said), message
     assert "Error" not in message
-    assert ";" in message or "did you mean" in message or "must be" in message
+    assert "; " in message, message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (7, r"overrides=7: must be a mapping or a list of key=value; use"),
+        (["epochs"], r"overrides=\['epochs'\]: must be a mapping or a list of key=value; use"),
+        ({"epoch": 3}, r"overrides: epoch: unknown key \(did you mean 'epochs'\?\); `lns-study"),
+        ({"epochs": "x"}, r"overrides: epochs: 'x' is not possible; it must be a whole number, for example epochs=20"),
+    ],
+)
+def test_bad_row_overrides(overrides: object, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        override_trial(TrialConfig().to_dict(), overrides)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ PUBLISHED = {"float32": 2.14, "lns matmul": 2.12, "lns everywhere": 3.62, "lns e
 
 def full_table(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> StudyConfig:
     """The table's config without looking for MNIST."""
-    monkeypatch.setattr("study.plan.resolve_data", lambda config: dataclasses.replace(config, root="/nowhere"))
+    monkeypatch.setattr("study.plan.resolve_data", lambda config, download: dataclasses.replace(config, root="/nowhere"))
     return load("table", overrides)
 
 

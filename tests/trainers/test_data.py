@@ -139,6 +139,37 @@ def test_a_given_root_must_hold_the_files(small_mnist: Path) -> None:
             resolve(DataConfig(name=name, root=str(small_mnist)))
 
 
+@pytest.mark.parametrize("part", ["", "mnist"])
+def test_a_folder_in_the_environment_must_hold_the_files(small_mnist: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of four files are no reason to look elsewhere, or to download, in silence."""
+    (small_mnist / "t10k-labels-idx1-ubyte.gz").unlink()
+    folder = small_mnist if not part else small_mnist.parent
+    small_mnist.rename(folder / part)
+    shutil.copytree(folder / part, Path("data") / "mnist")
+    monkeypatch.setenv("LNS_STUDY_DATA", str(folder))
+    for name in ("mnist", "auto"):
+        said = rf"LNS_STUDY_DATA='{folder}': .*lacks t10k-labels-idx1-ubyte( in mnist/)?; .*unset it"
+        with pytest.raises(ValueError, match=said) as raised:
+            resolve(DataConfig(name=name))
+        assert "train-images" not in str(raised.value)
+    monkeypatch.setenv("LNS_STUDY_DATA", "/nowhere")
+    with pytest.raises(ValueError, match=r"LNS_STUDY_DATA='/nowhere': .*lacks train-images-idx3-ubyte, train-labels"):
+        resolve(DataConfig(name="auto"))
+    assert resolve(DataConfig(name="digits")).name == "digits"
+
+
+def test_without_leave_to_download_nothing_is(mirror: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LNS_STUDY_MNIST_URL", mirror)
+    for name in ("mnist", "auto"):
+        resolved = resolve(DataConfig(name=name), download=False)
+        assert (resolved.name, resolved.root, resolved.validation_size) == ("mnist", None, 10_000)
+    assert not data.cache_folder().exists()
+    assert data.describe_download().startswith("train-images-idx3-ubyte.gz, ")
+    assert data.describe_download().endswith(f" from {mirror}/ to {data.cache_folder()}")
+    resolve(DataConfig(name="mnist"))
+    assert resolve(DataConfig(name="auto"), download=False).root == str(data.cache_folder().resolve())
+
+
 def damage(path: Path, how: str) -> None:
     content = gzip.decompress(path.read_bytes())
     raw = path.read_bytes()
