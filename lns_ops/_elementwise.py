@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from lns_ops._jit import get, helper, kernel, look_up, put
 
 _I16 = NDArray[np.int16]
+_U16 = NDArray[np.uint16]
 _I32 = NDArray[np.int32]
 
 
@@ -39,6 +40,17 @@ def add_fields(sx: Any, fx: Any, sy: Any, fy: Any, table: _I32, last: Any, mask:
     distance = min(int32(larger - smaller), last)
     index = int32(distance + ((sx ^ sy) & int32(last + 1)))
     looked_up = look_up(table, index)  # always, so that no branch keeps the loop scalar
+    correction = looked_up if smaller > 0 else int32(0)
+    field = max(min(int32(larger + correction), mask), int32(0))
+    return (sx if fx >= fy else sy), field
+
+
+@helper
+def add_fields_stochastic(sx: Any, fx: Any, sy: Any, fy: Any, bits: Any, table: _I32, last: Any, mask: Any) -> Any:
+    """As :func:`add_fields`, rounded at random by 16 uniform ``bits``; ``table`` has 16 bits behind the ulp."""
+    larger, smaller = max(fx, fy), min(fx, fy)
+    distance = min(int32(larger - smaller), last)
+    looked_up = int32(look_up(table, int32(distance + ((sx ^ sy) & int32(last + 1)))) + bits) >> 16
     correction = looked_up if smaller > 0 else int32(0)
     field = max(min(int32(larger + correction), mask), int32(0))
     return (sx if fx >= fy else sy), field
@@ -239,4 +251,162 @@ def sgd_kahan(
         sc, fc = add_fields(sc, fc, ~sd, fd, table, last_, mask_)
         put(weight, i, code_of(sn, fn, mask_))
         put(compensation, i, code_of(sc, fc, mask_))
+    return 0
+
+
+@kernel
+def sgd_stochastic(
+    weight: _I16, grad: _I16, buffer: _I16, bits: _U16, table: _I32, fine: _I32, last: int, fine_last: int, bias: int, mask: int,
+    negative_lr: int, momentum: int, use_momentum: bool, start: int, stop: int,
+) -> int:  # fmt: skip
+    """As :func:`sgd_plain`, the sum of weight and update rounded at random."""
+    last_, fine_last_, bias_, mask_ = int32(last), int32(fine_last), int32(bias), int32(mask)
+    lr, mu = int32(negative_lr), int32(momentum)
+    for i in range(start, stop):
+        ss, fs = _direction(grad, buffer, i, table, last_, bias_, mask_, mu, use_momentum)
+        w = int32(get(weight, i))
+        fu = mul_fields(fs, lr & mask_, bias_, mask_)
+        sn, fn = add_fields_stochastic(w >> 31, w & mask_, ss ^ (lr >> 31), fu, int32(get(bits, i)), fine, fine_last_, mask_)
+        put(weight, i, code_of(sn, fn, mask_))
+    return 0
+
+
+@helper
+def _root(
+    root: Any, x: Any, residue: Any, added: Any, decay: _I32, first: Any, last: Any, keep: Any, take: Any, bias: Any
+) -> Any:
+    """Logarithm of ``sqrt(beta root^2 + (1 - beta) x^2)`` with 16 bits behind the ulp, ``added`` to it; of fields, 0 for zero."""
+    index = max(min(int32(x - root), last), first)
+    correction = int64(look_up(decay, int32(index - first)))
+    nothing = int64(-(1 << 40))
+    kept = (int64(int32(root - bias)) << 16) + residue + keep if root > 0 else nothing
+    taken = (int64(int32(x - bias)) << 16) + take if x > 0 else nothing
+    return max(kept, taken) + (correction if min(root, x) > 0 else int64(0)) + added
+
+
+@helper
+def _bounded(fine: Any, bias: Any, mask: Any) -> Any:
+    """The field of a logarithm with 16 bits behind the ulp, those cut off."""
+    return int32(max(min((fine >> 16) + bias, int64(mask)), int64(0)))
+
+
+@helper
+def _decayed(grad: Any, weight: Any, i: Any, table: Any, last: Any, bias: Any, mask: Any, decay: Any, use: Any) -> Any:
+    """The pair of ``grad``, or of ``grad + decay weight``."""
+    g = int32(get(grad, i))
+    sign, field = g >> 31, g & mask
+    if use:
+        w = int32(get(weight, i))
+        sign, field = add_fields(
+            sign, field, (w ^ decay) >> 31, mul_fields(w & mask, decay & mask, bias, mask), table, last, mask
+        )
+    return sign, field
+
+
+@helper
+def _average(average: Any, i: Any, sg: Any, fg: Any, table: Any, last: Any, bias: Any, mask: Any, beta: Any, rest: Any) -> Any:
+    """``average = beta average + rest x``, both factors positive; returns the pair."""
+    m = int32(get(average, i))
+    sign, field = add_fields(
+        m >> 31, mul_fields(m & mask, beta, bias, mask), sg, mul_fields(fg, rest, bias, mask), table, last, mask
+    )
+    put(average, i, code_of(sign, field, mask))
+    return sign, field
+
+
+@helper
+def _adam_update(
+    weight: Any, i: Any, sm: Any, fm: Any, root: Any, table: Any, last: Any, bias: Any, mask: Any, negative_lr: Any, correction: Any,
+    eps: Any, decay: Any, use: Any,
+) -> Any:  # fmt: skip
+    """The pair of ``-lr (correction average / (root + eps) + decay weight)``; eps is positive."""
+    _, below = add_fields(int32(0), root, int32(0), eps, table, last, mask)
+    quotient = max(min(int32(int32(fm - below) + bias), mask), int32(0)) if fm > 0 else int32(0)
+    sign, field = sm, mul_fields(quotient, correction, bias, mask)
+    if use:
+        w = int32(get(weight, i))
+        sign, field = add_fields(
+            sign, field, (w ^ decay) >> 31, mul_fields(w & mask, decay & mask, bias, mask), table, last, mask
+        )
+    return sign ^ (negative_lr >> 31), mul_fields(field, negative_lr & mask, bias, mask)
+
+
+@kernel
+def adam_plain(
+    weight: _I16, grad: _I16, average: _I16, root: _I16, residue: _I16, table: _I32, decay: _I32, last: int, bias: int, mask: int,
+    negative_lr: int, beta: int, rest: int, correction: int, eps: int, weight_decay: int, into_grad: bool, decoupled: bool,
+    first: int, keep: int, take: int, start: int, stop: int,
+) -> int:  # fmt: skip
+    """One Adam step, :func:`lns_ops.reference.adam_update`, the sum of weight and update rounded to nearest."""
+    last_, bias_, mask_ = int32(last), int32(bias), int32(mask)
+    lr, wd, first_, end = int32(negative_lr), int32(weight_decay), int32(first), int32(first + len(decay) - 1)
+    for i in range(start, stop):
+        sg, fg = _decayed(grad, weight, i, table, last_, bias_, mask_, wd, into_grad)
+        sm, fm = _average(average, i, sg, fg, table, last_, bias_, mask_, int32(beta), int32(rest))
+        rounded = _root(
+            int32(get(root, i)), fg, int64(get(residue, i)), int64(1 << 15), decay, first_, end, int64(keep), int64(take), bias_
+        )
+        fr = _bounded(rounded, int64(bias), mask_)
+        inside = (fr > 0) & ((rounded >> 16) + bias <= mask)
+        put(root, i, int16(fr))
+        put(residue, i, int16((rounded & 0xFFFF) - (1 << 15)) if inside else int16(0))
+        su, fu = _adam_update(weight, i, sm, fm, fr, table, last_, bias_, mask_, lr, int32(correction), int32(eps), wd, decoupled)
+        w = int32(get(weight, i))
+        sn, fn = add_fields(w >> 31, w & mask_, su, fu, table, last_, mask_)
+        put(weight, i, code_of(sn, fn, mask_))
+    return 0
+
+
+@kernel
+def adam_kahan(
+    weight: _I16, grad: _I16, average: _I16, root: _I16, residue: _I16, compensation: _I16, table: _I32, decay: _I32, last: int,
+    bias: int, mask: int, negative_lr: int, beta: int, rest: int, correction: int, eps: int, weight_decay: int, into_grad: bool,
+    decoupled: bool, first: int, keep: int, take: int, start: int, stop: int,
+) -> int:  # fmt: skip
+    """As :func:`adam_plain`, with Kahan compensation."""
+    last_, bias_, mask_ = int32(last), int32(bias), int32(mask)
+    lr, wd, first_, end = int32(negative_lr), int32(weight_decay), int32(first), int32(first + len(decay) - 1)
+    for i in range(start, stop):
+        sg, fg = _decayed(grad, weight, i, table, last_, bias_, mask_, wd, into_grad)
+        sm, fm = _average(average, i, sg, fg, table, last_, bias_, mask_, int32(beta), int32(rest))
+        rounded = _root(
+            int32(get(root, i)), fg, int64(get(residue, i)), int64(1 << 15), decay, first_, end, int64(keep), int64(take), bias_
+        )
+        fr = _bounded(rounded, int64(bias), mask_)
+        inside = (fr > 0) & ((rounded >> 16) + bias <= mask)
+        put(root, i, int16(fr))
+        put(residue, i, int16((rounded & 0xFFFF) - (1 << 15)) if inside else int16(0))
+        su, fu = _adam_update(weight, i, sm, fm, fr, table, last_, bias_, mask_, lr, int32(correction), int32(eps), wd, decoupled)
+        c, w = int32(get(compensation, i)), int32(get(weight, i))
+        sw, fw = w >> 31, w & mask_
+        sc, fc = add_fields(c >> 31, c & mask_, su, fu, table, last_, mask_)
+        sn, fn = add_fields(sw, fw, sc, fc, table, last_, mask_)
+        sd, fd = add_fields(sn, fn, ~sw, fw, table, last_, mask_)
+        sc, fc = add_fields(sc, fc, ~sd, fd, table, last_, mask_)
+        put(weight, i, code_of(sn, fn, mask_))
+        put(compensation, i, code_of(sc, fc, mask_))
+    return 0
+
+
+@kernel
+def adam_stochastic(
+    weight: _I16, grad: _I16, average: _I16, root: _I16, bits: _U16, root_bits: _U16, table: _I32, decay: _I32, fine: _I32, last: int,
+    fine_last: int, bias: int, mask: int, negative_lr: int, beta: int, rest: int, correction: int, eps: int, weight_decay: int,
+    into_grad: bool, decoupled: bool, first: int, keep: int, take: int, start: int, stop: int,
+) -> int:  # fmt: skip
+    """As :func:`adam_plain`, weight and root rounded at random."""
+    last_, fine_last_, bias_, mask_ = int32(last), int32(fine_last), int32(bias), int32(mask)
+    lr, wd, first_, end = int32(negative_lr), int32(weight_decay), int32(first), int32(first + len(decay) - 1)
+    for i in range(start, stop):
+        sg, fg = _decayed(grad, weight, i, table, last_, bias_, mask_, wd, into_grad)
+        sm, fm = _average(average, i, sg, fg, table, last_, bias_, mask_, int32(beta), int32(rest))
+        rounded = _root(
+            int32(get(root, i)), fg, int64(0), int64(get(root_bits, i)), decay, first_, end, int64(keep), int64(take), bias_
+        )
+        fr = _bounded(rounded, int64(bias), mask_)
+        put(root, i, int16(fr))
+        su, fu = _adam_update(weight, i, sm, fm, fr, table, last_, bias_, mask_, lr, int32(correction), int32(eps), wd, decoupled)
+        w = int32(get(weight, i))
+        sn, fn = add_fields_stochastic(w >> 31, w & mask_, su, fu, int32(get(bits, i)), fine, fine_last_, mask_)
+        put(weight, i, code_of(sn, fn, mask_))
     return 0

@@ -23,16 +23,16 @@ from llvmlite.binding import get_host_cpu_features
 from numba import config as numba_config
 from numpy.typing import NDArray
 
-from lns_ops import _elementwise, _gather, _segments, _simd, _vector
+from lns_ops import _elementwise, _gather, _random, _segments, _simd, _vector
 from lns_ops._pool import get_num_threads, run, set_num_threads
 from lns_ops.format import MANTISSA_BITS, LNSFormat, NonFiniteError, decode_significands, encode_thresholds
-from lns_ops.gaussian import gaussian_tables
-from lns_ops.reference import ACC_MAX, ACC_MIN, BLOCK
+from lns_ops.gaussian import decay_table, gaussian_tables, stochastic_tables
+from lns_ops.reference import ACC_MAX, ACC_MIN, BLOCK, ROOT_SLOT, WEIGHT_SLOT, adam_codes
 from lns_ops.reference import decode as _reference_decode
 
 __all__ = [
-    "add", "decode", "div", "encode", "get_num_threads", "kernel_info", "matmul", "matmul_batched", "mul", "set_num_threads",
-    "sgd_update", "sqrt", "sub", "sum",
+    "adam_update", "add", "decode", "div", "encode", "get_num_threads", "kernel_info", "matmul", "matmul_batched", "mul",
+    "set_num_threads", "sgd_update", "sqrt", "sub", "sum",
 ]  # fmt: skip
 
 Codes = NDArray[np.int16]
@@ -362,6 +362,25 @@ def _in_place(name: str, x: Codes, shape: tuple[int, ...]) -> Codes:
     return x.reshape(-1)
 
 
+@lru_cache(maxsize=32)
+def _fine_table(fraction_bits: int) -> NDArray[np.int32]:
+    """Both tables of additions that round at random, one after the other."""
+    return np.concatenate(stochastic_tables(fraction_bits))
+
+
+def _random_bits(count: int, key: int, step: int, slot: int) -> NDArray[np.uint16]:
+    """As :func:`lns_ops.reference.random_bits`, up to seven more than ``count``."""
+    blocks = -(-count // 8)
+    out = np.empty(8 * blocks, np.uint16)
+    run(_random.random_bits, blocks, _GRAIN // 16, out, out, key, step, slot)
+    return out
+
+
+def _absent(x: Codes | None, w: Codes) -> Codes:
+    """An array for a kernel that will not touch it: one of its own, because overlapping arguments would keep the loop from vectorizing."""
+    return np.empty(w.size, np.int16) if x is None else x
+
+
 def sgd_update(
     weight: Codes,
     grad: Codes,
@@ -371,6 +390,8 @@ def sgd_update(
     momentum: int | None = None,
     buffer: Codes | None = None,
     compensation: Codes | None = None,
+    key: int | None = None,
+    step: int = 0,
 ) -> None:
     """One SGD step in LNS operations, fused, in place on ``weight``, ``buffer`` and ``compensation``.
 
@@ -389,23 +410,91 @@ def sgd_update(
         momentum: the code of the momentum factor.
         buffer: momentum buffer, like ``weight``, updated.
         compensation: Kahan's running error, like ``weight``, updated.
+        key, step: round ``weight + update`` at random by the bits of (key, step); compensation is not used then.
 
     Raises:
         ValueError: an array to be updated is not writable contiguous int16 of the weight's shape, or ``grad``'s shape differs.
     """
-    w = _in_place("weight", weight, weight.shape)
-    if grad.shape != weight.shape:
-        raise ValueError(f"grad of shape {grad.shape}: must have the weight's shape {weight.shape}")
+    w, g = _in_place("weight", weight, weight.shape), _gradient(grad, weight)
     use_momentum = momentum is not None and buffer is not None
-    # Never touched without momentum; an array of its own, because overlapping arguments would keep the loop from vectorizing.
-    b = _in_place("buffer", buffer, weight.shape) if use_momentum and buffer is not None else np.empty(w.size, np.int16)
+    b = _absent(_in_place("buffer", buffer, weight.shape) if use_momentum and buffer is not None else None, w)
     table = _sum_table(fmt.fraction_bits)
-    scalars = (table, table.size // 2 - 1, fmt.bias, fmt.field_mask, _scalar(negative_lr), _scalar(momentum), use_momentum)
-    if compensation is None:
-        run(_elementwise.sgd_plain, w.size, _GRAIN // 2, w, _flat(grad), b, *scalars)
+    last = table.size // 2 - 1
+    scalars = (fmt.bias, fmt.field_mask, _scalar(negative_lr), _scalar(momentum), use_momentum)
+    if key is not None:
+        bits, fine = _random_bits(w.size, key, step, WEIGHT_SLOT), _fine_table(fmt.fraction_bits)
+        run(_elementwise.sgd_stochastic, w.size, _GRAIN // 4, w, g, b, bits, table, fine, last, fine.size // 2 - 1, *scalars)
+    elif compensation is None:
+        run(_elementwise.sgd_plain, w.size, _GRAIN // 2, w, g, b, table, last, *scalars)
     else:
         c = _in_place("compensation", compensation, weight.shape)
-        run(_elementwise.sgd_kahan, w.size, _GRAIN // 4, w, _flat(grad), b, c, *scalars)
+        run(_elementwise.sgd_kahan, w.size, _GRAIN // 4, w, g, b, c, table, last, *scalars)
+
+
+def _gradient(grad: Codes, weight: Codes) -> Codes:
+    if grad.shape != weight.shape:
+        raise ValueError(f"grad of shape {grad.shape}: must have the weight's shape {weight.shape}")
+    return _flat(grad)
+
+
+def adam_update(
+    weight: Codes,
+    grad: Codes,
+    fmt: LNSFormat,
+    *,
+    step: int,
+    exp_avg: Codes,
+    root: Codes,
+    residue: Codes | None = None,
+    compensation: Codes | None = None,
+    negative_lr: int,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: int | None = None,
+    decoupled: bool = False,
+    key: int | None = None,
+) -> None:
+    """One Adam or AdamW step in LNS operations, fused, in place; :func:`lns_ops.reference.adam_update` has the equations.
+
+    Args:
+        weight, exp_avg, root, compensation: int16 codes, contiguous, of one shape, updated.
+        grad: int16 codes of that shape; read only.
+        residue: the root's bits below the ulp, int16, updated; must be given unless ``key`` is.
+        step: 1 for the first one.
+        negative_lr, weight_decay: codes of scalars.
+        key: round weight and root at random by the bits of (key, step); residue and compensation are not used then.
+
+    Raises:
+        ValueError: an array to be updated is not writable contiguous int16 of the weight's shape, ``grad``'s shape differs, a
+            residue is needed, or a scalar is out of range.
+    """
+    codes, decay = adam_codes(beta1, beta2, eps, fmt), decay_table(beta2, fmt.fraction_bits)
+    w, g = _in_place("weight", weight, weight.shape), _gradient(grad, weight)
+    m, r = _in_place("exp_avg", exp_avg, weight.shape), _in_place("root", root, weight.shape)
+    now, table = min(step, len(codes.correction)) - 1, _sum_table(fmt.fraction_bits)
+    last = table.size // 2 - 1
+    scalars = (
+        fmt.bias, fmt.field_mask, _scalar(negative_lr), codes.beta1, codes.one_minus_beta1, int(codes.correction[now]),
+        int(codes.eps_hat[now]), _scalar(weight_decay), weight_decay is not None and not decoupled, weight_decay is not None and decoupled,
+        decay.first, decay.keep, decay.take,
+    )  # fmt: skip
+    if key is not None:
+        bits, root_bits = (_random_bits(w.size, key, step, slot) for slot in (WEIGHT_SLOT, ROOT_SLOT))
+        fine = _fine_table(fmt.fraction_bits)
+        run(_elementwise.adam_stochastic, w.size, _GRAIN // 8, w, g, m, r, bits, root_bits, table, decay.table, fine, last,
+            fine.size // 2 - 1, *scalars)  # fmt: skip
+        return
+    if residue is None:
+        raise ValueError(
+            "residue=None: without it or a key the second moment would never move; pass int16 zeros of the weight's shape"
+        )
+    e = _in_place("residue", residue, weight.shape)
+    if compensation is None:
+        run(_elementwise.adam_plain, w.size, _GRAIN // 8, w, g, m, r, e, table, decay.table, last, *scalars)
+    else:
+        c = _in_place("compensation", compensation, weight.shape)
+        run(_elementwise.adam_kahan, w.size, _GRAIN // 8, w, g, m, r, e, c, table, decay.table, last, *scalars)
 
 
 def _scalar(code: Any) -> int:

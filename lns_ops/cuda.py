@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from lns_ops.format import MANTISSA_BITS, LNSFormat, NonFiniteError, decode_significands, encode_thresholds
-from lns_ops.gaussian import gaussian_tables
-from lns_ops.reference import BLOCK
+from lns_ops.gaussian import decay_table, gaussian_tables, stochastic_tables
+from lns_ops.reference import BLOCK, adam_codes
 
 REPLICATED_FRACTION_BITS = 7
 """Up to here 32 copies of the table of G fit in a multiprocessor's shared memory, which the fast GEMM needs."""
@@ -164,6 +164,7 @@ def _defines(fmt: LNSFormat, device: int, **more: int) -> tuple[str, ...]:
         "FRACTION_BITS": fmt.fraction_bits,
         "LAST": len(tables.plus) - 1,
         "DRIFT": -int(tables.minus[1:].min(initial=0)),
+        "FINE_LAST": len(stochastic_tables(fmt.fraction_bits).plus) - 1,
         "SHARED_BASE": _shared_base(device),
         **more,
     }
@@ -188,6 +189,10 @@ def _faults(device: int) -> Tensor:
     return torch.zeros(len(_FAULTS), dtype=torch.int32, device=torch.device("cuda", device))
 
 
+def _upload(table: np.ndarray[Any, Any], device: int) -> Tensor:
+    return torch.from_numpy(np.array(table)).to(torch.device("cuda", device))
+
+
 @lru_cache(maxsize=64)
 def _tables(fraction_bits: int, device: int) -> _Tables:
     plus, minus = (table.astype(np.int64) for table in gaussian_tables(fraction_bits))
@@ -202,7 +207,7 @@ def _tables(fraction_bits: int, device: int) -> _Tables:
     cells = np.stack([below, mantissas[below]], axis=1).astype(np.int32)
 
     def upload(table: np.ndarray[Any, Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(table)).to(torch.device("cuda", device))
+        return _upload(table, device)
 
     significands = decode_significands(fraction_bits)
     return _Tables(
@@ -210,9 +215,9 @@ def _tables(fraction_bits: int, device: int) -> _Tables:
         upload(signed[::-1].astype(np.int32)),
         upload(np.stack([plus, minus], axis=1).astype(np.int32)),
         upload(cells),
-        upload(thresholds.copy()),
+        upload(thresholds),
         upload(significands.astype(np.float32)),
-        upload(significands.copy()),
+        upload(significands),
         _faults(device),
     )
 
@@ -247,17 +252,19 @@ _ELEMENTWISE: dict[str, str] = {
     "mul": _BINARY_LAYOUT,
     "div": _BINARY_LAYOUT,
     "square_root": "PPqiP",
-    "sgd": "PPPPqiiiPP",
-    "sgd_kahan": "PPPPqiiiPP",
-    "sgd_momentum": "PPPPqiiiPP",
-    "sgd_momentum_kahan": "PPPPqiiiPP",
+    **{
+        f"sgd{momentum}{rounding}": "PPPPPqqiiiPPP"
+        for momentum in ("", "_momentum")
+        for rounding in ("", "_kahan", "_stochastic")
+    },
+    **{f"adam{rounding}": "PPPPPPPPPiqqiiiiiPiiiiiPPP" for rounding in ("", "_kahan", "_stochastic")},
     "sum": "PPqqiP",
     "encode": "PPqiPP",
     "encode_double": "PPqPP",
     "decode": "PPqiP",
     "decode_double": "PPqiP",
 }
-_WITH_TABLE = ("add", "sub", "sgd", "sgd_kahan", "sgd_momentum", "sgd_momentum_kahan")
+_WITH_TABLE = ("add", "sub", *(name for name in _ELEMENTWISE if name.startswith(("sgd", "adam"))))
 _COPIES = 8
 
 
@@ -432,12 +439,23 @@ def linear(x: Tensor, y: Tensor, bias: Tensor, bits: int, fraction_bits: int) ->
     return matmul(x, y, bits, fraction_bits, bias=bias.contiguous())
 
 
-def sgd_update_(
-    weight: Tensor, grad: Tensor, buffer: Tensor | None, compensation: Tensor | None, negative_lr: int, momentum: int | None,
-    bits: int, fraction_bits: int,
-) -> None:  # fmt: skip
-    """One SGD step in place, as :func:`lns_ops.reference.sgd_update`."""
-    for name, tensor in (("weight", weight), ("buffer", buffer), ("compensation", compensation)):
+@lru_cache(maxsize=32)
+def _fine_table(fraction_bits: int, device: int) -> Tensor:
+    """Corrections of additions that round at random: G+ and G- of each distance, with 16 bits behind the ulp."""
+    return _upload(np.stack(stochastic_tables(fraction_bits), axis=1), device)
+
+
+@lru_cache(maxsize=32)
+def _adam_tables(beta1: float, beta2: float, eps: float, fmt: LNSFormat, device: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The corrections and eps of each step, and the decay table of the second moment."""
+    codes = adam_codes(beta1, beta2, eps, fmt)
+    tables = codes.correction, codes.eps_hat, decay_table(beta2, fmt.fraction_bits).table
+    correction, eps_hat, decay = (_upload(table, device) for table in tables)
+    return correction, eps_hat, decay
+
+
+def _check_in_place(weight: Tensor, grad: Tensor, **updated: Tensor | None) -> None:
+    for name, tensor in {"weight": weight, **updated}.items():
         if tensor is not None and (not tensor.is_contiguous() or tensor.shape != weight.shape):
             raise ValueError(
                 f"{name} of shape {tuple(tensor.shape)} and strides {tensor.stride()}: must be contiguous, of the weight's shape "
@@ -445,15 +463,54 @@ def sgd_update_(
             )
     if grad.shape != weight.shape:
         raise ValueError(f"gradient of shape {tuple(grad.shape)} for a weight of {tuple(weight.shape)}: the shapes must agree")
+
+
+def _rounding(key: int | None, compensation: Tensor | None) -> str:
+    return "_stochastic" if key is not None else "_kahan" if compensation is not None else ""
+
+
+def sgd_update_(
+    weight: Tensor, grad: Tensor, buffer: Tensor | None, compensation: Tensor | None, step: Tensor | None, negative_lr: int,
+    momentum: int | None, key: int | None, bits: int, fraction_bits: int,
+) -> None:  # fmt: skip
+    """One SGD step in place, as :func:`lns_ops.reference.sgd_update`; ``step`` is read on the device."""
+    _check_in_place(weight, grad, buffer=buffer, compensation=compensation)
     grad, device = grad.contiguous(), weight.get_device()
     if weight.numel():
         tables = _tables(fraction_bits, device)
-        momentum_, kahan = "_momentum" * (momentum is not None), "_kahan" * (compensation is not None)
-        _elementwise(f"sgd{momentum_}{kahan}", bits, fraction_bits, device)(
+        fine = _fine_table(fraction_bits, device) if key is not None else None
+        _elementwise(f"sgd{'_momentum' * (momentum is not None)}{_rounding(key, compensation)}", bits, fraction_bits, device)(
             _grid(weight.numel(), device, resident=True), _THREADS, device,
-            weight.data_ptr(), grad.data_ptr(), _pointer(None if momentum is None else buffer), _pointer(compensation), weight.numel(),
-            negative_lr, momentum or 0, _aligned(weight, grad, buffer, compensation),
-            tables.signed.data_ptr(), tables.gauss.data_ptr(),
+            weight.data_ptr(), grad.data_ptr(), _pointer(None if momentum is None else buffer), _pointer(compensation), _pointer(step),
+            weight.numel(), key or 0, negative_lr, momentum or 0, _aligned(weight, grad, buffer, compensation),
+            tables.signed.data_ptr(), tables.gauss.data_ptr(), _pointer(fine),
+        )  # fmt: skip
+
+
+def adam_update_(
+    weight: Tensor, grad: Tensor, exp_avg: Tensor, root: Tensor, residue: Tensor | None, compensation: Tensor | None, step: Tensor,
+    negative_lr: int, beta1: float, beta2: float, eps: float, weight_decay: int | None, decoupled: bool, key: int | None, bits: int,
+    fraction_bits: int,
+) -> None:  # fmt: skip
+    """One Adam or AdamW step in place, as :func:`lns_ops.reference.adam_update`; ``step`` is read on the device."""
+    _check_in_place(weight, grad, exp_avg=exp_avg, root=root, residue=residue, compensation=compensation)
+    grad, device, fmt = grad.contiguous(), weight.get_device(), LNSFormat(bits, fraction_bits)
+    if weight.numel():
+        tables, codes, decay = (
+            _tables(fraction_bits, device),
+            adam_codes(beta1, beta2, eps, fmt),
+            decay_table(beta2, fraction_bits),
+        )
+        correction, eps_hat, moves = _adam_tables(beta1, beta2, eps, fmt, device)
+        fine = _fine_table(fraction_bits, device) if key is not None else None
+        _elementwise(f"adam{_rounding(key, compensation)}", bits, fraction_bits, device)(
+            _grid(weight.numel(), device, resident=True), _THREADS, device,
+            weight.data_ptr(), grad.data_ptr(), exp_avg.data_ptr(), root.data_ptr(), _pointer(residue), _pointer(compensation),
+            step.data_ptr(), correction.data_ptr(), eps_hat.data_ptr(), len(codes.correction), weight.numel(), key or 0,
+            negative_lr, codes.beta1, codes.one_minus_beta1, weight_decay or 0, int(decoupled),
+            moves.data_ptr(), decay.first, decay.first + len(decay.table) - 1, decay.keep, decay.take,
+            _aligned(weight, grad, exp_avg, root, residue, compensation),
+            tables.signed.data_ptr(), tables.gauss.data_ptr(), _pointer(fine),
         )  # fmt: skip
 
 

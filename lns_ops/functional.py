@@ -87,13 +87,19 @@ def _linear_cpu(x: Tensor, y: Tensor, bias: Tensor, bits: int, fraction_bits: in
     return torch.from_numpy(cpu.add(cpu.matmul(x.numpy(), y.numpy(), fmt), bias.numpy(), fmt))
 
 
+def _array(x: Tensor | None) -> Any:
+    return None if x is None else x.numpy()
+
+
 def _sgd_update_cpu(
     weight: Tensor,
     grad: Tensor,
     buffer: Tensor | None,
     compensation: Tensor | None,
+    step: Tensor | None,
     negative_lr: int,
     momentum: int | None,
+    key: int | None,
     bits: int,
     fraction_bits: int,
 ) -> None:
@@ -103,8 +109,47 @@ def _sgd_update_cpu(
         _format(bits, fraction_bits),
         negative_lr=negative_lr,
         momentum=momentum,
-        buffer=None if buffer is None else buffer.numpy(),
-        compensation=None if compensation is None else compensation.numpy(),
+        buffer=_array(buffer),
+        compensation=_array(compensation),
+        key=key,
+        step=0 if step is None else int(step),
+    )
+
+
+def _adam_update_cpu(
+    weight: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    root: Tensor,
+    residue: Tensor | None,
+    compensation: Tensor | None,
+    step: Tensor,
+    negative_lr: int,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: int | None,
+    decoupled: bool,
+    key: int | None,
+    bits: int,
+    fraction_bits: int,
+) -> None:
+    cpu.adam_update(
+        weight.numpy(),
+        grad.contiguous().numpy(),
+        _format(bits, fraction_bits),
+        step=int(step),
+        exp_avg=exp_avg.numpy(),
+        root=root.numpy(),
+        residue=_array(residue),
+        compensation=_array(compensation),
+        negative_lr=negative_lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        decoupled=decoupled,
+        key=key,
     )
 
 
@@ -135,8 +180,16 @@ _define(
 )
 _define(
     "sgd_update_",
-    f"(Tensor(a!) weight, Tensor grad, Tensor(b!)? buffer, Tensor(c!)? compensation, int negative_lr, int? momentum, {_FORMAT}) -> ()",
+    "(Tensor(a!) weight, Tensor grad, Tensor(b!)? buffer, Tensor(c!)? compensation, Tensor? step, int negative_lr, "
+    f"int? momentum, int? key, {_FORMAT}) -> ()",
     _sgd_update_cpu,
+    lambda *arguments: None,
+)
+_define(
+    "adam_update_",
+    "(Tensor(a!) weight, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) root, Tensor(d!)? residue, Tensor(e!)? compensation, Tensor step, "
+    f"int negative_lr, float beta1, float beta2, float eps, int? weight_decay, bool decoupled, int? key, {_FORMAT}) -> ()",
+    _adam_update_cpu,
     lambda *arguments: None,
 )
 _OPS = torch.ops.lns_ops
@@ -235,12 +288,50 @@ def sgd_update_(
     momentum: int | None = None,
     buffer: Tensor | None = None,
     compensation: Tensor | None = None,
+    step: Tensor | None = None,
+    key: int | None = None,
 ) -> None:
     """One SGD step in place, every operation in LNS; see :func:`lns_ops.reference.sgd_update` for the equations.
 
-    ``negative_lr`` and ``momentum`` are codes; ``weight``, ``buffer`` and ``compensation`` are contiguous and change.
+    ``negative_lr`` and ``momentum`` are codes; ``weight``, ``buffer`` and ``compensation`` are contiguous and change. With a
+    ``key`` the sum of weight and update rounds at random by the bits of (key, step); ``step`` is a 0-dim int64 tensor on the
+    weight's device.
     """
-    _OPS.sgd_update_(weight, grad, buffer, compensation, negative_lr, momentum, fmt.bits, fmt.fraction_bits)
+    if (step is None) != (key is None):
+        raise ValueError(f"step={step}, key={key}: rounding at random needs both; pass both or neither")
+    _OPS.sgd_update_(weight, grad, buffer, compensation, step, negative_lr, momentum, key, fmt.bits, fmt.fraction_bits)
+
+
+def adam_update_(
+    weight: Tensor,
+    grad: Tensor,
+    fmt: LNSFormat,
+    *,
+    step: Tensor,
+    exp_avg: Tensor,
+    root: Tensor,
+    residue: Tensor | None = None,
+    compensation: Tensor | None = None,
+    negative_lr: int,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: int | None = None,
+    decoupled: bool = False,
+    key: int | None = None,
+) -> None:
+    """One Adam or AdamW step in place, every operation in LNS; see :func:`lns_ops.reference.adam_update` for the equations.
+
+    ``weight``, ``exp_avg``, ``root``, ``residue`` and ``compensation`` are contiguous int16 of one shape and change; ``step``
+    is a 0-dim int64 tensor on the weight's device, 1 for the first step; ``negative_lr`` and ``weight_decay`` are codes. Either
+    ``residue`` or ``key`` must be given.
+    """
+    if residue is None and key is None:
+        raise ValueError("residue=None, key=None: the second moment would never move; pass a residue (int16 zeros) or a key")
+    _OPS.adam_update_(
+        weight, grad, exp_avg, root, residue, compensation, step, negative_lr, beta1, beta2, eps, weight_decay, decoupled, key,
+        fmt.bits, fmt.fraction_bits,
+    )  # fmt: skip
 
 
 def neg(x: Tensor, fmt: LNSFormat) -> Tensor:

@@ -12,6 +12,9 @@ elsewhere, which the tests check exhaustively against arbitrary-precision arithm
 
 Source: J. N. Mitchell 1962 and N. G. Kingsbury, P. J. W. Rayner 1971 for the method; tables follow the "ideal" rounding of
 M. G. Arnold's xlns.
+
+Two more tables for optimizers keep ``FINE_BITS = 16`` bits behind the ulp, so that what is below half an ulp is not lost:
+:func:`stochastic_tables` for additions that round at random, :func:`decay_table` for exponential averages of squares.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+FINE_BITS = 16
+"""Bits behind one ulp in the fine tables."""
 CANCEL = -(1 << 30)
 """G-(0): equal magnitudes of opposite sign cancel to exact zero. Below every logarithm, so adding it underflows."""
 
@@ -50,3 +55,73 @@ def gaussian_tables(fraction_bits: int) -> GaussianTables:
     for table in tables:
         table.setflags(write=False)
     return tables
+
+
+@lru_cache(maxsize=32)
+def stochastic_tables(fraction_bits: int) -> GaussianTables:
+    """Tables of the addition that rounds at random: ``(entry + r) >> 16`` with ``r`` uniform in ``0 .. 2^16 - 1`` is a correction.
+
+    An entry is ``2^16 (lower + p)``: the next ulp below the exact correction ``g = 2^f G(d)``, and the chance to round up that makes
+    the expected *value* exact, ``p = (2^g - 2^lower) / (2^(lower + 1) - 2^lower)`` (powers of the ulp), to within 2^-17. Exact
+    corrections have p = 0. ``minus[0]`` and what is below every format saturate at -2^31, which any format turns into zero. The last
+    entry of both is 0 and stands for every larger distance; about ``(f + 17.6) 2^f`` entries (1,507 at f = 6).
+    """
+    scale, unit = 1 << fraction_bits, 1 << FINE_BITS
+    octaves = np.arange((fraction_bits + FINE_BITS + 3) * scale) / scale
+    tables = []
+    for sign in (1.0, -1.0):
+        ratio = sign * np.exp2(-octaves)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            exact = np.log1p(ratio) * (scale / np.log(2.0))
+            lower = np.floor(exact)
+            up = np.expm1((exact - lower) * (np.log(2.0) / scale)) / np.expm1(np.log(2.0) / scale)
+            fine = np.where(np.isfinite(exact), lower * unit + np.rint(up * unit), -np.inf)
+        tables.append(np.maximum(fine, -(2.0**31)).astype(np.int32))
+    plus, minus = tables
+    length = int(np.flatnonzero(plus | minus)[-1]) + 2
+    result = GaussianTables(plus[:length].copy(), minus[:length].copy())
+    for table in result:
+        table.setflags(write=False)
+    return result
+
+
+class DecayTable(NamedTuple):
+    """One step of the root of an exponential average of squares, as an LNS operation with 16 bits behind the ulp.
+
+    ``r' = sqrt(beta r^2 + (1 - beta) x^2)`` is, for logarithms in ulps ``R`` of r and ``X`` of x::
+
+        2^16 R' = max(2^16 R + keep, 2^16 X + take) + table[clamp(X - R, first, first + len - 1) - first]
+
+    with ``keep = 2^16 2^f log2(beta) / 2``, ``take = 2^16 2^f log2(1 - beta) / 2``, rounded, and the table the Gaussian
+    logarithm G+ of the distance between the two, halved; its first and last entries are 0. A zero r or x has a logarithm below
+    every other. What is below every format saturates at -2^31.
+    """
+
+    keep: int
+    take: int
+    first: int
+    table: NDArray[np.int32]
+
+
+@lru_cache(maxsize=64)
+def decay_table(beta: float, fraction_bits: int) -> DecayTable:
+    """The table for a decay ``beta`` in (0, 1).
+
+    Raises:
+        ValueError: beta is not in (0, 1).
+    """
+    if not 0 < beta < 1:
+        raise ValueError(f"beta={beta}: must lie between 0 and 1, for example 0.999")
+    scale = 1 << fraction_bits
+    keep, take = (0.5 * scale * np.log(b) / np.log(2.0) for b in (beta, 1 - beta))
+    # The distance of the two squares is 2 |k + take - keep| ulps; beyond `reach` the correction is below half a fine unit.
+    reach, centre = (fraction_bits + FINE_BITS + 2) * scale // 2, round(keep - take)
+    first = centre - reach
+    octaves = 2 * np.abs(np.arange(first, centre + reach + 1) + take - keep) / scale
+    table = np.rint(0.5 * np.log1p(np.exp2(-octaves)) * (scale / np.log(2.0)) * (1 << FINE_BITS)).astype(np.int32)
+    used = np.flatnonzero(table)
+    low, high = int(used[0]) - 1, int(used[-1]) + 1
+    table = table[low : high + 1].copy()
+    table.setflags(write=False)
+    fine_keep, fine_take = (max(round(v * (1 << FINE_BITS)), -(1 << 31)) for v in (keep, take))
+    return DecayTable(fine_keep, fine_take, first + low, table)

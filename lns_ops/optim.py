@@ -1,11 +1,16 @@
-"""Optimizers for LNS and float parameters, with Kahan compensation.
+"""Optimizers for LNS and float parameters, with Kahan compensation or stochastic rounding of LNS weights.
 
 In low precision a small update vanishes in a large weight: at f = 6 the nearest neighbour of a weight is 1.1 % away, so any update
-below half of that is lost, every time. Kahan compensation (W. Kahan, "Further remarks on reducing truncation errors", 1965)
-keeps what was lost in a second number of the same format and offers it again at the next step.
+below half of that is lost, every time. Two ways to keep it:
+
+- ``kahan_sum``: Kahan compensation (W. Kahan, "Further remarks on reducing truncation errors", 1965) keeps what was lost in a second number
+  of the same format and offers it again at the next step. Deterministic; 2 bytes more a parameter.
+- ``stochastic_rounding``: the sum of weight and update rounds up or down at random with the exact sum as its expected value (S.
+Gupta et al.
+  2015). No memory; the random bits come from (seed, parameter, step) alone, so a run repeats bit for bit on any device.
 
 An LNSTensor parameter is updated by one fused kernel in which every operation is an LNS operation; a float parameter by torch
-operations. Memory for an LNS parameter: 2 bytes, + 2 with Kahan, + 2 with momentum (float32: 4, + 4, + 4).
+operations. Memory for an LNS parameter: 2 bytes, + 2 with Kahan, + 2 with momentum; Adam: 4 more (stochastic) or 6 (else).
 """
 
 from __future__ import annotations
@@ -19,7 +24,11 @@ from torch import Tensor
 
 from lns_ops import functional as lns
 from lns_ops.format import LNSFormat
+from lns_ops.reference import adam_codes, check_adam
 from lns_ops.tensor import LNSTensor
+
+_INTEGER_STATE = {"step": torch.int64, "root_residue": torch.int16}
+"""State that is neither codes nor floats."""
 
 
 @lru_cache(maxsize=256)
@@ -34,41 +43,50 @@ def _scalar_code(name: str, value: float, fmt: LNSFormat) -> int:
     return code
 
 
-class SGD(torch.optim.Optimizer):
-    """Stochastic gradient descent with heavy-ball momentum and Kahan compensation.
+def _gradient(parameter: LNSTensor) -> Tensor:
+    grad, fmt = parameter.grad, parameter.fmt
+    if not isinstance(grad, LNSTensor) or grad.fmt != fmt:
+        raise ValueError(
+            f"gradient of type {type(grad).__name__} for an {fmt} parameter: must be an LNSTensor of the same format"
+        )
+    return grad.codes
 
-    ``buffer = momentum * buffer + grad`` (``grad`` itself without momentum), ``update = -lr * buffer``, then ``w += update``; with
-    ``kahan_sum``::
 
-        compensation += update
-        new = w + compensation
-        compensation -= new - w
-        w = new
+def _codes(state: dict[str, Tensor], name: str) -> Tensor | None:
+    value = state.get(name)
+    return value.codes if isinstance(value, LNSTensor) else value
 
-    Args:
-        params: LNSTensor or float parameters, or groups of them as in torch.optim.
-        lr: step size, at least 0.
-        momentum: in [0, 1).
-        kahan_sum: keep a compensation for each parameter.
 
-    State per parameter, in the parameter's own format: ``momentum_buffer``, ``compensation``.
+class _Optimizer(torch.optim.Optimizer):
+    """What the optimizers here share: rounding options, the loop over parameters, integer state."""
 
-    Raises:
-        ValueError: a value out of range, or a learning rate that underflows in a parameter's format.
-
-    Source: W. Kahan 1965 (doi:10.1145/363707.363723); momentum as in Sutskever et al. 2013 with torch.optim's convention.
-    """
-
-    def __init__(self, params: Any, lr: float, momentum: float = 0.0, kahan_sum: bool = False) -> None:
-        if not 0 <= lr < float("inf"):
-            raise ValueError(f"lr={lr}: must be finite and at least 0")
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum={momentum}: must lie in [0, 1)")
-        super().__init__(params, {"lr": lr, "momentum": momentum, "kahan_sum": kahan_sum})
+    def __init__(self, params: Any, defaults: dict[str, Any], seed: int) -> None:
+        if defaults["kahan_sum"] and defaults["stochastic_rounding"]:
+            raise ValueError(
+                "kahan_sum=True, stochastic_rounding=True: each keeps what the other has nothing left of; choose one of them"
+            )
+        if not 0 <= defaults["lr"] < float("inf"):
+            raise ValueError(f"lr={defaults['lr']}: must be finite and at least 0")
+        if not isinstance(seed, int) or not 0 <= seed < 1 << 31:
+            raise ValueError(f"seed={seed!r}: must be a whole number from 0 to 2^31 - 1, for example 0")
+        super().__init__(params, defaults)
+        self._seed = seed
         for group in self.param_groups:
-            for fmt in {p.fmt for p in group["params"] if isinstance(p, LNSTensor)}:
-                _scalar_code("lr", -group["lr"], fmt)
-                _scalar_code("momentum", group["momentum"], fmt)
+            for parameter in group["params"]:
+                if isinstance(parameter, LNSTensor):
+                    self._check(group, parameter.fmt)
+                elif group["stochastic_rounding"]:
+                    raise ValueError(
+                        f"stochastic_rounding=True for a {parameter.dtype} parameter: LNS parameters only; use kahan_sum=True, or "
+                        "convert the module with scope='everywhere'"
+                    )
+
+    def _check(self, group: dict[str, Any], fmt: LNSFormat) -> None:
+        """Refuse hyperparameters that cannot be used in ``fmt``."""
+        raise NotImplementedError
+
+    def _update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None) -> None:
+        raise NotImplementedError
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -83,53 +101,250 @@ class SGD(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        index = 0
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            for parameter in parameters:
-                state = self._state(parameter, group)
-                update = _update_lns if isinstance(parameter, LNSTensor) else _update_float
-                update(parameter, state, group)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    key = self._seed << 32 | index if group["stochastic_rounding"] else None
+                    self._update(parameter, self.state[parameter], group, key)
+                index += 1
         return loss
 
-    def _state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.state[parameter]
-        wanted = {"momentum_buffer": group["momentum"] != 0, "compensation": group["kahan_sum"]}
-        for name, want in wanted.items():
-            if want and name not in state:
-                state[name] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-        return state
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; integer state stays integer (torch would turn it into the parameter's dtype)."""
+        super().load_state_dict(state_dict)
+        for parameter, state in self.state.items():
+            for name in _INTEGER_STATE.keys() & state.keys():
+                state[name] = torch.as_tensor(state[name]).to(parameter.device, _INTEGER_STATE[name], copy=True)
 
 
-def _update_lns(parameter: LNSTensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-    grad, fmt = parameter.grad, parameter.fmt
-    if not isinstance(grad, LNSTensor) or grad.fmt != fmt:
-        raise ValueError(
-            f"gradient of type {type(grad).__name__} for an {fmt} parameter: must be an LNSTensor of the same format"
+def _zeros(state: dict[str, Any], parameter: Tensor, *names: str) -> None:
+    """Create the state of these names where it is missing."""
+    for name in names:
+        if name in state:
+            continue
+        if name in _INTEGER_STATE:
+            shape = () if name == "step" else parameter.shape
+            state[name] = torch.zeros(shape, dtype=_INTEGER_STATE[name], device=parameter.device)
+        else:
+            state[name] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+
+
+class SGD(_Optimizer):
+    """Stochastic gradient descent with heavy-ball momentum, Kahan compensation or stochastic rounding.
+
+    ``buffer = momentum * buffer + grad`` (``grad`` itself without momentum), ``update = -lr * buffer``, then ``w += update``; with
+    ``kahan_sum``::
+
+        compensation += update
+        new = w + compensation
+        compensation -= new - w
+        w = new
+
+    Args:
+        params: LNSTensor or float parameters, or groups of them as in torch.optim.
+        lr: step size, at least 0.
+        momentum: in [0, 1).
+        kahan_sum: keep a compensation for each parameter.
+        stochastic_rounding: round ``w + update`` at random, its expected value exact; LNS parameters only.
+        seed: of the random rounding, 0 to 2^31 - 1.
+
+    State per parameter, in the parameter's own format: ``momentum_buffer``, ``compensation``; with stochastic rounding ``step`` (int64).
+
+    Raises:
+        ValueError: a value out of range, or one that underflows, or a momentum that rounds to 1, in a parameter's format.
+
+    Source: W. Kahan 1965 (doi:10.1145/363707.363723); momentum as in Sutskever et al. 2013 with torch.optim's convention; stochastic
+    rounding: S. Gupta et al. 2015 (arXiv:1502.02551).
+    """
+
+    def __init__(
+        self, params: Any, lr: float, momentum: float = 0.0, kahan_sum: bool = False, stochastic_rounding: bool = False, seed: int = 0
+    ) -> None:  # fmt: skip
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum={momentum}: must lie in [0, 1)")
+        options = {"lr": lr, "momentum": momentum, "kahan_sum": kahan_sum, "stochastic_rounding": stochastic_rounding}
+        super().__init__(params, options, seed)
+
+    def _check(self, group: dict[str, Any], fmt: LNSFormat) -> None:
+        _scalar_code("lr", -group["lr"], fmt)
+        if _scalar_code("momentum", group["momentum"], fmt) == fmt.bias:
+            raise ValueError(
+                f"momentum={group['momentum']}: rounds to 1 in {fmt}, so the buffer would grow without bound; use "
+                f"momentum <= {1 / (1 + fmt.epsilon):.3g}"
+            )
+
+    def _update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None) -> None:
+        wanted = {"momentum_buffer": group["momentum"] != 0, "compensation": group["kahan_sum"], "step": key is not None}
+        _zeros(state, parameter, *(name for name, want in wanted.items() if want))
+        if not isinstance(parameter, LNSTensor):
+            _sgd_float(parameter, state, group)
+            return
+        fmt = parameter.fmt
+        if key is not None:
+            state["step"].add_(1)
+        lns.sgd_update_(
+            parameter.codes,
+            _gradient(parameter),
+            fmt,
+            negative_lr=_scalar_code("lr", -group["lr"], fmt),
+            momentum=_scalar_code("momentum", group["momentum"], fmt) if group["momentum"] else None,
+            buffer=_codes(state, "momentum_buffer"),
+            compensation=_codes(state, "compensation"),
+            step=state["step"] if key is not None else None,
+            key=key,
         )
-    codes = {name: value.codes for name, value in state.items() if isinstance(value, LNSTensor)}
-    lns.sgd_update_(
-        parameter.codes,
-        grad.codes,
-        fmt,
-        negative_lr=_scalar_code("lr", -group["lr"], fmt),
-        momentum=_scalar_code("momentum", group["momentum"], fmt) if group["momentum"] else None,
-        buffer=codes.get("momentum_buffer"),
-        compensation=codes.get("compensation"),
-    )
 
 
-def _update_float(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+def _sgd_float(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
     assert parameter.grad is not None
     step = parameter.grad
     if "momentum_buffer" in state:
         step = state["momentum_buffer"].mul_(group["momentum"]).add_(step)
-    if "compensation" not in state:
-        parameter.add_(step, alpha=-group["lr"])
+    _add_float(parameter, step, -group["lr"], state.get("compensation"))
+
+
+def _add_float(parameter: Tensor, direction: Tensor, alpha: float, compensation: Tensor | None) -> None:
+    """``parameter += alpha direction``, with Kahan compensation where there is one."""
+    if compensation is None:
+        parameter.add_(direction, alpha=alpha)
         return
-    compensation = state["compensation"].add_(step, alpha=-group["lr"])
+    compensation.add_(direction, alpha=alpha)
     new = parameter + compensation
     compensation.sub_(new - parameter)
     parameter.copy_(new)
+
+
+class Adam(_Optimizer):
+    """Adam with Kahan compensation or stochastic rounding.
+
+    ::
+
+        grad = grad + weight_decay w                                     (AdamW: see there)
+        exp_avg = beta1 exp_avg + (1 - beta1) grad
+        root = sqrt(beta2 root^2 + (1 - beta2) grad^2)
+        w += -lr correction exp_avg / (root + eps_hat)
+
+    with ``correction = sqrt(1 - beta2^t) / (1 - beta1^t)`` and ``eps_hat = eps sqrt(1 - beta2^t)`` after t steps, which is
+    torch.optim.Adam's update. An LNS parameter keeps the *root* of the second moment, whose logarithm needs half the range, and
+    16 bits below its ulp: with beta2 = 0.999 the moment moves by a twentieth of an ulp a step at f = 6 and would otherwise
+    never move. With stochastic rounding those bits round at random instead (which makes the root about one ulp too large at f =
+    6, half of it at f = 7).
+
+    Args:
+        params: LNSTensor or float parameters, or groups of them as in torch.optim.
+        lr: step size, at least 0.
+        betas: decays of the two averages, in [0, 1) and (0, 1).
+        eps: added to the root; for an LNS parameter at least its format's smallest magnitude, which it takes instead.
+        weight_decay: at least 0; L2, added to the gradient.
+        kahan_sum, stochastic_rounding, seed: as for :class:`SGD`.
+
+    State per LNS parameter: ``step`` (int64), ``exp_avg``, ``root_exp_avg_sq``, ``root_residue`` (int16, in 2^-16 ulps; without
+    stochastic rounding), ``compensation``; per float parameter ``step``, ``exp_avg``, ``exp_avg_sq``, ``compensation``.
+
+    Raises:
+        ValueError: a value out of range, one that underflows, or a beta1 that rounds to 1, in a parameter's format.
+
+    Source: D. Kingma, J. Ba, "Adam", 2015 (arXiv:1412.6980).
+    """
+
+    _decoupled = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        kahan_sum: bool = False,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if not 0 <= weight_decay < float("inf"):
+            raise ValueError(f"weight_decay={weight_decay}: must be finite and at least 0")
+        check_adam(*betas, eps)
+        options = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "kahan_sum": kahan_sum,
+            "stochastic_rounding": stochastic_rounding,
+        }
+        super().__init__(params, options, seed)
+
+    def _check(self, group: dict[str, Any], fmt: LNSFormat) -> None:
+        _scalar_code("lr", -group["lr"], fmt)
+        _scalar_code("weight_decay", group["weight_decay"], fmt)
+        adam_codes(*group["betas"], group["eps"], fmt)
+
+    def _update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None) -> None:
+        is_lns = isinstance(parameter, LNSTensor)
+        moments = ["root_exp_avg_sq", *([] if key is not None else ["root_residue"])] if is_lns else ["exp_avg_sq"]
+        _zeros(state, parameter, "step", "exp_avg", *moments, *(["compensation"] if group["kahan_sum"] else []))
+        state["step"].add_(1)
+        if not isinstance(parameter, LNSTensor):
+            _adam_float(parameter, state, group, self._decoupled)
+            return
+        fmt, (beta1, beta2) = parameter.fmt, group["betas"]
+        lns.adam_update_(
+            parameter.codes,
+            _gradient(parameter),
+            fmt,
+            step=state["step"],
+            exp_avg=state["exp_avg"].codes,
+            root=state["root_exp_avg_sq"].codes,
+            residue=state.get("root_residue") if key is None else None,
+            compensation=_codes(state, "compensation"),
+            negative_lr=_scalar_code("lr", -group["lr"], fmt),
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            weight_decay=_scalar_code("weight_decay", group["weight_decay"], fmt) if group["weight_decay"] else None,
+            decoupled=self._decoupled,
+            key=key,
+        )
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay: ``w += -lr (correction exp_avg / (root + eps_hat) + weight_decay w)``.
+
+    Arguments, state and errors are those of :class:`Adam`; ``weight_decay`` is 0.01 unless given.
+
+    Source: I. Loshchilov, F. Hutter, "Decoupled weight decay regularization", 2019 (arXiv:1711.05101).
+    """
+
+    _decoupled = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        kahan_sum: bool = False,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, kahan_sum, stochastic_rounding, seed)
+
+
+def _adam_float(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any], decoupled: bool) -> None:
+    """torch.optim.Adam's equations in tensor operations that a CUDA graph can capture, the sum with Kahan compensation if asked for."""
+    assert parameter.grad is not None
+    grad, (beta1, beta2), decay = parameter.grad, group["betas"], group["weight_decay"]
+    if decay and not decoupled:
+        grad = grad.add(parameter, alpha=decay)
+    state["exp_avg"].lerp_(grad, 1 - beta1)
+    state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    steps = state["step"].double()
+    root = state["exp_avg_sq"].sqrt().div_((1 - beta2**steps).sqrt_().to(parameter.dtype)).add_(group["eps"])
+    direction = state["exp_avg"].div(root).div_((1 - beta1**steps).to(parameter.dtype))
+    if decay and decoupled:
+        direction.add_(parameter, alpha=decay)
+    _add_float(parameter, direction, -group["lr"], state.get("compensation"))
 
 
 def parameters_by_format(params: Iterable[Tensor]) -> dict[str, int]:

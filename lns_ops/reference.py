@@ -18,13 +18,14 @@ All functions take and return int16 numpy arrays of codes and broadcast like num
 
 from __future__ import annotations
 
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lns_ops.format import MANTISSA_BITS, LNSFormat, NonFiniteError, decode_significands, encode_thresholds
-from lns_ops.gaussian import gaussian_tables
+from lns_ops.gaussian import FINE_BITS, decay_table, gaussian_tables, stochastic_tables
 
 Codes = NDArray[np.int16]
 Logs = NDArray[np.int64]
@@ -35,6 +36,8 @@ NO_LOG = -(1 << 40)
 """Logarithm of zero: so far below every other that no comparison needs a special case."""
 ACC_MIN, ACC_MAX = 1 - (1 << 14), (1 << 15) + (1 << 14) - 1
 """The accumulator's logarithms: 16 bits, starting at lns16's smallest and reaching twice as far up."""
+WEIGHT_SLOT, ROOT_SLOT = 0, 1
+"""What a step's random bits are for."""
 
 
 def unpack(codes: Codes, fmt: LNSFormat) -> tuple[Signs, Logs]:
@@ -158,6 +161,82 @@ def matmul(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes:
     return _reduce(signs, lx.T[:, :, None] + ly[:, None, :], fmt)
 
 
+def random_bits(count: int, key: int, step: int, slot: int) -> NDArray[np.int64]:
+    """Uniform integers in ``0 .. 2^16 - 1``, element i from (key, step, slot, i) alone, so the same on every backend and in any order.
+
+    Philox4x32-10 (J. Salmon, M. Moraes, R. Dror, D. Shaw 2011, doi:10.1145/2063384.2063405) with the 64-bit ``key`` and the counter
+    ``(i // 8 low, i // 8 high, step mod 2^32, slot)``; element i takes the low (i even) or high half of word ``i % 8 // 2``.
+    """
+    block = np.arange(-(-count // 8), dtype=np.uint64)
+    low = np.uint64(0xFFFFFFFF)
+    words = [block & low, block >> np.uint64(32), *(np.full_like(block, value & 0xFFFFFFFF) for value in (step, slot))]
+    keys = [key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF]
+    for _ in range(10):
+        first, second = words[0] * np.uint64(0xD2511F53), words[2] * np.uint64(0xCD9E8D57)
+        words = [
+            second >> np.uint64(32) ^ words[1] ^ np.uint64(keys[0]),
+            second & low,
+            first >> np.uint64(32) ^ words[3] ^ np.uint64(keys[1]),
+            first & low,
+        ]
+        keys = [keys[0] + 0x9E3779B9 & 0xFFFFFFFF, keys[1] + 0xBB67AE85 & 0xFFFFFFFF]
+    halves = [half for word in words for half in (word & np.uint64(0xFFFF), word >> np.uint64(16))]
+    return np.stack(halves, axis=-1).astype(np.int64).reshape(-1)[:count]
+
+
+def add_stochastic(x: Codes, y: Codes, fmt: LNSFormat, bits: NDArray[np.int64]) -> Codes:
+    """``x + y`` rounded up or down at random so that the expected value is the exact sum; see :func:`stochastic_tables`.
+
+    Args:
+        bits: uniform in ``0 .. 2^16 - 1``, of the result's shape.
+    """
+    (sx, lx), (sy, ly) = unpack(x, fmt), unpack(y, fmt)
+    plus, minus = stochastic_tables(fmt.fraction_bits)
+    distance = np.minimum(np.abs(lx - ly), len(plus) - 1)
+    fine = np.where(sx == sy, plus[distance], minus[distance]).astype(np.int64)
+    correction = np.where(np.minimum(lx, ly) == NO_LOG, 0, fine + bits >> FINE_BITS)
+    return pack(np.where(lx >= ly, sx, sy), np.maximum(lx, ly) + correction, fmt)
+
+
+def root_mean_square(
+    root: Codes, x: Codes, fmt: LNSFormat, beta: float, *, residue: Codes | None = None, bits: NDArray[np.int64] | None = None
+) -> tuple[Codes, Codes | None]:
+    """``sqrt(beta root^2 + (1 - beta) x^2)`` of a nonnegative ``root``, one rounding; :class:`lns_ops.gaussian.DecayTable` is
+    the definition.
+
+    The logarithm has 16 bits behind the ulp. They round to nearest and stay in ``residue`` (int16, in 2^-16 ulps, -2^15 .. 2^15
+    - 1), or round at random with ``bits``. Without one of the two an average with beta near 1 would never move.
+
+    Returns:
+        The new root, and the new residue where there was one; a root that is zero or saturates leaves none.
+    """
+    table = decay_table(beta, fmt.fraction_bits)
+    _, root_log = unpack(root, fmt)
+    _, x_log = unpack(x, fmt)
+    index = np.clip(x_log - root_log, table.first, table.first + len(table.table) - 1) - table.first
+    old = (root_log << FINE_BITS) + (0 if residue is None else residue.astype(np.int64))
+    both = (root_log != NO_LOG) & (x_log != NO_LOG)
+    fine = np.maximum(old + table.keep, (x_log << FINE_BITS) + table.take) + np.where(both, table.table[index], 0)
+    log = fine + (1 << FINE_BITS - 1 if bits is None else bits) >> FINE_BITS
+    new = pack(np.zeros(log.shape, np.bool_), log, fmt)
+    if residue is None:
+        return new, None
+    return new, np.where((new == 0) | (log > fmt.max_log), 0, fine - (log << FINE_BITS)).astype(np.int16)
+
+
+def _updated(
+    weight: Codes, update: Codes, fmt: LNSFormat, compensation: Codes | None, bits: NDArray[np.int64] | None
+) -> tuple[Codes, Codes | None]:
+    """``weight + update``: with Kahan compensation, rounded at random, or to nearest."""
+    if bits is not None:
+        return add_stochastic(weight, update, fmt, bits), compensation
+    if compensation is None:
+        return add(weight, update, fmt), None
+    compensation = add(compensation, update, fmt)
+    new = add(weight, compensation, fmt)
+    return new, sub(compensation, sub(new, weight, fmt), fmt)
+
+
 def sgd_update(
     weight: Codes,
     grad: Codes,
@@ -167,6 +246,8 @@ def sgd_update(
     momentum: Codes | None = None,
     buffer: Codes | None = None,
     compensation: Codes | None = None,
+    key: int | None = None,
+    step: int = 0,
 ) -> tuple[Codes, Codes | None, Codes | None]:
     """One SGD step in which every operation is an LNS operation; returns weight, buffer, compensation.
 
@@ -177,17 +258,120 @@ def sgd_update(
         new = weight + compensation
         compensation = compensation - (new - weight)
 
+    or, with a ``key``, rounded at random by ``random_bits(weight.size, key, step, 0)``.
+
     ``negative_lr`` and ``momentum`` are codes of scalars.
     """
-    step = grad
+    direction = grad
     if momentum is not None and buffer is not None:
-        step = buffer = add(mul(momentum, buffer, fmt), grad, fmt)
-    update = mul(negative_lr, step, fmt)
-    if compensation is None:
-        return add(weight, update, fmt), buffer, None
-    compensation = add(compensation, update, fmt)
-    new = add(weight, compensation, fmt)
-    return new, buffer, sub(compensation, sub(new, weight, fmt), fmt)
+        direction = buffer = add(mul(momentum, buffer, fmt), grad, fmt)
+    bits = None if key is None else random_bits(weight.size, key, step, WEIGHT_SLOT).reshape(weight.shape)
+    new, compensation = _updated(weight, mul(negative_lr, direction, fmt), fmt, compensation, bits)
+    return new, buffer, compensation
+
+
+class AdamCodes(NamedTuple):
+    """Adam's scalars in a format. Bias correction after t steps is entry ``min(t, len) - 1``; later ones would be the same.
+
+    ``correction = sqrt(1 - beta2^t) / (1 - beta1^t)``, ``eps_hat = eps sqrt(1 - beta2^t)`` (D. Kingma, J. Ba 2015, the end of
+    section 2), at least the format's smallest magnitude.
+    """
+
+    beta1: int
+    one_minus_beta1: int
+    correction: Codes
+    eps_hat: Codes
+
+
+def check_adam(beta1: float, beta2: float, eps: float) -> None:
+    """Refuse what no format can use.
+
+    Raises:
+        ValueError: beta1 is not in [0, 1), beta2 not in (0, 1), or eps not positive and finite.
+    """
+    if not 0 <= beta1 < 1:
+        raise ValueError(f"beta1={beta1}: must lie in [0, 1), for example 0.9")
+    if not 0 < beta2 < 1:
+        raise ValueError(f"beta2={beta2}: must lie between 0 and 1, for example 0.999")
+    if not 0 < eps < float("inf"):
+        raise ValueError(f"eps={eps}: must be positive and finite, for example 1e-8")
+
+
+@lru_cache(maxsize=64)
+def adam_codes(beta1: float, beta2: float, eps: float, fmt: LNSFormat) -> AdamCodes:
+    """The codes of Adam's scalars; ``1 - beta1`` is that of the beta1 that the format has, so that the average has gain 1.
+
+    Raises:
+        ValueError: as :func:`check_adam`, or beta1 rounds to 1, which would never forget.
+    """
+    check_adam(beta1, beta2, eps)
+    first = encode(np.array(beta1), fmt)
+    held = float(decode(first, fmt, np.float64))
+    if held >= 1:
+        raise ValueError(
+            f"beta1={beta1}: rounds to 1 in {fmt}, so the average would never forget; use beta1 <= {1 / (1 + fmt.epsilon):.3g}"
+        )
+    # 1 - beta^t is 1 to within 2^-40 after so many steps.
+    steps = np.arange(1, 2 + int(28 / -np.log(max(beta1, beta2))), dtype=np.float64)
+    root = np.sqrt(1 - beta2**steps)
+    correction = encode(root / (1 - beta1**steps), fmt)
+    eps_hat = np.maximum(encode(eps * root, fmt), 1)
+    length = 1 + int(np.flatnonzero((correction != correction[-1]) | (eps_hat != eps_hat[-1])).max(initial=-1)) + 1
+    return AdamCodes(int(first), int(encode(np.array(1 - held), fmt)), correction[:length], eps_hat[:length].astype(np.int16))
+
+
+def adam_update(
+    weight: Codes,
+    grad: Codes,
+    fmt: LNSFormat,
+    *,
+    step: int,
+    exp_avg: Codes,
+    root: Codes,
+    residue: Codes | None = None,
+    compensation: Codes | None = None,
+    negative_lr: Codes,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: Codes | None = None,
+    decoupled: bool = False,
+    key: int | None = None,
+) -> tuple[Codes, Codes, Codes, Codes | None, Codes | None]:
+    """One Adam step (D. Kingma, J. Ba 2015) in which every operation is an LNS operation.
+
+    ::
+
+        grad = grad + weight_decay weight                      (where given and not decoupled)
+        exp_avg = beta1 exp_avg + (1 - beta1) grad
+        root = sqrt(beta2 root^2 + (1 - beta2) grad^2)         root_mean_square: one operation, nothing squared leaves the range
+        direction = correction exp_avg / (root + eps_hat)
+        direction = direction + weight_decay weight            (where given and decoupled: AdamW, I. Loshchilov, F. Hutter 2019)
+        weight = weight + (-lr) direction                      to nearest, with Kahan compensation, or at random
+
+    Args:
+        step: 1 for the first one.
+        root: the root of the second moment; ``residue`` holds its bits below the ulp unless a ``key`` rounds it at random.
+        negative_lr, weight_decay: codes of scalars.
+        key: of :func:`random_bits`, slot 0 for the weight and 1 for the root.
+
+    Returns:
+        weight, exp_avg, root, residue, compensation.
+    """
+    codes = adam_codes(beta1, beta2, eps, fmt)
+    now = min(step, len(codes.correction)) - 1
+    if weight_decay is not None and not decoupled:
+        grad = add(grad, mul(weight_decay, weight, fmt), fmt)
+    exp_avg = add(mul(np.int16(codes.beta1), exp_avg, fmt), mul(np.int16(codes.one_minus_beta1), grad, fmt), fmt)  # type: ignore[arg-type]
+    bits = [
+        None if key is None else random_bits(weight.size, key, step, s).reshape(weight.shape) for s in (WEIGHT_SLOT, ROOT_SLOT)
+    ]
+    root, residue = root_mean_square(root, grad, fmt, beta2, residue=None if key is not None else residue, bits=bits[1])
+    direction = mul(codes.correction[now], div(exp_avg, add(root, codes.eps_hat[now], fmt), fmt), fmt)
+    if weight_decay is not None and decoupled:
+        direction = add(direction, mul(weight_decay, weight, fmt), fmt)
+    weight, compensation = _updated(weight, mul(negative_lr, direction, fmt), fmt, compensation, bits[0])
+    return weight, exp_avg, root, residue, compensation
 
 
 def encode(x: NDArray[Any], fmt: LNSFormat) -> Codes:

@@ -26,6 +26,9 @@ struct ExactArithmetic {
     __device__ __forceinline__ Number product(Number x, Number y) {
         return Exact::of(Exact{x.log + y.log, x.sign ^ y.sign, x.zero || y.zero}.code());
     }
+    __device__ __forceinline__ Number quotient(Number x, Number y) {  // y is positive
+        return Exact::of(Exact{x.log - y.log, x.sign, x.zero}.code());
+    }
     __device__ __forceinline__ bool saturated() const { return false; }
 };
 
@@ -65,6 +68,9 @@ struct FastArithmetic {
         return clamped(__int_as_float(g * PITCH + __float_as_int(larger(x, y))));
     }
     __device__ __forceinline__ Number product(Number x, Number y) { return clamped(plus(x, plus(y, Add::units(-BIAS * PITCH)))); }
+    __device__ __forceinline__ Number quotient(Number x, Number y) {  // y is positive
+        return clamped(plus(minus(x, y), Add::units(BIAS * PITCH)));
+    }
     __device__ __forceinline__ bool saturated() const { return __float_as_int(peak) >= (FIELD_MASK + 1) * PITCH; }
 };
 typedef FastArithmetic Arithmetic;
@@ -188,16 +194,48 @@ lns_square_root(const short* __restrict__ x, short* __restrict__ z, i64 n, int a
     });
 }
 
-// One SGD step of one element, every operation an LNS operation; see lns_ops.reference.sgd_update.
-template <bool MOMENTUM, bool KAHAN, class A>
-__device__ __forceinline__ void sgd(A& arithmetic, int rate, int decay, short& weight, short grad, short& buffer, short& compensation) {
-    typename A::Number step = arithmetic.of(grad), old = arithmetic.of(weight);
-    if (MOMENTUM) {
-        step = arithmetic.sum(arithmetic.product(arithmetic.of(buffer), arithmetic.of(decay)), step);
-        buffer = arithmetic.code(step);
+// How a weight takes its update: rounded to nearest, with Kahan compensation, or rounded at random.
+enum Rounding { NEAREST, KAHAN, STOCHASTIC };
+
+// Uniform 16-bit integers for elements 8 b .. 8 b + 7: Philox4x32-10 of the key and the counter (b low, b high, step, slot);
+// lns_ops.reference.random_bits.
+struct Random {
+    u32 word[4];
+
+    __device__ __forceinline__ Random() {}
+    __device__ __forceinline__ Random(i64 key, i64 step, u32 slot, i64 block) {
+        u32 a = (u32)block, b = (u32)(block >> 32), c = (u32)step, d = slot, low = (u32)key, high = (u32)(key >> 32);
+#pragma unroll
+        for (int round = 0; round < 10; round++) {
+            u32 first = 0xD2511F53u * a, second = 0xCD9E8D57u * c;
+            u32 x = __umulhi(0xCD9E8D57u, c) ^ b ^ low, y = __umulhi(0xD2511F53u, a) ^ d ^ high;
+            a = x, b = second, c = y, d = first;
+            low += 0x9E3779B9u, high += 0xBB67AE85u;
+        }
+        word[0] = a, word[1] = b, word[2] = c, word[3] = d;
     }
-    typename A::Number update = arithmetic.product(step, arithmetic.of(rate));
-    if (KAHAN) {
+    __device__ __forceinline__ int operator[](int lane) const {  // selected by comparisons: an array indexed at run time lives in memory
+        u32 w = lane < 4 ? lane < 2 ? word[0] : word[1] : lane < 6 ? word[2] : word[3];
+        return lane & 1 ? w >> 16 : w & 0xffff;
+    }
+};
+
+// The code of x + y rounded at random; fine[d] holds G+(d) and G-(d) with 16 bits behind the ulp, d = 0 .. FINE_LAST.
+__device__ __forceinline__ int stochastic_sum(int x, int y, int bits, const int* __restrict__ fine) {
+    int fx = x & FIELD_MASK, fy = y & FIELD_MASK, lower = min(fx, fy);
+    int entry = __ldg(fine + 2 * min(abs(fx - fy), FINE_LAST) + ((x ^ y) < 0));
+    int field = max(fx, fy) + (lower == 0 ? 0 : (entry + bits) >> 16);
+    field = min(field, FIELD_MASK);
+    return field <= 0 ? 0 : (fx >= fy ? x : y) < 0 ? field | SIGN_MASK : field;
+}
+
+// weight + update in a weight's place; `bits` are random ones.
+template <Rounding ROUNDING, class A>
+__device__ __forceinline__ void take(A& arithmetic, short& weight, typename A::Number update, short& compensation, int bits, const int* fine) {
+    typename A::Number old = arithmetic.of(weight);
+    if (ROUNDING == STOCHASTIC) {
+        weight = stochastic_sum(weight, (short)arithmetic.code(update), bits, fine);
+    } else if (ROUNDING == KAHAN) {
         typename A::Number kept = arithmetic.sum(arithmetic.of(compensation), update), fresh = arithmetic.sum(old, kept);
         weight = arithmetic.code(fresh);
         typename A::Number taken = arithmetic.sum(fresh, arithmetic.negated(old));
@@ -207,52 +245,187 @@ __device__ __forceinline__ void sgd(A& arithmetic, int rate, int decay, short& w
     }
 }
 
-template <bool MOMENTUM, bool KAHAN>
-__device__ __noinline__ void sgd_exactly(int count, int rate, int decay, short* weight, const short* grad, short* buffer, short* compensation,
-                                         const int2* gauss) {
+// One SGD step of one element, every operation an LNS operation; see lns_ops.reference.sgd_update.
+template <bool MOMENTUM, Rounding ROUNDING, class A>
+__device__ __forceinline__ void sgd(A& arithmetic, int rate, int decay, short& weight, short grad, short& buffer, short& compensation, int bits,
+                                    const int* fine) {
+    typename A::Number step = arithmetic.of(grad);
+    if (MOMENTUM) {
+        step = arithmetic.sum(arithmetic.product(arithmetic.of(buffer), arithmetic.of(decay)), step);
+        buffer = arithmetic.code(step);
+    }
+    take<ROUNDING>(arithmetic, weight, arithmetic.product(step, arithmetic.of(rate)), compensation, bits, fine);
+}
+
+// What the elements of an update share.
+struct SgdArguments {
+    short* weight;
+    const short* grad;
+    short *buffer, *compensation;
+    i64 key;
+    const i64* step;
+    int rate, decay;
+    const int* fine;
+};
+
+template <bool MOMENTUM, Rounding ROUNDING>
+__device__ __noinline__ void sgd_exactly(i64 i, int count, SgdArguments a, Random random, const int2* gauss) {
     ExactArithmetic exact{gauss};
     for (int j = 0; j < count; j++) {
-        short w = weight[j], b = MOMENTUM ? buffer[j] : (short)0, c = KAHAN ? compensation[j] : (short)0;
-        sgd<MOMENTUM, KAHAN>(exact, rate, decay, w, grad[j], b, c);
-        weight[j] = w;
-        if (MOMENTUM) buffer[j] = b;
-        if (KAHAN) compensation[j] = c;
+        short w = a.weight[i + j], b = MOMENTUM ? a.buffer[i + j] : (short)0, c = ROUNDING == KAHAN ? a.compensation[i + j] : (short)0;
+        sgd<MOMENTUM, ROUNDING>(exact, a.rate, a.decay, w, a.grad[i + j], b, c, random[(i + j) % WIDE], a.fine);
+        a.weight[i + j] = w;
+        if (MOMENTUM) a.buffer[i + j] = b;
+        if (ROUNDING == KAHAN) a.compensation[i + j] = c;
     }
 }
 
-template <bool MOMENTUM, bool KAHAN>
-__device__ __forceinline__ void sgd_update(short* weight, const short* grad, short* buffer, short* compensation, i64 n, int rate, int decay,
-                                           int aligned, const int2* gauss) {
+template <bool MOMENTUM, Rounding ROUNDING>
+__device__ __forceinline__ void sgd_update(const SgdArguments& a, i64 n, int aligned, const u32* packed, const int2* gauss) {
+    const i64 step = ROUNDING == STOCHASTIC ? *a.step : 0;
     each(n, aligned, [&](i64 i, auto count) {
-        Codes g = get(grad, i, count), w = get(weight, i, count), b, c;
-        if (MOMENTUM) b = get(buffer, i, count);
-        if (KAHAN) c = get(compensation, i, count);
+        Codes g = get(a.grad, i, count), w = get(a.weight, i, count), b, c;
+        if (MOMENTUM) b = get(a.buffer, i, count);
+        if (ROUNDING == KAHAN) c = get(a.compensation, i, count);
+        Random random;
+        if (ROUNDING == STOCHASTIC) random = Random(a.key, step, 0, i / WIDE);
         Arithmetic arithmetic = ARITHMETIC;
 #pragma unroll
         for (int j = 0; j < count; j++)
-            sgd<MOMENTUM, KAHAN>(arithmetic, rate, decay, w.code[j], g.code[j], b.code[j], c.code[j]);
+            sgd<MOMENTUM, ROUNDING>(arithmetic, a.rate, a.decay, w.code[j], g.code[j], b.code[j], c.code[j],
+                                    ROUNDING == STOCHASTIC ? random[count == 1 ? (int)(i % WIDE) : j] : 0, a.fine);
         if (arithmetic.saturated()) {  // nothing is written yet
-            sgd_exactly<MOMENTUM, KAHAN>(count, rate, decay, weight + i, grad + i, buffer + i, compensation + i, gauss);
+            sgd_exactly<MOMENTUM, ROUNDING>(i, count, a, random, gauss);
             return;
         }
-        put(weight, i, count, w);
-        if (MOMENTUM) put(buffer, i, count, b);
-        if (KAHAN) put(compensation, i, count, c);
+        put(a.weight, i, count, w);
+        if (MOMENTUM) put(a.buffer, i, count, b);
+        if (ROUNDING == KAHAN) put(a.compensation, i, count, c);
     });
 }
 
-#define SGD(name, momentum, kahan)                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(512, SGD_BLOCKS)                                                                    \
+#define SGD(name, momentum, rounding)                                                                                               \
+    extern "C" __global__ void __launch_bounds__(512, 2)                                                                            \
     lns_##name(short* __restrict__ weight, const short* __restrict__ grad, short* __restrict__ buffer,                              \
-               short* __restrict__ compensation, i64 n, int rate, int decay, int aligned, const u32* __restrict__ packed,           \
-               const int2* __restrict__ gauss) {                                                                                    \
-        SETUP sgd_update<momentum, kahan>(weight, grad, buffer, compensation, n, rate, decay, aligned, gauss);                      \
+               short* __restrict__ compensation, const i64* __restrict__ step, i64 n, i64 key, int rate, int decay, int aligned,    \
+               const u32* __restrict__ packed, const int2* __restrict__ gauss, const int* __restrict__ fine) {                      \
+        SETUP sgd_update<momentum, rounding>({weight, grad, buffer, compensation, key, step, rate, decay, fine}, n, aligned, packed, gauss); \
     }
-constexpr int SGD_BLOCKS = 2;
-SGD(sgd, false, false)
-SGD(sgd_kahan, false, true)
-SGD(sgd_momentum, true, false)
-SGD(sgd_momentum_kahan, true, true)
+SGD(sgd, false, NEAREST)
+SGD(sgd_kahan, false, KAHAN)
+SGD(sgd_stochastic, false, STOCHASTIC)
+SGD(sgd_momentum, true, NEAREST)
+SGD(sgd_momentum_kahan, true, KAHAN)
+SGD(sgd_momentum_stochastic, true, STOCHASTIC)
+
+// The code of sqrt(beta root^2 + (1 - beta) x^2), root not negative: lns_ops.reference.root_mean_square. The logarithm has 16 bits behind the
+// ulp, which round to nearest and become `residue`, or round at random by `bits`.
+struct Decay {
+    const int* __restrict__ table;
+    int first, last, keep, take;
+
+    template <bool RANDOM>
+    __device__ __forceinline__ int operator()(int root, int x, short& residue, int bits) const {
+        const int fx = x & FIELD_MASK, index = max(min(fx - root, last), first) - first;
+        const i64 nothing = -(1ll << 40);
+        i64 kept = root > 0 ? (i64)((root - BIAS) << 16) + (RANDOM ? 0 : residue) + keep : nothing;
+        i64 taken = fx > 0 ? (i64)((fx - BIAS) << 16) + take : nothing;
+        i64 sum = max(kept, taken) + (min(root, fx) > 0 ? __ldg(table + index) : 0) + (RANDOM ? bits : 1 << 15);
+        i64 field = (sum >> 16) + BIAS;
+        int code = field > FIELD_MASK ? FIELD_MASK : field < 0 ? 0 : (int)field;
+        if (!RANDOM) residue = field > 0 && field <= FIELD_MASK ? (int)(sum & 0xffff) - (1 << 15) : 0;
+        return code;
+    }
+};
+
+struct AdamArguments {
+    short* weight;
+    const short* grad;
+    short *average, *root, *residue, *compensation;
+    i64 key;
+    const i64* step;
+    int rate, beta, rest, weight_decay, into_grad, decoupled;
+    Decay decay;
+    const int* fine;
+};
+
+// One Adam step of one element, every operation an LNS operation; see lns_ops.reference.adam_update.
+template <Rounding ROUNDING, class A>
+__device__ __forceinline__ void adam(A& arithmetic, const AdamArguments& a, int correction, int eps, short& weight, short grad, short& average,
+                                     short& root, short& residue, short& compensation, int bits, int root_bits) {
+    typedef typename A::Number Number;
+    Number g = arithmetic.of(grad);
+    if (a.into_grad) g = arithmetic.sum(g, arithmetic.product(arithmetic.of(weight), arithmetic.of(a.weight_decay)));
+    Number m = arithmetic.sum(arithmetic.product(arithmetic.of(average), arithmetic.of(a.beta)), arithmetic.product(g, arithmetic.of(a.rest)));
+    average = arithmetic.code(m);
+    root = a.decay.template operator()<ROUNDING == STOCHASTIC>(root, arithmetic.code(g), residue, root_bits);
+    Number direction = arithmetic.quotient(m, arithmetic.sum(arithmetic.of(root), arithmetic.of(eps)));
+    direction = arithmetic.product(direction, arithmetic.of(correction));
+    if (a.decoupled) direction = arithmetic.sum(direction, arithmetic.product(arithmetic.of(weight), arithmetic.of(a.weight_decay)));
+    take<ROUNDING>(arithmetic, weight, arithmetic.product(direction, arithmetic.of(a.rate)), compensation, bits, a.fine);
+}
+
+template <Rounding ROUNDING>
+__device__ __noinline__ void adam_exactly(i64 i, int count, AdamArguments a, int correction, int eps, Random random, Random root_random,
+                                          const int2* gauss) {
+    ExactArithmetic exact{gauss};
+    for (int j = 0; j < count; j++) {
+        short w = a.weight[i + j], m = a.average[i + j], r = a.root[i + j], e = 0, c = 0;
+        if (ROUNDING != STOCHASTIC) e = a.residue[i + j];
+        if (ROUNDING == KAHAN) c = a.compensation[i + j];
+        const int lane = (i + j) % WIDE;
+        adam<ROUNDING>(exact, a, correction, eps, w, a.grad[i + j], m, r, e, c, random[lane], root_random[lane]);
+        a.weight[i + j] = w, a.average[i + j] = m, a.root[i + j] = r;
+        if (ROUNDING != STOCHASTIC) a.residue[i + j] = e;
+        if (ROUNDING == KAHAN) a.compensation[i + j] = c;
+    }
+}
+
+template <Rounding ROUNDING, int W>
+__device__ __forceinline__ void adam_update(const AdamArguments& a, const short* corrections, const short* eps_hats, int steps, i64 n, int aligned,
+                                            const u32* packed, const int2* gauss) {
+    const i64 step = *a.step, now = min(step, (i64)steps) - 1;
+    const int correction = corrections[now], eps = eps_hats[now];
+    each<W>(n, aligned, [&](i64 i, auto count) {
+        Codes g = get(a.grad, i, count), w = get(a.weight, i, count), m = get(a.average, i, count), r = get(a.root, i, count), e, c;
+        if (ROUNDING != STOCHASTIC) e = get(a.residue, i, count);
+        if (ROUNDING == KAHAN) c = get(a.compensation, i, count);
+        Random random, root_random;
+        if (ROUNDING == STOCHASTIC) random = Random(a.key, step, 0, i / WIDE), root_random = Random(a.key, step, 1, i / WIDE);
+        Arithmetic arithmetic = ARITHMETIC;
+#pragma unroll
+        for (int j = 0; j < count; j++) {
+            const int lane = count == WIDE ? j : (int)(i % WIDE) + j;
+            adam<ROUNDING>(arithmetic, a, correction, eps, w.code[j], g.code[j], m.code[j], r.code[j], e.code[j], c.code[j],
+                           ROUNDING == STOCHASTIC ? random[lane] : 0, ROUNDING == STOCHASTIC ? root_random[lane] : 0);
+        }
+        if (arithmetic.saturated()) {  // nothing is written yet
+            adam_exactly<ROUNDING>(i, count, a, correction, eps, random, root_random, gauss);
+            return;
+        }
+        put(a.weight, i, count, w);
+        put(a.average, i, count, m);
+        put(a.root, i, count, r);
+        if (ROUNDING != STOCHASTIC) put(a.residue, i, count, e);
+        if (ROUNDING == KAHAN) put(a.compensation, i, count, c);
+    });
+}
+
+// W codes at a time, and so many thread blocks a multiprocessor, as registers allow.
+#define ADAM(name, rounding, W, blocks)                                                                                             \
+    extern "C" __global__ void __launch_bounds__(512, blocks)                                                                       \
+    lns_##name(short* __restrict__ weight, const short* __restrict__ grad, short* __restrict__ average, short* __restrict__ root,   \
+               short* __restrict__ residue, short* __restrict__ compensation, const i64* __restrict__ step,                         \
+               const short* __restrict__ corrections, const short* __restrict__ eps_hats, int steps, i64 n, i64 key, int rate,      \
+               int beta, int rest, int weight_decay, int decoupled, const int* __restrict__ decay, int first, int last, int keep,   \
+               int taken, int aligned, const u32* __restrict__ packed, const int2* __restrict__ gauss, const int* __restrict__ fine) { \
+        SETUP adam_update<rounding, W>({weight, grad, average, root, residue, compensation, key, step, rate, beta, rest, weight_decay, \
+                                     weight_decay && !decoupled, weight_decay && decoupled, {decay, first, last, keep, taken}, fine},  \
+                                    corrections, eps_hats, steps, n, aligned, packed, gauss);                                       \
+    }
+ADAM(adam, NEAREST, 4, 2)
+ADAM(adam_kahan, KAHAN, 4, 2)
+ADAM(adam_stochastic, STOCHASTIC, 8, 1)
 
 // out[n] = sum over k of x[k][n] in the contract's order. A thread takes one block of 64 of one column; `columns` (a power of two) of
 // them and 512 / columns blocks at a time in a thread block.
