@@ -1,8 +1,9 @@
 """From a study's config to its trials, each with an identity that survives restarts.
 
-A trial's id is a sha256 over its resolved config. Equal ids mean equal work, so a study that is run again skips finished
-trials, and one extended by seeds or rows keeps what it has. Left out of the hash is what changes no result: the folder of the data
-files (the data's own digest is checked at resume instead) and the share of a GPU that a trial takes.
+A trial's id is a sha256 over what its resolved config has other than the defaults, so a key that a later version adds changes no id
+(and a default, once published, must not change). Equal ids mean equal work, so a study that is run again skips finished trials, and one
+extended by seeds or rows keeps what it has. Left out of the hash is what changes no result: the folder of the data files (the data's own
+digest is checked at resume instead) and the share of a GPU that a trial takes.
 """
 
 from __future__ import annotations
@@ -71,10 +72,19 @@ def make_plan(study: StudyConfig, *, download: bool = True) -> Plan:
 
 
 def trial_id(config: TrialConfig) -> str:
-    """The id of a trial: its config's hash, the data's folder and the share of a GPU left out."""
+    """The id of a trial: the hash of what its config has other than the defaults, the data's folder and the share of a GPU left out."""
     values = config.to_dict()
     del values["data"]["root"], values["gpus"]
-    return digest(values)
+    return digest(_departures(values, TrialConfig().to_dict()))
+
+
+def _departures(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """The entries of ``values`` that differ from ``defaults``, nested dicts likewise."""
+    found = {}
+    for key, value in values.items():
+        if value != defaults[key]:
+            found[key] = _departures(value, defaults[key]) if isinstance(value, dict) else value
+    return found
 
 
 def digest(values: Any) -> str:

@@ -17,7 +17,7 @@ from lns_ops.format import LNSFormat
 DATASETS = ("auto", "mnist", "digits")
 MODELS = ("mlp",)
 SCOPES = ("matmul", "everywhere")
-OPTIMIZERS = ("sgd",)
+OPTIMIZERS = ("sgd", "adam", "adamw")
 FLOAT_FORMATS = ("float32",)
 DEVICES = ("cpu", "cuda", "auto")
 
@@ -93,14 +93,26 @@ class PrecisionConfig:
         scope: for LNS formats, ``matmul`` (products and their sums only) or ``everywhere`` (parameters, activations,
             gradients and updates too). Ignored for float formats.
         kahan_sum: keep a Kahan compensation for each parameter. With scope ``matmul`` the parameters are float32 and so is it.
+        stochastic_rounding: round weights at random, their expected value exact, where the update is added; LNS parameters (scope
+            ``everywhere``) only. The random bits come from the trial's seed.
     """
 
     format: str = "float32"
     scope: str = "everywhere"
     kahan_sum: bool = False
+    stochastic_rounding: bool = False
 
     def __post_init__(self) -> None:
         _one_of("precision.scope", self.scope, SCOPES)
+        if self.stochastic_rounding and self.kahan_sum:
+            raise ValueError(
+                "precision.kahan_sum=true, precision.stochastic_rounding=true: each keeps what the other has nothing left of; choose one"
+            )
+        if self.stochastic_rounding and (self.format in FLOAT_FORMATS or self.scope != "everywhere"):
+            raise ValueError(
+                f"precision.stochastic_rounding=true with precision.format={self.format}, precision.scope={self.scope}: the parameters are "
+                "float32, which rounds to nearest; use an LNS format with precision.scope=everywhere, or precision.kahan_sum=true"
+            )
         if self.format not in FLOAT_FORMATS:
             try:
                 LNSFormat.parse(self.format)
@@ -118,18 +130,45 @@ class PrecisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Stochastic gradient descent on the mean loss of a batch: ``lr`` per step, optional heavy-ball ``momentum``."""
+    """How a step changes the weights, for the mean loss of a batch.
+
+    Attributes:
+        name: ``sgd``, ``adam`` or ``adamw``.
+        lr: step size.
+        momentum: heavy-ball momentum of sgd.
+        betas: decays of Adam's two averages.
+        eps: added to the root of Adam's second moment.
+        weight_decay: of adam (added to the gradient) or adamw (decoupled).
+    """
 
     name: str = "sgd"
     lr: float = 0.1
     momentum: float = 0.0
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
         _one_of("optimizer.name", self.name, OPTIMIZERS)
-        finite("optimizer.lr", self.lr, 0.0, "0.1 is a good start for sgd")
+        finite("optimizer.lr", self.lr, 0.0, "0.1 is a good start for sgd, 0.001 for adam")
         finite("optimizer.momentum", self.momentum, 0.0, "0 turns it off")
+        finite("optimizer.weight_decay", self.weight_decay, 0.0, "0 turns it off")
         if self.momentum >= 1:
             raise ValueError(f"optimizer.momentum={self.momentum}: must be below 1, or the buffer grows without bound; try 0.9")
+        if len(self.betas) != 2 or not all(0 < beta < 1 for beta in self.betas):
+            raise ValueError(
+                f"optimizer.betas={list(self.betas)}: must be two numbers between 0 and 1; use for example [0.9, 0.999]"
+            )
+        if not 0 < self.eps < math.inf:
+            raise ValueError(f"optimizer.eps={self.eps}: must be positive and finite; use for example 1e-8")
+        if self.name == "sgd" and self.weight_decay:
+            raise ValueError(
+                f"optimizer.weight_decay={self.weight_decay} with optimizer.name=sgd: sgd has none; use optimizer.name=adamw, or 0"
+            )
+        if self.name != "sgd" and self.momentum:
+            raise ValueError(
+                f"optimizer.momentum={self.momentum} with optimizer.name={self.name}: it has betas instead; use optimizer.momentum=0"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import nn
 
 from lns_ops import convert_
-from lns_ops.optim import SGD
+from lns_ops.optim import SGD, Adam, AdamW
 from trainers.config import OptimizerConfig, PrecisionConfig
 
 
@@ -15,12 +18,26 @@ def apply_precision(model: nn.Module, precision: PrecisionConfig) -> nn.Module:
     return model if fmt is None else convert_(model, fmt, scope=precision.scope)
 
 
-def make_optimizer(model: nn.Module, optimizer: OptimizerConfig, precision: PrecisionConfig, batch_size: int) -> SGD:
-    """The optimizer of a trial whose loss is the *sum* over a batch: 1 / batch_size is folded into the learning rate.
+def make_optimizer(
+    model: nn.Module, optimizer: OptimizerConfig, precision: PrecisionConfig, batch_size: int, seed: int = 0
+) -> torch.optim.Optimizer:
+    """The optimizer of a trial whose loss is the *sum* over a batch, making the step of the mean.
 
-    Low-precision gradients of a mean would lose their small entries to underflow (lns12 ends at 2^-16); those of a sum do not.
+    Low-precision gradients of a mean would lose their small entries to underflow (lns12 ends at 2^-16); those of a sum do not. So sgd
+    takes lr / batch_size; Adam's step does not depend on the gradient's scale, but its eps and the decay added to the gradient do, and are
+    multiplied by batch_size.
+
+    Args:
+        seed: of stochastic rounding.
 
     Raises:
-        ValueError: the folded learning rate underflows in the format.
+        ValueError: a value underflows, or a decay rounds to 1, in the format.
     """
-    return SGD(model.parameters(), lr=optimizer.lr / batch_size, momentum=optimizer.momentum, kahan_sum=precision.kahan_sum)
+    rounding: dict[str, Any] = {"kahan_sum": precision.kahan_sum, "stochastic_rounding": precision.stochastic_rounding}
+    rounding["seed"] = seed % (1 << 31)
+    parameters = model.parameters()
+    if optimizer.name == "sgd":
+        return SGD(parameters, lr=optimizer.lr / batch_size, momentum=optimizer.momentum, **rounding)
+    kind, decay = (AdamW, optimizer.weight_decay) if optimizer.name == "adamw" else (Adam, optimizer.weight_decay * batch_size)
+    first, second = optimizer.betas
+    return kind(parameters, optimizer.lr, (first, second), optimizer.eps * batch_size, decay, **rounding)

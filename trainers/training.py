@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import time
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -88,7 +89,7 @@ class Training:
         model = initialize_(build(config.model, inputs, classes), config.seed).to(self.device)
         self.data = Dataset(*(Split(split.x.to(self.device), split.y.to(self.device)) for split in self.data))
         self.model = apply_precision(model, config.precision)
-        self.optimizer = make_optimizer(self.model, config.optimizer, config.precision, config.batch_size)
+        self.optimizer = make_optimizer(self.model, config.optimizer, config.precision, config.batch_size, config.seed)
         self.epoch = 0
         self.history: list[dict[str, float]] = []
         self.tested: dict[str, float] = {}
@@ -170,12 +171,16 @@ class Training:
         return Tally(float(sums[0]), int(sums[1]), int(sums[2]))
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the state under its name: parameters as ``model/NAME``, optimizer state as ``optimizer/KEY/NAME``."""
+        """Every tensor of the state under its name.
+
+        Parameters are ``model/NAME``; optimizer state in the parameter's format is ``optimizer/KEY/NAME``, other state ``plain/KEY/NAME``.
+        """
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
             tensors[f"model/{name}"] = parameter.detach()
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"optimizer/{key}/{name}"] = value
+                alike = isinstance(value, LNSTensor) == isinstance(parameter, LNSTensor) and value.dtype == parameter.dtype
+                tensors[f"{'optimizer' if alike else 'plain'}/{key}/{name}"] = value
         return tensors
 
     def save(self, folder: Path) -> None:
@@ -191,11 +196,11 @@ class Training:
             ValueError: no whole checkpoint there, or one of another model or precision.
         """
         tensors, state = load_checkpoint(folder)
-        for key in ("model", "precision", "seed"):
-            if state["config"][key] != self.config.to_dict()[key]:
-                raise ValueError(
-                    f"{folder}: checkpoint of {key}={state['config'][key]}, this trial has {self.config.to_dict()[key]}; use its own config"
-                )
+        saved_config = TrialConfig.from_dict(state["config"])
+        for key in ("model", "precision", "seed", "optimizer.name"):
+            saved_value, own = (attrgetter(key)(config) for config in (saved_config, self.config))
+            if saved_value != own:
+                raise ValueError(f"{folder}: checkpoint of {key}={saved_value}, this trial has {own}; use its own config")
         parameters = dict(self.model.named_parameters())
         self.optimizer.state.clear()
         self._graphed = None
@@ -203,7 +208,7 @@ class Training:
             for path, tensor in tensors.items():
                 kind, *keys, name = path.split("/")
                 parameter, saved = parameters[name], tensor.to(self.device)
-                value = LNSTensor(saved, parameter.fmt) if isinstance(parameter, LNSTensor) else saved
+                value = LNSTensor(saved, parameter.fmt) if isinstance(parameter, LNSTensor) and kind != "plain" else saved
                 if kind == "model":
                     parameter.copy_(value)
                 else:

@@ -9,7 +9,7 @@ import pytest
 
 from study.config import StudyConfig
 from study.plan import make_plan, trial_id
-from trainers.config import DataConfig, TrialConfig
+from trainers.config import DataConfig, PrecisionConfig, TrialConfig
 
 Tiny = Callable[..., StudyConfig]
 
@@ -42,8 +42,9 @@ def test_the_id_ignores_the_folder_of_the_data_and_nothing_else() -> None:
 def test_the_id_is_pinned() -> None:
     """Changing how ids are made would make every finished study run again."""
     config = TrialConfig(data=DataConfig(name="digits", validation_size=300))
-    assert trial_id(config) == trial_id(TrialConfig.from_dict(config.to_dict()))
-    assert len(trial_id(config)) == 12
+    assert trial_id(config) == trial_id(TrialConfig.from_dict(config.to_dict())) == "3f8d88803dfd"
+    lns = dataclasses.replace(config, precision=PrecisionConfig(format="lns12", kahan_sum=True), seed=3)
+    assert trial_id(lns) == "c07f3e0f13e6"
 
 
 def test_twins_are_refused(tiny: Tiny) -> None:

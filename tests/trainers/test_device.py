@@ -23,6 +23,13 @@ PRECISIONS = {
     "matmul": PrecisionConfig(format="lns12", scope="matmul"),
     "everywhere": PrecisionConfig(format="lns12"),
     "kahan": PrecisionConfig(format="lns12", kahan_sum=True),
+    "stochastic": PrecisionConfig(format="lns12", stochastic_rounding=True),
+}
+OPTIMIZERS = {
+    "sgd": OptimizerConfig(lr=0.05),
+    "momentum": OptimizerConfig(lr=0.5, momentum=0.5),
+    "adam": OptimizerConfig(name="adam", lr=0.01),
+    "adamw": OptimizerConfig(name="adamw", lr=0.01, weight_decay=0.01),
 }
 
 needs_gpu = pytest.mark.skipif(cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}")
@@ -65,9 +72,9 @@ def assert_equal_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tens
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_a_graphed_epoch_is_the_eager_one(precision: str, momentum: float) -> None:
-    config = replace(BASE, precision=PRECISIONS[precision], optimizer=OptimizerConfig(lr=0.05, momentum=momentum))
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_graphed_epoch_is_the_eager_one(precision: str, optimizer: str) -> None:
+    config = replace(BASE, precision=PRECISIONS[precision], optimizer=OPTIMIZERS[optimizer])
     graphed, eager = Training(config), Training(config)
     order = epoch_order(len(graphed.data.train.y), config.seed, 0)
     loss, wrong, counted = GraphedEpochs(graphed.model, graphed.optimizer, graphed.data.train, config.batch_size).train(order)
@@ -84,8 +91,9 @@ def test_a_graphed_epoch_is_the_eager_one(precision: str, momentum: float) -> No
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_gpu_trial_learns_and_resumes_bit_for_bit(precision: str, tmp_path: Path) -> None:
-    config = replace(BASE, precision=PRECISIONS[precision], optimizer=OptimizerConfig(lr=0.5, momentum=0.5))
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+def test_a_gpu_trial_learns_and_resumes_bit_for_bit(precision: str, optimizer: str, tmp_path: Path) -> None:
+    config = replace(BASE, precision=PRECISIONS[precision], optimizer=OPTIMIZERS[optimizer])
     whole, first = Training(config), Training(config)
     for epoch in range(3):
         metrics = whole.train_epoch()

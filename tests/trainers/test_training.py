@@ -24,6 +24,7 @@ PRECISIONS = {
     "everywhere": PrecisionConfig(format="lns12"),
     "kahan": PrecisionConfig(format="lns12", kahan_sum=True),
     "float kahan": PrecisionConfig(kahan_sum=True),
+    "stochastic": PrecisionConfig(format="lns12", stochastic_rounding=True),
 }
 
 
@@ -43,16 +44,23 @@ def weights(training: Training) -> list[torch.Tensor]:
     return [p.codes if isinstance(p, LNSTensor) else p.detach() for p in training.model.parameters()]
 
 
+OPTIMIZERS = {"sgd": OptimizerConfig(lr=0.5, momentum=0.5)} | {
+    name: OptimizerConfig(name=name, lr=0.01, weight_decay=decay) for name, decay in (("adam", 1e-4), ("adamw", 0.01))
+}
+
+
 @pytest.mark.parametrize("precision", list(PRECISIONS))
-def test_every_precision_learns_and_resumes_bit_for_bit(precision: str, tmp_path: Path) -> None:
-    undisturbed = Training(config(precision))
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_every_precision_learns_and_resumes_bit_for_bit(precision: str, optimizer: str, tmp_path: Path) -> None:
+    trial = config(precision, optimizer=OPTIMIZERS[optimizer])
+    undisturbed = Training(trial)
     first = undisturbed.train_epoch()
     undisturbed.save(tmp_path)
     rest = [undisturbed.train_epoch() for _ in range(2)]
     assert rest[-1]["epoch"] == 3
     assert rest[-1]["train/loss"] < first["train/loss"]
     assert undisturbed.test()["test/error"] < 0.25
-    resumed = Training(config(precision))
+    resumed = Training(trial)
     resumed.restore(tmp_path)
     assert resumed.epoch == 1
     assert [without_speed(resumed.train_epoch()) for _ in range(2)] == [without_speed(m) for m in rest]
@@ -94,6 +102,8 @@ def test_what_can_only_fail_is_known_beforehand() -> None:
         ({"batch_size": 2000}, "batch_size=2000: there are 1200"),
         ({"optimizer": OptimizerConfig(lr=1e-5)}, "lr=2e-07: underflows"),
         ({"optimizer": OptimizerConfig(lr=0.5, momentum=1e-9)}, "momentum=1e-09: underflows"),
+        ({"optimizer": OptimizerConfig(lr=0.5, momentum=0.999)}, "momentum=0.999: rounds to 1 in lns12"),
+        ({"optimizer": OptimizerConfig(name="adam", betas=[0.999, 0.999])}, "beta1=0.999: rounds to 1 in lns12"),
     ):
         with pytest.raises(ValueError, match=said):
             check(config(**changes), info)
@@ -113,6 +123,21 @@ def test_checkpoint_of_another_trial_is_refused(tmp_path: Path) -> None:
     Training(config()).save(tmp_path)
     with pytest.raises(ValueError, match=r"checkpoint of precision=.*this trial has"):
         Training(config("float32")).restore(tmp_path)
+    with pytest.raises(ValueError, match=r"checkpoint of optimizer.name=sgd, this trial has adam"):
+        Training(config(optimizer=OPTIMIZERS["adam"])).restore(tmp_path)
+
+
+def test_checkpoint_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    """It lacks the keys of the config that came later, which then have their defaults."""
+    training = Training(config())
+    training.train_epoch()
+    training.save(tmp_path)
+    state = json.loads((tmp_path / STATE).read_text())
+    del state["config"]["precision"]["stochastic_rounding"], state["config"]["optimizer"]["betas"]
+    (tmp_path / STATE).write_text(json.dumps(state))
+    again = Training(config())
+    again.restore(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(weights(again), weights(training), strict=True))
 
 
 def test_checkpoint_holds_no_pickle(tmp_path: Path) -> None:
