@@ -10,6 +10,7 @@ LNS one; :mod:`lns_ops.optim` steps it.
 """
 
 from lns_ops import optim
+from lns_ops.accumulation import get_matmul_accumulation, matmul_accumulation, set_matmul_accumulation
 from lns_ops.cuda import check_faults
 from lns_ops.format import LNSFormat, NonFiniteError, lns8, lns12, lns16
 from lns_ops.functional import decode, encode
@@ -25,10 +26,13 @@ __all__ = [
     "convert_",
     "decode",
     "encode",
+    "get_matmul_accumulation",
     "lns8",
     "lns12",
     "lns16",
+    "matmul_accumulation",
     "optim",
+    "set_matmul_accumulation",
 ]
 
 

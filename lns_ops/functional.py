@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lns_ops import cpu, cuda
+from lns_ops import _float32, cpu, cuda
+from lns_ops.accumulation import check_accumulation
 from lns_ops.format import LNSFormat
 
 _LIBRARY = torch.library.Library("lns_ops", "DEF")
@@ -41,10 +42,10 @@ def _sum_shape(x: Tensor, dim: int) -> Tensor:
     return x.new_empty(shape)
 
 
-def _define(name: str, signature: str, kernel: Any, fake: Any) -> None:
+def _define(name: str, signature: str, kernel: Any, fake: Any, cuda_kernel: Any = None) -> None:
     _LIBRARY.define(f"{name}{signature}")
     _LIBRARY.impl(name, kernel, "CPU")
-    _LIBRARY.impl(name, getattr(cuda, name), "CUDA")
+    _LIBRARY.impl(name, cuda_kernel or getattr(cuda, name), "CUDA")
     torch.library.register_fake(f"lns_ops::{name}", fake, lib=_LIBRARY)
 
 
@@ -173,6 +174,13 @@ _define(
     "matmul", f"(Tensor x, Tensor y, {_FORMAT}) -> Tensor", _matmul_cpu, lambda x, y, bits, fraction_bits: _matmul_shape(x, y)
 )
 _define(
+    "matmul_float32",
+    f"(Tensor x, Tensor y, {_FORMAT}) -> Tensor",
+    _float32.matmul_cpu,
+    lambda x, y, bits, fraction_bits: _matmul_shape(x, y),
+    _float32.matmul_cuda,
+)
+_define(
     "linear",
     f"(Tensor x, Tensor y, Tensor bias, {_FORMAT}) -> Tensor",
     _linear_cpu,
@@ -255,28 +263,34 @@ def sum(x: Tensor, dims: Sequence[int], fmt: LNSFormat, *, keepdim: bool = False
     return _OPS.sum(flat, 0, fmt.bits, fmt.fraction_bits).reshape(shape)  # type: ignore[no-any-return]
 
 
-def matmul(x: Tensor, y: Tensor, fmt: LNSFormat) -> Tensor:
-    """``x_MK @ y_KN`` or ``x_BMK @ y_BKN``: exact products, summed over k in blocks of 64; transposed views cost nothing.
+def matmul(x: Tensor, y: Tensor, fmt: LNSFormat, *, accumulation: str = "contract") -> Tensor:
+    """``x_MK @ y_KN`` or ``x_BMK @ y_BKN``: exact products; transposed views cost nothing.
+
+    Args:
+        accumulation: of the sums over k: ``contract``, LNS additions in blocks of 64, or ``float32``; see :mod:`lns_ops.accumulation`.
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: the shapes do not fit, or no such accumulation.
     """
     if x.dim() != y.dim() or x.dim() not in (2, 3) or x.shape[-1] != y.shape[-2] or x.shape[:-2] != y.shape[:-2]:
         raise ValueError(f"matmul of shapes {tuple(x.shape)} and {tuple(y.shape)}: need [M, K] @ [K, N] or [B, M, K] @ [B, K, N]")
-    return _OPS.matmul(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+    product = _OPS.matmul if check_accumulation(accumulation) == "contract" else _OPS.matmul_float32
+    return product(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
 
 
-def linear(x: Tensor, y: Tensor, bias: Tensor, fmt: LNSFormat) -> Tensor:
-    """``x_MK @ y_KN + bias_N``: the product as in :func:`matmul`, then an LNS addition; one kernel on a GPU.
+def linear(x: Tensor, y: Tensor, bias: Tensor, fmt: LNSFormat, *, accumulation: str = "contract") -> Tensor:
+    """``x_MK @ y_KN + bias_N``: the product as in :func:`matmul`, then an LNS addition; of ``contract``, one kernel on a GPU.
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: the shapes do not fit, or no such accumulation.
     """
     if x.dim() != 2 or y.dim() != 2 or x.shape[1] != y.shape[0] or bias.shape != y.shape[1:]:
         raise ValueError(
             f"linear of shapes {tuple(x.shape)}, {tuple(y.shape)} and bias {tuple(bias.shape)}: need [M, K] @ [K, N] + [N]"
         )
-    return _OPS.linear(x, y, bias, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+    if check_accumulation(accumulation) == "contract":
+        return _OPS.linear(x, y, bias, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+    return add(matmul(x, y, fmt, accumulation=accumulation), bias, fmt)
 
 
 def sgd_update_(

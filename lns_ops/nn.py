@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lns_ops import functional as lns
+from lns_ops.accumulation import get_matmul_accumulation
 from lns_ops.format import LNSFormat
 from lns_ops.tensor import LNSTensor
 
@@ -24,22 +25,27 @@ SCOPES = ("matmul", "everywhere")
 
 
 class _LinearMatmul(torch.autograd.Function):
-    """``y = x w^T`` with both products of the backward pass in LNS as well; float32 in and out."""
+    """``y = x w^T`` with both products of the backward pass in LNS as well, all of one accumulation; float32 in and out."""
 
     @staticmethod
-    def forward(ctx: Any, x_BI: Tensor, w_OI: Tensor, fmt: LNSFormat) -> Tensor:
+    def forward(ctx: Any, x_BI: Tensor, w_OI: Tensor, fmt: LNSFormat, accumulation: str) -> Tensor:
         x_codes, w_codes = lns.encode(x_BI, fmt), lns.encode(w_OI, fmt)
         ctx.save_for_backward(x_codes, w_codes)
-        ctx.fmt = fmt
-        return lns.decode(lns.matmul(x_codes, w_codes.t(), fmt), fmt)
+        ctx.fmt, ctx.accumulation = fmt, accumulation
+        return _product(x_codes, w_codes.t(), fmt, accumulation)
 
     @staticmethod
-    def backward(ctx: Any, grad_BO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad_BO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x_codes, w_codes = ctx.saved_tensors
         grad = lns.encode(grad_BO, ctx.fmt)
-        grad_x = lns.decode(lns.matmul(grad, w_codes, ctx.fmt), ctx.fmt) if ctx.needs_input_grad[0] else None
-        grad_w = lns.decode(lns.matmul(grad.t(), x_codes, ctx.fmt), ctx.fmt) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_w, None
+        grad_x = _product(grad, w_codes, ctx.fmt, ctx.accumulation) if ctx.needs_input_grad[0] else None
+        grad_w = _product(grad.t(), x_codes, ctx.fmt, ctx.accumulation) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_w, None, None
+
+
+def _product(x: Tensor, y: Tensor, fmt: LNSFormat, accumulation: str) -> Tensor:
+    """The values of ``x @ y``, rounded to the format whatever the accumulation."""
+    return lns.decode(lns.matmul(x, y, fmt, accumulation=accumulation), fmt)
 
 
 class LNSMatmulLinear(nn.Linear):
@@ -60,7 +66,7 @@ class LNSMatmulLinear(nn.Linear):
             ValueError: a NaN or an infinity in the input or the weight.
         """
         flat = input.reshape(-1, self.in_features)
-        output = _LinearMatmul.apply(flat, self.weight, self.fmt)  # type: ignore[no-untyped-call]
+        output = _LinearMatmul.apply(flat, self.weight, self.fmt, get_matmul_accumulation())  # type: ignore[no-untyped-call]
         if self.bias is not None:
             output = output + self.bias
         return output.reshape(*input.shape[:-1], self.out_features)  # type: ignore[no-any-return]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lns_ops import functional as lns
+from lns_ops.accumulation import get_matmul_accumulation
 from lns_ops.format import LNSFormat, lns16
 
 
@@ -332,7 +333,7 @@ def _mean(func: Any, x: LNSTensor, dim: Any, keepdim: bool = False, *, dtype: An
 @_handles(aten.mm.default, aten.bmm.default)
 def _matmul(func: Any, x: Any, y: Any) -> LNSTensor:
     x_codes, y_codes, fmt = _operands("matmul", x, y)
-    return LNSTensor(lns.matmul(x_codes, y_codes, fmt), fmt)
+    return LNSTensor(lns.matmul(x_codes, y_codes, fmt, accumulation=get_matmul_accumulation()), fmt)
 
 
 @_handles(aten.addmm.default)
@@ -342,8 +343,8 @@ def _addmm(func: Any, bias: Any, x: Any, y: Any, *, beta: Any = 1, alpha: Any = 
     x_codes, y_codes, fmt = _operands("addmm", x, y)
     if isinstance(bias, LNSTensor) and bias.shape == y.shape[1:]:
         bias_codes, _, _ = _operands("addmm", bias, LNSTensor(x_codes, fmt))
-        return LNSTensor(lns.linear(x_codes, y_codes, bias_codes, fmt), fmt)
-    return _binary(aten.add.Tensor, bias, LNSTensor(lns.matmul(x_codes, y_codes, fmt), fmt))
+        return LNSTensor(lns.linear(x_codes, y_codes, bias_codes, fmt, accumulation=get_matmul_accumulation()), fmt)
+    return _binary(aten.add.Tensor, bias, _matmul(func, x, y))
 
 
 @_handles(aten._local_scalar_dense.default)

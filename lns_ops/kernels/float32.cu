@@ -1,0 +1,158 @@
+// What surrounds a matrix product with float32 sums: decoding of both operands, encoding of the sums. Bound by memory.
+// Arrays are contiguous except where strides are given. -D: the format (arithmetic.cuh).
+#include "arithmetic.cuh"
+
+constexpr int FRACTIONS = 1 << FRACTION_BITS;
+constexpr int LOWEST_EXPONENT = -(BIAS >> FRACTION_BITS);  // BIAS is a multiple of FRACTIONS
+constexpr bool SUBNORMAL = LOWEST_EXPONENT < -126;
+
+// bfloat16 of a code in the low half-word: `mantissas` holds round((2^(j / 2^f) - 1) 2^7). Zero may keep a sign.
+struct Bfloat16 {
+    typedef unsigned short Value;
+    static constexpr int MANTISSA = 7;
+
+    __device__ __forceinline__ static u32 of(u32 code, const unsigned short* mantissas) {
+        int field = code & FIELD_MASK, exponent = (field >> FRACTION_BITS) + LOWEST_EXPONENT;
+        int bits = mantissas[field % FRACTIONS] + ((exponent + 127) << MANTISSA);
+        if (SUBNORMAL && exponent < -126) {
+            int shift = -126 - exponent;  // 1 or 2
+            bits = (mantissas[field % FRACTIONS] + (1 << MANTISSA) + (1 << (shift - 1))) >> shift;
+        }
+        return (field == 0 ? 0 : bits) | (code & 0x8000);
+    }
+    __device__ __forceinline__ static void put(Value* out, uint4 c, const unsigned short* mantissas) {
+        u32 word[4] = {c.x, c.y, c.z, c.w};
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            word[j] = __byte_perm(of(word[j] & 0xffff, mantissas), of(word[j] >> 16, mantissas), 0x5410);
+        *(uint4*)out = make_uint4(word[0], word[1], word[2], word[3]);
+    }
+    __device__ __forceinline__ static Value one(short code, const unsigned short* mantissas) {
+        return (Value)of((unsigned short)code, mantissas);
+    }
+};
+
+// float32 of a code, its significand rounded to tf32: `mantissas` holds round((2^(j / 2^f) - 1) 2^10).
+struct Tf32 {
+    typedef float Value;
+    static constexpr int MANTISSA = 10;
+
+    __device__ __forceinline__ static float of(u32 code, const unsigned short* mantissas) {
+        int field = code & FIELD_MASK, exponent = (field >> FRACTION_BITS) + LOWEST_EXPONENT;
+        int bits = (mantissas[field % FRACTIONS] << (23 - MANTISSA)) + ((exponent + 127) << 23);
+        if (SUBNORMAL && exponent < -126) bits = __float_as_int(times(__int_as_float(bits + (64 << 23)), 0x1p-64f));
+        return __int_as_float((field == 0 ? 0 : bits) | (code & 0x8000) << 16);
+    }
+    __device__ __forceinline__ static void put(Value* out, uint4 c, const unsigned short* mantissas) {
+        u32 word[4] = {c.x, c.y, c.z, c.w};
+#pragma unroll
+        for (int j = 0; j < 4; j += 2)
+            ((float4*)out)[j / 2] = make_float4(of(word[j] & 0xffff, mantissas), of(word[j] >> 16, mantissas),
+                                                of(word[j + 1] & 0xffff, mantissas), of(word[j + 1] >> 16, mantissas));
+    }
+    __device__ __forceinline__ static Value one(short code, const unsigned short* mantissas) {
+        return of((unsigned short)code, mantissas);
+    }
+};
+
+// Two arrays in one launch, 8 codes an access where an array is aligned. Codes are not needed again, values are, by the product that
+// follows: the loads are marked so that they leave the L2 first.
+template <class T>
+__device__ __forceinline__ void decode_both(const short* __restrict__ x, typename T::Value* __restrict__ x_out, i64 x_n,
+                                            const short* __restrict__ y, typename T::Value* __restrict__ y_out, i64 y_n,
+                                            const unsigned short* __restrict__ significands, bool x_aligned, bool y_aligned) {
+    __shared__ unsigned short mantissas[FRACTIONS];  // 64 half-words fill the 32 banks: no conflicts up to f = 6
+    for (int i = threadIdx.x; i < FRACTIONS; i += blockDim.x) mantissas[i] = significands[i];
+    __syncthreads();
+    const i64 first = blockIdx.x * (i64)blockDim.x + threadIdx.x, stride = (i64)gridDim.x * blockDim.x;
+    const i64 x_vectors = x_aligned ? x_n / 8 : 0, y_vectors = y_aligned ? y_n / 8 : 0;
+    auto in = [&](i64 i) { return __ldcs((const uint4*)(i < x_vectors ? x + i * 8 : y + (i - x_vectors) * 8)); };
+    auto out = [&](i64 i) { return i < x_vectors ? x_out + i * 8 : y_out + (i - x_vectors) * 8; };
+    for (i64 i = first; i < x_vectors + y_vectors; i += 2 * stride) {
+        const bool another = i + stride < x_vectors + y_vectors;
+        uint4 here = in(i), there;  // both loads under way before either is needed
+        if (another) there = in(i + stride);
+        T::put(out(i), here, mantissas);
+        if (another) T::put(out(i + stride), there, mantissas);
+    }
+    for (i64 i = x_vectors * 8 + first; i < x_n; i += stride) x_out[i] = T::one(x[i], mantissas);
+    for (i64 i = y_vectors * 8 + first; i < y_n; i += stride) y_out[i] = T::one(y[i], mantissas);
+}
+
+#define DECODE(name, T)                                                                                                               \
+    extern "C" __global__ void __launch_bounds__(512, 4)                                                                              \
+    lns_decode_##name(const short* __restrict__ x, T::Value* __restrict__ x_out, i64 x_n, const short* __restrict__ y,                \
+                      T::Value* __restrict__ y_out, i64 y_n, const unsigned short* __restrict__ significands, int x_aligned,          \
+                      int y_aligned) {                                                                                                \
+        decode_both<T>(x, x_out, x_n, y, y_out, y_n, significands, x_aligned, y_aligned);                                             \
+    }
+DECODE(bf16, Bfloat16)
+DECODE(tf32, Tf32)
+
+// A product's operands, for sums that are taken again.
+struct Operands {
+    const short *x, *y;
+    const double* significands;
+    i64 M, N, K, x_b, x_m, x_k, y_b, y_k, y_n;
+};
+
+__device__ __forceinline__ double value(int code, const double* significands) {
+    int field = code & FIELD_MASK, log = field - BIAS;
+    double v = field == 0 ? 0.0 : ldexp(__ldg(significands + (log & (FRACTIONS - 1))), log >> FRACTION_BITS);
+    return code < 0 ? -v : v;
+}
+
+// Element i of the product in float64, which it cannot leave, then clamped to float32.
+__device__ __noinline__ float sum_again(i64 i, const Operands& p) {
+    const short* row = p.x + i / (p.M * p.N) * p.x_b + i / p.N % p.M * p.x_m;
+    const short* column = p.y + i / (p.M * p.N) * p.y_b + i % p.N * p.y_n;
+    double total = 0;
+    for (i64 k = 0; k < p.K; k++) total += value(row[k * p.x_k], p.significands) * value(column[k * p.y_k], p.significands);
+    constexpr double LARGEST = 0x1.fffffep127;
+    return (float)fmin(fmax(total, -LARGEST), LARGEST);
+}
+
+// As lns_encode of elementwise.cu, of memory aligned to 16 bytes; but what is not finite was a sum that left float32 on its way.
+constexpr int CELL_SHIFT = 22 - FRACTION_BITS, CELLS = 1 << (FRACTION_BITS + 1);
+extern "C" __global__ void __launch_bounds__(512, 4)
+lns_encode_sums(const float* __restrict__ sums, short* __restrict__ out, i64 n, const int2* __restrict__ cells,
+                const __grid_constant__ Operands operands) {
+    constexpr bool SHARED = FRACTION_BITS <= 9;
+    __shared__ int2 near[SHARED ? CELLS : 1];
+    if (SHARED) {
+        for (int i = threadIdx.x; i < CELLS; i += blockDim.x) near[i] = cells[i];
+        __syncthreads();
+    }
+    auto encoded = [&](float v) -> short {
+        int bits = __float_as_int(v), magnitude = bits & 0x7fffffff, shift = 0;
+        if (SUBNORMAL && magnitude < 0x800000) {
+            magnitude = __float_as_int(times(v, 0x1p64f)) & 0x7fffffff;
+            shift = magnitude == 0 ? 1 << 12 : 64;
+        }
+        int mantissa = magnitude & 0x7fffff;
+        int2 cell = SHARED ? near[mantissa >> CELL_SHIFT] : __ldg(cells + (mantissa >> CELL_SHIFT));
+        int field = (((magnitude >> 23) - 127 - shift) << FRACTION_BITS) + cell.x + (mantissa > cell.y) + BIAS;
+        field = min(field, FIELD_MASK);
+        return field <= 0 ? 0 : bits < 0 ? field | SIGN_MASK : field;
+    };
+    auto finite = [](float v) { return (__float_as_int(v) & 0x7f800000) != 0x7f800000; };
+    const i64 first = blockIdx.x * (i64)blockDim.x + threadIdx.x, stride = (i64)gridDim.x * blockDim.x;
+    bool all_finite = true;
+#pragma unroll 2
+    for (i64 i = first; i < n / 4; i += stride) {
+        float4 v = ((const float4*)sums)[i];
+        ((short4*)out)[i] = make_short4(encoded(v.x), encoded(v.y), encoded(v.z), encoded(v.w));
+        all_finite &= finite(v.x) & finite(v.y) & finite(v.z) & finite(v.w);
+    }
+    for (i64 i = n / 4 * 4 + first; i < n; i += stride) {
+        out[i] = encoded(sums[i]);
+        all_finite &= finite(sums[i]);
+    }
+    if (all_finite) return;
+    // The same elements once more; rare, and apart from the loop above so as not to cost it registers.
+    for (i64 i = first; i < n / 4; i += stride)
+        for (i64 j = 4 * i; j < 4 * i + 4; j++)
+            if (!finite(sums[j])) out[j] = encoded(sum_again(j, operands));
+    for (i64 i = n / 4 * 4 + first; i < n; i += stride)
+        if (!finite(sums[i])) out[i] = encoded(sum_again(i, operands));
+}
