@@ -12,6 +12,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lns_ops.accumulation import ACCUMULATIONS
 from lns_ops.format import LNSFormat
 
 DATASETS = ("auto", "mnist", "digits")
@@ -95,15 +96,19 @@ class PrecisionConfig:
         kahan_sum: keep a Kahan compensation for each parameter. With scope ``matmul`` the parameters are float32 and so is it.
         stochastic_rounding: round weights at random, their expected value exact, where the update is added; LNS parameters (scope
             ``everywhere``) only. The random bits come from the trial's seed.
+        accumulation: for LNS formats, how sums of matrix products are taken: ``contract`` (in LNS) or ``float32``; see
+            :mod:`lns_ops.accumulation`. Ignored for float formats.
     """
 
     format: str = "float32"
     scope: str = "everywhere"
     kahan_sum: bool = False
     stochastic_rounding: bool = False
+    accumulation: str = "contract"
 
     def __post_init__(self) -> None:
         _one_of("precision.scope", self.scope, SCOPES)
+        _one_of("precision.accumulation", self.accumulation, ACCUMULATIONS)
         if self.stochastic_rounding and self.kahan_sum:
             raise ValueError(
                 "precision.kahan_sum=true, precision.stochastic_rounding=true: each keeps what the other has nothing left of; choose one"

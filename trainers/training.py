@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lns_ops.cpu
-from lns_ops import LNSTensor, NonFiniteError, check_faults
+from lns_ops import LNSTensor, NonFiniteError, check_faults, matmul_accumulation
 from trainers.checkpoint import load_checkpoint, save_checkpoint
 from trainers.config import TrialConfig
 from trainers.data import Dataset, DatasetInfo, Split, batches, epoch_order, load
@@ -103,19 +103,22 @@ class Training:
             ``epoch`` (finished ones), ``train/loss`` and ``train/error`` (as met during the epoch), ``validation/loss`` and
             ``validation/error`` (losses in nats, errors as fractions), ``samples_per_second`` (training alone, all workers).
         """
-        start = time.perf_counter()
-        tally = self._train_batches()
-        seconds = time.perf_counter() - start
-        self.epoch += 1
-        total = self._over_ranks(tally)
-        metrics = {"epoch": float(self.epoch), **total.metrics("train"), **self._evaluate(self.data.validation, "validation")}
+        # The setting is the process's, which other trials have used or use in turn.
+        with matmul_accumulation(self.config.precision.accumulation):
+            start = time.perf_counter()
+            tally = self._train_batches()
+            seconds = time.perf_counter() - start
+            self.epoch += 1
+            total = self._over_ranks(tally)
+            metrics = {"epoch": float(self.epoch), **total.metrics("train"), **self._evaluate(self.data.validation, "validation")}
         metrics["samples_per_second"] = total.examples / seconds
         self.history.append(dict(metrics))
         return metrics
 
     def test(self) -> dict[str, float]:
         """``test/loss`` (nats) and ``test/error`` (fraction) of the weights as they are."""
-        self.tested = self._evaluate(self.data.test, "test")
+        with matmul_accumulation(self.config.precision.accumulation):
+            self.tested = self._evaluate(self.data.test, "test")
         return dict(self.tested)
 
     def _train_batches(self) -> Tally:

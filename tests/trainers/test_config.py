@@ -27,6 +27,7 @@ def test_round_trip_through_plain_values() -> None:
         (ModelConfig, {"hidden": [3, 0]}, r"model.hidden=0"),
         (ModelConfig, {"hidden": [[3]]}, r"model.hidden=\[3\]: must be a whole number"),
         (PrecisionConfig, {"scope": "all"}, r"precision.scope='all': must be one of matmul, everywhere"),
+        (PrecisionConfig, {"accumulation": "bf16"}, r"precision.accumulation='bf16': must be one of contract, float32"),
         (OptimizerConfig, {"name": "lion"}, r"optimizer.name='lion': must be one of sgd, adam, adamw"),
         (OptimizerConfig, {"betas": [0.9]}, r"optimizer.betas=\[0.9\]: must be two numbers between 0 and 1"),
         (OptimizerConfig, {"eps": 0.0}, r"optimizer.eps=0.0: must be positive"),

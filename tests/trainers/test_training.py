@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import lns_ops
 from lns_ops import LNSTensor
 from trainers.checkpoint import STATE, load_checkpoint, save_checkpoint
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
@@ -25,6 +26,7 @@ PRECISIONS = {
     "kahan": PrecisionConfig(format="lns12", kahan_sum=True),
     "float kahan": PrecisionConfig(kahan_sum=True),
     "stochastic": PrecisionConfig(format="lns12", stochastic_rounding=True),
+    "float32 sums": PrecisionConfig(format="lns12", kahan_sum=True, accumulation="float32"),
 }
 
 
@@ -65,6 +67,21 @@ def test_every_precision_learns_and_resumes_bit_for_bit(precision: str, optimize
     assert resumed.epoch == 1
     assert [without_speed(resumed.train_epoch()) for _ in range(2)] == [without_speed(m) for m in rest]
     assert all(torch.equal(a, b) for a, b in zip(weights(resumed), weights(undisturbed), strict=True))
+
+
+def test_each_trial_of_a_process_computes_with_its_own_accumulation() -> None:
+    alone = {name: Training(config(name)) for name in ("kahan", "float32 sums")}
+    expected = {name: without_speed(training.train_epoch()) for name, training in alone.items()}
+    assert expected["kahan"] != expected["float32 sums"]
+    lns_ops.set_matmul_accumulation("float32")
+    try:
+        in_turn = {name: Training(config(name)) for name in ("float32 sums", "kahan")}
+        for name, training in in_turn.items():
+            assert without_speed(training.train_epoch()) == expected[name]
+        assert all(in_turn[name].test() == alone[name].test() for name in in_turn)
+        assert lns_ops.get_matmul_accumulation() == "float32"
+    finally:
+        lns_ops.set_matmul_accumulation("contract")
 
 
 def test_same_config_same_bits_and_another_seed_others() -> None:
