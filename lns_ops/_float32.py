@@ -67,7 +67,7 @@ _LAYOUTS = {"decode_bf16": "PPqPPqPii", "decode_tf32": "PPqPPqPii", "encode_sums
 @lru_cache(maxsize=64)
 def _kernel(name: str, bits: int, fraction_bits: int, device: int) -> cuda._Kernel:
     defines = cuda._defines(LNSFormat(bits, fraction_bits), device)
-    return cuda._Kernel(cuda._compile(cuda._source("float32"), f"lns_{name}", defines, device), _LAYOUTS[name], 0)
+    return cuda._Kernel(cuda._compile(cuda._source("float32.cu"), f"lns_{name}", defines, device), _LAYOUTS[name], 0)
 
 
 atexit.register(_kernel.cache_clear)  # before CuPy goes; see lns_ops.cuda

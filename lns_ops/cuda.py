@@ -82,9 +82,10 @@ def kernel_info() -> dict[str, str]:
 
 @lru_cache(maxsize=8)
 def _source(name: str) -> str:
-    folder = resources.files("lns_ops") / "kernels"
-    common = (folder / "arithmetic.cuh").read_text().replace("#pragma once\n", "")
-    return (folder / f"{name}.cu").read_text().replace('#include "arithmetic.cuh"\n', common)
+    """The source of a kernel file, with what it includes in place."""
+    file = resources.files("lns_ops") / "kernels" / name
+    lines = file.read_text().replace("#pragma once\n", "").splitlines(keepends=True)
+    return "".join(_source(line.split('"')[1]) if line.startswith('#include "') else line for line in lines)
 
 
 _thread = threading.local()
@@ -164,7 +165,6 @@ def _defines(fmt: LNSFormat, device: int, **more: int) -> tuple[str, ...]:
         "FRACTION_BITS": fmt.fraction_bits,
         "LAST": len(tables.plus) - 1,
         "DRIFT": -int(tables.minus[1:].min(initial=0)),
-        "FINE_LAST": len(stochastic_tables(fmt.fraction_bits).plus) - 1,
         "SHARED_BASE": _shared_base(device),
         **more,
     }
@@ -257,7 +257,11 @@ _ELEMENTWISE: dict[str, str] = {
         for momentum in ("", "_momentum")
         for rounding in ("", "_kahan", "_stochastic")
     },
-    **{f"adam{rounding}": "PPPPPPPPPiqqiiiiiPiiiiiPPP" for rounding in ("", "_kahan", "_stochastic")},
+    **{
+        f"adam{decay}{rounding}": "PPPPPPPPPiqqiiiiPiiiiiPPP"
+        for decay in ("", "_l2", "_decoupled")
+        for rounding in ("", "_kahan", "_stochastic")
+    },
     "sum": "PPqqiP",
     "encode": "PPqiPP",
     "encode_double": "PPqPP",
@@ -273,7 +277,12 @@ def _elementwise(name: str, bits: int, fraction_bits: int, device: int) -> _Kern
     fmt = LNSFormat(bits, fraction_bits)
     fast = fraction_bits <= _SHARED_FRACTION_BITS
     shared = len(gaussian_tables(fraction_bits).plus) * 4 * _COPIES if fast and name in _WITH_TABLE else 0
-    function = _compile(_source("elementwise"), f"lns_{name}", _defines(fmt, device, FAST=int(fast), COPIES=_COPIES), device)
+    defines = {"FAST": int(fast), "COPIES": _COPIES}
+    updates = name.startswith(("sgd", "adam"))
+    if updates:
+        defines |= {"ADAM_KERNELS": int(name.startswith("adam")), "FINE_LAST": len(stochastic_tables(fraction_bits).plus) - 1}
+    source = _source("updates.cu" if updates else "elementwise.cu")
+    function = _compile(source, f"lns_{name}", _defines(fmt, device, **defines), device)
     return _Kernel(function, _ELEMENTWISE[name], shared)
 
 
@@ -503,11 +512,12 @@ def adam_update_(
         )
         correction, eps_hat, moves = _adam_tables(beta1, beta2, eps, fmt, device)
         fine = _fine_table(fraction_bits, device) if key is not None else None
-        _elementwise(f"adam{_rounding(key, compensation)}", bits, fraction_bits, device)(
+        form = "" if weight_decay is None else "_decoupled" if decoupled else "_l2"
+        _elementwise(f"adam{form}{_rounding(key, compensation)}", bits, fraction_bits, device)(
             _grid(weight.numel(), device, resident=True), _THREADS, device,
             weight.data_ptr(), grad.data_ptr(), exp_avg.data_ptr(), root.data_ptr(), _pointer(residue), _pointer(compensation),
             step.data_ptr(), correction.data_ptr(), eps_hat.data_ptr(), len(codes.correction), weight.numel(), key or 0,
-            negative_lr, codes.beta1, codes.one_minus_beta1, weight_decay or 0, int(decoupled),
+            negative_lr, codes.beta1, codes.one_minus_beta1, weight_decay or 0,
             moves.data_ptr(), decay.first, decay.first + len(decay.table) - 1, decay.keep, decay.take,
             _aligned(weight, grad, exp_avg, root, residue, compensation),
             tables.signed.data_ptr(), tables.gauss.data_ptr(), _pointer(fine),
@@ -567,7 +577,7 @@ def _choose(batch: int, M: int, N: int, K: int, multiprocessors: int) -> _Tile:
 @lru_cache(maxsize=512)
 def _gemm(tile: _Tile, a_k: bool, b_k: bool, bits: int, fraction_bits: int, device: int) -> _Kernel:
     shape = {"TN": tile.TN, "WM": tile.WM, "WN": tile.WN, "A_K": int(a_k), "B_K": int(b_k)}
-    function = _compile(_source("gemm"), "lns_gemm", _defines(LNSFormat(bits, fraction_bits), device, **shape), device)
+    function = _compile(_source("gemm.cu"), "lns_gemm", _defines(LNSFormat(bits, fraction_bits), device, **shape), device)
     table = len(gaussian_tables(fraction_bits).plus) * 128
     slabs = 2 * 4 * 8 * tile.WN * (tile.rows + tile.columns) * tile.groups
     totals = 4 * tile.groups * tile.rows * tile.columns if tile.groups > 1 else 0
@@ -576,7 +586,7 @@ def _gemm(tile: _Tile, a_k: bool, b_k: bool, bits: int, fraction_bits: int, devi
 
 @lru_cache(maxsize=64)
 def _gemm_exact(bits: int, fraction_bits: int, device: int) -> _Kernel:
-    function = _compile(_source("gemm_exact"), "lns_gemm", _defines(LNSFormat(bits, fraction_bits), device), device)
+    function = _compile(_source("gemm_exact.cu"), "lns_gemm", _defines(LNSFormat(bits, fraction_bits), device), device)
     return _Kernel(function, "PPPPiiiqqqqqq", 0)
 
 

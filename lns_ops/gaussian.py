@@ -105,13 +105,13 @@ class DecayTable(NamedTuple):
 
 @lru_cache(maxsize=64)
 def decay_table(beta: float, fraction_bits: int) -> DecayTable:
-    """The table for a decay ``beta`` in (0, 1).
+    """The table for a decay ``beta`` in [10^-6, 1).
 
     Raises:
-        ValueError: beta is not in (0, 1).
+        ValueError: beta is out of range.
     """
-    if not 0 < beta < 1:
-        raise ValueError(f"beta={beta}: must lie between 0 and 1, for example 0.999")
+    if not 1e-6 <= beta < 1:
+        raise ValueError(f"beta={beta}: must be at least 1e-6 and below 1, for example 0.999")
     scale = 1 << fraction_bits
     keep, take = (0.5 * scale * np.log(b) / np.log(2.0) for b in (beta, 1 - beta))
     # The distance of the two squares is 2 |k + take - keep| ulps; beyond `reach` the correction is below half a fine unit.

@@ -234,7 +234,7 @@ class Adam(_Optimizer):
     Args:
         params: LNSTensor or float parameters, or groups of them as in torch.optim.
         lr: step size, at least 0.
-        betas: decays of the two averages, in [0, 1) and (0, 1).
+        betas: decays of the two averages, in [0, 1) and [10^-6, 1).
         eps: added to the root; for an LNS parameter at least its format's smallest magnitude, which it takes instead.
         weight_decay: at least 0; L2, added to the gradient.
         kahan_sum, stochastic_rounding, seed: as for :class:`SGD`.

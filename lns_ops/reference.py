@@ -287,12 +287,12 @@ def check_adam(beta1: float, beta2: float, eps: float) -> None:
     """Refuse what no format can use.
 
     Raises:
-        ValueError: beta1 is not in [0, 1), beta2 not in (0, 1), or eps not positive and finite.
+        ValueError: beta1 is not in [0, 1), beta2 not in [10^-6, 1), or eps not positive and finite.
     """
     if not 0 <= beta1 < 1:
         raise ValueError(f"beta1={beta1}: must lie in [0, 1), for example 0.9")
-    if not 0 < beta2 < 1:
-        raise ValueError(f"beta2={beta2}: must lie between 0 and 1, for example 0.999")
+    if not 1e-6 <= beta2 < 1:
+        raise ValueError(f"beta2={beta2}: must be at least 1e-6 and below 1, for example 0.999")
     if not 0 < eps < float("inf"):
         raise ValueError(f"eps={eps}: must be positive and finite, for example 1e-8")
 

@@ -29,7 +29,7 @@ def test_round_trip_through_plain_values() -> None:
         (PrecisionConfig, {"scope": "all"}, r"precision.scope='all': must be one of matmul, everywhere"),
         (PrecisionConfig, {"accumulation": "bf16"}, r"precision.accumulation='bf16': must be one of contract, float32"),
         (OptimizerConfig, {"name": "lion"}, r"optimizer.name='lion': must be one of sgd, adam, adamw"),
-        (OptimizerConfig, {"betas": [0.9]}, r"optimizer.betas=\[0.9\]: must be two numbers between 0 and 1"),
+        (OptimizerConfig, {"betas": [0.9]}, r"optimizer.betas=\[0.9\]: must be two numbers of at least 1e-6"),
         (OptimizerConfig, {"eps": 0.0}, r"optimizer.eps=0.0: must be positive"),
         (OptimizerConfig, {"weight_decay": 0.1}, r"optimizer.weight_decay=0.1 with optimizer.name=sgd"),
         (OptimizerConfig, {"name": "adam", "momentum": 0.1}, r"optimizer.momentum=0.1 with optimizer.name=adam"),

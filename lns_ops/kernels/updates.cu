@@ -1,0 +1,263 @@
+// Optimizer steps, fused: each array is read and written once, every operation in between is an LNS operation.
+//
+// -D: as elementwise.cuh; FINE_LAST: last index of the table for additions that round at random; ADAM_KERNELS 1: those of Adam, 0: of SGD.
+#include "elementwise.cuh"
+
+// How a weight takes its update: rounded to nearest, with Kahan compensation, or rounded at random.
+enum Rounding { NEAREST, KAHAN, STOCHASTIC };
+
+// Uniform 16-bit integers for elements 8 b .. 8 b + 7: Philox4x32-10 of the key and the counter (b low, b high, step, slot);
+// lns_ops.reference.random_bits.
+struct Random {
+    u32 word[4];
+
+    __device__ __forceinline__ Random() {}
+    __device__ __forceinline__ Random(i64 key, i64 step, u32 slot, i64 block) {
+        u32 a = (u32)block, b = (u32)(block >> 32), c = (u32)step, d = slot, low = (u32)key, high = (u32)(key >> 32);
+#pragma unroll
+        for (int round = 0; round < 10; round++) {
+            u32 first = 0xD2511F53u * a, second = 0xCD9E8D57u * c;
+            u32 x = __umulhi(0xCD9E8D57u, c) ^ b ^ low, y = __umulhi(0xD2511F53u, a) ^ d ^ high;
+            a = x, b = second, c = y, d = first;
+            low += 0x9E3779B9u, high += 0xBB67AE85u;
+        }
+        word[0] = a, word[1] = b, word[2] = c, word[3] = d;
+    }
+    __device__ __forceinline__ int operator[](int lane) const {  // selected by comparisons: an array indexed at run time lives in memory
+        u32 w = lane < 4 ? lane < 2 ? word[0] : word[1] : lane < 6 ? word[2] : word[3];
+        return lane & 1 ? w >> 16 : w & 0xffff;
+    }
+};
+
+// The code of x + y rounded at random; fine[d] holds G+(d) and G-(d) with 16 bits behind the ulp, d = 0 .. FINE_LAST.
+__device__ __forceinline__ int stochastic_sum(int x, int y, int bits, const int* __restrict__ fine) {
+    int fx = x & FIELD_MASK, fy = y & FIELD_MASK, lower = min(fx, fy);
+    int entry = __ldg(fine + 2 * min(abs(fx - fy), FINE_LAST) + ((x ^ y) < 0));
+    int field = max(fx, fy) + (lower == 0 ? 0 : (entry + bits) >> 16);
+    field = min(field, FIELD_MASK);
+    return field <= 0 ? 0 : (fx >= fy ? x : y) < 0 ? field | SIGN_MASK : field;
+}
+
+// weight + update in a weight's place, for element j; `bits` are random ones. Kahan's sums grow by four octaves at most.
+constexpr int GROWTH = 4;
+template <Rounding ROUNDING, class A>
+__device__ __forceinline__ void take(A& arithmetic, Codes& weight, typename A::Number update, Codes& compensation, int j, int bits, const int* fine) {
+    typedef typename A::Number Number;
+    if (ROUNDING == STOCHASTIC) {
+        weight.code[j] = stochastic_sum(weight.code[j], (short)arithmetic.code(update), bits, fine);
+        return;
+    }
+    const Number old = arithmetic.watched(arithmetic.of(weight, j));
+    if (ROUNDING == KAHAN) {
+        const Number kept = arithmetic.sum(arithmetic.watched(arithmetic.of(compensation, j)), update), fresh = arithmetic.sum(old, kept);
+        weight.code[j] = arithmetic.code(fresh);
+        const Number taken = arithmetic.sum(fresh, arithmetic.negated(old));
+        compensation.code[j] = arithmetic.code(arithmetic.sum(kept, arithmetic.negated(taken)));
+    } else {
+        weight.code[j] = arithmetic.code(arithmetic.sum(old, update));
+    }
+}
+
+// One SGD step of element j, every operation an LNS operation; see lns_ops.reference.sgd_update.
+template <bool MOMENTUM, Rounding ROUNDING, class A>
+__device__ __forceinline__ void sgd(A& arithmetic, int rate, int decay, Codes& weight, const Codes& grad, Codes& buffer, Codes& compensation, int j,
+                                    int bits, const int* fine) {
+    typename A::Number step = arithmetic.of(grad, j);
+    if (MOMENTUM) {
+        step = arithmetic.sum(arithmetic.product(arithmetic.of(buffer, j), arithmetic.of(decay)), arithmetic.watched(step));
+        buffer.code[j] = arithmetic.code(step);
+    }
+    take<ROUNDING>(arithmetic, weight, arithmetic.product(step, arithmetic.of(rate)), compensation, j, bits, fine);
+}
+
+// What the elements of an update share.
+struct SgdArguments {
+    short* weight;
+    const short* grad;
+    short *buffer, *compensation;
+    i64 key;
+    const i64* step;
+    int rate, decay;
+    const int* fine;
+};
+
+template <bool MOMENTUM, Rounding ROUNDING>
+__device__ __noinline__ void sgd_exactly(i64 i, int count, SgdArguments a, Random random, const int2* gauss) {
+    ExactArithmetic exact{gauss};
+    const Count<1> one;
+    for (i64 end = i + count; i < end; i++) {
+        Codes g = get(a.grad, i, one), w = get(a.weight, i, one), b, c;
+        if (MOMENTUM) b = get(a.buffer, i, one);
+        if (ROUNDING == KAHAN) c = get(a.compensation, i, one);
+        sgd<MOMENTUM, ROUNDING>(exact, a.rate, a.decay, w, g, b, c, 0, random[i % WIDE], a.fine);
+        put(a.weight, i, one, w);
+        if (MOMENTUM) put(a.buffer, i, one, b);
+        if (ROUNDING == KAHAN) put(a.compensation, i, one, c);
+    }
+}
+
+template <bool MOMENTUM, Rounding ROUNDING>
+__device__ __forceinline__ void sgd_update(const SgdArguments& a, i64 n, int aligned, const u32* packed, const int2* gauss) {
+    const i64 step = ROUNDING == STOCHASTIC ? *a.step : 0;
+    each(n, aligned, [&](i64 i, auto count) {
+        Codes g = get(a.grad, i, count), w = get(a.weight, i, count), b, c;
+        if (MOMENTUM) b = get(a.buffer, i, count);
+        if (ROUNDING == KAHAN) c = get(a.compensation, i, count);
+        Random random;
+        if (ROUNDING == STOCHASTIC) random = Random(a.key, step, 0, i / WIDE);
+        Arithmetic arithmetic = ARITHMETIC;
+#pragma unroll
+        for (int j = 0; j < count; j++)
+            sgd<MOMENTUM, ROUNDING>(arithmetic, a.rate, a.decay, w, g, b, c, j,
+                                    ROUNDING == STOCHASTIC ? random[count == 1 ? (int)(i % WIDE) : j] : 0, a.fine);
+        if (arithmetic.template saturated<GROWTH>()) {  // nothing is written yet
+            sgd_exactly<MOMENTUM, ROUNDING>(i, count, a, random, gauss);
+            return;
+        }
+        put(a.weight, i, count, w);
+        if (MOMENTUM) put(a.buffer, i, count, b);
+        if (ROUNDING == KAHAN) put(a.compensation, i, count, c);
+    });
+}
+
+#if !ADAM_KERNELS
+#define SGD(name, momentum, rounding)                                                                                               \
+    extern "C" __global__ void __launch_bounds__(512, 2)                                                                            \
+    lns_##name(short* __restrict__ weight, const short* __restrict__ grad, short* __restrict__ buffer,                              \
+               short* __restrict__ compensation, const i64* __restrict__ step, i64 n, i64 key, int rate, int decay, int aligned,    \
+               const u32* __restrict__ packed, const int2* __restrict__ gauss, const int* __restrict__ fine) {                      \
+        SETUP sgd_update<momentum, rounding>({weight, grad, buffer, compensation, key, step, rate, decay, fine}, n, aligned, packed, gauss); \
+    }
+SGD(sgd, false, NEAREST)
+SGD(sgd_kahan, false, KAHAN)
+SGD(sgd_stochastic, false, STOCHASTIC)
+SGD(sgd_momentum, true, NEAREST)
+SGD(sgd_momentum_kahan, true, KAHAN)
+SGD(sgd_momentum_stochastic, true, STOCHASTIC)
+#endif
+
+#if ADAM_KERNELS
+// The code of sqrt(beta root^2 + (1 - beta) x^2), root not negative: lns_ops.reference.root_mean_square. The logarithm has 16 bits behind the
+// ulp, which round to nearest and become `residue`, or round at random by `bits`.
+struct Decay {
+    const int* __restrict__ table;
+    int first, last, keep, take;
+
+    // 32 bits are enough where keep and take are above -2^30, which the smallest beta that is allowed grants.
+    template <bool RANDOM>
+    __device__ __forceinline__ int operator()(int root, int x, short& residue, int bits) const {
+#if FAST
+        typedef int Wide;
+        constexpr int NOTHING = -(1 << 30) - (1 << 29) - (1 << 28);
+#else
+        typedef i64 Wide;
+        constexpr i64 NOTHING = -(1ll << 40);
+#endif
+        const int fx = x & FIELD_MASK, moved = __ldg(table + max(min(fx - root, last), first) - first);
+        const Wide kept = root > 0 ? (Wide)((root - BIAS) << 16) + (RANDOM ? 0 : residue) + keep : NOTHING;
+        const Wide taken = fx > 0 ? (Wide)((fx - BIAS) << 16) + take : NOTHING;
+        const Wide sum = max(kept, taken) + (min(root, fx) > 0 ? moved : 0) + (RANDOM ? bits : 1 << 15);
+        const int field = (int)(sum >> 16) + BIAS;
+        if (!RANDOM) residue = field > 0 && field <= FIELD_MASK ? (int)(sum & 0xffff) - (1 << 15) : 0;
+        return max(min(field, FIELD_MASK), 0);
+    }
+};
+
+struct AdamArguments {
+    short* weight;
+    const short* grad;
+    short *average, *root, *residue, *compensation;
+    i64 key;
+    const i64* step;
+    int rate, beta, rest, weight_decay;
+    Decay decay;
+    const int* fine;
+};
+
+// Where weight decay goes.
+enum WeightDecay { NONE, INTO_GRADIENT, DECOUPLED };
+
+// One Adam step of element j, every operation an LNS operation; see lns_ops.reference.adam_update.
+template <Rounding ROUNDING, WeightDecay DECAY, class A>
+__device__ __forceinline__ void adam(A& arithmetic, const AdamArguments& a, int correction, int eps, Codes& weight, const Codes& grad, Codes& average,
+                                     Codes& root, Codes& residue, Codes& compensation, int j, int bits, int root_bits) {
+    typedef typename A::Number Number;
+    Number g = arithmetic.of(grad, j);
+    if (DECAY == INTO_GRADIENT) g = arithmetic.sum(arithmetic.watched(g), arithmetic.product(arithmetic.of(weight, j), arithmetic.of(a.weight_decay)));
+    const Number m = arithmetic.sum(arithmetic.product(arithmetic.of(average, j), arithmetic.of(a.beta)), arithmetic.product(g, arithmetic.of(a.rest)));
+    average.code[j] = arithmetic.code(m);
+    root.code[j] = a.decay.template operator()<ROUNDING == STOCHASTIC>(root.code[j], arithmetic.code(g), residue.code[j], root_bits);
+    const Number below = arithmetic.sum(arithmetic.watched(arithmetic.of(root, j)), arithmetic.of(eps));
+    Number direction = arithmetic.product(arithmetic.quotient(m, below), arithmetic.of(correction));
+    if (DECAY == DECOUPLED) direction = arithmetic.sum(direction, arithmetic.product(arithmetic.of(weight, j), arithmetic.of(a.weight_decay)));
+    take<ROUNDING>(arithmetic, weight, arithmetic.product(direction, arithmetic.of(a.rate)), compensation, j, bits, a.fine);
+}
+
+template <Rounding ROUNDING, WeightDecay DECAY>
+__device__ __noinline__ void adam_exactly(i64 i, int count, AdamArguments a, int correction, int eps, Random random, Random root_random,
+                                          const int2* gauss) {
+    ExactArithmetic exact{gauss};
+    const Count<1> one;
+    for (i64 end = i + count; i < end; i++) {
+        Codes g = get(a.grad, i, one), w = get(a.weight, i, one), m = get(a.average, i, one), r = get(a.root, i, one), e, c;
+        if (ROUNDING != STOCHASTIC) e = get(a.residue, i, one);
+        if (ROUNDING == KAHAN) c = get(a.compensation, i, one);
+        adam<ROUNDING, DECAY>(exact, a, correction, eps, w, g, m, r, e, c, 0, random[i % WIDE], root_random[i % WIDE]);
+        put(a.weight, i, one, w);
+        put(a.average, i, one, m);
+        put(a.root, i, one, r);
+        if (ROUNDING != STOCHASTIC) put(a.residue, i, one, e);
+        if (ROUNDING == KAHAN) put(a.compensation, i, one, c);
+    }
+}
+
+template <Rounding ROUNDING, WeightDecay DECAY, int W>
+__device__ __forceinline__ void adam_update(const AdamArguments& a, const short* corrections, const short* eps_hats, int steps, i64 n, int aligned,
+                                            const u32* packed, const int2* gauss) {
+    const i64 step = *a.step, now = min(step, (i64)steps) - 1;
+    const int correction = corrections[now], eps = eps_hats[now];
+    each<W>(n, aligned, [&](i64 i, auto count) {
+        Codes g = get(a.grad, i, count), w = get(a.weight, i, count), m = get(a.average, i, count), r = get(a.root, i, count), e, c;
+        if (ROUNDING != STOCHASTIC) e = get(a.residue, i, count);
+        if (ROUNDING == KAHAN) c = get(a.compensation, i, count);
+        Random random, root_random;
+        if (ROUNDING == STOCHASTIC) random = Random(a.key, step, 0, i / WIDE), root_random = Random(a.key, step, 1, i / WIDE);
+        Arithmetic arithmetic = ARITHMETIC;
+#pragma unroll
+        for (int j = 0; j < count; j++) {
+            const int lane = count == WIDE ? j : (int)(i % WIDE) + j;
+            adam<ROUNDING, DECAY>(arithmetic, a, correction, eps, w, g, m, r, e, c, j, ROUNDING == STOCHASTIC ? random[lane] : 0,
+                           ROUNDING == STOCHASTIC ? root_random[lane] : 0);
+        }
+        if (arithmetic.template saturated<GROWTH>()) {  // nothing is written yet
+            adam_exactly<ROUNDING, DECAY>(i, count, a, correction, eps, random, root_random, gauss);
+            return;
+        }
+        put(a.weight, i, count, w);
+        put(a.average, i, count, m);
+        put(a.root, i, count, r);
+        if (ROUNDING != STOCHASTIC) put(a.residue, i, count, e);
+        if (ROUNDING == KAHAN) put(a.compensation, i, count, c);
+    });
+}
+
+// W codes at a time, and so many thread blocks a multiprocessor, as registers allow.
+#define ADAM(name, rounding, weight_decay, W, blocks)                                                                               \
+    extern "C" __global__ void __launch_bounds__(512, blocks)                                                                       \
+    lns_##name(short* __restrict__ weight, const short* __restrict__ grad, short* __restrict__ average, short* __restrict__ root,   \
+               short* __restrict__ residue, short* __restrict__ compensation, const i64* __restrict__ step,                         \
+               const short* __restrict__ corrections, const short* __restrict__ eps_hats, int steps, i64 n, i64 key, int rate,      \
+               int beta, int rest, int decay, const int* __restrict__ moves, int first, int last, int keep, int take_in,            \
+               int aligned, const u32* __restrict__ packed, const int2* __restrict__ gauss, const int* __restrict__ fine) {         \
+        SETUP adam_update<rounding, weight_decay, W>({weight, grad, average, root, residue, compensation, key, step, rate, beta, rest, \
+                                                      decay, {moves, first, last, keep, take_in}, fine},                            \
+                                                     corrections, eps_hats, steps, n, aligned, packed, gauss);                      \
+    }
+#define ADAMS(suffix, weight_decay)                              \
+    ADAM(adam##suffix, NEAREST, weight_decay, 4, 2)              \
+    ADAM(adam##suffix##_kahan, KAHAN, weight_decay, 4, 2)        \
+    ADAM(adam##suffix##_stochastic, STOCHASTIC, weight_decay, 8, 1)
+ADAMS(, NONE)
+ADAMS(_l2, INTO_GRADIENT)
+ADAMS(_decoupled, DECOUPLED)
+#endif
