@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from lns_ops import cpu
+from lns_ops import functional as lns
 from lns_ops.format import LNSFormat, lns12, lns16
 from trainers.config import ModelConfig, OptimizerConfig, PrecisionConfig
 from trainers.data import Split
@@ -155,6 +156,15 @@ def products(threads: int) -> dict[str, float]:
     return rates
 
 
+def float32_sums() -> None:
+    """Products with float32 sums: decode, torch's float32 product, encode."""
+    rng = np.random.default_rng(0)
+    for M, K, N in SHAPES:
+        x, y = (torch.from_numpy(codes(rng, lns12, shape)) for shape in ((M, K), (K, N)))
+        got = rate(partial(lns.matmul, x, y, lns12, accumulation="float32"), float(M * K * N))
+        line(f"{M}x{K}x{N} lns12 float32 sums", got, "G/s")
+
+
 def elementwise() -> None:
     """Elementwise operations, conversions and sums of 10^6 codes."""
     rng = np.random.default_rng(1)
@@ -269,6 +279,7 @@ def main() -> None:
         rates = products(threads)
         if threads == 1:
             ours = rates
+        float32_sums()
         elementwise()
         updates()
         steps()

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 import lns_ops
-from lns_ops import LNSFormat, cuda, lns12, lns16
+from lns_ops import LNSFormat, _float32, cuda, lns12, lns16
 from lns_ops import functional as lns
 
 INSTRUCTIONS = 7
@@ -110,6 +110,8 @@ def check() -> None:
         for tile in cuda.TILES:
             got = cuda.matmul(x, y, fmt.bits, fmt.fraction_bits, tile=tile)
             assert torch.equal(got.cpu(), wanted), f"{fmt} {tile}: the product is wrong"
+        near = [lns.decode(lns.matmul(a, b, fmt, accumulation="float32"), fmt).cpu() for a, b in ((x, y), (x.cpu(), y.cpu()))]
+        assert (near[0] - near[1]).norm() < fmt.epsilon * near[1].norm(), f"{fmt}: the product with float32 sums is wrong"
         floats = torch.randn(100_000, device="cuda")
         assert torch.equal(lns.encode(floats, fmt).cpu(), lns.encode(floats.cpu(), fmt)), f"{fmt}: encode is wrong"
 
@@ -158,6 +160,53 @@ def gemm(issue: float, quick: bool) -> None:
                 for tile in cuda.TILES[1:]:
                     call = lambda t=tile: cuda.matmul(x, y, fmt.bits, fmt.fraction_bits, tile=t)
                     report(f"  tile {tuple(tile)}", seconds([call], graph=True), M * K * N, "TMAC/s", bound)
+
+
+FLOAT32_SHAPES = {
+    "": (4096, 4096, 4096),
+    " ": (1024, 1024, 1024),
+    "forward ": (128, 784, 512),
+    "dW ": (512, 128, 784),
+    "dX ": (128, 512, 784),
+    "output ": (128, 512, 10),
+}
+
+
+def float32_sums(copy: float) -> None:
+    """Products with float32 sums, step by step, as fractions of cuBLAS's product of the decoded operands alone."""
+    for fmt in (lns12, lns16):
+        kind = _float32.operand_type(fmt.fraction_bits)
+        for label, (M, K, N) in FLOAT32_SHAPES.items():
+            x = [codes((K, M), fmt).t() if label == "dW " else codes((M, K), fmt) for _ in range(2)]
+            y = [codes((N, K), fmt).t() if label in ("forward ", "output ") else codes((K, N), fmt) for _ in range(2)]
+            name, work, short = f"{label.strip()} {M}x{K}x{N}".strip(), M * K * N, M * K * N < 1 << 33
+            decode = lambda i: _float32.decoded_operands(x[i], y[i], fmt.bits, fmt.fraction_bits)
+            pairs = [decode(i) for i in range(2)]
+            alone = work / seconds([lambda i=i: _float32.float32_product(*pairs[i], kind) for i in range(2)], graph=short)
+            report(f"cuBLAS {kind} to float32 {name}", work / alone, work, "TMAC/s")
+            if kind == "bf16":
+                report(
+                    f"torch bf16 to bf16 {name}",
+                    seconds([lambda i=i: torch.mm(*pairs[i]) for i in range(2)], graph=short),
+                    work,
+                    "TMAC/s",
+                    alone,
+                )
+            steps = {
+                "decode + product": lambda i: _float32.float32_product(*decode(i), kind),
+                "decode + product + encode": lambda i: lns.matmul(x[i], y[i], fmt, accumulation="float32"),
+            }
+            for step, call in steps.items():
+                report(
+                    f"{fmt} {step} {name}",
+                    seconds([lambda i=i, c=call: c(i) for i in range(2)], graph=short),
+                    work,
+                    "TMAC/s",
+                    alone,
+                )
+        both = [codes((1 << 26,), fmt) for _ in range(4)]
+        calls = [lambda i=i: _float32.decoded_operands(both[i], both[i + 1], fmt.bits, fmt.fraction_bits) for i in (0, 2)]
+        report(f"decode two operands {fmt} to {kind}", seconds(calls), (4 if kind == "bf16" else 6) * (1 << 27), "TB/s", copy)
 
 
 def memory_bound(copy: float, n: int) -> None:
@@ -211,7 +260,14 @@ def network(fmt: LNSFormat | None) -> Callable[[], None]:
 
 
 def training_step() -> None:
-    for label, fmt in {"float32": None, "lns12 everywhere + Kahan": lns12}.items():
+    variants: dict[str, tuple[LNSFormat | None, str]] = {
+        "float32": (None, "contract"),
+        "lns12 everywhere + Kahan": (lns12, "contract"),
+        "lns12 everywhere + Kahan, float32 sums": (lns12, "float32"),
+        "lns16 everywhere + Kahan, float32 sums": (lns16, "float32"),
+    }
+    for label, (fmt, accumulation) in variants.items():
+        lns_ops.set_matmul_accumulation(accumulation)
         step = network(fmt)
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
@@ -223,6 +279,7 @@ def training_step() -> None:
             report(f"MLP step {label}, CUDA graph", seconds([step], graph=True), 0, "")
         except RuntimeError as error:
             print(f"MLP step {label}, CUDA graph: {error}")
+    lns_ops.set_matmul_accumulation("contract")
 
 
 def main() -> None:
@@ -242,6 +299,7 @@ def main() -> None:
         f"ceilings: copy {copy / 1e12:.3f} TB/s, issue {issue / 1e12:.2f} T instructions/s, GEMM {issue / INSTRUCTIONS / 1e12:.2f} TMAC/s"
     )
     gemm(issue, options.quick)
+    float32_sums(copy)
     training_step()
     memory_bound(copy, 1 << (26 if options.quick else 28))
     cuda.check_faults()
