@@ -219,14 +219,25 @@ def memory_bound(copy: float, n: int) -> None:
             operation = getattr(lns, name)
             report(f"{name} {fmt}", seconds([lambda i=i: operation(c[i], c[1 - i], fmt) for i in range(2)]), 6 * n, "TB/s", copy)
         rate, decay = int(lns.encode(torch.tensor(-0.01), fmt)), int(lns.encode(torch.tensor(0.9), fmt))
-        w = [c[0].clone() for _ in range(4)]
-        for label, bytes_, momentum, buffer, kahan in [
-            ("SGD", 6, None, None, None),
-            ("Kahan SGD", 10, None, None, w[1]),
-            ("Kahan momentum", 14, decay, w[2], w[1]),
+        w, tick = [c[0].clone() for _ in range(5)], torch.ones((), dtype=torch.int64, device="cuda")
+        at_random = {"step": tick, "key": 1}
+        for label, bytes_, options in [
+            ("SGD", 6, {}),
+            ("Kahan SGD", 10, {"compensation": w[1]}),
+            ("stochastic SGD", 6, at_random),
+            ("Kahan momentum", 14, {"momentum": decay, "buffer": w[2], "compensation": w[1]}),
         ]:
-            call = lambda: lns.sgd_update_(
-                w[0], c[1], fmt, negative_lr=rate, momentum=momentum, buffer=buffer, compensation=kahan
+            call = lambda: lns.sgd_update_(w[0], c[1], fmt, negative_lr=rate, **options)
+            report(f"{label} {fmt}", seconds([call]), bytes_ * n, "TB/s", copy)
+        root, residue = lns.absolute(w[3], fmt), torch.zeros_like(w[3])
+        scalars = {"negative_lr": rate, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": rate & fmt.field_mask}
+        for label, bytes_, options in [
+            ("AdamW", 18, {"residue": residue}),
+            ("Kahan AdamW", 22, {"residue": residue, "compensation": w[1]}),
+            ("stochastic AdamW", 14, {"key": 1}),
+        ]:
+            call = lambda: lns.adam_update_(
+                w[0], c[1], fmt, step=tick, exp_avg=w[2], root=root, decoupled=True, **scalars, **options
             )
             report(f"{label} {fmt}", seconds([call]), bytes_ * n, "TB/s", copy)
     p = torch.nn.Parameter(torch.randn(n, device="cuda"))
