@@ -4,6 +4,7 @@
 // What LNS has no code for is counted in `faults` (0: NaN or infinity encoded, 1: zero divisor, 2: root of a negative) and read later
 // by the host, so that no kernel waits for it; the result is zero there (the largest magnitude for an infinity).
 #include "elementwise.cuh"
+#include "encoding.cuh"
 
 template <class F>
 __device__ __forceinline__ void binary(const short* x, const short* y, short* z, i64 n, i64 y_div, i64 y_mod, int y_code, int aligned, F f) {
@@ -48,11 +49,6 @@ __device__ __noinline__ int added_exactly(int x, int y, bool subtract, const int
     });
 BINARY(add, SUM(false))
 BINARY(sub, SUM(true))
-
-__device__ __forceinline__ int packed_code(int field, int sign) {
-    field = min(field, FIELD_MASK);
-    return field <= 0 ? 0 : sign ? field | SIGN_MASK : field;
-}
 
 BINARY(mul, binary(x, y, z, n, y_div, y_mod, y_code, aligned, [&](int a, int b) {
            int fa = a & FIELD_MASK, fb = b & FIELD_MASK;
@@ -105,17 +101,11 @@ lns_sum(const short* __restrict__ x, short* __restrict__ out, i64 K, i64 N, int 
     if (slot == 0 && n < N) out[n] = total.code();
 }
 
-// The code nearest to x in logarithm. A cell of 2^-(f+1) of the significand holds at most one threshold; `cells` gives the rounded
-// logarithm at the cell's start and the threshold's float32 mantissa.
-constexpr int CELL_SHIFT = 22 - FRACTION_BITS, CELLS = 1 << (FRACTION_BITS + 1);
+// The code nearest to x in logarithm.
 extern "C" __global__ void __launch_bounds__(512)
 lns_encode(const float* __restrict__ x, short* __restrict__ out, i64 n, int aligned, const int2* __restrict__ cells, int* faults) {
-    constexpr bool SHARED = FRACTION_BITS <= 9, SUBNORMAL = BIAS > 126 << FRACTION_BITS;
-    __shared__ int2 near[SHARED ? CELLS : 1];
-    if (SHARED) {
-        for (int i = threadIdx.x; i < CELLS; i += blockDim.x) near[i] = cells[i];
-        __syncthreads();
-    }
+    __shared__ int2 near[Encoder::ROOM];
+    const Encoder encoded(cells, near);
     each<4>(n, aligned, [&](i64 i, auto count) {
         __align__(16) float v[4];
         if (count == 4) *(float4*)v = *(const float4*)(x + i);
@@ -125,16 +115,8 @@ lns_encode(const float* __restrict__ x, short* __restrict__ out, i64 n, int alig
 #pragma unroll
         for (int j = 0; j < 4; j++)
             if (j < count) {
-                int bits = __float_as_int(v[j]), magnitude = bits & 0x7fffffff, shift = 0;
-                largest = max(largest, magnitude);
-                if (SUBNORMAL && magnitude < 0x800000) {
-                    magnitude = __float_as_int(times(v[j], 0x1p64f)) & 0x7fffffff;
-                    shift = magnitude == 0 ? 1 << 12 : 64;
-                }
-                int mantissa = magnitude & 0x7fffff;
-                int2 cell = SHARED ? near[mantissa >> CELL_SHIFT] : __ldg(cells + (mantissa >> CELL_SHIFT));
-                int log = (((magnitude >> 23) - 127 - shift) << FRACTION_BITS) + cell.x + (mantissa > cell.y);
-                code.code[j] = packed_code(log + BIAS, bits < 0);
+                largest = max(largest, __float_as_int(v[j]) & 0x7fffffff);
+                code.code[j] = encoded(v[j]);
             }
         if (largest >= 0x7f800000) {  // an infinity came out saturated, as it should
             int nonfinite = 0;

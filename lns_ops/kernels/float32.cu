@@ -1,6 +1,7 @@
 // What surrounds a matrix product with float32 sums: decoding of both operands, encoding of the sums. Bound by memory.
 // Arrays are contiguous except where strides are given. -D: the format (arithmetic.cuh).
 #include "arithmetic.cuh"
+#include "encoding.cuh"
 
 constexpr int FRACTIONS = 1 << FRACTION_BITS;
 constexpr int LOWEST_EXPONENT = -(BIAS >> FRACTION_BITS);  // BIAS is a multiple of FRACTIONS
@@ -97,13 +98,14 @@ struct Operands {
 };
 
 __device__ __forceinline__ double value(int code, const double* significands) {
-    int field = code & FIELD_MASK, log = field - BIAS;
-    double v = field == 0 ? 0.0 : ldexp(__ldg(significands + (log & (FRACTIONS - 1))), log >> FRACTION_BITS);
-    return code < 0 ? -v : v;
+    int field = code & FIELD_MASK, exponent = (field >> FRACTION_BITS) + LOWEST_EXPONENT;
+    double v = __ldg(significands + field % FRACTIONS);
+    v = __hiloint2double(__double2hiint(v) + (exponent << 20), __double2loint(v));
+    return field == 0 ? 0.0 : code < 0 ? -v : v;
 }
 
 // Element i of the product in float64, which it cannot leave, then clamped to float32.
-__device__ __noinline__ float sum_again(i64 i, const Operands& p) {
+__device__ __forceinline__ float sum_again(i64 i, const Operands& p) {
     const short* row = p.x + i / (p.M * p.N) * p.x_b + i / p.N % p.M * p.x_m;
     const short* column = p.y + i / (p.M * p.N) * p.y_b + i % p.N * p.y_n;
     double total = 0;
@@ -112,30 +114,24 @@ __device__ __noinline__ float sum_again(i64 i, const Operands& p) {
     return (float)fmin(fmax(total, -LARGEST), LARGEST);
 }
 
-// As lns_encode of elementwise.cu, of memory aligned to 16 bytes; but what is not finite was a sum that left float32 on its way.
-constexpr int CELL_SHIFT = 22 - FRACTION_BITS, CELLS = 1 << (FRACTION_BITS + 1);
+__device__ __forceinline__ bool finite(float v) { return (__float_as_int(v) & 0x7f800000) != 0x7f800000; }
+
+// The elements of one thread once more, those that left float32 on their way. Rare, and a function so as not to cost the kernel registers.
+__device__ __noinline__ void encode_again(const float* sums, short* out, i64 n, i64 first, i64 stride, Encoder encoded,
+                                          const Operands& operands) {
+    for (i64 i = first; i < n / 4; i += stride)
+        for (i64 j = 4 * i; j < 4 * i + 4; j++)
+            if (!finite(sums[j])) out[j] = encoded(sum_again(j, operands));
+    for (i64 i = n / 4 * 4 + first; i < n; i += stride)
+        if (!finite(sums[i])) out[i] = encoded(sum_again(i, operands));
+}
+
+// As lns_encode of elementwise.cu, of memory aligned to 16 bytes; but what is not finite is no fault.
 extern "C" __global__ void __launch_bounds__(512, 4)
 lns_encode_sums(const float* __restrict__ sums, short* __restrict__ out, i64 n, const int2* __restrict__ cells,
                 const __grid_constant__ Operands operands) {
-    constexpr bool SHARED = FRACTION_BITS <= 9;
-    __shared__ int2 near[SHARED ? CELLS : 1];
-    if (SHARED) {
-        for (int i = threadIdx.x; i < CELLS; i += blockDim.x) near[i] = cells[i];
-        __syncthreads();
-    }
-    auto encoded = [&](float v) -> short {
-        int bits = __float_as_int(v), magnitude = bits & 0x7fffffff, shift = 0;
-        if (SUBNORMAL && magnitude < 0x800000) {
-            magnitude = __float_as_int(times(v, 0x1p64f)) & 0x7fffffff;
-            shift = magnitude == 0 ? 1 << 12 : 64;
-        }
-        int mantissa = magnitude & 0x7fffff;
-        int2 cell = SHARED ? near[mantissa >> CELL_SHIFT] : __ldg(cells + (mantissa >> CELL_SHIFT));
-        int field = (((magnitude >> 23) - 127 - shift) << FRACTION_BITS) + cell.x + (mantissa > cell.y) + BIAS;
-        field = min(field, FIELD_MASK);
-        return field <= 0 ? 0 : bits < 0 ? field | SIGN_MASK : field;
-    };
-    auto finite = [](float v) { return (__float_as_int(v) & 0x7f800000) != 0x7f800000; };
+    __shared__ int2 near[Encoder::ROOM];
+    const Encoder encoded(cells, near);
     const i64 first = blockIdx.x * (i64)blockDim.x + threadIdx.x, stride = (i64)gridDim.x * blockDim.x;
     bool all_finite = true;
 #pragma unroll 2
@@ -148,11 +144,5 @@ lns_encode_sums(const float* __restrict__ sums, short* __restrict__ out, i64 n, 
         out[i] = encoded(sums[i]);
         all_finite &= finite(sums[i]);
     }
-    if (all_finite) return;
-    // The same elements once more; rare, and apart from the loop above so as not to cost it registers.
-    for (i64 i = first; i < n / 4; i += stride)
-        for (i64 j = 4 * i; j < 4 * i + 4; j++)
-            if (!finite(sums[j])) out[j] = encoded(sum_again(j, operands));
-    for (i64 i = n / 4 * 4 + first; i < n; i += stride)
-        if (!finite(sums[i])) out[i] = encoded(sum_again(i, operands));
+    if (!all_finite) encode_again(sums, out, n, first, stride, encoded, operands);
 }
