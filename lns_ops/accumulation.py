@@ -7,9 +7,9 @@ format::
 
     z_mn = encode(fl(sum over k of fl(2^log x_mk) fl(2^log y_kn)))
 
-Both operands are decoded and multiplied as floating-point matrices, on a GPU by its tensor cores, some hundred times as fast as
-``contract``. Of ``K`` terms the number ``s`` that is encoded lies this close to the exact sum of the exact products, in whatever order
-they are added (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 3.1)::
+Both operands are decoded and multiplied as floating-point matrices, on a GPU by its tensor cores. Of ``K`` terms the number ``s`` that
+is encoded lies this close to the exact sum of the exact products, in whatever order they are added (Higham, Accuracy and Stability of
+Numerical Algorithms, 2nd ed., section 3.1)::
 
     |s - sum x_k y_k|  <=  ((1 + e)^2 (1 + K u / (1 - K u)) - 1) sum |x_k y_k|  +  K 2^-124
 
@@ -23,8 +23,9 @@ On the significands 2^(j / 2^f) that occur, ``e`` is at most 2^-8.3 for bfloat16
 addition to nearest, hence their larger u. What lies below float32's normal range may be flushed to zero: that is the last term, and ``e``
 is 1 for operands below 2^-126; only formats with that range have any. Each operand encodes back to itself, so a product with an identity
 matrix is exact; of single products, all are exact on a CPU, and on a GPU all but those of 1 % of the pairs of significands of f = 6 and
-f = 9, which are one ulp off. CPU and GPU differ within the bound, and so may two processors or library versions; on one machine the same
-product gives the same bits. The CPU's figures want torch's own float32 precision (``torch.set_float32_matmul_precision``) at its default.
+f = 9, which are one ulp off. CPU and GPU differ within the bound, and so may two processors or library versions; the same product on the
+same machine gives the same bits as far as its BLAS library does. The CPU's figures want torch's own float32 precision
+(``torch.set_float32_matmul_precision``) at its default.
 
 A sum beyond float32's range is taken again in float64, which no sum of LNS products leaves; it saturates to the format's largest magnitude
 with its own sign. So there is neither an infinity nor a NaN, also where large terms of both signs meet.

@@ -51,7 +51,8 @@ def _product(x: Tensor, y: Tensor, fmt: LNSFormat, accumulation: str) -> Tensor:
 class LNSMatmulLinear(nn.Linear):
     """nn.Linear whose matrix products are computed in LNS; parameters, bias addition, inputs and outputs are float32.
 
-    Shapes: input ``[..., in_features]``, output ``[..., out_features]``. Made by :func:`convert_`, not constructed.
+    Shapes: input ``[..., in_features]``, output ``[..., out_features]``. Made by :func:`convert_`, not constructed. Products of either
+    accumulation (:func:`~lns_ops.accumulation.set_matmul_accumulation`) are rounded to the format, backward ones are of the forward's.
 
     Attributes:
         fmt: the LNS format of the products.

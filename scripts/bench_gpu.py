@@ -162,48 +162,37 @@ def gemm(issue: float, quick: bool) -> None:
                     report(f"  tile {tuple(tile)}", seconds([call], graph=True), M * K * N, "TMAC/s", bound)
 
 
-FLOAT32_SHAPES = {
-    "": (4096, 4096, 4096),
-    " ": (1024, 1024, 1024),
-    "forward ": (128, 784, 512),
-    "dW ": (512, 128, 784),
-    "dX ": (128, 512, 784),
-    "output ": (128, 512, 10),
-}
+FLOAT32_SHAPES = [
+    ("square", (4096, 4096, 4096)),
+    ("square", (1024, 1024, 1024)),
+    ("forward", (128, 784, 512)),
+    ("dW", (512, 128, 784)),
+    ("dX", (128, 512, 784)),
+    ("output", (128, 512, 10)),
+]
 
 
 def float32_sums(copy: float) -> None:
     """Products with float32 sums, step by step, as fractions of cuBLAS's product of the decoded operands alone."""
     for fmt in (lns12, lns16):
         kind = _float32.operand_type(fmt.fraction_bits)
-        for label, (M, K, N) in FLOAT32_SHAPES.items():
-            x = [codes((K, M), fmt).t() if label == "dW " else codes((M, K), fmt) for _ in range(2)]
-            y = [codes((N, K), fmt).t() if label in ("forward ", "output ") else codes((K, N), fmt) for _ in range(2)]
-            name, work, short = f"{label.strip()} {M}x{K}x{N}".strip(), M * K * N, M * K * N < 1 << 33
+        for label, (M, K, N) in FLOAT32_SHAPES:
+            x = [codes((K, M), fmt).t() if label == "dW" else codes((M, K), fmt) for _ in range(2)]
+            y = [codes((N, K), fmt).t() if label in ("forward", "output") else codes((K, N), fmt) for _ in range(2)]
             decode = lambda i: _float32.decoded_operands(x[i], y[i], fmt.bits, fmt.fraction_bits)
-            pairs = [decode(i) for i in range(2)]
-            alone = work / seconds([lambda i=i: _float32.float32_product(*pairs[i], kind) for i in range(2)], graph=short)
-            report(f"cuBLAS {kind} to float32 {name}", work / alone, work, "TMAC/s")
-            if kind == "bf16":
-                report(
-                    f"torch bf16 to bf16 {name}",
-                    seconds([lambda i=i: torch.mm(*pairs[i]) for i in range(2)], graph=short),
-                    work,
-                    "TMAC/s",
-                    alone,
-                )
+            pairs, work = [decode(i) for i in range(2)], M * K * N
             steps = {
-                "decode + product": lambda i: _float32.float32_product(*decode(i), kind),
-                "decode + product + encode": lambda i: lns.matmul(x[i], y[i], fmt, accumulation="float32"),
+                f"cuBLAS {kind} to float32": lambda i: _float32.float32_product(*pairs[i], kind),
+                f"{fmt} decode + product": lambda i: _float32.float32_product(*decode(i), kind),
+                f"{fmt} decode + product + encode": lambda i: lns.matmul(x[i], y[i], fmt, accumulation="float32"),
             }
+            if kind == "bf16":
+                steps["torch bf16 to bf16"] = lambda i: torch.mm(*pairs[i])
+            alone = None
             for step, call in steps.items():
-                report(
-                    f"{fmt} {step} {name}",
-                    seconds([lambda i=i, c=call: c(i) for i in range(2)], graph=short),
-                    work,
-                    "TMAC/s",
-                    alone,
-                )
+                time = seconds([lambda i=i, c=call: c(i) for i in range(2)], graph=work < 1 << 33)
+                report(f"{step} {label} {M}x{K}x{N}", time, work, "TMAC/s", alone)
+                alone = alone or work / time
         both = [codes((1 << 26,), fmt) for _ in range(4)]
         calls = [lambda i=i: _float32.decoded_operands(both[i], both[i + 1], fmt.bits, fmt.fraction_bits) for i in (0, 2)]
         report(f"decode two operands {fmt} to {kind}", seconds(calls), (4 if kind == "bf16" else 6) * (1 << 27), "TB/s", copy)
