@@ -13,7 +13,7 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -38,6 +38,12 @@ def _in_memory_order(x: Tensor) -> tuple[Tensor, bool]:
     return (x.mT, True) if x.mT.is_contiguous() else (x.contiguous(), False)
 
 
+def _plain(x: Tensor) -> AbstractContextManager[None]:
+    """Inside, torch.autocast leaves the products of tensors like ``x`` alone; it would round float32 operands to 16 bits."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
 # --- CPU -----------------------------------------------------------------------------------------------------------------------
 
 
@@ -50,7 +56,8 @@ def _values(codes: Tensor, fmt: LNSFormat, dtype: type[np.floating[Any]]) -> Ten
 def matmul_cpu(x_BMK: Tensor, y_BKN: Tensor, bits: int, fraction_bits: int) -> Tensor:
     """``x @ y`` with float32 sums: int16 codes ``[B, M, K]`` and ``[B, K, N]`` in, ``[B, M, N]`` out."""
     fmt = LNSFormat(bits, fraction_bits)
-    sums = torch.matmul(_values(x_BMK, fmt, np.float32), _values(y_BKN, fmt, np.float32))
+    with _plain(x_BMK):
+        sums = torch.matmul(_values(x_BMK, fmt, np.float32), _values(y_BKN, fmt, np.float32))
     try:
         return torch.from_numpy(cpu.encode(sums.numpy(), fmt))
     except NonFiniteError:
@@ -134,7 +141,7 @@ def float32_product(left: Tensor, right: Tensor, kind: str) -> Tensor:
     if kind == "bf16":
         sums = product.dtype(left, right, torch.float32)
     else:
-        with _float32_precision("tf32" if kind == "tf32" else "ieee"):
+        with _plain(left), _float32_precision("tf32" if kind == "tf32" else "ieee"):
             sums = product.default(left, right)
     return sums.contiguous()  # type: ignore[no-any-return]
 

@@ -109,6 +109,13 @@ def test_sums_that_leave_float32_saturate_with_their_sign(fmt: LNSFormat) -> Non
     assert z[3].tolist() == [top, bottom, top, minus]
 
 
+def test_autocast_leaves_the_sums_alone() -> None:
+    x, y = codes((6, 700), LNSFormat(16, 10), 6, 0.1), codes((700, 8), LNSFormat(16, 10), 7, 0.1)
+    wanted = product(x, y, LNSFormat(16, 10))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(product(x, y, LNSFormat(16, 10)), wanted)
+
+
 def test_linear_adds_its_bias_in_lns() -> None:
     x, y, bias = codes((6, 70), lns12, 6, 0.1), codes((70, 8), lns12, 7, 0.1), codes((8,), lns12, 8, 0.3)
     got = lns.linear(x, y, bias, lns12, accumulation="float32")

@@ -193,6 +193,14 @@ def test_torchs_float32_precision_is_left_as_it_was_and_does_not_matter(before: 
 
 
 @pytest.mark.parametrize("fmt", [lns12, lns16, LNSFormat(16, 12)], ids=str)
+def test_autocast_leaves_the_sums_alone(fmt: LNSFormat) -> None:
+    x, y = gpu(random_codes((64, 500), fmt, 1, 0.1)), gpu(random_codes((500, 64), fmt, 2, 0.1))
+    wanted = product(x, y, fmt)
+    with torch.autocast("cuda", dtype=torch.float16):
+        assert torch.equal(product(x, y, fmt), wanted)
+
+
+@pytest.mark.parametrize("fmt", [lns12, lns16, LNSFormat(16, 12)], ids=str)
 def test_runs_on_torchs_current_stream_and_in_a_graph(fmt: LNSFormat) -> None:
     x, y = gpu(random_codes((256, 320), fmt, 20, 0.1)), gpu(random_codes((256, 320), fmt, 21, 0.1)).t()
     wanted = product(x, y, fmt)
