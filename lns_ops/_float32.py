@@ -103,8 +103,9 @@ def decoded_operands(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> tup
     else:
         dtype = torch.bfloat16 if kind == "bf16" else torch.float32
         left, right = torch.empty_like(x, dtype=dtype), torch.empty_like(y, dtype=dtype)
-        _kernel(f"decode_{kind}", bits, fraction_bits, device)(
-            cuda._grid(x.numel() + y.numel(), device, resident=True), cuda._THREADS, device,
+        kernel = _kernel(f"decode_{kind}", bits, fraction_bits, device)
+        kernel(
+            cuda._grid(x.numel() + y.numel(), device, kernel=kernel), cuda._THREADS, device,
             x.data_ptr(), left.data_ptr(), x.numel(), y.data_ptr(), right.data_ptr(), y.numel(),
             _mantissas(fraction_bits, _MANTISSAS[kind], device).data_ptr(), cuda._aligned(x, left), cuda._aligned(y, right),
         )  # fmt: skip
@@ -155,8 +156,9 @@ def matmul_cuda(x_BMK: Tensor, y_BKN: Tensor, bits: int, fraction_bits: int) -> 
     left, right = decoded_operands(x_BMK, y_BKN, bits, fraction_bits)
     sums = float32_product(left, right, operand_type(fraction_bits))
     tables, batched = cuda._tables(fraction_bits, device), x_BMK.dim() == 3
-    _kernel("encode_sums", bits, fraction_bits, device)(
-        cuda._grid(out.numel(), device, per_thread=4, resident=True), cuda._THREADS, device,
+    kernel = _kernel("encode_sums", bits, fraction_bits, device)
+    kernel(
+        cuda._grid(out.numel(), device, per_thread=4, kernel=kernel), cuda._THREADS, device,
         sums.data_ptr(), out.data_ptr(), out.numel(), tables.cells.data_ptr(),
         x_BMK.data_ptr(), y_BKN.data_ptr(), tables.significands_double.data_ptr(), M, N, K,
         x_BMK.stride(0) if batched else 0, x_BMK.stride(-2), x_BMK.stride(-1),

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lns_ops.format import MANTISSA_BITS, LNSFormat, NonFiniteError, decode_significands, encode_thresholds
-from lns_ops.gaussian import decay_table, gaussian_tables, stochastic_tables
+from lns_ops.gaussian import decay_table, gaussian_tables, longest_decay_table, stochastic_tables
 from lns_ops.reference import BLOCK, adam_codes
 
 REPLICATED_FRACTION_BITS = 7
@@ -102,6 +102,7 @@ class _Kernel:
         self._arguments = struct.Struct("@" + layout)
         self._shared = shared
         self._launch = _driver().launchKernel
+        self._resident: dict[int, int] = {}
 
     def __call__(self, grid: tuple[int, int, int], threads: int, device: int, *arguments: int) -> None:
         values = ctypes.create_string_buffer(self._arguments.size)
@@ -119,6 +120,15 @@ class _Kernel:
             _thread.ready = True
         stream = torch._C._cuda_getCurrentRawStream(device)
         self._launch(self._pointer, *grid, threads, 1, 1, self._shared, stream, 0, ctypes.addressof(extra))
+
+    def resident(self, device: int) -> int:
+        """Thread blocks of ``_THREADS`` that the device holds at once."""
+        if device not in self._resident:
+            with torch.cuda.device(device):
+                _cupy().cuda.Device(device).use()
+                a_multiprocessor = _driver().occupancyMaxActiveBlocksPerMultiprocessor(self._pointer, _THREADS, self._shared)
+            self._resident[device] = a_multiprocessor * _multiprocessors(device)
+        return self._resident[device]
 
 
 @lru_cache(maxsize=1)
@@ -278,9 +288,12 @@ def _elementwise(name: str, bits: int, fraction_bits: int, device: int) -> _Kern
     fast = fraction_bits <= _SHARED_FRACTION_BITS
     shared = len(gaussian_tables(fraction_bits).plus) * 4 * _COPIES if fast and name in _WITH_TABLE else 0
     defines = {"FAST": int(fast), "COPIES": _COPIES}
-    updates = name.startswith(("sgd", "adam"))
+    updates, adam = name.startswith(("sgd", "adam")), name.startswith("adam")
     if updates:
-        defines |= {"ADAM_KERNELS": int(name.startswith("adam")), "FINE_LAST": len(stochastic_tables(fraction_bits).plus) - 1}
+        fine, behind = len(stochastic_tables(fraction_bits).plus), fraction_bits <= REPLICATED_FRACTION_BITS
+        defines |= {"ADAM_KERNELS": int(adam), "FINE_LAST": fine - 1, "SHARED_TABLES": int(behind)}
+        if behind:
+            shared += 8 * fine * name.endswith("stochastic") + 4 * longest_decay_table(fraction_bits) * adam
     source = _source("updates.cu" if updates else "elementwise.cu")
     function = _compile(source, f"lns_{name}", _defines(fmt, device, **defines), device)
     return _Kernel(function, _ELEMENTWISE[name], shared)
@@ -291,10 +304,13 @@ def _multiprocessors(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _grid(n: int, device: int, *, per_thread: int = 8, resident: bool = False) -> tuple[int, int, int]:
-    """Thread blocks for ``n`` elements; ``resident``: no more than the device holds at once, since each fills its table first."""
+def _grid(n: int, device: int, *, per_thread: int = 8, kernel: _Kernel | None = None, waves: int = 8) -> tuple[int, int, int]:
+    """Thread blocks for ``n`` elements; of a ``kernel`` that fills tables first no more than the device holds at once, ``waves`` times.
+
+    More than one wave keeps accesses that happen together closer together: 3 to 8 % more bandwidth on an H200.
+    """
     blocks = -(-n // (per_thread * _THREADS))
-    return min(blocks, 4 * _multiprocessors(device)) if resident else min(blocks, (1 << 31) - 1), 1, 1
+    return min(blocks, waves * kernel.resident(device) if kernel is not None else (1 << 31) - 1), 1, 1
 
 
 def _aligned(*tensors: Tensor | None) -> int:
@@ -340,9 +356,9 @@ def _binary(name: str, x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> T
         else:
             y, (div, mod) = y.contiguous(), repetition
     if x.numel():
-        tables = _tables(fraction_bits, device)
-        _elementwise(name, bits, fraction_bits, device)(
-            _grid(x.numel(), device, resident=name in _WITH_TABLE), _THREADS, device,
+        tables, kernel = _tables(fraction_bits, device), _elementwise(name, bits, fraction_bits, device)
+        kernel(
+            _grid(x.numel(), device, kernel=kernel), _THREADS, device,
             x.data_ptr(), y.data_ptr(), z.data_ptr(), x.numel(), div, mod, code, _aligned(x, y if mod else None, z),
             tables.signed.data_ptr(), tables.gauss.data_ptr(), tables.faults.data_ptr(),
         )  # fmt: skip
@@ -408,9 +424,13 @@ def encode(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
     x, device = x.contiguous().to(torch.float64 if double else torch.float32), x.get_device()
     out = torch.empty(x.shape, dtype=torch.int16, device=x.device)
     if x.numel():
-        tables, grid = _tables(fraction_bits, device), _grid(x.numel(), device, per_thread=4, resident=True)
+        tables, kernel = (
+            _tables(fraction_bits, device),
+            _elementwise("encode_double" if double else "encode", bits, fraction_bits, device),
+        )
+        grid = _grid(x.numel(), device, per_thread=4, kernel=kernel)
         if double:
-            _elementwise("encode_double", bits, fraction_bits, device)(
+            kernel(
                 grid,
                 _THREADS,
                 device,
@@ -421,7 +441,7 @@ def encode(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
                 tables.faults.data_ptr(),
             )
         else:
-            _elementwise("encode", bits, fraction_bits, device)(
+            kernel(
                 grid, _THREADS, device, x.data_ptr(), out.data_ptr(), x.numel(), _aligned(x, out), tables.cells.data_ptr(),
                 tables.faults.data_ptr(),
             )  # fmt: skip
@@ -434,9 +454,12 @@ def decode(codes: Tensor, bits: int, fraction_bits: int, dtype: torch.dtype) -> 
     codes, device = codes.contiguous(), codes.get_device()
     out = torch.empty(codes.shape, dtype=torch.float64 if double else torch.float32, device=codes.device)
     if codes.numel():
-        tables = _tables(fraction_bits, device)
-        _elementwise("decode_double" if double else "decode", bits, fraction_bits, device)(
-            _grid(codes.numel(), device, per_thread=4, resident=True), _THREADS, device,
+        tables, kernel = (
+            _tables(fraction_bits, device),
+            _elementwise("decode_double" if double else "decode", bits, fraction_bits, device),
+        )
+        kernel(
+            _grid(codes.numel(), device, per_thread=4, kernel=kernel), _THREADS, device,
             codes.data_ptr(), out.data_ptr(), codes.numel(), _aligned(codes, out),
             (tables.significands_double if double else tables.significands).data_ptr(),
         )  # fmt: skip
@@ -488,8 +511,10 @@ def sgd_update_(
     if weight.numel():
         tables = _tables(fraction_bits, device)
         fine = _fine_table(fraction_bits, device) if key is not None else None
-        _elementwise(f"sgd{'_momentum' * (momentum is not None)}{_rounding(key, compensation)}", bits, fraction_bits, device)(
-            _grid(weight.numel(), device, resident=True), _THREADS, device,
+        name = f"sgd{'_momentum' * (momentum is not None)}{_rounding(key, compensation)}"
+        kernel = _elementwise(name, bits, fraction_bits, device)
+        kernel(
+            _grid(weight.numel(), device, kernel=kernel, waves=2), _THREADS, device,
             weight.data_ptr(), grad.data_ptr(), _pointer(None if momentum is None else buffer), _pointer(compensation), _pointer(step),
             weight.numel(), key or 0, negative_lr, momentum or 0, _aligned(weight, grad, buffer, compensation),
             tables.signed.data_ptr(), tables.gauss.data_ptr(), _pointer(fine),
@@ -513,8 +538,9 @@ def adam_update_(
         correction, eps_hat, moves = _adam_tables(beta1, beta2, eps, fmt, device)
         fine = _fine_table(fraction_bits, device) if key is not None else None
         form = "" if weight_decay is None else "_decoupled" if decoupled else "_l2"
-        _elementwise(f"adam{form}{_rounding(key, compensation)}", bits, fraction_bits, device)(
-            _grid(weight.numel(), device, resident=True), _THREADS, device,
+        kernel = _elementwise(f"adam{form}{_rounding(key, compensation)}", bits, fraction_bits, device)
+        kernel(
+            _grid(weight.numel(), device, kernel=kernel, waves=2), _THREADS, device,
             weight.data_ptr(), grad.data_ptr(), exp_avg.data_ptr(), root.data_ptr(), _pointer(residue), _pointer(compensation),
             step.data_ptr(), correction.data_ptr(), eps_hat.data_ptr(), len(codes.correction), weight.numel(), key or 0,
             negative_lr, codes.beta1, codes.one_minus_beta1, weight_decay or 0,

@@ -103,6 +103,11 @@ class DecayTable(NamedTuple):
     table: NDArray[np.int32]
 
 
+def longest_decay_table(fraction_bits: int) -> int:
+    """Most entries that a decay table has, whatever its beta."""
+    return ((fraction_bits + FINE_BITS + 2) << fraction_bits) + 1
+
+
 @lru_cache(maxsize=64)
 def decay_table(beta: float, fraction_bits: int) -> DecayTable:
     """The table for a decay ``beta`` in [10^-6, 1).
@@ -115,7 +120,7 @@ def decay_table(beta: float, fraction_bits: int) -> DecayTable:
     scale = 1 << fraction_bits
     keep, take = (0.5 * scale * np.log(b) / np.log(2.0) for b in (beta, 1 - beta))
     # The distance of the two squares is 2 |k + take - keep| ulps; beyond `reach` the correction is below half a fine unit.
-    reach, centre = (fraction_bits + FINE_BITS + 2) * scale // 2, round(keep - take)
+    reach, centre = longest_decay_table(fraction_bits) // 2, round(keep - take)
     first = centre - reach
     octaves = 2 * np.abs(np.arange(first, centre + reach + 1) + take - keep) / scale
     table = np.rint(0.5 * np.log1p(np.exp2(-octaves)) * (scale / np.log(2.0)) * (1 << FINE_BITS)).astype(np.int32)

@@ -9,17 +9,25 @@
 template <class F>
 __device__ __forceinline__ void binary(const short* x, const short* y, short* z, i64 n, i64 y_div, i64 y_mod, int y_code, int aligned, F f) {
     const bool flat = y_mod == n && y_div == 1;
-    each(n, aligned, [&](i64 i, auto count) {
-        Codes a = get(x, i, count), b, out;
-        if (flat) b = get(y, i, count);
+    struct Operands {
+        Codes x, y;
+    };
+    each(
+        n, aligned,
+        [&](i64 i, auto count) {
+            Operands operands = {get(x, i, count)};
+            if (flat) operands.y = get(y, i, count);
+            return operands;
+        },
+        [&](i64 i, auto count, const Operands& operands) {
+            Codes out;
 #pragma unroll
-        for (int j = 0; j < WIDE; j++)
-            if (j < count) {
-                int other = flat ? b.code[j] : y_mod ? y[(i + j) / y_div % y_mod] : y_code;
-                out.code[j] = f(a.code[j], other);
+            for (int j = 0; j < count; j++) {
+                int other = flat ? operands.y.code[j] : y_mod ? y[(i + j) / y_div % y_mod] : y_code;
+                out.code[j] = f(operands.x.code[j], other);
             }
-        put(z, i, count, out);
-    });
+            put(z, i, count, out);
+        });
 }
 
 #define BINARY(name, ...)                                                                                                              \
@@ -106,31 +114,38 @@ extern "C" __global__ void __launch_bounds__(512)
 lns_encode(const float* __restrict__ x, short* __restrict__ out, i64 n, int aligned, const int2* __restrict__ cells, int* faults) {
     __shared__ int2 near[Encoder::ROOM];
     const Encoder encoded(cells, near);
-    each<4>(n, aligned, [&](i64 i, auto count) {
+    struct Values {
         __align__(16) float v[4];
-        if (count == 4) *(float4*)v = *(const float4*)(x + i);
-        else v[0] = x[i];
-        Codes code;
-        int largest = 0;
+    };
+    each<4>(
+        n, aligned,
+        [&](i64 i, auto count) {
+            Values values;
+            if (count == 4) *(float4*)values.v = *(const float4*)(x + i);
+            else values.v[0] = x[i];
+            return values;
+        },
+        [&](i64 i, auto count, const Values& values) {
+            const float* v = values.v;
+            Codes code;
+            int largest = 0;
 #pragma unroll
-        for (int j = 0; j < 4; j++)
-            if (j < count) {
+            for (int j = 0; j < count; j++) {
                 largest = max(largest, __float_as_int(v[j]) & 0x7fffffff);
                 code.code[j] = encoded(v[j]);
             }
-        if (largest >= 0x7f800000) {  // an infinity came out saturated, as it should
-            int nonfinite = 0;
+            if (largest >= 0x7f800000) {  // an infinity came out saturated, as it should
+                int nonfinite = 0;
 #pragma unroll
-            for (int j = 0; j < 4; j++)
-                if (j < count) {
+                for (int j = 0; j < count; j++) {
                     int magnitude = __float_as_int(v[j]) & 0x7fffffff;
                     nonfinite += magnitude >= 0x7f800000;
                     if (magnitude > 0x7f800000) code.code[j] = 0;
                 }
-            atomicAdd(faults, nonfinite);
-        }
-        put(out, i, count, code);
-    });
+                atomicAdd(faults, nonfinite);
+            }
+            put(out, i, count, code);
+        });
 }
 
 // The same for float64; thresholds in units of 2^-52.
@@ -159,19 +174,19 @@ lns_encode_double(const double* __restrict__ x, short* __restrict__ out, i64 n, 
 // sign 2^(log / 2^f): the significand from a table, rounded to the type, times a power of two.
 template <class T, class F>
 __device__ __forceinline__ void decoded(const short* codes, T* out, i64 n, bool aligned, F value) {
-    each<4>(n, aligned, [&](i64 i, auto count) {
-        Codes c = get(codes, i, count);
-        __align__(16) T v[4];
+    each<4>(
+        n, aligned, [&](i64 i, auto count) { return get(codes, i, count); },
+        [&](i64 i, auto count, const Codes& c) {
+            __align__(16) T v[4];
 #pragma unroll
-        for (int j = 0; j < 4; j++)
-            if (j < count) v[j] = value(c.code[j]);
-        if (count == 4) {
+            for (int j = 0; j < count; j++) v[j] = value(c.code[j]);
+            if (count == 4) {
 #pragma unroll
-            for (int j = 0; j < (int)sizeof(T) / 4; j++) ((float4*)(out + i))[j] = ((float4*)v)[j];
-        } else {
-            out[i] = v[0];
-        }
-    });
+                for (int j = 0; j < (int)sizeof(T) / 4; j++) ((float4*)(out + i))[j] = ((float4*)v)[j];
+            } else {
+                out[i] = v[0];
+            }
+        });
 }
 
 extern "C" __global__ void __launch_bounds__(512)

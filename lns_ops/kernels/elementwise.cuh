@@ -90,9 +90,9 @@ struct FastArithmetic {
     }
 };
 typedef FastArithmetic Arithmetic;
-#define SETUP                                    \
-    extern __shared__ __align__(16) u32 table[]; \
-    Arithmetic::Add::fill(table, packed);        \
+extern __shared__ __align__(16) u32 table[];
+#define SETUP                             \
+    Arithmetic::Add::fill(table, packed); \
     __syncthreads();
 #define ARITHMETIC \
     Arithmetic {}
@@ -116,6 +116,26 @@ __device__ __forceinline__ void each(i64 n, bool aligned, F f) {
 #pragma unroll 2
     for (i64 i = first; i < vectors; i += stride) f(i * W, Count<W>());
     for (i64 i = vectors * W + first; i < n; i += stride) f(i, Count<1>());
+}
+
+// load(i, Count<N>) and then work(i, Count<N>, what it returned) for the same runs, a run ahead: a thread's next loads are on their way
+// while it computes, so that few threads keep the memory busy.
+template <int W = WIDE, class L, class F>
+__device__ __forceinline__ void each(i64 n, bool aligned, L load, F work) {
+    const i64 first = blockIdx.x * (i64)blockDim.x + threadIdx.x, stride = (i64)gridDim.x * blockDim.x;
+    const i64 vectors = aligned ? n / W : 0;
+    if (first < vectors) {
+        auto now = load(first * W, Count<W>());
+        for (i64 i = first; i < vectors;) {
+            const i64 next = i + stride;
+            auto then = now;
+            if (next < vectors) then = load(next * W, Count<W>());
+            work(i * W, Count<W>(), now);
+            now = then;
+            i = next;
+        }
+    }
+    for (i64 i = vectors * W + first; i < n; i += stride) work(i, Count<1>(), load(i, Count<1>()));
 }
 
 template <int W>

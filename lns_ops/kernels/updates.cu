@@ -1,6 +1,8 @@
 // Optimizer steps, fused: each array is read and written once, every operation in between is an LNS operation.
 //
-// -D: as elementwise.cuh; FINE_LAST: last index of the table for additions that round at random; ADAM_KERNELS 1: those of Adam, 0: of SGD.
+// -D: as elementwise.cuh; FINE_LAST: last index of the table for additions that round at random; ADAM_KERNELS 1: those of Adam, 0: of SGD;
+// SHARED_TABLES 1: that table and Adam's table of decays are copied to shared memory behind the Adder's, where a gather costs a few cycles
+// instead of some twenty.
 #include "elementwise.cuh"
 
 // How a weight takes its update: rounded to nearest, with Kahan compensation, or rounded at random.
@@ -31,11 +33,40 @@ struct Random {
 
 // The code of x + y rounded at random; fine[d] holds G+(d) and G-(d) with 16 bits behind the ulp, d = 0 .. FINE_LAST.
 __device__ __forceinline__ int stochastic_sum(int x, int y, int bits, const int* __restrict__ fine) {
-    int fx = x & FIELD_MASK, fy = y & FIELD_MASK, lower = min(fx, fy);
-    int entry = __ldg(fine + 2 * min(abs(fx - fy), FINE_LAST) + ((x ^ y) < 0));
-    int field = max(fx, fy) + (lower == 0 ? 0 : (entry + bits) >> 16);
-    field = min(field, FIELD_MASK);
+    const int fx = x & FIELD_MASK, fy = y & FIELD_MASK;
+    const int entry = __ldg(fine + 2 * min(abs(fx - fy), FINE_LAST) + ((x ^ y) < 0));
+    const int field = min(max(fx, fy) + (min(fx, fy) == 0 ? 0 : (entry + bits) >> 16), FIELD_MASK);
     return field <= 0 ? 0 : (fx >= fy ? x : y) < 0 ? field | SIGN_MASK : field;
+}
+
+#if SHARED_TABLES
+constexpr int FINE_AT = Arithmetic::Add::BYTES / 4, FINE_WORDS = 2 * (FINE_LAST + 1);
+
+// `table` behind the Adder's own: the fine corrections, largest distance first, G+ and G- side by side.
+__device__ __forceinline__ void copy_fine(const int* __restrict__ fine) {
+    for (int i = threadIdx.x; i < FINE_WORDS; i += blockDim.x) table[FINE_AT + (FINE_WORDS - 2 - i / 2 * 2) + i % 2] = __ldg(fine + i);
+}
+
+__device__ __forceinline__ void copy_moves(int at, const int* __restrict__ moves, int count) {
+    for (int i = threadIdx.x; i < count; i += blockDim.x) table[at + i] = __ldg(moves + i);
+}
+
+// The same sum by the Adder's method: a distance beyond the table, or from a zero, is row 0, whose corrections are 0.
+__device__ __forceinline__ float stochastic_sum(const FastArithmetic&, float x, float y, int bits, const int*) {
+    typedef FastArithmetic::Add Add;
+    float t;
+    asm("{\n\t.reg .f32 d;\n\tsub.f32 d, %1, %2;\n\tabs.f32 d, d;\n\tneg.f32 d, d;\n\tadd.sat.f32 %0, d, %3;\n\t}"
+        : "=f"(t) : "f"(x), "f"(y), "f"(__int_as_float(FINE_LAST * Add::PITCH + Add::PITCH / 2)));
+    const u32 row = __float_as_uint(t);
+    const int entry = *(const int*)((const char*)(table + FINE_AT) + (row & 2) * 2 + (row >> (Add::PITCH_BITS - 3) & ~7u));
+    return FastArithmetic::without_underflow(__int_as_float(((entry + bits) >> 16) * Add::PITCH + __float_as_int(larger(x, y))));
+}
+#endif
+
+// Without that table, and for the definition: by way of codes.
+template <class A>
+__device__ __forceinline__ typename A::Number stochastic_sum(const A& arithmetic, typename A::Number x, typename A::Number y, int bits, const int* fine) {
+    return arithmetic.of(stochastic_sum((short)arithmetic.code(x), (short)arithmetic.code(y), bits, fine));
 }
 
 // weight + update in a weight's place, for element j; `bits` are random ones. Kahan's sums grow by four octaves at most.
@@ -43,12 +74,10 @@ constexpr int GROWTH = 4;
 template <Rounding ROUNDING, class A>
 __device__ __forceinline__ void take(A& arithmetic, Codes& weight, typename A::Number update, Codes& compensation, int j, int bits, const int* fine) {
     typedef typename A::Number Number;
-    if (ROUNDING == STOCHASTIC) {
-        weight.code[j] = stochastic_sum(weight.code[j], (short)arithmetic.code(update), bits, fine);
-        return;
-    }
     const Number old = arithmetic.watched(arithmetic.of(weight, j));
-    if (ROUNDING == KAHAN) {
+    if (ROUNDING == STOCHASTIC) {
+        weight.code[j] = arithmetic.code(stochastic_sum(arithmetic, old, update, bits, fine));
+    } else if (ROUNDING == KAHAN) {
         const Number kept = arithmetic.sum(arithmetic.watched(arithmetic.of(compensation, j)), update), fresh = arithmetic.sum(old, kept);
         weight.code[j] = arithmetic.code(fresh);
         const Number taken = arithmetic.sum(fresh, arithmetic.negated(old));
@@ -99,26 +128,46 @@ __device__ __noinline__ void sgd_exactly(i64 i, int count, SgdArguments a, Rando
 template <bool MOMENTUM, Rounding ROUNDING>
 __device__ __forceinline__ void sgd_update(const SgdArguments& a, i64 n, int aligned, const u32* packed, const int2* gauss) {
     const i64 step = ROUNDING == STOCHASTIC ? *a.step : 0;
-    each(n, aligned, [&](i64 i, auto count) {
-        Codes g = get(a.grad, i, count), w = get(a.weight, i, count), b, c;
-        if (MOMENTUM) b = get(a.buffer, i, count);
-        if (ROUNDING == KAHAN) c = get(a.compensation, i, count);
-        Random random;
-        if (ROUNDING == STOCHASTIC) random = Random(a.key, step, 0, i / WIDE);
-        Arithmetic arithmetic = ARITHMETIC;
+    struct Arrays {
+        Codes g, w, b, c;
+    };
+    each(
+        n, aligned,
+        [&](i64 i, auto count) {
+            Arrays x = {get(a.grad, i, count), get(a.weight, i, count)};
+            if (MOMENTUM) x.b = get(a.buffer, i, count);
+            if (ROUNDING == KAHAN) x.c = get(a.compensation, i, count);
+            return x;
+        },
+        [&](i64 i, auto count, Arrays x) {
+            Random random;
+            if (ROUNDING == STOCHASTIC) random = Random(a.key, step, 0, i / WIDE);
+            Arithmetic arithmetic = ARITHMETIC;
 #pragma unroll
-        for (int j = 0; j < count; j++)
-            sgd<MOMENTUM, ROUNDING>(arithmetic, a.rate, a.decay, w, g, b, c, j,
-                                    ROUNDING == STOCHASTIC ? random[count == 1 ? (int)(i % WIDE) : j] : 0, a.fine);
-        if (arithmetic.template saturated<GROWTH>()) {  // nothing is written yet
-            sgd_exactly<MOMENTUM, ROUNDING>(i, count, a, random, gauss);
-            return;
-        }
-        put(a.weight, i, count, w);
-        if (MOMENTUM) put(a.buffer, i, count, b);
-        if (ROUNDING == KAHAN) put(a.compensation, i, count, c);
-    });
+            for (int j = 0; j < count; j++)
+                sgd<MOMENTUM, ROUNDING>(arithmetic, a.rate, a.decay, x.w, x.g, x.b, x.c, j,
+                                        ROUNDING == STOCHASTIC ? random[count == 1 ? (int)(i % WIDE) : j] : 0, a.fine);
+            if (arithmetic.template saturated<GROWTH>()) {  // nothing is written yet
+                sgd_exactly<MOMENTUM, ROUNDING>(i, count, a, random, gauss);
+                return;
+            }
+            put(a.weight, i, count, x.w);
+            if (MOMENTUM) put(a.buffer, i, count, x.b);
+            if (ROUNDING == KAHAN) put(a.compensation, i, count, x.c);
+        });
 }
+
+#if SHARED_TABLES
+#define SETUP_UPDATE(rounding)                                                 \
+    if (rounding == STOCHASTIC) copy_fine(fine); \
+    SETUP
+#define SETUP_ADAM(rounding)                                                                              \
+    copy_moves(FINE_AT + (rounding == STOCHASTIC ? FINE_WORDS : 0), moves, last - first + 1); \
+    SETUP_UPDATE(rounding)
+#else
+#define SETUP_UPDATE(rounding) SETUP
+#define SETUP_ADAM(rounding) SETUP
+#endif
 
 #if !ADAM_KERNELS
 #define SGD(name, momentum, rounding)                                                                                               \
@@ -126,7 +175,7 @@ __device__ __forceinline__ void sgd_update(const SgdArguments& a, i64 n, int ali
     lns_##name(short* __restrict__ weight, const short* __restrict__ grad, short* __restrict__ buffer,                              \
                short* __restrict__ compensation, const i64* __restrict__ step, i64 n, i64 key, int rate, int decay, int aligned,    \
                const u32* __restrict__ packed, const int2* __restrict__ gauss, const int* __restrict__ fine) {                      \
-        SETUP sgd_update<momentum, rounding>({weight, grad, buffer, compensation, key, step, rate, decay, fine}, n, aligned, packed, gauss); \
+        SETUP_UPDATE(rounding) sgd_update<momentum, rounding>({weight, grad, buffer, compensation, key, step, rate, decay, fine}, n, aligned, packed, gauss); \
     }
 SGD(sgd, false, NEAREST)
 SGD(sgd_kahan, false, KAHAN)
@@ -140,7 +189,7 @@ SGD(sgd_momentum_stochastic, true, STOCHASTIC)
 // The code of sqrt(beta root^2 + (1 - beta) x^2), root not negative: lns_ops.reference.root_mean_square. The logarithm has 16 bits behind the
 // ulp, which round to nearest and become `residue`, or round at random by `bits`.
 struct Decay {
-    const int* __restrict__ table;
+    const int* __restrict__ moves;
     int first, last, keep, take;
 
     // 32 bits are enough where keep and take are above -2^30, which the smallest beta that is allowed grants.
@@ -153,7 +202,12 @@ struct Decay {
         typedef i64 Wide;
         constexpr i64 NOTHING = -(1ll << 40);
 #endif
-        const int fx = x & FIELD_MASK, moved = __ldg(table + max(min(fx - root, last), first) - first);
+        const int fx = x & FIELD_MASK, index = max(min(fx - root, last), first) - first;
+#if SHARED_TABLES
+        const int moved = table[FINE_AT + (RANDOM ? FINE_WORDS : 0) + index];
+#else
+        const int moved = __ldg(moves + index);
+#endif
         const Wide kept = root > 0 ? (Wide)((root - BIAS) << 16) + (RANDOM ? 0 : residue) + keep : NOTHING;
         const Wide taken = fx > 0 ? (Wide)((fx - BIAS) << 16) + take : NOTHING;
         const Wide sum = max(kept, taken) + (min(root, fx) > 0 ? moved : 0) + (RANDOM ? bits : 1 << 15);
@@ -216,29 +270,37 @@ __device__ __forceinline__ void adam_update(const AdamArguments& a, const short*
                                             const u32* packed, const int2* gauss) {
     const i64 step = *a.step, now = min(step, (i64)steps) - 1;
     const int correction = corrections[now], eps = eps_hats[now];
-    each<W>(n, aligned, [&](i64 i, auto count) {
-        Codes g = get(a.grad, i, count), w = get(a.weight, i, count), m = get(a.average, i, count), r = get(a.root, i, count), e, c;
-        if (ROUNDING != STOCHASTIC) e = get(a.residue, i, count);
-        if (ROUNDING == KAHAN) c = get(a.compensation, i, count);
-        Random random, root_random;
-        if (ROUNDING == STOCHASTIC) random = Random(a.key, step, 0, i / WIDE), root_random = Random(a.key, step, 1, i / WIDE);
-        Arithmetic arithmetic = ARITHMETIC;
+    struct Arrays {
+        Codes g, w, m, r, e, c;
+    };
+    each<W>(
+        n, aligned,
+        [&](i64 i, auto count) {
+            Arrays x = {get(a.grad, i, count), get(a.weight, i, count), get(a.average, i, count), get(a.root, i, count)};
+            if (ROUNDING != STOCHASTIC) x.e = get(a.residue, i, count);
+            if (ROUNDING == KAHAN) x.c = get(a.compensation, i, count);
+            return x;
+        },
+        [&](i64 i, auto count, Arrays x) {
+            Random random, root_random;
+            if (ROUNDING == STOCHASTIC) random = Random(a.key, step, 0, i / WIDE), root_random = Random(a.key, step, 1, i / WIDE);
+            Arithmetic arithmetic = ARITHMETIC;
 #pragma unroll
-        for (int j = 0; j < count; j++) {
-            const int lane = count == WIDE ? j : (int)(i % WIDE) + j;
-            adam<ROUNDING, DECAY>(arithmetic, a, correction, eps, w, g, m, r, e, c, j, ROUNDING == STOCHASTIC ? random[lane] : 0,
-                           ROUNDING == STOCHASTIC ? root_random[lane] : 0);
-        }
-        if (arithmetic.template saturated<GROWTH>()) {  // nothing is written yet
-            adam_exactly<ROUNDING, DECAY>(i, count, a, correction, eps, random, root_random, gauss);
-            return;
-        }
-        put(a.weight, i, count, w);
-        put(a.average, i, count, m);
-        put(a.root, i, count, r);
-        if (ROUNDING != STOCHASTIC) put(a.residue, i, count, e);
-        if (ROUNDING == KAHAN) put(a.compensation, i, count, c);
-    });
+            for (int j = 0; j < count; j++) {
+                const int lane = count == WIDE ? j : (int)(i % WIDE) + j;
+                adam<ROUNDING, DECAY>(arithmetic, a, correction, eps, x.w, x.g, x.m, x.r, x.e, x.c, j,
+                                      ROUNDING == STOCHASTIC ? random[lane] : 0, ROUNDING == STOCHASTIC ? root_random[lane] : 0);
+            }
+            if (arithmetic.template saturated<GROWTH>()) {  // nothing is written yet
+                adam_exactly<ROUNDING, DECAY>(i, count, a, correction, eps, random, root_random, gauss);
+                return;
+            }
+            put(a.weight, i, count, x.w);
+            put(a.average, i, count, x.m);
+            put(a.root, i, count, x.r);
+            if (ROUNDING != STOCHASTIC) put(a.residue, i, count, x.e);
+            if (ROUNDING == KAHAN) put(a.compensation, i, count, x.c);
+        });
 }
 
 // W codes at a time, and so many thread blocks a multiprocessor, as registers allow.
@@ -249,13 +311,13 @@ __device__ __forceinline__ void adam_update(const AdamArguments& a, const short*
                const short* __restrict__ corrections, const short* __restrict__ eps_hats, int steps, i64 n, i64 key, int rate,      \
                int beta, int rest, int decay, const int* __restrict__ moves, int first, int last, int keep, int take_in,            \
                int aligned, const u32* __restrict__ packed, const int2* __restrict__ gauss, const int* __restrict__ fine) {         \
-        SETUP adam_update<rounding, weight_decay, W>({weight, grad, average, root, residue, compensation, key, step, rate, beta, rest, \
+        SETUP_ADAM(rounding) adam_update<rounding, weight_decay, W>({weight, grad, average, root, residue, compensation, key, step, rate, beta, rest, \
                                                       decay, {moves, first, last, keep, take_in}, fine},                            \
                                                      corrections, eps_hats, steps, n, aligned, packed, gauss);                      \
     }
 #define ADAMS(suffix, weight_decay)                              \
-    ADAM(adam##suffix, NEAREST, weight_decay, 4, 2)              \
-    ADAM(adam##suffix##_kahan, KAHAN, weight_decay, 4, 2)        \
+    ADAM(adam##suffix, NEAREST, weight_decay, 8, 1)              \
+    ADAM(adam##suffix##_kahan, KAHAN, weight_decay, 4, 1)        \
     ADAM(adam##suffix##_stochastic, STOCHASTIC, weight_decay, 8, 1)
 ADAMS(, NONE)
 ADAMS(_l2, INTO_GRADIENT)
