@@ -1,6 +1,7 @@
 """Times every CUDA kernel of lns_ops beside its peers and the ceilings of the chip, all measured in the same run.
 
     python scripts/bench_gpu.py [--quick] [--json FILE]
+    python scripts/bench_gpu.py --draw FILE PICTURE        the roofline of such a file; needs no GPU
 
 Prints medians of CUDA-event times (warm-up first, rotating inputs larger than the L2 together) as a fraction of what bounds them:
 
@@ -282,11 +283,81 @@ def training_step() -> None:
     lns_ops.set_matmul_accumulation("contract")
 
 
+ADDITIONS = {
+    "add": (1, 6),
+    "SGD": (1, 6),
+    "Kahan SGD": (4, 10),
+    "stochastic SGD": (1, 6),
+    "Kahan momentum": (5, 14),
+    "AdamW": (5, 18),
+    "Kahan AdamW": (8, 22),
+    "stochastic AdamW": (5, 14),
+}
+"""LNS additions and bytes an element."""
+
+
+def draw(figures: Path, picture: Path) -> None:
+    """The roofline: LNS additions (a multiply-add counts as one) a second over additions a byte, under the two ceilings of the same run."""
+    from matplotlib.figure import Figure
+
+    data = json.loads(figures.read_text())
+    copy, bound = data["copy"], data["issue"] / INSTRUCTIONS
+    figure = Figure(figsize=(8, 5), dpi=160, layout="constrained")
+    axes = figure.add_subplot(xscale="log", yscale="log")
+    ridge = bound / copy
+    axes.plot([0.08, ridge, 3000], [0.08 * copy / 1e12, bound / 1e12, bound / 1e12], color="0.3", lw=1.5)
+    axes.annotate(
+        f"copy bandwidth {copy / 1e12:.2f} TB/s", (0.09, 0.09 * copy / 1e12 * 1.5), rotation=43, fontsize=9, color="0.3"
+    )
+    axes.annotate(f"issue rate / {INSTRUCTIONS}: {bound / 1e12:.2f} T/s", (60, bound / 1e12 * 1.06), fontsize=9, color="0.3")
+    for fmt, colour, marker in ((lns16, "#0072B2", "o"), (lns12, "#D55E00", "s")):
+        points: dict[str, tuple[float, float]] = {}
+        for name, value in data["results"].items():
+            words = name.split()
+            if words[0] == "gemm" and words[1] == str(fmt):
+                M, K, N = map(int, words[-1].split("x"))
+                points["x".join(map(str, (M, K, N)))] = (M * K * N / (2 * (M * K + K * N + M * N)), value["rate"])
+            elif words[-1] == str(fmt) and (label := name.removesuffix(f" {fmt}")) in ADDITIONS:
+                additions, bytes_ = ADDITIONS[label]
+                points[label] = (additions / bytes_, value["rate"] * additions / bytes_)
+        axes.plot(
+            *zip(*((x, y / 1e12) for x, y in points.values()), strict=True), marker, ms=5, color=colour, label=str(fmt), alpha=0.8
+        )
+        if fmt == lns12:
+            for label, (x, y) in points.items():
+                left = label in ("128x512x784", "512x128x784")
+                down = {
+                    "128x784x512": 4,
+                    "512x128x784": -4,
+                    "128x512x784": -14,
+                    "SGD": 2,
+                    "add": -12,
+                    "Kahan momentum": -9,
+                    "Kahan SGD": 2,
+                }
+                place = {"xytext": (-7 if left else 7, down.get(label, -6)), "ha": "right" if left else "left"}
+                axes.annotate(label, (x, y / 1e12), textcoords="offset points", fontsize=7, **place)
+    axes.set_xlabel("LNS additions a byte")
+    axes.set_ylabel("10^12 LNS additions a second")
+    axes.set_title("LNS kernels on one H200 under what bounds them", loc="left", fontsize=11)
+    axes.grid(which="major", color="0.88")
+    axes.set_xlim(0.05, 4000)
+    axes.set_ylim(0.02, 8)
+    axes.legend(frameon=False, loc="lower right")
+    figure.savefig(picture)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer variants")
     parser.add_argument("--json", type=Path, help="write the figures to this file as well")
+    parser.add_argument(
+        "--draw", type=Path, nargs=2, metavar=("JSON", "PICTURE"), help="only draw the roofline of earlier figures"
+    )
     options = parser.parse_args()
+    if options.draw:
+        draw(*options.draw)
+        return
     reason = cuda.unavailable()
     if reason is not None:
         raise SystemExit(f"no GPU to time: {reason}")

@@ -373,3 +373,19 @@ def test_a_network_trains_to_the_same_bits_as_on_the_cpu() -> None:
 
 def test_backends_tells_what_runs_on_the_gpu() -> None:
     assert str(lns_ops.backends()["cuda"]["kernel"]).startswith("cupy sm_")
+
+
+def test_a_compiled_net_is_the_eager_one() -> None:
+    """torch.compile traces the operators through their fake kernels, without a graph break, forward and backward."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(20, 32), torch.nn.ReLU(), torch.nn.Linear(32, 5)).cuda()
+    lns_ops.convert_(net, lns12, scope="everywhere")
+    x, y = torch.rand(16, 20, device="cuda"), torch.randint(0, 5, (16,), device="cuda")
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    found = []
+    for model in (net, compiled):
+        net.zero_grad()
+        out = model(x)
+        torch.nn.functional.cross_entropy(out, y, reduction="sum").backward()
+        found.append([out.codes, *(p.grad.codes for p in net.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
