@@ -143,6 +143,29 @@ def encode32(x: _I32, out: _I16, shift: _I32, fraction_bits: int, bias: int, mas
 
 
 @kernel
+def encode32_stochastic(
+    x: _I32, bits: _U16, out: _I16, base: _I32, mantissas: _I32, reciprocals: NDArray[np.int64], fraction_bits: int, bias: int, mask: int,
+    start: int, stop: int,
+) -> int:  # fmt: skip
+    """Codes of finite float32 bit patterns ``x``, rounded at random; ``base``: the last significand at or below a cell's start."""
+    f, down = fraction_bits, 22 - fraction_bits
+    for i in range(start, stop):
+        pattern = get(x, i)
+        magnitude = int64(pattern & int32(0x7FFFFFFF))
+        # Subnormals of 2^-127 and 2^-128 move into place by one and two bits; smaller ones are below every format.
+        shift = int64(0) if magnitude >= 0x800000 else int64(1) if magnitude >= 0x400000 else int64(2)
+        magnitude = magnitude << shift
+        fraction = magnitude & 0x7FFFFF
+        j = int64(look_up(base, int32(fraction >> down)))
+        j += int64(fraction >= int64(look_up(mantissas, int32(j + 1))))
+        chance = (fraction - int64(look_up(mantissas, int32(j)))) * look_up(reciprocals, int32(j)) >> 24
+        field = (((magnitude >> 23) - 127 - shift) << f) + j + ((chance + int64(get(bits, i))) >> 16) + bias
+        field = max(min(field, int64(mask)), int64(0)) if magnitude >= 0x800000 else int64(0)
+        put(out, i, code_of(pattern >> 31, int32(field), int32(mask)))
+    return 0
+
+
+@kernel
 def encode64(
     x: NDArray[np.int64], out: _I16, threshold: NDArray[np.int64], base: _I32, fraction_bits: int, bias: int, mask: int,
     start: int, stop: int,

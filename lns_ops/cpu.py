@@ -23,16 +23,15 @@ from llvmlite.binding import get_host_cpu_features
 from numba import config as numba_config
 from numpy.typing import NDArray
 
-from lns_ops import _elementwise, _gather, _random, _segments, _simd, _vector
+from lns_ops import _elementwise, _gather, _random, _segments, _simd, _vector, reference
 from lns_ops._pool import get_num_threads, run, set_num_threads
-from lns_ops.format import MANTISSA_BITS, LNSFormat, NonFiniteError, decode_significands, encode_thresholds
+from lns_ops.format import MANTISSA_BITS, LNSFormat, NonFiniteError, decode_significands, encode_thresholds, stochastic_steps
 from lns_ops.gaussian import decay_table, gaussian_tables, stochastic_tables
 from lns_ops.reference import ACC_MAX, ACC_MIN, BLOCK, ROOT_SLOT, WEIGHT_SLOT, adam_codes
-from lns_ops.reference import decode as _reference_decode
 
 __all__ = [
-    "adam_update", "add", "decode", "div", "encode", "get_num_threads", "kernel_info", "matmul", "matmul_batched", "mul",
-    "set_num_threads", "sgd_update", "sqrt", "sub", "sum",
+    "adam_update", "adam_update_float32", "add", "decode", "div", "encode", "encode_stochastic", "get_num_threads", "kernel_info",
+    "matmul", "matmul_batched", "mul", "set_num_threads", "sgd_update", "sgd_update_float32", "sqrt", "sub", "sum",
 ]  # fmt: skip
 
 Codes = NDArray[np.int16]
@@ -174,6 +173,30 @@ def encode(x: NDArray[Any], fmt: LNSFormat) -> Codes:
 
 
 @lru_cache(maxsize=32)
+def _stochastic_tables(fraction_bits: int) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
+    """For cells of ``2^-(f+1)``: the last significand at or below the start; and both arrays of :func:`stochastic_steps`."""
+    mantissas, reciprocals = stochastic_steps(fraction_bits)
+    starts = np.arange(2 << fraction_bits, dtype=np.int64) << (22 - fraction_bits)
+    base = np.searchsorted(mantissas, starts, side="right") - 1
+    return base.astype(np.int32), mantissas.astype(np.int32), reciprocals.copy()
+
+
+def encode_stochastic(x: NDArray[np.float32], fmt: LNSFormat, bits: NDArray[np.uint16]) -> Codes:
+    """The code below or above each finite ``x`` in magnitude, at random, ``x`` being the expected value.
+
+    Args:
+        x: float32, any shape.
+        bits: uniform uint16, at least as many as ``x`` has elements.
+    """
+    x = np.ascontiguousarray(x, np.float32)
+    out = np.empty(x.shape, np.int16)
+    base, mantissas, reciprocals = _stochastic_tables(fmt.fraction_bits)
+    run(_elementwise.encode32_stochastic, x.size, _GRAIN, x.reshape(-1).view(np.int32), bits.reshape(-1), out.reshape(-1), base,
+        mantissas, reciprocals, fmt.fraction_bits, fmt.bias, fmt.field_mask)  # fmt: skip
+    return out
+
+
+@lru_cache(maxsize=32)
 def _decode_tables(fraction_bits: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """Significand bit patterns: float32's with the results of exponents -128 and -127 after them, and float64's."""
     significands = decode_significands(fraction_bits)
@@ -195,7 +218,7 @@ def decode(codes: Codes, fmt: LNSFormat, dtype: type[np.floating[Any]] = np.floa
     """
     f, single = fmt.fraction_bits, np.dtype(dtype) == np.float32
     if not single and np.dtype(dtype) != np.float64:
-        return np.asarray(_reference_decode(codes, fmt, dtype))
+        return np.asarray(reference.decode(codes, fmt, dtype))
     out = np.empty(codes.shape, dtype)
     table32, table64 = _decode_tables(f)
     flat = out.reshape(-1).view(np.int32 if single else np.int64)
@@ -495,6 +518,32 @@ def adam_update(
     else:
         c = _in_place("compensation", compensation, weight.shape)
         run(_elementwise.adam_kahan, w.size, _GRAIN // 8, w, g, m, r, e, c, table, decay.table, last, *scalars)
+
+
+_CODEC = reference.Codec(decode, encode, lambda x, fmt, bits: encode_stochastic(x, fmt, bits.astype(np.uint16)))
+
+
+def sgd_update_float32(weight: Codes, grad: Codes, fmt: LNSFormat, *, buffer: Codes | None = None, compensation: Codes | None = None,
+                       **options: Any) -> None:  # fmt: skip
+    """:func:`lns_ops.reference.sgd_update_float32` in place on ``weight``, ``buffer`` and ``compensation``; not fused on a CPU."""
+    updated = reference.sgd_update_float32(weight, grad, fmt, buffer=buffer, compensation=compensation, codec=_CODEC, **options)
+    _store((weight, buffer, compensation), updated)
+
+
+def adam_update_float32(
+    weight: Codes, grad: Codes, fmt: LNSFormat, *, exp_avg: Codes, root: Codes, residue: Codes | None = None,
+    compensation: Codes | None = None, **options: Any,
+) -> None:  # fmt: skip
+    """:func:`lns_ops.reference.adam_update_float32` in place on all arrays but ``grad``; not fused on a CPU."""
+    state: dict[str, Any] = {"exp_avg": exp_avg, "root": root, "residue": residue, "compensation": compensation}
+    updated = reference.adam_update_float32(weight, grad, fmt, codec=_CODEC, **state, **options)
+    _store((weight, *state.values()), updated)
+
+
+def _store(arrays: tuple[Codes | None, ...], values: tuple[Codes | None, ...]) -> None:
+    for array, value in zip(arrays, values, strict=True):
+        if array is not None and value is not None and value is not array:
+            array[...] = value
 
 
 def _scalar(code: Any) -> int:

@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lns_ops.format import MANTISSA_BITS, LNSFormat, NonFiniteError, decode_significands, encode_thresholds
+from lns_ops.format import MANTISSA_BITS, LNSFormat, NonFiniteError, decode_significands, encode_thresholds, stochastic_steps
 from lns_ops.gaussian import decay_table, gaussian_tables, longest_decay_table, stochastic_tables
-from lns_ops.reference import BLOCK, adam_codes
+from lns_ops.reference import BLOCK, adam_codes, adam_scalars
 
 REPLICATED_FRACTION_BITS = 7
 """Up to here 32 copies of the table of G fit in a multiprocessor's shared memory, which the fast GEMM needs."""
@@ -104,7 +104,7 @@ class _Kernel:
         self._launch = _driver().launchKernel
         self._resident: dict[int, int] = {}
 
-    def __call__(self, grid: tuple[int, int, int], threads: int, device: int, *arguments: int) -> None:
+    def __call__(self, grid: tuple[int, int, int], threads: int, device: int, *arguments: float) -> None:
         values = ctypes.create_string_buffer(self._arguments.size)
         self._arguments.pack_into(values, 0, *arguments)
         size = ctypes.c_size_t(self._arguments.size)
@@ -142,7 +142,7 @@ def _driver() -> Any:
 @atexit.register
 def _forget() -> None:
     """Unload modules while CuPy is still whole: at the end of the interpreter its destructors would only complain."""
-    for cache in (_elementwise, _gemm, _gemm_exact, _shared_base):
+    for cache in (_elementwise, _float32_update, _gemm, _gemm_exact, _shared_base):
         cache.cache_clear()
     if "cupy" in sys.modules:
         sys.modules["cupy"].clear_memo()
@@ -279,6 +279,10 @@ _ELEMENTWISE: dict[str, str] = {
     "decode_double": "PPqiP",
 }
 _WITH_TABLE = ("add", "sub", *(name for name in _ELEMENTWISE if name.startswith(("sgd", "adam"))))
+_FLOAT32_UPDATES = {
+    **{name.replace("sgd", "sgd_float32"): "PPPPPqqffiPPPP" for name in _WITH_TABLE if name.startswith("sgd")},
+    **{name.replace("adam", "adam_float32"): "PPPPPPPPiqqffffffiPPPP" for name in _WITH_TABLE if name.startswith("adam")},
+}
 _COPIES = 8
 
 
@@ -297,6 +301,13 @@ def _elementwise(name: str, bits: int, fraction_bits: int, device: int) -> _Kern
     source = _source("updates.cu" if updates else "elementwise.cu")
     function = _compile(source, f"lns_{name}", _defines(fmt, device, **defines), device)
     return _Kernel(function, _ELEMENTWISE[name], shared)
+
+
+@lru_cache(maxsize=256)
+def _float32_update(name: str, bits: int, fraction_bits: int, device: int) -> _Kernel:
+    defines = {"FAST": 0, "ADAM_KERNELS": int(name.startswith("adam"))}
+    options = _defines(LNSFormat(bits, fraction_bits), device, **defines)
+    return _Kernel(_compile(_source("updates_float32.cu"), f"lns_{name}", options, device), _FLOAT32_UPDATES[name], 0)
 
 
 @lru_cache(maxsize=16)
@@ -495,6 +506,64 @@ def _check_in_place(weight: Tensor, grad: Tensor, **updated: Tensor | None) -> N
             )
     if grad.shape != weight.shape:
         raise ValueError(f"gradient of shape {tuple(grad.shape)} for a weight of {tuple(weight.shape)}: the shapes must agree")
+
+
+@lru_cache(maxsize=32)
+def _stochastic_encoding(fraction_bits: int, device: int) -> tuple[Tensor, Tensor]:
+    """What encoding at random looks up; see ``StochasticEncoder``."""
+    mantissas, reciprocals = stochastic_steps(fraction_bits)
+    starts = np.arange(2 << fraction_bits, dtype=np.int64) << (22 - fraction_bits)
+    base = np.searchsorted(mantissas, starts, side="right") - 1
+    steps = np.stack([mantissas, np.append(reciprocals, 0)], axis=1).astype(np.uint32).view(np.int32)
+    return _upload(base.astype(np.int32), device), _upload(steps, device)
+
+
+def _codec(fraction_bits: int, device: int) -> tuple[int, int, int, int]:
+    tables, (base, steps) = _tables(fraction_bits, device), _stochastic_encoding(fraction_bits, device)
+    return tables.significands.data_ptr(), tables.cells.data_ptr(), base.data_ptr(), steps.data_ptr()
+
+
+@lru_cache(maxsize=32)
+def _adam_scalars(beta1: float, beta2: float, eps: float, device: int) -> Tensor:
+    return _upload(adam_scalars(beta1, beta2, eps), device)
+
+
+def sgd_update_float32_(
+    weight: Tensor, grad: Tensor, buffer: Tensor | None, compensation: Tensor | None, step: Tensor | None, lr: float,
+    momentum: float | None, key: int | None, bits: int, fraction_bits: int,
+) -> None:  # fmt: skip
+    """One SGD step in place, as :func:`lns_ops.reference.sgd_update_float32`; ``step`` is read on the device."""
+    _check_in_place(weight, grad, buffer=buffer, compensation=compensation)
+    grad, device = grad.contiguous(), weight.get_device()
+    if weight.numel():
+        name = f"sgd_float32{'_momentum' * (momentum is not None)}{_rounding(key, compensation)}"
+        kernel = _float32_update(name, bits, fraction_bits, device)
+        kernel(
+            _grid(weight.numel(), device, kernel=kernel, waves=2), _THREADS, device,
+            weight.data_ptr(), grad.data_ptr(), _pointer(None if momentum is None else buffer), _pointer(compensation), _pointer(step),
+            weight.numel(), key or 0, -lr, momentum or 0.0, _aligned(weight, grad, buffer, compensation), *_codec(fraction_bits, device),
+        )  # fmt: skip
+
+
+def adam_update_float32_(
+    weight: Tensor, grad: Tensor, exp_avg: Tensor, root: Tensor, residue: Tensor | None, compensation: Tensor | None, step: Tensor,
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float | None, decoupled: bool, key: int | None, bits: int,
+    fraction_bits: int,
+) -> None:  # fmt: skip
+    """One Adam or AdamW step in place, as :func:`lns_ops.reference.adam_update_float32`; ``step`` is read on the device."""
+    _check_in_place(weight, grad, exp_avg=exp_avg, root=root, residue=residue, compensation=compensation)
+    grad, device = grad.contiguous(), weight.get_device()
+    if weight.numel():
+        scalars = _adam_scalars(beta1, beta2, eps, device)
+        form = "" if weight_decay is None else "_decoupled" if decoupled else "_l2"
+        kernel = _float32_update(f"adam_float32{form}{_rounding(key, compensation)}", bits, fraction_bits, device)
+        kernel(
+            _grid(weight.numel(), device, kernel=kernel, waves=2), _THREADS, device,
+            weight.data_ptr(), grad.data_ptr(), exp_avg.data_ptr(), root.data_ptr(), _pointer(residue), _pointer(compensation),
+            step.data_ptr(), scalars.data_ptr(), len(scalars), weight.numel(), key or 0,
+            -lr, beta1, 1 - beta1, beta2, 1 - beta2, weight_decay or 0.0,
+            _aligned(weight, grad, exp_avg, root, residue, compensation), *_codec(fraction_bits, device),
+        )  # fmt: skip
 
 
 def _rounding(key: int | None, compensation: Tensor | None) -> str:

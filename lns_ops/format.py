@@ -196,3 +196,19 @@ def decode_significands(fraction_bits: int) -> NDArray[np.float64]:
     table = np.array([float(_power_of_two(j, n)) for j in range(n)], dtype=np.float64)
     table.setflags(write=False)
     return table
+
+
+@lru_cache(maxsize=32)
+def stochastic_steps(fraction_bits: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Between which codes a float32 lies, and how far: what encoding at random needs.
+
+    Entry j of the first array is ``s_j = (2^(j / 2^f) - 1) 2^23`` as :func:`decode_significands` rounds it to float32, ``2^f + 1`` of
+    them, the last 2^23; of the second ``floor(2^40 / (s_(j+1) - s_j))``, below 2^32. A mantissa m with ``s_j <= m < s_(j+1)`` goes up
+    with the chance ``((m - s_j) second[j] >> 24) / 2^16``.
+    """
+    single = decode_significands(fraction_bits).astype(np.float32).astype(np.float64)
+    mantissas = np.append(((single - 1) * (1 << 23)).astype(np.int64), 1 << 23)
+    reciprocals = (1 << 40) // np.diff(mantissas)
+    for table in (mantissas, reciprocals):
+        table.setflags(write=False)
+    return mantissas, reciprocals

@@ -154,6 +154,68 @@ def _adam_update_cpu(
     )
 
 
+def _sgd_float32_cpu(
+    weight: Tensor,
+    grad: Tensor,
+    buffer: Tensor | None,
+    compensation: Tensor | None,
+    step: Tensor | None,
+    lr: float,
+    momentum: float | None,
+    key: int | None,
+    bits: int,
+    fraction_bits: int,
+) -> None:
+    cpu.sgd_update_float32(
+        weight.numpy(),
+        grad.contiguous().numpy(),
+        _format(bits, fraction_bits),
+        lr=lr,
+        momentum=momentum,
+        buffer=_array(buffer),
+        compensation=_array(compensation),
+        key=key,
+        step=0 if step is None else int(step),
+    )
+
+
+def _adam_float32_cpu(
+    weight: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    root: Tensor,
+    residue: Tensor | None,
+    compensation: Tensor | None,
+    step: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float | None,
+    decoupled: bool,
+    key: int | None,
+    bits: int,
+    fraction_bits: int,
+) -> None:
+    cpu.adam_update_float32(
+        weight.numpy(),
+        grad.contiguous().numpy(),
+        _format(bits, fraction_bits),
+        step=int(step),
+        exp_avg=exp_avg.numpy(),
+        root=root.numpy(),
+        residue=_array(residue),
+        compensation=_array(compensation),
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        decoupled=decoupled,
+        key=key,
+    )
+
+
 for _name in ("add", "sub", "mul", "div"):
     _binary(_name)
 _define(
@@ -198,6 +260,20 @@ _define(
     "(Tensor(a!) weight, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) root, Tensor(d!)? residue, Tensor(e!)? compensation, Tensor step, "
     f"int negative_lr, float beta1, float beta2, float eps, int? weight_decay, bool decoupled, int? key, {_FORMAT}) -> ()",
     _adam_update_cpu,
+    lambda *arguments: None,
+)
+_define(
+    "sgd_update_float32_",
+    "(Tensor(a!) weight, Tensor grad, Tensor(b!)? buffer, Tensor(c!)? compensation, Tensor? step, float lr, float? momentum, "
+    f"int? key, {_FORMAT}) -> ()",
+    _sgd_float32_cpu,
+    lambda *arguments: None,
+)
+_define(
+    "adam_update_float32_",
+    "(Tensor(a!) weight, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) root, Tensor(d!)? residue, Tensor(e!)? compensation, Tensor step, "
+    f"float lr, float beta1, float beta2, float eps, float? weight_decay, bool decoupled, int? key, {_FORMAT}) -> ()",
+    _adam_float32_cpu,
     lambda *arguments: None,
 )
 _OPS = torch.ops.lns_ops
@@ -345,6 +421,51 @@ def adam_update_(
     _OPS.adam_update_(
         weight, grad, exp_avg, root, residue, compensation, step, negative_lr, beta1, beta2, eps, weight_decay, decoupled, key,
         fmt.bits, fmt.fraction_bits,
+    )  # fmt: skip
+
+
+def sgd_update_float32_(
+    weight: Tensor,
+    grad: Tensor,
+    fmt: LNSFormat,
+    *,
+    lr: float,
+    momentum: float | None = None,
+    buffer: Tensor | None = None,
+    compensation: Tensor | None = None,
+    step: Tensor | None = None,
+    key: int | None = None,
+) -> None:
+    """As :func:`sgd_update_`, with float32 operations between loads and stores; :func:`lns_ops.reference.sgd_update_float32`."""
+    if (step is None) != (key is None):
+        raise ValueError(f"step={step}, key={key}: rounding at random needs both; pass both or neither")
+    _OPS.sgd_update_float32_(weight, grad, buffer, compensation, step, lr, momentum, key, fmt.bits, fmt.fraction_bits)
+
+
+def adam_update_float32_(
+    weight: Tensor,
+    grad: Tensor,
+    fmt: LNSFormat,
+    *,
+    step: Tensor,
+    exp_avg: Tensor,
+    root: Tensor,
+    residue: Tensor | None = None,
+    compensation: Tensor | None = None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float | None = None,
+    decoupled: bool = False,
+    key: int | None = None,
+) -> None:
+    """As :func:`adam_update_`, with float32 operations between loads and stores; :func:`lns_ops.reference.adam_update_float32`."""
+    if residue is None and key is None:
+        raise ValueError("residue=None, key=None: the second moment would never move; pass a residue (int16 zeros) or a key")
+    _OPS.adam_update_float32_(
+        weight, grad, exp_avg, root, residue, compensation, step, lr, beta1, beta2, eps, weight_decay, decoupled, key, fmt.bits,
+        fmt.fraction_bits,
     )  # fmt: skip
 
 

@@ -9,8 +9,9 @@ below half of that is lost, every time. Two ways to keep it:
 Gupta et al.
   2015). No memory; the random bits come from (seed, parameter, step) alone, so a run repeats bit for bit on any device.
 
-An LNSTensor parameter is updated by one fused kernel in which every operation is an LNS operation; a float parameter by torch
-operations. Memory for an LNS parameter: 2 bytes, + 2 with Kahan, + 2 with momentum; Adam: 4 more (stochastic) or 6 (else).
+An LNSTensor parameter is updated by one fused kernel in which every operation is an LNS operation, or with ``arithmetic="float32"`` by one
+that computes in float32 between loads and stores of codes; a float parameter by torch operations. Memory for an LNS parameter: 2 bytes,
++ 2 with Kahan, + 2 with momentum; Adam: 4 more (stochastic) or 6 (else).
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from lns_ops.format import LNSFormat
 from lns_ops.reference import adam_codes, check_adam
 from lns_ops.tensor import LNSTensor
 
+ARITHMETICS = ("lns", "float32")
+"""What the operations of an LNS parameter's update are."""
 _INTEGER_STATE = {"step": torch.int64, "root_residue": torch.int16}
 """State that is neither codes nor floats."""
 
@@ -61,6 +64,8 @@ class _Optimizer(torch.optim.Optimizer):
     """What the optimizers here share: rounding options, the loop over parameters, integer state."""
 
     def __init__(self, params: Any, defaults: dict[str, Any], seed: int) -> None:
+        if defaults["arithmetic"] not in ARITHMETICS:
+            raise ValueError(f"arithmetic={defaults['arithmetic']!r}: must be one of {', '.join(ARITHMETICS)}, for example 'lns'")
         if defaults["kahan_sum"] and defaults["stochastic_rounding"]:
             raise ValueError(
                 "kahan_sum=True, stochastic_rounding=True: each keeps what the other has nothing left of; choose one of them"
@@ -148,6 +153,7 @@ class SGD(_Optimizer):
         kahan_sum: keep a compensation for each parameter.
         stochastic_rounding: round ``w + update`` at random, its expected value exact; LNS parameters only.
         seed: of the random rounding, 0 to 2^31 - 1.
+        arithmetic: of an LNS parameter's update: ``lns`` (every operation an LNS operation) or ``float32`` (between load and store).
 
     State per parameter, in the parameter's own format: ``momentum_buffer``, ``compensation``; with stochastic rounding ``step`` (int64).
 
@@ -159,14 +165,23 @@ class SGD(_Optimizer):
     """
 
     def __init__(
-        self, params: Any, lr: float, momentum: float = 0.0, kahan_sum: bool = False, stochastic_rounding: bool = False, seed: int = 0
+        self, params: Any, lr: float, momentum: float = 0.0, kahan_sum: bool = False, stochastic_rounding: bool = False, seed: int = 0,
+        arithmetic: str = "lns",
     ) -> None:  # fmt: skip
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum={momentum}: must lie in [0, 1)")
-        options = {"lr": lr, "momentum": momentum, "kahan_sum": kahan_sum, "stochastic_rounding": stochastic_rounding}
+        options: dict[str, Any] = {
+            "lr": lr,
+            "momentum": momentum,
+            "kahan_sum": kahan_sum,
+            "stochastic_rounding": stochastic_rounding,
+        }
+        options["arithmetic"] = arithmetic
         super().__init__(params, options, seed)
 
     def _check(self, group: dict[str, Any], fmt: LNSFormat) -> None:
+        if group["arithmetic"] == "float32":
+            return
         _scalar_code("lr", -group["lr"], fmt)
         if _scalar_code("momentum", group["momentum"], fmt) == fmt.bias:
             raise ValueError(
@@ -183,16 +198,20 @@ class SGD(_Optimizer):
         fmt = parameter.fmt
         if key is not None:
             state["step"].add_(1)
+        common: dict[str, Any] = {"step": state["step"] if key is not None else None, "key": key}
+        common |= {"buffer": _codes(state, "momentum_buffer"), "compensation": _codes(state, "compensation")}
+        if group["arithmetic"] == "float32":
+            lns.sgd_update_float32_(
+                parameter.codes, _gradient(parameter), fmt, lr=group["lr"], momentum=group["momentum"] or None, **common
+            )
+            return
         lns.sgd_update_(
             parameter.codes,
             _gradient(parameter),
             fmt,
             negative_lr=_scalar_code("lr", -group["lr"], fmt),
             momentum=_scalar_code("momentum", group["momentum"], fmt) if group["momentum"] else None,
-            buffer=_codes(state, "momentum_buffer"),
-            compensation=_codes(state, "compensation"),
-            step=state["step"] if key is not None else None,
-            key=key,
+            **common,
         )
 
 
@@ -260,6 +279,7 @@ class Adam(_Optimizer):
         kahan_sum: bool = False,
         stochastic_rounding: bool = False,
         seed: int = 0,
+        arithmetic: str = "lns",
     ) -> None:
         if not 0 <= weight_decay < float("inf"):
             raise ValueError(f"weight_decay={weight_decay}: must be finite and at least 0")
@@ -271,10 +291,13 @@ class Adam(_Optimizer):
             "weight_decay": weight_decay,
             "kahan_sum": kahan_sum,
             "stochastic_rounding": stochastic_rounding,
+            "arithmetic": arithmetic,
         }
         super().__init__(params, options, seed)
 
     def _check(self, group: dict[str, Any], fmt: LNSFormat) -> None:
+        if group["arithmetic"] == "float32":
+            return
         _scalar_code("lr", -group["lr"], fmt)
         _scalar_code("weight_decay", group["weight_decay"], fmt)
         adam_codes(*group["betas"], group["eps"], fmt)
@@ -288,22 +311,29 @@ class Adam(_Optimizer):
             _adam_float(parameter, state, group, self._decoupled)
             return
         fmt, (beta1, beta2) = parameter.fmt, group["betas"]
+        common: dict[str, Any] = {
+            "step": state["step"],
+            "exp_avg": state["exp_avg"].codes,
+            "root": state["root_exp_avg_sq"].codes,
+            "residue": state.get("root_residue") if key is None else None,
+            "compensation": _codes(state, "compensation"),
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": group["eps"],
+            "decoupled": self._decoupled,
+            "key": key,
+        }
+        if group["arithmetic"] == "float32":
+            decay = group["weight_decay"] or None
+            lns.adam_update_float32_(parameter.codes, _gradient(parameter), fmt, lr=group["lr"], weight_decay=decay, **common)
+            return
         lns.adam_update_(
             parameter.codes,
             _gradient(parameter),
             fmt,
-            step=state["step"],
-            exp_avg=state["exp_avg"].codes,
-            root=state["root_exp_avg_sq"].codes,
-            residue=state.get("root_residue") if key is None else None,
-            compensation=_codes(state, "compensation"),
             negative_lr=_scalar_code("lr", -group["lr"], fmt),
-            beta1=beta1,
-            beta2=beta2,
-            eps=group["eps"],
             weight_decay=_scalar_code("weight_decay", group["weight_decay"], fmt) if group["weight_decay"] else None,
-            decoupled=self._decoupled,
-            key=key,
+            **common,
         )
 
 
@@ -327,8 +357,9 @@ class AdamW(Adam):
         kahan_sum: bool = False,
         stochastic_rounding: bool = False,
         seed: int = 0,
+        arithmetic: str = "lns",
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, kahan_sum, stochastic_rounding, seed)
+        super().__init__(params, lr, betas, eps, weight_decay, kahan_sum, stochastic_rounding, seed, arithmetic)
 
 
 def _adam_float(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any], decoupled: bool) -> None:

@@ -18,13 +18,14 @@ All functions take and return int16 numpy arrays of codes and broadcast like num
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lns_ops.format import MANTISSA_BITS, LNSFormat, NonFiniteError, decode_significands, encode_thresholds
+from lns_ops.format import MANTISSA_BITS, LNSFormat, NonFiniteError, decode_significands, encode_thresholds, stochastic_steps
 from lns_ops.gaussian import FINE_BITS, decay_table, gaussian_tables, stochastic_tables
 
 Codes = NDArray[np.int16]
@@ -398,3 +399,148 @@ def decode(codes: Codes, fmt: LNSFormat, dtype: type[np.floating[Any]] = np.floa
     significand = decode_significands(fmt.fraction_bits).astype(dtype)[safe & ((1 << fmt.fraction_bits) - 1)]
     magnitude = np.where(log == NO_LOG, dtype(0), np.ldexp(significand, (safe >> fmt.fraction_bits).astype(np.int32)))
     return np.where(sign, -magnitude, magnitude).astype(dtype)
+
+
+def encode_stochastic(x: NDArray[np.float32], fmt: LNSFormat, bits: NDArray[np.int64]) -> Codes:
+    """The code below or above ``x`` in magnitude, at random, ``x`` being the expected value; :func:`stochastic_steps` is the definition.
+
+    Args:
+        x: float32, finite.
+        bits: uniform in ``0 .. 2^16 - 1``, of ``x``'s shape.
+    """
+    mantissas, reciprocals = stochastic_steps(fmt.fraction_bits)
+    fraction, exponent = np.frexp(np.abs(x).astype(np.float64))
+    mantissa = np.where(x == 0, 0, np.ldexp(fraction, 24)).astype(np.int64) - (1 << 23) * (x != 0)
+    j = np.searchsorted(mantissas, mantissa, side="right") - 1
+    chance = (mantissa - mantissas[j]) * reciprocals[j] >> 24
+    log = (exponent.astype(np.int64) - 1 << fmt.fraction_bits) + j + (chance + bits >> 16)
+    return pack(x < 0, np.where(x == 0, NO_LOG, log), fmt)
+
+
+# --------------------------------------------------------------------------------------------- updates in float32
+
+
+class Codec(NamedTuple):
+    """How updates in float32 load and store: ``decode(codes, fmt)``, ``encode(x, fmt)`` and ``encode_stochastic(x, fmt, bits)``."""
+
+    decode: Callable[..., Any]
+    encode: Callable[..., Any]
+    encode_stochastic: Callable[..., Any]
+
+
+_F32 = np.float32
+_LARGEST = np.finfo(np.float32).max
+
+
+def _stored(x: NDArray[np.float32], fmt: LNSFormat, codec: Codec, bits: NDArray[np.int64] | None = None) -> Codes:
+    """The codes of ``x``; what has left float32 saturates."""
+    inside = np.clip(x, -_LARGEST, _LARGEST)
+    codes: Codes = codec.encode(inside, fmt) if bits is None else codec.encode_stochastic(inside, fmt, bits)
+    return codes
+
+
+def _updated_float32(
+    weight: NDArray[np.float32], update: NDArray[np.float32], fmt: LNSFormat, compensation: Codes | None,
+    bits: NDArray[np.int64] | None, codec: Codec,
+) -> tuple[Codes, Codes | None]:  # fmt: skip
+    if bits is not None or compensation is None:
+        return _stored(weight + update, fmt, codec, bits), compensation
+    kept = codec.decode(compensation, fmt) + update
+    new = _stored(weight + kept, fmt, codec)
+    return new, _stored(kept - (codec.decode(new, fmt) - weight), fmt, codec)
+
+
+def sgd_update_float32(
+    weight: Codes,
+    grad: Codes,
+    fmt: LNSFormat,
+    *,
+    lr: float,
+    momentum: float | None = None,
+    buffer: Codes | None = None,
+    compensation: Codes | None = None,
+    key: int | None = None,
+    step: int = 0,
+    codec: Codec | None = None,
+) -> tuple[Codes, Codes | None, Codes | None]:
+    """:func:`sgd_update` with float32 in between: codes are decoded, every operation is one of float32 (rounded to nearest, none fused),
+    and what is stored is encoded. Kahan's compensation is that of the stored weight.
+
+    ``buffer = momentum buffer + grad``; ``update = -lr buffer`` from the buffer before it is rounded to the format.
+    """
+    codec = codec or REFERENCE_CODEC
+    with np.errstate(over="ignore"):
+        direction = codec.decode(grad, fmt)
+        if momentum is not None and buffer is not None:
+            direction = _F32(momentum) * codec.decode(buffer, fmt) + direction
+            buffer = _stored(direction, fmt, codec)
+        bits = None if key is None else random_bits(weight.size, key, step, WEIGHT_SLOT).reshape(weight.shape)
+        new, compensation = _updated_float32(codec.decode(weight, fmt), _F32(-lr) * direction, fmt, compensation, bits, codec)
+    return new, buffer, compensation
+
+
+@lru_cache(maxsize=64)
+def adam_scalars(beta1: float, beta2: float, eps: float) -> NDArray[np.float32]:
+    """``correction`` and ``eps_hat`` (:class:`AdamCodes`) of steps 1, 2, ..., float32 [steps, 2]; later ones are like the last.
+
+    Raises:
+        ValueError: as :func:`check_adam`.
+    """
+    check_adam(beta1, beta2, eps)
+    steps = np.arange(1, 2 + int(28 / -np.log(max(beta1, beta2))), dtype=np.float64)
+    root = np.sqrt(1 - beta2**steps)
+    table = np.stack([root / (1 - beta1**steps), eps * root], axis=1).astype(np.float32)
+    length = 1 + int(np.flatnonzero((table != table[-1]).any(axis=1)).max(initial=-1)) + 1
+    return table[:length].copy()
+
+
+def adam_update_float32(
+    weight: Codes,
+    grad: Codes,
+    fmt: LNSFormat,
+    *,
+    step: int,
+    exp_avg: Codes,
+    root: Codes,
+    residue: Codes | None = None,
+    compensation: Codes | None = None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float | None = None,
+    decoupled: bool = False,
+    key: int | None = None,
+    codec: Codec | None = None,
+) -> tuple[Codes, Codes, Codes, Codes | None, Codes | None]:
+    """:func:`adam_update` with float32 in between, as :func:`sgd_update_float32`.
+
+    ``residue`` holds codes here: what the stored root lacks of the exact one.
+    """
+    codec = codec or REFERENCE_CODEC
+    scalars = adam_scalars(beta1, beta2, eps)
+    correction, eps_hat = scalars[min(step, len(scalars)) - 1]
+    with np.errstate(over="ignore", divide="ignore"):
+        w, g = codec.decode(weight, fmt), codec.decode(grad, fmt)
+        if weight_decay is not None and not decoupled:
+            g = g + _F32(weight_decay) * w
+        average = _F32(beta1) * codec.decode(exp_avg, fmt) + _F32(1 - beta1) * g
+        bits = [
+            None if key is None else random_bits(weight.size, key, step, s).reshape(weight.shape)
+            for s in (WEIGHT_SLOT, ROOT_SLOT)
+        ]
+        r = codec.decode(root, fmt)
+        if key is None and residue is not None:
+            r = r + codec.decode(residue, fmt)
+        r = np.sqrt(_F32(beta2) * (r * r) + _F32(1 - beta2) * (g * g))
+        root = _stored(r, fmt, codec, bits[1])
+        if key is None and residue is not None:
+            residue = _stored(r - codec.decode(root, fmt), fmt, codec)
+        direction = correction * (average / (r + eps_hat))
+        if weight_decay is not None and decoupled:
+            direction = direction + _F32(weight_decay) * w
+        weight, compensation = _updated_float32(w, _F32(-lr) * direction, fmt, compensation, bits[0], codec)
+    return weight, _stored(average, fmt, codec), root, residue, compensation
+
+
+REFERENCE_CODEC = Codec(decode, encode, encode_stochastic)

@@ -14,6 +14,7 @@ from typing import Any
 
 from lns_ops.accumulation import ACCUMULATIONS
 from lns_ops.format import LNSFormat
+from lns_ops.optim import ARITHMETICS
 
 DATASETS = ("auto", "mnist", "digits")
 MODELS = ("mlp",)
@@ -96,6 +97,7 @@ class PrecisionConfig:
         kahan_sum: keep a Kahan compensation for each parameter. With scope ``matmul`` the parameters are float32 and so is it.
         stochastic_rounding: round weights at random, their expected value exact, where the update is added; LNS parameters (scope
             ``everywhere``) only. The random bits come from the trial's seed.
+        update_arithmetic: of LNS parameters' updates: ``lns``, or ``float32`` between loads and stores of codes.
         accumulation: for LNS formats, how sums of matrix products are taken: ``contract`` (in LNS) or ``float32``; see
             :mod:`lns_ops.accumulation`. Ignored for float formats.
     """
@@ -104,10 +106,12 @@ class PrecisionConfig:
     scope: str = "everywhere"
     kahan_sum: bool = False
     stochastic_rounding: bool = False
+    update_arithmetic: str = "lns"
     accumulation: str = "contract"
 
     def __post_init__(self) -> None:
         _one_of("precision.scope", self.scope, SCOPES)
+        _one_of("precision.update_arithmetic", self.update_arithmetic, ARITHMETICS)
         _one_of("precision.accumulation", self.accumulation, ACCUMULATIONS)
         if self.stochastic_rounding and self.kahan_sum:
             raise ValueError(
@@ -160,9 +164,9 @@ class OptimizerConfig:
         finite("optimizer.weight_decay", self.weight_decay, 0.0, "0 turns it off")
         if self.momentum >= 1:
             raise ValueError(f"optimizer.momentum={self.momentum}: must be below 1, or the buffer grows without bound; try 0.9")
-        if len(self.betas) != 2 or not all(0 < beta < 1 for beta in self.betas):
+        if len(self.betas) != 2 or not all(1e-6 <= beta < 1 for beta in self.betas):
             raise ValueError(
-                f"optimizer.betas={list(self.betas)}: must be two numbers between 0 and 1; use for example [0.9, 0.999]"
+                f"optimizer.betas={list(self.betas)}: must be two numbers of at least 1e-6 and below 1; use for example [0.9, 0.999]"
             )
         if not 0 < self.eps < math.inf:
             raise ValueError(f"optimizer.eps={self.eps}: must be positive and finite; use for example 1e-8")

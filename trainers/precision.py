@@ -34,7 +34,7 @@ def make_optimizer(
         ValueError: a value underflows, or a decay rounds to 1, in the format.
     """
     rounding: dict[str, Any] = {"kahan_sum": precision.kahan_sum, "stochastic_rounding": precision.stochastic_rounding}
-    rounding["seed"] = seed % (1 << 31)
+    rounding |= {"seed": seed % (1 << 31), "arithmetic": precision.update_arithmetic}
     parameters = model.parameters()
     if optimizer.name == "sgd":
         return SGD(parameters, lr=optimizer.lr / batch_size, momentum=optimizer.momentum, **rounding)

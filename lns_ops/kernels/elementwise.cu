@@ -191,20 +191,10 @@ __device__ __forceinline__ void decoded(const short* codes, T* out, i64 n, bool 
 
 extern "C" __global__ void __launch_bounds__(512)
 lns_decode(const short* __restrict__ codes, float* __restrict__ out, i64 n, int aligned, const float* __restrict__ significands) {
-    constexpr bool SHARED = FRACTION_BITS <= 9, SUBNORMAL = BIAS > 126 << FRACTION_BITS;
-    __shared__ int near[SHARED ? 1 << FRACTION_BITS : 1];
-    if (SHARED) {
-        for (int i = threadIdx.x; i < 1 << FRACTION_BITS; i += blockDim.x) near[i] = __float_as_int(significands[i]);
-        __syncthreads();
-    }
-    decoded(codes, out, n, aligned, [&](int code) {
-        int field = code & FIELD_MASK, log = field - BIAS, exponent = log >> FRACTION_BITS;
-        int bits = SHARED ? near[log & ((1 << FRACTION_BITS) - 1)] : __float_as_int(__ldg(significands + (log & ((1 << FRACTION_BITS) - 1))));
-        float v;
-        if (SUBNORMAL && exponent < -126) v = times(__int_as_float(bits + ((exponent + 64) << 23)), 0x1p-64f);
-        else v = __int_as_float(bits + (exponent << 23));
-        return field == 0 ? 0.0f : __int_as_float(__float_as_int(v) | (code & 0x80000000));
-    });
+    __shared__ float near[Decoder::ROOM];
+    const Decoder decoder(significands, near);
+    __syncthreads();
+    decoded(codes, out, n, aligned, decoder);
 }
 
 extern "C" __global__ void __launch_bounds__(512)

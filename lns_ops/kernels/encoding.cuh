@@ -34,3 +34,46 @@ struct Encoder {
         return packed_code(log + BIAS, bits < 0);
     }
 };
+
+// float32 of a code: its significand from a table, rounded to float32, times a power of two.
+struct Decoder {
+    static constexpr bool SHARED = FRACTION_BITS <= 9, SUBNORMAL = BIAS > 126 << FRACTION_BITS;
+    static constexpr int FRACTIONS = 1 << FRACTION_BITS, ROOM = SHARED ? FRACTIONS : 1;
+    const float *significands, *near;
+
+    // `shared`: ROOM elements of shared memory, filled here; the caller synchronises.
+    __device__ __forceinline__ Decoder(const float* __restrict__ significands, float* shared) : significands(significands), near(shared) {
+        if (SHARED)
+            for (int i = threadIdx.x; i < FRACTIONS; i += blockDim.x) shared[i] = significands[i];
+    }
+    __device__ __forceinline__ float operator()(int code) const {
+        const int field = code & FIELD_MASK, log = field - BIAS, exponent = log >> FRACTION_BITS, fraction = log & (FRACTIONS - 1);
+        const int bits = __float_as_int(SHARED ? near[fraction] : __ldg(significands + fraction));
+        float v;
+        if (SUBNORMAL && exponent < -126) v = times(__int_as_float(bits + ((exponent + 64) << 23)), 0x1p-64f);
+        else v = __int_as_float(bits + (exponent << 23));
+        return field == 0 ? 0.0f : __int_as_float(__float_as_int(v) | (code & 0x80000000));
+    }
+};
+
+// The code below or above a float32 in magnitude, at random: lns_ops.reference.encode_stochastic. An infinity saturates. `base` gives the last
+// significand at or below the start of a cell, `steps` each significand's mantissa and the reciprocal of the distance to the next.
+struct StochasticEncoder {
+    const int* __restrict__ base;
+    const int2* __restrict__ steps;
+
+    __device__ __forceinline__ short operator()(float x, int bits) const {
+        int magnitude = __float_as_int(x) & 0x7fffffff, shift = 0;
+        const int sign = __float_as_int(x) < 0;
+        if (magnitude < 0x800000) {
+            magnitude = __float_as_int(times(x, 0x1p64f)) & 0x7fffffff;
+            shift = magnitude == 0 ? 1 << 12 : 64;
+        }
+        const int mantissa = magnitude & 0x7fffff;
+        int j = __ldg(base + (mantissa >> CELL_SHIFT));
+        int2 step = __ldg(steps + j), next = __ldg(steps + j + 1);
+        if (mantissa >= next.x) j++, step = next;
+        const int chance = (int)((i64)(mantissa - step.x) * (u32)step.y >> 24);
+        return packed_code((((magnitude >> 23) - 127 - shift) << FRACTION_BITS) + j + ((chance + bits) >> 16) + BIAS, sign);
+    }
+};

@@ -4,32 +4,7 @@
 // SHARED_TABLES 1: that table and Adam's table of decays are copied to shared memory behind the Adder's, where a gather costs a few cycles
 // instead of some twenty.
 #include "elementwise.cuh"
-
-// How a weight takes its update: rounded to nearest, with Kahan compensation, or rounded at random.
-enum Rounding { NEAREST, KAHAN, STOCHASTIC };
-
-// Uniform 16-bit integers for elements 8 b .. 8 b + 7: Philox4x32-10 of the key and the counter (b low, b high, step, slot);
-// lns_ops.reference.random_bits.
-struct Random {
-    u32 word[4];
-
-    __device__ __forceinline__ Random() {}
-    __device__ __forceinline__ Random(i64 key, i64 step, u32 slot, i64 block) {
-        u32 a = (u32)block, b = (u32)(block >> 32), c = (u32)step, d = slot, low = (u32)key, high = (u32)(key >> 32);
-#pragma unroll
-        for (int round = 0; round < 10; round++) {
-            u32 first = 0xD2511F53u * a, second = 0xCD9E8D57u * c;
-            u32 x = __umulhi(0xCD9E8D57u, c) ^ b ^ low, y = __umulhi(0xD2511F53u, a) ^ d ^ high;
-            a = x, b = second, c = y, d = first;
-            low += 0x9E3779B9u, high += 0xBB67AE85u;
-        }
-        word[0] = a, word[1] = b, word[2] = c, word[3] = d;
-    }
-    __device__ __forceinline__ int operator[](int lane) const {  // selected by comparisons: an array indexed at run time lives in memory
-        u32 w = lane < 4 ? lane < 2 ? word[0] : word[1] : lane < 6 ? word[2] : word[3];
-        return lane & 1 ? w >> 16 : w & 0xffff;
-    }
-};
+#include "rounding.cuh"
 
 // The code of x + y rounded at random; fine[d] holds G+(d) and G-(d) with 16 bits behind the ulp, d = 0 .. FINE_LAST.
 __device__ __forceinline__ int stochastic_sum(int x, int y, int bits, const int* __restrict__ fine) {
@@ -227,9 +202,6 @@ struct AdamArguments {
     Decay decay;
     const int* fine;
 };
-
-// Where weight decay goes.
-enum WeightDecay { NONE, INTO_GRADIENT, DECOUPLED };
 
 // One Adam step of element j, every operation an LNS operation; see lns_ops.reference.adam_update.
 template <Rounding ROUNDING, WeightDecay DECAY, class A>

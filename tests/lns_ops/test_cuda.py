@@ -289,6 +289,37 @@ def test_adam_equals_the_reference(fmt: LNSFormat, rounding: str, decay: str | N
                 assert_same(got, codes)
 
 
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("rounding", ["nearest", "kahan", "stochastic"])
+@pytest.mark.parametrize("form", ["sgd", "momentum", "adam", "adam l2", "adamw"])
+@pytest.mark.parametrize("size", [1, 40_001])
+def test_updates_in_float32_equal_the_reference(fmt: LNSFormat, rounding: str, form: str, size: int) -> None:
+    for spread, step in ((1.0, 1), (0.2, 9)):
+        weight, grad, average, compensation, residue = (random_codes((size,), fmt, 50 + i, spread) for i in range(5))
+        options = {"lr": 0.05, "key": 5 << 32 | 77 if rounding == "stochastic" else None}
+        arrays = {"compensation": compensation if rounding == "kahan" else None}
+        if form in ("sgd", "momentum"):
+            options["momentum"] = 0.9 if form == "momentum" else None
+            arrays["buffer"] = average if form == "momentum" else None
+            names, ours, theirs = ("buffer", "compensation"), lns.sgd_update_float32_, reference.sgd_update_float32
+        else:
+            options |= {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "decoupled": form == "adamw"}
+            options["weight_decay"] = None if form == "adam" else 0.3
+            arrays |= {"exp_avg": average, "root": reference.absolute(random_codes((size,), fmt, 56, spread), fmt)}
+            arrays["residue"] = None if rounding == "stochastic" else residue
+            names = ("exp_avg", "root", "residue", "compensation")
+            ours, theirs = lns.adam_update_float32_, reference.adam_update_float32
+        wanted = theirs(weight, grad, fmt, step=step, **options, **arrays)
+        state = {name: None if array is None else gpu(array) for name, array in arrays.items()}
+        got, counter = gpu(weight), torch.tensor(step, device="cuda")
+        needs_step = rounding == "stochastic" or form.startswith("adam")
+        ours(got, gpu(grad), fmt, step=counter if needs_step else None, **options, **state)
+        assert_same(got, wanted[0])
+        for name, codes in zip(names, wanted[1:], strict=True):
+            if state[name] is not None:
+                assert_same(state[name], codes)
+
+
 @pytest.mark.parametrize("options", [{"kahan_sum": True}, {"stochastic_rounding": True}], ids=str)
 def test_adam_in_a_cuda_graph_takes_the_same_steps(options: dict[str, bool]) -> None:
     """The step counter lives on the device, so that bias correction and random bits move on with every replay."""

@@ -186,6 +186,83 @@ def test_adam_refuses_what_it_cannot_change() -> None:
         cpu.adam_update(weight, weight.copy(), lns12, **options | {"beta1": 0.999})  # type: ignore[arg-type]
 
 
+# --------------------------------------------------------------------------------------------- updates in float32
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+def test_stochastic_encoding_equals_the_reference(fmt: LNSFormat) -> None:
+    rng = np.random.default_rng(3)
+    normal = (rng.standard_normal(5000) * np.exp2(rng.uniform(-20, 20, 5000))).astype(np.float32)
+    special = np.array([0.0, -0.0, 1e-45, -3e-39, 1.1754944e-38, 3.4e38, -3.4e38, 1, 2, 1 - 2**-24], np.float32)
+    x = np.concatenate([normal, special, reference.decode(fmt.codes()[::7], fmt)])
+    for bits in (np.zeros(x.size, np.int64), np.full(x.size, 65535), reference.random_bits(x.size, KEY, 1, 0)):
+        np.testing.assert_array_equal(
+            cpu.encode_stochastic(x, fmt, bits.astype(np.uint16)), reference.encode_stochastic(x, fmt, bits)
+        )
+
+
+@pytest.mark.parametrize("fmt", [lns16, lns12, LNSFormat(16, 14)], ids=str)
+@pytest.mark.parametrize("value", [1.2345, -0.7, 0.5003])
+def test_stochastic_encoding_is_unbiased_and_keeps_codes(fmt: LNSFormat, value: float) -> None:
+    n = 200_000
+    x = np.full(n, value, np.float32)
+    got = reference.decode(reference.encode_stochastic(x, fmt, reference.random_bits(n, KEY, 1, 0)), fmt, np.float64)
+    assert len(np.unique(got)) <= 2
+    assert abs(got.mean() - np.float64(x[0])) < 5 * got.std() / np.sqrt(n) + 1e-4 * fmt.epsilon * abs(value)
+    codes = fmt.codes()[np.abs(reference.decode(fmt.codes(), fmt)) >= 2.0**-125]
+    for bits in (0, 65535):
+        kept = reference.encode_stochastic(reference.decode(codes, fmt), fmt, np.full(codes.shape, bits))
+        np.testing.assert_array_equal(kept, codes)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+@pytest.mark.parametrize("rounding", ["nearest", "kahan", "stochastic"])
+@pytest.mark.parametrize("use_momentum", [False, True])
+def test_sgd_in_float32(fmt: LNSFormat, rounding: str, use_momentum: bool) -> None:
+    rng = np.random.default_rng(4)
+    weight, grad, buffer, compensation = (codes_of(rng, fmt, 7, 101) for _ in range(4))
+    options = {"lr": 0.1, "momentum": 0.9 if use_momentum else None, "key": KEY if rounding == "stochastic" else None, "step": 3}
+    arrays = {"buffer": buffer if use_momentum else None, "compensation": compensation if rounding == "kahan" else None}
+    expected = reference.sgd_update_float32(weight, grad, fmt, **options, **arrays)  # type: ignore[arg-type]
+    cpu.sgd_update_float32(weight, grad, fmt, **options, **arrays)  # type: ignore[arg-type]
+    for got, wanted in zip((weight, *arrays.values()), expected, strict=True):
+        if got is not None:
+            np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+@pytest.mark.parametrize("rounding", ["nearest", "kahan", "stochastic"])
+@pytest.mark.parametrize("decay", [None, "into the gradient", "decoupled"])
+def test_adam_in_float32(fmt: LNSFormat, rounding: str, decay: str | None) -> None:
+    rng = np.random.default_rng(5)
+    weight, grad, average, compensation, residue = (codes_of(rng, fmt, 3, 101) for _ in range(5))
+    root = reference.absolute(codes_of(rng, fmt, 3, 101), fmt)
+    options = {"step": 2, "lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "decoupled": decay == "decoupled"}
+    options |= {"weight_decay": None if decay is None else 0.3, "key": KEY if rounding == "stochastic" else None}
+    arrays = {"exp_avg": average, "root": root, "residue": None if rounding == "stochastic" else residue}
+    arrays["compensation"] = compensation if rounding == "kahan" else None
+    expected = reference.adam_update_float32(weight, grad, fmt, **options, **arrays)  # type: ignore[arg-type]
+    cpu.adam_update_float32(weight, grad, fmt, **options, **arrays)  # type: ignore[arg-type]
+    for got, wanted in zip((weight, *arrays.values()), expected, strict=True):
+        if got is not None:
+            np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
+@pytest.mark.parametrize("options", [{"kahan_sum": True}, {"stochastic_rounding": True}], ids=str)
+def test_float32_updates_of_lns_weights_stay_near_float32(kind: type[SGD], options: dict[str, bool]) -> None:
+    torch.manual_seed(2)
+    start = LNSTensor.from_float(torch.randn(500), lns16).to_float()
+    grads = [LNSTensor.from_float(torch.randn(500) + 0.5, lns16).to_float() for _ in range(50)]
+    exact = nn.Parameter(start.clone())
+    steps(getattr(torch.optim, kind.__name__)([exact], lr=0.02), exact, grads)
+    weight = nn.Parameter(LNSTensor.from_float(start, lns16))
+    steps(kind([weight], lr=0.02, arithmetic="float32", **options), weight, grads)  # type: ignore[arg-type]
+    moved, wanted = weight.detach().to_float() - start, exact.detach() - start
+    assert torch.corrcoef(torch.stack([moved, wanted]))[0, 1] > 0.99
+    assert abs((moved - wanted).mean()) < 0.01 * wanted.abs().mean()
+
+
 # --------------------------------------------------------------------------------------------------- optimizers
 
 
@@ -292,6 +369,7 @@ def test_adam_state_survives_its_state_dict(options: dict[str, bool]) -> None:
         (Adam, {"betas": (1.0, 0.999)}, "beta1=1.0"),
         (Adam, {"betas": (0.9, 1.0)}, "beta2=1.0"),
         (Adam, {"eps": 0.0}, "eps=0.0"),
+        (Adam, {"arithmetic": "float64"}, "arithmetic='float64': must be one of lns, float32"),
         (Adam, {"weight_decay": -1}, "weight_decay=-1"),
         (Adam, {"lr": 1e-9}, "lr=1e-09: underflows"),
         (AdamW, {"lr": 0.1, "weight_decay": 1e-9}, "weight_decay=1e-09: underflows"),
@@ -314,6 +392,11 @@ def test_the_update_operators_are_proper_custom_operators() -> None:
     torch.library.opcheck(ops.sgd_update_, (weight, grad, None, None, step, -1000, None, KEY, 12, 6))
     torch.library.opcheck(
         ops.adam_update_, (weight, grad, average, root, residue, None, step, -1000, 0.9, 0.999, 1e-8, None, False, None, 12, 6)
+    )
+    torch.library.opcheck(ops.sgd_update_float32_, (weight, grad, None, None, step, 0.1, None, KEY, 12, 6))
+    torch.library.opcheck(
+        ops.adam_update_float32_,
+        (weight, grad, average, root, residue, None, step, 0.1, 0.9, 0.999, 1e-8, None, False, None, 12, 6),
     )
 
 

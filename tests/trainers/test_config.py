@@ -33,6 +33,11 @@ def test_round_trip_through_plain_values() -> None:
         (OptimizerConfig, {"eps": 0.0}, r"optimizer.eps=0.0: must be positive"),
         (OptimizerConfig, {"weight_decay": 0.1}, r"optimizer.weight_decay=0.1 with optimizer.name=sgd"),
         (OptimizerConfig, {"name": "adam", "momentum": 0.1}, r"optimizer.momentum=0.1 with optimizer.name=adam"),
+        (
+            PrecisionConfig,
+            {"update_arithmetic": "float64"},
+            r"precision.update_arithmetic='float64': must be one of lns, float32",
+        ),
         (PrecisionConfig, {"stochastic_rounding": True}, r"stochastic_rounding=true with precision.format=float32"),
         (PrecisionConfig, {"format": "lns12", "stochastic_rounding": True, "kahan_sum": True}, r"each keeps what the other"),
         (PrecisionConfig, {"format": "lns13"}, r"precision.format='lns13': must be float32 or an LNS format"),

@@ -24,6 +24,7 @@ PRECISIONS = {
     "everywhere": PrecisionConfig(format="lns12"),
     "kahan": PrecisionConfig(format="lns12", kahan_sum=True),
     "stochastic": PrecisionConfig(format="lns12", stochastic_rounding=True),
+    "float32 updates": PrecisionConfig(format="lns12", kahan_sum=True, update_arithmetic="float32"),
 }
 OPTIMIZERS = {
     "sgd": OptimizerConfig(lr=0.05),

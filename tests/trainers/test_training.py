@@ -26,6 +26,7 @@ PRECISIONS = {
     "kahan": PrecisionConfig(format="lns12", kahan_sum=True),
     "float kahan": PrecisionConfig(kahan_sum=True),
     "stochastic": PrecisionConfig(format="lns12", stochastic_rounding=True),
+    "float32 updates": PrecisionConfig(format="lns12", kahan_sum=True, update_arithmetic="float32"),
     "float32 sums": PrecisionConfig(format="lns12", kahan_sum=True, accumulation="float32"),
 }
 
