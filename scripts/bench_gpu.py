@@ -230,6 +230,25 @@ def memory_bound(copy: float, n: int) -> None:
                 w[0], c[1], fmt, step=tick, exp_avg=w[2], root=root, decoupled=True, **scalars, **options
             )
             report(f"{label} {fmt}", seconds([call]), bytes_ * n, "TB/s", copy)
+        momentum = {"momentum": 0.9, "buffer": w[2]}
+        for label, bytes_, options in [
+            ("Kahan SGD in float32", 10, {"compensation": w[1]}),
+            ("Kahan momentum in float32", 14, {"compensation": w[1], **momentum}),
+            ("stochastic SGD in float32", 6, at_random),
+        ]:
+            call = lambda: lns.sgd_update_float32_(w[0], c[1], fmt, lr=0.01, **options)
+            report(f"{label} {fmt}", seconds([call]), bytes_ * n, "TB/s", copy)
+        scalars = {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
+        residue.zero_()
+        for label, bytes_, options in [
+            ("AdamW in float32", 18, {"residue": residue}),
+            ("Kahan AdamW in float32", 22, {"residue": residue, "compensation": w[1]}),
+            ("stochastic AdamW in float32", 14, {"key": 1}),
+        ]:
+            call = lambda: lns.adam_update_float32_(
+                w[0], c[1], fmt, step=tick, exp_avg=w[2], root=root, decoupled=True, **scalars, **options
+            )
+            report(f"{label} {fmt}", seconds([call]), bytes_ * n, "TB/s", copy)
     p = torch.nn.Parameter(torch.randn(n, device="cuda"))
     p.grad = torch.randn(n, device="cuda")
     for label, bytes_, optimizer in [
