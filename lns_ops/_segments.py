@@ -86,7 +86,7 @@ def supported(fraction_bits: int) -> bool:
     return fraction_bits in _SHAPES
 
 
-def _line(remaining: _I64, wanted: _I64, unit: int) -> tuple[int, int] | None:
+def fit_line(remaining: _I64, wanted: _I64, unit: int) -> tuple[int, int] | None:
     """``A, B`` with ``A + (B remaining + 2^14 >> 15)`` in ``wanted .. wanted + unit - 1`` throughout, or None."""
     if np.all(wanted == wanted[0]):
         return int(wanted[0]), 0
@@ -136,12 +136,12 @@ def _pieces(curve: _Curve, unit: int, merge: bool) -> list[tuple[int, int, int, 
     pieces: list[tuple[int, int, int, int]] = []
     start = int(edges[0])
     for left, right in itertools.pairwise(edges):
-        line = _line(curve.remaining[start:right], curve.wanted[start:right], unit) if merge and pieces else None
+        line = fit_line(curve.remaining[start:right], curve.wanted[start:right], unit) if merge and pieces else None
         if line is not None:
             pieces.pop()
         else:
             start = int(left)
-            line = _line(curve.remaining[start:right], curve.wanted[start:right], unit)
+            line = fit_line(curve.remaining[start:right], curve.wanted[start:right], unit)
             assert line is not None, "a shape in the list has a piece that no line fits"
         pieces.append((int(curve.window[start]), int(curve.window[left]), *line))
     return pieces

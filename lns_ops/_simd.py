@@ -29,9 +29,11 @@ import numpy as np
 from numba import int16, int32
 from numpy.typing import NDArray
 
-from lns_ops import _vector
+from lns_ops import _vector, _vector_avx2
 from lns_ops._jit import get, kernel, put, scratch
-from lns_ops._segments import CANCEL_WORD, segments
+from lns_ops._native import Kernel
+from lns_ops._pieces import ENTRIES, pieces
+from lns_ops._segments import CANCEL_WORD, LANES, segments
 from lns_ops._vector import PANEL
 from lns_ops.format import LNSFormat
 from lns_ops.gaussian import gaussian_tables
@@ -53,8 +55,10 @@ class Plan(NamedTuple):
         y_top: field of ``y`` whose word would be 0.
         top_field: field (of the result's format, unclamped) that a result word of 0 stands for.
         zone: words below it are zero.
-        constants: rows of :mod:`lns_ops._vector`, int16 (ROWS * 32,).
-        mapped: which addition to use: None for direct, True for mapped (their types select the compiled kernel).
+        constants: rows of :mod:`lns_ops._vector`, int16 (ROWS * 32,), and the tables of :mod:`lns_ops._vector_avx2`.
+        extra: what the addition needs beside them: a mask for AVX-512, the address of the tables for AVX2.
+        mapped: which form of it to use: None for direct, True for mapped (their types select the compiled kernel).
+        kernel: the product.
     """
 
     unit_shift: int
@@ -63,7 +67,9 @@ class Plan(NamedTuple):
     top_field: int
     zone: int
     constants: _I16
+    extra: int
     mapped: bool | None
+    kernel: Kernel
 
 
 def _bytes_as_words(low_then: NDArray[Any]) -> _I16:
@@ -71,11 +77,10 @@ def _bytes_as_words(low_then: NDArray[Any]) -> _I16:
     return np.ascontiguousarray(low_then.astype(np.uint8)).view(np.int16)
 
 
-@lru_cache(maxsize=8)
-def _zone(fraction_bits: int) -> int:
+def _zone(fraction_bits: int, unit_shift: int) -> int:
     """Words below it are zero: a block's worth of sums of zeros, above the lowest word."""
     growth = 6 * (1 << fraction_bits) + BLOCK // 2 + 1
-    return (growth << segments(fraction_bits).shape.unit_shift) + 2 - (1 << 15)
+    return (growth << unit_shift) + 2 - (1 << 15)
 
 
 @lru_cache(maxsize=8)
@@ -98,8 +103,57 @@ def _constants(fraction_bits: int) -> _I16:
     rows[_vector.UNITS] = -(1 << shape.unit_shift)
     rows[_vector.CELL_PLUS], rows[_vector.CELL_MINUS] = (_bytes_as_words(cells) for cells in pieces.cell_of)
     rows[_vector.NOTHING] = CANCEL_WORD
-    rows[_vector.ZONE] = _zone(fraction_bits)
+    rows[_vector.ZONE] = _zone(fraction_bits, shape.unit_shift)
     return rows.astype(np.int16).reshape(-1)
+
+
+def _registers(table: _I64) -> _I16:
+    """A table in bytes, 16 to a register of 32 and each there twice, all but the first XORed with the 16 before."""
+    parts = (table & 0xFF).astype(np.uint8).reshape(-1, 1, ENTRIES)
+    parts[1:] ^= parts[:-1].copy()
+    return np.ascontiguousarray(np.repeat(parts, 2, axis=1)).reshape(-1).view(np.int16)
+
+
+@lru_cache(maxsize=8)
+def _constants_avx2(fraction_bits: int) -> _I16:
+    """The rows that :mod:`lns_ops._vector_avx2` uses, and its tables."""
+    made = pieces(fraction_bits)
+    cut, unit = made.cut, 1 << made.cut.unit_shift
+    rows = np.zeros((_vector.ROWS, 32), np.int64)
+    values = {
+        _vector.REACH: cut.reach, _vector.ONE: 1, _vector.SCALE: cut.scale, _vector_avx2.MULTIPLIER: cut.multiplier,
+        _vector.TO_DISTANCE: (1 << 16) // unit, _vector.UNITS: -unit, _vector.NOTHING: CANCEL_WORD,
+        _vector.ZONE: _zone(fraction_bits, cut.unit_shift),
+    }  # fmt: skip
+    for row, value in values.items():
+        rows[row] = value
+    constants = [np.full(ENTRIES, value) for value in (ENTRIES - 1, ENTRIES, 128 - ENTRIES)]
+    words = (part for table in (made.change, made.offset, made.slope) for part in (table, table >> 8))
+    tables = [*constants, made.base.reshape(-1), made.mask.reshape(-1), *words]
+    return np.concatenate([rows.astype(np.int16).reshape(-1), *(_registers(table) for table in tables)])
+
+
+class _Method(NamedTuple):
+    """What a plan takes over from the way to add, and the length in words of the tables."""
+
+    unit_shift: int
+    length: int
+    constants: _I16
+    extra: int
+    mapped: bool | None
+    kernel: Kernel
+
+
+@lru_cache(maxsize=16)
+def _method(fraction_bits: int, avx2: bool) -> _Method:
+    if avx2:
+        made, constants = pieces(fraction_bits), _constants_avx2(fraction_bits)
+        large = True if made.cut.cells > 32 else None
+        address = constants[_vector.ROWS * LANES :].ctypes.data
+        return _Method(made.cut.unit_shift, made.length, constants, address, large, _vector_avx2.matmul)
+    shape = segments(fraction_bits).shape
+    mapped = True if shape.window >= 0 else None
+    return _Method(shape.unit_shift, shape.reach, _constants(fraction_bits), _vector.HIGH_BYTES, mapped, _vector.matmul)
 
 
 def _bounds(x_span: tuple[int, int], y_span: tuple[int, int], K: int, fmt: LNSFormat) -> tuple[int, int]:
@@ -120,23 +174,29 @@ def within_accumulator(x_span: tuple[int, int], y_span: tuple[int, int], K: int,
     return lowest >= ACC_MIN and highest <= ACC_MAX
 
 
-def plan(x_span: tuple[int, int], y_span: tuple[int, int], K: int, fmt: LNSFormat) -> Plan | None:
-    """The words for operands whose nonzero fields lie in the spans (inclusive), or None where 16 bits do not do."""
+def plan(x_span: tuple[int, int], y_span: tuple[int, int], K: int, fmt: LNSFormat, avx2: bool = False) -> Plan | None:
+    """The words for operands whose nonzero fields lie in the spans (inclusive), or None where 16 bits do not do.
+
+    ``avx2`` says which instruction set to plan for.
+    """
     f = fmt.fraction_bits
-    shape, zone = segments(f).shape, _zone(f)
+    method = _method(f, avx2)
+    zone = _zone(f, method.unit_shift)
     lowest, highest = _bounds(x_span, y_span, K, fmt)
     if not within_accumulator(x_span, y_span, K, fmt):
         return None
-    if zone + shape.reach + (highest - lowest + 3 << shape.unit_shift) > 0:
+    if zone + method.length + (highest - lowest + 3 << method.unit_shift) > 0:
         return None
     return Plan(
-        unit_shift=shape.unit_shift,
+        unit_shift=method.unit_shift,
         x_top=x_span[1],
         y_top=highest + 1 + 2 * fmt.bias - x_span[1],
         top_field=highest + 1 + fmt.bias,
         zone=zone,
-        constants=_constants(f),
-        mapped=True if shape.window >= 0 else None,
+        constants=method.constants,
+        extra=method.extra,
+        mapped=method.mapped,
+        kernel=method.kernel,
     )
 
 

@@ -22,6 +22,7 @@ from numba.extending import models, register_model
 from numpy.typing import NDArray
 
 from lns_ops._jit import get, helper, intrinsic, kernel, put, scratch
+from lns_ops._native import Kernel
 
 (
     REACH, ONE, SCALE, SPREAD, OFFSET_LOW, OFFSET_HIGH, SLOPE_LOW, SLOPE_HIGH, EXACT_0, EXACT_1, TO_DISTANCE, NEAR, UNITS,
@@ -280,51 +281,58 @@ def _unpack(
         put(out, to + j, int16(code) if (short >= zone_) & (field > 0) else int16(0))
 
 
-@helper
-def _row(
-    steps: Any, words: Any, first: Any, last: Any, panels: Any, base: Any, totals: Any, at: Any, empty: Any, floor: Any,
-    c: Any, high_bytes: Any, mapped: Any,
-) -> None:  # fmt: skip
-    """Add one row's terms of one block, and the block's total to ``totals`` at ``at``; the tuple ``empty`` sets the width."""
-    sums = empty
-    for e in range(first, last):
-        y = load_like(panels, base + int64(get(steps, e)), sums)
-        sums = add(sums, products(get(words, e), y), c, high_bytes, mapped)
-    sums = add(load_like(totals, at, sums), settle(sums, floor, empty[0]), c, high_bytes, mapped)
-    store_all(totals, at, settle(sums, floor, empty[0]))
+def product(addition: Callable[..., Any], name: str) -> Kernel:
+    """The kernel of matrix products around a way to add two tuples of words."""
 
+    @helper
+    def row(
+        steps: Any, words: Any, first: Any, last: Any, panels: Any, base: Any, totals: Any, at: Any, empty: Any, floor: Any,
+        c: Any, extra: Any, mapped: Any,
+    ) -> None:  # fmt: skip
+        """Add one row's terms of one block, and the block's total to ``totals`` at ``at``; the tuple ``empty`` sets the width."""
+        sums = empty
+        for e in range(first, last):
+            y = load_like(panels, base + int64(get(steps, e)), sums)
+            sums = addition(sums, products(get(words, e), y), c, extra, mapped)
+        sums = addition(load_like(totals, at, sums), settle(sums, floor, empty[0]), c, extra, mapped)
+        store_all(totals, at, settle(sums, floor, empty[0]))
 
-@kernel
-def matmul(
-    counts: NDArray[np.int32], steps: NDArray[np.int32], words: NDArray[np.int32], panels: NDArray[np.int16],
-    constants: NDArray[np.int16], high_bytes: int, mapped: bool | None, out: NDArray[np.int16], M: int, K: int, N: int,
-    block: int, zone: int, top: int, unit_shift: int, mask: int, start: int, stop: int,
-) -> int:  # fmt: skip
-    """Codes (M, N) of packed operands; a unit is one panel times ROWS_AT_ONCE rows. See :mod:`lns_ops._simd` for the packing."""
-    blocks = (K + block - 1) // block
-    chunks = (M + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE
-    c = (
-        load(constants, 0), load(constants, 32), load(constants, 64), load(constants, 96), load(constants, 128),
-        load(constants, 160), load(constants, 192), load(constants, 224), load(constants, 256), load(constants, 288),
-        load(constants, 320), load(constants, 352), load(constants, 384), load(constants, 416), load(constants, 448),
-    )  # fmt: skip
-    none, floor = load(constants, 480), load(constants, 512)
-    totals = scratch(ROWS_AT_ONCE * PANEL, int16)
-    for unit in range(start, stop):
-        panel, row = unit // chunks, unit % chunks * ROWS_AT_ONCE
-        rows, width, base = min(ROWS_AT_ONCE, M - row), min(PANEL, N - panel * PANEL), panel * K * 2 * PANEL
-        totals[:] = LOWEST_WORD
-        for b in range(blocks):
+    def matmul(
+        counts: NDArray[np.int32], steps: NDArray[np.int32], words: NDArray[np.int32], panels: NDArray[np.int16],
+        constants: NDArray[np.int16], extra: int, mapped: bool | None, out: NDArray[np.int16], M: int, K: int, N: int,
+        block: int, zone: int, top: int, unit_shift: int, mask: int, start: int, stop: int,
+    ) -> int:  # fmt: skip
+        """Codes (M, N) of packed operands; a unit is one panel times ROWS_AT_ONCE rows. See :mod:`lns_ops._simd` for the packing."""
+        blocks = (K + block - 1) // block
+        chunks = (M + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE
+        c = (
+            load(constants, 0), load(constants, 32), load(constants, 64), load(constants, 96), load(constants, 128),
+            load(constants, 160), load(constants, 192), load(constants, 224), load(constants, 256), load(constants, 288),
+            load(constants, 320), load(constants, 352), load(constants, 384), load(constants, 416), load(constants, 448),
+        )  # fmt: skip
+        none, floor = load(constants, 480), load(constants, 512)
+        totals = scratch(ROWS_AT_ONCE * PANEL, int16)
+        for unit in range(start, stop):
+            panel, first = unit // chunks, unit % chunks * ROWS_AT_ONCE
+            rows, width, base = min(ROWS_AT_ONCE, M - first), min(PANEL, N - panel * PANEL), panel * K * 2 * PANEL
+            totals[:] = LOWEST_WORD
+            for b in range(blocks):
+                for i in range(rows):
+                    e0 = (first + i) * K + b * block
+                    e1, t = e0 + counts[(first + i) * blocks + b], i * PANEL
+                    if width > 128:
+                        empty = (none, none, none, none, none, none, none, none)
+                        row(steps, words, e0, e1, panels, base, totals, t, empty, floor, c, extra, mapped)
+                    elif width > 32:
+                        row(steps, words, e0, e1, panels, base, totals, t, (none, none, none, none), floor, c, extra, mapped)
+                    else:
+                        row(steps, words, e0, e1, panels, base, totals, t, (none,), floor, c, extra, mapped)
             for i in range(rows):
-                e0 = (row + i) * K + b * block
-                e1, t = e0 + counts[(row + i) * blocks + b], i * PANEL
-                if width > 128:
-                    empty = (none, none, none, none, none, none, none, none)
-                    _row(steps, words, e0, e1, panels, base, totals, t, empty, floor, c, high_bytes, mapped)
-                elif width > 32:
-                    _row(steps, words, e0, e1, panels, base, totals, t, (none, none, none, none), floor, c, high_bytes, mapped)
-                else:
-                    _row(steps, words, e0, e1, panels, base, totals, t, (none,), floor, c, high_bytes, mapped)
-        for i in range(rows):
-            _unpack(totals, i * PANEL, out, (row + i) * N + panel * PANEL, width, zone, top, unit_shift, mask)
-    return 0
+                _unpack(totals, i * PANEL, out, (first + i) * N + panel * PANEL, width, zone, top, unit_shift, mask)
+        return 0
+
+    matmul.__qualname__ = name
+    return kernel(matmul)
+
+
+matmul = product(add, "matmul")

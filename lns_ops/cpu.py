@@ -5,9 +5,9 @@ transposed or broadcast views. Work runs on ``get_num_threads()`` threads (OMP_N
 outside the GIL; torch's thread count is never touched.
 
 Kernels are compiled by numba on first use and kept on disk (:mod:`lns_ops._native` says where); nothing needs a C compiler.
-Matrix products have two kernels: 16-bit vectors with in-register tables (:mod:`lns_ops._simd`) where the processor has AVX-512,
-else gathers from a table (:mod:`lns_ops._gather`); :func:`kernel_info` says which and why, and the environment variable
-``LNS_OPS_CPU_KERNEL`` (``gather`` or ``simd``) forces one.
+Matrix products have three kernels: 16-bit vectors with in-register tables (:mod:`lns_ops._simd`) where the processor has AVX-512
+or AVX2, else gathers from a table (:mod:`lns_ops._gather`); :func:`kernel_info` says which and why, and the environment variable
+``LNS_OPS_CPU_KERNEL`` (``gather``, ``simd`` for the better of the other two, or ``avx2``) forces one.
 
 Shape suffixes: M, K, N of a product; B a batch.
 """
@@ -23,7 +23,7 @@ from llvmlite.binding import get_host_cpu_features
 from numba import config as numba_config
 from numpy.typing import NDArray
 
-from lns_ops import _elementwise, _gather, _random, _segments, _simd, _vector, reference
+from lns_ops import _elementwise, _gather, _pieces, _random, _segments, _simd, _vector, reference
 from lns_ops._pool import get_num_threads, run, set_num_threads
 from lns_ops.format import MANTISSA_BITS, LNSFormat, NonFiniteError, decode_significands, encode_thresholds, stochastic_steps
 from lns_ops.gaussian import decay_table, gaussian_tables, stochastic_tables
@@ -285,10 +285,12 @@ def matmul(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes:
     x, y = _survey(x_MK, fmt), _survey(y_KN, fmt)
     if not (x.nonzero and y.nonzero):
         return np.zeros((x_MK.shape[0], y_KN.shape[1]), np.int16)
-    if kernel_info()["matmul"] != "gather" and _segments.supported(fmt.fraction_bits):
+    kernel = kernel_info()["matmul"]
+    avx2 = kernel == "simd avx2"
+    if kernel != "gather" and (_pieces if avx2 else _segments).supported(fmt.fraction_bits):
         turn = _work(x, y_KN.shape[1]) > 1.2 * _work(y, x_MK.shape[0])
         left, right = (y, x) if turn else (x, y)
-        plan = _simd.plan(left.span, right.span, x_MK.shape[1], fmt)
+        plan = _simd.plan(left.span, right.span, x_MK.shape[1], fmt, avx2)
         if plan is not None:
             return (
                 np.ascontiguousarray(_matmul_simd(y_KN.T, x_MK.T, fmt, plan).T) if turn else _matmul_simd(x_MK, y_KN, fmt, plan)
@@ -346,7 +348,7 @@ def _matmul_simd(x_MK: Codes, y_KN: Codes, fmt: LNSFormat, plan: _simd.Plan) -> 
     # Packing is short and bound by memory: only much of it is worth a second thread.
     run(_simd.pack_x, M, 1 + 8 * _GRAIN // K, x, K, mask, plan.x_top, plan.unit_shift, BLOCK, counts, steps, words)
     run(_simd.pack_y, panels, 1 + 8 * _GRAIN // (K * _vector.PANEL), y, K, N, mask, plan.y_top, plan.unit_shift, packed)
-    run(_vector.matmul, panels * -(-M // _vector.ROWS_AT_ONCE), 1, counts, steps, words, packed, plan.constants, _vector.HIGH_BYTES,
+    run(plan.kernel, panels * -(-M // _vector.ROWS_AT_ONCE), 1, counts, steps, words, packed, plan.constants, plan.extra,
         plan.mapped, out.reshape(-1), M, K, N, BLOCK, plan.zone, plan.top_field, plan.unit_shift, mask)  # fmt: skip
     return out
 
@@ -551,29 +553,31 @@ def _scalar(code: Any) -> int:
 
 
 def kernel_info() -> dict[str, str]:
-    """Which matrix-product kernel is in use and why: keys ``matmul`` (``simd avx512bw+vbmi`` or ``gather``) and ``reason``.
+    """Which matrix-product kernel is in use and why: keys ``matmul`` (``simd avx512bw+vbmi``, ``simd avx2`` or ``gather``) and ``reason``.
 
-    The vector kernel serves 3 to 7 fraction bits and operands whose products span less than some 90 octaves; other calls use
+    The vector kernels serve 3 to 7 fraction bits and operands whose products span less than some 90 octaves; other calls use
     gathers whatever this says.
 
     Raises:
         ValueError: LNS_OPS_CPU_KERNEL names no kernel, or one that this processor cannot run.
     """
-    forced, lacking = os.environ.get("LNS_OPS_CPU_KERNEL", ""), _missing_features()
-    if forced not in ("", "gather", "simd"):
-        raise ValueError(f"LNS_OPS_CPU_KERNEL={forced!r}: must be 'gather', 'simd' or unset")
-    if forced == "simd" and lacking:
-        raise ValueError(f"LNS_OPS_CPU_KERNEL='simd': needs AVX-512 BW and VBMI, and {lacking}; unset it or set it to 'gather'")
-    if forced == "gather" or lacking:
-        return {"matmul": "gather", "reason": lacking or "LNS_OPS_CPU_KERNEL=gather"}
+    forced, no_avx512, no_avx2 = os.environ.get("LNS_OPS_CPU_KERNEL", ""), _missing("avx512bw", "avx512vbmi"), _missing("avx2")
+    if forced not in ("", "gather", "simd", "avx2"):
+        raise ValueError(f"LNS_OPS_CPU_KERNEL={forced!r}: must be 'gather', 'simd', 'avx2' or unset")
+    if forced in ("simd", "avx2") and no_avx2:
+        raise ValueError(f"LNS_OPS_CPU_KERNEL={forced!r}: needs AVX2, and {no_avx2}; unset it or set it to 'gather'")
+    if forced == "gather" or no_avx2:
+        return {"matmul": "gather", "reason": no_avx2 or "LNS_OPS_CPU_KERNEL=gather"}
+    if forced == "avx2" or no_avx512:
+        return {"matmul": "simd avx2", "reason": no_avx512 or "LNS_OPS_CPU_KERNEL=avx2"}
     return {"matmul": "simd avx512bw+vbmi", "reason": "the processor has AVX-512 BW and VBMI"}
 
 
-@lru_cache(maxsize=1)
-def _missing_features() -> str:
-    """Why the vector kernel cannot run here; empty if it can."""
+@lru_cache(maxsize=8)
+def _missing(*features: str) -> str:
+    """Why a kernel that needs these features cannot run here; empty if it can."""
     if numba_config.CPU_NAME or numba_config.CPU_FEATURES:
         return "NUMBA_CPU_NAME or NUMBA_CPU_FEATURES overrides the processor's own features"
-    features = get_host_cpu_features()
-    lacking = [name for name in ("avx512bw", "avx512vbmi") if not features.get(name)]
+    found = get_host_cpu_features()
+    lacking = [name for name in features if not found.get(name)]
     return f"this processor lacks {' and '.join(lacking)}" if lacking else ""

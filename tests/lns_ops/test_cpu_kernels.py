@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lns_ops import cpu
+from lns_ops import _pieces, cpu
 from lns_ops import reference as ref
 from lns_ops._segments import evaluate, segments
 from lns_ops._simd import plan
@@ -206,7 +206,7 @@ def test_sum_along_each_axis(fmt: LNSFormat, make: Any) -> None:
 MATMUL_SHAPES = [(1, 1, 1), (3, 130, 5), (17, 64, 129), (9, 65, 300), (2, 1, 128), (33, 200, 257), (0, 3, 2), (2, 0, 3)]
 
 
-@pytest.fixture(params=["gather", "simd"])
+@pytest.fixture(params=["gather", "simd", "avx2"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Force one matrix-product kernel; skips where the processor lacks it."""
     monkeypatch.setenv("LNS_OPS_CPU_KERNEL", request.param)
@@ -214,6 +214,8 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         cpu.kernel_info()
     except ValueError as error:
         pytest.skip(str(error))
+    if request.param == "avx2" and cpu._missing("avx512bw", "avx512vbmi"):
+        pytest.skip("simd is this kernel here")
     return str(request.param)
 
 
@@ -278,10 +280,35 @@ def test_segments_equal_the_tables_everywhere(fraction_bits: int) -> None:
         np.testing.assert_array_equal(evaluate(pieces, distance, parity), np.maximum(wanted, -32768))
 
 
-def test_lns12_always_takes_the_vector_kernel() -> None:
+@pytest.mark.parametrize("fraction_bits", range(3, 8))
+def test_pieces_equal_the_tables_everywhere(fraction_bits: int) -> None:
+    """As above, for the AVX2 kernel, to the largest distance of two words."""
+    made = _pieces.pieces(fraction_bits)
+    plus, minus = (table.astype(np.int64) for table in gaussian_tables(fraction_bits))
+    distance = np.arange((1 << 15) >> made.cut.unit_shift)
+    for parity, table in ((0, plus), (1, minus)):
+        wanted = table[np.minimum(distance, len(table) - 1)] << made.cut.unit_shift
+        np.testing.assert_array_equal(_pieces.evaluate(made, distance, parity), np.maximum(wanted, -32768))
+
+
+@pytest.mark.parametrize("avx2", [False, True])
+def test_lns12_always_takes_the_vector_kernel(avx2: bool) -> None:
     full = (1, lns12.field_mask)
-    assert plan(full, full, 4096, lns12) is not None
-    assert plan((1, lns16.field_mask), (1, lns16.field_mask), 64, lns16) is None
+    assert plan(full, full, 4096, lns12, avx2) is not None
+    assert plan((1, lns16.field_mask), (1, lns16.field_mask), 64, lns16, avx2) is None
+
+
+@pytest.mark.parametrize("fmt", [lns12, lns16], ids=str)
+def test_every_distance_of_two_terms(fmt: LNSFormat, kernel: str) -> None:
+    """Two products at every distance, of equal and of opposite signs, the larger one first and last."""
+    span = np.arange(len(gaussian_tables(fmt.fraction_bits).plus) + 40)
+    one = fmt.bias
+    for swap in (False, True):
+        for sign in (0, fmt.sign_mask):
+            terms = np.array([np.full_like(span, one), (one - span) | sign])
+            y_KN = terms[:: -1 if swap else 1].astype(np.int16)
+            x_MK = np.array([[one, one], [one | fmt.sign_mask, one | fmt.sign_mask]]).astype(np.int16)
+            assert_same(cpu.matmul(x_MK, y_KN, fmt), ref.matmul(x_MK, y_KN, fmt))
 
 
 @pytest.mark.parametrize("columns", [1, 31, 32, 33, 128, 129, 256, 257, 300, 784])
@@ -412,3 +439,9 @@ def test_kernel_info_and_its_override(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LNS_OPS_CPU_KERNEL", "fortran")
     with pytest.raises(ValueError, match="gather"):
         cpu.kernel_info()
+    monkeypatch.setenv("LNS_OPS_CPU_KERNEL", "avx2")
+    if cpu._missing("avx2"):
+        with pytest.raises(ValueError, match="needs AVX2"):
+            cpu.kernel_info()
+    else:
+        assert cpu.kernel_info()["matmul"] == "simd avx2"
