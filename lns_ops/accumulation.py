@@ -28,7 +28,8 @@ same machine gives the same bits as far as its BLAS library does. The CPU's figu
 (``torch.set_float32_matmul_precision``) at its default.
 
 A sum beyond float32's range is taken again in float64, which no sum of LNS products leaves; it saturates to the format's largest magnitude
-with its own sign. So there is neither an infinity nor a NaN, also where large terms of both signs meet.
+with its own sign. So there is neither an infinity nor a NaN, also where large terms of both signs meet. (Tensor cores may keep a sum of
+products beyond float32 that cancel finite; it is then any number within the bound.)
 """
 
 from __future__ import annotations

@@ -432,9 +432,14 @@ _F32 = np.float32
 _LARGEST = np.finfo(np.float32).max
 
 
+def _inside(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """``x``, where it has left float32 the largest number, so that no NaN can come of it."""
+    return np.clip(x, -_LARGEST, _LARGEST)
+
+
 def _stored(x: NDArray[np.float32], fmt: LNSFormat, codec: Codec, bits: NDArray[np.int64] | None = None) -> Codes:
     """The codes of ``x``; what has left float32 saturates."""
-    inside = np.clip(x, -_LARGEST, _LARGEST)
+    inside = _inside(x)
     codes: Codes = codec.encode(inside, fmt) if bits is None else codec.encode_stochastic(inside, fmt, bits)
     return codes
 
@@ -472,7 +477,7 @@ def sgd_update_float32(
     with np.errstate(over="ignore"):
         direction = codec.decode(grad, fmt)
         if momentum is not None and buffer is not None:
-            direction = _F32(momentum) * codec.decode(buffer, fmt) + direction
+            direction = _inside(_F32(momentum) * codec.decode(buffer, fmt) + direction)
             buffer = _stored(direction, fmt, codec)
         bits = None if key is None else random_bits(weight.size, key, step, WEIGHT_SLOT).reshape(weight.shape)
         new, compensation = _updated_float32(codec.decode(weight, fmt), _F32(-lr) * direction, fmt, compensation, bits, codec)
@@ -523,7 +528,7 @@ def adam_update_float32(
     with np.errstate(over="ignore", divide="ignore"):
         w, g = codec.decode(weight, fmt), codec.decode(grad, fmt)
         if weight_decay is not None and not decoupled:
-            g = g + _F32(weight_decay) * w
+            g = _inside(g + _F32(weight_decay) * w)
         average = _F32(beta1) * codec.decode(exp_avg, fmt) + _F32(1 - beta1) * g
         bits = [
             None if key is None else random_bits(weight.size, key, step, s).reshape(weight.shape)
@@ -536,7 +541,7 @@ def adam_update_float32(
         root = _stored(r, fmt, codec, bits[1])
         if key is None and residue is not None:
             residue = _stored(r - codec.decode(root, fmt), fmt, codec)
-        direction = correction * (average / (r + eps_hat))
+        direction = _inside(correction * (average / (r + eps_hat)))
         if weight_decay is not None and decoupled:
             direction = direction + _F32(weight_decay) * w
         weight, compensation = _updated_float32(w, _F32(-lr) * direction, fmt, compensation, bits[0], codec)

@@ -1,10 +1,33 @@
-// Optimizer steps with float32 between loads and stores of codes: lns_ops.reference.sgd_update_float32 and adam_update_float32. Every operation is
-// one of float32, rounded to nearest; they are written in PTX, so that none is fused or flushed to zero. What leaves float32 saturates.
+// Optimizer steps with float32 between loads and stores of codes: lns_ops.reference.sgd_update_float32 and adam_update_float32. Every
+// operation is one of float32, rounded to nearest; they are written in PTX, so that none is fused or flushed to zero. What leaves float32
+// saturates.
 //
 // -D: as elementwise.cuh with FAST 0; ADAM_KERNELS 1: the kernels of Adam, 0: of SGD.
 #include "elementwise.cuh"
 #include "encoding.cuh"
 #include "rounding.cuh"
+
+// With a rounding mode written out: the assembler fuses a product and a sum that have none.
+__device__ __forceinline__ float rounded_sum(float x, float y) {
+    float z;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+
+__device__ __forceinline__ float rounded_difference(float x, float y) {
+    float z;
+    asm("sub.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+
+__device__ __forceinline__ float rounded_product(float x, float y) {
+    float z;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+
+// The largest number where x has left float32.
+__device__ __forceinline__ float inside(float x) { return smaller(larger(x, -0x1.fffffep127f), 0x1.fffffep127f); }
 
 __device__ __forceinline__ float over(float x, float y) {
     float z;
@@ -29,13 +52,13 @@ template <Rounding ROUNDING>
 __device__ __forceinline__ void take(const Codec& codec, Codes& weight, float update, Codes& compensation, int j, int bits) {
     const float old = codec.decode(weight.code[j]);
     if (ROUNDING == STOCHASTIC) {
-        weight.code[j] = codec.encode_stochastic(plus(old, update), bits);
+        weight.code[j] = codec.encode_stochastic(rounded_sum(old, update), bits);
     } else if (ROUNDING == KAHAN) {
-        const float kept = plus(codec.decode(compensation.code[j]), update);
-        weight.code[j] = codec.encode(plus(old, kept));
-        compensation.code[j] = codec.encode(minus(kept, minus(codec.decode(weight.code[j]), old)));
+        const float kept = rounded_sum(codec.decode(compensation.code[j]), update);
+        weight.code[j] = codec.encode(rounded_sum(old, kept));
+        compensation.code[j] = codec.encode(rounded_difference(kept, rounded_difference(codec.decode(weight.code[j]), old)));
     } else {
-        weight.code[j] = codec.encode(plus(old, update));
+        weight.code[j] = codec.encode(rounded_sum(old, update));
     }
 }
 
@@ -69,10 +92,10 @@ __device__ __forceinline__ void sgd_update(const Codec& codec, short* weight, co
             for (int j = 0; j < count; j++) {
                 float direction = codec.decode(x.g.code[j]);
                 if (MOMENTUM) {
-                    direction = plus(times(momentum, codec.decode(x.b.code[j])), direction);
+                    direction = inside(rounded_sum(rounded_product(momentum, codec.decode(x.b.code[j])), direction));
                     x.b.code[j] = codec.encode(direction);
                 }
-                take<ROUNDING>(codec, x.w, times(negative_lr, direction), x.c, j,
+                take<ROUNDING>(codec, x.w, rounded_product(negative_lr, direction), x.c, j,
                                ROUNDING == STOCHASTIC ? random[count == 1 ? (int)(i % WIDE) : j] : 0);
             }
             put(weight, i, count, x.w);
@@ -130,20 +153,20 @@ __device__ __forceinline__ void adam_update(const Codec& codec, const AdamArgume
                 const int lane = count == WIDE ? j : (int)(i % WIDE) + j;
                 const float w = codec.decode(x.w.code[j]);
                 float g = codec.decode(x.g.code[j]), r = codec.decode(x.r.code[j]);
-                if (DECAY == INTO_GRADIENT) g = plus(g, times(a.weight_decay, w));
-                const float m = plus(times(a.beta1, codec.decode(x.m.code[j])), times(a.rest1, g));
+                if (DECAY == INTO_GRADIENT) g = inside(rounded_sum(g, rounded_product(a.weight_decay, w)));
+                const float m = rounded_sum(rounded_product(a.beta1, codec.decode(x.m.code[j])), rounded_product(a.rest1, g));
                 x.m.code[j] = codec.encode(m);
-                if (ROUNDING != STOCHASTIC) r = plus(r, codec.decode(x.e.code[j]));
-                r = root_of(plus(times(a.beta2, times(r, r)), times(a.rest2, times(g, g))));
+                if (ROUNDING != STOCHASTIC) r = rounded_sum(r, codec.decode(x.e.code[j]));
+                r = root_of(rounded_sum(rounded_product(a.beta2, rounded_product(r, r)), rounded_product(a.rest2, rounded_product(g, g))));
                 if (ROUNDING == STOCHASTIC) {
                     x.r.code[j] = codec.encode_stochastic(r, root_random[lane]);
                 } else {
                     x.r.code[j] = codec.encode(r);
-                    x.e.code[j] = codec.encode(minus(r, codec.decode(x.r.code[j])));
+                    x.e.code[j] = codec.encode(rounded_difference(r, codec.decode(x.r.code[j])));
                 }
-                float direction = times(now.x, over(m, plus(r, now.y)));
-                if (DECAY == DECOUPLED) direction = plus(direction, times(a.weight_decay, w));
-                take<ROUNDING>(codec, x.w, times(a.negative_lr, direction), x.c, j, ROUNDING == STOCHASTIC ? random[lane] : 0);
+                float direction = inside(rounded_product(now.x, over(m, rounded_sum(r, now.y))));
+                if (DECAY == DECOUPLED) direction = rounded_sum(direction, rounded_product(a.weight_decay, w));
+                take<ROUNDING>(codec, x.w, rounded_product(a.negative_lr, direction), x.c, j, ROUNDING == STOCHASTIC ? random[lane] : 0);
             }
             put(a.weight, i, count, x.w);
             put(a.average, i, count, x.m);

@@ -165,9 +165,9 @@ def test_sums_that_leave_float32_saturate_with_their_sign(fmt: LNSFormat, batche
         z = product(left, right, fmt)
         assert_bounded(z, x, y, fmt)
         first = z[0] if batched else z
-        # Where two products cancel, tensor cores may keep the sum finite and lose the 1.
-        assert first[0].tolist() in ([top, minus, one, top, top], [top, 0, 0, top, top])
-        assert first[1].tolist()[:4] in ([one, top, bottom, top], [0, top, bottom, top])
+        # Where two products beyond float32 cancel, what tensor cores make of them is any number, within the bound.
+        assert [first[0, n].item() for n in (0, 3, 4)] == [top, top, top]
+        assert [first[1, n].item() for n in (1, 2, 3)] == [top, bottom, top]
         assert first[3].tolist() == [top, bottom, top, minus, top]
     cuda.check_faults()  # saturation is no fault
 
