@@ -5,9 +5,8 @@ below half of that is lost, every time. Two ways to keep it:
 
 - ``kahan_sum``: Kahan compensation (W. Kahan, "Further remarks on reducing truncation errors", 1965) keeps what was lost in a second number
   of the same format and offers it again at the next step. Deterministic; 2 bytes more a parameter.
-- ``stochastic_rounding``: the sum of weight and update rounds up or down at random with the exact sum as its expected value (S.
-Gupta et al.
-  2015). No memory; the random bits come from (seed, parameter, step) alone, so a run repeats bit for bit on any device.
+- ``stochastic_rounding``: the sum of weight and update rounds up or down at random with the exact sum as its expected value (S. Gupta et
+  al. 2015). No memory; the random bits come from (seed, parameter, step) alone, so a run repeats bit for bit on any device.
 
 An LNSTensor parameter is updated by one fused kernel in which every operation is an LNS operation, or with ``arithmetic="float32"`` by one
 that computes in float32 between loads and stores of codes; a float parameter by torch operations. Memory for an LNS parameter: 2 bytes,
@@ -63,7 +62,7 @@ def _codes(state: dict[str, Tensor], name: str) -> Tensor | None:
 class _Optimizer(torch.optim.Optimizer):
     """What the optimizers here share: rounding options, the loop over parameters, integer state."""
 
-    def __init__(self, params: Any, defaults: dict[str, Any], seed: int) -> None:
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         if defaults["arithmetic"] not in ARITHMETICS:
             raise ValueError(f"arithmetic={defaults['arithmetic']!r}: must be one of {', '.join(ARITHMETICS)}, for example 'lns'")
         if defaults["kahan_sum"] and defaults["stochastic_rounding"]:
@@ -72,10 +71,9 @@ class _Optimizer(torch.optim.Optimizer):
             )
         if not 0 <= defaults["lr"] < float("inf"):
             raise ValueError(f"lr={defaults['lr']}: must be finite and at least 0")
-        if not isinstance(seed, int) or not 0 <= seed < 1 << 31:
-            raise ValueError(f"seed={seed!r}: must be a whole number from 0 to 2^31 - 1, for example 0")
+        if not isinstance(defaults["seed"], int) or not 0 <= defaults["seed"] < 1 << 31:
+            raise ValueError(f"seed={defaults['seed']!r}: must be a whole number from 0 to 2^31 - 1, for example 0")
         super().__init__(params, defaults)
-        self._seed = seed
         for group in self.param_groups:
             for parameter in group["params"]:
                 if isinstance(parameter, LNSTensor):
@@ -110,7 +108,7 @@ class _Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    key = self._seed << 32 | index if group["stochastic_rounding"] else None
+                    key = group["seed"] << 32 | index if group["stochastic_rounding"] else None
                     self._update(parameter, self.state[parameter], group, key)
                 index += 1
         return loss
@@ -176,8 +174,8 @@ class SGD(_Optimizer):
             "kahan_sum": kahan_sum,
             "stochastic_rounding": stochastic_rounding,
         }
-        options["arithmetic"] = arithmetic
-        super().__init__(params, options, seed)
+        options |= {"seed": seed, "arithmetic": arithmetic}
+        super().__init__(params, options)
 
     def _check(self, group: dict[str, Any], fmt: LNSFormat) -> None:
         if group["arithmetic"] == "float32":
@@ -291,9 +289,10 @@ class Adam(_Optimizer):
             "weight_decay": weight_decay,
             "kahan_sum": kahan_sum,
             "stochastic_rounding": stochastic_rounding,
+            "seed": seed,
             "arithmetic": arithmetic,
         }
-        super().__init__(params, options, seed)
+        super().__init__(params, options)
 
     def _check(self, group: dict[str, Any], fmt: LNSFormat) -> None:
         if group["arithmetic"] == "float32":

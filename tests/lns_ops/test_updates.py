@@ -337,7 +337,7 @@ def test_small_updates_are_lost_to_nearest_and_kept_otherwise(kind: type[SGD]) -
     assert ended["stochastic_rounding"] == pytest.approx(0.9, abs=0.005)
 
 
-@pytest.mark.parametrize("options", [{}, {"kahan_sum": True}, {"stochastic_rounding": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"kahan_sum": True}, {"stochastic_rounding": True, "seed": 4}], ids=str)
 def test_adam_state_survives_its_state_dict(options: dict[str, bool]) -> None:
     torch.manual_seed(3)
     grads = [torch.randn(40) for _ in range(6)]
@@ -345,7 +345,7 @@ def test_adam_state_survives_its_state_dict(options: dict[str, bool]) -> None:
     optimizer = Adam([weight], lr=0.1, **options)  # type: ignore[arg-type]
     steps(optimizer, weight, grads[:3])
     twin = nn.Parameter(LNSTensor(weight.codes.clone(), lns12))
-    other = Adam([twin], lr=0.1, **options)  # type: ignore[arg-type]
+    other = Adam([twin], lr=0.3)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for each, parameter in ((optimizer, weight), (other, twin)):
         steps(each, parameter, grads[3:])
