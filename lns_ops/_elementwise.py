@@ -424,7 +424,16 @@ def adam_stochastic(
         sg, fg = _decayed(grad, weight, i, table, last_, bias_, mask_, wd, into_grad)
         sm, fm = _average(average, i, sg, fg, table, last_, bias_, mask_, int32(beta), int32(rest))
         rounded = _root(
-            int32(get(root, i)), fg, int64(0), int64(get(root_bits, i)), decay, first_, end, int64(keep), int64(take), bias_
+            int32(get(root, i)),
+            fg,
+            int64(0),
+            int64(int32(get(root_bits, i))),
+            decay,
+            first_,
+            end,
+            int64(keep),
+            int64(take),
+            bias_,
         )
         fr = _bounded(rounded, int64(bias), mask_)
         put(root, i, int16(fr))
