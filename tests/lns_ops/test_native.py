@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from numba.core.errors import TypingError
 
-from lns_ops import _elementwise, _gather, _native, _vector, cpu
+from lns_ops import _elementwise, _gather, _native, _vector, _vector_avx2, cpu
 from lns_ops import reference as ref
 from lns_ops._native import Kernel
 from lns_ops.format import LNSFormat, lns12, lns16
@@ -146,8 +146,9 @@ def test_numbas_dispatcher_takes_over_with_the_same_results(
         raise AttributeError("no such thing in this numba")
 
     monkeypatch.setattr(_native, "_compile", refuse)
-    for kernel in (_elementwise.add, _gather.matmul, _vector.matmul):
-        monkeypatch.setattr(kernel, "_code", {})
+    for module in (_elementwise, _gather, _vector, _vector_avx2):
+        for kernel in filter(lambda value: isinstance(value, Kernel), vars(module).values()):
+            monkeypatch.setattr(kernel, "_code", {})
     rng = np.random.default_rng(0)
     x, y = (ref.encode(rng.standard_normal((20, 20)), fmt) for _ in range(2))
     with pytest.warns(UserWarning, match="no such thing in this numba"):
