@@ -5,20 +5,21 @@ cells cost instructions, and here the cut is made to need few. Words and distanc
 
     R      = scale max(reach - D, 0)
     fourth = R^4, curve = R^8                 repeated squares, 16 bits kept of each: like 2^-d, so that G+ and G- of it are nearly straight
-    window = (fourth multiplier) >> 16        0 .. 127: the low ``fine`` bits inside one of 16 coarse windows
+    window = (fourth multiplier) >> 16        0 .. 127: the low ``fine`` bits inside one of 8 or 16 coarse windows
     cell   = base[coarse, parity] + (window & mask[coarse, parity])
     value  = (A[cell] + (B[cell] curve + 2^14 >> 15)) & -u
 
 A coarse window is halved as often as its lines need, which the mask says; bases interleave the cells without gaps. Where the signs
-differ and ``d < near``, 16 bits of A are changed (XOR) by a table indexed by d, so that the value is right there too, with whatever
+differ and ``d < 16``, 16 bits of A are changed (XOR) by a table indexed by d, so that the value is right there too, with whatever
 cell and line. Its first entry makes -32768 of the value: cancellation.
 
-Tables longer than 16 bytes are looked up 16 at a time with an index that counts on from table to table. A look-up gives zero where the
-index is negative, and otherwise uses its low four bits only; so each table is kept as the XOR with the one before, and the XOR of
-all look-ups is the entry.
+Tables longer than 16 bytes are looked up 16 at a time with an index that counts down from table to table. A look-up gives zero where
+the index is negative, and otherwise uses its low four bits only; so each table is kept as the XOR with the one before, and the XOR of
+all look-ups is the entry. Lines whose A has a high byte have cells at the end, so that the high bytes have fewer tables.
 
 ``reach``, ``scale`` and ``multiplier`` come from a random search for few cells; lines are solved for here, and every entry of both
-tables is compared before use.
+tables is compared before use (some 0.1 s at f = 7). Fewest lines, with ends anywhere: G+ 7 and G- 13 beyond d = 16 at f = 6, 13 and 28
+at f = 7; as lines of D 13 and 19, 22 and 37.
 """
 
 from __future__ import annotations
@@ -33,15 +34,13 @@ from lns_ops._segments import CANCEL_WORD, fit_line
 from lns_ops.gaussian import gaussian_tables
 
 ENTRIES = 16
-"""Bytes that one look-up reaches; also the number of coarse windows, and of distances with a table of their own."""
-FINE_BITS = 3
-"""Bits of the window inside a coarse window."""
+"""Bytes that one look-up reaches; also the number of distances with a table of their own."""
 
 _I64 = NDArray[np.int64]
 
 
 class Cut(NamedTuple):
-    """How distances are cut; see the head of the file. ``cells`` is a multiple of 16."""
+    """How distances are cut; see the head of the file. ``cells`` is 32 or 64."""
 
     unit_shift: int
     reach: int
@@ -49,12 +48,30 @@ class Cut(NamedTuple):
     multiplier: int
     cells: int
 
+    @property
+    def large(self) -> bool:
+        """Whether there are 64 cells and 16 coarse windows, instead of 32 and 8."""
+        return self.cells == 64
+
+    @property
+    def fine(self) -> int:
+        """Bits of the window inside a coarse window."""
+        return 3 if self.large else 4
+
+    @property
+    def plain(self) -> int:
+        """In cells below this one A has no high byte."""
+        return HIGH_FROM[self.large]
+
+
+HIGH_FROM = {False: 16, True: 32}
+"""By whether a cut is large: the first cell that may have a high byte of A."""
 
 _CUTS = {
-    3: Cut(4, 1346, 43, 168, 32),
-    4: Cut(4, 2827, 20, 184, 32),
-    5: Cut(3, 2962, 19, 188, 32),
-    6: Cut(2, 3463, 16, 202, 32),
+    3: Cut(2, 336, 177, 164, 32),
+    4: Cut(2, 706, 84, 166, 32),
+    5: Cut(2, 1481, 39, 186, 32),
+    6: Cut(2, 4084, 13, 190, 32),
     7: Cut(1, 4215, 12, 348, 64),
 }
 
@@ -113,8 +130,8 @@ class _Part(NamedTuple):
 
 def _part(cut: Cut, parity: int, coarse: int, window: _I64, curve: _I64, wanted: _I64) -> _Part:
     """The least divided cut of a coarse window that lines fit."""
-    for halvings in range(FINE_BITS + 1):
-        mask = (1 << FINE_BITS) - (1 << FINE_BITS - halvings)
+    for halvings in range(cut.fine + 1):
+        mask = (1 << cut.fine) - (1 << cut.fine - halvings)
         chosen = window & mask
         lines = {
             int(cell): fit_line(curve[chosen == cell], wanted[chosen == cell], 1 << cut.unit_shift) for cell in np.unique(chosen)
@@ -133,8 +150,8 @@ def _parts(fraction_bits: int, cut: Cut) -> list[_Part]:
         distance = np.arange(len(wanted))
         window, curve = _window_and_curve(cut, distance, parity)
         on_line = distance >= (ENTRIES if parity else 0)
-        for coarse in np.unique(window[on_line] >> FINE_BITS):
-            here = on_line & (window >> FINE_BITS == coarse)
+        for coarse in np.unique(window[on_line] >> cut.fine):
+            here = on_line & (window >> cut.fine == coarse)
             found.append(_part(cut, parity, int(coarse), window[here], curve[here], wanted[here]))
     return sorted(found, key=lambda part: -len(part.lines))
 
@@ -151,7 +168,8 @@ def pieces(fraction_bits: int) -> Pieces:
     offset, slope = np.zeros(cut.cells, np.int64), np.zeros(cut.cells, np.int64)
     free = set(range(cut.cells))
     for part in _parts(fraction_bits, cut):
-        first = next(cell for cell in range(cut.cells) if free.issuperset(cell + step for step in part.lines))
+        lowest = 0 if all(0 <= offset < 256 for offset, _ in part.lines.values()) else cut.plain
+        first = next(cell for cell in range(lowest, cut.cells) if free.issuperset(cell + step for step in part.lines))
         free.difference_update(first + step for step in part.lines)
         base[part.parity, part.coarse], mask[part.parity, part.coarse] = first, part.mask
         for step, found in part.lines.items():
@@ -171,7 +189,7 @@ def pieces(fraction_bits: int) -> Pieces:
 def _cell_and_line(made: Pieces, distance: _I64, parity: int) -> tuple[_I64, _I64]:
     """Cells, and ``B curve`` rounded."""
     window, curve = _window_and_curve(made.cut, distance, parity)
-    coarse = window >> FINE_BITS
+    coarse = window >> made.cut.fine
     cell = made.base[parity][coarse] + (window & made.mask[parity][coarse])
     return cell, (made.slope[cell] * curve + (1 << 14)) >> 15
 

@@ -3,7 +3,8 @@
 Words. A signed logarithm is one int16, ``w = u (log - top - 1) + s``: ``u`` is a power of two that leaves room for the sign bit
 ``s`` (:mod:`lns_ops._segments`), and ``top`` an upper bound of everything the call can produce, so words are negative. The larger
 of two words is the larger magnitude with its sign; a product is one addition, because ``y`` is packed twice, with its sign and
-with the sign flipped, and a row of ``x`` says which to read. About 23 instructions on 32 products at f = 6 and 26 at f = 7.
+with the sign flipped, and a row of ``x`` says which to read. About 23 instructions on 32 products at f = 6 and 26 at f = 7 with
+AVX-512 (:mod:`lns_ops._vector`), 69 and 87 with AVX2 (:mod:`lns_ops._vector_avx2`), which has half the width and no large tables.
 
 Zero is the lowest word, -32768. Saturation keeps products with zero there; the sum of cancelling words saturates there too. Sums
 of zeros may creep up a few octaves (the *zone*) before the end of a block, where :func:`~lns_ops._vector.settle` resets them. All
@@ -122,14 +123,17 @@ def _constants_avx2(fraction_bits: int) -> _I16:
     rows = np.zeros((_vector.ROWS, 32), np.int64)
     values = {
         _vector.REACH: cut.reach, _vector.ONE: 1, _vector.SCALE: cut.scale, _vector_avx2.MULTIPLIER: cut.multiplier,
-        _vector.TO_DISTANCE: (1 << 16) // unit, _vector.UNITS: -unit, _vector.NOTHING: CANCEL_WORD,
+        _vector.UNITS: -unit, _vector.NOTHING: CANCEL_WORD,
         _vector.ZONE: _zone(fraction_bits, cut.unit_shift),
     }  # fmt: skip
     for row, value in values.items():
         rows[row] = value
-    constants = [np.full(ENTRIES, value) for value in (ENTRIES - 1, ENTRIES, 128 - ENTRIES)]
+    # (D + 222 + 1 >> 1) is d + 112 for D = 2 d + 1, and at least 128 where d >= 16; for D = 4 d + 1, D is halved before.
+    masks = [np.full(ENTRIES, value) for value in (127 >> cut.fine, ENTRIES, 8, *((222, 0) if cut.unit_shift == 1 else (0, 222)))]
+    # Coarse windows of a large cut have a register for each sign, those of a small one half a register.
+    coarse = [t.reshape(-1) if cut.large else np.append(t[::-1, :8], np.zeros(ENTRIES, np.int64)) for t in (made.base, made.mask)]
     words = (part for table in (made.change, made.offset, made.slope) for part in (table, table >> 8))
-    tables = [*constants, made.base.reshape(-1), made.mask.reshape(-1), *words]
+    tables = [*masks, *coarse, *words]
     return np.concatenate([rows.astype(np.int16).reshape(-1), *(_registers(table) for table in tables)])
 
 

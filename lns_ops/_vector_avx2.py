@@ -1,13 +1,18 @@
 """The LNS addition of :mod:`lns_ops._vector` for processors with AVX2 but not AVX-512: byte permutations of 16 entries.
 
-A vector of 32 lanes is two registers here. LLVM splits what is common to both instruction sets; :func:`add` works on the halves. Their
-windows are packed into the bytes of one register, so that each look-up serves 32 additions, and the low and high bytes that it finds
-are interleaved to words again. :mod:`lns_ops._pieces` has the formulas. About 76 vector instructions for 32 products at f = 6, 94 at
-f = 7.
+A vector of 32 lanes is two registers here. LLVM splits what both instruction sets have in common; :func:`add` works on the halves. Their
+windows are packed into the bytes of one register, so that a look-up serves 32 additions, and the low and high bytes that it finds are
+interleaved to words again. :mod:`lns_ops._pieces` has the formulas. 69 instructions for 32 products at f <= 6 and 87 at f = 7, not
+counting loads and stores.
+
+Sixteen registers hold neither sums nor tables: both come from memory. So several additions take turns at every step, and a table that
+is loaded serves them all; without that, and without hiding the tables' address once per group, LLVM would load all of them before the
+loop, and load them again from the stack.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,21 +22,26 @@ from numba.core import cgutils
 
 from lns_ops import _vector
 from lns_ops._jit import intrinsic
-from lns_ops._pieces import ENTRIES, FINE_BITS
+from lns_ops._pieces import ENTRIES, Cut
 
 MULTIPLIER = _vector.SPREAD
 """This row of the constants holds the window's multiplier; the rows REACH, ONE, SCALE, UNITS, NOTHING and ZONE are as there."""
-SIDE_BY_SIDE = 2
-"""Additions of 32 products whose instructions are interleaved."""
-LAG = 13
-"""How far the second one starts behind the first, in pauses: then multiplications of one meet look-ups of the other."""
-CELLS = {True: 64, False: 32}
-"""Cells by whether the shape is mapped, the word for large ones."""
+SIDE_BY_SIDE = 4
+"""Additions of 32 products whose instructions take turns: they hide each other's latency and share the loads of tables."""
+FORMS = {large: Cut(1 if large else 2, 0, 0, 0, 64 if large else 32) for large in (False, True)}
+"""What cuts have in common that one form of the addition serves."""
 
-COARSE, SIXTEEN, FAR, BASE, MASK, CHANGE, OFFSET = 0, 1, 2, 3, 5, 7, 9
-"""Where tables start, in registers of 32 bytes. BASE, MASK, CHANGE: two tables; OFFSET: two bytes of the cells, then two of the slope."""
+COARSE, SIXTEEN, EIGHT, HALVES, BASE, MASK, CHANGE, CELLS = 0, 1, 2, 3, 5, 7, 9, 11
+"""Where constants and tables start, in registers of 32 bytes; at CELLS the low bytes of A, its high bytes, and both of B."""
+OFFSET_HIGH = 1
 
 _HALF, _BYTES = ir.VectorType(ir.IntType(16), 16), ir.VectorType(ir.IntType(8), 32)
+
+
+def _halves(builder: Any, value: Any) -> list[Any]:
+    """The two registers of a vector of 32 words."""
+    parts = (ir.Constant(ir.VectorType(ir.IntType(32), 16), list(range(16 * i, 16 * i + 16))) for i in (0, 1))
+    return [builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), part) for part in parts]
 
 
 class _Emit:
@@ -39,23 +49,24 @@ class _Emit:
 
     def __init__(self, builder: Any, tables: Any) -> None:
         self.builder = builder
-        self.tables = builder.inttoptr(tables, _BYTES.as_pointer())
+        # Empty assembly whose result LLVM cannot know.
+        number = ir.IntType(64)
+        hidden = ir.InlineAsm(ir.FunctionType(number, [number]), "", "=r,0", side_effect=True)
+        self.tables = builder.inttoptr(builder.call(hidden, [tables]), _BYTES.as_pointer())
+        self.loaded: dict[int, Any] = {}
 
     def call(self, name: str, *values: Any, result: Any = _HALF) -> Any:
         kind = ir.FunctionType(result, [value.type for value in values])
         return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), values)
 
     def table(self, index: int) -> Any:
-        """32 bytes: a table of 16 twice, or a constant."""
-        return self.builder.load(self.builder.gep(self.tables, [ir.Constant(ir.IntType(64), index)]), align=1)
-
-    def halves(self, value: Any) -> list[Any]:
-        """The two registers of a vector of 32 words."""
-        parts = (ir.Constant(ir.VectorType(ir.IntType(32), 16), list(range(16 * i, 16 * i + 16))) for i in (0, 1))
-        return [self.builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), part) for part in parts]
+        """32 bytes, loaded once: a table of 16 twice, or a constant."""
+        if index not in self.loaded:
+            self.loaded[index] = self.builder.load(self.builder.gep(self.tables, [ir.Constant(ir.IntType(64), index)]), align=1)
+        return self.loaded[index]
 
     def joined(self, low: Any, high: Any) -> Any:
-        """The inverse of :meth:`halves`."""
+        """The inverse of :func:`_halves`."""
         return self.builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(ir.IntType(32), 32), list(range(32))))
 
     def packed(self, low: Any, high: Any) -> Any:
@@ -69,108 +80,89 @@ class _Emit:
         return [self.builder.bitcast(self.builder.shuffle_vector(low, high, ir.Constant(kind, o)), _HALF) for o in orders]
 
     def shifted(self, value: Any, bits: int) -> Any:
-        """Words in bytes' clothing shifted right, or left if negative; bits cross from byte to byte."""
-        b, words = self.builder, self.builder.bitcast(value, _HALF)
-        count = ir.Constant(_HALF, [abs(bits)] * 16)
-        return b.bitcast(b.lshr(words, count) if bits > 0 else b.shl(words, count), _BYTES)
+        """Bytes shifted right as words: bits cross from byte to byte."""
+        words = self.builder.lshr(self.builder.bitcast(value, _HALF), ir.Constant(_HALF, [bits] * 16))
+        return self.builder.bitcast(words, _BYTES)
 
-    def look_up(self, first: int, indices: list[Any]) -> Any:
-        """An entry of a table of as many registers as there are indices, which count on from one to the next."""
-        found = None
-        for i, index in enumerate(indices):
-            part = self.call("llvm.x86.avx2.pshuf.b", self.table(first + i), index, result=_BYTES)
-            found = part if found is None else self.builder.xor(found, part)
-        return found
-
-    def counted(self, index: Any, registers: int) -> list[Any]:
-        """Indices into each register of a table."""
-        indices = [index]
-        for _ in range(registers - 1):
-            indices.append(self.builder.sub(indices[-1], self.table(SIXTEEN)))
-        return indices
+    def look_up(self, table: int, index: Any, found: Any = None) -> Any:
+        """Bytes of a table of 16, or zero where the index is negative; XORed with what was found before."""
+        part = self.call("llvm.x86.avx2.pshuf.b", self.table(table), index, result=_BYTES)
+        return part if found is None else self.builder.xor(found, part)
 
 
-def _addition(emit: _Emit, x: Any, y: Any, c: dict[int, Any], cells: int) -> Iterator[Any]:
+def _addition(emit: _Emit, x: Any, y: Any, c: dict[int, Any], form: Cut) -> Iterator[Any]:
     """Sums of 32 words; pauses after every few instructions, and gives the sums at last."""
-    b = emit.builder
-    larger, distance, curves, windows = [], [], [], []
-    odd, small = [], []
-    for u, v in zip(emit.halves(x), emit.halves(y), strict=True):
+    b, halves = emit.builder, (0, 1)
+
+    def high_product(u: Any, v: Any) -> Any:
+        return emit.call("llvm.x86.avx2.pmulhu.w", u, v)
+
+    larger, distance = [], []
+    for u, v in zip(_halves(b, x), _halves(b, y), strict=True):
         larger.append(emit.call("llvm.smax.v16i16", u, v))
-        odd.append(b.or_(larger[-1], c[_vector.ONE]))
-        small.append(b.xor(b.xor(u, v), odd[-1]))
-        distance.append(b.sub(odd[-1], small[-1]))
+        odd = b.or_(larger[-1], c[_vector.ONE])
+        # x ^ y ^ larger is the smaller word; with `odd` its sign bit becomes "signs agree", so the difference ends in "differ".
+        distance.append(b.sub(odd, b.xor(b.xor(u, v), odd)))
         yield None
-    r = []
+    power = []
     for d in distance:
-        r.append(emit.call("llvm.usub.sat.v16i16", c[_vector.REACH], d))
+        power.append(emit.call("llvm.usub.sat.v16i16", c[_vector.REACH], d))
         yield None
-    for i in (0, 1):
-        r[i] = b.mul(r[i], c[_vector.SCALE])
+    for i in halves:
+        power[i] = b.mul(power[i], c[_vector.SCALE])
         yield None
-    for i in (0, 1):
-        r[i] = emit.call("llvm.x86.avx2.pmulhu.w", r[i], r[i])
+    for i in halves:
+        power[i] = high_product(power[i], power[i])
         yield None
-    differ = emit.packed(*(b.and_(d, c[_vector.ONE]) for d in distance))
+    # Bytes: 0 where the signs differ, else 255.
+    agree = b.add(emit.packed(*(b.and_(d, c[_vector.ONE]) for d in distance)), ir.Constant(_BYTES, [-1] * 32))
     yield None
-    for i in (0, 1):
-        r[i] = emit.call("llvm.x86.avx2.pmulhu.w", r[i], r[i])
+    for i in halves:
+        power[i] = high_product(power[i], power[i])
         yield None
-    near = emit.packed(*(emit.call("llvm.x86.avx2.pmulhu.w", d, c[_vector.TO_DISTANCE]) for d in distance))
+    near = b.or_(emit.packed(*distance), agree)
+    for i in range(form.unit_shift):
+        near = emit.call("llvm.x86.avx2.pavg.b", near, emit.table(HALVES + i), result=_BYTES)
     yield None
-    windows = [emit.call("llvm.x86.avx2.pmulhu.w", f, c[MULTIPLIER]) for f in r]
+    window = [high_product(p, c[MULTIPLIER]) for p in power]
     yield None
-    curves = [emit.call("llvm.x86.avx2.pmulhu.w", f, f) for f in r]
+    curve = [high_product(p, p) for p in power]
     yield None
-    window = emit.packed(*windows)
-    near = b.or_(near, b.add(differ, ir.Constant(_BYTES, [-1] * 32)))
-    near = emit.call("llvm.uadd.sat.v32i8", near, emit.table(FAR), result=_BYTES)
+    window = emit.packed(*window)
+    coarse = b.and_(emit.shifted(window, form.fine), emit.table(COARSE))
     yield None
-    coarse = b.and_(emit.shifted(window, FINE_BITS), emit.table(COARSE))
-    coarse = b.or_(coarse, emit.shifted(differ, -4))
-    index = emit.counted(coarse, 2)
+    # A small cut has the windows of like signs in the upper half of its register. A large one has them in the first register; in the
+    # second an index finds nothing (255 is negative) where signs agree, else what makes the entry of unlike signs of it.
+    indices = [coarse, b.or_(coarse, agree)] if form.large else [b.or_(coarse, b.and_(agree, emit.table(EIGHT)))]
     yield None
-    base = emit.look_up(BASE, index)
-    yield None
-    mask = emit.look_up(MASK, index)
-    yield None
-    registers = cells // ENTRIES
-    index = emit.counted(b.add(base, b.and_(window, mask)), registers)
-    yield None
-    found = []
-    for i in (2, 3, 0, 1):
-        bytes_ = emit.look_up(OFFSET + i * registers, index)
+    base = mask = None
+    for i, index in enumerate(indices):
+        base = emit.look_up(BASE + i, index, base)
         yield None
-        if i < 2:
-            bytes_ = b.xor(bytes_, emit.look_up(CHANGE + i, [near]))
-        found.append(bytes_)
-        if i == 3:
-            slopes = emit.words(*found)
-            found = []
-            lines = [emit.call("llvm.x86.avx2.pmul.hr.sw", slope, curve) for slope, curve in zip(slopes, curves, strict=True)]
+        mask = emit.look_up(MASK + i, index, mask)
         yield None
-    sums = []
-    for top, line, offset in zip(larger, lines, emit.words(*found), strict=True):
-        value = b.and_(b.add(offset, line), c[_vector.UNITS])
-        sums.append(emit.call("llvm.sadd.sat.v16i16", top, value))
+    index = b.add(base, b.and_(window, mask))
+    yield None
+    registers = form.cells // ENTRIES
+    found: list[Any] = [None] * 4
+    for r in range(registers):
+        index = b.sub(index, emit.table(SIXTEEN)) if r else index
+        for part in range(4):
+            if part != OFFSET_HIGH or r * ENTRIES >= form.plain:
+                found[part] = emit.look_up(CELLS + part * registers + r, index, found[part])
+                yield None
+    offset_low, offset_high, *slope = found
+    line = [emit.call("llvm.x86.avx2.pmul.hr.sw", w, p) for w, p in zip(emit.words(*slope), curve, strict=True)]
+    yield None
+    offset_low = emit.look_up(CHANGE, near, offset_low)
+    yield None
+    offset_high = emit.look_up(CHANGE + 1, near, offset_high)
+    yield None
+    sums: list[Any] = []
+    for i, offset in zip(halves, emit.words(offset_low, offset_high), strict=True):
+        value = b.and_(b.add(offset, line[i]), c[_vector.UNITS])
+        sums.append(emit.call("llvm.sadd.sat.v16i16", larger[i], value))
     yield emit.joined(*sums)
-
-
-def _interleaved(parts: list[Iterator[Any]]) -> list[Any]:
-    """Advance SIDE_BY_SIDE additions in turn, each LAG pauses behind the one before; their results."""
-    results: dict[int, Any] = {}
-    waiting, since = list(range(len(parts))), LAG
-    live: list[int] = []
-    while waiting or live:
-        if waiting and len(live) < SIDE_BY_SIDE and (not live or since >= LAG):
-            live.append(waiting.pop(0))
-            since = 0
-        since += 1
-        for i in list(live):
-            if (value := next(parts[i])) is not None:
-                results[i] = value
-                live.remove(i)
-    return [results[i] for i in range(len(parts))]
 
 
 @intrinsic
@@ -180,10 +172,14 @@ def add(typing_context: Any, x: Any, y: Any, constants: Any, tables: Any, mapped
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         left, right, rows = (cgutils.unpack_tuple(builder, value) for value in args[:3])
-        emit = _Emit(builder, args[3])
-        used = (_vector.REACH, _vector.ONE, _vector.SCALE, MULTIPLIER, _vector.TO_DISTANCE, _vector.UNITS)
-        c = {row: emit.halves(rows[row])[0] for row in used}
-        sums = _interleaved([_addition(emit, a, b, c, CELLS[large]) for a, b in zip(left, right, strict=True)])
+        used = (_vector.REACH, _vector.ONE, _vector.SCALE, MULTIPLIER, _vector.UNITS)
+        c = {row: _halves(builder, rows[row])[0] for row in used}
+        sums: list[Any] = []
+        for i in range(0, len(left), SIDE_BY_SIDE):
+            emit = _Emit(builder, args[3])
+            pairs = zip(left[i : i + SIDE_BY_SIDE], right[i : i + SIDE_BY_SIDE], strict=True)
+            turns = zip(*(_addition(emit, a, b, c, FORMS[large]) for a, b in pairs), strict=True)
+            sums += deque(turns, maxlen=1).pop()
         return context.make_tuple(builder, signature.return_type, sums)
 
     return x(x, y, constants, types.int64, mapped), generate

@@ -22,7 +22,7 @@ import sysconfig
 import time
 import venv
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -129,8 +129,12 @@ def codes(rng: np.random.Generator, fmt: LNSFormat, shape: tuple[int, ...], zero
 
 
 def available_kernels() -> list[str]:
-    """``simd`` where the processor has it, and ``gather``."""
-    return (["simd"] if cpu.kernel_info()["matmul"] != "gather" else []) + ["gather"]
+    """Names that force each kernel which this processor can run, the fastest first."""
+    found: dict[str, str] = {}
+    for name in ("simd", "avx2", "gather"):
+        with product_kernel(name), suppress(ValueError):
+            found.setdefault(cpu.kernel_info()["matmul"], name)
+    return list(found.values())
 
 
 def products(threads: int) -> dict[str, float]:
