@@ -4,7 +4,7 @@ Words. A signed logarithm is one int16, ``w = u (log - top - 1) + s``: ``u`` is 
 ``s`` (:mod:`lns_ops._segments`), and ``top`` an upper bound of everything the call can produce, so words are negative. The larger
 of two words is the larger magnitude with its sign; a product is one addition, because ``y`` is packed twice, with its sign and
 with the sign flipped, and a row of ``x`` says which to read. About 23 instructions on 32 products at f = 6 and 26 at f = 7 with
-AVX-512 (:mod:`lns_ops._vector`), 69 and 87 with AVX2 (:mod:`lns_ops._vector_avx2`), which has half the width and no large tables.
+AVX-512 (:mod:`lns_ops._vector`), 68 and 87 with AVX2 (:mod:`lns_ops._vector_avx2`), which has half the width and no large tables.
 
 Zero is the lowest word, -32768. Saturation keeps products with zero there; the sum of cancelling words saturates there too. Sums
 of zeros may creep up a few octaves (the *zone*) before the end of a block, where :func:`~lns_ops._vector.settle` resets them. All
@@ -129,9 +129,13 @@ def _constants_avx2(fraction_bits: int) -> _I16:
     for row, value in values.items():
         rows[row] = value
     # (D + 222 + 1 >> 1) is d + 112 for D = 2 d + 1, and at least 128 where d >= 16; for D = 4 d + 1, D is halved before.
-    masks = [np.full(ENTRIES, value) for value in (127 >> cut.fine, ENTRIES, 8, *((222, 0) if cut.unit_shift == 1 else (0, 222)))]
-    # Coarse windows of a large cut have a register for each sign, those of a small one half a register.
-    coarse = [t.reshape(-1) if cut.large else np.append(t[::-1, :8], np.zeros(ENTRIES, np.int64)) for t in (made.base, made.mask)]
+    masks = [
+        np.full(ENTRIES, value) for value in (15 if cut.large else 14, ENTRIES, *((222, 0) if cut.unit_shift == 1 else (0, 222)))
+    ]
+    # Coarse windows of a large cut have a register for each sign, those of a small one every other place in one register.
+    coarse = [
+        t.reshape(-1) if cut.large else np.append(t[::-1, :8].T, np.zeros(ENTRIES, np.int64)) for t in (made.base, made.mask)
+    ]
     words = (part for table in (made.change, made.offset, made.slope) for part in (table, table >> 8))
     tables = [*masks, *coarse, *words]
     return np.concatenate([rows.astype(np.int16).reshape(-1), *(_registers(table) for table in tables)])

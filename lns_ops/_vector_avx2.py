@@ -2,7 +2,7 @@
 
 A vector of 32 lanes is two registers here. LLVM splits what both instruction sets have in common; :func:`add` works on the halves. Their
 windows are packed into the bytes of one register, so that a look-up serves 32 additions, and the low and high bytes that it finds are
-interleaved to words again. :mod:`lns_ops._pieces` has the formulas. 69 instructions for 32 products at f <= 6 and 87 at f = 7, not
+interleaved to words again. :mod:`lns_ops._pieces` has the formulas. 68 instructions for 32 products at f <= 6 and 87 at f = 7, not
 counting loads and stores.
 
 Sixteen registers hold neither sums nor tables: both come from memory. So several additions take turns at every step, and a table that
@@ -31,7 +31,7 @@ SIDE_BY_SIDE = 4
 FORMS = {large: Cut(1 if large else 2, 0, 0, 0, 64 if large else 32) for large in (False, True)}
 """What cuts have in common that one form of the addition serves."""
 
-COARSE, SIXTEEN, EIGHT, HALVES, BASE, MASK, CHANGE, CELLS = 0, 1, 2, 3, 5, 7, 9, 11
+COARSE, SIXTEEN, HALVES, BASE, MASK, CHANGE, CELLS = 0, 1, 2, 4, 6, 8, 10
 """Where constants and tables start, in registers of 32 bytes; at CELLS the low bytes of A, its high bytes, and both of B."""
 OFFSET_HIGH = 1
 
@@ -129,11 +129,12 @@ def _addition(emit: _Emit, x: Any, y: Any, c: dict[int, Any], form: Cut) -> Iter
     curve = [high_product(p, p) for p in power]
     yield None
     window = emit.packed(*window)
-    coarse = b.and_(emit.shifted(window, form.fine), emit.table(COARSE))
+    coarse = b.and_(emit.shifted(window, 3), emit.table(COARSE))
     yield None
-    # A small cut has the windows of like signs in the upper half of its register. A large one has them in the first register; in the
-    # second an index finds nothing (255 is negative) where signs agree, else what makes the entry of unlike signs of it.
-    indices = [coarse, b.or_(coarse, agree)] if form.large else [b.or_(coarse, b.and_(agree, emit.table(EIGHT)))]
+    # A small cut has a register for the coarse windows (here even numbers) of unlike signs, each with that of like signs after it. A
+    # large one has like signs in the first register; in the second an index finds nothing (255 is negative) where signs agree, else
+    # what makes the entry of unlike signs of it.
+    indices = [coarse, b.or_(coarse, agree)] if form.large else [b.sub(coarse, agree)]
     yield None
     base = mask = None
     for i, index in enumerate(indices):
