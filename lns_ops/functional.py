@@ -88,132 +88,17 @@ def _linear_cpu(x: Tensor, y: Tensor, bias: Tensor, bits: int, fraction_bits: in
     return torch.from_numpy(cpu.add(cpu.matmul(x.numpy(), y.numpy(), fmt), bias.numpy(), fmt))
 
 
-def _array(x: Tensor | None) -> Any:
-    return None if x is None else x.numpy()
+def _define_update(name: str, schema: str) -> None:
+    """An update in place, ``NAME_`` of torch and ``NAME`` of :mod:`lns_ops.cpu`, whose parameters have the names of ``schema``."""
+    kernel, names = getattr(cpu, name), [parameter.split()[-1] for parameter in schema.split(", ")]
 
+    def on_cpu(*arguments: Any) -> None:
+        *values, bits, fraction_bits = arguments
+        options = {k: v.numpy() if isinstance(v, Tensor) else v for k, v in zip(names, values, strict=True)}
+        options["step"] = 0 if options["step"] is None else int(options["step"])
+        kernel(fmt=_format(bits, fraction_bits), **options)
 
-def _sgd_update_cpu(
-    weight: Tensor,
-    grad: Tensor,
-    buffer: Tensor | None,
-    compensation: Tensor | None,
-    step: Tensor | None,
-    negative_lr: int,
-    momentum: int | None,
-    key: int | None,
-    bits: int,
-    fraction_bits: int,
-) -> None:
-    cpu.sgd_update(
-        weight.numpy(),
-        grad.contiguous().numpy(),
-        _format(bits, fraction_bits),
-        negative_lr=negative_lr,
-        momentum=momentum,
-        buffer=_array(buffer),
-        compensation=_array(compensation),
-        key=key,
-        step=0 if step is None else int(step),
-    )
-
-
-def _adam_update_cpu(
-    weight: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    root: Tensor,
-    residue: Tensor | None,
-    compensation: Tensor | None,
-    step: Tensor,
-    negative_lr: int,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: int | None,
-    decoupled: bool,
-    key: int | None,
-    bits: int,
-    fraction_bits: int,
-) -> None:
-    cpu.adam_update(
-        weight.numpy(),
-        grad.contiguous().numpy(),
-        _format(bits, fraction_bits),
-        step=int(step),
-        exp_avg=exp_avg.numpy(),
-        root=root.numpy(),
-        residue=_array(residue),
-        compensation=_array(compensation),
-        negative_lr=negative_lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        decoupled=decoupled,
-        key=key,
-    )
-
-
-def _sgd_float32_cpu(
-    weight: Tensor,
-    grad: Tensor,
-    buffer: Tensor | None,
-    compensation: Tensor | None,
-    step: Tensor | None,
-    lr: float,
-    momentum: float | None,
-    key: int | None,
-    bits: int,
-    fraction_bits: int,
-) -> None:
-    cpu.sgd_update_float32(
-        weight.numpy(),
-        grad.contiguous().numpy(),
-        _format(bits, fraction_bits),
-        lr=lr,
-        momentum=momentum,
-        buffer=_array(buffer),
-        compensation=_array(compensation),
-        key=key,
-        step=0 if step is None else int(step),
-    )
-
-
-def _adam_float32_cpu(
-    weight: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    root: Tensor,
-    residue: Tensor | None,
-    compensation: Tensor | None,
-    step: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float | None,
-    decoupled: bool,
-    key: int | None,
-    bits: int,
-    fraction_bits: int,
-) -> None:
-    cpu.adam_update_float32(
-        weight.numpy(),
-        grad.contiguous().numpy(),
-        _format(bits, fraction_bits),
-        step=int(step),
-        exp_avg=exp_avg.numpy(),
-        root=root.numpy(),
-        residue=_array(residue),
-        compensation=_array(compensation),
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        decoupled=decoupled,
-        key=key,
-    )
+    _define(f"{name}_", f"({schema}, {_FORMAT}) -> ()", on_cpu, lambda *arguments: None)
 
 
 for _name in ("add", "sub", "mul", "div"):
@@ -248,34 +133,13 @@ _define(
     _linear_cpu,
     lambda x, y, bias, bits, fraction_bits: _matmul_shape(x, y),
 )
-_define(
-    "sgd_update_",
-    "(Tensor(a!) weight, Tensor grad, Tensor(b!)? buffer, Tensor(c!)? compensation, Tensor? step, int negative_lr, "
-    f"int? momentum, int? key, {_FORMAT}) -> ()",
-    _sgd_update_cpu,
-    lambda *arguments: None,
-)
-_define(
-    "adam_update_",
-    "(Tensor(a!) weight, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) root, Tensor(d!)? residue, Tensor(e!)? compensation, Tensor step, "
-    f"int negative_lr, float beta1, float beta2, float eps, int? weight_decay, bool decoupled, int? key, {_FORMAT}) -> ()",
-    _adam_update_cpu,
-    lambda *arguments: None,
-)
-_define(
-    "sgd_update_float32_",
-    "(Tensor(a!) weight, Tensor grad, Tensor(b!)? buffer, Tensor(c!)? compensation, Tensor? step, float lr, float? momentum, "
-    f"int? key, {_FORMAT}) -> ()",
-    _sgd_float32_cpu,
-    lambda *arguments: None,
-)
-_define(
-    "adam_update_float32_",
-    "(Tensor(a!) weight, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) root, Tensor(d!)? residue, Tensor(e!)? compensation, Tensor step, "
-    f"float lr, float beta1, float beta2, float eps, float? weight_decay, bool decoupled, int? key, {_FORMAT}) -> ()",
-    _adam_float32_cpu,
-    lambda *arguments: None,
-)
+_SGD = "Tensor(a!) weight, Tensor grad, Tensor(b!)? buffer, Tensor(c!)? compensation, Tensor? step"
+_ADAM = "Tensor(a!) weight, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) root, Tensor(d!)? residue, Tensor(e!)? compensation, Tensor step"
+_BETAS = "float beta1, float beta2, float eps"
+_define_update("sgd_update", f"{_SGD}, int negative_lr, int? momentum, int? key")
+_define_update("sgd_update_float32", f"{_SGD}, float lr, float? momentum, int? key")
+_define_update("adam_update", f"{_ADAM}, int negative_lr, {_BETAS}, int? weight_decay, bool decoupled, int? key")
+_define_update("adam_update_float32", f"{_ADAM}, float lr, {_BETAS}, float? weight_decay, bool decoupled, int? key")
 _OPS = torch.ops.lns_ops
 
 
