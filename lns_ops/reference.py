@@ -450,7 +450,7 @@ def _updated_float32(
 ) -> tuple[Codes, Codes | None]:  # fmt: skip
     if bits is not None or compensation is None:
         return _stored(weight + update, fmt, codec, bits), compensation
-    kept = codec.decode(compensation, fmt) + update
+    kept = _inside(codec.decode(compensation, fmt) + update)
     new = _stored(weight + kept, fmt, codec)
     return new, _stored(kept - (codec.decode(new, fmt) - weight), fmt, codec)
 

@@ -54,7 +54,7 @@ __device__ __forceinline__ void take(const Codec& codec, Codes& weight, float up
     if (ROUNDING == STOCHASTIC) {
         weight.code[j] = codec.encode_stochastic(rounded_sum(old, update), bits);
     } else if (ROUNDING == KAHAN) {
-        const float kept = rounded_sum(codec.decode(compensation.code[j]), update);
+        const float kept = inside(rounded_sum(codec.decode(compensation.code[j]), update));
         weight.code[j] = codec.encode(rounded_sum(old, kept));
         compensation.code[j] = codec.encode(rounded_difference(kept, rounded_difference(codec.decode(weight.code[j]), old)));
     } else {

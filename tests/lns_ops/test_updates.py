@@ -248,6 +248,19 @@ def test_adam_in_float32(fmt: LNSFormat, rounding: str, decay: str | None) -> No
             np.testing.assert_array_equal(got, wanted)
 
 
+def test_sums_that_leave_float32_saturate() -> None:
+    """Compensation and update are finite, their sum is not, and the weight flies to the other end: inf - inf would be no number."""
+    fmt = LNSFormat(9, 0)
+    far = np.array([fmt.field_mask, fmt.field_mask | fmt.sign_mask], np.int16)
+    zeros = np.zeros_like(far)
+    new, *_, kept = reference.adam_update_float32(
+        far ^ fmt.sign_mask, zeros, fmt, step=1, lr=3.8, beta1=0.9, beta2=0.99, eps=1e-8, decoupled=True, weight_decay=0.5, key=None,
+        compensation=far, exp_avg=zeros, root=zeros, residue=zeros,
+    )  # fmt: skip
+    np.testing.assert_array_equal(new, far)
+    assert (np.abs(reference.decode(kept, fmt)) <= fmt.largest).all()
+
+
 @pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
 @pytest.mark.parametrize("options", [{"kahan_sum": True}, {"stochastic_rounding": True}], ids=str)
 def test_float32_updates_of_lns_weights_stay_near_float32(kind: type[SGD], options: dict[str, bool]) -> None:
