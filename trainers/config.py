@@ -15,6 +15,10 @@ from typing import Any
 from lns_ops.accumulation import ACCUMULATIONS
 from lns_ops.format import LNSFormat
 from lns_ops.optim import ARITHMETICS
+from trainers.layout import Layout
+from trainers.validation import at_least, finite, one_of
+
+__all__ = ["DataConfig", "ModelConfig", "OptimizerConfig", "PrecisionConfig", "TrialConfig", "at_least", "finite"]
 
 DATASETS = ("auto", "mnist", "digits")
 MODELS = ("mlp",)
@@ -22,31 +26,6 @@ SCOPES = ("matmul", "everywhere")
 OPTIMIZERS = ("sgd", "adam", "adamw")
 FLOAT_FORMATS = ("float32",)
 DEVICES = ("cpu", "cuda", "auto")
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed)}; use for example {name}={allowed[0]}")
-
-
-def at_least(name: str, value: int | None, low: int, remedy: str) -> None:
-    """Refuse what is no whole number or below ``low``; None, where a key may be left out, passes.
-
-    Raises:
-        ValueError: with ``name``, ``value``, the rule and ``remedy``.
-    """
-    if value is not None and (not isinstance(value, int) or value < low):
-        raise ValueError(f"{name}={value}: must be a whole number of at least {low}; {remedy}")
-
-
-def finite(name: str, value: float | None, low: float, remedy: str) -> None:
-    """Refuse a NaN, an infinity or what is below ``low``; None, where a key may be left out, passes.
-
-    Raises:
-        ValueError: with ``name``, ``value``, the rule and ``remedy``.
-    """
-    if value is not None and (not math.isfinite(value) or value < low):
-        raise ValueError(f"{name}={value}: must be a finite number of at least {low:g}; {remedy}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +47,7 @@ class DataConfig:
     train_size: int | None = None
 
     def __post_init__(self) -> None:
-        _one_of("data.name", self.name, DATASETS)
+        one_of("data.name", self.name, DATASETS)
         at_least("data.validation_size", self.validation_size, 1, "leave it out for the usual size")
         at_least("data.train_size", self.train_size, 1, "leave it out to train on all")
 
@@ -81,7 +60,7 @@ class ModelConfig:
     hidden: list[int] = field(default_factory=lambda: [512])
 
     def __post_init__(self) -> None:
-        _one_of("model.name", self.name, MODELS)
+        one_of("model.name", self.name, MODELS)
         for width in self.hidden:
             at_least("model.hidden", width, 1, "use for example model.hidden=[512]")
 
@@ -110,9 +89,9 @@ class PrecisionConfig:
     accumulation: str = "contract"
 
     def __post_init__(self) -> None:
-        _one_of("precision.scope", self.scope, SCOPES)
-        _one_of("precision.update_arithmetic", self.update_arithmetic, ARITHMETICS)
-        _one_of("precision.accumulation", self.accumulation, ACCUMULATIONS)
+        one_of("precision.scope", self.scope, SCOPES)
+        one_of("precision.update_arithmetic", self.update_arithmetic, ARITHMETICS)
+        one_of("precision.accumulation", self.accumulation, ACCUMULATIONS)
         if self.stochastic_rounding and self.kahan_sum:
             raise ValueError(
                 "precision.kahan_sum=true, precision.stochastic_rounding=true: each keeps what the other has nothing left of; choose one"
@@ -158,7 +137,7 @@ class OptimizerConfig:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        _one_of("optimizer.name", self.name, OPTIMIZERS)
+        one_of("optimizer.name", self.name, OPTIMIZERS)
         finite("optimizer.lr", self.lr, 0.0, "0.1 is a good start for sgd, 0.001 for adam")
         finite("optimizer.momentum", self.momentum, 0.0, "0 turns it off")
         finite("optimizer.weight_decay", self.weight_decay, 0.0, "0 turns it off")
@@ -188,7 +167,7 @@ class TrialConfig:
         epochs: passes over the training examples.
         batch_size: examples a step, over all workers together.
         seed: of the initial weights and the data order.
-        workers: data-parallel worker processes; each takes ``batch_size / workers`` of every batch.
+        workers: processes that train together, the layout's dp x pp.
         threads: CPU threads a worker computes with.
         device: ``cpu``, ``cuda`` (an NVIDIA GPU), or ``auto``: cuda where there is one, otherwise cpu. LNS arithmetic gives the same bits
             on both; float32 parts, such as the softmax at the loss, may round differently.
@@ -199,6 +178,7 @@ class TrialConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    layout: Layout = field(default_factory=Layout)
     epochs: int = 20
     batch_size: int = 128
     seed: int = 0
@@ -210,7 +190,7 @@ class TrialConfig:
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "workers", "threads"):
             at_least(name, getattr(self, name), 1, f"use for example {name}={getattr(TrialConfig, name)}")
-        _one_of("device", self.device, DEVICES)
+        one_of("device", self.device, DEVICES)
         finite("gpus", self.gpus, 0.0, "1 for a whole GPU, 0.08 for twelve trials on one")
         if self.gpus > 1 or self.gpus == 0:
             raise ValueError(f"gpus={self.gpus}: must lie above 0 and be at most 1, a worker computes on one GPU; use gpus=1")
@@ -221,11 +201,9 @@ class TrialConfig:
         at_least("seed", self.seed, 0, "use for example 0, 1, 2")
         if self.seed >= 1 << 32:
             raise ValueError(f"seed={self.seed}: must be below 2^32 = {1 << 32}; use for example 0, 1, 2")
-        if self.batch_size % self.workers:
-            raise ValueError(
-                f"batch_size={self.batch_size}, workers={self.workers}: {self.batch_size} / {self.workers} is no whole number of "
-                f"examples a worker; use a multiple of {self.workers}"
-            )
+        self.layout.check(workers=self.workers, batch_size=self.batch_size, layers=len(self.model.hidden) + 1)
+        if self.layout.pp > 1:
+            raise ValueError(f"layout.pp={self.layout.pp}: a model is not cut into stages yet; use layout.pp=1")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dict of JSON values; :meth:`from_dict` reads it back."""
@@ -234,5 +212,11 @@ class TrialConfig:
     @staticmethod
     def from_dict(values: dict[str, Any]) -> TrialConfig:
         """The config whose :meth:`to_dict` is ``values``."""
-        parts = {"data": DataConfig, "model": ModelConfig, "precision": PrecisionConfig, "optimizer": OptimizerConfig}
+        parts: dict[str, Any] = {
+            "data": DataConfig,
+            "model": ModelConfig,
+            "precision": PrecisionConfig,
+            "optimizer": OptimizerConfig,
+        }
+        parts |= {"layout": Layout}
         return TrialConfig(**{key: parts[key](**value) if key in parts else value for key, value in values.items()})

@@ -51,10 +51,13 @@ class GraphedEpochs:
             their values unchanged.
         data: the training examples, on the GPU.
         batch_size: examples a step.
+        micro_batches: equal parts of a batch, whose gradients are added up in order.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, data: Split, batch_size: int) -> None:
-        self._model, self._optimizer, self._data = model, optimizer, data
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, data: Split, batch_size: int, micro_batches: int = 1
+    ) -> None:
+        self._model, self._optimizer, self._data, self._micro_batches = model, optimizer, data, micro_batches
         device, examples = data.y.device, len(data.y)
         self._steps = examples // batch_size
         self._order = torch.arange(self._steps * batch_size, device=device).view(self._steps, batch_size)
@@ -96,18 +99,23 @@ class GraphedEpochs:
 
     def _train_step(self) -> None:
         chosen = self._order.index_select(0, self._step.view(1)).view(-1)
-        x, y = self._data.x.index_select(0, chosen), self._data.y.index_select(0, chosen)
         self._optimizer.zero_grad(set_to_none=True)
-        logits = self._model(x)
-        loss = F.cross_entropy(logits, y, reduction="sum")
-        loss.backward()
+        parts = [self._forward_backward(part) for part in chosen.chunk(self._micro_batches)]
         self._optimizer.step()
-        value = loss.detach()
-        self._counts[0].add_(torch.where(self._finite, (logits.argmax(1) != y).sum(), 0))
+        value, wrong = (sum(values[1:], values[0]) for values in zip(*parts, strict=True))
+        self._counts[0].add_(torch.where(self._finite, wrong, 0))
         self._counts[1].add_(self._finite)
         self._finite.logical_and_(torch.isfinite(value))
         self._loss.add_(torch.where(self._finite, value, 0))
         self._step.add_(1)
+
+    def _forward_backward(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the gradients of the ``chosen`` examples; their summed loss and wrong answers."""
+        x, y = self._data.x.index_select(0, chosen), self._data.y.index_select(0, chosen)
+        logits = self._model(x)
+        loss = F.cross_entropy(logits, y, reduction="sum")
+        loss.backward()
+        return loss.detach(), (logits.argmax(1) != y).sum()
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:

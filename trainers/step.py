@@ -41,20 +41,31 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     batch: Split,
     synchronize: Callable[[Iterable[Tensor], bool], bool] | None,
+    micro_batches: int = 1,
 ) -> tuple[float, int]:
     """Forward, backward, sum gradients over the ranks, update; returns the batch's summed loss and wrong answers before it.
 
     ``synchronize(parameters, finite)`` sums the gradients where every rank's loss is finite and says whether it is. Where one is
-    not, no rank updates and all return a NaN loss.
+    not, no rank updates and all return a NaN loss. The batch is taken in ``micro_batches`` equal parts, whose gradients are
+    added up in order, in the gradients' own arithmetic.
     """
     optimizer.zero_grad(set_to_none=True)
-    loss, wrong = _forward_backward(model, batch)
+    loss, wrong = accumulate(model, batch, micro_batches)
     finite = math.isfinite(loss)
     if synchronize is not None:
         finite = synchronize(model.parameters(), finite)
     if not finite:
         return math.nan, wrong
     optimizer.step()
+    return loss, wrong
+
+
+def accumulate(model: nn.Module, batch: Split, micro_batches: int) -> tuple[float, int]:
+    """Add the gradients of ``micro_batches`` equal parts of ``batch`` to those there are; summed loss (NaN if one is) and wrong answers."""
+    loss, wrong, size = 0.0, 0, len(batch.y) // micro_batches
+    for x, y in zip(batch.x.split(size), batch.y.split(size), strict=True):
+        part_loss, part_wrong = _forward_backward(model, Split(x, y))
+        loss, wrong = loss + part_loss, wrong + part_wrong
     return loss, wrong
 
 

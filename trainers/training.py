@@ -137,7 +137,7 @@ class Training:
             rank=self.rank,
             world_size=self.world_size,
         ):
-            loss, wrong = train_step(self.model, self.optimizer, batch, synchronize)
+            loss, wrong = train_step(self.model, self.optimizer, batch, synchronize, config.layout.micro_batches)
             tally.add(loss, wrong, len(batch.y))
             if not math.isfinite(loss):
                 self.diverged = True
@@ -147,7 +147,8 @@ class Training:
     def _replay_batches(self) -> Tally:
         """On a GPU: the epoch's steps from a CUDA graph."""
         if self._graphed is None:
-            self._graphed = GraphedEpochs(self.model, self.optimizer, self.data.train, self.config.batch_size)
+            parts = self.config.layout.micro_batches
+            self._graphed = GraphedEpochs(self.model, self.optimizer, self.data.train, self.config.batch_size, parts)
         order = epoch_order(len(self.data.train.y), self.config.seed, self.epoch)
         loss, wrong, counted = self._graphed.train(order.to(self.device))
         try:

@@ -1,0 +1,148 @@
+"""Layout: how the workers of one trial share its model and its batches, and the only place that knows their ranks.
+
+``workers`` processes form a grid of ``pp`` pipeline stages by ``dp`` replicas, ``dp * pp = workers``. Rank ``r`` has stage
+``r // dp`` of replica ``r % dp``: neighbours in rank are replicas of one stage, which exchange most. Every replica takes
+``batch_size / dp`` examples of a batch and goes through them in ``micro_batches`` equal parts, whose gradients it adds up in order; at
+``pp=1`` that is gradient accumulation, with stages it is what keeps them busy at the same time.
+
+Uneven micro-batches are refused: the summed loss would not mind, but stages agree on the shape of what they send once, at the start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from trainers.validation import at_least, one_of
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The degrees of a trial's parallelism.
+
+    Attributes:
+        dp: replicas of the model; None for ``workers / pp``.
+        pp: pipeline stages that each replica is cut into, one worker each.
+        schedule: order of a stage's work: ``1f1b`` (one forward, one backward in turn; holds the activations of at most ``pp``
+            micro-batches), ``gpipe`` (all forwards, then all backwards) or ``interleaved`` (1f1b, every worker with ``virtual_stages``
+            stages). All give the same gradients.
+        micro_batches: equal parts that a replica's share of a batch is taken in.
+        virtual_stages: stages a worker holds under ``interleaved``.
+    """
+
+    dp: int | None = None
+    pp: int = 1
+    schedule: str = "1f1b"
+    micro_batches: int = 1
+    virtual_stages: int = 1
+
+    def __post_init__(self) -> None:
+        at_least("layout.dp", self.dp, 1, "leave it out for workers / pp")
+        for name in ("pp", "micro_batches", "virtual_stages"):
+            at_least(f"layout.{name}", getattr(self, name), 1, f"use for example layout.{name}={getattr(Layout, name)}")
+        one_of("layout.schedule", self.schedule, SCHEDULES)
+        if self.pp > 1:
+            self._check_schedule()
+        if (self.schedule == "interleaved") != (self.virtual_stages > 1):
+            raise ValueError(
+                f"layout.virtual_stages={self.virtual_stages} with layout.schedule={self.schedule}: interleaved stages are two or more a "
+                "worker, the other schedules have one; use layout.schedule=interleaved layout.virtual_stages=2, or 1f1b and 1"
+            )
+        if self.schedule == "interleaved" and self.pp == 1:
+            raise ValueError("layout.schedule=interleaved with layout.pp=1: there are no stages to interleave; use layout.pp=2")
+
+    def _check_schedule(self) -> None:
+        if self.schedule == "1f1b" and self.micro_batches < self.pp:
+            raise ValueError(
+                f"layout.micro_batches={self.micro_batches}, layout.pp={self.pp}: 1f1b needs at least as many micro-batches as stages, or "
+                f"some never work; use layout.micro_batches={self.pp}"
+            )
+        if self.schedule == "interleaved" and self.micro_batches % self.pp:
+            raise ValueError(
+                f"layout.micro_batches={self.micro_batches}, layout.pp={self.pp}: interleaved takes micro-batches in rounds of pp; use a "
+                f"multiple of {self.pp}"
+            )
+
+    @property
+    def stages(self) -> int:
+        """Parts that a replica's model is cut into, over all its workers."""
+        return self.pp * self.virtual_stages
+
+    def replicas(self, workers: int) -> int:
+        """``dp``, with None worked out from ``workers``."""
+        return self.dp or workers // self.pp
+
+    def check(self, *, workers: int, batch_size: int, layers: int) -> None:
+        """Refuse what does not come out even.
+
+        Args:
+            workers: processes of the trial.
+            batch_size: examples a step, over all of them.
+            layers: linear layers of the model; a stage holds at least one.
+
+        Raises:
+            ValueError: with the equation that does not hold.
+        """
+        dp = self.replicas(workers)
+        if dp * self.pp != workers:
+            raise ValueError(
+                f"dp {dp} * pp {self.pp} != workers {workers}: every worker is one stage of one replica; use "
+                f"workers={dp * self.pp or self.pp}, or other degrees"
+            )
+        if batch_size % dp:
+            raise ValueError(
+                f"batch_size={batch_size}, workers={workers}: {batch_size} / {dp} is no whole number of examples a replica; use a "
+                f"multiple of {dp}"
+            )
+        if batch_size // dp % self.micro_batches:
+            raise ValueError(
+                f"batch_size={batch_size}, layout.micro_batches={self.micro_batches}: batch_size {batch_size} / dp {dp} / micro_batches "
+                f"{self.micro_batches} is no whole number of examples; use a batch_size that is a multiple of {dp * self.micro_batches}"
+            )
+        if self.stages > layers:
+            raise ValueError(
+                f"layout.pp={self.pp}, layout.virtual_stages={self.virtual_stages}: {self.stages} stages, but the model has "
+                f"{layers} linear layers and a stage holds one at least; use fewer stages or more layers in model.hidden"
+            )
+
+    def place(self, rank: int, workers: int, device_type: str = "cpu") -> Place:
+        """Where ``rank`` of ``workers`` stands; makes the process groups, so every rank must call it.
+
+        With one worker, or one process that stands for all (``workers=1``), there is no group. At pp=1 the default group serves.
+        """
+        dp = self.replicas(workers)
+        if workers == 1 or self.pp == 1:
+            return Place(dp=dp, pp=1, dp_rank=rank, pp_rank=0, dp_group=dist.group.WORLD if workers > 1 else None)
+        mesh = init_device_mesh(device_type, (self.pp, dp), mesh_dim_names=("pp", "dp"))
+        return Place(
+            dp=dp,
+            pp=self.pp,
+            dp_rank=mesh.get_local_rank("dp"),
+            pp_rank=mesh.get_local_rank("pp"),
+            dp_group=mesh.get_group("dp"),
+            pp_group=mesh.get_group("pp"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One worker's coordinates and the groups it talks in.
+
+    Attributes:
+        dp, pp: the degrees.
+        dp_rank: which replica, 0 to dp - 1.
+        pp_rank: which stage of it, 0 to pp - 1.
+        dp_group: the same stage of all replicas, by dp_rank; None without other workers.
+        pp_group: all stages of this replica, by pp_rank; None at pp=1.
+    """
+
+    dp: int = 1
+    pp: int = 1
+    dp_rank: int = 0
+    pp_rank: int = 0
+    dp_group: dist.ProcessGroup | None = None
+    pp_group: dist.ProcessGroup | None = None

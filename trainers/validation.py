@@ -1,0 +1,35 @@
+"""Checks of config values, used where the frozen dataclasses are made; every message has the value, the rule and the remedy."""
+
+from __future__ import annotations
+
+import math
+
+
+def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Refuse what is not among ``allowed``.
+
+    Raises:
+        ValueError: with ``name``, ``value``, what is allowed and an example.
+    """
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed)}; use for example {name}={allowed[0]}")
+
+
+def at_least(name: str, value: int | None, low: int, remedy: str) -> None:
+    """Refuse what is no whole number or below ``low``; None, where a key may be left out, passes.
+
+    Raises:
+        ValueError: with ``name``, ``value``, the rule and ``remedy``.
+    """
+    if value is not None and (not isinstance(value, int) or value < low):
+        raise ValueError(f"{name}={value}: must be a whole number of at least {low}; {remedy}")
+
+
+def finite(name: str, value: float | None, low: float, remedy: str) -> None:
+    """Refuse a NaN, an infinity or what is below ``low``; None, where a key may be left out, passes.
+
+    Raises:
+        ValueError: with ``name``, ``value``, the rule and ``remedy``.
+    """
+    if value is not None and (not math.isfinite(value) or value < low):
+        raise ValueError(f"{name}={value}: must be a finite number of at least {low:g}; {remedy}")
