@@ -15,8 +15,10 @@ from typing import Any
 from lns_ops.accumulation import ACCUMULATIONS
 from lns_ops.format import LNSFormat
 from lns_ops.optim import ARITHMETICS
+from trainers.combinations import check_combinations
 from trainers.layout import Layout
 from trainers.validation import at_least, finite, one_of
+from trainers.wire import WireConfig
 
 __all__ = ["DataConfig", "ModelConfig", "OptimizerConfig", "PrecisionConfig", "TrialConfig", "at_least", "finite"]
 
@@ -179,6 +181,7 @@ class TrialConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     layout: Layout = field(default_factory=Layout)
+    wire: WireConfig = field(default_factory=WireConfig)
     epochs: int = 20
     batch_size: int = 128
     seed: int = 0
@@ -194,16 +197,10 @@ class TrialConfig:
         finite("gpus", self.gpus, 0.0, "1 for a whole GPU, 0.08 for twelve trials on one")
         if self.gpus > 1 or self.gpus == 0:
             raise ValueError(f"gpus={self.gpus}: must lie above 0 and be at most 1, a worker computes on one GPU; use gpus=1")
-        if self.device == "cuda" and self.workers > 1:
-            raise ValueError(
-                f"device=cuda, workers={self.workers}: several workers compute on CPUs only so far; use workers=1 or device=cpu"
-            )
         at_least("seed", self.seed, 0, "use for example 0, 1, 2")
         if self.seed >= 1 << 32:
             raise ValueError(f"seed={self.seed}: must be below 2^32 = {1 << 32}; use for example 0, 1, 2")
-        self.layout.check(workers=self.workers, batch_size=self.batch_size, layers=len(self.model.hidden) + 1)
-        if self.layout.pp > 1:
-            raise ValueError(f"layout.pp={self.layout.pp}: a model is not cut into stages yet; use layout.pp=1")
+        check_combinations(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dict of JSON values; :meth:`from_dict` reads it back."""
@@ -218,5 +215,5 @@ class TrialConfig:
             "precision": PrecisionConfig,
             "optimizer": OptimizerConfig,
         }
-        parts |= {"layout": Layout}
+        parts |= {"layout": Layout, "wire": WireConfig}
         return TrialConfig(**{key: parts[key](**value) if key in parts else value for key, value in values.items()})

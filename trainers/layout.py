@@ -114,9 +114,9 @@ class Layout:
 
         With one worker, or one process that stands for all (``workers=1``), there is no group. At pp=1 the default group serves.
         """
-        dp = self.replicas(workers)
         if workers == 1 or self.pp == 1:
-            return Place(dp=dp, pp=1, dp_rank=rank, pp_rank=0, dp_group=dist.group.WORLD if workers > 1 else None)
+            return Place(dp=workers, dp_rank=rank, dp_group=dist.group.WORLD if workers > 1 else None)
+        dp = self.replicas(workers)
         mesh = init_device_mesh(device_type, (self.pp, dp), mesh_dim_names=("pp", "dp"))
         return Place(
             dp=dp,

@@ -16,24 +16,27 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import lns_ops.cpu
-from lns_ops import LNSTensor, NonFiniteError, check_faults, matmul_accumulation
+from lns_ops import NonFiniteError, check_faults, matmul_accumulation
 from trainers.checkpoint import load_checkpoint, save_checkpoint
+from trainers.collectives import Collectives
 from trainers.config import TrialConfig
 from trainers.data import Dataset, DatasetInfo, Split, batches, epoch_order, load
-from trainers.device import GraphedEpochs, check_device, plain, resolve_device
-from trainers.gradient_sync import sum_gradients_
+from trainers.device import GraphedEpochs, check_device, resolve_device
 from trainers.init import initialize_
 from trainers.models import build
 from trainers.precision import apply_precision, make_optimizer
+from trainers.state import gather_ranks, load_model_tensors, model_tensors, of_rank
 from trainers.step import Tally, evaluate, train_step
+from trainers.synchroniser import make_synchroniser
 
 
 def set_threads(threads: int) -> None:
@@ -90,6 +93,9 @@ class Training:
         self.data = Dataset(*(Split(split.x.to(self.device), split.y.to(self.device)) for split in self.data))
         self.model = apply_precision(model, config.precision)
         self.optimizer = make_optimizer(self.model, config.optimizer, config.precision, config.batch_size, config.seed)
+        self.place = config.layout.place(rank, world_size, self.device.type)
+        self.collectives = Collectives(self.place.dp_group, self.device) if self.place.dp > 1 else None
+        self.sync = make_synchroniser(config, self.model, self.collectives)
         self.epoch = 0
         self.history: list[dict[str, float]] = []
         self.tested: dict[str, float] = {}
@@ -101,16 +107,20 @@ class Training:
 
         Returns:
             ``epoch`` (finished ones), ``train/loss`` and ``train/error`` (as met during the epoch), ``validation/loss`` and
-            ``validation/error`` (losses in nats, errors as fractions), ``samples_per_second`` (training alone, all workers).
+            ``validation/error`` (losses in nats, errors as fractions), ``samples_per_second`` (training alone, all workers). With
+            several workers also ``bytes/sent`` (bytes that a worker sent while training this epoch, mean over the workers) and
+            ``bytes/parameter_step`` (the same over parameters and steps).
         """
         # The setting is the process's, which other trials have used or use in turn.
         with matmul_accumulation(self.config.precision.accumulation):
-            start = time.perf_counter()
+            start, before = time.perf_counter(), self._sent()
             tally = self._train_batches()
             seconds = time.perf_counter() - start
+            sent = self._sent() - before
             self.epoch += 1
             total = self._over_ranks(tally)
             metrics = {"epoch": float(self.epoch), **total.metrics("train"), **self._evaluate(self.data.validation, "validation")}
+        metrics |= self._traffic(sent, total.examples // self.config.batch_size)
         metrics["samples_per_second"] = total.examples / seconds
         self.history.append(dict(metrics))
         return metrics
@@ -121,28 +131,45 @@ class Training:
             self.tested = self._evaluate(self.data.test, "test")
         return dict(self.tested)
 
+    def _sent(self) -> int:
+        return self.collectives.sent if self.collectives else 0
+
+    def _traffic(self, sent: int, steps: int) -> dict[str, float]:
+        """Bytes that the workers sent, a mean over them."""
+        if self.world_size == 1:
+            return {}
+        mean = self._summed([float(sent)])[0] / self.world_size
+        parameters = sum(p.numel() for p in self.model.parameters())
+        return {"bytes/sent": mean, "bytes/parameter_step": mean / (parameters * steps) if steps else math.nan}
+
     def _train_batches(self) -> Tally:
-        tally = Tally()
         if self.diverged:
-            return tally
-        if self.device.type == "cuda":
+            return Tally()
+        if self.device.type == "cuda" and self.world_size == 1:
             return self._replay_batches()
-        config = self.config
-        synchronize = sum_gradients_ if self.world_size > 1 else None
-        for batch in batches(
+        tally, finite = Tally(), True
+        for batch in self._batches():
+            if finite:
+                loss, wrong = train_step(self.model, self.optimizer, batch, self.sync.gradients, self.config.layout.micro_batches)
+                finite = math.isfinite(loss)
+                tally.add(loss, wrong, len(batch.y))
+            if not self.sync.after_step(finite):
+                self.diverged = True
+                return tally
+        self.diverged = not self.sync.end_epoch(finite)
+        return tally
+
+    def _batches(self) -> Iterator[Split]:
+        """This replica's share of every batch of the epoch."""
+        config, place = self.config, self.place
+        return batches(
             self.data.train,
             batch_size=config.batch_size,
             seed=config.seed,
             epoch=self.epoch,
-            rank=self.rank,
-            world_size=self.world_size,
-        ):
-            loss, wrong = train_step(self.model, self.optimizer, batch, synchronize, config.layout.micro_batches)
-            tally.add(loss, wrong, len(batch.y))
-            if not math.isfinite(loss):
-                self.diverged = True
-                break
-        return tally
+            rank=place.dp_rank,
+            world_size=place.dp,
+        )
 
     def _replay_batches(self) -> Tally:
         """On a GPU: the epoch's steps from a CUDA graph."""
@@ -160,36 +187,37 @@ class Training:
 
     def _evaluate(self, split: Split, name: str) -> dict[str, float]:
         share = Split(split.x[self.rank :: self.world_size], split.y[self.rank :: self.world_size])
-        try:
-            tally = evaluate(self.model, share)
-            check_faults(self.device)
-        except NonFiniteError:
-            tally = Tally(math.nan, len(share.y), len(share.y))
+        with self.sync.evaluating():
+            try:
+                tally = evaluate(self.model, share)
+                check_faults(self.device)
+            except NonFiniteError:
+                tally = Tally(math.nan, len(share.y), len(share.y))
         return self._over_ranks(tally).metrics(name)
 
     def _over_ranks(self, tally: Tally) -> Tally:
+        loss, wrong, examples = self._summed([tally.loss, float(tally.wrong), float(tally.examples)])
+        return Tally(loss, int(wrong), int(examples))
+
+    def _summed(self, values: list[float]) -> list[float]:
+        """``values`` summed over all workers, in float64."""
         if self.world_size == 1:
-            return tally
-        sums = torch.tensor([tally.loss, tally.wrong, tally.examples], dtype=torch.float64)
+            return values
+        sums = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(sums)
-        return Tally(float(sums[0]), int(sums[1]), int(sums[2]))
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the state under its name.
-
-        Parameters are ``model/NAME``; optimizer state in the parameter's format is ``optimizer/KEY/NAME``, other state ``plain/KEY/NAME``.
-        """
-        tensors: dict[str, Tensor] = {}
-        for name, parameter in self.model.named_parameters():
-            tensors[f"model/{name}"] = parameter.detach()
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                alike = isinstance(value, LNSTensor) == isinstance(parameter, LNSTensor) and value.dtype == parameter.dtype
-                tensors[f"{'optimizer' if alike else 'plain'}/{key}/{name}"] = value
-        return tensors
+        return [float(value) for value in sums]
 
     def save(self, folder: Path) -> None:
-        """Write the state into ``folder``; whole or absent, whenever the process dies."""
-        tensors = {name: plain(t).cpu() for name, t in self._tensors().items()}
+        """Write the state into ``folder``; whole or absent, whenever the process dies.
+
+        With several workers every one calls it: rank 0 writes, and has first from the others what is theirs alone.
+        """
+        own = self.sync.state()
+        tensors = model_tensors(self.model, self.optimizer)
+        if own:  # on every rank or on none
+            tensors |= gather_ranks(own, self.rank, self.world_size)
+        if self.rank != 0:
+            return
         progress = {"epoch": self.epoch, "diverged": self.diverged, "history": self.history, "tested": self.tested}
         save_checkpoint(folder, tensors, {**progress, "config": self.config.to_dict()})
 
@@ -205,17 +233,8 @@ class Training:
             saved_value, own = (attrgetter(key)(config) for config in (saved_config, self.config))
             if saved_value != own:
                 raise ValueError(f"{folder}: checkpoint of {key}={saved_value}, this trial has {own}; use its own config")
-        parameters = dict(self.model.named_parameters())
-        self.optimizer.state.clear()
         self._graphed = None
-        with torch.no_grad():
-            for path, tensor in tensors.items():
-                kind, *keys, name = path.split("/")
-                parameter, saved = parameters[name], tensor.to(self.device)
-                value = LNSTensor(saved, parameter.fmt) if isinstance(parameter, LNSTensor) and kind != "plain" else saved
-                if kind == "model":
-                    parameter.copy_(value)
-                else:
-                    self.optimizer.state[parameter][keys[0]] = value
+        load_model_tensors(self.model, self.optimizer, tensors)
+        self.sync.load_state(of_rank(tensors, self.rank, self.device))
         self.epoch, self.diverged = int(state["epoch"]), bool(state["diverged"])
         self.history, self.tested = list(state.get("history", [])), dict(state.get("tested", {}))  # older checkpoints lack them

@@ -58,10 +58,8 @@ def train_loop(values: dict[str, Any]) -> None:
         if training.epoch == training.config.epochs:
             metrics |= training.test()
         with tempfile.TemporaryDirectory() as folder:
-            saved = None
-            if training.rank == 0:
-                training.save(Path(folder))
-                saved = Checkpoint.from_directory(folder)
+            training.save(Path(folder))
+            saved = Checkpoint.from_directory(folder) if training.rank == 0 else None
             ray.train.report(metrics, checkpoint=saved)
 
 

@@ -1,0 +1,41 @@
+"""Which combinations of a trial's keys are right; the others are refused before any work starts, each with its reason.
+
+Every dataclass of a config refuses what is wrong by itself; here is what is wrong only together.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainers.config import TrialConfig
+
+
+def check_combinations(config: TrialConfig) -> None:
+    """Refuse keys that contradict each other.
+
+    Raises:
+        ValueError: the keys and their values, why they cannot be together, and what to use.
+    """
+    config.layout.check(workers=config.workers, batch_size=config.batch_size, layers=len(config.model.hidden) + 1)
+    _check_wire(config)
+    if config.layout.pp > 1:
+        raise ValueError(f"layout.pp={config.layout.pp}: a model is not cut into stages yet; use layout.pp=1")
+    if config.device == "cuda" and config.workers > 1:
+        raise ValueError(
+            f"device=cuda, workers={config.workers}: several workers compute on CPUs only so far; use workers=1 or device=cpu"
+        )
+
+
+def _check_wire(config: TrialConfig) -> None:
+    wire, precision = config.wire, config.precision
+    if wire.name != "native" and config.layout.replicas(config.workers) == 1:
+        raise ValueError(
+            f"wire.name={wire.name} with one replica (workers={config.workers}, layout.pp={config.layout.pp}): no gradient travels; use "
+            "wire.name=native, or more workers"
+        )
+    if wire.sum == "lns" and wire.name == "native" and (precision.lns_format is None or precision.scope != "everywhere"):
+        raise ValueError(
+            f"wire.sum=lns with wire.name=native, precision.format={precision.format}, precision.scope={precision.scope}: the "
+            "gradients are float32; use wire.name=lns16, or wire.sum=auto"
+        )

@@ -1,0 +1,79 @@
+"""What the replicas of one trial do to stay together, as the training loop sees it.
+
+The loop calls :meth:`Synchroniser.gradients` between backward and update, :meth:`after_step` after every step and :meth:`end_epoch` after
+the last of an epoch. Every rank makes the same calls in the same order, whether or not its own loss is still finite, so that none waits
+for another: what is collective is decided by the count of steps alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from trainers.collectives import Collectives
+from trainers.config import TrialConfig
+from trainers.gradient_sync import GradientSync
+from trainers.powersgd import PowerSGD
+from trainers.wire import WireConfig
+
+
+class Synchroniser:
+    """One replica alone: nothing to do. The base of all others."""
+
+    def gradients(self, parameters: Iterable[Tensor], finite: bool) -> bool:
+        """Make the gradients what this replica's update shall use; whether to update (False leaves the weights alone)."""
+        return finite
+
+    def after_step(self, finite: bool) -> bool:
+        """After a step, done or left out (``finite`` False); whether training goes on, the same on every rank that has been asked."""
+        return finite
+
+    def end_epoch(self, finite: bool) -> bool:
+        """After an epoch's last step; whether training goes on, the same on every rank."""
+        return finite
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """While inside, the model has the weights that the trial's figures are about."""
+        yield
+
+    def state(self) -> dict[str, Tensor]:
+        """Tensors of this rank alone that a checkpoint must hold, by name."""
+        return {}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Continue with what :meth:`state` gave."""
+
+
+class Synchronous(Synchroniser):
+    """Every step's gradients are summed over the replicas, which so remain the same.
+
+    Args:
+        wire: how gradients travel.
+        collectives: of the replicas.
+        seed: of PowerSGD's first factors.
+    """
+
+    def __init__(self, wire: WireConfig, collectives: Collectives, seed: int) -> None:
+        self._sum = PowerSGD(wire, collectives, seed) if wire.name == "powersgd" else GradientSync(wire, collectives)
+
+    def gradients(self, parameters: Iterable[Tensor], finite: bool) -> bool:
+        """Sum them; False on every rank where one is not finite."""
+        return self._sum(parameters, finite)
+
+    def state(self) -> dict[str, Tensor]:
+        """The residues of error feedback."""
+        return self._sum.state()
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Continue with them."""
+        self._sum.load_state(state)
+
+
+def make_synchroniser(config: TrialConfig, model: nn.Module, collectives: Collectives | None) -> Synchroniser:
+    """The synchroniser that ``config`` asks for, of the replicas of ``model`` in ``collectives``; None where there is only one."""
+    if collectives is None:
+        return Synchroniser()
+    return Synchronous(config.wire, collectives, config.seed)
