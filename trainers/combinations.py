@@ -19,6 +19,7 @@ def check_combinations(config: TrialConfig) -> None:
     """
     config.layout.check(workers=config.workers, batch_size=config.batch_size, layers=len(config.model.hidden) + 1)
     _check_wire(config)
+    _check_sync(config)
     if config.layout.pp > 1:
         raise ValueError(f"layout.pp={config.layout.pp}: a model is not cut into stages yet; use layout.pp=1")
     if config.device == "cuda" and config.workers > 1:
@@ -38,4 +39,23 @@ def _check_wire(config: TrialConfig) -> None:
         raise ValueError(
             f"wire.sum=lns with wire.name=native, precision.format={precision.format}, precision.scope={precision.scope}: the "
             "gradients are float32; use wire.name=lns16, or wire.sum=auto"
+        )
+
+
+def _check_sync(config: TrialConfig) -> None:
+    sync, wire = config.sync, config.wire
+    if (sync.local or sync.straggler_seconds) and config.layout.replicas(config.workers) == 1:
+        raise ValueError(
+            f"sync.name={sync.name}, sync.straggler_seconds={sync.straggler_seconds:g} with one replica (workers="
+            f"{config.workers}, layout.pp={config.layout.pp}): there is none to wait for or to average with; use "
+            "sync.name=synchronous, or more workers"
+        )
+    if sync.local and (wire.name == "powersgd" or wire.sum == "lns"):
+        raise ValueError(
+            f"wire.name={wire.name}, wire.sum={wire.sum} with sync.name={sync.name}: powersgd and LNS sums are for gradients, what "
+            "travels here are differences of weights; use another wire.name and wire.sum=auto"
+        )
+    if sync.name == "final_average" and wire.name != "native":
+        raise ValueError(
+            f"wire.name={wire.name} with sync.name=final_average: whole weights travel once, as float32; use wire.name=native"
         )

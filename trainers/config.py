@@ -17,6 +17,7 @@ from lns_ops.format import LNSFormat
 from lns_ops.optim import ARITHMETICS
 from trainers.combinations import check_combinations
 from trainers.layout import Layout
+from trainers.sync_config import SyncConfig
 from trainers.validation import at_least, finite, one_of
 from trainers.wire import WireConfig
 
@@ -182,6 +183,7 @@ class TrialConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     layout: Layout = field(default_factory=Layout)
     wire: WireConfig = field(default_factory=WireConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
     epochs: int = 20
     batch_size: int = 128
     seed: int = 0
@@ -202,6 +204,11 @@ class TrialConfig:
             raise ValueError(f"seed={self.seed}: must be below 2^32 = {1 << 32}; use for example 0, 1, 2")
         check_combinations(self)
 
+    @property
+    def update_examples(self) -> int:
+        """Over how many examples one update takes the mean gradient: the batch, or a replica's share where it steps by itself."""
+        return self.batch_size // self.layout.replicas(self.workers) if self.sync.local else self.batch_size
+
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dict of JSON values; :meth:`from_dict` reads it back."""
         return asdict(self)
@@ -215,5 +222,5 @@ class TrialConfig:
             "precision": PrecisionConfig,
             "optimizer": OptimizerConfig,
         }
-        parts |= {"layout": Layout, "wire": WireConfig}
+        parts |= {"layout": Layout, "wire": WireConfig, "sync": SyncConfig}
         return TrialConfig(**{key: parts[key](**value) if key in parts else value for key, value in values.items()})

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainers.collectives import Collectives
-from trainers.config import TrialConfig
 from trainers.gradient_sync import GradientSync
 from trainers.powersgd import PowerSGD
 from trainers.wire import WireConfig
@@ -30,8 +29,8 @@ class Synchroniser:
         """After a step, done or left out (``finite`` False); whether training goes on, the same on every rank that has been asked."""
         return finite
 
-    def end_epoch(self, finite: bool) -> bool:
-        """After an epoch's last step; whether training goes on, the same on every rank."""
+    def end_epoch(self, finite: bool, last: bool = False) -> bool:
+        """After an epoch's last step (``last``: of the trial's last epoch); whether training goes on, the same on every rank."""
         return finite
 
     @contextmanager
@@ -70,10 +69,3 @@ class Synchronous(Synchroniser):
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Continue with them."""
         self._sum.load_state(state)
-
-
-def make_synchroniser(config: TrialConfig, model: nn.Module, collectives: Collectives | None) -> Synchroniser:
-    """The synchroniser that ``config`` asks for, of the replicas of ``model`` in ``collectives``; None where there is only one."""
-    if collectives is None:
-        return Synchroniser()
-    return Synchronous(config.wire, collectives, config.seed)

@@ -26,6 +26,7 @@ from torch import nn
 
 import lns_ops.cpu
 from lns_ops import NonFiniteError, check_faults, matmul_accumulation
+from trainers.averaging import make_synchroniser
 from trainers.checkpoint import load_checkpoint, save_checkpoint
 from trainers.collectives import Collectives
 from trainers.config import TrialConfig
@@ -36,7 +37,6 @@ from trainers.models import build
 from trainers.precision import apply_precision, make_optimizer
 from trainers.state import gather_ranks, load_model_tensors, model_tensors, of_rank
 from trainers.step import Tally, evaluate, train_step
-from trainers.synchroniser import make_synchroniser
 
 
 def set_threads(threads: int) -> None:
@@ -56,7 +56,7 @@ def check(config: TrialConfig, info: DatasetInfo) -> None:
         ValueError: a batch larger than the training set, or a learning rate or momentum that underflows in the LNS format.
     """
     _check_batch(config, info.train)
-    make_optimizer(apply_precision(nn.Linear(1, 1), config.precision), config.optimizer, config.precision, config.batch_size)
+    make_optimizer(apply_precision(nn.Linear(1, 1), config.precision), config.optimizer, config.precision, config.update_examples)
 
 
 def _check_batch(config: TrialConfig, examples: int) -> None:
@@ -92,10 +92,10 @@ class Training:
         model = initialize_(build(config.model, inputs, classes), config.seed).to(self.device)
         self.data = Dataset(*(Split(split.x.to(self.device), split.y.to(self.device)) for split in self.data))
         self.model = apply_precision(model, config.precision)
-        self.optimizer = make_optimizer(self.model, config.optimizer, config.precision, config.batch_size, config.seed)
+        self.optimizer = make_optimizer(self.model, config.optimizer, config.precision, config.update_examples, config.seed)
         self.place = config.layout.place(rank, world_size, self.device.type)
         self.collectives = Collectives(self.place.dp_group, self.device) if self.place.dp > 1 else None
-        self.sync = make_synchroniser(config, self.model, self.collectives)
+        self.sync = make_synchroniser(config, self.model, self.optimizer, self.collectives)
         self.epoch = 0
         self.history: list[dict[str, float]] = []
         self.tested: dict[str, float] = {}
@@ -153,11 +153,17 @@ class Training:
                 loss, wrong = train_step(self.model, self.optimizer, batch, self.sync.gradients, self.config.layout.micro_batches)
                 finite = math.isfinite(loss)
                 tally.add(loss, wrong, len(batch.y))
+            self._straggle()
             if not self.sync.after_step(finite):
                 self.diverged = True
                 return tally
-        self.diverged = not self.sync.end_epoch(finite)
+        self.diverged = not self.sync.end_epoch(finite, last=self.epoch + 1 == self.config.epochs)
         return tally
+
+    def _straggle(self) -> None:
+        """The last replica's delay, injected for study."""
+        if self.config.sync.straggler_seconds and self.place.dp_rank == self.place.dp - 1:
+            time.sleep(self.config.sync.straggler_seconds)
 
     def _batches(self) -> Iterator[Split]:
         """This replica's share of every batch of the epoch."""
@@ -213,13 +219,12 @@ class Training:
         With several workers every one calls it: rank 0 writes, and has first from the others what is theirs alone.
         """
         own = self.sync.state()
-        tensors = model_tensors(self.model, self.optimizer)
-        if own:  # on every rank or on none
-            tensors |= gather_ranks(own, self.rank, self.world_size)
-        if self.rank != 0:
-            return
+        ranks = gather_ranks(own, self.rank, self.world_size) if own else {}  # on every rank or on none
         progress = {"epoch": self.epoch, "diverged": self.diverged, "history": self.history, "tested": self.tested}
-        save_checkpoint(folder, tensors, {**progress, "config": self.config.to_dict()})
+        with self.sync.evaluating():
+            if self.rank == 0:
+                tensors = model_tensors(self.model, self.optimizer) | ranks
+                save_checkpoint(folder, tensors, {**progress, "config": self.config.to_dict()})
 
     def restore(self, folder: Path) -> None:
         """Continue from the state in ``folder``; the next epoch comes out as if there had been no break.

@@ -1,0 +1,65 @@
+"""How the replicas of one trial stay together: the keys, and which of them each way uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from trainers.validation import at_least, finite, one_of
+
+USES: dict[str, tuple[str, ...]] = {
+    "synchronous": (),
+    "local_sgd": ("period",),
+    "diloco": ("period", "outer_lr", "outer_momentum"),
+    "elastic": ("period", "moving_rate"),
+    "final_average": (),
+}
+"""Every way and the keys that mean something to it, beside ``straggler_seconds``, which delays any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncConfig:
+    """When the replicas exchange what; see :mod:`trainers.averaging`.
+
+    Attributes:
+        name: ``synchronous`` (gradients, every step), ``local_sgd`` (weights, every ``period`` steps), ``diloco`` (the same with an outer
+            Nesterov step), ``elastic`` (replicas pulled towards a centre) or ``final_average`` (weights, once, at the end).
+        period: steps between two exchanges.
+        outer_lr, outer_momentum: of diloco's outer step.
+        moving_rate: of elastic averaging: the share of the way that the centre moves to the replicas' mean at an exchange.
+        straggler_seconds: the last replica sleeps so long every step, for the study of stragglers.
+    """
+
+    name: str = "synchronous"
+    period: int = 1
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    moving_rate: float = 0.9
+    straggler_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        one_of("sync.name", self.name, tuple(USES))
+        at_least("sync.period", self.period, 1, "1 exchanges after every step")
+        finite("sync.outer_lr", self.outer_lr, 0.0, "0.7 is a good start")
+        finite("sync.outer_momentum", self.outer_momentum, 0.0, "0 turns it off")
+        if self.outer_momentum >= 1:
+            raise ValueError(f"sync.outer_momentum={self.outer_momentum}: must be below 1, or it grows without bound; try 0.9")
+        if not 0 < self.moving_rate <= 1:
+            raise ValueError(f"sync.moving_rate={self.moving_rate}: must be above 0 and at most 1; use for example 0.9")
+        finite("sync.straggler_seconds", self.straggler_seconds, 0.0, "0 delays no replica")
+        self._check_unused()
+
+    def _check_unused(self) -> None:
+        """A key that this way does not use would be without effect."""
+        for entry in fields(self):
+            used = entry.name in ("name", "straggler_seconds", *USES[self.name])
+            value = getattr(self, entry.name)
+            if not used and value != entry.default:
+                users = ", ".join(name for name, keys in USES.items() if entry.name in keys)
+                raise ValueError(
+                    f"sync.{entry.name}={value} with sync.name={self.name}: means nothing to it; leave it out, or use one of {users}"
+                )
+
+    @property
+    def local(self) -> bool:
+        """Whether a replica steps by its own gradients, the mean of its share of the batch."""
+        return self.name != "synchronous"
