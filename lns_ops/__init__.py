@@ -9,9 +9,10 @@ The arithmetic is specified in :mod:`lns_ops.reference`; formats in :mod:`lns_op
 LNS one; :mod:`lns_ops.optim` steps it.
 """
 
-from lns_ops import optim
+from lns_ops import handlers, optim
 from lns_ops.accumulation import get_matmul_accumulation, matmul_accumulation, set_matmul_accumulation
 from lns_ops.cuda import check_faults
+from lns_ops.fallback import allow_float_fallback
 from lns_ops.format import LNSFormat, NonFiniteError, lns8, lns12, lns16
 from lns_ops.functional import decode, encode
 from lns_ops.nn import convert_
@@ -21,12 +22,14 @@ __all__ = [
     "LNSFormat",
     "LNSTensor",
     "NonFiniteError",
+    "allow_float_fallback",
     "backends",
     "check_faults",
     "convert_",
     "decode",
     "encode",
     "get_matmul_accumulation",
+    "handlers",
     "lns8",
     "lns12",
     "lns16",

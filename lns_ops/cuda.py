@@ -39,6 +39,10 @@ _FAULTS = (
     ("NaN or infinity to encode: LNS has no code for either; clean the input first", NonFiniteError),
     ("division by zero: LNS has no infinity; mask zero divisors first", ValueError),
     ("square root of a negative number: LNS values are real; mask or clamp the input first", ValueError),
+    (
+        "a function of a number for which it has no finite real value, such as log of zero: mask or clamp the input first",
+        ValueError,
+    ),
 )
 
 

@@ -25,6 +25,8 @@ from lns_ops.format import LNSFormat
 
 _LIBRARY = torch.library.Library("lns_ops", "DEF")
 _FORMAT = "int bits, int fraction_bits"
+LONG_SUM = 4096
+"""Terms that a sum adds up in one piece: blocks of blocks of 64."""
 _format = lru_cache(LNSFormat)
 
 
@@ -193,13 +195,23 @@ def sqrt(x: Tensor, fmt: LNSFormat) -> Tensor:
 
 
 def sum(x: Tensor, dims: Sequence[int], fmt: LNSFormat, *, keepdim: bool = False) -> Tensor:
-    """Sum over ``dims``, taken together in row-major order, in blocks of 64 as the contract says."""
+    """Sum over ``dims``, taken together in row-major order, in blocks of 64 as the contract says.
+
+    More than ``LONG_SUM = 4096`` terms are cut into pieces of 4096, ascending, whose sums (codes of the format) are summed in turn: 64
+    terms a block and 64 blocks a piece are where adding one by one still keeps most of what is added. One sequence of the block totals
+    of 131,072 ones would stick at a tenth of them at f = 6.
+    """
     reduced = sorted({d % x.dim() for d in dims}) if x.dim() else []
     kept = [d for d in range(x.dim()) if d not in reduced]
     shape = [1 if d in reduced else x.shape[d] for d in range(x.dim())] if keepdim else [x.shape[d] for d in kept]
     if not reduced:
         return x.clone()
     flat = x.permute(*reduced, *kept).reshape(-1, *(x.shape[d] for d in kept))
+    while flat.shape[0] > LONG_SUM:
+        whole = flat.shape[0] // LONG_SUM * LONG_SUM
+        pieces = _OPS.sum(flat[:whole].reshape(-1, LONG_SUM, *flat.shape[1:]), 1, fmt.bits, fmt.fraction_bits)
+        rest = [_OPS.sum(flat[whole:], 0, fmt.bits, fmt.fraction_bits)[None]] if whole < flat.shape[0] else []
+        flat = torch.cat([pieces, *rest])
     return _OPS.sum(flat, 0, fmt.bits, fmt.fraction_bits).reshape(shape)  # type: ignore[no-any-return]
 
 

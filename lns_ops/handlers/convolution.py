@@ -1,0 +1,70 @@
+"""Convolutions and transposed convolutions of LNSTensors with their gradients: :mod:`lns_ops.convolution`, plus the bias as in linear."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from lns_ops import convolution as conv
+from lns_ops import functional as lns
+from lns_ops.accumulation import get_matmul_accumulation
+from lns_ops.tensor import LNSTensor, aten, handles, operands
+
+
+def _transposed_size(x: Tensor, weight: Tensor, geometry: conv.Geometry, extra: Any) -> list[int]:
+    dims = x.dim() - 2
+    extra = list(extra) * dims if len(extra) == 1 else extra
+    each = zip(x.shape[2:], weight.shape[2:], *geometry[:3], extra, strict=True)
+    return [(n - 1) * s - 2 * p + d * (k - 1) + 1 + e for n, k, s, p, d, e in each]
+
+
+@handles(aten.convolution.default)
+def _convolution(
+    func: Any,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+) -> LNSTensor:
+    x_codes, w_codes, fmt = operands("convolution", x, weight)
+    geometry, accumulation = conv.Geometry.of(x.dim() - 2, stride, padding, dilation, groups), get_matmul_accumulation()
+    if transposed:
+        size = _transposed_size(x_codes, w_codes, geometry, output_padding)
+        out = conv.input_gradient(x_codes, w_codes, size, geometry, fmt, accumulation=accumulation)
+    else:
+        out = conv.convolution(x_codes, w_codes, geometry, fmt, accumulation=accumulation)
+    if bias is not None:
+        bias_codes, _, _ = operands("convolution", bias, weight)
+        out = lns.add(out, bias_codes.reshape(-1, *[1] * (x.dim() - 2)), fmt)
+    return LNSTensor(out, fmt)
+
+
+@handles(aten.convolution_backward.default)
+def _convolution_backward(
+    func: Any, grad: Any, x: Any, weight: Any, bias_sizes: Any, stride: Any, padding: Any, dilation: Any, transposed: bool,
+    output_padding: Any, groups: int, output_mask: Any,
+) -> tuple[LNSTensor | None, LNSTensor | None, LNSTensor | None]:  # fmt: skip
+    x_codes, w_codes, fmt = operands("convolution", x, weight)
+    grad_codes, _, _ = operands("convolution_backward", grad, weight)
+    geometry, options = (
+        conv.Geometry.of(x.dim() - 2, stride, padding, dilation, groups),
+        {"accumulation": get_matmul_accumulation()},
+    )
+    grads: list[Tensor | None] = [None, None, None]
+    if output_mask[0] and transposed:
+        grads[0] = conv.convolution(grad_codes, w_codes, geometry, fmt, **options)
+    elif output_mask[0]:
+        grads[0] = conv.input_gradient(grad_codes, w_codes, x.shape[2:], geometry, fmt, **options)
+    if output_mask[1]:
+        small, large = (x_codes, grad_codes) if transposed else (grad_codes, x_codes)
+        grads[1] = conv.weight_gradient(small, large, weight.shape[2:], geometry, fmt, **options)
+    if output_mask[2]:
+        grads[2] = lns.sum(grad_codes, [0, *range(2, grad.dim())], fmt)
+    first, second, third = (None if g is None else LNSTensor(g, fmt) for g in grads)
+    return first, second, third

@@ -1,0 +1,136 @@
+"""Operations that only compare: maxima, minima, clamping, sorting, selection. All are exact.
+
+A code has an integer key that compares as its value does (:func:`lns_ops.functional.order_key`), so torch's own integer operations do the
+work, and :func:`_from_key` turns keys back into codes.
+
+An infinite limit, threshold or fill stands for the largest magnitude, as in ``scores.masked_fill(mask, -inf)`` before a softmax.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lns_ops import functional as lns
+from lns_ops.format import LNSFormat
+from lns_ops.tensor import LNSTensor, aten, handles, operands
+
+
+def _key(x: LNSTensor) -> Tensor:
+    return lns.order_key(x.codes, x.fmt)
+
+
+def _from_key(key: Tensor, fmt: LNSFormat) -> LNSTensor:
+    return LNSTensor(torch.where(key < 0, -key | fmt.sign_mask, key).to(torch.int16), fmt)
+
+
+def finite(value: Any, fmt: LNSFormat) -> Any:
+    """``value``, an infinite number replaced by the format's largest magnitude."""
+    if isinstance(value, float) and math.isinf(value):
+        return math.copysign(fmt.largest, value)
+    if isinstance(value, Tensor) and not isinstance(value, LNSTensor) and value.dim() == 0 and value.dtype.is_floating_point:
+        return value.clamp(-fmt.largest, fmt.largest)
+    return value
+
+
+def _pair(name: Any, x: Any, y: Any) -> tuple[LNSTensor, LNSTensor]:
+    fmt = x.fmt if isinstance(x, LNSTensor) else y.fmt
+    x_codes, y_codes, fmt = operands(name, finite(x, fmt), finite(y, fmt))
+    return LNSTensor(x_codes, fmt), LNSTensor(y_codes, fmt)
+
+
+@handles(aten.maximum.default, aten.minimum.default)
+def _extremum(func: Any, x: Any, y: Any) -> LNSTensor:
+    x, y = _pair(func, x, y)
+    return _from_key(func(_key(x), _key(y)), x.fmt)
+
+
+@handles(aten.clamp.default, aten.clamp.Tensor, aten.hardtanh.default, aten.clamp_min.default, aten.clamp_max.default)
+def _clamp(func: Any, x: LNSTensor, first: Any = None, second: Any = None, *, min: Any = None, max: Any = None) -> LNSTensor:
+    hardtanh, upper = func is aten.hardtanh.default, func is aten.clamp_max.default
+    low, high = (first, second) if not upper else (None, first)
+    low, high = low if min is None else min, high if max is None else max
+    if hardtanh:
+        low, high = -1.0 if low is None else low, 1.0 if high is None else high
+    key = _key(x)
+    if low is not None:
+        key = torch.maximum(key, _key(_pair(func, x, low)[1]))
+    if high is not None:
+        key = torch.minimum(key, _key(_pair(func, x, high)[1]))
+    return _from_key(key, x.fmt)
+
+
+@handles(aten.hardtanh_backward.default)
+def _hardtanh_backward(func: Any, grad: LNSTensor, x: LNSTensor, low: float, high: float) -> LNSTensor:
+    inside = (_key(x) > _key(_pair(func, x, low)[1])) & (_key(x) < _key(_pair(func, x, high)[1]))
+    return LNSTensor(torch.where(inside, grad.codes, 0), grad.fmt)
+
+
+@handles(aten.threshold.default)
+def _threshold(func: Any, x: LNSTensor, threshold: float, value: float) -> LNSTensor:
+    above = _key(x) > _key(_pair(func, x, threshold)[1])
+    return LNSTensor(torch.where(above, x.codes, _pair(func, x, value)[1].codes), x.fmt)
+
+
+@handles(aten.threshold_backward.default)
+def _threshold_backward(func: Any, grad: LNSTensor, x: LNSTensor, threshold: float) -> LNSTensor:
+    above = x.codes > 0 if threshold == 0 else _key(x) > _key(_pair(func, x, threshold)[1])
+    return LNSTensor(torch.where(above, grad.codes, 0), x.fmt)
+
+
+@handles(aten.where.self)
+def _where(func: Any, condition: Tensor, x: Any, y: Any) -> LNSTensor:
+    x, y = _pair("where", x, y)
+    return LNSTensor(torch.where(condition, x.codes, y.codes), x.fmt)
+
+
+@handles(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+def _masked_fill(func: Any, x: LNSTensor, mask: Tensor, value: Any) -> LNSTensor:
+    x, filling = _pair("masked_fill", x, value)
+    return LNSTensor(torch.where(mask, filling.codes, x.codes), x.fmt)
+
+
+@handles(*(getattr(getattr(aten, n), o) for n in ("eq", "ne", "lt", "le", "gt", "ge") for o in ("Tensor", "Scalar")))
+def _compare(func: Any, x: Any, y: Any) -> Tensor:
+    comparison = getattr(func.overloadpacket, "Tensor")  # noqa: B009
+    if isinstance(y, float) and math.isinf(y):  # beyond every key
+        return comparison(_key(x).to(torch.int32), torch.tensor(int(math.copysign(1 << 20, y)), device=x.device))  # type: ignore[no-any-return]
+    x_codes, y_codes, fmt = operands(func, x, y)
+    return comparison(lns.order_key(x_codes, fmt), lns.order_key(y_codes, fmt))  # type: ignore[no-any-return]
+
+
+@handles(aten.argmax.default, aten.argmin.default, aten.argsort.default, aten.argsort.stable)
+def _arguments(func: Any, x: LNSTensor, *args: Any, **kwargs: Any) -> Tensor:
+    return func(_key(x), *args, **kwargs)  # type: ignore[no-any-return]
+
+
+@handles(aten.amax.default, aten.amin.default, aten.max.default, aten.min.default)
+def _extrema(func: Any, x: LNSTensor, *args: Any, **kwargs: Any) -> LNSTensor:
+    return _from_key(func(_key(x), *args, **kwargs), x.fmt)
+
+
+@handles(
+    aten.max.dim, aten.min.dim, aten.sort.default, aten.sort.stable, aten.topk.default, aten.kthvalue.default, aten.median.dim
+)
+def _with_indices(func: Any, x: LNSTensor, *args: Any, **kwargs: Any) -> tuple[LNSTensor, Tensor]:
+    values, indices = func(_key(x), *args, **kwargs)
+    return _from_key(values, x.fmt), indices
+
+
+@handles(aten.isnan.default, aten.isinf.default)
+def _never(func: Any, x: LNSTensor) -> Tensor:
+    return torch.zeros_like(x.codes, dtype=torch.bool)
+
+
+@handles(aten.equal.default)
+def _equal(func: Any, x: LNSTensor, y: Any) -> bool:
+    return isinstance(y, LNSTensor) and x.fmt == y.fmt and torch.equal(_key(x), _key(y))
+
+
+@handles(aten.all.default, aten.any.default, aten.all.dim, aten.any.dim, aten.logical_not.default, aten.count_nonzero.default,
+         aten.nonzero.default)  # fmt: skip
+def _truth(func: Any, x: LNSTensor, *args: Any, **kwargs: Any) -> Tensor:
+    return func(_key(x), *args, **kwargs)  # type: ignore[no-any-return]

@@ -1,0 +1,141 @@
+"""Sums, means, variances, norms and matrix products, in the contract's order.
+
+A sum of more than ``LONG_SUM`` terms is cut (:func:`lns_ops.functional.sum`). A mean divides by the encoded count. The variance is two
+passes, ``sum (x - mean)^2 / (n - correction)``: the one-pass formula subtracts numbers that rounding has made nearly equal.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lns_ops import functional as lns
+from lns_ops.accumulation import get_matmul_accumulation
+from lns_ops.handlers.arithmetic import binary
+from lns_ops.indexed import lookup
+from lns_ops.tensor import LNSTensor, aten, handles, operands
+
+
+def _dims(x: LNSTensor, dim: Any) -> list[int]:
+    dims = range(x.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
+    return [d % x.dim() for d in dims] if x.dim() else []
+
+
+def _total(x: LNSTensor, dim: Any, keepdim: bool = False) -> LNSTensor:
+    return LNSTensor(lns.sum(x.codes, _dims(x, dim), x.fmt, keepdim=keepdim), x.fmt)
+
+
+@handles(aten.sum.default)
+def _sum_all(func: Any, x: LNSTensor, *, dtype: Any = None) -> LNSTensor:
+    return _total(x, None)
+
+
+@handles(aten.sum.dim_IntList)
+def _sum(func: Any, x: LNSTensor, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> LNSTensor:
+    return _total(x, dim, keepdim)
+
+
+def _count(x: LNSTensor, dim: Any) -> int:
+    return math.prod(x.shape[d] for d in _dims(x, dim))
+
+
+def _divided(total: LNSTensor, count: float) -> LNSTensor:
+    if count <= 0:
+        raise ValueError(f"a mean or variance of {count} values: LNS has no NaN; leave empty reductions out")
+    return binary(aten.div.Scalar, total, count)
+
+
+@handles(aten.mean.default, aten.mean.dim)
+def _mean(func: Any, x: LNSTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> LNSTensor:
+    return _divided(_total(x, dim, keepdim), _count(x, dim))
+
+
+def _variance(x: LNSTensor, dim: Any, correction: Any, keepdim: bool) -> tuple[LNSTensor, LNSTensor]:
+    count = _count(x, dim)
+    mean = _divided(_total(x, dim, True), count)
+    deviation = binary(aten.sub.Tensor, x, mean)
+    squares = _total(binary(aten.mul.Tensor, deviation, deviation), dim, keepdim)
+    variance = _divided(squares, count - (1 if correction is None else correction))
+    return variance, mean if keepdim else LNSTensor(mean.codes.reshape(variance.shape), x.fmt)
+
+
+@handles(aten.var.correction)
+def _var(func: Any, x: LNSTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> LNSTensor:
+    return _variance(x, dim, correction, keepdim)[0]
+
+
+@handles(aten.var_mean.correction)
+def _var_mean(
+    func: Any, x: LNSTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> tuple[LNSTensor, LNSTensor]:
+    return _variance(x, dim, correction, keepdim)
+
+
+@handles(aten.std.correction)
+def _std(func: Any, x: LNSTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> LNSTensor:
+    variance = _variance(x, dim, correction, keepdim)[0]
+    return LNSTensor(lns.sqrt(variance.codes, x.fmt), x.fmt)
+
+
+@handles(aten.linalg_vector_norm.default)
+def _norm(func: Any, x: LNSTensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> LNSTensor:
+    """Of order 1, 2 or infinity."""
+    if ord in (math.inf, -math.inf):
+        extremum = aten.amax if ord > 0 else aten.amin
+        return LNSTensor(extremum(lns.absolute(x.codes, x.fmt), _dims(x, dim), keepdim), x.fmt)
+    if ord not in (1, 2):
+        raise NotImplementedError(f"vector norm of order {ord}: LNS has 1, 2 and inf; compute it from powers and a sum")
+    powers = lns.absolute(x.codes, x.fmt) if ord == 1 else lns.mul(x.codes, x.codes, x.fmt)
+    total = _total(LNSTensor(powers, x.fmt), dim, keepdim)
+    return total if ord == 1 else LNSTensor(lns.sqrt(total.codes, x.fmt), x.fmt)
+
+
+@handles(aten._foreach_norm.Scalar)
+def _norms(func: Any, tensors: list[LNSTensor], ord: Any = 2, dtype: Any = None) -> list[LNSTensor]:
+    return [_norm(func, x, ord) for x in tensors]
+
+
+@handles(aten.logsumexp.default)
+def _logsumexp(func: Any, x: LNSTensor, dim: Any, keepdim: bool = False) -> LNSTensor:
+    largest = LNSTensor(_largest(x, dim), x.fmt)
+    exponentials = LNSTensor(lookup(binary(aten.sub.Tensor, x, largest).codes, "exp", x.fmt), x.fmt)
+    logarithm = LNSTensor(lookup(_total(exponentials, dim, True).codes, "log", x.fmt), x.fmt)
+    result = binary(aten.add.Tensor, logarithm, largest)
+    return result if keepdim else LNSTensor(result.codes.squeeze(_dims(x, dim)), x.fmt)
+
+
+def _largest(x: LNSTensor, dim: Any) -> Tensor:
+    key = lns.order_key(x.codes, x.fmt).amax(_dims(x, dim), keepdim=True)
+    return torch.where(key < 0, -key | x.fmt.sign_mask, key).to(torch.int16)
+
+
+@handles(aten.mm.default, aten.bmm.default)
+def matmul(func: Any, x: Any, y: Any) -> LNSTensor:
+    """The product of two matrices or two batches of them."""
+    x_codes, y_codes, fmt = operands("matmul", x, y)
+    return LNSTensor(lns.matmul(x_codes, y_codes, fmt, accumulation=get_matmul_accumulation()), fmt)
+
+
+@handles(aten.mv.default, aten.dot.default)
+def _vector(func: Any, x: LNSTensor, y: LNSTensor) -> LNSTensor:
+    x_codes, y_codes, fmt = operands("matmul", x, y)
+    rows = x_codes if x.dim() == 2 else x_codes[None]
+    product = lns.matmul(rows, y_codes[:, None], fmt, accumulation=get_matmul_accumulation())
+    return LNSTensor(product[:, 0] if x.dim() == 2 else product[0, 0], fmt)
+
+
+def _scaled(x: Any, factor: Any) -> Any:
+    return x if factor == 1 else binary(aten.mul.Tensor, x, factor)
+
+
+@handles(aten.addmm.default, aten.baddbmm.default)
+def _addmm(func: Any, bias: Any, x: Any, y: Any, *, beta: Any = 1, alpha: Any = 1) -> LNSTensor:
+    x_codes, y_codes, fmt = operands("addmm", x, y)
+    if isinstance(bias, LNSTensor) and bias.shape == y.shape[1:] and x.dim() == 2 and beta == alpha == 1:
+        bias_codes, _, _ = operands("addmm", bias, LNSTensor(x_codes, fmt))
+        return LNSTensor(lns.linear(x_codes, y_codes, bias_codes, fmt, accumulation=get_matmul_accumulation()), fmt)
+    product = _scaled(matmul(func, x, y), alpha)
+    return product if beta == 0 else binary(aten.add.Tensor, _scaled(bias, beta), product)
