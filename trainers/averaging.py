@@ -236,6 +236,10 @@ def make_synchroniser(
         return Synchroniser()
     if config.sync.name == "synchronous":
         return Synchronous(config.wire, collectives, config.seed)
+    if config.sync.name == "asynchronous":
+        from trainers.asynchronous import Asynchronous  # loads Ray
+
+        return Asynchronous(config, model, collectives)
     kinds: dict[str, type[OuterStep | Elastic | FinalAverage]] = {
         "local_sgd": OuterStep,
         "diloco": OuterStep,

@@ -44,7 +44,7 @@ def _check_wire(config: TrialConfig) -> None:
 
 def _check_sync(config: TrialConfig) -> None:
     sync, wire = config.sync, config.wire
-    if (sync.local or sync.straggler_seconds) and config.layout.replicas(config.workers) == 1:
+    if (sync.name != "synchronous" or sync.straggler_seconds) and config.layout.replicas(config.workers) == 1:
         raise ValueError(
             f"sync.name={sync.name}, sync.straggler_seconds={sync.straggler_seconds:g} with one replica (workers="
             f"{config.workers}, layout.pp={config.layout.pp}): there is none to wait for or to average with; use "
@@ -58,4 +58,27 @@ def _check_sync(config: TrialConfig) -> None:
     if sync.name == "final_average" and wire.name != "native":
         raise ValueError(
             f"wire.name={wire.name} with sync.name=final_average: whole weights travel once, as float32; use wire.name=native"
+        )
+    if sync.name == "asynchronous":
+        _check_asynchronous(config)
+
+
+def _check_asynchronous(config: TrialConfig) -> None:
+    sync = config.sync
+    if config.layout.pp > 1:
+        raise ValueError(
+            f"layout.pp={config.layout.pp} with sync.name=asynchronous: stages pass on activations of one version of the weights, a server "
+            "changes them in between; use layout.pp=1, or another sync.name"
+        )
+    if config.wire != type(config.wire)():
+        raise ValueError(
+            f"wire.name={config.wire.name}, wire.sum={config.wire.sum} with sync.name=asynchronous: the server takes gradients in their "
+            "native form; use wire.name=native and wire.sum=auto"
+        )
+    if config.device == "cuda":
+        raise ValueError("device=cuda with sync.name=asynchronous: the parameter server computes on CPUs; use device=cpu")
+    if config.optimizer.name != "sgd" and sync.staleness != 0:
+        raise ValueError(
+            f"optimizer.name={config.optimizer.name}, sync.staleness={sync.staleness}: every replica's gradient would be a whole step of "
+            "Adam's, as large as that of a batch; use optimizer.name=sgd, or sync.staleness=0"
         )

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
+from torch import nn
 
 from lns_ops import NonFiniteError
 from trainers.data import Split
+from trainers.synchroniser import Synchroniser
 
 EVALUATION_BATCH = 2_000
 
@@ -37,27 +37,18 @@ class Tally:
 
 
 def train_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: Split,
-    synchronize: Callable[[Iterable[Tensor], bool], bool] | None,
-    micro_batches: int = 1,
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Split, sync: Synchroniser | None = None, micro_batches: int = 1
 ) -> tuple[float, int]:
-    """Forward, backward, sum gradients over the ranks, update; returns the batch's summed loss and wrong answers before it.
+    """Forward, backward, synchronise the replicas, update; returns the batch's summed loss and wrong answers before it.
 
-    ``synchronize(parameters, finite)`` sums the gradients where every rank's loss is finite and says whether it is. Where one is
-    not, no rank updates and all return a NaN loss. The batch is taken in ``micro_batches`` equal parts, whose gradients are
-    added up in order, in the gradients' own arithmetic.
+    Where a loss is not finite, no rank that knows of it updates and all of those return a NaN loss. The batch is taken in
+    ``micro_batches`` equal parts, whose gradients are added up in order, in the gradients' own arithmetic.
     """
+    sync = sync or Synchroniser()
     optimizer.zero_grad(set_to_none=True)
     loss, wrong = accumulate(model, batch, micro_batches)
-    finite = math.isfinite(loss)
-    if synchronize is not None:
-        finite = synchronize(model.parameters(), finite)
-    if not finite:
-        return math.nan, wrong
-    optimizer.step()
-    return loss, wrong
+    updated = sync.gradients(model.parameters(), math.isfinite(loss)) and sync.update(optimizer)
+    return loss if updated else math.nan, wrong
 
 
 def accumulate(model: nn.Module, batch: Split, micro_batches: int) -> tuple[float, int]:

@@ -12,20 +12,25 @@ USES: dict[str, tuple[str, ...]] = {
     "diloco": ("period", "outer_lr", "outer_momentum"),
     "elastic": ("period", "moving_rate"),
     "final_average": (),
+    "asynchronous": ("staleness", "shards"),
 }
 """Every way and the keys that mean something to it, beside ``straggler_seconds``, which delays any."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig:
-    """When the replicas exchange what; see :mod:`trainers.averaging`.
+    """When the replicas exchange what; see :mod:`trainers.averaging` and :mod:`trainers.asynchronous`.
 
     Attributes:
         name: ``synchronous`` (gradients, every step), ``local_sgd`` (weights, every ``period`` steps), ``diloco`` (the same with an outer
-            Nesterov step), ``elastic`` (replicas pulled towards a centre) or ``final_average`` (weights, once, at the end).
+            Nesterov step), ``elastic`` (replicas pulled towards a centre), ``final_average`` (weights, once, at the end) or
+            ``asynchronous`` (gradients to a parameter server, weights back, without waiting for all).
         period: steps between two exchanges.
         outer_lr, outer_momentum: of diloco's outer step.
         moving_rate: of elastic averaging: the share of the way that the centre moves to the replicas' mean at an exchange.
+        staleness: of asynchronous: how many steps a replica may be ahead of the slowest one; 0 for none (bulk synchronous), None for
+            no bound.
+        shards: processes that the parameter server is divided over, equal parts of the weights each.
         straggler_seconds: the last replica sleeps so long every step, for the study of stragglers.
     """
 
@@ -34,6 +39,8 @@ class SyncConfig:
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     moving_rate: float = 0.9
+    staleness: int | None = 0
+    shards: int = 1
     straggler_seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -45,6 +52,8 @@ class SyncConfig:
             raise ValueError(f"sync.outer_momentum={self.outer_momentum}: must be below 1, or it grows without bound; try 0.9")
         if not 0 < self.moving_rate <= 1:
             raise ValueError(f"sync.moving_rate={self.moving_rate}: must be above 0 and at most 1; use for example 0.9")
+        at_least("sync.staleness", self.staleness, 0, "0 waits for all every step, null never")
+        at_least("sync.shards", self.shards, 1, "1 keeps all weights in one process")
         finite("sync.straggler_seconds", self.straggler_seconds, 0.0, "0 delays no replica")
         self._check_unused()
 
@@ -62,4 +71,4 @@ class SyncConfig:
     @property
     def local(self) -> bool:
         """Whether a replica steps by its own gradients, the mean of its share of the batch."""
-        return self.name != "synchronous"
+        return self.name not in ("synchronous", "asynchronous")

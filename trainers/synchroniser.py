@@ -1,8 +1,8 @@
 """What the replicas of one trial do to stay together, as the training loop sees it.
 
-The loop calls :meth:`Synchroniser.gradients` between backward and update, :meth:`after_step` after every step and :meth:`end_epoch` after
-the last of an epoch. Every rank makes the same calls in the same order, whether or not its own loss is still finite, so that none waits
-for another: what is collective is decided by the count of steps alone.
+The loop calls :meth:`Synchroniser.gradients` between backward and :meth:`update`, :meth:`after_step` after every step and
+:meth:`end_epoch` after the last of an epoch. Every rank makes the same calls in the same order, whether or not its own loss is still
+finite, so that none waits for another: what is collective is decided by the count of steps alone.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from trainers.collectives import Collectives
@@ -24,6 +25,18 @@ class Synchroniser:
     def gradients(self, parameters: Iterable[Tensor], finite: bool) -> bool:
         """Make the gradients what this replica's update shall use; whether to update (False leaves the weights alone)."""
         return finite
+
+    def begin_epoch(self) -> None:
+        """Before an epoch's first step."""
+
+    def update(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Change the weights by the gradients; whether they are still good."""
+        optimizer.step()
+        return True
+
+    def metrics(self) -> dict[str, float]:
+        """What to report of the epoch that has just ended, the same on every rank; collective."""
+        return {}
 
     def after_step(self, finite: bool) -> bool:
         """After a step, done or left out (``finite`` False); whether training goes on, the same on every rank that has been asked."""

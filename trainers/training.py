@@ -120,7 +120,7 @@ class Training:
             self.epoch += 1
             total = self._over_ranks(tally)
             metrics = {"epoch": float(self.epoch), **total.metrics("train"), **self._evaluate(self.data.validation, "validation")}
-        metrics |= self._traffic(sent, total.examples // self.config.batch_size)
+        metrics |= self._traffic(sent, total.examples // self.config.batch_size) | self.sync.metrics()
         metrics["samples_per_second"] = total.examples / seconds
         self.history.append(dict(metrics))
         return metrics
@@ -148,9 +148,10 @@ class Training:
         if self.device.type == "cuda" and self.world_size == 1:
             return self._replay_batches()
         tally, finite = Tally(), True
+        self.sync.begin_epoch()
         for batch in self._batches():
             if finite:
-                loss, wrong = train_step(self.model, self.optimizer, batch, self.sync.gradients, self.config.layout.micro_batches)
+                loss, wrong = train_step(self.model, self.optimizer, batch, self.sync, self.config.layout.micro_batches)
                 finite = math.isfinite(loss)
                 tally.add(loss, wrong, len(batch.y))
             self._straggle()
