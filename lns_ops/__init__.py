@@ -9,16 +9,17 @@ The arithmetic is specified in :mod:`lns_ops.reference`; formats in :mod:`lns_op
 LNS one; :mod:`lns_ops.optim` steps it.
 """
 
-from lns_ops import handlers, optim
+from lns_ops import flops, handlers, optim, serialization
 from lns_ops.accumulation import get_matmul_accumulation, matmul_accumulation, set_matmul_accumulation
 from lns_ops.cuda import check_faults
 from lns_ops.fallback import allow_float_fallback
 from lns_ops.format import LNSFormat, NonFiniteError, lns8, lns12, lns16
 from lns_ops.functional import decode, encode
-from lns_ops.nn import convert_
+from lns_ops.nn import Conversion, convert_, revert_, summary
 from lns_ops.tensor import LNSTensor
 
 __all__ = [
+    "Conversion",
     "LNSFormat",
     "LNSTensor",
     "NonFiniteError",
@@ -28,6 +29,7 @@ __all__ = [
     "convert_",
     "decode",
     "encode",
+    "flops",
     "get_matmul_accumulation",
     "handlers",
     "lns8",
@@ -35,7 +37,10 @@ __all__ = [
     "lns16",
     "matmul_accumulation",
     "optim",
+    "revert_",
+    "serialization",
     "set_matmul_accumulation",
+    "summary",
 ]
 
 

@@ -92,6 +92,6 @@ def index_sum(x: Tensor, index: Tensor, rows: int, fmt: LNSFormat) -> Tensor:
     """
     ordered, order = torch.sort(index.reshape(-1), stable=True)
     starts = torch.searchsorted(ordered, torch.arange(rows + 1, device=index.device))
-    flat = x.reshape(x.shape[0], -1) if x.dim() > 1 else x.reshape(-1, 1)
+    flat = x.flatten(1) if x.dim() > 1 else x.reshape(-1, 1)
     out = _OPS.segment_sum(flat, order, starts, fmt.bits, fmt.fraction_bits)
     return out.reshape(rows, *x.shape[1:])  # type: ignore[no-any-return]

@@ -6,8 +6,9 @@ low ``bits`` bits of a code, 2 bytes an entry: 8 KB for 12 bits, 128 KB for 16.
 
 Rounding. Every entry is the code nearest in logarithm to the exact value at the exact argument ``sign x 2^(log / 2^f)``. The value is
 computed in float64 and trusted to a relative error of ``2^-36``, some 10^4 times what these formulas err by; where both ends of that
-interval do not encode alike (a few entries in 10^5 tables), 60 digits decide. Powers are exact in integers: ``p log`` is rounded half to
-even as :func:`lns_ops.functional.sqrt` does, the only function here with ties. Results above the range saturate, below it are zero.
+interval do not encode alike (an entry in some hundred tables), 60 digits decide. Powers are exact in integers, ``p log``. Only they and
+exponentials with a power of two for a base have ties, which go to even, as in :func:`lns_ops.functional.sqrt`. Results above the range
+saturate, below it are zero.
 
 Where a function has no value (log of zero or less, 0 to a negative power, fractional powers of negatives) the table holds
 :func:`undefined`, a word that no operation produces, and reading it is an error as division by zero is: raised on a CPU, counted on a GPU.
@@ -331,5 +332,8 @@ def _with_digits(f: _Scalar, parameters: tuple[float, ...], code: int, fmt: LNSF
         y = mpmath.mpf(f(mpmath, x, *parameters))
         if y == 0:
             return 0
-        ulps = int(mpmath.floor(mpmath.log(abs(y), 2) * (1 << fmt.fraction_bits) + mpmath.mpf(1) / 2))
+        exact = mpmath.log(abs(y), 2) * (1 << fmt.fraction_bits)
+        doubled = mpmath.nint(2 * exact)
+        tie = abs(2 * exact - doubled) < mpmath.mpf(10) ** (20 - _DIGITS)
+        ulps = int(mpmath.nint(doubled / 2 if tie else exact))  # half to even
     return int(reference.pack(np.array([y < 0]), np.array([ulps]), fmt)[0])

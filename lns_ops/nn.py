@@ -1,93 +1,106 @@
-"""convert_: an ordinary torch module becomes an LNS one, in place, keeping its weights.
+"""convert_: an ordinary torch module becomes an LNS one, in place, keeping its weights; revert_ turns it back.
 
 Two scopes:
 
-- ``matmul``: parameters, activations and gradients stay float32; the products of each linear layer, forward and both backward ones,
-  and their sums are LNS. The layer's class becomes :class:`LNSMatmulLinear`; its parameters are untouched.
+- ``matmul``: parameters, activations and gradients stay float32; the products of each linear and convolution layer, forward and both
+  backward ones, and their sums are LNS. The layer's class becomes one of :mod:`lns_ops.matmul_layers`; its parameters are untouched. Layers
+  without products (normalization, embeddings) are left alone; layers with products inside that cannot be taken out are refused.
 - ``everywhere``: the parameters become :class:`~lns_ops.tensor.LNSTensor`, and so every operation of forward, backward and update is LNS.
-  Converted layers encode float inputs, so the module takes ordinary tensors; layers left out decode LNS inputs.
+  Converted layers encode float inputs, so the module takes ordinary tensors; layers left out decode LNS inputs. Float buffers become LNS
+  too, except those of normalization layers (running statistics are float32, :mod:`lns_ops.handlers.normalization`) and those that hold
+  infinities, which are masks.
+
+Layers may have different formats, and a module may be converted in steps, one scope or format at a time; where one layer's output enters
+a layer of another format it is re-encoded. What two formats meet in outside of a layer (a residual addition) raises.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from lns_ops import functional as lns
-from lns_ops.accumulation import get_matmul_accumulation
 from lns_ops.format import LNSFormat
-from lns_ops.tensor import LNSTensor
+from lns_ops.matmul_layers import LAYERS, LNSMatmulLinear
+from lns_ops.tensor import LNSTensor, in_float32, in_format
+
+__all__ = ["Conversion", "LNSMatmulLinear", "convert_", "revert_", "summary"]
 
 SCOPES = ("matmul", "everywhere")
+_PRODUCTS_INSIDE = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.Bilinear, nn.modules.conv._ConvNd, nn.Linear)
+"""Layers whose products scope ``matmul`` would have to compute."""
+_STATISTICS = (nn.modules.batchnorm._NormBase,)
+
+Format = LNSFormat | str
+Filter = Callable[[nn.Module, str], "bool | Format | None"]
 
 
-class _LinearMatmul(torch.autograd.Function):
-    """``y = x w^T`` with both products of the backward pass in LNS as well, all of one accumulation; float32 in and out."""
-
-    @staticmethod
-    def forward(ctx: Any, x_BI: Tensor, w_OI: Tensor, fmt: LNSFormat, accumulation: str) -> Tensor:
-        x_codes, w_codes = lns.encode(x_BI, fmt), lns.encode(w_OI, fmt)
-        ctx.save_for_backward(x_codes, w_codes)
-        ctx.fmt, ctx.accumulation = fmt, accumulation
-        return _product(x_codes, w_codes.t(), fmt, accumulation)
-
-    @staticmethod
-    def backward(ctx: Any, grad_BO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x_codes, w_codes = ctx.saved_tensors
-        grad = lns.encode(grad_BO, ctx.fmt)
-        grad_x = _product(grad, w_codes, ctx.fmt, ctx.accumulation) if ctx.needs_input_grad[0] else None
-        grad_w = _product(grad.t(), x_codes, ctx.fmt, ctx.accumulation) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_w, None, None
-
-
-def _product(x: Tensor, y: Tensor, fmt: LNSFormat, accumulation: str) -> Tensor:
-    """The values of ``x @ y``, rounded to the format whatever the accumulation."""
-    return lns.decode(lns.matmul(x, y, fmt, accumulation=accumulation), fmt)
-
-
-class LNSMatmulLinear(nn.Linear):
-    """nn.Linear whose matrix products are computed in LNS; parameters, bias addition, inputs and outputs are float32.
-
-    Shapes: input ``[..., in_features]``, output ``[..., out_features]``. Made by :func:`convert_`, not constructed. Products of either
-    accumulation (:func:`~lns_ops.accumulation.set_matmul_accumulation`) are rounded to the format, backward ones are of the forward's.
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """How a layer was converted: kept as its attribute ``lns_conversion``.
 
     Attributes:
-        fmt: the LNS format of the products.
+        scope: ``matmul`` or ``everywhere``.
+        fmt: the format.
     """
+
+    scope: str
+    fmt: LNSFormat
+
+
+@dataclass(frozen=True)
+class _Encode:
+    """Forward hook: float inputs of a converted layer become LNS; keyword arguments that are masks stay."""
 
     fmt: LNSFormat
 
-    def forward(self, input: Tensor) -> Tensor:
-        """``input @ weight^T`` in LNS, plus ``bias`` in float32.
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        named = {name: value if "mask" in name else tree_map(self._encoded, value) for name, value in kwargs.items()}
+        return tree_map(self._encoded, args), named
 
-        Raises:
-            ValueError: a NaN or an infinity in the input or the weight.
-        """
-        flat = input.reshape(-1, self.in_features)
-        output = _LinearMatmul.apply(flat, self.weight, self.fmt, get_matmul_accumulation())  # type: ignore[no-untyped-call]
-        if self.bias is not None:
-            output = output + self.bias
-        return output.reshape(*input.shape[:-1], self.out_features)  # type: ignore[no-any-return]
-
-    def extra_repr(self) -> str:
-        """nn.Linear's line plus the format."""
-        return f"{super().extra_repr()}, matmul={self.fmt}"
+    def _encoded(self, x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
+            return x
+        return in_format(x, self.fmt.bits, self.fmt.fraction_bits)
 
 
-def _encode_inputs(fmt: LNSFormat) -> Callable[[nn.Module, Any], Any]:
-    def hook(module: nn.Module, inputs: Any) -> Any:
-        return tuple(
-            LNSTensor.from_float(x, fmt) if isinstance(x, Tensor) and not isinstance(x, LNSTensor) else x for x in inputs
-        )
+@dataclass(frozen=True)
+class _Decode:
+    """Forward hook: LNS inputs of a float layer become float32."""
 
-    return hook
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        decoded: tuple[Any, dict[str, Any]] = tree_map(lambda x: in_float32(x) if isinstance(x, LNSTensor) else x, (args, kwargs))
+        return decoded
 
 
-def _decode_inputs(module: nn.Module, inputs: Any) -> Any:
-    return tuple(x.to_float() if isinstance(x, LNSTensor) else x for x in inputs)
+def _unhook(module: nn.Module) -> None:
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if isinstance(hook, (_Encode, _Decode)):
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def _hook(module: nn.Module, hook: _Encode | _Decode) -> None:
+    _unhook(module)
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that scope ``everywhere`` converts."""
+    if isinstance(module, _STATISTICS):
+        return {}
+    found = {n: b for n, b in module._buffers.items() if b is not None and b.dtype.is_floating_point}
+    return {n: b for n, b in found.items() if isinstance(b, LNSTensor) or bool(torch.isfinite(b).all())}
+
+
+def _owns_values(module: nn.Module, scope: str) -> bool:
+    return any(p is not None for p in module._parameters.values()) or (scope == "everywhere" and bool(_buffers(module)))
 
 
 def _convert_everywhere(module: nn.Module, fmt: LNSFormat, encoded: dict[nn.Parameter, nn.Parameter]) -> None:
@@ -99,64 +112,142 @@ def _convert_everywhere(module: nn.Module, fmt: LNSFormat, encoded: dict[nn.Para
             values = LNSTensor(lns.encode(parameter.detach(), fmt), fmt)
             encoded[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
         setattr(module, name, encoded[parameter])
-    module.register_forward_pre_hook(_encode_inputs(fmt))
+    for name, buffer in _buffers(module).items():
+        module._buffers[name] = LNSTensor(lns.encode(buffer, fmt), fmt)
+    _hook(module, _Encode(fmt))
 
 
-def _convert_matmul(module: nn.Linear, fmt: LNSFormat) -> None:
-    module.__class__ = LNSMatmulLinear
+def _convert_matmul(module: nn.Module, fmt: LNSFormat) -> None:
+    module.__class__ = LAYERS[type(module)]
     module.fmt = fmt  # type: ignore[assignment]
 
 
-def _owns_parameters(module: nn.Module) -> bool:
-    return any(p is not None for p in module._parameters.values())
+def _matched(formats: Mapping[str, Format], name: str) -> Format | None:
+    return next((fmt for pattern, fmt in formats.items() if fnmatchcase(name, pattern)), None)
+
+
+def _choose(
+    owners: list[tuple[str, nn.Module]], fmt: Format | Mapping[str, Format], filter_fn: Filter | None
+) -> list[tuple[str, nn.Module, LNSFormat]]:
+    """Which layers to convert, and into what."""
+    chosen = []
+    for name, layer in owners:
+        default = _matched(fmt, name) if isinstance(fmt, Mapping) else fmt
+        answer = filter_fn(layer, name) if filter_fn is not None else True
+        picked = default if answer is True else answer
+        if picked is not None and picked is not False:
+            chosen.append((name, layer, LNSFormat.of(picked)))
+    return chosen
+
+
+def _check(name: str, layer: nn.Module, scope: str) -> None:
+    if hasattr(layer, "lns_conversion") or any(isinstance(p, LNSTensor) for p in layer.parameters(recurse=False)):
+        raise ValueError(
+            f"layer {name or '(root)'!r}: is LNS already; convert a module once (or revert_ it), or leave the layer out with filter_fn"
+        )
+    if scope == "matmul" and type(layer) not in LAYERS:
+        raise ValueError(
+            f"layer {name or '(root)'!r} is a {type(layer).__name__}: scope 'matmul' converts {', '.join(t.__name__ for t in LAYERS)}; "
+            "leave it out with filter_fn=lambda module, name: isinstance(module, nn.Linear), or use scope='everywhere'"
+        )
 
 
 def convert_(
     module: nn.Module,
-    fmt: LNSFormat | str,
+    fmt: Format | Mapping[str, Format],
     scope: str = "matmul",
-    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    filter_fn: Filter | None = None,
 ) -> nn.Module:
     """Convert ``module`` and its submodules to LNS in place; weights are kept (rounded to ``fmt`` in scope ``everywhere``).
 
     Args:
-        module: its layers that own parameters must be ``nn.Linear``, or be left out by ``filter_fn``.
-        fmt: the LNS format, or its name.
+        module: any torch module; see the head of this file for what each scope does with its layers.
+        fmt: the LNS format, or its name; or a mapping from patterns of layer names (``{"layer1.*": "lns12", "*": "lns16"}``, the first
+            that matches counts, layers that none matches stay as they are).
         scope: ``matmul`` or ``everywhere``, see the head of this file.
-        filter_fn: ``filter_fn(submodule, name) -> bool``, True to convert; name is the dotted path, "" for ``module`` itself.
+        filter_fn: ``filter_fn(submodule, name)``: True to convert, False or None to leave out, or a format for this layer; name is the
+            dotted path, "" for ``module`` itself.
 
     Returns:
         ``module``, which takes and (in scope ``matmul``) returns float tensors; in scope ``everywhere`` it returns an LNSTensor, on which
         ``F.cross_entropy``, ``argmax`` and ``to_float`` work.
 
     Raises:
-        ValueError: unknown scope, or a layer that cannot be converted; nothing has changed then.
+        ValueError: unknown scope or format, or a layer that cannot be converted; nothing has changed then.
 
     >>> net = convert_(nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10)), lns12, scope="everywhere")
     """
     if scope not in SCOPES:
         raise ValueError(f"scope={scope!r}: must be one of {', '.join(SCOPES)}")
-    fmt = LNSFormat.of(fmt)
-    owners = [(name, m) for name, m in module.named_modules() if _owns_parameters(m)]
-    chosen = [(name, m) for name, m in owners if filter_fn is None or filter_fn(m, name)]
-    for name, layer in chosen:
-        if type(layer) is not nn.Linear:
-            raise ValueError(
-                f"layer {name or '(root)'!r} is a {type(layer).__name__}: convert_ handles nn.Linear; leave it out with "
-                f"filter_fn=lambda module, name: isinstance(module, nn.Linear)"
-            )
-        if any(isinstance(parameter, LNSTensor) for parameter in layer.parameters(recurse=False)):
-            raise ValueError(
-                f"layer {name or '(root)'!r}: is LNS already; convert a module once, or leave the layer out with filter_fn"
-            )
+    for each in fmt.values() if isinstance(fmt, Mapping) else [fmt]:
+        LNSFormat.of(each)
+    owners = [(name, m) for name, m in module.named_modules() if _owns_values(m, scope)]
+    relevant = [(n, m) for n, m in owners if scope == "everywhere" or isinstance(m, _PRODUCTS_INSIDE)]
+    chosen = _choose(relevant, fmt, filter_fn)
+    for name, layer, _ in chosen:
+        _check(name, layer, scope)
     encoded: dict[nn.Parameter, nn.Parameter] = {}
-    for _, layer in chosen:
+    for _, layer, picked in chosen:
         if scope == "matmul":
-            assert isinstance(layer, nn.Linear)
-            _convert_matmul(layer, fmt)
+            _convert_matmul(layer, picked)
         else:
-            _convert_everywhere(layer, fmt, encoded)
+            _convert_everywhere(layer, picked, encoded)
+        layer.lns_conversion = Conversion(scope=scope, fmt=picked)  # type: ignore[assignment]
     if scope == "everywhere":
-        for _, layer in set(owners) - set(chosen):
-            layer.register_forward_pre_hook(_decode_inputs)
+        _decode_at_float_layers(owners)
     return module
+
+
+def _decode_at_float_layers(owners: list[tuple[str, nn.Module]]) -> None:
+    for _, layer in owners:
+        if getattr(layer, "lns_conversion", None) is None or layer.lns_conversion.scope == "matmul":  # type: ignore[union-attr]
+            _hook(layer, _Decode())
+
+
+def revert_(module: nn.Module) -> nn.Module:
+    """Undo :func:`convert_` in place: layers get their classes back, LNS parameters and buffers become the float32 values they stand for.
+
+    Weights of scope ``everywhere`` stay as rounded as they are; gradients are dropped; shared parameters stay shared.
+
+    Returns:
+        ``module``.
+    """
+    decoded: dict[nn.Parameter, nn.Parameter] = {}
+    classes = {made: original for original, made in LAYERS.items()}
+    for layer in module.modules():
+        _unhook(layer)
+        if type(layer) in classes:
+            layer.__class__ = classes[type(layer)]  # type: ignore[assignment]
+            del layer.fmt
+        for name, parameter in list(layer._parameters.items()):
+            if isinstance(parameter, LNSTensor):
+                if parameter not in decoded:
+                    values = lns.decode(parameter.codes, parameter.fmt)
+                    decoded[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                setattr(layer, name, decoded[parameter])
+        for name, buffer in list(layer._buffers.items()):
+            if isinstance(buffer, LNSTensor):
+                layer._buffers[name] = lns.decode(buffer.codes, buffer.fmt)
+        if hasattr(layer, "lns_conversion"):
+            del layer.lns_conversion
+    return module
+
+
+def summary(module: nn.Module) -> str:
+    """One line for each layer that owns parameters: name, type, scope, format, number of parameters; and a total for each format.
+
+    >>> print(summary(convert_(nn.Sequential(nn.Linear(4, 2)), "lns12")))
+    layer  type             scope   format  parameters
+    0      LNSMatmulLinear  matmul  lns12           10
+    """
+    rows = [("layer", "type", "scope", "format", "parameters")]
+    for name, layer in module.named_modules():
+        if not _owns_values(layer, "matmul"):
+            continue
+        conversion = getattr(layer, "lns_conversion", None)
+        count = sum(p.numel() for p in layer.parameters(recurse=False))
+        scope, fmt = (conversion.scope, str(conversion.fmt)) if conversion is not None else ("-", "float32")
+        rows.append((name or "(root)", type(layer).__name__, scope, fmt, f"{count:,}"))
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    lines = ["  ".join([*(row[i].ljust(widths[i]) for i in range(4)), row[4].rjust(widths[4])]) for row in rows]
+    return "\n".join(lines)

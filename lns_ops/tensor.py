@@ -164,6 +164,22 @@ class _ToFloat(torch.autograd.Function):
         return LNSTensor(lns.encode(grad, ctx.fmt), ctx.fmt)
 
 
+def in_format(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
+    """``x``, a float tensor or an LNSTensor of any format, in the format of these numbers; differentiable. For traced code."""
+    fmt = LNSFormat(bits, fraction_bits)
+    if isinstance(x, LNSTensor):
+        return x if x.fmt == fmt else LNSTensor.from_float(x.to_float(), fmt)
+    return LNSTensor.from_float(x, fmt)
+
+
+def in_float32(x: Tensor) -> Tensor:
+    """:meth:`LNSTensor.to_float`. For traced code."""
+    return x.to_float() if isinstance(x, LNSTensor) else x
+
+
+for _traced in (in_format, in_float32):
+    torch.compiler.allow_in_graph(_traced)
+
 aten = torch.ops.aten
 _HANDLERS: dict[Any, Callable[..., Any]] = {}
 _REPLACEMENTS: dict[Any, Callable[..., Any]] = {}
@@ -188,10 +204,12 @@ def replaces(*functions: Any) -> Callable[[_Handler], _Handler]:
     """Register the decorated function as what torch ``functions`` are when an argument is an LNSTensor; same signature, no operator.
 
     For functions whose gradient formula would not do in LNS, or that are best composed of other operations; autograd sees what the
-    decorated function does.
+    decorated function does, and so does ``torch.compile``, whose tracer of Python code is kept out of it: arguments and results must be
+    tensors, numbers, strings, None, or sequences of these.
     """
 
     def register(replacement: _Handler) -> _Handler:
+        torch.compiler.allow_in_graph(replacement)
         _REPLACEMENTS.update(dict.fromkeys(functions, replacement))
         return replacement
 
