@@ -29,6 +29,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from study.config import RowConfig, StudyConfig
+from study.space import flatten
 from trainers.config import DataConfig
 
 SELF = "_self_"
@@ -272,7 +273,15 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _merge(base: DictConfig, values: dict[str, Any], source: str, inside: str = "") -> DictConfig:
-    """``values`` over ``base``; ``source`` says in errors whence they come, ``inside`` is what the user need not write before keys."""
+    """``values`` over ``base``; ``source`` says in errors whence they come, ``inside`` is what the user need not write before keys.
+
+    A domain of the space replaces the one before it as a whole: a choice over a range is a choice.
+    """
+    if isinstance(values.get("space"), dict):
+        values = values | {"space": flatten(values["space"])}
+        kept = {key: spec for key, spec in base.space.items() if key not in values["space"]}
+        base = base.copy()
+        base.space = kept
     try:
         merged = OmegaConf.merge(base, OmegaConf.create(values))
     except (OmegaConfBaseException, ValueError, TypeError) as error:

@@ -1,7 +1,8 @@
-"""What a study is: one base trial, rows that change it, seeds that repeat it, and where its files go.
+"""What a study is: one base trial, rows that change it, a space to search, seeds that repeat it, and where its files go.
 
 A study asks one question of several *rows* (for the table: four arithmetics). Every row is the base trial with a few
-overrides, and every row runs once per seed, so ``rows x seeds`` trials in all. The recipe is fixed here, before anything runs;
+overrides, and every row runs once per seed, so ``rows x seeds`` trials in all. With a *space*, every row is searched for its own best
+configuration, each with the same effort: ``rows x configurations x seeds`` trials. Configurations are chosen by the validation split;
 nothing is chosen by looking at the test set.
 
 Frozen dataclasses, validated once, where they are made. :mod:`study.compose` makes them from YAML and ``key=value``.
@@ -15,7 +16,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainers.config import TrialConfig, at_least, finite
+from study.space import Space, parse_space
+from trainers.config import TrialConfig
+from trainers.validation import at_least, finite, one_of
+
+ALGORITHMS = ("random", "sobol", "grid", "tpe", "cmaes", "nsga2")
+ADAPTIVE = ("tpe", "cmaes", "nsga2")
+"""Those that look at results before they propose what comes next."""
+SCHEDULERS = ("none", "asha", "hyperband", "median")
+MODES = ("min", "max")
+EXECUTORS = ("auto", "train")
 
 TRACKING_SCHEMES = ("sqlite:///", "http://", "https://", "postgresql://", "postgresql+psycopg2://", "mysql+pymysql://")
 
@@ -55,6 +65,81 @@ class RowConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SearchConfig:
+    """How a space is searched, for every row alike.
+
+    Attributes:
+        algorithm: ``random``, ``sobol`` (even cover of the space), ``grid`` (every point of lists), ``tpe`` (Bergstra et al. 2011),
+            ``cmaes`` (Hansen 2016; ranges only) or ``nsga2`` (Deb et al. 2002; several objectives), the last three by Optuna.
+        num_samples: configurations a row, at each point of its grids; without meaning for ``grid``.
+        seed: of the search; the same seed proposes the same configurations.
+        objectives: metrics and ``min`` or ``max``: those a trial reports (``validation/error``, ``validation/loss``, ``train/...``,
+            ``samples_per_second``), ``seconds`` (of training), ``bits`` (of the number format). Several only with tpe and nsga2. The
+            first one picks a row's best configuration.
+        scheduler: ends trials early that fall behind in the first objective: ``none``, ``asha`` (Li et al. 2020), ``hyperband`` (Li et al.
+            2018), ``median`` (Golovin et al. 2017).
+        grace_period: epochs that a scheduler leaves every trial.
+        reduction_factor: of asha and hyperband: one of so many goes on.
+    """
+
+    algorithm: str = "random"
+    num_samples: int = 16
+    seed: int = 0
+    objectives: dict[str, str] = field(default_factory=lambda: {"validation/error": "min"})
+    scheduler: str = "none"
+    grace_period: int = 1
+    reduction_factor: int = 3
+
+    def __post_init__(self) -> None:
+        one_of("search.algorithm", self.algorithm, ALGORITHMS)
+        one_of("search.scheduler", self.scheduler, SCHEDULERS)
+        at_least("search.num_samples", self.num_samples, 1, "use for example 16")
+        at_least("search.seed", self.seed, 0, "use for example 0")
+        at_least("search.grace_period", self.grace_period, 1, "use for example 1")
+        at_least("search.reduction_factor", self.reduction_factor, 2, "use for example 3")
+        if not self.objectives:
+            raise ValueError("search.objectives={}: needs at least one metric; use for example {validation/error: min}")
+        for metric, mode in self.objectives.items():
+            if metric.startswith("test/"):
+                raise ValueError(
+                    f"search.objectives: {metric}: nothing may be chosen by the test set; use validation{metric.removeprefix('test')}"
+                )
+            one_of(f"search.objectives.{metric}", mode, MODES)
+        if len(self.objectives) > 1 and self.algorithm == "cmaes":
+            raise ValueError(
+                f"search.algorithm=cmaes with {len(self.objectives)} objectives: it minimises one; use search.algorithm=nsga2 or tpe"
+            )
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether proposals depend on results."""
+        return self.algorithm in ADAPTIVE
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitsConfig:
+    """When a study stops by itself, as ``lns-study stop`` would: running trials end, no others begin. None is no limit.
+
+    Attributes:
+        trials: trials that may finish or fail, those of earlier runs counted in.
+        hours: wall time of this run.
+        gpu_hours: hours times the share of a GPU, over all trials.
+        failures: failed trials.
+    """
+
+    trials: int | None = None
+    hours: float | None = None
+    gpu_hours: float | None = None
+    failures: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least("limits.trials", self.trials, 1, "leave it out for no limit")
+        finite("limits.hours", self.hours, 0.0, "leave it out for no limit")
+        finite("limits.gpu_hours", self.gpu_hours, 0.0, "leave it out for no limit")
+        at_least("limits.failures", self.failures, 1, "leave it out for no limit")
+
+
+@dataclass(frozen=True, kw_only=True)
 class StudyConfig:
     """A study, complete.
 
@@ -63,7 +148,10 @@ class StudyConfig:
         question: what the study asks, one or two sentences for the report.
         trial: the base trial; rows change it.
         rows: what is compared; one row named like the study if empty.
-        seeds: every row runs once per seed.
+        seeds: every row, and every configuration of a searched row, runs once per seed.
+        space: what is searched, see :mod:`study.space`; nothing if empty.
+        search: how.
+        limits: when the study stops by itself.
         digits: trial keys to change where ``data.name=auto`` ends at digits, a set 40 times smaller than MNIST.
         baseline: label of the row the others are compared with; None for no comparison.
         comparable: dotted trial keys and the values they must have for figures to be comparable with the published ones.
@@ -73,6 +161,8 @@ class StudyConfig:
         address: Ray cluster to join; None starts a local one.
         cpus: CPUs of the local Ray; None for all.
         max_concurrent: trials at a time; None for as many as fit.
+        executor: ``auto``: a trial of one worker in a reused process, one of several in a reused gang of processes; ``train``: every
+            trial by Ray Train, which restarts a gang within the trial, at 10 to 30 s a start.
         checkpoint_every: epochs between checkpoints.
         max_failures: how often a trial whose worker died is restarted from its last checkpoint.
     """
@@ -82,6 +172,9 @@ class StudyConfig:
     trial: TrialConfig = field(default_factory=TrialConfig)
     rows: list[RowConfig] = field(default_factory=list)
     seeds: list[int] = field(default_factory=lambda: [0])
+    space: dict[str, Any] = field(default_factory=dict)
+    search: SearchConfig = field(default_factory=SearchConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
     digits: dict[str, Any] = field(default_factory=dict)
     baseline: str | None = None
     comparable: dict[str, Any] = field(default_factory=dict)
@@ -91,6 +184,7 @@ class StudyConfig:
     address: str | None = None
     cpus: int | None = None
     max_concurrent: int | None = None
+    executor: str = "auto"
     checkpoint_every: int = 1
     max_failures: int = 3
 
@@ -103,10 +197,42 @@ class StudyConfig:
         at_least("comparable_seeds", self.comparable_seeds, 1, "1 asks for no more than every study has")
         at_least("cpus", self.cpus, 1, "leave it out to use all")
         at_least("max_concurrent", self.max_concurrent, 1, "leave it out to run as many as fit")
+        one_of("executor", self.executor, EXECUTORS)
+        if self.executor == "train" and self.search.scheduler != "none":
+            raise ValueError(
+                f"executor=train with search.scheduler={self.search.scheduler}: Ray Train's trials cannot be ended early; use executor=auto"
+            )
         at_least("checkpoint_every", self.checkpoint_every, 1, "1 checkpoints every epoch")
         at_least("max_failures", self.max_failures, 0, "3 survives a killed worker")
         self._check_baseline()
+        self._check_space()
         check_tracking_uri(self.tracking_uri)
+
+    def _check_space(self) -> None:
+        space = self.parsed_space
+        if space and self.search.algorithm == "grid":
+            space.all_points()
+        if not space and self.search != SearchConfig():
+            raise ValueError(
+                "search: there is no space to search; add for example space: {optimizer.lr: {loguniform: [0.001, 1.0]}}, or leave "
+                "search out"
+            )
+        if self.search.adaptive and not space.sampled:
+            raise ValueError(
+                f"search.algorithm={self.search.algorithm}: the space has grids only, which are multiplied out; use "
+                "search.algorithm=grid, or choice instead of grid"
+            )
+        categorical = [domain.key for domain in space.sampled if domain.categorical]
+        if self.search.algorithm == "cmaes" and categorical:
+            raise ValueError(
+                f"search.algorithm=cmaes: space.{categorical[0]} is a choice, which has no distances; use {{grid: ...}} for it, or "
+                "search.algorithm=tpe"
+            )
+
+    @property
+    def parsed_space(self) -> Space:
+        """The space; empty if nothing is searched."""
+        return parse_space(self.space)
 
     def _check_name(self) -> None:
         if not self.slug:
@@ -151,8 +277,13 @@ class StudyConfig:
         Raises:
             ValueError: a value is outside its range; the message names value, rule and remedy.
         """
-        rows = [RowConfig(**row) for row in values.get("rows", [])]
-        return StudyConfig(**{**values, "trial": TrialConfig.from_dict(values.get("trial", {})), "rows": rows})
+        parts = {
+            "trial": TrialConfig.from_dict(values.get("trial", {})),
+            "rows": [RowConfig(**row) for row in values.get("rows", [])],
+            "search": SearchConfig(**values.get("search", {})),
+            "limits": LimitsConfig(**values.get("limits", {})),
+        }
+        return StudyConfig(**{**values, **parts})
 
 
 def check_tracking_uri(uri: str | None) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from study.config import StudyConfig
+from study.control import Control, Decision
 from study.errors import refusals
 from study.ledger import Event, Ledger, read_ledger
 from study.plan import Plan, make_plan
@@ -18,7 +19,8 @@ from study.preflight import check_same_data, check_same_name, check_writable, pr
 from study.provenance import provenance
 from study.report import write_report
 from study.runner import run_plan
-from study.state import FAILED, FINISHED, StudyState, fold
+from study.search import adopt
+from study.state import ENDED, FAILED, FINISHED, StudyState, fold
 from study.tracking import Tracker, check_tracking
 
 
@@ -82,6 +84,7 @@ def run_study(study: StudyConfig, view: View, say: Callable[[str], None]) -> Out
             before = fold(ledger.history)
             check_same_name(plan.study, before)
             check_same_data(data, before)
+            plan = adopt(plan, before)
         return _run(plan, data, ledger, before, view, say)
 
 
@@ -96,15 +99,32 @@ def _run(
     for listener in (tracker.listen, view.listen):
         ledger.listen(listener)
     view.start(state)
+    control = Control(
+        plan.study.folder, state, plan.study.limits, lambda limits: _discard(ledger.append("edited", limits=limits))
+    )
     outcome = "interrupted"
     try:
-        run_plan(plan, ledger, state)
-        outcome = "finished" if all(trial.status == FINISHED for trial in state.trials) else "failed"
+        run_plan(plan, ledger, state, control)
+        decision = control.decide(fresh=True)
+        outcome = _describe_end(plan, state, decision)
+        if decision.reason:
+            say(f"Ended early: {decision.reason}; the same command continues.")
     finally:
         ledger.append("ended", outcome=outcome)
         view.stop()
         report, error = _close(state, plan.study.folder / "report", tracker)
     return _outcome(state, report, plan.study, error, tracker)
+
+
+def _describe_end(plan: Plan, state: StudyState, decision: Decision) -> str:
+    """``finished``, ``failed`` (some trials), or, before all have run, ``stopped``."""
+    if any(trial.status not in ENDED for trial in state.trials) or (decision.reason and len(state.trials) < plan.size):
+        return "stopped"
+    return "failed" if any(trial.status == FAILED for trial in state.trials) else "finished"
+
+
+def _discard(_: object) -> None:
+    pass
 
 
 def _close(state: StudyState, folder: Path, tracker: Tracker) -> tuple[Path, str]:

@@ -15,9 +15,12 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from study.configurations import Configuration, configurations
 from study.results import Summary, test_errors
+from study.space import Domain, show
 from study.state import StudyState, TrialState
 
 COLOURS = ("#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")
@@ -43,11 +46,14 @@ LIGHT = Theme("#ffffff", "#1b1f24", "#d5d9de")
 DARK = Theme("#15191e", "#e6e9ec", "#3a4149")
 
 
-def draw_epochs(state: StudyState, theme: Theme) -> bytes:
-    """PNG: validation error by epoch, one line a row (mean over seeds), the band from the lowest to the highest seed."""
+def draw_epochs(state: StudyState, summary: Summary, theme: Theme) -> bytes:
+    """PNG: validation error by epoch, one line a row (mean over seeds), the band from the lowest to the highest seed.
+
+    Of a searched row, its best configuration; before there is one, nothing.
+    """
     figure, axes = _canvas(theme)
-    for number, (label, trials) in enumerate(state.rows().items()):
-        _draw_row(axes, number, label, trials)
+    for number, row in enumerate(summary.rows):
+        _draw_row(axes, number, row.label, list(row.trials))
     axes.set_xlabel("epoch")
     axes.set_ylabel("validation error, %")
     _title(axes, "Validation error per epoch: mean over seeds, band from lowest to highest", theme)
@@ -63,12 +69,11 @@ def draw_bars(state: StudyState, summary: Summary, theme: Theme) -> bytes:
     figure, axes = _canvas(theme)
     published = any(row.published is not None for row in summary.rows)
     width = 0.38 if published else 0.6
-    rows = state.rows()
     for number, row in enumerate(summary.rows):
         here = number - (0.2 if published else 0)
         if row.mean is not None:
             _bar(axes, here, row.mean, row.sd, width, number, theme)
-            errors = test_errors(rows[row.label])
+            errors = test_errors(list(row.trials))
             axes.scatter([here] * len(errors), errors, s=14, color=theme.text, zorder=4, alpha=0.7, linewidths=0)
         if row.published is not None:
             hatched: dict[str, Any] = {
@@ -86,9 +91,87 @@ def draw_bars(state: StudyState, summary: Summary, theme: Theme) -> bytes:
     return _png(figure)
 
 
+def draw_slices(state: StudyState, theme: Theme) -> bytes:
+    """PNG: the first objective over each sampled key, a dot a configuration, rows by colour and marker; b"" where nothing was searched.
+
+    Filled dots ran to their end, hollow ones were ended early. Lists are spread over the axis in their order.
+    """
+    metric = next(iter(state.config.search.objectives))
+    found = [entry for entry in configurations(state.trials, [metric]) if math.isfinite(entry.objectives[metric])]
+    domains = state.config.parsed_space.domains
+    if not found or not domains:
+        return b""
+    columns = min(3, len(domains))
+    lines = math.ceil(len(domains) / columns)
+    figure = Figure(figsize=(SIZE[0], 0.6 + 2.9 * lines), dpi=DPI, facecolor=theme.page, layout="constrained")
+    first = None
+    for place, domain in enumerate(domains):
+        axes = figure.add_subplot(lines, columns, place + 1, facecolor=theme.page, sharey=first)
+        first = first or axes
+        _style(axes, theme)
+        _slice(axes, domain, found, list(state.rows()), metric)
+        axes.set_xlabel(domain.key)
+        if place % columns == 0:
+            axes.set_ylabel(f"{metric}, %" if metric.endswith("/error") else metric)
+    _slice_legend(figure, list(state.rows()), theme)
+    return _png(figure)
+
+
+def _slice(axes: Any, domain: Domain, found: list[Configuration], rows: list[str], metric: str) -> None:
+    scale = 100 if metric.endswith("/error") else 1
+    for number, row in enumerate(rows):
+        mine = [entry for entry in found if entry.row == row and domain.key in entry.params]
+        colour = COLOURS[number % len(COLOURS)]
+        for finished in (False, True):
+            points = [
+                (_place(domain, entry.params[domain.key], number, len(rows)), scale * entry.objectives[metric])
+                for entry in mine
+                if entry.finished == finished
+            ]
+            style: dict[str, Any] = {
+                "marker": MARKERS[number % len(MARKERS)],
+                "alpha": 0.8,
+                "linewidths": 1,
+                "edgecolors": colour,
+            }
+            axes.scatter(
+                *zip(*points, strict=True) if points else ((), ()), s=22, facecolors=colour if finished else "none", **style
+            )
+    if domain.categorical:
+        axes.set_xticks(range(len(domain.values)), [_short(value) for value in domain.values], rotation=20, ha="right")
+    elif domain.kind.startswith("log"):
+        axes.set_xscale("log")
+    if scale == 100:
+        _percent_axis(axes)
+
+
+def _place(domain: Domain, value: Any, row: int, rows: int) -> float:
+    if not domain.categorical:
+        return float(value)
+    return list(domain.values).index(value) + 0.5 * (row - (rows - 1) / 2) / max(rows, 1)
+
+
+def _short(value: Any) -> str:
+    text = show(value)
+    return text if len(text) <= 24 else text[:21] + "..."
+
+
+def _slice_legend(figure: Figure, rows: list[str], theme: Theme) -> None:
+    handles = [
+        Line2D([], [], color=COLOURS[n % len(COLOURS)], marker=MARKERS[n % len(MARKERS)], linestyle="", label=row)
+        for n, row in enumerate(rows)
+    ]
+    figure.legend(handles=handles, loc="outside upper left", ncols=4, frameon=False, labelcolor=theme.text, fontsize=9)
+
+
 def _canvas(theme: Theme) -> tuple[Figure, Any]:
     figure = Figure(figsize=SIZE, dpi=DPI, facecolor=theme.page, layout="constrained")
     axes = figure.add_subplot(facecolor=theme.page)
+    _style(axes, theme)
+    return figure, axes
+
+
+def _style(axes: Any, theme: Theme) -> None:
     axes.grid(axis="y", color=theme.grid, linewidth=0.8, zorder=0)
     axes.set_axisbelow(True)
     axes.tick_params(colors=theme.text, which="both", labelsize=11)
@@ -98,7 +181,6 @@ def _canvas(theme: Theme) -> tuple[Figure, Any]:
     for label in (axes.xaxis.label, axes.yaxis.label):
         label.set_color(theme.text)
         label.set_fontsize(11)
-    return figure, axes
 
 
 def _title(axes: Any, text: str, theme: Theme) -> None:

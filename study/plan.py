@@ -4,6 +4,9 @@ A trial's id is a sha256 over what its resolved config has other than the defaul
 (and a default, once published, must not change). Equal ids mean equal work, so a study that is run again skips finished trials, and one
 extended by seeds or rows keeps what it has. Left out of the hash is what changes no result: the folder of the data files (the data's own
 digest is checked at resume instead) and the share of a GPU that a trial takes.
+
+Where a space is searched, a row has numbered *configurations*: the base trial, the row's overrides, then the sampled values. Those that
+make no valid trial are left out with the reason. Algorithms that learn from results propose later; see :mod:`study.search`.
 """
 
 from __future__ import annotations
@@ -11,11 +14,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from study.compose import override_trial
 from study.config import RowConfig, StudyConfig
+from study.space import Params, Space, apply, describe, unit_points
 from trainers.config import DataConfig, TrialConfig
 
 ID_LENGTH = 12
@@ -24,24 +29,66 @@ ID_LENGTH = 12
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedTrial:
-    """One trial to run: ``row`` is the label, ``id`` the hash of ``config``."""
+    """One trial to run: ``row`` is the label, ``id`` the hash of ``config``.
+
+    Attributes:
+        number: of the configuration in its row, from 1; None where nothing is searched.
+        params: the sampled values by dotted key.
+        asked: what an adaptive algorithm noted when it proposed them, and needs again where the study is continued.
+    """
 
     id: str
     row: str
     seed: int
     config: TrialConfig
+    number: int | None = None
+    params: Params = dataclasses.field(default_factory=dict)
+    asked: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dict of JSON values."""
-        return {"id": self.id, "row": self.row, "seed": self.seed, "config": self.config.to_dict()}
+        values: dict[str, Any] = {"id": self.id, "row": self.row, "seed": self.seed, "config": self.config.to_dict()}
+        if self.number is not None:
+            values |= {"number": self.number, "params": self.params}
+        return values | {"asked": self.asked} if self.asked else values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Excluded:
+    """A configuration that makes no valid trial, and the rule that says so."""
+
+    row: str
+    params: Params
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.row}: {describe(self.params)}: {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A study's config and its trials, seeds varying slowest, so that every row has a figure early."""
+    """A study's config and its trials, seeds varying slowest, so that every row has a figure early.
+
+    Attributes:
+        excluded: configurations left out.
+    """
 
     study: StudyConfig
     trials: tuple[PlannedTrial, ...]
+    excluded: tuple[Excluded, ...] = ()
+
+    @property
+    def rows(self) -> list[RowConfig]:
+        """The study's rows; one named like the study if it has none."""
+        return rows_of(self.study)
+
+    @property
+    def size(self) -> int:
+        """Trials in all, those that an adaptive search has yet to propose counted in."""
+        study = self.study
+        if not study.search.adaptive:
+            return len(self.trials)
+        return len(self.rows) * len(study.parsed_space.grid_points()) * study.search.num_samples * len(study.seeds)
 
     @property
     def key(self) -> str:
@@ -65,10 +112,106 @@ def make_plan(study: StudyConfig, *, download: bool = True) -> Plan:
     """
     _refuse_seed("trial.seed", study.trial.seed)
     study = _resolve_data(study, download)
-    rows = study.rows or [RowConfig(label=study.name)]
-    trials = tuple(_trial(study, row, seed, download) for seed in study.seeds for row in rows)
+    space = bind_space(study)
+    if space:
+        return _plan_search(study, space, download)
+    bases = [Base(study, row, download) for row in rows_of(study)]
+    trials = tuple(base.trial(seed) for seed in study.seeds for base in bases)
     _refuse_twins(trials)
     return Plan(study=study, trials=trials)
+
+
+def rows_of(study: StudyConfig) -> list[RowConfig]:
+    """The study's rows; one named like the study if it has none."""
+    return study.rows or [RowConfig(label=study.name)]
+
+
+def bind_space(study: StudyConfig) -> Space:
+    """The study's space, its values converted to what the keys take.
+
+    Raises:
+        ValueError: a key that no trial has, or a value of the wrong type. A point that a trial refuses is no error: it breaks a rule.
+    """
+    base = study.trial.to_dict()
+    domains = []
+    for domain in study.parsed_space.domains:
+        if domain.key == "seed" or domain.key.startswith("data"):
+            raise ValueError(
+                f"space.{domain.key}: a search compares configurations on the same data and the study's seeds; use rows or seeds=[...] "
+                "instead"
+            )
+        values = domain.values if domain.categorical else (domain.at(0.0), domain.at(0.9))
+        taken = [_taken(override_trial(base, {domain.key: value}, "space"), domain.key, value) for value in values]
+        real = not domain.categorical and isinstance(taken[0], float)
+        domains.append(dataclasses.replace(domain, real=real, values=tuple(taken) if domain.categorical else domain.values))
+    return Space(domains=tuple(domains))
+
+
+def _taken(trial: dict[str, Any], key: str, value: Any) -> Any:
+    """What a trial's dict holds under ``key``; of a mapping, only the keys that ``value`` has."""
+    held: Any = trial
+    for part in key.split("."):
+        held = held[part]
+    if not isinstance(value, dict):
+        return held
+    return {name: _taken(held, str(name), entry) for name, entry in value.items()}
+
+
+def _plan_search(study: StudyConfig, space: Space, download: bool) -> Plan:
+    """The configurations of every row, where they do not depend on results."""
+    trials: list[PlannedTrial] = []
+    excluded: list[Excluded] = []
+    if not study.search.adaptive:
+        for row in rows_of(study):
+            found, left_out = _configurations(study, Base(study, row, download), space)
+            trials += found
+            excluded += left_out
+    order = {seed: place for place, seed in enumerate(study.seeds)}
+    # Seeds slowest, then configurations, then rows: all rows have their first ones early.
+    trials.sort(key=lambda trial: (order[trial.seed], trial.number or 0))
+    return Plan(study=study, trials=tuple(trials), excluded=tuple(excluded))
+
+
+def _configurations(study: StudyConfig, base: Base, space: Space) -> tuple[list[PlannedTrial], list[Excluded]]:
+    """A row's trials over all seeds. Of random points, one that is invalid or known already is replaced by the next."""
+    wanted = study.search.num_samples
+    trials: list[PlannedTrial] = []
+    excluded: list[Excluded] = []
+    seen: set[str] = set()
+    number = 0
+    for group, sampled in _candidates(study, space):
+        kept = 0
+        for params in sampled:
+            if kept == wanted and group is not None:
+                break
+            try:
+                of_seeds = [base.trial(seed, number + 1, params) for seed in study.seeds]
+            except ValueError as error:
+                excluded.append(base.exclude(params, error))
+                continue
+            if of_seeds[0].id not in seen:
+                seen.add(of_seeds[0].id)
+                trials += of_seeds
+                number += 1
+                kept += 1
+    if not trials:
+        raise ValueError(f"row {base.row.label!r}: no point of the space makes a valid trial; the first: {excluded[0].reason}")
+    return trials, excluded
+
+
+CANDIDATES = 8
+"""Points drawn for each one wanted; where invalid or equal ones use them up, a row has fewer configurations."""
+
+
+def _candidates(study: StudyConfig, space: Space) -> Iterator[tuple[Params | None, Iterator[Params]]]:
+    """For each point of the grids the points to try, in order; for algorithm grid all at once, with None."""
+    search = study.search
+    if search.algorithm == "grid" or not space.sampled:
+        yield None, iter(space.all_points())
+        return
+    for point in space.grid_points():
+        units = unit_points(search.algorithm, len(space.sampled), CANDIDATES * search.num_samples, search.seed)
+        yield point, (space.point(unit, point) for unit in units)
 
 
 def trial_id(config: TrialConfig) -> str:
@@ -105,18 +248,41 @@ def resolve_data(config: DataConfig, download: bool = True) -> DataConfig:
     return resolve(config, download=download)
 
 
-def _trial(study: StudyConfig, row: RowConfig, seed: int, download: bool) -> PlannedTrial:
-    try:
-        values = override_trial(study.trial.to_dict(), row.overrides)
-        _refuse_seed("seed", values["seed"])
-        config = TrialConfig.from_dict(values | {"seed": seed})
-    except ValueError as error:
-        raise ValueError(f"row {row.label!r}: {error}") from None
-    if config.data != study.trial.data:
-        config = dataclasses.replace(config, data=resolve_data(config.data, download))
-    if config.device == "auto":
-        config = dataclasses.replace(config, device=_auto_device(config))
-    return PlannedTrial(id=trial_id(config), row=row.label, seed=seed, config=config)
+class Base:
+    """What a row's trials have in common: the base trial with the row's overrides.
+
+    Raises:
+        ValueError: the overrides fit no trial, or the row's data cannot be found.
+    """
+
+    def __init__(self, study: StudyConfig, row: RowConfig, download: bool = True) -> None:
+        self.row = row
+        try:
+            self._values = override_trial(study.trial.to_dict(), row.overrides)
+            _refuse_seed("seed", self._values["seed"])
+            data = DataConfig(**self._values["data"])
+        except ValueError as error:
+            raise ValueError(f"row {row.label!r}: {error}") from None
+        if data != study.trial.data:
+            self._values["data"] = dataclasses.asdict(resolve_data(data, download))
+
+    def trial(self, seed: int, number: int | None = None, params: Params | None = None) -> PlannedTrial:
+        """One trial: the base, the sampled ``params``, the seed.
+
+        Raises:
+            ValueError: that is no valid trial.
+        """
+        try:
+            config = TrialConfig.from_dict(apply(self._values, params or {}) | {"seed": seed})
+        except ValueError as error:
+            raise ValueError(f"row {self.row.label!r}: {error}") from None
+        if config.device == "auto":
+            config = dataclasses.replace(config, device=_auto_device(config))
+        return PlannedTrial(id=trial_id(config), row=self.row.label, seed=seed, config=config, number=number, params=params or {})
+
+    def exclude(self, params: Params, error: ValueError) -> Excluded:
+        """The note that ``params`` make no valid trial."""
+        return Excluded(row=self.row.label, params=params, reason=str(error).removeprefix(f"row {self.row.label!r}: "))
 
 
 def _auto_device(config: TrialConfig) -> str:

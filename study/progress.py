@@ -18,9 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from study.ledger import Event
-from study.state import FAILED, FINISHED, PLANNED, RUNNING, StudyState, TrialState
+from study.space import describe as describe_params
+from study.state import ENDED, FAILED, FINISHED, PLANNED, RUNNING, STOPPED, StudyState, TrialState
 
-STYLES = {PLANNED: "dim", RUNNING: "bold cyan", FINISHED: "green", FAILED: "bold red"}
+STYLES = {PLANNED: "dim", RUNNING: "bold cyan", FINISHED: "green", FAILED: "bold red", STOPPED: "yellow"}
 MAX_ROWS = 24
 
 
@@ -115,17 +116,18 @@ def describe(event: Event, trial: TrialState | None) -> str:
     """One event as a phrase; "" for those that nobody needs to read."""
     if trial is None:
         return ""
-    name = f"{trial.row}, seed {trial.seed}"
+    name = name_of(trial)
     if event["event"] == "report":
         error = event["metrics"].get("validation/error", float("nan"))
         return f"{name}: epoch {event['epoch']}/{trial.epochs}, validation error {percent(error)}"
     if event["event"] == "finished":
         return f"{name}: finished, test error {percent(event['metrics'].get('test/error', float('nan')))}"
     phrases = {
-        "started": "started",
         "restarted": "its process died, starting it again",
         "damaged": "a checkpoint is damaged, going on from an earlier one or from the start; the result is the same",
         "failed": "FAILED",
+        "stopped": f"ended early by {event.get('by')} after epoch {trial.epoch}",
+        "started": f"started{f' ({describe_params(trial.params)})' if trial.params else ''}",
     }
     text = phrases.get(event["event"], "")
     reason = f" ({event['error']})" if event.get("error") else ""
@@ -153,7 +155,7 @@ def _most_interesting(trials: list[TrialState]) -> list[TrialState]:
     """All trials in their order, or the running, failed and next ones if there are too many for a screen."""
     if len(trials) <= MAX_ROWS:
         return trials
-    rank = {RUNNING: 0, FAILED: 1, PLANNED: 2, FINISHED: 3}
+    rank = {RUNNING: 0, FAILED: 1, PLANNED: 2, STOPPED: 3, FINISHED: 4}
     chosen = {trial.id for trial in sorted(trials, key=lambda trial: rank[trial.status])[:MAX_ROWS]}
     return [trial for trial in trials if trial.id in chosen]
 
@@ -163,12 +165,13 @@ def _cells(trial: TrialState) -> list[str]:
     last = percent(errors[max(errors)]) if errors else ""
     test = percent(trial.test["test/error"]) if trial.test else ""
     status = trial.status + (f" (restarted {trial.restarts}x)" if trial.restarts else "")
-    return [trial.row, str(trial.seed), status, f"{trial.epoch}/{trial.epochs}", last, test]
+    row = trial.row if trial.number is None else f"{trial.row} #{trial.number}"
+    return [row, str(trial.seed), status, f"{trial.epoch}/{trial.epochs}", last, test]
 
 
 def _bar(state: StudyState, clock: Clock, concurrent: int) -> RenderableType:
     total = sum(trial.epochs for trial in state.trials)
-    done = sum(trial.epochs if trial.status in (FINISHED, FAILED) else trial.epoch for trial in state.trials)
+    done = sum(trial.epochs if trial.status in ENDED else trial.epoch for trial in state.trials)
     left = clock.left(state, concurrent)
     line = Table.grid(padding=(0, 1))
     estimate = "starting Ray ..." if left is None else f"{duration(left)} left"
@@ -179,6 +182,12 @@ def _bar(state: StudyState, clock: Clock, concurrent: int) -> RenderableType:
         estimate,
     )
     return line
+
+
+def name_of(trial: TrialState) -> str:
+    """``lns12 #7, seed 0``."""
+    number = "" if trial.number is None else f" #{trial.number}"
+    return f"{trial.row}{number}, seed {trial.seed}"
 
 
 def percent(fraction: float) -> str:

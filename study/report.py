@@ -5,6 +5,8 @@ Files, written whole (a new file renamed over the old)::
     report.html            everything, pictures inside; light and dark; no scripts, nothing fetched
     report.md              the table and the protocol
     error_per_epoch.png    validation error per epoch
+    slices.png             of a search: the first objective over each sampled key
+    configurations.csv     of a search: every configuration, ranked
     test_error.png         final test errors beside the published ones
 
 Labels and names come from configs, so the HTML template escapes everything; the pictures are the only raw values.
@@ -13,8 +15,12 @@ Labels and names come from configs, so the HTML template escapes everything; the
 from __future__ import annotations
 
 import base64
+import csv
+import io
+import json
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +28,15 @@ from typing import Any
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from study.figures import DARK, LIGHT, draw_bars, draw_epochs
+from study.configurations import configurations, pareto_front, table
+from study.figures import DARK, LIGHT, draw_bars, draw_epochs, draw_slices
 from study.progress import duration
 from study.results import Row, Summary, summarise
-from study.state import FAILED, FINISHED, StudyState
+from study.space import describe, show
+from study.state import ENDED, FAILED, STOPPED, StudyState
 
 HEADINGS = ("row", "test error, %", "seeds", "published", "minus {baseline}", "required", "verdict")
+BEST = "best of {count}, by {metric}"
 
 
 def write_report(state: StudyState, folder: Path) -> Path:
@@ -35,11 +44,15 @@ def write_report(state: StudyState, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     summary = summarise(state)
     pictures = {
-        theme: (draw_epochs(state, colours), draw_bars(state, summary, colours))
+        theme: (draw_epochs(state, summary, colours), draw_bars(state, summary, colours), draw_slices(state, colours))
         for theme, colours in (("light", LIGHT), ("dark", DARK))
     }
     _write(folder / "error_per_epoch.png", pictures["light"][0])
     _write(folder / "test_error.png", pictures["light"][1])
+    if slices := pictures["light"][2]:
+        _write(folder / "slices.png", slices)
+    if state.config.space:
+        _write(folder / "configurations.csv", render_csv(state).encode())
     _write(folder / "report.md", render_markdown(state, summary).encode())
     _write(folder / "report.html", render_html(state, summary, pictures).encode())
     return folder
@@ -48,25 +61,43 @@ def write_report(state: StudyState, folder: Path) -> Path:
 def render_text(state: StudyState) -> str:
     """The table for a terminal, with what must be said about it."""
     summary = summarise(state)
-    lines = _align([headings(state), *(cells(row) for row in summary.rows)])
+    lines = _align([headings(state, summary), *(cells(row) for row in summary.rows)])
     return "\n".join([*lines, "", *remarks(state, summary)])
 
 
 def render_markdown(state: StudyState, summary: Summary) -> str:
     """The table and the protocol as Markdown."""
-    table = [headings(state), ["---"] * len(HEADINGS), *(cells(row) for row in summary.rows)]
+    names = headings(state, summary)
+    table = [names, ["---"] * len(names), *(cells(row) for row in summary.rows)]
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in table]
     said = [f"- {remark}" for remark in (*remarks(state, summary), *facts(state).values())]
     return "\n".join([f"# {state.config.name}", "", state.config.question, "", *lines, "", *said, ""])
 
 
-def render_html(state: StudyState, summary: Summary, pictures: dict[str, tuple[bytes, bytes]]) -> str:
+def render_csv(state: StudyState) -> str:
+    """Every configuration as a line, ranked: row, number, sampled values, objectives, state."""
+    objectives = state.config.search.objectives
+    lines = table(configurations(state.trials, objectives), objectives)
+    names = list(dict.fromkeys(name for line in lines for name in line))
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, names)
+    writer.writeheader()
+    writer.writerows(
+        {name: json.dumps(value) if isinstance(value, dict | list) else value for name, value in line.items()} for line in lines
+    )
+    return buffer.getvalue()
+
+
+def render_html(state: StudyState, summary: Summary, pictures: Mapping[str, tuple[bytes, ...]]) -> str:
     """The page, pictures inside."""
     environment = Environment(loader=PackageLoader("study"), autoescape=True, undefined=StrictUndefined)
-    inline = {theme: [base64.b64encode(picture).decode() for picture in pair] for theme, pair in pictures.items()}
+    inline = {theme: [base64.b64encode(picture).decode() for picture in drawn] for theme, drawn in pictures.items()}
     return environment.get_template("report.html.j2").render(
         study=state.config,
-        headings=headings(state),
+        headings=headings(state, summary),
+        objectives=_objective_names(state),
+        front=_front_lines(state),
+        ranked=_ranked_lines(state),
         rows=[(cells(row), row.verdict) for row in summary.rows],
         summary=summary,
         remarks=remarks(state, summary),
@@ -79,9 +110,12 @@ def render_html(state: StudyState, summary: Summary, pictures: dict[str, tuple[b
     )
 
 
-def headings(state: StudyState) -> list[str]:
-    """The table's column heads."""
-    return [heading.format(baseline=state.config.baseline or "baseline") for heading in HEADINGS]
+def headings(state: StudyState, summary: Summary) -> list[str]:
+    """The table's column heads; one more where rows were searched."""
+    metric = next(iter(state.config.search.objectives))
+    count = max((row.searched for row in summary.rows), default=0)
+    found = [BEST.format(count=count, metric=metric)] if state.config.space else []
+    return [*(heading.format(baseline=state.config.baseline or "baseline") for heading in HEADINGS), *found]
 
 
 def cells(row: Row) -> list[str]:
@@ -91,7 +125,8 @@ def cells(row: Row) -> list[str]:
     seeds = f"{row.finished}" if row.finished == row.seeds else f"{row.finished} of {row.seeds}"
     published = f"{row.published:.2f}" if row.published is not None else "-"
     gap = f"{row.gap:+.2f}" if row.gap is not None else "-"
-    return [row.label, mean, seeds, published, gap, row.rule or "-", row.verdict or "-"]
+    found = [describe(row.params) or "-"] if row.searched or row.params else []
+    return [row.label, mean, seeds, published, gap, row.rule or "-", row.verdict or "-", *found]
 
 
 def remarks(state: StudyState, summary: Summary) -> list[str]:
@@ -99,7 +134,12 @@ def remarks(state: StudyState, summary: Summary) -> list[str]:
     said = []
     if summary.departures:
         said.append(f"SMALL BUDGET, not comparable with the published figures, so no verdicts: {'; '.join(summary.departures)}.")
-    unfinished = sum(trial.status not in (FINISHED, FAILED) for trial in state.trials)
+    unfinished = sum(trial.status not in ENDED for trial in state.trials)
+    early = sum(trial.status == STOPPED for trial in state.trials)
+    if early:
+        said.append(
+            f"{early} of {len(state.trials)} trials were ended early by {state.config.search.scheduler}; they have no test error."
+        )
     if unfinished:
         said.append(
             f"INCOMPLETE: {unfinished} of {len(state.trials)} trials have not finished; run the same command again to continue."
@@ -116,7 +156,16 @@ def protocol(state: StudyState) -> str:
     """How the figures came about, in sentences."""
     data = state.plan["data"]
     sizes = "; ".join(f"{d['name']}: {d['train']:,} train, {d['validation']:,} validation, {d['test']:,} test" for d in data)
-    return (
+    if state.config.space:
+        search = state.config.search
+        how = f"{search.algorithm} search" + (f" with {search.scheduler}" if search.scheduler != "none" else "")
+        choice = (
+            f"Each row is searched alike ({how}); its figures are those of the configuration with the best "
+            f"{next(iter(search.objectives))} after the last epoch, mean over seeds. "
+        )
+    else:
+        choice = ""
+    return choice + (
         f"The recipe is fixed in the config before anything runs. The test error is that of the last epoch, over every seed "
         f"({', '.join(map(str, state.config.seeds))}); spread is the sample standard deviation. Any choice uses the validation "
         f"split, the last examples of the training set, which no trial trains on ({sizes})."
@@ -139,6 +188,34 @@ def facts(state: StudyState) -> dict[str, str]:
         else "not finished",
         "Failures": f"{sum(trial.status == FAILED for trial in state.trials)} trials failed, {restarts} restarts after a dead process",
     }
+
+
+SHOWN = 20
+"""Configurations listed in the page; the CSV file has all."""
+
+
+def _objective_names(state: StudyState) -> list[str]:
+    return [f"{metric} ({mode})" for metric, mode in state.config.search.objectives.items()]
+
+
+def _ranked_lines(state: StudyState) -> list[list[str]]:
+    """The best configurations of all rows."""
+    objectives = state.config.search.objectives
+    found = {(entry.row, entry.number): entry for entry in configurations(state.trials, objectives)}
+    lines = []
+    for line in table(found.values(), objectives)[:SHOWN]:
+        params = describe(found[line["row"], line["number"]].params)
+        lines.append([line["row"], str(line["number"]), params, *(show(line[metric]) for metric in objectives), line["state"]])
+    return lines
+
+
+def _front_lines(state: StudyState) -> list[list[str]]:
+    """The Pareto front of all rows together, where there are several objectives."""
+    objectives = state.config.search.objectives
+    if len(objectives) < 2:
+        return []
+    front = pareto_front(configurations(state.trials, objectives), objectives)
+    return [[entry.row, str(entry.number), describe(entry.params), *map(show, entry.objectives.values())] for entry in front]
 
 
 @dataclass(frozen=True)
@@ -174,7 +251,7 @@ def _when(seconds: float) -> str:
 def _align(table: list[list[str]]) -> list[str]:
     """Columns padded to their widest cell, the first left, figures right, words left."""
     widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
-    left = {0, 5, 6}
+    left = {0, 5, 6, 7}
     rows = [
         "  ".join(
             cell.ljust(width) if column in left else cell.rjust(width)

@@ -3,6 +3,8 @@
 The protocol: the recipe is fixed in the config before anything runs, the test error is that of the last epoch, and every seed
 counts, also one that diverged. Errors are in per cent; spread is the sample standard deviation over seeds (n - 1).
 
+Of a searched row the figures are those of its best configuration, chosen by the first objective, never by the test set.
+
 The published figures are always shown, but verdicts are given only where the study has the published recipe (``comparable`` in the
 config, of the study and of each row); anything else says how it departs.
 """
@@ -11,10 +13,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from study.config import RowConfig, StudyConfig
+from study.configurations import Configuration, best, configurations
+from study.space import Params
 from study.state import FAILED, FINISHED, StudyState, TrialState
 
 
@@ -27,6 +31,9 @@ class Row:
         gap: mean minus the baseline row's mean.
         verdict: ``pass``, ``fail`` or "" where nothing is required or the study is not comparable.
         rule: what the verdict is about, in words.
+        trials: whose figures these are: all of the row, or those of its best configuration where the row was searched.
+        searched: configurations of the row that have ended; 0 where nothing is searched.
+        params: the best configuration's sampled values.
     """
 
     label: str
@@ -39,6 +46,9 @@ class Row:
     gap: float | None
     rule: str
     verdict: str
+    trials: tuple[TrialState, ...] = ()
+    searched: int = 0
+    params: Params = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +74,32 @@ def summarise(state: StudyState) -> Summary:
     study = state.config
     departures = find_departures(study, state)
     wanted = {row.label: row for row in study.rows}
-    trials = state.rows()
-    base = _mean_error(trials.get(study.baseline or "", []))
+    found = configurations(state.trials, study.search.objectives)
+    chosen = {label: _chosen(label, of_row, found, study) for label, of_row in state.rows().items()}
+    base = _mean_error(list(chosen[study.baseline].trials) if study.baseline in chosen else [])
     rows = [
-        _row(wanted.get(label, RowConfig(label=label)), of_row, base, study, not departures) for label, of_row in trials.items()
+        _row(wanted.get(label, RowConfig(label=label)), choice, base, study, not departures) for label, choice in chosen.items()
     ]
     return Summary(rows=rows, departures=departures)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Choice:
+    """The trials that speak for a row."""
+
+    trials: tuple[TrialState, ...]
+    searched: int = 0
+    params: Params = field(default_factory=dict)
+
+
+def _chosen(label: str, of_row: list[TrialState], found: list[Configuration], study: StudyConfig) -> _Choice:
+    """All trials of a row; of a searched one those of its best configuration, of which there may be none yet."""
+    mine = [entry for entry in found if entry.row == label]
+    if not mine:
+        return _Choice(trials=tuple(of_row))
+    winner = best(mine, study.search.objectives)
+    ended = sum(entry.ended for entry in mine)
+    return _Choice(trials=winner.trials, searched=ended, params=winner.params) if winner else _Choice(trials=(), searched=ended)
 
 
 def find_departures(study: StudyConfig, state: StudyState) -> list[str]:
@@ -104,7 +134,8 @@ def _mean_error(trials: list[TrialState]) -> float | None:
     return statistics.fmean(errors) if errors else None
 
 
-def _row(wanted: RowConfig, trials: list[TrialState], base: float | None, study: StudyConfig, comparable: bool) -> Row:
+def _row(wanted: RowConfig, choice: _Choice, base: float | None, study: StudyConfig, comparable: bool) -> Row:
+    trials = list(choice.trials)
     errors = test_errors(trials)
     mean = _mean_error(trials)
     gap = None if mean is None or base is None or wanted.label == study.baseline else mean - base
@@ -120,6 +151,9 @@ def _row(wanted: RowConfig, trials: list[TrialState], base: float | None, study:
         gap=gap,
         rule=describe_rule(wanted, study.baseline),
         verdict=judge(wanted, gap) if comparable and complete else "",
+        trials=choice.trials,
+        searched=choice.searched,
+        params=choice.params,
     )
 
 

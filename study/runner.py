@@ -1,14 +1,17 @@
 """Running a plan with Ray Tune, every event into the ledger.
 
-Tune schedules and restarts; the ledger decides what is left to do. Each run is a new Tune experiment (``attempts/0001`` ...),
-because Tune cannot be trusted to resume its own: its snapshots lag by seconds. Trials that the ledger calls finished are left
-out, interrupted ones begin at the last whole checkpoint that the ledger names and that is still on disk.
+Tune places, restarts and, with a scheduler, ends trials; the ledger decides what is left to do, and the :class:`~study.search.Agenda` hands
+it out one trial at a time. Each run is a new Tune experiment (``attempts/0001`` ...), because Tune cannot be trusted to resume its own: its
+snapshots lag by seconds. Trials that the ledger calls finished are left out, interrupted ones begin at the last whole checkpoint that
+the ledger names and that is still on disk.
 
-In-process trials run first, then gangs, at most as many at a time as fit whole, so that no gang waits for another's CPUs.
+Ctrl-C is ours, not Tune's: it asks the :class:`~study.control.Control` to cancel, as ``lns-study cancel`` does, and Tune ends the trials'
+processes in order.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -19,11 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from study.config import StudyConfig
+from study.control import Control
 from study.errors import UserError
 from study.ledger import Ledger
 from study.plan import Plan, PlannedTrial
 from study.preflight import cpus_of, local_cpus
-from study.state import FAILED, FINISHED, StudyState
+from study.search import Agenda
+from study.state import StudyState
+from trainers.config import TrialConfig
 
 ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",  # Train polls its workers this often; the default adds 2 s to every report
@@ -32,6 +38,8 @@ ENVIRONMENT = {
     "RAY_AIR_NEW_OUTPUT": "0",
     "RAY_DEDUP_LOGS": "1",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # no CSV, JSON or TensorBoard files: the ledger has it all
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C is ours
+    "TUNE_GLOBAL_CHECKPOINT_S": "86400",  # Tune's own snapshots are never read, and their cost grows with the trials
     "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
     "PYTHONWARNINGS": "ignore",
 }
@@ -41,35 +49,39 @@ CHECKPOINTS_KEPT = 2
 """The newest, and the one before it for a machine that dies between writing the newest and noting it."""
 
 
-def run_plan(plan: Plan, ledger: Ledger, state: StudyState) -> None:
-    """Run what is left of a plan; returns when every trial has finished or failed.
+def run_plan(plan: Plan, ledger: Ledger, state: StudyState, control: Control) -> None:
+    """Run what is left of a plan; returns when every trial has ended, or ``control`` ends the study before.
 
     Args:
         plan: the trials.
         ledger: takes every event.
         state: what the ledger holds already; says what is left.
+        control: asked what to do, all the time.
 
     Raises:
         UserError: ``address`` names no Ray cluster.
         KeyboardInterrupt: Ctrl-C; every trial's process has ended.
     """
-    todo = [trial for trial in plan.trials if state.known[trial.id].status != FINISHED]
-    if not todo:
+
+    def enter(trial: PlannedTrial) -> None:
+        ledger.append("added", planned=trial.to_dict())
+
+    agenda = Agenda(plan, state, enter)
+    if agenda.exhausted:
         return
-    with ray_session(plan.study, gangs=bool(_only(todo, gang=True))):
-        folder = _next_attempt(plan.study.folder)
-        for name, trials in (("process", _only(todo, gang=False)), ("gang", _only(todo, gang=True))):
-            if trials:
-                _tune(plan.study, trials, ledger, state, folder, name)
+    with ray_session(plan.study, dashboard=plan.study.executor == "train"):
+        _tune(plan.study, agenda, ledger, state, control)
+    if control.interrupted:
+        raise KeyboardInterrupt
 
 
 @contextmanager
-def ray_session(study: StudyConfig, *, gangs: bool = False) -> Iterator[None]:
+def ray_session(study: StudyConfig, *, dashboard: bool = False) -> Iterator[None]:
     """Ray for the time of a study: the session there is, the cluster at ``address``, or a local one that ends with us.
 
     Args:
         study: the config.
-        gangs: serve the State API (part of Ray's dashboard, on 127.0.0.1): by it Ray Train notices that a killed driver's workers
+        dashboard: serve the State API (part of Ray's dashboard, on 127.0.0.1): by it Ray Train notices that a killed driver's workers
             still hold their CPUs. Without it the restarted driver would wait for them for ever.
 
     Raises:
@@ -84,7 +96,7 @@ def ray_session(study: StudyConfig, *, gangs: bool = False) -> Iterator[None]:
     ours = not ray.is_initialized()
     if ours:
         on_sigterm = signal.getsignal(signal.SIGTERM)
-        _start_ray(study, gangs)
+        _start_ray(study, dashboard)
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts in one that aborts the process
     try:
         yield
@@ -142,10 +154,6 @@ def _leave_group() -> None:
 os.register_at_fork(after_in_child=_leave_group)  # subprocess runs it too where it has a preexec_fn, as Ray's starts have
 
 
-def _only(trials: list[PlannedTrial], *, gang: bool) -> list[PlannedTrial]:
-    return [trial for trial in trials if (trial.config.workers > 1) == gang]
-
-
 def _next_attempt(folder: Path) -> Path:
     """A new folder for Tune's files; none is used twice."""
     attempts = folder / "attempts"
@@ -156,82 +164,113 @@ def _next_attempt(folder: Path) -> Path:
     return path
 
 
-def _tune(study: StudyConfig, trials: list[PlannedTrial], ledger: Ledger, state: StudyState, folder: Path, name: str) -> None:
-    """One Tune experiment over trials of one kind."""
+def _tune(study: StudyConfig, agenda: Agenda, ledger: Ledger, state: StudyState, control: Control) -> None:
+    """One Tune experiment over everything on the agenda."""
     from ray import tune
 
-    from study import trial as executors
     from study.tune_callback import LedgerCallback
+    from study.tune_search import AgendaSearcher, StopWhenCancelled, make_scheduler
 
-    gang = name == "gang"
-    plans = [_to_plan(trial, state, study) for trial in trials]
-    trainable = (
-        tune.with_resources(executors.gang_trial, executors.DRIVER_RESOURCES)
-        if gang
-        else tune.with_resources(executors.InProcessTrial, executors.in_process_resources)
-    )
+    trainable, most = _trainable(study, [trial.config for trial in agenda.trials])
     tuner = tune.Tuner(
         trainable,
-        param_space={"plan": tune.grid_search(plans)},
         tune_config=tune.TuneConfig(
-            max_concurrent_trials=concurrency(study, trials) if gang else study.max_concurrent,
-            reuse_actors=not gang,
+            search_alg=AgendaSearcher(agenda, control, lambda trial: _to_config(trial, state, study), _room(study)),
+            scheduler=make_scheduler(study.search, state),
+            num_samples=-1,
+            max_concurrent_trials=most,
+            reuse_actors=study.executor != "train",
             trial_name_creator=_name_trial,
             trial_dirname_creator=_name_trial,
         ),
         run_config=tune.RunConfig(
-            name=name,
-            storage_path=str(folder),
+            name="tune",
+            storage_path=str(_next_attempt(study.folder)),
             failure_config=tune.FailureConfig(max_failures=study.max_failures),
-            checkpoint_config=_checkpoints(study, gang),
-            callbacks=[LedgerCallback(ledger, study.folder)],
+            checkpoint_config=_checkpoints(study),
+            callbacks=[LedgerCallback(ledger, study.search.scheduler)],
+            stop=StopWhenCancelled(control),
             verbose=0,
         ),
     )
-    tuner.fit()
-    _raise_if_interrupted(trials, state)
+    with _interrupts(control):
+        tuner.fit()
 
 
-def _raise_if_interrupted(trials: list[PlannedTrial], state: StudyState) -> None:
-    """Tune takes the first Ctrl-C itself, to end its trials' processes, and returns as if it were done; say that it was not."""
-    if any(state.known[trial.id].status not in (FINISHED, FAILED) for trial in trials):
-        raise KeyboardInterrupt
+@contextmanager
+def _interrupts(control: Control) -> Iterator[None]:
+    """The first Ctrl-C asks ``control`` to cancel, the second is an ordinary one; Tune's own handler is off (:data:`ENVIRONMENT`)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def cancel(*_: object) -> None:
+        control.interrupted = True
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, cancel)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
-def _checkpoints(study: StudyConfig, gang: bool) -> Any:
-    """Gangs keep checkpoints with Ray Train, not with Tune."""
+def _trainable(study: StudyConfig, configs: list[TrialConfig]) -> tuple[Any, int | None]:
+    """What runs a trial, and how many at a time; None for as many as find their CPUs free.
+
+    A gang of ours is placed whole, or waits without holding anything. Of Ray Train's gangs no more may begin than fit whole on the local
+    Ray, since each takes its CPUs one by one.
+    """
     from ray import tune
 
-    if gang:
+    from study import trial as executors
+
+    if study.executor != "train":
+        return tune.with_resources(executors.StudyTrial, executors.trial_resources), study.max_concurrent
+    most = study.max_concurrent
+    if study.address is None and configs:
+        fit = max(1, local_cpus(study) // max(cpus_of(config) for config in configs))
+        most = min(fit, most or fit)
+    return tune.with_resources(executors.train_trial, executors.DRIVER_RESOURCES), most
+
+
+def _room(study: StudyConfig) -> Any:
+    """Trials wait for their resources with us; for a cluster that may grow, one more waits with Ray."""
+    import ray
+
+    from study.tune_search import Room
+    from trainers.gang import bundles
+
+    def needs(trial: PlannedTrial) -> dict[str, float]:
+        gpus = sum(bundle.get("GPU", 0.0) for bundle in bundles(trial.config))
+        return {"CPU": float(cpus_of(trial.config))} | ({"GPU": gpus} if gpus else {})
+
+    return Room(ray.cluster_resources, needs, ahead=0 if study.address is None else 1)
+
+
+def _checkpoints(study: StudyConfig) -> Any:
+    """Ray Train keeps its own."""
+    from ray import tune
+
+    if study.executor == "train":
         return tune.CheckpointConfig()
     return tune.CheckpointConfig(
         num_to_keep=CHECKPOINTS_KEPT, checkpoint_frequency=study.checkpoint_every, checkpoint_at_end=True
     )
 
 
-def concurrency(study: StudyConfig, trials: list[PlannedTrial]) -> int | None:
-    """Gangs at a time: the config's wish, and never more than fit whole on the local Ray. None for no limit.
-
-    Trials of one process need no cap: Ray places each only where its CPUs are free.
-    """
-    if study.address is not None:
-        return study.max_concurrent
-    fit = max(1, local_cpus(study) // max(cpus_of(trial.config) for trial in trials))
-    return min(fit, study.max_concurrent or fit)
-
-
-def _to_plan(trial: PlannedTrial, state: StudyState, study: StudyConfig) -> dict[str, Any]:
-    """What an executor needs; see :class:`study.trial.InProcessTrial`."""
-    gang = trial.config.workers > 1
-    resume_from = [] if gang else state.known[trial.id].checkpoints_left()
-    return {
-        "id": trial.id,
+def _to_config(trial: PlannedTrial, state: StudyState, study: StudyConfig) -> dict[str, Any]:
+    """What an executor needs; see :class:`study.trial.StudyTrial`."""
+    resume_from = [] if study.executor == "train" else state.known[trial.id].checkpoints_left()
+    plan = {
         "config": trial.config.to_dict(),
         "resume_from": resume_from,
         "storage": str(study.folder / "train"),
         "max_failures": study.max_failures,
     }
+    return {"id": trial.id, "plan": json.dumps(plan)}
 
 
 def _name_trial(trial: Any) -> str:
-    return str(trial.config["plan"]["id"])
+    return str(trial.config["id"])

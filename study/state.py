@@ -14,7 +14,9 @@ from typing import Any
 from study.config import StudyConfig
 from study.ledger import Event
 
-PLANNED, RUNNING, FINISHED, FAILED = "planned", "running", "finished", "failed"
+PLANNED, RUNNING, FINISHED, FAILED, STOPPED = "planned", "running", "finished", "failed", "stopped"
+ENDED = (FINISHED, FAILED, STOPPED)
+"""What a trial stays at in this run of the study: done, given up, or ended early by the scheduler."""
 
 
 @dataclass(kw_only=True)
@@ -27,7 +29,12 @@ class TrialState:
         checkpoints: paths, oldest first.
         restarts: how often its process died and was started again.
         commits: git commits of the runs that trained it.
+        number: of the configuration in its row; None where nothing is searched.
+        params: the sampled values by dotted key.
+        asked: what an adaptive search noted when it proposed the trial.
         started, ended: seconds since 1970, or None.
+        seconds: spent in epochs that were reported, evaluation included.
+        stopped_by: the scheduler that ended it early, or "".
     """
 
     id: str
@@ -41,8 +48,14 @@ class TrialState:
     restarts: int = 0
     error: str = ""
     commits: list[str] = field(default_factory=list)
+    number: int | None = None
+    params: dict[str, Any] = field(default_factory=dict)
+    asked: dict[str, Any] = field(default_factory=dict)
     started: float | None = None
     ended: float | None = None
+    seconds: float = 0.0
+    stopped_by: str = ""
+    last_heard: float = 0.0
 
     @property
     def epochs(self) -> int:
@@ -74,12 +87,16 @@ class StudyState:
     Attributes:
         plan: the last ``planned`` event.
         known: every trial the ledger ever planned, by id.
-        outcome: of the last run: finished, failed, interrupted, or "" while it runs or after it was killed.
+        limits: the study's limits as last edited; None if they are the config's.
+        outcome: of the last run: finished, failed, stopped, interrupted, or "" while it runs or after it was killed.
+        began: when the last run began, seconds since 1970.
     """
 
     plan: Event = field(default_factory=dict)
     known: dict[str, TrialState] = field(default_factory=dict)
+    limits: dict[str, Any] | None = None
     outcome: str = ""
+    began: float = 0.0
 
     @property
     def config(self) -> StudyConfig:
@@ -102,18 +119,28 @@ class StudyState:
         """Fold one event in; events of unknown kinds or trials are ignored."""
         if event["event"] == "planned":
             self._plan(event)
+        elif event["event"] == "added":
+            self._add(event["planned"])
+            self.plan["trials"].append(event["planned"])
+        elif event["event"] == "edited":
+            self.limits = event["limits"]
         elif event["event"] == "ended":
             self.outcome = event["outcome"]
         elif (trial := self.known.get(event.get("trial", ""))) is not None:
             _apply_to_trial(trial, event, self.plan)
 
     def _plan(self, event: Event) -> None:
-        self.plan, self.outcome = event, ""
+        self.plan, self.outcome = event | {"trials": list(event["trials"])}, ""
+        self.limits, self.began = None, event["time"]
         for trial in event["trials"]:
-            state = self.known.setdefault(trial["id"], TrialState(**trial))
-            state.row, state.config = trial["row"], trial["config"]
-            if state.status != FINISHED:
-                state.status, state.error = PLANNED, ""
+            self._add(trial)
+
+    def _add(self, trial: dict[str, Any]) -> None:
+        state = self.known.setdefault(trial["id"], TrialState(**trial))
+        state.row, state.config = trial["row"], trial["config"]
+        state.number, state.params, state.asked = trial.get("number"), trial.get("params", {}), trial.get("asked", {})
+        if state.status not in (FINISHED, STOPPED):
+            state.status, state.error = PLANNED, ""
 
 
 def fold(events: Iterable[Event]) -> StudyState:
@@ -127,16 +154,21 @@ def fold(events: Iterable[Event]) -> StudyState:
 def _apply_to_trial(trial: TrialState, event: Event, plan: Event) -> None:
     kind, time = event["event"], event["time"]
     if kind == "started":
-        trial.status, trial.started = RUNNING, trial.started or time
+        trial.status, trial.started, trial.last_heard = RUNNING, trial.started or time, time
         trial.commits = list(dict.fromkeys([*trial.commits, _commit(plan)]))
     elif kind == "report":
-        trial.reports.setdefault(event["epoch"], event)
+        if event["epoch"] not in trial.reports:
+            trial.reports[event["epoch"]] = event
+            trial.seconds += time - (trial.last_heard or time)
+        trial.last_heard = time
     elif kind == "checkpoint":
         trial.checkpoints.append(event["path"])
     elif kind == "restarted":
         trial.restarts, trial.error = trial.restarts + 1, event["error"]
     elif kind == "finished":
         trial.status, trial.test, trial.ended, trial.error = FINISHED, event["metrics"], time, ""
+    elif kind == "stopped":
+        trial.status, trial.stopped_by, trial.ended = STOPPED, event["by"], time
     elif kind == "failed":
         trial.status, trial.error, trial.ended = FAILED, event["error"], time
 

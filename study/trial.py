@@ -1,14 +1,17 @@
-"""How one trial runs under Ray Tune: in one process, or as a gang of Ray Train workers.
+"""How one trial runs under Ray Tune: in one process, as a gang of processes, or by Ray Train.
 
-*In process* (``workers: 1``): a class Trainable whose step is one epoch. Tune keeps the process for the next trial
-(``reuse_actors``), which saves the seconds that importing torch costs; everything that decides a result is made anew from the
-config, so nothing leaks from one trial to the next.
+*In process* (``workers: 1``): a class Trainable whose step is one epoch. Tune keeps the process for the next trial (``reuse_actors``),
+which saves the seconds that importing torch costs; everything that decides a result is made anew from the config, so nothing leaks from
+one trial to the next.
 
-*Gang* (``workers > 1``): a function that drives ``trainers.worker.build_trainer(...).fit()``. It takes no CPU itself: a driver that
-held one could take the last CPU that its own workers need and wait for ever. Metrics of rank 0 reach Tune through
-``TuneReportCallback``. The Train run's name is the trial's id, so a driver that is started again continues the run.
+*Gang* (``workers > 1``): the same Trainable drives :class:`trainers.gang.Gang`, whose processes are kept likewise. The driver
+takes no CPU and the placement group has a bundle for every rank, so that a gang gets all its CPUs or waits without holding any.
 
-Both end with a report that holds ``test/loss`` and ``test/error``. Both continue after their last checkpoint and end with the same bits as
+*Ray Train* (``executor: train``): a function that drives ``trainers.worker.build_trainer(...).fit()``, for long trials: Ray Train
+restarts the gang within the trial. Metrics of rank 0 reach Tune through ``TuneReportCallback``. The Train run's name is the trial's id,
+so a driver that is started again continues the run.
+
+All end with a report that holds ``test/loss`` and ``test/error``. All continue after their last checkpoint and end with the same bits as
 without a break.
 """
 
@@ -17,8 +20,9 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import ray
 from ray import tune
 from ray.train import TrainingFailedError
 from ray.tune.integration.ray_train import TuneReportCallback
@@ -26,30 +30,69 @@ from ray.tune.integration.ray_train import TuneReportCallback
 from study.tune_callback import DAMAGED, REFUSED, last_line
 from trainers.checkpoint import load_checkpoint
 from trainers.config import TrialConfig
-from trainers.training import Training
+from trainers.gang import Gang, bundles, shape, step
+from trainers.restore import begin
 
 DRIVER_RESOURCES = {"node:__internal_head__": 0.001}
-"""A sliver of the head node: places the driver without taking a CPU."""
+"""A sliver of the head node: places the driver of a Ray Train run without taking a CPU."""
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"
 """In a Ray Train run's folder: which checkpoint it will continue from."""
 
 
-class InProcessTrial(tune.Trainable):  # type: ignore[misc]
-    """One trial in the process of one Ray actor; ``step`` trains one epoch.
+class Executor(Protocol):
+    """Trains one trial after another."""
 
-    The Tune config has one key, ``plan``: ``id``, ``config`` (``TrialConfig.to_dict()``) and ``resume_from`` (checkpoint folders of
-    earlier runs of the study, newest first).
+    def begin(self, config: TrialConfig, checkpoints: list[str]) -> str:
+        """Build a trial, continued from the first whole checkpoint; what is wrong with those before it."""
+
+    def step(self) -> dict[str, Any]:
+        """One epoch's metrics; ``done`` after the last, with the test's."""
+
+    def save(self, folder: Path) -> None:
+        """Write the trial's state."""
+
+    def close(self) -> None:
+        """Give processes back."""
+
+
+class InProcess:
+    """Trains in this very process."""
+
+    def begin(self, config: TrialConfig, checkpoints: list[str]) -> str:
+        """See :class:`Executor`."""
+        self._training, damaged = begin(config, checkpoints)
+        return damaged
+
+    def step(self) -> dict[str, Any]:
+        """See :class:`Executor`."""
+        return step(self._training)
+
+    def save(self, folder: Path) -> None:
+        """See :class:`Executor`."""
+        self._training.save(folder)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class StudyTrial(tune.Trainable):  # type: ignore[misc]
+    """One trial after another in one Ray actor; ``step`` trains one epoch.
+
+    The Tune config has two keys: ``id``, and ``plan``, JSON of ``config`` (``TrialConfig.to_dict()``) and ``resume_from`` (checkpoint
+    folders of earlier runs of the study, newest first). JSON, since Tune copies and flattens what is nested, for every trial.
 
     A ``ValueError`` says what cannot work, so a second try would not either: it ends the trial with a result that has the message
     under :data:`REFUSED`, where an exception would make Tune start the trial again.
     """
 
     _refusal = _damaged = ""
+    _executor: Executor | None = None
+    _shape: tuple[Any, ...] = ()
 
     def setup(self, config: dict[str, Any]) -> None:
         """Build the trial, continued from the newest whole checkpoint in ``resume_from``."""
-        self._plan = config["plan"]
+        self._plan = json.loads(config["plan"])
         self._begin(self._plan["resume_from"])
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
@@ -62,57 +105,62 @@ class InProcessTrial(tune.Trainable):  # type: ignore[misc]
         skipped = {DAMAGED: self._damaged} if self._damaged else {}
         self._damaged = ""
         try:
-            return skipped | ({"done": True, REFUSED: self._refusal} if self._refusal else self._step())
+            return skipped | ({"done": True, REFUSED: self._refusal} if self._refusal else self._executor_().step())
         except ValueError as error:
-            self._refusal = str(error)
+            self._refuse(error)
             return skipped | {"done": True, REFUSED: self._refusal}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Write the trial's whole state; of one that was refused there is none."""
         if not self._refusal:
-            self._training.save(Path(checkpoint_dir))
+            self._executor_().save(Path(checkpoint_dir))
 
     def load_checkpoint(self, checkpoint: str) -> None:
         """Continue from a checkpoint that :meth:`save_checkpoint` wrote; from an older one if that is damaged."""
         self._begin([checkpoint, *self._plan["resume_from"]])
 
+    def cleanup(self) -> None:
+        """Give the ranks' processes back."""
+        if self._executor is not None:
+            self._executor.close()
+            self._executor = None
+
     def _begin(self, checkpoints: list[str]) -> None:
         self._refusal = self._damaged = ""
         try:
-            self._training, self._damaged = begin(TrialConfig.from_dict(self._plan["config"]), checkpoints)
+            config = TrialConfig.from_dict(self._plan["config"])
+            self._damaged = self._executor_for(config).begin(config, checkpoints)
         except ValueError as error:
-            self._refusal = str(error)
+            self._refuse(error)
 
-    def _step(self) -> dict[str, Any]:
-        epochs = self._training.config.epochs
-        metrics: dict[str, Any] = self._training.train_epoch() if self._training.epoch < epochs else {"epoch": epochs}
-        done = self._training.epoch >= epochs
-        return {**metrics, **(self._training.test() if done else {}), "done": done}
+    def _executor_for(self, config: TrialConfig) -> Executor:
+        if self._executor is None or self._shape != shape(config):
+            self.cleanup()
+            self._executor = Gang(config, ray.util.get_current_placement_group()) if config.workers > 1 else InProcess()
+            self._shape = shape(config)
+        return self._executor
 
+    def _executor_(self) -> Executor:
+        assert self._executor is not None
+        return self._executor
 
-def begin(config: TrialConfig, checkpoints: list[str]) -> tuple[Training, str]:
-    """A trial continued from the first whole one of ``checkpoints``, from scratch if there is none; the result is the same.
-
-    Returns:
-        The trial, and what is wrong with the checkpoints before that one ("" if nothing).
-
-    Raises:
-        ValueError: the trial cannot be built.
-    """
-    damaged: list[str] = []
-    for path in checkpoints:
-        training = Training(config)
-        try:
-            training.restore(Path(path))
-        except Exception as error:  # whatever a damaged file leads to, the epochs can be computed again
-            damaged.append(" ".join(str(error).split()) or type(error).__name__)
-        else:
-            return training, "; ".join(damaged)
-    return Training(config), "; ".join(damaged)
+    def _refuse(self, error: ValueError) -> None:
+        """Note why the trial cannot work; a gang in which one rank raised is not used again."""
+        self._refusal = last_line(str(error)).removeprefix("ValueError: ")
+        if isinstance(self._executor, Gang):
+            self.cleanup()
 
 
-def gang_trial(config: dict[str, Any]) -> None:
-    """Drive one data-parallel trial; ``config["plan"]`` as above, with ``storage`` for Ray Train's files and ``max_failures``.
+def trial_resources(config: dict[str, Any]) -> tune.PlacementGroupFactory:
+    """What a trial's processes take: one bundle, or an empty one for the driver and one for every rank."""
+    trial = TrialConfig.from_dict(json.loads(config["plan"])["config"])
+    of_ranks = bundles(trial)
+    return tune.PlacementGroupFactory([{}, *of_ranks] if trial.workers > 1 else of_ranks)
+
+
+def train_trial(config: dict[str, Any]) -> None:
+    """Drive one trial by Ray Train; ``config["plan"]`` as above, with ``storage`` for
+    Ray Train's files and ``max_failures``.
 
     Ray Train starts a gang with a dead worker again, at most ``max_failures`` times, and one with a deterministic error not at all; then it
     gives up, and so does the study: what is reported under :data:`REFUSED` Tune does not try again. Tune itself only restarts a
@@ -120,13 +168,13 @@ def gang_trial(config: dict[str, Any]) -> None:
     """
     from trainers.worker import build_trainer, read_results
 
-    plan = config["plan"]
-    if damaged := set_damaged_aside(Path(plan["storage"]) / plan["id"]):
+    plan = json.loads(config["plan"])
+    if damaged := set_damaged_aside(Path(plan["storage"]) / config["id"]):
         tune.report({DAMAGED: damaged})
     trainer = build_trainer(
         TrialConfig.from_dict(plan["config"]),
         storage_path=plan["storage"],
-        name=plan["id"],
+        name=config["id"],
         callbacks=[TuneReportCallback()],
         max_failures=plan["max_failures"],
     )
@@ -159,12 +207,3 @@ def describe_failure(error: TrainingFailedError) -> str:
     of_workers: dict[int, Exception] = getattr(error, "worker_failures", {})
     causes = [*of_workers.values(), getattr(error, "controller_failure", error)]
     return last_line(str(causes[0])) or type(causes[0]).__name__
-
-
-def in_process_resources(config: dict[str, Any]) -> tune.PlacementGroupFactory:
-    """One process with the trial's threads and, on device cuda, its share of a GPU."""
-    trial = config["plan"]["config"]
-    bundle = {"CPU": float(trial["threads"])}
-    if trial["device"] == "cuda":
-        bundle["GPU"] = trial["gpus"]
-    return tune.PlacementGroupFactory([bundle])

@@ -10,8 +10,8 @@ from ray import tune
 from study.ledger import Ledger
 from trainers.worker import HISTORY
 
-NAMESPACES = ("train/", "validation/", "test/")
 EXTRA = ("samples_per_second",)
+"""Metrics beside those of a namespace (``train/loss``)."""
 
 REFUSED = "refused"
 """In a trial's last result: why it cannot work. It failed, and is not tried again."""
@@ -25,10 +25,14 @@ class LedgerCallback(tune.Callback):  # type: ignore[misc]
     A trial's epoch report and its final test figures arrive in one Tune result; the ledger keeps them apart, so that a
     result without training metrics (a trial restored after its last epoch) adds no empty epoch. A result may bring earlier epochs
     along (``HISTORY``); the ledger takes those that it lacks.
+
+    Args:
+        ledger: takes the events.
+        scheduler: name of what may end trials early.
     """
 
-    def __init__(self, ledger: Ledger, folder: Path) -> None:
-        self._ledger, self._folder = ledger, folder
+    def __init__(self, ledger: Ledger, scheduler: str = "none") -> None:
+        self._ledger, self._scheduler = ledger, scheduler
         self._tests: dict[str, dict[str, float]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -68,12 +72,14 @@ class LedgerCallback(tune.Callback):  # type: ignore[misc]
         self._ledger.append("restarted", trial=_id(trial), error=_error(trial))
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """A trial is done; one that Tune stops at Ctrl-C comes here too, and is not."""
+        """A trial is done, or the scheduler ended it early."""
         test, last = self._tests.get(_id(trial)), trial.last_result or {}
         if last.get(REFUSED):
             self._ledger.append("failed", trial=_id(trial), error=str(last[REFUSED]))
         elif test is not None:
             self._ledger.append("finished", trial=_id(trial), metrics=test)
+        elif self._scheduler != "none":
+            self._ledger.append("stopped", trial=_id(trial), by=self._scheduler)
         elif last.get("done"):
             self._ledger.append("failed", trial=_id(trial), error="the trial ended without test figures")
 
@@ -89,11 +95,15 @@ def last_line(text: str) -> str:
 
 
 def _metrics(result: dict[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in result.items() if name.startswith(NAMESPACES) or name in EXTRA}
+    return {
+        name: float(value)
+        for name, value in result.items()
+        if ("/" in name or name in EXTRA) and isinstance(value, int | float) and not isinstance(value, bool)
+    }
 
 
 def _id(trial: Any) -> str:
-    return str(trial.config["plan"]["id"])
+    return str(trial.config["id"])
 
 
 def _error(trial: Any) -> str:

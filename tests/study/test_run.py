@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from study.config import StudyConfig
+from study.control import POLL_SECONDS, Wish, ask
 from study.engine import Outcome, report_study, run_study
 from study.ledger import Event, read_ledger
-from study.state import FAILED, FINISHED, TrialState, fold
+from study.results import summarise
+from study.state import FAILED, FINISHED, PLANNED, STOPPED, TrialState, fold
 from tests.study.conftest import SilentView
 
 Tiny = Callable[..., StudyConfig]
@@ -211,12 +216,137 @@ def test_a_trial_that_cannot_finish_is_reported_not_hidden(ray_session: None, ti
     assert "FAILED" in (outcome.report / "report.md").read_text()
 
 
-@pytest.mark.slow
-def test_two_workers_train_the_same_trial(ray_session: None, tiny: Tiny) -> None:
-    study = tiny("gang", "trial.workers=2", "rows=[{label: float32}]", "trial.precision.format=float32")
+GANG = ["trial.workers=2", "rows=[{label: float32}]", "baseline=null", "trial.precision.format=float32"]
+
+
+def test_gangs_train_what_one_process_does_and_keep_their_processes(ray_session: None, tiny: Tiny) -> None:
+    study = tiny("gang", *GANG, "seeds=[0,1]")
     outcome, _ = run(study)
-    single, _ = run(tiny("single", "rows=[{label: float32}]", "trial.precision.format=float32"))
+    single, _ = run(tiny("single", *GANG, "trial.workers=1"))
+    gangs, (trial,) = outcome.state.trials, single.state.trials
+    assert [(gang.status, gang.epoch) for gang in gangs] == [(FINISHED, 3)] * 2
+    assert gangs[0].test["test/error"] == pytest.approx(trial.test["test/error"], abs=0.02)
+    assert set(count_reports(study).values()) == {1}
+    assert gangs[1].ended - gangs[1].started < 5  # type: ignore[operator]  # new processes alone would take longer
+
+
+def test_a_gang_with_a_killed_rank_loses_no_epoch_and_ends_bit_equal(ray_session: None, tiny: Tiny) -> None:
+    undisturbed, _ = run(tiny("gang whole", *GANG, "trial.epochs=5"))
+    killed: list[int] = []
+
+    def kill_a_rank(event: Event) -> None:
+        if event["event"] == "report" and event["epoch"] == 2 and not killed:
+            ranks = [p for p in psutil.process_iter(["cmdline"]) if "ray::Worker" in " ".join(p.info["cmdline"] or [])]
+            killed.append(ranks[0].pid)
+            ranks[0].kill()
+
+    study = tiny("gang killed", *GANG, "trial.epochs=5")
+    outcome, _ = run(study, kill_a_rank)
+    assert killed
+    assert outcome.state.trials[0].restarts == 1
+    assert results(outcome.state) == results(undisturbed.state)
+    assert set(count_reports(study).values()) == {1}
+
+
+@pytest.mark.slow
+def test_ray_train_trains_the_same_trial(ray_session: None, tiny: Tiny) -> None:
+    outcome, _ = run(tiny("train", *GANG, "executor=train"))
+    single, _ = run(tiny("train single", *GANG, "trial.workers=1"))
     (gang_trial,), (trial,) = outcome.state.trials, single.state.trials
     assert (gang_trial.status, gang_trial.epoch) == (FINISHED, 3)
     assert gang_trial.test["test/error"] == pytest.approx(trial.test["test/error"], abs=0.02)
+
+
+SEARCH = [
+    "rows=[{label: a}, {label: b, overrides: {precision.format: lns12}}]",
+    "baseline=null",
+    "space={optimizer.lr: {loguniform: [0.001, 1.0]}}",
+    "trial.epochs=4",
+]
+
+
+def test_a_scheduler_ends_trials_early_and_a_second_run_leaves_them(ray_session: None, tiny: Tiny) -> None:
+    study = tiny("asha", *SEARCH, "search={num_samples: 8, scheduler: asha, reduction_factor: 2}")
+    outcome, _ = run(study)
+    states = [trial.status for trial in outcome.state.trials]
+    assert set(states) == {FINISHED, STOPPED}
+    early = [trial for trial in outcome.state.trials if trial.status == STOPPED]
+    assert all(1 <= trial.epoch < 4 and trial.stopped_by == "asha" and not trial.test for trial in early)
+    best = {row.label: row.params["optimizer.lr"] for row in summarise(outcome.state).rows}
+    lowest = min(
+        (t for t in outcome.state.trials if t.status == FINISHED and t.row == "a"), key=lambda t: t.metric("validation/error")[4]
+    )
+    assert best["a"] == lowest.params["optimizer.lr"]
+    again, view = run(study)
+    assert [event["event"] for event in view.events] == ["ended"]
+    assert results(again.state) == results(outcome.state)
+
+
+def test_an_adaptive_search_that_was_broken_off_goes_on(ray_session: None, tiny: Tiny) -> None:
+    """Interrupted after a few trials: what was proposed is kept, and as many follow as are missing."""
+    study = tiny("tpe", *SEARCH, "search={num_samples: 5, algorithm: tpe}", "trial.epochs=2")
+    finished: list[str] = []
+
+    def interrupt(event: Event) -> None:
+        if event["event"] == "finished":
+            finished.append(event["trial"])
+            if len(finished) == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(study, interrupt)
+    outcome, view = run(study)
+    assert [trial.status for trial in outcome.state.trials] == [FINISHED] * 10
+    assert not {event["trial"] for event in view.events if event["event"] == "started"} & set(finished[:3])
     assert set(count_reports(study).values()) == {1}
+    assert {(trial.row, trial.number) for trial in outcome.state.trials} == {(row, n) for row in "ab" for n in range(1, 6)}
+
+
+def test_a_limit_stops_a_study_and_the_same_command_goes_on(ray_session: None, tiny: Tiny) -> None:
+    study = tiny("limited", *SEARCH, "search.num_samples=3", "limits.trials=2")
+    said: list[str] = []
+    outcome = run_study(study, SilentView(), said.append)
+    assert sum(trial.status == FINISHED for trial in outcome.state.trials) == 2
+    assert outcome.state.outcome == "stopped"
+    assert any("limits.trials=2 reached" in line for line in said)
+    outcome, _ = run(tiny("limited", *SEARCH, "search.num_samples=3"))
+    assert all(trial.status == FINISHED for trial in outcome.state.trials)
+    assert outcome.state.outcome == "finished"
+
+
+@pytest.mark.parametrize(("wish", "ended"), [(Wish.STOP, FINISHED), (Wish.CANCEL, "running")])
+def test_stop_lets_trials_end_and_cancel_does_not(ray_session: None, tiny: Tiny, wish: Wish, ended: str) -> None:
+    study = tiny(f"asked to {wish.name}", "trial.epochs=60", "seeds=[0,1,2]", "limits.failures=3")
+    asked: list[str] = []
+
+    def ask_once(event: Event) -> None:
+        if event["event"] == "report" and event["epoch"] == 2 and not asked:
+            asked.append(event["trial"])
+            ask(study.folder, wish=wish)
+            time.sleep(POLL_SECONDS)
+
+    outcome, _ = run(study, ask_once)
+    assert outcome.state.outcome == "stopped"
+    assert outcome.state.known[asked[0]].status == ended
+    assert any(trial.status == PLANNED for trial in outcome.state.trials)
+    if wish == Wish.CANCEL:
+        assert outcome.state.known[asked[0]].epoch < 60
+
+
+def test_a_paused_study_begins_nothing_until_it_is_resumed(ray_session: None, tiny: Tiny) -> None:
+    study = tiny("paused", "trial.epochs=2", "seeds=[0,1,2]")
+    resumed: list[float] = []
+
+    def pause_once(event: Event) -> None:
+        if event["event"] == "report" and not resumed:
+            ask(study.folder, wish=Wish.PAUSE, limits={"trials": 5, "hours": 3.0})
+            time.sleep(POLL_SECONDS)
+            resumed.append(time.time() + 4)
+            threading.Timer(4, ask, [study.folder], {"wish": Wish.RUN}).start()
+
+    outcome, view = run(study, pause_once)
+    begun = [event["time"] for event in view.events if event["event"] == "started"]
+    assert not [at for at in begun if resumed[0] - 3 < at < resumed[0]]
+    assert [at for at in begun if at >= resumed[0]]
+    assert sum(trial.status == FINISHED for trial in outcome.state.trials) == 5
+    assert outcome.state.limits == {"trials": 5, "hours": 3.0}

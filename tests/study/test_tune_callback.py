@@ -16,9 +16,9 @@ def metrics(epoch: int) -> dict[str, Any]:
 
 
 def test_epochs_that_the_ledger_lacks_are_taken_from_a_later_result_once(tmp_path: Path) -> None:
-    trial = SimpleNamespace(config={"plan": {"id": "abc"}}, last_result={"done": True})
+    trial = SimpleNamespace(config={"id": "abc"}, last_result={"done": True})
     with Ledger(tmp_path) as ledger:
-        callback = LedgerCallback(ledger, tmp_path)
+        callback = LedgerCallback(ledger)
         callback.on_trial_result(1, [], trial, metrics(1) | {"pid": 7})
         callback.on_trial_result(2, [], trial, metrics(3) | {HISTORY: [metrics(1), metrics(2)], "pid": 8})
         callback.on_trial_result(3, [], trial, {"epoch": 3, "test/loss": 0.1, HISTORY: [metrics(1), metrics(2), metrics(3)]})

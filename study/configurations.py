@@ -1,0 +1,109 @@
+"""The configurations of a searched row: their objectives, the best one, the ones that no other beats.
+
+A configuration is one set of sampled values with a trial for each seed. Its objectives are means over the seeds, of the last epoch; it
+counts once all its trials have finished. The best has the lowest (or highest) first objective; the test set has no part in the choice.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from study.search import objective
+from study.space import Params
+from study.state import ENDED, FINISHED, TrialState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """One set of sampled values of a row.
+
+    Attributes:
+        objectives: mean over seeds by metric; NaN where a trial has no value. Of trials that were ended early, those of their last epoch.
+    """
+
+    row: str
+    number: int
+    params: Params
+    trials: tuple[TrialState, ...]
+    objectives: dict[str, float]
+
+    @property
+    def finished(self) -> bool:
+        """Whether every seed's trial ran to its end."""
+        return all(trial.status == FINISHED for trial in self.trials)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no seed's trial is to run any more."""
+        return all(trial.status in ENDED for trial in self.trials)
+
+
+def configurations(trials: Iterable[TrialState], metrics: Iterable[str]) -> list[Configuration]:
+    """The configurations among ``trials``, in order of row and number; trials of a row that is not searched are left out."""
+    groups: dict[tuple[str, int], list[TrialState]] = {}
+    for trial in trials:
+        if trial.number is not None:
+            groups.setdefault((trial.row, trial.number), []).append(trial)
+    wanted = list(metrics)
+    return [
+        Configuration(
+            row=row,
+            number=number,
+            params=group[0].params,
+            trials=tuple(group),
+            objectives={metric: _mean(group, metric) for metric in wanted},
+        )
+        for (row, number), group in sorted(groups.items(), key=lambda item: item[0][1])
+    ]
+
+
+def best(found: Iterable[Configuration], objectives: dict[str, str]) -> Configuration | None:
+    """The finished configuration with the best first objective; of equals the first. None if there is none."""
+    metric, mode = next(iter(objectives.items()))
+    usable = [entry for entry in found if entry.finished and math.isfinite(entry.objectives[metric])]
+    return min(usable, key=lambda entry: _signed(entry.objectives[metric], mode), default=None)
+
+
+def pareto_front(found: Iterable[Configuration], objectives: dict[str, str]) -> list[Configuration]:
+    """The finished configurations that no other equals or beats in every objective, best first objective first."""
+    usable = [entry for entry in found if entry.finished and all(map(math.isfinite, entry.objectives.values()))]
+    points = [tuple(_signed(entry.objectives[metric], mode) for metric, mode in objectives.items()) for entry in usable]
+    front = [
+        (point, entry)
+        for point, entry in zip(points, usable, strict=True)
+        if not any(other != point and all(a <= b for a, b in zip(other, point, strict=True)) for other in points)
+    ]
+    return [entry for _, entry in sorted(front, key=lambda pair: pair[0])]
+
+
+def table(found: Iterable[Configuration], objectives: dict[str, str]) -> list[dict[str, Any]]:
+    """One flat dict a configuration, ranked: row, number, sampled values, objectives, seeds, states."""
+    metric, mode = next(iter(objectives.items()))
+
+    def rank(entry: Configuration) -> tuple[bool, float]:
+        value = entry.objectives[metric]
+        return (not (entry.finished and math.isfinite(value)), _signed(value, mode) if math.isfinite(value) else math.inf)
+
+    return [
+        {"row": entry.row, "number": entry.number, **entry.params, **entry.objectives, "state": _state(entry)}
+        for entry in sorted(found, key=rank)
+    ]
+
+
+def _state(entry: Configuration) -> str:
+    states = {trial.status for trial in entry.trials}
+    return states.pop() if len(states) == 1 else ", ".join(sorted(states))
+
+
+def _mean(trials: list[TrialState], metric: str) -> float:
+    values = [objective(trial, metric) for trial in trials]
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known and len(known) == len(values) else math.nan
+
+
+def _signed(value: float, mode: str) -> float:
+    return value if mode == "min" else -value

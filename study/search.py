@@ -1,0 +1,335 @@
+"""What runs next: the planned trials in order, and, where an algorithm learns from results, what it proposes when there is room.
+
+An :class:`Agenda` hands out trials one at a time. For adaptive algorithms it keeps one :class:`Proposer` a row and point of the grids,
+so that every row is searched with the same effort. A proposal becomes one trial a seed, entered in the ledger before it runs; once all
+of them have ended the proposer learns the mean of their objectives. Everything it learns is in the ledger, so a study that is continued
+proposes on from where it was: the proposals are told to a fresh Optuna study again, and each is drawn with a generator seeded by the
+search's seed and its own number. With one trial at a time tpe and cmaes then propose exactly what they would have; nsga2 goes on with
+its generations, but may draw other children.
+
+Objectives are taken from the last epoch. A trial that diverged or failed counts as failed, one that a scheduler ended early as pruned
+(with one objective) or with its last value (with several).
+
+Source: T. Akiba et al., "Optuna", KDD 2019.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import statistics
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from study.config import SearchConfig
+from study.plan import CANDIDATES, Base, Excluded, Plan, PlannedTrial, bind_space
+from study.space import Domain, Params, Space
+from study.state import ENDED, FAILED, STOPPED, StudyState, TrialState
+
+DERIVED = ("seconds", "bits")
+"""Objectives that are not reported by a trial but known of it."""
+
+
+def objective(trial: TrialState, metric: str) -> float | None:
+    """A trial's value of an objective; None if it has none.
+
+    ``seconds`` is the time spent in training, ``bits`` the width of the number format; all others are the last epoch's report.
+    """
+    if metric == "bits":
+        return float(bits_of(trial.config))
+    if metric == "seconds":
+        return trial.seconds
+    values = trial.metric(metric)
+    return values[max(values)] if values else None
+
+
+def bits_of(config: dict[str, Any]) -> int:
+    """Bits of a value in a trial's number format."""
+    from lns_ops.format import LNSFormat
+
+    name = config["precision"]["format"]
+    return 32 if name == "float32" else LNSFormat.parse(name).bits
+
+
+class Agenda:
+    """The trials still to run, in order; with an adaptive search also those not yet thought of.
+
+    Args:
+        plan: the study's.
+        state: what has happened; kept up to date by the ledger.
+        added: told of every newly proposed trial before it is handed out; it must enter it in the ledger.
+    """
+
+    def __init__(self, plan: Plan, state: StudyState, added: Callable[[PlannedTrial], None]) -> None:
+        self._state, self._added = state, added
+        self._todo = deque(trial for trial in plan.trials if state.known[trial.id].status not in ENDED)
+        self._proposers = make_proposers(plan, state)
+        self._turn = 0
+
+    def peek(self) -> PlannedTrial | None:
+        """The next trial to run, left on the agenda; None if there is none, now or (see :attr:`exhausted`) at all."""
+        if not self._todo:
+            self._propose()
+        return self._todo[0] if self._todo else None
+
+    def next(self) -> PlannedTrial | None:
+        """The next trial to run, taken off the agenda; None as for :meth:`peek`."""
+        return self._todo.popleft() if self.peek() else None
+
+    @property
+    def trials(self) -> list[PlannedTrial]:
+        """Those that wait, as far as they are known."""
+        return list(self._todo)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether nothing will come any more."""
+        return not self._todo and all(proposer.exhausted for proposer in self._proposers)
+
+    def _propose(self) -> None:
+        """One more configuration, from the proposers in turn."""
+        for proposer in self._proposers:
+            proposer.learn(self._state)
+        for _ in self._proposers:
+            proposer = self._proposers[self._turn % len(self._proposers)]
+            self._turn += 1
+            if trials := proposer.propose():
+                for trial in trials:
+                    self._added(trial)
+                self._todo.extend(trials)
+                return
+
+
+def make_proposers(plan: Plan, state: StudyState) -> list[Proposer]:
+    """One a row and point of the grids, each knowing what ``state`` holds of its row; none where the search is not adaptive."""
+    study = plan.study
+    if not study.search.adaptive:
+        return []
+    space = bind_space(study)
+    proposers = []
+    for row in plan.rows:
+        base = Base(study, row)
+        numbers = Numbers()
+        for point in space.grid_points():
+            proposer = Proposer(base, space, point, study.search, study.seeds, numbers)
+            proposer.recall(state, [trial for trial in state.trials if trial.row == row.label])
+            proposers.append(proposer)
+    return proposers
+
+
+class Numbers:
+    """Numbers of a row's configurations, from 1."""
+
+    def __init__(self) -> None:
+        self.last = 0
+
+    def next(self) -> int:
+        """The next number."""
+        self.last += 1
+        return self.last
+
+
+class Proposer:
+    """Proposes configurations of one row at one point of the grids, with Optuna.
+
+    Args:
+        base: the row's base trial.
+        space: what is searched.
+        point: of the grids.
+        search: how.
+        seeds: the study's; a proposal is a trial for each.
+        numbers: of the row's configurations.
+    """
+
+    def __init__(
+        self, base: Base, space: Space, point: Params, search: SearchConfig, seeds: Iterable[int], numbers: Numbers
+    ) -> None:
+        optuna = _optuna()
+        self._base, self._space, self._point, self._search = base, space, point, search
+        self._seeds, self._numbers = list(seeds), numbers
+        directions = [{"min": "minimize", "max": "maximize"}[mode] for mode in search.objectives.values()]
+        self._study = optuna.create_study(directions=directions)
+        self._open: dict[int, list[str]] = {}
+        self._known: set[str] = set()
+        self.proposed = 0
+        self.excluded: list[Excluded] = []
+        self._tries = 0
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether it will propose nothing more: it has proposed all it may, or tried long to find what is valid and new."""
+        return self.proposed >= self._search.num_samples or self._tries >= CANDIDATES * self._search.num_samples
+
+    def propose(self) -> list[PlannedTrial]:
+        """The next configuration, one trial a seed; none if exhausted."""
+        optuna = _optuna()
+        while not self.exhausted:
+            asked, params = self._ask()
+            self._tries += 1
+            try:
+                trials = [self._base.trial(seed, self._numbers.last + 1, params) for seed in self._seeds]
+            except ValueError as error:
+                self.excluded.append(self._base.exclude(params, error))
+                self._study.tell(asked, state=optuna.trial.TrialState.FAIL)
+                continue
+            if trials[0].id in self._known:
+                self._study.tell(asked, state=optuna.trial.TrialState.FAIL)
+                continue
+            self._enter(asked.number, trials[0].id, [trial.id for trial in trials])
+            noted = dict(self._study.trials[asked.number].system_attrs)
+            return [dataclasses.replace(trial, asked=noted) for trial in trials]
+        return []
+
+    def recall(self, state: StudyState, trials: Iterable[TrialState]) -> None:
+        """Take in what was proposed at this point before, in its order, each with its result if it has one."""
+        configurations: dict[int, list[TrialState]] = {}
+        for trial in trials:
+            if trial.number is not None and all(trial.params.get(key) == value for key, value in self._point.items()):
+                configurations.setdefault(trial.number, []).append(trial)
+        for number in sorted(configurations):
+            of_seeds = configurations[number]
+            self._study.add_trial(self._again(of_seeds[0]))
+            self._enter(self._study.trials[-1].number, of_seeds[0].id, [trial.id for trial in of_seeds])
+            self._numbers.last = max(self._numbers.last - 1, number)
+            self.learn(state)
+
+    def learn(self, state: StudyState) -> None:
+        """Tell Optuna of the configurations whose trials have all ended."""
+        for number, ids in list(self._open.items()):
+            trials = [state.known[trial] for trial in ids]
+            if all(trial.status in ENDED for trial in trials):
+                self._tell(number, trials)
+                del self._open[number]
+
+    def _enter(self, number: int, first: str, ids: list[str]) -> None:
+        self._open[number] = ids
+        self._known.add(first)
+        self._numbers.next()
+        self.proposed += 1
+        self._tries = 0
+
+    def _ask(self) -> tuple[Any, Params]:
+        """A trial of Optuna's and its values; the generator depends on how many were proposed before, and on nothing else."""
+        seed = np.random.SeedSequence([self._search.seed, self.proposed, self._tries]).generate_state(1)[0]
+        self._study.sampler = make_sampler(self._search, int(seed))
+        asked = self._study.ask()
+        params: Params = dict(self._point)
+        for domain in self._space.sampled:
+            if domain.applies(params):
+                params[domain.key] = suggest(asked, domain)
+        return asked, self._space.pruned(params)
+
+    def _again(self, trial: TrialState) -> Any:
+        """An earlier proposal as a running trial of Optuna's."""
+        optuna = _optuna()
+        drawn = [domain for domain in self._space.sampled if domain.key in trial.params]
+        return optuna.trial.create_trial(
+            state=optuna.trial.TrialState.RUNNING,
+            params={
+                domain.key: _place(domain, trial.params[domain.key]) if domain.categorical else trial.params[domain.key]
+                for domain in drawn
+            },
+            distributions={domain.key: distribution(domain) for domain in drawn},
+            system_attrs=trial.asked,
+        )
+
+    def _tell(self, number: int, trials: list[TrialState]) -> None:
+        state = _optuna().trial.TrialState
+        values = [self._mean(trials, metric) for metric in self._search.objectives]
+        usable = all(trial.status != FAILED for trial in trials) and all(math.isfinite(value) for value in values)
+        if not usable:
+            self._study.tell(number, state=state.FAIL)
+        elif len(values) == 1 and any(trial.status == STOPPED for trial in trials):
+            frozen = self._study.trials[number]
+            self._study._storage.set_trial_intermediate_value(frozen._trial_id, min(trial.epoch for trial in trials), values[0])
+            self._study.tell(number, state=state.PRUNED)
+        else:
+            self._study.tell(number, values)
+
+    @staticmethod
+    def _mean(trials: list[TrialState], metric: str) -> float:
+        values = [objective(trial, metric) for trial in trials]
+        known = [value for value in values if value is not None]
+        return statistics.fmean(known) if len(known) == len(values) else math.nan
+
+
+def make_sampler(search: SearchConfig, seed: int) -> Any:
+    """Optuna's sampler for ``search.algorithm``."""
+    optuna = _optuna()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if search.algorithm == "tpe":
+            return optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True, constant_liar=True)
+        if search.algorithm == "cmaes":
+            return optuna.samplers.CmaEsSampler(seed=seed)
+        return optuna.samplers.NSGAIISampler(seed=seed, population_size=min(50, max(4, search.num_samples // 4)))
+
+
+def distribution(domain: Domain) -> Any:
+    """Optuna's distribution of a domain; choices are categories by their place in the list."""
+    optuna = _optuna()
+    if domain.categorical:
+        return optuna.distributions.CategoricalDistribution(list(range(len(domain.values))))
+    low, high, *step = domain.values
+    if domain.kind.endswith("randint"):
+        return optuna.distributions.IntDistribution(low, high - 1, log=domain.kind == "lograndint")
+    if step:
+        return optuna.distributions.FloatDistribution(low, high, step=step[0])
+    return optuna.distributions.FloatDistribution(low, high, log=domain.kind == "loguniform")
+
+
+def suggest(asked: Any, domain: Domain) -> Any:
+    """A value for ``domain`` from an Optuna trial."""
+    shape = distribution(domain)
+    if domain.categorical:
+        return domain.values[asked.suggest_categorical(domain.key, shape.choices)]
+    if domain.kind.endswith("randint"):
+        value = asked.suggest_int(domain.key, shape.low, shape.high, log=shape.log)
+        return float(value) if domain.real else value
+    return asked.suggest_float(domain.key, shape.low, shape.high, step=shape.step, log=shape.log)
+
+
+def adopt(plan: Plan, before: StudyState) -> Plan:
+    """A plan with the trials that earlier runs of the study proposed, as far as they are still what their sampled values say.
+
+    An adaptive search has no trials of its own until it runs; what it proposed before is in the ledger.
+    """
+    if not plan.study.search.adaptive:
+        return plan
+    bases = {row.label: Base(plan.study, row) for row in plan.rows}
+    kept = [
+        trial
+        for known in before.known.values()
+        if known.number is not None and known.row in bases and known.seed in plan.study.seeds
+        for trial in [_again(bases[known.row], known)]
+        if trial is not None
+    ]
+    return dataclasses.replace(plan, trials=tuple(kept))
+
+
+def _again(base: Base, known: TrialState) -> PlannedTrial | None:
+    try:
+        trial = base.trial(known.seed, known.number, known.params)
+    except (ValueError, KeyError):
+        return None
+    return dataclasses.replace(trial, asked=known.asked) if trial.id == known.id else None
+
+
+def _place(domain: Domain, value: Any) -> int:
+    return [json.dumps(entry, sort_keys=True) for entry in domain.values].index(json.dumps(value, sort_keys=True))
+
+
+def _optuna() -> Any:
+    """Optuna, quiet; loaded where an adaptive search needs it."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    logging.getLogger("optuna").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+    return optuna

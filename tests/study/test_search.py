@@ -1,0 +1,221 @@
+"""Searches: planned ones, and those that learn; made-up results, no Ray."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from study.compose import load
+from study.config import StudyConfig
+from study.configurations import best, configurations, pareto_front
+from study.plan import Plan, PlannedTrial, make_plan
+from study.search import Agenda, adopt, bits_of
+from study.state import StudyState, fold
+from tests.study.conftest import TINY
+
+Make = Callable[..., StudyConfig]
+SPACE = """
+space:
+  optimizer.lr: {loguniform: [0.001, 1.0]}
+  optimizer.name: {choice: [sgd, adam]}
+  optimizer.momentum: {uniform: [0.0, 0.9], when: {optimizer.name: sgd}}
+search: {num_samples: 6}
+"""
+
+
+@pytest.fixture
+def searched(tmp_path: Path) -> Make:
+    """The tiny study with a space: ``searched("search.algorithm=tpe")``."""
+
+    def make(*overrides: str, space: str = SPACE) -> StudyConfig:
+        path = tmp_path / "searched.yaml"
+        path.write_text(TINY + space)
+        return load(str(path), [f"storage={tmp_path}", *overrides])
+
+    return make
+
+
+class Pretend:
+    """Runs an agenda without training: every trial's error is a function of its sampled values."""
+
+    def __init__(self, plan: Plan, error: Callable[[dict[str, Any]], float]) -> None:
+        self.plan, self._error = plan, error
+        self._events: list[dict[str, Any]] = []
+        self.state = StudyState()
+        self._append({"event": "planned", **plan.to_event(), "data": []})
+        self.agenda = Agenda(plan, self.state, lambda trial: self._append({"event": "added", "planned": trial.to_dict()}))
+
+    def run(self, at_most: int = 10**6) -> list[PlannedTrial]:
+        """The trials that were run, in order."""
+        done: list[PlannedTrial] = []
+        while len(done) < at_most and (trial := self.agenda.next()) is not None:
+            done.append(trial)
+            self._append({"event": "started", "trial": trial.id})
+            metrics = {"validation/error": self._error(trial.params)}
+            self._append({"event": "report", "trial": trial.id, "epoch": 3, "metrics": metrics})
+            self._append({"event": "finished", "trial": trial.id, "metrics": {"test/error": 0.5}})
+        return done
+
+    def _append(self, event: dict[str, Any]) -> None:
+        self._events.append(event | {"time": float(len(self._events))})
+        self.state.apply(self._events[-1])
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """The ledger."""
+        return list(self._events)
+
+
+def bowl(params: dict[str, Any]) -> float:
+    """Lowest at lr = 0.03 with adam."""
+    return (math.log10(params["optimizer.lr"] / 0.03)) ** 2 + (params["optimizer.name"] == "sgd")
+
+
+def test_every_row_gets_the_same_configurations_and_seeds(searched: Make) -> None:
+    plan = make_plan(searched("seeds=[0,1]"))
+    assert len(plan.trials) == plan.size == 2 * 6 * 2
+    assert [trial.seed for trial in plan.trials] == [0] * 12 + [1] * 12
+    by_row = {row: [t.params for t in plan.trials if t.row == row and t.seed == 0] for row in ("float32", "lns matmul")}
+    assert by_row["float32"] == by_row["lns matmul"]
+    assert all(
+        t.config.optimizer.lr == t.params["optimizer.lr"] and t.config.optimizer.name == t.params["optimizer.name"]
+        for t in plan.trials
+    )
+    assert len({trial.id for trial in plan.trials}) == 24
+
+
+def test_more_samples_keep_the_trials_there_are(searched: Make) -> None:
+    few, many = make_plan(searched()), make_plan(searched("search.num_samples=20"))
+    assert {trial.id for trial in few.trials} < {trial.id for trial in many.trials}
+
+
+def test_what_makes_no_valid_trial_is_left_out_with_the_rule(searched: Make) -> None:
+    space = "\nspace:\n  optimizer.name: {choice: [sgd, adam]}\n  optimizer.momentum: {choice: [0.0, 0.9]}\nsearch: {algorithm: grid}\n"
+    plan = make_plan(searched(space=space))
+    assert len(plan.trials) == 2 * 3
+    assert {(entry.row, entry.params["optimizer.name"]) for entry in plan.excluded} == {
+        ("float32", "adam"),
+        ("lns matmul", "adam"),
+    }
+    assert "has betas instead" in plan.excluded[0].reason
+    assert [trial.number for trial in plan.trials] == [1, 1, 2, 2, 3, 3]
+
+
+def test_choices_take_the_type_of_their_key(searched: Make) -> None:
+    """lr: 1 and lr: 1.0 are one trial, whichever way a config writes it."""
+    one = make_plan(searched(space="\nspace: {optimizer.lr: {choice: [1, 2]}}\nsearch: {algorithm: grid}\n"))
+    two = make_plan(searched(space="\nspace: {optimizer.lr: {choice: [1.0, 2.0]}}\nsearch: {algorithm: grid}\n"))
+    assert [trial.id for trial in one.trials] == [trial.id for trial in two.trials]
+
+
+@pytest.mark.parametrize("algorithm", ["tpe", "nsga2"])
+def test_an_adaptive_search_proposes_as_many_for_every_row(searched: Make, algorithm: str) -> None:
+    pretend = Pretend(make_plan(searched(f"search.algorithm={algorithm}", "seeds=[0,1]")), bowl)
+    done = pretend.run()
+    assert pretend.agenda.exhausted
+    assert len(done) == pretend.plan.size == 24
+    assert {(trial.row, trial.number, trial.seed) for trial in done} == {
+        (row, number, seed) for row in ("float32", "lns matmul") for number in range(1, 7) for seed in (0, 1)
+    }
+    assert len({trial.id for trial in done}) == 24
+
+
+def test_tpe_learns(searched: Make) -> None:
+    """The last half of the proposals lies nearer to the optimum than the first ten, which are random (it explores on; hence medians)."""
+    done = Pretend(make_plan(searched("search.algorithm=tpe", "search.num_samples=40", "rows=[]", "baseline=null")), bowl).run()
+    errors = [bowl(trial.params) for trial in done]
+    assert statistics.median(errors[20:]) < 0.5 * statistics.median(errors[:10])
+
+
+@pytest.mark.parametrize("algorithm", ["tpe", "cmaes", "nsga2"])
+@pytest.mark.parametrize("broken_off", [1, 7, 15])
+def test_a_search_broken_off_proposes_what_it_would_have(searched: Make, algorithm: str, broken_off: int) -> None:
+    """From the ledger alone: the same configurations follow (of nsga2 as many, of the same generations), and none is proposed twice."""
+    space = "\nspace: {optimizer.lr: {loguniform: [0.001, 1.0]}, optimizer.momentum: {uniform: [0.0, 0.9]}}\nsearch: {num_samples: 16}\n"
+    study = searched(f"search.algorithm={algorithm}", "rows=[]", "baseline=null", space=space)
+
+    def error(params: dict[str, Any]) -> float:
+        return float(abs(params["optimizer.lr"] - 0.1) + params["optimizer.momentum"])
+
+    whole = [trial.params for trial in Pretend(make_plan(study), error).run()]
+    begun = Pretend(make_plan(study), error)
+    first = begun.run(at_most=broken_off)
+    before = fold(begun.events)
+    again = Pretend(adopt(make_plan(study), before), error)
+    for event in begun.events[1:]:
+        again._append(event) if event["event"] != "added" else None
+    again.agenda = Agenda(again.plan, again.state, again.agenda._added)
+    rest = again.run()
+    params = [trial.params for trial in [*first, *rest]]
+    assert len(params) == len(whole) == len({tuple(entry.values()) for entry in params})
+    if algorithm == "nsga2":
+        generations = [trial.asked["NSGAIISampler:generation"] for trial in [*first, *rest]]
+        assert generations == sorted(generations)
+        assert generations[-1] == 3
+    else:
+        assert params == whole
+
+
+def test_grids_are_searched_point_by_point(searched: Make) -> None:
+    space = "\nspace: {batch_size: {grid: [32, 64]}, optimizer.lr: {loguniform: [0.001, 1.0]}}\nsearch: {num_samples: 3, algorithm: tpe}\n"
+    done = Pretend(make_plan(searched("rows=[]", "baseline=null", space=space)), lambda params: params["optimizer.lr"]).run()
+    assert [trial.params["batch_size"] for trial in done].count(32) == 3
+    assert sorted(trial.number or 0 for trial in done) == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_best_and_the_unbeaten(searched: Make) -> None:
+    study = searched("search.objectives={validation/error: min, bits: min}", "search.algorithm=nsga2")
+    pretend = Pretend(make_plan(study), bowl)
+    pretend.run()
+    objectives = study.search.objectives
+    found = configurations(pretend.state.trials, objectives)
+    assert len(found) == 12
+    winner = best(found, objectives)
+    assert winner is not None
+    assert winner.objectives["validation/error"] == min(entry.objectives["validation/error"] for entry in found)
+    front = pareto_front(found, objectives)
+    points = [tuple(entry.objectives.values()) for entry in front]
+    assert points == sorted(points)
+    for entry in found:
+        point = tuple(entry.objectives.values())
+        beaten = any(other != point and all(a <= b for a, b in zip(other, point, strict=True)) for other in points)
+        assert beaten != (point in points)
+
+
+def test_bits_of_a_format(searched: Make) -> None:
+    plan = make_plan(searched())
+    assert {trial.row: bits_of(trial.config.to_dict()) for trial in plan.trials} == {"float32": 32, "lns matmul": 12}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["search.algorithm=bayes"], "search.algorithm='bayes': must be one of random"),
+        (["search.objectives={test/error: min}"], "nothing may be chosen by the test set"),
+        (["search.objectives={validation/error: least}"], "must be one of min, max"),
+        (["search.algorithm=cmaes"], "is a choice, which has no distances"),
+        (["search.algorithm=grid"], "loguniform has no end of values"),
+        (["space={optimizer.speed: {choice: [1]}}"], "speed: unknown key"),
+        (["space={optimizer.lr: {choice: [fast]}}"], "'fast' is not possible"),
+        (["space={seed: {choice: [1, 2]}}"], "the study's seeds"),
+        (["space={optimizer.momentum: {choice: [1.5, 2]}}"], "no point of the space makes a valid trial"),
+        (["executor=train", "search.scheduler=asha"], "cannot be ended early"),
+        (["limits.hours=-1"], "limits.hours=-1"),
+    ],
+)
+def test_bad_searches_are_refused(searched: Make, overrides: list[str], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        make_plan(searched(*overrides))
+
+
+def test_a_search_without_a_space_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+    with pytest.raises(ValueError, match="there is no space to search"):
+        load(str(path), ["search.num_samples=3"])
