@@ -37,10 +37,10 @@ class Collectives:
 
     def all_gather(self, part_B: Tensor) -> Tensor:
         """The parts of all ranks in rank order: uint8 ``[B]`` to ``[N, B]``."""
-        gathered = part_B.new_empty(self.size * part_B.numel())
-        dist.all_gather_into_tensor(gathered, part_B, group=self.group)
+        gathered_NB = part_B.new_empty(self.size, part_B.numel())
+        dist.all_gather(list(gathered_NB), part_B, group=self.group)
         self.sent += (self.size - 1) * part_B.numel()
-        return gathered.view(self.size, -1)
+        return gathered_NB
 
     def all_reduce_(self, x: Tensor) -> Tensor:
         """``x`` (any float) replaced by its sum over the ranks, the same bits on each."""

@@ -20,8 +20,11 @@ def check_combinations(config: TrialConfig) -> None:
     config.layout.check(workers=config.workers, batch_size=config.batch_size, layers=len(config.model.hidden) + 1)
     _check_wire(config)
     _check_sync(config)
-    if config.layout.pp > 1:
-        raise ValueError(f"layout.pp={config.layout.pp}: a model is not cut into stages yet; use layout.pp=1")
+    if config.layout.pp > 1 and config.precision.lns_format is not None and config.precision.scope == "matmul":
+        raise ValueError(
+            f"layout.pp={config.layout.pp} with precision.scope=matmul: where such a trial diverges, encoding raises inside a "
+            "stage and the other stages would wait for it; use precision.scope=everywhere, or layout.pp=1"
+        )
     if config.device == "cuda" and config.workers > 1:
         raise ValueError(
             f"device=cuda, workers={config.workers}: several workers compute on CPUs only so far; use workers=1 or device=cpu"

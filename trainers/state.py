@@ -47,9 +47,13 @@ def gather_ranks(own: dict[str, Tensor], rank: int, world_size: int) -> dict[str
     """The ``own`` tensors of all ranks as ``rank/RANK/NAME``, on rank 0; collective, and empty on the others."""
     if world_size == 1:
         return {}
-    named = {f"rank/{rank}/{name}": tensor.cpu() for name, tensor in own.items()}
+    return gather_stages({f"rank/{rank}/{name}": tensor.cpu() for name, tensor in own.items()}, rank, world_size)
+
+
+def gather_stages(own: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
+    """All ranks' ``own`` tensors, whose names differ, on rank 0; collective, and empty on the others."""
     gathered: list[dict[str, Tensor]] | None = [{}] * world_size if rank == 0 else None
-    dist.gather_object(named, gathered)
+    dist.gather_object(own, gathered)
     return {name: tensor for part in gathered or [] for name, tensor in part.items()}
 
 

@@ -34,9 +34,17 @@ from trainers.data import Dataset, DatasetInfo, Split, batches, epoch_order, loa
 from trainers.device import GraphedEpochs, check_device, resolve_device
 from trainers.init import initialize_
 from trainers.models import build
+from trainers.pipeline import Pipeline
 from trainers.precision import apply_precision, make_optimizer
-from trainers.state import gather_ranks, load_model_tensors, model_tensors, of_rank
+from trainers.state import gather_ranks, gather_stages, load_model_tensors, model_tensors, of_rank
 from trainers.step import Tally, evaluate, train_step
+
+STAGE_SEED = 1_000_003
+"""Between the seeds of stochastic rounding of two workers' stages."""
+
+
+RANKS_SHARE = ("workers", "layout.pp", "layout.dp", "layout.virtual_stages", "wire", "sync.name")
+"""Keys in which two trials must agree for a rank of one to take what belonged to the same rank of the other."""
 
 
 def set_threads(threads: int) -> None:
@@ -89,11 +97,14 @@ class Training:
         self.data = load(config.data)
         _check_batch(config, len(self.data.train.y))
         inputs, classes = self.data.train.x.shape[1], int(self.data.train.y.max()) + 1
-        model = initialize_(build(config.model, inputs, classes), config.seed).to(self.device)
+        model = initialize_(build(config.model, inputs, classes), config.seed)
+        self._parameters = sum(p.numel() for p in model.parameters())
         self.data = Dataset(*(Split(split.x.to(self.device), split.y.to(self.device)) for split in self.data))
-        self.model = apply_precision(model, config.precision)
-        self.optimizer = make_optimizer(self.model, config.optimizer, config.precision, config.update_examples, config.seed)
         self.place = config.layout.place(rank, world_size, self.device.type)
+        self.pipeline = self._make_pipeline(model) if self.place.pp > 1 else None
+        self.model = apply_precision((self.pipeline.own if self.pipeline else model).to(self.device), config.precision)
+        seed = (config.seed + self.place.pp_rank * STAGE_SEED) % (1 << 31)
+        self.optimizer = make_optimizer(self.model, config.optimizer, config.precision, config.update_examples, seed)
         self.collectives = Collectives(self.place.dp_group, self.device) if self.place.dp > 1 else None
         self.sync = make_synchroniser(config, self.model, self.optimizer, self.collectives)
         self.epoch = 0
@@ -131,16 +142,21 @@ class Training:
             self.tested = self._evaluate(self.data.test, "test")
         return dict(self.tested)
 
+    def _make_pipeline(self, model: nn.Module) -> Pipeline:
+        assert isinstance(model, nn.Sequential)
+        precision, share = self.config.precision, self.config.batch_size // self.place.dp
+        fmt = precision.lns_format if precision.scope == "everywhere" else None
+        return Pipeline(model, self.config.layout, self.place, share, fmt, self.device)
+
     def _sent(self) -> int:
-        return self.collectives.sent if self.collectives else 0
+        return (self.collectives.sent if self.collectives else 0) + (self.pipeline.sent if self.pipeline else 0)
 
     def _traffic(self, sent: int, steps: int) -> dict[str, float]:
         """Bytes that the workers sent, a mean over them."""
         if self.world_size == 1:
             return {}
         mean = self._summed([float(sent)])[0] / self.world_size
-        parameters = sum(p.numel() for p in self.model.parameters())
-        return {"bytes/sent": mean, "bytes/parameter_step": mean / (parameters * steps) if steps else math.nan}
+        return {"bytes/sent": mean, "bytes/parameter_step": mean / (self._parameters * steps) if steps else math.nan}
 
     def _train_batches(self) -> Tally:
         if self.diverged:
@@ -151,15 +167,29 @@ class Training:
         self.sync.begin_epoch()
         for batch in self._batches():
             if finite:
-                loss, wrong = train_step(self.model, self.optimizer, batch, self.sync, self.config.layout.micro_batches)
+                loss, wrong = self._train_step(batch)
                 finite = math.isfinite(loss)
-                tally.add(loss, wrong, len(batch.y))
+                tally.add(loss, wrong, len(batch.y) if self._counts else 0)
             self._straggle()
-            if not self.sync.after_step(finite):
+            if not self._agreed(self.sync.after_step(finite)):
                 self.diverged = True
                 return tally
-        self.diverged = not self.sync.end_epoch(finite, last=self.epoch + 1 == self.config.epochs)
+        self.diverged = not self._agreed(self.sync.end_epoch(finite, last=self.epoch + 1 == self.config.epochs))
         return tally
+
+    def _train_step(self, batch: Split) -> tuple[float, int]:
+        if self.pipeline is not None:
+            return self.pipeline.train_step(self.optimizer, batch, self.sync)
+        return train_step(self.model, self.optimizer, batch, self.sync, self.config.layout.micro_batches)
+
+    @property
+    def _counts(self) -> bool:
+        """Whether this worker knows the answers: every replica, of a pipeline the last stage."""
+        return self.pipeline is None or self.pipeline.last
+
+    def _agreed(self, go: bool) -> bool:
+        """``go`` of all stages of this replica."""
+        return go if self.pipeline is None else self.pipeline.agree(go)
 
     def _straggle(self) -> None:
         """The last replica's delay, injected for study."""
@@ -193,10 +223,10 @@ class Training:
         return Tally(loss, wrong, counted * self.config.batch_size)
 
     def _evaluate(self, split: Split, name: str) -> dict[str, float]:
-        share = Split(split.x[self.rank :: self.world_size], split.y[self.rank :: self.world_size])
+        share = Split(split.x[self.place.dp_rank :: self.place.dp], split.y[self.place.dp_rank :: self.place.dp])
         with self.sync.evaluating():
             try:
-                tally = evaluate(self.model, share)
+                tally = self.pipeline.evaluate(share) if self.pipeline else evaluate(self.model, share)
                 check_faults(self.device)
             except NonFiniteError:
                 tally = Tally(math.nan, len(share.y), len(share.y))
@@ -223,12 +253,17 @@ class Training:
         ranks = gather_ranks(own, self.rank, self.world_size) if own else {}  # on every rank or on none
         progress = {"epoch": self.epoch, "diverged": self.diverged, "history": self.history, "tested": self.tested}
         with self.sync.evaluating():
+            tensors = model_tensors(self.model, self.optimizer)
+            if self.pipeline is not None:
+                tensors = gather_stages(tensors if self.place.dp_rank == 0 else {}, self.rank, self.world_size)
             if self.rank == 0:
-                tensors = model_tensors(self.model, self.optimizer) | ranks
-                save_checkpoint(folder, tensors, {**progress, "config": self.config.to_dict()})
+                save_checkpoint(folder, tensors | ranks, {**progress, "config": self.config.to_dict()})
 
     def restore(self, folder: Path) -> None:
         """Continue from the state in ``folder``; the next epoch comes out as if there had been no break.
+
+        A checkpoint of another layout is read too; what belonged to its ranks alone (residues of error feedback, replicas' own weights
+        and optimizer state) is then left out.
 
         Raises:
             ValueError: no whole checkpoint there, or one of another model or precision.
@@ -241,6 +276,7 @@ class Training:
                 raise ValueError(f"{folder}: checkpoint of {key}={saved_value}, this trial has {own}; use its own config")
         self._graphed = None
         load_model_tensors(self.model, self.optimizer, tensors)
-        self.sync.load_state(of_rank(tensors, self.rank, self.device))
+        alike = all(get(saved_config) == get(self.config) for get in map(attrgetter, RANKS_SHARE))
+        self.sync.load_state(of_rank(tensors, self.rank, self.device) if alike else {})
         self.epoch, self.diverged = int(state["epoch"]), bool(state["diverged"])
         self.history, self.tested = list(state.get("history", [])), dict(state.get("tested", {}))  # older checkpoints lack them

@@ -17,7 +17,10 @@ from ray.train import Checkpoint, TrainingFailedError, UserCallback
 
 from lns_ops import NonFiniteError
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
+from trainers.layout import Layout
+from trainers.sync_config import SyncConfig
 from trainers.training import Training
+from trainers.wire import WireConfig
 from trainers.worker import HISTORY, FailAtOnce, build_trainer, read_results, resources, train_loop
 
 CONFIG = TrialConfig(
@@ -101,22 +104,44 @@ def train_workers() -> list[int]:
     return [p.pid for p in siblings if "TrainWorker" in " ".join(p.cmdline())]
 
 
+LOCAL = replace(
+    CONFIG,
+    optimizer=OptimizerConfig(momentum=0.5),
+    sync=SyncConfig(name="diloco", period=4, outer_momentum=0.5),
+    wire=WireConfig(name="int8"),
+)
+"""State of its own on every rank: momentum, residues of error feedback, the outer step's velocity."""
+STAGES = replace(CONFIG, layout=Layout(pp=2, micro_batches=2))
+
+
 @pytest.mark.slow
-def test_killed_worker_restarts_and_ends_bit_equal(ray_cluster: None, tmp_path: Path) -> None:
-    assert resources(CONFIG) == [{"CPU": 1.0}] * 2
+@pytest.mark.parametrize("config", [CONFIG, LOCAL, STAGES], ids=["synchronous", "diloco int8", "pipeline"])
+def test_killed_worker_restarts_and_ends_bit_equal(ray_cluster: None, tmp_path: Path, config: TrialConfig) -> None:
+    assert resources(config) == [{"CPU": 1.0}] * 2
     finals = {}
     for kill in (False, True):
         log = tmp_path / f"reports-{kill}"
-        result = build_trainer(CONFIG, storage_path=str(tmp_path), name=f"kill-{kill}", callbacks=[Killer(log, kill)]).fit()
+        result = build_trainer(config, storage_path=str(tmp_path), name=f"kill-{kill}", callbacks=[Killer(log, kill)]).fit()
         reports = [json.loads(line) for line in log.read_text().splitlines()]
         assert log.with_suffix(".killed").exists() == kill
         assert {tuple(report) for report in reports} == {(float(e), float(e)) for e in range(1, 7)}
-        training = Training(replace(CONFIG, workers=1))
+        training = Training(replace(config, workers=1, layout=Layout(), wire=WireConfig(), sync=SyncConfig()))
         with result.checkpoint.as_directory() as folder:
             training.restore(Path(folder))
         finals[kill] = [p.codes for p in training.model.parameters()], result.metrics["test/error"]
     assert finals[True][1] == finals[False][1]
     assert all(torch.equal(a, b) for a, b in zip(finals[True][0], finals[False][0], strict=True))
+
+
+@pytest.mark.slow
+def test_a_parameter_server_trains_under_ray_train(ray_cluster: None, tmp_path: Path) -> None:
+    """Bulk synchronous, it ends with the bits of the synchronous trial."""
+    finals = []
+    for name, sync in (("synchronous", SyncConfig()), ("bulk", SyncConfig(name="asynchronous", shards=2))):
+        result = build_trainer(replace(CONFIG, epochs=2, sync=sync), storage_path=str(tmp_path), name=name).fit()
+        finals.append(read_results(result.checkpoint))
+    assert finals[1][HISTORY][0]["staleness/version_lag_max"] == 0
+    assert finals[1]["test/loss"] == finals[0]["test/loss"]
 
 
 class Counter(UserCallback):
