@@ -18,6 +18,11 @@ def check_combinations(config: TrialConfig) -> None:
         ValueError: the keys and their values, why they cannot be together, and what to use.
     """
     config.layout.check(workers=config.workers, batch_size=config.batch_size, layers=len(config.model.hidden) + 1)
+    if config.lr_schedule.warmup_epochs >= config.epochs:
+        raise ValueError(
+            f"lr_schedule.warmup_epochs={config.lr_schedule.warmup_epochs:g}, epochs={config.epochs}: the rate would never reach its full "
+            "value; use a shorter warm-up"
+        )
     _check_wire(config)
     _check_sync(config)
     if config.layout.pp > 1 and config.precision.lns_format is not None and config.precision.scope == "matmul":
@@ -80,6 +85,11 @@ def _check_asynchronous(config: TrialConfig) -> None:
         )
     if config.device == "cuda":
         raise ValueError("device=cuda with sync.name=asynchronous: the parameter server computes on CPUs; use device=cpu")
+    if config.lr_schedule.varies:
+        raise ValueError(
+            f"lr_schedule.decay={config.lr_schedule.decay}, lr_schedule.warmup_epochs={config.lr_schedule.warmup_epochs:g} with "
+            "sync.name=asynchronous: the server does not know which step it is; use a constant rate"
+        )
     if config.optimizer.name != "sgd" and sync.staleness != 0:
         raise ValueError(
             f"optimizer.name={config.optimizer.name}, sync.staleness={sync.staleness}: every replica's gradient would be a whole step of "

@@ -17,6 +17,7 @@ from lns_ops.format import LNSFormat
 from lns_ops.optim import ARITHMETICS
 from trainers.combinations import check_combinations
 from trainers.layout import Layout
+from trainers.lr_schedule import LRSchedule
 from trainers.sync_config import SyncConfig
 from trainers.validation import at_least, finite, one_of
 from trainers.wire import WireConfig
@@ -181,6 +182,7 @@ class TrialConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lr_schedule: LRSchedule = field(default_factory=LRSchedule)
     layout: Layout = field(default_factory=Layout)
     wire: WireConfig = field(default_factory=WireConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
@@ -222,5 +224,5 @@ class TrialConfig:
             "precision": PrecisionConfig,
             "optimizer": OptimizerConfig,
         }
-        parts |= {"layout": Layout, "wire": WireConfig, "sync": SyncConfig}
+        parts |= {"lr_schedule": LRSchedule, "layout": Layout, "wire": WireConfig, "sync": SyncConfig}
         return TrialConfig(**{key: parts[key](**value) if key in parts else value for key, value in values.items()})

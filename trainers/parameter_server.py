@@ -56,7 +56,8 @@ class Shard:
         holder = nn.Module()
         holder.weight = nn.Parameter(self._tensor(values))
         self._weight: Tensor = holder.weight
-        self._optimizer = make_optimizer(holder, trial.optimizer, trial.precision, trial.update_examples, trial.seed)
+        scale = trial.lr_schedule.scale(trial.batch_size)
+        self._optimizer = make_optimizer(holder, trial.optimizer, trial.precision, trial.update_examples, trial.seed, scale)
         self._version = 0
         self._failed = False
         self._changed = asyncio.Condition()

@@ -19,7 +19,7 @@ def apply_precision(model: nn.Module, precision: PrecisionConfig) -> nn.Module:
 
 
 def make_optimizer(
-    model: nn.Module, optimizer: OptimizerConfig, precision: PrecisionConfig, batch_size: int, seed: int = 0
+    model: nn.Module, optimizer: OptimizerConfig, precision: PrecisionConfig, batch_size: int, seed: int = 0, scale: float = 1.0
 ) -> torch.optim.Optimizer:
     """The optimizer of a trial whose loss is the *sum* over a batch, making the step of the mean.
 
@@ -29,15 +29,16 @@ def make_optimizer(
 
     Args:
         seed: of stochastic rounding.
+        scale: of ``optimizer.lr``.
 
     Raises:
         ValueError: a value underflows, or a decay rounds to 1, in the format.
     """
     rounding: dict[str, Any] = {"kahan_sum": precision.kahan_sum, "stochastic_rounding": precision.stochastic_rounding}
     rounding |= {"seed": seed % (1 << 31), "arithmetic": precision.update_arithmetic}
-    parameters = model.parameters()
+    parameters, lr = model.parameters(), optimizer.lr * scale
     if optimizer.name == "sgd":
-        return SGD(parameters, lr=optimizer.lr / batch_size, momentum=optimizer.momentum, **rounding)
+        return SGD(parameters, lr=lr / batch_size, momentum=optimizer.momentum, **rounding)
     kind, decay = (AdamW, optimizer.weight_decay) if optimizer.name == "adamw" else (Adam, optimizer.weight_decay * batch_size)
     first, second = optimizer.betas
-    return kind(parameters, optimizer.lr, (first, second), optimizer.eps * batch_size, decay, **rounding)
+    return kind(parameters, lr, (first, second), optimizer.eps * batch_size, decay, **rounding)

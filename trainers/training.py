@@ -64,12 +64,32 @@ def check(config: TrialConfig, info: DatasetInfo) -> None:
         ValueError: a batch larger than the training set, or a learning rate or momentum that underflows in the LNS format.
     """
     _check_batch(config, info.train)
-    make_optimizer(apply_precision(nn.Linear(1, 1), config.precision), config.optimizer, config.precision, config.update_examples)
+    model, scale = apply_precision(nn.Linear(1, 1), config.precision), config.lr_schedule.scale(config.batch_size)
+    make_optimizer(model, config.optimizer, config.precision, config.update_examples, scale=scale)
 
 
 def _check_batch(config: TrialConfig, examples: int) -> None:
     if examples < config.batch_size:
         raise ValueError(f"batch_size={config.batch_size}: there are {examples} training examples; use a smaller batch")
+
+
+class _Rate:
+    """The learning rate of ``optimizer`` as the trial's schedule has it."""
+
+    def __init__(self, config: TrialConfig, optimizer: torch.optim.Optimizer, steps_per_epoch: int) -> None:
+        self._schedule, self._epochs, self._steps = config.lr_schedule, config.epochs, steps_per_epoch
+        self._groups, self._full = optimizer.param_groups, optimizer.param_groups[0]["lr"]
+        fmt, precision = config.precision.lns_format, config.precision
+        codes = fmt is not None and precision.scope == "everywhere" and precision.update_arithmetic == "lns"
+        self._smallest = fmt.smallest if codes and fmt is not None else 0.0
+
+    def set(self, epoch: int, step: int) -> None:
+        """Make it that of ``step`` of ``epoch``, both counted from 0."""
+        if not self._schedule.varies:
+            return
+        factor = self._schedule.factor(epoch * self._steps + step, self._steps, self._epochs)
+        for group in self._groups:
+            group["lr"] = max(self._full * factor, self._smallest)
 
 
 class Training:
@@ -104,7 +124,9 @@ class Training:
         self.pipeline = self._make_pipeline(model) if self.place.pp > 1 else None
         self.model = apply_precision((self.pipeline.own if self.pipeline else model).to(self.device), config.precision)
         seed = (config.seed + self.place.pp_rank * STAGE_SEED) % (1 << 31)
-        self.optimizer = make_optimizer(self.model, config.optimizer, config.precision, config.update_examples, seed)
+        scale = config.lr_schedule.scale(config.batch_size)
+        self.optimizer = make_optimizer(self.model, config.optimizer, config.precision, config.update_examples, seed, scale)
+        self._rate = _Rate(config, self.optimizer, len(self.data.train.y) // config.batch_size)
         self.collectives = Collectives(self.place.dp_group, self.device) if self.place.dp > 1 else None
         self.sync = make_synchroniser(config, self.model, self.optimizer, self.collectives)
         self.epoch = 0
@@ -161,11 +183,12 @@ class Training:
     def _train_batches(self) -> Tally:
         if self.diverged:
             return Tally()
-        if self.device.type == "cuda" and self.world_size == 1:
+        if self.device.type == "cuda" and self.world_size == 1 and not self.config.lr_schedule.varies:
             return self._replay_batches()
         tally, finite = Tally(), True
         self.sync.begin_epoch()
-        for batch in self._batches():
+        for step, batch in enumerate(self._batches()):
+            self._rate.set(self.epoch, step)
             if finite:
                 loss, wrong = self._train_step(batch)
                 finite = math.isfinite(loss)
