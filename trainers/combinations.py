@@ -30,10 +30,6 @@ def check_combinations(config: TrialConfig) -> None:
             f"layout.pp={config.layout.pp} with precision.scope=matmul: where such a trial diverges, encoding raises inside a "
             "stage and the other stages would wait for it; use precision.scope=everywhere, or layout.pp=1"
         )
-    if config.device == "cuda" and config.workers > 1:
-        raise ValueError(
-            f"device=cuda, workers={config.workers}: several workers compute on CPUs only so far; use workers=1 or device=cpu"
-        )
 
 
 def _check_wire(config: TrialConfig) -> None:

@@ -173,9 +173,11 @@ class TrialConfig:
         seed: of the initial weights and the data order.
         workers: processes that train together, the layout's dp x pp.
         threads: CPU threads a worker computes with.
-        device: ``cpu``, ``cuda`` (an NVIDIA GPU), or ``auto``: cuda where there is one, otherwise cpu. LNS arithmetic gives the same bits
+        device: ``cpu``, ``cuda`` (an NVIDIA GPU), or ``auto``: cuda where there is one and the trial has one worker, otherwise
+            cpu. LNS arithmetic gives the same bits
             on both; float32 parts, such as the softmax at the loss, may round differently.
-        gpus: share of a GPU that a worker takes on device cuda; Ray packs as many trials on one as fit.
+        gpus: share of a GPU that the worker of a one-worker trial takes on device cuda; Ray packs as many trials on one as fit. Each
+            of several workers takes a whole one.
     """
 
     data: DataConfig = field(default_factory=DataConfig)

@@ -112,7 +112,7 @@ class Training:
     def __init__(self, config: TrialConfig, *, rank: int = 0, world_size: int = 1) -> None:
         set_threads(config.threads)
         self.config, self.rank, self.world_size = config, rank, world_size
-        self.device = torch.device(resolve_device(config.device))
+        self.device = torch.device(resolve_device(config.device) if world_size == 1 or config.device != "auto" else "cpu")
         check_device(self.device.type)
         self.data = load(config.data)
         _check_batch(config, len(self.data.train.y))

@@ -1,4 +1,4 @@
-"""The Ray Train side: several workers train one trial data-parallel over gloo.
+"""The Ray Train side: several workers train one trial together, over gloo on CPUs, over NCCL on GPUs.
 
 Each worker runs :func:`train_loop`: a :class:`~trainers.training.Training` with its rank, an epoch at a time; rank 0 saves a
 checkpoint with every report, so a group that Ray restarts continues after the last reported epoch and ends with the same bits.
@@ -74,8 +74,9 @@ def read_results(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def resources(config: TrialConfig) -> list[dict[str, float]]:
-    """The bundles that the gang needs, one a worker."""
-    return [{"CPU": float(config.threads)}] * config.workers
+    """The bundles that the gang needs, one a worker; on device cuda each with a GPU."""
+    gpu = {"GPU": 1.0} if config.device == "cuda" else {}
+    return [{"CPU": float(config.threads)} | gpu] * config.workers
 
 
 def build_trainer(
@@ -93,8 +94,10 @@ def build_trainer(
     return TorchTrainer(
         train_loop,
         train_loop_config=config.to_dict(),
-        torch_config=TorchConfig(backend="gloo"),
-        scaling_config=ScalingConfig(num_workers=config.workers, resources_per_worker=resources(config)[0]),
+        torch_config=TorchConfig(backend="nccl" if config.device == "cuda" else "gloo"),
+        scaling_config=ScalingConfig(
+            num_workers=config.workers, use_gpu=config.device == "cuda", resources_per_worker=resources(config)[0]
+        ),
         run_config=RunConfig(
             storage_path=storage_path,
             name=name,

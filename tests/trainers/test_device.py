@@ -14,6 +14,7 @@ from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionC
 from trainers.data import Split, epoch_order
 from trainers.device import GraphedEpochs, check_device, plain, resolve_device
 from trainers.step import train_step
+from trainers.sync_config import SyncConfig
 from trainers.training import Training
 
 DIGITS = DataConfig(name="digits", validation_size=300)
@@ -50,7 +51,10 @@ def test_without_a_gpu_auto_is_the_cpu_and_cuda_an_error() -> None:
     ("values", "said"),
     [
         ({"device": "gpu"}, "device='gpu': must be one of cpu, cuda, auto"),
-        ({"device": "cuda", "workers": 2}, "device=cuda, workers=2: .*use workers=1 or device=cpu"),
+        (
+            {"device": "cuda", "workers": 2, "sync": SyncConfig(name="asynchronous")},
+            "device=cuda with sync.name=asynch.*use device=cpu",
+        ),
         ({"gpus": 0}, "gpus=0: must lie above 0"),
         ({"gpus": 2}, "gpus=2: .*use gpus=1"),
     ],

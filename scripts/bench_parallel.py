@@ -1,0 +1,230 @@
+"""What parallel training costs: bytes and time of every wire format, bubbles of every schedule, scaling over GPUs.
+
+    python scripts/bench_parallel.py wire       two processes over gloo on this machine's CPUs
+    python scripts/bench_parallel.py bubble     pipelines of 2 and 4 stages that sleep instead of computing
+    python scripts/bench_parallel.py gpu        one GPU against two or more over NCCL, replicas and stages
+
+``--json FILE`` keeps the figures. Times are medians over repetitions after warm-up; every figure is of real processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from lns_ops import LNSTensor, lns12
+from trainers.collectives import Collectives
+from trainers.config import ModelConfig, OptimizerConfig, PrecisionConfig
+from trainers.data import Split
+from trainers.init import initialize_
+from trainers.layout import Layout
+from trainers.models import build
+from trainers.pipeline import Pipeline
+from trainers.precision import apply_precision, make_optimizer
+from trainers.step import train_step
+from trainers.synchroniser import Synchroniser, Synchronous
+from trainers.wire import FORMATS, WireConfig
+
+MLP = 784 * 512 + 512 + 512 * 10 + 10
+"""Parameters of 784-512-10."""
+FORWARD_SECONDS, BACKWARD_SECONDS = 0.03, 0.06
+"""That a stage sleeps for a micro-batch."""
+WIDE = 4096
+DEPTH = 6
+GPU_BATCH = 4096
+PRECISIONS = {"float32": PrecisionConfig(), "lns12 + kahan": PrecisionConfig(format="lns12", kahan_sum=True)}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every process runs: ``work(rank, world)`` gives the figures, rank 0's are kept."""
+
+    work: Callable[[int, int], list[dict[str, Any]]]
+    world: int
+    backend: str = "gloo"
+
+
+def in_process(rank: int, job: Job, folder: str) -> None:
+    torch.set_num_threads(1)
+    if job.backend == "nccl":
+        torch.cuda.set_device(rank)
+    if job.world > 1:
+        dist.init_process_group(job.backend, init_method=f"file://{folder}/store", rank=rank, world_size=job.world)
+    figures = job.work(rank, job.world)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(figures))
+    if job.world > 1:
+        dist.destroy_process_group()
+
+
+def run(job: Job) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(in_process, args=(job, folder), nprocs=job.world)
+        ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(job.world)]
+    for row in ranks[0]:
+        print(
+            "  ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()),
+            flush=True,
+        )
+    return list(ranks[0])
+
+
+def median_ms(step: Callable[[], object], repetitions: int, wait: Callable[[], object]) -> float:
+    times = []
+    for repetition in range(repetitions + 2):
+        wait()
+        start = time.perf_counter()
+        step()
+        wait()
+        if repetition >= 2:
+            times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def wires(rank: int, world: int) -> list[dict[str, Any]]:
+    """One sum of 407,050 gradients in every format."""
+    rows = []
+    for name, kind in [(name, "float32") for name in FORMATS] + [("native", "lns12"), ("lns16", "lns12"), ("int8", "lns12")]:
+        collectives = Collectives()
+        sync = Synchronous(WireConfig(name=name), collectives, 0)
+        values = torch.randn(512, MLP // 512, generator=torch.Generator().manual_seed(rank))
+        parameter = nn.Parameter(torch.zeros_like(values) if kind == "float32" else LNSTensor.from_float(values, lns12))
+
+        def step() -> None:
+            parameter.grad = values.clone() if kind == "float32" else LNSTensor.from_float(values, lns12)
+            sync.gradients([parameter], True)
+
+        milliseconds = median_ms(step, 20, dist.barrier)
+        before = collectives.sent
+        step()
+        sent = (collectives.sent - before) / parameter.numel()
+        rows.append({"gradients": kind, "wire": name, "bytes a parameter, rank and step": sent, "ms": milliseconds})
+    return rows
+
+
+class Sleep(torch.autograd.Function):
+    """Takes its time in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
+        ctx.share = share
+        time.sleep(FORWARD_SECONDS * share)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        time.sleep(BACKWARD_SECONDS * ctx.share)
+        return grad, None
+
+
+class Sleeper(nn.Module):
+    """A layer of a fixed duration, ``share`` of a worker's."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Sleep.apply(x, self.share)
+
+
+def bubbles(rank: int, world: int) -> list[dict[str, Any]]:
+    """Time beyond that of the work itself, over it: (p - 1) / m for GPipe and 1F1B, (p - 1) / (v m) interleaved."""
+    rows = []
+    for schedule, virtual in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
+        for parts in (4, 8, 16):
+            layout = Layout(pp=world, schedule=schedule, micro_batches=parts, virtual_stages=virtual)
+            layers = [layer for _ in range(layout.stages) for layer in (nn.Linear(4, 4), Sleeper(1 / virtual))]
+            pipeline = Pipeline(nn.Sequential(*layers), layout, layout.place(rank, world), 2 * parts, None, torch.device("cpu"))
+            batch = Split(torch.ones(2 * parts, 4), torch.zeros(2 * parts, dtype=torch.int64))
+            seconds = median_ms(lambda: pipeline._forward_backward(batch), 3, dist.barrier) / 1e3
+            work = parts * (FORWARD_SECONDS + BACKWARD_SECONDS)
+            theory = (world - 1) / (parts * virtual)
+            rows.append({"p": world, "m": parts, "schedule": schedule, "bubble": seconds / work - 1, "theory": theory})
+    return rows
+
+
+def replicas(rank: int, world: int) -> list[dict[str, Any]]:
+    """Weak scaling: 4,096 examples a GPU and step, whatever their number; without overlap of transfer and computation."""
+    wanted = [(kind, "native") for kind in PRECISIONS]
+    if world > 1:
+        wanted += [("float32", name) for name in FORMATS if name != "native"] + [("lns12 + kahan", "int8")]
+    return [replica(rank, world, kind, name) for kind, name in wanted]
+
+
+def replica(rank: int, world: int, kind: str, name: str) -> dict[str, Any]:
+    precision = PRECISIONS[kind]
+    model = apply_precision(initialize_(build(ModelConfig(hidden=[WIDE] * (DEPTH - 1)), 784, 10), 0).cuda(), precision)
+    optimizer = make_optimizer(model, OptimizerConfig(), precision, GPU_BATCH * world)
+    collectives = Collectives(device="cuda") if world > 1 else None
+    sync = Synchronous(WireConfig(name=name), collectives, 0) if collectives else Synchroniser()
+    batch = examples(rank)
+    milliseconds = median_ms(lambda: train_step(model, optimizer, batch, sync), 10, torch.cuda.synchronize)
+    row: dict[str, Any] = {"GPUs": world, "arithmetic": kind, "wire": name, "ms a step": milliseconds}
+    if collectives is not None:
+        row["ms synchronising"] = median_ms(lambda: sync.gradients(model.parameters(), True), 10, torch.cuda.synchronize)
+        before = collectives.sent
+        sync.gradients(model.parameters(), True)
+        row["bytes a parameter"] = (collectives.sent - before) / sum(p.numel() for p in model.parameters())
+    return row
+
+
+def examples(rank: int) -> Split:
+    generator = torch.Generator().manual_seed(rank)
+    x, y = torch.rand(GPU_BATCH, 784, generator=generator), torch.randint(10, (GPU_BATCH,), generator=generator)
+    return Split(x.cuda(), y.cuda())
+
+
+def stages(rank: int, world: int) -> list[dict[str, Any]]:
+    """The same step cut into stages, against one GPU that takes the same micro-batches."""
+    rows = []
+    for kind, precision in PRECISIONS.items():
+        for parts in (4, 16):
+            model = initialize_(build(ModelConfig(hidden=[WIDE] * (DEPTH - 1)), 784, 10), 0)
+            batch = examples(0)
+            if world == 1:
+                whole = apply_precision(model.cuda(), precision)
+                optimizer = make_optimizer(whole, OptimizerConfig(), precision, GPU_BATCH)
+                step = lambda: train_step(whole, optimizer, batch, micro_batches=parts)
+            else:
+                layout = Layout(pp=world, micro_batches=parts)
+                place = layout.place(rank, world, "cuda")
+                pipeline = Pipeline(model, layout, place, GPU_BATCH, precision.lns_format, torch.device("cuda"))
+                own = apply_precision(pipeline.own.cuda(), precision)
+                optimizer = make_optimizer(own, OptimizerConfig(), precision, GPU_BATCH)
+                step = lambda: pipeline.train_step(optimizer, batch, Synchroniser())
+            milliseconds = median_ms(step, 10, torch.cuda.synchronize)
+            rows.append({"stages": world, "arithmetic": kind, "micro-batches": parts, "ms a step": milliseconds})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("wire", "bubble", "gpu"))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if options.what == "wire":
+        jobs = [Job(wires, 2)]
+    elif options.what == "bubble":
+        jobs = [Job(bubbles, 2), Job(bubbles, 4)]
+    else:
+        worlds = [1, *(w for w in (2, 4, 8) if w <= torch.cuda.device_count())]
+        jobs = [Job(work, world, "nccl") for work in (replicas, stages) for world in worlds]
+    figures = [row for job in jobs for row in run(job)]
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Several GPUs: codecs write the bytes they write on a CPU; replicas and stages over NCCL end as one process does."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from lns_ops import cuda
+from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
+from trainers.device import plain
+from trainers.layout import Layout
+from trainers.sync_config import SyncConfig
+from trainers.training import Training
+from trainers.wire import FORMATS, WireConfig, make_codec
+
+needs_gpu = pytest.mark.skipif(cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}")
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"{torch.cuda.device_count()} GPUs, needs two")
+WORLD = 2
+KAHAN = PrecisionConfig(format="lns12", kahan_sum=True)
+BASE = TrialConfig(
+    data=DataConfig(name="digits"),
+    model=ModelConfig(hidden=[32, 32]),
+    optimizer=OptimizerConfig(lr=0.3, momentum=0.5),
+    batch_size=128,
+    epochs=4,
+    workers=WORLD,
+    device="cuda",
+)
+TRIALS = {
+    "float32": BASE,
+    "lns": replace(BASE, precision=KAHAN),
+    **{name: replace(BASE, wire=WireConfig(name=name)) for name in FORMATS if name != "native"},
+    "lns int8": replace(BASE, precision=KAHAN, wire=WireConfig(name="int8")),
+    "local": replace(BASE, sync=SyncConfig(name="local_sgd", period=4), precision=KAHAN),
+    "pipeline": replace(BASE, layout=Layout(pp=2, micro_batches=2), precision=KAHAN),
+}
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("native", "powersgd")])
+def test_codecs_write_the_same_bytes_on_a_gpu(name: str) -> None:
+    x = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)) * 10
+    codec = make_codec(WireConfig(name=name), None)
+    assert codec is not None
+    on_cpu, on_gpu = codec.encode(x), codec.encode(x.cuda())
+    assert torch.equal(codec.decode(on_gpu, 5000).cpu(), codec.decode(on_cpu, 5000))
+    assert name == "topk" or torch.equal(on_gpu.cpu(), on_cpu)  # the largest values come in any order
+
+
+def course(config: TrialConfig, rank: int, folder: Path) -> dict[str, Any]:
+    training = Training(config, rank=rank, world_size=WORLD)
+    metrics = [training.train_epoch() for _ in range(2)]
+    training.save(folder)
+    dist.barrier()
+    metrics += [training.train_epoch() for _ in range(2)]
+    again = Training(config, rank=rank, world_size=WORLD)
+    again.restore(folder)
+    resumed = [again.train_epoch() for _ in range(2)]
+    for values in (*metrics, *resumed):
+        del values["samples_per_second"]
+    weights = {name: plain(p.detach()).cpu().tolist() for name, p in training.model.named_parameters()}
+    return {"metrics": metrics, "resumed": resumed, "test": training.test(), "weights": weights}
+
+
+def in_worker(rank: int, folder: str) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    result: dict[str, Any] = {name: course(config, rank, Path(folder) / name) for name, config in TRIALS.items()}
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(result | {"pid": os.getpid()}))
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@needs_gpu
+@needs_two
+def test_two_gpus_train_as_one_process_does(tmp_path: Path) -> None:
+    """LNS to the bit, 64 examples a GPU or a micro-batch being the contract's blocks of 64; the rest resumes exactly and learns."""
+    mp.spawn(in_worker, args=(str(tmp_path),), nprocs=WORLD)
+    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    assert len({os.getpid(), *(result["pid"] for result in results)}) == WORLD + 1
+    single = Training(replace(BASE, precision=KAHAN, workers=1))
+    for _ in range(4):
+        single.train_epoch()
+    expected = {name: plain(p.detach()).cpu().tolist() for name, p in single.model.named_parameters()}
+    error = single.test()["test/error"]
+    assert results[0]["lns"]["weights"] == results[1]["lns"]["weights"] == expected
+    assert results[0]["pipeline"]["weights"] | results[1]["pipeline"]["weights"] == expected
+    for name in TRIALS:
+        assert results[0][name]["metrics"] == results[1][name]["metrics"]
+        assert results[0][name]["resumed"] == results[0][name]["metrics"][2:]
+        assert results[0][name]["test"]["test/error"] < error + 0.15
