@@ -1,4 +1,4 @@
-"""The command line: ``lns-study run | report | ui``, also ``python -m study``.
+"""The command line: ``lns-study run | plan | report | ui | ...``, also ``python -m study``; see :mod:`study.cli_manage` for the rest.
 
 Exit codes: 0 done; 1 some trials failed, MLflow lacks something, or a bug (with its traceback); 2 the user's input cannot work
 (nothing was started); 130 interrupted by Ctrl-C. Heavy imports (torch, Ray, MLflow) wait until a command needs them, so ``--help``
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from study.cli_manage import add_commands
 from study.errors import UserError, refusals
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ Run a study: train the same network in several number formats, several seeds eac
 
   lns-study run quickstart              minutes: the four-row table with a small budget
   lns-study run table                   the full table on MNIST (12 trials of 20 epochs)
+  lns-study run table 'seeds=[0,1,2,3,4]' more seeds; what has run is not run again
+  lns-study plan search                 what a study would run, and how long it would take
+  lns-study status table                where a study stands, also from another terminal
   lns-study report table                print the table again, renew the report, send MLflow what it lacks
   lns-study ui                          open the runs in MLflow's web interface
 """
@@ -73,8 +77,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands)
+    _add_plan(commands)
     _add_report(commands)
     _add_ui(commands)
+    add_commands(commands, _run_config)
+    _add_doctor(commands)
     return parser
 
 
@@ -98,6 +105,24 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     run.add_argument("--dry-run", action="store_true", help="print the resolved config and trials, start nothing")
     run.add_argument("--plain", action="store_true", help="one line an epoch instead of a live table (the default when piped)")
     run.set_defaults(command=_run)
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    plan = commands.add_parser("plan", help="print the trials, resources and expected time of a study, start nothing", description=(
+        "Print what `lns-study run` with the same arguments would run: the trials, those left out and why, the resources of a trial, and, "
+        "from what earlier studies in the storage took, the expected time. Starts nothing."))  # fmt: skip
+    plan.add_argument("config", metavar="CONFIG", help="YAML file, or a name in conf/study")
+    plan.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
+    plan.set_defaults(command=_plan)
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    doctor = commands.add_parser("doctor", help="check this machine: packages, kernels, Ray, storage, MLflow", description=(
+        "Check what studies need of this machine, and say how to mend what is not as it should be."))  # fmt: skip
+    doctor.add_argument("--storage", default="studies", help="folder of all studies (default: studies)")
+    doctor.add_argument("--tracking-uri", help="MLflow store to ask (default: the storage's database)")
+    doctor.add_argument("--address", help="Ray cluster to ask (default: start a local Ray)")
+    doctor.set_defaults(command=_doctor)
 
 
 def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -128,19 +153,44 @@ def _run(options: argparse.Namespace) -> int:
         study = load(options.config, options.overrides, lambda line: print(line, file=sys.stderr), download=not options.dry_run)
     if options.dry_run:
         return _dry_run(study)
+    return _run_config(study, options.plain, again="lns-study run " + " ".join(_again(options)))
+
+
+def _run_config(study: StudyConfig, plain: bool, only: str = "all", again: str = "") -> int:
+    """Run a study's config; ``again`` is the command that continues it."""
     from rich.console import Console
 
     from study.engine import run_study
 
     console = Console()
+    again = again or f"lns-study resume {study.slug} --storage {study.storage}"
     try:
-        outcome = run_study(study, _view(study, console, options.plain), lambda line: _say(console, line))
+        outcome = run_study(study, _view(study, console, plain), lambda line: _say(console, line), only)
     except KeyboardInterrupt:
-        again = " ".join(_again(options))
-        print(f"\nInterrupted. Finished epochs are kept; the same command continues: lns-study run {again}", file=sys.stderr)
+        print(f"\nInterrupted. Finished epochs are kept; the same command continues: {again}", file=sys.stderr)
         return 130
     _print_outcome(outcome, study.storage)
     return 1 if outcome.failed or outcome.tracking_error else 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from study.compose import load
+    from study.estimate import describe_plan
+    from study.plan import make_plan
+
+    with refusals():
+        study = load(options.config, options.overrides, lambda line: print(line, file=sys.stderr), download=False)
+        plan = make_plan(study, download=False)
+    for line in describe_plan(plan):
+        print(line)
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from study.doctor import examine
+
+    findings = examine(options.storage, options.tracking_uri, options.address, lambda line: print(line, flush=True))
+    return 0 if all(finding.good for finding in findings) else 1
 
 
 def _dry_run(study: StudyConfig) -> int:

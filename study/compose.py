@@ -69,6 +69,21 @@ def load(
     return _check_trial_keys(_finish(_with_keys(_with_data(merged, keys, say, download), keys)))
 
 
+def change(study: StudyConfig, overrides: Sequence[str]) -> StudyConfig:
+    """A study that there is, with ``key=value`` changes (groups are files of configs that are no longer known).
+
+    Raises:
+        ValueError: unknown key or bad value.
+    """
+    groups, keys = _split_overrides(overrides)
+    if groups:
+        name, value = next(iter(groups.items()))
+        raise ValueError(
+            f"override '{name}={value}': names a file of conf/{name}, which cannot be swapped any more; set its keys instead"
+        )
+    return _check_trial_keys(_finish(_with_keys(_merge(_schema(), study.to_dict(), "study"), keys)))
+
+
 def _check_trial_keys(study: StudyConfig) -> StudyConfig:
     """``study``, if the keys of ``digits`` and ``comparable`` are a trial's; else they would be without effect, or found at the end.
 

@@ -14,14 +14,17 @@ from study.config import StudyConfig
 from study.control import Control, Decision
 from study.errors import refusals
 from study.ledger import Event, Ledger, read_ledger
+from study.manage import continuations
 from study.plan import Plan, make_plan
 from study.preflight import check_same_data, check_same_name, check_writable, preflight
-from study.provenance import provenance
+from study.provenance import hardware, provenance
 from study.report import write_report
 from study.runner import run_plan
 from study.search import adopt
-from study.state import ENDED, FAILED, FINISHED, StudyState, fold
+from study.state import ALL, ENDED, FAILED, FINISHED, ONLY_FAILED, StudyState, fold
 from study.tracking import Tracker, check_tracking
+
+EXCLUDED_SHOWN = 3
 
 
 class View(Protocol):
@@ -61,11 +64,12 @@ class Outcome:
         return sum(trial.status == FAILED for trial in self.state.trials)
 
 
-def run_study(study: StudyConfig, view: View, say: Callable[[str], None]) -> Outcome:
+def run_study(study: StudyConfig, view: View, say: Callable[[str], None], only: str = ALL) -> Outcome:
     """Run a study, or what is left of it.
 
     Args:
         study: the config.
+        only: ``all`` that has not finished, of that what is ``unfinished`` but has not failed, or what has ``failed``.
         view: shows progress.
         say: prints one line for the user: warnings and what was resumed.
 
@@ -76,7 +80,7 @@ def run_study(study: StudyConfig, view: View, say: Callable[[str], None]) -> Out
     with refusals():
         check_writable(Path(study.storage).expanduser().resolve(), "storage")
         plan = make_plan(study)
-        data = preflight(plan)
+        plan, data = preflight(plan)
     say(f"Data: {'; '.join(entry['source'] for entry in data)}")
     with ExitStack() as stack:
         with refusals():
@@ -85,14 +89,29 @@ def run_study(study: StudyConfig, view: View, say: Callable[[str], None]) -> Out
             check_same_name(plan.study, before)
             check_same_data(data, before)
             plan = adopt(plan, before)
-        return _run(plan, data, ledger, before, view, say)
+        for entry in plan.excluded[:EXCLUDED_SHOWN]:
+            say(f"Left out: {entry}")
+        if len(plan.excluded) > EXCLUDED_SHOWN:
+            say(f"Left out: {len(plan.excluded) - EXCLUDED_SHOWN} more; `lns-study plan CONFIG` lists them")
+        return _run(plan, data, ledger, before, view, say, only)
 
 
 def _run(
-    plan: Plan, data: list[dict[str, Any]], ledger: Ledger, state: StudyState, view: View, say: Callable[[str], None]
+    plan: Plan, data: list[dict[str, Any]], ledger: Ledger, state: StudyState, view: View, say: Callable[[str], None], only: str
 ) -> Outcome:
+    failed = [trial.id for trial in plan.trials if trial.id in state.known and state.known[trial.id].status == FAILED]
     ledger.listen(state.apply)
-    ledger.append("planned", ledger=_ledger_id(ledger), **plan.to_event(), data=data, provenance=provenance())
+    ledger.append(
+        "planned",
+        ledger=_ledger_id(ledger),
+        **plan.to_event(),
+        only=only,
+        data=data,
+        provenance=provenance(),
+        hardware=hardware(),
+    )
+    if longer := continuations(ledger, state):
+        say(f"{longer} trials go on from the last checkpoint of the same trial with fewer epochs.")
     _say_what_is_left(state, say)
     tracker = Tracker(plan.study.tracking, _artifacts(plan.study), say)
     tracker.start([*ledger.history, state.plan])
@@ -104,11 +123,12 @@ def _run(
     )
     outcome = "interrupted"
     try:
-        run_plan(plan, ledger, state, control)
+        run_plan(plan, ledger, state, control, failed if only == ONLY_FAILED else None)
         decision = control.decide(fresh=True)
         outcome = _describe_end(plan, state, decision)
         if decision.reason:
-            say(f"Ended early: {decision.reason}; the same command continues.")
+            left = "raise or drop it to go on" if decision.reason.startswith("limits.") else "the same command continues"
+            say(f"Ended early: {decision.reason}; {left}.")
     finally:
         ledger.append("ended", outcome=outcome)
         view.stop()

@@ -10,8 +10,13 @@ not relied on. Events, each with ``event`` and ``time`` (seconds since 1970)::
     restarted   a trial's process died and will be restarted    trial, error
     damaged     a trial's checkpoint could not be read          trial, error
     finished    a trial is done                                 trial, metrics (test/...)
+    stopped     the scheduler ended a trial early               trial, by
     failed      a trial is given up                             trial, error
-    ended       the run is over                                 outcome: finished, failed or interrupted
+    added       an adaptive search proposed a trial             planned
+    edited      limits were changed while the study ran         limits
+    ended       the run is over                                 outcome: finished, failed, stopped or interrupted
+
+What was taken over from another study or a shorter trial names it under ``source``.
 
 A restarted trial repeats the epochs since its checkpoint, bit for bit; the ledger keeps the first report of each. A machine
 that dies while a line is written leaves a torn line: readers skip it, the next writer starts a new line after it.
@@ -31,6 +36,8 @@ from types import TracebackType
 from typing import IO, Any, TypeAlias
 
 FILE = "ledger.jsonl"
+LOCK = "ledger.lock"
+LOCK_ATTEMPTS = 6
 
 Event: TypeAlias = dict[str, Any]
 Listener: TypeAlias = Callable[[Event], None]
@@ -59,7 +66,7 @@ class Ledger:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _take_lock(folder / "ledger.lock")
+        self._lock = _take_lock(folder / LOCK)
         self.history = read_ledger(folder)
         """The events before this writer."""
         self._seen: set[tuple[object, ...]] = set()
@@ -127,11 +134,33 @@ def _open_for_append(path: Path) -> IO[bytes]:
     return file
 
 
+def is_locked(folder: Path) -> bool:
+    """Whether a process writes the ledger in ``folder`` now, on this machine or, where the storage's locks reach that far, on another."""
+    try:
+        with (folder / LOCK).open(encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+def _try_lock(lock: IO[str]) -> bool:
+    """Take the lock, over the moments in which :func:`is_locked` looks at it."""
+    for attempt in range(LOCK_ATTEMPTS):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            time.sleep(0.05 if attempt + 1 < LOCK_ATTEMPTS else 0)
+        else:
+            return True
+    return False
+
+
 def _take_lock(path: Path) -> IO[str]:
     lock = path.open("a+", encoding="utf-8")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    if not _try_lock(lock):
         lock.seek(0)
         owner = lock.read().strip() or "unknown"
         lock.close()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from study.config import StudyConfig
-from study.plan import Plan
+from study.plan import Excluded, Plan, PlannedTrial
 from study.state import StudyState
 from study.tracking import check_tracking
 from trainers.config import DataConfig, TrialConfig
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 CONNECT_SECONDS = 5.0
 
 
-def preflight(plan: Plan) -> list[dict[str, Any]]:
-    """Run every check; the description of each data set the trials use.
+def preflight(plan: Plan) -> tuple[Plan, list[dict[str, Any]]]:
+    """Run every check; the plan without the sampled configurations that the data or the format forbid, and the data sets that trials use.
 
     Raises:
         ValueError: the first thing that would make the study fail.
@@ -37,9 +37,9 @@ def preflight(plan: Plan) -> list[dict[str, Any]]:
     check_gpus(plan)
     check_address(plan.study.address)
     data = describe_data(plan)
-    check_trials(plan, data)
+    plan = check_trials(plan, data)
     check_tracking(plan.study.tracking)
-    return [dataclasses.asdict(info) for info in data.values()]
+    return plan, [dataclasses.asdict(info) for info in data.values()]
 
 
 def check_writable(folder: Path, key: str, remedy: str = "") -> None:
@@ -131,19 +131,30 @@ def describe_data(plan: Plan) -> dict[DataConfig, DatasetInfo]:
     return {config: prepare(config) for config in distinct}
 
 
-def check_trials(plan: Plan, data: dict[DataConfig, DatasetInfo]) -> None:
+def check_trials(plan: Plan, data: dict[DataConfig, DatasetInfo]) -> Plan:
     """What the data and the number format forbid a trial: too large a batch, a learning rate that underflows.
 
+    Returns:
+        The plan without the sampled configurations that are forbidden something.
+
     Raises:
-        ValueError: the first trial that could only fail.
+        ValueError: the first trial that could only fail, if it was not sampled, or if nothing is left.
     """
     from trainers.training import check  # loads torch
 
+    kept: list[PlannedTrial] = []
+    excluded: dict[tuple[str, int], Excluded] = {}
     for trial in plan.trials:
         try:
             check(trial.config, data[trial.config.data])
+            kept.append(trial)
         except ValueError as error:
-            raise ValueError(f"row {trial.row!r}: {error}") from None
+            if trial.number is None:
+                raise ValueError(f"row {trial.row!r}: {error}") from None
+            excluded[trial.row, trial.number] = Excluded(row=trial.row, params=trial.params, reason=str(error))
+    if plan.trials and not kept:
+        raise ValueError(f"no point of the space makes a trial that can run; the first: {next(iter(excluded.values()))}")
+    return dataclasses.replace(plan, trials=tuple(kept), excluded=(*plan.excluded, *excluded.values()))
 
 
 def check_same_name(study: StudyConfig, before: StudyState) -> None:

@@ -6,6 +6,7 @@ trial's first epoch, which includes its start), over the trials that run at a ti
 
 from __future__ import annotations
 
+import math
 import statistics
 import threading
 import time
@@ -18,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from study.ledger import Event
+from study.search import objective
 from study.space import describe as describe_params
 from study.state import ENDED, FAILED, FINISHED, PLANNED, RUNNING, STOPPED, StudyState, TrialState
 
@@ -134,11 +136,11 @@ def describe(event: Event, trial: TrialState | None) -> str:
     return f"{name}: {text}{reason}" if text else ""
 
 
-def render(state: StudyState, clock: Clock, concurrent: int) -> RenderableType:
-    """The live view of a state."""
+def render(state: StudyState, clock: Clock, concurrent: int, *, bar: bool = True) -> RenderableType:
+    """The live view of a state: trials, a summary and, while it runs here, a ``bar`` with the time left."""
     table = Table(box=None, pad_edge=False)
-    for heading in ("trial", "seed", "state", "epoch", "validation error", "test error"):
-        table.add_column(heading, justify="left" if heading in ("trial", "state") else "right")
+    for heading in ("trial", "seed", "state", "epoch", "validation error", "test error", "id"):
+        table.add_column(heading, justify="left" if heading in ("trial", "state", "id") else "right")
     shown = _most_interesting(list(state.trials))
     for trial in shown:
         table.add_row(*_cells(trial), style=STYLES[trial.status])
@@ -146,9 +148,28 @@ def render(state: StudyState, clock: Clock, concurrent: int) -> RenderableType:
     lines: list[RenderableType] = [
         table,
         *([Text(f"and {hidden} more", style="dim")] if hidden else []),
-        _bar(state, clock, concurrent),
+        Text(summary(state)),
+        *([_bar(state, clock, concurrent)] if bar else []),
     ]
     return Group(*lines)
+
+
+def summary(state: StudyState) -> str:
+    """Trials by status, and the best of those that have reported: ``3 running, 12 finished; best validation/error 4.33 % (lns #14)``."""
+    counted: dict[str, int] = {}
+    for trial in state.trials:
+        counted[trial.status] = counted.get(trial.status, 0) + 1
+    words = {STOPPED: "ended early"}
+    text = ", ".join(f"{counted[status]} {words.get(status, status)}" for status in STYLES if status in counted)
+    metric, mode = next(iter(state.config.search.objectives.items()))
+    values = {
+        trial.id: value for trial in state.trials if (value := objective(trial, metric)) is not None and math.isfinite(value)
+    }
+    if not values:
+        return text
+    best = (min if mode == "min" else max)(values, key=lambda key: values[key])
+    shown = percent(values[best]) if metric.endswith("/error") else f"{values[best]:.4g}"
+    return f"{text}; best {metric} {shown} ({name_of(state.known[best])})"
 
 
 def _most_interesting(trials: list[TrialState]) -> list[TrialState]:
@@ -166,7 +187,7 @@ def _cells(trial: TrialState) -> list[str]:
     test = percent(trial.test["test/error"]) if trial.test else ""
     status = trial.status + (f" (restarted {trial.restarts}x)" if trial.restarts else "")
     row = trial.row if trial.number is None else f"{trial.row} #{trial.number}"
-    return [row, str(trial.seed), status, f"{trial.epoch}/{trial.epochs}", last, test]
+    return [row, str(trial.seed), status, f"{trial.epoch}/{trial.epochs}", last, test, trial.id]
 
 
 def _bar(state: StudyState, clock: Clock, concurrent: int) -> RenderableType:

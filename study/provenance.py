@@ -17,7 +17,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve()
 REPOSITORY_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY", "GIT_PREFIX")
-PACKAGES = ("lns-study", "torch", "numpy", "numba", "ray", "mlflow", "omegaconf")
+PACKAGES = ("lns-study", "torch", "numpy", "numba", "ray", "mlflow", "omegaconf", "optuna")
 
 
 @cache
@@ -25,6 +25,29 @@ def provenance() -> dict[str, Any]:
     """Git commit (or None), whether the checkout differs from it, package versions, Python, platform and CPU count."""
     return {"commit": _git("rev-parse", "HEAD"), "dirty": _dirty(), "versions": _versions(), "python": platform.python_version(),
             "platform": platform.platform()}  # fmt: skip
+
+
+@cache
+def hardware() -> dict[str, Any]:
+    """This machine: processor, cores that this process may use, memory in bytes, GPUs by name."""
+    from lns_ops import cuda
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    gpus = []
+    if cuda.unavailable() is None:
+        import torch
+
+        gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {"processor": _processor(), "cores": len(os.sched_getaffinity(0)), "memory": memory, "gpus": gpus}
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def _dirty() -> bool | None:

@@ -16,7 +16,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ CHECKPOINTS_KEPT = 2
 """The newest, and the one before it for a machine that dies between writing the newest and noting it."""
 
 
-def run_plan(plan: Plan, ledger: Ledger, state: StudyState, control: Control) -> None:
+def run_plan(plan: Plan, ledger: Ledger, state: StudyState, control: Control, only: Collection[str] | None = None) -> None:
     """Run what is left of a plan; returns when every trial has ended, or ``control`` ends the study before.
 
     Args:
@@ -57,6 +57,7 @@ def run_plan(plan: Plan, ledger: Ledger, state: StudyState, control: Control) ->
         ledger: takes every event.
         state: what the ledger holds already; says what is left.
         control: asked what to do, all the time.
+        only: ids of the trials to run; None for all.
 
     Raises:
         UserError: ``address`` names no Ray cluster.
@@ -66,7 +67,7 @@ def run_plan(plan: Plan, ledger: Ledger, state: StudyState, control: Control) ->
     def enter(trial: PlannedTrial) -> None:
         ledger.append("added", planned=trial.to_dict())
 
-    agenda = Agenda(plan, state, enter)
+    agenda = Agenda(plan, state, enter, only)
     if agenda.exhausted:
         return
     with ray_session(plan.study, dashboard=plan.study.executor == "train"):

@@ -22,7 +22,7 @@ import math
 import statistics
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -64,12 +64,17 @@ class Agenda:
         plan: the study's.
         state: what has happened; kept up to date by the ledger.
         added: told of every newly proposed trial before it is handed out; it must enter it in the ledger.
+        only: ids of the trials to run, and nothing is proposed; None for all.
     """
 
-    def __init__(self, plan: Plan, state: StudyState, added: Callable[[PlannedTrial], None]) -> None:
+    def __init__(
+        self, plan: Plan, state: StudyState, added: Callable[[PlannedTrial], None], only: Collection[str] | None = None
+    ) -> None:
         self._state, self._added = state, added
-        self._todo = deque(trial for trial in plan.trials if state.known[trial.id].status not in ENDED)
-        self._proposers = make_proposers(plan, state)
+        self._todo = deque(
+            trial for trial in plan.trials if state.known[trial.id].status not in ENDED and (only is None or trial.id in only)
+        )
+        self._proposers = make_proposers(plan, state) if only is None else []
         self._turn = 0
 
     def peek(self) -> PlannedTrial | None:

@@ -14,6 +14,9 @@ from typing import Any
 from study.config import StudyConfig
 from study.ledger import Event
 
+ALL, UNFINISHED, ONLY_FAILED = "all", "unfinished", "failed"
+"""Which trials a run takes on: all that have not finished, those of them that have not failed, or the failed ones alone."""
+
 PLANNED, RUNNING, FINISHED, FAILED, STOPPED = "planned", "running", "finished", "failed", "stopped"
 ENDED = (FINISHED, FAILED, STOPPED)
 """What a trial stays at in this run of the study: done, given up, or ended early by the scheduler."""
@@ -133,13 +136,13 @@ class StudyState:
         self.plan, self.outcome = event | {"trials": list(event["trials"])}, ""
         self.limits, self.began = None, event["time"]
         for trial in event["trials"]:
-            self._add(trial)
+            self._add(trial, retry=event.get("only") != UNFINISHED)
 
-    def _add(self, trial: dict[str, Any]) -> None:
+    def _add(self, trial: dict[str, Any], *, retry: bool = True) -> None:
         state = self.known.setdefault(trial["id"], TrialState(**trial))
         state.row, state.config = trial["row"], trial["config"]
         state.number, state.params, state.asked = trial.get("number"), trial.get("params", {}), trial.get("asked", {})
-        if state.status not in (FINISHED, STOPPED):
+        if state.status not in (FINISHED, STOPPED) and (retry or state.status != FAILED):
             state.status, state.error = PLANNED, ""
 
 

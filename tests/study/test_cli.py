@@ -20,6 +20,7 @@ import pytest
 from study.cli import main
 from study.compose import load
 from study.ledger import Ledger, read_ledger
+from study.manage import differences
 from study.state import FINISHED, fold
 from tests.study.conftest import TINY, made_up_events
 from tests.study.test_tracking import runs_of
@@ -50,7 +51,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["report"], ["ui"]])
+@pytest.mark.parametrize("command", [[], ["run"], ["plan"], ["report"], ["ui"], ["extend"], ["edit"]])
 def test_help(command: list[str], tmp_path: Path) -> None:
     done = lns_study(*command, "--help", cwd=tmp_path)
     assert done.returncode == 0
@@ -287,3 +288,30 @@ def test_ui_serves_and_ends_with_its_children(tmp_path: Path, wish: signal.Signa
     assert process.wait(30) == 0
     assert children
     assert not _still_there(children)
+
+
+@pytest.mark.slow
+def test_extend_rerun_and_doctor(folder: Path) -> None:
+    """More epochs go on from the checkpoints and end with the bits of a study that had them from the start; a trial repeats bit for bit."""
+    rows = ["rows=[{label: a, overrides: {precision.format: lns12}}]", "baseline=null"]
+    assert lns_study("run", "tiny.yaml", *rows, "trial.epochs=2", cwd=folder).returncode == 0
+    done = lns_study("extend", "tiny", "trial.epochs=4", "seeds=[0,1]", "--plain", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "1 trials go on from the last checkpoint of the same trial with fewer epochs" in done.stdout
+    assert "a, seed 0: epoch 1/4" not in done.stdout
+    assert "a, seed 0: epoch 3/4" in done.stdout
+    extended = fold(read_ledger(folder / "studies" / "tiny")).trials
+    assert lns_study("run", "tiny.yaml", *rows, "name=whole", "trial.epochs=4", cwd=folder).returncode == 0
+    (whole,) = fold(read_ledger(folder / "studies" / "whole")).trials
+    assert differences(whole, extended[0]) == []
+    assert (whole.epoch, extended[0].epoch, extended[1].epoch) == (4, 4, 4)
+    done = lns_study("rerun", "tiny", extended[0].id, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "every figure of 4 epochs came out bit-equal" in done.stdout
+    done = lns_study("doctor", cwd=folder)
+    assert done.returncode == 0, done.stdout
+    assert "BAD" not in done.stdout
+    assert "Ray: a local one starts" in done.stdout
+    done = lns_study("doctor", "--tracking-uri", "http://127.0.0.1:1", cwd=folder)
+    assert done.returncode == 1
+    assert "BAD  MLflow: http://127.0.0.1:1" in done.stdout

@@ -1,0 +1,103 @@
+"""What a study would take: trials, resources, and time as earlier studies in the storage took it.
+
+The seconds an epoch takes are the median over finished epochs of trials that computed the same way: same model, data, precision, optimizer,
+batch size, workers, threads and device. Seeds, learning rates and the number of epochs change nothing. Where no earlier trial is like a
+planned one there is no estimate, and the plan says so.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from study.ledger import FILE, read_ledger
+from study.plan import Plan, PlannedTrial
+from study.preflight import cpus_of, local_cpus
+from study.progress import duration
+from study.state import fold
+from trainers.gang import bundles
+
+IGNORED = ("epochs", "seed", "gpus")
+TRIALS_SHOWN = 12
+
+
+def like(config: dict[str, Any]) -> str:
+    """What of a trial's config decides how long an epoch takes, as a key."""
+    values = {key: value for key, value in config.items() if key not in IGNORED}
+    values["data"] = {key: value for key, value in config["data"].items() if key != "root"}
+    optimizer = config["optimizer"]
+    values["optimizer"] = [optimizer["name"], bool(optimizer["momentum"]), bool(optimizer["weight_decay"])]
+    return json.dumps(values, sort_keys=True)
+
+
+def seconds_an_epoch(storage: str) -> dict[str, float]:
+    """Median seconds an epoch, by :func:`like`, over all studies in a storage."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for path in Path(storage).expanduser().resolve().glob(f"*/{FILE}"):
+        for trial in fold(read_ledger(path.parent)).known.values():
+            if trial.epoch > 1:
+                times = [event["time"] for _, event in sorted(trial.reports.items())]
+                found[like(trial.config)] += [b - a for a, b in pairwise(times) if 0 < b - a < 10 * trial.seconds]
+    return {key: statistics.median(values) for key, values in found.items() if values}
+
+
+def describe_plan(plan: Plan) -> Iterator[str]:
+    """The plan in lines for a terminal."""
+    study = plan.study
+    known = seconds_an_epoch(study.storage)
+    rows = ", ".join(row.label for row in plan.rows)
+    yield f"{study.name}: {plan.size} trials = {len(plan.rows)} rows ({rows}) x {_configurations(plan)} x {len(study.seeds)} seeds"
+    for trial in plan.trials[:TRIALS_SHOWN]:
+        yield f"  {_describe_trial(trial, known)}"
+    if len(plan.trials) > TRIALS_SHOWN:
+        yield f"  and {len(plan.trials) - TRIALS_SHOWN} more"
+    if study.search.adaptive:
+        yield f"  the rest is proposed by {study.search.algorithm} as results come in"
+    if plan.excluded:
+        yield f"Left out, {len(plan.excluded)} configurations that make no valid trial:"
+        yield from (f"  {entry}" for entry in plan.excluded)
+    yield _describe_time(plan, known)
+
+
+def _configurations(plan: Plan) -> str:
+    if not plan.study.space:
+        return "1 configuration"
+    count = plan.size // max(1, len(plan.rows) * len(plan.study.seeds))
+    return f"{count} configurations ({plan.study.search.algorithm})"
+
+
+def _describe_trial(trial: PlannedTrial, known: dict[str, float]) -> str:
+    from study.space import describe
+
+    config = trial.config
+    number = "" if trial.number is None else f" #{trial.number}"
+    sampled = f" ({describe(trial.params)})" if trial.params else ""
+    resources = f"{cpus_of(config)} CPU" + (
+        f", {sum(b.get('GPU', 0) for b in bundles(config)):g} GPU" if config.device == "cuda" else ""
+    )
+    seconds = known.get(like(config.to_dict()))
+    time = f", about {duration(seconds * config.epochs)}" if seconds else ""
+    size = f"{config.epochs} epochs, {config.workers} worker(s), {resources}{time}"
+    return f"{trial.id}  {trial.row}{number}, seed {trial.seed}{sampled}: {size}"
+
+
+def _describe_time(plan: Plan, known: dict[str, float]) -> str:
+    """Summed over trials, divided by those that run at a time; longest first, no trial is shorter than itself."""
+    study = plan.study
+    times = [known[key] * trial.config.epochs for trial in plan.trials if (key := like(trial.config.to_dict())) in known]
+    if not times:
+        return "Expected time: unknown, no earlier trial in the storage is like these; after the first epochs a run shows it"
+    mean = sum(times) / len(times)
+    total = mean * plan.size
+    slots = [local_cpus(study) // cpus_of(trial.config) for trial in plan.trials]
+    concurrent = max(1, min([*slots, study.max_concurrent or 10**6])) if study.address is None else study.max_concurrent or 1
+    unknown = len(plan.trials) - len(times)
+    note = f"; {unknown} trials are unlike any earlier one and counted at the mean" if unknown else ""
+    cut = ", less with what the scheduler ends early" if study.search.scheduler != "none" else ""
+    expected = duration(max(total / concurrent, *times))
+    return f"Expected time: {expected}, {concurrent} at a time ({duration(total)} of trial time){cut}{note}"

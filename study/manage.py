@@ -1,0 +1,354 @@
+"""What can be done with studies that there are: list, look at, export, extend, take finished trials from another, repeat a trial.
+
+Everything here reads ledgers; what must write one takes its lock first and so refuses while the study runs.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from study.compose import change
+from study.config import RowConfig, StudyConfig
+from study.errors import UserError, refusals
+from study.ledger import FILE, Event, Ledger, is_locked, read_ledger
+from study.plan import make_plan, trial_id
+from study.search import objective
+from study.state import ENDED, FAILED, FINISHED, RUNNING, StudyState, TrialState, fold
+from trainers.config import TrialConfig
+
+EXPORTS = ("csv", "json", "parquet")
+UNTIMED = ("samples_per_second",)
+"""Metrics that depend on the machine's mood, left out where results are compared."""
+
+
+def find(study: str, storage: str) -> Path:
+    """The folder of a study, from its name or its folder.
+
+    Raises:
+        ValueError: there is none; the message lists those there are.
+    """
+    direct = Path(study)
+    if (direct / FILE).exists():
+        return direct.resolve()
+    folder = StudyConfig(name=study, storage=storage).folder
+    if (folder / FILE).exists():
+        return folder
+    names = ", ".join(path.name for path in folders(storage)) or "none"
+    raise ValueError(
+        f"study {study!r}: no such study in {Path(storage).resolve()} (there: {names}); name its storage with --storage"
+    )
+
+
+def folders(storage: str) -> list[Path]:
+    """The folders of all studies in a storage, by name."""
+    return sorted(path.parent for path in Path(storage).expanduser().resolve().glob(f"*/{FILE}"))
+
+
+def read(folder: Path) -> StudyState:
+    """The state of the study in ``folder``.
+
+    Raises:
+        ValueError: its ledger holds no plan.
+    """
+    state = fold(read_ledger(folder))
+    if not state.plan:
+        raise ValueError(f"{folder}: its ledger holds no plan; run the study first with `lns-study run CONFIG`")
+    return state
+
+
+def condition(folder: Path, state: StudyState) -> str:
+    """``running``, or how the last run ended; ``interrupted`` where it was killed."""
+    if is_locked(folder):
+        return "running"
+    return state.outcome or "interrupted"
+
+
+def counts(state: StudyState) -> dict[str, int]:
+    """Trials by status, of those in the last plan."""
+    found: dict[str, int] = {}
+    for trial in state.trials:
+        found[trial.status] = found.get(trial.status, 0) + 1
+    return found
+
+
+def find_trial(state: StudyState, key: str) -> TrialState:
+    """The trial with that id, or the only one whose id begins so, or of a row's ``label #number``.
+
+    Raises:
+        ValueError: there is none, or more than one.
+    """
+    exact = [trial for trial in state.known.values() if trial.id == key]
+    found = exact or [
+        trial
+        for trial in state.known.values()
+        if trial.id.startswith(key) or key in (f"{trial.row} #{trial.number}", f"{trial.row}, seed {trial.seed}")
+    ]
+    if len(found) != 1:
+        some = ", ".join(trial.id for trial in list(state.known.values())[:5])
+        raise ValueError(
+            f"trial {key!r}: {len(found)} trials match; give an id such as {some} (`lns-study status STUDY` lists them)"
+        )
+    return found[0]
+
+
+# ------------------------------------------------------------------------------------------------------------------ export
+
+
+def export_rows(state: StudyState, *, epochs: bool = False) -> list[dict[str, Any]]:
+    """Flat dicts, one a trial of the last plan (or one an epoch): identity, config under dotted keys, status, times, metrics."""
+    rows = []
+    for trial in state.trials:
+        base = _identity(trial)
+        if epochs:
+            rows += [base | {"epoch": epoch, **event["metrics"]} for epoch, event in sorted(trial.reports.items())]
+        else:
+            last = trial.reports[trial.epoch]["metrics"] if trial.reports else {}
+            derived = {"bits": objective(trial, "bits"), "seconds": trial.seconds}
+            rows.append(
+                base | {"epoch": trial.epoch, **last, **trial.test, **derived, "restarts": trial.restarts, "error": trial.error}
+            )
+    return rows
+
+
+def _identity(trial: TrialState) -> dict[str, Any]:
+    config = {f"config.{key}": value for key, value in flatten(trial.config).items()}
+    return {"id": trial.id, "row": trial.row, "number": trial.number, "seed": trial.seed, "status": trial.status, **config}
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested dict with dotted keys; lists as JSON."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = json.dumps(value) if isinstance(value, list) else value
+    return flat
+
+
+def export(state: StudyState, path: Path, form: str, *, epochs: bool = False) -> int:
+    """Write :func:`export_rows` to ``path`` as csv, json (lines) or parquet; the number of rows."""
+    rows = export_rows(state, epochs=epochs)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    if form == "parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
+        pyarrow.parquet.write_table(table, path)
+        return len(rows)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        if form == "csv":
+            writer = csv.DictWriter(file, names)
+            writer.writeheader()
+            writer.writerows(rows)
+        else:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    return len(rows)
+
+
+# ----------------------------------------------------------------------------------------------------------- extend, import
+
+
+def extended(state: StudyState, overrides: Sequence[str]) -> StudyConfig:
+    """The study's config with ``key=value`` changes, for more seeds, rows, samples or epochs.
+
+    Raises:
+        ValueError: a change that is no config, or one of the name or the storage, which would be another study.
+    """
+    for override in overrides:
+        if override.partition("=")[0] in ("name", "storage"):
+            raise ValueError(f"extend {override}: that would be another study; run it with `lns-study run CONFIG {override}`")
+    return change(state.config, overrides)
+
+
+def continuations(ledger: Ledger, state: StudyState) -> int:
+    """Enter in the ledger, for every planned trial that an earlier one differs from in fewer epochs alone, what that one has done.
+
+    The longer trial goes on from the shorter one's last checkpoint, and ends with the bits it would have had from the start. Only for
+    trials whose epochs do not depend on how many there are.
+
+    Returns:
+        The number of trials that go on.
+    """
+    shorter = {
+        _without_epochs(trial.config): trial for trial in sorted(state.known.values(), key=lambda t: t.epochs) if trial.reports
+    }
+    found = 0
+    for trial in state.trials:
+        source = shorter.get(_without_epochs(trial.config))
+        if (
+            trial.reports
+            or trial.status in ENDED
+            or source is None
+            or source.epoch >= trial.epochs
+            or not _independent(trial.config)
+        ):
+            continue
+        kept = source.checkpoints_left()
+        if kept and source.status == FINISHED:
+            for epoch, event in sorted(source.reports.items()):
+                ledger.append("report", trial=trial.id, epoch=epoch, metrics=event["metrics"], source=source.id)
+            for path in reversed(kept):
+                ledger.append("checkpoint", trial=trial.id, epoch=source.epoch, path=path, source=source.id)
+            found += 1
+    return found
+
+
+def _without_epochs(config: dict[str, Any]) -> str:
+    values = {key: value for key, value in config.items() if key not in ("epochs", "gpus")}
+    return json.dumps(values | {"data": {key: value for key, value in config["data"].items() if key != "root"}}, sort_keys=True)
+
+
+def _independent(config: dict[str, Any]) -> bool:
+    """Whether an epoch is the same however many follow: one process, and no schedule over the epochs."""
+    schedule = config.get("schedule", config["optimizer"].get("schedule"))
+    return bool(config["workers"] == 1 and (schedule is None or schedule == TrialConfig().to_dict().get("schedule", "constant")))
+
+
+def take_over(folder: Path, source: Path) -> tuple[int, int]:
+    """Enter finished trials of the study in ``source`` into the ledger of the one in ``folder``, where both planned the same trial.
+
+    Returns:
+        How many were taken, and how many trials the study still lacks.
+
+    Raises:
+        ValueError: either has no plan, they saw different data, or the study is running.
+    """
+    before, other = read(folder), read(source)
+    _check_data(before, other)
+    with Ledger(folder) as ledger:
+        taken = 0
+        for trial in before.trials:
+            known = other.known.get(trial.id)
+            if trial.status != FINISHED and known is not None and known.status == FINISHED:
+                _copy(ledger, known, source)
+                taken += 1
+    return taken, sum(trial.status != FINISHED for trial in before.trials) - taken
+
+
+def _copy(ledger: Ledger, known: TrialState, source: Path) -> None:
+    ledger.append("started", trial=known.id, source=str(source))
+    for epoch, event in sorted(known.reports.items()):
+        ledger.append("report", trial=known.id, epoch=epoch, metrics=event["metrics"], source=str(source))
+    ledger.append("finished", trial=known.id, metrics=known.test, source=str(source))
+
+
+def _check_data(ours: StudyState, theirs: StudyState) -> None:
+    digests = {entry["name"]: entry["digest"] for entry in theirs.plan.get("data", [])}
+    for entry in ours.plan.get("data", []):
+        if digests.get(entry["name"], entry["digest"]) != entry["digest"]:
+            raise ValueError(
+                f"data {entry['name']!r}: the two studies saw different files (sha256 {entry['digest'][:12]} and "
+                f"{digests[entry['name']][:12]}); run the trials again instead"
+            )
+
+
+# -------------------------------------------------------------------------------------------------------------------- rerun
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Repetition:
+    """What came of repeating a trial: ``differences`` are empty if every figure had the same bits."""
+
+    trial: TrialState
+    again: TrialState
+    differences: list[str]
+
+
+def rerun(state: StudyState, trial: TrialState, run: Callable[[StudyConfig], StudyState]) -> Repetition:
+    """Train a trial again from the start, in a study of its own that is thrown away, and compare every figure.
+
+    Args:
+        run: runs a study and returns its state.
+
+    Raises:
+        ValueError: the trial has no results to compare with.
+    """
+    if not trial.reports:
+        raise ValueError(f"trial {trial.id}: has no results to compare with; choose one that has reported")
+    config = TrialConfig.from_dict(trial.config)
+    with tempfile.TemporaryDirectory() as storage:
+        study = dataclasses.replace(
+            state.config, name="rerun", trial=dataclasses.replace(config, seed=TrialConfig.seed), rows=[RowConfig(label=trial.row)],
+            seeds=[config.seed], space={}, search=type(state.config.search)(), baseline=None, digits={}, comparable={},
+            limits=type(state.config.limits)(), storage=storage, tracking_uri=None,
+        )  # fmt: skip
+        with refusals():
+            (planned,) = make_plan(study).trials
+        if planned.id != trial_id(config):
+            raise UserError(
+                f"trial {trial.id}: this machine makes another trial of its config (device=auto?); run it where it ran"
+            )
+        (again,) = run(study).trials
+    return Repetition(trial=trial, again=again, differences=differences(trial, again))
+
+
+def differences(trial: TrialState, again: TrialState) -> list[str]:
+    """Where two runs of a trial have different figures, times aside; epochs that only one reported count only if both finished."""
+    found = []
+    for epoch in sorted(set(trial.reports) & set(again.reports)):
+        ours, theirs = (_comparable(t.reports[epoch]["metrics"]) for t in (trial, again))
+        found += [f"epoch {epoch}: {name}: {ours.get(name)} and {theirs.get(name)}" for name in _unequal(ours, theirs)]
+    if trial.status == again.status == FINISHED:
+        found += [f"{name}: {trial.test.get(name)} and {again.test.get(name)}" for name in _unequal(trial.test, again.test)]
+    elif trial.status == FINISHED:
+        found.append(f"the repetition {again.status}: {again.error}")
+    return found
+
+
+def _comparable(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if name not in UNTIMED and not name.startswith(("time/", "energy/"))}
+
+
+def _unequal(ours: dict[str, float], theirs: dict[str, float]) -> Iterable[str]:
+    for name in ours.keys() | theirs.keys():
+        a, b = ours.get(name, math.inf), theirs.get(name, math.inf)
+        if a != b and not (math.isnan(a) and math.isnan(b)):
+            yield name
+
+
+# --------------------------------------------------------------------------------------------------------------------- list
+
+
+def overview(folder: Path) -> dict[str, Any]:
+    """One study in a list: name, condition, trials, the best first objective, when it was last heard of."""
+    events = read_ledger(folder)
+    state = fold(events)
+    if not state.plan:
+        return {
+            "name": folder.name,
+            "condition": "empty",
+            "trials": "0",
+            "best": "-",
+            "time": events[-1]["time"] if events else 0.0,
+        }
+    metric, mode = next(iter(state.config.search.objectives.items()))
+    values = [value for trial in state.trials if trial.status == FINISHED and (value := objective(trial, metric)) is not None]
+    usable = [value for value in values if math.isfinite(value)]
+    best = (min if mode == "min" else max)(usable) if usable else None
+    ended, failed = sum(trial.status in ENDED for trial in state.trials), sum(trial.status == FAILED for trial in state.trials)
+    return {
+        "name": state.config.name,
+        "condition": condition(folder, state),
+        "trials": f"{ended}/{len(state.trials)}" + (f", {failed} failed" if failed else ""),
+        "best": f"{metric} {best:.4g}" if best is not None else "-",
+        "time": events[-1]["time"],
+    }
+
+
+def running_trials(state: StudyState) -> list[TrialState]:
+    """Those that run now."""
+    return [trial for trial in state.trials if trial.status == RUNNING]
+
+
+def last_events(events: list[Event], count: int) -> list[Event]:
+    """The last events that say something of a trial."""
+    return [event for event in events if event["event"] not in ("planned", "ended", "report", "checkpoint", "added")][-count:]
