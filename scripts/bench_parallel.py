@@ -166,7 +166,7 @@ def replicas(rank: int, world: int) -> list[dict[str, Any]]:
 def replica(rank: int, world: int, kind: str, name: str) -> dict[str, Any]:
     precision = PRECISIONS[kind]
     model = apply_precision(initialize_(build(ModelConfig(hidden=[WIDE] * (DEPTH - 1)), 784, 10), 0).cuda(), precision)
-    optimizer = make_optimizer(model, OptimizerConfig(), precision, GPU_BATCH * world)
+    optimizer = make_optimizer(model, OptimizerConfig(lr=1.0), precision, GPU_BATCH * world)
     collectives = Collectives(device="cuda") if world > 1 else None
     sync = Synchronous(WireConfig(name=name), collectives, 0) if collectives else Synchroniser()
     batch = examples(rank)
@@ -195,14 +195,14 @@ def stages(rank: int, world: int) -> list[dict[str, Any]]:
             batch = examples(0)
             if world == 1:
                 whole = apply_precision(model.cuda(), precision)
-                optimizer = make_optimizer(whole, OptimizerConfig(), precision, GPU_BATCH)
+                optimizer = make_optimizer(whole, OptimizerConfig(lr=1.0), precision, GPU_BATCH)
                 step = lambda: train_step(whole, optimizer, batch, micro_batches=parts)
             else:
                 layout = Layout(pp=world, micro_batches=parts)
                 place = layout.place(rank, world, "cuda")
                 pipeline = Pipeline(model, layout, place, GPU_BATCH, precision.lns_format, torch.device("cuda"))
                 own = apply_precision(pipeline.own.cuda(), precision)
-                optimizer = make_optimizer(own, OptimizerConfig(), precision, GPU_BATCH)
+                optimizer = make_optimizer(own, OptimizerConfig(lr=1.0), precision, GPU_BATCH)
                 step = lambda: pipeline.train_step(optimizer, batch, Synchroniser())
             milliseconds = median_ms(step, 10, torch.cuda.synchronize)
             rows.append({"stages": world, "arithmetic": kind, "micro-batches": parts, "ms a step": milliseconds})

@@ -35,6 +35,8 @@ FORMATS = ("native", "float32", "bfloat16", "float16", "lns16", "lns8", "int8", 
 SUMS = ("auto", "float32", "lns")
 BLOCK = 1024
 """Values that share a scale."""
+INVERSE = 1 / 127
+"""A factor: where a CPU divides by a constant, a GPU multiplies by its reciprocal, which may differ in the last bit."""
 COMPRESSING = ("lns8", "int8", "topk", "powersgd")
 """Formats that need error feedback."""
 
@@ -193,7 +195,7 @@ class Int8Codec(ScaledCodec):
         return (unit_NM * 127).round().to(torch.int8)
 
     def _value(self, codes_NM: Tensor) -> Tensor:
-        return codes_NM.to(torch.float32) / 127
+        return codes_NM.to(torch.float32) * INVERSE
 
 
 class LNS8Codec(ScaledCodec):
@@ -203,7 +205,7 @@ class LNS8Codec(ScaledCodec):
         return lns.encode(unit_NM * lns8.largest, lns8).to(torch.int8)
 
     def _value(self, codes_NM: Tensor) -> Tensor:
-        return lns.decode(codes_NM.to(torch.int16), lns8) / lns8.largest
+        return lns.decode(codes_NM.to(torch.int16), lns8) * (1 / lns8.largest)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import torch
 from lns_ops import cuda
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.data import Split, epoch_order
-from trainers.device import GraphedEpochs, check_device, plain, resolve_device
+from trainers.device import GraphedEpochs, check_device, resolve_device
+from trainers.state import model_tensors
 from trainers.step import train_step
 from trainers.sync_config import SyncConfig
 from trainers.training import Training
@@ -65,7 +66,7 @@ def test_device_settings_that_cannot_be(values: dict[str, Any], said: str) -> No
 
 
 def tensors(training: Training) -> dict[str, torch.Tensor]:
-    return {name: plain(tensor).clone() for name, tensor in training._tensors().items()}
+    return {name: tensor.clone() for name, tensor in model_tensors(training.model, training.optimizer).items()}
 
 
 def assert_equal_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
