@@ -71,6 +71,16 @@ class WireConfig:
         at_least("wire.rank", self.rank, 1, "use for example wire.rank=2")
         if self.sum == "lns" and self.name not in ("native", "lns16"):
             raise ValueError(f"wire.sum=lns with wire.name={self.name}: only LNS codes can be added in LNS; use wire.name=lns16")
+        self._check_unused()
+
+    def _check_unused(self) -> None:
+        """A key that this format does not use would be without effect."""
+        for key, users in (("topk", ("topk",)), ("rank", ("powersgd",)), ("error_feedback", COMPRESSING)):
+            value = getattr(self, key)
+            if self.name not in users and value != getattr(WireConfig, key):
+                raise ValueError(
+                    f"wire.{key}={value} with wire.name={self.name}: means nothing to it; leave it out, or use one of {', '.join(users)}"
+                )
 
     @property
     def feedback(self) -> bool:

@@ -99,6 +99,9 @@ def test_lns_rows_are_added_as_the_contract_says() -> None:
         ({"topk": 1.5}, "wire.topk=1.5: must be a share"),
         ({"topk": math.nan}, "wire.topk=nan"),
         ({"rank": 0}, "wire.rank=0: must be a whole number of at least 1"),
+        ({"rank": 4}, "wire.rank=4 with wire.name=native: means nothing to it"),
+        ({"topk": 0.1, "name": "int8"}, "wire.topk=0.1 with wire.name=int8: means nothing to it"),
+        ({"error_feedback": False, "name": "lns16"}, "wire.error_feedback=False with wire.name=lns16: means nothing to it"),
     ],
 )
 def test_impossible_wires_are_refused(values: dict[str, Any], said: str) -> None:
