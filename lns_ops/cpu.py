@@ -234,13 +234,14 @@ def decode(codes: Codes, fmt: LNSFormat, dtype: type[np.floating[Any]] = np.floa
 _LOWEST, _HIGHEST = 4 * ACC_MIN, 4 * ACC_MAX
 
 
-def sum(x: Codes, axis: int, fmt: LNSFormat) -> Codes:
+def sum(x: Codes, axis: int, fmt: LNSFormat, shift: int = 0) -> Codes:
     """Sum along ``axis`` in the contract's order (blocks of 64, then block totals); an empty sum is zero.
 
     Args:
         x: int16 codes with at least one axis.
         axis: which one; negative counts from the end. Axis 0 and the last axis need no copy.
         fmt: the format.
+        shift: ulps added to the logarithm of a sum before it is stored in the format: a factor without saturation in between.
 
     Returns:
         Codes of ``x``'s shape without ``axis``.
@@ -263,6 +264,8 @@ def sum(x: Codes, axis: int, fmt: LNSFormat) -> Codes:
         units = -(-inner // _gather.STRIP) * (out.size // inner)
         run(_gather.sum_columns, units, max(1, _GRAIN // (K * _gather.STRIP)), _flat(x), words, K, inner, table, fmt.bias,
             fmt.field_mask, *limits, BLOCK)  # fmt: skip
+    if shift:
+        words += 4 * shift
     run(_gather.narrow, out.size, _GRAIN, words, out.reshape(-1), fmt.bias, fmt.field_mask)
     return out
 

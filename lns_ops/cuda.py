@@ -276,7 +276,7 @@ _ELEMENTWISE: dict[str, str] = {
         for decay in ("", "_l2", "_decoupled")
         for rounding in ("", "_kahan", "_stochastic")
     },
-    "sum": "PPqqiP",
+    "sum": "PPqqiiP",
     "encode": "PPqiPP",
     "encode_double": "PPqPP",
     "decode": "PPqiP",
@@ -418,8 +418,8 @@ def sqrt(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
     return z
 
 
-def sum(x: Tensor, dim: int, bits: int, fraction_bits: int) -> Tensor:
-    """Sum along ``dim`` in the contract's order."""
+def sum(x: Tensor, dim: int, bits: int, fraction_bits: int, shift: int = 0) -> Tensor:
+    """Sum along ``dim`` in the contract's order; ``shift`` ulps are added to its logarithm before it is stored in the format."""
     moved = x.movedim(dim, 0).contiguous()
     device = x.get_device()
     out = torch.empty(moved.shape[1:], dtype=torch.int16, device=x.device)
@@ -428,7 +428,7 @@ def sum(x: Tensor, dim: int, bits: int, fraction_bits: int) -> Tensor:
         columns = min(32, 1 << (N - 1).bit_length())
         _elementwise("sum", bits, fraction_bits, device)(
             (-(-N // columns), 1, 1), _THREADS, device,
-            moved.data_ptr(), out.data_ptr(), K, N, columns, _tables(fraction_bits, device).gauss.data_ptr(),
+            moved.data_ptr(), out.data_ptr(), K, N, columns, shift, _tables(fraction_bits, device).gauss.data_ptr(),
         )  # fmt: skip
     return out
 

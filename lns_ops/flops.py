@@ -10,11 +10,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from lns_ops import convolution
+from lns_ops import convolution  # noqa: F401 (defines the operators)
 
-_OPS = convolution._OPS
+_OPS = torch.ops.lns_ops
 
 
 @register_flop_formula([_OPS.matmul, _OPS.matmul_float32, _OPS.linear])

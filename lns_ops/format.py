@@ -22,6 +22,7 @@ float32's (fraction_bits >= bits - 9), so that ``encode(decode(code)) == code`` 
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from decimal import Decimal, localcontext
@@ -187,6 +188,13 @@ def encode_thresholds(fraction_bits: int) -> NDArray[np.int64]:
     table = np.array(values, dtype=np.int64)
     table.setflags(write=False)
     return table
+
+
+def logarithm(value: float, fraction_bits: int) -> int:
+    """``round(2^f log2(value))`` of a positive number, rounded as encoding rounds, whatever the range of a format."""
+    fraction, exponent = math.frexp(value)
+    significand = int(math.ldexp(fraction, MANTISSA_BITS + 1))
+    return (exponent - 1 << fraction_bits) + int(np.searchsorted(encode_thresholds(fraction_bits), significand, side="left"))
 
 
 @lru_cache(maxsize=32)

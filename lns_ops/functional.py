@@ -12,6 +12,7 @@ Shapes follow torch's broadcasting; results are contiguous. Errors are ``ValueEr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -21,11 +22,12 @@ from torch import Tensor
 
 from lns_ops import _float32, cpu, cuda
 from lns_ops.accumulation import check_accumulation
-from lns_ops.format import LNSFormat
+from lns_ops.format import LNSFormat, logarithm
 
 _LIBRARY = torch.library.Library("lns_ops", "DEF")
 _FORMAT = "int bits, int fraction_bits"
-LONG_SUM = 4096
+_LONG_SUM_OCTAVES = 12
+LONG_SUM = 1 << _LONG_SUM_OCTAVES
 """Terms that a sum adds up in one piece: blocks of blocks of 64."""
 _format = lru_cache(LNSFormat)
 
@@ -75,8 +77,8 @@ def _sqrt_cpu(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
     return torch.from_numpy(cpu.sqrt(x.numpy(), _format(bits, fraction_bits)))
 
 
-def _sum_cpu(x: Tensor, dim: int, bits: int, fraction_bits: int) -> Tensor:
-    return torch.from_numpy(cpu.sum(x.numpy(), dim, _format(bits, fraction_bits)))
+def _sum_cpu(x: Tensor, dim: int, bits: int, fraction_bits: int, shift: int = 0) -> Tensor:
+    return torch.from_numpy(cpu.sum(x.numpy(), dim, _format(bits, fraction_bits), shift))
 
 
 def _matmul_cpu(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
@@ -118,7 +120,12 @@ _define(
     lambda codes, bits, fraction_bits, dtype: torch.empty_like(codes, dtype=dtype),
 )
 _define("sqrt", f"(Tensor x, {_FORMAT}) -> Tensor", _sqrt_cpu, lambda x, bits, fraction_bits: torch.empty_like(x))
-_define("sum", f"(Tensor x, int dim, {_FORMAT}) -> Tensor", _sum_cpu, lambda x, dim, bits, fraction_bits: _sum_shape(x, dim))
+_define(
+    "sum",
+    f"(Tensor x, int dim, {_FORMAT}, int shift=0) -> Tensor",
+    _sum_cpu,
+    lambda x, dim, bits, fraction_bits, shift=0: _sum_shape(x, dim),
+)
 _define(
     "matmul", f"(Tensor x, Tensor y, {_FORMAT}) -> Tensor", _matmul_cpu, lambda x, y, bits, fraction_bits: _matmul_shape(x, y)
 )
@@ -201,18 +208,50 @@ def sum(x: Tensor, dims: Sequence[int], fmt: LNSFormat, *, keepdim: bool = False
     terms a block and 64 blocks a piece are where adding one by one still keeps most of what is added. One sequence of the block totals
     of 131,072 ones would stick at a tenth of them at f = 6.
     """
+    flat, shape = _reduced_first(x, dims, keepdim)
+    if flat is x:
+        return x.clone()
+    while flat.shape[0] > LONG_SUM:
+        flat = _pieces(flat, fmt, 0)
+    return _OPS.sum(flat, 0, fmt.bits, fmt.fraction_bits).reshape(shape)  # type: ignore[no-any-return]
+
+
+def mean(x: Tensor, dims: Sequence[int], fmt: LNSFormat, *, keepdim: bool = False) -> Tensor:
+    """:func:`sum` divided by the encoded number of terms, without saturation in between: 1,000 times 100 leave lns12, their mean does not.
+
+    Raises:
+        ValueError: there are no terms.
+    """
+    flat, shape = _reduced_first(x, dims, keepdim)
+    if flat is x:
+        return x.clone()
+    terms, scale = flat.shape[0], 1
+    if terms == 0:
+        raise ValueError("a mean of 0 values: LNS has no NaN; leave empty reductions out")
+    while flat.shape[0] > LONG_SUM:  # every piece is divided by 4096, exactly
+        flat, scale = _pieces(flat, fmt, -_LONG_SUM_OCTAVES << fmt.fraction_bits), scale * LONG_SUM
+    log = logarithm(terms / scale, fmt.fraction_bits)
+    return _OPS.sum(flat, 0, fmt.bits, fmt.fraction_bits, -log).reshape(shape)  # type: ignore[no-any-return]
+
+
+def _reduced_first(x: Tensor, dims: Sequence[int], keepdim: bool) -> tuple[Tensor, list[int]]:
+    """The terms along dimension 0, row-major; ``x`` itself if nothing is reduced. And the shape of the result."""
     reduced = sorted({d % x.dim() for d in dims}) if x.dim() else []
     kept = [d for d in range(x.dim()) if d not in reduced]
     shape = [1 if d in reduced else x.shape[d] for d in range(x.dim())] if keepdim else [x.shape[d] for d in kept]
     if not reduced:
-        return x.clone()
-    flat = x.permute(*reduced, *kept).reshape(-1, *(x.shape[d] for d in kept))
-    while flat.shape[0] > LONG_SUM:
-        whole = flat.shape[0] // LONG_SUM * LONG_SUM
-        pieces = _OPS.sum(flat[:whole].reshape(-1, LONG_SUM, *flat.shape[1:]), 1, fmt.bits, fmt.fraction_bits)
-        rest = [_OPS.sum(flat[whole:], 0, fmt.bits, fmt.fraction_bits)[None]] if whole < flat.shape[0] else []
-        flat = torch.cat([pieces, *rest])
-    return _OPS.sum(flat, 0, fmt.bits, fmt.fraction_bits).reshape(shape)  # type: ignore[no-any-return]
+        return x, shape
+    terms = math.prod(x.shape[d] for d in reduced)
+    return x.permute(*reduced, *kept).reshape(terms, *(x.shape[d] for d in kept)), shape
+
+
+def _pieces(flat: Tensor, fmt: LNSFormat, shift: int) -> Tensor:
+    """The sums of pieces of ``LONG_SUM`` terms, and of what is left."""
+    whole = flat.shape[0] // LONG_SUM * LONG_SUM
+    sums = [_OPS.sum(flat[:whole].reshape(-1, LONG_SUM, *flat.shape[1:]), 1, fmt.bits, fmt.fraction_bits, shift)]
+    if whole < flat.shape[0]:
+        sums.append(_OPS.sum(flat[whole:], 0, fmt.bits, fmt.fraction_bits, shift)[None])
+    return torch.cat(sums)
 
 
 def matmul(x: Tensor, y: Tensor, fmt: LNSFormat, *, accumulation: str = "contract") -> Tensor:

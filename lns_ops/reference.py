@@ -25,7 +25,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lns_ops.format import MANTISSA_BITS, LNSFormat, NonFiniteError, decode_significands, encode_thresholds, stochastic_steps
+from lns_ops.format import (
+    MANTISSA_BITS,
+    LNSFormat,
+    NonFiniteError,
+    decode_significands,
+    encode_thresholds,
+    logarithm,
+    stochastic_steps,
+)
 from lns_ops.gaussian import FINE_BITS, decay_table, gaussian_tables, stochastic_tables
 
 Codes = NDArray[np.int16]
@@ -79,14 +87,15 @@ def _accumulate(signs: Signs, logs: Logs, fraction_bits: int) -> tuple[Signs, Lo
     return sign, log
 
 
-def _reduce(signs: Signs, logs: Logs, fmt: LNSFormat) -> Codes:
-    """Reduce axis 0 in the contract's order and store the result in the format."""
+def _reduce(signs: Signs, logs: Logs, fmt: LNSFormat, shift: int = 0) -> Codes:
+    """Reduce axis 0 in the contract's order and store the result, moved by ``shift`` ulps, in the format."""
     starts = range(0, signs.shape[0], BLOCK)
     totals = [_accumulate(signs[k : k + BLOCK], logs[k : k + BLOCK], fmt.fraction_bits) for k in starts]
     shape = (len(totals), *signs.shape[1:])
     total_signs = np.array([s for s, _ in totals], np.bool_).reshape(shape)
     total_logs = np.array([log for _, log in totals], np.int64).reshape(shape)
-    return pack(*_accumulate(total_signs, total_logs, fmt.fraction_bits), fmt)
+    sign, log = _accumulate(total_signs, total_logs, fmt.fraction_bits)
+    return pack(sign, np.where(log == NO_LOG, NO_LOG, log + shift), fmt)
 
 
 def add(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
@@ -149,10 +158,15 @@ def order_key(x: Codes, fmt: LNSFormat) -> Logs:
     return np.where(sign, -field, field)
 
 
-def sum(x: Codes, axis: int, fmt: LNSFormat) -> Codes:
-    """Sum along ``axis`` in the contract's order; an empty sum is zero."""
+def sum(x: Codes, axis: int, fmt: LNSFormat, shift: int = 0) -> Codes:
+    """Sum along ``axis`` in the contract's order, its logarithm moved by ``shift`` ulps before it is stored; an empty sum is zero."""
     sign, log = unpack(np.moveaxis(np.asarray(x), axis, 0), fmt)
-    return _reduce(sign, log, fmt)
+    return _reduce(sign, log, fmt, shift)
+
+
+def mean(x: Codes, axis: int, fmt: LNSFormat) -> Codes:
+    """The sum divided by its number of terms, which is rounded as encoding rounds; no saturation in between."""
+    return sum(x, axis, fmt, -logarithm(np.asarray(x).shape[axis], fmt.fraction_bits))
 
 
 def matmul(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes:

@@ -210,6 +210,15 @@ def replaces(*functions: Any) -> Callable[[_Handler], _Handler]:
 
     def register(replacement: _Handler) -> _Handler:
         torch.compiler.allow_in_graph(replacement)
+        return replaces_untraced(*functions)(replacement)
+
+    return register
+
+
+def replaces_untraced(*functions: Any) -> Callable[[_Handler], _Handler]:
+    """:func:`replaces` for functions that no compiled code calls."""
+
+    def register(replacement: _Handler) -> _Handler:
         _REPLACEMENTS.update(dict.fromkeys(functions, replacement))
         return replacement
 

@@ -69,6 +69,12 @@ def _pow(func: Any, x: LNSTensor, exponent: float) -> LNSTensor:
     return LNSTensor(power(x.codes, exponent, x.fmt), x.fmt)
 
 
+@handles(aten.pow_.Scalar)
+def _pow_in_place(func: Any, x: LNSTensor, exponent: float) -> LNSTensor:
+    x.codes.copy_(power(x.codes, exponent, x.fmt))
+    return x
+
+
 @handles(aten.rsqrt.default)
 def _rsqrt(func: Any, x: LNSTensor) -> LNSTensor:
     return LNSTensor(power(x.codes, -0.5, x.fmt), x.fmt)
@@ -118,6 +124,11 @@ def _elu_backward(
     func: Any, grad: Any, alpha: float, scale: float, input_scale: float, is_result: bool, x: LNSTensor
 ) -> LNSTensor:
     return _sloped(grad, x, "d_elu_of_result" if is_result else "d_elu", alpha, scale, input_scale)
+
+
+@handles(aten.celu.default)
+def _celu(func: Any, x: LNSTensor, alpha: float = 1) -> LNSTensor:
+    return _tabled(x, "elu", alpha, 1, 1 / alpha)
 
 
 @handles(aten.leaky_relu.default)

@@ -39,7 +39,7 @@ def _softmax_codes(x: Tensor, dim: int, fmt: LNSFormat, kept: Tensor | None = No
 
 @handles(aten._softmax.default, aten._safe_softmax.default)
 def _softmax(func: Any, x: LNSTensor, dim: int, half_to_float: Any = False) -> LNSTensor:
-    if not x.dim():
+    if not x.dim() or not x.numel():
         return LNSTensor(torch.full_like(x.codes, x.fmt.bias), x.fmt)
     return LNSTensor(_softmax_codes(x.codes, dim, x.fmt), x.fmt)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lns_ops import convolution as conv
 from lns_ops import functional as lns
 from lns_ops.accumulation import get_matmul_accumulation
+from lns_ops.indexed import index_sum
 from lns_ops.tensor import LNSTensor, aten, handles, operands
 
 
@@ -68,3 +71,27 @@ def _convolution_backward(
         grads[2] = lns.sum(grad_codes, [0, *range(2, grad.dim())], fmt)
     first, second, third = (None if g is None else LNSTensor(g, fmt) for g in grads)
     return first, second, third
+
+
+def _columns(x: Tensor, kernel: list[int], dilation: list[int], padding: list[int], stride: list[int]) -> Tensor:
+    """``[..., C, H, W]`` to ``[..., C taps, positions]``: what ``F.unfold`` gathers."""
+    single = x.dim() == 3
+    padded = conv._padded(x[None] if single else x, padding, padding).contiguous()
+    windows = conv._windows(padded, kernel, stride, dilation)
+    columns = windows.reshape(padded.shape[0], padded.shape[1] * math.prod(kernel), math.prod(windows.shape[4:]))
+    return columns[0] if single else columns
+
+
+@handles(aten.im2col.default)
+def _im2col(func: Any, x: LNSTensor, kernel: Any, dilation: Any, padding: Any, stride: Any) -> LNSTensor:
+    return LNSTensor(_columns(x.codes, kernel, dilation, padding, stride), x.fmt)
+
+
+@handles(aten.col2im.default)
+def _col2im(func: Any, x: LNSTensor, size: Any, kernel: Any, dilation: Any, padding: Any, stride: Any) -> LNSTensor:
+    """``F.fold``: sums of what overlaps, in the contract's order."""
+    planes = x.codes.shape[:-2].numel() * (x.shape[-2] // math.prod(kernel))
+    places = torch.arange(1, planes * math.prod(size) + 1, device=x.codes.device).reshape(planes, 1, *size)
+    columns = _columns(places, kernel, dilation, padding, stride)  # 0 in the padding
+    total = index_sum(x.codes.reshape(-1), columns.reshape(-1) - 1, places.numel(), x.fmt)
+    return LNSTensor(total.reshape(*x.shape[:-2], -1, *size), x.fmt)

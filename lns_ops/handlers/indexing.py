@@ -69,7 +69,7 @@ def _index_put(func: Any, x: LNSTensor, indices: Any, values: Any, accumulate: b
 def _along(shape: Sequence[int], dim: int, index: Tensor) -> Tensor:
     """Flat positions of the elements of a tensor of ``shape`` that ``gather(dim, index)`` reads."""
     if not shape:
-        return index.reshape(())
+        return torch.zeros_like(index)
     positions = torch.zeros_like(index)
     stride = 1
     for d in reversed(range(len(shape))):
@@ -91,6 +91,30 @@ def _scatter_add(func: Any, x: LNSTensor, dim: int, index: Tensor, source: LNSTe
 def _scatter(func: Any, x: LNSTensor, dim: int, index: Tensor, source: Any) -> LNSTensor:
     codes, terms, fmt = operands("scatter", x, source)
     return LNSTensor(torch.scatter(codes, dim, index, terms.expand(index.shape) if terms.dim() == 0 else terms), fmt)
+
+
+@handles(aten.index_copy.default)
+def _index_copy(func: Any, x: LNSTensor, dim: int, index: Tensor, source: LNSTensor) -> LNSTensor:
+    codes, terms, fmt = operands("index_copy", x, source)
+    return LNSTensor(func(codes, dim, index, terms), fmt)
+
+
+@handles(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
+def _index_fill(func: Any, x: LNSTensor, dim: int, index: Tensor, value: Any) -> LNSTensor:
+    codes, filling, fmt = operands("index_fill", x, value)
+    return LNSTensor(aten.index_fill.int_Scalar(codes, dim, index, int(filling)), fmt)
+
+
+@handles(aten.scatter_reduce.two)
+def _scatter_reduce(
+    func: Any, x: LNSTensor, dim: int, index: Tensor, source: LNSTensor, reduce: str, *, include_self: bool = True
+) -> Any:
+    """Of ``sum`` that includes the tensor itself."""
+    if reduce != "sum" or not include_self:
+        raise NotImplementedError(
+            f"scatter_reduce of {reduce!r}, include_self={include_self} has no LNS form: 'sum' with itself has"
+        )
+    return _scatter_add(func, x, dim, index, source)
 
 
 @handles(aten.index_add.default)

@@ -36,12 +36,11 @@ def _number(value: float, fmt: LNSFormat, device: torch.device) -> Tensor:
 
 
 def _mean(x: Tensor, dims: Sequence[int], fmt: LNSFormat) -> Tensor:
-    count = math.prod(x.shape[d] for d in dims)
-    return lns.div(lns.sum(x, dims, fmt, keepdim=True), _number(count, fmt, x.device), fmt)
+    return lns.mean(x, dims, fmt, keepdim=True)
 
 
 def _inverse_root(variance: Tensor, eps: float, fmt: LNSFormat) -> Tensor:
-    return power(lns.add(variance, _number(max(eps, fmt.smallest), fmt, variance.device), fmt), -0.5, fmt)
+    return power(lns.add(variance, _number(max(eps, fmt.smallest) if eps >= 0 else eps, fmt, variance.device), fmt), -0.5, fmt)
 
 
 class _Normalize(torch.autograd.Function):
@@ -113,7 +112,7 @@ def group_norm(
 ) -> Tensor:
     """GroupNorm: over the channels of a group and all positions of an example."""
     n, channels = input.shape[:2]
-    grouped = input.reshape(n, num_groups, channels // num_groups, -1)
+    grouped = input.reshape(n, num_groups, channels // num_groups, math.prod(input.shape[2:]))
     normal = normalize(grouped, (2, 3), eps)[0].reshape(input.shape)
     return _affine(normal, weight, bias, [-1, *[1] * (input.dim() - 2)])
 

@@ -42,15 +42,16 @@ def _pair(name: Any, x: Any, y: Any) -> tuple[LNSTensor, LNSTensor]:
     return LNSTensor(x_codes, fmt), LNSTensor(y_codes, fmt)
 
 
-@handles(aten.maximum.default, aten.minimum.default)
+@handles(aten.maximum.default, aten.minimum.default, aten.fmax.default, aten.fmin.default)
 def _extremum(func: Any, x: Any, y: Any) -> LNSTensor:
     x, y = _pair(func, x, y)
     return _from_key(func(_key(x), _key(y)), x.fmt)
 
 
-@handles(aten.clamp.default, aten.clamp.Tensor, aten.hardtanh.default, aten.clamp_min.default, aten.clamp_max.default)
+@handles(aten.clamp.default, aten.clamp.Tensor, aten.hardtanh.default, aten.clamp_min.default, aten.clamp_max.default,
+         aten.clamp_min.Tensor, aten.clamp_max.Tensor)  # fmt: skip
 def _clamp(func: Any, x: LNSTensor, first: Any = None, second: Any = None, *, min: Any = None, max: Any = None) -> LNSTensor:
-    hardtanh, upper = func is aten.hardtanh.default, func is aten.clamp_max.default
+    hardtanh, upper = func is aten.hardtanh.default, func in (aten.clamp_max.default, aten.clamp_max.Tensor)
     low, high = (first, second) if not upper else (None, first)
     low, high = low if min is None else min, high if max is None else max
     if hardtanh:
@@ -120,6 +121,41 @@ def _with_indices(func: Any, x: LNSTensor, *args: Any, **kwargs: Any) -> tuple[L
     return _from_key(values, x.fmt), indices
 
 
+@handles(aten.aminmax.default)
+def _aminmax(func: Any, x: LNSTensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[LNSTensor, LNSTensor]:
+    smallest, largest = func(_key(x), dim=dim, keepdim=keepdim)
+    return _from_key(smallest, x.fmt), _from_key(largest, x.fmt)
+
+
+@handles(aten.nan_to_num.default)
+def _nan_to_num(func: Any, x: LNSTensor, *args: Any) -> LNSTensor:
+    """There is nothing to replace."""
+    return LNSTensor(x.codes.clone(), x.fmt)
+
+
+@handles(aten.logical_and.default, aten.logical_or.default, aten.logical_xor.default)
+def _logical(func: Any, x: Any, y: Any) -> Tensor:
+    left, right = (v.codes & v.fmt.field_mask if isinstance(v, LNSTensor) else v for v in (x, y))
+    return func(left, right)  # type: ignore[no-any-return]
+
+
+@handles(aten.hardshrink.default, aten.softshrink.default)
+def _shrink(func: Any, x: LNSTensor, lambd: float = 0.5) -> LNSTensor:
+    """Zero where ``|x| <= lambd``; beyond, ``x`` or ``x`` less ``lambd`` with its sign."""
+    beyond = (x.codes & x.fmt.field_mask) > operands(func, x, lambd)[1]
+    shrunk = x.codes
+    if func is aten.softshrink.default:
+        limit, _, _ = operands(func, lambd, x)
+        shrunk = lns.sub(x.codes, torch.where(x.codes < 0, lns.neg(limit, x.fmt), limit), x.fmt)
+    return LNSTensor(torch.where(beyond, shrunk, 0), x.fmt)
+
+
+@handles(aten.hardshrink_backward.default, aten.softshrink_backward.default)
+def _shrink_backward(func: Any, grad: LNSTensor, x: LNSTensor, lambd: float) -> LNSTensor:
+    beyond = (x.codes & x.fmt.field_mask) > operands(func, x, lambd)[1]
+    return LNSTensor(torch.where(beyond, grad.codes, 0), x.fmt)
+
+
 @handles(aten.isnan.default, aten.isinf.default)
 def _never(func: Any, x: LNSTensor) -> Tensor:
     return torch.zeros_like(x.codes, dtype=torch.bool)
@@ -130,7 +166,7 @@ def _equal(func: Any, x: LNSTensor, y: Any) -> bool:
     return isinstance(y, LNSTensor) and x.fmt == y.fmt and torch.equal(_key(x), _key(y))
 
 
-@handles(aten.all.default, aten.any.default, aten.all.dim, aten.any.dim, aten.logical_not.default, aten.count_nonzero.default,
-         aten.nonzero.default)  # fmt: skip
+@handles(aten.all.default, aten.any.default, aten.all.dim, aten.any.dim, aten.all.dims, aten.any.dims, aten.logical_not.default,
+         aten.count_nonzero.default, aten.count_nonzero.dim_IntList, aten.nonzero.default, aten.signbit.default)  # fmt: skip
 def _truth(func: Any, x: LNSTensor, *args: Any, **kwargs: Any) -> Tensor:
     return func(_key(x), *args, **kwargs)  # type: ignore[no-any-return]

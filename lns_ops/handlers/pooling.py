@@ -149,7 +149,8 @@ def _belongs(length: int, outputs: int) -> tuple[list[list[int]], list[int]]:
     return [[int(j in span) for j in range(length)] for span in spans], [len(span) for span in spans]
 
 
-def _adaptive(x: LNSTensor, output_size: Any, dims: int) -> Tensor:
+def adaptive_average(x: LNSTensor, output_size: Any, dims: int) -> Tensor:
+    """The average over as many nearly equal, maybe overlapping parts of each of the last ``dims`` dimensions."""
     sizes = _full(output_size, dims) if isinstance(output_size, int) else tuple(output_size)
     result: Tensor = x
     for d, wanted in zip(range(-dims, 0), sizes, strict=True):
@@ -170,6 +171,6 @@ for _dims, _functions in {
 }.items():  # fmt: skip
 
     def _adaptive_avg_pool(input: LNSTensor, output_size: Any, dims: int = _dims) -> Tensor:
-        return _adaptive(input, output_size, dims)
+        return adaptive_average(input, output_size, dims)
 
     replaces(*_functions)(_adaptive_avg_pool)

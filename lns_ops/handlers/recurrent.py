@@ -93,7 +93,7 @@ def _run(
 def _network(function: Any, step: _Step, states: int) -> None:
     @replaces(function)
     def network(x: Tensor, hx: Any, params: Any, *args: Any) -> tuple[Tensor, ...]:
-        if not isinstance(params, (list, tuple)):
+        if isinstance(hx, Tensor) and not hx.dtype.is_floating_point:  # the batch sizes of a packed sequence
             raise NotImplementedError(
                 "a packed sequence has no LNS form: pad the sequences (pad_packed_sequence) and mask the outputs"
             )

@@ -1,7 +1,8 @@
 """Sums, means, variances, norms and matrix products, in the contract's order.
 
-A sum of more than ``LONG_SUM`` terms is cut (:func:`lns_ops.functional.sum`). A mean divides by the encoded count. The variance is two
-passes, ``sum (x - mean)^2 / (n - correction)``: the one-pass formula subtracts numbers that rounding has made nearly equal.
+A sum of more than ``LONG_SUM`` terms is cut (:func:`lns_ops.functional.sum`). A mean divides by the encoded count before its sum is stored,
+so it never saturates. The variance is two passes, ``mean (x - mean)^2 n / (n - correction)``: the one-pass formula subtracts numbers that
+rounding has made nearly equal.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from lns_ops import functional as lns
 from lns_ops.accumulation import get_matmul_accumulation
 from lns_ops.handlers.arithmetic import binary
-from lns_ops.indexed import lookup
+from lns_ops.indexed import lookup, power
 from lns_ops.tensor import LNSTensor, aten, handles, operands
 
 
@@ -42,23 +43,20 @@ def _count(x: LNSTensor, dim: Any) -> int:
     return math.prod(x.shape[d] for d in _dims(x, dim))
 
 
-def _divided(total: LNSTensor, count: float) -> LNSTensor:
-    if count <= 0:
-        raise ValueError(f"a mean or variance of {count} values: LNS has no NaN; leave empty reductions out")
-    return binary(aten.div.Scalar, total, count)
-
-
 @handles(aten.mean.default, aten.mean.dim)
 def _mean(func: Any, x: LNSTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> LNSTensor:
-    return _divided(_total(x, dim, keepdim), _count(x, dim))
+    return LNSTensor(lns.mean(x.codes, _dims(x, dim), x.fmt, keepdim=keepdim), x.fmt)
 
 
 def _variance(x: LNSTensor, dim: Any, correction: Any, keepdim: bool) -> tuple[LNSTensor, LNSTensor]:
     count = _count(x, dim)
-    mean = _divided(_total(x, dim, True), count)
+    mean = _mean(None, x, dim, True)
     deviation = binary(aten.sub.Tensor, x, mean)
-    squares = _total(binary(aten.mul.Tensor, deviation, deviation), dim, keepdim)
-    variance = _divided(squares, count - (1 if correction is None else correction))
+    squares = _mean(None, binary(aten.mul.Tensor, deviation, deviation), dim, keepdim)
+    freedom = count - (1 if correction is None else correction)
+    if freedom <= 0:
+        raise ValueError(f"a variance of {count} values, correction {correction}: LNS has no NaN; leave it out")
+    variance = binary(aten.mul.Tensor, squares, count / freedom)
     return variance, mean if keepdim else LNSTensor(mean.codes.reshape(variance.shape), x.fmt)
 
 
@@ -80,17 +78,24 @@ def _std(func: Any, x: LNSTensor, dim: Any = None, *, correction: Any = None, ke
     return LNSTensor(lns.sqrt(variance.codes, x.fmt), x.fmt)
 
 
+@handles(aten.std_mean.correction)
+def _std_mean(
+    func: Any, x: LNSTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> tuple[LNSTensor, LNSTensor]:
+    variance, mean = _variance(x, dim, correction, keepdim)
+    return LNSTensor(lns.sqrt(variance.codes, x.fmt), x.fmt), mean
+
+
 @handles(aten.linalg_vector_norm.default)
 def _norm(func: Any, x: LNSTensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> LNSTensor:
-    """Of order 1, 2 or infinity."""
+    """Of any order but 0: a power of the sum of powers, each rounded once."""
     if ord in (math.inf, -math.inf):
         extremum = aten.amax if ord > 0 else aten.amin
         return LNSTensor(extremum(lns.absolute(x.codes, x.fmt), _dims(x, dim), keepdim), x.fmt)
-    if ord not in (1, 2):
-        raise NotImplementedError(f"vector norm of order {ord}: LNS has 1, 2 and inf; compute it from powers and a sum")
-    powers = lns.absolute(x.codes, x.fmt) if ord == 1 else lns.mul(x.codes, x.codes, x.fmt)
-    total = _total(LNSTensor(powers, x.fmt), dim, keepdim)
-    return total if ord == 1 else LNSTensor(lns.sqrt(total.codes, x.fmt), x.fmt)
+    if ord == 0:
+        raise NotImplementedError("vector norm of order 0: LNS has the others; use (x != 0).sum()")
+    total = _total(LNSTensor(power(lns.absolute(x.codes, x.fmt), ord, x.fmt), x.fmt), dim, keepdim)
+    return LNSTensor(power(total.codes, 1 / ord, x.fmt), x.fmt)
 
 
 @handles(aten._foreach_norm.Scalar)
@@ -125,6 +130,23 @@ def _vector(func: Any, x: LNSTensor, y: LNSTensor) -> LNSTensor:
     rows = x_codes if x.dim() == 2 else x_codes[None]
     product = lns.matmul(rows, y_codes[:, None], fmt, accumulation=get_matmul_accumulation())
     return LNSTensor(product[:, 0] if x.dim() == 2 else product[0, 0], fmt)
+
+
+@handles(aten.vdot.default)
+def _vdot(func: Any, x: LNSTensor, y: LNSTensor) -> LNSTensor:
+    return _vector(func, x, y)
+
+
+@handles(aten.addmv.default, aten.addr.default, aten.addbmm.default)
+def _add_product(func: Any, bias: Any, x: Any, y: Any, *, beta: Any = 1, alpha: Any = 1) -> LNSTensor:
+    if func is aten.addmv.default:
+        product = _vector(func, x, y)
+    elif func is aten.addr.default:
+        product = binary(aten.mul.Tensor, LNSTensor(x.codes[:, None], x.fmt), y)
+    else:
+        product = _total(matmul(func, x, y), 0)
+    product = _scaled(product, alpha)
+    return product if beta == 0 else binary(aten.add.Tensor, _scaled(bias, beta), product)
 
 
 def _scaled(x: Any, factor: Any) -> Any:

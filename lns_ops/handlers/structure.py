@@ -20,7 +20,10 @@ from lns_ops.tensor import LNSTensor, aten, handles, operands
     aten.tril.default, aten.triu.default, aten.gather.default, aten.take.default, aten.masked_select.default, aten.select_backward.default,
     aten.slice_backward.default, aten.diagonal_backward.default, aten.pixel_shuffle.default, aten.pixel_unshuffle.default,
     aten._reshape_alias.default, aten.view_copy.default, aten.permute_copy.default, aten.expand_copy.default, aten.diag_embed.default,
-    aten.upsample_nearest2d.vec,
+    aten._unsafe_index.Tensor, aten.rot90.default, aten.channel_shuffle.default, aten.diagonal_copy.default, aten.select_copy.int,
+    aten.slice_copy.Tensor, aten.squeeze_copy.default, aten.squeeze_copy.dim, aten.squeeze_copy.dims, aten.unsqueeze_copy.default,
+    aten.transpose_copy.int, aten.t_copy.default, aten.alias_copy.default, aten.unfold_copy.default, aten.as_strided_copy.default,
+    aten.detach_copy.default,
 )  # fmt: skip
 def _structural(func: Any, x: LNSTensor, *args: Any, **kwargs: Any) -> LNSTensor:
     return LNSTensor(func(x.codes, *args, **kwargs), x.fmt)

@@ -86,9 +86,9 @@ lns_square_root(const short* __restrict__ x, short* __restrict__ z, i64 n, int a
 }
 
 // out[n] = sum over k of x[k][n] in the contract's order. A thread takes one block of 64 of one column; `columns` (a power of two) of
-// them and 512 / columns blocks at a time in a thread block.
+// them and 512 / columns blocks at a time in a thread block. `shift` ulps are added to the logarithm before it is stored in the format.
 extern "C" __global__ void __launch_bounds__(512)
-lns_sum(const short* __restrict__ x, short* __restrict__ out, i64 K, i64 N, int columns, const int2* __restrict__ gauss) {
+lns_sum(const short* __restrict__ x, short* __restrict__ out, i64 K, i64 N, int columns, int shift, const int2* __restrict__ gauss) {
     __shared__ Exact totals[512];
     const int column = threadIdx.x % columns, slot = threadIdx.x / columns, slots = 512 / columns;
     const i64 n = blockIdx.x * (i64)columns + column, blocks = (K + BLOCK - 1) / BLOCK;
@@ -106,6 +106,7 @@ lns_sum(const short* __restrict__ x, short* __restrict__ out, i64 K, i64 N, int 
                 total = Exact::add(total, totals[s * columns + column], gauss).accumulator();
         __syncthreads();
     }
+    total.log += shift;
     if (slot == 0 && n < N) out[n] = total.code();
 }
 

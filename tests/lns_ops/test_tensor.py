@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lns_ops import LNSFormat, LNSTensor, NonFiniteError, convert_, lns12, lns16, reference
+from lns_ops import LNSFormat, LNSTensor, NonFiniteError, convert_, lns8, lns12, lns16, reference
 from tests.lns_ops.formats import FORMATS, IDS, half_ulp
 
 
@@ -86,6 +86,27 @@ def test_batched_matmul_and_mean() -> None:
     equal(x @ y, np.stack([reference.matmul(a, b, lns12) for a, b in zip(x.codes.numpy(), y.codes.numpy(), strict=True)]))
     four = reference.encode(np.array(4.0), lns12)
     equal(x.mean(1), reference.div(reference.sum(x.codes.numpy(), 1, lns12), four, lns12))
+
+
+@pytest.mark.parametrize("terms", [1, 64, 65, 1000])
+@pytest.mark.parametrize("fmt", [lns8, lns12, lns16], ids=str)
+def test_means_equal_the_reference_and_do_not_saturate(terms: int, fmt: LNSFormat) -> None:
+    x = np.random.default_rng(terms).choice(fmt.codes(), (terms, 5))
+    equal(LNSTensor(torch.from_numpy(x), fmt).mean(0), reference.mean(x, 0, fmt))
+    large = LNSTensor(torch.full((terms,), fmt.field_mask, dtype=torch.int16), fmt)
+    # lns8's sums stick at 23 equal terms; saturation would leave 1 / terms of the mean.
+    assert large.mean().to_float().item() > fmt.largest * (0.05 if fmt == lns8 else 0.8)
+
+
+@pytest.mark.parametrize("terms", [4097, 8192, 12_345])
+def test_long_sums_are_sums_of_pieces(terms: int) -> None:
+    x = np.random.default_rng(terms).choice(lns12.codes()[1000:3000], terms)
+    padded = np.concatenate([x, np.zeros(-terms % 4096, np.int16)]).reshape(-1, 4096)  # zeros add nothing
+    pieces = reference.sum(padded, 1, lns12)
+    equal(LNSTensor(torch.from_numpy(x), lns12).sum(), reference.sum(pieces, 0, lns12))
+    ones = torch.full((terms,), lns12.bias, dtype=torch.int16)
+    assert LNSTensor(ones, lns12).sum().to_float().item() == pytest.approx(terms, rel=0.1)
+    assert LNSTensor(ones, lns12).mean().to_float().item() == pytest.approx(1, rel=0.1)
 
 
 def test_structure_keeps_codes() -> None:
