@@ -141,7 +141,8 @@ def _input_gradient(
             continue
         w = w_GCO
         for d, phase in enumerate(phases):
-            w = w.index_select(3 + d, torch.tensor(phase.taps, device=w.device))
+            distance = phase.taps[0] - phase.taps[1] if len(phase.taps) > 1 else 1
+            w = w[(slice(None),) * (3 + d) + (slice(phase.taps[-1], phase.taps[0] + 1, distance),)].flip(3 + d)
         before = [-p.start for p in phases]
         after = [
             p.start + p.positions + p.step * (len(p.taps) - 1) - length for p, length in zip(phases, grad.shape[2:], strict=True)

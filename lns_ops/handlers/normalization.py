@@ -31,8 +31,9 @@ from lns_ops.indexed import power
 from lns_ops.tensor import LNSTensor, replaces
 
 
-def _number(value: float, fmt: LNSFormat, device: torch.device) -> Tensor:
-    return lns.encode(torch.tensor(value, dtype=torch.float64), fmt).to(device)
+def _number(value: float, fmt: LNSFormat) -> Tensor:
+    """A code on the CPU, which operations on a GPU take as an argument."""
+    return lns.encode(torch.tensor(value, dtype=torch.float64), fmt)
 
 
 def _mean(x: Tensor, dims: Sequence[int], fmt: LNSFormat) -> Tensor:
@@ -40,7 +41,7 @@ def _mean(x: Tensor, dims: Sequence[int], fmt: LNSFormat) -> Tensor:
 
 
 def _inverse_root(variance: Tensor, eps: float, fmt: LNSFormat) -> Tensor:
-    return power(lns.add(variance, _number(max(eps, fmt.smallest) if eps >= 0 else eps, fmt, variance.device), fmt), -0.5, fmt)
+    return power(lns.add(variance, _number(max(eps, fmt.smallest) if eps >= 0 else eps, fmt), fmt), -0.5, fmt)
 
 
 class _Normalize(torch.autograd.Function):

@@ -69,10 +69,10 @@ def _sizes(x: Tensor, size: Any, scale_factor: Any) -> list[int]:
 def _linear(x: LNSTensor, sizes: list[int], align_corners: bool | None, scales: list[float | None]) -> Tensor:
     result: Tensor = x
     for d, (wanted, scale) in enumerate(zip(sizes, scales, strict=True), start=2):
-        unit = torch.eye(x.shape[d], device=x.device)[None]
+        unit = torch.eye(x.shape[d])[None]  # on the CPU, so that weights are the same everywhere
         how: Any = {"size": wanted} if scale is None else {"scale_factor": scale}
         weights = F.interpolate(unit, mode="linear", align_corners=align_corners, **how)[0]
-        result = (result.movedim(d, -1) @ LNSTensor.from_float(weights, x.fmt)).movedim(-1, d)
+        result = (result.movedim(d, -1) @ LNSTensor.from_float(weights, x.fmt).to(x.device)).movedim(-1, d)
     return result
 
 

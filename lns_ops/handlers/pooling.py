@@ -107,9 +107,12 @@ def _divisor(
     x: Tensor, positions: Any, kernel: Any, stride: Any, padding: Any, include_pad: bool, override: Any, fmt: LNSFormat
 ) -> Tensor:
     if override:
-        return lns.encode(torch.full((), float(override), dtype=torch.float64, device=x.device), fmt)
+        return lns.encode(torch.tensor(float(override), dtype=torch.float64), fmt)
     counts = _counts(x.shape[-len(kernel) :], positions, kernel, stride, padding, include_pad)
-    return lns.encode(counts.to(x.device), fmt)
+    if bool((counts == counts.reshape(-1)[0]).all()):  # a number, which need not go to a GPU
+        counts = counts.reshape(-1)[0]
+        return lns.encode(counts, fmt)
+    return lns.encode(counts, fmt).to(x.device)
 
 
 @handles(aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
@@ -20,6 +19,9 @@ import lns_ops
 from lns_ops import LNSTensor, allow_float_fallback, convert_, lns12, lns16, revert_, summary
 from lns_ops.matmul_layers import LNSMatmulConv2d, LNSMatmulLinear
 from tests.lns_ops.nets import GPT, LSTMClassifier, ResNet18
+
+safetensors = pytest.importorskip("safetensors")
+safetensors_torch = pytest.importorskip("safetensors.torch")
 
 
 def codes(x: Tensor) -> Tensor:
@@ -180,7 +182,7 @@ def test_files_of_every_kind_give_the_same_outputs(name: str, tmp_path: Path) ->
 def test_a_safetensors_file_holds_codes_that_anyone_can_read(tmp_path: Path) -> None:
     weight = LNSTensor.from_float(torch.randn(3, 4), lns12).t()
     lns_ops.serialization.save_file({"weight": weight, "steps": torch.arange(3)}, tmp_path / "a.safetensors")
-    plain = safetensors.torch.load_file(tmp_path / "a.safetensors")
+    plain = safetensors_torch.load_file(tmp_path / "a.safetensors")
     assert torch.equal(plain["weight"], weight.codes)
     with safetensors.safe_open(tmp_path / "a.safetensors", "pt") as file:
         assert json.loads(file.metadata()["lns_formats"]) == {"weight": "lns12"}
