@@ -28,8 +28,9 @@ from torch.nn.functional import pad
 
 from lns_ops.accumulation import check_accumulation
 from lns_ops.format import LNSFormat
-from lns_ops.functional import _FORMAT, _OPS, LONG_SUM, _define
+from lns_ops.functional import _FORMAT, _OPS, _define
 from lns_ops.functional import sum as lns_sum
+from lns_ops.reference import LONG_SUM
 
 _COLUMNS = {"cpu": 1 << 20, "cuda": 1 << 27}
 """Elements of the columns made at a time, about."""

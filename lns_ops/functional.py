@@ -23,12 +23,11 @@ from torch import Tensor
 from lns_ops import _float32, cpu, cuda
 from lns_ops.accumulation import check_accumulation
 from lns_ops.format import LNSFormat, logarithm
+from lns_ops.reference import LONG_SUM
 
 _LIBRARY = torch.library.Library("lns_ops", "DEF")
 _FORMAT = "int bits, int fraction_bits"
-_LONG_SUM_OCTAVES = 12
-LONG_SUM = 1 << _LONG_SUM_OCTAVES
-"""Terms that a sum adds up in one piece: blocks of blocks of 64."""
+_LONG_SUM_OCTAVES = LONG_SUM.bit_length() - 1
 _format = lru_cache(LNSFormat)
 
 
@@ -206,7 +205,7 @@ def sum(x: Tensor, dims: Sequence[int], fmt: LNSFormat, *, keepdim: bool = False
 
     More than ``LONG_SUM = 4096`` terms are cut into pieces of 4096, ascending, whose sums (codes of the format) are summed in turn: 64
     terms a block and 64 blocks a piece are where adding one by one still keeps most of what is added. One sequence of the block totals
-    of 131,072 ones would stick at a tenth of them at f = 6.
+    of 131,072 ones would stick at a tenth of them at f = 6. :func:`lns_ops.reference.long_sum` is the specification.
     """
     flat, shape = _reduced_first(x, dims, keepdim)
     if flat is x:

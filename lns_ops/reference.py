@@ -41,6 +41,8 @@ Logs = NDArray[np.int64]
 Signs = NDArray[np.bool_]
 
 BLOCK = 64
+LONG_SUM = BLOCK * BLOCK
+"""Terms that :func:`long_sum` adds up in one piece: as many blocks as a block has terms."""
 NO_LOG = -(1 << 40)
 """Logarithm of zero: so far below every other that no comparison needs a special case."""
 ACC_MIN, ACC_MAX = 1 - (1 << 14), (1 << 15) + (1 << 14) - 1
@@ -162,6 +164,14 @@ def sum(x: Codes, axis: int, fmt: LNSFormat, shift: int = 0) -> Codes:
     """Sum along ``axis`` in the contract's order, its logarithm moved by ``shift`` ulps before it is stored; an empty sum is zero."""
     sign, log = unpack(np.moveaxis(np.asarray(x), axis, 0), fmt)
     return _reduce(sign, log, fmt, shift)
+
+
+def long_sum(x: Codes, axis: int, fmt: LNSFormat) -> Codes:
+    """Sums of any length: more than ``LONG_SUM`` terms are cut into pieces of so many, whose sums are stored and summed in turn."""
+    terms = np.moveaxis(np.asarray(x), axis, 0)
+    while len(terms) > LONG_SUM:
+        terms = np.stack([sum(terms[k : k + LONG_SUM], 0, fmt) for k in range(0, len(terms), LONG_SUM)])
+    return sum(terms, 0, fmt)
 
 
 def mean(x: Codes, axis: int, fmt: LNSFormat) -> Codes:

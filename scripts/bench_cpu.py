@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lns_ops import cpu
+from lns_ops import LNSTensor, convert_, convolution, cpu, indexed
 from lns_ops import functional as lns
 from lns_ops.format import LNSFormat, lns12, lns16
 from trainers.config import ModelConfig, OptimizerConfig, PrecisionConfig
@@ -40,6 +40,8 @@ from trainers.precision import apply_precision, make_optimizer
 from trainers.step import train_step
 
 SHAPES = [(128, 784, 512), (512, 512, 512)]
+CONVOLUTIONS = [(32, 64, 64, 32, 1), (32, 128, 128, 16, 1), (32, 256, 256, 8, 1), (32, 512, 512, 4, 1), (32, 64, 128, 32, 2)]
+"""Images, channels, outputs, side of the image, stride: the 3x3 convolutions of a ResNet-18 on 32x32 images."""
 ELEMENTS = 1_000_000
 PARAMETERS = 400_000
 STEPS = {
@@ -192,6 +194,87 @@ def elementwise() -> None:
             line(f"{name}, {fmt}", rate(call, ELEMENTS), "M/s", float32 if name == "add" else None)
 
 
+def convolutions() -> None:
+    """3x3 convolutions and their gradients, and the product of matrices of the same sizes for one chunk of images."""
+    rng = np.random.default_rng(3)
+    for n, c, o, side, stride in CONVOLUTIONS:
+        x, w = (torch.from_numpy(codes(rng, lns12, shape)) for shape in ((n, c, side, side), (o, c, 3, 3)))
+        geometry = convolution.Geometry((stride, stride), (1, 1), (1, 1))
+        y = convolution.convolution(x, w, geometry, lns12)
+        grad, work = torch.from_numpy(codes(rng, lns12, tuple(y.shape))), float(y.numel() * c * 9)
+        columns = max(1, (1 << 20) // (c * 9 * y[0, 0].numel())) * y[0, 0].numel()
+        left, right = (torch.from_numpy(codes(rng, lns12, shape)) for shape in ((o, c * 9), (c * 9, columns)))
+        name = f"conv {n}x{c}x{side}x{side} to {o}, stride {stride}"
+        product = rate(partial(lns.matmul, left, right, lns12), float(o * c * 9 * columns))
+        line(f"{name}: product {o}x{c * 9}x{columns}", product, "G/s")
+        calls: dict[str, Callable[[], Any]] = {
+            "forward": partial(convolution.convolution, x, w, geometry, lns12),
+            "gradient of the input": partial(convolution.input_gradient, grad, w, (side, side), geometry, lns12),
+            "gradient of the weight": partial(convolution.weight_gradient, grad, x, (3, 3), geometry, lns12),
+        }
+        for part, call in calls.items():
+            got = rate(call, work)
+            print(f"  {name}: {part:<33}{got / 1e9:9.2f} G/s   {got / product:8.2f} of the product")
+
+
+def functions() -> None:
+    """Look-ups, normalizations, pooling and softmax of 10^6 values, forward."""
+    torch.manual_seed(4)
+    x = LNSTensor.from_float(torch.randn(ELEMENTS), lns12)
+    image, rows = x.reshape(-1, 16, 25, 25), x.reshape(-1, 500)
+    norm = convert_(torch.nn.BatchNorm2d(16), lns12, "everywhere")
+    layer_norm = convert_(torch.nn.LayerNorm(500), lns12, "everywhere")
+    calls: dict[str, Callable[[], Any]] = {
+        "look-up (GELU)": partial(indexed.lookup, x.codes, "gelu", lns12),
+        "batch norm": partial(norm, image),
+        "layer norm": partial(layer_norm, rows),
+        "softmax over 500": partial(torch.softmax, rows, -1),
+        "max pool 3x3, stride 2": partial(torch.nn.functional.max_pool2d, image, 3, 2, 1),
+        "average pool 2x2": partial(torch.nn.functional.avg_pool2d, image, 2),
+    }
+    with torch.no_grad():
+        for name, call in calls.items():
+            line(f"{name}, lns12", rate(call, ELEMENTS), "M/s")
+
+
+def saved_bytes() -> None:
+    """Bytes that autograd keeps for the backward pass of one step, for each value that it keeps in float32."""
+
+    def kept(model: torch.nn.Module, x: torch.Tensor) -> float:
+        sizes: list[int] = []
+
+        def pack(t: torch.Tensor) -> torch.Tensor:
+            stored = t.codes if isinstance(t, LNSTensor) else t
+            sizes.append(stored.numel() * stored.element_size())
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            model(x)
+        return sum(sizes) / 2**20
+
+    mlp = partial(build, ModelConfig(hidden=[512]), 784, 10)
+
+    def cnn() -> torch.nn.Module:
+        nn = torch.nn
+        body = [
+            nn.Conv2d(1, 16, 3),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 3),
+            nn.BatchNorm2d(32),
+            nn.GELU(),
+        ]
+        return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+
+    for name, make, x in (("784-512-10", mlp, torch.randn(128, 784)), ("small CNN", cnn, torch.randn(128, 1, 28, 28))):
+        figures = [kept(make(), x)]
+        figures += [kept(convert_(make(), lns12, scope), x) for scope in ("matmul", "everywhere")]
+        print(
+            f"  saved for backward, {name}, batch 128: float32 {figures[0]:.2f}, matmul {figures[1]:.2f}, everywhere {figures[2]:.2f} MiB"
+        )
+
+
 def updates() -> None:
     """The fused SGD step, and torch's fused float32 step."""
     rng = np.random.default_rng(2)
@@ -285,8 +368,11 @@ def main() -> None:
             ours = rates
         float32_sums()
         elementwise()
+        functions()
+        convolutions()
         updates()
         steps()
+    saved_bytes()
     print("start-up")
     start_up()
     if options.peers:

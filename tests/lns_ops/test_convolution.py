@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lns_ops import LNSFormat, LNSTensor, convert_, convolution, lns8, lns12, lns16, matmul_accumulation, reference
 from lns_ops import functional as lns
 from lns_ops.convolution import Geometry
-from lns_ops.functional import LONG_SUM
+from lns_ops.reference import LONG_SUM
 from tests.lns_ops.float32_sums import order
 
 
