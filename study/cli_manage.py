@@ -138,7 +138,8 @@ def _show(options: argparse.Namespace) -> int:
 def _print_trial(folder: Path, trial: TrialState) -> None:
     import yaml
 
-    from study.progress import duration, name_of, percent
+    from study.progress import duration, percent
+    from study.state import name_of
 
     print(f"{trial.id}: {name_of(trial)}: {trial.status}" + (f" ({trial.error})" if trial.error else ""))
     facts = {
@@ -258,7 +259,8 @@ def _rerun(options: argparse.Namespace) -> int:
 
     from study.engine import run_study
     from study.manage import find_trial, rerun
-    from study.progress import PlainView, name_of
+    from study.progress import PlainView
+    from study.state import name_of
 
     _, state = _open(options)
     console = Console()

@@ -157,7 +157,7 @@ class StudyConfig:
         comparable: dotted trial keys and the values they must have for figures to be comparable with the published ones.
         comparable_seeds: seeds a row needs for the same.
         storage: folder of all studies: ledgers, checkpoints, reports, the default tracking database.
-        tracking_uri: MLflow tracking server or database; None for ``sqlite`` in ``storage``.
+        tracking_uri: MLflow tracking server or database; None for ``sqlite`` in ``storage``, ``none`` to send nothing.
         address: Ray cluster to join; None starts a local one.
         cpus: CPUs of the local Ray; None for all.
         max_concurrent: trials at a time; None for as many as fit.
@@ -292,10 +292,10 @@ def check_tracking_uri(uri: str | None) -> None:
     Raises:
         ValueError: with the schemes there are.
     """
-    if uri is not None and not uri.startswith(TRACKING_SCHEMES):
+    if uri not in (None, "none") and not str(uri).startswith(TRACKING_SCHEMES):
         raise ValueError(
             f"tracking_uri={uri!r}: must start with one of {', '.join(TRACKING_SCHEMES)}; for a local file use sqlite:///path/mlflow.db, "
-            "for a server http://127.0.0.1:5000"
+            "for a server http://127.0.0.1:5000, to send nothing none"
         )
 
 

@@ -22,7 +22,7 @@ from study.report import write_report
 from study.runner import run_plan
 from study.search import adopt
 from study.state import ALL, ENDED, FAILED, FINISHED, ONLY_FAILED, StudyState, fold
-from study.tracking import Tracker, check_tracking
+from study.tracking import NoTracker, Tracker, check_tracking, make_tracker
 
 EXCLUDED_SHOWN = 3
 
@@ -113,7 +113,7 @@ def _run(
     if longer := continuations(ledger, state):
         say(f"{longer} trials go on from the last checkpoint of the same trial with fewer epochs.")
     _say_what_is_left(state, say)
-    tracker = Tracker(plan.study.tracking, _artifacts(plan.study), say)
+    tracker = make_tracker(plan.study.tracking, _artifacts(plan.study), say)
     tracker.start([*ledger.history, state.plan])
     for listener in (tracker.listen, view.listen):
         ledger.listen(listener)
@@ -147,7 +147,7 @@ def _discard(_: object) -> None:
     pass
 
 
-def _close(state: StudyState, folder: Path, tracker: Tracker) -> tuple[Path, str]:
+def _close(state: StudyState, folder: Path, tracker: Tracker | NoTracker) -> tuple[Path, str]:
     """Write the report and close MLflow's runs, these also where the report cannot be written."""
     report = None
     try:
@@ -171,13 +171,13 @@ def report_study(folder: Path, say: Callable[[str], None], tracking_uri: str | N
         check_writable(folder / "report", "report", "mend its permissions, or move what is in its place")
         if tracking_uri:
             check_tracking(tracking_uri)
-    tracker = Tracker(study.tracking, _artifacts(study), say)
+    tracker = make_tracker(study.tracking, _artifacts(study), say)
     tracker.start([*events, {"event": "ended", "time": events[-1]["time"], "outcome": state.outcome}])
     report, error = _close(state, folder / "report", tracker)
     return _outcome(state, report, study, error, tracker)
 
 
-def _outcome(state: StudyState, report: Path, study: StudyConfig, error: str, tracker: Tracker) -> Outcome:
+def _outcome(state: StudyState, report: Path, study: StudyConfig, error: str, tracker: Tracker | NoTracker) -> Outcome:
     return Outcome(state=state, report=report, tracking=study.tracking, tracking_error=error, parent_run=tracker.parent_run())
 
 

@@ -20,7 +20,7 @@ from study.errors import UserError, refusals
 from study.ledger import FILE, Event, Ledger, is_locked, read_ledger
 from study.plan import make_plan, trial_id
 from study.search import objective
-from study.state import ENDED, FAILED, FINISHED, RUNNING, StudyState, TrialState, fold
+from study.state import ENDED, FAILED, FINISHED, RUNNING, StudyState, TrialState, flatten, fold
 from trainers.config import TrialConfig
 
 EXPORTS = ("csv", "json", "parquet")
@@ -122,17 +122,6 @@ def _identity(trial: TrialState) -> dict[str, Any]:
     return {"id": trial.id, "row": trial.row, "number": trial.number, "seed": trial.seed, "status": trial.status, **config}
 
 
-def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested dict with dotted keys; lists as JSON."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = json.dumps(value) if isinstance(value, list) else value
-    return flat
-
-
 def export(state: StudyState, path: Path, form: str, *, epochs: bool = False) -> int:
     """Write :func:`export_rows` to ``path`` as csv, json (lines) or parquet; the number of rows."""
     rows = export_rows(state, epochs=epochs)
@@ -208,9 +197,8 @@ def _without_epochs(config: dict[str, Any]) -> str:
 
 
 def _independent(config: dict[str, Any]) -> bool:
-    """Whether an epoch is the same however many follow: one process, and no schedule over the epochs."""
-    schedule = config.get("schedule", config["optimizer"].get("schedule"))
-    return bool(config["workers"] == 1 and (schedule is None or schedule == TrialConfig().to_dict().get("schedule", "constant")))
+    """Whether an epoch is the same however many follow: one process, and a learning rate that does not decay to the last one."""
+    return bool(config["workers"] == 1 and config.get("lr_schedule", {}).get("decay", "constant") == "constant")
 
 
 def take_over(folder: Path, source: Path) -> tuple[int, int]:

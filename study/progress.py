@@ -21,7 +21,7 @@ from rich.text import Text
 from study.ledger import Event
 from study.search import objective
 from study.space import describe as describe_params
-from study.state import ENDED, FAILED, FINISHED, PLANNED, RUNNING, STOPPED, StudyState, TrialState
+from study.state import ENDED, FAILED, FINISHED, PLANNED, RUNNING, STOPPED, StudyState, TrialState, name_of
 
 STYLES = {PLANNED: "dim", RUNNING: "bold cyan", FINISHED: "green", FAILED: "bold red", STOPPED: "yellow"}
 MAX_ROWS = 24
@@ -161,6 +161,8 @@ def summary(state: StudyState) -> str:
         counted[trial.status] = counted.get(trial.status, 0) + 1
     words = {STOPPED: "ended early"}
     text = ", ".join(f"{counted[status]} {words.get(status, status)}" for status in STYLES if status in counted)
+    if not state.plan:
+        return text
     metric, mode = next(iter(state.config.search.objectives.items()))
     values = {
         trial.id: value for trial in state.trials if (value := objective(trial, metric)) is not None and math.isfinite(value)
@@ -203,12 +205,6 @@ def _bar(state: StudyState, clock: Clock, concurrent: int) -> RenderableType:
         estimate,
     )
     return line
-
-
-def name_of(trial: TrialState) -> str:
-    """``lns12 #7, seed 0``."""
-    number = "" if trial.number is None else f" #{trial.number}"
-    return f"{trial.row}{number}, seed {trial.seed}"
 
 
 def percent(fraction: float) -> str:

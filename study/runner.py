@@ -45,9 +45,6 @@ ENVIRONMENT = {
 }
 """Set before Ray starts, unless the user set them; Ray's processes inherit them."""
 
-CHECKPOINTS_KEPT = 2
-"""The newest, and the one before it for a machine that dies between writing the newest and noting it."""
-
 
 def run_plan(plan: Plan, ledger: Ledger, state: StudyState, control: Control, only: Collection[str] | None = None) -> None:
     """Run what is left of a plan; returns when every trial has ended, or ``control`` ends the study before.
@@ -188,7 +185,7 @@ def _tune(study: StudyConfig, agenda: Agenda, ledger: Ledger, state: StudyState,
             name="tune",
             storage_path=str(_next_attempt(study.folder)),
             failure_config=tune.FailureConfig(max_failures=study.max_failures),
-            checkpoint_config=_checkpoints(study),
+            checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=0, checkpoint_at_end=False),
             callbacks=[LedgerCallback(ledger, study.search.scheduler)],
             stop=StopWhenCancelled(control),
             verbose=0,
@@ -250,22 +247,13 @@ def _room(study: StudyConfig) -> Any:
     return Room(ray.cluster_resources, needs, ahead=0 if study.address is None else 1)
 
 
-def _checkpoints(study: StudyConfig) -> Any:
-    """Ray Train keeps its own."""
-    from ray import tune
-
-    if study.executor == "train":
-        return tune.CheckpointConfig()
-    return tune.CheckpointConfig(
-        num_to_keep=CHECKPOINTS_KEPT, checkpoint_frequency=study.checkpoint_every, checkpoint_at_end=True
-    )
-
-
 def _to_config(trial: PlannedTrial, state: StudyState, study: StudyConfig) -> dict[str, Any]:
     """What an executor needs; see :class:`study.trial.StudyTrial`."""
     resume_from = [] if study.executor == "train" else state.known[trial.id].checkpoints_left()
     plan = {
         "config": trial.config.to_dict(),
+        "checkpoints": str(study.folder / "checkpoints" / trial.id),
+        "checkpoint_every": study.checkpoint_every,
         "resume_from": resume_from,
         "storage": str(study.folder / "train"),
         "max_failures": study.max_failures,

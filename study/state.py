@@ -6,6 +6,7 @@ plan names them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -144,6 +145,23 @@ class StudyState:
         state.number, state.params, state.asked = trial.get("number"), trial.get("params", {}), trial.get("asked", {})
         if state.status not in (FINISHED, STOPPED) and (retry or state.status != FAILED):
             state.status, state.error = PLANNED, ""
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested dict with dotted keys; lists as JSON."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = json.dumps(value) if isinstance(value, list) else value
+    return flat
+
+
+def name_of(trial: TrialState) -> str:
+    """``lns12 #7, seed 0``."""
+    number = "" if trial.number is None else f" #{trial.number}"
+    return f"{trial.row}{number}, seed {trial.seed}"
 
 
 def fold(events: Iterable[Event]) -> StudyState:

@@ -20,12 +20,13 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from study.ledger import Event
-from study.state import FAILED, FINISHED, PLANNED, RUNNING, StudyState, TrialState
+from study.space import describe
+from study.state import ENDED, FAILED, FINISHED, PLANNED, RUNNING, STOPPED, StudyState, TrialState, flatten, name_of
 
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -42,7 +43,11 @@ PARENT_TAG = "mlflow.parentRunId"
 BATCH = 1000
 RETRY_SECONDS = 5.0
 
-MLFLOW_STATUS = {RUNNING: "RUNNING", FINISHED: "FINISHED", FAILED: "FAILED", PLANNED: "KILLED"}
+MLFLOW_STATUS = {RUNNING: "RUNNING", FINISHED: "FINISHED", STOPPED: "FINISHED", FAILED: "FAILED", PLANNED: "KILLED"}
+"""A trial that a scheduler ended early did what it was to do; the tag ``stopped_by`` tells it apart."""
+
+SETTING = "cfg/"
+"""Numeric settings are metrics as well, ``cfg/optimizer.lr``: MLflow can compare and plot metrics, params only for equality."""
 
 
 def connect(uri: str) -> Any:
@@ -64,6 +69,8 @@ def check_tracking(uri: str) -> None:
     Raises:
         ValueError: nothing answers there, or not MLflow.
     """
+    if uri == OFF:
+        return
     try:
         connect(uri).search_experiments(max_results=1)
     except Exception as error:
@@ -71,6 +78,33 @@ def check_tracking(uri: str) -> None:
             f"tracking_uri={uri!r}: no MLflow tracking store answers ({_reason(error)}); start a server with `lns-study ui`, correct the "
             "address, or leave tracking_uri out for a local sqlite file"
         ) from None
+
+
+OFF = "none"
+"""As a tracking URI: nothing is sent to MLflow."""
+
+
+class NoTracker:
+    """Stands in for :class:`Tracker` where tracking is off; `lns-study report --tracking-uri` can send the ledger later."""
+
+    def start(self, history: list[Event]) -> None:
+        """Nothing to begin."""
+
+    def listen(self, event: Event) -> None:
+        """Nothing to hear."""
+
+    def close(self, report: Path | None) -> str:
+        """Nothing is missing."""
+        return ""
+
+    def parent_run(self) -> None:
+        """There is none."""
+        return
+
+
+def make_tracker(uri: str, artifacts: Path, warn: Callable[[str], None]) -> Tracker | NoTracker:
+    """The tracker for a URI; see :class:`Tracker`."""
+    return NoTracker() if uri == OFF else Tracker(uri, artifacts, warn)
 
 
 class Tracker:
@@ -190,6 +224,7 @@ class _Pusher:
         self._parent, self._status = self._ensure_run(self._key, self._name, plan["time"], _parent_tags(plan))
         if self._status != "RUNNING":
             client.update_run(self._parent, status="RUNNING")
+        self._known = self._runs_of_ledger()
         self._runs: dict[str, str] = {}
         self._sent: dict[str, set[int]] = {}
         self._closed: set[str] = set()
@@ -201,15 +236,23 @@ class _Pusher:
 
     def push(self, trial: TrialState) -> None:
         """Send the epochs of a trial that MLflow lacks, and its end if it has ended."""
-        run = self._run_of(trial)
-        if trial.id in self._closed and trial.status == FINISHED:
+        run, new = self._run_of(trial)
+        if trial.id in self._closed and trial.status in (FINISHED, STOPPED):
             return
         fresh = {epoch: event for epoch, event in sorted(trial.reports.items()) if epoch not in self._sent[trial.id]}
         metrics = [metric for epoch, event in fresh.items() for metric in _metrics(event["metrics"], epoch, event["time"])]
-        self._log(run, [*metrics, *_metrics(trial.test, trial.epochs, trial.ended or 0.0)])
+        settings = _metrics(_settings(trial.config), 0, trial.started or self.plan["time"]) if new else []
+        ended = trial.status in ENDED
+        self._log(
+            run,
+            [*settings, *metrics, *_metrics(trial.test, trial.epochs, trial.ended or 0.0)],
+            params=list(_params(trial.config)) if new else [],
+            tags=_end_tags(trial) if ended else [],
+        )
         self._sent[trial.id] |= set(fresh)
-        if trial.status in (FINISHED, FAILED):
-            self._close(run, trial)
+        if ended:
+            self._client.set_terminated(run, MLFLOW_STATUS[trial.status], end_time=int((trial.ended or time.time()) * 1000))
+            self._closed.add(trial.id)
         elif trial.id in self._closed:
             self._client.update_run(run, status="RUNNING")
             self._closed.discard(trial.id)
@@ -253,31 +296,44 @@ class _Pusher:
         run = self._client.create_run(self._experiment, start_time=int(started * 1000), tags=tags, run_name=name)
         return run.info.run_id, "RUNNING"
 
-    def _run_of(self, trial: TrialState) -> str:
-        """The trial's run; made with its config, code and versions the first time."""
-        if trial.id not in self._runs:
-            tags = _trial_tags(trial, self.plan) | {PARENT_TAG: self._parent}
-            run, status = self._ensure_run(
-                f"{self._key}/{trial.id}", f"{trial.row}, seed {trial.seed}", trial.started or time.time(), tags
+    def _runs_of_ledger(self) -> dict[str, tuple[str, str]]:
+        """Run id and status of every trial's run there is, by key; one question for all, not one a trial."""
+        found: dict[str, tuple[str, str]] = {}
+        token = None
+        while True:
+            page = self._client.search_runs(
+                [self._experiment], f"tags.`{KEY_TAG}` LIKE '{self._key}/%'", max_results=BATCH, page_token=token
             )
-            self._client.log_batch(run, params=list(_params(trial.config)))
+            found |= {run.data.tags[KEY_TAG]: (run.info.run_id, run.info.status) for run in page}
+            token = page.token
+            if not token:
+                return found
+
+    def _run_of(self, trial: TrialState) -> tuple[str, bool]:
+        """The trial's run, made if there is none, and whether this is the first that we see of it."""
+        new = trial.id not in self._runs
+        if new:
+            key = f"{self._key}/{trial.id}"
+            run, status = self._known.get(key) or self._make_run(key, trial)
             self._runs[trial.id], self._sent[trial.id] = run, set()
             if status == "FINISHED":
                 self._closed.add(trial.id)
             elif status != "RUNNING":  # killed or failed before, goes on now
                 self._client.update_run(run, status="RUNNING")
-        return self._runs[trial.id]
+        return self._runs[trial.id], new
 
-    def _log(self, run: str, metrics: list[Any]) -> None:
-        for first in range(0, len(metrics), BATCH):
+    def _make_run(self, key: str, trial: TrialState) -> tuple[str, str]:
+        tags = {KEY_TAG: key, **_trial_tags(trial, self.plan), PARENT_TAG: self._parent}
+        began = int((trial.started or time.time()) * 1000)
+        run = self._client.create_run(self._experiment, start_time=began, tags=tags, run_name=name_of(trial))
+        return run.info.run_id, "RUNNING"
+
+    def _log(self, run: str, metrics: list[Any], params: Sequence[Any] = (), tags: Sequence[Any] = ()) -> None:
+        room = BATCH - len(params) - len(tags)
+        if metrics or params or tags:
+            self._client.log_batch(run, metrics=metrics[:room], params=params, tags=tags)
+        for first in range(room, len(metrics), BATCH):
             self._client.log_batch(run, metrics=metrics[first : first + BATCH])
-
-    def _close(self, run: str, trial: TrialState) -> None:
-        self._client.set_tag(run, "restarts", str(trial.restarts))
-        if trial.error:
-            self._client.set_tag(run, "error", trial.error[:5000])
-        self._client.set_terminated(run, MLFLOW_STATUS[trial.status], end_time=int((trial.ended or time.time()) * 1000))
-        self._closed.add(trial.id)
 
 
 def _metrics(values: dict[str, Any], epoch: int, seconds: float) -> list[Any]:
@@ -297,6 +353,23 @@ def _params(config: dict[str, Any], prefix: str = "") -> Iterator[Any]:
             yield Param(f"{prefix}{name}", str(value))
 
 
+def _settings(config: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a config under ``cfg/`` and their dotted key."""
+    return {
+        f"{SETTING}{name}": float(value)
+        for name, value in flatten(config).items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+def _end_tags(trial: TrialState) -> list[Any]:
+    """What is known of a trial once it has ended."""
+    from mlflow.entities import RunTag
+
+    tags = {"restarts": str(trial.restarts), "stopped_by": trial.stopped_by, "error": trial.error[:5000]}
+    return [RunTag(name, value) for name, value in tags.items() if value]
+
+
 def _code_tags(plan: Event) -> dict[str, str]:
     code = plan["provenance"]
     versions = {f"version.{name}": version for name, version in code["versions"].items()}
@@ -311,6 +384,10 @@ def _parent_tags(plan: Event) -> dict[str, str]:
 
 def _trial_tags(trial: TrialState, plan: Event) -> dict[str, str]:
     names = {"study": plan["study"]["name"], "kind": "trial", "row": trial.row, "seed": str(trial.seed), "trial": trial.id}
+    config = trial.config
+    names |= {"format": config["precision"]["format"], "workers": str(config["workers"])}
+    if trial.number is not None:
+        names |= {"configuration": str(trial.number), "sampled": describe(trial.params)[:5000]}
     return names | _code_tags(plan)
 
 

@@ -18,6 +18,7 @@ without a break.
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,10 +32,14 @@ from study.tune_callback import DAMAGED, REFUSED, last_line
 from trainers.checkpoint import load_checkpoint
 from trainers.config import TrialConfig
 from trainers.gang import Gang, bundles, shape, step
-from trainers.restore import begin
+from trainers.restore import Beginning, begin
+from trainers.worker import HISTORY
 
 DRIVER_RESOURCES = {"node:__internal_head__": 0.001}
 """A sliver of the head node: places the driver of a Ray Train run without taking a CPU."""
+
+CHECKPOINTS_KEPT = 2
+"""The newest, and the one before it for a newest that is damaged."""
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"
 """In a Ray Train run's folder: which checkpoint it will continue from."""
@@ -43,8 +48,8 @@ SNAPSHOT = "checkpoint_manager_snapshot.json"
 class Executor(Protocol):
     """Trains one trial after another."""
 
-    def begin(self, config: TrialConfig, checkpoints: list[str]) -> str:
-        """Build a trial, continued from the first whole checkpoint; what is wrong with those before it."""
+    def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
+        """Build a trial, continued from the first whole checkpoint."""
 
     def step(self) -> dict[str, Any]:
         """One epoch's metrics; ``done`` after the last, with the test's."""
@@ -59,10 +64,10 @@ class Executor(Protocol):
 class InProcess:
     """Trains in this very process."""
 
-    def begin(self, config: TrialConfig, checkpoints: list[str]) -> str:
+    def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
         """See :class:`Executor`."""
-        self._training, damaged = begin(config, checkpoints)
-        return damaged
+        self._training, beginning = begin(config, checkpoints)
+        return beginning
 
     def step(self) -> dict[str, Any]:
         """See :class:`Executor`."""
@@ -79,21 +84,27 @@ class InProcess:
 class StudyTrial(tune.Trainable):  # type: ignore[misc]
     """One trial after another in one Ray actor; ``step`` trains one epoch.
 
-    The Tune config has two keys: ``id``, and ``plan``, JSON of ``config`` (``TrialConfig.to_dict()``) and ``resume_from`` (checkpoint
-    folders of earlier runs of the study, newest first). JSON, since Tune copies and flattens what is nested, for every trial.
+    The Tune config has two keys: ``id``, and ``plan``, JSON of ``config`` (``TrialConfig.to_dict()``), ``checkpoints`` (folder of the
+    trial's own, by epoch), ``checkpoint_every`` (epochs) and ``resume_from`` (checkpoint folders that the ledger names, newest first).
+    JSON, since Tune copies and flattens what is nested, for every trial.
+
+    Checkpoints are written here, in the step, and not by Tune, which would ask for each in a call of its own and copy its files. A
+    trial that is started again finds them by itself. One may be newer than the last report that anybody has heard of, so the first result
+    after a restart has the metrics of all epochs before it, under ``HISTORY``.
 
     A ``ValueError`` says what cannot work, so a second try would not either: it ends the trial with a result that has the message
     under :data:`REFUSED`, where an exception would make Tune start the trial again.
     """
 
-    _refusal = _damaged = ""
+    _refusal = ""
+    _first: dict[str, Any]
     _executor: Executor | None = None
     _shape: tuple[Any, ...] = ()
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Build the trial, continued from the newest whole checkpoint in ``resume_from``."""
+        """Build the trial, continued from its newest whole checkpoint."""
         self._plan = json.loads(config["plan"])
-        self._begin(self._plan["resume_from"])
+        self._begin([])
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Take the next trial in this process."""
@@ -102,22 +113,24 @@ class StudyTrial(tune.Trainable):  # type: ignore[misc]
 
     def step(self) -> dict[str, Any]:
         """Train one epoch; after the last, test. A trial restored after its last epoch only tests."""
-        skipped = {DAMAGED: self._damaged} if self._damaged else {}
-        self._damaged = ""
+        first, self._first = self._first, {}
         try:
-            return skipped | ({"done": True, REFUSED: self._refusal} if self._refusal else self._executor_().step())
+            if self._refusal:
+                return first | {"done": True, REFUSED: self._refusal}
+            metrics = self._executor_().step()
+            return first | metrics | self._keep(metrics)
         except ValueError as error:
             self._refuse(error)
-            return skipped | {"done": True, REFUSED: self._refusal}
+            return first | {"done": True, REFUSED: self._refusal}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Write the trial's whole state; of one that was refused there is none."""
+        """Write the trial's whole state, for a scheduler that pauses it."""
         if not self._refusal:
             self._executor_().save(Path(checkpoint_dir))
 
     def load_checkpoint(self, checkpoint: str) -> None:
         """Continue from a checkpoint that :meth:`save_checkpoint` wrote; from an older one if that is damaged."""
-        self._begin([checkpoint, *self._plan["resume_from"]])
+        self._begin([checkpoint])
 
     def cleanup(self) -> None:
         """Give the ranks' processes back."""
@@ -126,12 +139,31 @@ class StudyTrial(tune.Trainable):  # type: ignore[misc]
             self._executor = None
 
     def _begin(self, checkpoints: list[str]) -> None:
-        self._refusal = self._damaged = ""
+        self._refusal, self._first = "", {}
+        own = [str(path) for path in checkpoints_in(Path(self._plan["checkpoints"]))]
         try:
             config = TrialConfig.from_dict(self._plan["config"])
-            self._damaged = self._executor_for(config).begin(config, checkpoints)
+            beginning = self._executor_for(config).begin(
+                config, list(dict.fromkeys([*checkpoints, *own, *self._plan["resume_from"]]))
+            )
         except ValueError as error:
             self._refuse(error)
+            return
+        self._first = {DAMAGED: beginning.damaged} if beginning.damaged else {}
+        if beginning.history:
+            self._first[HISTORY] = beginning.history
+
+    def _keep(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Write a checkpoint if one is due, and drop those before the last two."""
+        epoch = int(metrics["epoch"])
+        if not metrics["done"] and epoch % int(self._plan["checkpoint_every"]):
+            return {}
+        folder = Path(self._plan["checkpoints"])
+        path = folder / f"{epoch:06d}"
+        self._executor_().save(path)
+        for old in checkpoints_in(folder)[CHECKPOINTS_KEPT:]:
+            shutil.rmtree(old, ignore_errors=True)
+        return {"checkpoint_path": str(path)}
 
     def _executor_for(self, config: TrialConfig) -> Executor:
         if self._executor is None or self._shape != shape(config):
@@ -149,6 +181,11 @@ class StudyTrial(tune.Trainable):  # type: ignore[misc]
         self._refusal = last_line(str(error)).removeprefix("ValueError: ")
         if isinstance(self._executor, Gang):
             self.cleanup()
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """A trial's checkpoints by epoch, the newest first."""
+    return sorted((path for path in folder.glob("[0-9]*") if path.is_dir()), reverse=True)
 
 
 def trial_resources(config: dict[str, Any]) -> tune.PlacementGroupFactory:

@@ -60,13 +60,6 @@ class LedgerCallback(tune.Callback):  # type: ignore[misc]
         if result.get("checkpoint_path"):
             self._ledger.append("checkpoint", trial=_id(trial), epoch=int(result["epoch"]), path=result["checkpoint_path"])
 
-    def on_checkpoint(self, iteration: int, trials: list[Any], trial: Any, checkpoint: Any, **info: Any) -> None:
-        """A checkpoint is whole and on disk."""
-        if (trial.last_result or {}).get(REFUSED):
-            return
-        epoch = int((trial.last_result or {}).get("epoch", 0))
-        self._ledger.append("checkpoint", trial=_id(trial), epoch=epoch, path=str(checkpoint.path))
-
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """A trial's process died; Tune will start it again."""
         self._ledger.append("restarted", trial=_id(trial), error=_error(trial))

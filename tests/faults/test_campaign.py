@@ -1,0 +1,163 @@
+"""A campaign of faults: processes of a running study die at random moments, and the study loses nothing and repeats nothing.
+
+Every run is a real command line with a Ray of its own. One process is killed (SIGKILL) at a moment that the seed chooses: the study's main
+process, a trial's process, a rank of a gang, the raylet, Ray's control store, or the MLflow server. Where that ends the command, the same
+command is given again, until it ends by itself. Then every trial must have finished once, with every epoch reported once and every
+figure as in a run that nobody disturbed.
+
+``LNS_STUDY_FAULTS=50 python -m pytest tests/faults -m slow`` runs seeds 0 to 49 instead of the first few.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from study.ledger import read_ledger
+from study.manage import differences
+from study.state import FINISHED, StudyState, fold
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+SEEDS = range(int(os.environ.get("LNS_STUDY_FAULTS", "6")))
+FAULTS = ("driver", "trial", "rank", "raylet", "gcs", "driver twice")
+STUDY = """
+name: faults
+trial: {data: {name: digits, validation_size: 300}, model: {hidden: [16]}, epochs: 6, batch_size: 32}
+rows:
+  - {label: float32, overrides: {precision.format: float32}}
+  - {label: lns, overrides: {precision.format: lns12, precision.kahan_sum: true}}
+seeds: [0, 1]
+cpus: 2
+"""
+GANG = ["trial.workers=2", "rows=[{label: lns, overrides: {precision.format: lns12}}]"]
+NAMES = {"trial": "ray::StudyTrial", "rank": "ray::Worker", "raylet": "raylet/raylet", "gcs": "gcs_server"}
+
+
+def command(folder: Path, *overrides: str) -> subprocess.Popen[bytes]:
+    words = [sys.executable, "-m", "study", "run", "faults.yaml", "--plain", "tracking_uri=none", *overrides]
+    return subprocess.Popen(words, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, StudyState]:
+    """What comes out where nothing fails, in one process and in gangs."""
+    states = {}
+    for gang in (False, True):
+        folder = tmp_path_factory.mktemp("undisturbed")
+        (folder / "faults.yaml").write_text(STUDY)
+        assert command(folder, *(GANG if gang else [])).wait(300) == 0
+        states[gang] = fold(read_ledger(folder / "studies" / "faults"))
+    return states
+
+
+def family(process: subprocess.Popen[bytes]) -> Iterator[psutil.Process]:
+    """A command's descendants that live; Ray's processes are among them, whatever group they are in."""
+    try:
+        yield from psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return
+
+
+def kill(process: subprocess.Popen[bytes], fault: str, chance: random.Random) -> bool:
+    """Kill what the fault names; False if there is no such process now."""
+    if fault.startswith("driver"):
+        process.kill()
+        return True
+    found = []
+    for child in family(process):
+        try:
+            if any(NAMES[fault] in word for word in child.cmdline()[:1]):
+                found.append(child)
+        except psutil.NoSuchProcess:
+            continue
+    if not found:
+        return False
+    chance.choice(found).kill()
+    return True
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """No process of a command that was killed stays behind; Ray's own end by themselves, in their time."""
+    left = list(family(process))
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(left, timeout=20)
+    for child in alive:
+        child.kill()
+
+
+def run_with_fault(folder: Path, fault: str, chance: random.Random, overrides: list[str]) -> int:
+    """Give the command until it ends by itself; how many faults were made."""
+    faults, planned = 0, 2 if "twice" in fault else 1
+    for _ in range(6):
+        process = command(folder, *overrides)
+        children: dict[int, psutil.Process] = {}
+        try:
+            if faults < planned and wait_for_reports(folder, process, chance.randrange(1, 16), children):
+                time.sleep(chance.random() * 0.3)
+                faults += kill(process, fault, chance)
+            code = process.wait(300)
+        finally:
+            end(process)
+            for child in children.values():
+                if child.is_running():
+                    child.kill()
+        if code == 0:
+            return faults
+    raise AssertionError(f"{fault}: the command did not end by itself")
+
+
+def wait_for_reports(folder: Path, process: subprocess.Popen[bytes], more: int, children: dict[int, psutil.Process]) -> bool:
+    """Whether so many more epochs were reported before the command ended; notes its descendants on the way."""
+    path = folder / "studies" / "faults" / "ledger.jsonl"
+    begun = path.read_bytes().count(b'"report"') if path.exists() else 0
+    while process.poll() is None:
+        children |= {child.pid: child for child in family(process)}
+        if path.exists() and path.read_bytes().count(b'"report"') >= begun + more:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """The ledger's lines as they lie in the file, torn ones left out."""
+    found = []
+    for line in (folder / "studies" / "faults" / "ledger.jsonl").read_text(errors="replace").splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nothing_is_lost_and_nothing_done_twice(seed: int, tmp_path: Path, undisturbed: dict[bool, StudyState]) -> None:
+    chance = random.Random(seed)
+    fault = FAULTS[seed % len(FAULTS)]
+    gang = fault == "rank" or (fault != "trial" and chance.random() < 0.3)
+    (tmp_path / "faults.yaml").write_text(STUDY)
+    run_with_fault(tmp_path, fault, chance, GANG if gang else [])
+    state, wanted = fold(read_ledger(tmp_path / "studies" / "faults")), undisturbed[gang]
+    assert [trial.id for trial in state.trials] == [trial.id for trial in wanted.trials]
+    for trial, other in zip(state.trials, wanted.trials, strict=True):
+        assert trial.status == FINISHED, f"{fault}: {trial.error}"
+        assert sorted(trial.reports) == sorted(other.reports)
+        assert differences(trial, other) == []
+    written = lines(tmp_path)
+    finished = Counter(event["trial"] for event in written if event["event"] == "finished")
+    reported = Counter((event["trial"], event["epoch"]) for event in written if event["event"] == "report")
+    assert set(finished.values()) == {1}
+    assert set(reported.values()) == {1}
