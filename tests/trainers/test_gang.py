@@ -50,18 +50,20 @@ def test_one_gang_trains_trial_after_trial_and_the_order_does_not_matter(group: 
     assert shape(other) == shape(CONFIG)
     gang = Gang(CONFIG, group)
     assert len({*gang.pids, os.getpid()}) == 3
-    assert gang.begin(CONFIG, []) == ""
+    assert gang.begin(CONFIG, []).damaged == ""
     first = epochs(gang)
     gang.save(tmp_path / "first")
-    assert gang.begin(other, []) == ""
+    assert gang.begin(other, []).damaged == ""
     between = epochs(gang)
-    assert gang.begin(CONFIG, []) == ""
+    assert gang.begin(CONFIG, []).damaged == ""
     assert epochs(gang) == first
     assert between != first
     assert [metrics["epoch"] for metrics in first] == [1, 2]
     assert first[-1]["test/error"] < 0.9
     # Continued after the first epoch's end, and from what is damaged not at all.
-    assert "no whole checkpoint" in gang.begin(replace(CONFIG, epochs=3), [str(tmp_path / "none"), str(tmp_path / "first")])
+    beginning = gang.begin(replace(CONFIG, epochs=3), [str(tmp_path / "none"), str(tmp_path / "first")])
+    assert "no whole checkpoint" in beginning.damaged
+    assert [metrics["epoch"] for metrics in beginning.history] == [1, 2]
     assert [metrics["epoch"] for metrics in epochs(gang)] == [3]
     gang.close()
 
@@ -74,8 +76,8 @@ def test_a_gang_in_lns_ends_with_the_bits_of_one_process(group: PlacementGroup, 
     gang.close()
     alone, _ = begin(replace(CONFIG, workers=1), [])
     alone.train_epoch()
-    of_gang, damaged = begin(replace(CONFIG, workers=1), [str(tmp_path)])
-    assert damaged == ""
+    of_gang, beginning = begin(replace(CONFIG, workers=1), [str(tmp_path)])
+    assert beginning.damaged == ""
     for (name, ours), theirs in zip(alone.model.named_parameters(), of_gang.model.parameters(), strict=True):
         assert (ours.codes == theirs.codes).all(), name
 
