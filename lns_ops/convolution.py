@@ -6,6 +6,7 @@ product in the contract's order. What is summed, and in which order:
 - forward, ``out[n, o, p] = sum w[o, c, t] x[n, c, stride p + dilation t - padding]``: over (c, t), the channel slowest, t row-major;
 - gradient of the input: over (o, t), t from the last tap to the first, that is by ascending position in the gradient. With a stride each
   residue of the position takes only the taps that reach it, so no zeros are multiplied. It is also the transposed convolution;
+- gradient of the bias: over the positions of each image, then over images;
 - gradient of the weight: over (n, p) in pieces of whole images, as many as have ``LONG_SUM = 4096`` positions together (at least one), and
   the pieces are then added as :func:`lns_ops.functional.sum` does. One row of all positions of a batch would be far too long a sum.
 

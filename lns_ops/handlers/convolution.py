@@ -68,7 +68,7 @@ def _convolution_backward(
         small, large = (x_codes, grad_codes) if transposed else (grad_codes, x_codes)
         grads[1] = conv.weight_gradient(small, large, weight.shape[2:], geometry, fmt, **options)
     if output_mask[2]:
-        grads[2] = lns.sum(grad_codes, [0, *range(2, grad.dim())], fmt)
+        grads[2] = lns.sum(lns.sum(grad_codes, range(2, grad.dim()), fmt), [0], fmt)  # positions, then images
     first, second, third = (None if g is None else LNSTensor(g, fmt) for g in grads)
     return first, second, third
 

@@ -1,6 +1,6 @@
 """Batch, layer, group, instance and root-mean-square normalization, every operation in LNS, with one gradient for all.
 
-Over the dimensions that are averaged, ``n`` values::
+Over the dimensions that are averaged, ``n`` values (the last dimensions first, so for images: positions, then examples)::
 
     d = x - sum(x) / n        v = sum(d^2) / n        s = (v + eps)^(-1/2)        y = d s
     dx = s (g - sum(g) / n - y sum(g y) / n)
@@ -37,7 +37,11 @@ def _number(value: float, fmt: LNSFormat) -> Tensor:
 
 
 def _mean(x: Tensor, dims: Sequence[int], fmt: LNSFormat) -> Tensor:
-    return lns.mean(x, dims, fmt, keepdim=True)
+    """Of the last dimensions first, then of the others: means of means, of equal numbers of values, without moving any."""
+    trailing = [d for d in dims if set(range(d, x.dim())) <= set(dims)]
+    rest = [d for d in dims if d not in trailing]
+    inner = lns.mean(x, trailing, fmt, keepdim=True) if trailing else x
+    return lns.mean(inner, rest, fmt, keepdim=True) if rest else inner
 
 
 def _inverse_root(variance: Tensor, eps: float, fmt: LNSFormat) -> Tensor:
