@@ -383,9 +383,24 @@ def adam_update_float32_(
     )  # fmt: skip
 
 
+def select(condition: Tensor, x: Tensor | int, y: Tensor | int) -> Tensor:
+    """``x`` where ``condition`` (boolean) holds, else ``y``; int16 codes, or 0. On a CPU in bit operations.
+
+    torch's own selection there takes 4 ns a value when the condition is as good as random, these 0.4.
+    """
+    if condition.is_cuda:
+        return torch.where(condition, x, y).to(torch.int16)
+    mask = -condition.to(torch.int16)
+    if isinstance(y, int):
+        assert y == 0
+        return x & mask
+    return y ^ ((x ^ y) & mask)
+
+
 def neg(x: Tensor, fmt: LNSFormat) -> Tensor:
     """``-x``, exact: flips the sign bits of nonzero codes."""
-    return torch.where(x == 0, x, x ^ fmt.sign_mask)
+    nonzero = (x | -x) >> 15  # all bits, or none
+    return x ^ (nonzero & fmt.sign_mask)
 
 
 def absolute(x: Tensor, fmt: LNSFormat) -> Tensor:
@@ -395,8 +410,8 @@ def absolute(x: Tensor, fmt: LNSFormat) -> Tensor:
 
 def sign(x: Tensor, fmt: LNSFormat) -> Tensor:
     """-1, 0 or 1 as codes."""
-    one = torch.full_like(x, fmt.bias)
-    return torch.where(x == 0, 0, torch.where(x < 0, one | fmt.sign_mask, one)).to(torch.int16)
+    nonzero = -(x & fmt.field_mask) >> 15
+    return (fmt.bias | (x >> 15 & fmt.sign_mask)) & nonzero
 
 
 def relu(x: Tensor) -> Tensor:
@@ -405,5 +420,12 @@ def relu(x: Tensor) -> Tensor:
 
 
 def order_key(x: Tensor, fmt: LNSFormat) -> Tensor:
-    """int16 keys that compare as the values do."""
-    return torch.where(x < 0, -(x & fmt.field_mask), x)
+    """int16 keys that compare as the values do: the field, negated for negative values."""
+    negative = x >> 15
+    return ((x & fmt.field_mask) ^ negative) - negative
+
+
+def from_key(key: Tensor, fmt: LNSFormat) -> Tensor:
+    """The codes of int16 keys."""
+    negative = key >> 15
+    return ((key ^ negative) - negative) | (negative & fmt.sign_mask)

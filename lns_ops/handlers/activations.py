@@ -134,26 +134,26 @@ def _celu(func: Any, x: LNSTensor, alpha: float = 1) -> LNSTensor:
 @handles(aten.leaky_relu.default)
 def _leaky_relu(func: Any, x: LNSTensor, negative_slope: float = 0.01) -> LNSTensor:
     codes, slope, fmt = operands("leaky_relu", x, negative_slope)
-    return LNSTensor(torch.where(codes > 0, codes, lns.mul(codes, slope, fmt)), fmt)
+    return LNSTensor(lns.select(codes > 0, codes, lns.mul(codes, slope, fmt)), fmt)
 
 
 @handles(aten.leaky_relu_backward.default)
 def _leaky_relu_backward(func: Any, grad: LNSTensor, x: LNSTensor, negative_slope: float, is_result: bool) -> LNSTensor:
     codes, slope, fmt = operands("leaky_relu_backward", grad, negative_slope)
-    return LNSTensor(torch.where(x.codes > 0, codes, lns.mul(codes, slope, fmt)), fmt)
+    return LNSTensor(lns.select(x.codes > 0, codes, lns.mul(codes, slope, fmt)), fmt)
 
 
 @handles(aten._prelu_kernel.default)
 def _prelu(func: Any, x: LNSTensor, weight: LNSTensor) -> LNSTensor:
     codes, slope, fmt = operands("prelu", x, weight)
-    return LNSTensor(torch.where(codes > 0, codes, lns.mul(codes, slope, fmt)), fmt)
+    return LNSTensor(lns.select(codes > 0, codes, lns.mul(codes, slope, fmt)), fmt)
 
 
 @handles(aten._prelu_kernel_backward.default)
 def _prelu_backward(func: Any, grad: LNSTensor, x: LNSTensor, weight: LNSTensor) -> tuple[LNSTensor, LNSTensor]:
     fmt, positive = x.fmt, x.codes > 0
-    grad_x = torch.where(positive, grad.codes, lns.mul(grad.codes, weight.codes, fmt))
-    return LNSTensor(grad_x, fmt), LNSTensor(torch.where(positive, 0, lns.mul(grad.codes, x.codes, fmt)), fmt)
+    grad_x = lns.select(positive, grad.codes, lns.mul(grad.codes, weight.codes, fmt))
+    return LNSTensor(grad_x, fmt), LNSTensor(lns.select(~positive, lns.mul(grad.codes, x.codes, fmt), 0), fmt)
 
 
 class _FromArgument(torch.autograd.Function):

@@ -28,11 +28,11 @@ def _softmax_codes(x: Tensor, dim: int, fmt: LNSFormat, kept: Tensor | None = No
     if kept is not None:
         key = torch.where(kept, key, -fmt.field_mask)
     largest = key.amax(dim, keepdim=True)
-    shifted = lns.sub(x, torch.where(largest < 0, -largest | fmt.sign_mask, largest).to(torch.int16), fmt)
+    shifted = lns.sub(x, lns.from_key(largest, fmt), fmt)
     exponentials = lookup(shifted, "exp", fmt)
     if kept is None:
         return lns.div(exponentials, lns.sum(exponentials, [dim], fmt, keepdim=True), fmt)
-    exponentials = torch.where(kept, exponentials, 0)
+    exponentials = lns.select(kept, exponentials, 0)
     total = lns.sum(exponentials, [dim], fmt, keepdim=True)
     return lns.div(exponentials, torch.where(total == 0, fmt.bias, total).to(torch.int16), fmt)
 

@@ -24,7 +24,7 @@ def _key(x: LNSTensor) -> Tensor:
 
 
 def _from_key(key: Tensor, fmt: LNSFormat) -> LNSTensor:
-    return LNSTensor(torch.where(key < 0, -key | fmt.sign_mask, key).to(torch.int16), fmt)
+    return LNSTensor(lns.from_key(key, fmt), fmt)
 
 
 def finite(value: Any, fmt: LNSFormat) -> Any:
@@ -67,31 +67,31 @@ def _clamp(func: Any, x: LNSTensor, first: Any = None, second: Any = None, *, mi
 @handles(aten.hardtanh_backward.default)
 def _hardtanh_backward(func: Any, grad: LNSTensor, x: LNSTensor, low: float, high: float) -> LNSTensor:
     inside = (_key(x) > _key(_pair(func, x, low)[1])) & (_key(x) < _key(_pair(func, x, high)[1]))
-    return LNSTensor(torch.where(inside, grad.codes, 0), grad.fmt)
+    return LNSTensor(lns.select(inside, grad.codes, 0), grad.fmt)
 
 
 @handles(aten.threshold.default)
 def _threshold(func: Any, x: LNSTensor, threshold: float, value: float) -> LNSTensor:
     above = _key(x) > _key(_pair(func, x, threshold)[1])
-    return LNSTensor(torch.where(above, x.codes, _pair(func, x, value)[1].codes), x.fmt)
+    return LNSTensor(lns.select(above, x.codes, _pair(func, x, value)[1].codes), x.fmt)
 
 
 @handles(aten.threshold_backward.default)
 def _threshold_backward(func: Any, grad: LNSTensor, x: LNSTensor, threshold: float) -> LNSTensor:
     above = x.codes > 0 if threshold == 0 else _key(x) > _key(_pair(func, x, threshold)[1])
-    return LNSTensor(torch.where(above, grad.codes, 0), x.fmt)
+    return LNSTensor(lns.select(above, grad.codes, 0), x.fmt)
 
 
 @handles(aten.where.self)
 def _where(func: Any, condition: Tensor, x: Any, y: Any) -> LNSTensor:
     x, y = _pair("where", x, y)
-    return LNSTensor(torch.where(condition, x.codes, y.codes), x.fmt)
+    return LNSTensor(lns.select(condition, x.codes, y.codes), x.fmt)
 
 
 @handles(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 def _masked_fill(func: Any, x: LNSTensor, mask: Tensor, value: Any) -> LNSTensor:
     x, filling = _pair("masked_fill", x, value)
-    return LNSTensor(torch.where(mask, filling.codes, x.codes), x.fmt)
+    return LNSTensor(lns.select(mask, filling.codes, x.codes), x.fmt)
 
 
 @handles(*(getattr(getattr(aten, n), o) for n in ("eq", "ne", "lt", "le", "gt", "ge") for o in ("Tensor", "Scalar")))
@@ -146,14 +146,14 @@ def _shrink(func: Any, x: LNSTensor, lambd: float = 0.5) -> LNSTensor:
     shrunk = x.codes
     if func is aten.softshrink.default:
         limit, _, _ = operands(func, lambd, x)
-        shrunk = lns.sub(x.codes, torch.where(x.codes < 0, lns.neg(limit, x.fmt), limit), x.fmt)
-    return LNSTensor(torch.where(beyond, shrunk, 0), x.fmt)
+        shrunk = lns.sub(x.codes, lns.select(x.codes < 0, lns.neg(limit, x.fmt), limit), x.fmt)
+    return LNSTensor(lns.select(beyond, shrunk, 0), x.fmt)
 
 
 @handles(aten.hardshrink_backward.default, aten.softshrink_backward.default)
 def _shrink_backward(func: Any, grad: LNSTensor, x: LNSTensor, lambd: float) -> LNSTensor:
     beyond = (x.codes & x.fmt.field_mask) > operands(func, x, lambd)[1]
-    return LNSTensor(torch.where(beyond, grad.codes, 0), x.fmt)
+    return LNSTensor(lns.select(beyond, grad.codes, 0), x.fmt)
 
 
 @handles(aten.isnan.default, aten.isinf.default)

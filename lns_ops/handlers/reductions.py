@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lns_ops import functional as lns
@@ -114,7 +113,7 @@ def _logsumexp(func: Any, x: LNSTensor, dim: Any, keepdim: bool = False) -> LNST
 
 def _largest(x: LNSTensor, dim: Any) -> Tensor:
     key = lns.order_key(x.codes, x.fmt).amax(_dims(x, dim), keepdim=True)
-    return torch.where(key < 0, -key | x.fmt.sign_mask, key).to(torch.int16)
+    return lns.from_key(key, x.fmt)
 
 
 @handles(aten.mm.default, aten.bmm.default)

@@ -138,7 +138,7 @@ def _dropout(func: Any, x: LNSTensor, p: float, train: bool | None) -> tuple[LNS
 @handles(aten.native_dropout_backward.default)
 def _dropout_backward(func: Any, grad: LNSTensor, mask: Tensor, scale: float) -> LNSTensor:
     codes, factor, fmt = operands("dropout", grad, scale)
-    return LNSTensor(torch.where(mask, lns.mul(codes, factor, fmt), 0), fmt)
+    return LNSTensor(lns.select(mask, lns.mul(codes, factor, fmt), 0), fmt)
 
 
 @handles(aten._local_scalar_dense.default)
