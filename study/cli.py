@@ -82,6 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_ui(commands)
     add_commands(commands, _run_config)
     _add_doctor(commands)
+    _add_simulate(commands)
     return parser
 
 
@@ -114,6 +115,20 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     plan.add_argument("config", metavar="CONFIG", help="YAML file, or a name in conf/study")
     plan.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
     plan.set_defaults(command=_plan)
+
+
+def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    simulate = commands.add_parser("simulate", help="how long a study would take on more machines, without running it", description=(
+        "Simulate a study's trials and scheduler on numbers of slots (trials at a time): makespan, idle share, what is ended early, load "
+        "on MLflow. Times and curves come from studies in the storage where they have like trials, else from --seconds and synthetic "
+        "curves."))  # fmt: skip
+    simulate.add_argument("config", metavar="CONFIG", help="YAML file, or a name in conf/study")
+    simulate.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
+    simulate.add_argument(
+        "--slots", type=int, nargs="+", default=[1, 10, 100, 1000], help="trials at a time (default: 1 10 100 1000)"
+    )
+    simulate.add_argument("--seconds", type=float, default=10.0, help="an epoch where none was recorded (default: 10)")
+    simulate.set_defaults(command=_simulate)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -183,6 +198,42 @@ def _plan(options: argparse.Namespace) -> int:
         plan = make_plan(study, download=False)
     for line in describe_plan(plan):
         print(line)
+    return 0
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    import dataclasses
+
+    from study.cli_manage import print_table
+    from study.compose import load
+    from study.ledger import read_ledger
+    from study.manage import folders
+    from study.plan import make_plan
+    from study.progress import duration
+    from study.simulate import recorded_errors, recorded_seconds, simulate
+    from study.state import fold
+
+    with refusals():
+        study = load(options.config, options.overrides, lambda line: print(line, file=sys.stderr), download=False)
+        if min(options.slots) < 1 or not options.seconds > 0:
+            raise UserError(
+                f"--slots {options.slots} --seconds {options.seconds}: must be positive; use for example --slots 8 64"
+            )
+        if study.search.adaptive:
+            study = dataclasses.replace(study, search=dataclasses.replace(study.search, algorithm="random"))
+        plan = make_plan(study, download=False)
+    states = [fold(read_ledger(folder)) for folder in folders(study.storage)]
+    seconds = recorded_seconds(plan, states, options.seconds)
+    error = recorded_errors(states, next(iter(study.search.objectives)))
+    lines = []
+    for slots in options.slots:
+        found = simulate(plan, slots, seconds, error)
+        lines.append(
+            [str(slots), duration(found.makespan), f"{100 * found.idle:.0f} %", str(found.early), f"{found.epochs}", f"{found.saved}",
+             f"{found.requests:.2g}"]
+        )  # fmt: skip
+    print(f"{study.name}: {len(plan.trials)} trials")
+    print_table(["slots", "makespan", "idle", "ended early", "epochs", "epochs saved", "MLflow requests/s"], lines)
     return 0
 
 

@@ -95,7 +95,7 @@ def _list(options: argparse.Namespace) -> int:
         return 0
     lines.sort(key=lambda line: -float(line["time"]))
     cells = [[str(line[key]) for key in ("name", "condition", "trials", "best")] + [_when(line["time"])] for line in lines]
-    _print_table(["study", "condition", "trials", "best", "last heard of"], cells, plain=options.plain)
+    print_table(["study", "condition", "trials", "best", "last heard of"], cells, plain=options.plain)
     return 0
 
 
@@ -158,7 +158,7 @@ def _print_trial(folder: Path, trial: TrialState) -> None:
         [str(epoch), *(f"{event['metrics'].get(name, float('nan')):.5g}" for name in names)]
         for epoch, event in sorted(trial.reports.items())
     ]
-    _print_table(["epoch", *names], lines, plain=False)
+    print_table(["epoch", *names], lines)
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -280,7 +280,8 @@ def _when(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 
-def _print_table(headings: list[str], lines: list[list[str]], *, plain: bool) -> None:
+def print_table(headings: list[str], lines: list[list[str]], *, plain: bool = False) -> None:
+    """A table with aligned columns; ``plain`` has tabs and no headings."""
     if plain:
         for line in lines:
             print("\t".join(line))

@@ -165,6 +165,8 @@ class StudyConfig:
             trial by Ray Train, which restarts a gang within the trial, at 10 to 30 s a start.
         checkpoint_every: epochs between checkpoints.
         max_failures: how often a trial whose worker died is restarted from its last checkpoint.
+        heartbeat: seconds without a report after which a trial counts as hung: its processes are killed and it is restarted like one that
+            died. None waits for ever. Must be longer than the longest epoch, and its start.
     """
 
     name: str = "study"
@@ -187,6 +189,7 @@ class StudyConfig:
     executor: str = "auto"
     checkpoint_every: int = 1
     max_failures: int = 3
+    heartbeat: float | None = None
 
     def __post_init__(self) -> None:
         self._check_name()
@@ -203,6 +206,7 @@ class StudyConfig:
                 f"executor=train with search.scheduler={self.search.scheduler}: Ray Train's trials cannot be ended early; use executor=auto"
             )
         at_least("checkpoint_every", self.checkpoint_every, 1, "1 checkpoints every epoch")
+        finite("heartbeat", self.heartbeat, 1.0, "leave it out to wait for ever")
         at_least("max_failures", self.max_failures, 0, "3 survives a killed worker")
         self._check_baseline()
         self._check_space()

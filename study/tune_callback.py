@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray import tune
 
 from study.ledger import Ledger
@@ -29,10 +31,13 @@ class LedgerCallback(tune.Callback):  # type: ignore[misc]
     Args:
         ledger: takes the events.
         scheduler: name of what may end trials early.
+        heartbeat: seconds without a report after which a trial's process is killed, to be started again; None never.
     """
 
-    def __init__(self, ledger: Ledger, scheduler: str = "none") -> None:
-        self._ledger, self._scheduler = ledger, scheduler
+    def __init__(self, ledger: Ledger, scheduler: str = "none", heartbeat: float | None = None) -> None:
+        self._ledger, self._scheduler, self._heartbeat = ledger, scheduler, heartbeat
+        self._heard: dict[Any, float] = {}
+        self._hung: dict[str, str] = {}
         self._tests: dict[str, dict[str, float]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -41,10 +46,12 @@ class LedgerCallback(tune.Callback):  # type: ignore[misc]
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """A trial's process began, or began again."""
+        self._heard[trial] = time.monotonic()
         self._ledger.append("started", trial=_id(trial))
 
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any) -> None:
         """An epoch is done; the last one's result also has the test figures."""
+        self._heard[trial] = time.monotonic()
         for past in result.get(HISTORY, []):
             self._ledger.append("report", trial=_id(trial), epoch=int(past["epoch"]), metrics=_metrics(past))
         metrics = _metrics(result)
@@ -60,12 +67,26 @@ class LedgerCallback(tune.Callback):  # type: ignore[misc]
         if result.get("checkpoint_path"):
             self._ledger.append("checkpoint", trial=_id(trial), epoch=int(result["epoch"]), path=result["checkpoint_path"])
 
+    def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        """Kill the process of a trial that has been silent for too long; Tune then starts it again."""
+        if self._heartbeat is None:
+            return
+        now = time.monotonic()
+        for trial in [trial for trial, heard in self._heard.items() if now - heard > self._heartbeat]:
+            actor = trial.temporary_state.ray_actor
+            if actor is not None:
+                self._hung[_id(trial)] = f"no report for {self._heartbeat:g} s, so its process was killed (heartbeat)"
+                ray.kill(actor)
+            self._heard[trial] = now
+
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """A trial's process died; Tune will start it again."""
-        self._ledger.append("restarted", trial=_id(trial), error=_error(trial))
+        self._heard.pop(trial, None)
+        self._ledger.append("restarted", trial=_id(trial), error=self._hung.pop(_id(trial), "") or _error(trial))
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """A trial is done, or the scheduler ended it early."""
+        self._heard.pop(trial, None)
         test, last = self._tests.get(_id(trial)), trial.last_result or {}
         if last.get(REFUSED):
             self._ledger.append("failed", trial=_id(trial), error=str(last[REFUSED]))
@@ -78,7 +99,8 @@ class LedgerCallback(tune.Callback):  # type: ignore[misc]
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """A trial failed for good."""
-        self._ledger.append("failed", trial=_id(trial), error=_error(trial))
+        self._heard.pop(trial, None)
+        self._ledger.append("failed", trial=_id(trial), error=self._hung.pop(_id(trial), "") or _error(trial))
 
 
 def last_line(text: str) -> str:

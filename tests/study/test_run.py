@@ -238,7 +238,8 @@ def test_a_gang_with_a_killed_rank_loses_no_epoch_and_ends_bit_equal(ray_session
 
     def kill_a_rank(event: Event) -> None:
         if event["event"] == "report" and event["epoch"] == 2 and not killed:
-            ranks = [p for p in psutil.process_iter(["cmdline"]) if "ray::Worker" in " ".join(p.info["cmdline"] or [])]
+            ours = psutil.Process().children(recursive=True)  # other sessions on this machine have gangs too
+            ranks = [process for process in ours if "ray::Worker" in " ".join(process.cmdline())]
             killed.append(ranks[0].pid)
             ranks[0].kill()
 
@@ -338,9 +339,12 @@ def test_stop_lets_trials_end_and_cancel_does_not(ray_session: None, tiny: Tiny,
 def test_a_paused_study_begins_nothing_until_it_is_resumed(ray_session: None, tiny: Tiny) -> None:
     study = tiny("paused", "trial.epochs=2", "seeds=[0,1,2]")
     resumed: list[float] = []
+    reported: set[str] = set()
 
     def pause_once(event: Event) -> None:
-        if event["event"] == "report" and not resumed:
+        if event["event"] == "report":
+            reported.add(event["trial"])
+        if len(reported) == 2 and not resumed:  # both processes are up; nothing that was handed out before is still starting
             ask(study.folder, wish=Wish.PAUSE, limits={"trials": 5, "hours": 3.0})
             time.sleep(POLL_SECONDS)
             resumed.append(time.time() + 4)
