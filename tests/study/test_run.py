@@ -356,3 +356,20 @@ def test_a_paused_study_begins_nothing_until_it_is_resumed(ray_session: None, ti
     assert [at for at in begun if at >= resumed[0]]
     assert sum(trial.status == FINISHED for trial in outcome.state.trials) == 5
     assert outcome.state.limits == {"trials": 5, "hours": 3.0}
+
+
+def test_a_trial_that_hangs_is_killed_and_started_again(ray_session: None, tiny: Tiny) -> None:
+    """Stopped (SIGSTOP) after its second epoch, a process reports no more; after the heartbeat another one ends its trial."""
+    undisturbed, _ = run(tiny("no hang", "rows=[{label: float32}]", "baseline=null"))
+    stopped: list[int] = []
+
+    def hang_once(event: Event) -> None:
+        if event["event"] == "report" and event["epoch"] == 2 and not stopped:
+            stopped.append(event["pid"])
+            os.kill(event["pid"], signal.SIGSTOP)
+
+    outcome, view = run(tiny("hang", "rows=[{label: float32}]", "baseline=null", "heartbeat=20"), hang_once)
+    (again,) = [event for event in view.events if event["event"] == "restarted"]
+    assert again["error"] == "no report for 20 s, so its process was killed (heartbeat)"
+    assert results(outcome.state) == results(undisturbed.state)
+    assert not psutil.pid_exists(stopped[0])
