@@ -1,9 +1,10 @@
 """Asynchronous data parallelism: a replica's side of the parameter server (:mod:`trainers.parameter_server`).
 
 Rank 0 starts the shards as Ray actors, which need no CPU of their own in Ray's books and end with it; the others find them by
-name. After every backward pass a replica pushes its gradient to all shards and pulls the weights for its next step. Every replica takes
-its share of every batch, so all make the same number of steps; at the end of an epoch they wait for each other, and evaluate the
-same weights. Ray must be running in the process.
+name. After every backward pass a replica pushes its gradient to all shards and pulls the weights for its next step. With fixed work
+every replica takes its share of every batch, so all make the same number of steps; with shared work who is ready asks the first shard for
+the next share, so a slow replica makes fewer. At the end of an epoch they wait for each other, and evaluate the same weights. Ray must
+be running in the process.
 
 Bytes: a push and a pull, the whole model each: with float32 8 bytes a parameter, replica and step, with LNS 4; what the server sends is
 counted for the replica that receives it.
@@ -14,6 +15,7 @@ The server keeps the weights and the optimizer's state; a checkpoint has both, e
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -57,7 +59,16 @@ class Asynchronous(Synchroniser):
         values = self._flat([p.detach() for p in model.parameters()])
         self._slices = slices(len(values), config.sync.shards)
         self._shards = self._start(values, config, shard)
-        self._clock, self._good = 0, True
+        self._clock, self._good, self._shared = 0, True, config.sync.work == "shared"
+
+    def shares(self, steps: int, part: int) -> Iterator[tuple[int, int]]:
+        """With shared work the shares that nobody has taken yet, else this replica's own."""
+        if not self._shared:
+            yield from super().shares(steps, part)
+            return
+        replicas = self._collectives.size
+        while (number := ray.get(self._shards[0].take.remote())) < steps * replicas:
+            yield divmod(number, replicas)
 
     def begin_epoch(self) -> None:
         """Clocks begin anew; all pull the same weights."""
@@ -95,11 +106,15 @@ class Asynchronous(Synchroniser):
         return finite
 
     def metrics(self) -> dict[str, float]:
-        """``staleness/version_lag`` (updates) and ``staleness/clock_gap`` (steps): mean, ``_max``, and the shares of 0, 1, 2 ..."""
+        """``staleness/version_lag`` (updates) and ``staleness/clock_gap`` (steps): mean, ``_max``, and the shares of 0, 1, 2 ...;
+        ``staleness/steps_min`` and ``_max``: of the replicas with the fewest and the most steps.
+        """
         recorded = ray.get([shard.recorded.remote() for shard in self._shards])
         self._collectives.all_true(True)
         lags, gaps = ([pair[i] for pair in recorded] for i in (0, 1))
-        return describe("version_lag", merged(lags)) | describe("clock_gap", merged(gaps))
+        clocks = recorded[0][2]
+        steps = {"staleness/steps_min": float(min(clocks)), "staleness/steps_max": float(max(clocks))}
+        return describe("version_lag", merged(lags)) | describe("clock_gap", merged(gaps)) | steps
 
     def state(self) -> dict[str, Tensor]:
         """The server's, from rank 0; the others have nothing but a place to be asked."""

@@ -323,13 +323,19 @@ def epoch_order(examples: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(examples, generator=torch.Generator().manual_seed((seed << 20) + epoch))
 
 
+def share(split: Split, order: Tensor, *, batch_size: int, step: int, part: int, parts: int) -> Split:
+    """The ``part``-th of ``parts`` contiguous parts of batch ``step`` in ``order``."""
+    size = batch_size // parts
+    start = step * batch_size + part * size
+    chosen = order[start : start + size]
+    return Split(split.x[chosen], split.y[chosen])
+
+
 def batches(split: Split, *, batch_size: int, seed: int, epoch: int, rank: int = 0, world_size: int = 1) -> Iterator[Split]:
     """The batches of one epoch in the order of (seed, epoch); the last, incomplete one is left out.
 
     Rank ``r`` gets the ``r``-th contiguous part of every batch, ``batch_size / world_size`` examples.
     """
     order = epoch_order(len(split.y), seed, epoch)
-    share = batch_size // world_size
-    for start in range(rank * share, len(order) - batch_size + rank * share + 1, batch_size):
-        chosen = order[start : start + share]
-        yield Split(split.x[chosen], split.y[chosen])
+    for step in range(len(order) // batch_size):
+        yield share(split, order, batch_size=batch_size, step=step, part=rank, parts=world_size)

@@ -95,9 +95,14 @@ class Shard:
             self._failed = True
             self._changed.notify_all()
 
-    async def recorded(self) -> tuple[dict[int, int], dict[int, int]]:
-        """How often each version lag and each clock gap occurred since the restart."""
-        return dict(self._lags), dict(self._gaps)
+    async def take(self) -> int:
+        """The next number from 0 on: which part of the epoch the replica that asks shall compute."""
+        self._taken += 1
+        return self._taken - 1
+
+    async def recorded(self) -> tuple[dict[int, int], dict[int, int], list[int]]:
+        """How often each version lag and each clock gap occurred since the restart, and the replicas' clocks."""
+        return dict(self._lags), dict(self._gaps), list(self._clocks)
 
     async def state(self) -> dict[str, Values]:
         """The slice as ``weight``, and the optimizer's state of it: ``codes/KEY`` for LNS values, ``plain/KEY`` for others."""
@@ -124,6 +129,7 @@ class Shard:
     def _restart(self) -> None:
         self._clocks = [0] * self._replicas
         self._waiting: dict[int, Values] = {}
+        self._taken = 0
         self._lags: Counter[int] = Counter()
         self._gaps: Counter[int] = Counter()
 

@@ -12,7 +12,7 @@ USES: dict[str, tuple[str, ...]] = {
     "diloco": ("period", "outer_lr", "outer_momentum"),
     "elastic": ("period", "moving_rate"),
     "final_average": (),
-    "asynchronous": ("staleness", "shards"),
+    "asynchronous": ("staleness", "shards", "work"),
 }
 """Every way and the keys that mean something to it, beside ``straggler_seconds``, which delays any."""
 
@@ -31,6 +31,9 @@ class SyncConfig:
         staleness: of asynchronous: how many steps a replica may be ahead of the slowest one; 0 for none (bulk synchronous), None for
             no bound.
         shards: processes that the parameter server is divided over, equal parts of the weights each.
+        work: of asynchronous: ``fixed`` (every replica takes its part of every batch, so an epoch lasts as long as the slowest replica) or
+            ``shared`` (a replica that is ready takes the next part of the epoch; without a bound only, the slow shall not hold up
+            the fast).
         straggler_seconds: the last replica sleeps so long every step, for the study of stragglers.
     """
 
@@ -41,6 +44,7 @@ class SyncConfig:
     moving_rate: float = 0.9
     staleness: int | None = 0
     shards: int = 1
+    work: str = "fixed"
     straggler_seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -54,6 +58,12 @@ class SyncConfig:
             raise ValueError(f"sync.moving_rate={self.moving_rate}: must be above 0 and at most 1; use for example 0.9")
         at_least("sync.staleness", self.staleness, 0, "0 waits for all every step, null never")
         at_least("sync.shards", self.shards, 1, "1 keeps all weights in one process")
+        one_of("sync.work", self.work, ("fixed", "shared"))
+        if self.work == "shared" and self.staleness is not None:
+            raise ValueError(
+                f"sync.work=shared, sync.staleness={self.staleness}: a bound makes all replicas take as many steps as the slowest; use "
+                "sync.staleness=null, or sync.work=fixed"
+            )
         finite("sync.straggler_seconds", self.straggler_seconds, 0.0, "0 delays no replica")
         self._check_unused()
 

@@ -29,6 +29,11 @@ class Synchroniser:
     def begin_epoch(self) -> None:
         """Before an epoch's first step."""
 
+    def shares(self, steps: int, part: int) -> Iterator[tuple[int, int]]:
+        """Which parts of which batches of an epoch this replica takes: by default its own ``part`` of each of ``steps``."""
+        for step in range(steps):
+            yield step, part
+
     def update(self, optimizer: torch.optim.Optimizer) -> bool:
         """Change the weights by the gradients; whether they are still good."""
         optimizer.step()

@@ -30,7 +30,7 @@ from trainers.averaging import make_synchroniser
 from trainers.checkpoint import load_checkpoint, save_checkpoint
 from trainers.collectives import Collectives
 from trainers.config import TrialConfig
-from trainers.data import Dataset, DatasetInfo, Split, batches, epoch_order, load
+from trainers.data import Dataset, DatasetInfo, Split, epoch_order, load, share
 from trainers.device import GraphedEpochs, check_device, resolve_device
 from trainers.init import initialize_
 from trainers.models import build
@@ -166,9 +166,9 @@ class Training:
 
     def _make_pipeline(self, model: nn.Module) -> Pipeline:
         assert isinstance(model, nn.Sequential)
-        precision, share = self.config.precision, self.config.batch_size // self.place.dp
+        precision, examples = self.config.precision, self.config.batch_size // self.place.dp
         fmt = precision.lns_format if precision.scope == "everywhere" else None
-        return Pipeline(model, self.config.layout, self.place, share, fmt, self.device)
+        return Pipeline(model, self.config.layout, self.place, examples, fmt, self.device)
 
     def _sent(self) -> int:
         return (self.collectives.sent if self.collectives else 0) + (self.pipeline.sent if self.pipeline else 0)
@@ -187,7 +187,7 @@ class Training:
             return self._replay_batches()
         tally, finite = Tally(), True
         self.sync.begin_epoch()
-        for step, batch in enumerate(self._batches()):
+        for step, batch in self._batches():
             self._rate.set(self.epoch, step)
             if finite:
                 loss, wrong = self._train_step(batch)
@@ -219,17 +219,12 @@ class Training:
         if self.config.sync.straggler_seconds and self.place.dp_rank == self.place.dp - 1:
             time.sleep(self.config.sync.straggler_seconds)
 
-    def _batches(self) -> Iterator[Split]:
-        """This replica's share of every batch of the epoch."""
-        config, place = self.config, self.place
-        return batches(
-            self.data.train,
-            batch_size=config.batch_size,
-            seed=config.seed,
-            epoch=self.epoch,
-            rank=place.dp_rank,
-            world_size=place.dp,
-        )
+    def _batches(self) -> Iterator[tuple[int, Split]]:
+        """The steps of the epoch with this replica's shares of their batches; the last, incomplete batch is left out."""
+        split, size = self.data.train, self.config.batch_size
+        order = epoch_order(len(split.y), self.config.seed, self.epoch)
+        for step, part in self.sync.shares(len(order) // size, self.place.dp_rank):
+            yield step, share(split, order, batch_size=size, step=step, part=part, parts=self.place.dp)
 
     def _replay_batches(self) -> Tally:
         """On a GPU: the epoch's steps from a CUDA graph."""
@@ -246,13 +241,13 @@ class Training:
         return Tally(loss, wrong, counted * self.config.batch_size)
 
     def _evaluate(self, split: Split, name: str) -> dict[str, float]:
-        share = Split(split.x[self.place.dp_rank :: self.place.dp], split.y[self.place.dp_rank :: self.place.dp])
+        own = Split(split.x[self.place.dp_rank :: self.place.dp], split.y[self.place.dp_rank :: self.place.dp])
         with self.sync.evaluating():
             try:
-                tally = self.pipeline.evaluate(share) if self.pipeline else evaluate(self.model, share)
+                tally = self.pipeline.evaluate(own) if self.pipeline else evaluate(self.model, own)
                 check_faults(self.device)
             except NonFiniteError:
-                tally = Tally(math.nan, len(share.y), len(share.y))
+                tally = Tally(math.nan, len(own.y), len(own.y))
         return self._over_ranks(tally).metrics(name)
 
     def _over_ranks(self, tally: Tally) -> Tally:

@@ -123,6 +123,17 @@ def test_slices_cover_everything_evenly(values: int, shards: int) -> None:
     assert max(p.stop - p.start for p in parts) - min(p.stop - p.start for p in parts) <= 1
 
 
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60))
+def test_shared_work_is_taken_once(order: list[int]) -> None:
+    async def take(shard: Shard) -> list[int]:
+        return [await shard.take() for _ in order]
+
+    shard = shard_of(None, 4)
+    assert asyncio.run(take(shard)) == list(range(len(order)))
+    asyncio.run(shard.restart())
+    assert asyncio.run(take(shard))[0] == 0
+
+
 def test_histograms_are_described() -> None:
     found = describe("version_lag", merged([{0: 1, 5: 1}, {1: 2}]))
     assert found["staleness/version_lag"] == 7 / 4
@@ -164,6 +175,7 @@ TRIALS = {
     "bounded": replace(BASE, sync=asynchronous(2, straggler_seconds=0.2)),
     "ignored": replace(BASE, sync=asynchronous(2, straggler_seconds=0.2)),
     "unbounded": replace(BASE, sync=asynchronous(None, straggler_seconds=0.2), precision=KAHAN),
+    "shared": replace(BASE, sync=asynchronous(None, straggler_seconds=0.2, work="shared")),
 }
 
 
@@ -227,7 +239,7 @@ def test_bulk_synchronous_is_synchronous_and_a_bound_that_is_ignored_is_seen(ray
 
 @pytest.mark.slow
 def test_staleness_is_bounded_and_divergence_ends_the_trial(ray_cluster: None, tmp_path: Path) -> None:
-    workers = in_workers(tmp_path, "lns synchronous", "lns bulk", "bounded", "unbounded", "diverging")
+    workers = in_workers(tmp_path, "lns synchronous", "lns bulk", "bounded", "unbounded", "shared", "diverging")
     check_bulk(workers, "lns ", 2)
     for result in workers:
         assert all(0 < m["staleness/clock_gap_max"] <= 2 for m in result["bounded"]["metrics"])
@@ -235,6 +247,10 @@ def test_staleness_is_bounded_and_divergence_ends_the_trial(ray_cluster: None, t
         first = result["unbounded"]["metrics"][0]
         shares = [first[f"staleness/version_lag{key}"] for key in ("_0", "_1", "_2", "_3", "_4_or_more")]
         assert sum(shares) == pytest.approx(1)
+        assert first["staleness/steps_min"] == first["staleness/steps_max"] == 10
+        for metrics in result["shared"]["metrics"]:
+            assert metrics["staleness/steps_min"] + metrics["staleness/steps_max"] == 20
+            assert metrics["staleness/steps_min"] < 10
         assert result["diverging"] == ["nan", "nan"]
 
 
@@ -262,5 +278,7 @@ def test_what_cannot_be_asynchronous_is_refused(values: dict[str, Any], said: st
 def test_bounds_that_are_none_are_refused() -> None:
     with pytest.raises(ValueError, match=r"sync.staleness=-1: must be a whole number of at least 0; \w"):
         asynchronous(-1)
+    with pytest.raises(ValueError, match=r"sync.work=shared, sync.staleness=2: a bound makes .*; \w"):
+        asynchronous(2, work="shared")
     with pytest.raises(ValueError, match=r"sync.staleness=3 with sync.name=local_sgd: means nothing to it; \w"):
         SyncConfig(name="local_sgd", staleness=3)
