@@ -56,28 +56,31 @@ def _binary(name: str) -> None:
     kernel = getattr(cpu, name)
 
     def on_cpu(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
-        return torch.from_numpy(kernel(x.numpy(), y.numpy(), _format(bits, fraction_bits)))
+        if x.shape != y.shape:
+            x, y = torch.broadcast_tensors(x, y)
+        # Kernels want whole arrays; torch fills them much faster than numpy does.
+        return torch.from_numpy(kernel(x.contiguous().numpy(), y.contiguous().numpy(), _format(bits, fraction_bits)))
 
     _define(name, f"(Tensor x, Tensor y, {_FORMAT}) -> Tensor", on_cpu, lambda x, y, bits, fraction_bits: _broadcast(x, y))
 
 
 def _encode_cpu(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
     exact = x if x.dtype in (torch.float32, torch.float64) else x.to(torch.float64)
-    return torch.from_numpy(cpu.encode(exact.numpy(), _format(bits, fraction_bits)))
+    return torch.from_numpy(cpu.encode(exact.contiguous().numpy(), _format(bits, fraction_bits)))
 
 
 def _decode_cpu(codes: Tensor, bits: int, fraction_bits: int, dtype: torch.dtype) -> Tensor:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     numpy_dtype = torch.empty((), dtype=wide).numpy().dtype.type
-    return torch.from_numpy(cpu.decode(codes.numpy(), _format(bits, fraction_bits), numpy_dtype)).to(dtype)
+    return torch.from_numpy(cpu.decode(codes.contiguous().numpy(), _format(bits, fraction_bits), numpy_dtype)).to(dtype)
 
 
 def _sqrt_cpu(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
-    return torch.from_numpy(cpu.sqrt(x.numpy(), _format(bits, fraction_bits)))
+    return torch.from_numpy(cpu.sqrt(x.contiguous().numpy(), _format(bits, fraction_bits)))
 
 
 def _sum_cpu(x: Tensor, dim: int, bits: int, fraction_bits: int, shift: int = 0) -> Tensor:
-    return torch.from_numpy(cpu.sum(x.numpy(), dim, _format(bits, fraction_bits), shift))
+    return torch.from_numpy(cpu.sum(x.contiguous().numpy(), dim, _format(bits, fraction_bits), shift))
 
 
 def _matmul_cpu(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
@@ -88,7 +91,8 @@ def _matmul_cpu(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
 
 def _linear_cpu(x: Tensor, y: Tensor, bias: Tensor, bits: int, fraction_bits: int) -> Tensor:
     fmt = _format(bits, fraction_bits)
-    return torch.from_numpy(cpu.add(cpu.matmul(x.numpy(), y.numpy(), fmt), bias.numpy(), fmt))
+    product = cpu.matmul(x.numpy(), y.numpy(), fmt)
+    return torch.from_numpy(cpu.add(product, bias.expand(product.shape).contiguous().numpy(), fmt))
 
 
 def _define_update(name: str, schema: str) -> None:

@@ -22,7 +22,7 @@ _GRAIN = 1 << 15
 
 def _lookup_cpu(x: Tensor, function: str, parameters: list[float], bits: int, fraction_bits: int) -> Tensor:
     fmt = _format(bits, fraction_bits)
-    codes = cpu._flat(x.numpy())
+    codes = cpu._flat(x.contiguous().numpy())
     out = np.empty(x.shape, np.int16)
     results = table(function, tuple(parameters), fmt)
     if run(_indexed.lookup, codes.size, _GRAIN, codes, out.reshape(-1), results, results.size - 1, undefined(fmt)):
@@ -39,7 +39,8 @@ def _segment_sum_cpu(x: Tensor, order: Tensor, starts: Tensor, bits: int, fracti
     if out.size:
         gauss = _gather.distance_table(fraction_bits)
         grain = max(1, _GRAIN // 16 * rows // max(1, n * width))
-        run(_indexed.segment_sum, rows, grain, cpu._flat(x.numpy()), out.reshape(-1), order.numpy(), starts.numpy(), gauss, width, fmt.bias,
+        terms = cpu._flat(x.contiguous().numpy())
+        run(_indexed.segment_sum, rows, grain, terms, out.reshape(-1), order.numpy(), starts.numpy(), gauss, width, fmt.bias,
             fmt.field_mask, cpu._LOWEST, cpu._HIGHEST, BLOCK)  # fmt: skip
     return torch.from_numpy(out)
 

@@ -40,7 +40,7 @@ from trainers.precision import apply_precision, make_optimizer
 from trainers.step import train_step
 
 SHAPES = [(128, 784, 512), (512, 512, 512)]
-CONVOLUTIONS = [(32, 64, 64, 32, 1), (32, 128, 128, 16, 1), (32, 256, 256, 8, 1), (32, 512, 512, 4, 1), (32, 64, 128, 32, 2)]
+CONVOLUTIONS = [(8, 64, 64, 32, 1), (8, 128, 128, 16, 1), (16, 256, 256, 8, 1), (32, 512, 512, 4, 1), (8, 64, 128, 32, 2)]
 """Images, channels, outputs, side of the image, stride: the 3x3 convolutions of a ResNet-18 on 32x32 images."""
 ELEMENTS = 1_000_000
 PARAMETERS = 400_000
@@ -205,7 +205,7 @@ def convolutions() -> None:
         columns = max(1, (1 << 20) // (c * 9 * y[0, 0].numel())) * y[0, 0].numel()
         left, right = (torch.from_numpy(codes(rng, lns12, shape)) for shape in ((o, c * 9), (c * 9, columns)))
         name = f"conv {n}x{c}x{side}x{side} to {o}, stride {stride}"
-        product = rate(partial(lns.matmul, left, right, lns12), float(o * c * 9 * columns))
+        product = rate(partial(lns.matmul, left, right, lns12), float(o * c * 9 * columns), seconds=1.5)
         line(f"{name}: product {o}x{c * 9}x{columns}", product, "G/s")
         calls: dict[str, Callable[[], Any]] = {
             "forward": partial(convolution.convolution, x, w, geometry, lns12),
@@ -213,7 +213,7 @@ def convolutions() -> None:
             "gradient of the weight": partial(convolution.weight_gradient, grad, x, (3, 3), geometry, lns12),
         }
         for part, call in calls.items():
-            got = rate(call, work)
+            got = rate(call, work, seconds=1.5)
             print(f"  {name}: {part:<33}{got / 1e9:9.2f} G/s   {got / product:8.2f} of the product")
 
 
