@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trainers.checkpoint import STATE
 from trainers.config import TrialConfig
-from trainers.restore import begin
+from trainers.restore import Beginning, begin
 from trainers.training import Training
 
 MEET_SECONDS = 120
@@ -52,10 +52,10 @@ class Worker:
         self._rank, self._world_size = rank, world_size
         return os.getpid()
 
-    def begin(self, config: dict[str, Any], checkpoints: list[str]) -> str:
-        """Build the trial, continued from the first whole checkpoint; what is wrong with those before it."""
-        self._training, damaged = begin(TrialConfig.from_dict(config), checkpoints, self._rank, self._world_size)
-        return damaged
+    def begin(self, config: dict[str, Any], checkpoints: list[str]) -> Beginning:
+        """Build the trial, continued from the first whole checkpoint."""
+        self._training, beginning = begin(TrialConfig.from_dict(config), checkpoints, self._rank, self._world_size)
+        return beginning
 
     def step(self) -> dict[str, Any]:
         """Train an epoch, and test after the last; a trial restored after its last epoch only tests."""
@@ -106,16 +106,14 @@ class Gang:
         )
         """Of the ranks' processes."""
 
-    def begin(self, config: TrialConfig, checkpoints: list[str]) -> str:
+    def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
         """Build a trial on every rank, continued from the first whole checkpoint.
-
-        Returns:
-            What is wrong with the checkpoints before that one ("" if nothing).
 
         Raises:
             ValueError: the trial cannot be built.
         """
-        return str(self._all("begin", config.to_dict(), checkpoints)[0])
+        beginning: Beginning = self._all("begin", config.to_dict(), checkpoints)[0]
+        return beginning
 
     def step(self) -> dict[str, Any]:
         """One epoch; the metrics, the same on every rank but for times: rank 0's."""

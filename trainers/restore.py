@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainers.config import TrialConfig
 from trainers.training import Training
 
 
-def begin(config: TrialConfig, checkpoints: list[str], rank: int = 0, world_size: int = 1) -> tuple[Training, str]:
-    """A trial continued from the first whole one of ``checkpoints``, from scratch if there is none; the result is the same.
+@dataclass(frozen=True, kw_only=True)
+class Beginning:
+    """How a trial began.
 
-    Returns:
-        The trial, and what is wrong with the checkpoints before that one ("" if nothing).
+    Attributes:
+        damaged: what is wrong with the checkpoints that were passed over; "" if none was.
+        history: metrics of the epochs before, from the checkpoint; empty for a trial from scratch.
+    """
+
+    damaged: str = ""
+    history: list[dict[str, float]] = field(default_factory=list)
+
+
+def begin(config: TrialConfig, checkpoints: list[str], rank: int = 0, world_size: int = 1) -> tuple[Training, Beginning]:
+    """A trial continued from the first whole one of ``checkpoints``, from scratch if there is none; the result is the same.
 
     Raises:
         ValueError: the trial cannot be built.
@@ -25,5 +36,5 @@ def begin(config: TrialConfig, checkpoints: list[str], rank: int = 0, world_size
         except Exception as error:  # whatever a damaged file leads to, the epochs can be computed again
             damaged.append(" ".join(str(error).split()) or type(error).__name__)
         else:
-            return training, "; ".join(damaged)
-    return Training(config, rank=rank, world_size=world_size), "; ".join(damaged)
+            return training, Beginning(damaged="; ".join(damaged), history=[dict(metrics) for metrics in training.history])
+    return Training(config, rank=rank, world_size=world_size), Beginning(damaged="; ".join(damaged))
