@@ -76,8 +76,8 @@ class SearchConfig:
         objectives: metrics and ``min`` or ``max``: those a trial reports (``validation/error``, ``validation/loss``, ``train/...``,
             ``samples_per_second``), ``seconds`` (of training), ``bits`` (of the number format). Several only with tpe and nsga2. The
             first one picks a row's best configuration.
-        scheduler: ends trials early that fall behind in the first objective: ``none``, ``asha`` (Li et al. 2020), ``hyperband`` (Li et al.
-            2018), ``median`` (Golovin et al. 2017).
+        scheduler: ends trials early that fall behind in the first objective: ``none``, ``asha`` (successive halving without waiting, Li et
+            al. 2020), ``hyperband`` (asha with several brackets, the later ones with a longer grace), ``median`` (Golovin et al. 2017).
         grace_period: epochs that a scheduler leaves every trial.
         reduction_factor: of asha and hyperband: one of so many goes on.
     """

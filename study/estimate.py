@@ -20,7 +20,7 @@ from study.plan import Plan, PlannedTrial
 from study.preflight import cpus_of, local_cpus
 from study.progress import duration
 from study.state import fold
-from trainers.gang import bundles
+from trainers.bundles import bundles
 
 IGNORED = ("epochs", "seed", "gpus")
 TRIALS_SHOWN = 12

@@ -76,19 +76,28 @@ def check_cpus(plan: Plan) -> None:
 
 
 def check_gpus(plan: Plan) -> None:
-    """Trials for a GPU need one on this machine, unless a cluster runs them.
+    """Trials for a GPU need one on this machine, gangs one a worker, unless a cluster runs them.
 
     Raises:
-        ValueError: there is none that LNS kernels can run on.
+        ValueError: there is none that LNS kernels can run on, or there are too few.
     """
     on_gpu = [trial for trial in plan.trials if trial.config.device == "cuda"]
     if on_gpu and plan.study.address is None:
+        import torch
+
         from trainers.device import check_device
 
         try:
             check_device("cuda")
         except ValueError as error:
             raise ValueError(f"row {on_gpu[0].row!r}: {error}") from None
+        largest = max(on_gpu, key=lambda trial: trial.config.workers)
+        have, need = torch.cuda.device_count(), largest.config.workers
+        if need > max(have, 1):
+            raise ValueError(
+                f"row {largest.row!r}: workers={need} with device=cuda: every worker computes on a GPU of its own, and this machine has "
+                f"{have}; use workers={have}, or address=... for a cluster that has more"
+            )
 
 
 def check_address(address: str | None) -> None:

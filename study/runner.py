@@ -238,7 +238,7 @@ def _room(study: StudyConfig) -> Any:
     import ray
 
     from study.tune_search import Room
-    from trainers.gang import bundles
+    from trainers.bundles import bundles
 
     def needs(trial: PlannedTrial) -> dict[str, float]:
         gpus = sum(bundle.get("GPU", 0.0) for bundle in bundles(trial.config))

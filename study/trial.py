@@ -29,9 +29,10 @@ from ray.train import TrainingFailedError
 from ray.tune.integration.ray_train import TuneReportCallback
 
 from study.tune_callback import DAMAGED, REFUSED, last_line
+from trainers.bundles import bundles
 from trainers.checkpoint import load_checkpoint
 from trainers.config import TrialConfig
-from trainers.gang import Gang, bundles, shape, step
+from trainers.gang import Gang, shape, step
 from trainers.restore import Beginning, begin
 from trainers.worker import HISTORY
 

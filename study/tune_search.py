@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ray import tune
-from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, HyperBandScheduler, MedianStoppingRule, TrialScheduler
+from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, MedianStoppingRule, TrialScheduler
 from ray.tune.search import Searcher
 
 from study.config import SearchConfig
@@ -24,6 +24,8 @@ from study.search import Agenda
 from study.state import ENDED, StudyState
 
 CAPACITY_SECONDS = 5.0
+BRACKETS = 3
+"""Of hyperband: how many ways of trading the number of trials for their length it mixes, as far as the epochs allow."""
 
 
 class AgendaSearcher(Searcher):  # type: ignore[misc]
@@ -163,25 +165,21 @@ class _Median(_EndsDiverged, MedianStoppingRule):  # type: ignore[misc]
     pass
 
 
-class _HyperBand(_EndsDiverged, HyperBandScheduler):  # type: ignore[misc]
-    pass
-
-
 def make_scheduler(search: SearchConfig, state: StudyState) -> Any:
-    """Tune's scheduler for ``search.scheduler``, fed with what ``state`` holds (not hyperband, which must see its trials run)."""
+    """Tune's scheduler for ``search.scheduler``, fed with what ``state`` holds."""
     if search.scheduler == "none":
         return FIFOScheduler()
     metric, mode = next(iter(search.objectives.items()))
     epochs = max((int(trial["config"]["epochs"]) for trial in state.plan["trials"]), default=state.config.trial.epochs)
     common = {"time_attr": "epoch", "metric": metric, "mode": mode}
     grace = min(search.grace_period, epochs)
-    if search.scheduler == "hyperband":
-        return _HyperBand(**common, max_t=epochs, reduction_factor=search.reduction_factor, stop_last_trials=False)
     if search.scheduler == "median":
         scheduler: Any = _Median(**common, grace_period=grace, min_samples_required=3)
     else:
+        eta = search.reduction_factor
+        brackets = max(1, min(BRACKETS, 1 + int(math.log(epochs / grace, eta)))) if search.scheduler == "hyperband" else 1
         scheduler = _Asha(
-            **common, max_t=epochs, grace_period=grace, reduction_factor=search.reduction_factor, stop_last_trials=False
+            **common, max_t=epochs, grace_period=grace, reduction_factor=eta, brackets=brackets, stop_last_trials=False
         )
     replay(scheduler, state, metric)
     return scheduler

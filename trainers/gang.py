@@ -22,6 +22,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from trainers.bundles import bundles
 from trainers.checkpoint import STATE
 from trainers.config import TrialConfig
 from trainers.restore import Beginning, begin
@@ -147,14 +148,6 @@ def write_files(folder: Path, files: dict[str, bytes]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in sorted(files, key=lambda name: name == STATE):
         (folder / name).write_bytes(files[name])
-
-
-def bundles(config: TrialConfig) -> list[dict[str, float]]:
-    """The resources of every rank."""
-    bundle = {"CPU": float(config.threads)}
-    if config.device == "cuda":
-        bundle["GPU"] = config.gpus if config.workers == 1 else 1.0
-    return [bundle] * config.workers
 
 
 def shape(config: TrialConfig) -> tuple[Any, ...]:

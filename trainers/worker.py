@@ -19,6 +19,7 @@ import ray.train
 from ray.train import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from trainers.bundles import bundles
 from trainers.checkpoint import load_checkpoint
 from trainers.config import TrialConfig
 from trainers.training import Training
@@ -73,12 +74,6 @@ def read_results(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"epoch": state["epoch"], **state.get("tested", {}), HISTORY: state.get("history", [])}
 
 
-def resources(config: TrialConfig) -> list[dict[str, float]]:
-    """The bundles that the gang needs, one a worker; on device cuda each with a GPU."""
-    gpu = {"GPU": 1.0} if config.device == "cuda" else {}
-    return [{"CPU": float(config.threads)} | gpu] * config.workers
-
-
 def build_trainer(
     config: TrialConfig, *, storage_path: str, name: str, callbacks: Sequence[Any] = (), max_failures: int = 3
 ) -> TorchTrainer:
@@ -96,7 +91,7 @@ def build_trainer(
         train_loop_config=config.to_dict(),
         torch_config=TorchConfig(backend="nccl" if config.device == "cuda" else "gloo"),
         scaling_config=ScalingConfig(
-            num_workers=config.workers, use_gpu=config.device == "cuda", resources_per_worker=resources(config)[0]
+            num_workers=config.workers, use_gpu=config.device == "cuda", resources_per_worker=bundles(config)[0]
         ),
         run_config=RunConfig(
             storage_path=storage_path,

@@ -14,8 +14,9 @@ import pytest
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from trainers.bundles import bundles
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
-from trainers.gang import Gang, bundles, shape
+from trainers.gang import Gang, shape
 from trainers.restore import begin
 
 CONFIG = TrialConfig(

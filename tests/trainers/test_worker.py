@@ -16,12 +16,13 @@ import torch
 from ray.train import Checkpoint, TrainingFailedError, UserCallback
 
 from lns_ops import NonFiniteError
+from trainers.bundles import bundles
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.layout import Layout
 from trainers.sync_config import SyncConfig
 from trainers.training import Training
 from trainers.wire import WireConfig
-from trainers.worker import HISTORY, FailAtOnce, build_trainer, read_results, resources, train_loop
+from trainers.worker import HISTORY, FailAtOnce, build_trainer, read_results, train_loop
 
 CONFIG = TrialConfig(
     data=DataConfig(name="digits"),
@@ -117,7 +118,7 @@ STAGES = replace(CONFIG, layout=Layout(pp=2, micro_batches=2))
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [CONFIG, LOCAL, STAGES], ids=["synchronous", "diloco int8", "pipeline"])
 def test_killed_worker_restarts_and_ends_bit_equal(ray_cluster: None, tmp_path: Path, config: TrialConfig) -> None:
-    assert resources(config) == [{"CPU": 1.0}] * 2
+    assert bundles(config) == [{"CPU": 1.0}] * 2
     finals = {}
     for kill in (False, True):
         log = tmp_path / f"reports-{kill}"
