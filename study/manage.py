@@ -17,10 +17,10 @@ from typing import Any
 from study.compose import change
 from study.config import RowConfig, StudyConfig
 from study.errors import UserError, refusals
-from study.ledger import FILE, Event, Ledger, is_locked, read_ledger
+from study.ledger import FILE, Ledger, is_locked, read_ledger
 from study.plan import make_plan, trial_id
 from study.search import objective
-from study.state import ENDED, FAILED, FINISHED, RUNNING, StudyState, TrialState, flatten, fold
+from study.state import ENDED, FAILED, FINISHED, StudyState, TrialState, flatten, fold
 from trainers.config import TrialConfig
 
 EXPORTS = ("csv", "json", "parquet")
@@ -330,13 +330,3 @@ def overview(folder: Path) -> dict[str, Any]:
         "best": f"{metric} {best:.4g}" if best is not None else "-",
         "time": events[-1]["time"],
     }
-
-
-def running_trials(state: StudyState) -> list[TrialState]:
-    """Those that run now."""
-    return [trial for trial in state.trials if trial.status == RUNNING]
-
-
-def last_events(events: list[Event], count: int) -> list[Event]:
-    """The last events that say something of a trial."""
-    return [event for event in events if event["event"] not in ("planned", "ended", "report", "checkpoint", "added")][-count:]

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from study.ledger import Ledger, read_ledger
 from study.tune_callback import LedgerCallback
 from trainers.worker import HISTORY
+
+
+class Trial:
+    """What the callback reads of one of Tune's trials."""
+
+    config: ClassVar = {"id": "abc"}
+    last_result: ClassVar = {"done": True}
 
 
 def metrics(epoch: int) -> dict[str, Any]:
@@ -16,7 +22,7 @@ def metrics(epoch: int) -> dict[str, Any]:
 
 
 def test_epochs_that_the_ledger_lacks_are_taken_from_a_later_result_once(tmp_path: Path) -> None:
-    trial = SimpleNamespace(config={"id": "abc"}, last_result={"done": True})
+    trial = Trial()
     with Ledger(tmp_path) as ledger:
         callback = LedgerCallback(ledger)
         callback.on_trial_result(1, [], trial, metrics(1) | {"pid": 7})
