@@ -358,6 +358,7 @@ def test_a_paused_study_begins_nothing_until_it_is_resumed(ray_session: None, ti
     assert outcome.state.limits == {"trials": 5, "hours": 3.0}
 
 
+@pytest.mark.slow
 def test_a_trial_that_hangs_is_killed_and_started_again(ray_session: None, tiny: Tiny) -> None:
     """Stopped (SIGSTOP) after its second epoch, a process reports no more; after the heartbeat another one ends its trial."""
     undisturbed, _ = run(tiny("no hang", "rows=[{label: float32}]", "baseline=null"))
