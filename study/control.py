@@ -67,6 +67,7 @@ class Control:
         self._asked = Decision()
         self._looked = -POLL_SECONDS
         self._stamp = 0
+        self._limit = ""
         self._begun: set[str] = set()
         self.interrupted = False
         """Set by Ctrl-C."""
@@ -92,8 +93,6 @@ class Control:
             self._limit = reached(self._limits, self._state, time.time() - self._began)
         asked = self._asked
         return Decision(wish=Wish.STOP, reason=self._limit) if self._limit and asked.wish < Wish.STOP else asked
-
-    _limit = ""
 
     def _read(self) -> None:
         try:
