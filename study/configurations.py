@@ -7,12 +7,11 @@ counts once all its trials have finished. The best has the lowest (or highest) f
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from study.search import objective
+from study.search import mean_objective
 from study.space import Params
 from study.state import ENDED, FINISHED, TrialState
 
@@ -55,7 +54,7 @@ def configurations(trials: Iterable[TrialState], metrics: Iterable[str]) -> list
             number=number,
             params=group[0].params,
             trials=tuple(group),
-            objectives={metric: _mean(group, metric) for metric in wanted},
+            objectives={metric: mean_objective(group, metric) for metric in wanted},
         )
         for (row, number), group in sorted(groups.items(), key=lambda item: item[0][1])
     ]
@@ -97,12 +96,6 @@ def table(found: Iterable[Configuration], objectives: dict[str, str]) -> list[di
 def _state(entry: Configuration) -> str:
     states = {trial.status for trial in entry.trials}
     return states.pop() if len(states) == 1 else ", ".join(sorted(states))
-
-
-def _mean(trials: list[TrialState], metric: str) -> float:
-    values = [objective(trial, metric) for trial in trials]
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known and len(known) == len(values) else math.nan
 
 
 def _signed(value: float, mode: str) -> float:

@@ -70,14 +70,6 @@ def condition(folder: Path, state: StudyState) -> str:
     return state.outcome or "interrupted"
 
 
-def counts(state: StudyState) -> dict[str, int]:
-    """Trials by status, of those in the last plan."""
-    found: dict[str, int] = {}
-    for trial in state.trials:
-        found[trial.status] = found.get(trial.status, 0) + 1
-    return found
-
-
 def find_trial(state: StudyState, key: str) -> TrialState:
     """The trial with that id, or the only one whose id begins so, or of a row's ``label #number``.
 

@@ -156,9 +156,7 @@ def render(state: StudyState, clock: Clock, concurrent: int, *, bar: bool = True
 
 def summary(state: StudyState) -> str:
     """Trials by status, and the best of those that have reported: ``3 running, 12 finished; best validation/error 4.33 % (lns #14)``."""
-    counted: dict[str, int] = {}
-    for trial in state.trials:
-        counted[trial.status] = counted.get(trial.status, 0) + 1
+    counted = state.counts()
     words = {STOPPED: "ended early"}
     text = ", ".join(f"{counted[status]} {words.get(status, status)}" for status in STYLES if status in counted)
     if not state.plan:

@@ -18,7 +18,7 @@ from typing import Any
 
 from study.config import RowConfig, StudyConfig
 from study.configurations import Configuration, best, configurations
-from study.space import Params
+from study.space import Params, lookup
 from study.state import FAILED, FINISHED, StudyState, TrialState
 
 
@@ -114,14 +114,6 @@ def find_departures(study: StudyConfig, state: StudyState) -> list[str]:
     if study.comparable and len(study.seeds) < study.comparable_seeds:
         found[f"{len(study.seeds)} {'seed' if len(study.seeds) == 1 else 'seeds'} a row, not {study.comparable_seeds}"] = None
     return list(found)
-
-
-def lookup(config: dict[str, Any], key: str) -> Any:
-    """The value of a dotted key; None if there is no such key."""
-    value: Any = config
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
 
 
 def test_errors(trials: list[TrialState]) -> list[float]:

@@ -22,7 +22,7 @@ import math
 import statistics
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,13 @@ def objective(trial: TrialState, metric: str) -> float | None:
         return trial.seconds
     values = trial.metric(metric)
     return values[max(values)] if values else None
+
+
+def mean_objective(trials: Sequence[TrialState], metric: str) -> float:
+    """The mean of an objective over a configuration's trials, one a seed; NaN if one of them has no value."""
+    values = [objective(trial, metric) for trial in trials]
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if len(known) == len(values) else math.nan
 
 
 def bits_of(config: dict[str, Any]) -> int:
@@ -246,7 +253,7 @@ class Proposer:
 
     def _tell(self, number: int, trials: list[TrialState]) -> None:
         state = _optuna().trial.TrialState
-        values = [self._mean(trials, metric) for metric in self._search.objectives]
+        values = [mean_objective(trials, metric) for metric in self._search.objectives]
         usable = all(trial.status != FAILED for trial in trials) and all(math.isfinite(value) for value in values)
         if not usable:
             self._study.tell(number, state=state.FAIL)
@@ -256,12 +263,6 @@ class Proposer:
             self._study.tell(number, state=state.PRUNED)
         else:
             self._study.tell(number, values)
-
-    @staticmethod
-    def _mean(trials: list[TrialState], metric: str) -> float:
-        values = [objective(trial, metric) for trial in trials]
-        known = [value for value in values if value is not None]
-        return statistics.fmean(known) if len(known) == len(values) else math.nan
 
 
 def make_sampler(search: SearchConfig, seed: int) -> Any:

@@ -246,7 +246,7 @@ def _sets(domain: Domain, key: str) -> bool:
     if domain.key == key:
         return True
     inner = key.removeprefix(f"{domain.key}.")
-    return inner != key and any(isinstance(value, Mapping) and _inside(value, inner) is not None for value in domain.values)
+    return inner != key and any(isinstance(value, Mapping) and lookup(value, inner) is not None for value in domain.values)
 
 
 def apply(values: dict[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
@@ -274,11 +274,12 @@ def _value_of(key: str, params: Mapping[str, Any]) -> Any:
         return params[key]
     for name, value in params.items():
         if key.startswith(f"{name}.") and isinstance(value, Mapping):
-            return _inside(value, key.removeprefix(f"{name}."))
+            return lookup(value, key.removeprefix(f"{name}."))
     return None
 
 
-def _inside(value: Any, key: str) -> Any:
+def lookup(value: Any, key: str) -> Any:
+    """What a nested mapping holds under a dotted key; None if there is no such key."""
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value

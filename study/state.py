@@ -7,6 +7,7 @@ plan names them.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,14 +94,12 @@ class StudyState:
         known: every trial the ledger ever planned, by id.
         limits: the study's limits as last edited; None if they are the config's.
         outcome: of the last run: finished, failed, stopped, interrupted, or "" while it runs or after it was killed.
-        began: when the last run began, seconds since 1970.
     """
 
     plan: Event = field(default_factory=dict)
     known: dict[str, TrialState] = field(default_factory=dict)
     limits: dict[str, Any] | None = None
     outcome: str = ""
-    began: float = 0.0
 
     @property
     def config(self) -> StudyConfig:
@@ -111,6 +110,10 @@ class StudyState:
     def trials(self) -> list[TrialState]:
         """The trials of the last plan, in its order."""
         return [self.known[trial["id"]] for trial in self.plan.get("trials", [])]
+
+    def counts(self) -> dict[str, int]:
+        """The trials of the last plan by status."""
+        return dict(Counter(trial.status for trial in self.trials))
 
     def rows(self) -> dict[str, list[TrialState]]:
         """The trials of the last plan by row label, rows in the config's order."""
@@ -135,7 +138,7 @@ class StudyState:
 
     def _plan(self, event: Event) -> None:
         self.plan, self.outcome = event | {"trials": list(event["trials"])}, ""
-        self.limits, self.began = None, event["time"]
+        self.limits = None
         for trial in event["trials"]:
             self._add(trial, retry=event.get("only") != UNFINISHED)
 

@@ -22,8 +22,6 @@ from trainers.sync_config import SyncConfig
 from trainers.validation import at_least, finite, one_of
 from trainers.wire import WireConfig
 
-__all__ = ["DataConfig", "ModelConfig", "OptimizerConfig", "PrecisionConfig", "TrialConfig", "at_least", "finite"]
-
 DATASETS = ("auto", "mnist", "digits")
 MODELS = ("mlp",)
 SCOPES = ("matmul", "everywhere")

@@ -138,11 +138,3 @@ def unflatten_(tensors: Sequence[Tensor], flat: Tensor) -> None:
     """Write the values of ``flat``, laid end to end, into ``tensors``; LNS ones take the nearest codes."""
     for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(part.view(tensor.shape))
-
-
-def sum_gradients_(parameters: Iterable[Tensor], finite: bool = True) -> bool:
-    """Replace each parameter's gradient by its sum over all ranks of the default process group, in native form.
-
-    See :meth:`GradientSync.__call__`.
-    """
-    return GradientSync(WireConfig(), Collectives())(parameters, finite)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from lns_ops import cuda
+from tests.trainers.courses import broken_off
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.device import plain
 from trainers.layout import Layout
@@ -57,16 +58,7 @@ def test_codecs_write_the_same_bytes_on_a_gpu(name: str) -> None:
 
 
 def course(config: TrialConfig, rank: int, folder: Path) -> dict[str, Any]:
-    training = Training(config, rank=rank, world_size=WORLD)
-    metrics = [training.train_epoch() for _ in range(2)]
-    training.save(folder)
-    dist.barrier()
-    metrics += [training.train_epoch() for _ in range(2)]
-    again = Training(config, rank=rank, world_size=WORLD)
-    again.restore(folder)
-    resumed = [again.train_epoch() for _ in range(2)]
-    for values in (*metrics, *resumed):
-        del values["samples_per_second"]
+    training, metrics, resumed = broken_off(config, rank, WORLD, folder)
     weights = {name: plain(p.detach()).cpu().tolist() for name, p in training.model.named_parameters()}
     return {"metrics": metrics, "resumed": resumed, "test": training.test(), "weights": weights}
 

@@ -14,9 +14,11 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from lns_ops import LNSTensor, lns12, reference
+from trainers.collectives import Collectives
 from trainers.config import DataConfig, ModelConfig, PrecisionConfig, TrialConfig
-from trainers.gradient_sync import sum_gradients_
+from trainers.gradient_sync import GradientSync
 from trainers.training import Training
+from trainers.wire import WireConfig
 
 WORLD = 2
 
@@ -41,9 +43,10 @@ def in_worker(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     first, second, third = nn.Parameter(LNSTensor.from_float(values(0), lns12)), nn.Parameter(values(0)), nn.Parameter(values(0))
     first.grad, second.grad = LNSTensor.from_float(values(rank).t(), lns12).t(), values(rank)
-    assert not sum_gradients_([first, second, third], finite=rank == 0)
+    synchronize = GradientSync(WireConfig(), Collectives())
+    assert not synchronize([first, second, third], finite=rank == 0)
     assert torch.equal(second.grad, values(rank))
-    assert sum_gradients_([first, second, third])
+    assert synchronize([first, second, third])
     assert third.grad is None
     result = {"pid": os.getpid(), "lns": first.grad.codes.tolist(), "float": second.grad.tolist()}
     for name, precision in {"kahan": PrecisionConfig(format="lns12", kahan_sum=True), "float32": PrecisionConfig()}.items():

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lns_ops import LNSTensor
+from tests.trainers.courses import broken_off
 from trainers import pipeline as pipeline_module
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.data import Split
@@ -100,14 +101,7 @@ def without_speed(metrics: dict[str, float]) -> dict[str, float]:
 
 def course(config: TrialConfig, rank: int, folder: Path) -> dict[str, Any]:
     """A trial broken off after two epochs, and continued by new objects."""
-    training = Training(config, rank=rank, world_size=config.workers)
-    metrics = [without_speed(training.train_epoch()) for _ in range(2)]
-    training.save(folder)
-    dist.barrier()
-    metrics += [without_speed(training.train_epoch()) for _ in range(2)]
-    again = Training(config, rank=rank, world_size=config.workers)
-    again.restore(folder)
-    resumed = [without_speed(again.train_epoch()) for _ in range(2)]
+    training, metrics, resumed = broken_off(config, rank, config.workers, folder)
     weights = {name: plain(p.detach()).tolist() for name, p in training.model.named_parameters()}
     return {"metrics": metrics, "resumed": resumed, "test": training.test(), "weights": weights}
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lns_ops import LNSTensor, lns12, lns16
+from tests.trainers.courses import broken_off
 from trainers.collectives import Collectives
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.gradient_sync import GradientSync
@@ -182,16 +183,7 @@ TRIALS = {
 
 def trained(config: TrialConfig, rank: int, folder: Path) -> dict[str, Any]:
     """A trial, and the same one broken off after two epochs and continued by new objects."""
-    training = Training(config, rank=rank, world_size=WORLD)
-    metrics = [training.train_epoch() for _ in range(2)]
-    training.save(folder)
-    dist.barrier()
-    metrics += [training.train_epoch() for _ in range(2)]
-    again = Training(config, rank=rank, world_size=WORLD)
-    again.restore(folder)
-    resumed = [again.train_epoch() for _ in range(2)]
-    for values in (*metrics, *resumed):
-        del values["samples_per_second"]
+    training, metrics, resumed = broken_off(config, rank, WORLD, folder)
     forgetful = Training(config, rank=rank, world_size=WORLD)
     forgetful.restore(folder)
     assert isinstance(forgetful.sync, Synchronous)

@@ -1,0 +1,27 @@
+"""A trial on one rank of several: four epochs, and the last two again by new objects from the checkpoint after the second."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from trainers.config import TrialConfig
+from trainers.training import Training
+
+Metrics = list[dict[str, float]]
+
+
+def broken_off(config: TrialConfig, rank: int, world_size: int, folder: Path) -> tuple[Training, Metrics, Metrics]:
+    """The trial after four epochs, their metrics, and those of the two that were trained again; times left out."""
+    training = Training(config, rank=rank, world_size=world_size)
+    metrics = [training.train_epoch() for _ in range(2)]
+    training.save(folder)
+    dist.barrier()
+    metrics += [training.train_epoch() for _ in range(2)]
+    again = Training(config, rank=rank, world_size=world_size)
+    again.restore(folder)
+    resumed = [again.train_epoch() for _ in range(2)]
+    for values in (*metrics, *resumed):
+        del values["samples_per_second"]
+    return training, metrics, resumed
