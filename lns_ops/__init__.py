@@ -9,27 +9,33 @@ The arithmetic is specified in :mod:`lns_ops.reference`; formats in :mod:`lns_op
 LNS one; :mod:`lns_ops.optim` steps it.
 """
 
-from lns_ops import flops, handlers, optim, serialization
+from lns_ops import flops, formats, handlers, optim, serialization
 from lns_ops.accumulation import get_matmul_accumulation, matmul_accumulation, set_matmul_accumulation
+from lns_ops.analysis import Analysis, analyze
 from lns_ops.cuda import check_faults
 from lns_ops.fallback import allow_float_fallback
 from lns_ops.format import LNSFormat, NonFiniteError, lns8, lns12, lns16
 from lns_ops.functional import decode, encode
 from lns_ops.nn import Conversion, convert_, revert_, summary
+from lns_ops.simulation import simulate_
 from lns_ops.tensor import LNSTensor
+from lns_ops.updates import quantize_updates_
 
 __all__ = [
+    "Analysis",
     "Conversion",
     "LNSFormat",
     "LNSTensor",
     "NonFiniteError",
     "allow_float_fallback",
+    "analyze",
     "backends",
     "check_faults",
     "convert_",
     "decode",
     "encode",
     "flops",
+    "formats",
     "get_matmul_accumulation",
     "handlers",
     "lns8",
@@ -37,15 +43,20 @@ __all__ = [
     "lns16",
     "matmul_accumulation",
     "optim",
+    "quantize_updates_",
     "revert_",
     "serialization",
     "set_matmul_accumulation",
+    "simulate_",
     "summary",
 ]
 
 
 def backends() -> dict[str, object]:
     """Which kernels are in use on each device, and why: ``{"cpu": {"kernel": "simd avx512bw", ...}}``."""
-    from lns_ops import cpu, cuda
+    from lns_ops import cpu, cuda, float8
 
-    return {"cpu": cpu.kernel_info(), "cuda": cuda.kernel_info()}
+    return {
+        "cpu": {**cpu.kernel_info(), "float8_products": float8.product_kind("cpu")},
+        "cuda": {**cuda.kernel_info(), **({} if cuda.unavailable() else {"float8_products": float8.product_kind("cuda")})},
+    }

@@ -81,6 +81,23 @@ def add(x: _I16, y: _I16, out: _I16, table: _I32, last: int, mask: int, flip: in
 
 
 @kernel
+def repeat(x: _I16, out: _I16, length: int, start: int, stop: int) -> int:
+    """``out`` in runs of ``length`` equal codes, those of ``x`` in turn; a unit is a run."""
+    size, first = x.size, start
+    while length == 1 and first < stop:
+        at = first % size
+        count = min(size - at, stop - first)
+        for i in range(count):
+            put(out, first + i, get(x, at + i))
+        first += count
+    for r in range(first, stop):
+        code = get(x, r % size)
+        for i in range(r * length, r * length + length):
+            put(out, i, code)
+    return 0
+
+
+@kernel
 def mul(x: _I16, y: _I16, out: _I16, bias: int, mask: int, start: int, stop: int) -> int:
     """``out = x y``."""
     bias_, mask_ = int32(bias), int32(mask)
@@ -352,6 +369,33 @@ def _adam_update(
             sign, field, (w ^ decay) >> 31, mul_fields(w & mask, decay & mask, bias, mask), table, last, mask
         )
     return sign ^ (negative_lr >> 31), mul_fields(field, negative_lr & mask, bias, mask)
+
+
+@kernel
+def follow(
+    root: _I16, residue: _I16, x: _I16, decay: _I32, first: int, keep: int, take: int, bias: int, mask: int, start: int, stop: int
+) -> int:
+    """One step of :func:`lns_ops.reference.followed`, in place on ``root`` and ``residue``."""
+    bias_, mask_, first_, end = int32(bias), int32(mask), int32(first), int32(first + len(decay) - 1)
+    for i in range(start, stop):
+        field = int32(get(x, i)) & mask_
+        rounded = _root(
+            int32(get(root, i)),
+            field,
+            int64(get(residue, i)),
+            int64(1 << 15),
+            decay,
+            first_,
+            end,
+            int64(keep),
+            int64(take),
+            bias_,
+        )
+        new = _bounded(rounded, int64(bias), mask_)
+        inside = (new > 0) & ((rounded >> 16) + bias <= mask)
+        put(root, i, int16(new))
+        put(residue, i, int16((rounded & 0xFFFF) - (1 << 15)) if inside else int16(0))
+    return 0
 
 
 @kernel

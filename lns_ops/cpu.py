@@ -23,7 +23,7 @@ from llvmlite.binding import get_host_cpu_features
 from numba import config as numba_config
 from numpy.typing import NDArray
 
-from lns_ops import _elementwise, _gather, _pieces, _random, _segments, _simd, _vector, reference
+from lns_ops import _elementwise, _gather, _lanes, _pieces, _random, _segments, _simd, _vector, reference
 from lns_ops._pool import get_num_threads, run, set_num_threads
 from lns_ops.format import MANTISSA_BITS, LNSFormat, NonFiniteError, decode_significands, encode_thresholds, stochastic_steps
 from lns_ops.gaussian import decay_table, gaussian_tables, stochastic_tables
@@ -31,7 +31,7 @@ from lns_ops.reference import ACC_MAX, ACC_MIN, BLOCK, ROOT_SLOT, WEIGHT_SLOT, a
 
 __all__ = [
     "adam_update", "adam_update_float32", "add", "decode", "div", "encode", "encode_stochastic", "get_num_threads", "kernel_info",
-    "matmul", "matmul_batched", "mul", "set_num_threads", "sgd_update", "sgd_update_float32", "sqrt", "sub", "sum",
+    "matmul", "matmul_batched", "mul", "repeat", "set_num_threads", "sgd_update", "sgd_update_float32", "sqrt", "sub", "sum",
 ]  # fmt: skip
 
 Codes = NDArray[np.int16]
@@ -73,8 +73,30 @@ def _sum_table(fraction_bits: int) -> NDArray[np.int32]:
 
 def _add(x: Codes, y: Codes, fmt: LNSFormat, flip: int) -> Codes:
     a, b, shape = _pair(x, y)
-    out, table = np.empty(shape, np.int16), _sum_table(fmt.fraction_bits)
+    out = np.empty(shape, np.int16)
+    chosen = _lanes_plan((a, b), 2, fmt)
+    if chosen is not None:
+        kernels, plan = chosen
+        run(kernels.add, -(-a.size // _vector.PANEL), _GRAIN // 128, a, b, out.reshape(-1), plan.constants, plan.extra, plan.mapped,
+            plan.zone, plan.top_field, plan.unit_shift, fmt.field_mask, flip & 1)  # fmt: skip
+        return out
+    table = _sum_table(fmt.fraction_bits)
     run(_elementwise.add, a.size, _GRAIN, a, b, out.reshape(-1), table, table.size // 2 - 1, fmt.field_mask, flip)
+    return out
+
+
+def _lanes_plan(operands: tuple[Codes, ...], K: int, fmt: LNSFormat) -> tuple[Any, _simd.Plan] | None:
+    """How to add flat ``operands``, K at a time, on vector lanes; None where gathers must do, or will do."""
+    if operands[0].size < _lanes.WORTH:
+        return None
+    kernel = kernel_info()["matmul"]
+    return None if kernel == "gather" else _lanes.plan([_survey(x, fmt).span for x in operands], K, fmt, kernel)
+
+
+def repeat(x: Codes, size: int, run_length: int) -> Codes:
+    """``size`` codes, flat: each of ``x`` ``run_length`` times, then all of that over again."""
+    out = np.empty(size, np.int16)
+    run(_elementwise.repeat, size // run_length, max(1, _GRAIN // run_length), _flat(x), out, run_length)
     return out
 
 
@@ -254,12 +276,23 @@ def sum(x: Codes, axis: int, fmt: LNSFormat, shift: int = 0) -> Codes:
     inner = int(np.prod(x.shape[axis + 1 :], dtype=np.int64))
     words, table = np.empty(out.size, np.int32), _gather.distance_table(fmt.fraction_bits)
     limits = (_LOWEST, _HIGHEST)
+    chosen = _lanes_plan((_flat(x),), K, fmt) if inner == 1 or inner >= _vector.PANEL // 2 else None
     if inner == 1:
         blocks = -(-K // BLOCK)
         parts = np.empty(blocks * out.size, np.int32)
-        strips = -(-parts.size // _gather.STRIP)
-        run(_gather.sum_rows, strips, 8, _flat(x), parts, K, table, fmt.bias, fmt.field_mask, *limits, BLOCK)
+        if chosen is not None:
+            kernels, plan = chosen
+            run(kernels.sum_rows, -(-parts.size // _vector.PANEL), 8, _flat(x), parts, K, plan.constants, plan.extra, plan.mapped,
+                plan.zone, plan.top_field, plan.unit_shift, fmt.bias, fmt.field_mask, BLOCK)  # fmt: skip
+        else:
+            strips = -(-parts.size // _gather.STRIP)
+            run(_gather.sum_rows, strips, 8, _flat(x), parts, K, table, fmt.bias, fmt.field_mask, *limits, BLOCK)
         run(_gather.sum_totals, out.size, _GRAIN // blocks, parts, words, out.size, table, *limits)
+    elif chosen is not None:
+        kernels, plan = chosen
+        units = -(-inner // _vector.PANEL) * (out.size // inner)
+        run(kernels.sum_columns, units, max(1, _GRAIN // (K * _vector.PANEL)), _flat(x), words, K, inner, plan.constants, plan.extra,
+            plan.mapped, plan.zone, plan.top_field, plan.unit_shift, fmt.bias, fmt.field_mask, BLOCK)  # fmt: skip
     else:
         units = -(-inner // _gather.STRIP) * (out.size // inner)
         run(_gather.sum_columns, units, max(1, _GRAIN // (K * _gather.STRIP)), _flat(x), words, K, inner, table, fmt.bias,
@@ -396,7 +429,7 @@ def _fine_table(fraction_bits: int) -> NDArray[np.int32]:
     return np.concatenate(stochastic_tables(fraction_bits))
 
 
-def _random_bits(count: int, key: int, step: int, slot: int) -> NDArray[np.uint16]:
+def random_bits(count: int, key: int, step: int, slot: int) -> NDArray[np.uint16]:
     """As :func:`lns_ops.reference.random_bits`, up to seven more than ``count``."""
     blocks = -(-count // 8)
     out = np.empty(8 * blocks, np.uint16)
@@ -450,7 +483,7 @@ def sgd_update(
     last = table.size // 2 - 1
     scalars = (fmt.bias, fmt.field_mask, _scalar(negative_lr), _scalar(momentum), use_momentum)
     if key is not None:
-        bits, fine = _random_bits(w.size, key, step, WEIGHT_SLOT), _fine_table(fmt.fraction_bits)
+        bits, fine = random_bits(w.size, key, step, WEIGHT_SLOT), _fine_table(fmt.fraction_bits)
         run(_elementwise.sgd_stochastic, w.size, _GRAIN // 4, w, g, b, bits, table, fine, last, fine.size // 2 - 1, *scalars)
     elif compensation is None:
         run(_elementwise.sgd_plain, w.size, _GRAIN // 2, w, g, b, table, last, *scalars)
@@ -508,7 +541,7 @@ def adam_update(
         decay.first, decay.keep, decay.take,
     )  # fmt: skip
     if key is not None:
-        bits, root_bits = (_random_bits(w.size, key, step, slot) for slot in (WEIGHT_SLOT, ROOT_SLOT))
+        bits, root_bits = (random_bits(w.size, key, step, slot) for slot in (WEIGHT_SLOT, ROOT_SLOT))
         fine = _fine_table(fmt.fraction_bits)
         run(_elementwise.adam_stochastic, w.size, _GRAIN // 8, w, g, m, r, bits, root_bits, table, decay.table, fine, last,
             fine.size // 2 - 1, *scalars)  # fmt: skip

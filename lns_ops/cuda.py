@@ -195,12 +195,35 @@ class _Tables(NamedTuple):
     thresholds: Tensor
     significands: Tensor
     significands_double: Tensor
-    faults: Tensor
+
+
+_FAULTS_OF_STREAMS: dict[tuple[int, int], Tensor] = {}
+"""Counters of the streams that have their own, by device and CUDA's handle of the stream."""
 
 
 @lru_cache(maxsize=16)
-def _faults(device: int) -> Tensor:
+def _faults_of_device(device: int) -> Tensor:
     return torch.zeros(len(_FAULTS), dtype=torch.int32, device=torch.device("cuda", device))
+
+
+def _faults(device: int) -> Tensor:
+    """Where kernels that are launched now count their faults."""
+    if _FAULTS_OF_STREAMS:
+        own = _FAULTS_OF_STREAMS.get((device, torch._C._cuda_getCurrentRawStream(device)))
+        if own is not None:
+            return own
+    return _faults_of_device(device)
+
+
+def count_faults_apart(stream: torch.cuda.Stream) -> None:
+    """Count the faults of kernels on ``stream`` by themselves from now on: :func:`check_faults` called on it reads those alone.
+
+    For programs in which several threads compute on one device, each on a stream of its own.
+    """
+    key = stream.device.index, stream.cuda_stream
+    if key not in _FAULTS_OF_STREAMS:
+        with torch.cuda.stream(stream):
+            _FAULTS_OF_STREAMS[key] = torch.zeros(len(_FAULTS), dtype=torch.int32, device=stream.device)
 
 
 def _upload(table: np.ndarray[Any, Any], device: int) -> Tensor:
@@ -232,12 +255,13 @@ def _tables(fraction_bits: int, device: int) -> _Tables:
         upload(thresholds),
         upload(significands.astype(np.float32)),
         upload(significands),
-        _faults(device),
     )
 
 
 def check_faults(device: int | torch.device | None = None) -> None:
     """Wait for ``device`` (default: the current one) and raise what its LNS kernels have counted since the last call.
+
+    On a stream with counters of its own (:func:`lns_ops.cuda.count_faults_apart`): what the kernels on that stream have counted.
 
     Raises:
         NonFiniteError: (a ValueError) a NaN or an infinity was encoded.
@@ -375,7 +399,7 @@ def _binary(name: str, x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> T
         kernel(
             _grid(x.numel(), device, kernel=kernel), _THREADS, device,
             x.data_ptr(), y.data_ptr(), z.data_ptr(), x.numel(), div, mod, code, _aligned(x, y if mod else None, z),
-            tables.signed.data_ptr(), tables.gauss.data_ptr(), tables.faults.data_ptr(),
+            tables.signed.data_ptr(), tables.gauss.data_ptr(), _faults(device).data_ptr(),
         )  # fmt: skip
     return z
 
@@ -425,12 +449,23 @@ def sum(x: Tensor, dim: int, bits: int, fraction_bits: int, shift: int = 0) -> T
     out = torch.empty(moved.shape[1:], dtype=torch.int16, device=x.device)
     if out.numel():
         K, N = moved.shape[0], out.numel()
-        columns = min(32, 1 << (N - 1).bit_length())
+        columns = _sum_columns(K, N, _multiprocessors(device))
         _elementwise("sum", bits, fraction_bits, device)(
             (-(-N // columns), 1, 1), _THREADS, device,
             moved.data_ptr(), out.data_ptr(), K, N, columns, shift, _tables(fraction_bits, device).gauss.data_ptr(),
         )  # fmt: skip
     return out
+
+
+def _sum_columns(K: int, N: int, multiprocessors: int) -> int:
+    """Columns that a thread block of the sum kernel takes, beside as many blocks of terms as its threads are left for.
+
+    32 for coalesced loads; more where that leaves threads without terms, as long as every multiprocessor has two thread blocks.
+    """
+    columns, blocks = min(32, 1 << (N - 1).bit_length()), -(-K // BLOCK)
+    while 2 * columns * blocks <= _THREADS and 4 * columns * multiprocessors <= N:
+        columns *= 2
+    return columns
 
 
 def encode(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
@@ -453,12 +488,12 @@ def encode(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
                 out.data_ptr(),
                 x.numel(),
                 tables.thresholds.data_ptr(),
-                tables.faults.data_ptr(),
+                _faults(device).data_ptr(),
             )
         else:
             kernel(
                 grid, _THREADS, device, x.data_ptr(), out.data_ptr(), x.numel(), _aligned(x, out), tables.cells.data_ptr(),
-                tables.faults.data_ptr(),
+                _faults(device).data_ptr(),
             )  # fmt: skip
     return out
 

@@ -52,13 +52,26 @@ def _define(name: str, signature: str, kernel: Any, fake: Any, cuda_kernel: Any 
     torch.library.register_fake(f"lns_ops::{name}", fake, lib=_LIBRARY)
 
 
+def _whole(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """``x`` broadcast to ``shape`` and contiguous: kernels want whole arrays. Repeating runs is several times faster than torch's copy."""
+    if x.shape == shape:
+        return x
+    total, sizes = math.prod(shape), [1] * (len(shape) - x.dim()) + list(x.shape)
+    kept = [d for d, size in enumerate(sizes) if size != 1]
+    repeated_between = kept and any(sizes[d] == 1 != shape[d] for d in range(kept[0], kept[-1]))
+    if repeated_between or not total:
+        return x.expand(shape).contiguous()
+    run_length = math.prod(shape[kept[-1] + 1 :]) if kept else total
+    return torch.from_numpy(cpu.repeat(x.contiguous().numpy(), total, run_length)).view(shape)
+
+
 def _binary(name: str) -> None:
     kernel = getattr(cpu, name)
 
     def on_cpu(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
         if x.shape != y.shape:
-            x, y = torch.broadcast_tensors(x, y)
-        # Kernels want whole arrays; torch fills them much faster than numpy does.
+            shape = torch.broadcast_shapes(x.shape, y.shape)
+            x, y = _whole(x, shape), _whole(y, shape)
         return torch.from_numpy(kernel(x.contiguous().numpy(), y.contiguous().numpy(), _format(bits, fraction_bits)))
 
     _define(name, f"(Tensor x, Tensor y, {_FORMAT}) -> Tensor", on_cpu, lambda x, y, bits, fraction_bits: _broadcast(x, y))
@@ -80,6 +93,8 @@ def _sqrt_cpu(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
 
 
 def _sum_cpu(x: Tensor, dim: int, bits: int, fraction_bits: int, shift: int = 0) -> Tensor:
+    if x.stride(dim) == 1 and not x.is_contiguous():  # terms beside each other: no need to turn the array around
+        x, dim = x.movedim(dim, -1), -1
     return torch.from_numpy(cpu.sum(x.contiguous().numpy(), dim, _format(bits, fraction_bits), shift))
 
 
@@ -260,6 +275,9 @@ def _pieces(flat: Tensor, fmt: LNSFormat, shift: int) -> Tensor:
 def matmul(x: Tensor, y: Tensor, fmt: LNSFormat, *, accumulation: str = "contract") -> Tensor:
     """``x_MK @ y_KN`` or ``x_BMK @ y_BKN``: exact products; transposed views cost nothing.
 
+    More than ``LONG_SUM = 4096`` products are summed as :func:`sum` sums that many terms: in pieces of 4096, ascending, whose sums (codes
+    of the format) are summed in turn; :func:`lns_ops.reference.long_matmul` is the specification. Sums in float32 are not cut.
+
     Args:
         accumulation: of the sums over k: ``contract``, LNS additions in blocks of 64, or ``float32``; see :mod:`lns_ops.accumulation`.
 
@@ -268,8 +286,12 @@ def matmul(x: Tensor, y: Tensor, fmt: LNSFormat, *, accumulation: str = "contrac
     """
     if x.dim() != y.dim() or x.dim() not in (2, 3) or x.shape[-1] != y.shape[-2] or x.shape[:-2] != y.shape[:-2]:
         raise ValueError(f"matmul of shapes {tuple(x.shape)} and {tuple(y.shape)}: need [M, K] @ [K, N] or [B, M, K] @ [B, K, N]")
-    product = _OPS.matmul if check_accumulation(accumulation) == "contract" else _OPS.matmul_float32
-    return product(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+    if check_accumulation(accumulation) != "contract":
+        return _OPS.matmul_float32(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+    if x.shape[-1] <= LONG_SUM:
+        return _OPS.matmul(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+    cuts = zip(x.split(LONG_SUM, -1), y.split(LONG_SUM, -2), strict=True)
+    return sum(torch.stack([_OPS.matmul(a, b, fmt.bits, fmt.fraction_bits) for a, b in cuts]), [0], fmt)
 
 
 def linear(x: Tensor, y: Tensor, bias: Tensor, fmt: LNSFormat, *, accumulation: str = "contract") -> Tensor:
@@ -282,7 +304,7 @@ def linear(x: Tensor, y: Tensor, bias: Tensor, fmt: LNSFormat, *, accumulation: 
         raise ValueError(
             f"linear of shapes {tuple(x.shape)}, {tuple(y.shape)} and bias {tuple(bias.shape)}: need [M, K] @ [K, N] + [N]"
         )
-    if check_accumulation(accumulation) == "contract":
+    if check_accumulation(accumulation) == "contract" and x.shape[1] <= LONG_SUM:
         return _OPS.linear(x, y, bias, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
     return add(matmul(x, y, fmt, accumulation=accumulation), bias, fmt)
 

@@ -27,7 +27,9 @@ from torch.utils._pytree import tree_map
 
 from lns_ops import functional as lns
 from lns_ops.format import LNSFormat
+from lns_ops.formats import NumberFormat, parse
 from lns_ops.matmul_layers import LAYERS, LNSMatmulLinear
+from lns_ops.simulation import simulate_, stop_
 from lns_ops.tensor import LNSTensor, in_float32, in_format
 
 __all__ = ["Conversion", "LNSMatmulLinear", "convert_", "revert_", "summary"]
@@ -154,7 +156,7 @@ def _check(name: str, layer: nn.Module, scope: str) -> None:
 
 def convert_(
     module: nn.Module,
-    fmt: Format | Mapping[str, Format],
+    fmt: Format | NumberFormat | Mapping[str, Format],
     scope: str = "matmul",
     filter_fn: Filter | None = None,
 ) -> nn.Module:
@@ -163,7 +165,8 @@ def convert_(
     Args:
         module: any torch module; see the head of this file for what each scope does with its layers.
         fmt: the LNS format, or its name; or a mapping from patterns of layer names (``{"layer1.*": "lns12", "*": "lns16"}``, the first
-            that matches counts, layers that none matches stay as they are).
+            that matches counts, layers that none matches stay as they are). Any other number format, or its name (``bfloat16``,
+            ``int8/channel``), is simulated (:mod:`lns_ops.simulation`), with scope ``everywhere``.
         scope: ``matmul`` or ``everywhere``, see the head of this file.
         filter_fn: ``filter_fn(submodule, name)``: True to convert, False or None to leave out, or a format for this layer; name is the
             dotted path, "" for ``module`` itself.
@@ -179,6 +182,12 @@ def convert_(
     """
     if scope not in SCOPES:
         raise ValueError(f"scope={scope!r}: must be one of {', '.join(SCOPES)}")
+    if isinstance(fmt, str) and ("/" in fmt or not fmt.startswith("lns")):
+        fmt = parse(fmt)
+    if isinstance(fmt, NumberFormat):
+        if scope != "everywhere":
+            raise ValueError(f"scope={scope!r} with format {fmt}: only LNS has scopes; use scope='everywhere'")
+        return simulate_(module, fmt, filter_fn=None if filter_fn is None else lambda m, name: bool(filter_fn(m, name)))
     for each in fmt.values() if isinstance(fmt, Mapping) else [fmt]:
         LNSFormat.of(each)
     owners = [(name, m) for name, m in module.named_modules() if _owns_values(m, scope)]
@@ -212,6 +221,7 @@ def revert_(module: nn.Module) -> nn.Module:
     Returns:
         ``module``.
     """
+    stop_(module)
     decoded: dict[nn.Parameter, nn.Parameter] = {}
     classes = {made: original for original, made in LAYERS.items()}
     for layer in module.modules():
@@ -247,6 +257,8 @@ def summary(module: nn.Module) -> str:
         conversion = getattr(layer, "lns_conversion", None)
         count = sum(p.numel() for p in layer.parameters(recurse=False))
         scope, fmt = (conversion.scope, str(conversion.fmt)) if conversion is not None else ("-", "float32")
+        if hasattr(layer, "simulation"):
+            scope, fmt = "simulated", str(layer.simulation.format)
         rows.append((name or "(root)", type(layer).__name__, scope, fmt, f"{count:,}"))
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     lines = ["  ".join([*(row[i].ljust(widths[i]) for i in range(4)), row[4].rjust(widths[4])]) for row in rows]

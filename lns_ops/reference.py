@@ -34,7 +34,7 @@ from lns_ops.format import (
     logarithm,
     stochastic_steps,
 )
-from lns_ops.gaussian import FINE_BITS, decay_table, gaussian_tables, stochastic_tables
+from lns_ops.gaussian import FINE_BITS, DecayTable, decay_table, gaussian_tables, stochastic_tables
 
 Codes = NDArray[np.int16]
 Logs = NDArray[np.int64]
@@ -186,6 +186,14 @@ def matmul(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes:
     return _reduce(signs, lx.T[:, :, None] + ly[:, None, :], fmt)
 
 
+def long_matmul(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes:
+    """:func:`matmul` of any K: more than ``LONG_SUM`` products are cut as :func:`long_sum` cuts terms."""
+    cuts = range(0, x_MK.shape[1], LONG_SUM)
+    if len(cuts) < 2:
+        return matmul(x_MK, y_KN, fmt)
+    return long_sum(np.stack([matmul(x_MK[:, k : k + LONG_SUM], y_KN[k : k + LONG_SUM], fmt) for k in cuts]), 0, fmt)
+
+
 def random_bits(count: int, key: int, step: int, slot: int) -> NDArray[np.int64]:
     """Uniform integers in ``0 .. 2^16 - 1``, element i from (key, step, slot, i) alone, so the same on every backend and in any order.
 
@@ -235,7 +243,19 @@ def root_mean_square(
     Returns:
         The new root, and the new residue where there was one; a root that is zero or saturates leaves none.
     """
-    table = decay_table(beta, fmt.fraction_bits)
+    return followed(root, x, fmt, decay_table(beta, fmt.fraction_bits), residue=residue, bits=bits)
+
+
+def followed(
+    root: Codes,
+    x: Codes,
+    fmt: LNSFormat,
+    table: DecayTable,
+    *,
+    residue: Codes | None = None,
+    bits: NDArray[np.int64] | None = None,
+) -> tuple[Codes, Codes | None]:
+    """:func:`root_mean_square` of any table: sums of squares and maxima follow their input likewise."""
     _, root_log = unpack(root, fmt)
     _, x_log = unpack(x, fmt)
     index = np.clip(x_log - root_log, table.first, table.first + len(table.table) - 1) - table.first

@@ -27,6 +27,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from lns_ops import fallback
 from lns_ops import functional as lns
+from lns_ops._compile import allow_in_graph
 from lns_ops.format import LNSFormat, lns16
 
 
@@ -178,7 +179,7 @@ def in_float32(x: Tensor) -> Tensor:
 
 
 for _traced in (in_format, in_float32):
-    torch.compiler.allow_in_graph(_traced)
+    allow_in_graph(_traced)
 
 aten = torch.ops.aten
 _HANDLERS: dict[Any, Callable[..., Any]] = {}
@@ -209,7 +210,7 @@ def replaces(*functions: Any) -> Callable[[_Handler], _Handler]:
     """
 
     def register(replacement: _Handler) -> _Handler:
-        torch.compiler.allow_in_graph(replacement)
+        allow_in_graph(replacement)
         return replaces_untraced(*functions)(replacement)
 
     return register

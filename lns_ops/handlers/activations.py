@@ -69,6 +69,29 @@ def _pow(func: Any, x: LNSTensor, exponent: float) -> LNSTensor:
     return LNSTensor(power(x.codes, exponent, x.fmt), x.fmt)
 
 
+@handles(aten.pow.Tensor_Tensor)
+def _pow_of_each(func: Any, x: Any, y: Any) -> LNSTensor:
+    """``x^y``: the logarithm of x times the value of y, in float64, rounded half to even."""
+    x_codes, y_codes, fmt = operands("pow", x, y)
+    base, exponent = torch.broadcast_tensors(x_codes, lns.decode(y_codes, fmt, torch.float64).to(x_codes.device))
+    field, whole = base & fmt.field_mask, exponent == exponent.round()
+    undefined = ((base < 0) & ~whole) | ((field == 0) & (exponent < 0))
+    if not undefined.is_cuda and undefined.any():
+        raise ValueError(
+            "pow of a negative number to no whole power, or of zero to a negative one: LNS has no NaN; clamp or mask first"
+        )
+    log = ((field.double() - fmt.bias) * exponent).round().clamp(-(2.0**20), 2.0**20).long()
+    magnitude = torch.where(log < fmt.min_log, 0, log.clamp(max=fmt.max_log) + fmt.bias)
+    magnitude = torch.where(field == 0, torch.where(exponent == 0, fmt.bias, 0), magnitude)
+    odd = (base < 0) & (exponent.remainder(2) == 1) & (magnitude > 0)
+    result = torch.where(odd, magnitude | fmt.sign_mask, magnitude).to(torch.int16)
+    if undefined.is_cuda:  # a division by zero is counted there
+        one = torch.full_like(result, fmt.bias)
+        result = lns.select(undefined, torch.zeros_like(result), result) if undefined.numel() else result
+        lns.div(one, lns.select(undefined, torch.zeros_like(one), one), fmt)
+    return LNSTensor(result, fmt)
+
+
 @handles(aten.pow_.Scalar)
 def _pow_in_place(func: Any, x: LNSTensor, exponent: float) -> LNSTensor:
     x.codes.copy_(power(x.codes, exponent, x.fmt))

@@ -19,6 +19,7 @@ from lns_ops import functional as lns
 from lns_ops.format import LNSFormat
 from lns_ops.indexed import index_sum
 from lns_ops.tensor import LNSTensor, aten, handles, replaces
+from lns_ops.windows import max_pool2d
 
 # ------------------------------------------------------------------------------------------------------------- maxima
 
@@ -30,8 +31,17 @@ def _chosen(codes: Tensor, indices: Tensor, dims: int) -> Tensor:
     return picked.reshape(indices.shape)
 
 
+@handles(aten.max_pool2d_with_indices.default)
+def _max_pool2d(
+    func: Any, x: LNSTensor, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+) -> tuple[LNSTensor, Tensor]:
+    size, step, pad, spread = (list(_full(value, 2)) for value in (kernel, stride or kernel, padding, dilation))
+    codes, indices = max_pool2d(x.codes, size, step, pad, spread, ceil_mode, x.fmt)
+    return LNSTensor(codes, x.fmt), indices
+
+
 _MAXIMA = {
-    aten.max_pool2d_with_indices.default: 2, aten.max_pool3d_with_indices.default: 3, aten.adaptive_max_pool2d.default: 2,
+    aten.max_pool3d_with_indices.default: 3, aten.adaptive_max_pool2d.default: 2,
     aten.adaptive_max_pool3d.default: 3,
 }  # fmt: skip
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lns_ops import functional as lns
 from lns_ops.accumulation import get_matmul_accumulation
 from lns_ops.handlers.arithmetic import binary
 from lns_ops.indexed import lookup, power
+from lns_ops.reference import LONG_SUM
 from lns_ops.tensor import LNSTensor, aten, handles, operands
 
 
@@ -36,6 +38,26 @@ def _sum_all(func: Any, x: LNSTensor, *, dtype: Any = None) -> LNSTensor:
 @handles(aten.sum.dim_IntList)
 def _sum(func: Any, x: LNSTensor, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> LNSTensor:
     return _total(x, dim, keepdim)
+
+
+@handles(aten.cumsum.default)
+def _cumsum(func: Any, x: LNSTensor, dim: int, *, dtype: Any = None) -> LNSTensor:
+    """Entry k is the sum of the first k + 1 terms, bit for bit: products with a triangle of ones, whose zeros are skipped."""
+    if not x.dim() or not x.numel():
+        return LNSTensor(x.codes.clone(), x.fmt)
+    terms = x.codes.movedim(dim, 0)
+    before: list[Tensor] = []
+    parts: list[Tensor] = []
+    for piece in terms.reshape(terms.shape[0], -1).split(LONG_SUM):
+        triangle = torch.full((len(piece), len(piece)), x.fmt.bias, dtype=torch.int16, device=piece.device).tril()
+        sums = lns.matmul(triangle, piece, x.fmt)
+        whole = sums[-1:]
+        if before:
+            earlier = torch.stack(before).expand(-1, len(sums), -1)
+            sums = lns.sum(torch.cat([earlier, sums[None]]), [0], x.fmt)
+        before.append(whole)
+        parts.append(sums)
+    return LNSTensor(torch.cat(parts).reshape(terms.shape).movedim(0, dim).contiguous(), x.fmt)
 
 
 def _count(x: LNSTensor, dim: Any) -> int:

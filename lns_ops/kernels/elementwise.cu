@@ -85,6 +85,8 @@ lns_square_root(const short* __restrict__ x, short* __restrict__ z, i64 n, int a
     });
 }
 
+constexpr int AHEAD = 32;
+
 // out[n] = sum over k of x[k][n] in the contract's order. A thread takes one block of 64 of one column; `columns` (a power of two) of
 // them and 512 / columns blocks at a time in a thread block. `shift` ulps are added to the logarithm before it is stored in the format.
 extern "C" __global__ void __launch_bounds__(512)
@@ -96,9 +98,17 @@ lns_sum(const short* __restrict__ x, short* __restrict__ out, i64 K, i64 N, int 
     for (i64 first = 0; first < blocks; first += slots) {
         Exact block = {0, 0, true};
         const i64 end = min(K, (first + slot + 1) * BLOCK);
-        if (n < N)
-            for (i64 k = (first + slot) * BLOCK; k < end; k++)
-                block = Exact::add(block, Exact::of(x[k * N + n]).accumulator(), gauss).accumulator();
+        if (n < N) {
+            i64 k = (first + slot) * BLOCK;
+            for (; k + AHEAD <= end; k += AHEAD) {
+                short terms[AHEAD];  // loaded together: one by one, each addition would wait for memory
+#pragma unroll
+                for (int j = 0; j < AHEAD; j++) terms[j] = x[(k + j) * N + n];
+#pragma unroll
+                for (int j = 0; j < AHEAD; j++) block = Exact::add(block, Exact::of(terms[j]).accumulator(), gauss).accumulator();
+            }
+            for (; k < end; k++) block = Exact::add(block, Exact::of(x[k * N + n]).accumulator(), gauss).accumulator();
+        }
         totals[threadIdx.x] = block;
         __syncthreads();
         if (slot == 0)

@@ -34,7 +34,7 @@ nn.functional.interpolate.nearest-exact zeros_like ones_like full_like new_zeros
 
 ROUNDED = _names("""
 add sub rsub mul div.no_rounding_mode true_divide __radd__ __rsub__ __rmul__ __rdiv__ reciprocal square sqrt rsqrt outer kron
-exp exp2 expm1 log log2 log10 log1p sigmoid tanh nn.functional.silu
+exp exp2 expm1 pow __rpow__ log log2 log10 log1p sigmoid tanh nn.functional.silu
 nn.functional.gelu nn.functional.mish nn.functional.elu nn.functional.celu nn.functional.selu
 nn.functional.softplus nn.functional.logsigmoid nn.functional.hardswish
 nn.functional.hardsigmoid nn.functional.leaky_relu nn.functional.prelu nn.functional.softshrink
@@ -42,7 +42,7 @@ nn.functional.hardsigmoid nn.functional.leaky_relu nn.functional.prelu nn.functi
 """One rounding: results are within half an ulp of float64's."""
 
 SUMS = _names("""
-sum mean sum_to_size mm bmm mv dot vdot inner matmul __rmatmul__ einsum tensordot addmm addmv addr addbmm baddbmm
+sum mean cumsum sum_to_size mm bmm mv dot vdot inner matmul __rmatmul__ einsum tensordot addmm addmv addr addbmm baddbmm
 linalg.multi_dot linalg.vecdot nn.functional.linear nn.functional.bilinear nn.functional.conv1d nn.functional.conv2d
 nn.functional.conv3d nn.functional.conv_transpose1d nn.functional.conv_transpose2d nn.functional.conv_transpose3d
 nn.functional.avg_pool1d nn.functional.avg_pool2d nn.functional.avg_pool3d nn.functional.adaptive_avg_pool1d

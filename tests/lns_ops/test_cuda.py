@@ -148,7 +148,10 @@ def test_decode_of_every_code(fmt: LNSFormat, dtype: type) -> None:
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (64, 7), (65, 33), (128, 512), (1000, 1), (4200, 2), (0, 4)])
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 1), (3, 5), (64, 7), (65, 33), (128, 512), (1000, 1), (4200, 2), (0, 4), (2, 40_000), (33, 70_001), (70, 40_000)],
+)
 def test_sum_equals_the_reference(fmt: LNSFormat, shape: tuple[int, int]) -> None:
     for spread in (1.0, 0.1):
         x = random_codes(shape, fmt, 4, spread)

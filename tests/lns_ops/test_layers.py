@@ -258,3 +258,24 @@ def test_clipping_of_gradients() -> None:
     clipped = torch.cat([p.grad.to_float().flatten() for p in model.parameters()]).norm()
     assert norm.to_float() > 0.5
     assert abs(clipped - 0.5) < 0.01
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("leading", [(5,), (2, 3)])
+def test_linear_in_one_step_has_the_bits_of_its_parts(bias: bool, leading: tuple[int, ...]) -> None:
+    """Output, gradients and second derivatives of ``F.linear`` are those of the product and the addition that it is."""
+
+    def results(together: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        x, w, b = (LNSTensor.from_float(torch.randn(shape), "lns12").requires_grad_() for shape in ((*leading, 7), (4, 7), (4,)))
+        operands = [x, w, b] if bias else [x, w]
+        parts = x @ w.t() + b if bias else x @ w.t()
+        out = F.linear(*operands) if together else parts
+        seed = LNSTensor.from_float(torch.randn(out.shape), "lns12")
+        first = torch.autograd.grad(out, operands, seed, create_graph=True)
+        second = torch.autograd.grad((first[0] * first[0]).sum(), [w])
+        out.backward(seed)
+        return [out, *first, *second, *(operand.grad for operand in operands)]
+
+    for one, other in zip(results(True), results(False), strict=True):
+        assert torch.equal(one.codes, other.codes)

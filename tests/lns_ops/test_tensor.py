@@ -238,3 +238,54 @@ def test_errors_name_value_rule_and_remedy() -> None:
         x.half()
     with pytest.raises(ValueError, match="codes are int16"):
         LNSTensor(torch.zeros(3), lns12)
+
+
+@pytest.mark.parametrize("K", [4096, 4097, 9000])
+def test_long_products_are_cut_as_sums_are(K: int) -> None:
+    """Ones do not stick: at f = 6 one sequence of 9,000 of them would end at a third; bias and batches likewise."""
+    x, y = random((3, K), lns12, 1), random((K, 5), lns12, 2)
+    expected = reference.long_matmul(x.codes.numpy(), y.codes.numpy(), lns12)
+    equal(x @ y, expected)
+    equal((x[None] @ y[None])[0], expected)
+    bias = random((5,), lns12, 3)
+    equal(F.linear(x, y.t(), bias), reference.add(expected, np.broadcast_to(bias.codes.numpy(), (3, 5)), lns12))
+    ones = LNSTensor.from_float(torch.ones(K), lns12)
+    assert (ones @ ones).to_float().item() == pytest.approx(K, rel=0.05)
+    x.requires_grad_()
+    (x.t() @ random((3, 2), lns12, 4)).sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((5, 70, 3), 1), ((200,), 0), ((3, 9), -1), ((4200,), 0), ((), 0), ((0, 2), 0)])
+def test_cumulative_sums_are_sums(shape: tuple[int, ...], dim: int) -> None:
+    x = random(shape, lns12, 1).requires_grad_()
+    got = x.cumsum(dim)
+    assert got.shape == shape
+    for k in {0, 1, 63, 64, 65, 199, 4095, 4096, 4199} if shape else set():
+        if k < shape[dim] and x.numel():
+            first = x.narrow(dim, 0, k + 1).sum(dim)
+            assert torch.equal(got.select(dim, k).codes, first.codes)
+    if x.numel() and shape:
+        got.sum().backward()
+        assert x.grad is not None
+        # The first term is in every sum.
+        assert x.grad.select(dim, 0).to_float().max().item() == pytest.approx(shape[dim], rel=0.05)
+
+
+def test_powers_of_tensors() -> None:
+    x = LNSTensor.from_float(torch.tensor([2.0, 4.0, -2.0, -2.0, 0.0, 0.0, 1.0, 2.0]), lns16)
+    y = LNSTensor.from_float(torch.tensor([0.5, -1.0, 2.0, -1.0, 2.0, 0.0, 0.3, 1000.0]), lns16)
+    got = (x**y).to_float()
+    exact = torch.tensor([2**0.5, 0.25, 4.0, -0.5, 0.0, 1.0, 1.0, lns16.largest])
+    assert ((got - exact).abs() <= half_ulp(lns16) * exact.abs()).all()
+    for base, exponent in ((-2.0, 0.5), (0.0, -1.0)):
+        with pytest.raises(ValueError, match="pow of a negative number to no whole power"):
+            LNSTensor.from_float(torch.tensor([base]), lns16) ** LNSTensor.from_float(torch.tensor([exponent]), lns16)
+    x, y = (LNSTensor.from_float(torch.tensor(v), lns16).requires_grad_() for v in ([1.5, 3.0], [2.0, -0.5]))
+    (x**y).sum().backward()
+    a, b = (v.detach().to_float().requires_grad_() for v in (x, y))
+    (a**b).sum().backward()
+    for got_grad, wanted in ((x.grad, a.grad), (y.grad, b.grad)):
+        assert got_grad is not None
+        assert wanted is not None
+        torch.testing.assert_close(got_grad.to_float(), wanted, rtol=0.02, atol=0)

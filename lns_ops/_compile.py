@@ -1,0 +1,53 @@
+"""Functions that ``torch.compile``'s tracer is to leave alone, told to it once it is there.
+
+``torch.compiler.allow_in_graph`` imports torch._dynamo, which takes as long as the rest of torch (1.6 s) and which only programs that
+compile need. So functions wait here until somebody else imports it.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_TRACER = "torch._dynamo"
+_waiting: list[Callable[..., Any]] = []
+
+
+def allow_in_graph(function: Callable[..., Any]) -> None:
+    """``torch.compiler.allow_in_graph(function)``, now or when the tracer is imported."""
+    if _TRACER in sys.modules:
+        torch.compiler.allow_in_graph(function)
+    else:
+        _waiting.append(function)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the tracer as it would be found anyway, and has it told when it is imported."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """See :class:`importlib.abc.MetaPathFinder`."""
+        if fullname != _TRACER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                while _waiting:
+                    torch.compiler.allow_in_graph(_waiting.pop())
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+if _TRACER not in sys.modules:
+    sys.meta_path.insert(0, _Finder())

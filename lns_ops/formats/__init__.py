@@ -1,0 +1,42 @@
+"""Number formats behind one interface, :class:`NumberFormat`: floating point, fixed point, scaled integers, MX blocks, LNS.
+
+>>> import torch
+>>> from lns_ops import formats
+>>> fmt = formats.parse("float8_e4m3fn")
+>>> fmt.quantize(torch.tensor([0.3, 1000.0]))
+tensor([3.1250e-01, 4.4800e+02])
+>>> fmt.bits, fmt.error.relative
+(8, 0.0625)
+
+:func:`lns_ops.simulation.simulate_` trains networks in any of them; :func:`lns_ops.convert_` takes their names too.
+"""
+
+from lns_ops.formats.base import Encoded, ErrorModel, NumberFormat
+from lns_ops.formats.block import Microscaling
+from lns_ops.formats.fixed_point import FixedPoint, Integer
+from lns_ops.formats.floating import FloatFormat, bfloat16, float8_e4m3fn, float8_e5m2, float16, float32, tf32
+from lns_ops.formats.logarithmic import Logarithmic
+from lns_ops.formats.registry import HELP, parse
+from lns_ops.formats.rounding import random_bits
+from lns_ops.formats.scaling import Scaled
+
+__all__ = [
+    "HELP",
+    "Encoded",
+    "ErrorModel",
+    "FixedPoint",
+    "FloatFormat",
+    "Integer",
+    "Logarithmic",
+    "Microscaling",
+    "NumberFormat",
+    "Scaled",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float16",
+    "float32",
+    "parse",
+    "random_bits",
+    "tf32",
+]

@@ -1,0 +1,136 @@
+"""What every number format is: a name, a width, encoding, decoding, rounding, and a statement of its error.
+
+A format maps float32 values to *codes* (and a scale, where values share one) and back. :meth:`NumberFormat.quantize` is both in one: the
+values of a tensor on the format's grid, as float32, which carries every value of every format here exactly. It is what training in a
+simulated format (:mod:`lns_ops.simulation`) is made of, so its contract is tested for all formats alike: idempotent, monotone, within
+the error model, the same bits on every device.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorModel:
+    """How far rounding to nearest moves a value: ``|q(x) - x| <= max(relative |x|, absolute)`` for ``|x| <= largest``.
+
+    Attributes:
+        relative: unit roundoff, of values that are neither tiny nor too large; 0 for formats with even steps.
+        absolute: half the smallest step, or the smallest magnitude where what is below it becomes zero.
+        smallest: smallest positive magnitude.
+        largest: largest magnitude; what is above saturates (or is infinite, where the format has infinities).
+        scaled: ``absolute``, ``smallest`` and ``largest`` are in units of the largest magnitude among the values that share a scale.
+    """
+
+    relative: float
+    absolute: float
+    smallest: float
+    largest: float
+    scaled: bool = False
+
+    def bound(self, x: Tensor, group: Tensor | float = 1.0) -> Tensor:
+        """The largest error of each of ``x``, within the range; ``group`` is the largest magnitude that shares its scale (if scaled)."""
+        unit = torch.as_tensor(group if self.scaled else 1.0, dtype=torch.float64, device=x.device)
+        return torch.maximum(self.relative * x.double().abs(), self.absolute * unit)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Codes of a tensor: what a device would store.
+
+    Attributes:
+        codes: in the format's :attr:`NumberFormat.storage`.
+        scale: float32, broadcasts over the codes: a value is the code's times it; None for formats without one. Of MX, one exponent
+            a block.
+        shape: of the values, where codes are padded or packed (MX).
+    """
+
+    codes: Tensor
+    scale: Tensor | None = None
+    shape: tuple[int, ...] | None = None
+
+
+class NumberFormat(ABC):
+    """A number format; :func:`lns_ops.formats.parse` makes one from its name. Immutable, equal by value, safe to share."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The name that :func:`~lns_ops.formats.parse` reads back."""
+
+    @property
+    @abstractmethod
+    def bits(self) -> float:
+        """Bits a value takes; with one scale a block, its share of that too (a scale a tensor or channel is not counted)."""
+
+    @property
+    @abstractmethod
+    def storage(self) -> torch.dtype:
+        """The dtype of codes; wider than ``bits`` where torch has no narrower one."""
+
+    @property
+    @abstractmethod
+    def error(self) -> ErrorModel:
+        """How far rounding moves a value."""
+
+    @abstractmethod
+    def encode(self, x: Tensor, random: Tensor | None = None) -> Encoded:
+        """The codes of ``x``.
+
+        Args:
+            x: float tensor of any shape.
+            random: integers uniform in 0 .. 2^16 - 1, of ``x``'s shape (:func:`lns_ops.formats.random_bits`): round to one of the two
+                neighbours, so that the expected value is ``x`` to 2^-16 of a step; None rounds to nearest.
+
+        Raises:
+            NonFiniteError: a NaN (everywhere) or an infinity (in LNS), where the format has no code for it; on a CPU.
+            ValueError: ``x`` is not a float tensor.
+        """
+
+    @abstractmethod
+    def decode(self, encoded: Encoded) -> Tensor:
+        """The values of codes, float32, exact."""
+
+    def quantize(self, x: Tensor, random: Tensor | None = None) -> Tensor:
+        """``decode(encode(x))`` as a new float32 tensor; a NaN stays one."""
+        return self.decode(self.encode(x, random))
+
+    def quantize_(self, x: Tensor, random: Tensor | None = None) -> Tensor:
+        """:meth:`quantize` in place, outside of any graph; returns ``x``."""
+        with torch.no_grad():
+            return x.copy_(self.quantize(x, random))
+
+    @property
+    def compensation(self) -> NumberFormat:
+        """The format of Kahan compensations beside weights of this one: of the same width."""
+        return self
+
+    @property
+    def overflows(self) -> bool:
+        """Whether gradients need loss scaling: a narrow range with infinities at its end."""
+        return False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def as_float32(x: Tensor) -> Tensor:
+    """``x`` as float32, apart from any graph: rounding has no derivative (:mod:`lns_ops.simulation` gives it one).
+
+    Raises:
+        ValueError: not a float tensor.
+    """
+    if not x.is_floating_point():
+        raise ValueError(f"x has dtype {str(x.dtype).removeprefix('torch.')}: must be a float tensor; use x.float()")
+    return x.detach().to(torch.float32)
+
+
+def randomly_up(steps: Tensor, random: Tensor) -> Tensor:
+    """``steps`` (values in units of their own step) as whole numbers, up with the chance ``steps - floor(steps)``."""
+    low = steps.floor()
+    return low + (((steps - low) * 65536).floor() + random >= 65536)

@@ -1,0 +1,190 @@
+"""Formats with even steps: fixed point, whose step is fixed once and for all, and integers, whose step is a scale found at run time.
+
+Both round to nearest with ties to even, saturate, and have no code for a NaN.
+
+*Kahan in fixed point.* A sum of fixed-point numbers is exact, so there is nothing for a compensation of the same format to catch: what is
+lost is lost before, where an update below half a step becomes zero. :attr:`FixedPoint.compensation` is therefore a second word of the
+same width that continues the first: weight and compensation together are fixed point of nearly twice the width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lns_ops.format import NonFiniteError
+from lns_ops.formats.base import Encoded, ErrorModel, NumberFormat, as_float32, randomly_up
+from lns_ops.formats.scaling import TENSOR, check_granularity, group_largest
+
+FIXED_BITS = (2, 24)
+INTEGER_BITS = (2, 12)
+
+
+def _integer_dtype(bits: int) -> torch.dtype:
+    return torch.int8 if bits <= 8 else torch.int16 if bits <= 16 else torch.int32
+
+
+def _to_codes(steps: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """Whole numbers as integers; what is no number has no code."""
+    if steps.device.type == "cpu" and bool(steps.isnan().any()):
+        raise NonFiniteError(f"NaN to encode in {name}, which has no code for it; clean the input first")
+    return steps.to(dtype)
+
+
+class _WholeNumbers(NumberFormat):
+    """Formats whose codes are whole numbers of ``width`` bits."""
+
+    width: int
+
+    @property
+    def bits(self) -> float:
+        """The width."""
+        return self.width
+
+    @property
+    def storage(self) -> torch.dtype:
+        """The narrowest integers that hold it."""
+        return _integer_dtype(self.width)
+
+
+@dataclass(frozen=True)
+class FixedPoint(_WholeNumbers):
+    """Two's complement fixed point, ``Qm.n`` with ``n = fraction_bits`` and ``m = bits - 1 - n``: multiples of 2^-n in [-2^m, 2^m - 2^-n].
+
+    Args:
+        width: bits, sign included, 2 to 24 (float32 carries all values exactly).
+        fraction_bits: behind the binary point, -126 + width to 126; 0 for integers, more than ``width - 1`` for fractions only.
+
+    Raises:
+        ValueError: no such format.
+    """
+
+    width: int
+    fraction_bits: int
+
+    def __post_init__(self) -> None:
+        low, high = FIXED_BITS
+        if not low <= self.width <= high:
+            raise ValueError(
+                f"bits={self.width}: fixed point has {low} to {high} bits here, which float32 carries exactly; use for example fixed(16,8)"
+            )
+        if not self.width - 126 <= self.fraction_bits <= 126:
+            raise ValueError(
+                f"fraction_bits={self.fraction_bits}: with bits={self.width} must lie from {self.width - 126} to 126, float32's range; use "
+                f"for example fixed({self.width},{self.width // 2})"
+            )
+
+    @property
+    def name(self) -> str:
+        """``fixed(bits,fraction_bits)``."""
+        return f"fixed({self.width},{self.fraction_bits})"
+
+    @property
+    def step(self) -> float:
+        """Distance of neighbours: ``2^-fraction_bits``."""
+        return 2.0**-self.fraction_bits
+
+    @property
+    def error(self) -> ErrorModel:
+        """Half a step, whatever the value."""
+        largest = ((1 << self.width - 1) - 1) * self.step
+        return ErrorModel(relative=0.0, absolute=self.step / 2, smallest=self.step, largest=largest)
+
+    @property
+    def compensation(self) -> NumberFormat:
+        """A word that continues this one, from minus a step to a step; see the head of this file."""
+        return FixedPoint(self.width, min(self.fraction_bits + self.width - 1, 126))
+
+    def encode(self, x: Tensor, random: Tensor | None = None) -> Encoded:
+        """Whole numbers of steps."""
+        return Encoded(_to_codes(self._steps(x, random), self.storage, self.name))
+
+    def decode(self, encoded: Encoded) -> Tensor:
+        """Steps times the step."""
+        return encoded.codes.to(torch.float32) * self.step
+
+    def quantize(self, x: Tensor, random: Tensor | None = None) -> Tensor:
+        """On the grid, without the detour over integers."""
+        return self._steps(x, random).mul_(self.step)
+
+    def _steps(self, x: Tensor, random: Tensor | None) -> Tensor:
+        steps = as_float32(x) * (1 / self.step)
+        steps = steps.round_() if random is None else randomly_up(steps, random)
+        return steps.clamp_(-(1 << self.width - 1), (1 << self.width - 1) - 1)
+
+
+@dataclass(frozen=True)
+class Integer(_WholeNumbers):
+    """Symmetric integers with a scale: ``value = code scale``, codes ``-c .. c`` with ``c = 2^(bits - 1) - 1``.
+
+    The scale is the largest magnitude that shares it over c, kept to 24 - (bits - 1) significant bits, so that ``code scale`` is exact in
+    float32 and encoding a decoded tensor gives it back bit for bit.
+
+    Args:
+        width: bits, 2 to 12.
+        granularity: ``tensor`` or ``channel``, see :mod:`lns_ops.formats.scaling`.
+
+    Raises:
+        ValueError: no such format.
+    """
+
+    width: int
+    granularity: str = TENSOR
+
+    def __post_init__(self) -> None:
+        low, high = INTEGER_BITS
+        if not low <= self.width <= high:
+            raise ValueError(
+                f"int{self.width}: scaled integers have {low} to {high} bits; use int8, or fixed({max(self.width, 2)},8) for a fixed step"
+            )
+        check_granularity(self.granularity)
+
+    @property
+    def name(self) -> str:
+        """``int8`` with a scale a tensor, ``int8/channel``."""
+        return f"int{self.width}" + ("" if self.granularity == TENSOR else f"/{self.granularity}")
+
+    @property
+    def largest_code(self) -> int:
+        """``2^(bits - 1) - 1``."""
+        return (1 << self.width - 1) - 1
+
+    @property
+    def error(self) -> ErrorModel:
+        """Half a step, in units of the largest magnitude."""
+        step = 1 / self.largest_code
+        kept = 1 + 2.0 ** -(23 - self.width)  # the scale's own rounding
+        return ErrorModel(relative=0.0, absolute=step / 2 * kept, smallest=step, largest=1.0, scaled=True)
+
+    def encode(self, x: Tensor, random: Tensor | None = None) -> Encoded:
+        """Whole numbers of the scale."""
+        steps, scale = self._steps(x, random)
+        return Encoded(_to_codes(steps, self.storage, self.name), scale)
+
+    def decode(self, encoded: Encoded) -> Tensor:
+        """Codes times the scale."""
+        assert encoded.scale is not None
+        return encoded.codes.to(torch.float32) * encoded.scale
+
+    def quantize(self, x: Tensor, random: Tensor | None = None) -> Tensor:
+        """On the grid, without the detour over integers."""
+        steps, scale = self._steps(x, random)
+        return steps.mul_(scale)
+
+    def _steps(self, x: Tensor, random: Tensor | None) -> tuple[Tensor, Tensor]:
+        x = as_float32(x)
+        scale = self._scale(x)
+        steps = x / scale
+        steps = steps.round_() if random is None else randomly_up(steps, random)
+        return steps.clamp_(-self.largest_code, self.largest_code), scale
+
+    def _scale(self, x: Tensor) -> Tensor:
+        largest = group_largest(x, self.granularity)
+        # Division by a constant is a multiplication by its reciprocal on a GPU, with another last bit.
+        ratio = largest / torch.full_like(largest, self.largest_code)
+        drop = self.width - 1
+        word = ratio.view(torch.int32) + (1 << drop - 1) & -(1 << drop)
+        usable = (ratio >= torch.finfo(torch.float32).tiny) & ratio.isfinite()
+        return torch.where(usable, word.view(torch.float32), 1.0)

@@ -1,0 +1,94 @@
+"""LNS behind the common interface; the format itself is :class:`lns_ops.format.LNSFormat`.
+
+Networks in it normally compute in LNS throughout (:func:`lns_ops.convert_`). Behind this interface it is a grid of values like any other:
+for comparing grids, and with a scale (``lns8/channel``), which LNS arithmetic does not have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from lns_ops import functional as lns
+from lns_ops.format import LNSFormat, NonFiniteError, stochastic_steps
+from lns_ops.formats.base import Encoded, ErrorModel, NumberFormat, as_float32
+
+
+@lru_cache(maxsize=32)
+def _steps(fraction_bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Kept on the device: a CUDA graph cannot copy them there while it is captured."""
+    mantissas, reciprocals = (torch.tensor(table, device=device) for table in stochastic_steps(fraction_bits))
+    return mantissas, reciprocals
+
+
+@dataclass(frozen=True)
+class Logarithmic(NumberFormat):
+    """The grid of an LNS format.
+
+    Args:
+        lns: the format.
+    """
+
+    lns: LNSFormat
+
+    @property
+    def name(self) -> str:
+        """The LNS format's."""
+        return self.lns.name
+
+    @property
+    def bits(self) -> float:
+        """The LNS format's."""
+        return self.lns.bits
+
+    @property
+    def storage(self) -> torch.dtype:
+        """int16 whatever the width."""
+        return torch.int16
+
+    @property
+    def error(self) -> ErrorModel:
+        """Half a step of the logarithm; below the smallest magnitude everything."""
+        half = 2.0 ** (0.5 / 2**self.lns.fraction_bits)
+        # 2^-22: float32 rounds decoded values, and thresholds are compared in it.
+        return ErrorModel(
+            relative=(half - 1) * (1 + 2.0**-16) + 2.0**-22,
+            absolute=self.lns.smallest,
+            smallest=self.lns.smallest,
+            largest=self.lns.largest,
+        )
+
+    def encode(self, x: Tensor, random: Tensor | None = None) -> Encoded:
+        """LNS codes."""
+        x = as_float32(x)
+        return Encoded(lns.encode(x, self.lns) if random is None else self._stochastic(x, random))
+
+    def decode(self, encoded: Encoded) -> Tensor:
+        """Values of LNS codes."""
+        return lns.decode(encoded.codes, self.lns)
+
+    def quantize(self, x: Tensor, random: Tensor | None = None) -> Tensor:
+        """On the grid; what is not finite stays as it is (on a GPU: is counted, and reads as some value)."""
+        x = as_float32(x)
+        try:
+            return super().quantize(x, random)
+        except NonFiniteError:
+            finite = x.isfinite()
+            return torch.where(finite, super().quantize(torch.where(finite, x, 0), random), x)
+
+    def _stochastic(self, x: Tensor, random: Tensor) -> Tensor:
+        """:func:`lns_ops.reference.encode_stochastic` in torch's operations, which run on any device."""
+        f = self.lns.fraction_bits
+        mantissas, reciprocals = _steps(f, x.device)
+        fraction, exponent = torch.frexp(x.abs())
+        mantissa = (fraction * (1 << 24)).to(torch.int64).sub_(1 << 23).clamp_(min=0)
+        j = torch.searchsorted(mantissas, mantissa, right=True) - 1
+        chance = (mantissa - mantissas[j]) * reciprocals[j] >> 24
+        log = ((exponent.to(torch.int64) - 1) << f) + j + (chance + random >> 16)
+        field = (log + self.lns.bias).clamp(max=self.lns.field_mask)
+        nonzero = (x != 0) & (field > 0)
+        codes = torch.where(x < 0, field | self.lns.sign_mask, field)
+        return torch.where(nonzero, codes, 0).to(torch.int16)

@@ -1,0 +1,120 @@
+"""Scales: values that share one use the whole range of a narrow format, however large or small they are.
+
+Granularity ``tensor``: one scale for all values. ``channel``: one for each index of the first dimension, which is an output channel of a
+weight and an example of activations and gradients (tensors of fewer than two dimensions have one scale). A matrix product can take a scale
+out of its sum only if it is constant along it; with ``channel`` that holds for the forward product and not for both backward ones, which a
+device would have to encode anew.
+
+:class:`Scaled` gives any format a scale that is a power of two, the largest with which nothing saturates: for LNS an offset of the
+logarithm, for floating point of the exponent. So decoding is exact and the scale itself costs no accuracy.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lns_ops.formats.base import Encoded, ErrorModel, NumberFormat, as_float32
+
+TENSOR, CHANNEL = "tensor", "channel"
+GRANULARITIES = (TENSOR, CHANNEL)
+
+
+def check_granularity(granularity: str) -> None:
+    """Refuse what is not one of :data:`GRANULARITIES`.
+
+    Raises:
+        ValueError: with those there are.
+    """
+    if granularity not in GRANULARITIES:
+        raise ValueError(f"granularity={granularity!r}: must be one of {', '.join(GRANULARITIES)}; use for example int8/channel")
+
+
+def group_largest(x: Tensor, granularity: str) -> Tensor:
+    """Largest magnitude of each group that shares a scale, broadcasting over ``x``; of an empty tensor 0."""
+    if x.numel() == 0:
+        return x.new_zeros(())
+    if granularity == TENSOR or x.dim() < 2:
+        return x.abs().amax()
+    return x.abs().amax(dim=tuple(range(1, x.dim())), keepdim=True)
+
+
+def _power(exponent: Tensor) -> Tensor:
+    """``2^exponent`` by its bits, for exponents in -126 .. 127."""
+    return (exponent.to(torch.int32) + 127 << 23).view(torch.float32)
+
+
+@dataclass(frozen=True)
+class Scaled(NumberFormat):
+    """``base`` with a power of two for each tensor or channel: ``value = base value x scale``.
+
+    Args:
+        base: an unscaled format whose range is narrower than float32's.
+        granularity: ``tensor`` or ``channel``.
+
+    Raises:
+        ValueError: a format that has a scale or needs none.
+    """
+
+    base: NumberFormat
+    granularity: str
+
+    def __post_init__(self) -> None:
+        check_granularity(self.granularity)
+        if self.base.error.scaled:
+            raise ValueError(f"{self.base}/{self.granularity}: {self.base} has a scale of its own; use {self.base} as it is")
+        if self.base.error.largest > 2.0**100:
+            raise ValueError(
+                f"{self.base}/{self.granularity}: {self.base} has float32's range, a scale would change nothing; use {self.base}"
+            )
+
+    @property
+    def name(self) -> str:
+        """``lns8/channel``, ``float8_e4m3fn/tensor``."""
+        return f"{self.base}/{self.granularity}"
+
+    @property
+    def bits(self) -> float:
+        """Those of ``base``."""
+        return self.base.bits
+
+    @property
+    def storage(self) -> torch.dtype:
+        """That of ``base``."""
+        return self.base.storage
+
+    @property
+    def error(self) -> ErrorModel:
+        """``base``'s, whose largest magnitude is between one and two times the group's."""
+        base = self.base.error
+        half = base.largest / 2
+        return ErrorModel(
+            relative=base.relative, absolute=base.absolute / half, smallest=base.smallest / half, largest=1.0, scaled=True
+        )
+
+    def encode(self, x: Tensor, random: Tensor | None = None) -> Encoded:
+        """Codes of ``base`` and one scale a group."""
+        up, down = self._scales(as_float32(x))
+        return Encoded(self.base.encode(x * up, random).codes, down)
+
+    def decode(self, encoded: Encoded) -> Tensor:
+        """``base``'s values times the scale."""
+        assert encoded.scale is not None
+        return self.base.decode(Encoded(encoded.codes)).mul_(encoded.scale)
+
+    def quantize(self, x: Tensor, random: Tensor | None = None) -> Tensor:
+        """On the grid of ``base`` times the scale."""
+        x = as_float32(x)
+        up, down = self._scales(x)
+        return self.base.quantize(x * up, random).mul_(down)
+
+    def _scales(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The power of two that takes a group into ``base``'s range, at most the largest, above half of it; and its inverse."""
+        limit, limit_exponent = math.frexp(self.base.error.largest)
+        fraction, exponent = torch.frexp(group_largest(x, self.granularity))
+        shift = limit_exponent - exponent - (fraction > limit).to(exponent.dtype)
+        shift = torch.where(fraction > 0, shift, 0).clamp(-126, 126)
+        return _power(shift), _power(-shift)

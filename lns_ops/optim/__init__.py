@@ -1,0 +1,31 @@
+"""Optimizers for LNS and float parameters, with Kahan compensation or stochastic rounding of LNS weights.
+
+In low precision a small update vanishes in a large weight: at f = 6 the nearest neighbour of a weight is 1.1 % away, so any update
+below half of that is lost, every time. Two ways to keep it:
+
+- ``kahan_sum``: Kahan compensation (W. Kahan, "Further remarks on reducing truncation errors", 1965) keeps what was lost in a second number
+  of the same format and offers it again at the next step. Deterministic; 2 bytes more a parameter.
+- ``stochastic_rounding``: the sum of weight and update rounds up or down at random with the exact sum as its expected value (S. Gupta et
+  al. 2015). No memory; the random bits come from (seed, parameter, step) alone, so a run repeats bit for bit on any device.
+
+SGD and Adam update an LNSTensor parameter by one fused kernel in which every operation is an LNS operation, or with
+``arithmetic="float32"`` by one that computes in float32 between loads and stores of codes. The other optimizers are composed of LNS
+operations (:mod:`lns_ops.optim.numbers`) and end in SGD's kernel. A float parameter takes torch operations. Memory for an LNS parameter: 2
+bytes, + 2 with Kahan, + 2 with momentum or another average, + 4 for a second moment (Adam with stochastic rounding: 2).
+
+``optimizer.init_compensation(float32_weights)`` begins with what the conversion of those weights has lost. ``state_dict`` carries
+compensations and residues, in their dtypes.
+"""
+
+from lns_ops.optim.adam import Adam, AdamW
+from lns_ops.optim.adam_family import Adamax, Lion, NAdam, RAdam
+from lns_ops.optim.adaptive import ASGD, Adadelta, Adagrad, RMSprop, Rprop
+from lns_ops.optim.base import ARITHMETICS, LNSOptimizer, parameters_by_format
+from lns_ops.optim.layerwise import LAMB, LARS
+from lns_ops.optim.multiplicative import HybridMul, Madam, Mul, SignMul
+from lns_ops.optim.sgd import SGD
+
+__all__ = [
+    "ARITHMETICS", "ASGD", "LAMB", "LARS", "SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "HybridMul", "LNSOptimizer", "Lion",
+    "Madam", "Mul", "NAdam", "RAdam", "RMSprop", "Rprop", "SignMul", "parameters_by_format",
+]  # fmt: skip

@@ -1,0 +1,228 @@
+"""What the optimizers share: rounding options, the loop over parameters, state, Kahan sums of floats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from typing import Any, TypedDict, overload
+
+import torch
+from torch import Tensor
+
+from lns_ops import functional as lns
+from lns_ops.format import LNSFormat
+from lns_ops.tensor import LNSTensor
+
+ARITHMETICS = ("lns", "float32")
+"""What the operations of an LNS parameter's update are."""
+
+
+class Rounding(TypedDict, total=False):
+    """How every optimizer here adds an update to a weight, and with which sign.
+
+    Attributes:
+        kahan_sum: keep a Kahan compensation for each parameter.
+        stochastic_rounding: round ``w + update`` at random, its expected value exact; LNS parameters only.
+        seed: of the random rounding, 0 to 2^31 - 1.
+        maximize: go up the gradient instead of down.
+    """
+
+    kahan_sum: bool
+    stochastic_rounding: bool
+    seed: int
+    maximize: bool
+
+
+def state_dtype(name: str) -> torch.dtype | None:
+    """The dtype of state that is not in the parameter's format: counters and bits below the ulp; None for other state."""
+    if name == "step":
+        return torch.int64
+    return torch.int16 if name.endswith("_residue") else torch.float64 if name in ("mu_product", "max_weight") else None
+
+
+def check_range(name: str, value: float, low: float, high: float, example: str) -> None:
+    """Refuse a value outside ``[low, high)``.
+
+    Raises:
+        ValueError: with the value, the range and an example.
+    """
+    if not low <= value < high:
+        raise ValueError(f"{name}={value}: must be at least {low:g} and below {high:g}, for example {example}")
+
+
+@lru_cache(maxsize=256)
+def scalar_code(name: str, value: float, fmt: LNSFormat) -> int:
+    """The code of a hyperparameter, which must not vanish in the format."""
+    code = int(lns.encode(torch.tensor(value, dtype=torch.float64), fmt))
+    if code == 0 and value != 0:
+        raise ValueError(
+            f"{name}={abs(value):g}: underflows to zero in {fmt}, whose smallest magnitude is {fmt.smallest:.3g}; raise {name} "
+            "(sum the loss over fewer examples, or average it) or use a format with more integer bits"
+        )
+    return code
+
+
+def gradient(parameter: LNSTensor) -> Tensor:
+    grad, fmt = parameter.grad, parameter.fmt
+    if not isinstance(grad, LNSTensor) or grad.fmt != fmt:
+        raise ValueError(
+            f"gradient of type {type(grad).__name__} for an {fmt} parameter: must be an LNSTensor of the same format"
+        )
+    return grad.codes
+
+
+def state_codes(state: dict[str, Tensor], name: str) -> Tensor | None:
+    value = state.get(name)
+    return value.codes if isinstance(value, LNSTensor) else value
+
+
+class LNSOptimizer(torch.optim.Optimizer):
+    """What the optimizers here share: rounding options, the loop over parameters, integer state."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        if defaults["arithmetic"] not in ARITHMETICS:
+            raise ValueError(f"arithmetic={defaults['arithmetic']!r}: must be one of {', '.join(ARITHMETICS)}, for example 'lns'")
+        if defaults["kahan_sum"] and defaults["stochastic_rounding"]:
+            raise ValueError(
+                "kahan_sum=True, stochastic_rounding=True: each keeps what the other has nothing left of; choose one of them"
+            )
+        if not 0 <= defaults["lr"] < float("inf"):
+            raise ValueError(f"lr={defaults['lr']}: must be finite and at least 0")
+        if not isinstance(defaults["seed"], int) or not 0 <= defaults["seed"] < 1 << 31:
+            raise ValueError(f"seed={defaults['seed']!r}: must be a whole number from 0 to 2^31 - 1, for example 0")
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if isinstance(parameter, LNSTensor):
+                    self._check(group, parameter.fmt)
+                elif group["stochastic_rounding"]:
+                    raise ValueError(
+                        f"stochastic_rounding=True for a {parameter.dtype} parameter: LNS parameters only; use kahan_sum=True, or "
+                        "convert the module with scope='everywhere'"
+                    )
+
+    def _check(self, group: dict[str, Any], fmt: LNSFormat) -> None:
+        """Refuse hyperparameters that cannot be used in ``fmt``."""
+        raise NotImplementedError
+
+    def _update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None) -> None:
+        raise NotImplementedError
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update of every parameter that has a gradient; returns the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        index = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    key = group["seed"] << 32 | index if group["stochastic_rounding"] else None
+                    self._update(parameter, self.state[parameter], group, key)
+                index += 1
+        return loss
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As torch's; options that a checkpoint is older than take their defaults."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; integer state stays integer (torch would turn it into the parameter's dtype)."""
+        super().load_state_dict(state_dict)
+        saved, groups = state_dict["state"], zip(state_dict["param_groups"], self.param_groups, strict=True)
+        for theirs, ours in groups:
+            for key, parameter in zip(theirs["params"], ours["params"], strict=True):
+                for name in saved.get(key, {}):
+                    if (dtype := state_dtype(name)) is not None:
+                        self.state[parameter][name] = torch.as_tensor(saved[key][name]).to(parameter.device, dtype, copy=True)
+
+    @torch.no_grad()
+    def init_compensation(self, exact: Iterable[Tensor] | Mapping[str, Tensor]) -> None:
+        """Start from float weights: every weight becomes the nearest number of its format, its compensation what that lacks.
+
+        ::
+
+            exact = [p.detach().clone() for p in model.parameters()]  # or a float32 checkpoint's state dict
+            optimizer = SGD(convert_(model, "lns12", scope="everywhere").parameters(), lr=0.1, kahan_sum=True)
+            optimizer.init_compensation(exact)
+
+        Args:
+            exact: a float tensor for every parameter, in their order; or by name, if the optimizer was made of
+                ``model.named_parameters()``.
+
+        Raises:
+            ValueError: without ``kahan_sum``, or the tensors are not as many, or not of the shapes, of the parameters.
+        """
+        if not all(group["kahan_sum"] for group in self.param_groups):
+            raise ValueError("init_compensation of an optimizer with kahan_sum=False: it keeps none; make it with kahan_sum=True")
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        values = self._by_name(exact) if isinstance(exact, Mapping) else list(exact)
+        shapes, wanted = [tuple(value.shape) for value in values], [tuple(p.shape) for p in parameters]
+        if shapes != wanted:
+            raise ValueError(f"exact values of shapes {shapes}: must be those of the parameters, {wanted}")
+        for parameter, value in zip(parameters, values, strict=True):
+            self._split(parameter, value.detach().to(parameter.device, torch.float64))
+
+    def _by_name(self, exact: Mapping[str, Tensor]) -> list[Tensor]:
+        names = [name for group in self.param_groups for name in group.get("param_names", [])]
+        if missing := [name for name in names if name not in exact] or not names:
+            raise ValueError(
+                f"exact values by name, and none for {missing if names else 'parameters without names'}: make the optimizer of "
+                "model.named_parameters() and pass a value for each, or pass the values in order"
+            )
+        return [exact[name] for name in names]
+
+    def _split(self, parameter: Tensor, value: Tensor) -> None:
+        """Weight and compensation of a float64 value."""
+        state = self.state[parameter]
+        zeros(state, parameter, "compensation")
+        if isinstance(parameter, LNSTensor):
+            fmt, weight = parameter.fmt, lns.encode(value, parameter.fmt)
+            parameter.codes.copy_(weight)
+            state["compensation"].codes.copy_(lns.encode(value - lns.decode(weight, fmt, torch.float64), fmt))
+        else:
+            parameter.copy_(value)
+            state["compensation"].copy_(value - parameter.double())
+
+
+def zeros(state: dict[str, Any], parameter: Tensor, *names: str) -> None:
+    """Create the state of these names where it is missing."""
+    for name in names:
+        if name in state:
+            continue
+        if (dtype := state_dtype(name)) is not None:
+            shape = parameter.shape if dtype == torch.int16 else ()
+            state[name] = torch.zeros(shape, dtype=dtype, device=parameter.device)
+        else:
+            state[name] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+
+
+def add_float(parameter: Tensor, direction: Tensor, alpha: float, compensation: Tensor | None) -> None:
+    """``parameter += alpha direction``, with Kahan compensation where there is one."""
+    if compensation is None:
+        parameter.add_(direction, alpha=alpha)
+        return
+    compensation.add_(direction, alpha=alpha)
+    new = parameter + compensation
+    compensation.sub_(new - parameter)
+    parameter.copy_(new)
+
+
+def parameters_by_format(params: Iterable[Tensor]) -> dict[str, int]:
+    """How many values are kept in each format: ``{"lns12": 407050}``; float dtypes under their torch names."""
+    counts: dict[str, int] = {}
+    for parameter in params:
+        name = str(parameter.fmt) if isinstance(parameter, LNSTensor) else str(parameter.dtype).removeprefix("torch.")
+        counts[name] = counts.get(name, 0) + parameter.numel()
+    return counts

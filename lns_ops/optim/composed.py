@@ -1,0 +1,87 @@
+"""What the optimizers composed of LNS operations share; :mod:`lns_ops.optim.numbers` has the operations."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from lns_ops.format import LNSFormat
+from lns_ops.optim.base import LNSOptimizer, Rounding, scalar_code
+from lns_ops.optim.numbers import Numbers, decay_codes, numbers
+from lns_ops.reference import check_adam
+
+ROUNDING: Rounding = {"kahan_sum": False, "stochastic_rounding": False, "seed": 0, "maximize": False}
+"""What :class:`Rounding` is unless given."""
+
+
+def complete(rounding: Rounding) -> dict[str, Any]:
+    """``rounding`` with what is missing.
+
+    Raises:
+        TypeError: a name that is none of its names.
+    """
+    if unknown := sorted(rounding.keys() - ROUNDING.keys()):
+        raise TypeError(f"unexpected arguments {', '.join(unknown)}: optimizers here also take {', '.join(sorted(ROUNDING))}")
+    return {**ROUNDING, **rounding}
+
+
+class ComposedOptimizer(LNSOptimizer):
+    """An optimizer written as a sequence of operations, the same for LNS and float parameters.
+
+    Every operation on an LNS parameter is an LNS operation of its own, on any device with the same bits; the sum of weight and update is
+    rounded as :class:`~lns_ops.optim.SGD` rounds it.
+    """
+
+    _factors: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
+    """Options that the update multiplies by: they must not underflow in an LNS parameter's format."""
+
+    def __init__(self, params: Any, options: dict[str, Any], rounding: Rounding) -> None:
+        if not 0 <= options.get("weight_decay", 0.0) < float("inf"):
+            raise ValueError(f"weight_decay={options['weight_decay']}: must be finite and at least 0, for example 0.01")
+        super().__init__(params, options | complete(rounding) | {"arithmetic": "lns"})
+
+    def _check(self, group: dict[str, Any], fmt: LNSFormat) -> None:
+        for name in self._factors:
+            scalar_code(name, float(group.get(name, 0.0)), fmt)
+        for name, decay in self._decays(group).items():
+            if decay:
+                decay_codes(decay, name, fmt)
+
+    def _decays(self, group: dict[str, Any]) -> dict[str, float]:
+        """Decays of averages of signed numbers, which must not round to 1."""
+        return {}
+
+    def _update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None) -> None:
+        x = numbers(parameter, state, group, key)
+        x.step.add_(1)
+        self._step(x, group)
+
+    @abstractmethod
+    def _step(self, x: Numbers, group: dict[str, Any]) -> None:
+        """Move ``x``'s weight."""
+
+
+class WithBetas(ComposedOptimizer):
+    """A composed optimizer whose ``betas`` are a decay of the gradient's average and one of a second average, as Adam's."""
+
+    def __init__(self, params: Any, betas: tuple[float, float], options: dict[str, Any], rounding: Rounding) -> None:
+        if len(betas) != 2:
+            raise ValueError(f"betas={betas}: must be two decays, for example (0.9, 0.999)")
+        check_adam(*betas, options.get("eps", 1e-8))
+        super().__init__(params, options | {"betas": betas}, rounding)
+
+    def _decays(self, group: dict[str, Any]) -> dict[str, float]:
+        return {"beta1": group["betas"][0]}
+
+
+def adam_direction(x: Numbers, grad: Tensor, group: dict[str, Any]) -> Tensor:
+    """``correction (exp_avg / (root + eps_hat))`` of :class:`lns_ops.optim.Adam`; ``amsgrad``: of the largest root so far."""
+    beta1, beta2 = group["betas"]
+    average, root = x.average("exp_avg", grad, beta1), x.root_average("exp_avg_sq", grad, beta2)
+    if group.get("amsgrad"):
+        root = x.largest("max_root", root, 1.0)
+    unbiased = (1 - beta2**x.steps).sqrt()
+    quotient = x.div(average, x.add(root, x.at_least_smallest(group["eps"] * unbiased)))
+    return x.mul(quotient, x.scalar(unbiased / (1 - beta1**x.steps)))

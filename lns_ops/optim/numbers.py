@@ -1,0 +1,386 @@
+"""One parameter's numbers, LNS codes or floats, so that an optimizer is written once, as a sequence of operations.
+
+The operations of :class:`Codes` are those of :mod:`lns_ops.functional` on int16 codes, each an LNS operation of its own (rounded once), on
+any device with the same bits; those of :class:`Floats` are torch's. An optimizer composed of them *is* its own reference: the order in
+which it calls them is the contract.
+
+Averages that move by less than half an ulp a step would freeze. So what an LNS parameter keeps of a second moment is its *root* (half the
+range) with 16 bits below the ulp in a residue (:mod:`lns_ops.moments`), as in :class:`lns_ops.optim.Adam`. Fresh state is zero everywhere:
+a CUDA graph is captured on zeroed state.
+
+Scalars that depend on the step are float64 tensors on the parameter's device, encoded once; so a captured graph goes on counting. A device
+whose float64 power differs in its last of 53 bits can round such a scalar to the other code, about once in 10^12 steps.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lns_ops import functional as lns
+from lns_ops import moments
+from lns_ops.format import LNSFormat
+from lns_ops.gaussian import DecayTable
+from lns_ops.optim.base import add_float, gradient, scalar_code, zeros
+from lns_ops.tensor import LNSTensor
+
+
+class Numbers(ABC):
+    """A parameter, its gradient and its state as plain tensors, and the operations on them.
+
+    Attributes:
+        weight, grad: int16 codes or floats, of the parameter's shape.
+        step: int64, 0-dim, on the parameter's device; 1 in the first step.
+    """
+
+    weight: Tensor
+    grad: Tensor
+
+    def __init__(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None) -> None:
+        self._parameter, self._state, self._group, self._key = parameter, state, group, key
+        zeros(state, parameter, "step")
+        self.step: Tensor = state["step"]
+
+    @property
+    def steps(self) -> Tensor:
+        """The step as float64."""
+        return self.step.double()
+
+    def get(self, name: str) -> Tensor:
+        """State of that name, zeros of the parameter's format and shape at first; to be changed by :meth:`put` alone."""
+        zeros(self._state, self._parameter, name)
+        value: Tensor = self._state[name]
+        return value.codes if isinstance(value, LNSTensor) else value
+
+    def put(self, name: str, value: Tensor) -> Tensor:
+        """Store state; returns it."""
+        return self.get(name).copy_(value)
+
+    def first(self, start: Tensor | float, value: Tensor) -> Tensor:
+        """``start`` in the first step, later ``value``; a start on the host must be a Python number, which a graph can capture."""
+        return torch.where(self.step == 1, start, value)
+
+    @abstractmethod
+    def number(self, value: float, name: str = "") -> Any:
+        """A constant; ``name`` is what an error calls it."""
+
+    def plain(self, value: float, name: str = "") -> Any:
+        """:meth:`number` as a Python number: what selections take, also while a CUDA graph is captured."""
+        made = self.number(value, name)
+        return int(made) if isinstance(made, Tensor) else made
+
+    @abstractmethod
+    def scalar(self, value: Tensor) -> Tensor:
+        """A float64 0-dim tensor in the parameter's format."""
+
+    @abstractmethod
+    def at_least_smallest(self, value: Tensor) -> Tensor:
+        """:meth:`scalar` of a positive number, the smallest magnitude where it underflows."""
+
+    @abstractmethod
+    def add(self, x: Any, y: Any) -> Tensor:
+        """``x + y``."""
+
+    @abstractmethod
+    def sub(self, x: Any, y: Any) -> Tensor:
+        """``x - y``."""
+
+    @abstractmethod
+    def mul(self, x: Any, y: Any) -> Tensor:
+        """``x y``."""
+
+    @abstractmethod
+    def div(self, x: Any, y: Any) -> Tensor:
+        """``x / y``."""
+
+    @abstractmethod
+    def sqrt(self, x: Tensor) -> Tensor:
+        """The root of ``max(x, 0)``."""
+
+    @abstractmethod
+    def absolute(self, x: Tensor) -> Tensor:
+        """``|x|``."""
+
+    @abstractmethod
+    def sign(self, x: Tensor) -> Tensor:
+        """-1, 0 or 1."""
+
+    @abstractmethod
+    def clamp(self, x: Tensor, low: Any, high: Any) -> Tensor:
+        """``x`` between two numbers of the host."""
+
+    @abstractmethod
+    def average(self, name: str, x: Tensor, beta: float) -> Tensor:
+        """``state = beta state + (1 - beta) x``, returned; in LNS with the beta that the format has, so that its gain is 1."""
+
+    @abstractmethod
+    def blend(self, x: Tensor, y: Tensor, beta: float) -> Tensor:
+        """``beta x + (1 - beta) y``, as :meth:`average` takes it."""
+
+    @abstractmethod
+    def root_average(self, name: str, x: Tensor, beta: float) -> Tensor:
+        """The root of ``state = beta state + (1 - beta) x^2``."""
+
+    @abstractmethod
+    def root(self, name: str) -> Tensor:
+        """The root that :meth:`root_average` left."""
+
+    @abstractmethod
+    def root_sum(self, name: str, x: Tensor, start: float = 0.0) -> Tensor:
+        """The root of ``state = state + x^2``, which begins with ``start``."""
+
+    @abstractmethod
+    def largest(self, name: str, x: Tensor, beta: float) -> Tensor:
+        """``state = max(beta state, |x|)``."""
+
+    @abstractmethod
+    def hypotenuse(self, x: Tensor, y: float) -> Tensor:
+        """``sqrt(x^2 + y^2)``, rounded once."""
+
+    @abstractmethod
+    def norm(self, x: Tensor) -> Tensor:
+        """The Euclidean norm of all elements, a float64 0-dim tensor."""
+
+    @abstractmethod
+    def follow(self, name: str, target: Tensor, factor: Tensor) -> None:
+        """``state += factor (target - state)``, the sum compensated; ``target`` itself where the factor (float64) is 1."""
+
+    @abstractmethod
+    def descend(self, direction: Tensor, lr: float) -> None:
+        """``weight -= lr direction``, rounded as the group says."""
+
+    @abstractmethod
+    def octaves(self, x: Tensor, function: Callable[[Tensor], Tensor], of: tuple[Any, ...]) -> Tensor:
+        """``function(x)`` of float64 as a change of a logarithm: in LNS int64 in 2^-16 ulps, from a table (kept under ``of``)."""
+
+    @abstractmethod
+    def multiply(self, octaves: Tensor, limit: Tensor | None) -> None:
+        """``weight *= 2^octaves``, at most ``limit`` (a number of the format) in magnitude; a zero weight stays."""
+
+    def decayed(self, decay: float) -> Tensor:
+        """``grad + decay weight``: decay in the gradient (L2)."""
+        return self.add(self.grad, self.mul(self.number(decay, "weight_decay"), self.weight)) if decay else self.grad
+
+    def with_decay(self, direction: Tensor, decay: float) -> Tensor:
+        """``direction + decay weight``: decoupled decay."""
+        return self.add(direction, self.mul(self.number(decay, "weight_decay"), self.weight)) if decay else direction
+
+    def root_mean_square(self) -> Tensor:
+        """Of the weight's elements, float64."""
+        return self.norm(self.weight) / math.sqrt(max(1, self.weight.numel()))
+
+
+class Floats(Numbers):
+    """Numbers of a float parameter: torch operations that a CUDA graph can capture."""
+
+    def __init__(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None) -> None:
+        super().__init__(parameter, state, group, key)
+        assert parameter.grad is not None
+        self.weight = parameter.detach()
+        self.grad = -parameter.grad if group["maximize"] else parameter.grad
+
+    def number(self, value: float, name: str = "") -> Any:
+        return value
+
+    def scalar(self, value: Tensor) -> Tensor:
+        return value.to(self.weight.dtype)
+
+    def at_least_smallest(self, value: Tensor) -> Tensor:
+        return self.scalar(value)
+
+    def add(self, x: Any, y: Any) -> Tensor:
+        return torch.as_tensor(x + y)
+
+    def sub(self, x: Any, y: Any) -> Tensor:
+        return torch.as_tensor(x - y)
+
+    def mul(self, x: Any, y: Any) -> Tensor:
+        return torch.as_tensor(x * y)
+
+    def div(self, x: Any, y: Any) -> Tensor:
+        return torch.as_tensor(x / y)
+
+    def sqrt(self, x: Tensor) -> Tensor:
+        return x.clamp_min(0).sqrt()
+
+    def absolute(self, x: Tensor) -> Tensor:
+        return x.abs()
+
+    def sign(self, x: Tensor) -> Tensor:
+        return x.sign()
+
+    def clamp(self, x: Tensor, low: Any, high: Any) -> Tensor:
+        return x.clamp(float(low), float(high))
+
+    def average(self, name: str, x: Tensor, beta: float) -> Tensor:
+        return self.get(name).lerp_(x, 1 - beta)
+
+    def blend(self, x: Tensor, y: Tensor, beta: float) -> Tensor:
+        return x.lerp(y, 1 - beta)
+
+    def root_average(self, name: str, x: Tensor, beta: float) -> Tensor:
+        squares = self.get(name).mul_(beta).addcmul_(x, x, value=1 - beta)
+        return squares.sqrt()
+
+    def root(self, name: str) -> Tensor:
+        return self.get(name).sqrt()
+
+    def root_sum(self, name: str, x: Tensor, start: float = 0.0) -> Tensor:
+        squares = self.put(name, self.first(start, self.get(name))).addcmul_(x, x)
+        return squares.sqrt()
+
+    def largest(self, name: str, x: Tensor, beta: float) -> Tensor:
+        return self.put(name, torch.maximum(self.get(name) * beta, x.abs()))
+
+    def hypotenuse(self, x: Tensor, y: float) -> Tensor:
+        squares = x * x + y * y
+        return squares.sqrt()
+
+    def norm(self, x: Tensor) -> Tensor:
+        length: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
+        return length
+
+    def follow(self, name: str, target: Tensor, factor: Tensor) -> None:
+        state = self.get(name)
+        self.put(name, torch.where(factor >= 1, target, state + self.scalar(factor) * (target - state)))
+
+    def descend(self, direction: Tensor, lr: float) -> None:
+        add_float(self._parameter, direction, -lr, self._compensation())
+
+    def octaves(self, x: Tensor, function: Callable[[Tensor], Tensor], of: tuple[Any, ...]) -> Tensor:
+        return function(x)
+
+    def multiply(self, octaves: Tensor, limit: Tensor | None) -> None:
+        add_float(self._parameter, self.weight * torch.expm1(octaves * math.log(2)), 1.0, self._compensation())
+        if limit is not None:
+            self._parameter.clamp_(-limit, limit)
+
+    def _compensation(self) -> Tensor | None:
+        return self.get("compensation") if self._group["kahan_sum"] else None
+
+
+@lru_cache(maxsize=256)
+def decay_codes(beta: float, name: str, fmt: LNSFormat) -> tuple[int, int]:
+    """The codes of a decay and of what is left of 1 beside the decay that the format has.
+
+    Raises:
+        ValueError: the decay underflows, or rounds to 1: an average would never forget.
+    """
+    code = scalar_code(name, beta, fmt)
+    held = float(lns.decode(torch.tensor(code, dtype=torch.int16), fmt, torch.float64))
+    if held >= 1:
+        raise ValueError(
+            f"{name}={beta}: rounds to 1 in {fmt}, so the average would never forget; use {name} <= {1 / (1 + fmt.epsilon):.3g}"
+        )
+    return code, int(lns.encode(torch.tensor(1 - held, dtype=torch.float64), fmt))
+
+
+class Codes(Numbers):
+    """Numbers of an LNS parameter: every operation is one LNS operation on codes."""
+
+    def __init__(self, parameter: LNSTensor, state: dict[str, Any], group: dict[str, Any], key: int | None) -> None:
+        super().__init__(parameter, state, group, key)
+        self._fmt = parameter.fmt
+        self.weight = parameter.codes
+        grad = gradient(parameter).contiguous()
+        self.grad = lns.neg(grad, self._fmt) if group["maximize"] else grad
+
+    def number(self, value: float, name: str = "") -> Any:
+        return torch.tensor(scalar_code(name, value, self._fmt), dtype=torch.int16)
+
+    def scalar(self, value: Tensor) -> Tensor:
+        return lns.encode(value, self._fmt)
+
+    def at_least_smallest(self, value: Tensor) -> Tensor:
+        return lns.encode(value, self._fmt).clamp_min(1)
+
+    def add(self, x: Any, y: Any) -> Tensor:
+        return lns.add(x, y, self._fmt)
+
+    def sub(self, x: Any, y: Any) -> Tensor:
+        return lns.sub(x, y, self._fmt)
+
+    def mul(self, x: Any, y: Any) -> Tensor:
+        return lns.mul(x, y, self._fmt)
+
+    def div(self, x: Any, y: Any) -> Tensor:
+        return lns.div(x, y, self._fmt)
+
+    def sqrt(self, x: Tensor) -> Tensor:
+        return lns.sqrt(lns.relu(x), self._fmt)
+
+    def absolute(self, x: Tensor) -> Tensor:
+        return lns.absolute(x, self._fmt)
+
+    def sign(self, x: Tensor) -> Tensor:
+        return lns.sign(x, self._fmt)
+
+    def clamp(self, x: Tensor, low: Any, high: Any) -> Tensor:
+        least, most = (int(lns.order_key(code, self._fmt)) for code in (low, high))
+        return lns.from_key(lns.order_key(x, self._fmt).clamp(least, most), self._fmt)
+
+    def average(self, name: str, x: Tensor, beta: float) -> Tensor:
+        return self.put(name, self.blend(self.get(name), x, beta))
+
+    def blend(self, x: Tensor, y: Tensor, beta: float) -> Tensor:
+        keep, rest = (torch.tensor(code, dtype=torch.int16) for code in decay_codes(beta, "beta", self._fmt))
+        return self.add(self.mul(keep, x), self.mul(rest, y))
+
+    def root_average(self, name: str, x: Tensor, beta: float) -> Tensor:
+        return self._root(name, x, moments.mean_square(beta, self._fmt.fraction_bits))
+
+    def root(self, name: str) -> Tensor:
+        return self.get(f"root_{name}").clone()
+
+    def root_sum(self, name: str, x: Tensor, start: float = 0.0) -> Tensor:
+        if start:
+            root = self.get(f"root_{name}")
+            self.put(f"root_{name}", self.first(self.plain(math.sqrt(start), "initial_accumulator_value"), root))
+        return self._root(name, x, moments.sum_square(self._fmt.fraction_bits))
+
+    def largest(self, name: str, x: Tensor, beta: float) -> Tensor:
+        table, residue = moments.maximum(beta, self._fmt.fraction_bits), self.get(f"{name}_residue")
+        return moments.follow_(self.get(name), residue, x, table, self._fmt)
+
+    def hypotenuse(self, x: Tensor, y: float) -> Tensor:
+        root, residue = x.clone(), torch.zeros_like(x)
+        other = torch.full_like(x, max(1, int(lns.encode(torch.tensor(y, dtype=torch.float64), self._fmt))))
+        return moments.follow_(root, residue, other, moments.sum_square(self._fmt.fraction_bits), self._fmt)
+
+    def norm(self, x: Tensor) -> Tensor:
+        return moments.norm(x, self._fmt)
+
+    def follow(self, name: str, target: Tensor, factor: Tensor) -> None:
+        state, lost, whole = self.get(name), self.get(f"{name}_compensation"), factor >= 1
+        difference = self.mul(self.scalar(factor), self.sub(target, state))
+        lns.sgd_update_(state, difference, self._fmt, negative_lr=self._fmt.bias, compensation=lost)
+        state.copy_(torch.where(whole, target, state))
+        lost.copy_(torch.where(whole, 0, lost))
+
+    def descend(self, direction: Tensor, lr: float) -> None:
+        kahan, key = self._group["kahan_sum"], self._key
+        lns.sgd_update_(
+            self.weight, direction, self._fmt, negative_lr=scalar_code("lr", -lr, self._fmt), key=key,
+            compensation=self.get("compensation") if kahan else None, step=None if key is None else self.step,
+        )  # fmt: skip
+
+    def octaves(self, x: Tensor, function: Callable[[Tensor], Tensor], of: tuple[Any, ...]) -> Tensor:
+        return moments.fine_logarithms(x, function, of, self._fmt)
+
+    def multiply(self, octaves: Tensor, limit: Tensor | None) -> None:
+        residue = self.get("weight_residue") if self._group["kahan_sum"] else None
+        moments.multiply_(self.weight, octaves, residue, limit, self._fmt, key=self._key, step=self.step)
+
+    def _root(self, name: str, x: Tensor, table: DecayTable) -> Tensor:
+        return moments.follow_(self.get(f"root_{name}"), self.get(f"root_{name}_residue"), x, table, self._fmt)
+
+
+def numbers(parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None) -> Numbers:
+    """The numbers of a parameter that has a gradient."""
+    return (Codes if isinstance(parameter, LNSTensor) else Floats)(parameter, state, group, key)  # type: ignore[arg-type]

@@ -1,0 +1,137 @@
+"""SGD with heavy-ball or Nesterov momentum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lns_ops import functional as lns
+from lns_ops.format import LNSFormat
+from lns_ops.optim.base import LNSOptimizer, add_float, gradient, scalar_code, state_codes, zeros
+from lns_ops.tensor import LNSTensor
+
+
+class SGD(LNSOptimizer):
+    """Stochastic gradient descent with heavy-ball or Nesterov momentum, Kahan compensation or stochastic rounding.
+
+    ::
+
+        g = grad + weight_decay * w
+        buffer = momentum * buffer + g                        (g itself without momentum)
+        direction = buffer                                    (nesterov: g + momentum * buffer)
+        w += -lr * direction
+
+    in this order, the last line with ``kahan_sum``::
+
+        compensation += update
+        new = w + compensation
+        compensation -= new - w
+        w = new
+
+    Args:
+        params: LNSTensor or float parameters, or groups of them as in torch.optim.
+        lr: step size, at least 0.
+        momentum: in [0, 1).
+        kahan_sum: keep a compensation for each parameter.
+        stochastic_rounding: round ``w + update`` at random, its expected value exact; LNS parameters only.
+        seed: of the random rounding, 0 to 2^31 - 1.
+        arithmetic: of an LNS parameter's update: ``lns`` (every operation an LNS operation) or ``float32`` (between load and store),
+            the latter without weight decay and nesterov.
+        weight_decay: at least 0, added to the gradient.
+        nesterov: look ahead; needs a momentum.
+        maximize: go up the gradient instead of down.
+
+    State per parameter, in the parameter's own format: ``momentum_buffer``, ``compensation``; with stochastic rounding ``step`` (int64).
+
+    Raises:
+        ValueError: a value out of range, or one that underflows, or a momentum that rounds to 1, in a parameter's format.
+
+    Source: W. Kahan 1965 (doi:10.1145/363707.363723); momentum as in Sutskever et al. 2013 with torch.optim's convention; stochastic
+    rounding: S. Gupta et al. 2015 (arXiv:1502.02551).
+    """
+
+    def __init__(
+        self, params: Any, lr: float, momentum: float = 0.0, kahan_sum: bool = False, stochastic_rounding: bool = False, seed: int = 0,
+        arithmetic: str = "lns", *, weight_decay: float = 0.0, nesterov: bool = False, maximize: bool = False,
+    ) -> None:  # fmt: skip
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum={momentum}: must lie in [0, 1)")
+        if not 0 <= weight_decay < float("inf"):
+            raise ValueError(f"weight_decay={weight_decay}: must be finite and at least 0, for example 1e-4")
+        if nesterov and not momentum:
+            raise ValueError("nesterov=True with momentum=0: there is nothing to look ahead with; use momentum=0.9")
+        if arithmetic == "float32" and (nesterov or weight_decay):
+            raise ValueError(
+                f"arithmetic='float32' with nesterov={nesterov}, weight_decay={weight_decay}: that update has neither; use arithmetic='lns'"
+            )
+        options: dict[str, Any] = {
+            "lr": lr,
+            "momentum": momentum,
+            "kahan_sum": kahan_sum,
+            "stochastic_rounding": stochastic_rounding,
+        }
+        options |= {
+            "seed": seed,
+            "arithmetic": arithmetic,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+        }
+        super().__init__(params, options)
+
+    def _check(self, group: dict[str, Any], fmt: LNSFormat) -> None:
+        if group["arithmetic"] == "float32":
+            return
+        scalar_code("lr", -group["lr"], fmt)
+        scalar_code("weight_decay", group["weight_decay"], fmt)
+        if scalar_code("momentum", group["momentum"], fmt) == fmt.bias:
+            raise ValueError(
+                f"momentum={group['momentum']}: rounds to 1 in {fmt}, so the buffer would grow without bound; use "
+                f"momentum <= {1 / (1 + fmt.epsilon):.3g}"
+            )
+
+    def _update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None) -> None:
+        wanted = {"momentum_buffer": group["momentum"] != 0, "compensation": group["kahan_sum"], "step": key is not None}
+        zeros(state, parameter, *(name for name, want in wanted.items() if want))
+        if not isinstance(parameter, LNSTensor):
+            _sgd_float(parameter, state, group)
+            return
+        fmt = parameter.fmt
+        if key is not None:
+            state["step"].add_(1)
+        common: dict[str, Any] = {"step": state["step"] if key is not None else None, "key": key}
+        common |= {"compensation": state_codes(state, "compensation")}
+        buffer, grad = state_codes(state, "momentum_buffer"), gradient(parameter)
+        if group["maximize"]:
+            grad = lns.neg(grad, fmt)
+        if group["arithmetic"] == "float32":
+            momentum = group["momentum"] or None
+            lns.sgd_update_float32_(parameter.codes, grad, fmt, lr=group["lr"], momentum=momentum, buffer=buffer, **common)
+            return
+        if group["weight_decay"]:
+            grad = lns.add(grad, lns.mul(_number("weight_decay", group, fmt), parameter.codes, fmt), fmt)
+        if group["nesterov"]:
+            assert buffer is not None
+            momentum = _number("momentum", group, fmt)
+            buffer.copy_(lns.add(lns.mul(momentum, buffer, fmt), grad, fmt))
+            grad, buffer = lns.add(grad, lns.mul(momentum, buffer, fmt), fmt), None
+        common |= {"momentum": None if buffer is None else scalar_code("momentum", group["momentum"], fmt), "buffer": buffer}
+        lns.sgd_update_(parameter.codes, grad, fmt, negative_lr=scalar_code("lr", -group["lr"], fmt), **common)
+
+
+def _number(name: str, group: dict[str, Any], fmt: LNSFormat) -> Tensor:
+    return torch.tensor(scalar_code(name, group[name], fmt), dtype=torch.int16)
+
+
+def _sgd_float(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+    assert parameter.grad is not None
+    grad = -parameter.grad if group["maximize"] else parameter.grad
+    if group["weight_decay"]:
+        grad = grad.add(parameter, alpha=group["weight_decay"])
+    step = grad
+    if "momentum_buffer" in state:
+        step = state["momentum_buffer"].mul_(group["momentum"]).add_(grad)
+        step = grad.add(step, alpha=group["momentum"]) if group["nesterov"] else step
+    add_float(parameter, step, -group["lr"], state["compensation"] if group["kahan_sum"] else None)

@@ -1,0 +1,89 @@
+"""Bytes that a training step keeps, by what keeps them: weights, gradients, optimizer state, tensors saved for backward.
+
+    python scripts/bench_memory.py                MLP and CNN, batch 128, 28 x 28 pixels
+
+Saved tensors are counted where autograd saves them (``torch.autograd.graph.saved_tensors_hooks``), every storage once, parameters left
+out; torch's indices of max pooling are int64 in every precision and have a column of their own. A peer that keeps 8 bytes a value, as
+xlnstorch does, would keep twice float32's columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from lns_ops import LNSTensor, convert_
+from lns_ops.optim import SGD
+from trainers.config import ModelConfig
+from trainers.init import initialize_
+from trainers.models import build
+
+MODELS = {
+    "MLP 784-512-10": ModelConfig(hidden=[512]),
+    "CNN 8-16 channels": ModelConfig(name="cnn", channels=[8, 16], hidden=[]),
+}
+PRECISIONS = ("float32", "lns12 matmul", "lns12 everywhere")
+PARTS = ("weights", "gradients", "momentum + Kahan", "saved values", "saved indices")
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """What is kept in memory: codes, or the tensor itself."""
+    return tensor.codes if isinstance(tensor, LNSTensor) else tensor
+
+
+def size(tensors: Any) -> int:
+    """Bytes of the storages of ``tensors``, each once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in map(plain, tensors)}
+    return sum(storages.values())
+
+
+def saved_by(model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
+    """What autograd saves of a forward pass; the backward pass is run with it."""
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        F.cross_entropy(model(x), y, reduction="sum").backward()
+    own = {plain(t).untyped_storage().data_ptr() for t in (*model.parameters(), y)}
+    return [t for t in kept if plain(t).untyped_storage().data_ptr() not in own]
+
+
+def measure(config: ModelConfig, precision: str, batch: int) -> dict[str, int]:
+    """Bytes of each of :data:`PARTS` in one training step with momentum and Kahan compensation."""
+    model = initialize_(build(config, 784, 10), 0)
+    if precision != "float32":
+        fmt, scope = precision.split()
+        convert_(model, fmt, scope=scope)
+    x, y = torch.rand(batch, 784, generator=torch.Generator().manual_seed(0)), torch.arange(batch) % 10
+    optimizer = SGD(model.parameters(), lr=0.001, momentum=0.9, kahan_sum=True)
+    saved = saved_by(model, x, y)
+    indices = size(t for t in saved if plain(t).dtype == torch.int64)
+    gradients = size(p.grad for p in model.parameters())
+    optimizer.step()
+    state = size(value for entry in optimizer.state.values() for value in entry.values())
+    return dict(zip(PARTS, (size(model.parameters()), gradients, state, size(saved) - indices, indices), strict=True))
+
+
+def main() -> None:
+    """Print a table of kilobytes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=128)
+    batch = parser.parse_args().batch
+    print(f"| kB, batch {batch} | {' | '.join(PARTS)} | all |")
+    print("|---" * (len(PARTS) + 2) + "|")
+    for label, config in MODELS.items():
+        for precision in PRECISIONS:
+            found = measure(config, precision, batch)
+            cells = [f"{value / 1000:,.0f}" for value in (*found.values(), sum(found.values()))]
+            print(f"| {label}, {precision} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,441 @@
+"""The composed optimizers: torch's updates on floats, the reference's bits on codes, state that survives, values refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lns_ops.optim as optim
+from lns_ops import LNSFormat, LNSTensor, convert_, lns8, lns12, lns16, moments, reference
+from lns_ops.optim import SGD, Adam, AdamW
+from tests.lns_ops.formats import FORMATS, IDS
+
+TORCHS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    "Adam": {"lr": 0.05, "amsgrad": True, "weight_decay": 0.1},
+    "AdamW": {"lr": 0.05, "amsgrad": True},
+    "RMSprop": {"lr": 0.02, "weight_decay": 0.1},
+    "Adagrad": {"lr": 0.05, "lr_decay": 0.1, "initial_accumulator_value": 0.2},
+    "Adadelta": {"lr": 1.0, "eps": 1e-3, "weight_decay": 0.1},
+    "Rprop": {"lr": 0.02},
+    "ASGD": {"lr": 0.05, "lambd": 0.01, "t0": 3},
+    "Adamax": {"lr": 0.02, "weight_decay": 0.1},
+    "NAdam": {"lr": 0.02, "weight_decay": 0.1, "decoupled_weight_decay": True},
+    "RAdam": {"lr": 0.02, "weight_decay": 0.1, "betas": (0.9, 0.99)},
+}
+OURS: dict[str, dict[str, Any]] = {
+    "LARS": {"lr": 0.2, "trust_coefficient": 0.1, "weight_decay": 0.01},
+    "LAMB": {"lr": 0.02, "weight_decay": 0.1},
+    "Lion": {"lr": 0.01, "weight_decay": 0.1},
+    "Madam": {"lr": 0.02},
+    "Mul": {"lr": 0.05},
+    "SignMul": {"lr": 0.02},
+    "HybridMul": {"lr": 0.02},
+}
+ALL = TORCHS | OURS
+ROUNDINGS: list[dict[str, Any]] = [{}, {"kahan_sum": True}, {"stochastic_rounding": True, "seed": 4}]
+
+
+def make(name: str, params: Any, **more: Any) -> torch.optim.Optimizer:
+    kind: Any = getattr(optim, name)
+    optimizer: torch.optim.Optimizer = kind(params, **(ALL[name] | more))
+    return optimizer
+
+
+def run(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, grads: list[Tensor]) -> None:
+    for grad in grads:
+        parameter.grad = (
+            LNSTensor.from_float(grad, parameter.fmt) if isinstance(parameter, LNSTensor) else grad.to(parameter.dtype)
+        )
+        optimizer.step()
+
+
+def gradients(steps: int, *shape: int, seed: int = 1) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) + 0.5 for _ in range(steps)]
+
+
+def start_of(n: int) -> Tensor:
+    x = torch.randn(n, generator=torch.Generator().manual_seed(2))
+    return torch.where(x.abs() < 0.05, 0.05, x)
+
+
+def values(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: value.codes if isinstance(value, LNSTensor) else value for name, value in state.items()}
+
+
+# ------------------------------------------------------------------------------------------------- against torch
+
+
+@pytest.mark.parametrize("name", list(TORCHS))
+@pytest.mark.parametrize("maximize", [False, True])
+def test_floats_step_as_torchs(name: str, maximize: bool) -> None:
+    ours, theirs = (nn.Parameter(start_of(50)) for _ in range(2))
+    run(make(name, [ours], maximize=maximize), ours, gradients(12, 50))
+    run(getattr(torch.optim, name)([theirs], maximize=maximize, **TORCHS[name]), theirs, gradients(12, 50))
+    torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("options", [{"centered": True}, {"momentum": 0.8}, {"centered": True, "momentum": 0.8}], ids=str)
+def test_every_rmsprop_is_torchs(options: dict[str, Any]) -> None:
+    ours, theirs = (nn.Parameter(start_of(50)) for _ in range(2))
+    run(optim.RMSprop([ours], lr=0.01, **options), ours, gradients(12, 50))
+    run(torch.optim.RMSprop([theirs], lr=0.01, **options), theirs, gradients(12, 50))
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)  # (r - m)(r + m) instead of r^2 - m^2
+
+
+def test_asgd_averages_as_torchs() -> None:
+    ours, theirs = (nn.Parameter(start_of(50)) for _ in range(2))
+    mine, other = make("ASGD", [ours]), torch.optim.ASGD([theirs], **TORCHS["ASGD"])
+    run(mine, ours, gradients(12, 50))
+    run(other, theirs, gradients(12, 50))
+    torch.testing.assert_close(mine.state[ours]["ax"], other.state[theirs]["ax"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", list(ALL))
+@pytest.mark.parametrize("rounding", ROUNDINGS[1:], ids=str)
+def test_codes_move_as_floats(name: str, rounding: dict[str, Any]) -> None:
+    """Over forty steps what an lns16 weight has moved is what a float32 one has, but for roundings that average out."""
+    start = LNSTensor.from_float(start_of(400), lns16).to_float()
+    grads = [LNSTensor.from_float(g, lns16).to_float() for g in gradients(40, 400)]
+    exact, weight = nn.Parameter(start.clone()), nn.Parameter(LNSTensor.from_float(start, lns16))
+    run(make(name, [exact]), exact, grads)
+    run(make(name, [weight], **rounding), weight, grads)
+    moved, wanted = weight.detach().to_float() - start, exact.detach() - start
+    assert torch.corrcoef(torch.stack([moved, wanted]))[0, 1] > 0.97
+    assert abs((moved - wanted).mean()) < 0.05 * wanted.abs().mean()
+
+
+# --------------------------------------------------------------------------------------------- against the reference
+
+
+def number(value: float, fmt: LNSFormat) -> np.ndarray[Any, np.dtype[np.int16]]:
+    return reference.encode(np.array(value), fmt)
+
+
+@pytest.mark.parametrize("fmt", [lns16, lns12, LNSFormat(16, 10)], ids=str)
+@pytest.mark.parametrize("kahan_sum", [False, True])
+def test_nesterov_in_reference_operations(fmt: LNSFormat, kahan_sum: bool) -> None:
+    start, grads = start_of(60), gradients(4, 60)
+    weight = nn.Parameter(LNSTensor.from_float(start, fmt))
+    run(SGD([weight], lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1, kahan_sum=kahan_sum), weight, grads)
+    w, c, buffer = reference.encode(start.numpy(), fmt), np.zeros(60, np.int16), np.zeros(60, np.int16)
+    for grad in grads:
+        g = reference.add(reference.encode(grad.numpy(), fmt), reference.mul(number(0.1, fmt), w, fmt), fmt)
+        buffer = reference.add(reference.mul(number(0.9, fmt), buffer, fmt), g, fmt)
+        direction = reference.add(g, reference.mul(number(0.9, fmt), buffer, fmt), fmt)
+        w, _, lost = reference.sgd_update(
+            w, direction, fmt, negative_lr=number(-0.05, fmt), compensation=c if kahan_sum else None
+        )
+        c = c if lost is None else lost
+    np.testing.assert_array_equal(weight.codes.numpy(), w)
+
+
+@pytest.mark.parametrize("fmt", [lns16, lns12], ids=str)
+def test_rmsprop_in_reference_operations(fmt: LNSFormat) -> None:
+    start, grads = start_of(60), gradients(4, 60)
+    weight = nn.Parameter(LNSTensor.from_float(start, fmt))
+    run(optim.RMSprop([weight], lr=0.05, momentum=0.9), weight, grads)
+    w = reference.encode(start.numpy(), fmt)
+    root = residue = buffer = np.zeros(60, np.int16)
+    for grad in grads:
+        g = reference.encode(grad.numpy(), fmt)
+        root, residue = reference.root_mean_square(root, g, fmt, 0.99, residue=residue)  # type: ignore[assignment]
+        eps = np.maximum(number(1e-8, fmt), 1).astype(np.int16)
+        direction = reference.div(g, reference.add(root, eps, fmt), fmt)
+        buffer = reference.add(reference.mul(number(0.9, fmt), buffer, fmt), direction, fmt)
+        w, *_ = reference.sgd_update(w, buffer, fmt, negative_lr=number(-0.05, fmt))
+    np.testing.assert_array_equal(weight.codes.numpy(), w)
+
+
+@pytest.mark.parametrize("fmt", [lns16, lns12], ids=str)
+def test_lion_in_reference_operations(fmt: LNSFormat) -> None:
+    start, grads = start_of(60), gradients(4, 60)
+    weight = nn.Parameter(LNSTensor.from_float(start, fmt))
+    run(optim.Lion([weight], lr=0.05, stochastic_rounding=True, seed=3), weight, grads)
+    w, m = reference.encode(start.numpy(), fmt), np.zeros(60, np.int16)
+
+    def blend(beta: float, g: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.int16]]:
+        held = number(beta, fmt)
+        rest = number(1 - float(reference.decode(held, fmt, np.float64)), fmt)
+        return reference.add(reference.mul(held, m, fmt), reference.mul(rest, g, fmt), fmt)
+
+    for step, grad in enumerate(grads, 1):
+        g = reference.encode(grad.numpy(), fmt)
+        direction = np.sign(blend(0.9, g)) * fmt.bias
+        codes = np.where(direction < 0, fmt.bias | fmt.sign_mask, direction).astype(np.int16)
+        m = blend(0.99, g)
+        w, *_ = reference.sgd_update(w, codes, fmt, negative_lr=number(-0.05, fmt), key=3 << 32, step=step)
+    np.testing.assert_array_equal(weight.codes.numpy(), w)
+
+
+@pytest.mark.parametrize("fmt", [lns16, lns12, lns8], ids=str)
+def test_signmul_adds_to_the_logarithm(fmt: LNSFormat) -> None:
+    """A factor of a whole number of ulps moves every code by so many; half an ulp moves it every second step, kept in the residue."""
+    start = start_of(60)
+    for ulps, steps in ((2.0, 3), (0.5, 6)):
+        weight = nn.Parameter(LNSTensor.from_float(start, fmt))
+        before = weight.codes.clone()
+        optimizer = optim.SignMul([weight], lr=ulps * 2.0**-fmt.fraction_bits, use_pow=True, p_scale=None, kahan_sum=True)
+        run(optimizer, weight, [torch.full((60,), -1.0)] * steps)
+        moved = (weight.codes & fmt.field_mask) - (before & fmt.field_mask)
+        assert torch.equal(moved, torch.where(before < 0, -1, 1) * round(ulps * steps))
+
+
+def test_multiplied_weights_stay_in_range_and_keep_their_signs() -> None:
+    start = torch.tensor([lns8.largest, -lns8.largest, lns8.smallest, -lns8.smallest, 0.0, 1.0])
+    weight = nn.Parameter(LNSTensor.from_float(start, lns8))
+    before = weight.codes.clone()
+    run(optim.Mul([weight], lr=1.0, kahan_sum=True), weight, [torch.tensor([-1.0, 1.0, 1.0, -1.0, 1.0, 1.0])])
+    assert torch.equal(weight.codes[:5], before[:5])
+    assert weight.detach().to_float()[5] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("p_scale", [1.0, 0.5])
+def test_madam_bounds_weights(p_scale: float) -> None:
+    start = torch.ones(40)
+    for weight in (nn.Parameter(start.clone()), nn.Parameter(LNSTensor.from_float(start, lns16))):
+        run(optim.Madam([weight], lr=0.1, p_scale=p_scale), weight, [-torch.ones(40)] * 5)
+        value = weight.detach().to_float() if isinstance(weight, LNSTensor) else weight.detach()
+        assert value.max().item() == pytest.approx(p_scale, rel=0.003)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+@pytest.mark.parametrize("kind", ["square", "sum", "maximum"])
+def test_averages_equal_the_reference_on_every_device(fmt: LNSFormat, kind: str) -> None:
+    """The compiled kernel, the torch integers that a GPU computes with, and the reference."""
+    f = fmt.fraction_bits
+    table = {"square": moments.mean_square(0.999, f), "sum": moments.sum_square(f), "maximum": moments.maximum(0.99, f)}[kind]
+    rng = np.random.default_rng(0)
+    root, x = (rng.choice(fmt.codes(), (7, 301)) for _ in range(2))
+    root = reference.absolute(root, fmt)
+    residue = np.where(root == 0, 0, rng.integers(-(1 << 15), 1 << 15, root.shape)).astype(np.int16)
+    expected = reference.followed(root, x, fmt, table, residue=residue)
+    tensors = [torch.from_numpy(a.copy()) for a in (root, residue, x)]
+    for got, wanted in zip(moments.followed(*tensors, table, fmt), expected, strict=True):
+        np.testing.assert_array_equal(got.numpy(), wanted)
+    moments.follow_(*tensors, table, fmt)
+    for got, wanted in zip(tensors, expected, strict=False):
+        np.testing.assert_array_equal(got.numpy(), wanted)
+
+
+@pytest.mark.parametrize("fraction_bits", [0, 6, 7, 10])
+def test_a_sum_of_squares_is_its_hypotenuse(fraction_bits: int) -> None:
+    """The fine logarithm of sqrt(r^2 + x^2) is within 1.01 units of the exact one."""
+    table = moments.sum_square(fraction_bits)
+    k = np.arange(table.first - 3, table.first + len(table.table) + 3)
+    exact = 0.5 * np.log2(1 + np.exp2(2 * k / 2**fraction_bits)) * 2 ** (fraction_bits + 16)
+    got = np.maximum(0, k * 65536) + table.table[np.clip(k - table.first, 0, len(table.table) - 1)]
+    assert np.abs(got - exact).max() <= 1.01
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+def test_norms_are_float64s(fmt: LNSFormat) -> None:
+    codes = np.random.default_rng(0).choice(fmt.codes(), 3000)
+    exact = np.linalg.norm(reference.decode(codes, fmt, np.float64))
+    assert float(moments.norm(torch.from_numpy(codes), fmt)) == pytest.approx(exact, rel=1e-12)
+
+
+# --------------------------------------------------------------------------------------------- what must not freeze
+
+
+ROOTS = {"RMSprop": ("alpha", "square_avg"), "NAdam": ("betas", "exp_avg_sq"), "RAdam": ("betas", "exp_avg_sq"),
+         "LAMB": ("betas", "exp_avg_sq"), "Madam": ("beta", "exp_avg_sq"), "Adadelta": ("rho", "square_avg")}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(ROOTS))
+def test_second_moments_do_not_freeze(name: str) -> None:
+    """With a decay of 0.999 the moment follows gradients that shrink by ten, where lns12's own steps are 1.1 %."""
+    option, state = ROOTS[name]
+    weight = nn.Parameter(LNSTensor.from_float(torch.ones(20), lns12))
+    optimizer = make(name, [weight], **{option: (0.9, 0.999) if option == "betas" else 0.999, "lr": 1e-3})
+    exact, generator = torch.zeros(20, dtype=torch.float64), torch.Generator().manual_seed(0)
+    for step in range(1000):
+        grad = LNSTensor.from_float(torch.randn(20, generator=generator) * (3.0 if step < 300 else 0.3), lns12)
+        exact = 0.999 * exact + 0.001 * grad.to_float().double() ** 2
+        weight.grad = grad
+        optimizer.step()
+        if step in (50, 299, 999):
+            root = optimizer.state[weight][f"root_{state}"].to_float().double()
+            assert abs((root / exact.sqrt()).mean() - 1) < 0.016
+
+
+def test_the_largest_gradient_decays_by_less_than_an_ulp_a_step() -> None:
+    weight = nn.Parameter(LNSTensor.from_float(torch.ones(8), lns12))
+    optimizer = optim.Adamax([weight], lr=1e-3)
+    run(optimizer, weight, [torch.full((8,), 2.0)] + [torch.zeros(8)] * 1000)
+    assert optimizer.state[weight]["exp_inf"].to_float()[0].item() == pytest.approx(2 * 0.999**1000, rel=0.01)
+
+
+def test_adagrads_sum_goes_on_growing() -> None:
+    weight = nn.Parameter(LNSTensor.from_float(torch.ones(8), lns12))
+    optimizer = optim.Adagrad([weight], lr=1e-3)
+    run(optimizer, weight, [torch.ones(8)] * 2000)
+    assert optimizer.state[weight]["root_sum"].to_float()[0].item() == pytest.approx(2000**0.5, rel=0.01)
+
+
+def test_asgds_average_follows_by_less_than_an_ulp() -> None:
+    """A thousandth of the way a step, over a thousand steps of a weight that stands still."""
+    weight = nn.Parameter(LNSTensor.from_float(torch.full((8,), 2.0), lns12))
+    optimizer = optim.ASGD([weight], lr=1.0, lambd=0.0, t0=0)
+    run(optimizer, weight, [torch.full((8,), 1.0)] + [torch.zeros(8)] * 3000)
+    assert optimizer.state[weight]["ax"].to_float()[0].item() == pytest.approx(1.0, rel=0.012)
+
+
+# ------------------------------------------------------------------------------------------------------------- state
+
+
+@pytest.mark.parametrize("name", list(ALL))
+@pytest.mark.parametrize("kind", ["lns", "lns kahan", "lns random", "float32", "bfloat16"])
+def test_state_survives_its_state_dict(name: str, kind: str) -> None:
+    """Six steps, and three, a state dict, and three more in a new optimizer: the same bits, the same dtypes."""
+    rounding = {"lns kahan": ROUNDINGS[1], "lns random": ROUNDINGS[2], "bfloat16": ROUNDINGS[1]}.get(kind, {})
+    start = start_of(30)
+    initial = LNSTensor.from_float(start, lns12) if "lns" in kind else start.to(getattr(torch, kind))
+    grads, weight = gradients(6, 30), nn.Parameter(initial.clone())
+    optimizer = make(name, [weight], **rounding)
+    run(optimizer, weight, grads[:3])
+    twin = nn.Parameter(weight.detach().clone())
+    other = make(name, [twin], lr=0.5)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, parameter in ((optimizer, weight), (other, twin)):
+        run(each, parameter, grads[3:])
+    states = values(optimizer.state[weight]), values(other.state[twin])
+    assert states[0].keys() == states[1].keys()
+    for key, value in states[0].items():
+        assert states[1][key].dtype == value.dtype
+        assert torch.equal(states[1][key], value), key
+    assert torch.equal(*(p.codes if isinstance(p, LNSTensor) else p for p in (weight, twin)))
+    residues = [key for key in states[0] if key.endswith("_residue")]
+    assert all(states[0][key].dtype == torch.int16 for key in residues)
+    assert states[0].get("step", torch.zeros(1, dtype=torch.int64)).dtype == torch.int64
+
+
+@pytest.mark.parametrize("name", list(ALL))
+def test_fresh_state_is_zero(name: str) -> None:
+    """As a captured CUDA graph needs: from zeroed state a step is a first step."""
+    weights = [nn.Parameter(LNSTensor.from_float(start_of(30), lns12)) for _ in range(2)]
+    first, again = (make(name, [w], kahan_sum=True) for w in weights)
+    run(first, weights[0], gradients(1, 30))
+    run(again, weights[1], gradients(1, 30, seed=9))
+    weights[1].codes.copy_(LNSTensor.from_float(start_of(30), lns12).codes)
+    for value in values(again.state[weights[1]]).values():
+        value.zero_()
+    run(again, weights[1], gradients(1, 30))
+    assert torch.equal(*(w.codes for w in weights))
+
+
+def test_options_that_a_checkpoint_is_older_than_take_their_defaults() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    saved = SGD([weight], lr=0.1).state_dict()
+    for name in ("nesterov", "weight_decay", "maximize"):
+        del saved["param_groups"][0][name]
+    optimizer = SGD([weight], lr=0.2)
+    optimizer.load_state_dict(saved)
+    run(optimizer, weight, [torch.ones(3)])
+    torch.testing.assert_close(weight.detach(), torch.full((3,), 0.9))
+
+
+@pytest.mark.parametrize("kind", [SGD, AdamW, optim.Lion])
+def test_compensation_begins_with_what_conversion_lost(kind: Any) -> None:
+    """Weight and compensation together are the float32 weights to the square of a half step."""
+    model = nn.Linear(20, 30)
+    exact = [p.detach().clone() for p in model.parameters()]
+    convert_(model, lns12, scope="everywhere")
+    optimizer = kind(model.parameters(), lr=1e-3, kahan_sum=True)
+    optimizer.init_compensation(exact)
+    for parameter, value in zip(model.parameters(), exact, strict=True):
+        whole = parameter.to_float() + optimizer.state[parameter]["compensation"].to_float()
+        assert ((parameter.to_float() - value).abs() / value.abs()).max() > 0.004
+        assert ((whole - value).abs() <= 0.0055**2 * value.abs() + lns12.smallest).all()
+    named = kind(model.named_parameters(), lr=1e-3, kahan_sum=True)
+    named.init_compensation({"weight": exact[0], "bias": exact[1], "unused": exact[0]})
+    for parameter in model.parameters():
+        assert torch.equal(*(o.state[parameter]["compensation"].codes for o in (optimizer, named)))
+
+
+def test_compensation_of_logarithms_and_of_bfloat16() -> None:
+    exact = start_of(200)
+    weight = nn.Parameter(LNSTensor.from_float(exact, lns12))
+    optimizer = optim.Madam([weight], kahan_sum=True)
+    optimizer.init_compensation([exact])
+    log = (weight.codes & lns12.field_mask) - lns12.bias + optimizer.state[weight]["weight_residue"] / 65536
+    torch.testing.assert_close(torch.exp2(log.double() / 64), exact.abs().double(), rtol=1e-6, atol=0)
+    low = nn.Parameter(torch.zeros(200, dtype=torch.bfloat16))
+    optimizer = SGD([low], lr=0.1, kahan_sum=True)
+    optimizer.init_compensation([exact])
+    torch.testing.assert_close(low.detach().float() + optimizer.state[low]["compensation"].float(), exact, rtol=2e-5, atol=0)
+
+
+def test_compensation_cannot_begin_without_what_it_needs() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match="kahan_sum=False: it keeps none"):
+        SGD([weight], lr=0.1).init_compensation([torch.ones(3)])
+    optimizer = SGD([weight], lr=0.1, kahan_sum=True)
+    with pytest.raises(ValueError, match=r"shapes \[\(4,\)\]: must be those of the parameters, \[\(3,\)\]"):
+        optimizer.init_compensation([torch.ones(4)])
+    with pytest.raises(ValueError, match="parameters without names"):
+        optimizer.init_compensation({"weight": torch.ones(3)})
+
+
+def test_groups_of_lars_and_lamb_need_not_adapt() -> None:
+    for kind in (optim.LARS, optim.LAMB):
+        adapted, plain = (nn.Parameter(LNSTensor.from_float(100 * start_of(50), lns16)) for _ in range(2))
+        optimizer = kind([{"params": [adapted]}, {"params": [plain], "adapt": False}], lr=1.0)
+        for parameter in (adapted, plain):
+            parameter.grad = LNSTensor.from_float(torch.ones(50), lns16)
+        before = plain.detach().to_float()
+        optimizer.step()
+        moved = [(p.detach().to_float() - before).norm() for p in (adapted, plain)]
+        assert not torch.isclose(moved[0], moved[1], rtol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("RMSprop", {"alpha": 1.0}, "alpha=1.0: must be at least 1e-06 and below 1"),
+        ("RMSprop", {"momentum": 0.999}, "momentum=0.999: rounds to 1 in lns8"),
+        ("RMSprop", {"eps": 0.0}, "eps=0.0: must be positive"),
+        ("Lion", {"lr": 0.1}, "beta2=0.99: rounds to 1 in lns8"),
+        ("Lion", {"lr": 0.1, "betas": (0.9, 0.9, 0.9)}, "betas"),
+        ("LARS", {"lr": 0.1, "momentum": 0.5, "trust_coefficient": 0.0}, "trust_coefficient=0.0"),
+        ("LARS", {"lr": 0.1, "momentum": 0.0, "nesterov": True}, "nothing to look ahead with"),
+        ("LARS", {"lr": 0.1, "momentum": 0.5, "weight_decay": 1e-9}, "weight_decay=1e-09: underflows"),
+        ("Madam", {"g_bound": -1.0}, "g_bound=-1.0"),
+        ("Madam", {"p_scale": 0.0}, "p_scale=0.0"),
+        ("Rprop", {"etas": (1.5, 1.2)}, r"etas=\(1.5, 1.2\)"),
+        ("Rprop", {"step_sizes": (1.0, 0.5)}, "must be positive and ascending"),
+        ("NAdam", {"momentum_decay": -1.0}, "momentum_decay=-1.0"),
+        ("Adagrad", {"lr_decay": -1.0}, "lr_decay=-1.0"),
+        ("ASGD", {"lambd": -1.0}, "lambd=-1.0"),
+        ("Adadelta", {"weight_decay": -1.0}, "weight_decay=-1.0"),
+        ("Adamax", {"lr": 1e-9}, "lr=1e-09: underflows"),
+        ("SGD", {"lr": 0.1, "nesterov": True}, "nothing to look ahead with"),
+        ("SGD", {"lr": 0.1, "momentum": 0.5, "nesterov": True, "arithmetic": "float32"}, "use arithmetic='lns'"),
+        ("Adam", {"lr": 0.1, "amsgrad": True, "arithmetic": "float32"}, "use arithmetic='lns'"),
+        ("Adamax", {"kahan_sum": True, "stochastic_rounding": True}, "choose one of them"),
+    ],
+)
+def test_bad_values_are_refused(name: str, options: dict[str, Any], said: str) -> None:
+    kind: Any = getattr(optim, name)
+    with pytest.raises(ValueError, match=said):
+        kind([nn.Parameter(LNSTensor.from_float(torch.ones(1), lns8))], **options)
+
+
+def test_an_option_that_no_optimizer_has() -> None:
+    with pytest.raises(TypeError, match="unexpected arguments kahan: optimizers here also take kahan_sum"):
+        optim.RMSprop([nn.Parameter(torch.ones(1))], kahan=True)  # type: ignore[call-arg]
+
+
+def test_adam_is_the_composition_of_its_parts() -> None:
+    """amsgrad, composed, equals the fused kernel where its largest root is the root itself."""
+    grads = [torch.linspace(0.1, 2.0, 50) * (k + 1) for k in range(5)]  # growing, so every root is the largest
+    weights = [nn.Parameter(LNSTensor.from_float(start_of(50), lns16)) for _ in range(2)]
+    for weight, amsgrad in zip(weights, (False, True), strict=True):
+        run(Adam([weight], lr=0.05, amsgrad=amsgrad, kahan_sum=True), weight, grads)
+    assert torch.equal(*(w.codes for w in weights))
