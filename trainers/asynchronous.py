@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from trainers.collectives import Collectives
 from trainers.config import TrialConfig
 from trainers.device import plain
+from trainers.forward import ScaledOptimizer
 from trainers.parameter_server import Shard, Values, slices
 from trainers.synchroniser import Synchroniser
 
@@ -79,13 +80,14 @@ class Asynchronous(Synchroniser):
         self._clock, self._good = 0, True
         self._pull()
 
-    def update(self, optimizer: torch.optim.Optimizer) -> bool:
+    def update(self, optimizer: torch.optim.Optimizer | ScaledOptimizer) -> bool:
         """Push the gradients, pull the weights of the next step; False where a replica has diverged."""
         gradient = self._flat([p.grad for p in self._model.parameters() if p.grad is not None])
         pushed = [
             s.push.remote(self._collectives.rank, gradient[part]) for s, part in zip(self._shards, self._slices, strict=True)
         ]
-        ray.get(pushed)
+        with self._collectives.spans("communication", "push"):
+            ray.get(pushed)
         self._collectives.sent += gradient.nbytes
         self._clock += 1
         self._pull()
@@ -145,7 +147,8 @@ class Asynchronous(Synchroniser):
         return started if self._collectives.rank == 0 else [ray.get_actor(name) for name in names]
 
     def _pull(self) -> None:
-        pulled = ray.get([shard.pull.remote(self._collectives.rank, self._clock) for shard in self._shards])
+        with self._collectives.spans("communication", "pull"):
+            pulled = ray.get([shard.pull.remote(self._collectives.rank, self._clock) for shard in self._shards])
         self._good = self._good and all(part is not None for part in pulled)
         if self._good:
             self._write([{"weight": part} for part in pulled])

@@ -10,6 +10,9 @@ Every replica ``i`` of N updates by the mean gradient of its own share of the ba
   ``x_i -= alpha d_i``, ``c += alpha sum(d)`` with ``alpha = moving_rate / N``. The trial's figures are the centre's.
 - **final average**: the replicas never exchange anything; at the end ``x_i = mean(x)``. Figures of earlier epochs are those of the
   mean so far.
+- **ensemble**: the same without an end: the trial's figures are those of the mean of the replicas' predicted probabilities (B.
+  Lakshminarayanan et al. 2017, arXiv:1612.01474; here every replica has seen its own share of the data). Predictions travel while figures
+  are taken, weights never; each replica's are in the checkpoint.
 
 What travels is ``x_i - a`` (or ``d_i``) through the trial's wire format: 4 / H bytes a parameter, rank and step with two replicas
 and float32. Rounds of the first two also end with the epoch, so that replicas are equal where a checkpoint is written.
@@ -228,6 +231,26 @@ class FinalAverage(Averaging):
         return self._sum(values).div_(self._collectives.size)
 
 
+class Ensemble(FinalAverage):
+    """Independent replicas that predict together."""
+
+    whole = True
+
+    def end_epoch(self, finite: bool, last: bool = False) -> bool:
+        """The ranks learn whether one has diverged."""
+        return self._collectives.all_true(finite)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Every replica evaluates with its own weights."""
+        yield
+
+    def combine(self, logits: Tensor) -> Tensor:
+        """The logarithm of the mean of the replicas' probabilities, which as logits stand for themselves."""
+        values = logits.to_float() if isinstance(logits, LNSTensor) else logits.float()
+        return (self._collectives.all_reduce_(values.softmax(1)) / self._collectives.size).log()
+
+
 def make_synchroniser(
     config: TrialConfig, model: nn.Module, optimizer: torch.optim.Optimizer, collectives: Collectives | None
 ) -> Synchroniser:
@@ -235,7 +258,7 @@ def make_synchroniser(
     if collectives is None:
         return Synchroniser()
     if config.sync.name == "synchronous":
-        return Synchronous(config.wire, collectives, config.seed)
+        return Synchronous(config.wire, collectives, config.seed, model.parameters())
     if config.sync.name == "asynchronous":
         from trainers.asynchronous import Asynchronous  # loads Ray
 
@@ -245,5 +268,6 @@ def make_synchroniser(
         "diloco": OuterStep,
         "elastic": Elastic,
         "final_average": FinalAverage,
+        "ensemble": Ensemble,
     }
     return kinds[config.sync.name](config, model, optimizer, collectives)

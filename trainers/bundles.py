@@ -11,3 +11,8 @@ def bundles(config: TrialConfig) -> list[dict[str, float]]:
     if config.device == "cuda":
         bundle["GPU"] = config.gpus if config.workers == 1 else 1.0
     return [bundle] * config.workers
+
+
+def gpus(config: TrialConfig) -> float:
+    """GPUs, or the share of one, that all ranks take together."""
+    return sum(bundle.get("GPU", 0.0) for bundle in bundles(config))

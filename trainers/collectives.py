@@ -14,43 +14,51 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainers.spans import Spans
+
 
 class Collectives:
-    """Collectives of ``group`` (the default one if None), which must exist, for tensors on ``device``.
+    """Collectives of ``group`` (the default one if None), which must exist, for tensors on ``device``; ``spans`` times them.
 
     Attributes:
         size, rank: of the group, and this process's place in it.
         sent: bytes that this rank has sent so far.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> None:
-        self.group, self.device = group, device
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu", spans: Spans | None = None
+    ) -> None:
+        self.group, self.device, self.spans = group, device, spans or Spans()
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.sent = 0
 
     def all_to_all(self, parts_NB: Tensor) -> Tensor:
         """Send row ``i`` to rank ``i``; the rows that the ranks have sent here, in rank order. uint8 ``[N, B]`` both."""
         received = torch.empty_like(parts_NB)
-        dist.all_to_all_single(received, parts_NB, group=self.group)
+        with self.spans("communication", "all_to_all"):
+            dist.all_to_all_single(received, parts_NB, group=self.group)
         self.sent += (self.size - 1) * parts_NB.shape[1]
         return received
 
     def all_gather(self, part_B: Tensor) -> Tensor:
         """The parts of all ranks in rank order: uint8 ``[B]`` to ``[N, B]``."""
         gathered_NB = part_B.new_empty(self.size, part_B.numel())
-        dist.all_gather(list(gathered_NB), part_B, group=self.group)
+        with self.spans("communication", "all_gather"):
+            dist.all_gather(list(gathered_NB), part_B, group=self.group)
         self.sent += (self.size - 1) * part_B.numel()
         return gathered_NB
 
     def all_reduce_(self, x: Tensor) -> Tensor:
         """``x`` (any float) replaced by its sum over the ranks, the same bits on each."""
-        dist.all_reduce(x, group=self.group)
+        with self.spans("communication", "all_reduce"):
+            dist.all_reduce(x, group=self.group)
         self.sent += 2 * (self.size - 1) * x.numel() * x.element_size() // self.size
         return x
 
     def all_true(self, value: bool) -> bool:
         """Whether ``value`` is true on every rank; one int64 a rank."""
         flag = torch.tensor([int(value)], device=self.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.group)
+        with self.spans("communication", "all_true"):
+            dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.group)
         self.sent += 2 * (self.size - 1) * flag.element_size() // self.size
         return bool(flag)

@@ -5,7 +5,12 @@ Every dataclass of a config refuses what is wrong by itself; here is what is wro
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
+
+from lns_ops.formats import parse
+from trainers.layout import DEFERRING
+from trainers.optimizer_config import FLOAT32_UPDATES
 
 if TYPE_CHECKING:
     from trainers.config import TrialConfig
@@ -23,12 +28,144 @@ def check_combinations(config: TrialConfig) -> None:
             f"lr_schedule.warmup_epochs={config.lr_schedule.warmup_epochs:g}, epochs={config.epochs}: the rate would never reach its full "
             "value; use a shorter warm-up"
         )
+    _check_optimizer(config)
+    _check_analysis(config)
     _check_wire(config)
     _check_sync(config)
+    _check_simulated(config)
+    _check_autocast(config)
+    _check_deferred(config)
+    _check_elastic(config)
+    if config.layout.pp > 1 and config.model.name == "cnn":
+        raise ValueError(
+            f"layout.pp={config.layout.pp} with model.name=cnn: cuts are made between linear layers; use model.name=mlp"
+        )
+    if any(rank >= config.workers for rank in config.profile.ranks):
+        raise ValueError(
+            f"profile.ranks={list(config.profile.ranks)}, workers={config.workers}: ranks are counted from 0; use ranks up to "
+            f"{config.workers - 1}"
+        )
     if config.layout.pp > 1 and config.precision.lns_format is not None and config.precision.scope == "matmul":
         raise ValueError(
             f"layout.pp={config.layout.pp} with precision.scope=matmul: where such a trial diverges, encoding raises inside a "
             "stage and the other stages would wait for it; use precision.scope=everywhere, or layout.pp=1"
+        )
+
+
+def _check_optimizer(config: TrialConfig) -> None:
+    optimizer, precision = config.optimizer, config.precision
+    composed = optimizer.name not in FLOAT32_UPDATES or optimizer.amsgrad or optimizer.nesterov
+    if precision.update_arithmetic == "float32" and (composed or (optimizer.name == "sgd" and optimizer.weight_decay)):
+        raise ValueError(
+            f"precision.update_arithmetic=float32 with optimizer.name={optimizer.name}, nesterov={optimizer.nesterov}, "
+            f"amsgrad={optimizer.amsgrad}, weight_decay={optimizer.weight_decay}: that update is made of LNS operations; use "
+            "precision.update_arithmetic=lns"
+        )
+
+
+def _check_elastic(config: TrialConfig) -> None:
+    """Every size that the group may take must be a right one."""
+    if config.min_workers is None:
+        return
+    if config.min_workers > config.workers:
+        raise ValueError(
+            f"min_workers={config.min_workers}, workers={config.workers}: workers is the most; use min_workers={config.workers} or less"
+        )
+    if config.layout.pp > 1 or config.layout.dp is not None:
+        raise ValueError(
+            f"min_workers={config.min_workers} with layout.pp={config.layout.pp}, layout.dp={config.layout.dp}: the number of replicas "
+            "changes; use layout.pp=1 and leave out layout.dp"
+        )
+    if config.wire.name != "native" or config.sync.name != "synchronous" or config.profile.ranks:
+        raise ValueError(
+            f"min_workers={config.min_workers} with wire.name={config.wire.name}, sync.name={config.sync.name}, "
+            f"profile.ranks={list(config.profile.ranks)}: what belongs to a rank would be lost with it; use wire.name=native, "
+            "sync.name=synchronous and no profile.ranks"
+        )
+    for workers in range(config.min_workers, config.workers + 1):
+        if config.batch_size % (workers * config.layout.micro_batches):
+            raise ValueError(
+                f"batch_size={config.batch_size} with min_workers={config.min_workers}, workers={config.workers}: {workers} workers cannot "
+                f"share it evenly in {config.layout.micro_batches} micro-batches; use a multiple of "
+                f"{math.lcm(*range(config.min_workers, config.workers + 1)) * config.layout.micro_batches}"
+            )
+
+
+def _check_deferred(config: TrialConfig) -> None:
+    """Weight gradients that wait need layers that leave them."""
+    if config.layout.schedule not in DEFERRING:
+        return
+    if config.precision.simulated:
+        raise ValueError(
+            f"layout.schedule={config.layout.schedule} with precision.format={config.precision.format}: layers of simulated formats "
+            "round in their own backward, which cannot wait for weights; use layout.schedule=1f1b, or float32 or an LNS format"
+        )
+    if config.memory.activation_checkpoints:
+        raise ValueError(
+            f"layout.schedule={config.layout.schedule} with memory.activation_checkpoints=true: what is computed again would be "
+            "kept for the weights, and nothing saved; use layout.schedule=1f1b, or no checkpoints"
+        )
+
+
+def _check_autocast(config: TrialConfig) -> None:
+    if config.autocast == "none":
+        return
+    if config.precision.format != "float32":
+        raise ValueError(
+            f"autocast={config.autocast} with precision.format={config.precision.format}: autocast is for float32 parameters; use "
+            "precision.format=float32, or autocast=none"
+        )
+    if config.layout.pp > 1:
+        raise ValueError(
+            f"autocast={config.autocast} with layout.pp={config.layout.pp}: stages pass on float32; use layout.pp=1, or autocast=none"
+        )
+    if config.autocast == "bfloat16":
+        return
+    if config.device != "cuda":
+        raise ValueError(
+            f"autocast=float16 with device={config.device}: on a CPU float16 is some thirty times slower than float32; use device=cuda, or "
+            "autocast=bfloat16"
+        )
+    if config.wire.name != "native" or config.sync.name != "synchronous":
+        raise ValueError(
+            f"autocast=float16 with wire.name={config.wire.name}, sync.name={config.sync.name}: scaled gradients may overflow, which all "
+            "replicas must see alike; use wire.name=native and sync.name=synchronous, or autocast=bfloat16"
+        )
+
+
+def _check_analysis(config: TrialConfig) -> None:
+    if config.analysis_every and config.precision.lns_format is None and not config.precision.simulated:
+        raise ValueError(
+            f"analysis_every={config.analysis_every} with precision.format={config.precision.format}: it compares a format with "
+            "float32; use another format, or analysis_every=0"
+        )
+    if config.analysis_every and config.layout.pp > 1:
+        raise ValueError(
+            f"analysis_every={config.analysis_every} with layout.pp={config.layout.pp}: it runs the whole model, a stage has a part of it; "
+            "use layout.pp=1, or analysis_every=0"
+        )
+
+
+def _check_simulated(config: TrialConfig) -> None:
+    precision = config.precision
+    if not precision.simulated:
+        return
+    if config.sync.local or config.sync.name == "asynchronous":
+        raise ValueError(
+            f"sync.name={config.sync.name} with precision.format={precision.format}: what replicas or a server exchange are weights, whose "
+            "means would leave the format's grid; use sync.name=synchronous, or an LNS format"
+        )
+    if not parse(precision.gradient_format or precision.format).overflows:
+        return
+    if config.layout.pp > 1:
+        raise ValueError(
+            f"layout.pp={config.layout.pp} with float16 gradients: each stage would find its own loss scale and overflows; use "
+            "precision.format=bfloat16, or layout.pp=1"
+        )
+    if config.wire.name not in ("native", "float32"):
+        raise ValueError(
+            f"wire.name={config.wire.name} with float16 gradients: an overflow must reach all replicas, which only float32 carries; use "
+            "wire.name=native"
         )
 
 
@@ -38,6 +175,11 @@ def _check_wire(config: TrialConfig) -> None:
         raise ValueError(
             f"wire.name={wire.name} with one replica (workers={config.workers}, layout.pp={config.layout.pp}): no gradient travels; use "
             "wire.name=native, or more workers"
+        )
+    if wire.bucket_cap_mb is not None and config.layout.pp > 1:
+        raise ValueError(
+            f"wire.bucket_cap_mb={wire.bucket_cap_mb} with layout.pp={config.layout.pp}: a stage's backward passes come between its "
+            "messages to other stages; use layout.pp=1, or leave it out"
         )
     if wire.sum == "lns" and wire.name == "native" and (precision.lns_format is None or precision.scope != "everywhere"):
         raise ValueError(
@@ -59,9 +201,20 @@ def _check_sync(config: TrialConfig) -> None:
             f"wire.name={wire.name}, wire.sum={wire.sum} with sync.name={sync.name}: powersgd and LNS sums are for gradients, what "
             "travels here are differences of weights; use another wire.name and wire.sum=auto"
         )
-    if sync.name == "final_average" and wire.name != "native":
+    if sync.name != "synchronous" and wire.bucket_cap_mb is not None:
         raise ValueError(
-            f"wire.name={wire.name} with sync.name=final_average: whole weights travel once, as float32; use wire.name=native"
+            f"wire.bucket_cap_mb={wire.bucket_cap_mb} with sync.name={sync.name}: buckets are of gradients that all replicas sum every "
+            "step; use sync.name=synchronous, or leave it out"
+        )
+    raises = config.precision.lns_format is not None and config.precision.scope == "matmul"
+    if sync.name == "ensemble" and (config.layout.pp > 1 or raises):
+        raise ValueError(
+            f"sync.name=ensemble with layout.pp={config.layout.pp}, precision.scope={config.precision.scope}: replicas predict together, "
+            "so none may be in stages, or raise on its own where it diverges; use layout.pp=1 and precision.scope=everywhere"
+        )
+    if sync.name in ("final_average", "ensemble") and wire.name != "native":
+        raise ValueError(
+            f"wire.name={wire.name} with sync.name={sync.name}: whole weights travel once, as float32, or never; use wire.name=native"
         )
     if sync.name == "asynchronous":
         _check_asynchronous(config)
@@ -85,6 +238,11 @@ def _check_asynchronous(config: TrialConfig) -> None:
         raise ValueError(
             f"lr_schedule.decay={config.lr_schedule.decay}, lr_schedule.warmup_epochs={config.lr_schedule.warmup_epochs:g} with "
             "sync.name=asynchronous: the server does not know which step it is; use a constant rate"
+        )
+    if config.optimizer.name not in FLOAT32_UPDATES:
+        raise ValueError(
+            f"optimizer.name={config.optimizer.name} with sync.name=asynchronous: the server's shards are slices across tensors, with one "
+            f"count of steps; use {', '.join(FLOAT32_UPDATES)}, or another sync.name"
         )
     if config.optimizer.name != "sgd" and sync.staleness != 0:
         raise ValueError(

@@ -8,24 +8,26 @@ may build them by hand::
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lns_ops.accumulation import ACCUMULATIONS
 from lns_ops.format import LNSFormat
+from lns_ops.formats import Logarithmic, NumberFormat, parse
 from lns_ops.optim import ARITHMETICS
 from trainers.combinations import check_combinations
+from trainers.forward import AUTOCASTS, MemoryConfig
 from trainers.layout import Layout
 from trainers.lr_schedule import LRSchedule
+from trainers.optimizer_config import OptimizerConfig
+from trainers.profile import ProfileConfig
 from trainers.sync_config import SyncConfig
 from trainers.validation import at_least, finite, one_of
 from trainers.wire import WireConfig
 
 DATASETS = ("auto", "mnist", "digits")
-MODELS = ("mlp",)
+MODELS = ("mlp", "cnn")
 SCOPES = ("matmul", "everywhere")
-OPTIMIZERS = ("sgd", "adam", "adamw")
 FLOAT_FORMATS = ("float32",)
 DEVICES = ("cpu", "cuda", "auto")
 
@@ -56,13 +58,32 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A feed-forward net: ``inputs - hidden... - classes`` with ReLU between; inputs and classes come from the data."""
+    """A feed-forward net; inputs and classes come from the data.
+
+    Attributes:
+        name: ``mlp``: ``inputs - hidden... - classes`` with ReLU between; ``cnn``: convolutions of 3 x 3, each with ReLU and pooling to
+            half the size, before that.
+        hidden: widths of the linear layers before the last one.
+        channels: of the cnn's convolutions; None for [8, 16].
+    """
 
     name: str = "mlp"
     hidden: list[int] = field(default_factory=lambda: [512])
+    channels: list[int] | None = None
 
     def __post_init__(self) -> None:
         one_of("model.name", self.name, MODELS)
+        if self.name != "cnn" and self.channels is not None:
+            raise ValueError(
+                f"model.channels={self.channels} with model.name={self.name}: only the cnn has convolutions; leave it out, or use "
+                "model.name=cnn"
+            )
+        if self.channels is not None and not 1 <= len(self.channels) <= 3:
+            raise ValueError(
+                f"model.channels={self.channels}: must be one to three widths, as 8 x 8 pixels can be halved three times; use [8, 16]"
+            )
+        for width in self.channels or []:
+            at_least("model.channels", width, 1, "use for example model.channels=[8,16]")
         for width in self.hidden:
             at_least("model.hidden", width, 1, "use for example model.hidden=[512]")
 
@@ -72,15 +93,19 @@ class PrecisionConfig:
     """In which arithmetic a trial trains.
 
     Attributes:
-        format: ``float32``, or an LNS format: ``lns16``, ``lns12``, ``lns8``, ``lns(bits,fraction_bits)``.
+        format: ``float32``; an LNS format, in whose arithmetic everything is computed: ``lns16``, ``lns12``, ``lns8``,
+            ``lns(bits,fraction_bits)``; or any other of :mod:`lns_ops.formats`, simulated (:mod:`lns_ops.simulation`): values on its grid,
+            sums in float32.
         scope: for LNS formats, ``matmul`` (products and their sums only) or ``everywhere`` (parameters, activations,
-            gradients and updates too). Ignored for float formats.
+            gradients and updates too). Ignored for float32; simulated formats are everywhere.
         kahan_sum: keep a Kahan compensation for each parameter. With scope ``matmul`` the parameters are float32 and so is it.
-        stochastic_rounding: round weights at random, their expected value exact, where the update is added; LNS parameters (scope
-            ``everywhere``) only. The random bits come from the trial's seed.
+        stochastic_rounding: round weights at random, their expected value exact, where the update is added; not for float32
+            parameters. The random bits come from the trial's seed.
         update_arithmetic: of LNS parameters' updates: ``lns``, or ``float32`` between loads and stores of codes.
         accumulation: for LNS formats, how sums of matrix products are taken: ``contract`` (in LNS) or ``float32``; see
-            :mod:`lns_ops.accumulation`. Ignored for float formats.
+            :mod:`lns_ops.accumulation`. Ignored for other formats, whose sums are float32.
+        gradient_format: of gradients in a simulated format; None for ``format``.
+        master_format: of finer copies of the weights that updates are added to, in a simulated format; None for no copies.
     """
 
     format: str = "float32"
@@ -89,6 +114,8 @@ class PrecisionConfig:
     stochastic_rounding: bool = False
     update_arithmetic: str = "lns"
     accumulation: str = "contract"
+    gradient_format: str | None = None
+    master_format: str | None = None
 
     def __post_init__(self) -> None:
         one_of("precision.scope", self.scope, SCOPES)
@@ -98,67 +125,61 @@ class PrecisionConfig:
             raise ValueError(
                 "precision.kahan_sum=true, precision.stochastic_rounding=true: each keeps what the other has nothing left of; choose one"
             )
-        if self.stochastic_rounding and (self.format in FLOAT_FORMATS or self.scope != "everywhere"):
+        for key in ("format", "gradient_format", "master_format"):
+            self._check_format(key)
+        rounds = self.simulated or (self.lns_format is not None and self.scope == "everywhere")
+        if self.stochastic_rounding and not rounds:
             raise ValueError(
                 f"precision.stochastic_rounding=true with precision.format={self.format}, precision.scope={self.scope}: the parameters are "
-                "float32, which rounds to nearest; use an LNS format with precision.scope=everywhere, or precision.kahan_sum=true"
+                "float32, which rounds to nearest; use another format with precision.scope=everywhere, or precision.kahan_sum=true"
             )
-        if self.format not in FLOAT_FORMATS:
-            try:
-                LNSFormat.parse(self.format)
-            except ValueError as error:
-                raise ValueError(
-                    f"precision.format={self.format!r}: must be {', '.join(FLOAT_FORMATS)} or an LNS format: {error}; "
-                    "use for example precision.format=lns12"
-                ) from None
+        self._check_simulated()
+
+    def _check_format(self, key: str) -> None:
+        name = getattr(self, key)
+        if name is None and key != "format":
+            return
+        try:
+            parse(name)
+        except ValueError as error:
+            raise ValueError(f"precision.{key}={name!r}: {error}; use for example precision.{key}=lns12") from None
+
+    def _check_simulated(self) -> None:
+        """What only simulated formats have, and what they have not."""
+        if not self.simulated:
+            for key in ("gradient_format", "master_format"):
+                if (value := getattr(self, key)) is not None:
+                    raise ValueError(
+                        f"precision.{key}={value} with precision.format={self.format}: computes in that one format; leave it out, or use a "
+                        "simulated format such as bfloat16 or lns8/channel"
+                    )
+            return
+        if self.scope != "everywhere":
+            raise ValueError(
+                f"precision.scope={self.scope} with precision.format={self.format}: only LNS has scopes; use precision.scope=everywhere, "
+                "with precision.master_format=float32 if weights are to be kept in float32"
+            )
+        if self.master_format is not None and parse(self.master_format) == self.number_format:
+            raise ValueError(
+                f"precision.master_format={self.master_format} with precision.format={self.format}: copies of the weights in their own "
+                "format keep nothing; leave it out, or use a finer one such as bfloat16 or float32"
+            )
+
+    @property
+    def number_format(self) -> NumberFormat:
+        """The format behind the interface that all have."""
+        return parse(self.format)
 
     @property
     def lns_format(self) -> LNSFormat | None:
-        """The LNS format, or None for a float format."""
-        return None if self.format in FLOAT_FORMATS else LNSFormat.parse(self.format)
+        """The LNS format whose arithmetic is used, or None for another format."""
+        fmt = self.number_format
+        return fmt.lns if isinstance(fmt, Logarithmic) else None
 
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """How a step changes the weights, for the mean loss of a batch.
-
-    Attributes:
-        name: ``sgd``, ``adam`` or ``adamw``.
-        lr: step size.
-        momentum: heavy-ball momentum of sgd.
-        betas: decays of Adam's two averages.
-        eps: added to the root of Adam's second moment.
-        weight_decay: of adam (added to the gradient) or adamw (decoupled).
-    """
-
-    name: str = "sgd"
-    lr: float = 0.1
-    momentum: float = 0.0
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        one_of("optimizer.name", self.name, OPTIMIZERS)
-        finite("optimizer.lr", self.lr, 0.0, "0.1 is a good start for sgd, 0.001 for adam")
-        finite("optimizer.momentum", self.momentum, 0.0, "0 turns it off")
-        finite("optimizer.weight_decay", self.weight_decay, 0.0, "0 turns it off")
-        if self.momentum >= 1:
-            raise ValueError(f"optimizer.momentum={self.momentum}: must be below 1, or the buffer grows without bound; try 0.9")
-        if len(self.betas) != 2 or not all(1e-6 <= beta < 1 for beta in self.betas):
-            raise ValueError(
-                f"optimizer.betas={list(self.betas)}: must be two numbers of at least 1e-6 and below 1; use for example [0.9, 0.999]"
-            )
-        if not 0 < self.eps < math.inf:
-            raise ValueError(f"optimizer.eps={self.eps}: must be positive and finite; use for example 1e-8")
-        if self.name == "sgd" and self.weight_decay:
-            raise ValueError(
-                f"optimizer.weight_decay={self.weight_decay} with optimizer.name=sgd: sgd has none; use optimizer.name=adamw, or 0"
-            )
-        if self.name != "sgd" and self.momentum:
-            raise ValueError(
-                f"optimizer.momentum={self.momentum} with optimizer.name={self.name}: it has betas instead; use optimizer.momentum=0"
-            )
+    @property
+    def simulated(self) -> bool:
+        """Whether values are put on the format's grid and computed with in float32."""
+        return self.format not in FLOAT_FORMATS and self.lns_format is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,12 +191,20 @@ class TrialConfig:
         batch_size: examples a step, over all workers together.
         seed: of the initial weights and the data order.
         workers: processes that train together, the layout's dp x pp.
+        min_workers: with executor=train, go on with as few as so many data-parallel workers where there is no room for ``workers``, and
+            with more when there is; None for all or none.
         threads: CPU threads a worker computes with.
         device: ``cpu``, ``cuda`` (an NVIDIA GPU), or ``auto``: cuda where there is one and the trial has one worker, otherwise
             cpu. LNS arithmetic gives the same bits
             on both; float32 parts, such as the softmax at the loss, may round differently.
+        analysis_every: epochs between analyses of what the format does to each layer (:mod:`trainers.analysis`), reported as
+            ``analysis/LAYER/...``; 0 for none.
         gpus: share of a GPU that the worker of a one-worker trial takes on device cuda; Ray packs as many trials on one as fit. Each
             of several workers takes a whole one.
+        telemetry: report where time, memory and energy go, as ``telemetry/...`` (:mod:`trainers.telemetry`).
+        profile: steps of which a trace is kept with the trial's files (:mod:`trainers.profile`).
+        autocast: ``bfloat16`` or, on cuda, ``float16``: products of a float32 trial in that type (:mod:`trainers.forward`); or ``none``.
+        memory: activation checkpoints, likewise.
     """
 
     data: DataConfig = field(default_factory=DataConfig)
@@ -186,18 +215,27 @@ class TrialConfig:
     layout: Layout = field(default_factory=Layout)
     wire: WireConfig = field(default_factory=WireConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     epochs: int = 20
     batch_size: int = 128
     seed: int = 0
     workers: int = 1
+    min_workers: int | None = None
     threads: int = 1
     device: str = "cpu"
     gpus: float = 0.08
+    analysis_every: int = 0
+    telemetry: bool = False
+    autocast: str = "none"
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "workers", "threads"):
             at_least(name, getattr(self, name), 1, f"use for example {name}={getattr(TrialConfig, name)}")
+        at_least("analysis_every", self.analysis_every, 0, "use 1 for every epoch, 0 for none")
         one_of("device", self.device, DEVICES)
+        at_least("min_workers", self.min_workers, 1, "leave it out for a fixed number of workers")
+        one_of("autocast", self.autocast, AUTOCASTS)
         finite("gpus", self.gpus, 0.0, "1 for a whole GPU, 0.08 for twelve trials on one")
         if self.gpus > 1 or self.gpus == 0:
             raise ValueError(f"gpus={self.gpus}: must lie above 0 and be at most 1, a worker computes on one GPU; use gpus=1")
@@ -224,5 +262,6 @@ class TrialConfig:
             "precision": PrecisionConfig,
             "optimizer": OptimizerConfig,
         }
-        parts |= {"lr_schedule": LRSchedule, "layout": Layout, "wire": WireConfig, "sync": SyncConfig}
+        parts |= {"lr_schedule": LRSchedule, "layout": Layout, "wire": WireConfig, "sync": SyncConfig, "profile": ProfileConfig}
+        parts["memory"] = MemoryConfig
         return TrialConfig(**{key: parts[key](**value) if key in parts else value for key, value in values.items()})

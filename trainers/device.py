@@ -7,7 +7,8 @@ row of replays without a word from the host; losses and wrong answers are tallie
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -19,6 +20,11 @@ from trainers.data import Split
 
 WARM_UP_STEPS = 2
 """Before capture: they compile kernels, upload tables and create the optimizer's state."""
+STEPS_TO_CAPTURE = WARM_UP_STEPS + 1
+"""Training steps that making a :class:`GraphedEpochs` goes through."""
+
+_capturing = threading.Lock()
+"""Held while a thread captures a graph: beginning another capture waits for the whole device, which a capture forbids."""
 
 
 def resolve_device(name: str) -> str:
@@ -52,6 +58,11 @@ class GraphedEpochs:
         data: the training examples, on the GPU.
         batch_size: examples a step.
         micro_batches: equal parts of a batch, whose gradients are added up in order.
+
+    Attributes:
+        steps: of an epoch.
+
+    Several threads may each have one, on a stream of their own that is current while they make and use it.
     """
 
     def __init__(
@@ -59,26 +70,30 @@ class GraphedEpochs:
     ) -> None:
         self._model, self._optimizer, self._data, self._micro_batches = model, optimizer, data, micro_batches
         device, examples = data.y.device, len(data.y)
-        self._steps = examples // batch_size
-        self._order = torch.arange(self._steps * batch_size, device=device).view(self._steps, batch_size)
+        self.steps = examples // batch_size
+        self._order = torch.arange(self.steps * batch_size, device=device).view(self.steps, batch_size)
         self._step = torch.zeros((), dtype=torch.int64, device=device)
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         self._counts = torch.zeros(2, dtype=torch.int64, device=device)  # wrong answers, batches counted
         self._finite = torch.ones((), dtype=torch.bool, device=device)
-        with self._unchanged():
-            stream = torch.cuda.Stream(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
+        with _capturing, self._unchanged():
+            current = torch.cuda.current_stream(device)
+            stream = torch.cuda.Stream(device) if current == torch.cuda.default_stream(device) else current
+            stream.wait_stream(current)
             with torch.cuda.stream(stream):
                 for _ in range(WARM_UP_STEPS):
                     self._train_step()
-            torch.cuda.current_stream(device).wait_stream(stream)
+            current.wait_stream(stream)
             self._optimizer.zero_grad(set_to_none=True)
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
                 self._train_step()
 
-    def train(self, order: Tensor) -> tuple[float, int, int]:
+    def train(self, order: Tensor, before_step: Callable[[int], None] = lambda step: None) -> tuple[float, int, int]:
         """Train once over the examples in ``order`` (int64, any device); the last, incomplete batch is left out.
+
+        Args:
+            before_step: called with each step's number in the epoch.
 
         Returns:
             Summed loss (NaN once a batch's was not finite; what comes after that batch is not counted), wrong answers, and
@@ -86,7 +101,8 @@ class GraphedEpochs:
         """
         self._order.copy_(order[: self._order.numel()].view_as(self._order))
         self._begin()
-        for _ in range(self._steps):
+        for step in range(self.steps):
+            before_step(step)
             self._graph.replay()
         loss, finite = float(self._loss), bool(self._finite)
         wrong, counted = self._counts.tolist()
@@ -119,8 +135,8 @@ class GraphedEpochs:
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """Give parameters and optimizer state back the values that they had; new state is zero."""
-        parameters = [plain(p.detach()) for p in self._model.parameters()]
+        """Give parameters, buffers and optimizer state back the values that they had; new state is zero."""
+        parameters = [plain(p.detach()) for p in (*self._model.parameters(), *self._model.buffers())]
         before = [p.clone() for p in parameters]
         states = {id(t): t.clone() for t in self._states()}
         yield

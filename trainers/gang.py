@@ -68,6 +68,10 @@ class Worker:
             self._training.save(Path(folder))
             return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
+    def profile(self) -> dict[str, bytes]:
+        """The files of a profile that the last step completed."""
+        return self._training.profiler.take()
+
 
 def step(training: Training) -> dict[str, Any]:
     """One epoch of a trial, and its test after the last; ``done`` says whether that was it."""
@@ -123,15 +127,19 @@ class Gang:
 
     def save(self, folder: Path) -> None:
         """Write the trial's state; the files come through Ray, since a rank may be on another node."""
-        files: dict[str, bytes] = {}
-        for of_rank in self._all("save"):
-            files |= of_rank
-        write_files(folder, files)
+        write_files(folder, self._files("save"))
+
+    def profile(self) -> dict[str, bytes]:
+        """The files of a profile that the last step completed, of all ranks."""
+        return self._files("profile")
 
     def close(self) -> None:
         """End the processes."""
         for worker in self._workers:
             ray.kill(worker)
+
+    def _files(self, method: str) -> dict[str, bytes]:
+        return {name: content for of_rank in self._all(method) for name, content in of_rank.items()}
 
     def _all(self, method: str, *arguments: Any) -> list[Any]:
         """Call every rank; at the first that raises, without waiting for those that wait for it."""
@@ -144,7 +152,9 @@ class Gang:
 
 
 def write_files(folder: Path, files: dict[str, bytes]) -> None:
-    """A checkpoint's files, its ``state.json`` last: without it there is no checkpoint."""
+    """Files by name; of a checkpoint its ``state.json`` last: without it there is no checkpoint."""
+    if not files:
+        return
     folder.mkdir(parents=True, exist_ok=True)
     for name in sorted(files, key=lambda name: name == STATE):
         (folder / name).write_bytes(files[name])

@@ -18,7 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainers.validation import at_least, one_of
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved")
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble", "zbv", "dualpipev")
+DEFERRING = ("zero_bubble", "zbv", "dualpipev")
+"""Schedules that compute gradients of weights later than those of inputs."""
+V_SHAPED = ("zbv", "dualpipev")
+"""Schedules under which the worker of stage ``i`` also holds the ``i``-th from the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +33,11 @@ class Layout:
         dp: replicas of the model; None for ``workers / pp``.
         pp: pipeline stages that each replica is cut into, one worker each.
         schedule: order of a stage's work: ``1f1b`` (one forward, one backward in turn; holds the activations of at most ``pp``
-            micro-batches), ``gpipe`` (all forwards, then all backwards) or ``interleaved`` (1f1b, every worker with ``virtual_stages``
-            stages). All give the same gradients.
+            micro-batches), ``gpipe`` (all forwards, then all backwards), ``interleaved`` (1f1b, every worker with ``virtual_stages``
+            stages), or one that fills waiting with gradients of weights (:mod:`trainers.deferred`): ``zero_bubble`` (1f1b or
+            interleaved), ``zbv`` and ``dualpipev`` (two stages a worker, the first and the last on one). All give the same gradients.
         micro_batches: equal parts that a replica's share of a batch is taken in.
-        virtual_stages: stages a worker holds under ``interleaved``.
+        virtual_stages: stages a worker holds; 1 under 1f1b and gpipe, 2 under zbv and dualpipev.
     """
 
     dp: int | None = None
@@ -48,13 +53,22 @@ class Layout:
         one_of("layout.schedule", self.schedule, SCHEDULES)
         if self.pp > 1:
             self._check_schedule()
-        if (self.schedule == "interleaved") != (self.virtual_stages > 1):
+        if self.schedule in V_SHAPED and self.virtual_stages != 2:
+            raise ValueError(
+                f"layout.virtual_stages={self.virtual_stages} with layout.schedule={self.schedule}: every worker holds two stages; use "
+                "layout.virtual_stages=2"
+            )
+        if (self.schedule in ("1f1b", "gpipe") and self.virtual_stages > 1) or (
+            self.schedule == "interleaved" and self.virtual_stages == 1
+        ):
             raise ValueError(
                 f"layout.virtual_stages={self.virtual_stages} with layout.schedule={self.schedule}: interleaved stages are two or more a "
-                "worker, the other schedules have one; use layout.schedule=interleaved layout.virtual_stages=2, or 1f1b and 1"
+                "worker, 1f1b's and gpipe's one; use layout.schedule=interleaved layout.virtual_stages=2, or 1f1b and 1"
             )
-        if self.schedule == "interleaved" and self.pp == 1:
-            raise ValueError("layout.schedule=interleaved with layout.pp=1: there are no stages to interleave; use layout.pp=2")
+        if self.schedule not in ("1f1b", "gpipe") and self.pp == 1:
+            raise ValueError(
+                f"layout.schedule={self.schedule} with layout.pp=1: there are no stages to schedule; use layout.pp=2"
+            )
 
     def _check_schedule(self) -> None:
         if self.schedule == "1f1b" and self.micro_batches < self.pp:
@@ -62,16 +76,26 @@ class Layout:
                 f"layout.micro_batches={self.micro_batches}, layout.pp={self.pp}: 1f1b needs at least as many micro-batches as stages, or "
                 f"some never work; use layout.micro_batches={self.pp}"
             )
-        if self.schedule == "interleaved" and self.micro_batches % self.pp:
+        if self.schedule in ("interleaved", "zero_bubble") and self.micro_batches % self.pp:
             raise ValueError(
-                f"layout.micro_batches={self.micro_batches}, layout.pp={self.pp}: interleaved takes micro-batches in rounds of pp; use a "
-                f"multiple of {self.pp}"
+                f"layout.micro_batches={self.micro_batches}, layout.pp={self.pp}: {self.schedule} takes micro-batches in rounds of pp; "
+                f"use a multiple of {self.pp}"
+            )
+        if self.schedule == "dualpipev" and self.micro_batches < self.stages:
+            raise ValueError(
+                f"layout.micro_batches={self.micro_batches}, layout.pp={self.pp}: dualpipev needs at least as many micro-batches as "
+                f"stages; use layout.micro_batches={self.stages}"
             )
 
     @property
     def stages(self) -> int:
         """Parts that a replica's model is cut into, over all its workers."""
         return self.pp * self.virtual_stages
+
+    def owner(self, stage: int) -> int:
+        """The pp_rank of the worker that holds ``stage``: in rounds, or in a V, there and back."""
+        lap, place = divmod(stage, self.pp)
+        return self.pp - 1 - place if self.schedule in V_SHAPED and lap % 2 else place
 
     def replicas(self, workers: int) -> int:
         """``dp``, with None worked out from ``workers``."""

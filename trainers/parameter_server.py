@@ -12,6 +12,9 @@ A replica at clock ``c`` pulls the weights, computes, pushes its gradient and is
   learning rate is divided by the whole batch, so N pushes move the weights as far as one synchronous step; momentum decays with every
   push.
 
+- **Staleness-aware** (``sync.staleness_aware``): the learning rate of an update is divided by ``max(1, version lag)`` of its gradient, so
+  that old gradients count less (W. Zhang et al. 2016, arXiv:1511.05950).
+
 Recorded: *version lag*, updates between a replica's pull and its push, which its gradient does not know of; *clock gap*, steps by which a
 replica that begins one is ahead of the slowest.
 
@@ -34,7 +37,7 @@ from lns_ops import LNSTensor
 from lns_ops import functional as lns
 from trainers.config import TrialConfig
 from trainers.device import plain
-from trainers.precision import make_optimizer
+from trainers.optimizers import make_optimizer
 
 Values = NDArray[Any]
 """A slice of weights or gradients: int16 codes or float32."""
@@ -58,6 +61,8 @@ class Shard:
         self._weight: Tensor = holder.weight
         scale = trial.lr_schedule.scale(trial.batch_size)
         self._optimizer = make_optimizer(holder, trial.optimizer, trial.precision, trial.update_examples, trial.seed, scale)
+        self._aware, self._lr = trial.sync.staleness_aware, float(self._optimizer.param_groups[0]["lr"])
+        self._smallest = self._fmt.smallest if self._fmt is not None else 0.0  # a rate that underflows would be refused
         self._version = 0
         self._failed = False
         self._changed = asyncio.Condition()
@@ -79,14 +84,15 @@ class Shard:
     async def push(self, replica: int, gradient: Values) -> None:
         """A gradient of ``replica``, computed from the weights that it pulled last."""
         async with self._changed:
-            self._lags[self._version - self._pulled[replica]] += 1
+            lag = self._version - self._pulled[replica]
+            self._lags[lag] += 1
             self._clocks[replica] += 1
             if self._bound == 0:
                 self._waiting[replica] = gradient
                 if len(self._waiting) == self._replicas:
                     self._update(self._sum())
             else:
-                self._update(self._tensor(gradient))
+                self._update(self._tensor(gradient), lag if self._aware else 1)
             self._changed.notify_all()
 
     async def give_up(self) -> None:
@@ -151,8 +157,10 @@ class Shard:
             total += row
         return total
 
-    def _update(self, gradient: Tensor) -> None:
+    def _update(self, gradient: Tensor, lag: int = 1) -> None:
         self._weight.grad = gradient
+        group = self._optimizer.param_groups[0]
+        group["lr"] = max(self._lr / max(1, lag), self._smallest)
         self._optimizer.step()
         self._version += 1
 

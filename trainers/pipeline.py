@@ -10,8 +10,11 @@ evaluation, and counting.
 - **Sums, not means**: the loss is summed, gradients of micro-batches are added up in their order and not scaled, so they are bit for
   bit those of one process that takes the same micro-batches, in every schedule, for float32 and LNS.
 
-Zero-bubble schedules are not offered: they split backward passes of inputs and weights, which LNS linear layers do not defer.
-Source of the schedules: GPipe: Y. Huang et al. 2019 (arXiv:1811.06965); 1F1B and interleaved: D. Narayanan et al. 2021 (arXiv:2104.04473).
+- **Zero-bubble schedules** compute gradients of weights later than those of inputs; :mod:`trainers.deferred` has how. Under ``zbv`` and
+  ``dualpipev`` the first worker holds the first and the last stage, so it is the one that knows the loss.
+
+Source of the schedules: GPipe: Y. Huang et al. 2019 (arXiv:1811.06965); 1F1B and interleaved: D. Narayanan et al. 2021 (arXiv:2104.04473);
+zero-bubble and ZBV: P. Qi et al. 2023 (arXiv:2401.10241); DualPipeV: DeepSeek-AI 2024 (arXiv:2412.19437).
 """
 
 from __future__ import annotations
@@ -24,15 +27,36 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
 from lns_ops import LNSFormat, LNSTensor
 from trainers.collectives import Collectives
 from trainers.data import Split
-from trainers.layout import Layout, Place
+from trainers.deferred import Deferred, defer_
+from trainers.forward import MemoryConfig, set_forward_
+from trainers.layout import DEFERRING, Layout, Place
+from trainers.spans import Spans
 from trainers.split import split
-from trainers.step import EVALUATION_BATCH, Tally
+from trainers.step import Tally, evaluation_batches
 from trainers.synchroniser import Synchroniser
+
+SINGLE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+"""Schedules of one stage a worker."""
+MULTI: dict[str, Any] = {
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+"""Schedules of a list of stages."""
 
 
 class _Pack(torch.autograd.Function):
@@ -81,6 +105,24 @@ class Stage(nn.Module):
         return y if self.fmt is None or self.last else _Pack.apply(y)  # type: ignore[no-untyped-call]
 
 
+class _TimedStage(PipelineStage):
+    """A stage whose computing is marked; everything else in a schedule is waiting for neighbours."""
+
+    spans: Spans
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.spans("stage", f"forward {self.stage_index}.{fwd_chunk_id}"):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.spans("stage", f"backward {self.stage_index}.{bwd_chunk_id}"):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.spans("stage", f"weights {self.stage_index}.{bwd_chunk_id}"):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+
 class Pipeline:
     """One worker's part of a replica.
 
@@ -91,6 +133,8 @@ class Pipeline:
         share: examples of a step that a replica takes.
         fmt: LNS format of activations, None for float32.
         device: of the stages.
+        spans: marks what the stages do.
+        memory: of every stage.
 
     Attributes:
         own: this worker's layers under their names in ``model``; convert them to LNS before the first step.
@@ -98,15 +142,25 @@ class Pipeline:
     """
 
     def __init__(
-        self, model: nn.Sequential, layout: Layout, place: Place, share: int, fmt: LNSFormat | None, device: torch.device
+        self,
+        model: nn.Sequential,
+        layout: Layout,
+        place: Place,
+        share: int,
+        fmt: LNSFormat | None,
+        device: torch.device,
+        spans: Spans | None = None,
+        memory: MemoryConfig | None = None,
     ) -> None:
         assert place.pp_group is not None
+        self._spans = spans or Spans()
         self._place, self._group, self._fmt, self._device = place, place.pp_group, fmt, device
-        self._collectives = Collectives(place.pp_group, device)
+        self._collectives = Collectives(place.pp_group, device, self._spans)
         self._micro_batch = share // layout.micro_batches
         names = split(model, layout.stages)
         self._widths = widths(model, names)
-        self._indices = range(place.pp_rank, layout.stages, place.pp)
+        self._layout = layout
+        self._indices = [index for index in range(layout.stages) if layout.owner(index) == place.pp_rank]
         parts = [OrderedDict((name, model.get_submodule(name)) for name in names[index]) for index in self._indices]
         self.own = nn.Sequential(OrderedDict(item for part in parts for item in part.items()))
         last = layout.stages - 1
@@ -114,6 +168,8 @@ class Pipeline:
             Stage(nn.Sequential(part), fmt, first=index == 0, last=index == last)
             for index, part in zip(self._indices, parts, strict=True)
         ]
+        for stage in self._stages:
+            set_forward_(stage.layers, memory or MemoryConfig())
         self._schedule = self._make_schedule(layout)
         self._wrong = 0
         self.sent = 0
@@ -131,8 +187,10 @@ class Pipeline:
         """
         optimizer.zero_grad(set_to_none=True)
         loss = self._forward_backward(batch)
-        go = self._collectives.all_true(sync.gradients(self.own.parameters(), math.isfinite(loss)))
-        go = go and self._collectives.all_true(sync.update(optimizer))
+        with self._spans("synchronise"):
+            go = self._collectives.all_true(sync.gradients(self.own.parameters(), math.isfinite(loss)))
+        with self._spans("update"):
+            go = go and self._collectives.all_true(sync.update(optimizer))
         return loss if go else math.nan, self._wrong
 
     def agree(self, value: bool) -> bool:
@@ -143,7 +201,7 @@ class Pipeline:
     def evaluate(self, split: Split) -> Tally:
         """Loss and errors on ``split``, on the last stage; an empty tally on others."""
         tally = Tally()
-        for x, y in zip(split.x.split(EVALUATION_BATCH), split.y.split(EVALUATION_BATCH), strict=True):
+        for x, y in evaluation_batches(split):
             logits = self._relay(x)
             if logits is not None:
                 loss = F.cross_entropy(logits, y, reduction="sum").item()
@@ -155,18 +213,23 @@ class Pipeline:
         self._wrong = 0
         arguments = (batch.x,) if self._stages[0].first else ()
         target = {"target": batch.y, "losses": losses} if self.last else {}
-        self._schedule.step(*arguments, return_outputs=False, **target)
+        with self._spans("schedule"):
+            self._schedule.step(*arguments, return_outputs=False, **target)
         self.sent += self._bytes_a_step(len(batch.y))
         return sum(loss.item() for loss in losses)
 
     def _loss(self, logits: Tensor, target: Tensor) -> Tensor:
-        self._wrong += int((logits.argmax(1) != target).sum())
-        return F.cross_entropy(logits, target, reduction="sum")
+        with self._spans("stage", "loss"):
+            self._wrong += int((logits.argmax(1) != target).sum())
+            return F.cross_entropy(logits, target, reduction="sum")
 
     def _bytes_a_step(self, examples: int) -> int:
-        """Activations to the next stage and gradients to the one before; two stages of one worker are never neighbours."""
-        last = len(self._widths) - 2
-        values = sum((index < last) * self._widths[index + 1] + (index > 0) * self._widths[index] for index in self._indices)
+        """Activations to the next stage and gradients to the one before, where another worker holds it."""
+        values = 0
+        for index in self._indices:
+            for neighbour, width in ((index + 1, self._widths[index + 1]), (index - 1, self._widths[index])):
+                if 0 <= neighbour < self._layout.stages and neighbour not in self._indices:
+                    values += width
         return examples * values * (4 if self._fmt is None else 2)
 
     def _example(self, index: int) -> Tensor:
@@ -176,33 +239,45 @@ class Pipeline:
         return torch.empty(self._micro_batch, self._widths[index], dtype=dtype, device=self._device, requires_grad=index > 0)
 
     def _make_schedule(self, layout: Layout) -> Any:
-        stages = [
-            PipelineStage(
-                stage, index, layout.stages, self._device, input_args=self._example(index), output_args=self._example(index + 1),
-                group=self._group,
-            )
-            for index, stage in zip(self._indices, self._stages, strict=True)
-        ]  # fmt: skip
+        stages = [self._make_stage(index, stage) for index, stage in zip(self._indices, self._stages, strict=True)]
         options: dict[str, Any] = {"n_microbatches": layout.micro_batches, "loss_fn": self._loss, "scale_grads": False}
-        if layout.schedule == "interleaved":
-            return ScheduleInterleaved1F1B(stages, **options)  # type: ignore[arg-type]
-        return {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[layout.schedule](stages[0], **options)
+        if layout.schedule in SINGLE:
+            return SINGLE[layout.schedule](stages[0], **options)
+        return MULTI[layout.schedule](stages, **options)
+
+    def _make_stage(self, index: int, stage: Stage) -> _TimedStage:
+        deferred = Deferred() if self._layout.schedule in DEFERRING else None
+        if deferred is not None:
+            defer_(stage, deferred)
+        made = _TimedStage(
+            stage,
+            index,
+            self._layout.stages,
+            self._device,
+            input_args=self._example(index),
+            output_args=self._example(index + 1),
+            group=self._group,
+            dw_builder=deferred.take if deferred is not None else None,
+        )
+        made.spans = self._spans
+        return made
 
     def _relay(self, x: Tensor) -> Tensor | None:
         """``x`` through all stages in turn; the logits on the last stage, None on others."""
-        previous, following = (
-            dist.get_global_rank(self._group, (self._place.pp_rank + step) % self._place.pp) for step in (-1, 1)
-        )
-        y: Tensor | None = None
+        y = x
         for index, stage in zip(self._indices, self._stages, strict=True):
-            if not stage.first:
+            if not stage.first and index - 1 not in self._indices:
                 example = self._example(index)
-                x = torch.empty(len(x), example.shape[1], dtype=example.dtype, device=self._device)
-                dist.recv(x, previous, self._group)
-            y = stage(x)
-            if not stage.last:
-                dist.send(y, following, self._group)
+                y = torch.empty(len(x), example.shape[1], dtype=example.dtype, device=self._device)
+                dist.recv(y, self._rank_of(index - 1), self._group)
+            y = stage(y)
+            if not stage.last and index + 1 not in self._indices:
+                dist.send(y, self._rank_of(index + 1), self._group)
         return y if self.last else None
+
+    def _rank_of(self, stage: int) -> int:
+        """In the default group, the worker that holds ``stage`` of this replica."""
+        return dist.get_global_rank(self._group, self._layout.owner(stage))
 
 
 def widths(model: nn.Sequential, names: list[list[str]]) -> list[int]:

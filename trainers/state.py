@@ -1,7 +1,7 @@
 """A trial's tensors under their names, to and from a checkpoint.
 
-Parameters are ``model/NAME``; optimizer state in the parameter's format is ``optimizer/KEY/NAME``, other state ``plain/KEY/NAME``; what
-belongs to one rank alone, such as the residues of error feedback, is ``rank/RANK/NAME``.
+Parameters and buffers are ``model/NAME``; optimizer state in the parameter's format is ``optimizer/KEY/NAME``, other state
+``plain/KEY/NAME``; what belongs to one rank alone, such as the residues of error feedback, is ``rank/RANK/NAME``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from trainers.device import plain
 def model_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Parameters and optimizer state under their names; LNS ones as codes, on the CPU."""
     tensors: dict[str, Tensor] = {}
+    tensors |= {f"model/{name}": buffer for name, buffer in model.named_buffers()}
     for name, parameter in model.named_parameters():
         tensors[f"model/{name}"] = parameter.detach()
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -28,7 +29,7 @@ def model_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 @torch.no_grad()
 def load_model_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
     """Give ``model`` and ``optimizer`` what :func:`model_tensors` returned; names that the model has not are left out."""
-    parameters = dict(model.named_parameters())
+    parameters = dict(model.named_parameters()) | dict(model.named_buffers())
     optimizer.state.clear()
     for path, tensor in tensors.items():
         kind, *keys, name = path.split("/")

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import nn
+from torch import Tensor, nn
 
 from lns_ops import NonFiniteError
 from trainers.data import Split
+from trainers.forward import ScaledOptimizer
+from trainers.spans import Spans
 from trainers.synchroniser import Synchroniser
 
-EVALUATION_BATCH = 2_000
+EVALUATION_BATCH = {"cpu": 2_000, "cuda": 10_000}
+"""Examples at a time, by device: few enough for the caches, or many to a launch."""
 
 
 @dataclass
@@ -37,46 +41,63 @@ class Tally:
 
 
 def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Split, sync: Synchroniser | None = None, micro_batches: int = 1
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | ScaledOptimizer,
+    batch: Split,
+    sync: Synchroniser | None = None,
+    micro_batches: int = 1,
+    spans: Spans | None = None,
 ) -> tuple[float, int]:
     """Forward, backward, synchronise the replicas, update; returns the batch's summed loss and wrong answers before it.
 
     Where a loss is not finite, no rank that knows of it updates and all of those return a NaN loss. The batch is taken in
     ``micro_batches`` equal parts, whose gradients are added up in order, in the gradients' own arithmetic.
     """
-    sync = sync or Synchroniser()
+    sync, spans = sync or Synchroniser(), spans or Spans()
     optimizer.zero_grad(set_to_none=True)
-    loss, wrong = accumulate(model, batch, micro_batches)
-    updated = sync.gradients(model.parameters(), math.isfinite(loss)) and sync.update(optimizer)
+    sync.begin_step(micro_batches)
+    loss, wrong = accumulate(model, batch, micro_batches, spans)
+    with spans("synchronise"):
+        go = sync.gradients(model.parameters(), math.isfinite(loss))
+    with spans("update"):
+        updated = go and sync.update(optimizer)
     return loss if updated else math.nan, wrong
 
 
-def accumulate(model: nn.Module, batch: Split, micro_batches: int) -> tuple[float, int]:
+def accumulate(model: nn.Module, batch: Split, micro_batches: int, spans: Spans | None = None) -> tuple[float, int]:
     """Add the gradients of ``micro_batches`` equal parts of ``batch`` to those there are; summed loss (NaN if one is) and wrong answers."""
     loss, wrong, size = 0.0, 0, len(batch.y) // micro_batches
     for x, y in zip(batch.x.split(size), batch.y.split(size), strict=True):
-        part_loss, part_wrong = _forward_backward(model, Split(x, y))
+        part_loss, part_wrong = _forward_backward(model, Split(x, y), spans or Spans())
         loss, wrong = loss + part_loss, wrong + part_wrong
     return loss, wrong
 
 
-def _forward_backward(model: nn.Module, batch: Split) -> tuple[float, int]:
+def _forward_backward(model: nn.Module, batch: Split, spans: Spans) -> tuple[float, int]:
     """Summed loss and wrong answers; NaN where a float part of the model has overflowed on its way into LNS."""
     try:
-        logits = model(batch.x)
-        loss = F.cross_entropy(logits, batch.y, reduction="sum")
-        loss.backward()
+        with spans("forward"):
+            logits = model(batch.x)
+            loss = F.cross_entropy(logits, batch.y, reduction="sum")
+        with spans("backward"):
+            loss.backward()
     except NonFiniteError:
         return math.nan, len(batch.y)
     return loss.item(), int((logits.argmax(1) != batch.y).sum())
 
 
+def evaluation_batches(split: Split) -> Iterator[Split]:
+    """``split`` in parts of :data:`EVALUATION_BATCH` examples."""
+    size = EVALUATION_BATCH[split.y.device.type]
+    yield from map(Split, split.x.split(size), split.y.split(size))
+
+
 @torch.no_grad()
-def evaluate(model: nn.Module, split: Split) -> Tally:
-    """Loss and errors of ``model`` on ``split``, in the model's own arithmetic."""
+def evaluate(model: nn.Module, split: Split, combine: Callable[[Tensor], Tensor] = lambda logits: logits) -> Tally:
+    """Loss and errors of ``model`` on ``split``, in the model's own arithmetic, of what ``combine`` makes of its logits."""
     tally = Tally()
-    for x, y in zip(split.x.split(EVALUATION_BATCH), split.y.split(EVALUATION_BATCH), strict=True):
-        logits = model(x)
+    for x, y in evaluation_batches(split):
+        logits = combine(model(x))
         loss = F.cross_entropy(logits, y, reduction="sum").item()
         tally.add(loss, int((logits.argmax(1) != y).sum()), len(y))
     return tally

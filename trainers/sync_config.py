@@ -12,7 +12,8 @@ USES: dict[str, tuple[str, ...]] = {
     "diloco": ("period", "outer_lr", "outer_momentum"),
     "elastic": ("period", "moving_rate"),
     "final_average": (),
-    "asynchronous": ("staleness", "shards", "work"),
+    "ensemble": (),
+    "asynchronous": ("staleness", "shards", "work", "staleness_aware"),
 }
 """Every way and the keys that mean something to it, beside ``straggler_seconds``, which delays any."""
 
@@ -23,8 +24,9 @@ class SyncConfig:
 
     Attributes:
         name: ``synchronous`` (gradients, every step), ``local_sgd`` (weights, every ``period`` steps), ``diloco`` (the same with an outer
-            Nesterov step), ``elastic`` (replicas pulled towards a centre), ``final_average`` (weights, once, at the end) or
-            ``asynchronous`` (gradients to a parameter server, weights back, without waiting for all).
+            Nesterov step), ``elastic`` (replicas pulled towards a centre), ``final_average`` (weights, once, at the end), ``ensemble``
+            (nothing: the mean of the replicas' predictions is what counts) or ``asynchronous`` (gradients to a parameter server, weights
+            back, without waiting for all).
         period: steps between two exchanges.
         outer_lr, outer_momentum: of diloco's outer step.
         moving_rate: of elastic averaging: the share of the way that the centre moves to the replicas' mean at an exchange.
@@ -34,6 +36,8 @@ class SyncConfig:
         work: of asynchronous: ``fixed`` (every replica takes its part of every batch, so an epoch lasts as long as the slowest replica) or
             ``shared`` (a replica that is ready takes the next part of the epoch; without a bound only, the slow shall not hold up
             the fast).
+        staleness_aware: of asynchronous with a bound above 0 or none: divide the learning rate of a gradient by the updates that it
+            does not know of.
         straggler_seconds: the last replica sleeps so long every step, for the study of stragglers.
     """
 
@@ -45,6 +49,7 @@ class SyncConfig:
     staleness: int | None = 0
     shards: int = 1
     work: str = "fixed"
+    staleness_aware: bool = False
     straggler_seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -65,6 +70,11 @@ class SyncConfig:
                 "sync.staleness=null, or sync.work=fixed"
             )
         finite("sync.straggler_seconds", self.straggler_seconds, 0.0, "0 delays no replica")
+        if self.staleness_aware and self.staleness == 0:
+            raise ValueError(
+                "sync.staleness_aware=true, sync.staleness=0: no gradient is stale; use sync.staleness=null or a bound above 0, or leave "
+                "it out"
+            )
         self._check_unused()
 
     def _check_unused(self) -> None:

@@ -1,7 +1,8 @@
 """What the replicas of one trial do to stay together, as the training loop sees it.
 
-The loop calls :meth:`Synchroniser.gradients` between backward and :meth:`update`, :meth:`after_step` after every step and
-:meth:`end_epoch` after the last of an epoch. Every rank makes the same calls in the same order, whether or not its own loss is still
+The loop calls :meth:`Synchroniser.begin_step` before forward, :meth:`gradients` between backward and :meth:`update`, :meth:`after_step`
+after every step and :meth:`end_epoch` after the last of an epoch. Every rank makes the same calls in the same order, whether or not its
+own loss is still
 finite, so that none waits for another: what is collective is decided by the count of steps alone.
 """
 
@@ -13,18 +14,33 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from trainers.bucket_sync import BucketSync
 from trainers.collectives import Collectives
+from trainers.forward import ScaledOptimizer
 from trainers.gradient_sync import GradientSync
 from trainers.powersgd import PowerSGD
 from trainers.wire import WireConfig
 
 
 class Synchroniser:
-    """One replica alone: nothing to do. The base of all others."""
+    """One replica alone: nothing to do. The base of all others.
+
+    Attributes:
+        whole: whether every replica evaluates all examples, not its share of them.
+    """
+
+    whole = False
+
+    def combine(self, logits: Tensor) -> Tensor:
+        """What the trial predicts where this replica has ``logits``, ``[B, classes]``; collective where replicas predict together."""
+        return logits
 
     def gradients(self, parameters: Iterable[Tensor], finite: bool) -> bool:
         """Make the gradients what this replica's update shall use; whether to update (False leaves the weights alone)."""
         return finite
+
+    def begin_step(self, micro_batches: int) -> None:
+        """Before a step's first forward pass; backward will run so many times."""
 
     def begin_epoch(self) -> None:
         """Before an epoch's first step."""
@@ -34,7 +50,7 @@ class Synchroniser:
         for step in range(steps):
             yield step, part
 
-    def update(self, optimizer: torch.optim.Optimizer) -> bool:
+    def update(self, optimizer: torch.optim.Optimizer | ScaledOptimizer) -> bool:
         """Change the weights by the gradients; whether they are still good."""
         optimizer.step()
         return True
@@ -71,10 +87,22 @@ class Synchronous(Synchroniser):
         wire: how gradients travel.
         collectives: of the replicas.
         seed: of PowerSGD's first factors.
+        parameters: of the model, for buckets.
     """
 
-    def __init__(self, wire: WireConfig, collectives: Collectives, seed: int) -> None:
-        self._sum = PowerSGD(wire, collectives, seed) if wire.name == "powersgd" else GradientSync(wire, collectives)
+    def __init__(self, wire: WireConfig, collectives: Collectives, seed: int, parameters: Iterable[Tensor] = ()) -> None:
+        self._sum: PowerSGD | GradientSync
+        if wire.name == "powersgd":
+            self._sum = PowerSGD(wire, collectives, seed)
+        elif wire.bucket_cap_mb is not None:
+            self._sum = BucketSync(wire, collectives, parameters)
+        else:
+            self._sum = GradientSync(wire, collectives)
+
+    def begin_step(self, micro_batches: int) -> None:
+        """Buckets may leave from now on."""
+        if isinstance(self._sum, BucketSync):
+            self._sum.begin_step(micro_batches)
 
     def gradients(self, parameters: Iterable[Tensor], finite: bool) -> bool:
         """Sum them; False on every rank where one is not finite."""

@@ -17,27 +17,39 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 
 import lns_ops.cpu
 from lns_ops import NonFiniteError, check_faults, matmul_accumulation
+from trainers.analysis import analysis_metrics
 from trainers.averaging import make_synchroniser
+from trainers.ceiling import kernel_ceiling
 from trainers.checkpoint import load_checkpoint, save_checkpoint
 from trainers.collectives import Collectives
 from trainers.config import TrialConfig
 from trainers.data import Dataset, DatasetInfo, Split, epoch_order, load, share
-from trainers.device import GraphedEpochs, check_device, resolve_device
+from trainers.device import STEPS_TO_CAPTURE, GraphedEpochs, check_device, resolve_device
+from trainers.forward import ScaledOptimizer, set_forward_
 from trainers.init import initialize_
 from trainers.models import build
-from trainers.pipeline import Pipeline
-from trainers.precision import apply_precision, make_optimizer
+from trainers.optimizers import make_optimizer
+from trainers.precision import apply_precision
+from trainers.profile import Profiler
+from trainers.spans import Spans
 from trainers.state import gather_ranks, gather_stages, load_model_tensors, model_tensors, of_rank
 from trainers.step import Tally, evaluate, train_step
+from trainers.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from trainers.pipeline import Pipeline
 
 STAGE_SEED = 1_000_003
 """Between the seeds of stochastic rounding of two workers' stages."""
@@ -78,7 +90,7 @@ class _Rate:
 
     def __init__(self, config: TrialConfig, optimizer: torch.optim.Optimizer, steps_per_epoch: int) -> None:
         self._schedule, self._epochs, self._steps = config.lr_schedule, config.epochs, steps_per_epoch
-        self._groups, self._full = optimizer.param_groups, optimizer.param_groups[0]["lr"]
+        self._groups, self._full = optimizer.param_groups, [group["lr"] for group in optimizer.param_groups]
         fmt, precision = config.precision.lns_format, config.precision
         codes = fmt is not None and precision.scope == "everywhere" and precision.update_arithmetic == "lns"
         self._smallest = fmt.smallest if codes and fmt is not None else 0.0
@@ -88,8 +100,8 @@ class _Rate:
         if not self._schedule.varies:
             return
         factor = self._schedule.factor(epoch * self._steps + step, self._steps, self._epochs)
-        for group in self._groups:
-            group["lr"] = max(self._full * factor, self._smallest)
+        for group, full in zip(self._groups, self._full, strict=True):
+            group["lr"] = max(full * factor, self._smallest)
 
 
 class Training:
@@ -104,6 +116,7 @@ class Training:
         history: the metrics of each, as :meth:`train_epoch` returned them. They travel in the checkpoint, so that whoever keeps a record
             of a run can complete it from the state that the run continues from.
         tested: what :meth:`test` returned last, likewise; empty before.
+        profiler: has the files of a profile (:meth:`trainers.profile.Profiler.take`).
 
     Raises:
         ValueError: the data are not to be had, or the config asks for what cannot be (its message says what).
@@ -121,13 +134,21 @@ class Training:
         self._parameters = sum(p.numel() for p in model.parameters())
         self.data = Dataset(*(Split(split.x.to(self.device), split.y.to(self.device)) for split in self.data))
         self.place = config.layout.place(rank, world_size, self.device.type)
+        self._spans = Spans(self.device)
+        self.profiler = Profiler(config.profile, rank, self.device, self._spans)
         self.pipeline = self._make_pipeline(model) if self.place.pp > 1 else None
         self.model = apply_precision((self.pipeline.own if self.pipeline else model).to(self.device), config.precision)
+        self.scaler = GradScaler(self.device.type) if config.autocast == "float16" else None
+        if self.pipeline is None:
+            assert isinstance(self.model, nn.Sequential)
+            set_forward_(self.model, config.memory, config.autocast, self.scaler)
         seed = (config.seed + self.place.pp_rank * STAGE_SEED) % (1 << 31)
         scale = config.lr_schedule.scale(config.batch_size)
         self.optimizer = make_optimizer(self.model, config.optimizer, config.precision, config.update_examples, seed, scale)
-        self._rate = _Rate(config, self.optimizer, len(self.data.train.y) // config.batch_size)
-        self.collectives = Collectives(self.place.dp_group, self.device) if self.place.dp > 1 else None
+        self._steps_per_epoch = len(self.data.train.y) // config.batch_size
+        self._rate = _Rate(config, self.optimizer, self._steps_per_epoch)
+        self.collectives = Collectives(self.place.dp_group, self.device, self._spans) if self.place.dp > 1 else None
+        self._telemetry = self._make_telemetry() if config.telemetry else None
         self.sync = make_synchroniser(config, self.model, self.optimizer, self.collectives)
         self.epoch = 0
         self.history: list[dict[str, float]] = []
@@ -142,21 +163,36 @@ class Training:
             ``epoch`` (finished ones), ``train/loss`` and ``train/error`` (as met during the epoch), ``validation/loss`` and
             ``validation/error`` (losses in nats, errors as fractions), ``samples_per_second`` (training alone, all workers). With
             several workers also ``bytes/sent`` (bytes that a worker sent while training this epoch, mean over the workers) and
-            ``bytes/parameter_step`` (the same over parameters and steps).
+            ``bytes/parameter_step`` (the same over parameters and steps). Every ``analysis_every`` epochs ``analysis/LAYER/...``.
+            With telemetry also :data:`trainers.telemetry.NAMES`.
         """
         # The setting is the process's, which other trials have used or use in turn.
         with matmul_accumulation(self.config.precision.accumulation):
+            if self._telemetry is not None:
+                self._telemetry.begin()
             start, before = time.perf_counter(), self._sent()
-            tally = self._train_batches()
+            try:
+                tally = self._train_batches()
+            finally:
+                self.profiler.stop()
             seconds = time.perf_counter() - start
             sent = self._sent() - before
+            costs = self._telemetry.metrics(seconds) if self._telemetry is not None else {}
             self.epoch += 1
             total = self._over_ranks(tally)
             metrics = {"epoch": float(self.epoch), **total.metrics("train"), **self._evaluate(self.data.validation, "validation")}
-        metrics |= self._traffic(sent, total.examples // self.config.batch_size) | self.sync.metrics()
+        metrics |= self._traffic(sent, total.examples // self.config.batch_size) | self.sync.metrics() | costs
         metrics["samples_per_second"] = total.examples / seconds
+        metrics |= self._analysed()
         self.history.append(dict(metrics))
         return metrics
+
+    def _analysed(self) -> dict[str, float]:
+        every = self.config.analysis_every
+        if not every or self.epoch % every or self.diverged:
+            return {}
+        with matmul_accumulation(self.config.precision.accumulation), self.sync.evaluating():
+            return analysis_metrics(self.model, self.config, self.data.train)
 
     def test(self) -> dict[str, float]:
         """``test/loss`` (nats) and ``test/error`` (fraction) of the weights as they are."""
@@ -165,10 +201,26 @@ class Training:
         return dict(self.tested)
 
     def _make_pipeline(self, model: nn.Module) -> Pipeline:
+        from trainers.pipeline import Pipeline  # torch's brings its compiler along, seconds that other trials need not wait
+
         assert isinstance(model, nn.Sequential)
         precision, examples = self.config.precision, self.config.batch_size // self.place.dp
         fmt = precision.lns_format if precision.scope == "everywhere" else None
-        return Pipeline(model, self.config.layout, self.place, examples, fmt, self.device)
+        return Pipeline(model, self.config.layout, self.place, examples, fmt, self.device, self._spans, self.config.memory)
+
+    def _make_telemetry(self) -> Telemetry:
+        precision, device = self.config.precision, self.device.type
+
+        def ceiling() -> float:
+            dtype = torch.float32 if self.config.autocast == "none" else getattr(torch, self.config.autocast)
+            return kernel_ceiling(precision.lns_format, precision.accumulation, dtype, device, self.config.threads)
+
+        aligned = self.config.sync.name != "asynchronous"
+        return Telemetry(self._spans, self.device, self.world_size, aligned, ceiling)
+
+    def _counting(self, steps: int = 1) -> AbstractContextManager[None]:
+        """Around the trial's first step, or ``steps`` of them."""
+        return nullcontext() if self._telemetry is None else self._telemetry.counting(steps)
 
     def _sent(self) -> int:
         return (self.collectives.sent if self.collectives else 0) + (self.pipeline.sent if self.pipeline else 0)
@@ -183,18 +235,22 @@ class Training:
     def _train_batches(self) -> Tally:
         if self.diverged:
             return Tally()
-        if self.device.type == "cuda" and self.world_size == 1 and not self.config.lr_schedule.varies:
+        if self.device.type == "cuda" and self.world_size == 1 and not self.config.lr_schedule.varies and self.scaler is None:
             return self._replay_batches()
         tally, finite = Tally(), True
         self.sync.begin_epoch()
         for step, batch in self._batches():
+            self.profiler.step(self.epoch * self._steps_per_epoch + step)
             self._rate.set(self.epoch, step)
             if finite:
-                loss, wrong = self._train_step(batch)
+                with self._counting():
+                    loss, wrong = self._train_step(batch)
                 finite = math.isfinite(loss)
                 tally.add(loss, wrong, len(batch.y) if self._counts else 0)
             self._straggle()
-            if not self._agreed(self.sync.after_step(finite)):
+            going = self._agreed(self.sync.after_step(finite))
+            self._spans.step()
+            if not going:
                 self.diverged = True
                 return tally
         self.diverged = not self._agreed(self.sync.end_epoch(finite, last=self.epoch + 1 == self.config.epochs))
@@ -203,7 +259,8 @@ class Training:
     def _train_step(self, batch: Split) -> tuple[float, int]:
         if self.pipeline is not None:
             return self.pipeline.train_step(self.optimizer, batch, self.sync)
-        return train_step(self.model, self.optimizer, batch, self.sync, self.config.layout.micro_batches)
+        optimizer = self.optimizer if self.scaler is None else ScaledOptimizer(self.optimizer, self.scaler)
+        return train_step(self.model, optimizer, batch, self.sync, self.config.layout.micro_batches, self._spans)
 
     @property
     def _counts(self) -> bool:
@@ -230,9 +287,13 @@ class Training:
         """On a GPU: the epoch's steps from a CUDA graph."""
         if self._graphed is None:
             parts = self.config.layout.micro_batches
-            self._graphed = GraphedEpochs(self.model, self.optimizer, self.data.train, self.config.batch_size, parts)
+            with self._counting(STEPS_TO_CAPTURE):
+                self._graphed = GraphedEpochs(self.model, self.optimizer, self.data.train, self.config.batch_size, parts)
+            self._spans.begin()
         order = epoch_order(len(self.data.train.y), self.config.seed, self.epoch)
-        loss, wrong, counted = self._graphed.train(order.to(self.device))
+        before = self.epoch * self._steps_per_epoch
+        loss, wrong, counted = self._graphed.train(order.to(self.device), lambda step: self.profiler.step(before + step))
+        self._spans.step(self._graphed.steps)
         try:
             check_faults(self.device)
         except NonFiniteError:
@@ -241,10 +302,11 @@ class Training:
         return Tally(loss, wrong, counted * self.config.batch_size)
 
     def _evaluate(self, split: Split, name: str) -> dict[str, float]:
-        own = Split(split.x[self.place.dp_rank :: self.place.dp], split.y[self.place.dp_rank :: self.place.dp])
+        mine = slice(None) if self.sync.whole else slice(self.place.dp_rank, None, self.place.dp)
+        own = Split(split.x[mine], split.y[mine])
         with self.sync.evaluating():
             try:
-                tally = self.pipeline.evaluate(own) if self.pipeline else evaluate(self.model, own)
+                tally = self.pipeline.evaluate(own) if self.pipeline else evaluate(self.model, own, self.sync.combine)
                 check_faults(self.device)
             except NonFiniteError:
                 tally = Tally(math.nan, len(own.y), len(own.y))
@@ -270,6 +332,8 @@ class Training:
         own = self.sync.state()
         ranks = gather_ranks(own, self.rank, self.world_size) if own else {}  # on every rank or on none
         progress = {"epoch": self.epoch, "diverged": self.diverged, "history": self.history, "tested": self.tested}
+        if self.scaler is not None:
+            progress["scaler"] = self.scaler.state_dict()
         with self.sync.evaluating():
             tensors = model_tensors(self.model, self.optimizer)
             if self.pipeline is not None:
@@ -293,6 +357,8 @@ class Training:
             if saved_value != own:
                 raise ValueError(f"{folder}: checkpoint of {key}={saved_value}, this trial has {own}; use its own config")
         self._graphed = None
+        if self.scaler is not None and "scaler" in state:
+            self.scaler.load_state_dict(state["scaler"])
         load_model_tensors(self.model, self.optimizer, tensors)
         alike = all(get(saved_config) == get(self.config) for get in map(attrgetter, RANKS_SHARE))
         self.sync.load_state(of_rank(tensors, self.rank, self.device) if alike else {})

@@ -54,6 +54,9 @@ class WireConfig:
         rank: of ``powersgd``'s two factors.
         error_feedback: for lns8, int8, topk and powersgd, add what a step's sending lost to the next step's values. The other
             formats lose too little to need it and keep no residue.
+        bucket_cap_mb: of synchronous replicas: send gradients in buckets of about so many megabytes (of float32 values), while
+            backward still runs (:mod:`trainers.bucket_sync`); None sends all at once after it.
+        overlap: of buckets; False sends them after backward, for comparison.
     """
 
     name: str = "native"
@@ -61,6 +64,8 @@ class WireConfig:
     topk: float = 0.01
     rank: int = 2
     error_feedback: bool = True
+    bucket_cap_mb: float | None = None
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         one_of("wire.name", self.name, FORMATS)
@@ -71,6 +76,13 @@ class WireConfig:
         at_least("wire.rank", self.rank, 1, "use for example wire.rank=2")
         if self.sum == "lns" and self.name not in ("native", "lns16"):
             raise ValueError(f"wire.sum=lns with wire.name={self.name}: only LNS codes can be added in LNS; use wire.name=lns16")
+        finite("wire.bucket_cap_mb", self.bucket_cap_mb, 1e-6, "25 is torch's default; leave it out to send all at once")
+        if self.bucket_cap_mb is not None and self.name == "powersgd":
+            raise ValueError(
+                f"wire.bucket_cap_mb={self.bucket_cap_mb} with wire.name=powersgd: its factors travel a parameter at a time; leave it out"
+            )
+        if not self.overlap and self.bucket_cap_mb is None:
+            raise ValueError("wire.overlap=false without wire.bucket_cap_mb: without buckets nothing overlaps; leave it out")
         self._check_unused()
 
     def _check_unused(self) -> None:

@@ -3,6 +3,10 @@
 Each worker runs :func:`train_loop`: a :class:`~trainers.training.Training` with its rank, an epoch at a time; rank 0 saves a
 checkpoint with every report, so a group that Ray restarts continues after the last reported epoch and ends with the same bits.
 
+With ``min_workers`` the group is elastic: it begins with as many workers as there is room for, goes on with fewer where a node is lost
+and with more where one comes, each time from the last checkpoint. Batches and steps stay the same, a replica's share of them changes; the
+sums of gradients are then taken in another order, so such a run does not repeat to the last bit.
+
 Ray Train keeps a checkpoint *before* it tells its callbacks of the report that came with it. If the driver dies in between, the run
 continues after an epoch that nobody has heard of. Therefore the first report after a restart repeats the metrics of all epochs before
 it, under :data:`HISTORY`, and :func:`read_results` has them all once the run is complete.
@@ -12,6 +16,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +52,8 @@ def train_loop(values: dict[str, Any]) -> None:
     Reports each epoch's metrics, the last one's with ``test/*``, the first one's after a restart with :data:`HISTORY`.
     """
     context = ray.train.get_context()
-    training = Training(TrialConfig.from_dict(values), rank=context.get_world_rank(), world_size=context.get_world_size())
+    config = replace(TrialConfig.from_dict(values), workers=context.get_world_size(), min_workers=None)
+    training = Training(config, rank=context.get_world_rank(), world_size=context.get_world_size())
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is not None:
         with checkpoint.as_directory() as folder:
@@ -56,12 +62,25 @@ def train_loop(values: dict[str, Any]) -> None:
     while training.epoch < training.config.epochs:
         metrics: dict[str, Any] = training.train_epoch() | before
         before = {}
+        keep_profile(training.profiler.take())
         if training.epoch == training.config.epochs:
             metrics |= training.test()
         with tempfile.TemporaryDirectory() as folder:
             training.save(Path(folder))
             saved = Checkpoint.from_directory(folder) if training.rank == 0 else None
             ray.train.report(metrics, checkpoint=saved)
+
+
+def keep_profile(files: dict[str, bytes]) -> None:
+    """Write a profile's files to ``profile`` in the run's folder, wherever Ray Train keeps that."""
+    if not files:
+        return
+    storage = ray.train.get_context().get_storage()
+    folder = f"{storage.experiment_fs_path}/profile"
+    for name, content in files.items():
+        storage.storage_filesystem.create_dir(folder)
+        with storage.storage_filesystem.open_output_stream(f"{folder}/{name}") as stream:
+            stream.write(content)
 
 
 def read_results(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -75,7 +94,13 @@ def read_results(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def build_trainer(
-    config: TrialConfig, *, storage_path: str, name: str, callbacks: Sequence[Any] = (), max_failures: int = 3
+    config: TrialConfig,
+    *,
+    storage_path: str,
+    name: str,
+    callbacks: Sequence[Any] = (),
+    max_failures: int = 3,
+    resize_seconds: float = 60.0,
 ) -> TorchTrainer:
     """The TorchTrainer of ``config``; ``.fit()`` runs it.
 
@@ -84,6 +109,7 @@ def build_trainer(
         name: of the run below it; the same name continues an earlier run.
         max_failures: how often a group with a dead worker starts again from its last checkpoint; after one of the errors in
             :data:`DETERMINISTIC` none does.
+        resize_seconds: how often Ray asks whether a group with ``min_workers`` may be larger.
         callbacks: ``ray.train.UserCallback``s, such as Ray Tune's ``TuneReportCallback``.
     """
     return TorchTrainer(
@@ -91,7 +117,10 @@ def build_trainer(
         train_loop_config=config.to_dict(),
         torch_config=TorchConfig(backend="nccl" if config.device == "cuda" else "gloo"),
         scaling_config=ScalingConfig(
-            num_workers=config.workers, use_gpu=config.device == "cuda", resources_per_worker=bundles(config)[0]
+            num_workers=config.workers if config.min_workers is None else (config.min_workers, config.workers),
+            use_gpu=config.device == "cuda",
+            resources_per_worker=bundles(config)[0],
+            elastic_resize_monitor_interval_s=resize_seconds,
         ),
         run_config=RunConfig(
             storage_path=storage_path,

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from trainers.config import TrialConfig
+from trainers.telemetry import repeatable
 from trainers.training import Training
 
 Metrics = list[dict[str, float]]
@@ -22,6 +23,4 @@ def broken_off(config: TrialConfig, rank: int, world_size: int, folder: Path) ->
     again = Training(config, rank=rank, world_size=world_size)
     again.restore(folder)
     resumed = [again.train_epoch() for _ in range(2)]
-    for values in (*metrics, *resumed):
-        del values["samples_per_second"]
-    return training, metrics, resumed
+    return training, [repeatable(values) for values in metrics], [repeatable(values) for values in resumed]

@@ -97,6 +97,34 @@ def test_updates_are_the_optimizers() -> None:
     np.testing.assert_allclose(asyncio.run(push_all(shard_of(None, 2))), -lr * 64 * (1 + 2.5), rtol=1e-6)
 
 
+@pytest.mark.parametrize(("aware", "expected"), [(False, 1 + 1 + 1), (True, 1 + 1 + 1 / 2)])
+def test_a_stale_gradient_counts_less_where_asked(aware: bool, expected: float) -> None:
+    """Three replicas pull together and push one after the other: lags of 0, 1 and 2 updates. No momentum."""
+    config = replace(
+        BASE,
+        workers=3,
+        batch_size=192,
+        sync=asynchronous(None, staleness_aware=aware),
+        optimizer=OptimizerConfig(lr=0.3),
+    )
+    shard = Shard(np.zeros(3, np.float32), config.to_dict())
+
+    async def push_all() -> np.ndarray[Any, Any]:
+        for rank in range(3):
+            await shard.pull(rank, 0)
+        for rank in range(3):
+            await shard.push(rank, np.full(3, 64.0, np.float32))
+        return (await shard.state())["weight"]
+
+    np.testing.assert_allclose(asyncio.run(push_all()), -0.3 / 192 * 64 * expected, rtol=1e-6)
+    assert asyncio.run(shard.recorded())[0] == {0: 1, 1: 1, 2: 1}
+
+
+def test_without_staleness_nothing_can_be_aware_of_it() -> None:
+    with pytest.raises(ValueError, match=r"sync.staleness_aware=true, sync.staleness=0: .*; use"):
+        asynchronous(0, staleness_aware=True)
+
+
 def test_a_shard_continues_from_its_state() -> None:
     config = replace(BASE, precision=KAHAN, sync=asynchronous(None))
     values = LNSTensor.from_float(torch.linspace(-1, 1, 7), lns12).codes.numpy()

@@ -13,10 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torch.nn.functional as F  # noqa: N812
 
-from trainers.averaging import OuterStep
+from trainers.averaging import REPLICA, OuterStep
+from trainers.checkpoint import load_checkpoint
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.device import plain
+from trainers.state import load_model_tensors, of_rank
 from trainers.sync_config import SyncConfig
 from trainers.training import Training
 from trainers.wire import WireConfig
@@ -49,6 +52,7 @@ TRIALS: dict[str, TrialConfig] = {
     "elastic": replace(BASE, sync=SyncConfig(name="elastic", period=3), optimizer=MOMENTUM),
     "lns elastic": replace(BASE, sync=SyncConfig(name="elastic", period=3), precision=KAHAN),
     "final": replace(BASE, sync=SyncConfig(name="final_average"), optimizer=replace(MOMENTUM, lr=0.05)),
+    "ensemble": replace(BASE, sync=SyncConfig(name="ensemble"), optimizer=replace(MOMENTUM, lr=0.05)),
     "adam": replace(
         BASE, sync=SyncConfig(name="local_sgd", period=5), optimizer=OptimizerConfig(name="adam", lr=0.01), precision=KAHAN
     ),
@@ -214,6 +218,28 @@ def test_a_checkpoint_holds_the_model_that_the_figures_are_of(workers: Workers) 
         assert error == workers[1][0]["trials"][name]["metrics"][1]["validation/error"]
 
 
+def own(tensors: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    """The weights and optimizer state of one replica."""
+    found = of_rank(tensors, rank, torch.device("cpu"))
+    return {name.removeprefix(REPLICA): value for name, value in found.items() if name.startswith(REPLICA)}
+
+
+def test_an_ensemble_predicts_the_mean_of_its_replicas_probabilities(workers: tuple[Path, list[dict[str, Any]]]) -> None:
+    tensors, _ = load_checkpoint(workers[0] / "ensemble")
+    alone = Training(replace(TRIALS["ensemble"], workers=1, sync=SyncConfig()))
+    probabilities = []
+    for rank in range(WORLD):
+        load_model_tensors(alone.model, alone.optimizer, own(tensors, rank))
+        with torch.no_grad():
+            probabilities.append(alone.model(alone.data.validation.x).softmax(1))
+    assert not torch.equal(*probabilities)
+    together, answers = sum(probabilities) / WORLD, alone.data.validation.y
+    for result in workers[1]:
+        found = result["trials"]["ensemble"]["metrics"][1]
+        assert found["validation/error"] == int((together.argmax(1) != answers).sum()) / len(answers)
+        assert found["validation/loss"] == pytest.approx(float(F.nll_loss(together.log(), answers)), rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
@@ -237,6 +263,11 @@ def test_impossible_ways_are_refused(values: dict[str, Any], said: str) -> None:
         ({"workers": 1, "sync": SyncConfig(name="local_sgd")}, "sync.name=local_sgd.* with one replica"),
         ({"workers": 1, "sync": SyncConfig(straggler_seconds=1.0)}, "sync.straggler_seconds=1 with one replica"),
         ({"sync": SyncConfig(name="diloco"), "wire": WireConfig(name="powersgd")}, "wire.name=powersgd.* with sync.name=diloco"),
+        ({"sync": SyncConfig(name="ensemble"), "wire": WireConfig(name="int8")}, "wire.name=int8 with sync.name=ensemble"),
+        (
+            {"sync": SyncConfig(name="ensemble"), "precision": PrecisionConfig(format="lns12", scope="matmul")},
+            "sync.name=ensemble with layout.pp=1, precision.scope=matmul",
+        ),
         ({"sync": SyncConfig(name="final_average"), "wire": WireConfig(name="int8")}, "wire.name=int8 with sync.name=final_aver"),
     ],
 )

@@ -41,6 +41,9 @@ TRIALS = {
     **{name: replace(BASE, wire=WireConfig(name=name)) for name in FORMATS if name != "native"},
     "lns int8": replace(BASE, precision=KAHAN, wire=WireConfig(name="int8")),
     "local": replace(BASE, sync=SyncConfig(name="local_sgd", period=4), precision=KAHAN),
+    "buckets": replace(BASE, wire=WireConfig(bucket_cap_mb=0.004)),
+    "lns buckets": replace(BASE, precision=KAHAN, wire=WireConfig(bucket_cap_mb=0.004), telemetry=True),
+    "zero bubble": replace(BASE, layout=Layout(pp=2, schedule="zero_bubble", micro_batches=2), precision=KAHAN),
     "pipeline": replace(BASE, layout=Layout(pp=2, micro_batches=2), precision=KAHAN),
 }
 
@@ -86,7 +89,10 @@ def test_two_gpus_train_as_one_process_does(tmp_path: Path) -> None:
     expected = {name: plain(p.detach()).cpu().tolist() for name, p in single.model.named_parameters()}
     error = single.test()["test/error"]
     assert results[0]["lns"]["weights"] == results[1]["lns"]["weights"] == expected
-    assert results[0]["pipeline"]["weights"] | results[1]["pipeline"]["weights"] == expected
+    for name in ("pipeline", "zero bubble"):
+        assert results[0][name]["weights"] | results[1][name]["weights"] == expected
+    assert results[0]["lns buckets"]["weights"] == results[1]["lns buckets"]["weights"] == expected
+    assert results[0]["buckets"]["weights"] == results[0]["float32"]["weights"]
     for name in TRIALS:
         assert results[0][name]["metrics"] == results[1][name]["metrics"]
         assert results[0][name]["resumed"] == results[0][name]["metrics"][2:]

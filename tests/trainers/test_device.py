@@ -27,6 +27,10 @@ PRECISIONS = {
     "kahan": PrecisionConfig(format="lns12", kahan_sum=True),
     "stochastic": PrecisionConfig(format="lns12", stochastic_rounding=True),
     "float32 updates": PrecisionConfig(format="lns12", kahan_sum=True, update_arithmetic="float32"),
+    "bfloat16": PrecisionConfig(format="bfloat16", kahan_sum=True),
+    "float16": PrecisionConfig(format="float16"),
+    "float8": PrecisionConfig(format="float8_e4m3fn", master_format="bfloat16"),
+    "scaled lns": PrecisionConfig(format="lns8/channel", stochastic_rounding=True),
 }
 OPTIMIZERS = {
     "sgd": OptimizerConfig(lr=0.05),

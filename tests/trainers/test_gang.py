@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,13 @@ import pytest
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from tests.trainers.test_profile import events
 from trainers.bundles import bundles
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
-from trainers.gang import Gang, shape
+from trainers.gang import Gang, shape, write_files
+from trainers.profile import ProfileConfig
 from trainers.restore import begin
+from trainers.telemetry import repeatable
 
 CONFIG = TrialConfig(
     data=DataConfig(name="digits", validation_size=300, train_size=256),
@@ -42,7 +46,7 @@ def group(ray_cluster: None) -> Iterator[PlacementGroup]:
 def epochs(gang: Gang) -> list[dict[str, Any]]:
     metrics: list[dict[str, Any]] = []
     while not metrics or not metrics[-1]["done"]:
-        metrics.append({key: value for key, value in gang.step().items() if key != "samples_per_second"})
+        metrics.append(repeatable(gang.step()))
     return metrics
 
 
@@ -81,6 +85,20 @@ def test_a_gang_in_lns_ends_with_the_bits_of_one_process(group: PlacementGroup, 
     assert beginning.damaged == ""
     for (name, ours), theirs in zip(alone.model.named_parameters(), of_gang.model.parameters(), strict=True):
         assert (ours.codes == theirs.codes).all(), name
+
+
+def test_every_rank_records_its_profile(group: PlacementGroup, tmp_path: Path) -> None:
+    gang = Gang(CONFIG, group)
+    gang.begin(replace(CONFIG, telemetry=True, profile=ProfileConfig(steps=[0, 2])), [])
+    metrics = gang.step()
+    write_files(tmp_path, gang.profile())
+    assert gang.profile() == {}
+    gang.close()
+    assert metrics["telemetry/communication_seconds"] > 0
+    for rank in range(2):
+        names = Counter(event["name"] for event in events((tmp_path / f"rank-{rank}.trace.json.gz").read_bytes()))
+        assert names["update"] == names["all_gather"] == 2
+        assert "lns_ops::matmul" in (tmp_path / f"rank-{rank}.summary.txt").read_text()
 
 
 def test_a_dead_rank_ends_the_gang_at_once(group: PlacementGroup) -> None:

@@ -38,6 +38,13 @@ DEEP = ModelConfig(hidden=[16, 16, 16])
             "layout.virtual_stages=1 with layout.schedule=interleaved",
         ),
         ({"schedule": "interleaved", "virtual_stages": 2}, "layout.schedule=interleaved with layout.pp=1"),
+        ({"schedule": "zero_bubble"}, "layout.schedule=zero_bubble with layout.pp=1"),
+        ({"pp": 2, "micro_batches": 4, "schedule": "zbv"}, "layout.virtual_stages=1 with layout.schedule=zbv"),
+        ({"pp": 2, "micro_batches": 3, "schedule": "zero_bubble"}, "layout.micro_batches=3, layout.pp=2: zero_bubble"),
+        (
+            {"pp": 2, "micro_batches": 3, "schedule": "dualpipev", "virtual_stages": 2},
+            "layout.micro_batches=3, layout.pp=2: dualpipev",
+        ),
     ],
 )
 def test_impossible_layouts_are_refused(values: dict[str, Any], said: str) -> None:
@@ -99,3 +106,10 @@ def test_accumulation_trains_as_the_whole_batch_does() -> None:
         one, two = whole.train_epoch(), parts.train_epoch()
         assert two["train/loss"] == pytest.approx(one["train/loss"], rel=1e-5)
         assert two["validation/error"] == one["validation/error"]
+
+
+def test_stages_lie_in_rounds_or_in_a_v() -> None:
+    rounds = Layout(pp=3, schedule="interleaved", micro_batches=3, virtual_stages=2)
+    assert [rounds.owner(stage) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
+    there_and_back = Layout(pp=3, schedule="zbv", micro_batches=6, virtual_stages=2)
+    assert [there_and_back.owner(stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]

@@ -21,7 +21,9 @@ from tests.trainers.courses import broken_off
 from trainers import pipeline as pipeline_module
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.data import Split
+from trainers.deferred import Deferred
 from trainers.device import plain
+from trainers.forward import MemoryConfig
 from trainers.layout import Layout
 from trainers.models import build
 from trainers.split import balanced, costs, split
@@ -43,6 +45,12 @@ LAYOUTS = {
     "gpipe": Layout(pp=2, schedule="gpipe", micro_batches=4),
     "1f1b": Layout(pp=2, micro_batches=4),
     "interleaved": Layout(pp=2, schedule="interleaved", micro_batches=4, virtual_stages=2),
+}
+DEFERRED = {
+    "zero_bubble": Layout(pp=2, schedule="zero_bubble", micro_batches=4),
+    "zero_bubble interleaved": Layout(pp=2, schedule="zero_bubble", micro_batches=4, virtual_stages=2),
+    "zbv": Layout(pp=2, schedule="zbv", micro_batches=4, virtual_stages=2),
+    "dualpipev": Layout(pp=2, schedule="dualpipev", micro_batches=4, virtual_stages=2),
 }
 PRECISIONS = {"float32": PrecisionConfig(), "lns": KAHAN}
 ADAM = replace(BASE, optimizer=OptimizerConfig(name="adam", lr=0.01), precision=KAHAN, layout=LAYOUTS["1f1b"])
@@ -88,7 +96,7 @@ def same_gradients(config: TrialConfig, rank: int) -> bool:
         if part.pipeline.last:
             same = same and (found, part.pipeline._wrong) == (loss, wrong)
         expected, own = gradients(whole), gradients(part)
-        assert own
+        same = same and len(own) == len(list(part.model.parameters()))
         same = same and all(torch.equal(own[name], expected[name]) for name in own)
         for training in (whole, part):
             training.optimizer.step()
@@ -115,6 +123,9 @@ def two_workers(rank: int, folder: str) -> None:
     for arithmetic, precision in PRECISIONS.items():
         config = replace(BASE, layout=LAYOUTS["1f1b"], precision=precision)
         result["courses"][arithmetic] = course(config, rank, Path(folder) / arithmetic)
+    zbv = replace(BASE, layout=DEFERRED["zbv"], precision=KAHAN)
+    result["gradients"]["zbv lns"] = same_gradients(zbv, rank)
+    result["dropped"] = dropped(zbv, rank)
     result["courses"]["adam"] = course(ADAM, rank, Path(folder) / "adam")
     diverging = Training(replace(BASE, layout=LAYOUTS["1f1b"], optimizer=OptimizerConfig(lr=1e38)), rank=rank, world_size=2)
     result["diverged"] = [str(diverging.train_epoch()["train/loss"]) for _ in range(2)]
@@ -135,6 +146,53 @@ def broken(rank: int) -> bool:
         return same_gradients(replace(BASE, layout=LAYOUTS["1f1b"], precision=KAHAN), rank)
     finally:
         pipeline_module._Unpack.backward = right  # type: ignore[method-assign]
+
+
+def dropped(config: TrialConfig, rank: int) -> bool:
+    """What the comparison says where the weight gradients of a backward pass's last layer are never computed."""
+    right = Deferred.take
+
+    def forgetful(deferred: Deferred) -> Any:
+        deferred._waiting.pop()
+        return right(deferred)
+
+    Deferred.take = forgetful  # type: ignore[method-assign]
+    try:
+        return same_gradients(config, rank)
+    finally:
+        Deferred.take = right  # type: ignore[method-assign]
+
+
+def deferring(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    result: dict[str, Any] = {"pid": os.getpid(), "gradients": {}}
+    for (name, layout), (arithmetic, precision) in itertools.product(DEFERRED.items(), PRECISIONS.items()):
+        result["gradients"][f"{name} {arithmetic}"] = same_gradients(replace(BASE, layout=layout, precision=precision), rank)
+    for name, layout in DEFERRED.items():
+        result[name] = course(replace(BASE, layout=layout, precision=KAHAN), rank, Path(folder) / name)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_schedules_that_defer_train_as_one_process_does(tmp_path: Path) -> None:
+    results = spawned(deferring, 2, tmp_path)
+    config, single = one_process("lns")
+    for result in results:
+        assert all(result["gradients"].values())
+        for name in DEFERRED:
+            assert [only_learnt(m) for m in result[name]["metrics"]] == single["metrics"]
+            assert result[name]["resumed"] == result[name]["metrics"][2:]
+            assert result[name]["test"] == single["test"]
+    for name in DEFERRED:
+        assert results[0][name]["weights"] | results[1][name]["weights"] == single["weights"]
+        continued = Training(config)
+        continued.restore(tmp_path / name)
+        assert [without_speed(continued.train_epoch()) for _ in range(2)] == single["metrics"][2:]
+
+
+def only_learnt(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith("bytes/")}
 
 
 def spawned(worker: Any, world: int, folder: Path) -> list[dict[str, Any]]:
@@ -159,6 +217,12 @@ def test_gradients_are_those_of_one_process_bit_for_bit(workers: Workers, name: 
     assert all(result["gradients"][f"{name} {arithmetic}"] for result in workers[1])
 
 
+def test_weight_gradients_that_waited_are_the_same_and_a_lost_one_is_caught(workers: Workers) -> None:
+    for result in workers[1]:
+        assert result["gradients"]["zbv lns"]
+        assert not result["dropped"]
+
+
 def test_a_pipeline_that_passes_on_wrong_gradients_is_caught(workers: Workers) -> None:
     """After its first wrong update the stage before the cut spoils the one behind it too."""
     assert [result["broken"] for result in workers[1]] == [False, False]
@@ -179,8 +243,7 @@ def test_a_pipeline_trains_resumes_and_reshards_bit_for_bit(workers: Workers, ar
     weights: dict[str, Any] = {}
     for result in workers[1]:
         found = result["courses"][arithmetic]
-        local = [{k: v for k, v in m.items() if not k.startswith("bytes/")} for m in found["metrics"]]
-        assert local == single["metrics"]
+        assert [only_learnt(m) for m in found["metrics"]] == single["metrics"]
         assert found["test"] == single["test"]
         assert found["resumed"] == found["metrics"][2:]
         assert not weights.keys() & found["weights"].keys()
@@ -245,8 +308,16 @@ def test_both_parallelisms_together(tmp_path: Path) -> None:
         ({"precision": PrecisionConfig(format="lns12", scope="matmul")}, "layout.pp=2 with precision.scope=matmul"),
         ({"sync": SyncConfig(name="local_sgd")}, "sync.name=local_sgd.* with one replica"),
         ({"wire": WireConfig(name="int8")}, "wire.name=int8 with one replica"),
+        (
+            {"precision": PrecisionConfig(format="bfloat16"), "layout": DEFERRED["zbv"]},
+            "layout.schedule=zbv with precision.format=bfloat16",
+        ),
+        (
+            {"memory": MemoryConfig(activation_checkpoints=True), "layout": DEFERRED["zero_bubble"]},
+            "layout.schedule=zero_bubble with memory.activation_checkpoints=true",
+        ),
     ],
 )
 def test_what_stages_cannot_do_is_refused(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=rf"{said}.*; \w"):
-        replace(BASE, layout=LAYOUTS["1f1b"], **values)
+        replace(BASE, **{"layout": LAYOUTS["1f1b"]} | values)

@@ -1,0 +1,93 @@
+"""Weight gradients that wait: what zero-bubble pipelines fill their bubbles with.
+
+The stage before waits for the gradient of a linear layer's input, ``dx = dy w``; nobody waits for ``dw = dy^T x`` and ``db = sum dy``.
+Zero-bubble schedules run them later. Torch's own way to split a backward pass asks autograd for the inputs' gradients first and the
+parameters' afterwards; a layer whose backward is one autograd function, as LNS layers' is, would compute everything twice. So a deferred
+layer's backward gives ``dx`` alone and puts ``(x, dy)`` into its stage's queue, from which the schedule (``dw_builder`` of
+torch.distributed.pipelining) takes a micro-batch's entries at a time, in their order. The products are those of the layer's usual
+backward on the same operands, so the gradients are the same bits.
+
+Limits: two-dimensional inputs; parameters must not be shared between layers. Source: P. Qi et al. 2023, "Zero Bubble Pipeline
+Parallelism" (arXiv:2401.10241).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+Work = Callable[[], None]
+
+
+class Deferred:
+    """A stage's work that waits: filled by backward passes, taken once after each."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Work] = []
+
+    def put(self, work: Work) -> None:
+        """Leave ``work`` for later."""
+        self._waiting.append(work)
+
+    def take(self) -> Work:
+        """All that waits, as one piece of work; the next backward pass begins anew."""
+        taken, self._waiting = self._waiting, []
+
+        def run() -> None:
+            for work in taken:
+                work()
+
+        return run
+
+
+class _DeferredFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred: Deferred) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.deferred = weight, bias, deferred
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        (x,) = ctx.saved_tensors
+        weight, bias = ctx.weight, ctx.bias
+
+        @torch.no_grad()
+        def gradients() -> None:
+            _add(weight, grad.t() @ x)
+            if bias is not None:
+                _add(bias, grad.sum(0))
+
+        ctx.deferred.put(gradients)
+        return (grad @ weight if ctx.needs_input_grad[0] else None), None, None, None
+
+
+def _add(parameter: Tensor, gradient: Tensor) -> None:
+    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+class DeferredLinear(nn.Linear):
+    """A linear layer that leaves its weight gradients in ``deferred``."""
+
+    deferred: Deferred
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[B, I]`` to ``[B, O]``."""
+        y: Tensor = _DeferredFunction.apply(input, self.weight, self.bias, self.deferred)  # type: ignore[no-untyped-call]
+        return y
+
+
+def defer_(module: nn.Module, deferred: Deferred) -> None:
+    """Make the linear layers in ``module`` leave their weight gradients in ``deferred``; their class changes, names and parameters stay.
+
+    Layers of other kinds that do so by themselves have an attribute ``deferred``, which is set.
+    """
+    for layer in module.modules():
+        if type(layer) is nn.Linear:
+            layer.__class__ = DeferredLinear
+        if isinstance(layer, DeferredLinear) or hasattr(layer, "deferred"):
+            layer.__dict__["deferred"] = deferred

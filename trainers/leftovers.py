@@ -1,0 +1,90 @@
+"""What a trial leaves behind in a process that trains the next one, put back or noticed.
+
+Everything that decides a result is made anew for each trial; what lies outside of it, settings of the process, a trial's code (or a library
+it calls) may still change. Between two trials :class:`Leftovers` puts those settings back as they were before the first. What cannot be
+put back, threads and memory that are never given up, it refuses beyond a bound, so that the next trial gets a fresh process.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import threading
+from typing import Any
+
+import psutil
+import torch
+
+from lns_ops import get_matmul_accumulation, set_matmul_accumulation
+
+THREADS = 64
+"""More Python threads than before the first trial are a leak."""
+MEMORY = max(2 << 30, psutil.virtual_memory().total // 16)
+"""More bytes of memory, of the process or on its GPU, than after the first trial are a leak; other shapes and formats add some."""
+
+
+class LeakError(RuntimeError):
+    """A process has kept what it cannot give back; it should end."""
+
+
+class Leftovers:
+    """Made before the first trial; :meth:`clear` between trials."""
+
+    def __init__(self) -> None:
+        self._environment = dict(os.environ)
+        self._settings = _settings()
+        self._threads = threading.active_count()
+        self._memory: tuple[int, int] | None = None
+
+    def clear(self) -> None:
+        """Put the process's settings back.
+
+        Raises:
+            LeakError: threads or memory have grown beyond their bounds.
+        """
+        os.environ.clear()
+        os.environ.update(self._environment)
+        _set(self._settings)
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        self._memory = self._memory or _memory()
+        grown = max(now - before for now, before in zip(_memory(), self._memory, strict=True))
+        more = threading.active_count() - self._threads
+        if grown > MEMORY or more > THREADS:
+            raise LeakError(
+                f"this process keeps {grown >> 20} MB and {more} threads more than after its first trial; the next one gets a new process"
+            )
+
+
+def _memory() -> tuple[int, int]:
+    """Bytes of the process, and of its tensors on the GPU."""
+    on_gpu = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
+    return int(psutil.Process().memory_info().rss), on_gpu
+
+
+def _settings() -> dict[str, Any]:
+    return {
+        "folder": os.getcwd(),
+        "dtype": torch.get_default_dtype(),
+        "grad": torch.is_grad_enabled(),
+        "precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "anomaly": torch.is_anomaly_enabled(),
+        "accumulation": get_matmul_accumulation(),
+        "random": random.getstate(),
+        "torch random": torch.get_rng_state(),
+    }
+
+
+def _set(settings: dict[str, Any]) -> None:
+    os.chdir(settings["folder"])
+    torch.set_default_dtype(settings["dtype"])
+    torch.set_grad_enabled(settings["grad"])
+    torch.set_float32_matmul_precision(settings["precision"])
+    torch.use_deterministic_algorithms(settings["deterministic"])
+    torch.autograd.set_detect_anomaly(settings["anomaly"])
+    set_matmul_accumulation(settings["accumulation"])
+    random.setstate(settings["random"])
+    torch.set_rng_state(settings["torch random"])

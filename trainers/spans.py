@@ -1,0 +1,105 @@
+"""Spans: what a worker does when, for telemetry (seconds a step) and for profiles (names in a trace).
+
+Code marks what it does, ``with spans("communication", "all_reduce"):``, and does not know whether anybody looks. With telemetry off and no
+profile running a span costs a function call. On a GPU a span is a pair of events in the stream: nothing waits for it until the epoch's end.
+
+Kinds: ``communication`` (in a collective, or waiting for what a collective that ran beside the computation brings), ``schedule`` (in a
+pipeline's schedule) and ``stage`` (of that, computing); a stage's idle time is what the schedule has and its stages have not. Any other
+kind is a name in the trace only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+Mark = float | torch.cuda.Event
+KINDS = ("communication", "schedule", "stage")
+"""Those that are timed."""
+
+
+class Spans:
+    """Of one worker; nobody looks until :attr:`timing` or :attr:`naming` is set.
+
+    Args:
+        device: where the worker computes.
+        clock: seconds, of workers on a CPU.
+
+    Attributes:
+        timing: keep the seconds of :data:`KINDS`.
+        naming: give the spans' names to torch's profiler.
+        steps: since :meth:`begin`.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._cuda = torch.device(device).type == "cuda"
+        self.timing = self.naming = False
+        self.steps = 0
+        self._marks: list[Mark] = []
+        self._spent: list[tuple[int, int, Mark, Mark]] = []
+
+    def __call__(self, kind: str, name: str = "") -> AbstractContextManager[None]:
+        """The time inside belongs to ``kind``; a trace shows it as ``name``."""
+        looked_at = self.naming or (self.timing and kind in KINDS)
+        return self._span(kind, name or kind) if looked_at else nullcontext()
+
+    def begin(self) -> None:
+        """Forget what was; the first step begins."""
+        self.steps = 0
+        self._spent.clear()
+        self._marks = [self._now()] if self.timing else []
+
+    def step(self, steps: int = 1) -> None:
+        """A step has ended, or so many that count as one row; the next begins."""
+        self.steps += steps
+        if self.timing:
+            self._marks.append(self._now())
+
+    def end(self) -> None:
+        """What has happened since the last step belongs to it."""
+        if self.timing and len(self._marks) > 1:
+            self._marks[-1] = self._now()
+
+    def seconds(self) -> Tensor:
+        """float64 ``[rows, 1 + kinds]`` on the CPU: every step's time, and of it that of :data:`KINDS`. Waits for the GPU."""
+        if self._cuda:
+            torch.cuda.current_stream().synchronize()
+        table = torch.zeros(max(0, len(self._marks) - 1), 1 + len(KINDS), dtype=torch.float64)
+        for step, (start, end) in enumerate(zip(self._marks, self._marks[1:], strict=False)):
+            table[step, 0] = self._between(start, end)
+        for step, kind, start, end in self._spent:
+            if len(table):
+                table[min(step, len(table) - 1), 1 + kind] += self._between(start, end)
+        return table
+
+    @contextmanager
+    def _span(self, kind: str, name: str) -> Iterator[None]:
+        timed = self.timing and kind in KINDS
+        start = self._now() if timed else 0.0
+        try:
+            with record_function(name) if self.naming else nullcontext():
+                yield
+        finally:
+            if timed:
+                self._spent.append((len(self._marks) - 1, KINDS.index(kind), start, self._now()))
+
+    def _now(self) -> Mark:
+        if not self._cuda:
+            return self._clock()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @staticmethod
+    def _between(start: Mark, end: Mark) -> float:
+        if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+            return float(start.elapsed_time(end)) / 1e3
+        assert isinstance(start, float)
+        assert isinstance(end, float)
+        return end - start
