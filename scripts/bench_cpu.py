@@ -30,13 +30,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from lns_ops import LNSTensor, convert_, convolution, cpu, indexed
+from lns_ops import LNSTensor, convert_, convolution, cpu, indexed, optim
 from lns_ops import functional as lns
 from lns_ops.format import LNSFormat, lns12, lns16
-from trainers.config import ModelConfig, OptimizerConfig, PrecisionConfig
+from trainers.config import ModelConfig, PrecisionConfig
 from trainers.data import Split
 from trainers.models import build
-from trainers.precision import apply_precision, make_optimizer
+from trainers.optimizer_config import OptimizerConfig
+from trainers.optimizers import make_optimizer
+from trainers.precision import apply_precision
 from trainers.step import train_step
 
 SHAPES = [(128, 784, 512), (512, 512, 512)]
@@ -275,6 +277,21 @@ def saved_bytes() -> None:
         )
 
 
+def optimizers() -> None:
+    """A step of every optimizer with Kahan summation, lns12, and its share of the same optimizer's on float32."""
+    names = ("SGD", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD", "LARS", "LAMB", "Lion",
+             "Madam", "Mul", "SignMul", "HybridMul")  # fmt: skip
+    for name in names:
+        rates = []
+        for lns_too in (False, True):
+            value, grad = torch.randn(PARAMETERS), torch.randn(PARAMETERS)
+            parameter = torch.nn.Parameter(LNSTensor.from_float(value, lns12) if lns_too else value)
+            parameter.grad = LNSTensor.from_float(grad, lns12) if lns_too else grad
+            optimizer = getattr(optim, name)([parameter], lr=1e-3, kahan_sum=True)
+            rates.append(rate(optimizer.step, PARAMETERS))
+        line(f"{name} with Kahan, lns12", rates[1], "M/s", rates[0])
+
+
 def updates() -> None:
     """The fused SGD step, and torch's fused float32 step."""
     rng = np.random.default_rng(2)
@@ -371,6 +388,7 @@ def main() -> None:
         functions()
         convolutions()
         updates()
+        optimizers()
         steps()
     saved_bytes()
     print("start-up")

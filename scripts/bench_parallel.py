@@ -1,8 +1,14 @@
 """What parallel training costs: bytes and time of every wire format, bubbles of every schedule, scaling over GPUs.
 
     python scripts/bench_parallel.py wire       two processes over gloo on this machine's CPUs
-    python scripts/bench_parallel.py bubble     pipelines of 2 and 4 stages that sleep instead of computing
+    python scripts/bench_parallel.py overlap    two replicas whose gradients leave after backward, or in buckets while it runs
+    python scripts/bench_parallel.py bubble     pipelines of 2 and 4 stages that sleep instead of computing, in every schedule
     python scripts/bench_parallel.py gpu        one GPU against two or more over NCCL, replicas and stages
+
+A slow network for ``overlap``::
+
+    unshare -rn sh -c "ip link set lo up; tc qdisc add dev lo root tbf rate 1gbit burst 256kb latency 50ms;
+                       GLOO_SOCKET_IFNAME=lo python scripts/bench_parallel.py overlap"
 
 ``--json FILE`` keeps the figures. Times are medians over repetitions after warm-up; every figure is of real processes.
 """
@@ -26,21 +32,24 @@ from torch import Tensor, nn
 
 from lns_ops import LNSTensor, lns12
 from trainers.collectives import Collectives
-from trainers.config import ModelConfig, OptimizerConfig, PrecisionConfig
+from trainers.config import ModelConfig, PrecisionConfig
 from trainers.data import Split
+from trainers.deferred import Deferred
 from trainers.init import initialize_
 from trainers.layout import Layout
 from trainers.models import build
+from trainers.optimizer_config import OptimizerConfig
+from trainers.optimizers import make_optimizer
 from trainers.pipeline import Pipeline
-from trainers.precision import apply_precision, make_optimizer
+from trainers.precision import apply_precision
 from trainers.step import train_step
 from trainers.synchroniser import Synchroniser, Synchronous
 from trainers.wire import FORMATS, WireConfig
 
 MLP = 784 * 512 + 512 + 512 * 10 + 10
 """Parameters of 784-512-10."""
-FORWARD_SECONDS, BACKWARD_SECONDS = 0.03, 0.06
-"""That a stage sleeps for a micro-batch."""
+FORWARD_SECONDS = INPUT_SECONDS = WEIGHT_SECONDS = 0.1
+"""That a worker sleeps for a micro-batch forward, for its input's gradient and for its weights'."""
 WIDE = 4096
 DEPTH = 6
 GPU_BATCH = 4096
@@ -81,6 +90,10 @@ def run(job: Job) -> list[dict[str, Any]]:
 
 
 def median_ms(step: Callable[[], object], repetitions: int, wait: Callable[[], object]) -> float:
+    return statistics.median(times_ms(step, repetitions, wait))
+
+
+def times_ms(step: Callable[[], object], repetitions: int, wait: Callable[[], object]) -> list[float]:
     times = []
     for repetition in range(repetitions + 2):
         wait()
@@ -89,7 +102,7 @@ def median_ms(step: Callable[[], object], repetitions: int, wait: Callable[[], o
         wait()
         if repetition >= 2:
             times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times)
+    return times
 
 
 def wires(rank: int, world: int) -> list[dict[str, Any]]:
@@ -113,18 +126,41 @@ def wires(rank: int, world: int) -> list[dict[str, Any]]:
     return rows
 
 
+def overlaps(rank: int, world: int) -> list[dict[str, Any]]:
+    """Steps of 784-512-512-512-10, 128 examples a replica."""
+    rows = []
+    batch = examples(rank, 128, "cpu")
+    for kind, precision in PRECISIONS.items():
+        for cap, overlap in ((None, True), (1.0, False), (1.0, True)):
+            model = apply_precision(initialize_(build(ModelConfig(hidden=[512] * 3), 784, 10), 0), precision)
+            optimizer = make_optimizer(model, OptimizerConfig(lr=0.1), precision, 128 * world)
+            wire = WireConfig(bucket_cap_mb=cap, overlap=overlap)
+            sync = Synchronous(wire, Collectives(), 0, model.parameters())
+            milliseconds = median_ms(lambda: train_step(model, optimizer, batch, sync), 20, dist.barrier)
+            how = "at once" if cap is None else f"buckets of {cap:g} MB, {'while backward runs' if overlap else 'after backward'}"
+            rows.append({"arithmetic": kind, "gradients": how, "ms a step": milliseconds})
+        alone = median_ms(lambda: train_step(model, optimizer, batch, Synchroniser()), 20, dist.barrier)
+        rows.append({"arithmetic": kind, "gradients": "stay", "ms a step": alone})
+    return rows
+
+
 class Sleep(torch.autograd.Function):
-    """Takes its time in both directions."""
+    """Takes its time in both directions; the weights' share of backward waits where there is a queue."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
-        ctx.share = share
-        time.sleep(FORWARD_SECONDS * share)
+    def forward(ctx: Any, x: Tensor, layer: Sleeper) -> Tensor:
+        ctx.layer = layer
+        time.sleep(FORWARD_SECONDS * layer.share)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        time.sleep(BACKWARD_SECONDS * ctx.share)
+        layer = ctx.layer
+        time.sleep(INPUT_SECONDS * layer.share)
+        if layer.deferred is None:
+            time.sleep(WEIGHT_SECONDS * layer.share)
+        else:
+            layer.deferred.put(lambda: time.sleep(WEIGHT_SECONDS * layer.share))
         return grad, None
 
 
@@ -134,44 +170,59 @@ class Sleeper(nn.Module):
     def __init__(self, share: float) -> None:
         super().__init__()
         self.share = share
+        self.deferred: Deferred | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return Sleep.apply(x, self.share)
+        return Sleep.apply(x, self)
+
+
+BUBBLES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zero_bubble", 2), ("zbv", 2), ("dualpipev", 2))
+"""Schedules and stages a worker."""
 
 
 def bubbles(rank: int, world: int) -> list[dict[str, Any]]:
-    """Time beyond that of the work itself, over it: (p - 1) / m for GPipe and 1F1B, (p - 1) / (v m) interleaved."""
+    """Time beyond that of the work itself, over it, beside (p - 1) / m, which is GPipe's and 1F1B's; divided by v interleaved.
+
+    The fastest of four: other work on the machine can only add.
+    """
     rows = []
-    for schedule, virtual in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
+    for schedule, virtual in BUBBLES:
         for parts in (4, 8, 16):
+            if schedule == "dualpipev" and parts < 2 * world:
+                continue
             layout = Layout(pp=world, schedule=schedule, micro_batches=parts, virtual_stages=virtual)
             layers = [layer for _ in range(layout.stages) for layer in (nn.Linear(4, 4), Sleeper(1 / virtual))]
             pipeline = Pipeline(nn.Sequential(*layers), layout, layout.place(rank, world), 2 * parts, None, torch.device("cpu"))
             batch = Split(torch.ones(2 * parts, 4), torch.zeros(2 * parts, dtype=torch.int64))
-            seconds = median_ms(lambda: pipeline._forward_backward(batch), 3, dist.barrier) / 1e3
-            work = parts * (FORWARD_SECONDS + BACKWARD_SECONDS)
-            theory = (world - 1) / (parts * virtual)
-            rows.append({"p": world, "m": parts, "schedule": schedule, "bubble": seconds / work - 1, "theory": theory})
+            seconds = min(times_ms(lambda: pipeline._forward_backward(batch), 4, dist.barrier)) / 1e3
+            work = parts * (FORWARD_SECONDS + INPUT_SECONDS + WEIGHT_SECONDS)
+            theory = (world - 1) / (parts * (virtual if schedule == "interleaved" else 1))
+            row: dict[str, Any] = {"p": world, "m": parts, "schedule": schedule, "stages a worker": virtual}
+            rows.append(row | {"bubble": seconds / work - 1, "theory": theory})
     return rows
 
 
 def replicas(rank: int, world: int) -> list[dict[str, Any]]:
-    """Weak scaling: 4,096 examples a GPU and step, whatever their number; without overlap of transfer and computation."""
-    wanted = [(kind, "native") for kind in PRECISIONS]
+    """Weak scaling: 4,096 examples a GPU and step, whatever their number; buckets where it says so."""
+    wanted = [(kind, WireConfig()) for kind in PRECISIONS]
     if world > 1:
-        wanted += [("float32", name) for name in FORMATS if name != "native"] + [("lns12 + kahan", "int8")]
-    return [replica(rank, world, kind, name) for kind, name in wanted]
+        wanted += [("float32", WireConfig(name=name)) for name in FORMATS if name != "native"]
+        wanted += [("lns12 + kahan", WireConfig(name="int8"))]
+        wanted += [(kind, WireConfig(bucket_cap_mb=25.0, overlap=overlap)) for kind in PRECISIONS for overlap in (False, True)]
+    return [replica(rank, world, kind, wire) for kind, wire in wanted]
 
 
-def replica(rank: int, world: int, kind: str, name: str) -> dict[str, Any]:
+def replica(rank: int, world: int, kind: str, wire: WireConfig) -> dict[str, Any]:
     precision = PRECISIONS[kind]
     model = apply_precision(initialize_(build(ModelConfig(hidden=[WIDE] * (DEPTH - 1)), 784, 10), 0).cuda(), precision)
     optimizer = make_optimizer(model, OptimizerConfig(lr=1.0), precision, GPU_BATCH * world)
     collectives = Collectives(device="cuda") if world > 1 else None
-    sync = Synchronous(WireConfig(name=name), collectives, 0) if collectives else Synchroniser()
+    sync = Synchronous(wire, collectives, 0, model.parameters()) if collectives else Synchroniser()
     batch = examples(rank)
     milliseconds = median_ms(lambda: train_step(model, optimizer, batch, sync), 10, torch.cuda.synchronize)
-    row: dict[str, Any] = {"GPUs": world, "arithmetic": kind, "wire": name, "ms a step": milliseconds}
+    row: dict[str, Any] = {"GPUs": world, "arithmetic": kind, "wire": wire.name, "ms a step": milliseconds}
+    if wire.bucket_cap_mb is not None:
+        row["buckets"] = "while backward runs" if wire.overlap else "after backward"
     if collectives is not None:
         row["ms synchronising"] = median_ms(lambda: sync.gradients(model.parameters(), True), 10, torch.cuda.synchronize)
         before = collectives.sent
@@ -180,10 +231,10 @@ def replica(rank: int, world: int, kind: str, name: str) -> dict[str, Any]:
     return row
 
 
-def examples(rank: int) -> Split:
+def examples(rank: int, count: int = GPU_BATCH, device: str = "cuda") -> Split:
     generator = torch.Generator().manual_seed(rank)
-    x, y = torch.rand(GPU_BATCH, 784, generator=generator), torch.randint(10, (GPU_BATCH,), generator=generator)
-    return Split(x.cuda(), y.cuda())
+    x, y = torch.rand(count, 784, generator=generator), torch.randint(10, (count,), generator=generator)
+    return Split(x.to(device), y.to(device))
 
 
 def stages(rank: int, world: int) -> list[dict[str, Any]]:
@@ -211,11 +262,13 @@ def stages(rank: int, world: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("wire", "bubble", "gpu"))
+    parser.add_argument("what", choices=("wire", "overlap", "bubble", "gpu"))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.what == "wire":
         jobs = [Job(wires, 2)]
+    elif options.what == "overlap":
+        jobs = [Job(overlaps, 2)]
     elif options.what == "bubble":
         jobs = [Job(bubbles, 2), Job(bubbles, 4)]
     else:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from study.cli_manage import add_commands
+from study.cli_tracking import add_tracking_commands
 from study.errors import UserError, refusals
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_report(commands)
     _add_ui(commands)
     add_commands(commands, _run_config)
+    add_tracking_commands(commands)
     _add_doctor(commands)
     _add_simulate(commands)
     return parser
@@ -147,6 +149,8 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     report.add_argument("study", metavar="STUDY", help="the study's name, or its folder")
     report.add_argument("--storage", default="studies", help="folder of all studies (default: studies)")
     report.add_argument("--tracking-uri", help="MLflow store to send to (default: the study's own)")
+    forms = "the table as Markdown or LaTeX, or the trials as csv or parquet, besides the page"
+    report.add_argument("--format", choices=("html", "md", "csv", "parquet", "latex"), default="html", help=forms)
     report.set_defaults(command=_report)
 
 
@@ -286,6 +290,10 @@ def _report(options: argparse.Namespace) -> int:
         folder = direct if (direct / "ledger.jsonl").exists() else StudyConfig(name=options.study, storage=options.storage).folder
     outcome = report_study(folder, lambda line: print(line, file=sys.stderr), options.tracking_uri)
     _print_outcome(outcome, str(folder.parent))
+    if options.format != "html":
+        from study.report_formats import write_format
+
+        print(f"{options.format}: {write_format(outcome.state, outcome.report, options.format)}")
     return 1 if outcome.tracking_error else 0
 
 
@@ -312,10 +320,12 @@ def _print_outcome(outcome: Outcome, storage: str) -> None:
     print(f"\n{render_text(outcome.state)}")
     print(f"\nReport:  {outcome.report / 'report.html'}")
     study = outcome.state.config
-    page = "#/experiments/{}/runs/{}".format(*outcome.parent_run) if outcome.parent_run else ""
-    print(f"MLflow:  {how_to_open(outcome.tracking, storage, page)}")
+    if outcome.tracking == "none":
+        print(f"MLflow:  nothing was sent; `lns-study sync {study.slug} --tracking-uri ...` sends it later")
+    else:
+        print(f"MLflow:  {how_to_open(outcome.tracking, storage, outcome.page)}")
     if outcome.tracking_error:
-        again = ["lns-study", "report", study.slug, "--storage", storage]
+        again = ["lns-study", "sync", study.slug, "--storage", storage]
         if outcome.tracking != study.tracking:
             again += ["--tracking-uri", outcome.tracking]
         print(f"MLflow lacks part of this study ({outcome.tracking_error}); send it with: {shlex.join(again)}", file=sys.stderr)

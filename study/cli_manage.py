@@ -24,27 +24,27 @@ Run = Callable[["StudyConfig", bool, str], int]
 
 def add_commands(commands: Commands, run: Run) -> None:
     """Add the commands; ``run`` runs a config (plainly or not, all or some trials) and gives the exit code."""
-    listing = _add(commands, "list", _list, "list the studies of a storage", study=False)
+    listing = add_command(commands, "list", _list, "list the studies of a storage", study=False)
     listing.add_argument("--plain", action="store_true", help="tabs instead of a table")
-    status = _add(commands, "status", _status, "show where a study stands, also while it runs elsewhere")
+    status = add_command(commands, "status", _status, "show where a study stands, also while it runs elsewhere")
     status.add_argument("--watch", action="store_true", help="again every two seconds, until Ctrl-C")
-    show = _add(commands, "show", _show, "show everything about one trial")
+    show = add_command(commands, "show", _show, "show everything about one trial")
     show.add_argument("trial", metavar="TRIAL", help="its id, or the beginning of it")
-    export = _add(commands, "export", _export, "write trials, or their epochs, as a table")
+    export = add_command(commands, "export", _export, "write trials, or their epochs, as a table")
     export.add_argument("--format", choices=("csv", "json", "parquet"), help="default: by the output's ending, else csv")
     export.add_argument("--output", "-o", metavar="FILE", help="default: STUDY.csv and so on in the working folder")
     export.add_argument("--epochs", action="store_true", help="one row an epoch instead of one a trial")
     _add_runs(commands, run)
     _add_wishes(commands)
-    take = _add(commands, "import", _import, "take finished trials from another study instead of running them")
+    take = add_command(commands, "import", _import, "take finished trials from another study instead of running them")
     take.add_argument("source", metavar="FROM", help="the other study: its name in the same storage, or its folder")
-    rerun = _add(commands, "rerun", _rerun, "train a trial again and say whether every figure has the same bits")
+    rerun = add_command(commands, "rerun", _rerun, "train a trial again and say whether every figure has the same bits")
     rerun.add_argument("trial", metavar="TRIAL", help="its id, or the beginning of it")
 
 
 def _add_runs(commands: Commands, run: Run) -> None:
     def command(name: str, text: str, only: str) -> argparse.ArgumentParser:
-        parser = _add(commands, name, lambda options: _again(options, run, only), text)
+        parser = add_command(commands, name, lambda options: _again(options, run, only), text)
         parser.add_argument("--plain", action="store_true", help="one line an epoch instead of a live table")
         return parser
 
@@ -62,14 +62,15 @@ def _add_wishes(commands: Commands) -> None:
         "stop": "begin no more trials of a running study, and end it when those that run are done",
         "cancel": "end a running study and its trials now; they continue from their checkpoints when it is run again",
     }.items():
-        _add(commands, name, functools.partial(_ask, name), text)
-    edit = _add(commands, "edit", _edit, "change the limits of a running study")
+        add_command(commands, name, functools.partial(_ask, name), text)
+    edit = add_command(commands, "edit", _edit, "change the limits of a running study")
     edit.add_argument("overrides", metavar="limits.KEY=VALUE", nargs="+", help="for example limits.hours=5 or limits.trials=null")
 
 
-def _add(
+def add_command(
     commands: Commands, name: str, command: Callable[[argparse.Namespace], int], text: str, *, study: bool = True
 ) -> argparse.ArgumentParser:
+    """A command with ``--storage`` and, unless told otherwise, the positional ``STUDY``."""
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
     if study:
         parser.add_argument("study", metavar="STUDY", help="the study's name, or its folder")

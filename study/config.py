@@ -25,7 +25,7 @@ ADAPTIVE = ("tpe", "cmaes", "nsga2")
 """Those that look at results before they propose what comes next."""
 SCHEDULERS = ("none", "asha", "hyperband", "median")
 MODES = ("min", "max")
-EXECUTORS = ("auto", "train")
+EXECUTORS = ("auto", "packed", "train")
 
 TRACKING_SCHEMES = ("sqlite:///", "http://", "https://", "postgresql://", "postgresql+psycopg2://", "mysql+pymysql://")
 
@@ -80,6 +80,9 @@ class SearchConfig:
             al. 2020), ``hyperband`` (asha with several brackets, the later ones with a longer grace), ``median`` (Golovin et al. 2017).
         grace_period: epochs that a scheduler leaves every trial.
         reduction_factor: of asha and hyperband: one of so many goes on.
+        confirm: how many of each row's best configurations run with more seeds once its search has ended; 0 for none. They race: after each
+            seed those drop out that are significantly worse than the leader (:mod:`study.confirmation`).
+        confirm_seeds: those seeds, in turn; none of the study's own.
     """
 
     algorithm: str = "random"
@@ -89,6 +92,8 @@ class SearchConfig:
     scheduler: str = "none"
     grace_period: int = 1
     reduction_factor: int = 3
+    confirm: int = 0
+    confirm_seeds: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         one_of("search.algorithm", self.algorithm, ALGORITHMS)
@@ -97,6 +102,12 @@ class SearchConfig:
         at_least("search.seed", self.seed, 0, "use for example 0")
         at_least("search.grace_period", self.grace_period, 1, "use for example 1")
         at_least("search.reduction_factor", self.reduction_factor, 2, "use for example 3")
+        at_least("search.confirm", self.confirm, 0, "0 repeats none")
+        if bool(self.confirm) != bool(self.confirm_seeds):
+            raise ValueError(
+                f"search.confirm={self.confirm} with search.confirm_seeds={self.confirm_seeds}: how many configurations to repeat, and "
+                "with which seeds, belong together; use for example search.confirm=3 search.confirm_seeds=[101,102,103,104]"
+            )
         if not self.objectives:
             raise ValueError("search.objectives={}: needs at least one metric; use for example {validation/error: min}")
         for metric, mode in self.objectives.items():
@@ -124,18 +135,21 @@ class LimitsConfig:
         trials: trials that may finish or fail, those of earlier runs counted in.
         hours: wall time of this run.
         gpu_hours: hours times the share of a GPU, over all trials.
+        joules: energy of GPUs, over all trials, each with its share of one (``trial.gpus``); trials tell with ``trial.telemetry=true``.
         failures: failed trials.
     """
 
     trials: int | None = None
     hours: float | None = None
     gpu_hours: float | None = None
+    joules: float | None = None
     failures: int | None = None
 
     def __post_init__(self) -> None:
         at_least("limits.trials", self.trials, 1, "leave it out for no limit")
         finite("limits.hours", self.hours, 0.0, "leave it out for no limit")
         finite("limits.gpu_hours", self.gpu_hours, 0.0, "leave it out for no limit")
+        finite("limits.joules", self.joules, 0.0, "leave it out for no limit")
         at_least("limits.failures", self.failures, 1, "leave it out for no limit")
 
 
@@ -161,7 +175,8 @@ class StudyConfig:
         address: Ray cluster to join; None starts a local one.
         cpus: CPUs of the local Ray; None for all.
         max_concurrent: trials at a time; None for as many as fit.
-        executor: ``auto``: a trial of one worker in a reused process, one of several in a reused gang of processes; ``train``: every
+        executor: ``auto``: a trial of one worker in a reused process, one of several in a reused gang of processes; ``packed``: trials
+            of one worker share a process a GPU (at most 32), where small nets train side by side instead of by turns; ``train``: every
             trial by Ray Train, which restarts a gang within the trial, at 10 to 30 s a start.
         checkpoint_every: epochs between checkpoints.
         max_failures: how often a trial whose worker died is restarted from its last checkpoint.
@@ -195,7 +210,8 @@ class StudyConfig:
         self._check_name()
         _unique("rows", [row.label for row in self.rows] or [self.name], "give every row its own label")
         _unique("seeds", self.seeds, "use for example seeds=[0,1,2]")
-        for seed in self.seeds:
+        _unique("search.confirm_seeds", self.search.confirm_seeds or [0], "name each once")
+        for seed in [*self.seeds, *self.search.confirm_seeds]:
             at_least("seeds", seed, 0, "use for example seeds=[0,1,2]")
         at_least("comparable_seeds", self.comparable_seeds, 1, "1 asks for no more than every study has")
         at_least("cpus", self.cpus, 1, "leave it out to use all")
@@ -208,6 +224,8 @@ class StudyConfig:
         at_least("checkpoint_every", self.checkpoint_every, 1, "1 checkpoints every epoch")
         finite("heartbeat", self.heartbeat, 1.0, "leave it out to wait for ever")
         at_least("max_failures", self.max_failures, 0, "3 survives a killed worker")
+        if self.limits.joules is not None and not self.trial.telemetry:
+            raise ValueError(f"limits.joules={self.limits.joules:g}: trials do not tell their energy; add trial.telemetry=true")
         self._check_baseline()
         self._check_space()
         check_tracking_uri(self.tracking_uri)
@@ -221,6 +239,8 @@ class StudyConfig:
                 "search: there is no space to search; add for example space: {optimizer.lr: {loguniform: [0.001, 1.0]}}, or leave "
                 "search out"
             )
+        if both := sorted({*self.search.confirm_seeds} & {*self.seeds}):
+            raise ValueError(f"search.confirm_seeds: {both[0]} is among the study's seeds; use others, for example 101, 102, 103")
         if self.search.adaptive and not space.sampled:
             raise ValueError(
                 f"search.algorithm={self.search.algorithm}: the space has grids only, which are multiplied out; use "

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from study.search import mean_objective
+from study.objectives import mean_objective
 from study.space import Params
 from study.state import ENDED, FINISHED, TrialState
 
@@ -61,16 +61,19 @@ def configurations(trials: Iterable[TrialState], metrics: Iterable[str]) -> list
 
 
 def best(found: Iterable[Configuration], objectives: dict[str, str]) -> Configuration | None:
-    """The finished configuration with the best first objective; of equals the first. None if there is none."""
+    """The finished configuration with the best first objective, among those with most seeds; of equals the first. None if there is none.
+
+    Who ran with fewer seeds dropped out of a race (:mod:`study.confirmation`), or was never in it.
+    """
     metric, mode = next(iter(objectives.items()))
     usable = [entry for entry in found if entry.finished and math.isfinite(entry.objectives[metric])]
-    return min(usable, key=lambda entry: _signed(entry.objectives[metric], mode), default=None)
+    return min(usable, key=lambda entry: (-len(entry.trials), signed(entry.objectives[metric], mode)), default=None)
 
 
 def pareto_front(found: Iterable[Configuration], objectives: dict[str, str]) -> list[Configuration]:
     """The finished configurations that no other equals or beats in every objective, best first objective first."""
     usable = [entry for entry in found if entry.finished and all(map(math.isfinite, entry.objectives.values()))]
-    points = [tuple(_signed(entry.objectives[metric], mode) for metric, mode in objectives.items()) for entry in usable]
+    points = [tuple(signed(entry.objectives[metric], mode) for metric, mode in objectives.items()) for entry in usable]
     front = [
         (point, entry)
         for point, entry in zip(points, usable, strict=True)
@@ -80,12 +83,13 @@ def pareto_front(found: Iterable[Configuration], objectives: dict[str, str]) -> 
 
 
 def table(found: Iterable[Configuration], objectives: dict[str, str]) -> list[dict[str, Any]]:
-    """One flat dict a configuration, ranked: row, number, sampled values, objectives, seeds, states."""
+    """One flat dict a configuration, ranked, most seeds first as in :func:`best`: row, number, sampled values, objectives, states."""
     metric, mode = next(iter(objectives.items()))
 
-    def rank(entry: Configuration) -> tuple[bool, float]:
+    def rank(entry: Configuration) -> tuple[bool, int, float]:
         value = entry.objectives[metric]
-        return (not (entry.finished and math.isfinite(value)), _signed(value, mode) if math.isfinite(value) else math.inf)
+        usable = entry.finished and math.isfinite(value)
+        return (not usable, -len(entry.trials), signed(value, mode) if math.isfinite(value) else math.inf)
 
     return [
         {"row": entry.row, "number": entry.number, **entry.params, **entry.objectives, "state": _state(entry)}
@@ -98,5 +102,6 @@ def _state(entry: Configuration) -> str:
     return states.pop() if len(states) == 1 else ", ".join(sorted(states))
 
 
-def _signed(value: float, mode: str) -> float:
+def signed(value: float, mode: str) -> float:
+    """``value`` such that lower is better."""
     return value if mode == "min" else -value

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import errno
 import json
+import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,14 @@ from study.state import ENDED, FAILED, StudyState
 
 FILE = "control.json"
 POLL_SECONDS = 0.5
+
+
+_FULL = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
+
+
+def is_full(error: str) -> bool:
+    """Whether an error's text says that a storage is full."""
+    return any(text in error for text in _FULL)
 
 
 class Wish(enum.IntEnum):
@@ -71,11 +82,27 @@ class Control:
         self._begun: set[str] = set()
         self.interrupted = False
         """Set by Ctrl-C."""
+        self.storage_error = ""
+        """Why the storage takes no more; ends the study as cancel does."""
         clear(folder)
 
     def begun(self, trial: str) -> None:
         """Note that a trial was handed out."""
         self._begun.add(trial)
+
+    def fail_storage(self, reason: str) -> None:
+        """Note that the storage takes no more."""
+        self.storage_error = self.storage_error or f"storage: {reason}"
+
+    @contextmanager
+    def watch_storage(self) -> Iterator[None]:
+        """Take an error of a full storage that is raised inside for :meth:`fail_storage`."""
+        try:
+            yield
+        except OSError as error:
+            if not is_full(str(error)):
+                raise
+            self.fail_storage(str(error))
 
     @property
     def full(self) -> bool:
@@ -87,6 +114,8 @@ class Control:
         """What to do now; cheap, it looks at the file and the limits twice a second at most, unless a ``fresh`` look is asked for."""
         if self.interrupted:
             return Decision(wish=Wish.CANCEL, reason="interrupted")
+        if self.storage_error:
+            return Decision(wish=Wish.CANCEL, reason=self.storage_error)
         if fresh or time.monotonic() - self._looked >= POLL_SECONDS:
             self._looked = time.monotonic()
             self._read()
@@ -126,6 +155,8 @@ def reached(limits: LimitsConfig, state: StudyState, seconds: float) -> str:
         return f"limits.hours={limits.hours:g} reached"
     if limits.gpu_hours is not None and gpu_hours >= limits.gpu_hours:
         return f"limits.gpu_hours={limits.gpu_hours:g} reached"
+    if limits.joules is not None and (spent := joules(state)) >= limits.joules:
+        return f"limits.joules={limits.joules:g} reached ({spent:g} spent)"
     if limits.failures is not None and failed >= limits.failures:
         return f"limits.failures={limits.failures} reached"
     return ""
@@ -135,6 +166,15 @@ def gpu_seconds(state: StudyState) -> float:
     """Seconds times the share of a GPU, over all trials."""
     on_gpu = [trial for trial in state.trials if trial.config["device"] == "cuda"]
     return sum(trial.seconds * float(trial.config["gpus"]) * int(trial.config["workers"]) for trial in on_gpu)
+
+
+def joules(state: StudyState) -> float:
+    """Energy of GPUs that trials have told, each with its share of one."""
+    total = 0.0
+    for trial in state.trials:
+        share = float(trial.config["gpus"]) if int(trial.config["workers"]) == 1 else 1.0
+        total += share * sum(value for value in trial.metric("telemetry/joules").values() if math.isfinite(value))
+    return total
 
 
 def ask(folder: Path, *, wish: Wish | None = None, limits: dict[str, Any] | None = None) -> None:

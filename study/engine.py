@@ -12,9 +12,10 @@ from typing import Any, Protocol
 
 from study.config import StudyConfig
 from study.control import Control, Decision
-from study.errors import refusals
-from study.ledger import Event, Ledger, read_ledger
+from study.errors import UserError, refusals
+from study.ledger import Event, Ledger, is_locked, read_ledger
 from study.manage import continuations
+from study.mlflow_view import page
 from study.plan import Plan, make_plan
 from study.preflight import check_same_data, check_same_name, check_writable, preflight
 from study.provenance import hardware, provenance
@@ -22,7 +23,9 @@ from study.report import write_report
 from study.runner import run_plan
 from study.search import adopt
 from study.state import ALL, ENDED, FAILED, FINISHED, ONLY_FAILED, StudyState, fold
-from study.tracking import NoTracker, Tracker, check_tracking, make_tracker
+from study.tracking import OFF, NoTracker, Tracker, check_tracking, make_tracker
+from study.ui import how_to_open
+from study.writer import sync
 
 EXCLUDED_SHOWN = 3
 
@@ -50,6 +53,7 @@ class Outcome:
         tracking: URI of the MLflow store that has the runs.
         tracking_error: why MLflow lacks something, or "".
         parent_run: experiment and run id of the parent run, or None.
+        page: the prepared view's address within MLflow's interface, or "".
     """
 
     state: StudyState
@@ -57,6 +61,7 @@ class Outcome:
     tracking: str
     tracking_error: str
     parent_run: tuple[str, str] | None
+    page: str = ""
 
     @property
     def failed(self) -> int:
@@ -74,7 +79,7 @@ def run_study(study: StudyConfig, view: View, say: Callable[[str], None], only: 
         say: prints one line for the user: warnings and what was resumed.
 
     Raises:
-        UserError: the study cannot start; nothing was done.
+        UserError: the study cannot start, and nothing was done; or its storage is full, and the same command goes on once it is not.
         KeyboardInterrupt: after Ctrl-C, with ledger, MLflow runs and report closed.
     """
     with refusals():
@@ -113,10 +118,11 @@ def _run(
     if longer := continuations(ledger, state):
         say(f"{longer} trials go on from the last checkpoint of the same trial with fewer epochs.")
     _say_what_is_left(state, say)
-    tracker = make_tracker(plan.study.tracking, _artifacts(plan.study), say)
-    tracker.start([*ledger.history, state.plan])
-    for listener in (tracker.listen, view.listen):
-        ledger.listen(listener)
+    tracker = make_tracker(
+        plan.study.folder, plan.study.tracking, _artifacts(plan.study), say, lambda where: _say_where(plan, where, say)
+    )
+    tracker.start()
+    ledger.listen(view.listen)
     view.start(state)
     control = Control(
         plan.study.folder, state, plan.study.limits, lambda limits: _discard(ledger.append("edited", limits=limits))
@@ -126,14 +132,21 @@ def _run(
         run_plan(plan, ledger, state, control, failed if only == ONLY_FAILED else None)
         decision = control.decide(fresh=True)
         outcome = _describe_end(plan, state, decision)
-        if decision.reason:
+        if decision.reason and not control.storage_error:
             left = "raise or drop it to go on" if decision.reason.startswith("limits.") else "the same command continues"
             say(f"Ended early: {decision.reason}; {left}.")
     finally:
-        ledger.append("ended", outcome=outcome)
+        with control.watch_storage():
+            ledger.append("ended", outcome=outcome)
         view.stop()
-        report, error = _close(state, plan.study.folder / "report", tracker)
-    return _outcome(state, report, plan.study, error, tracker)
+        with control.watch_storage():
+            report, error = _close(state, plan.study.folder / "report", tracker)
+    if control.storage_error:
+        raise UserError(
+            f"{control.storage_error}; free some space in {plan.study.folder.parent}, then give the same command again: trials that "
+            "finished are kept, the others continue from their last checkpoint"
+        )
+    return _outcome(state, report, plan.study, error, tracker.where())
 
 
 def _describe_end(plan: Plan, state: StudyState, decision: Decision) -> str:
@@ -158,27 +171,41 @@ def _close(state: StudyState, folder: Path, tracker: Tracker | NoTracker) -> tup
 
 
 def report_study(folder: Path, say: Callable[[str], None], tracking_uri: str | None = None) -> Outcome:
-    """Make the report of a study again from its ledger, and send MLflow what it lacks.
+    """Make the report of a study again from its ledger, and send MLflow what it lacks. While the study runs its own process does
+    the latter.
 
     Raises:
-        UserError: there is no study in ``folder``, it is running, the report cannot be written, or nothing answers at ``tracking_uri``;
-            nothing was written.
+        UserError: there is no study in ``folder``, the report cannot be written, or nothing answers at ``tracking_uri``; nothing
+        was written.
     """
     with refusals():
-        events = read_ledger(folder)
-        state = _reportable(folder, fold(events))
+        state = _reportable(folder, fold(read_ledger(folder)))
         study = dataclasses.replace(state.config, tracking_uri=tracking_uri or state.config.tracking_uri)
         check_writable(folder / "report", "report", "mend its permissions, or move what is in its place")
         if tracking_uri:
             check_tracking(tracking_uri)
-    tracker = make_tracker(study.tracking, _artifacts(study), say)
-    tracker.start([*events, {"event": "ended", "time": events[-1]["time"], "outcome": state.outcome}])
-    report, error = _close(state, folder / "report", tracker)
-    return _outcome(state, report, study, error, tracker)
+    report = write_report(state, folder / "report")
+    error, where = "", dict[str, str]()
+    if not is_locked(folder) and study.tracking != OFF:
+        error, where = sync_study(folder, study, report)
+    return _outcome(state, report, study, error, where)
 
 
-def _outcome(state: StudyState, report: Path, study: StudyConfig, error: str, tracker: Tracker | NoTracker) -> Outcome:
-    return Outcome(state=state, report=report, tracking=study.tracking, tracking_error=error, parent_run=tracker.parent_run())
+def sync_study(folder: Path, study: StudyConfig, report: Path | None) -> tuple[str, dict[str, str]]:
+    """Send MLflow what it lacks of the ledger in ``folder``; why that failed or "", and where the runs are."""
+    where: dict[str, str] = {}
+    error = sync(folder, study.tracking, _artifacts(study), report, where.update)
+    return error, where
+
+
+def _say_where(plan: Plan, where: dict[str, str], say: Callable[[str], None]) -> None:
+    say(f"MLflow: {how_to_open(plan.study.tracking, plan.study.storage, page(where['experiment'], where['view']))}")
+
+
+def _outcome(state: StudyState, report: Path, study: StudyConfig, error: str, where: dict[str, str]) -> Outcome:
+    parent = (where["experiment"], where["run"]) if "run" in where else None
+    address = page(where["experiment"], where["view"]) if "view" in where else ""
+    return Outcome(state=state, report=report, tracking=study.tracking, tracking_error=error, parent_run=parent, page=address)
 
 
 def _reportable(folder: Path, state: StudyState) -> StudyState:
@@ -186,9 +213,8 @@ def _reportable(folder: Path, state: StudyState) -> StudyState:
         raise ValueError(
             f"{folder}: holds no study (no ledger with a plan); run one with `lns-study run CONFIG`, or name its storage with --storage"
         )
-    if not state.outcome:
-        with Ledger(folder):  # refuses while another process runs the study
-            state.outcome = "interrupted"
+    if not state.outcome and not is_locked(folder):
+        state.outcome = "interrupted"
     return state
 
 

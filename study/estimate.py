@@ -1,55 +1,34 @@
-"""What a study would take: trials, resources, and time as earlier studies in the storage took it.
+"""What a study would take: trials, resources, and time as earlier studies in the storage took it (:mod:`study.durations`).
 
-The seconds an epoch takes are the median over finished epochs of trials that computed the same way: same model, data, precision, optimizer,
-batch size, workers, threads and device. Seeds, learning rates and the number of epochs change nothing. Where no earlier trial is like a
-planned one there is no estimate, and the plan says so.
+Where no earlier trial is like a planned one there is no estimate, and the plan says so.
 """
 
 from __future__ import annotations
 
-import json
-import statistics
-from collections import defaultdict
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
+from study.durations import like, seconds_an_epoch
 from study.ledger import FILE, read_ledger
 from study.plan import Plan, PlannedTrial
 from study.preflight import cpus_of, local_cpus
 from study.progress import duration
 from study.state import fold
-from trainers.bundles import bundles
+from trainers.bundles import gpus
 
-IGNORED = ("epochs", "seed", "gpus")
 TRIALS_SHOWN = 12
 
 
-def like(config: dict[str, Any]) -> str:
-    """What of a trial's config decides how long an epoch takes, as a key."""
-    values = {key: value for key, value in config.items() if key not in IGNORED}
-    values["data"] = {key: value for key, value in config["data"].items() if key != "root"}
-    optimizer = config["optimizer"]
-    values["optimizer"] = [optimizer["name"], bool(optimizer["momentum"]), bool(optimizer["weight_decay"])]
-    return json.dumps(values, sort_keys=True)
-
-
-def seconds_an_epoch(storage: str) -> dict[str, float]:
-    """Median seconds an epoch, by :func:`like`, over all studies in a storage."""
-    found: dict[str, list[float]] = defaultdict(list)
-    for path in Path(storage).expanduser().resolve().glob(f"*/{FILE}"):
-        for trial in fold(read_ledger(path.parent)).known.values():
-            if trial.epoch > 1:
-                times = [event["time"] for _, event in sorted(trial.reports.items())]
-                found[like(trial.config)] += [b - a for a, b in pairwise(times) if 0 < b - a < 10 * trial.seconds]
-    return {key: statistics.median(values) for key, values in found.items() if values}
+def of_storage(storage: str) -> dict[str, float]:
+    """:func:`study.durations.seconds_an_epoch` over all studies in a storage."""
+    paths = Path(storage).expanduser().resolve().glob(f"*/{FILE}")
+    return seconds_an_epoch(fold(read_ledger(path.parent)) for path in paths)
 
 
 def describe_plan(plan: Plan) -> Iterator[str]:
     """The plan in lines for a terminal."""
     study = plan.study
-    known = seconds_an_epoch(study.storage)
+    known = of_storage(study.storage)
     rows = ", ".join(row.label for row in plan.rows)
     yield f"{study.name}: {plan.size} trials = {len(plan.rows)} rows ({rows}) x {_configurations(plan)} x {len(study.seeds)} seeds"
     for trial in plan.trials[:TRIALS_SHOWN]:
@@ -77,9 +56,7 @@ def _describe_trial(trial: PlannedTrial, known: dict[str, float]) -> str:
     config = trial.config
     number = "" if trial.number is None else f" #{trial.number}"
     sampled = f" ({describe(trial.params)})" if trial.params else ""
-    resources = f"{cpus_of(config)} CPU" + (
-        f", {sum(b.get('GPU', 0) for b in bundles(config)):g} GPU" if config.device == "cuda" else ""
-    )
+    resources = f"{cpus_of(config)} CPU" + (f", {gpus(config):g} GPU" if config.device == "cuda" else "")
     seconds = known.get(like(config.to_dict()))
     time = f", about {duration(seconds * config.epochs)}" if seconds else ""
     size = f"{config.epochs} epochs, {config.workers} worker(s), {resources}{time}"

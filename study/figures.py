@@ -17,9 +17,10 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from PIL import Image
 
 from study.configurations import Configuration, configurations
-from study.results import Summary, test_errors
+from study.results import Row, Summary, test_errors
 from study.space import Domain, show
 from study.state import StudyState, TrialState
 
@@ -27,6 +28,11 @@ COLOURS = ("#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#F
 DASHES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DPI = 160
+COLOURS_KEPT = 128
+MOST_CURVES = 7
+"""Rows with a colour of their own; the others are thin and grey."""
+MOST_BARS = 6
+"""Rows whose bars stand; more of them lie, a line each."""
 SIZE = (8.0, 4.4)
 """Inches: text of 11 points stays legible when the picture is 700 pixels wide."""
 
@@ -51,22 +57,41 @@ def draw_epochs(state: StudyState, summary: Summary, theme: Theme) -> bytes:
 
     Of a searched row, its best configuration; before there is one, nothing.
     """
-    figure, axes = _canvas(theme)
-    for number, row in enumerate(summary.rows):
-        _draw_row(axes, number, row.label, list(row.trials))
+    figure, axes = canvas(theme)
+    chosen = _most_telling(summary)
+    for row in summary.rows:
+        if row not in chosen:
+            _draw_faint(axes, list(row.trials), theme)
+    for number, row in enumerate(chosen):
+        _draw_row(axes, number, plain(row.label), list(row.trials))
     axes.set_xlabel("epoch")
     axes.set_ylabel("validation error, %")
-    _title(axes, "Validation error per epoch: mean over seeds, band from lowest to highest", theme)
-    _percent_axis(axes)
+    set_title(axes, "Validation error per epoch: mean over seeds, band from lowest to highest", theme)
+    percent_axis(axes)
     axes.xaxis.get_major_locator().set_params(integer=True)
     if axes.lines:
         axes.legend(frameon=False, labelcolor=theme.text, ncols=2 if len(axes.lines) > 3 else 1)
-    return _png(figure)
+    return png(figure)
+
+
+def _most_telling(summary: Summary) -> list[Row]:
+    """The first :data:`MOST_CURVES` rows, or of more those with the lowest test error."""
+    if len(summary.rows) <= MOST_CURVES:
+        return list(summary.rows)
+    return sorted(summary.rows, key=lambda row: math.inf if row.mean is None else row.mean)[:MOST_CURVES]
+
+
+def _draw_faint(axes: Any, trials: list[TrialState], theme: Theme) -> None:
+    for trial in trials:
+        curve = {epoch: 100 * value for epoch, value in trial.metric("validation/error").items() if not math.isnan(value)}
+        axes.plot(list(curve), list(curve.values()), color=theme.grid, linewidth=0.8, zorder=1)
 
 
 def draw_bars(state: StudyState, summary: Summary, theme: Theme) -> bytes:
     """PNG: final test error of each row (bar: mean, whisker: sd, dots: seeds) beside the published figure (hatched)."""
-    figure, axes = _canvas(theme)
+    if len(summary.rows) > MOST_BARS:
+        return _draw_lying_bars(summary, theme)
+    figure, axes = canvas(theme)
     published = any(row.published is not None for row in summary.rows)
     width = 0.38 if published else 0.6
     for number, row in enumerate(summary.rows):
@@ -84,11 +109,30 @@ def draw_bars(state: StudyState, summary: Summary, theme: Theme) -> bytes:
             }
             axes.bar(number + 0.2, row.published, width, **hatched, zorder=2)
             _value(axes, number + 0.2, row.published, theme)
-    axes.set_xticks(range(len(summary.rows)), [_wrap(row.label) for row in summary.rows])
+    axes.set_xticks(range(len(summary.rows)), [_wrap(plain(row.label)) for row in summary.rows])
     axes.set_ylabel("test error, %")
-    _title(axes, _bars_title(summary, published), theme)
+    set_title(axes, _bars_title(summary, published), theme)
     axes.margins(y=0.14)
-    return _png(figure)
+    return png(figure)
+
+
+def _draw_lying_bars(summary: Summary, theme: Theme) -> bytes:
+    rows = [row for row in summary.rows if row.mean is not None]
+    figure, axes = canvas(theme, height=1.2 + 0.24 * max(len(rows), 4))
+    axes.grid(axis="x", color=theme.grid, linewidth=0.8, zorder=0)
+    axes.grid(axis="y", visible=False)
+    for place, row in enumerate(rows):
+        errors = test_errors(list(row.trials))
+        axes.barh(place, row.mean, 0.7, color=COLOURS[0], zorder=2)
+        axes.scatter(errors, [place] * len(errors), s=9, color=theme.text, zorder=4, alpha=0.7, linewidths=0)
+        axes.annotate(
+            f"{row.mean:.2f}", (row.mean, place), (4, 0), textcoords="offset points", va="center", color=theme.text, fontsize=8
+        )
+    axes.set_yticks(range(len(rows)), [plain(row.label) for row in rows], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("test error, %")
+    set_title(axes, "Test error after the last epoch: mean, seeds (dots)", theme)
+    return png(figure)
 
 
 def draw_slices(state: StudyState, theme: Theme) -> bytes:
@@ -108,13 +152,13 @@ def draw_slices(state: StudyState, theme: Theme) -> bytes:
     for place, domain in enumerate(domains):
         axes = figure.add_subplot(lines, columns, place + 1, facecolor=theme.page, sharey=first)
         first = first or axes
-        _style(axes, theme)
+        style_axes(axes, theme)
         _slice(axes, domain, found, list(state.rows()), metric)
         axes.set_xlabel(domain.key)
         if place % columns == 0:
             axes.set_ylabel(f"{metric}, %" if metric.endswith("/error") else metric)
     _slice_legend(figure, list(state.rows()), theme)
-    return _png(figure)
+    return png(figure)
 
 
 def _slice(axes: Any, domain: Domain, found: list[Configuration], rows: list[str], metric: str) -> None:
@@ -138,11 +182,11 @@ def _slice(axes: Any, domain: Domain, found: list[Configuration], rows: list[str
                 *zip(*points, strict=True) if points else ((), ()), s=22, facecolors=colour if finished else "none", **style
             )
     if domain.categorical:
-        axes.set_xticks(range(len(domain.values)), [_short(value) for value in domain.values], rotation=20, ha="right")
+        axes.set_xticks(range(len(domain.values)), [short(value) for value in domain.values], rotation=20, ha="right")
     elif domain.kind.startswith("log"):
         axes.set_xscale("log")
     if scale == 100:
-        _percent_axis(axes)
+        percent_axis(axes)
 
 
 def _place(domain: Domain, value: Any, row: int, rows: int) -> float:
@@ -151,27 +195,35 @@ def _place(domain: Domain, value: Any, row: int, rows: int) -> float:
     return list(domain.values).index(value) + 0.5 * (row - (rows - 1) / 2) / max(rows, 1)
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A value in at most 24 characters; dollars do not begin a formula."""
     text = show(value)
-    return text if len(text) <= 24 else text[:21] + "..."
+    return plain(text if len(text) <= 24 else text[:21] + "...")
+
+
+def plain(text: str) -> str:
+    """Text that matplotlib does not take for a formula."""
+    return text.replace("$", r"\$")
 
 
 def _slice_legend(figure: Figure, rows: list[str], theme: Theme) -> None:
     handles = [
-        Line2D([], [], color=COLOURS[n % len(COLOURS)], marker=MARKERS[n % len(MARKERS)], linestyle="", label=row)
+        Line2D([], [], color=COLOURS[n % len(COLOURS)], marker=MARKERS[n % len(MARKERS)], linestyle="", label=plain(row))
         for n, row in enumerate(rows)
     ]
     figure.legend(handles=handles, loc="outside upper left", ncols=4, frameon=False, labelcolor=theme.text, fontsize=9)
 
 
-def _canvas(theme: Theme) -> tuple[Figure, Any]:
-    figure = Figure(figsize=SIZE, dpi=DPI, facecolor=theme.page, layout="constrained")
+def canvas(theme: Theme, height: float = SIZE[1]) -> tuple[Figure, Any]:
+    """An empty picture with axes; ``height`` in inches."""
+    figure = Figure(figsize=(SIZE[0], height), dpi=DPI, facecolor=theme.page, layout="constrained")
     axes = figure.add_subplot(facecolor=theme.page)
-    _style(axes, theme)
+    style_axes(axes, theme)
     return figure, axes
 
 
-def _style(axes: Any, theme: Theme) -> None:
+def style_axes(axes: Any, theme: Theme) -> None:
+    """Grid, spines and letters in the theme's colours."""
     axes.grid(axis="y", color=theme.grid, linewidth=0.8, zorder=0)
     axes.set_axisbelow(True)
     axes.tick_params(colors=theme.text, which="both", labelsize=11)
@@ -183,7 +235,8 @@ def _style(axes: Any, theme: Theme) -> None:
         label.set_fontsize(11)
 
 
-def _title(axes: Any, text: str, theme: Theme) -> None:
+def set_title(axes: Any, text: str, theme: Theme) -> None:
+    """The axes' title."""
     axes.set_title(text, loc="left", fontsize=11, color=theme.text)
 
 
@@ -204,7 +257,7 @@ def _draw_row(axes: Any, number: int, label: str, trials: list[TrialState]) -> N
     )
 
 
-def _percent_axis(axes: Any) -> None:
+def percent_axis(axes: Any) -> None:
     """Logarithmic, so that rows near 2 % stay apart beside a row near 90 %."""
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)))
@@ -239,7 +292,11 @@ def _wrap(label: str) -> str:
     return label.replace(" + ", "\n+ ")
 
 
-def _png(figure: Figure) -> bytes:
+def png(figure: Figure) -> bytes:
+    """The picture with at most 128 colours, a third of the bytes."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", facecolor=figure.get_facecolor(), metadata={"Software": None})
-    return buffer.getvalue()
+    buffer.seek(0)
+    small = io.BytesIO()
+    Image.open(buffer).convert("RGB").quantize(COLOURS_KEPT, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
+    return small.getvalue()

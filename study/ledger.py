@@ -27,10 +27,12 @@ Limits: one writer at a time (a lock file says who); local or NFS storage with w
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, TypeAlias
@@ -53,16 +55,46 @@ def read_ledger(folder: Path) -> list[Event]:
     return [event for event in events if _is_new(event, seen)]
 
 
+class Follower:
+    """Reads a ledger that another process writes, from its beginning and then whatever has been added.
+
+    Args:
+        folder: the study's; the ledger may not be there yet.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._position = folder / FILE, 0
+        self._seen: set[tuple[object, ...]] = set()
+
+    def poll(self) -> list[Event]:
+        """The whole events since the last call, repeated reports dropped. A line without its end is left for the next call."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                content = file.read()
+        except FileNotFoundError:
+            return []
+        whole = content.rfind(b"\n") + 1
+        self._position += whole
+        events = [event for line in content[:whole].split(b"\n") if (event := _parse(line)) is not None]
+        return [event for event in events if _is_new(event, self._seen)]
+
+
 class Ledger:
     """The one writer of a study's ledger; listeners hear every event after it is on disk.
 
     Args:
         folder: the study's; made if missing.
 
+    Attributes:
+        broken: why the file could not be written; from then on nothing is, so that what it holds has no gaps.
+
     Raises:
         ValueError: another process is writing it.
         OSError: the folder cannot be written.
     """
+
+    broken: OSError | None = None
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,16 +112,36 @@ class Ledger:
         self._listeners.append(listener)
 
     def append(self, event: str, **values: Any) -> bool:
-        """Write one event, stamped with the time; False, and nothing written, if it repeats a known report."""
+        """Write one event, stamped with the time; False, and nothing written, if it repeats a known report.
+
+        Raises:
+            OSError: it cannot be written, or one before it could not.
+        """
+        if self.broken is not None:
+            raise self.broken
         record: Event = {"event": event, "time": time.time(), **values}
         if not _is_new(record, self._seen):
             return False
-        self._file.write(json.dumps(record).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        try:
+            self._write(json.dumps(record).encode() + b"\n")
+        except OSError as error:
+            self.broken = error
+            raise
         for listener in self._listeners:
             listener(record)
         return True
+
+    def _write(self, line: bytes) -> None:
+        """The whole line on disk, or none of it."""
+        start = self._file.tell()
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+            os.fsync(self._file.fileno())
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(start)
+            raise
 
     def close(self) -> None:
         """Close the file and give the lock up; a second call does nothing."""
@@ -123,9 +175,9 @@ def _is_new(event: Event, seen: set[tuple[object, ...]]) -> bool:
     return True
 
 
-def _open_for_append(path: Path) -> IO[bytes]:
+def _open_for_append(path: Path) -> io.FileIO:
     """The file, at the start of a line whatever a crash left, its name on disk too."""
-    file = path.open("ab")
+    file = path.open("ab", buffering=0)
     if file.tell() and not path.read_bytes().endswith(b"\n"):
         file.write(b"\n")
     folder = os.open(path.parent, os.O_RDONLY)

@@ -18,8 +18,8 @@ from study.compose import change
 from study.config import RowConfig, StudyConfig
 from study.errors import UserError, refusals
 from study.ledger import FILE, Ledger, is_locked, read_ledger
+from study.objectives import objective
 from study.plan import make_plan, trial_id
-from study.search import objective
 from study.state import ENDED, FAILED, FINISHED, StudyState, TrialState, flatten, fold
 from trainers.config import TrialConfig
 
@@ -285,7 +285,11 @@ def differences(trial: TrialState, again: TrialState) -> list[str]:
 
 
 def _comparable(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if name not in UNTIMED and not name.startswith(("time/", "energy/"))}
+    return {
+        name: value
+        for name, value in metrics.items()
+        if name not in UNTIMED and not name.startswith(("time/", "energy/", "telemetry/"))
+    }
 
 
 def _unequal(ours: dict[str, float], theirs: dict[str, float]) -> Iterable[str]:

@@ -256,7 +256,7 @@ class Base:
     """
 
     def __init__(self, study: StudyConfig, row: RowConfig, download: bool = True) -> None:
-        self.row = row
+        self.study, self.row = study, row
         try:
             self._values = override_trial(study.trial.to_dict(), row.overrides)
             _refuse_seed("seed", self._values["seed"])

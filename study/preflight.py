@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from study.config import StudyConfig
+from study.mlflow_names import check_loggable
 from study.plan import Excluded, Plan, PlannedTrial
 from study.state import StudyState
-from study.tracking import check_tracking
+from study.tracking import OFF, check_tracking
 from trainers.config import DataConfig, TrialConfig
 
 if TYPE_CHECKING:
@@ -34,11 +35,14 @@ def preflight(plan: Plan) -> tuple[Plan, list[dict[str, Any]]]:
     check_writable(Path(plan.study.storage).expanduser().resolve(), "storage")
     check_writable(plan.study.folder, "storage")
     check_cpus(plan)
+    check_elastic(plan)
     check_gpus(plan)
     check_address(plan.study.address)
     data = describe_data(plan)
     plan = check_trials(plan, data)
-    check_tracking(plan.study.tracking)
+    if plan.study.tracking != OFF:
+        check_loggable(plan)
+        check_tracking(plan.study.tracking)
     return plan, [dataclasses.asdict(info) for info in data.values()]
 
 
@@ -82,6 +86,8 @@ def check_gpus(plan: Plan) -> None:
         ValueError: there is none that LNS kernels can run on, or there are too few.
     """
     on_gpu = [trial for trial in plan.trials if trial.config.device == "cuda"]
+    if plan.study.executor == "packed":
+        _check_shares(on_gpu)
     if on_gpu and plan.study.address is None:
         import torch
 
@@ -97,6 +103,31 @@ def check_gpus(plan: Plan) -> None:
             raise ValueError(
                 f"row {largest.row!r}: workers={need} with device=cuda: every worker computes on a GPU of its own, and this machine has "
                 f"{have}; use workers={have}, or address=... for a cluster that has more"
+            )
+
+
+def check_elastic(plan: Plan) -> None:
+    """Only Ray Train changes the number of workers of a running trial.
+
+    Raises:
+        ValueError: another executor is to do so.
+    """
+    for trial in plan.trials:
+        if trial.config.min_workers is not None and plan.study.executor != "train":
+            raise ValueError(
+                f"row {trial.row!r}: min_workers={trial.config.min_workers}: only Ray Train changes the number of workers of a running "
+                "trial; use executor=train, or leave out trial.min_workers"
+            )
+
+
+def _check_shares(on_gpu: list[PlannedTrial]) -> None:
+    from trainers.host import MOST  # loads torch
+
+    for trial in on_gpu:
+        if trial.config.gpus < 1 / MOST:
+            raise ValueError(
+                f"row {trial.row!r}: gpus={trial.config.gpus:g} with executor=packed: at most {MOST} trials share a process; use "
+                f"trial.gpus={1 / MOST:g} or more, or executor=auto"
             )
 
 

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from study.ledger import Event
-from study.search import objective
+from study.objectives import objective
 from study.space import describe as describe_params
 from study.state import ENDED, FAILED, FINISHED, PLANNED, RUNNING, STOPPED, StudyState, TrialState, name_of
 

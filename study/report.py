@@ -1,26 +1,25 @@
-"""The report of a study, from its ledger's state alone: text for the terminal, Markdown, one self-contained HTML page, two PNGs.
+"""The report of a study, from its ledger's state alone: text for the terminal, Markdown, one self-contained HTML page, PNGs.
 
 Files, written whole (a new file renamed over the old)::
 
-    report.html            everything, pictures inside; light and dark; no scripts, nothing fetched
+    report.html            everything, pictures inside; light and dark; nothing fetched
     report.md              the table and the protocol
     error_per_epoch.png    validation error per epoch
-    slices.png             of a search: the first objective over each sampled key
-    configurations.csv     of a search: every configuration, ranked
     test_error.png         final test errors beside the published ones
+    pareto.png ...         what :mod:`study.report_page` lists, as far as there is something to show
+    configurations.csv     of a search: every configuration, ranked
 
-Labels and names come from configs, so the HTML template escapes everything; the pictures are the only raw values.
+Labels and names come from configs, so the HTML template escapes everything; pictures, and the scripts of :mod:`study.interactive`, are
+the only raw values.
 """
 
 from __future__ import annotations
 
-import base64
 import csv
 import io
 import json
 import os
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +27,12 @@ from typing import Any
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from study.analysis import interval
 from study.configurations import configurations, pareto_front, table
-from study.figures import DARK, LIGHT, draw_bars, draw_epochs, draw_slices
+from study.interactive import interactive
 from study.progress import duration
-from study.results import Row, Summary, summarise
+from study.report_page import Links, Picture, links, pictures, tables
+from study.results import Row, Summary, summarise, test_errors
 from study.space import describe, show
 from study.state import ENDED, FAILED, STOPPED, StudyState
 
@@ -43,18 +44,13 @@ def write_report(state: StudyState, folder: Path) -> Path:
     """Write the report's files into ``folder``; returns it."""
     folder.mkdir(parents=True, exist_ok=True)
     summary = summarise(state)
-    pictures = {
-        theme: (draw_epochs(state, summary, colours), draw_bars(state, summary, colours), draw_slices(state, colours))
-        for theme, colours in (("light", LIGHT), ("dark", DARK))
-    }
-    _write(folder / "error_per_epoch.png", pictures["light"][0])
-    _write(folder / "test_error.png", pictures["light"][1])
-    if slices := pictures["light"][2]:
-        _write(folder / "slices.png", slices)
+    drawn = pictures(state, summary)
+    for picture in drawn:
+        _write(folder / picture.file, picture.light)
     if state.config.space:
         _write(folder / "configurations.csv", render_csv(state).encode())
     _write(folder / "report.md", render_markdown(state, summary).encode())
-    _write(folder / "report.html", render_html(state, summary, pictures).encode())
+    _write(folder / "report.html", render_html(state, summary, drawn, links(state, folder.parent)).encode())
     return folder
 
 
@@ -88,26 +84,45 @@ def render_csv(state: StudyState) -> str:
     return buffer.getvalue()
 
 
-def render_html(state: StudyState, summary: Summary, pictures: Mapping[str, tuple[bytes, ...]]) -> str:
+def render_html(state: StudyState, summary: Summary, drawn: list[Picture], where: Links) -> str:
     """The page, pictures inside."""
     environment = Environment(loader=PackageLoader("study"), autoescape=True, undefined=StrictUndefined)
-    inline = {theme: [base64.b64encode(picture).decode() for picture in drawn] for theme, drawn in pictures.items()}
     return environment.get_template("report.html.j2").render(
         study=state.config,
         headings=headings(state, summary),
+        shown=_shown(summary),
         objectives=_objective_names(state),
         front=_front_lines(state),
         ranked=_ranked_lines(state),
         rows=[(cells(row), row.verdict) for row in summary.rows],
-        summary=summary,
+        intervals=_interval_lines(summary),
         remarks=remarks(state, summary),
         protocol=protocol(state),
         facts=facts(state),
         versions=state.plan["provenance"]["versions"],
         config=yaml.safe_dump(state.plan["study"], sort_keys=False, allow_unicode=True),
         trials=_trial_lines(state),
-        pictures=inline,
+        pictures=drawn,
+        tables=tables(state),
+        links=where,
+        explore=interactive(state),
     )
+
+
+def _shown(summary: Summary) -> list[int]:
+    """The columns of the table in which any row has something, and the first three."""
+    lines = [cells(row) for row in summary.rows]
+    return [place for place in range(max(map(len, lines), default=3)) if place < 3 or any(line[place] != "-" for line in lines)]
+
+
+def _interval_lines(summary: Summary) -> dict[str, str]:
+    """95 % confidence intervals of the rows' means by label, where there are two seeds."""
+    found = {}
+    for row in summary.rows:
+        half = interval(test_errors(list(row.trials)))
+        if half is not None and row.mean is not None:
+            found[row.label] = f"{row.mean - half:.2f} to {row.mean + half:.2f}"
+    return found
 
 
 def headings(state: StudyState, summary: Summary) -> list[str]:
@@ -190,7 +205,7 @@ def facts(state: StudyState) -> dict[str, str]:
     }
 
 
-SHOWN = 20
+SHOWN = 100
 """Configurations listed in the page; the CSV file has all."""
 
 

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import signal
+import statistics
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -44,6 +46,9 @@ ENVIRONMENT = {
     "PYTHONWARNINGS": "ignore",
 }
 """Set before Ray starts, unless the user set them; Ray's processes inherit them."""
+
+TAIL = 3
+"""The last so many trials a slot run longest first: within 1 to 6 % of sorting all of them, in simulations of 2 to 128 slots."""
 
 
 def run_plan(plan: Plan, ledger: Ledger, state: StudyState, control: Control, only: Collection[str] | None = None) -> None:
@@ -170,6 +175,7 @@ def _tune(study: StudyConfig, agenda: Agenda, ledger: Ledger, state: StudyState,
     from study.tune_search import AgendaSearcher, StopWhenCancelled, make_scheduler
 
     trainable, most = _trainable(study, [trial.config for trial in agenda.trials])
+    agenda.tail = TAIL * _slots(study, [trial.config for trial in agenda.trials])
     tuner = tune.Tuner(
         trainable,
         tune_config=tune.TuneConfig(
@@ -186,13 +192,17 @@ def _tune(study: StudyConfig, agenda: Agenda, ledger: Ledger, state: StudyState,
             storage_path=str(_next_attempt(study.folder)),
             failure_config=tune.FailureConfig(max_failures=study.max_failures),
             checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=0, checkpoint_at_end=False),
-            callbacks=[LedgerCallback(ledger, study.search.scheduler, study.heartbeat)],
+            callbacks=[LedgerCallback(ledger, study.search.scheduler, study.heartbeat, control.fail_storage)],
             stop=StopWhenCancelled(control),
             verbose=0,
         ),
     )
-    with _interrupts(control):
+    with _interrupts(control), control.watch_storage():  # Tune's own files are on it too
         tuner.fit()
+    if study.executor == "packed":
+        from trainers.host import end_hosts
+
+        end_hosts(str(study.folder))
 
 
 @contextmanager
@@ -233,15 +243,30 @@ def _trainable(study: StudyConfig, configs: list[TrialConfig]) -> tuple[Any, int
     return tune.with_resources(executors.train_trial, executors.DRIVER_RESOURCES), most
 
 
+def _slots(study: StudyConfig, configs: list[TrialConfig]) -> int:
+    """How many of these trials run at a time, about."""
+    import ray
+
+    from trainers.bundles import gpus as gpus_of
+
+    if not configs:
+        return 0
+    have = ray.cluster_resources()
+    cpus = have.get("CPU", 1.0) / statistics.fmean(map(cpus_of, configs))
+    shares = [gpus_of(config) for config in configs]
+    gpus = have.get("GPU", 0.0) / statistics.fmean(shares) if any(shares) else math.inf
+    return min(math.ceil(min(float(cpus), float(gpus))), study.max_concurrent or len(configs))
+
+
 def _room(study: StudyConfig) -> Any:
     """Trials wait for their resources with us; for a cluster that may grow, one more waits with Ray."""
     import ray
 
     from study.tune_search import Room
-    from trainers.bundles import bundles
+    from trainers.bundles import gpus as gpus_of
 
     def needs(trial: PlannedTrial) -> dict[str, float]:
-        gpus = sum(bundle.get("GPU", 0.0) for bundle in bundles(trial.config))
+        gpus = gpus_of(trial.config)
         return {"CPU": float(cpus_of(trial.config))} | ({"GPU": gpus} if gpus else {})
 
     return Room(ray.cluster_resources, needs, ahead=0 if study.address is None else 1)
@@ -253,12 +278,16 @@ def _to_config(trial: PlannedTrial, state: StudyState, study: StudyConfig) -> di
     plan = {
         "config": trial.config.to_dict(),
         "checkpoints": str(study.folder / "checkpoints" / trial.id),
+        "profile": str(study.folder / "profiles" / trial.id),
         "checkpoint_every": study.checkpoint_every,
         "resume_from": resume_from,
         "storage": str(study.folder / "train"),
         "max_failures": study.max_failures,
+        "packed_in": str(study.folder) if study.executor == "packed" else None,
     }
-    return {"id": trial.id, "plan": json.dumps(plan)}
+    from study.tune_search import UNTOUCHABLE
+
+    return {"id": trial.id, "plan": json.dumps(plan), UNTOUCHABLE: trial.seed in study.search.confirm_seeds}
 
 
 def _name_trial(trial: Any) -> str:

@@ -19,53 +19,30 @@ import dataclasses
 import json
 import logging
 import math
-import statistics
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import numpy as np
 
 from study.config import SearchConfig
+from study.confirmation import make_confirmations
+from study.durations import expected_seconds, seconds_an_epoch
+from study.objectives import mean_objective
 from study.plan import CANDIDATES, Base, Excluded, Plan, PlannedTrial, bind_space
 from study.space import Domain, Params, Space
 from study.state import ENDED, FAILED, STOPPED, StudyState, TrialState
 
-DERIVED = ("seconds", "bits")
-"""Objectives that are not reported by a trial but known of it."""
-
-
-def objective(trial: TrialState, metric: str) -> float | None:
-    """A trial's value of an objective; None if it has none.
-
-    ``seconds`` is the time spent in training, ``bits`` the width of the number format; all others are the last epoch's report.
-    """
-    if metric == "bits":
-        return float(bits_of(trial.config))
-    if metric == "seconds":
-        return trial.seconds
-    values = trial.metric(metric)
-    return values[max(values)] if values else None
-
-
-def mean_objective(trials: Sequence[TrialState], metric: str) -> float:
-    """The mean of an objective over a configuration's trials, one a seed; NaN if one of them has no value."""
-    values = [objective(trial, metric) for trial in trials]
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if len(known) == len(values) else math.nan
-
-
-def bits_of(config: dict[str, Any]) -> int:
-    """Bits of a value in a trial's number format."""
-    from lns_ops.format import LNSFormat
-
-    name = config["precision"]["format"]
-    return 32 if name == "float32" else LNSFormat.parse(name).bits
-
 
 class Agenda:
     """The trials still to run, in order; with an adaptive search also those not yet thought of.
+
+    Once no more than :attr:`tail` wait, the one that is expected to take longest comes first, so that no long one is left to run alone at
+    the end. Before that the plan's order holds, which gives every row a figure early.
+
+    Attributes:
+        tail: set once it is known how many trials run at a time; 0 keeps the order to the end.
 
     Args:
         plan: the study's.
@@ -82,17 +59,27 @@ class Agenda:
             trial for trial in plan.trials if state.known[trial.id].status not in ENDED and (only is None or trial.id in only)
         )
         self._proposers = make_proposers(plan, state) if only is None else []
+        self._confirmations = make_confirmations(plan) if only is None else []
         self._turn = 0
+        self.tail = 0
 
     def peek(self) -> PlannedTrial | None:
         """The next trial to run, left on the agenda; None if there is none, now or (see :attr:`exhausted`) at all."""
         if not self._todo:
             self._propose()
+        if not self._todo and self._all_proposed:
+            self._confirm()
+        if 1 < len(self._todo) <= self.tail and not self._proposers:
+            seconds = seconds_an_epoch([self._state])
+            return max(self._todo, key=lambda trial: expected_seconds(trial, seconds))
         return self._todo[0] if self._todo else None
 
     def next(self) -> PlannedTrial | None:
         """The next trial to run, taken off the agenda; None as for :meth:`peek`."""
-        return self._todo.popleft() if self.peek() else None
+        trial = self.peek()
+        if trial is not None:
+            self._todo.remove(trial)
+        return trial
 
     @property
     def trials(self) -> list[PlannedTrial]:
@@ -102,7 +89,18 @@ class Agenda:
     @property
     def exhausted(self) -> bool:
         """Whether nothing will come any more."""
-        return not self._todo and all(proposer.exhausted for proposer in self._proposers)
+        return not self._todo and self._all_proposed and all(race.exhausted for race in self._confirmations)
+
+    @property
+    def _all_proposed(self) -> bool:
+        return all(proposer.exhausted for proposer in self._proposers)
+
+    def _confirm(self) -> None:
+        """The next round of every row's race, as far as there is one now."""
+        for race in self._confirmations:
+            for trial in race.next(self._state):
+                self._added(trial)
+                self._todo.append(trial)
 
     def _propose(self) -> None:
         """One more configuration, from the proposers in turn."""
@@ -304,19 +302,22 @@ def suggest(asked: Any, domain: Domain) -> Any:
 def adopt(plan: Plan, before: StudyState) -> Plan:
     """A plan with the trials that earlier runs of the study proposed, as far as they are still what their sampled values say.
 
-    An adaptive search has no trials of its own until it runs; what it proposed before is in the ledger.
+    An adaptive search has no trials of its own until it runs; what it proposed before is in the ledger, and so are the repetitions of the
+    best configurations (:mod:`study.confirmation`).
     """
-    if not plan.study.search.adaptive:
+    search = plan.study.search
+    proposed = {*(plan.study.seeds if search.adaptive else []), *search.confirm_seeds}
+    if not proposed:
         return plan
     bases = {row.label: Base(plan.study, row) for row in plan.rows}
     kept = [
         trial
         for known in before.known.values()
-        if known.number is not None and known.row in bases and known.seed in plan.study.seeds
+        if known.number is not None and known.row in bases and known.seed in proposed
         for trial in [_again(bases[known.row], known)]
         if trial is not None
     ]
-    return dataclasses.replace(plan, trials=tuple(kept))
+    return dataclasses.replace(plan, trials=(*(() if search.adaptive else plan.trials), *kept))
 
 
 def _again(base: Base, known: TrialState) -> PlannedTrial | None:

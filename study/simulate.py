@@ -19,7 +19,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
-from study.estimate import like
+from study.durations import like
 from study.plan import Plan, PlannedTrial
 from study.state import FINISHED, StudyState
 

@@ -1,8 +1,11 @@
-"""How one trial runs under Ray Tune: in one process, as a gang of processes, or by Ray Train.
+"""How one trial runs under Ray Tune: in one process, packed with others, as a gang of processes, or by Ray Train.
 
 *In process* (``workers: 1``): a class Trainable whose step is one epoch. Tune keeps the process for the next trial (``reuse_actors``),
 which saves the seconds that importing torch costs; everything that decides a result is made anew from the config, so nothing leaks from
 one trial to the next.
+
+*Packed* (``workers: 1``, ``executor: packed``): the same Trainable hands the work to :class:`trainers.host.Host`, one process a GPU
+that trains several trials at once.
 
 *Gang* (``workers > 1``): the same Trainable drives :class:`trainers.gang.Gang`, whose processes are kept likewise. The driver
 takes no CPU and the placement group has a bundle for every rank, so that a gang gets all its CPUs or waits without holding any.
@@ -32,7 +35,9 @@ from study.tune_callback import DAMAGED, REFUSED, last_line
 from trainers.bundles import bundles
 from trainers.checkpoint import load_checkpoint
 from trainers.config import TrialConfig
-from trainers.gang import Gang, shape, step
+from trainers.gang import Gang, shape, step, write_files
+from trainers.host import Lane
+from trainers.leftovers import Leftovers
 from trainers.restore import Beginning, begin
 from trainers.worker import HISTORY
 
@@ -58,6 +63,9 @@ class Executor(Protocol):
     def save(self, folder: Path) -> None:
         """Write the trial's state."""
 
+    def profile(self) -> dict[str, bytes]:
+        """The files of a profile that the last step completed, by name, of all ranks."""
+
     def close(self) -> None:
         """Give processes back."""
 
@@ -78,6 +86,10 @@ class InProcess:
         """See :class:`Executor`."""
         self._training.save(folder)
 
+    def profile(self) -> dict[str, bytes]:
+        """See :class:`Executor`."""
+        return self._training.profiler.take()
+
     def close(self) -> None:
         """Nothing to give back."""
 
@@ -86,7 +98,8 @@ class StudyTrial(tune.Trainable):  # type: ignore[misc]
     """One trial after another in one Ray actor; ``step`` trains one epoch.
 
     The Tune config has two keys: ``id``, and ``plan``, JSON of ``config`` (``TrialConfig.to_dict()``), ``checkpoints`` (folder of the
-    trial's own, by epoch), ``checkpoint_every`` (epochs) and ``resume_from`` (checkpoint folders that the ledger names, newest first).
+    trial's own, by epoch), ``profile`` (folder of its profile), ``checkpoint_every`` (epochs), ``resume_from`` (checkpoint folders that
+    the ledger names, newest first) and ``packed_in`` (the study whose one-worker trials share processes; None where each has its own).
     JSON, since Tune copies and flattens what is nested, for every trial.
 
     Checkpoints are written here, in the step, and not by Tune, which would ask for each in a call of its own and copy its files. A
@@ -100,25 +113,39 @@ class StudyTrial(tune.Trainable):  # type: ignore[misc]
     _refusal = ""
     _first: dict[str, Any]
     _executor: Executor | None = None
+    _leftovers: Leftovers | None = None
+    _broken: Exception | None = None
     _shape: tuple[Any, ...] = ()
 
     def setup(self, config: dict[str, Any]) -> None:
         """Build the trial, continued from its newest whole checkpoint."""
-        self._plan = json.loads(config["plan"])
+        self._id, self._plan = str(config["id"]), json.loads(config["plan"])
+        self._leftovers = self._leftovers or Leftovers()
         self._begin([])
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Take the next trial in this process."""
-        self.setup(new_config)
+        """Take the next trial in this process, as clean as before the first.
+
+        Where that cannot be, the first step raises: Tune gives a trial up whose reset raises, and starts one again whose step does.
+        """
+        assert self._leftovers is not None
+        try:
+            self._leftovers.clear()
+            self.setup(new_config)
+        except Exception as error:
+            self._broken = error
         return True
 
     def step(self) -> dict[str, Any]:
         """Train one epoch; after the last, test. A trial restored after its last epoch only tests."""
+        if self._broken is not None:
+            raise self._broken
         first, self._first = self._first, {}
         try:
             if self._refusal:
                 return first | {"done": True, REFUSED: self._refusal}
             metrics = self._executor_().step()
+            self._keep_profile()
             return first | metrics | self._keep(metrics)
         except ValueError as error:
             self._refuse(error)
@@ -166,11 +193,21 @@ class StudyTrial(tune.Trainable):  # type: ignore[misc]
             shutil.rmtree(old, ignore_errors=True)
         return {"checkpoint_path": str(path)}
 
+    def _keep_profile(self) -> None:
+        """Write what the epoch recorded."""
+        if self._plan["config"].get("profile", {}).get("steps"):
+            write_files(Path(self._plan["profile"]), self._executor_().profile())
+
     def _executor_for(self, config: TrialConfig) -> Executor:
-        if self._executor is None or self._shape != shape(config):
+        packed_in = self._plan["packed_in"] if config.workers == 1 else None
+        wanted = (*shape(config), packed_in and self._id)
+        if self._executor is None or self._shape != wanted:
             self.cleanup()
-            self._executor = Gang(config, ray.util.get_current_placement_group()) if config.workers > 1 else InProcess()
-            self._shape = shape(config)
+            if config.workers > 1:
+                self._executor = Gang(config, ray.util.get_current_placement_group())
+            else:
+                self._executor = Lane(config, packed_in, self._id) if packed_in else InProcess()
+            self._shape = wanted
         return self._executor
 
     def _executor_(self) -> Executor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray import tune
 
+from study.control import is_full
 from study.ledger import Ledger
 from trainers.worker import HISTORY
 
@@ -32,10 +34,18 @@ class LedgerCallback(tune.Callback):  # type: ignore[misc]
         ledger: takes the events.
         scheduler: name of what may end trials early.
         heartbeat: seconds without a report after which a trial's process is killed, to be started again; None never.
+        storage_failed: told why the storage takes no more, the ledger's or a trial's files. That is no failure of the trial.
     """
 
-    def __init__(self, ledger: Ledger, scheduler: str = "none", heartbeat: float | None = None) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        scheduler: str = "none",
+        heartbeat: float | None = None,
+        storage_failed: Callable[[str], None] = lambda reason: None,
+    ) -> None:
         self._ledger, self._scheduler, self._heartbeat = ledger, scheduler, heartbeat
+        self._storage_failed = storage_failed
         self._heard: dict[Any, float] = {}
         self._hung: dict[str, str] = {}
         self._tests: dict[str, dict[str, float]] = {}
@@ -47,25 +57,25 @@ class LedgerCallback(tune.Callback):  # type: ignore[misc]
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """A trial's process began, or began again."""
         self._heard[trial] = time.monotonic()
-        self._ledger.append("started", trial=_id(trial))
+        self._append("started", trial=_id(trial))
 
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any) -> None:
         """An epoch is done; the last one's result also has the test figures."""
         self._heard[trial] = time.monotonic()
         for past in result.get(HISTORY, []):
-            self._ledger.append("report", trial=_id(trial), epoch=int(past["epoch"]), metrics=_metrics(past))
+            self._append("report", trial=_id(trial), epoch=int(past["epoch"]), metrics=_metrics(past))
         metrics = _metrics(result)
         test = {name: value for name, value in metrics.items() if name.startswith("test/")}
         epoch = {name: value for name, value in metrics.items() if name not in test}
         if test:
             self._tests[_id(trial)] = test
         if result.get(DAMAGED):
-            self._ledger.append("damaged", trial=_id(trial), error=str(result[DAMAGED]))
+            self._append("damaged", trial=_id(trial), error=str(result[DAMAGED]))
         if epoch:
             where = {"pid": result.get("pid"), "host": result.get("hostname")}
-            self._ledger.append("report", trial=_id(trial), epoch=int(result["epoch"]), metrics=epoch, **where)
+            self._append("report", trial=_id(trial), epoch=int(result["epoch"]), metrics=epoch, **where)
         if result.get("checkpoint_path"):
-            self._ledger.append("checkpoint", trial=_id(trial), epoch=int(result["epoch"]), path=result["checkpoint_path"])
+            self._append("checkpoint", trial=_id(trial), epoch=int(result["epoch"]), path=result["checkpoint_path"])
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
         """Kill the process of a trial that has been silent for too long; Tune then starts it again."""
@@ -82,25 +92,38 @@ class LedgerCallback(tune.Callback):  # type: ignore[misc]
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """A trial's process died; Tune will start it again."""
         self._heard.pop(trial, None)
-        self._ledger.append("restarted", trial=_id(trial), error=self._hung.pop(_id(trial), "") or _error(trial))
+        error = self._hung.pop(_id(trial), "") or _error(trial)
+        if is_full(error):
+            self._storage_failed(error)
+        self._append("restarted", trial=_id(trial), error=error)
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """A trial is done, or the scheduler ended it early."""
         self._heard.pop(trial, None)
         test, last = self._tests.get(_id(trial)), trial.last_result or {}
         if last.get(REFUSED):
-            self._ledger.append("failed", trial=_id(trial), error=str(last[REFUSED]))
+            self._append("failed", trial=_id(trial), error=str(last[REFUSED]))
         elif test is not None:
-            self._ledger.append("finished", trial=_id(trial), metrics=test)
+            self._append("finished", trial=_id(trial), metrics=test)
         elif self._scheduler != "none":
-            self._ledger.append("stopped", trial=_id(trial), by=self._scheduler)
+            self._append("stopped", trial=_id(trial), by=self._scheduler)
         elif last.get("done"):
-            self._ledger.append("failed", trial=_id(trial), error="the trial ended without test figures")
+            self._append("failed", trial=_id(trial), error="the trial ended without test figures")
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """A trial failed for good."""
         self._heard.pop(trial, None)
-        self._ledger.append("failed", trial=_id(trial), error=self._hung.pop(_id(trial), "") or _error(trial))
+        error = self._hung.pop(_id(trial), "") or _error(trial)
+        if is_full(error):
+            self._storage_failed(error)
+        else:
+            self._append("failed", trial=_id(trial), error=error)
+
+    def _append(self, event: str, **values: Any) -> None:
+        try:
+            self._ledger.append(event, **values)
+        except OSError as error:
+            self._storage_failed(f"ledger: {error}")
 
 
 def last_line(text: str) -> str:

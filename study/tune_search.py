@@ -24,6 +24,8 @@ from study.search import Agenda
 from study.state import ENDED, StudyState
 
 CAPACITY_SECONDS = 5.0
+UNTOUCHABLE = "untouchable"
+"""In a trial's Tune config: no scheduler ends it early."""
 BRACKETS = 3
 """Of hyperband: how many ways of trading the number of trials for their length it mixes, as far as the epochs allow."""
 
@@ -150,7 +152,9 @@ class _EndsDiverged:
     _metric: str
 
     def on_trial_result(self, controller: Any, trial: Any, result: dict[str, Any]) -> str:
-        """Stop a diverged trial, else what the scheduler says."""
+        """Stop a diverged trial, else what the scheduler says; it has no say where a configuration is confirmed."""
+        if getattr(trial, "config", {}).get(UNTOUCHABLE):
+            return str(TrialScheduler.CONTINUE)
         value = result.get(self._metric)
         if isinstance(value, float) and not math.isfinite(value):
             return str(TrialScheduler.STOP)

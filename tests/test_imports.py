@@ -45,7 +45,7 @@ def test_study_leaves_train_to_trainers(path: Path) -> None:
 
 
 def test_lns_ops_pulls_in_no_cluster_library() -> None:
-    code = "import sys, lns_ops; print([m for m in ('ray', 'mlflow', 'omegaconf', 'sklearn') if m in sys.modules])"
+    code = "import sys, lns_ops; print([m for m in ('ray', 'mlflow', 'omegaconf', 'sklearn', 'matplotlib', 'pandas') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 

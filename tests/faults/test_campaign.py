@@ -1,8 +1,9 @@
 """A campaign of faults: processes of a running study die at random moments, and the study loses nothing and repeats nothing.
 
 Every run is a real command line with a Ray of its own. One process is killed (SIGKILL) at a moment that the seed chooses: the study's main
-process, a trial's process, a rank of a gang, the raylet, Ray's control store, or the MLflow server. Where that ends the command, the same
-command is given again, until it ends by itself. Then every trial must have finished once, with every epoch reported once and every
+process, a trial's process, a rank of a gang, the process that packed trials share, the raylet, or Ray's control store; or the storage, a
+file system of its own, is full from then on until the command has ended. Where that ends the command, the same command is given again,
+until it ends by itself. Then every trial must have finished once, with every epoch reported once and every
 figure as in a run that nobody disturbed.
 
 ``LNS_STUDY_FAULTS=50 python -m pytest tests/faults -m slow`` runs seeds 0 to 49 instead of the first few.
@@ -18,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ from study.state import FINISHED, StudyState, fold
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SEEDS = range(int(os.environ.get("LNS_STUDY_FAULTS", "6")))
-FAULTS = ("driver", "trial", "rank", "raylet", "gcs", "driver twice")
+FAULTS = ("driver", "trial", "rank", "raylet", "gcs", "driver twice", "host", "full")
 STUDY = """
 name: faults
 trial: {data: {name: digits, validation_size: 300}, model: {hidden: [16]}, epochs: 6, batch_size: 32}
@@ -42,7 +44,14 @@ seeds: [0, 1]
 cpus: 2
 """
 GANG = ["trial.workers=2", "rows=[{label: lns, overrides: {precision.format: lns12}}]"]
-NAMES = {"trial": "ray::StudyTrial", "rank": "ray::Worker", "raylet": "raylet/raylet", "gcs": "gcs_server"}
+PACKED = ["executor=packed"]
+NAMES = {
+    "trial": "ray::StudyTrial",
+    "rank": "ray::Worker",
+    "host": "ray::HostActor",
+    "raylet": "raylet/raylet",
+    "gcs": "gcs_server",
+}
 
 
 def command(folder: Path, *overrides: str) -> subprocess.Popen[bytes]:
@@ -68,6 +77,38 @@ def family(process: subprocess.Popen[bytes]) -> Iterator[psutil.Process]:
         yield from psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return
+
+
+@contextmanager
+def small_storage(folder: Path) -> Iterator[None]:
+    """A file system of 4 MB for the studies in ``folder``."""
+    storage = folder / "studies"
+    storage.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", storage], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", storage], check=True)
+
+
+def fill(storage: Path) -> None:
+    """Leave no byte free."""
+    with (storage / "filler").open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(1 << 12))
+        except OSError:
+            pass
+
+
+def make(process: subprocess.Popen[bytes], fault: str, chance: random.Random, storage: Path) -> bool:
+    """Make the fault; False if what it wants to kill is not there now."""
+    if fault == "full":
+        fill(storage)
+        return True
+    return kill(process, fault, chance)
 
 
 def kill(process: subprocess.Popen[bytes], fault: str, chance: random.Random) -> bool:
@@ -108,10 +149,11 @@ def run_with_fault(folder: Path, fault: str, chance: random.Random, overrides: l
         try:
             if faults < planned and wait_for_reports(folder, process, chance.randrange(1, 16), children):
                 time.sleep(chance.random() * 0.3)
-                faults += kill(process, fault, chance)
+                faults += make(process, fault, chance, folder / "studies")
             code = process.wait(300)
         finally:
             end(process)
+            (folder / "studies" / "filler").unlink(missing_ok=True)
             for child in children.values():
                 if child.is_running():
                     child.kill()
@@ -147,10 +189,16 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 def test_nothing_is_lost_and_nothing_done_twice(seed: int, tmp_path: Path, undisturbed: dict[bool, StudyState]) -> None:
     chance = random.Random(seed)
     fault = FAULTS[seed % len(FAULTS)]
-    gang = fault == "rank" or (fault != "trial" and chance.random() < 0.3)
+    gang = fault == "rank" or (fault not in ("trial", "host") and chance.random() < 0.3)
     (tmp_path / "faults.yaml").write_text(STUDY)
-    run_with_fault(tmp_path, fault, chance, GANG if gang else [])
-    state, wanted = fold(read_ledger(tmp_path / "studies" / "faults")), undisturbed[gang]
+    with small_storage(tmp_path) if fault == "full" else nullcontext():
+        run_with_fault(tmp_path, fault, chance, PACKED if fault == "host" else GANG if gang else [])
+        check(tmp_path, fault, undisturbed[gang])
+
+
+def check(tmp_path: Path, fault: str, wanted: StudyState) -> None:
+    """Every trial has finished once, reported every epoch once, and its figures are those of an undisturbed run."""
+    state = fold(read_ledger(tmp_path / "studies" / "faults"))
     assert [trial.id for trial in state.trials] == [trial.id for trial in wanted.trials]
     for trial, other in zip(state.trials, wanted.trials, strict=True):
         assert trial.status == FINISHED, f"{fault}: {trial.error}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import pytest
 
 from study.compose import load
 from study.config import StudyConfig
-from study.ledger import Event
+from study.ledger import FILE, Event
 from study.plan import make_plan
 from study.runner import ENVIRONMENT
-from study.tracking import ENVIRONMENT as TRACKING_ENVIRONMENT
+from study.writer import ENVIRONMENT as TRACKING_ENVIRONMENT
+from tests.study.servers import Server
 
 TINY = """
 name: tiny
@@ -48,10 +50,25 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tiny(tmp_path: Path, storage: Path) -> Callable[..., StudyConfig]:
-    """A study that trains in a second: ``tiny("name", "trial.epochs=2")``."""
+    """A study that trains in a second, and sends nothing to MLflow: ``tiny("name", "trial.epochs=2")``."""
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY)
-    return lambda name, *overrides: load(str(path), [f"name={name}", f"storage={storage}", *overrides])
+    return lambda name, *overrides: load(str(path), [f"name={name}", f"storage={storage}", "tracking_uri=none", *overrides])
+
+
+@pytest.fixture
+def tracked(tiny: Callable[..., StudyConfig]) -> Callable[..., StudyConfig]:
+    """The same with the storage's MLflow database, or a store that the overrides name."""
+    return lambda name, *overrides: tiny(name, "tracking_uri=null", *overrides)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A real MLflow server on loopback over its own database, running; a test that stops it starts it again."""
+    server = Server(tmp_path_factory.mktemp("server"))
+    server.start()
+    yield server
+    server.stop()
 
 
 class SilentView:
@@ -71,6 +88,13 @@ class SilentView:
 
     def stop(self) -> None:
         """Nothing to clear."""
+
+
+def write_ledger(study: StudyConfig, events: list[Event]) -> Path:
+    """The study's folder with these events as its ledger, which nobody writes any more."""
+    study.folder.mkdir(parents=True, exist_ok=True)
+    (study.folder / FILE).write_text("".join(json.dumps(event) + "\n" for event in events))
+    return study.folder
 
 
 def made_up_events(study: StudyConfig, errors: dict[str, float] | None = None, outcome: str = "finished") -> list[Event]:

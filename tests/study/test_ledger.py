@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import tempfile
 from pathlib import Path
 
@@ -79,3 +80,20 @@ def test_listeners_hear_an_event_after_it_is_on_disk(tmp_path: Path) -> None:
 
 def test_an_empty_folder_has_no_events(tmp_path: Path) -> None:
     assert read_ledger(tmp_path) == []
+
+
+def test_a_ledger_that_cannot_be_written_keeps_what_it_has_and_takes_nothing_behind_a_gap(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Ledger(tmp_path) as ledger:
+        assert ledger.append("report", trial="a", epoch=1, metrics={})
+        before = (tmp_path / FILE).read_bytes()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, limits[1]))
+        try:
+            with pytest.raises(OSError, match="too large"):
+                ledger.append("report", trial="a", epoch=2, metrics={})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        with pytest.raises(OSError, match="too large"):
+            ledger.append("finished", trial="a", metrics={})
+    assert (tmp_path / FILE).read_bytes() == before
+    assert write(tmp_path, [("a", 1, 0.0), ("a", 2, 0.0)]) == [False, True]

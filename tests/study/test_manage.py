@@ -130,7 +130,7 @@ def test_a_running_study_is_told_not_touched(local: Tiny, capsys: pytest.Capture
         assert control.decide(fresh=True).wish == Wish.RUN
         assert main(["edit", "busy", *storage, "limits.trials=7", "limits.hours=2.5"]) == 0
         control.decide(fresh=True)
-        assert edited == [{"trials": 7, "hours": 2.5, "gpu_hours": None, "failures": None}]
+        assert edited == [{"trials": 7, "hours": 2.5, "gpu_hours": None, "joules": None, "failures": None}]
         assert main(["retry", "busy", *storage]) == 2
         assert main(["edit", "busy", *storage, "seeds=[1]"]) == 2
         assert "only limits can be changed" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import pytest
 
 from study.config import StudyConfig
 from study.plan import make_plan, trial_id
+from study.preflight import check_elastic
 from trainers.config import DataConfig, PrecisionConfig, TrialConfig
 
 Tiny = Callable[..., StudyConfig]
@@ -45,6 +46,13 @@ def test_the_id_is_pinned() -> None:
     assert trial_id(config) == trial_id(TrialConfig.from_dict(config.to_dict())) == "3f8d88803dfd"
     lns = dataclasses.replace(config, precision=PrecisionConfig(format="lns12", kahan_sum=True), seed=3)
     assert trial_id(lns) == "c07f3e0f13e6"
+
+
+def test_only_ray_train_changes_the_number_of_workers(tiny: Tiny) -> None:
+    elastic = ("trial.workers=2", "trial.min_workers=1")
+    check_elastic(make_plan(tiny("plan", *elastic, "executor=train")))
+    with pytest.raises(ValueError, match=r"row 'float32': min_workers=1: .*; use executor=train"):
+        check_elastic(make_plan(tiny("plan", *elastic)))
 
 
 def test_twins_are_refused(tiny: Tiny) -> None:

@@ -21,6 +21,7 @@ from study.engine import Outcome, report_study, run_study
 from study.ledger import Event, read_ledger
 from study.results import summarise
 from study.state import FAILED, FINISHED, PLANNED, STOPPED, TrialState, fold
+from study.tracking import Tracker
 from study.trial import checkpoints_in
 from tests.study.conftest import SilentView
 
@@ -100,6 +101,7 @@ def test_a_second_run_trains_nothing_again(undisturbed: tuple[StudyConfig, Outco
     assert "2 of 2 trials are finished" in said[1]
 
 
+@pytest.mark.slow
 def test_mlflow_is_closed_where_the_report_cannot_be_written(
     undisturbed: tuple[StudyConfig, Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,7 +111,8 @@ def test_mlflow_is_closed_where_the_report_cannot_be_written(
         raise OSError("disk full")
 
     monkeypatch.setattr("study.engine.write_report", fail)
-    monkeypatch.setattr("study.engine.Tracker.close", lambda self, report: closed.append(report) or "")
+    close = Tracker.close
+    monkeypatch.setattr("study.engine.Tracker.close", lambda self, report: closed.append(report) or close(self, report))
     with pytest.raises(OSError, match="disk full"):
         run(undisturbed[0])
     assert closed == [None]
@@ -142,6 +145,26 @@ def test_a_killed_process_loses_no_epoch_and_ends_bit_equal(undisturbed: tuple[S
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_packed_trials_share_a_process_whose_death_loses_no_epoch(undisturbed: tuple[StudyConfig, Outcome], tiny: Tiny) -> None:
+    study, killed = tiny("packed", "executor=packed"), list[int]()
+
+    def kill_the_host(event: Event) -> None:
+        if event["event"] == "report" and event["epoch"] == 2 and not killed:
+            ours = psutil.Process().children(recursive=True)
+            (host,) = [process for process in ours if "ray::HostActor" in " ".join(process.cmdline())]
+            killed.append(host.pid)
+            host.kill()
+
+    outcome, view = run(study, kill_the_host)
+    assert killed
+    assert [event for event in view.events if event["event"] == "restarted"]
+    assert set(count_reports(study).values()) == {1}
+    assert results(outcome.state) == results(undisturbed[1].state)
+    assert not [
+        process for process in psutil.Process().children(recursive=True) if "ray::HostActor" in " ".join(process.cmdline())
+    ]
+
+
 def test_an_interrupted_study_continues_from_its_checkpoints(undisturbed: tuple[StudyConfig, Outcome], tiny: Tiny) -> None:
     study = tiny("interrupted")
 
@@ -170,7 +193,7 @@ def interrupt_at(epoch: int) -> Callable[[Event], None]:
     return react
 
 
-@pytest.mark.parametrize("damaged", [1, 99], ids=["newest", "every"])
+@pytest.mark.parametrize("damaged", [pytest.param(1, id="newest"), pytest.param(99, id="every", marks=pytest.mark.slow)])
 def test_a_damaged_checkpoint_is_passed_over(undisturbed: tuple[StudyConfig, Outcome], tiny: Tiny, damaged: int) -> None:
     study = tiny(f"damaged {damaged}")
     with pytest.raises(KeyboardInterrupt):
@@ -232,6 +255,7 @@ def test_gangs_train_what_one_process_does_and_keep_their_processes(ray_session:
     assert gangs[1].ended - gangs[1].started < 5  # type: ignore[operator]  # new processes alone would take longer
 
 
+@pytest.mark.slow
 def test_a_gang_with_a_killed_rank_loses_no_epoch_and_ends_bit_equal(ray_session: None, tiny: Tiny) -> None:
     undisturbed, _ = run(tiny("gang whole", *GANG, "trial.epochs=5"))
     killed: list[int] = []
@@ -285,6 +309,7 @@ def test_a_scheduler_ends_trials_early_and_a_second_run_leaves_them(ray_session:
     assert results(again.state) == results(outcome.state)
 
 
+@pytest.mark.slow
 def test_an_adaptive_search_that_was_broken_off_goes_on(ray_session: None, tiny: Tiny) -> None:
     """Interrupted after a few trials: what was proposed is kept, and as many follow as are missing."""
     study = tiny("tpe", *SEARCH, "search={num_samples: 5, algorithm: tpe}", "trial.epochs=2")
@@ -336,6 +361,7 @@ def test_stop_lets_trials_end_and_cancel_does_not(ray_session: None, tiny: Tiny,
         assert outcome.state.known[asked[0]].epoch < 60
 
 
+@pytest.mark.slow
 def test_a_paused_study_begins_nothing_until_it_is_resumed(ray_session: None, tiny: Tiny) -> None:
     study = tiny("paused", "trial.epochs=2", "seeds=[0,1,2]")
     resumed: list[float] = []

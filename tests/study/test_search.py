@@ -14,9 +14,10 @@ import pytest
 from study.compose import load
 from study.config import StudyConfig
 from study.configurations import best, configurations, pareto_front
+from study.objectives import bits_of
 from study.plan import Plan, PlannedTrial, make_plan
-from study.search import Agenda, adopt, bits_of
-from study.state import StudyState, fold
+from study.search import Agenda, adopt
+from study.state import StudyState, TrialState, fold
 from tests.study.conftest import TINY
 
 Make = Callable[..., StudyConfig]
@@ -103,7 +104,7 @@ def test_what_makes_no_valid_trial_is_left_out_with_the_rule(searched: Make) -> 
         ("float32", "adam"),
         ("lns matmul", "adam"),
     }
-    assert "has betas instead" in plan.excluded[0].reason
+    assert "optimizer.name=adam" in plan.excluded[0].reason
     assert [trial.number for trial in plan.trials] == [1, 1, 2, 2, 3, 3]
 
 
@@ -219,3 +220,100 @@ def test_a_search_without_a_space_is_refused(tmp_path: Path) -> None:
     path.write_text(TINY)
     with pytest.raises(ValueError, match="there is no space to search"):
         load(str(path), ["search.num_samples=3"])
+
+
+class Noisy(Pretend):
+    """As :class:`Pretend`, the error also a function of the seed; takes turns as two slots do."""
+
+    def __init__(self, plan: Plan, error: Callable[[dict[str, Any], int], float]) -> None:
+        super().__init__(plan, lambda params: 0.0)
+        self._noisy = error
+
+    def run(self, at_most: int = 10**6) -> list[PlannedTrial]:
+        done: list[PlannedTrial] = []
+        running: list[PlannedTrial] = []
+        while len(done) < at_most:
+            while len(running) < 2 and (trial := self.agenda.next()) is not None:
+                running.append(trial)
+                self._append({"event": "started", "trial": trial.id})
+            if not running:
+                return done
+            trial = running.pop(0)
+            done.append(trial)
+            metrics = {"validation/error": self._noisy(trial.params, trial.seed)}
+            self._append({"event": "report", "trial": trial.id, "epoch": 3, "metrics": metrics})
+            self._append({"event": "finished", "trial": trial.id, "metrics": {"test/error": 0.5}})
+        return done
+
+
+RATES = {0.01: 0.30, 0.02: 0.18, 0.03: 0.10, 0.04: 0.101, 0.05: 0.40}
+RACE = "\nspace: {optimizer.lr: {grid: [0.01, 0.02, 0.03, 0.04, 0.05]}}\n" + (
+    "search: {algorithm: grid, confirm: 3, confirm_seeds: [10, 11, 12, 13, 14, 15]}\n"
+)
+
+
+def lucky(params: dict[str, Any], seed: int) -> float:
+    """With seed 0 the configuration that is third best in truth is the best by far."""
+    rate = params["optimizer.lr"]
+    luck = -0.1 if (rate, seed) == (0.02, 0) else 0.002 * math.sin(seed + 100 * rate)
+    return RATES[rate] + luck
+
+
+def test_the_promising_get_more_seeds_until_the_evidence_is_clear(searched: Make) -> None:
+    pretend = Noisy(make_plan(searched("rows=[]", "baseline=null", space=RACE)), lucky)
+    done = pretend.run()
+    assert pretend.agenda.exhausted
+    seeds = {rate: [trial.seed for trial in done if trial.params["optimizer.lr"] == rate] for rate in RATES}
+    assert seeds[0.01] == seeds[0.05] == [0]
+    assert seeds[0.03] == seeds[0.04] == [0, 10, 11, 12, 13, 14, 15]
+    assert seeds[0.02][:3] == [0, 10, 11]  # no test has power with two pairs
+    assert len(seeds[0.02]) < 7
+    found = configurations(pretend.state.trials, ["validation/error"])
+    winner = best(found, {"validation/error": "min"})
+    assert winner is not None
+    assert winner.params["optimizer.lr"] in (0.03, 0.04)
+
+
+@pytest.mark.parametrize("broken_off", [3, 5, 6, 9, 14])
+def test_a_race_broken_off_goes_on_as_it_would_have(searched: Make, broken_off: int) -> None:
+    study = searched("rows=[]", "baseline=null", space=RACE)
+    whole = {trial.id for trial in Noisy(make_plan(study), lucky).run()}
+    begun = Noisy(make_plan(study), lucky)
+    first = {trial.id for trial in begun.run(at_most=broken_off)}
+    again = Noisy(adopt(make_plan(study), fold(begun.events)), lucky)
+    for event in begun.events[1:]:
+        again._append(event) if event["event"] not in ("added", "started") else None
+    again.agenda = Agenda(again.plan, again.state, again.agenda._added)
+    rest = [trial.id for trial in again.run()]
+    assert first | set(rest) == whole
+    assert len(first) + len(rest) == len(whole)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("search.confirm_seeds=[]", "search.confirm=3 with search.confirm_seeds=\\[\\].* belong together"),
+        ("seeds=[0,12]", "search.confirm_seeds: 12 is among the study's seeds"),
+        ("search.confirm_seeds=[10,10]", "10 appears more than once"),
+        ("search.confirm=-1", "search.confirm=-1"),
+    ],
+)
+def test_races_that_cannot_be_are_refused(searched: Make, override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        searched("rows=[]", "baseline=null", override, space=RACE)
+
+
+def test_the_last_trials_run_longest_first(searched: Make) -> None:
+    """Once three a slot are left; until then the plan's order holds. What no trial was like counts as the longest."""
+    pretend = Pretend(make_plan(searched("seeds=[0,1]", space="")), lambda params: 0.5)
+    assert [trial.row for trial in pretend.agenda.trials] == ["float32", "lns matmul"] * 2
+    pretend.agenda.tail = 3
+    for trial, seconds in zip(pretend.plan.trials[:2], (5.0, 1.0), strict=True):
+        like = TrialState(id=trial.row, row=trial.row, seed=9, config=trial.config.to_dict(), seconds=2 * seconds)
+        like.reports = {epoch: {"time": epoch * seconds, "metrics": {}} for epoch in (1, 2, 3)}
+        pretend.state.known[trial.row] = like
+    assert [trial.row for trial in iter(pretend.agenda.next, None)] == ["float32", "float32", "lns matmul", "lns matmul"]
+    again = Pretend(pretend.plan, lambda params: 0.5)
+    again.agenda.tail = 4
+    again.state.known["lns matmul"] = pretend.state.known["lns matmul"]
+    assert [trial.row for trial in iter(again.agenda.next, None)] == ["float32", "float32", "lns matmul", "lns matmul"]

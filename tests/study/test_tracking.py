@@ -1,37 +1,43 @@
-"""MLflow: complete, never doubled, never in the way of training."""
+"""MLflow: complete, never doubled, exactly what the ledger says."""
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import subprocess
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
+import math
+import re
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from study.cli import main
 from study.config import StudyConfig
-from study.tracking import Tracker, check_tracking, connect
-from study.ui import command, stop
-from tests.study.conftest import made_up_events
+from study.ledger import FILE, Follower, Ledger
+from study.mlflow_names import NAME_LENGTH, check_loggable, restore, sanitise
+from study.mlflow_runs import KEY_TAG, runs_with_key
+from study.mlflow_view import TAG, page, read_view, view_key
+from study.plan import make_plan
+from study.reconcile import reconcile
+from study.state import fold
+from study.tracking import check_tracking
+from study.writer import connect, sync, tracking_lock
+from tests.study.conftest import made_up_events, write_ledger
+from tests.study.servers import Server
 
 Tiny = Callable[..., StudyConfig]
 
 
 def send(
-    study: StudyConfig, events: list[Any], storage: Path, report: Path | None = None, uri: str | None = None
-) -> tuple[str, list[str]]:
-    """Play a ledger to MLflow: the first event as history, the others live."""
-    said: list[str] = []
-    tracker = Tracker(uri or study.tracking, storage / "artifacts", said.append)
-    tracker.start(events[:1])
-    for event in events[1:]:
-        tracker.listen(event)
-    return tracker.close(report), said
+    study: StudyConfig, events: list[Any], report: Path | None = None, uri: str | None = None
+) -> tuple[str, list[dict[str, Any]]]:
+    """Send a ledger with these events to MLflow."""
+    said: list[dict[str, Any]] = []
+    folder = write_ledger(study, events)
+    return sync(folder, uri or study.tracking, folder.parent / "artifacts", report, said.append), said
 
 
 def report_in(folder: Path) -> Path:
@@ -53,10 +59,18 @@ def runs_of(study: StudyConfig, uri: str | None = None) -> tuple[Any, Any, list[
     return client, parent, children
 
 
-def test_every_trial_is_a_run_with_everything(tiny: Tiny, storage: Path, tmp_path: Path) -> None:
-    study = tiny("tracked", "seeds=[0,1]")
+def is_equal(study: StudyConfig, uri: str | None = None) -> bool:
+    """Whether the store has exactly what the ledger has."""
+    before, _ = reconcile(study.folder, uri or study.tracking, study.folder.parent / "artifacts", repair=False)
+    return before.equal
+
+
+def test_every_trial_is_a_run_with_everything(tracked: Tiny, tmp_path: Path) -> None:
+    study = tracked("tracked", "seeds=[0,1]")
     events = made_up_events(study)
-    assert send(study, events, storage, report_in(tmp_path)) == ("", [])
+    error, said = send(study, events, report_in(tmp_path))
+    assert error == ""
+    assert [message["kind"] for message in said] == ["opened"]
     client, parent, children = runs_of(study)
     assert len(children) == 4
     assert {run.info.status for run in [parent, *children]} == {"FINISHED"}
@@ -65,33 +79,39 @@ def test_every_trial_is_a_run_with_everything(tiny: Tiny, storage: Path, tmp_pat
     assert run.data.params["seed"] == run.data.tags["seed"]
     assert run.data.tags["git.commit"] == "c0ffee"
     assert run.data.tags["version.ray"] == "2.60.0"
+    assert (run.data.tags["layout"], run.data.tags["status"]) == ("1 worker", "finished")
     history = client.get_metric_history(run.info.run_id, "validation/error")
     report = next(event for event in events if event["event"] == "report" and event["trial"] == run.data.tags["trial"])
     assert [point.step for point in history] == [1, 2, 3]
     assert history[0].timestamp == int(report["time"] * 1000)
     assert run.data.metrics["test/error"] == pytest.approx(0.02, abs=1e-3)
-    assert [file.path for file in client.list_artifacts(parent.info.run_id, "report")] == ["report/report.html"]
+    assert run.data.metrics["bits"] in (12, 32)
+    assert run.data.metrics["cfg/optimizer.lr"] == float(run.data.params["optimizer.lr"])
+    (dataset,) = run.inputs.dataset_inputs
+    assert (dataset.dataset.name, dataset.dataset.digest) == ("digits", "d" * 36)
+    assert {file.path for file in client.list_artifacts(parent.info.run_id)} == {
+        "report", "config.yaml", "plan.yaml", "environment.yaml"}  # fmt: skip
     assert "float32/test_error_percent" in parent.data.metrics
+    assert is_equal(study)
 
 
-def test_sending_a_ledger_again_doubles_nothing(tiny: Tiny, storage: Path) -> None:
-    study = tiny("tracked twice")
+def test_sending_a_ledger_again_doubles_nothing(tracked: Tiny) -> None:
+    study = tracked("tracked twice")
     events = made_up_events(study)
     for _ in range(2):
-        assert send(study, events, storage) == ("", [])
-    client, _, children = runs_of(study)
-    assert len(children) == 2
-    assert all(len(client.get_metric_history(run.info.run_id, "train/loss")) == 3 for run in children)
+        assert send(study, events)[0] == ""
+    assert len(runs_of(study)[2]) == 2
+    assert is_equal(study)
 
 
-def test_more_seeds_keep_the_runs_there_are(tiny: Tiny, storage: Path) -> None:
-    few = made_up_events(tiny("tracked longer"))
-    study = tiny("tracked longer", "seeds=[0,1]")
+def test_more_seeds_keep_the_runs_there_are(tracked: Tiny) -> None:
+    few = made_up_events(tracked("tracked longer"))
+    study = tracked("tracked longer", "seeds=[0,1]")
     known = {event["trial"] for event in few if "trial" in event}
     more = [event for event in made_up_events(study) if event.get("trial") not in known]
-    send(study, few, storage)
+    send(study, few)
     _, first, before = runs_of(study)
-    send(study, [*few, *more], storage)
+    send(study, [*few, *more])
     _, parent, children = runs_of(study)
     assert parent.info.run_id == first.info.run_id
     assert len(children) == 4
@@ -99,99 +119,201 @@ def test_more_seeds_keep_the_runs_there_are(tiny: Tiny, storage: Path) -> None:
     assert {run.info.status for run in [parent, *children]} == {"FINISHED"}
 
 
-def test_a_half_sent_ledger_is_completed(tiny: Tiny, storage: Path) -> None:
-    study = tiny("tracked late")
+@pytest.mark.parametrize("cut", [2, 3, 4, 6, 8])
+def test_a_ledger_that_was_sent_in_part_is_completed(tracked: Tiny, cut: int) -> None:
+    study = tracked(f"tracked late {cut}")
     events = made_up_events(study)
-    interrupted = [*events[:4], {"event": "ended", "time": time.time(), "outcome": "interrupted"}]
-    send(study, interrupted, storage)
+    send(study, events[:cut])
     _, parent, children = runs_of(study)
-    assert {run.info.status for run in [parent, *children]} == {"KILLED"}
-    send(study, events, storage)
-    client, parent, children = runs_of(study)
-    assert {run.info.status for run in [parent, *children]} == {"FINISHED"}
-    assert len(children) == 2
-    assert all(len(client.get_metric_history(run.info.run_id, "train/loss")) == 3 for run in children)
+    assert "RUNNING" not in {run.info.status for run in [parent, *children]}
+    send(study, events)
+    assert {run.info.status for run in runs_of(study)[2]} == {"FINISHED"}
+    assert is_equal(study)
 
 
-def test_the_same_study_elsewhere_has_runs_of_its_own(tiny: Tiny, storage: Path) -> None:
-    study = tiny("tracked elsewhere")
+def test_the_same_study_elsewhere_has_runs_of_its_own(tracked: Tiny) -> None:
+    study = tracked("tracked elsewhere")
     mine = made_up_events(study)
     theirs = [{**mine[0], "ledger": "another"}, *mine[1:]]
-    send(study, mine, storage)
-    send(study, theirs, storage)
+    send(study, theirs)
+    send(study, mine)
     client = connect(study.tracking)
     experiment = client.get_experiment_by_name(study.name)
     assert len(client.search_runs([experiment.experiment_id])) == 6
+    assert is_equal(study)
 
 
-@pytest.mark.parametrize("uri", ["http://127.0.0.1:9", "sqlite:////proc/nowhere/mlflow.db"])
+def test_infinity_is_a_tag_and_nan_stays_nan(tracked: Tiny) -> None:
+    study = tracked("tracked infinity", "rows=[{label: a}]", "baseline=null")
+    events = made_up_events(study)
+    reports = [event for event in events if event["event"] == "report"]
+    reports[0]["metrics"] |= {"train/loss": math.inf, "validation/loss": math.nan}
+    reports[2]["metrics"] |= {"train/loss": -math.inf}
+    assert send(study, events)[0] == ""
+    client, _, (run,) = runs_of(study)
+    assert [point.step for point in client.get_metric_history(run.info.run_id, "train/loss")] == [2]
+    assert math.isnan(client.get_metric_history(run.info.run_id, "validation/loss")[0].value)
+    assert run.data.tags["nonfinite/train/loss"] == "+inf at 1, -inf at 3"
+    assert is_equal(study)
+
+
+def test_settings_that_change_while_a_trial_runs_are_step_metrics(tracked: Tiny) -> None:
+    study = tracked("tracked changes", "rows=[{label: a}]", "baseline=null")
+    events = made_up_events(study)
+    reports = [event for event in events if event["event"] == "report"]
+    reports[1]["params"] = {"optimizer.lr": 0.5}
+    send(study, events)
+    client, _, (run,) = runs_of(study)
+    history = {point.step: point.value for point in client.get_metric_history(run.info.run_id, "cfg/optimizer.lr")}
+    assert history == {0: float(run.data.params["optimizer.lr"]), 2: 0.5}
+    assert is_equal(study)
+
+
+@given(st.text(max_size=40))
+def test_names_are_legal_and_come_back(name: str) -> None:
+    from mlflow.utils.validation import _validate_metric_name
+
+    _validate_metric_name(sanitise(name))
+    assert restore(sanitise(name)) == name
+
+
+@given(st.text(alphabet="a:3d./=", max_size=8), st.text(alphabet="a:3d./=", max_size=8))
+def test_no_two_names_meet(first: str, second: str) -> None:
+    assert (sanitise(first) == sanitise(second)) == (first == second)
+
+
+def test_plain_names_stay_and_others_are_readable() -> None:
+    assert [sanitise(name) for name in ("validation/error", "a b-c.d_e", "dp=2")] == ["validation/error", "a b-c.d_e", "dp:3d:2"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (f"rows=[{{label: '{'=' * NAME_LENGTH}'}}]", r"label: has .* characters as MLflow stores it, which takes 250"),
+        (f"name={'n' * 501}", r"name: has 501 characters"),
+    ],
+)
+def test_what_mlflow_would_cut_off_is_refused(tracked: Tiny, change: str, said: str) -> None:
+    plan = make_plan(tracked("long", "baseline=null", change))
+    with pytest.raises(ValueError, match=said):
+        check_loggable(plan)
+
+
+@pytest.mark.parametrize("uri", ["http://127.0.0.1:9", "sqlite:////proc/nowhere/mlflow.db", f"sqlite:///{Path(__file__)}"])
 def test_a_store_that_does_not_answer_is_refused(uri: str) -> None:
     with pytest.raises(ValueError, match=r"no MLflow tracking store answers.*lns-study ui"):
         check_tracking(uri)
 
 
-def test_a_store_that_dies_does_not_stop_training(tiny: Tiny, storage: Path) -> None:
-    study = tiny("tracked nowhere")
+def test_the_view_has_the_columns_the_sort_and_the_charts(tracked: Tiny) -> None:
+    study = tracked("tracked view")
+    _, (opened,) = send(study, made_up_events(study))
+    client = connect(study.tracking)
+    tags = client.get_experiment(opened["experiment"]).tags
+    state = read_view(tags[TAG + opened["view"]])
+    assert opened["view"] == view_key({"ledger": "abc123"})
+    assert state["orderByKey"] == "metrics.`validation/error`"
+    assert {"tags.`row`", "params.`precision.format`", "metrics.`test/error`"} <= set(state["selectedColumns"])
+    assert {chart["type"] for chart in state["compareRunCharts"]} == {"PARALLEL", "SCATTER", "LINE"}
+    assert page("7", "k") == "#/experiments/7/runs?viewStateShareKey=k&workflowType=machine_learning"
+
+
+def test_follower_reads_whole_lines_only_and_each_once(tmp_path: Path) -> None:
+    follower = Follower(tmp_path)
+    assert follower.poll() == []
+    with Ledger(tmp_path) as ledger:
+        ledger.append("report", trial="a", epoch=1, metrics={})
+        with (tmp_path / FILE).open("ab") as file:
+            file.write(b'{"event": "report", "tri')
+        assert [event["epoch"] for event in follower.poll()] == [1]
+        with (tmp_path / FILE).open("ab") as file:
+            file.write(b'al": "a", "epoch": 2, "time": 1, "metrics": {}}\n')
+        assert [event["epoch"] for event in follower.poll()] == [2]
+        assert follower.poll() == []
+
+
+# --------------------------------------------------------------------------------------------------------------------- reconcile
+
+
+def _break(study: StudyConfig, statement: str) -> None:
+    with closing(sqlite3.connect(study.tracking.removeprefix("sqlite:///"))) as database, database:
+        assert database.execute(statement).rowcount > 0
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("DELETE FROM metrics WHERE run_uuid='{run}' AND key='train/loss' AND step=2", "lacks train/loss at step 2"),
+        ("UPDATE metrics SET value=7 WHERE run_uuid='{run}' AND key='train/loss' AND step=2", "train/loss = 7.0 at step 2"),
+        ("DELETE FROM params WHERE run_uuid='{run}' AND key='epochs'", "lacks param epochs"),
+        ("UPDATE params SET value='9' WHERE run_uuid='{run}' AND key='epochs'", "param epochs = 9"),
+        ("UPDATE runs SET status='RUNNING' WHERE run_uuid='{run}'", r"its end \(FINISHED; it is RUNNING\)"),
+        ("UPDATE runs SET lifecycle_stage='deleted' WHERE run_uuid='{run}'", "lacks its run"),
+        ("UPDATE tags SET value='abc123/stranger' WHERE run_uuid='{run}' AND key='lns_study.key'", "belongs to no trial"),
+    ],
+)
+def test_reconcile_finds_and_mends(tracked: Tiny, capsys: pytest.CaptureFixture[str], statement: str, said: str) -> None:
+    study = tracked("reconciled")
+    if not (study.folder / FILE).exists():
+        send(study, made_up_events(study))
+    _, _, (run, *_) = runs_of(study)
+    _break(study, statement.format(run=run.info.run_id))
+    words = ["reconcile", "reconciled", "--storage", study.storage, "--tracking-uri", study.tracking]
+    assert main([*words, "--check"]) == 1
+    assert re.search(said, capsys.readouterr().out)
+    assert main(words) == 0
+    assert "2 runs" in capsys.readouterr().out
+    assert main([*words, "--check"]) == 0
+
+
+def test_reconcile_deletes_twins(tracked: Tiny) -> None:
+    study = tracked("reconciled twins")
+    send(study, made_up_events(study))
+    client, parent, (run, *_) = runs_of(study)
+    tags = {KEY_TAG: run.data.tags[KEY_TAG], "kind": "trial", "mlflow.parentRunId": parent.info.run_id}
+    twin = client.create_run(run.info.experiment_id, tags=tags)
+    before, after = reconcile(study.folder, study.tracking, study.folder.parent / "artifacts")
+    assert before.strangers == [twin.info.run_id]
+    assert after.equal
+    assert len(list(runs_with_key(client, run.info.experiment_id, "abc123"))) == 3
+
+
+def test_only_one_process_sends_a_ledger(tracked: Tiny) -> None:
+    study = tracked("tracked alone")
+    folder = write_ledger(study, made_up_events(study))
+    with tracking_lock(folder, 0.0) as free:
+        assert free
+        assert "another process" in send(study, made_up_events(study))[0]
+
+
+# ------------------------------------------------------------------------------------------------------------------- real server
+
+
+def test_through_a_real_server(tracked: Tiny, tmp_path: Path, server: Server) -> None:
+    study = tracked("served", f"tracking_uri={server.uri}")
     events = made_up_events(study)
-    said: list[str] = []
-    tracker = Tracker("http://127.0.0.1:9", storage / "artifacts", said.append)
-    tracker.start(events[:1])
-    began = time.monotonic()
-    for event in events[1:]:
-        tracker.listen(event)
-    assert time.monotonic() - began < 0.1
-    assert tracker.close(None)
-    assert len(said) == 1
-    assert "lns-study report" in said[0]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, storage: Path) -> Iterator[str]:
-    """A real MLflow server on loopback over its own database."""
-    folder = tmp_path_factory.mktemp("server")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    quiet = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    process = subprocess.Popen(
-        command(f"sqlite:///{folder}/mlflow.db", folder / "artifacts", port), env=os.environ | quiet, start_new_session=True
-    )
-    try:
-        _wait(f"http://127.0.0.1:{port}/health", process)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        stop(process)
-
-
-def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
-    for _ in range(600):
-        assert process.poll() is None
-        try:
-            urllib.request.urlopen(url, timeout=2).close()
-        except OSError:
-            time.sleep(0.1)
-        else:
-            return
-    raise AssertionError(f"{url} does not answer")
-
-
-def test_through_a_real_server(tiny: Tiny, storage: Path, tmp_path: Path, server: str) -> None:
-    study = tiny("served", f"tracking_uri={server}")
-    assert send(study, made_up_events(study), storage, report_in(tmp_path)) == ("", [])
+    next(event for event in events if event["event"] == "report")["metrics"]["train/loss"] = math.nan
+    assert send(study, events, report_in(tmp_path))[0] == ""
     client, parent, children = runs_of(study)
     assert {run.info.status for run in [parent, *children]} == {"FINISHED"}
     assert [file.path for file in client.list_artifacts(parent.info.run_id, "report")] == ["report/report.html"]
+    assert is_equal(study)
 
 
-def test_the_server_refuses_other_hosts(server: str) -> None:
-    request = urllib.request.Request(f"{server}/api/2.0/mlflow/experiments/search", headers={"Host": "evil.example"})
+@pytest.mark.parametrize("host", ["evil.example", "10.0.0.1", "192.168.1.1"])
+def test_the_server_refuses_other_hosts(server: Server, host: str) -> None:
+    import urllib.error
+    import urllib.request
+
+    request = urllib.request.Request(f"{server.uri}/api/2.0/mlflow/experiments/search", headers={"Host": host})
     with pytest.raises(urllib.error.HTTPError):
         urllib.request.urlopen(request, timeout=5)
 
 
-def test_stop_ends_the_whole_group() -> None:
-    process = subprocess.Popen(["bash", "-c", "sleep 100 & sleep 100"], start_new_session=True)
-    stop(process)
-    assert process.returncode == -signal.SIGTERM
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
+def test_state_of_a_sent_ledger_is_the_ledgers(tracked: Tiny) -> None:
+    study = tracked("tracked state")
+    events = made_up_events(study, outcome="interrupted")
+    send(study, events)
+    _, parent, _ = runs_of(study)
+    assert fold(events).outcome == "interrupted"
+    assert parent.info.status == "KILLED"

@@ -9,8 +9,10 @@ import pytest
 import torch
 from ray.train import TrainingFailedError
 
-from study.trial import SNAPSHOT, describe_failure, set_damaged_aside
+from study.trial import SNAPSHOT, StudyTrial, describe_failure, set_damaged_aside
+from trainers import leftovers
 from trainers.checkpoint import save_checkpoint
+from trainers.config import DataConfig, ModelConfig, TrialConfig
 
 
 @pytest.fixture
@@ -40,3 +42,25 @@ def test_a_failed_gang_says_the_last_line_of_its_error() -> None:
     error = TrainingFailedError("x")
     error.worker_failures = {0: ValueError("Traceback ...\nValueError: lr=0: must be above 0\n")}
     assert describe_failure(error) == "ValueError: lr=0: must be above 0"
+
+
+def test_a_process_that_keeps_too_much_ends_in_a_step_which_tune_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in the reset, where Tune would give the next trial up."""
+    plan = {
+        "config": TrialConfig(data=DataConfig(name="digits", train_size=128), model=ModelConfig(hidden=[8]), epochs=1).to_dict(),
+        "checkpoints": str(tmp_path / "checkpoints"),
+        "checkpoint_every": 1,
+        "resume_from": [],
+        "packed_in": None,
+    }
+    trial = StudyTrial(config={"id": "one", "plan": json.dumps(plan)})
+    assert trial.train()["done"]
+    plan["checkpoints"] = str(tmp_path / "others")
+    assert trial.reset({"id": "two", "plan": json.dumps(plan)}, storage=trial._storage)
+    assert trial.train()["done"]
+    monkeypatch.setattr(leftovers, "MEMORY", -(1 << 40))
+    assert trial.reset({"id": "three", "plan": json.dumps(plan)}, storage=trial._storage)
+    with pytest.raises(leftovers.LeakError, match="new process"):
+        trial.train()

@@ -1,0 +1,303 @@
+"""Times tracking beside Ray's MLflowLoggerCallback, both in the same run on the same machine and through the same kind of server.
+
+python scripts/bench_tracking.py [--only WORD ...] [--json FILE]
+
+requests    requests a report and seconds of 30 trials x 20 reports x 10 metrics, through a proxy that counts: the study engine with and
+            without tracking, Ray Tune with and without the callback
+stall       ledger lines while the server is down: the 99th percentile and the longest
+points      points a second through the embedded server, a ledger sent from its beginning
+server      seconds until the embedded server answers, and its memory
+report      seconds and memory of the report of 1,000 trials
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import http.server
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+from bench_study import DIGITS, Noop, View
+
+from study.config import RowConfig, StudyConfig
+from study.ledger import FILE, Ledger
+from study.plan import make_plan
+from study.tracking import Tracker
+from study.ui import ENVIRONMENT, command, stop
+from study.writer import sync
+
+_RESULTS: dict[str, float] = {}
+TRIALS, REPORTS, METRICS = 30, 20, 10
+OF_CALLBACK = 5
+"""Trials with the callback: it makes some 18 requests a report, so all thirty would take many minutes."""
+
+
+class Metrics(Noop):
+    """Twenty reports of ten metrics."""
+
+    reports, metrics = REPORTS, METRICS
+
+
+def report(name: str, value: float, unit: str) -> None:
+    print(f"{name:70s} {value:10.3f} {unit}", flush=True)
+    _RESULTS[name] = value
+
+
+class Proxy(http.server.BaseHTTPRequestHandler):
+    """Passes requests on to ``port`` and counts them."""
+
+    protocol_version = "HTTP/1.1"
+    port = 0
+    count = 0
+
+    def _pass(self) -> None:
+        type(self).count += 1
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        there = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in ("host", "connection")}
+        there.request(self.command, self.path, body, headers)
+        answer = there.getresponse()
+        content = answer.read()
+        self.send_response(answer.status)
+        self.send_header("Content-Type", answer.getheader("Content-Type", "application/json"))
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+        there.close()
+
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _pass  # noqa: N815
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@contextmanager
+def server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """The embedded server, until it answers."""
+    process = subprocess.Popen(
+        command(f"sqlite:///{folder}/mlflow.db", folder / "artifacts", port), env=os.environ | ENVIRONMENT,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    try:
+        while True:
+            try:
+                there = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
+                there.request("GET", "/health")
+                there.getresponse().read()
+                break
+            except OSError:
+                time.sleep(0.05)
+        yield process
+    finally:
+        stop(process)
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def engine(storage: str, uri: str) -> float:
+    """Seconds of the trials through the study engine, tracking complete at the end."""
+    import study.trial
+    from study.engine import run_study
+
+    settings = StudyConfig(name="bench", trial=DIGITS, rows=[RowConfig(label="a")], seeds=list(range(TRIALS)), storage=storage,
+                           tracking_uri=uri, checkpoint_every=10**6)  # fmt: skip
+    real = study.trial.StudyTrial
+    study.trial.StudyTrial = Metrics  # type: ignore[misc]
+    try:
+        start = time.perf_counter()
+        outcome = run_study(settings, View(), lambda line: None)
+        assert not outcome.tracking_error, outcome.tracking_error
+        return time.perf_counter() - start
+    finally:
+        study.trial.StudyTrial = real  # type: ignore[misc]
+
+
+def bench_requests() -> None:
+    import ray
+    from bench_study import bare
+
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    with tempfile.TemporaryDirectory() as scratch, server(Path(scratch), port := free_port()):
+        Proxy.port = port
+        proxy = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        uri = f"http://127.0.0.1:{proxy.server_port}"
+        with tempfile.TemporaryDirectory() as storage:
+            engine(storage, "none")  # the first processes
+        with tempfile.TemporaryDirectory() as storage:
+            without = engine(storage, "none")
+        with tempfile.TemporaryDirectory() as storage:
+            tracked = engine(storage, uri)
+        report("engine, tracking off", without, "s")
+        report("engine, tracked, all of it in MLflow at the end", tracked, "s")
+        report("engine: requests a report", Proxy.count / (TRIALS * REPORTS), "")
+        Proxy.count = 0
+        from ray.air.integrations.mlflow import MLflowLoggerCallback
+
+        bench_without = bare(OF_CALLBACK, Metrics, reuse=True)
+        bench_callback = bare(
+            OF_CALLBACK, Metrics, reuse=True, callbacks=[MLflowLoggerCallback(tracking_uri=uri, experiment_name="callback")]
+        )
+        report(f"Ray Tune alone, {OF_CALLBACK} trials", bench_without, "s")
+        report(f"Ray Tune with MLflowLoggerCallback, {OF_CALLBACK} trials", bench_callback, "s")
+        report("MLflowLoggerCallback: requests a report", Proxy.count / (OF_CALLBACK * REPORTS), "")
+        proxy.shutdown()
+    ray.shutdown()
+
+
+def made_up(folder: Path, trials: int, reports: int, metrics: int) -> None:
+    """A ledger that nobody trained."""
+    settings = StudyConfig(
+        name="bench", trial=DIGITS, rows=[RowConfig(label="a")], seeds=list(range(trials)), storage=str(folder.parent)
+    )
+    plan = make_plan(settings)
+    data = [{"name": "digits", "source": "made up", "digest": "d" * 64, "root": None, "train": 1, "validation": 1, "test": 1}]
+    provenance = {"commit": "c0ffee", "dirty": False, "versions": {}, "python": "3", "platform": "Linux"}
+    now = time.time()
+    events: list[dict[str, Any]] = [
+        {"event": "planned", "ledger": "bench", **plan.to_event(), "data": data, "provenance": provenance}
+    ]
+    for trial in plan.trials:
+        events.append({"event": "started", "trial": trial.id})
+        for epoch in range(1, reports + 1):
+            values = {"validation/error": 0.5 / epoch, **{f"train/m{index}": index / epoch for index in range(metrics - 1)}}
+            events.append({"event": "report", "trial": trial.id, "epoch": epoch, "metrics": values})
+        events.append({"event": "finished", "trial": trial.id, "metrics": {"test/error": 0.1}})
+    events.append({"event": "ended", "outcome": "finished"})
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FILE).write_text(
+        "".join(json.dumps({**event, "time": now + place * 1e-3}) + "\n" for place, event in enumerate(events))
+    )
+
+
+def bench_stall() -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "bench"
+        made_up(folder, 1, 1, 1)
+        with Ledger(folder) as ledger:
+            times = {}
+            for name, uri in (("no tracking", ""), ("server down", "http://127.0.0.1:9")):
+                if uri:
+                    tracker = Tracker(folder, uri, Path(scratch) / "artifacts", lambda line: None)
+                    tracker.start()
+                    time.sleep(4)
+                times[name] = []
+                for epoch in range(1000):
+                    start = time.perf_counter()
+                    ledger.append(
+                        "report", trial=f"stall {name}", epoch=epoch, metrics={f"m{index}": 1.0 for index in range(METRICS)}
+                    )
+                    times[name].append(time.perf_counter() - start)
+                    time.sleep(0.002)
+                ordered = sorted(times[name])
+                report(f"a ledger line, {name}: 99th percentile", 1e3 * ordered[990], "ms")
+                report(f"a ledger line, {name}: longest", 1e3 * ordered[-1], "ms")
+            assert tracker._process is not None
+            tracker._process.kill()
+
+
+def bench_points() -> None:
+    with tempfile.TemporaryDirectory() as scratch, server(Path(scratch), port := free_port()):
+        folder = Path(scratch) / "bench"
+        made_up(folder, 10, 400, 10)
+        start = time.perf_counter()
+        error = sync(folder, f"http://127.0.0.1:{port}", Path(scratch) / "artifacts", None, lambda message: None)
+        assert error == "", error
+        report(
+            "points a second through the embedded server (10 trials x 4,000 points)", 40000 / (time.perf_counter() - start), "/s"
+        )
+
+
+def bench_server() -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        start = time.perf_counter()
+        with server(Path(scratch), free_port()) as process:
+            report("embedded server answers after", time.perf_counter() - start, "s")
+            members = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+            report("its memory (proportional set size)", sum(member.memory_full_info().pss for member in members) / 1e9, "GB")
+
+
+def bench_report() -> None:
+    code = (
+        "import sys, time, resource; from pathlib import Path; from study.manage import read; from study.report import write_report\n"
+        "start = time.perf_counter(); write_report(read(Path(sys.argv[1])), Path(sys.argv[1]) / 'report')\n"
+        "print(time.perf_counter() - start, time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6)"
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "bench"
+        made_up_search(folder)
+        done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
+        seconds, busy, memory = map(float, done.stdout.split())
+        report("report of 1,000 trials", seconds, "s")
+        report("its processor time, imports included", busy, "s")
+        report("its memory", memory, "GB")
+        report("its page", (folder / "report" / "report.html").stat().st_size / 1e6, "MB")
+
+
+def made_up_search(folder: Path) -> None:
+    """1,000 trials of a search over three keys, nine reports each."""
+    space = {
+        "optimizer.lr": {"loguniform": [0.01, 1.0]},
+        "optimizer.momentum": {"uniform": [0.0, 0.9]},
+        "batch_size": {"choice": [32, 64]},
+    }
+    from study.config import SearchConfig
+
+    settings = StudyConfig(name="bench", trial=DIGITS, rows=[RowConfig(label="a"), RowConfig(label="b", overrides={"epochs": 4})],
+                           storage=str(folder.parent), space=space, search=SearchConfig(num_samples=500))  # fmt: skip
+    plan = make_plan(settings)
+    made_up(folder, 1, 1, 1)
+    first = json.loads((folder / FILE).read_text().splitlines()[0])
+    events = [{**first, **plan.to_event()}]
+    for place, trial in enumerate(plan.trials):
+        rate = trial.config.optimizer.lr
+        events.append({"event": "started", "trial": trial.id})
+        for epoch in range(1, 10):
+            values = {"validation/error": 0.02 + 0.1 * abs(rate - 0.2) + 0.2 / epoch, "train/loss": 1 / epoch}
+            events.append({"event": "report", "trial": trial.id, "epoch": epoch, "metrics": values})
+        events.append({"event": "finished", "trial": trial.id, "metrics": {"test/error": 0.1 + place * 1e-6}})
+    (folder / FILE).write_text("".join(json.dumps({**event, "time": first["time"] + n}) + "\n" for n, event in enumerate(events)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    benches = {
+        "report": bench_report,
+        "stall": bench_stall,
+        "server": bench_server,
+        "points": bench_points,
+        "requests": bench_requests,
+    }
+    parser.add_argument("--only", nargs="+", choices=benches, default=list(benches))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    from study.runner import ENVIRONMENT as OF_RAY
+
+    os.environ |= {name: value for name, value in OF_RAY.items() if name not in os.environ}
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {resource.getpagesize()} bytes a page")
+    for name in options.only:
+        benches[name]()
+    if options.json:
+        options.json.write_text(json.dumps(_RESULTS, indent=1))
+
+
+if __name__ == "__main__":
+    main()

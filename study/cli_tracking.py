@@ -1,0 +1,124 @@
+"""The commands that show studies and feed MLflow: ``sync reconcile compare dashboard``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from study.cli_manage import Commands, add_command
+from study.errors import UserError, refusals
+
+if TYPE_CHECKING:
+    from study.config import StudyConfig
+
+URI_HELP = "MLflow store (default: the study's own)"
+
+
+def add_tracking_commands(commands: Commands) -> None:
+    """Add them to the command line."""
+    sync = add_command(commands, "sync", _sync, "send MLflow what it lacks of a study, from its ledger")
+    sync.add_argument("--tracking-uri", help=URI_HELP)
+    reconcile = add_command(
+        commands, "reconcile", _reconcile, "compare MLflow with a study's ledger point by point, and mend what differs"
+    )
+    reconcile.add_argument("--tracking-uri", help=URI_HELP)
+    reconcile.add_argument("--check", action="store_true", help="compare only, change nothing")
+    compare = add_command(commands, "compare", _compare, "compare two studies: matched trials, paired test, a picture")
+    compare.add_argument("other", metavar="OTHER", help="the other study: its name in the same storage, or its folder")
+    compare.add_argument("--output", "-o", metavar="FILE", help="the picture (default: STUDY-OTHER.png in the working folder)")
+    dashboard = add_command(
+        commands, "dashboard", _dashboard, "serve a study's report on 127.0.0.1, renewed while it runs, until Ctrl-C"
+    )
+    dashboard.add_argument("--port", type=int, default=5001, help="port to listen on (default: 5001)")
+    dashboard.add_argument("--every", type=float, default=10.0, metavar="SECONDS", help="how often it is renewed (default: 10)")
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from study.cli_manage import print_table
+    from study.compare import compare, draw, lines, verdict
+    from study.manage import find, read
+
+    with refusals():
+        first, second = (read(find(name, options.storage)) for name in (options.study, options.other))
+        found = compare(first, second)
+    print_table(["row", "pairs", *found.names, "difference"], lines(found))
+    print(f"\n{verdict(found)}")
+    path = Path(options.output or f"{first.config.slug}-{second.config.slug}.png")
+    try:
+        path.write_bytes(draw(found))
+    except OSError as error:
+        raise UserError(f"--output {path}: cannot be written ({error.strerror}); choose another file") from None
+    print(f"Picture: {path}")
+    return 0
+
+
+def _dashboard(options: argparse.Namespace) -> int:
+    from study.dashboard import serve
+    from study.manage import find, read
+    from study.ui import check_port
+
+    with refusals():
+        folder = find(options.study, options.storage)
+        read(folder)
+        check_port(options.port)
+        if not options.every > 0:
+            raise UserError(f"--every {options.every}: must be positive; use for example --every 10")
+    return serve(folder, options.port, options.every, lambda line: print(line, flush=True))
+
+
+def _study(options: argparse.Namespace) -> tuple[Path, StudyConfig]:
+    """Folder and config of a study that is not running, with the store to talk to; the store answers."""
+    from study.ledger import is_locked
+    from study.manage import find, read
+    from study.tracking import OFF, check_tracking
+
+    with refusals():
+        folder = find(options.study, options.storage)
+        study = read(folder).config
+        study = dataclasses.replace(study, storage=str(folder.parent), tracking_uri=options.tracking_uri or study.tracking_uri)
+        if study.tracking == OFF:
+            raise UserError(f"{study.name}: has tracking_uri=none; name a store with --tracking-uri sqlite:///path/mlflow.db")
+        if is_locked(folder):
+            raise UserError(f"{study.name}: is running, and feeds MLflow itself; wait for it")
+        check_tracking(study.tracking)
+    return folder, study
+
+
+def _sync(options: argparse.Namespace) -> int:
+    from study.engine import sync_study
+    from study.mlflow_view import page
+    from study.ui import how_to_open
+
+    folder, study = _study(options)
+    report = folder / "report"
+    error, where = sync_study(folder, study, report if report.exists() else None)
+    if error:
+        print(f"lns-study: MLflow lacks part of {study.name}: {error}", file=sys.stderr)
+        return 1
+    print(
+        f"{study.name}: MLflow has everything: {how_to_open(study.tracking, study.storage, page(where['experiment'], where['view']))}"
+    )
+    return 0
+
+
+def _reconcile(options: argparse.Namespace) -> int:
+    from study.reconcile import reconcile
+    from study.writer import reason
+
+    folder, study = _study(options)
+    try:
+        before, after = reconcile(folder, study.tracking, folder.parent / "artifacts", repair=not options.check)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    except Exception as error:  # whatever the store raises
+        print(f"lns-study: MLflow at {study.tracking}: {reason(error)}", file=sys.stderr)
+        return 1
+    for line in before.differences():
+        print(line)
+    if before is not after:
+        print(f"before: {before}")
+    print(f"{study.name}: {after}")
+    return 0 if after.equal else 1

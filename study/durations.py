@@ -1,0 +1,50 @@
+"""How long a trial will take, by what trials like it took.
+
+The seconds an epoch takes are the median over trials that computed the same way: same model, data, precision, optimizer, batch size,
+workers, threads and device. Seeds, learning rates and the number of epochs change nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
+
+from study.plan import PlannedTrial
+from study.state import StudyState, TrialState
+
+IGNORED = ("epochs", "seed", "gpus")
+
+
+def like(config: dict[str, Any]) -> str:
+    """What of a trial's config decides how long an epoch takes, as a key."""
+    values = {key: value for key, value in config.items() if key not in IGNORED}
+    values["data"] = {key: value for key, value in config["data"].items() if key != "root"}
+    optimizer = config["optimizer"]
+    values["optimizer"] = [optimizer["name"], bool(optimizer["momentum"]), bool(optimizer["weight_decay"])]
+    return json.dumps(values, sort_keys=True)
+
+
+def seconds_an_epoch(states: Iterable[StudyState]) -> dict[str, float]:
+    """Median seconds an epoch, by :func:`like`, over all trials that have reported two epochs."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for state in states:
+        for trial in state.known.values():
+            if trial.epoch > 1:
+                found[like(trial.config)] += _epochs(trial)
+    return {key: statistics.median(values) for key, values in found.items() if values}
+
+
+def _epochs(trial: TrialState) -> list[float]:
+    """Seconds between reports; a gap in which the trial waited, or its study was not running, is left out."""
+    times = [event["time"] for _, event in sorted(trial.reports.items())]
+    return [b - a for a, b in pairwise(times) if 0 < b - a < 10 * trial.seconds]
+
+
+def expected_seconds(trial: PlannedTrial, seconds: dict[str, float]) -> float:
+    """Of a trial by :func:`seconds_an_epoch`; infinite where no trial was like it."""
+    return trial.config.epochs * seconds.get(like(trial.config.to_dict()), math.inf)

@@ -1,0 +1,192 @@
+"""The pictures and tables of a report's page beyond its first table, in their order.
+
+A picture is drawn twice, for light and dark; each says what it shows in words, for those who cannot see it, and links to the
+study's runs in MLflow where it is known where they are (``mlflow.json``, which the writer leaves in the study's folder).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import urllib.parse
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from study.analysis import (
+    Entry,
+    Groups,
+    best_of_budget,
+    costs,
+    entries,
+    failures,
+    groups,
+    heat_map,
+    importance,
+    rank_formats,
+    spread_measures,
+)
+from study.figures import DARK, LIGHT, Theme, draw_bars, draw_epochs, draw_slices
+from study.figures_analysis import (
+    draw_budget,
+    draw_dependence,
+    draw_front,
+    draw_groups,
+    draw_heat_map,
+    draw_importance,
+    draw_parallel,
+)
+from study.mlflow_view import page
+from study.progress import duration
+from study.results import Summary
+from study.state import StudyState
+from study.ui import HOST, PORT, is_server
+from study.writer import WHERE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """One figure: ``file`` names its PNG, ``title`` stands over it, ``alt`` tells what it shows."""
+
+    file: str
+    title: str
+    alt: str
+    light: bytes
+    dark: bytes
+
+    @property
+    def sources(self) -> tuple[str, str]:
+        """Both as data addresses."""
+        light, dark = (f"data:image/png;base64,{base64.b64encode(data).decode()}" for data in (self.light, self.dark))
+        return light, dark
+
+
+TITLES = {
+    "test_error": ("", "Bars: final test error of each row beside the published figures; the numbers are in the table above"),
+    "error_per_epoch": (
+        "Learning",
+        "Lines: validation error per epoch, mean over seeds, the band from lowest to highest, one line a row",
+    ),
+    "pareto": (
+        "Error against bits, time, energy and bytes",
+        "Dots: validation error over each other measure; the line joins those that none beats in both",
+    ),
+    "heat_map": ("Formats and layouts", "Table in colours: lowest validation error by number format and layout"),
+    "categories": ("By category", "Box plots: validation error of the trials by category; the tests are in the tables below"),
+    "slices": ("Search", "Dots: the first objective of every configuration over each sampled key; see configurations.csv"),
+    "importance": ("Importance", "Bars: share of the variance of the validation error that each sampled key explains"),
+    "dependence": ("Partial dependence", "Lines: validation error that a forest predicts as one key moves"),
+    "parallel": ("Parallel coordinates", "Lines: a configuration each, over its sampled keys and its error"),
+    "budget": ("Best of budget", "Steps: lowest validation error so far over the seconds of trials"),
+}
+"""Of each figure by the name of its file: the title, and what it shows in words."""
+
+
+def pictures(state: StudyState, summary: Summary) -> list[Picture]:
+    """Every figure that there is something to show in."""
+    found, weighed = entries(state), importance(state)
+    draw: dict[str, Callable[[Theme], bytes]] = {
+        "test_error": partial(draw_bars, state, summary),
+        "error_per_epoch": partial(draw_epochs, state, summary),
+        "pareto": partial(draw_front, found, spread_measures(found)),
+        "heat_map": partial(draw_heat_map, heat_map(found)),
+        "categories": partial(draw_groups, groups(state)),
+        "slices": partial(draw_slices, state),
+        "importance": partial(draw_importance, weighed),
+        "dependence": partial(draw_dependence, weighed),
+        "parallel": partial(draw_parallel, found),
+        "budget": partial(draw_budget, best_of_budget(state) if state.config.space else {}),
+    }
+    made = [
+        Picture(file=f"{name}.png", title=title, alt=alt, light=draw[name](LIGHT), dark=draw[name](DARK))
+        for name, (title, alt) in TITLES.items()
+    ]
+    return [picture for picture in made if picture.light]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A titled table; the first column is words."""
+
+    title: str
+    headings: list[str]
+    lines: list[list[str]]
+    note: str = ""
+
+
+def tables(state: StudyState) -> list[Table]:
+    """The tables beyond the first, those that have lines."""
+    made = [_formats(entries(state)), *map(_tests, groups(state)), _failures(state), _costs(state)]
+    return [table for table in made if table.lines]
+
+
+def _formats(found: list[Entry]) -> Table:
+    ranked = rank_formats(found)
+    lines = [
+        [line["format"], line["entry"], *(f"{line[key]:.4g} ({line[f'rank_{key}']})" if key in line else "-" for key in ("error",
+        "bits", "seconds"))] for line in ranked
+    ]  # fmt: skip
+    return Table(
+        title="Number formats", headings=["format", "its best", "validation error, %", "bits", "seconds"],
+        lines=lines if len(lines) > 1 else [], note="The best of each format by validation error; in brackets its rank.",
+    )  # fmt: skip
+
+
+def _tests(group: Groups) -> Table:
+    import statistics
+
+    lines = []
+    for name, errors in group.errors.items():
+        p = group.against_best.get(name)
+        lines.append([name, str(len(errors)), f"{statistics.median(errors):.3g}", "-" if p is None else f"{p:.2g}"])
+    overall = "too few trials to test" if group.overall is None else f"Kruskal and Wallis over all: p = {group.overall:.2g}"
+    return Table(
+        title=f"By {group.category}", headings=[group.category, "trials", "median error, %", "p against the first"],
+        lines=lines if group.overall is not None else [], note=f"{overall}. Mann and Whitney against the first, corrected by Holm.",
+    )  # fmt: skip
+
+
+def _failures(state: StudyState) -> Table:
+    lines = [[error, str(count), ", ".join(ids)] for error, count, ids in failures(state)]
+    return Table(title="Failures", headings=["cause", "trials", "such as"], lines=lines)
+
+
+def _costs(state: StudyState) -> Table:
+    def show(name: str, value: float) -> str:
+        seconds = name.endswith("seconds") or name.startswith("of them")
+        return duration(value) if seconds else f"{value:,.4g}"
+
+    return Table(title="Cost", headings=["", "total"], lines=[[name, show(name, value)] for name, value in costs(state).items()])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """Addresses of a study's runs in MLflow's interface; empty where nobody knows them."""
+
+    study: str = ""
+    rows: dict[str, str] | None = None
+    trials: dict[str, str] | None = None
+
+
+def links(state: StudyState, folder: Path) -> Links:
+    """Where the runs are, from what the writer left in the study's folder."""
+    try:
+        where: dict[str, Any] = json.loads((folder / WHERE).read_text())
+        base = f"{where['uri'].rstrip('/') if is_server(where['uri']) else f'http://{HOST}:{PORT}'}/"
+    except (OSError, ValueError, KeyError):
+        return Links()
+
+    def search(condition: str) -> str:
+        query = urllib.parse.urlencode({"searchFilter": condition, "workflowType": "machine_learning"})
+        return f"{base}#/experiments/{where['experiment']}/runs?{query}"
+
+    rows = {row: search(f"tags.row = {_quoted(row)}") for row in state.rows()}
+    trials = {trial.id: search(f"tags.trial = '{trial.id}'") for trial in state.trials}
+    return Links(study=base + page(where["experiment"], where["view"]), rows=rows, trials=trials)
+
+
+def _quoted(text: str) -> str:
+    """A string of MLflow's search language."""
+    return f'"{text}"' if "'" in text else f"'{text}'"

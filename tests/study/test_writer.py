@@ -1,0 +1,150 @@
+"""The process that feeds MLflow: whatever dies, nothing is lost, nothing doubled, no run stays RUNNING."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from study.config import StudyConfig
+from study.engine import run_study
+from study.ledger import Event, Ledger
+from study.state import FINISHED
+from study.tracking import Tracker
+from study.writer import connect, tracking_lock
+from tests.study.conftest import SilentView, made_up_events, write_ledger
+from tests.study.servers import Server
+from tests.study.test_tracking import is_equal, runs_of
+
+Tiny = Callable[..., StudyConfig]
+
+
+def replay(ledger: Ledger, events: list[Event]) -> None:
+    """Append made-up events."""
+    for event in events:
+        ledger.append(event["event"], **{key: value for key, value in event.items() if key not in ("event", "time")})
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    """Until it holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_dead_server_and_a_dead_writer_lose_nothing(tracked: Tiny, server: Server) -> None:
+    study = tracked("writer", "seeds=[0,1]", f"tracking_uri={server.uri}")
+    events = made_up_events(study)
+    said: list[str] = []
+    opened: list[dict[str, str]] = []
+    with Ledger(study.folder) as ledger:
+        replay(ledger, events[:6])
+        tracker = Tracker(study.folder, study.tracking, study.folder.parent / "artifacts", said.append, opened.append)
+        tracker.start()
+        wait_for(lambda: opened)
+        replay(ledger, events[6:9])
+        server.kill()
+        replay(ledger, events[9:14])
+        wait_for(lambda: said)
+        assert tracker.pid is not None
+        os.kill(tracker.pid, signal.SIGKILL)
+        replay(ledger, events[14:])
+        server.start()
+        assert tracker.close(None) == ""
+    assert "does not answer" in said[0]
+    assert "lns-study sync" in said[0]
+    assert len(opened) == 1
+    assert {run.info.status for run in [runs_of(study)[1], *runs_of(study)[2]]} == {"FINISHED"}
+    assert is_equal(study)
+
+
+DRIVER = """
+import os, signal, sys, json, time
+from pathlib import Path
+from study.ledger import Ledger
+from study.tracking import Tracker
+folder, uri, events = Path(sys.argv[1]), sys.argv[2], json.loads(Path(sys.argv[3]).read_text())
+with Ledger(folder) as ledger:
+    for event in events:
+        ledger.append(event["event"], **{key: value for key, value in event.items() if key not in ("event", "time")})
+    Tracker(folder, uri, folder.parent / "artifacts", print).start()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_driver_leaves_no_run_running(tracked: Tiny, tmp_path: Path) -> None:
+    import json
+
+    study = tracked("writer alone")
+    events = tmp_path / "events.json"
+    events.write_text(json.dumps(made_up_events(study)[:8]))  # one trial finished, one in the middle
+    driver = subprocess.run([sys.executable, "-c", DRIVER, str(study.folder), study.tracking, str(events)], check=False)
+    assert driver.returncode == -signal.SIGKILL
+    wait_for(lambda: Path(study.tracking.removeprefix("sqlite:///")).exists())
+
+    def ended() -> bool:
+        with tracking_lock(study.folder, 0.0) as free:
+            return free and connect(study.tracking).get_experiment_by_name(study.name) is not None
+
+    wait_for(ended)
+    _, parent, children = runs_of(study)
+    assert sorted(run.info.status for run in [parent, *children]) == ["FINISHED", "KILLED", "KILLED"]
+    assert is_equal(study)
+
+
+@pytest.mark.slow
+def test_a_server_that_stays_away_is_told_at_the_end(tracked: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = tracked("writer nowhere", "tracking_uri=http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    said: list[str] = []
+    folder = write_ledger(study, made_up_events(study))
+    tracker = Tracker(folder, study.tracking, folder.parent / "artifacts", said.append)
+    tracker.start()
+    assert "Connection" in tracker.close(None) or "refused" in said[0]
+    assert len(said) == 1
+
+
+@pytest.mark.slow
+def test_a_study_whose_server_is_gone_for_20_seconds_and_whose_trial_is_killed(
+    ray_session: None, tracked: Tiny, server: Server
+) -> None:
+    study = tracked("writer study", "seeds=[0,1,2,3]", "trial.epochs=30", f"tracking_uri={server.uri}")
+    killed: list[int] = []
+
+    def away() -> None:
+        server.kill()
+        time.sleep(20)
+        server.start()
+
+    outage = threading.Thread(target=away)
+
+    def disturb(event: Event) -> None:
+        if event["event"] == "report" and event["epoch"] == 5 and not outage.ident:
+            outage.start()
+        if event["event"] == "report" and event["epoch"] == 10 and not killed:
+            killed.append(event["pid"])
+            os.kill(event["pid"], signal.SIGKILL)
+
+    said: list[str] = []
+    outcome = run_study(study, SilentView(disturb), said.append)
+    outage.join()
+    assert killed
+    assert outcome.tracking_error == "" or any("does not answer" in line for line in said)
+    if outcome.tracking_error:  # the study ended within the outage and its patience
+        from study.engine import report_study
+
+        assert report_study(study.folder, said.append).tracking_error == ""
+    assert all(trial.status == FINISHED for trial in outcome.state.trials)
+    assert sum(trial.restarts for trial in outcome.state.trials) == 1
+    _, parent, children = runs_of(study)
+    assert len(children) == 8
+    assert {run.info.status for run in [parent, *children]} == {"FINISHED"}
+    assert is_equal(study)
