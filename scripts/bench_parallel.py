@@ -31,6 +31,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from lns_ops import LNSTensor, lns12
+from trainers import groups
 from trainers.collectives import Collectives
 from trainers.config import ModelConfig, PrecisionConfig
 from trainers.data import Split
@@ -70,11 +71,11 @@ def in_process(rank: int, job: Job, folder: str) -> None:
     if job.backend == "nccl":
         torch.cuda.set_device(rank)
     if job.world > 1:
-        dist.init_process_group(job.backend, init_method=f"file://{folder}/store", rank=rank, world_size=job.world)
+        groups.join(job.backend, f"file://{folder}/store", rank, job.world)
     figures = job.work(rank, job.world)
     (Path(folder) / f"{rank}.json").write_text(json.dumps(figures))
     if job.world > 1:
-        dist.destroy_process_group()
+        groups.leave()
 
 
 def run(job: Job) -> list[dict[str, Any]]:

@@ -19,9 +19,10 @@ Source: S. Li et al. 2020, "PyTorch Distributed" (arXiv:2006.15704), section 3.2
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -96,18 +97,18 @@ class BucketSync(GradientSync):
         return self._agreement.all_true(finite and all(arrived))
 
     def _hook(self) -> None:
+        """Hooks that do not keep this object: it keeps the parameters, they keep their hooks, and Python cannot collect that circle."""
+        this = weakref.ref(self)
         for number, bucket in enumerate(self._buckets):
             for parameter in bucket:
-                parameter.register_post_accumulate_grad_hook(self._ready(number))
+                parameter.register_post_accumulate_grad_hook(partial(_accumulated, this, number))
 
-    def _ready(self, number: int) -> Any:
-        def accumulated(parameter: Tensor) -> None:
-            if self._remaining:
-                self._remaining[number] -= 1
-                if number == self._next and not self._remaining[number]:
-                    self._launch(next((i for i in range(number, len(self._buckets)) if self._remaining[i]), len(self._buckets)))
-
-        return accumulated
+    def _count(self, number: int) -> None:
+        """One more gradient of that bucket has been added to."""
+        if self._remaining:
+            self._remaining[number] -= 1
+            if number == self._next and not self._remaining[number]:
+                self._launch(next((i for i in range(number, len(self._buckets)) if self._remaining[i]), len(self._buckets)))
 
     def _launch(self, end: int) -> None:
         """Send the buckets before ``end`` that have not left."""
@@ -144,3 +145,8 @@ class BucketSync(GradientSync):
     def _arrived(self, sent: Future[bool] | Tensor) -> bool:
         """Whether that bucket was finite here."""
         return bool(sent if isinstance(sent, Tensor) else sent.result())
+
+
+def _accumulated(sync: weakref.ref[BucketSync], number: int, _parameter: Tensor) -> None:
+    if (alive := sync()) is not None:
+        alive._count(number)

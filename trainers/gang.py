@@ -22,6 +22,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from trainers import groups
 from trainers.bundles import bundles
 from trainers.checkpoint import STATE
 from trainers.config import TrialConfig
@@ -45,11 +46,7 @@ class Worker:
 
     def join(self, rank: int, world_size: int, address: str, port: int, backend: str) -> int:
         """Meet the other ranks; the process's id."""
-        import torch.distributed as dist
-
-        dist.init_process_group(
-            backend, f"tcp://{address}:{port}", timedelta(seconds=MEET_SECONDS), rank=rank, world_size=world_size
-        )
+        groups.join(backend, f"tcp://{address}:{port}", rank, world_size, timedelta(seconds=MEET_SECONDS))
         self._rank, self._world_size = rank, world_size
         return os.getpid()
 

@@ -11,11 +11,10 @@ Uneven micro-batches are refused: the summed loss would not mind, but stages agr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from trainers import groups
 from trainers.validation import at_least, one_of
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble", "zbv", "dualpipev")
@@ -142,7 +141,7 @@ class Layout:
         if workers == 1 or self.pp == 1:
             return Place(dp=workers, dp_rank=rank, dp_group=dist.group.WORLD if workers > 1 else None)
         dp = self.replicas(workers)
-        mesh = _mesh(dist.group.WORLD, device_type, self.pp, dp)
+        mesh = groups.mesh(device_type, self.pp, dp)
         return Place(
             dp=dp,
             pp=self.pp,
@@ -151,12 +150,6 @@ class Layout:
             dp_group=mesh.get_group("dp"),
             pp_group=mesh.get_group("pp"),
         )
-
-
-@lru_cache(maxsize=8)
-def _mesh(world: dist.ProcessGroup, device_type: str, pp: int, dp: int) -> DeviceMesh:
-    """Made once for all trials that the processes of ``world`` train with these degrees: groups are not given back."""
-    return init_device_mesh(device_type, (pp, dp), mesh_dim_names=("pp", "dp"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lns_ops import LNSTensor, lns12
+from trainers import groups
 from trainers.asynchronous import Asynchronous, describe, merged
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.device import plain
@@ -218,11 +219,11 @@ def diverging(rank: int) -> list[str]:
 @ray.remote(num_cpus=1)
 def in_worker(rank: int, folder: str, names: list[str]) -> dict[str, Any]:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    groups.join("gloo", f"file://{folder}/store", rank, WORLD)
     results: dict[str, Any] = {
         name: diverging(rank) if name == "diverging" else run(name, TRIALS[name], rank, Path(folder)) for name in names
     }
-    dist.destroy_process_group()
+    groups.leave()
     return results | {"pid": os.getpid()}
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F  # noqa: N812
 
+from tests.trainers.processes import spawned
 from trainers.averaging import REPLICA, OuterStep
 from trainers.checkpoint import load_checkpoint
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
@@ -116,9 +114,8 @@ def diverging(rank: int) -> list[dict[str, float]]:
     return epochs(training, 2)
 
 
-def in_worker(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-    result: dict[str, Any] = {"pid": os.getpid()}
+def in_worker(rank: int, folder: str) -> dict[str, Any]:
+    result: dict[str, Any] = {}
     result["trials"] = {name: run(config, rank, Path(folder) / name) for name, config in TRIALS.items()}
     broken = Training(TRIALS["local 5"], rank=rank, world_size=WORLD)
     assert broken.collectives is not None
@@ -126,17 +123,13 @@ def in_worker(rank: int, folder: str) -> None:
     epochs(broken, 1)
     result["broken"] = spread(broken)
     result["diverged"] = [str(m["train/loss"]) for m in diverging(rank)]
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
+    return result
 
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("averaging")
-    mp.spawn(in_worker, args=(str(folder),), nprocs=WORLD)
-    results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
-    assert len({os.getpid(), *(w["pid"] for w in results)}) == WORLD + 1
-    return folder, results
+    return folder, spawned(in_worker, folder)
 
 
 Workers = tuple[Path, list[dict[str, Any]]]

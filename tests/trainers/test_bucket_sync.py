@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.trainers.processes import spawned
 from trainers.bucket_sync import MEGABYTE, BucketSync, buckets
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.device import plain
@@ -110,22 +108,19 @@ def compare(name: str, rank: int) -> dict[str, Any]:
     }
 
 
-def in_worker(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    result: dict[str, Any] = {"pid": os.getpid(), **{name: compare(name, rank) for name in FAST}}
+def in_worker(rank: int, folder: str) -> dict[str, Any]:
+    result: dict[str, Any] = {name: compare(name, rank) for name in FAST}
     config = replace(BASE, wire=WireConfig(bucket_cap_mb=CAP))
     whole, broken = trained(config, rank)[0], trained(config, rank, broken=True)[0]
     result["broken caught"] = not same(whole, broken)
     both = [torch.empty_like(broken[0]) for _ in range(2)]
     dist.all_gather(both, broken[0])
     result["replicas part"] = not torch.equal(*both)
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
+    return result
 
 
-def every_format(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    result: dict[str, Any] = {"pid": os.getpid(), **{name: compare(name, rank) for name in TRIALS if name not in FAST}}
+def every_format(rank: int, folder: str) -> dict[str, Any]:
+    result: dict[str, Any] = {name: compare(name, rank) for name in TRIALS if name not in FAST}
     for name in ("native", "matmul", "int8"):
         trial, wire = TRIALS[name]
         wild = replace(
@@ -133,15 +128,7 @@ def every_format(rank: int, folder: str) -> None:
         )
         diverging = Training(replace(wild, wire=replace(wire, bucket_cap_mb=CAP)), rank=rank, world_size=2)
         result[f"{name} diverged"] = [str(diverging.train_epoch()["train/loss"]) for _ in range(2)]
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
-
-
-def spawned(worker: Any, folder: Path) -> list[dict[str, Any]]:
-    mp.spawn(worker, args=(str(folder),), nprocs=2)
-    results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
-    assert len({os.getpid(), *(result["pid"] for result in results)}) == 3
-    return results
+    return result
 
 
 @pytest.fixture(scope="module")

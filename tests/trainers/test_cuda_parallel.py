@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from lns_ops import cuda
 from tests.trainers.courses import broken_off
+from tests.trainers.processes import spawned
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.device import plain
 from trainers.layout import Layout
@@ -66,12 +63,9 @@ def course(config: TrialConfig, rank: int, folder: Path) -> dict[str, Any]:
     return {"metrics": metrics, "resumed": resumed, "test": training.test(), "weights": weights}
 
 
-def in_worker(rank: int, folder: str) -> None:
+def in_worker(rank: int, folder: str) -> dict[str, Any]:
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-    result: dict[str, Any] = {name: course(config, rank, Path(folder) / name) for name, config in TRIALS.items()}
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(result | {"pid": os.getpid()}))
-    dist.destroy_process_group()
+    return {name: course(config, rank, Path(folder) / name) for name, config in TRIALS.items()}
 
 
 @pytest.mark.gpu
@@ -80,9 +74,7 @@ def in_worker(rank: int, folder: str) -> None:
 @needs_two
 def test_two_gpus_train_as_one_process_does(tmp_path: Path) -> None:
     """LNS to the bit, 64 examples a GPU or a micro-batch being the contract's blocks of 64; the rest resumes exactly and learns."""
-    mp.spawn(in_worker, args=(str(tmp_path),), nprocs=WORLD)
-    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(WORLD)]
-    assert len({os.getpid(), *(result["pid"] for result in results)}) == WORLD + 1
+    results = spawned(in_worker, tmp_path, backend="nccl")
     single = Training(replace(BASE, precision=KAHAN, workers=1))
     for _ in range(4):
         single.train_epoch()

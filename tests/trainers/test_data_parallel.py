@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from lns_ops import LNSTensor, lns12, reference
+from tests.trainers.processes import spawned
 from trainers.collectives import Collectives
 from trainers.config import DataConfig, ModelConfig, PrecisionConfig, TrialConfig
 from trainers.gradient_sync import GradientSync
@@ -39,8 +38,7 @@ def config(precision: PrecisionConfig, workers: int) -> TrialConfig:
     )
 
 
-def in_worker(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+def in_worker(rank: int, folder: str) -> dict[str, Any]:
     first, second, third = nn.Parameter(LNSTensor.from_float(values(0), lns12)), nn.Parameter(values(0)), nn.Parameter(values(0))
     first.grad, second.grad = LNSTensor.from_float(values(rank).t(), lns12).t(), values(rank)
     synchronize = GradientSync(WireConfig(), Collectives())
@@ -48,21 +46,19 @@ def in_worker(rank: int, folder: str) -> None:
     assert torch.equal(second.grad, values(rank))
     assert synchronize([first, second, third])
     assert third.grad is None
-    result = {"pid": os.getpid(), "lns": first.grad.codes.tolist(), "float": second.grad.tolist()}
+    result = {"lns": first.grad.codes.tolist(), "float": second.grad.tolist()}
     for name, precision in {"kahan": PrecisionConfig(format="lns12", kahan_sum=True), "float32": PrecisionConfig()}.items():
         training = Training(config(precision, WORLD), rank=rank, world_size=WORLD)
         result[name] = [training.train_epoch(), training.train_epoch(), training.test()]
         if rank == 0:
             training.save(Path(folder) / name)
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
+    return result
 
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
     folder = tmp_path_factory.mktemp("gloo")
-    mp.spawn(in_worker, args=(str(folder),), nprocs=WORLD)
-    return folder, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    return folder, spawned(in_worker, folder)
 
 
 def test_workers_are_processes(workers: tuple[Path, list[dict]]) -> None:

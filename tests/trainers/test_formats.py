@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from lns_ops import LNSTensor
 from lns_ops.formats import block
+from tests.trainers.processes import spawned
 from tests.trainers.test_training import without_speed
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.device import plain
@@ -98,8 +97,7 @@ SPREAD = {
 }  # fmt: skip
 
 
-def in_worker(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def in_worker(rank: int, folder: str) -> dict[str, Any]:
     result = {}
     for name, trial in SPREAD.items():
         training = Training(trial, rank=rank, world_size=2)
@@ -107,14 +105,12 @@ def in_worker(rank: int, folder: str) -> None:
         fmt = trial.precision.number_format
         on_grid = all(torch.equal(fmt.quantize(w), w) for w in weights(training))
         result[name] = [losses, on_grid, [float(w.double().sum()) for w in weights(training)]]
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
+    return result
 
 
 @pytest.mark.slow
 def test_replicas_and_stages_train_in_simulated_formats(tmp_path: Path) -> None:
-    mp.spawn(in_worker, args=(str(tmp_path),), nprocs=2)
-    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    ranks = spawned(in_worker, tmp_path)
     for name, trial in SPREAD.items():
         alone = Training(replace(trial, workers=1, layout=Layout(micro_batches=trial.layout.micro_batches)))
         expected = [alone.train_epoch()["train/loss"] for _ in range(2)]

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lns_ops import LNSTensor
 from tests.trainers.courses import broken_off
+from tests.trainers.processes import spawned
 from trainers import pipeline as pipeline_module
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.data import Split
@@ -114,9 +111,8 @@ def course(config: TrialConfig, rank: int, folder: Path) -> dict[str, Any]:
     return {"metrics": metrics, "resumed": resumed, "test": training.test(), "weights": weights}
 
 
-def two_workers(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    result: dict[str, Any] = {"pid": os.getpid(), "gradients": {}, "courses": {}}
+def two_workers(rank: int, folder: str) -> dict[str, Any]:
+    result: dict[str, Any] = {"gradients": {}, "courses": {}}
     for (name, layout), (arithmetic, precision) in itertools.product(LAYOUTS.items(), PRECISIONS.items()):
         config = replace(BASE, layout=layout, precision=precision)
         result["gradients"][f"{name} {arithmetic}"] = same_gradients(config, rank)
@@ -130,8 +126,7 @@ def two_workers(rank: int, folder: str) -> None:
     diverging = Training(replace(BASE, layout=LAYOUTS["1f1b"], optimizer=OptimizerConfig(lr=1e38)), rank=rank, world_size=2)
     result["diverged"] = [str(diverging.train_epoch()["train/loss"]) for _ in range(2)]
     result["broken"] = broken(rank)
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
+    return result
 
 
 def broken(rank: int) -> bool:
@@ -163,20 +158,18 @@ def dropped(config: TrialConfig, rank: int) -> bool:
         Deferred.take = right  # type: ignore[method-assign]
 
 
-def deferring(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    result: dict[str, Any] = {"pid": os.getpid(), "gradients": {}}
+def deferring(rank: int, folder: str) -> dict[str, Any]:
+    result: dict[str, Any] = {"gradients": {}}
     for (name, layout), (arithmetic, precision) in itertools.product(DEFERRED.items(), PRECISIONS.items()):
         result["gradients"][f"{name} {arithmetic}"] = same_gradients(replace(BASE, layout=layout, precision=precision), rank)
     for name, layout in DEFERRED.items():
         result[name] = course(replace(BASE, layout=layout, precision=KAHAN), rank, Path(folder) / name)
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
+    return result
 
 
 @pytest.mark.slow
 def test_schedules_that_defer_train_as_one_process_does(tmp_path: Path) -> None:
-    results = spawned(deferring, 2, tmp_path)
+    results = spawned(deferring, tmp_path)
     config, single = one_process("lns")
     for result in results:
         assert all(result["gradients"].values())
@@ -195,20 +188,13 @@ def only_learnt(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith("bytes/")}
 
 
-def spawned(worker: Any, world: int, folder: Path) -> list[dict[str, Any]]:
-    mp.spawn(worker, args=(str(folder),), nprocs=world)
-    results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
-    assert len({os.getpid(), *(result["pid"] for result in results)}) == world + 1
-    return results
-
-
 Workers = tuple[Path, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Workers:
     folder = tmp_path_factory.mktemp("pipeline")
-    return folder, spawned(two_workers, 2, folder)
+    return folder, spawned(two_workers, folder)
 
 
 @pytest.mark.parametrize("arithmetic", list(PRECISIONS))
@@ -275,19 +261,16 @@ FOUR = {
 }
 
 
-def four_workers(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
-    result: dict[str, Any] = {"pid": os.getpid()}
-    result |= {name: course(config, rank, Path(folder) / name) for name, config in FOUR.items()}
+def four_workers(rank: int, folder: str) -> dict[str, Any]:
+    result: dict[str, Any] = {name: course(config, rank, Path(folder) / name) for name, config in FOUR.items()}
     place = Training(FOUR["float32"], rank=rank, world_size=4).place
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(result | {"place": [place.pp_rank, place.dp_rank]}))
-    dist.destroy_process_group()
+    return result | {"place": [place.pp_rank, place.dp_rank]}
 
 
 @pytest.mark.slow
 def test_both_parallelisms_together(tmp_path: Path) -> None:
     """Two replicas of two stages: float32 within 1e-6 of the weights of one process after 72 steps, any wire, exact resume."""
-    results = spawned(four_workers, 4, tmp_path)
+    results = spawned(four_workers, tmp_path, world=4)
     assert [result["place"] for result in results] == [[0, 0], [0, 1], [1, 0], [1, 1]]
     for name in FOUR:
         for result in results:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from lns_ops import cuda
+from tests.trainers.processes import spawned
 from trainers.ceiling import kernel_ceiling
 from trainers.config import DataConfig, ModelConfig, PrecisionConfig, TrialConfig
 from trainers.device import plain
@@ -100,9 +96,8 @@ def waits(rank: int) -> dict[str, float]:
     return telemetry.metrics(1.0)
 
 
-def in_worker(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    result: dict[str, Any] = {"pid": os.getpid(), "waits": waits(rank)}
+def in_worker(rank: int, folder: str) -> dict[str, Any]:
+    result: dict[str, Any] = {"waits": waits(rank)}
     trials = {
         "dp": replace(BASE, workers=2, precision=KAHAN),
         "pp": replace(BASE, workers=2, layout=Layout(pp=2, micro_batches=4)),
@@ -114,17 +109,12 @@ def in_worker(rank: int, folder: str) -> None:
         metrics = [telling.train_epoch() for _ in range(2)]
         result[name] = metrics
         result[f"{name} same"] = [repeatable(m) for m in metrics] == [repeatable(silent.train_epoch()) for _ in range(2)]
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
+    return result
 
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("telemetry")
-    mp.spawn(in_worker, args=(str(folder),), nprocs=2)
-    results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
-    assert len({os.getpid(), *(result["pid"] for result in results)}) == 3
-    return results
+    return spawned(in_worker, tmp_path_factory.mktemp("telemetry"))
 
 
 def test_waiting_for_a_slower_worker_is_idle_and_the_transfer_is_communication(workers: list[dict[str, Any]]) -> None:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lns_ops import LNSTensor, lns12, lns16
 from tests.trainers.courses import broken_off
+from tests.trainers.processes import spawned
 from trainers.collectives import Collectives
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.gradient_sync import GradientSync
@@ -207,11 +205,10 @@ def same_weights(training: Training) -> bool:
     return all(torch.equal(everyone[0], other) for other in everyone[1:])
 
 
-def in_worker(rank: int, folder: str) -> None:
+def in_worker(rank: int, folder: str) -> dict[str, Any]:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     collectives = Collectives()
-    result: dict[str, Any] = {"pid": os.getpid()}
+    result: dict[str, Any] = {}
     result["sums"] = {name: summed(name, collectives) for name in FORMATS}
     result["without feedback"] = {n: summed(n, collectives, error_feedback=False) for n in ("int8", "lns8", "topk", "powersgd")}
     result["trials"] = {name: trained(config, rank, Path(folder) / name) for name, config in TRIALS.items()}
@@ -222,17 +219,12 @@ def in_worker(rank: int, folder: str) -> None:
     for training in (whole, broken):
         training.train_epoch()
     result["same weights"] = [same_weights(whole), same_weights(broken)]
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
+    return result
 
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("gloo")
-    mp.spawn(in_worker, args=(str(folder),), nprocs=WORLD)
-    results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
-    assert len({os.getpid(), *(w["pid"] for w in results)}) == WORLD + 1
-    return results
+    return spawned(in_worker, tmp_path_factory.mktemp("gloo"))
 
 
 @pytest.mark.parametrize("name", list(BYTES))

@@ -20,6 +20,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from lns_ops import LNSTensor, lns12
+from trainers import groups
 from trainers.averaging import OuterStep
 from trainers.collectives import Collectives
 from trainers.config import TrialConfig
@@ -67,7 +68,7 @@ def steps_of(name: str, collectives: Collectives) -> tuple[object, ...]:
 
 def in_worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{PORT}", rank=rank, world_size=WORLD)
+    groups.join("gloo", f"tcp://127.0.0.1:{PORT}", rank, WORLD)
     collectives, found = Collectives(), {}
     for name in EXPECTED:
         (step,) = steps_of(name, collectives)
@@ -82,7 +83,7 @@ def in_worker(rank: int, folder: str) -> None:
         dist.barrier()
     if rank == 0:
         (Path(folder) / "found.json").write_text(json.dumps({"pid": os.getpid(), "found": found}))
-    dist.destroy_process_group()
+    groups.leave()
 
 
 def namespace() -> list[str]:

@@ -1,0 +1,45 @@
+"""The torch.distributed group of one training's workers: joined before the first trial, left in a way that lets the process end.
+
+``destroy_process_group`` ends a gloo group's threads only once nothing refers to the group any more. A thread that is left lets go of the
+last tensor it sent whenever it gets a processor; if Python is ending by then, it may not take the GIL any more and the process aborts
+("terminate called without an active exception", https://github.com/pytorch/pytorch/pull/179291). Three things used to keep a group:
+meshes, cached here and dropped by :func:`leave`; objects in reference cycles, which it collects; and a module of torch's own, below.
+"""
+
+from __future__ import annotations
+
+import gc
+from datetime import timedelta
+from functools import lru_cache
+
+import torch.distributed as dist
+
+# torch imports this module by itself, late (torch.compile and pipelining do). Its functions take the default group of the moment it is
+# imported as the default of an argument, so it must be imported while there is none.
+import torch.distributed.nn.functional  # noqa: F401
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+def join(backend: str, init_method: str, rank: int, world_size: int, timeout: timedelta | None = None) -> None:
+    """Meet the other ranks; every one of them must call it. Arguments as of ``torch.distributed.init_process_group``."""
+    dist.init_process_group(backend, init_method, timeout, rank=rank, world_size=world_size)
+
+
+def mesh(device_type: str, pp: int, dp: int) -> DeviceMesh:
+    """The ranks as ``pp`` stages of ``dp`` replicas, in dimensions "pp" and "dp"; makes groups, so every rank must call it.
+
+    Made once for all trials that these ranks train with these degrees: groups are not given back before :func:`leave`.
+    """
+    return _mesh(dist.group.WORLD, device_type, pp, dp)
+
+
+@lru_cache(maxsize=8)
+def _mesh(world: dist.ProcessGroup, device_type: str, pp: int, dp: int) -> DeviceMesh:
+    return init_device_mesh(device_type, (pp, dp), mesh_dim_names=("pp", "dp"))
+
+
+def leave() -> None:
+    """End this process's groups and, where the caller keeps nothing that refers to them (a ``Training`` does), their threads."""
+    _mesh.cache_clear()
+    gc.collect()
+    dist.destroy_process_group()
