@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lns_ops import functional as lns
 from lns_ops.format import LNSFormat
@@ -33,6 +34,82 @@ def _embedding_backward(func: Any, grad: LNSTensor, indices: Tensor, rows: int, 
         counts = torch.bincount(flat, minlength=rows)[:rows].clamp_min(1)
         total = lns.div(total, lns.encode(counts.to(torch.float64), fmt)[:, None], fmt)
     return LNSTensor(total, fmt)
+
+
+_MEAN, _MAX = 1, 2
+"""What torch's embedding_bag calls two of its modes; 0 is the sum."""
+
+
+@handles(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+def _embedding_bag(
+    func: Any, weight: LNSTensor, indices: Tensor, offsets: Tensor, by_frequency: bool = False, mode: int = 0, sparse: bool = False,
+    factors: Any = None, include_last_offset: bool = False, padding: int = -1,
+) -> tuple[LNSTensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Sums, means or maxima over bags ``[B, D]``; the bag of each index, B for those left out; indices a bag; rows of the maxima."""
+    if type(offsets) is Tensor and not offsets.is_cuda and offsets.numel() and offsets[0] != 0:
+        raise ValueError(f"embedding_bag with offsets[0]={int(offsets[0])}: the first bag begins at 0; make it 0")
+    fmt, bags, count = weight.fmt, len(offsets) - include_last_offset, len(indices)
+    places = torch.arange(count, device=indices.device, dtype=offsets.dtype)
+    bag = torch.searchsorted(offsets, places, right=True).sub_(1)
+    bag = torch.where(indices == padding, bags, bag)
+    sizes = torch.zeros(bags + 1, dtype=torch.int64, device=bag.device).index_add(0, bag, torch.ones_like(bag))[:-1]
+    rows = weight.codes.index_select(0, indices)
+    if mode == _MAX:
+        out, largest = _largest_of_bags(rows, bag, bags, fmt)
+        return LNSTensor(out, fmt), bag, sizes, pad(indices, (0, 1), value=-1)[largest]
+    if factors is not None:
+        rows = lns.mul(rows, operands("embedding_bag", factors, weight)[0][:, None], fmt)
+    total = index_sum(rows, bag, bags, fmt)
+    if mode == _MEAN:
+        total = lns.div(total, _divisors(sizes, fmt), fmt)
+    return LNSTensor(total, fmt), bag, sizes, sizes.new_empty(0)
+
+
+def _divisors(sizes: Tensor, fmt: LNSFormat) -> Tensor:
+    return lns.encode(sizes.clamp_min(1).double(), fmt)[:, None]
+
+
+def _largest_of_bags(rows: Tensor, bag: Tensor, bags: int, fmt: LNSFormat) -> tuple[Tensor, Tensor]:
+    """The largest value of each bag and column, 0 of an empty bag, and its place among the rows: the first, or their number if empty."""
+    keys, at, count = lns.order_key(rows, fmt), bag[:, None].expand(rows.shape), len(rows)
+    lowest = keys.new_full((bags + 1, rows.shape[1]), torch.iinfo(torch.int16).min)
+    largest = lowest.scatter_reduce(0, at, keys, "amax")
+    places = torch.arange(count, device=rows.device)[:, None].expand(rows.shape)
+    places = torch.where(keys == largest.gather(0, at), places, count)
+    first = torch.full_like(largest, count, dtype=torch.int64).scatter_reduce(0, at, places, "amin")[:-1]
+    return lns.select(first < count, lns.from_key(largest[:-1], fmt), 0), first
+
+
+@handles(aten._embedding_bag_backward.default)
+def _embedding_bag_backward(
+    func: Any, grad: LNSTensor, indices: Tensor, offsets: Tensor, bag: Tensor, sizes: Tensor, largest: Tensor, rows: int,
+    by_frequency: bool, mode: int, sparse: bool, factors: Any, padding: int = -1,
+) -> LNSTensor:  # fmt: skip
+    if sparse:
+        raise NotImplementedError("embedding_bag with sparse=True: LNS gradients are dense; use sparse=False")
+    codes, fmt = grad.codes, grad.fmt
+    if mode == _MAX:
+        columns = torch.arange(codes.shape[1], device=codes.device)
+        at = torch.where(largest >= 0, largest * codes.shape[1] + columns, -1)
+        total = index_sum(codes.reshape(-1), at.reshape(-1), rows * codes.shape[1], fmt)
+        return LNSTensor(total.reshape(rows, -1), fmt)
+    if mode == _MEAN:
+        codes = lns.div(codes, _divisors(sizes, fmt), fmt)
+    terms = codes.index_select(0, bag.clamp(max=len(sizes) - 1))
+    if factors is not None:
+        terms = lns.mul(terms, operands("embedding_bag", factors, grad)[0][:, None], fmt)
+    kept = torch.where(bag < len(sizes), indices, rows)
+    return _embedding_backward(func, LNSTensor(terms, fmt), kept, rows, -1, by_frequency)
+
+
+@handles(aten._embedding_bag_per_sample_weights_backward.default)
+def _embedding_bag_factors_backward(
+    func: Any, grad: LNSTensor, weight: LNSTensor, indices: Tensor, offsets: Tensor, bag: Tensor, mode: int, padding: int = -1
+) -> LNSTensor:
+    """Of each factor: its row times the gradient of its bag, 0 where it is left out."""
+    codes, rows, fmt = operands("embedding_bag", grad, weight)
+    products = lns.mul(codes.index_select(0, bag.clamp(max=len(codes) - 1)), rows.index_select(0, indices), fmt)
+    return LNSTensor(lns.select(bag < len(codes), lns.sum(products, [1], fmt), 0), fmt)
 
 
 def _destinations(shape: Sequence[int], indices: Sequence[Tensor | None], device: torch.device) -> Tensor:

@@ -2,16 +2,17 @@
 
 torch's own are written in C++ and would take the derivatives of sigmoid and tanh from their rounded results; these take them from their
 arguments. The products of the input with its weights are one matrix product for all steps. Equations and the order of the gates are
-those of torch.nn.LSTM, GRU and RNN; initial states that are plain tensors are encoded.
+those of torch.nn.LSTM, GRU and RNN; initial states that are plain tensors are encoded. A batch of sequences is worked on as a packed one:
+step by step, each as many sequences as have not ended, the longest first.
 
-Sources: S. Hochreiter, J. Schmidhuber 1997; K. Cho et al. 2014 (arXiv:1406.1078).
+Sources: S. Hochreiter, J. Schmidhuber 1997; K. Cho et al. 2014 (arXiv:1406.1078); projections: H. Sak et al. 2014 (arXiv:1402.1128).
 
-Limits: packed sequences and projections (``proj_size``) raise.
+Shape suffixes: N terms of all steps, one step after the other; B sequences; H, I features of states and inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,57 +50,80 @@ def _encoded(x: Tensor, like: LNSTensor) -> Tensor:
 
 
 def _direction(
-    x_TBI: Tensor, state: tuple[Tensor, ...], weights: Any, step: _Step, reverse: bool
+    x_NI: Tensor, sizes: list[int], first: tuple[Tensor, ...], weights: Sequence[Tensor], step: _Step, reverse: bool
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """One layer in one direction: the outputs of all steps, and the last state."""
-    w_x, w_h, b_x, b_h = (*weights, None, None)[:4]
-    from_input, outputs = F.linear(x_TBI, w_x, b_x), []
-    for t in reversed(range(len(x_TBI))) if reverse else range(len(x_TBI)):
+    """One layer in one direction over steps of ``sizes`` sequences: all outputs ``[N, H]``, and every sequence's last states ``[B, H]``."""
+    w_x, w_h, *rest = weights
+    b_x, b_h = rest[:2] if len(rest) > 1 else (None, None)
+    projection = rest[-1] if len(rest) % 2 else None
+    from_input, outputs = F.linear(x_NI, w_x, b_x).split(sizes), []
+    state = tuple(s[: sizes[-1 if reverse else 0]] for s in first)
+    ended: list[tuple[Tensor, ...]] = []
+    for t in reversed(range(len(sizes))) if reverse else range(len(sizes)):
+        running = len(state[0])
+        if sizes[t] > running:  # backwards: sequences begin
+            state = tuple(torch.cat([s, f[running : sizes[t]]]) for s, f in zip(state, first, strict=True))
+        elif sizes[t] < running:  # forwards: sequences have ended
+            ended.append(tuple(s[sizes[t] :] for s in state))
+            state = tuple(s[: sizes[t]] for s in state)
         state = step(from_input[t], F.linear(state[0], w_h, b_h), state)
+        if projection is not None:
+            state = F.linear(state[0], projection), *state[1:]
         outputs.append(state[0])
-    return torch.stack(outputs[::-1] if reverse else outputs), state
+    last = tuple(torch.cat(parts) if ended else parts[0] for parts in zip(state, *reversed(ended), strict=True))
+    return torch.cat(outputs[::-1] if reverse else outputs), last
 
 
 def _run(
-    x: Tensor, states: tuple[Tensor, ...], params: Any, step: _Step, has_biases: bool, num_layers: int, dropout: float, train: bool,
-    bidirectional: bool, batch_first: bool,
+    x_NI: Tensor, sizes: list[int], states: tuple[Tensor, ...], params: Any, step: _Step, has_biases: bool, num_layers: int,
+    dropout: float, train: bool, bidirectional: bool,
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-    """Outputs ``[T, B, H]`` (``[B, T, H]`` if ``batch_first``) and last states ``[layers, B, H]``, for one sequence without B as well."""
-    like = next(p for p in params if isinstance(p, LNSTensor))
-    x, states = _encoded(x, like), tuple(_encoded(s, like) for s in states)
-    single = x.dim() == 2
-    if single:
-        x, states = x.unsqueeze(1), tuple(s.unsqueeze(1) for s in states)
-    elif batch_first:
-        x = x.transpose(0, 1)
-    directions, per = 2 if bidirectional else 1, 4 if has_biases else 2
+    """Outputs ``[N, directions H]`` and last states ``[layers directions, B, H]`` of steps of ``sizes`` sequences."""
+    directions = 2 if bidirectional else 1
+    per = len(params) // (num_layers * directions)
     ends: list[tuple[Tensor, ...]] = []
     for layer in range(num_layers):
         outputs = []
         for d in range(directions):
             at = layer * directions + d
-            out, end = _direction(x, tuple(s[at] for s in states), params[at * per : (at + 1) * per], step, reverse=d == 1)
+            weights = params[at * per : (at + 1) * per]
+            out, end = _direction(x_NI, sizes, tuple(s[at] for s in states), weights, step, reverse=d == 1)
             outputs.append(out)
             ends.append(end)
-        x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+        x_NI = outputs[0] if directions == 1 else torch.cat(outputs, -1)
         if dropout and train and layer < num_layers - 1:
-            x = F.dropout(x, dropout)
-    last = [torch.stack(parts) for parts in zip(*ends, strict=True)]
+            x_NI = F.dropout(x_NI, dropout)
+    return x_NI, [torch.stack(parts) for parts in zip(*ends, strict=True)]
+
+
+def _padded(
+    x: Tensor, states: tuple[Tensor, ...], params: Any, step: _Step, *options: Any, batch_first: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """:func:`_run` for ``[T, B, I]``, ``[B, T, I]`` with ``batch_first``, or one sequence ``[T, I]``."""
+    single = x.dim() == 2
     if single:
-        return x.squeeze(1), [s.squeeze(1) for s in last]
-    return (x.transpose(0, 1) if batch_first else x), last
+        x, states = x.unsqueeze(1), tuple(s.unsqueeze(1) for s in states)
+    elif batch_first:
+        x = x.transpose(0, 1)
+    outputs, last = _run(x.flatten(0, 1), [x.shape[1]] * len(x), states, params, step, *options)
+    outputs = outputs.unflatten(0, x.shape[:2])
+    if single:
+        return outputs.squeeze(1), [s.squeeze(1) for s in last]
+    return (outputs.transpose(0, 1) if batch_first else outputs), last
 
 
 def _network(function: Any, step: _Step, states: int) -> None:
     @replaces(function)
-    def network(x: Tensor, hx: Any, params: Any, *args: Any) -> tuple[Tensor, ...]:
-        if isinstance(hx, Tensor) and not hx.dtype.is_floating_point:  # the batch sizes of a packed sequence
-            raise NotImplementedError(
-                "a packed sequence has no LNS form: pad the sequences (pad_packed_sequence) and mask the outputs"
-            )
-        if len(params) % (4 if args[0] else 2) or (states == 2 and hx[0].shape[-1] != hx[1].shape[-1]):
-            raise NotImplementedError("an LSTM with proj_size has no LNS form: project with a linear layer behind it")
-        outputs, last = _run(x, tuple(hx) if states == 2 else (hx,), params, step, *args)
+    def network(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        packed = isinstance(args[0], Tensor) and not args[0].dtype.is_floating_point  # the batch sizes of a packed sequence
+        hx, params, *options = args[packed:]
+        like = next(p for p in params if isinstance(p, LNSTensor))
+        x, first = _encoded(x, like), tuple(_encoded(s, like) for s in (hx if states == 2 else (hx,)))
+        if packed:
+            outputs, last = _run(x, args[0].tolist(), first, params, step, *options)
+        else:
+            *options, batch_first = options
+            outputs, last = _padded(x, first, params, step, *options, batch_first=batch_first)
         return outputs, *last
 
 

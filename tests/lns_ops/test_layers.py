@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence, pad_sequence
 
 from lns_ops import LNSFormat, LNSTensor, convert_, decode, lns12, lns16
 from lns_ops import functional as lns
@@ -72,6 +73,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "RMSNorm": (lambda: nn.RMSNorm(24), (3, 5, 24), "some"),
     "LSTM": (lambda: nn.LSTM(6, 8, 2, bidirectional=True), (5, 3, 6), "many"),
     "LSTM batch first": (lambda: nn.LSTM(6, 8, batch_first=True, bias=False), (3, 5, 6), "many"),
+    "LSTM with a projection": (lambda: nn.LSTM(6, 8, 2, bidirectional=True, proj_size=3), (5, 3, 6), "many"),
     "LSTM of one sequence": (lambda: nn.LSTM(6, 8), (5, 6), "many"),
     "GRU": (lambda: nn.GRU(6, 8, 2), (5, 3, 6), "many"),
     "RNN": (lambda: nn.RNN(6, 8), (5, 3, 6), "many"),
@@ -119,6 +121,77 @@ def test_layers_agree_with_float64(name: str) -> None:
 def test_embedding(options: dict[str, Any]) -> None:
     torch.manual_seed(1)
     check(nn.Embedding(9, 5, **options), (torch.randint(0, 9, (4, 50)),), ROUNDINGS["few"])
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"padding_idx": 2}, {"include_last_offset": True}, {"per_sample_weights": True, "padding_idx": 1}],
+    ids=str,
+)
+def test_embedding_bag(mode: str, options: dict[str, Any]) -> None:
+    """Bags of no, one and many rows; of the weights of samples (sums only) the gradient too."""
+    if mode != "sum" and "per_sample_weights" in options:
+        pytest.skip("torch has no such mode")
+    torch.manual_seed(1)
+    tokens, offsets = torch.randint(0, 9, (200,)), torch.tensor([0, 0, 1, 6, 9, 9, 150, 200])
+    keep = {name: value for name, value in options.items() if name != "per_sample_weights"}
+    offsets = offsets if "include_last_offset" in options else offsets[:-1]
+    bag = Bags(nn.EmbeddingBag(9, 5, mode=mode, **keep), tokens, offsets)
+    check(bag, (torch.randn(200),) if "per_sample_weights" in options else (), ROUNDINGS["few"])
+
+
+class Bags(nn.Module):
+    """An embedding bag of given tokens as a function of what weighs them."""
+
+    def __init__(self, bag: nn.EmbeddingBag, tokens: Tensor, offsets: Tensor) -> None:
+        super().__init__()
+        self.bag, self.tokens, self.offsets = bag, tokens, offsets
+
+    def forward(self, factors: Tensor | None = None) -> Tensor:
+        return self.bag(self.tokens, self.offsets, factors)
+
+
+def test_embedding_bags_sum_in_the_contracts_order() -> None:
+    """A bag is the sum of its rows, bit for bit, and so is the gradient of a row over the samples that name it."""
+    torch.manual_seed(1)
+    weight = LNSTensor.from_float(torch.randn(30, 4), lns12).requires_grad_()
+    tokens = torch.randint(0, 30, (6, 200))
+    out = F.embedding_bag(tokens, weight, mode="sum")
+    for bag, row in zip(tokens, out.codes, strict=True):
+        assert torch.equal(row, lns.sum(weight.codes[bag], [0], lns12))
+    mean = F.embedding_bag(tokens, weight, mode="mean")
+    assert torch.equal(mean.codes, lns.div(out.codes, lns.encode(torch.tensor(200.0).double(), lns12), lns12))
+    seed = LNSTensor.from_float(torch.randn(6, 4), lns12)
+    out.backward(seed)
+    for row in range(30):
+        bags = (tokens.flatten() == row).nonzero()[:, 0] // 200
+        assert torch.equal(weight.grad.codes[row], lns.sum(seed.codes[bags], [0], lns12))
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_gradients_of_bags_by_frequency(mode: str) -> None:
+    """Divided by how often their row occurs. (torch 2.13 on a CPU divides by the count of another row: no reference.)"""
+    torch.manual_seed(1)
+    values, tokens, grads = torch.randn(9, 5), torch.randint(0, 9, (4, 50)), []
+    for by_frequency in (False, True):
+        weight = LNSTensor.from_float(values, FMT).detach().requires_grad_()
+        out = F.embedding_bag(tokens, weight, mode=mode, scale_grad_by_freq=by_frequency)
+        out.backward(LNSTensor.from_float(torch.linspace(-1, 2, 20).view(4, 5), FMT))
+        grads.append(weight.grad.codes)
+    counts = lns.encode(tokens.flatten().bincount().double(), FMT)[:, None]
+    assert torch.equal(grads[1], lns.div(grads[0], counts, FMT))
+
+
+def test_what_an_embedding_bag_cannot_do() -> None:
+    weight, tokens = LNSTensor.from_float(torch.randn(5, 4), lns12).requires_grad_(), torch.tensor([1, 2, 3])
+    with pytest.raises(ValueError, match=r"offsets\[0\]=1: the first bag begins at 0"):
+        F.embedding_bag(tokens, weight, torch.tensor([1, 2]))
+    with pytest.raises(NotImplementedError, match="use sparse=False"):
+        F.embedding_bag(tokens, weight, torch.tensor([0, 2]), sparse=True).sum().backward()
+    empty = F.embedding_bag(torch.empty(0, dtype=torch.int64), weight, torch.tensor([0, 0]), mode="max")
+    assert empty.shape == (2, 4)
+    assert not empty.codes.any()
 
 
 @pytest.mark.parametrize("options", [{}, {"kdim": 5, "vdim": 7}, {"bias": False}], ids=str)
@@ -235,12 +308,77 @@ def test_dropout_keeps_a_share_and_scales_it_exactly() -> None:
     assert not F.dropout(x, 1.0).codes.any()
 
 
-def test_a_packed_sequence_and_a_projection_are_refused() -> None:
-    lstm = convert_(nn.LSTM(3, 4), lns12, scope="everywhere")
-    with pytest.raises(NotImplementedError, match="pad the sequences"):
-        lstm(nn.utils.rnn.pack_padded_sequence(torch.randn(5, 2, 3), [5, 3]))
-    with pytest.raises(NotImplementedError, match="proj_size"):
-        convert_(nn.LSTM(3, 4, proj_size=2), lns12, scope="everywhere")(torch.randn(5, 2, 3))
+class Packed(nn.Module):
+    """A recurrent network over sequences of several lengths, packed and padded again: ``[T, B, I]`` to ``[T, B, H]`` and last states."""
+
+    def __init__(self, network: nn.RNNBase, lengths: list[int]) -> None:
+        super().__init__()
+        self.network, self.lengths = network, lengths
+
+    def forward(self, x: Tensor, *states: Tensor) -> Tensor:
+        hx = (states[0] if len(states) == 1 else states) if states else None
+        packed = pack_padded_sequence(x, self.lengths, enforce_sorted=False)
+        out, last = self.network(packed, hx)
+        padded, lengths = pad_packed_sequence(out, total_length=len(x))
+        assert lengths.tolist() == self.lengths
+        ends = [h.reshape(-1) for h in (last if isinstance(last, tuple) else (last,))]
+        return torch.cat([padded.reshape(-1), *ends])
+
+
+PACKED: dict[str, Callable[[], nn.RNNBase]] = {
+    "LSTM": lambda: nn.LSTM(6, 8, 2, bidirectional=True),
+    "LSTM with a projection": lambda: nn.LSTM(6, 8, 2, bidirectional=True, proj_size=3),
+    "GRU": lambda: nn.GRU(6, 8, 2, bidirectional=True),
+    "GRU without biases": lambda: nn.GRU(6, 8, bias=False),
+    "RNN": lambda: nn.RNN(6, 8, 2),
+    "RNN of relus": lambda: nn.RNN(6, 8, nonlinearity="relu", bidirectional=True),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("given", [False, True])
+def test_packed_sequences_agree_with_float64(name: str, given: bool) -> None:
+    """Outputs, the last states of each sequence, and gradients, to initial states as well; the longest neither first nor full."""
+    torch.manual_seed(1)
+    network = PACKED[name]()
+    rows = network.num_layers * (2 if network.bidirectional else 1)
+    widths = [network.proj_size or network.hidden_size, *[network.hidden_size] * isinstance(network, nn.LSTM)]
+    states = tuple(torch.randn(rows, 4, width) for width in widths) if given else ()
+    check(Packed(network, [2, 4, 1, 4]), (torch.randn(5, 4, 6), *states), ROUNDINGS["many"])
+
+
+@pytest.mark.parametrize("make", PACKED.values(), ids=PACKED)
+def test_a_packed_sequence_has_the_bits_of_each_alone(make: Callable[[], nn.RNNBase]) -> None:
+    torch.manual_seed(1)
+    network, lengths = convert_(make(), lns12, scope="everywhere"), [5, 3, 3, 1]
+    x = LNSTensor.from_float(torch.randn(5, 4, 6), lns12)
+    out, last = network(pack_padded_sequence(x, lengths))
+    padded, _ = pad_packed_sequence(out)
+    for b, length in enumerate(lengths):
+        alone, end = network(x[:length, b])
+        assert torch.equal(padded[:length, b].codes, alone.codes)
+        assert not padded[length:, b].codes.any()
+        pairs = zip(last, end, strict=True) if isinstance(last, tuple) else [(last, end)]
+        assert all(torch.equal(whole[:, b].codes, own.codes) for whole, own in pairs)
+
+
+def test_sequences_are_packed_and_padded_as_torchs() -> None:
+    shapes = [(3, 2), (5, 2), (1, 2)]
+    encoded = [LNSTensor.from_float(torch.randn(s), lns16).detach().requires_grad_() for s in shapes]
+    floats = [x.detach().to_float().requires_grad_() for x in encoded]
+    for side in ("right", "left"):
+        got, want = (pad_sequence(xs, True, 2.0, padding_side=side) for xs in (encoded, floats))
+        assert torch.equal(got.to_float(), want)
+    got, want = (pack_sequence(xs, enforce_sorted=False) for xs in (encoded, floats))
+    assert torch.equal(got.data.to_float(), want.data)
+    assert torch.equal(got.batch_sizes, want.batch_sizes)
+    weights = torch.randint(1, 9, (6, 3, 2)).float()
+    for packed in (got, want):
+        padded, lengths = pad_packed_sequence(packed, padding_value=-1.0, total_length=6)
+        assert lengths.tolist() == [3, 5, 1]
+        padded.backward(LNSTensor.from_float(weights, lns16) if isinstance(padded, LNSTensor) else weights)
+    for x, f in zip(encoded, floats, strict=True):
+        assert torch.equal(x.grad.codes, LNSTensor.from_float(f.grad, lns16).codes)
 
 
 def test_gradients_of_sigmoid_and_tanh_survive_where_the_result_rounds_to_one() -> None:
