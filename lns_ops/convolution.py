@@ -10,6 +10,9 @@ product in the contract's order. What is summed, and in which order:
 - gradient of the weight: over (n, p) in pieces of whole images, as many as have ``LONG_SUM = 4096`` positions together (at least one), and
   the pieces are then added as :func:`lns_ops.functional.sum` does. One row of all positions of a batch would be far too long a sum.
 
+Sums of more than 4,096 products, be it over channels and taps or over the positions of one image, are cut as those of
+:func:`lns_ops.functional.matmul` are.
+
 Columns are made for some images at a time, so they take a few megabytes whatever the batch; results do not depend on it. The columns are
 the vector operand of the product and the weights the scalar one: weights are few, positions many.
 
@@ -29,7 +32,7 @@ from torch.nn.functional import pad
 
 from lns_ops.accumulation import check_accumulation
 from lns_ops.format import LNSFormat
-from lns_ops.functional import _FORMAT, _OPS, _define
+from lns_ops.functional import _FORMAT, _OPS, _define, _format, matmul
 from lns_ops.functional import sum as lns_sum
 from lns_ops.reference import LONG_SUM
 
@@ -73,10 +76,10 @@ def _padded(x_NCS: Tensor, before: Sequence[int], after: Sequence[int]) -> Tenso
 
 def _matmul(x: Tensor, y: Tensor, accumulation: str, bits: int, fraction_bits: int) -> Tensor:
     """The product of matrices ``[G, M, K]`` and ``[G, K, N]``."""
-    operator = _OPS.matmul if accumulation == "contract" else _OPS.matmul_float32
+    fmt = _format(bits, fraction_bits)
     if len(x) == 1:
-        return operator(x[0], y[0], bits, fraction_bits)[None]  # type: ignore[no-any-return]
-    return operator(x, y, bits, fraction_bits)  # type: ignore[no-any-return]
+        return matmul(x[0], y[0], fmt, accumulation=accumulation)[None]
+    return matmul(x, y, fmt, accumulation=accumulation)
 
 
 def _correlate(
@@ -179,7 +182,7 @@ def _weight_gradient(
         )
         rows = grad[first : first + step].reshape(-1, groups, outputs, P).permute(1, 2, 0, 3).reshape(groups, outputs, -1)
         pieces.append(_matmul(rows, columns, accumulation, bits, fraction_bits))
-    total = lns_sum(torch.stack(pieces), [0], LNSFormat(bits, fraction_bits)) if len(pieces) > 1 else pieces[0]
+    total = lns_sum(torch.stack(pieces), [0], _format(bits, fraction_bits)) if len(pieces) > 1 else pieces[0]
     return total.reshape(groups * outputs, *kernel, C).movedim(-1, 1).contiguous()
 
 

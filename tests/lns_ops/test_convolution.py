@@ -60,7 +60,7 @@ def codes(shape: tuple[int, ...], fmt: LNSFormat, seed: int) -> np.ndarray:
 def row_times_column(terms: list[tuple[int, int]], fmt: LNSFormat) -> int:
     """A sum of products in the contract's order."""
     left, right = np.array([t[0] for t in terms], np.int16), np.array([t[1] for t in terms], np.int16)
-    return int(reference.matmul(left[None], right[:, None], fmt)[0, 0]) if terms else 0
+    return int(reference.long_matmul(left[None], right[:, None], fmt)[0, 0]) if terms else 0
 
 
 def meets(case: Case, position: tuple[int, ...], tap: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -114,18 +114,46 @@ def naive_weight_gradient(grad: np.ndarray, x: np.ndarray, case: Case, fmt: LNSF
     return out
 
 
-@settings(max_examples=30)
-@given(case=cases(), fmt=st.sampled_from([lns8, lns12, lns16]), seed=st.integers(0, 99))
-def test_all_three_products_are_the_contracts_sums(case: Case, fmt: LNSFormat, seed: int) -> None:
+def check_products(case: Case, fmt: LNSFormat, seed: int, which: tuple[str, ...] = ("forward", "input", "weight")) -> None:
+    """They are the contract's sums."""
     x = codes((case.n, case.channels, *case.size), fmt, seed)
     w = codes((case.outputs, case.channels // case.groups, *case.kernel), fmt, seed + 1)
     grad = codes((case.n, case.outputs, *case.positions), fmt, seed + 2)
     tx, tw, tg = (torch.from_numpy(v) for v in (x, w, grad))
-    np.testing.assert_array_equal(convolution.convolution(tx, tw, case.geometry, fmt).numpy(), naive_forward(x, w, case, fmt))
-    gradient = convolution.input_gradient(tg, tw, case.size, case.geometry, fmt)
-    np.testing.assert_array_equal(gradient.numpy(), naive_input_gradient(grad, w, case, fmt))
-    weight = convolution.weight_gradient(tg, tx, case.kernel, case.geometry, fmt)
-    np.testing.assert_array_equal(weight.numpy(), naive_weight_gradient(grad, x, case, fmt))
+    if "forward" in which:
+        np.testing.assert_array_equal(convolution.convolution(tx, tw, case.geometry, fmt).numpy(), naive_forward(x, w, case, fmt))
+    if "input" in which:
+        gradient = convolution.input_gradient(tg, tw, case.size, case.geometry, fmt)
+        np.testing.assert_array_equal(gradient.numpy(), naive_input_gradient(grad, w, case, fmt))
+    if "weight" in which:
+        weight = convolution.weight_gradient(tg, tx, case.kernel, case.geometry, fmt)
+        np.testing.assert_array_equal(weight.numpy(), naive_weight_gradient(grad, x, case, fmt))
+
+
+@settings(max_examples=30)
+@given(case=cases(), fmt=st.sampled_from([lns8, lns12, lns16]), seed=st.integers(0, 99))
+def test_all_three_products_are_the_contracts_sums(case: Case, fmt: LNSFormat, seed: int) -> None:
+    check_products(case, fmt, seed)
+
+
+@pytest.mark.parametrize(
+    ("which", "case"),
+    [
+        ("forward", Case(2, 2 * 1500, 2, (4,), (3,), (1,), (0,), (1,), 2)),
+        ("forward", Case(1, 1, 1, (66, 65), (65, 65), (1, 1), (0, 0), (1, 1), 1)),
+        ("input", Case(2, 1, 1500, (4,), (3,), (1,), (0,), (1,), 1)),
+        ("weight", Case(1, 1, 2, (4500,), (1,), (1,), (0,), (1,), 1)),
+    ],
+)
+def test_sums_of_more_than_4096_products_are_cut(which: str, case: Case) -> None:
+    check_products(case, lns12, 5, (which,))
+
+
+def test_many_taps_do_not_stick() -> None:
+    """131,072 ones: one sequence of block totals would end at a tenth of them."""
+    ones = torch.full((1, 2048, 8, 8), lns16.bias, dtype=torch.int16)
+    geometry = Geometry((1, 1), (0, 0), (1, 1))
+    assert lns.decode(convolution.convolution(ones, ones, geometry, lns16), lns16).item() == pytest.approx(131072, rel=0.03)
 
 
 def test_results_do_not_depend_on_how_many_images_are_taken_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
