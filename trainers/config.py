@@ -15,6 +15,7 @@ from lns_ops.accumulation import ACCUMULATIONS
 from lns_ops.format import LNSFormat
 from lns_ops.formats import Logarithmic, NumberFormat, parse
 from lns_ops.optim import ARITHMETICS
+from trainers.changes import check_changes
 from trainers.combinations import check_combinations
 from trainers.forward import AUTOCASTS, MemoryConfig
 from trainers.layout import Layout
@@ -205,6 +206,7 @@ class TrialConfig:
         profile: steps of which a trace is kept with the trial's files (:mod:`trainers.profile`).
         autocast: ``bfloat16`` or, on cuda, ``float16``: products of a float32 trial in that type (:mod:`trainers.forward`); or ``none``.
         memory: activation checkpoints, likewise.
+        changes: options of the optimizer that change on the way (:mod:`trainers.changes`).
     """
 
     data: DataConfig = field(default_factory=DataConfig)
@@ -228,6 +230,7 @@ class TrialConfig:
     analysis_every: int = 0
     telemetry: bool = False
     autocast: str = "none"
+    changes: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "workers", "threads"):
@@ -243,6 +246,7 @@ class TrialConfig:
         if self.seed >= 1 << 32:
             raise ValueError(f"seed={self.seed}: must be below 2^32 = {1 << 32}; use for example 0, 1, 2")
         check_combinations(self)
+        check_changes(self)
 
     @property
     def update_examples(self) -> int:

@@ -32,6 +32,7 @@ from lns_ops import NonFiniteError, check_faults, matmul_accumulation
 from trainers.analysis import analysis_metrics
 from trainers.averaging import make_synchroniser
 from trainers.ceiling import kernel_ceiling
+from trainers.changes import optimizer_at
 from trainers.checkpoint import load_checkpoint, save_checkpoint
 from trainers.collectives import Collectives
 from trainers.config import TrialConfig
@@ -77,7 +78,8 @@ def check(config: TrialConfig, info: DatasetInfo) -> None:
     """
     _check_batch(config, info.train)
     model, scale = apply_precision(nn.Linear(1, 1), config.precision), config.lr_schedule.scale(config.batch_size)
-    make_optimizer(model, config.optimizer, config.precision, config.update_examples, scale=scale)
+    for epoch in (0, *(change["epoch"] for change in config.changes)):
+        make_optimizer(model, optimizer_at(config, epoch), config.precision, config.update_examples, scale=scale)
 
 
 def _check_batch(config: TrialConfig, examples: int) -> None:
@@ -142,9 +144,8 @@ class Training:
         if self.pipeline is None:
             assert isinstance(self.model, nn.Sequential)
             set_forward_(self.model, config.memory, config.autocast, self.scaler)
-        seed = (config.seed + self.place.pp_rank * STAGE_SEED) % (1 << 31)
-        scale = config.lr_schedule.scale(config.batch_size)
-        self.optimizer = make_optimizer(self.model, config.optimizer, config.precision, config.update_examples, seed, scale)
+        self._options = config.optimizer
+        self.optimizer = self._make_optimizer()
         self._steps_per_epoch = len(self.data.train.y) // config.batch_size
         self._rate = _Rate(config, self.optimizer, self._steps_per_epoch)
         self.collectives = Collectives(self.place.dp_group, self.device, self._spans) if self.place.dp > 1 else None
@@ -166,6 +167,7 @@ class Training:
             ``bytes/parameter_step`` (the same over parameters and steps). Every ``analysis_every`` epochs ``analysis/LAYER/...``.
             With telemetry also :data:`trainers.telemetry.NAMES`.
         """
+        self._change_options()
         # The setting is the process's, which other trials have used or use in turn.
         with matmul_accumulation(self.config.precision.accumulation):
             if self._telemetry is not None:
@@ -207,6 +209,21 @@ class Training:
         precision, examples = self.config.precision, self.config.batch_size // self.place.dp
         fmt = precision.lns_format if precision.scope == "everywhere" else None
         return Pipeline(model, self.config.layout, self.place, examples, fmt, self.device, self._spans, self.config.memory)
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        config, seed = self.config, (self.config.seed + self.place.pp_rank * STAGE_SEED) % (1 << 31)
+        scale = config.lr_schedule.scale(config.batch_size)
+        return make_optimizer(self.model, self._options, config.precision, config.update_examples, seed, scale)
+
+    def _change_options(self) -> None:
+        """The optimizer's options as ``changes`` has them after this epoch; its state stays, a captured graph does not."""
+        wanted = optimizer_at(self.config, self.epoch)
+        if wanted == self._options:
+            return
+        self._options, self._graphed = wanted, None
+        for group, new in zip(self.optimizer.param_groups, self._make_optimizer().param_groups, strict=True):
+            group.update((name, value) for name, value in new.items() if name != "params")
+        self._rate = _Rate(self.config, self.optimizer, self._steps_per_epoch)
 
     def _make_telemetry(self) -> Telemetry:
         precision, device = self.config.precision, self.device.type
