@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from study.space import Space, parse_space
+from trainers.changes import CHANGEABLE
 from trainers.config import TrialConfig
 from trainers.validation import at_least, finite, one_of
 
 ALGORITHMS = ("random", "sobol", "grid", "tpe", "cmaes", "nsga2")
 ADAPTIVE = ("tpe", "cmaes", "nsga2")
 """Those that look at results before they propose what comes next."""
-SCHEDULERS = ("none", "asha", "hyperband", "median")
+SCHEDULERS = ("none", "asha", "hyperband", "median", "pbt", "pb2")
+POPULATIONS = ("pbt", "pb2")
 MODES = ("min", "max")
 EXECUTORS = ("auto", "packed", "train")
 
@@ -78,8 +80,13 @@ class SearchConfig:
             first one picks a row's best configuration.
         scheduler: ends trials early that fall behind in the first objective: ``none``, ``asha`` (successive halving without waiting, Li et
             al. 2020), ``hyperband`` (asha with several brackets, the later ones with a longer grace), ``median`` (Golovin et al. 2017).
-        grace_period: epochs that a scheduler leaves every trial.
+            ``pbt`` and ``pb2`` train ``num_samples`` configurations as a population instead (:mod:`study.population`): what is
+            searched are options of the optimizer, which change on the way.
+        grace_period: epochs that asha, hyperband and median leave every trial.
         reduction_factor: of asha and hyperband: one of so many goes on.
+        perturbation_interval: of pbt and pb2: epochs of a generation.
+        quantile_fraction: likewise: so many of the members, at the end of a generation, take over the weights of one of as many best.
+        resample_probability: of pbt: that a value is drawn anew instead of moved by a fifth.
         confirm: how many of each row's best configurations run with more seeds once its search has ended; 0 for none. They race: after each
             seed those drop out that are significantly worse than the leader (:mod:`study.confirmation`).
         confirm_seeds: those seeds, in turn; none of the study's own.
@@ -92,6 +99,9 @@ class SearchConfig:
     scheduler: str = "none"
     grace_period: int = 1
     reduction_factor: int = 3
+    perturbation_interval: int = 4
+    quantile_fraction: float = 0.25
+    resample_probability: float = 0.25
     confirm: int = 0
     confirm_seeds: list[int] = field(default_factory=list)
 
@@ -102,6 +112,20 @@ class SearchConfig:
         at_least("search.seed", self.seed, 0, "use for example 0")
         at_least("search.grace_period", self.grace_period, 1, "use for example 1")
         at_least("search.reduction_factor", self.reduction_factor, 2, "use for example 3")
+        at_least("search.perturbation_interval", self.perturbation_interval, 1, "use for example 4")
+        for name, most in (("quantile_fraction", 0.5), ("resample_probability", 1.0)):
+            if not 0 <= getattr(self, name) <= most:
+                raise ValueError(f"search.{name}={getattr(self, name)}: must lie in 0 .. {most:g}; use for example 0.25")
+        if self.population and self.algorithm not in ("random", "sobol"):
+            raise ValueError(
+                f"search.scheduler={self.scheduler} with search.algorithm={self.algorithm}: the population's results decide what comes "
+                "next; use search.algorithm=random or sobol, which draw its first members"
+            )
+        if self.population and (len(self.objectives) > 1 or self.num_samples < 2):
+            raise ValueError(
+                f"search.scheduler={self.scheduler} with {len(self.objectives)} objectives and search.num_samples={self.num_samples}: "
+                "members are ranked by one objective, and there must be at least two; use for example search.num_samples=8"
+            )
         at_least("search.confirm", self.confirm, 0, "0 repeats none")
         if bool(self.confirm) != bool(self.confirm_seeds):
             raise ValueError(
@@ -124,7 +148,17 @@ class SearchConfig:
     @property
     def adaptive(self) -> bool:
         """Whether proposals depend on results."""
-        return self.algorithm in ADAPTIVE
+        return self.algorithm in ADAPTIVE or self.population
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether the scheduler ends trials before their last epoch."""
+        return self.scheduler != "none" and not self.population
+
+    @property
+    def population(self) -> bool:
+        """Whether the configurations train as a population."""
+        return self.scheduler in POPULATIONS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,11 +280,30 @@ class StudyConfig:
                 f"search.algorithm={self.search.algorithm}: the space has grids only, which are multiplied out; use "
                 "search.algorithm=grid, or choice instead of grid"
             )
+        if self.search.population:
+            self._check_population(space)
         categorical = [domain.key for domain in space.sampled if domain.categorical]
         if self.search.algorithm == "cmaes" and categorical:
             raise ValueError(
                 f"search.algorithm=cmaes: space.{categorical[0]} is a choice, which has no distances; use {{grid: ...}} for it, or "
                 "search.algorithm=tpe"
+            )
+
+    def _check_population(self, space: Space) -> None:
+        """What changes on the way must be able to; what decides how long a trial is must not vary."""
+        scheduler = f"search.scheduler={self.search.scheduler}"
+        for domain in space.domains:
+            if domain.kind != "grid" and domain.key not in CHANGEABLE:
+                raise ValueError(
+                    f"space.{domain.key} with {scheduler}: cannot change in the middle of a trial; use {{grid: ...}} for it, which makes a "
+                    f"population for each value; what can change: {', '.join(CHANGEABLE)}"
+                )
+        if self.trial.changes or any(domain.key in ("epochs", "changes") for domain in space.domains):
+            raise ValueError(f"{scheduler} with changes or epochs of its own: the population decides on both; leave them out")
+        if self.trial.lr_schedule.decay != "constant":
+            raise ValueError(
+                f"{scheduler} with trial.lr_schedule.decay={self.trial.lr_schedule.decay}: a generation would decay to its own end; use "
+                "trial.lr_schedule.decay=constant, the population finds its own schedule"
             )
 
     @property

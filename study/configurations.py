@@ -21,6 +21,7 @@ class Configuration:
     """One set of sampled values of a row.
 
     Attributes:
+        whole: False for a member of a population's earlier generations, whose trials are shorter than the row's longest.
         objectives: mean over seeds by metric; NaN where a trial has no value. Of trials that were ended early, those of their last epoch.
     """
 
@@ -29,11 +30,12 @@ class Configuration:
     params: Params
     trials: tuple[TrialState, ...]
     objectives: dict[str, float]
+    whole: bool = True
 
     @property
     def finished(self) -> bool:
-        """Whether every seed's trial ran to its end."""
-        return all(trial.status == FINISHED for trial in self.trials)
+        """Whether every seed's trial ran to its end, and to that of the row."""
+        return self.whole and all(trial.status == FINISHED for trial in self.trials)
 
     @property
     def ended(self) -> bool:
@@ -48,6 +50,9 @@ def configurations(trials: Iterable[TrialState], metrics: Iterable[str]) -> list
         if trial.number is not None:
             groups.setdefault((trial.row, trial.number), []).append(trial)
     wanted = list(metrics)
+    longest: dict[str, int] = {}
+    for (row, _), group in groups.items():
+        longest[row] = max(longest.get(row, 0), *(trial.epochs for trial in group))
     return [
         Configuration(
             row=row,
@@ -55,6 +60,7 @@ def configurations(trials: Iterable[TrialState], metrics: Iterable[str]) -> list
             params=group[0].params,
             trials=tuple(group),
             objectives={metric: mean_objective(group, metric) for metric in wanted},
+            whole="generation" not in group[0].asked or group[0].epochs == longest[row],
         )
         for (row, number), group in sorted(groups.items(), key=lambda item: item[0][1])
     ]

@@ -36,7 +36,8 @@ def describe_plan(plan: Plan) -> Iterator[str]:
     if len(plan.trials) > TRIALS_SHOWN:
         yield f"  and {len(plan.trials) - TRIALS_SHOWN} more"
     if study.search.adaptive:
-        yield f"  the rest is proposed by {study.search.algorithm} as results come in"
+        search = study.search
+        yield f"  the rest is proposed by {search.scheduler if search.population else search.algorithm} as results come in"
     if plan.excluded:
         yield f"Left out, {len(plan.excluded)} configurations that make no valid trial:"
         yield from (f"  {entry}" for entry in plan.excluded)
@@ -75,6 +76,6 @@ def _describe_time(plan: Plan, known: dict[str, float]) -> str:
     concurrent = max(1, min([*slots, study.max_concurrent or 10**6])) if study.address is None else study.max_concurrent or 1
     unknown = len(plan.trials) - len(times)
     note = f"; {unknown} trials are unlike any earlier one and counted at the mean" if unknown else ""
-    cut = ", less with what the scheduler ends early" if study.search.scheduler != "none" else ""
+    cut = ", less with what the scheduler ends early" if study.search.ends_early else ""
     expected = duration(max(total / concurrent, *times))
     return f"Expected time: {expected}, {concurrent} at a time ({duration(total)} of trial time){cut}{note}"

@@ -150,42 +150,48 @@ def extended(state: StudyState, overrides: Sequence[str]) -> StudyConfig:
     return change(state.config, overrides)
 
 
-def continuations(ledger: Ledger, state: StudyState) -> int:
-    """Enter in the ledger, for every planned trial that an earlier one differs from in fewer epochs alone, what that one has done.
+def continuations(ledger: Ledger, state: StudyState, trials: Iterable[TrialState] | None = None) -> int:
+    """Enter in the ledger, for every trial that an earlier one differs from in fewer epochs alone, what that one has done.
 
-    The longer trial goes on from the shorter one's last checkpoint, and ends with the bits it would have had from the start. Only for
-    trials whose epochs do not depend on how many there are.
+    The longer trial goes on from the shorter one's last checkpoint, and ends with the bits it would have had from the start. What changes
+    after the shorter one's end (:mod:`trainers.changes`) may differ too. Only for trials whose epochs do not depend on how many there are.
+
+    Args:
+        trials: which; None for the plan's.
 
     Returns:
         The number of trials that go on.
     """
-    shorter = {
-        _without_epochs(trial.config): trial for trial in sorted(state.known.values(), key=lambda t: t.epochs) if trial.reports
-    }
+    begun = [trial for trial in state.known.values() if trial.status == FINISHED and trial.epoch == trial.epochs]
+    shorter = {(trial.epochs, _beginning(trial.config, trial.epochs)): trial for trial in begun}
+    lengths = sorted({epochs for epochs, _ in shorter}, reverse=True)
     found = 0
-    for trial in state.trials:
-        source = shorter.get(_without_epochs(trial.config))
-        if (
-            trial.reports
-            or trial.status in ENDED
-            or source is None
-            or source.epoch >= trial.epochs
-            or not _independent(trial.config)
-        ):
+    for trial in state.trials if trials is None else trials:
+        if trial.reports or trial.status in ENDED or not _independent(trial.config):
             continue
-        kept = source.checkpoints_left()
-        if kept and source.status == FINISHED:
-            for epoch, event in sorted(source.reports.items()):
-                ledger.append("report", trial=trial.id, epoch=epoch, metrics=event["metrics"], source=source.id)
-            for path in reversed(kept):
-                ledger.append("checkpoint", trial=trial.id, epoch=source.epoch, path=path, source=source.id)
-            found += 1
+        sources = (shorter.get((n, _beginning(trial.config, n))) for n in lengths if n < trial.epochs)
+        found += any(_go_on(ledger, trial, source) for source in sources if source is not None)
     return found
 
 
-def _without_epochs(config: dict[str, Any]) -> str:
+def _go_on(ledger: Ledger, trial: TrialState, source: TrialState) -> bool:
+    """Let ``trial`` continue from the last checkpoint of ``source``; False if none is left."""
+    kept = source.checkpoints_left()
+    if not kept:
+        return False
+    for epoch, event in sorted(source.reports.items()):
+        ledger.append("report", trial=trial.id, epoch=epoch, metrics=event["metrics"], source=source.id)
+    for path in reversed(kept):
+        ledger.append("checkpoint", trial=trial.id, epoch=source.epoch, path=path, source=source.id)
+    return True
+
+
+def _beginning(config: dict[str, Any], epochs: int) -> str:
+    """What decides the first ``epochs`` epochs."""
     values = {key: value for key, value in config.items() if key not in ("epochs", "gpus")}
-    return json.dumps(values | {"data": {key: value for key, value in config["data"].items() if key != "root"}}, sort_keys=True)
+    values["data"] = {key: value for key, value in config["data"].items() if key != "root"}
+    values["changes"] = [change for change in config.get("changes", []) if change["epoch"] < epochs]
+    return json.dumps(values, sort_keys=True)
 
 
 def _independent(config: dict[str, Any]) -> bool:

@@ -88,7 +88,10 @@ class Plan:
         study = self.study
         if not study.search.adaptive:
             return len(self.trials)
-        return len(self.rows) * len(study.parsed_space.grid_points()) * study.search.num_samples * len(study.seeds)
+        generations = (
+            len(generation_ends(study.trial.epochs, study.search.perturbation_interval)) if study.search.population else 1
+        )
+        return len(self.rows) * len(study.parsed_space.grid_points()) * study.search.num_samples * len(study.seeds) * generations
 
     @property
     def key(self) -> str:
@@ -119,6 +122,11 @@ def make_plan(study: StudyConfig, *, download: bool = True) -> Plan:
     trials = tuple(base.trial(seed) for seed in study.seeds for base in bases)
     _refuse_twins(trials)
     return Plan(study=study, trials=trials)
+
+
+def generation_ends(epochs: int, interval: int) -> list[int]:
+    """The epochs at which a population's generations end: every ``interval``, and the last."""
+    return [*range(interval, epochs, interval), epochs]
 
 
 def rows_of(study: StudyConfig) -> list[RowConfig]:

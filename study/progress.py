@@ -116,7 +116,7 @@ class PlainView:
 
 def describe(event: Event, trial: TrialState | None) -> str:
     """One event as a phrase; "" for those that nobody needs to read."""
-    if trial is None:
+    if trial is None or "source" in event:  # what another trial did is no news
         return ""
     name = name_of(trial)
     if event["event"] == "report":

@@ -98,7 +98,7 @@ def _chosen(label: str, of_row: list[TrialState], found: list[Configuration], st
     if not mine:
         return _Choice(trials=tuple(of_row))
     winner = best(mine, study.search.objectives)
-    ended = sum(entry.ended for entry in mine)
+    ended = sum(entry.ended and entry.whole for entry in mine)
     return _Choice(trials=winner.trials, searched=ended, params=winner.params) if winner else _Choice(trials=(), searched=ended)
 
 

@@ -27,6 +27,7 @@ from study.config import StudyConfig
 from study.control import Control
 from study.errors import UserError
 from study.ledger import Ledger
+from study.manage import continuations
 from study.plan import Plan, PlannedTrial
 from study.preflight import cpus_of, local_cpus
 from study.search import Agenda
@@ -68,6 +69,8 @@ def run_plan(plan: Plan, ledger: Ledger, state: StudyState, control: Control, on
 
     def enter(trial: PlannedTrial) -> None:
         ledger.append("added", planned=trial.to_dict())
+        if plan.study.search.population:
+            continuations(ledger, state, [state.known[trial.id]])
 
     agenda = Agenda(plan, state, enter, only)
     if agenda.exhausted:
@@ -176,6 +179,7 @@ def _tune(study: StudyConfig, agenda: Agenda, ledger: Ledger, state: StudyState,
 
     trainable, most = _trainable(study, [trial.config for trial in agenda.trials])
     agenda.tail = TAIL * _slots(study, [trial.config for trial in agenda.trials])
+    cutter = study.search.scheduler if study.search.ends_early else "none"
     tuner = tune.Tuner(
         trainable,
         tune_config=tune.TuneConfig(
@@ -192,7 +196,7 @@ def _tune(study: StudyConfig, agenda: Agenda, ledger: Ledger, state: StudyState,
             storage_path=str(_next_attempt(study.folder)),
             failure_config=tune.FailureConfig(max_failures=study.max_failures),
             checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=0, checkpoint_at_end=False),
-            callbacks=[LedgerCallback(ledger, study.search.scheduler, study.heartbeat, control.fail_storage)],
+            callbacks=[LedgerCallback(ledger, cutter, study.heartbeat, control.fail_storage)],
             stop=StopWhenCancelled(control),
             verbose=0,
         ),

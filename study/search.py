@@ -31,6 +31,7 @@ from study.confirmation import make_confirmations
 from study.durations import expected_seconds, seconds_an_epoch
 from study.objectives import mean_objective
 from study.plan import CANDIDATES, Base, Excluded, Plan, PlannedTrial, bind_space
+from study.population import Population
 from study.space import Domain, Params, Space
 from study.state import ENDED, FAILED, STOPPED, StudyState, TrialState
 
@@ -116,18 +117,23 @@ class Agenda:
                 return
 
 
-def make_proposers(plan: Plan, state: StudyState) -> list[Proposer]:
+def make_proposers(plan: Plan, state: StudyState) -> list[Proposer | Population]:
     """One a row and point of the grids, each knowing what ``state`` holds of its row; none where the search is not adaptive."""
     study = plan.study
     if not study.search.adaptive:
         return []
     space = bind_space(study)
-    proposers = []
+    proposers: list[Proposer | Population] = []
+    points = space.grid_points()
     for row in plan.rows:
         base = Base(study, row)
         numbers = Numbers()
-        for point in space.grid_points():
-            proposer = Proposer(base, space, point, study.search, study.seeds, numbers)
+        for place, point in enumerate(points):
+            proposer: Proposer | Population = (
+                Population(base, space, point, study.search, study.seeds, place, len(points))
+                if study.search.population
+                else Proposer(base, space, point, study.search, study.seeds, numbers)
+            )
             proposer.recall(state, [trial for trial in state.trials if trial.row == row.label])
             proposers.append(proposer)
     return proposers

@@ -87,6 +87,30 @@ class Domain:
             return math.floor(low + unit * (high - low))
         return min(int(low * math.pow(high / low, unit)), int(high) - 1)
 
+    def unit(self, value: Any) -> float:
+        """A number in [0, 1] for which :meth:`at` gives ``value``, or near it for a range of reals."""
+        if self.categorical:
+            return (self.values.index(value) + 0.5) / len(self.values)
+        low, high, *step = map(float, self.values)
+        if self.kind == "quniform":
+            return (round((float(value) - low) / step[0]) + 0.5) / (math.floor((high - low) / step[0] + 1e-9) + 1)
+        middle = float(value) + (0.5 if self.kind.endswith("randint") else 0.0)
+        unit: float = (
+            math.log(middle / low) / math.log(high / low) if self.kind.startswith("log") else (middle - low) / (high - low)
+        )
+        return min(max(unit, 0.0), 1.0)
+
+    def nearest(self, value: float) -> Any:
+        """The range's value nearest to a number."""
+        low, high, *step = self.values
+        inside = min(max(value, low), high)
+        if step:
+            inside = _tidy(low + round((inside - low) / step[0]) * step[0])
+            inside = inside if inside <= high else _tidy(inside - step[0])
+        elif self.kind.endswith("randint"):
+            inside = min(round(inside), high - 1)
+        return float(inside) if self.real else inside
+
     def applies(self, params: Mapping[str, Any]) -> bool:
         """Whether the key varies, given the values of those before it."""
         return all(_value_of(key, params) in allowed for key, allowed in self.when)

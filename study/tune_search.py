@@ -171,7 +171,7 @@ class _Median(_EndsDiverged, MedianStoppingRule):  # type: ignore[misc]
 
 def make_scheduler(search: SearchConfig, state: StudyState) -> Any:
     """Tune's scheduler for ``search.scheduler``, fed with what ``state`` holds."""
-    if search.scheduler == "none":
+    if not search.ends_early:
         return FIFOScheduler()
     metric, mode = next(iter(search.objectives.items()))
     epochs = max((int(trial["config"]["epochs"]) for trial in state.plan["trials"]), default=state.config.trial.epochs)

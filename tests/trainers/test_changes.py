@@ -63,7 +63,8 @@ def test_a_change_is_a_break_with_other_options(name: str, device: str, tmp_path
     assert metrics == pieces
     assert same(training, last)
     unchanged, other = course(replace(config, changes=[]))
-    assert metrics[0] == unchanged[0] and metrics[1] != unchanged[1]
+    assert metrics[0] == unchanged[0]
+    assert metrics[1] != unchanged[1]
     assert not same(training, other)
 
 
