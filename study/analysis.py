@@ -24,7 +24,7 @@ import numpy as np
 
 from study.mlflow_runs import layout_of
 from study.objectives import bits_of
-from study.space import Params, lookup
+from study.space import Params, lookup, today
 from study.state import ENDED, FAILED, FINISHED, StudyState, TrialState
 
 MEASURES = {
@@ -85,7 +85,9 @@ def entries(state: StudyState) -> list[Entry]:
         values = {name: mean for name in MEASURES if (mean := _mean(done, name)) is not None}
         if "error" in values:
             categories = categories_of(done[0])
-            found.append(Entry(row=row, number=number, params=done[0].params, trials=done, values=values, categories=categories))
+            found.append(
+                Entry(row=row, number=number, params=today(done[0].params), trials=done, values=values, categories=categories)
+            )
     return found
 
 

@@ -21,7 +21,7 @@ from PIL import Image
 
 from study.configurations import Configuration, configurations
 from study.results import Row, Summary, test_errors
-from study.space import Domain, show
+from study.space import Domain, show, today
 from study.state import StudyState, TrialState
 
 COLOURS = ("#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")
@@ -138,7 +138,8 @@ def _draw_lying_bars(summary: Summary, theme: Theme) -> bytes:
 def draw_slices(state: StudyState, theme: Theme) -> bytes:
     """PNG: the first objective over each sampled key, a dot a configuration, rows by colour and marker; b"" where nothing was searched.
 
-    Filled dots ran to their end, hollow ones were ended early. Lists are spread over the axis in their order.
+    Filled dots ran to their end; hollow ones were ended early, or are a population's earlier generations. Lists are spread over the axis
+    in their order.
     """
     metric = next(iter(state.config.search.objectives))
     found = [entry for entry in configurations(state.trials, [metric]) if math.isfinite(entry.objectives[metric])]
@@ -164,12 +165,12 @@ def draw_slices(state: StudyState, theme: Theme) -> bytes:
 def _slice(axes: Any, domain: Domain, found: list[Configuration], rows: list[str], metric: str) -> None:
     scale = 100 if metric.endswith("/error") else 1
     for number, row in enumerate(rows):
-        mine = [entry for entry in found if entry.row == row and domain.key in entry.params]
+        mine = [(entry, today(entry.params)) for entry in found if entry.row == row and domain.key in entry.params]
         colour = COLOURS[number % len(COLOURS)]
         for finished in (False, True):
             points = [
-                (_place(domain, entry.params[domain.key], number, len(rows)), scale * entry.objectives[metric])
-                for entry in mine
+                (_place(domain, values[domain.key], number, len(rows)), scale * entry.objectives[metric])
+                for entry, values in mine
                 if entry.finished == finished
             ]
             style: dict[str, Any] = {

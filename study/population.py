@@ -31,7 +31,7 @@ from study.configurations import signed
 from study.explore import Step, explored, propose_step
 from study.objectives import mean_objective
 from study.plan import CANDIDATES, Base, Excluded, PlannedTrial, generation_ends
-from study.space import Domain, Params, Space, unit_points
+from study.space import Domain, Params, Space, today, unit_points
 from study.state import ENDED, FAILED, StudyState, TrialState
 
 
@@ -44,9 +44,7 @@ class Member:
 
     def now(self, keys: Iterable[str]) -> Params:
         """The values of ``keys`` today, as far as it has them."""
-        values = dict(self.params)
-        for change in self.changes:
-            values |= change
+        values = today(self.params | {"changes": self.changes})
         return {key: values[key] for key in keys if key in values}
 
 

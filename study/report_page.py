@@ -38,6 +38,7 @@ from study.figures_analysis import (
     draw_importance,
     draw_parallel,
 )
+from study.figures_population import draw_population
 from study.mlflow_view import page
 from study.progress import duration
 from study.results import Summary
@@ -76,6 +77,7 @@ TITLES = {
     "heat_map": ("Formats and layouts", "Table in colours: lowest validation error by number format and layout"),
     "categories": ("By category", "Box plots: validation error of the trials by category; the tests are in the tables below"),
     "slices": ("Search", "Dots: the first objective of every configuration over each sampled key; see configurations.csv"),
+    "population": ("Population", "Steps: the hyperparameters of every member by epoch; the best of each row is thick"),
     "importance": ("Importance", "Bars: share of the variance of the validation error that each sampled key explains"),
     "dependence": ("Partial dependence", "Lines: validation error that a forest predicts as one key moves"),
     "parallel": ("Parallel coordinates", "Lines: a configuration each, over its sampled keys and its error"),
@@ -94,6 +96,7 @@ def pictures(state: StudyState, summary: Summary) -> list[Picture]:
         "heat_map": partial(draw_heat_map, heat_map(found)),
         "categories": partial(draw_groups, groups(state)),
         "slices": partial(draw_slices, state),
+        "population": partial(draw_population, state),
         "importance": partial(draw_importance, weighed),
         "dependence": partial(draw_dependence, weighed),
         "parallel": partial(draw_parallel, found),

@@ -211,6 +211,15 @@ def show(value: Any) -> str:
     return {True: "true", False: "false", None: "null"}.get(value, str(value)) if isinstance(value, bool | None) else str(value)
 
 
+def today(params: Mapping[str, Any], epoch: float = math.inf) -> Params:
+    """Sampled values after ``epoch`` epochs, or in the end, where some change on the way (:mod:`trainers.changes`)."""
+    values = {key: value for key, value in params.items() if key != "changes"}
+    for change in params.get("changes", []):
+        if change["epoch"] <= epoch:
+            values |= {key: value for key, value in change.items() if key != "epoch"}
+    return values
+
+
 def _parse_domain(key: str, spec: Any) -> Domain:
     if not isinstance(spec, Mapping):
         raise ValueError(f"space.{key}: {show(spec)} is no domain; {EXAMPLE}")
