@@ -164,12 +164,15 @@ def fine_logarithms(x: Tensor, function: Callable[[Tensor], Tensor], of: tuple[A
         words = torch.arange(1 << fmt.bits)
         codes = torch.where(words > fmt.field_mask, words | fmt.sign_mask, words).to(torch.int16)
         codes = torch.where(codes & fmt.field_mask == 0, 0, codes)
-        octaves = function(lns.decode(codes, fmt, torch.float64))
-        fine = (octaves * 2.0 ** (fmt.fraction_bits + FINE_BITS)).round().clamp(-(2.0**40), 2.0**40)
-        table = _LOGARITHMS[key] = fine.long().to(x.device)
+        table = _LOGARITHMS[key] = fine(function(lns.decode(codes, fmt, torch.float64)), fmt).to(x.device)
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         _CAPTURED.append(table)
     return table[x.long() & ((1 << fmt.bits) - 1)]
+
+
+def fine(octaves: Tensor, fmt: LNSFormat) -> Tensor:
+    """Octaves, floats, in 2^-16 ulps, int64, rounded to nearest; at most 2^40 of them."""
+    return (octaves.double() * 2.0 ** (fmt.fraction_bits + FINE_BITS)).round().clamp(-(2.0**40), 2.0**40).long()
 
 
 def multiply_(

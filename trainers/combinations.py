@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lns_ops.formats import parse
 from trainers.layout import DEFERRING
-from trainers.optimizer_config import FLOAT32_UPDATES
+from trainers.optimizer_config import SLICEABLE
 
 if TYPE_CHECKING:
     from trainers.config import TrialConfig
@@ -28,7 +28,6 @@ def check_combinations(config: TrialConfig) -> None:
             f"lr_schedule.warmup_epochs={config.lr_schedule.warmup_epochs:g}, epochs={config.epochs}: the rate would never reach its full "
             "value; use a shorter warm-up"
         )
-    _check_optimizer(config)
     _check_analysis(config)
     _check_wire(config)
     _check_sync(config)
@@ -49,17 +48,6 @@ def check_combinations(config: TrialConfig) -> None:
         raise ValueError(
             f"layout.pp={config.layout.pp} with precision.scope=matmul: where such a trial diverges, encoding raises inside a "
             "stage and the other stages would wait for it; use precision.scope=everywhere, or layout.pp=1"
-        )
-
-
-def _check_optimizer(config: TrialConfig) -> None:
-    optimizer, precision = config.optimizer, config.precision
-    composed = optimizer.name not in FLOAT32_UPDATES or optimizer.amsgrad or optimizer.nesterov
-    if precision.update_arithmetic == "float32" and (composed or (optimizer.name == "sgd" and optimizer.weight_decay)):
-        raise ValueError(
-            f"precision.update_arithmetic=float32 with optimizer.name={optimizer.name}, nesterov={optimizer.nesterov}, "
-            f"amsgrad={optimizer.amsgrad}, weight_decay={optimizer.weight_decay}: that update is made of LNS operations; use "
-            "precision.update_arithmetic=lns"
         )
 
 
@@ -239,10 +227,10 @@ def _check_asynchronous(config: TrialConfig) -> None:
             f"lr_schedule.decay={config.lr_schedule.decay}, lr_schedule.warmup_epochs={config.lr_schedule.warmup_epochs:g} with "
             "sync.name=asynchronous: the server does not know which step it is; use a constant rate"
         )
-    if config.optimizer.name not in FLOAT32_UPDATES:
+    if config.optimizer.name not in SLICEABLE:
         raise ValueError(
             f"optimizer.name={config.optimizer.name} with sync.name=asynchronous: the server's shards are slices across tensors, with one "
-            f"count of steps; use {', '.join(FLOAT32_UPDATES)}, or another sync.name"
+            f"count of steps; use {', '.join(SLICEABLE)}, or another sync.name"
         )
     if config.optimizer.name != "sgd" and sync.staleness != 0:
         raise ValueError(

@@ -29,8 +29,8 @@ OPTIMIZERS: dict[str, frozenset[str]] = {
 }
 """The optimizers of :mod:`lns_ops.optim` that a trial can take, and the options that mean something to each besides ``lr``."""
 DECAYS = {"alpha": 0.99, "rho": 0.9, "beta": 0.999}
-FLOAT32_UPDATES = ("sgd", "adam", "adamw")
-"""Those whose LNS update there is in ``precision.update_arithmetic=float32`` too."""
+SLICEABLE = ("sgd", "adam", "adamw")
+"""Those whose step of a slice across tensors is the slice of their step."""
 
 
 @dataclass(frozen=True, kw_only=True)

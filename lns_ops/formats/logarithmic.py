@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from lns_ops import cpu
 from lns_ops import functional as lns
 from lns_ops.format import LNSFormat, NonFiniteError, stochastic_steps
 from lns_ops.formats.base import Encoded, ErrorModel, NumberFormat, as_float32
@@ -80,7 +81,12 @@ class Logarithmic(NumberFormat):
             return torch.where(finite, super().quantize(torch.where(finite, x, 0), random), x)
 
     def _stochastic(self, x: Tensor, random: Tensor) -> Tensor:
-        """:func:`lns_ops.reference.encode_stochastic` in torch's operations, which run on any device."""
+        """:func:`lns_ops.reference.encode_stochastic`: by the kernel on a CPU, else in torch's operations."""
+        if x.device.type == "cpu":
+            return torch.from_numpy(cpu.encode_stochastic(x.detach().numpy(), self.lns, random.numpy().astype("uint16")))
+        return self._stochastic_anywhere(x, random)
+
+    def _stochastic_anywhere(self, x: Tensor, random: Tensor) -> Tensor:
         f = self.lns.fraction_bits
         mantissas, reciprocals = _steps(f, x.device)
         fraction, exponent = torch.frexp(x.abs())

@@ -9,9 +9,10 @@ below half of that is lost, every time. Two ways to keep it:
   al. 2015). No memory; the random bits come from (seed, parameter, step) alone, so a run repeats bit for bit on any device.
 
 SGD and Adam update an LNSTensor parameter by one fused kernel in which every operation is an LNS operation, or with
-``arithmetic="float32"`` by one that computes in float32 between loads and stores of codes. The other optimizers are composed of LNS
-operations (:mod:`lns_ops.optim.numbers`) and end in SGD's kernel. A float parameter takes torch operations. Memory for an LNS parameter: 2
-bytes, + 2 with Kahan, + 2 with momentum or another average, + 4 for a second moment (Adam with stochastic rounding: 2).
+``arithmetic="float32"`` by one that computes in float32 between loads and stores of codes. The other optimizers are composed of LNS or
+float32 operations (:mod:`lns_ops.optim.numbers`), the former ending in SGD's kernel. A float parameter takes torch operations. Memory for
+an LNS parameter: 2 bytes, + 2 with Kahan, + 2 with momentum or another average, + 4 for a second moment (Adam with stochastic rounding:
+2).
 
 ``optimizer.init_compensation(float32_weights)`` begins with what the conversion of those weights has lost. ``state_dict`` carries
 compensations and residues, in their dtypes.

@@ -39,7 +39,7 @@ class Adam(LNSOptimizer):
         weight_decay: at least 0; L2, added to the gradient.
         kahan_sum, stochastic_rounding, seed, arithmetic, maximize: as for :class:`SGD`.
         amsgrad: divide by the largest root so far (S. Reddi et al. 2018, arXiv:1904.09237); composed of the same operations in the same
-            order, not fused, and in LNS arithmetic only.
+            order, not fused.
 
     State per LNS parameter: ``step`` (int64), ``exp_avg``, ``root_exp_avg_sq``, ``root_residue`` (int16, in 2^-16 ulps; without
     stochastic rounding), ``compensation``; per float parameter ``step``, ``exp_avg``, ``exp_avg_sq``, ``compensation``.
@@ -70,8 +70,6 @@ class Adam(LNSOptimizer):
         if not 0 <= weight_decay < float("inf"):
             raise ValueError(f"weight_decay={weight_decay}: must be finite and at least 0")
         check_adam(*betas, eps)
-        if amsgrad and arithmetic == "float32":
-            raise ValueError("arithmetic='float32' with amsgrad=True: that update has no largest root; use arithmetic='lns'")
         options = {
             "lr": lr,
             "betas": betas,

@@ -28,7 +28,7 @@ class Adamax(WithBetas):
         betas: decays, in [0, 1) and [10^-6, 1).
         eps: positive; in LNS at least the format's smallest magnitude.
         weight_decay: at least 0, added to the gradient.
-        rounding: ``kahan_sum``, ``stochastic_rounding``, ``seed``, ``maximize``: :class:`lns_ops.optim.base.Rounding`.
+        rounding: ``kahan_sum``, ``stochastic_rounding``, ``seed``, ``arithmetic``, ``maximize``: :class:`lns_ops.optim.base.Rounding`.
 
     State: ``step``, ``exp_avg``, ``exp_inf`` and, in LNS, its residue.
 

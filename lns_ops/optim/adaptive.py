@@ -41,7 +41,7 @@ class RMSprop(ComposedOptimizer):
         weight_decay: at least 0, added to the gradient.
         momentum: in [0, 1).
         centered: divide by the deviation instead of the root mean square.
-        rounding: ``kahan_sum``, ``stochastic_rounding``, ``seed``, ``maximize``: :class:`lns_ops.optim.base.Rounding`.
+        rounding: ``kahan_sum``, ``stochastic_rounding``, ``seed``, ``arithmetic``, ``maximize``: :class:`lns_ops.optim.base.Rounding`.
 
     State: ``step``; ``square_avg`` (float parameters) or ``root_square_avg`` and its residue; ``grad_avg``, ``momentum_buffer``.
 

@@ -12,7 +12,7 @@ from lns_ops.optim.base import LNSOptimizer, Rounding, scalar_code
 from lns_ops.optim.numbers import Numbers, decay_codes, numbers
 from lns_ops.reference import check_adam
 
-ROUNDING: Rounding = {"kahan_sum": False, "stochastic_rounding": False, "seed": 0, "maximize": False}
+ROUNDING: Rounding = {"kahan_sum": False, "stochastic_rounding": False, "seed": 0, "arithmetic": "lns", "maximize": False}
 """What :class:`Rounding` is unless given."""
 
 
@@ -30,8 +30,8 @@ def complete(rounding: Rounding) -> dict[str, Any]:
 class ComposedOptimizer(LNSOptimizer):
     """An optimizer written as a sequence of operations, the same for LNS and float parameters.
 
-    Every operation on an LNS parameter is an LNS operation of its own, on any device with the same bits; the sum of weight and update is
-    rounded as :class:`~lns_ops.optim.SGD` rounds it.
+    Every operation on an LNS parameter is an LNS operation of its own, on any device with the same bits, or with ``arithmetic="float32"``
+    one of float32 between loads and stores; the sum of weight and update is rounded as :class:`~lns_ops.optim.SGD` rounds it.
     """
 
     _factors: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
@@ -40,9 +40,11 @@ class ComposedOptimizer(LNSOptimizer):
     def __init__(self, params: Any, options: dict[str, Any], rounding: Rounding) -> None:
         if not 0 <= options.get("weight_decay", 0.0) < float("inf"):
             raise ValueError(f"weight_decay={options['weight_decay']}: must be finite and at least 0, for example 0.01")
-        super().__init__(params, options | complete(rounding) | {"arithmetic": "lns"})
+        super().__init__(params, options | complete(rounding))
 
     def _check(self, group: dict[str, Any], fmt: LNSFormat) -> None:
+        if group["arithmetic"] == "float32":
+            return
         for name in self._factors:
             scalar_code(name, float(group.get(name, 0.0)), fmt)
         for name, decay in self._decays(group).items():

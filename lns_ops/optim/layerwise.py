@@ -41,7 +41,7 @@ class LARS(ComposedOptimizer):
         trust_coefficient: positive.
         nesterov: look ahead.
         adapt: whether to take the ratio at all; an option of a group.
-        rounding: ``kahan_sum``, ``stochastic_rounding``, ``seed``, ``maximize``: :class:`lns_ops.optim.base.Rounding`.
+        rounding: ``kahan_sum``, ``stochastic_rounding``, ``seed``, ``arithmetic``, ``maximize``: :class:`lns_ops.optim.base.Rounding`.
 
     State: ``step``, ``momentum_buffer``.
 

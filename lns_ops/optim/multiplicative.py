@@ -83,7 +83,7 @@ class Madam(MultiplicativeOptimizer):
         eps: positive; in LNS at least the format's smallest magnitude.
         p_scale: bound on weights; None for none.
         g_bound: bound on the normalised gradient, positive.
-        rounding: ``kahan_sum``, ``stochastic_rounding``, ``seed``, ``maximize``: :class:`lns_ops.optim.base.Rounding`.
+        rounding: ``kahan_sum``, ``stochastic_rounding``, ``seed``, ``arithmetic``, ``maximize``: :class:`lns_ops.optim.base.Rounding`.
 
     State: ``step``, ``max_weight`` (float64); ``exp_avg_sq`` (float parameters) or its root and residue; ``weight_residue`` (LNS, with
     ``kahan_sum``) or ``compensation``.

@@ -1,8 +1,8 @@
 """One parameter's numbers, LNS codes or floats, so that an optimizer is written once, as a sequence of operations.
 
 The operations of :class:`Codes` are those of :mod:`lns_ops.functional` on int16 codes, each an LNS operation of its own (rounded once), on
-any device with the same bits; those of :class:`Floats` are torch's. An optimizer composed of them *is* its own reference: the order in
-which it calls them is the contract.
+any device with the same bits; those of :class:`Floats` are torch's; :class:`Decoded` takes these in float32 and codes for what is kept
+from step to step. An optimizer composed of them *is* its own reference: the order in which it calls them is the contract.
 
 Averages that move by less than half an ulp a step would freeze. So what an LNS parameter keeps of a second moment is its *root* (half the
 range) with 16 bits below the ulp in a residue (:mod:`lns_ops.moments`), as in :class:`lns_ops.optim.Adam`. Fresh state is zero everywhere:
@@ -26,9 +26,14 @@ from torch import Tensor
 from lns_ops import functional as lns
 from lns_ops import moments
 from lns_ops.format import LNSFormat
+from lns_ops.formats import random_bits
+from lns_ops.formats.logarithmic import Logarithmic
 from lns_ops.gaussian import DecayTable
 from lns_ops.optim.base import add_float, gradient, scalar_code, zeros
+from lns_ops.reference import WEIGHT_SLOT
 from lns_ops.tensor import LNSTensor
+
+_FLOAT32 = torch.finfo(torch.float32)
 
 
 class Numbers(ABC):
@@ -381,6 +386,98 @@ class Codes(Numbers):
         return moments.follow_(self.get(f"root_{name}"), self.get(f"root_{name}_residue"), x, table, self._fmt)
 
 
+class Decoded(Floats):
+    """Numbers of an LNS parameter whose update computes in float32: codes are decoded when read and rounded when stored.
+
+    As in :func:`lns_ops.reference.sgd_update_float32` and :func:`~lns_ops.reference.adam_update_float32`: every operation is one of
+    float32, what is stored is what the step goes on with, but rounded to the format, and what leaves float32 is its largest number.
+    State has the names that :class:`Codes` gives it; a residue holds codes, those of what the stored number lacks.
+    """
+
+    def __init__(self, parameter: LNSTensor, state: dict[str, Any], group: dict[str, Any], key: int | None) -> None:
+        Numbers.__init__(self, parameter, state, group, key)
+        self._codes, self._fmt = parameter.codes, parameter.fmt
+        self.weight, grad = (lns.decode(codes, self._fmt) for codes in (parameter.codes, gradient(parameter)))
+        self.grad = -grad if group["maximize"] else grad
+
+    def get(self, name: str) -> Tensor:
+        value = super().get(name)
+        return lns.decode(value, self._fmt) if value.dtype == torch.int16 else value
+
+    def put(self, name: str, value: Tensor) -> Tensor:
+        stored = super().get(name)
+        stored.copy_(self._encoded(value) if stored.dtype == torch.int16 else value)
+        return value
+
+    def at_least_smallest(self, value: Tensor) -> Tensor:
+        return self.scalar(value).clamp_min(_FLOAT32.tiny)
+
+    def average(self, name: str, x: Tensor, beta: float) -> Tensor:
+        return self.put(name, self.blend(self.get(name), x, beta))
+
+    def blend(self, x: Tensor, y: Tensor, beta: float) -> Tensor:
+        return x * beta + y * (1 - beta)
+
+    def root_average(self, name: str, x: Tensor, beta: float) -> Tensor:
+        root = self.root(name)
+        return self._put_whole(f"root_{name}", self.sqrt(root * root * beta + x * x * (1 - beta)))
+
+    def root(self, name: str) -> Tensor:
+        return self._whole(f"root_{name}")
+
+    def root_sum(self, name: str, x: Tensor, start: float = 0.0) -> Tensor:
+        root = self.first(math.sqrt(start), self.root(name))
+        return self._put_whole(f"root_{name}", self.sqrt(root * root + x * x))
+
+    def largest(self, name: str, x: Tensor, beta: float) -> Tensor:
+        return self._put_whole(name, torch.maximum(self._whole(name) * beta, x.abs()))
+
+    def follow(self, name: str, target: Tensor, factor: Tensor) -> None:
+        lost = f"{name}_compensation"
+        state = self._whole(name, lost)
+        self._put_whole(name, torch.where(factor >= 1, target, state + self.scalar(factor) * (target - state)), lost)
+
+    def descend(self, direction: Tensor, lr: float) -> None:
+        update = direction * -lr
+        if self._key is not None:
+            bits = random_bits(self.weight, self._key, self.step, WEIGHT_SLOT)
+            self._codes.copy_(self._encoded(self.weight + update, bits))
+        elif self._group["kahan_sum"]:
+            kept = _inside(self.get("compensation") + update)
+            self._codes.copy_(self._encoded(self.weight + kept))
+            self.put("compensation", kept - (lns.decode(self._codes, self._fmt) - self.weight))
+        else:
+            self._codes.copy_(self._encoded(self.weight + update))
+        self.weight = lns.decode(self._codes, self._fmt)
+
+    def octaves(self, x: Tensor, function: Callable[[Tensor], Tensor], of: tuple[Any, ...]) -> Tensor:
+        return moments.fine(function(x), self._fmt)
+
+    def multiply(self, octaves: Tensor, limit: Tensor | None) -> None:
+        residue = super().get("weight_residue") if self._group["kahan_sum"] else None
+        code = None if limit is None else self._encoded(limit).clamp_min(1)
+        moments.multiply_(self._codes, octaves, residue, code, self._fmt, key=self._key, step=self.step)
+
+    def _encoded(self, x: Tensor, bits: Tensor | None = None) -> Tensor:
+        return Logarithmic(self._fmt).encode(_inside(x), bits).codes
+
+    def _whole(self, name: str, residue: str = "") -> Tensor:
+        """State and what its stored number lacks."""
+        return self.get(name) + self.get(residue or f"{name}_residue")
+
+    def _put_whole(self, name: str, value: Tensor, residue: str = "") -> Tensor:
+        value = self.put(name, _inside(value))
+        self.put(residue or f"{name}_residue", value - self.get(name))
+        return value
+
+
+def _inside(x: Tensor) -> Tensor:
+    """``x``, where it has left float32 the largest number, so that no NaN can come of it."""
+    return x.clamp(_FLOAT32.min, _FLOAT32.max)
+
+
 def numbers(parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None) -> Numbers:
     """The numbers of a parameter that has a gradient."""
-    return (Codes if isinstance(parameter, LNSTensor) else Floats)(parameter, state, group, key)  # type: ignore[arg-type]
+    if not isinstance(parameter, LNSTensor):
+        return Floats(parameter, state, group, key)
+    return (Decoded if group["arithmetic"] == "float32" else Codes)(parameter, state, group, key)

@@ -10,6 +10,7 @@ from torch import Tensor
 from lns_ops import functional as lns
 from lns_ops.format import LNSFormat
 from lns_ops.optim.base import LNSOptimizer, add_float, gradient, scalar_code, state_codes, zeros
+from lns_ops.optim.numbers import Numbers, numbers
 from lns_ops.tensor import LNSTensor
 
 
@@ -37,13 +38,13 @@ class SGD(LNSOptimizer):
         kahan_sum: keep a compensation for each parameter.
         stochastic_rounding: round ``w + update`` at random, its expected value exact; LNS parameters only.
         seed: of the random rounding, 0 to 2^31 - 1.
-        arithmetic: of an LNS parameter's update: ``lns`` (every operation an LNS operation) or ``float32`` (between load and store),
-            the latter without weight decay and nesterov.
+        arithmetic: of an LNS parameter's update: ``lns`` (every operation an LNS operation) or ``float32`` (between load and store).
         weight_decay: at least 0, added to the gradient.
         nesterov: look ahead; needs a momentum.
         maximize: go up the gradient instead of down.
 
-    State per parameter, in the parameter's own format: ``momentum_buffer``, ``compensation``; with stochastic rounding ``step`` (int64).
+    State per parameter, in the parameter's own format: ``momentum_buffer``, ``compensation``; ``step`` (int64) with stochastic rounding and
+    where float32 arithmetic meets weight decay or nesterov.
 
     Raises:
         ValueError: a value out of range, or one that underflows, or a momentum that rounds to 1, in a parameter's format.
@@ -62,10 +63,6 @@ class SGD(LNSOptimizer):
             raise ValueError(f"weight_decay={weight_decay}: must be finite and at least 0, for example 1e-4")
         if nesterov and not momentum:
             raise ValueError("nesterov=True with momentum=0: there is nothing to look ahead with; use momentum=0.9")
-        if arithmetic == "float32" and (nesterov or weight_decay):
-            raise ValueError(
-                f"arithmetic='float32' with nesterov={nesterov}, weight_decay={weight_decay}: that update has neither; use arithmetic='lns'"
-            )
         options: dict[str, Any] = {
             "lr": lr,
             "momentum": momentum,
@@ -93,6 +90,10 @@ class SGD(LNSOptimizer):
             )
 
     def _update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None) -> None:
+        in_float32 = isinstance(parameter, LNSTensor) and group["arithmetic"] == "float32"
+        if in_float32 and (group["nesterov"] or group["weight_decay"]):
+            _composed(numbers(parameter, state, group, key), group)
+            return
         wanted = {"momentum_buffer": group["momentum"] != 0, "compensation": group["kahan_sum"], "step": key is not None}
         zeros(state, parameter, *(name for name, want in wanted.items() if want))
         if not isinstance(parameter, LNSTensor):
@@ -119,6 +120,16 @@ class SGD(LNSOptimizer):
             grad, buffer = lns.add(grad, lns.mul(momentum, buffer, fmt), fmt), None
         common |= {"momentum": None if buffer is None else scalar_code("momentum", group["momentum"], fmt), "buffer": buffer}
         lns.sgd_update_(parameter.codes, grad, fmt, negative_lr=scalar_code("lr", -group["lr"], fmt), **common)
+
+
+def _composed(x: Numbers, group: dict[str, Any]) -> None:
+    x.step.add_(1)
+    direction = grad = x.decayed(group["weight_decay"])
+    if group["momentum"]:
+        momentum = x.number(group["momentum"], "momentum")
+        direction = x.put("momentum_buffer", x.add(x.mul(momentum, x.get("momentum_buffer")), grad))
+        direction = x.add(grad, x.mul(momentum, direction)) if group["nesterov"] else direction
+    x.descend(direction, group["lr"])
 
 
 def _number(name: str, group: dict[str, Any], fmt: LNSFormat) -> Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from lns_ops import LNSTensor, cuda, lns12, lns16
-from tests.lns_ops.test_optimizers import ALL, ROUNDINGS, gradients, make, run, start_of, values
+from tests.lns_ops.test_optimizers import ALL, FLOAT32, ROUNDINGS, gradients, make, run, start_of, values
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,7 +19,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("name", list(ALL))
-@pytest.mark.parametrize("rounding", ROUNDINGS, ids=str)
+@pytest.mark.parametrize("rounding", [*ROUNDINGS, *(r | FLOAT32 for r in ROUNDINGS)], ids=str)
 def test_the_same_bits_as_on_a_cpu(name: str, rounding: dict[str, Any]) -> None:
     grads, weights, states = gradients(6, 300), [], []
     for device in ("cpu", "cuda"):

@@ -38,6 +38,7 @@ PRECISIONS = {
     "float32": PrecisionConfig(),
     "kahan": PrecisionConfig(format="lns12", kahan_sum=True),
     "stochastic": PrecisionConfig(format="lns12", stochastic_rounding=True),
+    "float32 updates": PrecisionConfig(format="lns12", kahan_sum=True, update_arithmetic="float32"),
 }
 
 
@@ -59,7 +60,9 @@ COMMON = ("sgd", "rmsprop", "lamb", "madam")
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        pytest.param(name, precision, marks=[pytest.mark.slow] * (precision == "stochastic" and name not in COMMON))
+        pytest.param(
+            name, precision, marks=[pytest.mark.slow] * (precision in ("stochastic", "float32 updates") and name not in COMMON)
+        )
         for name in RECIPES
         for precision in PRECISIONS
     ],
@@ -128,8 +131,6 @@ def test_large_batch_optimizers_follow_the_schedule(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"optimizer": OptimizerConfig(name="rmsprop")}, "update_arithmetic=float32 with optimizer.name=rmsprop"),
-        ({"optimizer": OptimizerConfig(momentum=0.5, nesterov=True)}, "update_arithmetic=float32 with optimizer.name=sgd, nesterov=True"),
         (
             {"optimizer": OptimizerConfig(name="lars"), "precision": PrecisionConfig(), "workers": 2, "batch_size": 50,
              "sync": SyncConfig(name="asynchronous", staleness=0)},
