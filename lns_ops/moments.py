@@ -156,7 +156,12 @@ def fine_logarithms(x: Tensor, function: Callable[[Tensor], Tensor], of: tuple[A
         function: elementwise, float64 to float64, called once on the format's values, on the host.
         of: what the function's table is remembered by, its parameters included.
     """
-    key = (*of, fmt, x.device)
+    return fine_table(function, of, fmt, x.device)[x.long() & ((1 << fmt.bits) - 1)]
+
+
+def fine_table(function: Callable[[Tensor], Tensor], of: tuple[Any, ...], fmt: LNSFormat, device: torch.device) -> Tensor:
+    """The table of :func:`fine_logarithms`, for every word of ``fmt.bits`` bits."""
+    key = (*of, fmt, device)
     table = _LOGARITHMS.get(key)
     if table is None:
         if len(_LOGARITHMS) >= _KEPT:
@@ -164,10 +169,10 @@ def fine_logarithms(x: Tensor, function: Callable[[Tensor], Tensor], of: tuple[A
         words = torch.arange(1 << fmt.bits)
         codes = torch.where(words > fmt.field_mask, words | fmt.sign_mask, words).to(torch.int16)
         codes = torch.where(codes & fmt.field_mask == 0, 0, codes)
-        table = _LOGARITHMS[key] = fine(function(lns.decode(codes, fmt, torch.float64)), fmt).to(x.device)
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        table = _LOGARITHMS[key] = fine(function(lns.decode(codes, fmt, torch.float64)), fmt).to(device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         _CAPTURED.append(table)
-    return table[x.long() & ((1 << fmt.bits) - 1)]
+    return table
 
 
 def fine(octaves: Tensor, fmt: LNSFormat) -> Tensor:

@@ -281,15 +281,17 @@ def optimizers() -> None:
     """A step of every optimizer with Kahan summation, lns12, and its share of the same optimizer's on float32."""
     names = ("SGD", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD", "LARS", "LAMB", "Lion",
              "Madam", "Mul", "SignMul", "HybridMul")  # fmt: skip
-    for name in names:
+    recipes: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in names}
+    recipes["SGD with Nesterov"] = ("SGD", {"momentum": 0.9, "nesterov": True})
+    for label, (name, options) in recipes.items():
         rates = []
         for lns_too in (False, True):
             value, grad = torch.randn(PARAMETERS), torch.randn(PARAMETERS)
             parameter = torch.nn.Parameter(LNSTensor.from_float(value, lns12) if lns_too else value)
             parameter.grad = LNSTensor.from_float(grad, lns12) if lns_too else grad
-            optimizer = getattr(optim, name)([parameter], lr=1e-3, kahan_sum=True)
+            optimizer = getattr(optim, name)([parameter], lr=1e-3, kahan_sum=True, **options)
             rates.append(rate(optimizer.step, PARAMETERS))
-        line(f"{name} with Kahan, lns12", rates[1], "M/s", rates[0])
+        line(f"{label} with Kahan, lns12", rates[1], "M/s", rates[0])
 
 
 def updates() -> None:

@@ -10,7 +10,8 @@ below half of that is lost, every time. Two ways to keep it:
 
 SGD and Adam update an LNSTensor parameter by one fused kernel in which every operation is an LNS operation, or with
 ``arithmetic="float32"`` by one that computes in float32 between loads and stores of codes. The other optimizers are composed of LNS or
-float32 operations (:mod:`lns_ops.optim.numbers`), the former ending in SGD's kernel. A float parameter takes torch operations. Memory for
+float32 operations (:mod:`lns_ops.optim.numbers`), the former ending in SGD's kernel; on a CPU Nesterov, RMSprop, Adagrad, Lion, Madam, Mul
+and SignMul take one pass before it (:mod:`lns_ops.directions`), with the same bits. A float parameter takes torch operations. Memory for
 an LNS parameter: 2 bytes, + 2 with Kahan, + 2 with momentum or another average, + 4 for a second moment (Adam with stochastic rounding:
 2).
 

@@ -9,7 +9,7 @@ import torch
 
 from lns_ops.optim.base import Rounding, check_range
 from lns_ops.optim.composed import WithBetas
-from lns_ops.optim.numbers import Numbers
+from lns_ops.optim.numbers import Codes, Numbers
 
 
 class Adamax(WithBetas):
@@ -188,3 +188,7 @@ class Lion(WithBetas):
         direction = x.sign(x.blend(x.get("exp_avg"), x.grad, beta1))
         x.average("exp_avg", x.grad, beta2)
         x.descend(x.with_decay(direction, group["weight_decay"]), group["lr"])
+
+    def _fused(self, x: Codes, group: dict[str, Any]) -> bool:
+        x.descend(x.lion("exp_avg", group["betas"], group["weight_decay"]), group["lr"])
+        return True

@@ -11,9 +11,10 @@ from typing import Any, ClassVar, Unpack
 
 import torch
 
+from lns_ops import moments
 from lns_ops.optim.base import Rounding, check_range
 from lns_ops.optim.composed import ComposedOptimizer
-from lns_ops.optim.numbers import Numbers
+from lns_ops.optim.numbers import Codes, Numbers
 
 
 def _check_eps(eps: float) -> None:
@@ -76,6 +77,13 @@ class RMSprop(ComposedOptimizer):
             direction = x.put("momentum_buffer", x.add(decayed, direction))
         x.descend(direction, group["lr"])
 
+    def _fused(self, x: Codes, group: dict[str, Any]) -> bool:
+        if group["centered"]:
+            return False
+        table, eps = moments.mean_square(group["alpha"], x.fmt.fraction_bits), torch.tensor(group["eps"], dtype=torch.float64)
+        x.descend(x.normed("square_avg", table, eps, group["weight_decay"]), group["lr"], group["momentum"])
+        return True
+
 
 class Adagrad(ComposedOptimizer):
     """Adagrad; the update is torch.optim.Adagrad's.
@@ -118,6 +126,13 @@ class Adagrad(ComposedOptimizer):
         if group["lr_decay"]:
             direction = x.mul(direction, x.scalar(1 / (1 + (x.steps - 1) * group["lr_decay"])))
         x.descend(direction, group["lr"])
+
+    def _fused(self, x: Codes, group: dict[str, Any]) -> bool:
+        if group["lr_decay"] or group["initial_accumulator_value"]:
+            return False
+        table, eps = moments.sum_square(x.fmt.fraction_bits), torch.tensor(group["eps"], dtype=torch.float64)
+        x.descend(x.normed("sum", table, eps, group["weight_decay"]), group["lr"])
+        return True
 
 
 class Adadelta(ComposedOptimizer):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lns_ops.format import LNSFormat
 from lns_ops.optim.base import LNSOptimizer, Rounding, scalar_code
-from lns_ops.optim.numbers import Numbers, decay_codes, numbers
+from lns_ops.optim.numbers import Codes, Numbers, decay_codes, numbers
 from lns_ops.reference import check_adam
 
 ROUNDING: Rounding = {"kahan_sum": False, "stochastic_rounding": False, "seed": 0, "arithmetic": "lns", "maximize": False}
@@ -58,7 +58,12 @@ class ComposedOptimizer(LNSOptimizer):
     def _update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None) -> None:
         x = numbers(parameter, state, group, key)
         x.step.add_(1)
-        self._step(x, group)
+        if not (isinstance(x, Codes) and x.fused and self._fused(x, group)):
+            self._step(x, group)
+
+    def _fused(self, x: Codes, group: dict[str, Any]) -> bool:
+        """:meth:`_step` by kernels of several operations, with the same bits; False where there are none for the group's options."""
+        return False
 
     @abstractmethod
     def _step(self, x: Numbers, group: dict[str, Any]) -> None:

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from lns_ops import functional as lns
+from lns_ops import moments
 from lns_ops.format import LNSFormat
 from lns_ops.gaussian import FINE_BITS
 from lns_ops.optim.base import Rounding, check_range, zeros
 from lns_ops.optim.composed import ComposedOptimizer
-from lns_ops.optim.numbers import Numbers
+from lns_ops.optim.numbers import Codes, Numbers
 from lns_ops.tensor import LNSTensor
 
 
@@ -106,13 +107,29 @@ class Madam(MultiplicativeOptimizer):
         super().__init__(params, {"lr": lr, "beta": beta, "eps": eps, "p_scale": p_scale, "g_bound": g_bound}, rounding)
 
     def _step(self, x: Numbers, group: dict[str, Any]) -> None:
-        limit, rate = self._limit(x, group), group["lr"] * math.log2(math.e)
-        unbiased = (1 - group["beta"] ** x.steps).sqrt()
+        limit, unbiased = self._limit(x, group), self._unbiased(x, group)
         root = x.root_average("exp_avg_sq", x.grad, group["beta"])
         normed = x.div(x.grad, x.add(root, x.at_least_smallest(group["eps"] * unbiased)))
         bound = group["g_bound"]
         normed = x.clamp(x.mul(normed, x.scalar(unbiased)), x.number(-bound, "g_bound"), x.number(bound, "g_bound"))
-        x.multiply(-_sign(x.weight) * x.octaves(normed, lambda value: rate * value, ("madam", rate)), limit)
+        self._shrink(x, normed, limit, group)
+
+    def _fused(self, x: Codes, group: dict[str, Any]) -> bool:
+        limit, unbiased = self._limit(x, group), self._unbiased(x, group)
+        table, eps = moments.mean_square(group["beta"], x.fmt.fraction_bits), group["eps"] * unbiased
+        normed = x.normed("exp_avg_sq", table, eps, factor=unbiased, bound=group["g_bound"])
+        self._shrink(x, normed, limit, group)
+        return True
+
+    @staticmethod
+    def _unbiased(x: Numbers, group: dict[str, Any]) -> Tensor:
+        left: Tensor = 1 - group["beta"] ** x.steps
+        return left.sqrt()
+
+    @staticmethod
+    def _shrink(x: Numbers, normed: Tensor, limit: Tensor | None, group: dict[str, Any]) -> None:
+        rate = group["lr"] * math.log2(math.e)
+        x.shrink(normed, lambda value: rate * value, ("madam", rate), limit)
 
 
 class Mul(MultiplicativeOptimizer):
@@ -144,7 +161,7 @@ class Mul(MultiplicativeOptimizer):
         def change(grad: Tensor) -> Tensor:
             return lr * grad if power else grad.sign() * torch.log1p(lr * grad.abs()) / math.log(2)
 
-        x.multiply(-_sign(x.weight) * x.octaves(x.grad, change, ("mul", lr, power)), None)
+        x.shrink(x.grad, change, ("mul", lr, power), None)
 
 
 class SignMul(MultiplicativeOptimizer):
@@ -176,7 +193,7 @@ class SignMul(MultiplicativeOptimizer):
     def _step(self, x: Numbers, group: dict[str, Any]) -> None:
         factor = group["lr"] if group["use_pow"] else math.log2(1 + group["lr"])
         limit = self._limit(x, group)
-        x.multiply(-_sign(x.weight) * x.octaves(x.grad, lambda grad: factor * grad.sign(), ("signmul", factor)), limit)
+        x.shrink(x.grad, lambda grad: factor * grad.sign(), ("signmul", factor), limit)
 
 
 class HybridMul(MultiplicativeOptimizer):

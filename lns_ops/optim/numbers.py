@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lns_ops import directions, moments
 from lns_ops import functional as lns
-from lns_ops import moments
 from lns_ops.format import LNSFormat
 from lns_ops.formats import random_bits
 from lns_ops.formats.logarithmic import Logarithmic
@@ -168,6 +168,10 @@ class Numbers(ABC):
     def multiply(self, octaves: Tensor, limit: Tensor | None) -> None:
         """``weight *= 2^octaves``, at most ``limit`` (a number of the format) in magnitude; a zero weight stays."""
 
+    def shrink(self, x: Tensor, function: Callable[[Tensor], Tensor], of: tuple[Any, ...], limit: Tensor | None) -> None:
+        """``weight *= 2^(-sign(weight) function(x))``: :meth:`octaves` and :meth:`multiply`."""
+        self.multiply(torch.where(self.weight < 0, 1, -1) * self.octaves(x, function, of), limit)
+
     def decayed(self, decay: float) -> Tensor:
         """``grad + decay weight``: decay in the gradient (L2)."""
         return self.add(self.grad, self.mul(self.number(decay, "weight_decay"), self.weight)) if decay else self.grad
@@ -287,58 +291,62 @@ def decay_codes(beta: float, name: str, fmt: LNSFormat) -> tuple[int, int]:
 
 
 class Codes(Numbers):
-    """Numbers of an LNS parameter: every operation is one LNS operation on codes."""
+    """Numbers of an LNS parameter: every operation is one LNS operation on codes.
+
+    Attributes:
+        fmt: their format.
+    """
 
     def __init__(self, parameter: LNSTensor, state: dict[str, Any], group: dict[str, Any], key: int | None) -> None:
         super().__init__(parameter, state, group, key)
-        self._fmt = parameter.fmt
+        self.fmt = parameter.fmt
         self.weight = parameter.codes
         grad = gradient(parameter).contiguous()
-        self.grad = lns.neg(grad, self._fmt) if group["maximize"] else grad
+        self.grad = lns.neg(grad, self.fmt) if group["maximize"] else grad
 
     def number(self, value: float, name: str = "") -> Any:
-        return torch.tensor(scalar_code(name, value, self._fmt), dtype=torch.int16)
+        return torch.tensor(scalar_code(name, value, self.fmt), dtype=torch.int16)
 
     def scalar(self, value: Tensor) -> Tensor:
-        return lns.encode(value, self._fmt)
+        return lns.encode(value, self.fmt)
 
     def at_least_smallest(self, value: Tensor) -> Tensor:
-        return lns.encode(value, self._fmt).clamp_min(1)
+        return lns.encode(value, self.fmt).clamp_min(1)
 
     def add(self, x: Any, y: Any) -> Tensor:
-        return lns.add(x, y, self._fmt)
+        return lns.add(x, y, self.fmt)
 
     def sub(self, x: Any, y: Any) -> Tensor:
-        return lns.sub(x, y, self._fmt)
+        return lns.sub(x, y, self.fmt)
 
     def mul(self, x: Any, y: Any) -> Tensor:
-        return lns.mul(x, y, self._fmt)
+        return lns.mul(x, y, self.fmt)
 
     def div(self, x: Any, y: Any) -> Tensor:
-        return lns.div(x, y, self._fmt)
+        return lns.div(x, y, self.fmt)
 
     def sqrt(self, x: Tensor) -> Tensor:
-        return lns.sqrt(lns.relu(x), self._fmt)
+        return lns.sqrt(lns.relu(x), self.fmt)
 
     def absolute(self, x: Tensor) -> Tensor:
-        return lns.absolute(x, self._fmt)
+        return lns.absolute(x, self.fmt)
 
     def sign(self, x: Tensor) -> Tensor:
-        return lns.sign(x, self._fmt)
+        return lns.sign(x, self.fmt)
 
     def clamp(self, x: Tensor, low: Any, high: Any) -> Tensor:
-        least, most = (int(lns.order_key(code, self._fmt)) for code in (low, high))
-        return lns.from_key(lns.order_key(x, self._fmt).clamp(least, most), self._fmt)
+        least, most = (int(lns.order_key(code, self.fmt)) for code in (low, high))
+        return lns.from_key(lns.order_key(x, self.fmt).clamp(least, most), self.fmt)
 
     def average(self, name: str, x: Tensor, beta: float) -> Tensor:
         return self.put(name, self.blend(self.get(name), x, beta))
 
     def blend(self, x: Tensor, y: Tensor, beta: float) -> Tensor:
-        keep, rest = (torch.tensor(code, dtype=torch.int16) for code in decay_codes(beta, "beta", self._fmt))
+        keep, rest = (torch.tensor(code, dtype=torch.int16) for code in decay_codes(beta, "beta", self.fmt))
         return self.add(self.mul(keep, x), self.mul(rest, y))
 
     def root_average(self, name: str, x: Tensor, beta: float) -> Tensor:
-        return self._root(name, x, moments.mean_square(beta, self._fmt.fraction_bits))
+        return self._root(name, x, moments.mean_square(beta, self.fmt.fraction_bits))
 
     def root(self, name: str) -> Tensor:
         return self.get(f"root_{name}").clone()
@@ -347,43 +355,81 @@ class Codes(Numbers):
         if start:
             root = self.get(f"root_{name}")
             self.put(f"root_{name}", self.first(self.plain(math.sqrt(start), "initial_accumulator_value"), root))
-        return self._root(name, x, moments.sum_square(self._fmt.fraction_bits))
+        return self._root(name, x, moments.sum_square(self.fmt.fraction_bits))
 
     def largest(self, name: str, x: Tensor, beta: float) -> Tensor:
-        table, residue = moments.maximum(beta, self._fmt.fraction_bits), self.get(f"{name}_residue")
-        return moments.follow_(self.get(name), residue, x, table, self._fmt)
+        table, residue = moments.maximum(beta, self.fmt.fraction_bits), self.get(f"{name}_residue")
+        return moments.follow_(self.get(name), residue, x, table, self.fmt)
 
     def hypotenuse(self, x: Tensor, y: float) -> Tensor:
         root, residue = x.clone(), torch.zeros_like(x)
-        other = torch.full_like(x, max(1, int(lns.encode(torch.tensor(y, dtype=torch.float64), self._fmt))))
-        return moments.follow_(root, residue, other, moments.sum_square(self._fmt.fraction_bits), self._fmt)
+        other = torch.full_like(x, max(1, int(lns.encode(torch.tensor(y, dtype=torch.float64), self.fmt))))
+        return moments.follow_(root, residue, other, moments.sum_square(self.fmt.fraction_bits), self.fmt)
 
     def norm(self, x: Tensor) -> Tensor:
-        return moments.norm(x, self._fmt)
+        return moments.norm(x, self.fmt)
 
     def follow(self, name: str, target: Tensor, factor: Tensor) -> None:
         state, lost, whole = self.get(name), self.get(f"{name}_compensation"), factor >= 1
         difference = self.mul(self.scalar(factor), self.sub(target, state))
-        lns.sgd_update_(state, difference, self._fmt, negative_lr=self._fmt.bias, compensation=lost)
+        lns.sgd_update_(state, difference, self.fmt, negative_lr=self.fmt.bias, compensation=lost)
         state.copy_(torch.where(whole, target, state))
         lost.copy_(torch.where(whole, 0, lost))
 
-    def descend(self, direction: Tensor, lr: float) -> None:
+    def descend(self, direction: Tensor, lr: float, momentum: float = 0.0) -> None:
+        """With momentum along ``buffer = momentum buffer + direction``, in the same kernel."""
         kahan, key = self._group["kahan_sum"], self._key
         lns.sgd_update_(
-            self.weight, direction, self._fmt, negative_lr=scalar_code("lr", -lr, self._fmt), key=key,
+            self.weight, direction, self.fmt, negative_lr=scalar_code("lr", -lr, self.fmt), key=key,
+            momentum=self.plain(momentum, "momentum") if momentum else None, buffer=self.get("momentum_buffer") if momentum else None,
             compensation=self.get("compensation") if kahan else None, step=None if key is None else self.step,
         )  # fmt: skip
 
     def octaves(self, x: Tensor, function: Callable[[Tensor], Tensor], of: tuple[Any, ...]) -> Tensor:
-        return moments.fine_logarithms(x, function, of, self._fmt)
+        return moments.fine_logarithms(x, function, of, self.fmt)
 
     def multiply(self, octaves: Tensor, limit: Tensor | None) -> None:
         residue = self.get("weight_residue") if self._group["kahan_sum"] else None
-        moments.multiply_(self.weight, octaves, residue, limit, self._fmt, key=self._key, step=self.step)
+        moments.multiply_(self.weight, octaves, residue, limit, self.fmt, key=self._key, step=self.step)
+
+    def shrink(self, x: Tensor, function: Callable[[Tensor], Tensor], of: tuple[Any, ...], limit: Tensor | None) -> None:
+        if not self.fused:
+            super().shrink(x, function, of, limit)
+            return
+        table = moments.fine_table(function, of, self.fmt, self.weight.device)
+        residue = self.get("weight_residue") if self._group["kahan_sum"] else None
+        highest = None if limit is None else int(limit)
+        directions.multiply(self.weight, x, table, residue, highest, self.fmt, key=self._key, step=int(self.step))
+
+    @property
+    def fused(self) -> bool:
+        """Whether :mod:`lns_ops.directions` has kernels for this device."""
+        return self.weight.device.type == "cpu" and self.weight.is_contiguous()
+
+    def lion(self, name: str, betas: tuple[float, float], decay: float) -> Tensor:
+        """``sign(blend(state, grad, beta1)) + decay weight``, while the state's average moves with beta2."""
+        forward, kept = (decay_codes(beta, "beta", self.fmt) for beta in betas)
+        code = self.plain(decay, "weight_decay")
+        return directions.lion(self.weight, self.grad, self.get(name), forward, kept, code, self.fmt)
+
+    def normed(
+        self,
+        name: str,
+        table: DecayTable,
+        eps: Tensor,
+        decay: float = 0.0,
+        factor: Tensor | None = None,
+        bound: float | None = None,
+    ) -> Tensor:
+        """``(g / (root + eps)) factor`` of ``g = decayed(decay)`` and the root that followed it, at most ``bound``."""
+        root, residue = self.get(f"root_{name}"), self.get(f"root_{name}_residue")
+        return directions.normed(
+            self.weight, self.grad, root, residue, table, self.plain(decay, "weight_decay"), int(self.at_least_smallest(eps)), self.fmt,
+            factor=None if factor is None else int(self.scalar(factor)), bound=None if bound is None else self.plain(bound, "g_bound"),
+        )  # fmt: skip
 
     def _root(self, name: str, x: Tensor, table: DecayTable) -> Tensor:
-        return moments.follow_(self.get(f"root_{name}"), self.get(f"root_{name}_residue"), x, table, self._fmt)
+        return moments.follow_(self.get(f"root_{name}"), self.get(f"root_{name}_residue"), x, table, self.fmt)
 
 
 class Decoded(Floats):

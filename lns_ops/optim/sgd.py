@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lns_ops import directions
 from lns_ops import functional as lns
 from lns_ops.format import LNSFormat
 from lns_ops.optim.base import LNSOptimizer, add_float, gradient, scalar_code, state_codes, zeros
@@ -111,13 +112,11 @@ class SGD(LNSOptimizer):
             momentum = group["momentum"] or None
             lns.sgd_update_float32_(parameter.codes, grad, fmt, lr=group["lr"], momentum=momentum, buffer=buffer, **common)
             return
-        if group["weight_decay"]:
-            grad = lns.add(grad, lns.mul(_number("weight_decay", group, fmt), parameter.codes, fmt), fmt)
         if group["nesterov"]:
             assert buffer is not None
-            momentum = _number("momentum", group, fmt)
-            buffer.copy_(lns.add(lns.mul(momentum, buffer, fmt), grad, fmt))
-            grad, buffer = lns.add(grad, lns.mul(momentum, buffer, fmt), fmt), None
+            grad, buffer = _look_ahead(parameter.codes, grad, buffer, group, fmt), None
+        elif group["weight_decay"]:
+            grad = lns.add(grad, lns.mul(_number("weight_decay", group, fmt), parameter.codes, fmt), fmt)
         common |= {"momentum": None if buffer is None else scalar_code("momentum", group["momentum"], fmt), "buffer": buffer}
         lns.sgd_update_(parameter.codes, grad, fmt, negative_lr=scalar_code("lr", -group["lr"], fmt), **common)
 
@@ -130,6 +129,18 @@ def _composed(x: Numbers, group: dict[str, Any]) -> None:
         direction = x.put("momentum_buffer", x.add(x.mul(momentum, x.get("momentum_buffer")), grad))
         direction = x.add(grad, x.mul(momentum, direction)) if group["nesterov"] else direction
     x.descend(direction, group["lr"])
+
+
+def _look_ahead(weight: Tensor, grad: Tensor, buffer: Tensor, group: dict[str, Any], fmt: LNSFormat) -> Tensor:
+    """``g + momentum buffer`` with the buffer, in place, of ``g = grad + weight_decay w``."""
+    if grad.device.type == "cpu":
+        momentum, decay = (scalar_code(name, group[name], fmt) for name in ("momentum", "weight_decay"))
+        return directions.nesterov(weight, grad, buffer, momentum, decay, fmt)
+    if group["weight_decay"]:
+        grad = lns.add(grad, lns.mul(_number("weight_decay", group, fmt), weight, fmt), fmt)
+    factor = _number("momentum", group, fmt)
+    buffer.copy_(lns.add(lns.mul(factor, buffer, fmt), grad, fmt))
+    return lns.add(grad, lns.mul(factor, buffer, fmt), fmt)
 
 
 def _number(name: str, group: dict[str, Any], fmt: LNSFormat) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import lns_ops.optim as optim
 from lns_ops import LNSFormat, LNSTensor, convert_, lns8, lns12, lns16, moments, reference
 from lns_ops.optim import SGD, Adam, AdamW
+from lns_ops.optim.numbers import Codes
 from tests.lns_ops.formats import FORMATS, IDS, half_ulp
 
 TORCHS: dict[str, dict[str, Any]] = {
@@ -184,22 +185,75 @@ def number(value: float, fmt: LNSFormat) -> np.ndarray[Any, np.dtype[np.int16]]:
     return reference.encode(np.array(value), fmt)
 
 
+def any_codes(fmt: LNSFormat, count: int, seed: int) -> list[LNSTensor]:
+    """Of 700 values each; every code is as likely, the extremes and zero too."""
+    rng = np.random.default_rng(seed)
+    codes = rng.choice(np.concatenate([fmt.codes(), np.zeros(len(fmt.codes()) // 20, np.int16)]), (count, 700))
+    return [LNSTensor(torch.from_numpy(each.copy()), fmt) for each in codes]
+
+
 @pytest.mark.parametrize("fmt", [lns16, lns12, LNSFormat(16, 10)], ids=str)
-@pytest.mark.parametrize("kahan_sum", [False, True])
-def test_nesterov_in_reference_operations(fmt: LNSFormat, kahan_sum: bool) -> None:
-    start, grads = start_of(60), gradients(4, 60)
-    weight = nn.Parameter(LNSTensor.from_float(start, fmt))
-    run(SGD([weight], lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1, kahan_sum=kahan_sum), weight, grads)
-    w, c, buffer = reference.encode(start.numpy(), fmt), np.zeros(60, np.int16), np.zeros(60, np.int16)
-    for grad in grads:
-        g = reference.add(reference.encode(grad.numpy(), fmt), reference.mul(number(0.1, fmt), w, fmt), fmt)
+@pytest.mark.parametrize("rounding", ROUNDINGS, ids=str)
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_nesterov_in_reference_operations(fmt: LNSFormat, rounding: dict[str, Any], weight_decay: float) -> None:
+    start, *grads = any_codes(fmt, 6, 1)
+    weight = nn.Parameter(start)
+    w, c, buffer = start.codes.numpy().copy(), np.zeros(700, np.int16), np.zeros(700, np.int16)
+    optimizer = SGD([weight], lr=0.05, momentum=0.9, nesterov=True, weight_decay=weight_decay, **rounding)
+    for step, grad in enumerate(grads, 1):
+        weight.grad = grad
+        optimizer.step()
+        g = reference.add(grad.codes.numpy(), reference.mul(number(weight_decay, fmt), w, fmt), fmt)
         buffer = reference.add(reference.mul(number(0.9, fmt), buffer, fmt), g, fmt)
         direction = reference.add(g, reference.mul(number(0.9, fmt), buffer, fmt), fmt)
-        w, _, lost = reference.sgd_update(
-            w, direction, fmt, negative_lr=number(-0.05, fmt), compensation=c if kahan_sum else None
-        )
+        more = {"key": 4 << 32, "step": step} if "seed" in rounding else {"compensation": c if rounding else None}
+        w, _, lost = reference.sgd_update(w, direction, fmt, negative_lr=number(-0.05, fmt), **more)  # type: ignore[arg-type]
         c = c if lost is None else lost
     np.testing.assert_array_equal(weight.codes.numpy(), w)
+
+
+FUSED: dict[str, list[dict[str, Any]]] = {
+    "RMSprop": [{}, {"weight_decay": 0.0}, {"momentum": 0.8}],
+    "Adagrad": [{"lr_decay": 0.0, "initial_accumulator_value": 0.0, "weight_decay": 0.1}],
+    "Lion": [{}, {"weight_decay": 0.0}],
+    "Madam": [{}, {"p_scale": None, "lr": 2.0}, {"maximize": True}],
+    "Mul": [{}, {"use_pow": True}],
+    "SignMul": [{}],
+}
+
+
+@pytest.mark.parametrize("name", list(FUSED))
+@pytest.mark.parametrize("fmt", [lns16, lns12, LNSFormat(16, 10)], ids=str)
+@pytest.mark.parametrize("rounding", ROUNDINGS, ids=str)
+def test_fused_steps_have_the_bits_of_their_operations(
+    name: str, fmt: LNSFormat, rounding: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for options in FUSED[name]:
+        ends = []
+        for fused in (True, False):
+            monkeypatch.setattr(Codes, "fused", fused)
+            start, *grads = any_codes(fmt, 6, 2)
+            weight = nn.Parameter(start)
+            optimizer = make(name, [weight], **(rounding | options))
+            for grad in grads:
+                weight.grad = grad
+                optimizer.step()
+            ends.append({"weight": weight.codes, **values(optimizer.state[weight])})
+        assert ends[0].keys() == ends[1].keys()
+        for key, value in ends[0].items():
+            assert torch.equal(value, ends[1][key]), (options, key)
+
+
+@pytest.mark.parametrize("name", [n for n in FUSED if n not in ("Mul", "SignMul")])
+def test_fused_steps_are_taken_where_there_are_any(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> None:
+        raise AssertionError("one by one")
+
+    monkeypatch.setattr(getattr(optim, name), "_step", refuse)
+    weight = nn.Parameter(any_codes(lns12, 1, 3)[0])
+    run(make(name, [weight], **FUSED[name][0]), weight, gradients(2, 700))
+    with pytest.raises(AssertionError, match="one by one"):
+        run(make(name, [weight], **FUSED[name][0] | FLOAT32), weight, gradients(1, 700))
 
 
 @pytest.mark.parametrize("fmt", [lns16, lns12], ids=str)
