@@ -41,7 +41,9 @@ class MultiplicativeOptimizer(ComposedOptimizer):
         """The largest magnitude of the weights: ``p_scale`` times their root mean square before the first step."""
         if group["p_scale"] is None:
             return None
-        largest = x.put("max_weight", x.first(group["p_scale"] * x.root_mean_square(), x.get("max_weight")))
+        largest = x.get("max_weight")
+        if x.weight.is_cuda or int(x.step) == 1:  # a captured graph takes every step alike
+            largest = x.put("max_weight", x.first(group["p_scale"] * x.root_mean_square(), largest))
         return x.at_least_smallest(largest)
 
     def _split(self, parameter: Tensor, value: Tensor) -> None:
