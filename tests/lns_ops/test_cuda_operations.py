@@ -15,7 +15,7 @@ from lns_ops import LNSFormat, LNSTensor, convert_, convolution, cuda, indexed, 
 from lns_ops import functional as lns
 from lns_ops.convolution import Geometry
 from tests.lns_ops.nets import GPT, LSTMClassifier, ResNet18
-from tests.lns_ops.test_layers import LAYERS
+from tests.lns_ops.test_layers import LAYERS, PACKED, Packed
 from tests.lns_ops.test_lookup import PARAMETERS
 
 pytestmark = [
@@ -68,6 +68,7 @@ def test_sums_by_index_and_means(fmt: LNSFormat) -> None:
         ((17, 20), (3, 3), Geometry((1, 1), (1, 1), (1, 1), 1)),
         ((17, 20), (3, 2), Geometry((2, 3), (1, 0), (1, 2), 4)),
         ((9, 8, 7), (2, 3, 1), Geometry((1, 2, 1), (1, 1, 0), (1, 1, 1), 1)),
+        ((720,), (700,), Geometry((1,), (0,), (1,), 1)),  # more than 4,096 taps
     ],
     ids=str,
 )
@@ -100,6 +101,19 @@ def test_layers(name: str) -> None:
     make, shape, _ = LAYERS[name]
     torch.manual_seed(1)
     model, x = convert_(make(), lns12, scope="everywhere"), torch.randn(shape)
+    for got, wanted in zip(outputs_and_gradients(model, x, "cuda"), outputs_and_gradients(model, x, "cpu"), strict=True):
+        assert torch.equal(got, wanted)
+    cuda.check_faults()
+
+
+@pytest.mark.parametrize("name", [*PACKED, "sum", "mean", "max"])
+def test_packed_sequences_and_bags(name: str) -> None:
+    torch.manual_seed(1)
+    if name in PACKED:
+        model, x = Packed(PACKED[name](), [2, 4, 1, 4]), torch.randn(5, 4, 6)
+    else:
+        model, x = nn.EmbeddingBag(9, 5, mode=name, padding_idx=2), torch.randint(0, 9, (4, 30))
+    convert_(model, lns12, scope="everywhere")
     for got, wanted in zip(outputs_and_gradients(model, x, "cuda"), outputs_and_gradients(model, x, "cpu"), strict=True):
         assert torch.equal(got, wanted)
     cuda.check_faults()
