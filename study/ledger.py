@@ -8,6 +8,7 @@ not relied on. Events, each with ``event`` and ``time`` (seconds since 1970)::
     report      a trial finished an epoch                       trial, epoch, metrics
     checkpoint  a trial's state is on disk                      trial, epoch, path
     restarted   a trial's process died and will be restarted    trial, error
+    relieved    a trial ran out of memory; once more with other keys   trial, error, relief
     damaged     a trial's checkpoint could not be read          trial, error
     finished    a trial is done                                 trial, metrics (test/...)
     stopped     the scheduler ended a trial early               trial, by

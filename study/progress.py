@@ -122,6 +122,8 @@ def describe(event: Event, trial: TrialState | None) -> str:
     if event["event"] == "report":
         error = event["metrics"].get("validation/error", float("nan"))
         return f"{name}: epoch {event['epoch']}/{trial.epochs}, validation error {percent(error)}"
+    if event["event"] == "relieved":
+        return f"{name}: out of memory, once more with {describe_params(event['relief'])} ({event['error']})"
     if event["event"] == "finished":
         return f"{name}: finished, test error {percent(event['metrics'].get('test/error', float('nan')))}"
     phrases = {

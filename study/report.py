@@ -34,7 +34,7 @@ from study.progress import duration
 from study.report_page import Links, Picture, links, pictures, tables
 from study.results import Row, Summary, summarise, test_errors
 from study.space import describe, show
-from study.state import ENDED, FAILED, STOPPED, StudyState
+from study.state import ENDED, FAILED, STOPPED, StudyState, name_of
 
 HEADINGS = ("row", "test error, %", "seeds", "published", "minus {baseline}", "required", "verdict")
 BEST = "best of {count}, by {metric}"
@@ -159,6 +159,8 @@ def remarks(state: StudyState, summary: Summary) -> list[str]:
         said.append(
             f"INCOMPLETE: {unfinished} of {len(state.trials)} trials have not finished; run the same command again to continue."
         )
+    for trial in (trial for trial in state.trials if trial.relief):
+        said.append(f"{name_of(trial)} ran out of memory, and then ran with {describe(trial.relief)}.")
     failed = [trial for trial in state.trials if trial.status == FAILED]
     said += [f"FAILED: {trial.row}, seed {trial.seed}: {trial.error}" for trial in failed]
     commits = {commit for trial in state.trials for commit in trial.commits}

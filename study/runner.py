@@ -33,6 +33,7 @@ from study.preflight import cpus_of, local_cpus
 from study.search import Agenda
 from study.state import StudyState
 from trainers.config import TrialConfig
+from trainers.out_of_memory import relief
 
 ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",  # Train polls its workers this often; the default adds 2 s to every report
@@ -177,6 +178,15 @@ def _tune(study: StudyConfig, agenda: Agenda, ledger: Ledger, state: StudyState,
     from study.tune_callback import LedgerCallback
     from study.tune_search import AgendaSearcher, StopWhenCancelled, make_scheduler
 
+    def relieve(trial: str, error: str) -> bool:
+        known = state.known[trial]
+        wanted = relief(TrialConfig.from_dict(known.config))
+        if known.relief or wanted is None:
+            return False
+        ledger.append("relieved", trial=trial, error=error, relief=wanted)
+        agenda.again(trial)
+        return True
+
     trainable, most = _trainable(study, [trial.config for trial in agenda.trials])
     agenda.tail = TAIL * _slots(study, [trial.config for trial in agenda.trials])
     cutter = study.search.scheduler if study.search.ends_early else "none"
@@ -196,7 +206,7 @@ def _tune(study: StudyConfig, agenda: Agenda, ledger: Ledger, state: StudyState,
             storage_path=str(_next_attempt(study.folder)),
             failure_config=tune.FailureConfig(max_failures=study.max_failures),
             checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=0, checkpoint_at_end=False),
-            callbacks=[LedgerCallback(ledger, cutter, study.heartbeat, control.fail_storage)],
+            callbacks=[LedgerCallback(ledger, cutter, study.heartbeat, control.fail_storage, relieve)],
             stop=StopWhenCancelled(control),
             verbose=0,
         ),

@@ -32,8 +32,9 @@ from study.durations import expected_seconds, seconds_an_epoch
 from study.objectives import mean_objective
 from study.plan import CANDIDATES, Base, Excluded, Plan, PlannedTrial, bind_space
 from study.population import Population
-from study.space import Domain, Params, Space
+from study.space import Domain, Params, Space, apply
 from study.state import ENDED, FAILED, STOPPED, StudyState, TrialState
+from trainers.config import TrialConfig
 
 
 class Agenda:
@@ -56,9 +57,11 @@ class Agenda:
         self, plan: Plan, state: StudyState, added: Callable[[PlannedTrial], None], only: Collection[str] | None = None
     ) -> None:
         self._state, self._added = state, added
-        self._todo = deque(
+        left = [
             trial for trial in plan.trials if state.known[trial.id].status not in ENDED and (only is None or trial.id in only)
-        )
+        ]
+        self._todo = deque(relieved(trial, state) for trial in left)
+        self._handed_out: dict[str, PlannedTrial] = {}
         self._proposers = make_proposers(plan, state) if only is None else []
         self._confirmations = make_confirmations(plan) if only is None else []
         self._turn = 0
@@ -80,7 +83,12 @@ class Agenda:
         trial = self.peek()
         if trial is not None:
             self._todo.remove(trial)
+            self._handed_out[trial.id] = trial
         return trial
+
+    def again(self, trial: str) -> None:
+        """Put the trial of that id, which was handed out, on the agenda once more, at its head."""
+        self._todo.appendleft(relieved(self._handed_out[trial], self._state))
 
     @property
     def trials(self) -> list[PlannedTrial]:
@@ -115,6 +123,12 @@ class Agenda:
                     self._added(trial)
                 self._todo.extend(trials)
                 return
+
+
+def relieved(trial: PlannedTrial, state: StudyState) -> PlannedTrial:
+    """The trial as it is to run since it ran out of memory, if it did."""
+    relief = state.known[trial.id].relief
+    return dataclasses.replace(trial, config=TrialConfig.from_dict(apply(trial.config.to_dict(), relief))) if relief else trial
 
 
 def make_proposers(plan: Plan, state: StudyState) -> list[Proposer | Population]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from study.config import StudyConfig
 from study.ledger import Event
+from study.space import apply
 
 ALL, UNFINISHED, ONLY_FAILED = "all", "unfinished", "failed"
 """Which trials a run takes on: all that have not finished, those of them that have not failed, or the failed ones alone."""
@@ -40,6 +41,7 @@ class TrialState:
         started, ended: seconds since 1970, or None.
         seconds: spent in epochs that were reported, evaluation included.
         stopped_by: the scheduler that ended it early, or "".
+        relief: keys changed in ``config`` since it ran out of memory.
     """
 
     id: str
@@ -60,6 +62,7 @@ class TrialState:
     ended: float | None = None
     seconds: float = 0.0
     stopped_by: str = ""
+    relief: dict[str, Any] = field(default_factory=dict)
     last_heard: float = 0.0
 
     @property
@@ -144,7 +147,7 @@ class StudyState:
 
     def _add(self, trial: dict[str, Any], *, retry: bool = True) -> None:
         state = self.known.setdefault(trial["id"], TrialState(**trial))
-        state.row, state.config = trial["row"], trial["config"]
+        state.row, state.config = trial["row"], apply(trial["config"], state.relief)
         state.number, state.params, state.asked = trial.get("number"), trial.get("params", {}), trial.get("asked", {})
         if state.status not in (FINISHED, STOPPED) and (retry or state.status != FAILED):
             state.status, state.error = PLANNED, ""
@@ -189,6 +192,9 @@ def _apply_to_trial(trial: TrialState, event: Event, plan: Event) -> None:
         trial.checkpoints.append(event["path"])
     elif kind == "restarted":
         trial.restarts, trial.error = trial.restarts + 1, event["error"]
+    elif kind == "relieved":
+        trial.status, trial.error, trial.relief = PLANNED, event["error"], event["relief"]
+        trial.config = apply(trial.config, trial.relief)
     elif kind == "finished":
         trial.status, trial.test, trial.ended, trial.error = FINISHED, event["metrics"], time, ""
     elif kind == "stopped":

@@ -31,13 +31,14 @@ from ray import tune
 from ray.train import TrainingFailedError
 from ray.tune.integration.ray_train import TuneReportCallback
 
-from study.tune_callback import DAMAGED, REFUSED, last_line
+from study.tune_callback import DAMAGED, OUT_OF_MEMORY, REFUSED, last_line
 from trainers.bundles import bundles
 from trainers.checkpoint import load_checkpoint
 from trainers.config import TrialConfig
 from trainers.gang import Gang, shape, step, write_files
 from trainers.host import Lane
 from trainers.leftovers import Leftovers
+from trainers.out_of_memory import is_out_of_memory
 from trainers.restore import Beginning, begin
 from trainers.worker import HISTORY
 
@@ -107,10 +108,12 @@ class StudyTrial(tune.Trainable):  # type: ignore[misc]
     after a restart has the metrics of all epochs before it, under ``HISTORY``.
 
     A ``ValueError`` says what cannot work, so a second try would not either: it ends the trial with a result that has the message
-    under :data:`REFUSED`, where an exception would make Tune start the trial again.
+    under :data:`REFUSED`, where an exception would make Tune start the trial again. Likewise memory that ran out, under
+    :data:`OUT_OF_MEMORY`: Tune would start the trial again as it was.
     """
 
     _refusal = ""
+    _exhausted = ""
     _first: dict[str, Any]
     _executor: Executor | None = None
     _leftovers: Leftovers | None = None
@@ -141,6 +144,8 @@ class StudyTrial(tune.Trainable):  # type: ignore[misc]
         if self._broken is not None:
             raise self._broken
         first, self._first = self._first, {}
+        if self._exhausted:
+            return {"done": True, OUT_OF_MEMORY: self._exhausted}
         try:
             if self._refusal:
                 return first | {"done": True, REFUSED: self._refusal}
@@ -150,10 +155,14 @@ class StudyTrial(tune.Trainable):  # type: ignore[misc]
         except ValueError as error:
             self._refuse(error)
             return first | {"done": True, REFUSED: self._refusal}
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return first | self._give_up_memory(error)
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Write the trial's whole state, for a scheduler that pauses it."""
-        if not self._refusal:
+        if not self._refusal and not self._exhausted:
             self._executor_().save(Path(checkpoint_dir))
 
     def load_checkpoint(self, checkpoint: str) -> None:
@@ -167,7 +176,7 @@ class StudyTrial(tune.Trainable):  # type: ignore[misc]
             self._executor = None
 
     def _begin(self, checkpoints: list[str]) -> None:
-        self._refusal, self._first = "", {}
+        self._refusal, self._exhausted, self._first = "", "", {}
         own = [str(path) for path in checkpoints_in(Path(self._plan["checkpoints"]))]
         try:
             config = TrialConfig.from_dict(self._plan["config"])
@@ -176,6 +185,11 @@ class StudyTrial(tune.Trainable):  # type: ignore[misc]
             )
         except ValueError as error:
             self._refuse(error)
+            return
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._give_up_memory(error)
             return
         self._first = {DAMAGED: beginning.damaged} if beginning.damaged else {}
         if beginning.history:
@@ -219,6 +233,13 @@ class StudyTrial(tune.Trainable):  # type: ignore[misc]
         self._refusal = last_line(str(error)).removeprefix("ValueError: ")
         if isinstance(self._executor, Gang):
             self.cleanup()
+
+    def _give_up_memory(self, error: Exception) -> dict[str, Any]:
+        """Let go of the trial, whose memory the next one may want; the result that says why."""
+        self._exhausted = last_line(str(error)) or type(error).__name__
+        error.__traceback__ = None  # its frames hold tensors
+        self.cleanup()
+        return {"done": True, OUT_OF_MEMORY: self._exhausted}
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

@@ -19,6 +19,8 @@ EXTRA = ("samples_per_second",)
 
 REFUSED = "refused"
 """In a trial's last result: why it cannot work. It failed, and is not tried again."""
+OUT_OF_MEMORY = "out_of_memory"
+"""In a trial's last result: what the allocator said."""
 DAMAGED = "damaged"
 """In a trial's first result: which checkpoints it could not continue from, and why."""
 
@@ -34,6 +36,7 @@ class LedgerCallback(tune.Callback):  # type: ignore[misc]
         ledger: takes the events.
         scheduler: name of what may end trials early.
         heartbeat: seconds without a report after which a trial's process is killed, to be started again; None never.
+        relieve: asked, with what the allocator said, whether a trial that ran out of memory is tried once more, in another way.
         storage_failed: told why the storage takes no more, the ledger's or a trial's files. That is no failure of the trial.
     """
 
@@ -43,9 +46,10 @@ class LedgerCallback(tune.Callback):  # type: ignore[misc]
         scheduler: str = "none",
         heartbeat: float | None = None,
         storage_failed: Callable[[str], None] = lambda reason: None,
+        relieve: Callable[[str, str], bool] = lambda trial, error: False,
     ) -> None:
         self._ledger, self._scheduler, self._heartbeat = ledger, scheduler, heartbeat
-        self._storage_failed = storage_failed
+        self._storage_failed, self._relieve = storage_failed, relieve
         self._heard: dict[Any, float] = {}
         self._hung: dict[str, str] = {}
         self._tests: dict[str, dict[str, float]] = {}
@@ -103,6 +107,9 @@ class LedgerCallback(tune.Callback):  # type: ignore[misc]
         test, last = self._tests.get(_id(trial)), trial.last_result or {}
         if last.get(REFUSED):
             self._append("failed", trial=_id(trial), error=str(last[REFUSED]))
+        elif last.get(OUT_OF_MEMORY):
+            if not self._relieve(_id(trial), str(last[OUT_OF_MEMORY])):
+                self._append("failed", trial=_id(trial), error=f"out of memory: {last[OUT_OF_MEMORY]}")
         elif test is not None:
             self._append("finished", trial=_id(trial), metrics=test)
         elif self._scheduler != "none":

@@ -63,7 +63,8 @@ class AgendaSearcher(Searcher):  # type: ignore[misc]
             return None
         trial = self._agenda.peek()
         if trial is None:
-            return str(Searcher.FINISHED) if self._agenda.exhausted else None
+            # One that still runs may run out of memory and come again.
+            return str(Searcher.FINISHED) if self._agenda.exhausted and not self._room.taken else None
         if not self._room.take(trial_id, trial):
             return None
         self._agenda.next()
@@ -97,6 +98,11 @@ class Room:
         self._taken: dict[str, dict[str, float]] = {}
         self._known: dict[str, float] = {}
         self._asked = -math.inf
+
+    @property
+    def taken(self) -> bool:
+        """Whether any trial has resources."""
+        return bool(self._taken)
 
     @property
     def any(self) -> bool:

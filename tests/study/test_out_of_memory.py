@@ -1,0 +1,122 @@
+"""Trials whose memory runs out, really: tried once more with smaller micro-batches or a whole GPU, and the study says so."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from study.config import StudyConfig
+from study.engine import run_study
+from study.plan import make_plan
+from study.report import remarks
+from study.results import summarise
+from study.search import Agenda
+from study.state import FAILED, FINISHED, PLANNED, StudyState
+from tests.study.conftest import SilentView
+from trainers.config import DataConfig, TrialConfig
+from trainers.layout import Layout
+from trainers.out_of_memory import is_out_of_memory, relief
+
+Make = Callable[..., StudyConfig]
+LIMITED = """
+import json, resource
+import psutil
+from study.trial import StudyTrial
+from study.tune_callback import OUT_OF_MEMORY
+from trainers.config import DataConfig, ModelConfig, TrialConfig
+from trainers.out_of_memory import relief
+from study.space import apply
+
+def tune_config(config):
+    return {"id": "x", "plan": json.dumps({"config": config, "checkpoints": FOLDER, "profile": FOLDER, "checkpoint_every": 1,
+                                           "resume_from": [], "packed_in": None})}
+
+small = TrialConfig(data=DataConfig(name="digits"), model=ModelConfig(hidden=[8]), batch_size=1024, epochs=1).to_dict()
+trial = StudyTrial(tune_config(small))
+assert trial.train()["done"]
+large = apply(small, {"model.hidden": [65536], "epochs": 2})
+size = psutil.Process().memory_info().vms + SPARE
+resource.setrlimit(resource.RLIMIT_AS, (size, size))
+trial.reset_config(tune_config(large))
+first = trial.train()
+again = apply(large, relief(TrialConfig.from_dict(large)))
+trial.reset_config(tune_config(again))
+second = trial.train()
+print(json.dumps([first.get(OUT_OF_MEMORY, ""), again["layout"]["micro_batches"], second.get(OUT_OF_MEMORY, ""), second.get("epoch")]))
+"""
+"""A trial whose activations take 268 MB each, in a process that may have SPARE bytes more than after a small one."""
+
+
+def test_smaller_micro_batches_fit_where_the_batch_did_not(tmp_path: object) -> None:
+    import json
+
+    code = LIMITED.replace("SPARE", str(700 << 20)).replace("FOLDER", repr(str(tmp_path)))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    first, parts, second, epoch = json.loads(done.stdout.splitlines()[-1])
+    assert "memory" in first
+    assert parts == 2
+    assert (second, epoch) == ("", 1.0)
+
+
+def test_what_helps() -> None:
+    config = TrialConfig(data=DataConfig(name="digits"), batch_size=96)
+    assert relief(config) == {"layout.micro_batches": 2}
+    assert relief(replace(config, layout=Layout(micro_batches=3))) == {"layout.micro_batches": 6}
+    assert relief(replace(config, batch_size=1)) is None
+    assert relief(replace(config, device="cuda", gpus=0.1)) == {"gpus": 1.0}
+    assert relief(replace(config, device="cuda", gpus=1.0)) == {"layout.micro_batches": 2}
+
+
+def test_what_says_that_memory_ran_out() -> None:
+    import torch
+
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60)
+    assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    assert is_out_of_memory(MemoryError())
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_out_of_memory(ValueError("out of memory"))
+
+
+def test_a_relieved_trial_stays_so_when_the_study_is_continued(tiny: Make) -> None:
+    plan = make_plan(tiny("relieved"))
+    state, ids = StudyState(), [trial.id for trial in plan.trials]
+    planned = {"event": "planned", "time": 0.0, **plan.to_event(), "data": []}
+    state.apply(planned)
+    agenda = Agenda(plan, state, lambda trial: None)
+    assert [trial.id for trial in (agenda.next(), agenda.next()) if trial] == ids
+    assert agenda.exhausted
+    state.apply({"event": "started", "time": 1.0, "trial": ids[0]})
+    state.apply({"event": "relieved", "time": 2.0, "trial": ids[0], "error": "no", "relief": {"layout.micro_batches": 2}})
+    agenda.again(ids[0])
+    trial = agenda.next()
+    assert trial is not None
+    assert (trial.id, trial.config.layout.micro_batches) == (ids[0], 2)
+    assert state.known[ids[0]].status == PLANNED
+    state.apply(planned)
+    again = Agenda(plan, state, lambda trial: None).next()
+    assert again == trial
+    assert state.known[ids[0]].config["layout"]["micro_batches"] == 2
+
+
+@pytest.mark.slow
+def test_a_study_tries_once_more_and_goes_on(tiny: Make, ray_session: None) -> None:
+    rows = "rows=[{label: vast, overrides: {model.hidden: [1000000000]}}, {label: fine}]"
+    view = SilentView()
+    outcome = run_study(tiny("vast", rows, "baseline=null", "trial.epochs=1"), view, lambda line: None)
+    vast, fine = outcome.state.trials
+    assert fine.status == FINISHED
+    assert (vast.status, vast.relief) == (FAILED, {"layout.micro_batches": 2})
+    assert "out of memory" in vast.error
+    events = [event["event"] for event in view.events if event.get("trial") == vast.id]
+    assert events == ["started", "relieved", "started", "failed"]
+    assert any(
+        "ran out of memory, and then ran with micro_batches=2" in line
+        for line in remarks(outcome.state, summarise(outcome.state))
+    )
