@@ -24,7 +24,7 @@ from trainers.validation import at_least, finite, one_of
 ALGORITHMS = ("random", "sobol", "grid", "tpe", "cmaes", "nsga2")
 ADAPTIVE = ("tpe", "cmaes", "nsga2")
 """Those that look at results before they propose what comes next."""
-SCHEDULERS = ("none", "asha", "hyperband", "median", "pbt", "pb2")
+SCHEDULERS = ("none", "asha", "hyperband", "median", "halving", "pbt", "pb2")
 POPULATIONS = ("pbt", "pb2")
 MODES = ("min", "max")
 EXECUTORS = ("auto", "packed", "train")
@@ -80,10 +80,11 @@ class SearchConfig:
             first one picks a row's best configuration.
         scheduler: ends trials early that fall behind in the first objective: ``none``, ``asha`` (successive halving without waiting, Li et
             al. 2020), ``hyperband`` (asha with several brackets, the later ones with a longer grace), ``median`` (Golovin et al. 2017).
+            ``halving`` compares all on a part of the training data first, the best on more (:mod:`study.halving`).
             ``pbt`` and ``pb2`` train ``num_samples`` configurations as a population instead (:mod:`study.population`): what is
             searched are options of the optimizer, which change on the way.
         grace_period: epochs that asha, hyperband and median leave every trial.
-        reduction_factor: of asha and hyperband: one of so many goes on.
+        reduction_factor: of asha, hyperband and halving: one of so many goes on.
         perturbation_interval: of pbt and pb2: epochs of a generation.
         quantile_fraction: likewise: so many of the members, at the end of a generation, take over the weights of one of as many best.
         resample_probability: of pbt: that a value is drawn anew instead of moved by a fifth.
@@ -116,15 +117,15 @@ class SearchConfig:
         for name, most in (("quantile_fraction", 0.5), ("resample_probability", 1.0)):
             if not 0 <= getattr(self, name) <= most:
                 raise ValueError(f"search.{name}={getattr(self, name)}: must lie in 0 .. {most:g}; use for example 0.25")
-        if self.population and self.algorithm not in ("random", "sobol"):
+        if self.in_rounds and self.algorithm not in ("random", "sobol"):
             raise ValueError(
-                f"search.scheduler={self.scheduler} with search.algorithm={self.algorithm}: the population's results decide what comes "
-                "next; use search.algorithm=random or sobol, which draw its first members"
+                f"search.scheduler={self.scheduler} with search.algorithm={self.algorithm}: the results of each round decide what comes "
+                "next; use search.algorithm=random or sobol, which draw the first one's configurations"
             )
-        if self.population and (len(self.objectives) > 1 or self.num_samples < 2):
+        if self.in_rounds and (len(self.objectives) > 1 or self.num_samples < 2):
             raise ValueError(
                 f"search.scheduler={self.scheduler} with {len(self.objectives)} objectives and search.num_samples={self.num_samples}: "
-                "members are ranked by one objective, and there must be at least two; use for example search.num_samples=8"
+                "they are ranked by one objective, and there must be at least two; use for example search.num_samples=8"
             )
         at_least("search.confirm", self.confirm, 0, "0 repeats none")
         if bool(self.confirm) != bool(self.confirm_seeds):
@@ -148,12 +149,17 @@ class SearchConfig:
     @property
     def adaptive(self) -> bool:
         """Whether proposals depend on results."""
-        return self.algorithm in ADAPTIVE or self.population
+        return self.algorithm in ADAPTIVE or self.in_rounds
 
     @property
     def ends_early(self) -> bool:
         """Whether the scheduler ends trials before their last epoch."""
-        return self.scheduler != "none" and not self.population
+        return self.scheduler != "none" and not self.in_rounds
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether the configurations compete in rounds (:mod:`study.rounds`)."""
+        return self.population or self.scheduler == "halving"
 
     @property
     def population(self) -> bool:
@@ -206,7 +212,7 @@ class StudyConfig:
         comparable_seeds: seeds a row needs for the same.
         storage: folder of all studies: ledgers, checkpoints, reports, the default tracking database.
         tracking_uri: MLflow tracking server or database; None for ``sqlite`` in ``storage``, ``none`` to send nothing.
-        address: Ray cluster to join; None starts a local one.
+        address: Ray cluster to join: ``auto`` on one of its nodes, or host:port; None starts a local one.
         cpus: CPUs of the local Ray; None for all.
         max_concurrent: trials at a time; None for as many as fit.
         executor: ``auto``: a trial of one worker in a reused process, one of several in a reused gang of processes; ``packed``: trials
@@ -250,6 +256,11 @@ class StudyConfig:
         at_least("comparable_seeds", self.comparable_seeds, 1, "1 asks for no more than every study has")
         at_least("cpus", self.cpus, 1, "leave it out to use all")
         at_least("max_concurrent", self.max_concurrent, 1, "leave it out to run as many as fit")
+        if str(self.address).startswith("ray://"):
+            raise ValueError(
+                f"address={self.address!r}: over Ray Client, Tune runs on the cluster, without this machine's ledger; use `ray job submit "
+                "--address http://HEAD:8265 --working-dir . -- lns-study run CONFIG address=auto`, or address=auto on a node of the cluster"
+            )
         one_of("executor", self.executor, EXECUTORS)
         if self.executor == "train" and self.search.scheduler != "none":
             raise ValueError(
@@ -282,6 +293,10 @@ class StudyConfig:
             )
         if self.search.population:
             self._check_population(space)
+        if self.search.scheduler == "halving" and not space.sampled:
+            raise ValueError(
+                "search.scheduler=halving: the space has grids only, each point a search of its own; use choice instead of grid"
+            )
         categorical = [domain.key for domain in space.sampled if domain.categorical]
         if self.search.algorithm == "cmaes" and categorical:
             raise ValueError(

@@ -21,7 +21,7 @@ class Configuration:
     """One set of sampled values of a row.
 
     Attributes:
-        whole: False for a member of a population's earlier generations, whose trials are shorter than the row's longest.
+        whole: False for one of an earlier round (:mod:`study.rounds`), whose trials had fewer epochs or examples than the row's last ones.
         objectives: mean over seeds by metric; NaN where a trial has no value. Of trials that were ended early, those of their last epoch.
     """
 
@@ -50,9 +50,9 @@ def configurations(trials: Iterable[TrialState], metrics: Iterable[str]) -> list
         if trial.number is not None:
             groups.setdefault((trial.row, trial.number), []).append(trial)
     wanted = list(metrics)
-    longest: dict[str, int] = {}
+    budgets: dict[str, tuple[int, float]] = {}
     for (row, _), group in groups.items():
-        longest[row] = max(longest.get(row, 0), *(trial.epochs for trial in group))
+        budgets[row] = max(budgets.get(row, (0, 0.0)), _budget(group[0]))
     return [
         Configuration(
             row=row,
@@ -60,10 +60,15 @@ def configurations(trials: Iterable[TrialState], metrics: Iterable[str]) -> list
             params=group[0].params,
             trials=tuple(group),
             objectives={metric: mean_objective(group, metric) for metric in wanted},
-            whole="generation" not in group[0].asked or group[0].epochs == longest[row],
+            whole="round" not in group[0].asked or _budget(group[0]) == budgets[row],
         )
         for (row, number), group in sorted(groups.items(), key=lambda item: item[0][1])
     ]
+
+
+def _budget(trial: TrialState) -> tuple[int, float]:
+    """Epochs and examples."""
+    return trial.epochs, trial.config["data"]["train_size"] or math.inf
 
 
 def best(found: Iterable[Configuration], objectives: dict[str, str]) -> Configuration | None:

@@ -37,7 +37,7 @@ def describe_plan(plan: Plan) -> Iterator[str]:
         yield f"  and {len(plan.trials) - TRIALS_SHOWN} more"
     if study.search.adaptive:
         search = study.search
-        yield f"  the rest is proposed by {search.scheduler if search.population else search.algorithm} as results come in"
+        yield f"  the rest is proposed by {search.scheduler if search.in_rounds else search.algorithm} as results come in"
     if plan.excluded:
         yield f"Left out, {len(plan.excluded)} configurations that make no valid trial:"
         yield from (f"  {entry}" for entry in plan.excluded)

@@ -88,10 +88,7 @@ class Plan:
         study = self.study
         if not study.search.adaptive:
             return len(self.trials)
-        generations = (
-            len(generation_ends(study.trial.epochs, study.search.perturbation_interval)) if study.search.population else 1
-        )
-        return len(self.rows) * len(study.parsed_space.grid_points()) * study.search.num_samples * len(study.seeds) * generations
+        return len(self.rows) * len(study.parsed_space.grid_points()) * len(study.seeds) * _configurations_proposed(study)
 
     @property
     def key(self) -> str:
@@ -122,6 +119,21 @@ def make_plan(study: StudyConfig, *, download: bool = True) -> Plan:
     trials = tuple(base.trial(seed) for seed in study.seeds for base in bases)
     _refuse_twins(trials)
     return Plan(study=study, trials=trials)
+
+
+def _configurations_proposed(study: StudyConfig) -> int:
+    """How many an adaptive search proposes for a row at a point of the grids."""
+    search = study.search
+    if search.population:
+        return search.num_samples * len(generation_ends(study.trial.epochs, search.perturbation_interval))
+    if search.scheduler == "halving":
+        return sum(halved(search.num_samples, search.reduction_factor))
+    return search.num_samples
+
+
+def halved(configurations: int, factor: int) -> list[int]:
+    """How many configurations take part in each round of successive halving."""
+    return [configurations, *(halved(configurations // factor, factor) if configurations >= factor else [])]
 
 
 def generation_ends(epochs: int, interval: int) -> list[int]:

@@ -29,9 +29,11 @@ import numpy as np
 from study.config import SearchConfig
 from study.confirmation import make_confirmations
 from study.durations import expected_seconds, seconds_an_epoch
+from study.halving import Halving
 from study.objectives import mean_objective
 from study.plan import CANDIDATES, Base, Excluded, Plan, PlannedTrial, bind_space
 from study.population import Population
+from study.rounds import Rounds
 from study.space import Domain, Params, Space, apply
 from study.state import ENDED, FAILED, STOPPED, StudyState, TrialState
 from trainers.config import TrialConfig
@@ -131,21 +133,22 @@ def relieved(trial: PlannedTrial, state: StudyState) -> PlannedTrial:
     return dataclasses.replace(trial, config=TrialConfig.from_dict(apply(trial.config.to_dict(), relief))) if relief else trial
 
 
-def make_proposers(plan: Plan, state: StudyState) -> list[Proposer | Population]:
+def make_proposers(plan: Plan, state: StudyState) -> list[Proposer | Rounds]:
     """One a row and point of the grids, each knowing what ``state`` holds of its row; none where the search is not adaptive."""
     study = plan.study
     if not study.search.adaptive:
         return []
     space = bind_space(study)
-    proposers: list[Proposer | Population] = []
+    proposers: list[Proposer | Rounds] = []
     points = space.grid_points()
+    kind = Population if study.search.population else Halving
     for row in plan.rows:
         base = Base(study, row)
         numbers = Numbers()
         for place, point in enumerate(points):
-            proposer: Proposer | Population = (
-                Population(base, space, point, study.search, study.seeds, place, len(points))
-                if study.search.population
+            proposer: Proposer | Rounds = (
+                kind(base, space, point, study.search, study.seeds, place, len(points))
+                if study.search.in_rounds
                 else Proposer(base, space, point, study.search, study.seeds, numbers)
             )
             proposer.recall(state, [trial for trial in state.trials if trial.row == row.label])

@@ -1,4 +1,4 @@
-"""Population based training: made-up results for what it breeds, real studies for what is computed."""
+"""Searches in rounds, populations and halving: made-up results for what comes next, real studies for what is computed."""
 
 from __future__ import annotations
 
@@ -199,6 +199,25 @@ DOMAINS = [
 ]
 
 
+def test_halving_shows_all_a_part_of_the_data_and_the_best_all_of_it(bred: Make) -> None:
+    """Nine configurations, then three, then one; of 1,200 images 133, 400 and 1,200."""
+    study = bred("search.scheduler=halving", "search.num_samples=9", "seeds=[0,1]")
+    plan = make_plan(study)
+    assert plan.size == 26
+    pretend = Pretend(plan)
+    trials = pretend.run()
+    sizes = [trial.config.data.train_size for trial in trials]
+    assert sizes == [133] * 18 + [400] * 6 + [None] * 2
+    by_error = sorted(trials[:18:2], key=lambda trial: errors_of(trial)[-1])
+    assert {trial.params["optimizer.lr"] for trial in trials[18:24]} == {trial.params["optimizer.lr"] for trial in by_error[:3]}
+    assert {trial.params["optimizer.lr"] for trial in trials[24:]} == {by_error[0].params["optimizer.lr"]}
+    found = configurations(pretend.state.trials, ["validation/error"])
+    assert [entry.whole for entry in found] == [False] * 12 + [True]
+    broken = Pretend(make_plan(study))
+    begun = [trial.id for trial in broken.run(19)]
+    assert begun + [trial.id for trial in Pretend(make_plan(study), broken.events).run()] == [trial.id for trial in trials]
+
+
 @given(st.sampled_from(DOMAINS), st.floats(0, 1, exclude_max=True), st.integers(0, 10**6), st.sampled_from([0.0, 1.0]))
 def test_values_and_units_are_inverse_and_moves_stay_inside(domain: Domain, unit: float, seed: int, resample: float) -> None:
     value = domain.at(unit)
@@ -224,6 +243,7 @@ def test_values_and_units_are_inverse_and_moves_stay_inside(domain: Domain, unit
         (["search.perturbation_interval=0"], "search.perturbation_interval=0"),
         (["space={batch_size: {choice: [64, 128]}}"], "space.batch_size with search.scheduler=pbt: cannot change in the middle"),
         (["trial.lr_schedule.decay=cosine"], "a generation would decay to its own end"),
+        (["search.scheduler=halving", "search.algorithm=tpe"], "search.scheduler=halving with search.algorithm=tpe"),
         (["executor=train"], "executor=train with search.scheduler=pbt"),
     ],
 )  # fmt: skip
