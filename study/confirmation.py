@@ -46,7 +46,7 @@ class Confirmation:
         first = {entry.number: self._errors(entry, self._seeds) for entry in found}
         if any(trial.seed in self._seeds and trial.status not in ENDED for entry in found for trial in entry.trials):
             return []
-        usable = [entry for entry in found if len(first[entry.number]) == len(self._seeds)]
+        usable = [entry for entry in found if entry.whole and len(first[entry.number]) == len(self._seeds)]
         racing = sorted(usable, key=lambda entry: statistics.fmean(first[entry.number]))[: self._most]
         for round_, seed in enumerate(self._more):
             if not racing or (self._most > 1 and len(racing) == 1):

@@ -67,8 +67,8 @@ class Population(Rounds):
                 resample = self._search.resample_probability
                 values = {domain.key: explored(domain, now[domain.key], resample, generator) for domain in domains}
             new = {key: value for key, value in values.items() if value != now[key]}
-            child = Member(params=parent.params, changes=(*parent.changes, *([{"epoch": epoch, **new}] if new else [])))
-            if child in others:
+            child = Member(params=parent.params, changes=(*parent.changes, {"epoch": epoch, **new}))
+            if not new or child in others:
                 continue
             try:
                 self._base.trial(self._seeds[0], None, child.params | {"epochs": self._ends[-1], "changes": list(child.changes)})

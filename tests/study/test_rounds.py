@@ -147,6 +147,16 @@ def test_only_members_that_trained_to_the_end_are_chosen(bred: Make) -> None:
     assert winner.objectives["validation/error"] < max(errors_of(trial)[-1] for trial in trials)
 
 
+def test_the_best_of_the_last_round_get_more_seeds(bred: Make) -> None:
+    study = bred("search.confirm=1", "search.confirm_seeds=[7,8]")
+    pretend = Pretend(make_plan(study))
+    trials = pretend.run()
+    assert [trial.seed for trial in trials] == [0] * 18 + [7, 8]
+    winner = min(trials[12:18], key=lambda trial: errors_of(trial)[-1])
+    assert all(trial.params == winner.params for trial in trials[18:])
+    assert pretend.agenda.exhausted
+
+
 def test_members_that_fail_are_replaced_and_a_dead_population_ends(bred: Make) -> None:
     plan = make_plan(bred())
     lost = {trial.id for trial in Pretend(plan).run()[:4]}
