@@ -35,7 +35,7 @@ from study.config import RowConfig, StudyConfig
 from study.ledger import FILE, Ledger
 from study.plan import make_plan
 from study.tracking import Tracker
-from study.ui import ENVIRONMENT, command, stop
+from study.ui import command, environment, stop
 from study.writer import sync
 
 _RESULTS: dict[str, float] = {}
@@ -87,7 +87,7 @@ class Proxy(http.server.BaseHTTPRequestHandler):
 def server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
     """The embedded server, until it answers."""
     process = subprocess.Popen(
-        command(f"sqlite:///{folder}/mlflow.db", folder / "artifacts", port), env=os.environ | ENVIRONMENT,
+        command(str(folder / "artifacts"), port), env=os.environ | environment(f"sqlite:///{folder}/mlflow.db"),
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     try:

@@ -19,6 +19,7 @@ from typing import Any
 from study.ledger import Follower
 from study.mlflow_runs import KEY_TAG, MLFLOW_STATUS, Runs, expected_params, expected_points, point_of, runs_with_key
 from study.state import ENDED, StudyState, TrialState, fold
+from study.ui import is_server
 from study.writer import connect, tracking_lock
 
 READERS = 8
@@ -82,7 +83,7 @@ def reconcile(folder: Path, uri: str, artifacts: Path, *, repair: bool = True) -
         before = audit(client, state)
         if before.equal or not repair:
             return before, before
-        _repair(client, state, before, artifacts if uri.startswith("sqlite") else None)
+        _repair(client, state, before, None if is_server(uri) else artifacts)
         return before, audit(client, state)
 
 

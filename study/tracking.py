@@ -7,7 +7,9 @@ what it has.
 
 from __future__ import annotations
 
+import http
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -20,7 +22,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from study.writer import connect, reason
+from study.writer import URI_VARIABLE, connect, reason
 
 OFF = "none"
 """As a tracking URI: nothing is sent to MLflow."""
@@ -45,6 +47,11 @@ def check_tracking(uri: str) -> None:
         else:
             connect(uri).search_experiments(max_results=1)
     except Exception as error:
+        if "error code 401" in str(error):
+            raise ValueError(
+                f"tracking_uri={uri!r}: asks for a login and takes none of what it was given; set MLFLOW_TRACKING_USERNAME and "
+                "MLFLOW_TRACKING_PASSWORD in the environment, of the study too"
+            ) from None
         raise ValueError(
             f"tracking_uri={uri!r}: no MLflow tracking store answers ({reason(error)}); start a server with `lns-study ui`, correct the "
             "address, or leave tracking_uri out for a local sqlite file"
@@ -69,18 +76,18 @@ def _check_sqlite(path: Path) -> None:
 
 
 def _probe(uri: str) -> None:
-    """One small request, as the client would send it; a server that asks for a password is left to the client, which knows it."""
-    import os
-
-    if os.environ.get("MLFLOW_TRACKING_USERNAME") or os.environ.get("MLFLOW_TRACKING_TOKEN"):
-        connect(uri).search_experiments(max_results=1)
-        return
+    """One small request, as the client would send it; a server that asks for a login is left to the client, which knows it."""
     body = json.dumps({"max_results": 1}).encode()
     request = urllib.request.Request(
         f"{uri.rstrip('/')}/api/2.0/mlflow/experiments/search", body, {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=PROBE_SECONDS) as answer:
-        json.load(answer)
+    try:
+        with urllib.request.urlopen(request, timeout=PROBE_SECONDS) as answer:
+            json.load(answer)
+    except urllib.error.HTTPError as error:
+        if error.code != http.HTTPStatus.UNAUTHORIZED:
+            raise
+        connect(uri).search_experiments(max_results=1)
 
 
 class NoTracker:
@@ -111,7 +118,7 @@ class Tracker:
     Args:
         folder: the study's, with its ledger.
         uri: MLflow tracking URI.
-        artifacts: folder for artifacts where the store is a local database; servers choose their own.
+        artifacts: folder for artifacts where the store is a database; servers choose their own.
         warn: called with a sentence when the store stops answering, and when it answers again.
         opened: called once with where the runs are: ``experiment``, ``run`` and ``view``.
     """
@@ -124,7 +131,7 @@ class Tracker:
         warn: Callable[[str], None],
         opened: Callable[[dict[str, str]], None] = lambda where: None,
     ) -> None:
-        self._words = [sys.executable, "-m", "study.writer", "--folder", str(folder), "--uri", uri, "--artifacts", str(artifacts)]
+        self._words = [sys.executable, "-m", "study.writer", "--folder", str(folder), "--artifacts", str(artifacts)]
         self._uri, self._folder, self._warn, self._tell = uri, folder, warn, opened
         self._where: dict[str, str] = {}
         self._process: subprocess.Popen[str] | None = None
@@ -163,6 +170,7 @@ class Tracker:
         """A session of its own: Ctrl-C and the end of our process group leave it alone."""
         self._process = subprocess.Popen(
             self._words,
+            env=os.environ | {URI_VARIABLE: self._uri},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

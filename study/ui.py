@@ -1,7 +1,8 @@
-"""``lns-study ui``: MLflow's web interface over a storage folder, on this machine only.
+"""``lns-study ui``: MLflow's web interface over a storage folder, on this machine only; :mod:`study.team` serves others.
 
 One worker and no job execution: two processes and 0.4 GB instead of fifteen and 2 GB. MLflow has no login by default, so it
 listens on 127.0.0.1 and answers only to that name and localhost; to watch a remote machine, forward the port with ssh.
+The database's address, which may hold a password, goes through the environment: command lines are everybody's to read.
 
 The server runs in its own process group, so that Ctrl-C ends it and all of its children, and nothing else.
 """
@@ -18,17 +19,19 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from study.config import check_tracking_uri, default_tracking_uri
 
 HOST = "127.0.0.1"
+EVERYWHERE = "0.0.0.0"
 PORT = 5000
 READY_SECONDS = 60.0
 STOP_SECONDS = 5.0
 ENVIRONMENT = {
     "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    "MLFLOW_ENABLE_AI_GATEWAY": "false",
     "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
@@ -48,13 +51,34 @@ def serve(uri: str, artifacts: Path, port: int, say: Callable[[str], None]) -> i
         ValueError: the port is taken.
     """
     check_port(port)
+    return run(command(str(artifacts), port), environment(uri), port, say)
+
+
+def run(
+    words: list[str],
+    variables: Mapping[str, str],
+    port: int,
+    say: Callable[[str], None],
+    *,
+    host: str = HOST,
+    folder: str | None = None,
+) -> int:
+    """Run a server's command line in the foreground, see :func:`serve`.
+
+    Args:
+        words: the command line.
+        variables: environment beside ours.
+        port: it listens on.
+        say: prints one line.
+        host: it listens on.
+        folder: it works in; None for ours.
+    """
     say("Starting MLflow, some seconds ...")
-    server = subprocess.Popen(
-        command(uri, artifacts, port), env=os.environ | ENVIRONMENT, stdout=subprocess.DEVNULL, start_new_session=True
-    )
+    server = subprocess.Popen(words, env=os.environ | variables, stdout=subprocess.DEVNULL, start_new_session=True, cwd=folder)
+    reached = HOST if host == EVERYWHERE else host
     try:
-        if _wait_until_ready(server, port):
-            say(f"MLflow is at http://{HOST}:{port} - Ctrl-C ends it.")
+        if _wait_until_ready(server, reached, port):
+            say(f"MLflow is at http://{reached}:{port} - Ctrl-C ends it.")
         return server.wait()
     except KeyboardInterrupt:
         return 0
@@ -74,7 +98,7 @@ def how_to_open(uri: str, storage: str, page: str) -> str:
         return f"{uri.rstrip('/')}/{page}"
     words = ["lns-study", "ui"]
     if uri != default_tracking_uri(storage):
-        words += ["--tracking-uri", shlex.quote(_without_password(uri))]
+        words += ["--tracking-uri", shlex.quote(without_password(uri))]
     if storage != "studies":
         words += ["--storage", shlex.quote(storage)]
     return f"{' '.join(words)}   then open http://{HOST}:{PORT}/{page}"
@@ -96,32 +120,55 @@ def check_servable(uri: str) -> None:
         raise ValueError(f"tracking_uri={uri!r}: must be a database, and this is a server already; open {uri} in a browser")
 
 
-def _without_password(uri: str) -> str:
+def without_password(uri: str) -> str:
+    """A tracking URI as it may be shown."""
     parts = urllib.parse.urlsplit(uri)
     return uri.replace(f":{parts.password}@", ":PASSWORD@", 1) if parts.password else uri
 
 
-def command(uri: str, artifacts: Path, port: int) -> list[str]:
-    """The server's command line."""
-    hosts = ",".join(name for host in (HOST, "localhost") for name in (host, f"{host}:{port}"))
-    where = ["--host", HOST, "--port", str(port), "--workers", "1", "--allowed-hosts", hosts]
-    stores = ["--backend-store-uri", uri, "--artifacts-destination", str(artifacts)]
-    return [sys.executable, "-m", "mlflow", "server", *where, *stores, "--uvicorn-opts", "--log-level warning"]
+def environment(uri: str) -> dict[str, str]:
+    """What the server's environment has beside ours."""
+    return {**ENVIRONMENT, "MLFLOW_BACKEND_STORE_URI": uri}
 
 
-def check_port(port: int) -> None:
+def command(
+    artifacts: str, port: int, *, host: str = HOST, workers: int = 1, names: Sequence[str] = (), team: bool = False
+) -> list[str]:
+    """The server's command line.
+
+    Args:
+        artifacts: folder or address for artifacts of new experiments.
+        port: to listen on.
+        host: to listen on.
+        workers: processes that answer requests; more than one need uvloop and httptools.
+        names: hosts, beside 127.0.0.1 and localhost, by which it may be called; their pages may change things too.
+        team: whether users must log in.
+    """
+    hosts = ",".join(name for host_ in (HOST, "localhost", *names) for name in (host_, f"{host_}:{port}"))
+    origins = ",".join(f"{scheme}://{name}{end}" for name in names for scheme in ("http", "https") for end in ("", f":{port}"))
+    where = ["--host", host, "--port", str(port), "--workers", str(workers), "--allowed-hosts", hosts]
+    where += ["--cors-allowed-origins", origins] if names else []
+    login = ["--app-name", "basic-auth"] if team else []
+    options = "--log-level warning" + " --loop uvloop --http httptools" * team
+    return [
+        *(sys.executable, "-m", "mlflow", "server", *where, *login),
+        *("--artifacts-destination", artifacts, "--uvicorn-opts", options),
+    ]
+
+
+def check_port(port: int, host: str = HOST) -> None:
     """The port must be free.
 
     Raises:
-        ValueError: something listens there, or there is no such port.
+        ValueError: something listens there, or there is no such port or address.
     """
     try:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((HOST, port))
+            probe.bind((host, port))
     except (OSError, OverflowError) as error:
         raise ValueError(
-            f"port={port}: cannot listen on {HOST}:{port} ({error}); choose a free port from 1024 to 65535 with --port"
+            f"port={port}: cannot listen on {host}:{port} ({error}); choose a free port from 1024 to 65535 with --port"
         ) from None
 
 
@@ -149,11 +196,11 @@ def _group_ends(server: subprocess.Popen[bytes], seconds: float) -> bool:
     return False
 
 
-def _wait_until_ready(server: subprocess.Popen[bytes], port: int) -> bool:
+def _wait_until_ready(server: subprocess.Popen[bytes], host: str, port: int) -> bool:
     deadline = time.monotonic() + READY_SECONDS
     while time.monotonic() < deadline and server.poll() is None:
         try:
-            with urllib.request.urlopen(f"http://{HOST}:{port}/health", timeout=2):
+            with urllib.request.urlopen(f"http://{host}:{port}/health", timeout=2):
                 return True
         except (urllib.error.URLError, OSError):
             time.sleep(0.2)

@@ -33,6 +33,7 @@ from study.ledger import Event, Follower, is_locked
 from study.mlflow_runs import Runs
 from study.mlflow_view import view_key
 from study.state import PLANNED, StudyState
+from study.ui import is_server
 
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -46,6 +47,8 @@ ENVIRONMENT = {
 }
 """Set before MLflow is imported, unless the user set them: no telemetry, a dead server is noticed in seconds, not minutes."""
 
+URI_VARIABLE = "LNS_STUDY_WRITER_URI"
+"""Where the process gets the store's address from: it may hold a password, and everybody can read command lines."""
 LOCK = "tracking.lock"
 WHERE = "mlflow.json"
 """In the study's folder: the store, and experiment, parent run and view in it; the report's links are made from it."""
@@ -104,7 +107,7 @@ class Sender:
 
     Args:
         uri: MLflow tracking URI.
-        artifacts: folder for artifacts where the store is a local database; servers choose their own.
+        artifacts: folder for artifacts where the store is a database; servers choose their own.
         say: told of what happens, see the module.
     """
 
@@ -167,7 +170,7 @@ class Sender:
         if self._runs is not None and self._runs.plan is self.state.plan:
             return
         self._client = self._client or connect(self._uri)
-        self._runs = Runs(self._client, self.state.plan, self._artifacts if self._uri.startswith("sqlite") else None)
+        self._runs = Runs(self._client, self.state.plan, None if is_server(self._uri) else self._artifacts)
         use_write_ahead_log(self._uri)
         if self._described is not self.state.plan:
             self._runs.describe(view_key(self.state.plan))
@@ -276,9 +279,10 @@ def reason(error: BaseException) -> str:
 def main() -> int:
     """The process; see the module."""
     parser = argparse.ArgumentParser(prog="python -m study.writer")
-    for name in ("folder", "uri", "artifacts"):
+    for name in ("folder", "artifacts"):
         parser.add_argument(f"--{name}", required=True)
     options = parser.parse_args()
+    uri = os.environ[URI_VARIABLE]
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever libraries print must not mix with our lines
 
@@ -292,11 +296,7 @@ def main() -> int:
     threading.Thread(target=_read, args=(inbox,), daemon=True).start()
     folder = Path(options.folder)
     with tracking_lock(folder, LINGER_SECONDS) as free:
-        error = (
-            follow(folder, options.uri, Path(options.artifacts), inbox, say)
-            if free
-            else "another process sends this study's ledger"
-        )
+        error = follow(folder, uri, Path(options.artifacts), inbox, say) if free else "another process sends this study's ledger"
     say({"kind": "done", "error": error})
     return 0
 

@@ -17,7 +17,7 @@ from study.ledger import FILE, Event
 from study.plan import make_plan
 from study.runner import ENVIRONMENT
 from study.writer import ENVIRONMENT as TRACKING_ENVIRONMENT
-from tests.study.servers import Server
+from tests.study.servers import Server, postgres_cluster, postgres_programs
 
 TINY = """
 name: tiny
@@ -69,6 +69,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server.start()
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[str]:
+    """The URI of a database in a real PostgreSQL of the session's own."""
+    programs = postgres_programs()
+    if programs is None:
+        pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
+    pytest.importorskip("psycopg", reason="pip install 'lns-study[team]'")
+    with postgres_cluster(programs) as uri:
+        yield uri
 
 
 class SilentView:

@@ -1,25 +1,34 @@
-"""A real MLflow server on loopback, that can be killed and started again at the same port."""
+"""Real servers on loopback: MLflow's, that can be killed and started again at the same port, and PostgreSQL."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from study.ui import ENVIRONMENT, command, stop
+from study.ui import command, environment, stop
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens to."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class Server:
     """One over its own database in ``folder``; ``uri`` says where. Not running until :meth:`start`."""
 
     def __init__(self, folder: Path, database: str = "") -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.folder, self.uri = folder, f"http://127.0.0.1:{self.port}"
         self._database = database or f"sqlite:///{folder}/mlflow.db"
         self._process: subprocess.Popen[bytes] | None = None
@@ -27,8 +36,8 @@ class Server:
     def start(self) -> None:
         """Returns when it answers."""
         self._process = subprocess.Popen(
-            command(self._database, self.folder / "artifacts", self.port),
-            env=os.environ | ENVIRONMENT,
+            command(str(self.folder / "artifacts"), self.port),
+            env=os.environ | environment(self._database),
             stdout=subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -54,3 +63,31 @@ class Server:
         if self._process is not None:
             stop(self._process)
             self._process = None
+
+
+def postgres_programs() -> Path | None:
+    """The folder of PostgreSQL's programs."""
+    found = shutil.which("initdb")
+    here = [Path(found).resolve()] if found else sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+    return here[-1].parent if here else None
+
+
+@contextmanager
+def postgres_cluster(programs: Path) -> Iterator[str]:
+    """A cluster of our own, by the URI of a database; PostgreSQL refuses to run as root, so root runs it as the user postgres."""
+    folder = Path(tempfile.mkdtemp(prefix="lns-study-postgres-"))
+    who: list[str] = []
+    if os.getuid() == 0:
+        shutil.chown(folder, "postgres")
+        who = ["runuser", "-u", "postgres", "--"]
+    port = free_port()
+    control = [*who, str(programs / "pg_ctl"), "-D", str(folder / "data"), "-w"]
+    quiet = {"stdout": subprocess.DEVNULL, "check": True, "cwd": "/", "timeout": 300}
+    try:
+        subprocess.run([*who, str(programs / "initdb"), "-D", str(folder / "data"), "-A", "trust", "-U", "study"], **quiet)  # type: ignore[call-overload]
+        options = f"-c listen_addresses=127.0.0.1 -c port={port} -c unix_socket_directories=''"
+        subprocess.run([*control, "-l", str(folder / "log"), "-o", options, "start"], **quiet)  # type: ignore[call-overload]
+        yield f"postgresql://study@127.0.0.1:{port}/postgres"
+    finally:
+        subprocess.run([*control, "-m", "immediate", "stop"], stdout=subprocess.DEVNULL, cwd="/", check=False)
+        shutil.rmtree(folder, ignore_errors=True)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from study.config import StudyConfig
@@ -55,6 +56,7 @@ def test_a_dead_server_and_a_dead_writer_lose_nothing(tracked: Tiny, server: Ser
         replay(ledger, events[9:14])
         wait_for(lambda: said)
         assert tracker.pid is not None
+        assert study.tracking not in " ".join(psutil.Process(tracker.pid).cmdline())
         os.kill(tracker.pid, signal.SIGKILL)
         replay(ledger, events[14:])
         server.start()
