@@ -4,6 +4,10 @@ A saved view of MLflow 3.17 is a tag of the experiment, ``mlflow.sharedViewState
 "state"}`` with ``state`` = ``deflate;`` + base64 of the zlib-compressed JSON of the runs page: columns, sort, charts. The format is
 internal to MLflow, hence the pin in ``pyproject.toml`` and the browser test; where it is not understood MLflow shows its plain
 table. ``workflowType`` keeps MLflow from opening its overview for GenAI, which has no columns.
+
+MLflow adds a chart for every metric that has none, in sections by the part of its name before the last ``/``, and sorts the sections by
+name unless they count as reordered (``isAccordionReordered``). So ours comes first, and those of settings and of rows are there
+beforehand, closed: a closed section draws nothing.
 """
 
 from __future__ import annotations
@@ -15,13 +19,15 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-from study.mlflow_names import sanitise, settings_of
+from study.mlflow_names import OF_ROW, SETTING, sanitise, settings_of
 from study.state import flatten
 
 TAG = "mlflow.sharedViewState."
 SECTION = "study"
 ERROR = "validation/error"
 MOST_PARAMS = 6
+MOST_AXES = 4
+"""Of the parallel coordinates; more settings write over each other in MLflow's card."""
 LOSSES = ("validation/error", "validation/loss", "train/loss")
 
 
@@ -54,7 +60,7 @@ def view_state(plan: Mapping[str, Any]) -> dict[str, Any]:
     metric, mode = next(iter(plan["study"]["search"]["objectives"].items()))
     metric = metric if "/" in metric else ERROR
     varied = varied_keys(plan)
-    bytes_ = ["bytes/parameter_step"] if any(trial["config"]["workers"] > 1 for trial in plan["trials"]) else []
+    bytes_ = ["bytes/parameter_step"] if any(config["workers"] > 1 for config in _configs(plan)) else []
     columns = [_column("tags", name) for name in ("row", "format", "layout")]
     columns += [_column("params", sanitise(key)) for key in dict.fromkeys([*varied, "seed"])]
     columns += [_column("metrics", name) for name in dict.fromkeys([metric, "test/error", ERROR, "bits", "seconds", *bytes_])]
@@ -69,12 +75,12 @@ def view_state(plan: Mapping[str, Any]) -> dict[str, Any]:
         "selectedColumns": columns,
         "columnOrder": [],
         "columnWidths": {},
-        "runsHiddenMode": "SHOWALL",
-        "compareRunSections": _sections(),
+        "runsHiddenMode": "SHOW_ALL",
+        "compareRunSections": _sections(plan),
         "compareRunCharts": _charts(plan, metric, varied),
         "viewMaximized": False,
         "runListHidden": False,
-        "isAccordionReordered": False,
+        "isAccordionReordered": True,
         "useGroupedValuesInCharts": True,
         "hideEmptyCharts": True,
         "groupBy": None,
@@ -84,44 +90,71 @@ def view_state(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def varied_keys(plan: Mapping[str, Any]) -> list[str]:
-    """Config keys with more than one value among the trials, those of the space first; seeds and what follows from others left out."""
+    """Config keys with more than one value among the trials, those of the space first; seeds and what follows from others left out.
+
+    A search that looks at its results has no trials yet when it is planned: what it varies is its space, and what its rows override.
+    """
     values: dict[str, set[str]] = {}
-    for trial in plan["trials"]:
-        for key, value in flatten(trial["config"]).items():
+    for config in _configs(plan):
+        for key, value in flatten(config).items():
             values.setdefault(key, set()).add(json.dumps(value))
-    space = [key for key in flatten_space(plan["study"]["space"]) if key in values]
-    others = [key for key, found in values.items() if len(found) > 1 and key not in ("seed", "data.root", "gpus")]
-    return list(dict.fromkeys([*space, *others]))[:MOST_PARAMS]
+    space = [key for key in space_keys(plan["study"]["space"]) if key in values]
+    if plan["trials"]:
+        others = [key for key, found in values.items() if len(found) > 1]
+    else:
+        others = [key for row in plan["study"]["rows"] for key in flatten(row["overrides"]) if key in values]
+    return [key for key in dict.fromkeys([*space, *others]) if key not in ("seed", "data.root", "gpus")][:MOST_PARAMS]
 
 
-def flatten_space(space: Mapping[str, Any]) -> list[str]:
-    """The keys of a space, dotted."""
+def _configs(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Those of the trials; of a search that has none yet, the one that all of them are made from."""
+    return [trial["config"] for trial in plan["trials"]] or [plan["study"]["trial"]]
+
+
+def space_keys(space: Mapping[str, Any]) -> list[str]:
+    """The config keys of a space, dotted; a choice among mappings varies the keys in them."""
     from study.space import parse_space
 
-    return [domain.key for domain in parse_space(space).domains]
+    keys: list[str] = []
+    for domain in parse_space(space).domains:
+        inner = [f"{domain.key}.{key}" for value in domain.values if isinstance(value, Mapping) for key in flatten(dict(value))]
+        keys += inner or [domain.key]
+    return list(dict.fromkeys(keys))
 
 
 def _column(kind: str, name: str) -> str:
     return f"{kind}.`{name}`"
 
 
-def _sections() -> list[dict[str, Any]]:
-    titles = {SECTION: "Study", "model": "Model metrics", "system": "System metrics"}
+def _sections(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Ours, those of metrics as MLflow names them, and, closed, those of settings and of rows."""
+    shown = {SECTION: "Study", "train": "train", "test": "test", "model": "Model metrics"}
+    rows = {
+        f"row-{place}": sanitise(f"{row['label']}{OF_ROW}").rpartition("/")[0] for place, row in enumerate(plan["study"]["rows"])
+    }
+    closed = {"cfg": SETTING.rstrip("/"), **rows}
     return [
-        {"uuid": key, "name": title, "display": True, "isReordered": False, "deleted": False, "isGenerated": key != SECTION}
-        for key, title in titles.items()
+        {
+            "uuid": key,
+            "name": title,
+            "display": key in shown,
+            "isReordered": False,
+            "deleted": False,
+            "isGenerated": key != SECTION,
+        }
+        for key, title in {**shown, **closed}.items()
     ]
 
 
 def _charts(plan: Mapping[str, Any], metric: str, varied: list[str]) -> list[dict[str, Any]]:
-    numeric = settings_of(plan["trials"][0]["config"]) if plan["trials"] else {}
-    params = [sanitise(key) for key in varied] or ["precision.format"]
+    numeric = settings_of(_configs(plan)[0])
+    params = [sanitise(key) for key in varied[:MOST_AXES]] or ["precision.format"]
     charts = [
         _chart("parallel", "PARALLEL", "settings and error", 100) | {
             "selectedParams": params, "selectedMetrics": [metric], "showAllRuns": False},
         *(_scatter(f"error-{x}", x, metric) for x in ("bits", "seconds")),
     ]  # fmt: skip
-    charts += [_scatter(f"error-{key}", f"cfg/{key}", metric) for key in varied if f"cfg/{key}" in numeric][:2]
+    charts += [_scatter(f"error-{key}", f"{SETTING}{key}", metric) for key in varied if f"{SETTING}{key}" in numeric][:2]
     for name in dict.fromkeys([metric, *LOSSES]):
         charts.append(_line(name))
     return charts
@@ -133,7 +166,7 @@ def _chart(key: str, kind: str, title: str, runs: int) -> dict[str, Any]:
 
 
 def _scatter(key: str, x: str, y: str) -> dict[str, Any]:
-    return _chart(key, "SCATTER", f"{y} over {x.removeprefix('cfg/')}", 100) | {
+    return _chart(key, "SCATTER", f"{y} over {x.removeprefix(SETTING)}", 100) | {
         "xaxis": {"type": "METRIC", "key": x}, "yaxis": {"type": "METRIC", "key": y}}  # fmt: skip
 
 

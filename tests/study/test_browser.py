@@ -111,6 +111,19 @@ def test_runs_are_sorted_by_error_and_one_opens(browser: Any, evil: tuple[StudyC
         assert not [error for error in tab.errors if error.startswith("dialog")]
 
 
+def test_the_charts_of_the_prepared_view_are_drawn(browser: Any, evil: tuple[StudyConfig, str]) -> None:
+    with Tab(browser, viewport={"width": 1600, "height": 1400}) as tab:
+        tab.page.goto(f"{evil[1]}&compareRunsMode=CHART")
+        for title in ("Parallel Coordinates", "bits vs. validation/error", "seconds vs. validation/error"):
+            tab.page.get_by_text(title, exact=True).first.wait_for()
+        tab.page.wait_for_function("document.querySelectorAll('.scatterlayer .point').length >= 2 * 12")
+        tab.page.wait_for_function("document.querySelectorAll('.parcoords').length > 0")
+        text = tab.page.inner_text("body")
+        assert text.index("Study") < text.index("Parallel Coordinates") < text.index("validation/loss") < text.index("cfg")
+        errors = [error for error in tab.errors if "Failed to load resource" not in error]
+        assert errors == []
+
+
 def test_ten_runs_are_compared(browser: Any, evil: tuple[StudyConfig, str]) -> None:
     import json
     import urllib.parse

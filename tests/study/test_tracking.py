@@ -19,7 +19,7 @@ from study.config import StudyConfig
 from study.ledger import FILE, Follower, Ledger
 from study.mlflow_names import NAME_LENGTH, check_loggable, restore, sanitise
 from study.mlflow_runs import KEY_TAG, runs_with_key
-from study.mlflow_view import TAG, page, read_view, view_key
+from study.mlflow_view import TAG, page, read_view, varied_keys, view_key, view_state
 from study.plan import make_plan
 from study.reconcile import reconcile
 from study.state import fold
@@ -216,6 +216,19 @@ def test_the_view_has_the_columns_the_sort_and_the_charts(tracked: Tiny) -> None
     assert {"tags.`row`", "params.`precision.format`", "metrics.`test/error`"} <= set(state["selectedColumns"])
     assert {chart["type"] for chart in state["compareRunCharts"]} == {"PARALLEL", "SCATTER", "LINE"}
     assert page("7", "k") == "#/experiments/7/runs?viewStateShareKey=k&workflowType=machine_learning"
+
+
+def test_the_view_of_a_search_shows_what_it_varies_before_it_has_trials(tiny: Tiny) -> None:
+    space = "space={optimizer.lr: {loguniform: [0.01, 1]}, model: {choice: [{hidden: [8]}, {hidden: [16]}]}}"
+    plan = make_plan(tiny("a search's view", space, "search={algorithm: tpe, num_samples: 2}"))
+    event = plan.to_event()
+    assert event["trials"] == []
+    assert varied_keys(event) == ["optimizer.lr", "model.hidden", "precision.format", "precision.scope"]
+    state = view_state(event)
+    assert {"params.`optimizer.lr`", "params.`model.hidden`"} <= set(state["selectedColumns"])
+    charts = {chart["uuid"]: chart for chart in state["compareRunCharts"]}
+    assert charts["parallel"]["selectedParams"][:2] == ["optimizer.lr", "model.hidden"]
+    assert "error-optimizer.lr" in charts
 
 
 def test_follower_reads_whole_lines_only_and_each_once(tmp_path: Path) -> None:
