@@ -6,7 +6,8 @@ requests    requests a report and seconds of 30 trials x 20 reports x 10 metrics
             without tracking, Ray Tune with and without the callback
 stall       ledger lines while the server is down: the 99th percentile and the longest
 points      points a second through the embedded server, a ledger sent from its beginning
-server      seconds until the embedded server answers, and its memory
+server      seconds until the embedded server answers, the first time (it makes its database) and the second, and its memory
+view        seconds until Chromium shows the prepared view of 3,000 runs, table and charts, nothing cached and the second time
 report      seconds and memory of the report of 1,000 trials
 """
 
@@ -18,6 +19,7 @@ import http.server
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,13 +35,15 @@ from bench_study import DIGITS, Noop, View
 
 from study.config import RowConfig, StudyConfig
 from study.ledger import FILE, Ledger
+from study.mlflow_view import page
 from study.plan import make_plan
 from study.tracking import Tracker
 from study.ui import command, environment, stop
-from study.writer import sync
+from study.writer import connect, sync
 
 _RESULTS: dict[str, float] = {}
 TRIALS, REPORTS, METRICS = 30, 20, 10
+VIEWED = 3000
 OF_CALLBACK = 5
 """Trials with the callback: it makes some 18 requests a report, so all thirty would take many minutes."""
 
@@ -218,6 +222,7 @@ def bench_points() -> None:
     with tempfile.TemporaryDirectory() as scratch, server(Path(scratch), port := free_port()):
         folder = Path(scratch) / "bench"
         made_up(folder, 10, 400, 10)
+        connect(f"http://127.0.0.1:{port}").search_experiments()  # imports MLflow
         start = time.perf_counter()
         error = sync(folder, f"http://127.0.0.1:{port}", Path(scratch) / "artifacts", None, lambda message: None)
         assert error == "", error
@@ -228,11 +233,42 @@ def bench_points() -> None:
 
 def bench_server() -> None:
     with tempfile.TemporaryDirectory() as scratch:
+        for which in ("first", "second"):
+            start = time.perf_counter()
+            with server(Path(scratch), free_port()) as process:
+                report(f"embedded server answers after, {which} start", time.perf_counter() - start, "s")
+                members = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+                report("its memory (proportional set size)", sum(member.memory_full_info().pss for member in members) / 1e9, "GB")
+
+
+def bench_view() -> None:
+    from playwright.sync_api import sync_playwright
+
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, opened = Path(scratch) / "bench", []
+        made_up(folder, VIEWED, 2, 4)
         start = time.perf_counter()
-        with server(Path(scratch), free_port()) as process:
-            report("embedded server answers after", time.perf_counter() - start, "s")
-            members = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-            report("its memory (proportional set size)", sum(member.memory_full_info().pss for member in members) / 1e9, "GB")
+        error = sync(folder, f"sqlite:///{scratch}/mlflow.db", Path(scratch) / "artifacts", None, opened.append)
+        assert error == "", error
+        report(f"{VIEWED} runs into sqlite, no server between", VIEWED / (time.perf_counter() - start), "runs/s")
+        with server(Path(scratch), port := free_port()), sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+            link = f"http://127.0.0.1:{port}/{page(opened[0]['experiment'], opened[0]['view'])}"
+            for what, address, drawn in (
+                ("table", link, "[...document.querySelectorAll('a')].some((link) => / seed [0-9]/.test(link.innerText))"),
+                ("charts", f"{link}&compareRunsMode=CHART", "document.querySelectorAll('.scatterlayer .point').length >= 100"),
+            ):
+                context = browser.new_context(viewport={"width": 1280, "height": 900})
+                for which in ("nothing cached", "second time"):
+                    tab = context.new_page()
+                    start = time.perf_counter()
+                    tab.goto(address)
+                    tab.wait_for_function(drawn, timeout=120_000)
+                    report(f"prepared view of {VIEWED} runs, {what}, {which}", time.perf_counter() - start, "s")
+                    tab.close()
+                context.close()
+            browser.close()
 
 
 def bench_report() -> None:
@@ -284,6 +320,7 @@ def main() -> None:
         "stall": bench_stall,
         "server": bench_server,
         "points": bench_points,
+        "view": bench_view,
         "requests": bench_requests,
     }
     parser.add_argument("--only", nargs="+", choices=benches, default=list(benches))

@@ -26,7 +26,7 @@ TAG = "mlflow.sharedViewState."
 SECTION = "study"
 ERROR = "validation/error"
 MOST_PARAMS = 6
-MOST_AXES = 4
+MOST_AXES = 3
 """Of the parallel coordinates; more settings write over each other in MLflow's card."""
 LOSSES = ("validation/error", "validation/loss", "train/loss")
 

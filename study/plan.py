@@ -286,6 +286,11 @@ class Base:
         if data != study.trial.data:
             self._values["data"] = dataclasses.asdict(resolve_data(data, download))
 
+    @property
+    def data(self) -> DataConfig:
+        """The row's data."""
+        return DataConfig(**self._values["data"])
+
     def trial(self, seed: int, number: int | None = None, params: Params | None = None) -> PlannedTrial:
         """One trial: the base, the sampled ``params``, the seed.
 

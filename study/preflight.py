@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from study.config import StudyConfig
 from study.mlflow_names import check_loggable
-from study.plan import Excluded, Plan, PlannedTrial
+from study.plan import Base, Excluded, Plan, PlannedTrial
 from study.state import StudyState
 from study.tracking import OFF, check_tracking
 from trainers.config import DataConfig, TrialConfig
@@ -160,14 +160,15 @@ def cpus_of(config: TrialConfig) -> int:
 
 
 def describe_data(plan: Plan) -> dict[DataConfig, DatasetInfo]:
-    """Check the files of each distinct data set and describe it (name, source, digest, sizes).
+    """Check the files of each distinct data set and describe it (name, source, digest, sizes); a search without trials yet has its rows'.
 
     Raises:
         ValueError: files are missing, corrupt or too few.
     """
     from trainers.data import prepare  # loads torch
 
-    distinct: dict[DataConfig, None] = dict.fromkeys(trial.config.data for trial in plan.trials)
+    used = [trial.config.data for trial in plan.trials] or [Base(plan.study, row).data for row in plan.rows]
+    distinct: dict[DataConfig, None] = dict.fromkeys(used)
     return {config: prepare(config) for config in distinct}
 
 

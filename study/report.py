@@ -37,6 +37,8 @@ from study.space import describe, show
 from study.state import ENDED, FAILED, STOPPED, StudyState, name_of
 
 HEADINGS = ("row", "test error, %", "seeds", "published", "minus {baseline}", "required", "verdict")
+MOST_FAILURES = 3
+"""Told one by one above the table; the rest is a number."""
 BEST = "best of {count}, by {metric}"
 
 
@@ -162,7 +164,11 @@ def remarks(state: StudyState, summary: Summary) -> list[str]:
     for trial in (trial for trial in state.trials if trial.relief):
         said.append(f"{name_of(trial)} ran out of memory, and then ran with {describe(trial.relief)}.")
     failed = [trial for trial in state.trials if trial.status == FAILED]
-    said += [f"FAILED: {trial.row}, seed {trial.seed}: {trial.error}" for trial in failed]
+    said += [f"FAILED: {trial.row}, seed {trial.seed}: {trial.error}" for trial in failed[:MOST_FAILURES]]
+    if len(failed) > MOST_FAILURES:
+        said.append(
+            f"FAILED: {len(failed) - MOST_FAILURES} more; `lns-study show {state.config.slug} TRIAL` and the report have their causes."
+        )
     commits = {commit for trial in state.trials for commit in trial.commits}
     if len(commits) > 1:
         said.append(f"MIXED CODE: trials ran at {len(commits)} commits: {', '.join(sorted(commits))}.")

@@ -103,6 +103,14 @@ def test_failures_and_mixed_code_are_said(tiny: Tiny) -> None:
     assert "MIXED CODE" in text
 
 
+def test_many_failures_are_counted(tiny: Tiny) -> None:
+    events = made_up_events(tiny("report", "seeds=[0,1,2]"))
+    failed = [{**event, "event": "failed", "error": "boom"} if event["event"] == "finished" else event for event in events]
+    text = render_text(fold(failed))
+    assert text.count("boom") == 3
+    assert "FAILED: 3 more" in text
+
+
 def test_a_diverged_trial_does_not_break_the_pictures(tiny: Tiny, tmp_path: Path) -> None:
     events = made_up_events(tiny("report"))
     for event in events:

@@ -23,7 +23,11 @@ from study.results import summarise
 from study.state import FAILED, FINISHED, PLANNED, STOPPED, TrialState, fold
 from study.tracking import Tracker
 from study.trial import checkpoints_in
+from study.writer import connect, sync
 from tests.study.conftest import SilentView
+from tests.study.servers import Server
+from trainers.config import TrialConfig
+from trainers.training import Training
 
 Tiny = Callable[..., StudyConfig]
 TIMED = {"samples_per_second"}
@@ -88,6 +92,31 @@ def test_a_study_runs_to_its_report(undisturbed: tuple[StudyConfig, Outcome]) ->
     assert (outcome.report / "report.html").exists()
     assert set(count_reports(study).values()) == {1}
     assert outcome.state.outcome == "finished"
+
+
+def test_a_rows_model_comes_back_from_a_real_server(
+    undisturbed: tuple[StudyConfig, Outcome], server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row's model downloads as safetensors and JSON, and tests with the figures of the ledger."""
+    from mlflow.artifacts import download_artifacts
+
+    study, outcome = undisturbed
+    assert sync(study.folder, server.uri, tmp_path, None, lambda message: None) == ""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
+    client = connect(server.uri)
+    models = client.search_logged_models([client.get_experiment_by_name(study.name).experiment_id])
+    trials = {trial.id: trial for trial in outcome.state.trials}
+    assert {model.tags["row"] for model in models} == {trial.row for trial in trials.values()}
+    for model in models:
+        target = tmp_path / model.model_id
+        target.mkdir()
+        folder = Path(download_artifacts(f"models:/{model.model_id}", dst_path=str(target)))
+        assert {file.suffix for file in folder.iterdir()} == {".json", ".safetensors"}
+        trial = trials[model.tags["trial"]]
+        training = Training(TrialConfig.from_dict(trial.config))
+        training.restore(folder)
+        assert training.test() == trial.test
+        assert client.get_run(model.source_run_id).data.tags["trial"] == trial.id
 
 
 def test_a_second_run_trains_nothing_again(undisturbed: tuple[StudyConfig, Outcome]) -> None:

@@ -16,6 +16,7 @@ from study.config import StudyConfig
 from study.configurations import best, configurations, pareto_front
 from study.objectives import bits_of
 from study.plan import Plan, PlannedTrial, make_plan
+from study.preflight import describe_data
 from study.search import Agenda, adopt
 from study.state import StudyState, TrialState, fold
 from tests.study.conftest import TINY
@@ -125,6 +126,12 @@ def test_an_adaptive_search_proposes_as_many_for_every_row(searched: Make, algor
         (row, number, seed) for row in ("float32", "lns matmul") for number in range(1, 7) for seed in (0, 1)
     }
     assert len({trial.id for trial in done}) == 24
+
+
+def test_the_data_of_a_search_are_known_before_it_has_trials(searched: Make) -> None:
+    plan = make_plan(searched("search.algorithm=tpe"))
+    assert plan.trials == ()
+    assert [info.name for info in describe_data(plan).values()] == ["digits"]
 
 
 def test_tpe_learns(searched: Make) -> None:
