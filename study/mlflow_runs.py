@@ -378,9 +378,10 @@ def _trial_tags(trial: TrialState, plan: Event) -> dict[str, str]:
 
 
 def layout_of(config: Mapping[str, Any]) -> str:
-    """How a trial is spread: ``1 worker``, ``dp 2``, ``dp 2 x pp 2``."""
-    workers, pp = int(config["workers"]), int(config.get("layout", {}).get("pp") or 1)
+    """How a trial is spread: ``1 worker``, ``dp 2``, ``dp 2 x pp 2``, ``dp 2 sharded``."""
+    layout = config.get("layout", {})
+    workers, pp = int(config["workers"]), int(layout.get("pp") or 1)
     if workers == 1:
         return "1 worker"
     parts = [f"dp {workers // pp}"] * (workers // pp > 1) + [f"pp {pp}"] * (pp > 1)
-    return " x ".join(parts)
+    return " x ".join(parts) + (" sharded" if layout.get("fsdp") else "")

@@ -1,11 +1,11 @@
 """The collectives of one process group, with every byte that this rank sends counted.
 
-What is counted is the payload that the algorithm has to move, in bytes sent by this rank: in a group of N, ``all_to_all`` and
-``all_gather`` send N - 1 parts, a ring ``all_reduce`` of B bytes sends ``2 (N - 1) / N B``, which is what gloo and NCCL do with large
-buffers. Headers of the transport are not in it (about 0.1 % over loopback; ``tests/trainers/test_wire_counters.py`` compares with the
-kernel's own counters).
+What is counted is the payload that the algorithm has to move, in bytes sent by this rank: in a group of N, ``all_to_all``, ``all_gather``
+and a ring ``reduce_scatter`` send N - 1 parts, a ring ``all_reduce`` of B bytes sends ``2 (N - 1) / N B``, which is what gloo and NCCL do
+with large buffers. Headers of the transport are not in it (about 0.1 % over loopback; ``tests/trainers/test_wire_counters.py`` compares
+with the kernel's own counters).
 
-Payloads are uint8: neither gloo nor NCCL has collectives for int16.
+Payloads of codecs are uint8: neither gloo nor NCCL has collectives for int16.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Collectives:
     def __init__(
         self, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu", spans: Spans | None = None
     ) -> None:
-        self.group, self.device, self.spans = group, device, spans or Spans()
+        self.group, self.device, self.spans = group, torch.device(device), spans or Spans()
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.sent = 0
 
@@ -47,6 +47,26 @@ class Collectives:
             dist.all_gather(list(gathered_NB), part_B, group=self.group)
         self.sent += (self.size - 1) * part_B.numel()
         return gathered_NB
+
+    def all_gather_into(self, whole: Tensor, part: Tensor) -> None:
+        """``whole`` becomes the parts of all ranks in rank order, one after the other; floats ``[N M]`` and ``[M]``."""
+        with self.spans("communication", "all_gather"):
+            dist.all_gather_single(whole, part, group=self.group)
+        self.sent += (self.size - 1) * part.nbytes
+
+    def reduce_scatter_into(self, part: Tensor, whole: Tensor) -> None:
+        """``part`` becomes this rank's part of the sum of all ranks' ``whole``; floats ``[M]`` and ``[N M]``.
+
+        On CPUs an all-to-all and a sum in rank order: gloo's own reduce-scatter sends as much as an all-reduce.
+        """
+        with self.spans("communication", "reduce_scatter"):
+            if self.device.type == "cpu":
+                received = torch.empty_like(whole)
+                dist.all_to_all_single(received, whole, group=self.group)
+                torch.sum(received.view(self.size, -1), 0, out=part)
+            else:
+                dist.reduce_scatter_single(part, whole, group=self.group)
+        self.sent += (self.size - 1) * part.nbytes
 
     def all_reduce_(self, x: Tensor) -> Tensor:
         """``x`` (any float) replaced by its sum over the ranks, the same bits on each."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lns_ops.formats import parse
 from trainers.layout import DEFERRING
-from trainers.optimizer_config import SLICEABLE
+from trainers.optimizer_config import SLICEABLE, WHOLE_TENSORS
 
 if TYPE_CHECKING:
     from trainers.config import TrialConfig
@@ -35,6 +35,7 @@ def check_combinations(config: TrialConfig) -> None:
     _check_autocast(config)
     _check_deferred(config)
     _check_elastic(config)
+    _check_fsdp(config)
     if config.layout.pp > 1 and config.model.name == "cnn":
         raise ValueError(
             f"layout.pp={config.layout.pp} with model.name=cnn: cuts are made between linear layers; use model.name=mlp"
@@ -77,6 +78,44 @@ def _check_elastic(config: TrialConfig) -> None:
                 f"share it evenly in {config.layout.micro_batches} micro-batches; use a multiple of "
                 f"{math.lcm(*range(config.min_workers, config.workers + 1)) * config.layout.micro_batches}"
             )
+
+
+def _check_fsdp(config: TrialConfig) -> None:
+    """Shards are of float32 tensors, over replicas that take every step together."""
+    if not config.layout.fsdp:
+        return
+    if config.precision.format != "float32":
+        raise ValueError(
+            f"layout.fsdp=true with precision.format={config.precision.format}: torch shards tensors of floats, not codes nor the copies "
+            "that simulated formats keep; use precision.format=float32, or layout.fsdp=false"
+        )
+    if config.layout.pp > 1:
+        raise ValueError(
+            f"layout.fsdp=true with layout.pp={config.layout.pp}: every micro-batch would gather a stage's parameters in the middle of its "
+            "schedule; use layout.pp=1, or layout.fsdp=false"
+        )
+    if config.workers == 1 or config.min_workers is not None:
+        raise ValueError(
+            f"layout.fsdp=true with workers={config.workers}, min_workers={config.min_workers}: parameters are sharded over a fixed number "
+            "of replicas, two at least; use workers=2 and leave out min_workers, or layout.fsdp=false"
+        )
+    wire, sync = config.wire, config.sync
+    if sync.name != "synchronous" or wire.name != "native" or wire.bucket_cap_mb is not None:
+        raise ValueError(
+            f"layout.fsdp=true with sync.name={sync.name}, wire.name={wire.name}, wire.bucket_cap_mb={wire.bucket_cap_mb}: backward itself "
+            "sums gradients, as float32, layer by layer; use sync.name=synchronous, wire.name=native and no wire.bucket_cap_mb, or "
+            "layout.fsdp=false"
+        )
+    if config.autocast == "float16":
+        raise ValueError(
+            "layout.fsdp=true with autocast=float16: a replica sees overflows in its own shards alone; use autocast=bfloat16, or "
+            "layout.fsdp=false"
+        )
+    if config.optimizer.name in WHOLE_TENSORS:
+        raise ValueError(
+            f"layout.fsdp=true with optimizer.name={config.optimizer.name}: its step needs norms of whole tensors, a replica has shards; "
+            f"use an optimizer other than {', '.join(WHOLE_TENSORS)}, or layout.fsdp=false"
+        )
 
 
 def _check_deferred(config: TrialConfig) -> None:

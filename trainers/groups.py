@@ -2,13 +2,15 @@
 
 ``destroy_process_group`` ends a gloo group's threads only once nothing refers to the group any more. A thread that is left lets go of the
 last tensor it sent whenever it gets a processor; if Python is ending by then, it may not take the GIL any more and the process aborts
-("terminate called without an active exception", https://github.com/pytorch/pytorch/pull/179291). Three things used to keep a group:
-meshes, cached here and dropped by :func:`leave`; objects in reference cycles, which it collects; and a module of torch's own, below.
+("terminate called without an active exception", https://github.com/pytorch/pytorch/pull/179291). Four things used to keep a group:
+meshes, cached here and dropped by :func:`leave`; caches of DTensor's, by mesh, which it clears; objects in reference cycles, which it
+collects; and a module of torch's own, below.
 """
 
 from __future__ import annotations
 
 import gc
+import sys
 from datetime import timedelta
 from functools import lru_cache
 
@@ -25,21 +27,25 @@ def join(backend: str, init_method: str, rank: int, world_size: int, timeout: ti
     dist.init_process_group(backend, init_method, timeout, rank=rank, world_size=world_size)
 
 
-def mesh(device_type: str, pp: int, dp: int) -> DeviceMesh:
-    """The ranks as ``pp`` stages of ``dp`` replicas, in dimensions "pp" and "dp"; makes groups, so every rank must call it.
+def mesh(device_type: str, **degrees: int) -> DeviceMesh:
+    """The ranks in dimensions of these names and sizes, ``pp=2, dp=3``; makes groups where there are several, so every rank must call it.
 
     Made once for all trials that these ranks train with these degrees: groups are not given back before :func:`leave`.
     """
-    return _mesh(dist.group.WORLD, device_type, pp, dp)
+    return _mesh(dist.group.WORLD, device_type, tuple(degrees), tuple(degrees.values()))
 
 
 @lru_cache(maxsize=8)
-def _mesh(world: dist.ProcessGroup, device_type: str, pp: int, dp: int) -> DeviceMesh:
-    return init_device_mesh(device_type, (pp, dp), mesh_dim_names=("pp", "dp"))
+def _mesh(world: dist.ProcessGroup, device_type: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> DeviceMesh:
+    return init_device_mesh(device_type, sizes, mesh_dim_names=names)
 
 
 def leave() -> None:
     """End this process's groups and, where the caller keeps nothing that refers to them (a ``Training`` does), their threads."""
     _mesh.cache_clear()
+    if "torch.distributed.tensor" in sys.modules:  # sharded models load it
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()
     gc.collect()
     dist.destroy_process_group()

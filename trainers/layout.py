@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from trainers import groups
 from trainers.validation import at_least, one_of
@@ -37,6 +38,7 @@ class Layout:
             interleaved), ``zbv`` and ``dualpipev`` (two stages a worker, the first and the last on one). All give the same gradients.
         micro_batches: equal parts that a replica's share of a batch is taken in.
         virtual_stages: stages a worker holds; 1 under 1f1b and gpipe, 2 under zbv and dualpipev.
+        fsdp: shard parameters, gradients and optimizer state over the replicas (:mod:`trainers.sharding`); float32 alone.
     """
 
     dp: int | None = None
@@ -44,6 +46,7 @@ class Layout:
     schedule: str = "1f1b"
     micro_batches: int = 1
     virtual_stages: int = 1
+    fsdp: bool = False
 
     def __post_init__(self) -> None:
         at_least("layout.dp", self.dp, 1, "leave it out for workers / pp")
@@ -139,9 +142,10 @@ class Layout:
         With one worker, or one process that stands for all (``workers=1``), there is no group. At pp=1 the default group serves.
         """
         if workers == 1 or self.pp == 1:
-            return Place(dp=workers, dp_rank=rank, dp_group=dist.group.WORLD if workers > 1 else None)
+            mesh = groups.mesh(device_type, dp=workers) if self.fsdp and workers > 1 else None
+            return Place(dp=workers, dp_rank=rank, dp_group=dist.group.WORLD if workers > 1 else None, shards=mesh)
         dp = self.replicas(workers)
-        mesh = groups.mesh(device_type, self.pp, dp)
+        mesh = groups.mesh(device_type, pp=self.pp, dp=dp)
         return Place(
             dp=dp,
             pp=self.pp,
@@ -162,6 +166,7 @@ class Place:
         pp_rank: which stage of it, 0 to pp - 1.
         dp_group: the same stage of all replicas, by dp_rank; None without other workers.
         pp_group: all stages of this replica, by pp_rank; None at pp=1.
+        shards: the replicas that a model is sharded over; None without ``fsdp``.
     """
 
     dp: int = 1
@@ -170,3 +175,4 @@ class Place:
     pp_rank: int = 0
     dp_group: dist.ProcessGroup | None = None
     pp_group: dist.ProcessGroup | None = None
+    shards: DeviceMesh | None = None

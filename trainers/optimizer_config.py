@@ -29,6 +29,8 @@ OPTIMIZERS: dict[str, frozenset[str]] = {
 }
 """The optimizers of :mod:`lns_ops.optim` that a trial can take, and the options that mean something to each besides ``lr``."""
 DECAYS = {"alpha": 0.99, "rho": 0.9, "beta": 0.999}
+WHOLE_TENSORS = ("lars", "lamb", "madam", "mul", "signmul")
+"""Those whose step needs a norm of a whole tensor."""
 SLICEABLE = ("sgd", "adam", "adamw")
 """Those whose step of a slice across tensors is the slice of their step."""
 

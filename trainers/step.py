@@ -86,17 +86,26 @@ def _forward_backward(model: nn.Module, batch: Split, spans: Spans) -> tuple[flo
     return loss.item(), int((logits.argmax(1) != batch.y).sum())
 
 
-def evaluation_batches(split: Split) -> Iterator[Split]:
-    """``split`` in parts of :data:`EVALUATION_BATCH` examples."""
+def evaluation_batches(split: Split, like: int | None = None) -> Iterator[Split]:
+    """``split`` in parts of :data:`EVALUATION_BATCH` examples, or in as many equal ones as ``like`` examples would take."""
     size = EVALUATION_BATCH[split.y.device.type]
-    yield from map(Split, split.x.split(size), split.y.split(size))
+    if like is None:
+        yield from map(Split, split.x.split(size), split.y.split(size))
+    else:
+        parts = math.ceil(like / size)
+        yield from map(Split, split.x.tensor_split(parts), split.y.tensor_split(parts))
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, split: Split, combine: Callable[[Tensor], Tensor] = lambda logits: logits) -> Tally:
-    """Loss and errors of ``model`` on ``split``, in the model's own arithmetic, of what ``combine`` makes of its logits."""
+def evaluate(
+    model: nn.Module, split: Split, combine: Callable[[Tensor], Tensor] = lambda logits: logits, like: int | None = None
+) -> Tally:
+    """Loss and errors of ``model`` on ``split``, in the model's own arithmetic, of what ``combine`` makes of its logits.
+
+    ``like``: see :func:`evaluation_batches`.
+    """
     tally = Tally()
-    for x, y in evaluation_batches(split):
+    for x, y in evaluation_batches(split, like):
         logits = combine(model(x))
         loss = F.cross_entropy(logits, y, reduction="sum").item()
         tally.add(loss, int((logits.argmax(1) != y).sum()), len(y))

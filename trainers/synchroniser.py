@@ -27,9 +27,11 @@ class Synchroniser:
 
     Attributes:
         whole: whether every replica evaluates all examples, not its share of them.
+        together: whether forward passes are collective, so that every replica must make as many.
     """
 
     whole = False
+    together = False
 
     def combine(self, logits: Tensor) -> Tensor:
         """What the trial predicts where this replica has ``logits``, ``[B, classes]``; collective where replicas predict together."""

@@ -68,10 +68,14 @@ class Telemetry:
         world_size: workers; with more than one the default process group must exist.
         aligned: whether all workers take the same steps.
         ceiling: gives the kernel's multiply-accumulates a second; asked once.
+        waits: whether spans tell all waiting; without, a step's time is not divided.
     """
 
-    def __init__(self, spans: Spans, device: torch.device, world_size: int, aligned: bool, ceiling: Callable[[], float]) -> None:
+    def __init__(
+        self, spans: Spans, device: torch.device, world_size: int, aligned: bool, ceiling: Callable[[], float], waits: bool = True
+    ) -> None:
         self._spans, self._device, self._world_size, self._aligned, self._ceiling = spans, device, world_size, aligned, ceiling
+        self._told = _PARTS if waits else _PARTS[:1]
         self._gpu = GPUCounters(torch.cuda.current_device() if device.type == "cuda" else None)
         self._ceiling_rate: float | None = None
         self._macs: float | None = None
@@ -106,7 +110,9 @@ class Telemetry:
         *times, all_steps, all_macs, all_possible = self._summed(torch.cat([parts, counts])).tolist()
         found = {"peak_memory_bytes": self._over_all(peak, "MAX")}
         if all_steps:
-            found |= {f"{name}_seconds": value / all_steps for name, value in zip(_PARTS, times, strict=True)}
+            found |= {
+                f"{name}_seconds": value / all_steps for name, value in zip(_PARTS, times, strict=True) if name in self._told
+            }
             found["macs_per_step"] = all_macs / all_steps * self._world_size
             found["ceiling_fraction"] = all_macs / all_possible
         for name in ("joules", *SHARES):

@@ -51,6 +51,8 @@ from trainers.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from trainers.pipeline import Pipeline
+    from trainers.sharding import Sharding
+    from trainers.synchroniser import Synchroniser
 
 STAGE_SEED = 1_000_003
 """Between the seeds of stochastic rounding of two workers' stages."""
@@ -144,13 +146,16 @@ class Training:
         if self.pipeline is None:
             assert isinstance(self.model, nn.Sequential)
             set_forward_(self.model, config.memory, config.autocast, self.scaler)
+        self.collectives = Collectives(self.place.dp_group, self.device, self._spans) if self.place.dp > 1 else None
+        self._sharding = self._make_sharding()
+        self._own = self._sharding.own if self._sharding else self.model
+        """What this worker updates and keeps: the model, or its shards of it."""
         self._options = config.optimizer
         self.optimizer = self._make_optimizer()
         self._steps_per_epoch = len(self.data.train.y) // config.batch_size
         self._rate = _Rate(config, self.optimizer, self._steps_per_epoch)
-        self.collectives = Collectives(self.place.dp_group, self.device, self._spans) if self.place.dp > 1 else None
         self._telemetry = self._make_telemetry() if config.telemetry else None
-        self.sync = make_synchroniser(config, self.model, self.optimizer, self.collectives)
+        self.sync = self._make_sync()
         self.epoch = 0
         self.history: list[dict[str, float]] = []
         self.tested: dict[str, float] = {}
@@ -210,10 +215,23 @@ class Training:
         fmt = precision.lns_format if precision.scope == "everywhere" else None
         return Pipeline(model, self.config.layout, self.place, examples, fmt, self.device, self._spans, self.config.memory)
 
+    def _make_sharding(self) -> Sharding | None:
+        if self.place.shards is None:
+            return None
+        from trainers.sharding import Sharding  # torch's, too, takes a while to load
+
+        assert self.collectives is not None
+        return Sharding(self.model, self.place.shards, self.collectives)
+
+    def _make_sync(self) -> Synchroniser:
+        if self._sharding is not None:
+            return self._sharding.synchroniser()
+        return make_synchroniser(self.config, self.model, self.optimizer, self.collectives)
+
     def _make_optimizer(self) -> torch.optim.Optimizer:
         config, seed = self.config, (self.config.seed + self.place.pp_rank * STAGE_SEED) % (1 << 31)
         scale = config.lr_schedule.scale(config.batch_size)
-        return make_optimizer(self.model, self._options, config.precision, config.update_examples, seed, scale)
+        return make_optimizer(self._own, self._options, config.precision, config.update_examples, seed, scale)
 
     def _change_options(self) -> None:
         """The optimizer's options as ``changes`` has them after this epoch; its state stays, a captured graph does not."""
@@ -233,7 +251,8 @@ class Training:
             return kernel_ceiling(precision.lns_format, precision.accumulation, dtype, device, self.config.threads)
 
         aligned = self.config.sync.name != "asynchronous"
-        return Telemetry(self._spans, self.device, self.world_size, aligned, ceiling)
+        waits = not (self.config.layout.fsdp and device == "cuda")
+        return Telemetry(self._spans, self.device, self.world_size, aligned, ceiling, waits)
 
     def _counting(self, steps: int = 1) -> AbstractContextManager[None]:
         """Around the trial's first step, or ``steps`` of them."""
@@ -321,9 +340,10 @@ class Training:
     def _evaluate(self, split: Split, name: str) -> dict[str, float]:
         mine = slice(None) if self.sync.whole else slice(self.place.dp_rank, None, self.place.dp)
         own = Split(split.x[mine], split.y[mine])
+        like = math.ceil(len(split.y) / self.place.dp) if self.sync.together else None
         with self.sync.evaluating():
             try:
-                tally = self.pipeline.evaluate(own) if self.pipeline else evaluate(self.model, own, self.sync.combine)
+                tally = self.pipeline.evaluate(own) if self.pipeline else evaluate(self.model, own, self.sync.combine, like)
                 check_faults(self.device)
             except NonFiniteError:
                 tally = Tally(math.nan, len(own.y), len(own.y))
@@ -352,7 +372,9 @@ class Training:
         if self.scaler is not None:
             progress["scaler"] = self.scaler.state_dict()
         with self.sync.evaluating():
-            tensors = model_tensors(self.model, self.optimizer)
+            tensors = model_tensors(self._own, self.optimizer)
+            if self._sharding is not None:
+                tensors = self._sharding.whole(tensors)
             if self.pipeline is not None:
                 tensors = gather_stages(tensors if self.place.dp_rank == 0 else {}, self.rank, self.world_size)
             if self.rank == 0:
@@ -376,7 +398,7 @@ class Training:
         self._graphed = None
         if self.scaler is not None and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
-        load_model_tensors(self.model, self.optimizer, tensors)
+        load_model_tensors(self._own, self.optimizer, self._sharding.parts(tensors) if self._sharding else tensors)
         alike = all(get(saved_config) == get(self.config) for get in map(attrgetter, RANKS_SHARE))
         self.sync.load_state(of_rank(tensors, self.rank, self.device) if alike else {})
         self.epoch, self.diverged = int(state["epoch"]), bool(state["diverged"])

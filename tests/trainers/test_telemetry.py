@@ -138,6 +138,18 @@ def test_workers_tell_the_same_and_learn_the_same(workers: list[dict[str, Any]],
             assert found["idle_seconds"] > 0
 
 
+def test_a_step_whose_waiting_is_not_told_is_not_divided() -> None:
+    spans = Spans(clock=scripted([0.0, 1.0, 3.0, 10.0, 10.0]))
+    telemetry = Telemetry(spans, torch.device("cpu"), 1, True, lambda: 1.0, waits=False)
+    telemetry.begin()
+    with spans("communication"):
+        pass
+    spans.step()
+    found = told(telemetry.metrics(1.0))
+    assert found["step_seconds"] == 10.0
+    assert set(found) & set(PARTS) == {"step_seconds"}
+
+
 def test_without_a_driver_nothing_is_made_up() -> None:
     counters = GPUCounters(None if torch.cuda.is_available() else 0)
     counters.begin()

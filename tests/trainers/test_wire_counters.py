@@ -29,7 +29,7 @@ from trainers.sync_config import SyncConfig
 from trainers.wire import WireConfig
 
 WORLD, VALUES, STEPS, PORT = 2, 1_000_000, 5, 29511
-EXPECTED = {"float32": 4.0, "float16": 2.0, "lns16": 2.0, "native lns": 2.0, "int8": 1.0, "local SGD every 5": 0.8}
+EXPECTED = {"float32": 4.0, "float16": 2.0, "lns16": 2.0, "native lns": 2.0, "int8": 1.0, "local SGD every 5": 0.8, "fsdp": 6.0}
 """Bytes a parameter, rank and step."""
 
 
@@ -57,6 +57,12 @@ def steps_of(name: str, collectives: Collectives) -> tuple[object, ...]:
         model.weight = parameter
         local = OuterStep(config, model, torch.optim.SGD([parameter]), collectives)
         return (lambda: local.after_step(True),)
+    if name == "fsdp":
+        from trainers.sharding import Sharding
+
+        sharded = nn.Sequential(nn.Linear(1000, VALUES // 1000, bias=False))
+        Sharding(sharded, groups.mesh("cpu", dp=WORLD), collectives)
+        return (lambda: sharded(torch.ones(1, 1000)).sum().backward(),)
     sync = GradientSync(WireConfig(name="native" if name == "native lns" else name), collectives)
 
     def step() -> None:

@@ -1,0 +1,178 @@
+"""Fully sharded data parallelism (FSDP2): every replica keeps a part of the parameters, of their gradients and of the optimizer's state.
+
+``layout.fsdp=true``. torch's ``fully_shard`` cuts every tensor of a layer along its first dimension, ``ceil(rows / N)`` rows to each of N
+replicas, fewer or none to the last ones. A layer's parameters are gathered before it computes, forwards and backwards, and given up
+after; what backward finds is summed over the replicas, each of which gets its own rows. So N replicas hold a model N times as large,
+beside one whole layer at a time. torch would take the mean of gradients; here losses and gradients are sums.
+
+*Bytes.* With B the bytes of the parameters (rows rounded up to a multiple of N) and m micro-batches, a rank sends
+``3 m (N - 1) / N B`` a step: an all-gather forwards, one backwards and a reduce-scatter. With two ranks and m = 1 these are 6 bytes a
+parameter; replicas that keep everything send 4. They are counted where they are sent.
+
+*Optimizer.* It has the shards, as plain tensors over the memory that torch gathers from, so each of :mod:`lns_ops.optim` serves whose
+step takes elements one by one. *Checkpoints* have whole tensors, the same as of any other layout.
+
+On a GPU transfers run beside the computation, on streams of torch's; telemetry cannot tell what is waited for there and leaves a
+step's time undivided.
+
+Source: Y. Zhao et al. 2023, "PyTorch FSDP" (arXiv:2304.11277); S. Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.tensor import DTensor
+
+from trainers.collectives import Collectives
+from trainers.synchroniser import Synchroniser
+
+
+class _Allocating:
+    """How torch's own collectives of this kind get their memory, and the trial's collectives that count them."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gather(_Allocating, AllGather):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> None:
+        assert not async_op
+        self._collectives.all_gather_into(output_tensor, input_tensor)
+
+
+class _SumScatter(_Allocating, ReduceScatter):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
+    ) -> None:
+        assert not async_op
+        assert op == dist.ReduceOp.SUM
+        self._collectives.reduce_scatter_into(output_tensor, input_tensor)
+
+
+class Sharding:
+    """One replica's shards of a model.
+
+    Args:
+        model: float32, the same on every replica; sharded in place, each of its layers by itself.
+        mesh: the replicas.
+        collectives: of the same.
+
+    Attributes:
+        own: a module with the shards as its parameters, under the names they have in ``model``; for an optimizer, not to be called.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, collectives: Collectives) -> None:
+        self._model, self._collectives = model, collectives
+        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        for layer in model.children():
+            if any(True for _ in layer.parameters()):
+                fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        fully_shard(model, mesh=mesh)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                self._sum_and_count_(module)
+        self.own = _own(model)
+
+    def _sum_and_count_(self, module: FSDPModule) -> None:
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_custom_all_gather(_Gather(self._collectives))
+        module.set_custom_reduce_scatter(_SumScatter(self._collectives))
+
+    def synchroniser(self) -> ShardedSync:
+        """What the training loop calls."""
+        assert isinstance(self._model, FSDPModule)
+        return ShardedSync(self._model, self.own, self._collectives)
+
+    def whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What :func:`trainers.state.model_tensors` has of :attr:`own`, made whole, on rank 0; collective, and empty on the others."""
+        own = dict(self.own.named_parameters())
+        found: dict[str, Tensor] = {}
+        for path, tensor in tensors.items():
+            name = path.split("/")[-1]
+            sharded = tensor.shape == own[name].shape
+            value = self._gathered(tensor, self._shapes[name]) if sharded else tensor
+            if self._collectives.rank == 0:
+                found[path] = value.cpu()
+        return found
+
+    def parts(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This replica's parts of the ``tensors`` of a checkpoint; those without the shape of a parameter as they are."""
+        return {path: self._part(tensor, self._shapes.get(path.split("/")[-1])) for path, tensor in tensors.items()}
+
+    def _rows(self, shape: torch.Size) -> int:
+        return -(-shape[0] // self._collectives.size)
+
+    def _gathered(self, shard: Tensor, shape: torch.Size) -> Tensor:
+        padded = torch.zeros(self._rows(shape), *shape[1:], dtype=shard.dtype, device=self._collectives.device)
+        padded[: len(shard)] = shard
+        gathered_NB = self._collectives.all_gather(padded.view(-1).view(torch.uint8))
+        return gathered_NB.view(-1).view(shard.dtype).view(-1, *shape[1:])[: shape[0]]
+
+    def _part(self, tensor: Tensor, shape: torch.Size | None) -> Tensor:
+        if tensor.shape != shape:
+            return tensor
+        start = self._collectives.rank * self._rows(shape)
+        return tensor[start : start + self._rows(shape)].clone()
+
+
+class ShardedSync(Synchroniser):
+    """Replicas whose gradients backward has summed and sharded already.
+
+    Args:
+        model: that is sharded.
+        own: the module of its shards.
+        collectives: of the replicas.
+    """
+
+    together = True
+
+    def __init__(self, model: FSDPModule, own: nn.Module, collectives: Collectives) -> None:
+        self._model, self._own, self._collectives = model, own, collectives
+
+    def begin_step(self, micro_batches: int) -> None:
+        """Forget the model's gradients; an optimizer clears those of the shards alone."""
+        assert isinstance(self._model, nn.Module)
+        self._model.zero_grad(set_to_none=True)
+
+    def gradients(self, parameters: Iterable[Tensor], finite: bool) -> bool:
+        """Hand the optimizer its shards of the gradients; False on every rank where a loss is not finite."""
+        if not self._collectives.all_true(finite):
+            return False
+        for shard, parameter in zip(self._own.parameters(), parameters, strict=True):
+            shard.grad = None if parameter.grad is None else _local(parameter.grad)
+        return True
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Forward passes without backward: afterwards torch forgets their order, or the next backward would gather layers ahead by it."""
+        try:
+            yield
+        finally:
+            self._model.reset_iter_state()
+
+
+def _own(module: nn.Module) -> nn.Module:
+    """A module like ``module`` without its code, with the local part of each parameter."""
+    own = nn.Module()
+    for name, parameter in module.named_parameters(recurse=False):
+        own.register_parameter(name, nn.Parameter(_local(parameter.detach())))
+    for name, child in module.named_children():
+        own.add_module(name, _own(child))
+    return own
+
+
+def _local(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()
