@@ -7,7 +7,7 @@ was swapped or set back is completed as well.
 
 Layout: one experiment a study; one parent run a ledger with config, plan, environment and report; one child run a trial with params, tags,
 data sets, metrics. More seeds or rows keep the runs there are: keys are made of the ledger's id and the trial's, not of the plan.
-Requests: four a trial (make, params and metrics, data set, end) and one a batch of what came meanwhile.
+Requests: four a trial and one a file of its profile (make, params and metrics, data set, end) and one a batch of what came meanwhile.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from study.state import ENDED, FAILED, FINISHED, PLANNED, RUNNING, STOPPED, Stud
 KEY_TAG = "lns_study.key"
 PARENT_TAG = "mlflow.parentRunId"
 KIND_TAG = "mlflow.experimentKind"
+PROFILE = "profile"
+"""Among a trial's artifacts: what ``trial.profile.steps`` recorded. Sent before the run's end, so once; sent again it is the same files."""
 BATCH = 1000
 MOST_TAGS = 100
 TEXT = 5000
@@ -62,10 +64,11 @@ class Runs:
         client: an ``MlflowClient``.
         plan: the ledger's last ``planned`` event.
         artifacts: folder for artifacts of a new experiment; None leaves it to the store.
+        folder: of the study, where the profiles of its trials lie.
     """
 
-    def __init__(self, client: Any, plan: Event, artifacts: Path | None) -> None:
-        self._client, self.plan = client, plan
+    def __init__(self, client: Any, plan: Event, artifacts: Path | None, folder: Path) -> None:
+        self._client, self.plan, self._folder = client, plan, folder
         self._name = plan["study"]["name"]
         self._key = str(plan["ledger"])
         self._experiment = self._ensure_experiment(artifacts)
@@ -101,6 +104,8 @@ class Runs:
         known.sent |= set(fresh)
         self._log_inputs(known, trial)
         if trial.status in ENDED:
+            for profile in profiles(self._folder, trial):
+                self._client.log_artifacts(known.run, str(profile), PROFILE)
             self._end(known, MLFLOW_STATUS[trial.status], trial.ended)
 
     def forget(self, trial: TrialState) -> None:
@@ -375,6 +380,11 @@ def _trial_tags(trial: TrialState, plan: Event) -> dict[str, str]:
     if trial.number is not None:
         names |= {"configuration": str(trial.number), "sampled": describe(trial.params)[:TEXT]}
     return names | _code_tags(plan)
+
+
+def profiles(folder: Path, trial: TrialState) -> list[Path]:
+    """Where the profile of a trial lies, if it has one: executors of their own storage keep it with that."""
+    return [path for path in (folder / "profiles" / trial.id, folder / "train" / trial.id / "profile") if path.is_dir()]
 
 
 def layout_of(config: Mapping[str, Any]) -> str:

@@ -83,7 +83,7 @@ def reconcile(folder: Path, uri: str, artifacts: Path, *, repair: bool = True) -
         before = audit(client, state)
         if before.equal or not repair:
             return before, before
-        _repair(client, state, before, None if is_server(uri) else artifacts)
+        _repair(client, state, before, None if is_server(uri) else artifacts, folder)
         return before, audit(client, state)
 
 
@@ -146,15 +146,15 @@ def _compare(client: Any, run: Any, trial: TrialState, state: StudyState) -> tup
     return (1, len(have), len(run.data.params)), missing, false
 
 
-def _repair(client: Any, state: StudyState, before: Audit, artifacts: Path | None) -> None:
+def _repair(client: Any, state: StudyState, before: Audit, artifacts: Path | None, folder: Path) -> None:
     for run in before.strangers:
         client.delete_run(run)
-    runs = Runs(client, state.plan, artifacts)
+    runs = Runs(client, state.plan, artifacts, folder)
     known = runs.run_ids()
     for id_ in before.false:
         if id_ in known:
             client.delete_run(known[id_])
-    runs = Runs(client, state.plan, artifacts)
+    runs = Runs(client, state.plan, artifacts, folder)
     for id_ in {**before.missing, **before.false}:
         if id_ in state.known:
             runs.forget(state.known[id_])

@@ -108,11 +108,12 @@ class Sender:
     Args:
         uri: MLflow tracking URI.
         artifacts: folder for artifacts where the store is a database; servers choose their own.
+        folder: of the study.
         say: told of what happens, see the module.
     """
 
-    def __init__(self, uri: str, artifacts: Path, say: Say) -> None:
-        self._uri, self._artifacts, self._say = uri, artifacts, say
+    def __init__(self, uri: str, artifacts: Path, folder: Path, say: Say) -> None:
+        self._uri, self._artifacts, self._folder, self._say = uri, artifacts, folder, say
         self.state = StudyState()
         self.failure = ""
         self._failed_before = False
@@ -170,7 +171,8 @@ class Sender:
         if self._runs is not None and self._runs.plan is self.state.plan:
             return
         self._client = self._client or connect(self._uri)
-        self._runs = Runs(self._client, self.state.plan, None if is_server(self._uri) else self._artifacts)
+        artifacts = None if is_server(self._uri) else self._artifacts
+        self._runs = Runs(self._client, self.state.plan, artifacts, self._folder)
         use_write_ahead_log(self._uri)
         if self._described is not self.state.plan:
             self._runs.describe(view_key(self.state.plan))
@@ -223,7 +225,7 @@ def follow(folder: Path, uri: str, artifacts: Path, inbox: queue.SimpleQueue[str
     Returns:
         Why something could not be sent, or "".
     """
-    follower, sender = Follower(folder), Sender(uri, artifacts, _noting(folder, uri, say))
+    follower, sender = Follower(folder), Sender(uri, artifacts, folder, _noting(folder, uri, say))
     while True:
         try:
             word = inbox.get(timeout=ROUND_SECONDS)
@@ -249,7 +251,7 @@ def sync(folder: Path, uri: str, artifacts: Path, report: Path | None, say: Say)
     with tracking_lock(folder, patience=0.0) as free:
         if not free:
             return "another process sends this study's ledger at the moment"
-        sender = Sender(uri, artifacts, _noting(folder, uri, say))
+        sender = Sender(uri, artifacts, folder, _noting(folder, uri, say))
         sender.hear(Follower(folder).poll())
         return sender.finish(report, patience=0.0)
 

@@ -104,6 +104,39 @@ def test_sending_a_ledger_again_doubles_nothing(tracked: Tiny) -> None:
     assert is_equal(study)
 
 
+def test_a_profile_is_an_artifact_of_its_trial_once(tracked: Tiny) -> None:
+    """Not before the trial has ended; a run that has ended is left alone, one that lost its end is completed with the same files."""
+    study = tracked("tracked profile")
+    events = made_up_events(study)
+    first, second = dict.fromkeys(event["trial"] for event in events if "trial" in event)
+    folder = study.folder / "profiles" / first
+    folder.mkdir(parents=True)
+    (folder / "rank0.txt").write_text("recorded")
+    cut = next(number for number, event in enumerate(events) if event["event"] == "finished" and event["trial"] == first)
+    send(study, events[:cut])
+    assert profile_of(study, first) == {}
+    send(study, events)
+    assert profile_of(study, first) == {"profile/rank0.txt": "recorded"}
+    assert profile_of(study, second) == {}
+    (folder / "rank0.txt").write_text("changed since")
+    send(study, events)
+    assert profile_of(study, first) == {"profile/rank0.txt": "recorded"}
+    client, _, children = runs_of(study)
+    (run,) = [run.info.run_id for run in children if run.data.tags["trial"] == first]
+    client.update_run(run, status="RUNNING")
+    send(study, events)
+    assert profile_of(study, first) == {"profile/rank0.txt": "changed since"}
+    assert is_equal(study)
+
+
+def profile_of(study: StudyConfig, trial: str) -> dict[str, str]:
+    """Files of the profile that a trial's run has, with their text."""
+    client, _, children = runs_of(study)
+    (run,) = [run.info.run_id for run in children if run.data.tags["trial"] == trial]
+    files = client.list_artifacts(run, "profile")
+    return {file.path: Path(client.download_artifacts(run, file.path)).read_text() for file in files}
+
+
 def test_more_seeds_keep_the_runs_there_are(tracked: Tiny) -> None:
     few = made_up_events(tracked("tracked longer"))
     study = tracked("tracked longer", "seeds=[0,1]")
