@@ -109,7 +109,7 @@ def test_dry_run_downloads_nothing_and_says_what_a_run_would(folder: Path, name:
         (["trial.workers=64", "trial.batch_size=64"], ["workers=64", "64 CPUs", "cpus=2"]),
         (["storage=/proc/nowhere"], ["/proc/nowhere", "written"]),
         (["address=127.0.0.1:9"], ["address='127.0.0.1:9'", "no Ray cluster answers", "ray start --head"]),
-        (["address=ray://127.0.0.1:9"], ["address='ray://127.0.0.1:9'", "no Ray cluster answers"]),
+        (["address=ray://127.0.0.1:9"], ["address='ray://127.0.0.1:9'", "use `ray job submit"]),
         (["tracking_uri=http://127.0.0.1:9"], ["http://127.0.0.1:9", "no MLflow tracking store answers"]),
         (["trial.data.name=mnist", "trial.data.root=/nowhere"], ["/nowhere", "train-images-idx3-ubyte"]),
     ],

@@ -174,6 +174,7 @@ def test_a_killed_process_loses_no_epoch_and_ends_bit_equal(undisturbed: tuple[S
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_packed_trials_share_a_process_whose_death_loses_no_epoch(undisturbed: tuple[StudyConfig, Outcome], tiny: Tiny) -> None:
     study, killed = tiny("packed", "executor=packed"), list[int]()
 
@@ -222,7 +223,8 @@ def interrupt_at(epoch: int) -> Callable[[Event], None]:
     return react
 
 
-@pytest.mark.parametrize("damaged", [pytest.param(1, id="newest"), pytest.param(99, id="every", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("damaged", [pytest.param(1, id="newest"), pytest.param(99, id="every")])
 def test_a_damaged_checkpoint_is_passed_over(undisturbed: tuple[StudyConfig, Outcome], tiny: Tiny, damaged: int) -> None:
     study = tiny(f"damaged {damaged}")
     with pytest.raises(KeyboardInterrupt):
@@ -252,6 +254,7 @@ def test_what_cannot_work_fails_at_once_with_its_message(ray_session: None, tiny
     assert not bad.checkpoints
 
 
+@pytest.mark.slow
 def test_a_trial_that_cannot_finish_is_reported_not_hidden(ray_session: None, tiny: Tiny) -> None:
     study = tiny("hopeless", "max_failures=1", "trial.epochs=60")
     victim: list[str] = []
@@ -273,6 +276,7 @@ def test_a_trial_that_cannot_finish_is_reported_not_hidden(ray_session: None, ti
 GANG = ["trial.workers=2", "rows=[{label: float32}]", "baseline=null", "trial.precision.format=float32"]
 
 
+@pytest.mark.slow
 def test_gangs_train_what_one_process_does_and_keep_their_processes(ray_session: None, tiny: Tiny) -> None:
     study = tiny("gang", *GANG, "seeds=[0,1]")
     outcome, _ = run(study)
@@ -321,6 +325,7 @@ SEARCH = [
 ]
 
 
+@pytest.mark.slow
 def test_a_scheduler_ends_trials_early_and_a_second_run_leaves_them(ray_session: None, tiny: Tiny) -> None:
     study = tiny("asha", *SEARCH, "search={num_samples: 8, scheduler: asha, reduction_factor: 2}")
     outcome, _ = run(study)
@@ -359,6 +364,7 @@ def test_an_adaptive_search_that_was_broken_off_goes_on(ray_session: None, tiny:
     assert {(trial.row, trial.number) for trial in outcome.state.trials} == {(row, n) for row in "ab" for n in range(1, 6)}
 
 
+@pytest.mark.slow
 def test_a_limit_stops_a_study_and_the_same_command_goes_on(ray_session: None, tiny: Tiny) -> None:
     study = tiny("limited", *SEARCH, "search.num_samples=3", "limits.trials=2")
     said: list[str] = []
@@ -371,6 +377,7 @@ def test_a_limit_stops_a_study_and_the_same_command_goes_on(ray_session: None, t
     assert outcome.state.outcome == "finished"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("wish", "ended"), [(Wish.STOP, FINISHED), (Wish.CANCEL, "running")])
 def test_stop_lets_trials_end_and_cancel_does_not(ray_session: None, tiny: Tiny, wish: Wish, ended: str) -> None:
     study = tiny(f"asked to {wish.name}", "trial.epochs=60", "seeds=[0,1,2]", "limits.failures=3")

@@ -50,6 +50,7 @@ def epochs(gang: Gang) -> list[dict[str, Any]]:
     return metrics
 
 
+@pytest.mark.slow
 def test_one_gang_trains_trial_after_trial_and_the_order_does_not_matter(group: PlacementGroup, tmp_path: Path) -> None:
     other = replace(CONFIG, precision=PrecisionConfig(), seed=3, optimizer=OptimizerConfig(name="adam", lr=0.01))
     assert shape(other) == shape(CONFIG)
@@ -87,6 +88,7 @@ def test_a_gang_in_lns_ends_with_the_bits_of_one_process(group: PlacementGroup, 
         assert (ours.codes == theirs.codes).all(), name
 
 
+@pytest.mark.slow
 def test_every_rank_records_its_profile(group: PlacementGroup, tmp_path: Path) -> None:
     gang = Gang(CONFIG, group)
     gang.begin(replace(CONFIG, telemetry=True, profile=ProfileConfig(steps=[0, 2])), [])

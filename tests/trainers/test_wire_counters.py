@@ -113,6 +113,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(EXPECTED))
 def test_the_kernel_counts_what_we_count(measured: dict[str, list[float]], name: str) -> None:
     kernel, ours = measured[name]
