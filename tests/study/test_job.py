@@ -49,7 +49,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[s
     started = ray(
         "start", "--head", "--num-cpus=2", f"--port={port}", "--include-dashboard=true", "--dashboard-host=127.0.0.1",
         f"--dashboard-port={dashboard}", "--node-ip-address=127.0.0.1", f"--temp-dir={folder}",
-        f"--ray-client-server-port={free_port()}",
+        f"--ray-client-server-port={free_port()}", f"--dashboard-agent-listen-port={free_port()}",
         env=env,
     )  # fmt: skip
     assert started.returncode == 0, started.stdout + started.stderr
@@ -73,7 +73,13 @@ def submit(
     address, env = head
     words = [] if wait else ["--no-wait"]
     run = ["python", "-m", "study", "run", "tiny.yaml", "--plain", "address=auto", "tracking_uri=none", *overrides]
-    return ray("job", "submit", "--address", address, "--working-dir", str(folder), *words, "--", *run, env=env, timeout=400)
+    command = ["job", "submit", "--address", address, "--working-dir", str(folder), *words, "--", *run]
+    deadline = time.monotonic() + 60
+    done = ray(*command, env=env, timeout=400)
+    while "No available agent" in done.stdout + done.stderr and time.monotonic() < deadline:  # the head has only just begun
+        time.sleep(1)
+        done = ray(*command, env=env, timeout=400)
+    return done
 
 
 def test_a_job_runs_a_study_and_a_stopped_one_is_continued(head: tuple[str, dict[str, str]], tmp_path: Path) -> None:
