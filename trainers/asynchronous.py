@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from trainers.collectives import Collectives
 from trainers.config import TrialConfig
 from trainers.device import plain
-from trainers.forward import ScaledOptimizer
 from trainers.parameter_server import Shard, Values, slices
-from trainers.synchroniser import Synchroniser
+from trainers.synchroniser import Synchroniser, Updater
 
 SERVER = "server/"
 """In a checkpoint's names: what the parameter server keeps."""
@@ -80,7 +79,7 @@ class Asynchronous(Synchroniser):
         self._clock, self._good = 0, True
         self._pull()
 
-    def update(self, optimizer: torch.optim.Optimizer | ScaledOptimizer) -> bool:
+    def update(self, optimizer: Updater) -> bool:
         """Push the gradients, pull the weights of the next step; False where a replica has diverged."""
         gradient = self._flat([p.grad for p in self._model.parameters() if p.grad is not None])
         pushed = [

@@ -36,6 +36,7 @@ def check_combinations(config: TrialConfig) -> None:
     _check_deferred(config)
     _check_elastic(config)
     _check_fsdp(config)
+    _check_offload(config)
     if config.layout.pp > 1 and config.model.name == "cnn":
         raise ValueError(
             f"layout.pp={config.layout.pp} with model.name=cnn: cuts are made between linear layers; use model.name=mlp"
@@ -115,6 +116,27 @@ def _check_fsdp(config: TrialConfig) -> None:
         raise ValueError(
             f"layout.fsdp=true with optimizer.name={config.optimizer.name}: its step needs norms of whole tensors, a replica has shards; "
             f"use an optimizer other than {', '.join(WHOLE_TENSORS)}, or layout.fsdp=false"
+        )
+
+
+def _check_offload(config: TrialConfig) -> None:
+    """The copy on the CPU is the one that counts, so nobody else may change weights, and updates cannot wait for a GPU's scale."""
+    if not config.memory.offload_optimizer:
+        return
+    if config.device == "cpu":
+        raise ValueError(
+            "memory.offload_optimizer=true with device=cpu: the optimizer's state is in the CPU's memory already; use device=cuda or "
+            "device=auto, or memory.offload_optimizer=false"
+        )
+    if config.sync.name != "synchronous":
+        raise ValueError(
+            f"memory.offload_optimizer=true with sync.name={config.sync.name}: replicas would average weights that the next update writes "
+            "over; use sync.name=synchronous, or memory.offload_optimizer=false"
+        )
+    if config.autocast == "float16":
+        raise ValueError(
+            "memory.offload_optimizer=true with autocast=float16: gradients are divided by their scale on the GPU, in the optimizer's "
+            "place; use autocast=bfloat16, or memory.offload_optimizer=false"
         )
 
 

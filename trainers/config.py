@@ -205,7 +205,7 @@ class TrialConfig:
         telemetry: report where time, memory and energy go, as ``telemetry/...`` (:mod:`trainers.telemetry`).
         profile: steps of which a trace is kept with the trial's files (:mod:`trainers.profile`).
         autocast: ``bfloat16`` or, on cuda, ``float16``: products of a float32 trial in that type (:mod:`trainers.forward`); or ``none``.
-        memory: activation checkpoints, likewise.
+        memory: activation checkpoints, likewise, and the optimizer's state on the CPU (:mod:`trainers.offload`).
         changes: options of the optimizer that change on the way (:mod:`trainers.changes`).
     """
 

@@ -38,10 +38,12 @@ class MemoryConfig:
     Attributes:
         activation_checkpoints: keep only the inputs of segments of layers, compute the rest again in backward.
         segments: of the model, or of a pipeline's stage; None for the root of its number of layers.
+        offload_optimizer: keep a GPU trial's optimizer state on the CPU, and update there (:mod:`trainers.offload`).
     """
 
     activation_checkpoints: bool = False
     segments: int | None = None
+    offload_optimizer: bool = False
 
     def __post_init__(self) -> None:
         at_least("memory.segments", self.segments, 2, "leave it out for the root of the number of layers")

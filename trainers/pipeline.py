@@ -46,7 +46,7 @@ from trainers.layout import DEFERRING, Layout, Place
 from trainers.spans import Spans
 from trainers.split import split
 from trainers.step import Tally, evaluation_batches
-from trainers.synchroniser import Synchroniser
+from trainers.synchroniser import Synchroniser, Updater
 
 SINGLE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 """Schedules of one stage a worker."""
@@ -179,7 +179,7 @@ class Pipeline:
         """Whether this worker holds the last stage, which alone knows loss and answers."""
         return self._stages[-1].last
 
-    def train_step(self, optimizer: torch.optim.Optimizer, batch: Split, sync: Synchroniser) -> tuple[float, int]:
+    def train_step(self, optimizer: Updater, batch: Split, sync: Synchroniser) -> tuple[float, int]:
         """One step of all stages together, each with the whole share ``batch``.
 
         Returns:

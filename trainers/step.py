@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from lns_ops import NonFiniteError
 from trainers.data import Split
-from trainers.forward import ScaledOptimizer
 from trainers.spans import Spans
-from trainers.synchroniser import Synchroniser
+from trainers.synchroniser import Synchroniser, Updater
 
 EVALUATION_BATCH = {"cpu": 2_000, "cuda": 10_000}
 """Examples at a time, by device: few enough for the caches, or many to a launch."""
@@ -42,7 +41,7 @@ class Tally:
 
 def train_step(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | ScaledOptimizer,
+    optimizer: Updater,
     batch: Split,
     sync: Synchroniser | None = None,
     micro_batches: int = 1,

@@ -10,16 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from trainers.bucket_sync import BucketSync
 from trainers.collectives import Collectives
-from trainers.forward import ScaledOptimizer
 from trainers.gradient_sync import GradientSync
 from trainers.powersgd import PowerSGD
 from trainers.wire import WireConfig
+
+
+class Updater(Protocol):
+    """What a training step asks of an optimizer: torch's have it, and what stands between it and one."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+
+    def step(self) -> Any:
+        """Change the weights by the gradients."""
 
 
 class Synchroniser:
@@ -52,7 +61,7 @@ class Synchroniser:
         for step in range(steps):
             yield step, part
 
-    def update(self, optimizer: torch.optim.Optimizer | ScaledOptimizer) -> bool:
+    def update(self, optimizer: Updater) -> bool:
         """Change the weights by the gradients; whether they are still good."""
         optimizer.step()
         return True

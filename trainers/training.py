@@ -41,6 +41,7 @@ from trainers.device import STEPS_TO_CAPTURE, GraphedEpochs, check_device, resol
 from trainers.forward import ScaledOptimizer, set_forward_
 from trainers.init import initialize_
 from trainers.models import build
+from trainers.offload import Offload, OffloadedOptimizer
 from trainers.optimizers import make_optimizer
 from trainers.precision import apply_precision
 from trainers.profile import Profiler
@@ -52,7 +53,7 @@ from trainers.telemetry import Telemetry
 if TYPE_CHECKING:
     from trainers.pipeline import Pipeline
     from trainers.sharding import Sharding
-    from trainers.synchroniser import Synchroniser
+    from trainers.synchroniser import Synchroniser, Updater
 
 STAGE_SEED = 1_000_003
 """Between the seeds of stochastic rounding of two workers' stages."""
@@ -149,7 +150,10 @@ class Training:
         self.collectives = Collectives(self.place.dp_group, self.device, self._spans) if self.place.dp > 1 else None
         self._sharding = self._make_sharding()
         self._own = self._sharding.own if self._sharding else self.model
-        """What this worker updates and keeps: the model, or its shards of it."""
+        """What this worker updates and keeps: the model, its shards of it, or a copy on the CPU of either."""
+        self._offload = Offload(self._own) if config.memory.offload_optimizer else None
+        if self._offload is not None:
+            self._own = self._offload.own
         self._options = config.optimizer
         self.optimizer = self._make_optimizer()
         self._steps_per_epoch = len(self.data.train.y) // config.batch_size
@@ -271,7 +275,7 @@ class Training:
     def _train_batches(self) -> Tally:
         if self.diverged:
             return Tally()
-        if self.device.type == "cuda" and self.world_size == 1 and not self.config.lr_schedule.varies and self.scaler is None:
+        if self._replays:
             return self._replay_batches()
         tally, finite = Tally(), True
         self.sync.begin_epoch()
@@ -293,10 +297,21 @@ class Training:
         return tally
 
     def _train_step(self, batch: Split) -> tuple[float, int]:
+        optimizer = self._updater()
         if self.pipeline is not None:
-            return self.pipeline.train_step(self.optimizer, batch, self.sync)
-        optimizer = self.optimizer if self.scaler is None else ScaledOptimizer(self.optimizer, self.scaler)
+            return self.pipeline.train_step(optimizer, batch, self.sync)
         return train_step(self.model, optimizer, batch, self.sync, self.config.layout.micro_batches, self._spans)
+
+    def _updater(self) -> Updater:
+        if self._offload is not None:
+            return OffloadedOptimizer(self.optimizer, self._offload)
+        return self.optimizer if self.scaler is None else ScaledOptimizer(self.optimizer, self.scaler)
+
+    @property
+    def _replays(self) -> bool:
+        """Whether a step can be captured: it runs on this GPU alone, and the same every time."""
+        alone = self.device.type == "cuda" and self.world_size == 1 and self._offload is None
+        return alone and not self.config.lr_schedule.varies and self.scaler is None
 
     @property
     def _counts(self) -> bool:
@@ -399,6 +414,8 @@ class Training:
         if self.scaler is not None and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
         load_model_tensors(self._own, self.optimizer, self._sharding.parts(tensors) if self._sharding else tensors)
+        if self._offload is not None:
+            self._offload.push()
         alike = all(get(saved_config) == get(self.config) for get in map(attrgetter, RANKS_SHARE))
         self.sync.load_state(of_rank(tensors, self.rank, self.device) if alike else {})
         self.epoch, self.diverged = int(state["epoch"]), bool(state["diverged"])
