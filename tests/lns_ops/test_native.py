@@ -118,6 +118,7 @@ print(cpu.matmul(x, x, lns12).astype(np.int64).sum(), cpu.add(x, x, lns12).astyp
 """
 
 
+@pytest.mark.slow
 def test_two_processes_may_compile_at_once(folder: Path) -> None:
     command = [sys.executable, "-W", "error", "-c", PRODUCT]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) for _ in range(2)]

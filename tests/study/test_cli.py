@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -37,6 +38,29 @@ def lns_study(*arguments: str, cwd: Path, **environment: str) -> subprocess.Comp
     )
 
 
+@dataclass
+class Here:
+    """The same command line in this process, which spares its imports; in ``folder``."""
+
+    folder: Path
+    capture: pytest.CaptureFixture[str]
+
+    def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Its exit code and what it printed."""
+        self.capture.readouterr()
+        code = main(arguments)
+        printed = self.capture.readouterr()
+        return subprocess.CompletedProcess(arguments, code, printed.out, printed.err)
+
+
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Here]:
+    monkeypatch.chdir(folder)
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    yield Here(folder, capsys)
+    signal.signal(signal.SIGTERM, on_sigterm)
+
+
 def assert_refused(done: subprocess.CompletedProcess[str], *said: str) -> None:
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
@@ -58,15 +82,17 @@ def test_help(command: list[str], tmp_path: Path) -> None:
     assert "lns-study" in done.stdout
 
 
-def test_dry_run_prints_every_trial_and_writes_nothing(folder: Path) -> None:
-    done = lns_study("run", "tiny", "seeds=[0,1]", "--dry-run", cwd=folder)
+def test_dry_run_prints_every_trial_and_writes_nothing(here: Here) -> None:
+    done = here("run", "tiny", "seeds=[0,1]", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("seed 0") == done.stdout.count("seed 1") == 2
-    assert not (folder / "studies").exists()
+    assert not (here.folder / "studies").exists()
 
 
 @pytest.mark.parametrize("name", ["mnist", "auto"])
-def test_dry_run_downloads_nothing_and_says_what_a_run_would(folder: Path, name: str) -> None:
+def test_dry_run_downloads_nothing_and_says_what_a_run_would(here: Here, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = here.folder
+
     class Mirror(http.server.BaseHTTPRequestHandler):
         asked: ClassVar[list[str]] = []
 
@@ -78,9 +104,9 @@ def test_dry_run_downloads_nothing_and_says_what_a_run_would(folder: Path, name:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}"
     nowhere = {"LNS_STUDY_DATA": "", "XDG_CACHE_HOME": str(folder / "cache"), "LNS_STUDY_MNIST_URL": url}
-    done = lns_study(
-        "run", "tiny", f"trial.data.name={name}", "trial.data.validation_size=null", "--dry-run", cwd=folder, **nowhere
-    )
+    for variable, value in nowhere.items():
+        monkeypatch.setenv(variable, value)
+    done = here("run", "tiny", f"trial.data.name={name}", "trial.data.validation_size=null", "--dry-run")
     server.shutdown()
     server.server_close()
     assert done.returncode == 0, done.stderr
@@ -98,6 +124,17 @@ def test_dry_run_downloads_nothing_and_says_what_a_run_would(folder: Path, name:
     ("overrides", "said"),
     [
         (["trial.epoch=3"], ["trial.epoch", "trial.epochs"]),
+        (["address=127.0.0.1:9"], ["address='127.0.0.1:9'", "no Ray cluster answers", "ray start --head"]),
+    ],
+)
+def test_a_process_refuses_bad_input_before_any_work(folder: Path, overrides: list[str], said: list[str]) -> None:
+    assert_refused(lns_study("run", "tiny", *overrides, cwd=folder), *said)
+    assert not list(folder.glob("studies/*/ledger.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
         (["trial.epochs=many"], ["many", "whole number"]),
         (["trial.precision.format=lns(3,7)"], ["fraction_bits=7", "at most 1"]),
         (["trial.data.train_size=99999"], ["train_size=99999", "1200"]),
@@ -108,28 +145,26 @@ def test_dry_run_downloads_nothing_and_says_what_a_run_would(folder: Path, name:
         ),
         (["trial.workers=64", "trial.batch_size=64"], ["workers=64", "64 CPUs", "cpus=2"]),
         (["storage=/proc/nowhere"], ["/proc/nowhere", "written"]),
-        (["address=127.0.0.1:9"], ["address='127.0.0.1:9'", "no Ray cluster answers", "ray start --head"]),
         (["address=ray://127.0.0.1:9"], ["address='ray://127.0.0.1:9'", "use `ray job submit"]),
         (["tracking_uri=http://127.0.0.1:9"], ["http://127.0.0.1:9", "no MLflow tracking store answers"]),
         (["trial.data.name=mnist", "trial.data.root=/nowhere"], ["/nowhere", "train-images-idx3-ubyte"]),
     ],
 )
-def test_bad_input_is_refused_before_any_work(folder: Path, overrides: list[str], said: list[str]) -> None:
-    assert_refused(lns_study("run", "tiny", *overrides, cwd=folder), *said)
-    assert not list(folder.glob("studies/*/ledger.jsonl"))
+def test_bad_input_is_refused_before_any_work(here: Here, overrides: list[str], said: list[str]) -> None:
+    assert_refused(here("run", "tiny", *overrides), *said)
+    assert not list(here.folder.glob("studies/*/ledger.jsonl"))
 
 
-def test_corrupt_mnist_is_refused(folder: Path) -> None:
+def test_corrupt_mnist_is_refused(here: Here) -> None:
+    folder = here.folder
     for name in ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"):
         (folder / name).write_bytes(b"not an IDX file at all")
-    done = lns_study(
-        "run", "tiny", "trial.data.name=mnist", "trial.data.validation_size=null", f"trial.data.root={folder}", cwd=folder
-    )
+    done = here("run", "tiny", "trial.data.name=mnist", "trial.data.validation_size=null", f"trial.data.root={folder}")
     assert_refused(done, "train-images-idx3-ubyte", "magic number")
 
 
-def test_unknown_study_in_report(folder: Path) -> None:
-    assert_refused(lns_study("report", "nothing", cwd=folder), "nothing", "holds no study")
+def test_unknown_study_in_report(here: Here) -> None:
+    assert_refused(here("report", "nothing"), "nothing", "holds no study")
 
 
 def test_a_study_that_another_process_runs_is_refused(folder: Path) -> None:
@@ -137,19 +172,20 @@ def test_a_study_that_another_process_runs_is_refused(folder: Path) -> None:
         assert_refused(lns_study("run", "tiny", cwd=folder), str(os.getpid()), "is running this study")
 
 
-def test_another_study_in_the_same_folder_is_refused(folder: Path) -> None:
+def test_another_study_in_the_same_folder_is_refused(here: Here) -> None:
+    folder = here.folder
     study = load(str(folder / "tiny.yaml"), ["name=a/b", f"storage={folder / 'studies'}"])
     with Ledger(study.folder) as ledger:
         ledger.append(**{key: value for key, value in made_up_events(study)[0].items() if key != "time"})
-    assert_refused(lns_study("run", "tiny", "name=a-b", cwd=folder), "name='a-b'", str(study.folder), "'a/b'", "name=a/b")
+    assert_refused(here("run", "tiny", "name=a-b"), "name='a-b'", str(study.folder), "'a/b'", "name=a/b")
     assert len(read_ledger(study.folder)) == 1
 
 
-def test_a_taken_port_is_refused(tmp_path: Path) -> None:
+def test_a_taken_port_is_refused(here: Here) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        assert_refused(lns_study("ui", "--port", str(taken.getsockname()[1]), cwd=tmp_path), "port=", "--port")
+        assert_refused(here("ui", "--port", str(taken.getsockname()[1])), "port=", "--port")
 
 
 def test_report_from_a_ledger_alone(folder: Path) -> None:
@@ -171,14 +207,15 @@ def test_report_from_a_ledger_alone(folder: Path) -> None:
         (None, "must be a folder"),
     ],
 )
-def test_a_report_that_cannot_work_is_refused_and_writes_nothing(folder: Path, uri: str | None, said: str) -> None:
+def test_a_report_that_cannot_work_is_refused_and_writes_nothing(here: Here, uri: str | None, said: str) -> None:
+    folder = here.folder
     study = load(str(folder / "tiny.yaml"), [f"storage={folder / 'studies'}"])
     with Ledger(study.folder) as ledger:
         for event in made_up_events(study):
             ledger.append(**{key: value for key, value in event.items() if key != "time"})
     if uri is None:
         (study.folder / "report").write_text("in the way")
-    assert_refused(lns_study("report", "tiny", *(["--tracking-uri", uri] if uri else []), cwd=folder), said)
+    assert_refused(here("report", "tiny", *(["--tracking-uri", uri] if uri else [])), said)
     assert not list(study.folder.glob("report/*"))
     assert not (folder / "studies" / "mlflow.db").exists()
 
