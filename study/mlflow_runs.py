@@ -388,10 +388,11 @@ def profiles(folder: Path, trial: TrialState) -> list[Path]:
 
 
 def layout_of(config: Mapping[str, Any]) -> str:
-    """How a trial is spread: ``1 worker``, ``dp 2``, ``dp 2 x pp 2``, ``dp 2 sharded``."""
+    """How a trial is spread: ``1 worker``, ``dp 2``, ``dp 2 x pp 2``, ``tp 2``, ``dp 2 sharded``."""
     layout = config.get("layout", {})
-    workers, pp = int(config["workers"]), int(layout.get("pp") or 1)
+    workers, pp, tp = int(config["workers"]), int(layout.get("pp") or 1), int(layout.get("tp") or 1)
     if workers == 1:
         return "1 worker"
-    parts = [f"dp {workers // pp}"] * (workers // pp > 1) + [f"pp {pp}"] * (pp > 1)
+    degrees = {"dp": workers // (pp * tp), "pp": pp, "tp": tp}
+    parts = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
     return " x ".join(parts) + (" sharded" if layout.get("fsdp") else "")

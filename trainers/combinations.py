@@ -37,6 +37,7 @@ def check_combinations(config: TrialConfig) -> None:
     _check_elastic(config)
     _check_fsdp(config)
     _check_offload(config)
+    _check_tp(config)
     if config.layout.pp > 1 and config.model.name == "cnn":
         raise ValueError(
             f"layout.pp={config.layout.pp} with model.name=cnn: cuts are made between linear layers; use model.name=mlp"
@@ -140,6 +141,54 @@ def _check_offload(config: TrialConfig) -> None:
         )
 
 
+def _check_tp(config: TrialConfig) -> None:
+    """Parts are of a float32 net's linear layers, whose replicas take every step together."""
+    tp, hidden = config.layout.tp, config.model.hidden
+    if tp == 1:
+        return
+    if config.precision.format != "float32":
+        raise ValueError(
+            f"layout.tp={tp} with precision.format={config.precision.format}: torch cuts tensors of floats, not codes nor the copies that "
+            "simulated formats keep, and sums of parts would be rounded in another order; use precision.format=float32, or layout.tp=1"
+        )
+    if config.model.name != "mlp" or not hidden:
+        raise ValueError(
+            f"layout.tp={tp} with model.name={config.model.name}, model.hidden={list(hidden)}: linear layers are cut in pairs; use "
+            "model.name=mlp with a hidden layer, or layout.tp=1"
+        )
+    if any(width % tp for width in hidden[::2]):
+        raise ValueError(
+            f"layout.tp={tp} with model.hidden={list(hidden)}: the first, third, ... width is cut, and {list(hidden[::2])} / {tp} are not "
+            f"all whole numbers; use multiples of {tp} there, or layout.tp=1"
+        )
+    if config.layout.pp > 1 or config.layout.fsdp:
+        raise ValueError(
+            f"layout.tp={tp} with layout.pp={config.layout.pp}, layout.fsdp={str(config.layout.fsdp).lower()}: a tensor is cut in one way "
+            "here; use layout.pp=1 and layout.fsdp=false, or layout.tp=1"
+        )
+    if config.min_workers is not None:
+        raise ValueError(
+            f"layout.tp={tp} with min_workers={config.min_workers}: without one worker a replica lacks parts; leave out min_workers, or "
+            "use layout.tp=1"
+        )
+    wire, sync = config.wire, config.sync
+    if sync.name != "synchronous" or wire.bucket_cap_mb is not None:
+        raise ValueError(
+            f"layout.tp={tp} with sync.name={sync.name}, wire.bucket_cap_mb={wire.bucket_cap_mb}: the workers of a replica must step "
+            "alike, and would end rounds, fill buckets or see a server each by its own parts; use sync.name=synchronous and no "
+            "wire.bucket_cap_mb, or layout.tp=1"
+        )
+    if config.autocast == "float16":
+        raise ValueError(
+            f"layout.tp={tp} with autocast=float16: a worker sees overflows in its own parts alone; use autocast=bfloat16, or layout.tp=1"
+        )
+    if config.optimizer.name in WHOLE_TENSORS:
+        raise ValueError(
+            f"layout.tp={tp} with optimizer.name={config.optimizer.name}: its step needs norms of whole tensors, a worker has parts; use "
+            f"an optimizer other than {', '.join(WHOLE_TENSORS)}, or layout.tp=1"
+        )
+
+
 def _check_deferred(config: TrialConfig) -> None:
     """Weight gradients that wait need layers that leave them."""
     if config.layout.schedule not in DEFERRING:
@@ -222,8 +271,8 @@ def _check_wire(config: TrialConfig) -> None:
     wire, precision = config.wire, config.precision
     if wire.name != "native" and config.layout.replicas(config.workers) == 1:
         raise ValueError(
-            f"wire.name={wire.name} with one replica (workers={config.workers}, layout.pp={config.layout.pp}): no gradient travels; use "
-            "wire.name=native, or more workers"
+            f"wire.name={wire.name} with one replica (workers={config.workers}, layout.pp={config.layout.pp}, layout.tp="
+            f"{config.layout.tp}): no gradient travels; use wire.name=native, or more workers"
         )
     if wire.bucket_cap_mb is not None and config.layout.pp > 1:
         raise ValueError(
@@ -242,8 +291,8 @@ def _check_sync(config: TrialConfig) -> None:
     if (sync.name != "synchronous" or sync.straggler_seconds) and config.layout.replicas(config.workers) == 1:
         raise ValueError(
             f"sync.name={sync.name}, sync.straggler_seconds={sync.straggler_seconds:g} with one replica (workers="
-            f"{config.workers}, layout.pp={config.layout.pp}): there is none to wait for or to average with; use "
-            "sync.name=synchronous, or more workers"
+            f"{config.workers}, layout.pp={config.layout.pp}, layout.tp={config.layout.tp}): there is none to wait for or to average with; "
+            "use sync.name=synchronous, or more workers"
         )
     if sync.local and (wire.name == "powersgd" or wire.sum == "lns"):
         raise ValueError(

@@ -191,7 +191,7 @@ class TrialConfig:
         epochs: passes over the training examples.
         batch_size: examples a step, over all workers together.
         seed: of the initial weights and the data order.
-        workers: processes that train together, the layout's dp x pp.
+        workers: processes that train together, the layout's dp x pp x tp.
         min_workers: with executor=train, go on with as few as so many data-parallel workers where there is no room for ``workers``, and
             with more when there is; None for all or none.
         threads: CPU threads a worker computes with.

@@ -43,9 +43,19 @@ def _mesh(world: dist.ProcessGroup, device_type: str, names: tuple[str, ...], si
 def leave() -> None:
     """End this process's groups and, where the caller keeps nothing that refers to them (a ``Training`` does), their threads."""
     _mesh.cache_clear()
-    if "torch.distributed.tensor" in sys.modules:  # sharded models load it
-        from torch.distributed.tensor import debug
-
-        debug._clear_sharding_prop_cache()
+    if "torch.distributed.tensor" in sys.modules:  # models in shards or parts load it
+        _clear_tensor_caches()
     gc.collect()
     dist.destroy_process_group()
+
+
+def _clear_tensor_caches() -> None:
+    """Those of sharding rules and redistributions have functions that clear them; others, some in closures, are functools' own."""
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    cached = type(_mesh)
+    for function in gc.get_objects():
+        if type(function) is cached and function.__module__.startswith("torch.distributed.tensor"):
+            function.cache_clear()

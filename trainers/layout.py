@@ -1,7 +1,8 @@
 """Layout: how the workers of one trial share its model and its batches, and the only place that knows their ranks.
 
 ``workers`` processes form a grid of ``pp`` pipeline stages by ``dp`` replicas, ``dp * pp = workers``. Rank ``r`` has stage
-``r // dp`` of replica ``r % dp``: neighbours in rank are replicas of one stage, which exchange most. Every replica takes
+``r // dp`` of replica ``r % dp``: neighbours in rank are replicas of one stage, which exchange most. Or, with ``dp * tp = workers``, it has
+part ``r % tp`` of replica ``r // tp``: parts of one replica exchange more than replicas. Every replica takes
 ``batch_size / dp`` examples of a batch and goes through them in ``micro_batches`` equal parts, whose gradients it adds up in order; at
 ``pp=1`` that is gradient accumulation, with stages it is what keeps them busy at the same time.
 
@@ -30,7 +31,7 @@ class Layout:
     """The degrees of a trial's parallelism.
 
     Attributes:
-        dp: replicas of the model; None for ``workers / pp``.
+        dp: replicas of the model; None for ``workers / (pp tp)``.
         pp: pipeline stages that each replica is cut into, one worker each.
         schedule: order of a stage's work: ``1f1b`` (one forward, one backward in turn; holds the activations of at most ``pp``
             micro-batches), ``gpipe`` (all forwards, then all backwards), ``interleaved`` (1f1b, every worker with ``virtual_stages``
@@ -39,6 +40,7 @@ class Layout:
         micro_batches: equal parts that a replica's share of a batch is taken in.
         virtual_stages: stages a worker holds; 1 under 1f1b and gpipe, 2 under zbv and dualpipev.
         fsdp: shard parameters, gradients and optimizer state over the replicas (:mod:`trainers.sharding`); float32 alone.
+        tp: workers that each linear layer of a replica is cut over (:mod:`trainers.tensor_parallel`); float32 alone.
     """
 
     dp: int | None = None
@@ -47,10 +49,11 @@ class Layout:
     micro_batches: int = 1
     virtual_stages: int = 1
     fsdp: bool = False
+    tp: int = 1
 
     def __post_init__(self) -> None:
-        at_least("layout.dp", self.dp, 1, "leave it out for workers / pp")
-        for name in ("pp", "micro_batches", "virtual_stages"):
+        at_least("layout.dp", self.dp, 1, "leave it out for workers / (pp tp)")
+        for name in ("pp", "micro_batches", "virtual_stages", "tp"):
             at_least(f"layout.{name}", getattr(self, name), 1, f"use for example layout.{name}={getattr(Layout, name)}")
         one_of("layout.schedule", self.schedule, SCHEDULES)
         if self.pp > 1:
@@ -101,7 +104,7 @@ class Layout:
 
     def replicas(self, workers: int) -> int:
         """``dp``, with None worked out from ``workers``."""
-        return self.dp or workers // self.pp
+        return self.dp or workers // (self.pp * self.tp)
 
     def check(self, *, workers: int, batch_size: int, layers: int) -> None:
         """Refuse what does not come out even.
@@ -115,10 +118,11 @@ class Layout:
             ValueError: with the equation that does not hold.
         """
         dp = self.replicas(workers)
-        if dp * self.pp != workers:
+        if dp * self.pp * self.tp != workers:
+            cuts = f"pp {self.pp}" + (f" * tp {self.tp}" if self.tp > 1 else "")
             raise ValueError(
-                f"dp {dp} * pp {self.pp} != workers {workers}: every worker is one stage of one replica; use "
-                f"workers={dp * self.pp or self.pp}, or other degrees"
+                f"dp {dp} * {cuts} != workers {workers}: every worker is one part of one replica; use "
+                f"workers={max(dp, 1) * self.pp * self.tp}, or other degrees"
             )
         if batch_size % dp:
             raise ValueError(
@@ -141,9 +145,18 @@ class Layout:
 
         With one worker, or one process that stands for all (``workers=1``), there is no group. At pp=1 the default group serves.
         """
+        if workers > 1 and self.tp > 1:
+            mesh = groups.mesh(device_type, dp=self.replicas(workers), tp=self.tp)
+            return Place(
+                dp=self.replicas(workers),
+                dp_rank=mesh.get_local_rank("dp"),
+                dp_group=mesh.get_group("dp"),
+                tp_rank=mesh.get_local_rank("tp"),
+                parts=mesh["tp"],
+            )
         if workers == 1 or self.pp == 1:
-            mesh = groups.mesh(device_type, dp=workers) if self.fsdp and workers > 1 else None
-            return Place(dp=workers, dp_rank=rank, dp_group=dist.group.WORLD if workers > 1 else None, shards=mesh)
+            shards = groups.mesh(device_type, dp=workers) if self.fsdp and workers > 1 else None
+            return Place(dp=workers, dp_rank=rank, dp_group=dist.group.WORLD if workers > 1 else None, shards=shards)
         dp = self.replicas(workers)
         mesh = groups.mesh(device_type, pp=self.pp, dp=dp)
         return Place(
@@ -167,6 +180,8 @@ class Place:
         dp_group: the same stage of all replicas, by dp_rank; None without other workers.
         pp_group: all stages of this replica, by pp_rank; None at pp=1.
         shards: the replicas that a model is sharded over; None without ``fsdp``.
+        tp_rank: which part of its replica.
+        parts: the workers of this replica, by tp_rank; None at tp=1.
     """
 
     dp: int = 1
@@ -176,3 +191,5 @@ class Place:
     dp_group: dist.ProcessGroup | None = None
     pp_group: dist.ProcessGroup | None = None
     shards: DeviceMesh | None = None
+    tp_rank: int = 0
+    parts: DeviceMesh | None = None

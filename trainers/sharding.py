@@ -9,8 +9,7 @@ beside one whole layer at a time. torch would take the mean of gradients; here l
 ``3 m (N - 1) / N B`` a step: an all-gather forwards, one backwards and a reduce-scatter. With two ranks and m = 1 these are 6 bytes a
 parameter; replicas that keep everything send 4. They are counted where they are sent.
 
-*Optimizer.* It has the shards, as plain tensors over the memory that torch gathers from, so each of :mod:`lns_ops.optim` serves whose
-step takes elements one by one. *Checkpoints* have whole tensors, the same as of any other layout.
+Optimizer and checkpoints: :mod:`trainers.parts`.
 
 On a GPU transfers run beside the computation, on streams of torch's; telemetry cannot tell what is waited for there and leaves a
 step's time undivided.
@@ -29,9 +28,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.tensor import DTensor
 
 from trainers.collectives import Collectives
+from trainers.parts import Parts, hand_gradients_, shapes_of
 from trainers.synchroniser import Synchroniser
 
 
@@ -60,29 +59,25 @@ class _SumScatter(_Allocating, ReduceScatter):
         self._collectives.reduce_scatter_into(output_tensor, input_tensor)
 
 
-class Sharding:
+class Sharding(Parts):
     """One replica's shards of a model.
 
     Args:
         model: float32, the same on every replica; sharded in place, each of its layers by itself.
         mesh: the replicas.
         collectives: of the same.
-
-    Attributes:
-        own: a module with the shards as its parameters, under the names they have in ``model``; for an optimizer, not to be called.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, collectives: Collectives) -> None:
-        self._model, self._collectives = model, collectives
-        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        shapes = shapes_of(model)
         for layer in model.children():
             if any(True for _ in layer.parameters()):
                 fully_shard(layer, mesh=mesh, reshard_after_forward=True)
         fully_shard(model, mesh=mesh)
+        super().__init__(model, shapes, collectives)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 self._sum_and_count_(module)
-        self.own = _own(model)
 
     def _sum_and_count_(self, module: FSDPModule) -> None:
         module.set_gradient_divide_factor(1.0)
@@ -95,36 +90,19 @@ class Sharding:
         assert isinstance(self._model, FSDPModule)
         return ShardedSync(self._model, self.own, self._collectives)
 
-    def whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What :func:`trainers.state.model_tensors` has of :attr:`own`, made whole, on rank 0; collective, and empty on the others."""
-        own = dict(self.own.named_parameters())
-        found: dict[str, Tensor] = {}
-        for path, tensor in tensors.items():
-            name = path.split("/")[-1]
-            sharded = tensor.shape == own[name].shape
-            value = self._gathered(tensor, self._shapes[name]) if sharded else tensor
-            if self._collectives.rank == 0:
-                found[path] = value.cpu()
-        return found
-
-    def parts(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This replica's parts of the ``tensors`` of a checkpoint; those without the shape of a parameter as they are."""
-        return {path: self._part(tensor, self._shapes.get(path.split("/")[-1])) for path, tensor in tensors.items()}
-
     def _rows(self, shape: torch.Size) -> int:
         return -(-shape[0] // self._collectives.size)
 
-    def _gathered(self, shard: Tensor, shape: torch.Size) -> Tensor:
-        padded = torch.zeros(self._rows(shape), *shape[1:], dtype=shard.dtype, device=self._collectives.device)
-        padded[: len(shard)] = shard
+    def _gathered(self, name: str, part: Tensor) -> Tensor:
+        shape = self._shapes[name]
+        padded = torch.zeros(self._rows(shape), *shape[1:], dtype=part.dtype, device=self._collectives.device)
+        padded[: len(part)] = part
         gathered_NB = self._collectives.all_gather(padded.view(-1).view(torch.uint8))
-        return gathered_NB.view(-1).view(shard.dtype).view(-1, *shape[1:])[: shape[0]]
+        return gathered_NB.view(-1).view(part.dtype).view(-1, *shape[1:])[: shape[0]]
 
-    def _part(self, tensor: Tensor, shape: torch.Size | None) -> Tensor:
-        if tensor.shape != shape:
-            return tensor
-        start = self._collectives.rank * self._rows(shape)
-        return tensor[start : start + self._rows(shape)].clone()
+    def _part(self, name: str, whole: Tensor) -> Tensor:
+        rows = self._rows(whole.shape)
+        return whole[self._collectives.rank * rows : (self._collectives.rank + 1) * rows].clone()
 
 
 class ShardedSync(Synchroniser):
@@ -150,8 +128,7 @@ class ShardedSync(Synchroniser):
         """Hand the optimizer its shards of the gradients; False on every rank where a loss is not finite."""
         if not self._collectives.all_true(finite):
             return False
-        for shard, parameter in zip(self._own.parameters(), parameters, strict=True):
-            shard.grad = None if parameter.grad is None else _local(parameter.grad)
+        hand_gradients_(self._own, parameters)
         return True
 
     @contextmanager
@@ -161,18 +138,3 @@ class ShardedSync(Synchroniser):
             yield
         finally:
             self._model.reset_iter_state()
-
-
-def _own(module: nn.Module) -> nn.Module:
-    """A module like ``module`` without its code, with the local part of each parameter."""
-    own = nn.Module()
-    for name, parameter in module.named_parameters(recurse=False):
-        own.register_parameter(name, nn.Parameter(_local(parameter.detach())))
-    for name, child in module.named_children():
-        own.add_module(name, _own(child))
-    return own
-
-
-def _local(tensor: Tensor) -> Tensor:
-    assert isinstance(tensor, DTensor)
-    return tensor.to_local()

@@ -23,6 +23,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,13 +70,21 @@ class Telemetry:
         aligned: whether all workers take the same steps.
         ceiling: gives the kernel's multiply-accumulates a second; asked once.
         waits: whether spans tell all waiting; without, a step's time is not divided.
+        formulas: of operations, instead of torch's FLOP counter's own.
     """
 
     def __init__(
-        self, spans: Spans, device: torch.device, world_size: int, aligned: bool, ceiling: Callable[[], float], waits: bool = True
+        self,
+        spans: Spans,
+        device: torch.device,
+        world_size: int,
+        aligned: bool,
+        ceiling: Callable[[], float],
+        waits: bool = True,
+        formulas: dict[Any, Callable[..., int]] | None = None,
     ) -> None:
         self._spans, self._device, self._world_size, self._aligned, self._ceiling = spans, device, world_size, aligned, ceiling
-        self._told = _PARTS if waits else _PARTS[:1]
+        self._told, self._formulas = _PARTS if waits else _PARTS[:1], formulas
         self._gpu = GPUCounters(torch.cuda.current_device() if device.type == "cuda" else None)
         self._ceiling_rate: float | None = None
         self._macs: float | None = None
@@ -88,7 +97,7 @@ class Telemetry:
         if self._macs is not None:
             yield
             return
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False, custom_mapping=self._formulas) as counter:
             yield
         self._macs = counter.get_total_flops() / 2 / steps
 

@@ -43,6 +43,7 @@ from trainers.init import initialize_
 from trainers.models import build
 from trainers.offload import Offload, OffloadedOptimizer
 from trainers.optimizers import make_optimizer
+from trainers.parts import make_parts
 from trainers.precision import apply_precision
 from trainers.profile import Profiler
 from trainers.spans import Spans
@@ -52,14 +53,13 @@ from trainers.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from trainers.pipeline import Pipeline
-    from trainers.sharding import Sharding
     from trainers.synchroniser import Synchroniser, Updater
 
 STAGE_SEED = 1_000_003
 """Between the seeds of stochastic rounding of two workers' stages."""
 
 
-RANKS_SHARE = ("workers", "layout.pp", "layout.dp", "layout.virtual_stages", "wire", "sync.name")
+RANKS_SHARE = ("workers", "layout.pp", "layout.tp", "layout.dp", "layout.virtual_stages", "wire", "sync.name")
 """Keys in which two trials must agree for a rank of one to take what belonged to the same rank of the other."""
 
 
@@ -148,9 +148,11 @@ class Training:
             assert isinstance(self.model, nn.Sequential)
             set_forward_(self.model, config.memory, config.autocast, self.scaler)
         self.collectives = Collectives(self.place.dp_group, self.device, self._spans) if self.place.dp > 1 else None
-        self._sharding = self._make_sharding()
-        self._own = self._sharding.own if self._sharding else self.model
-        """What this worker updates and keeps: the model, its shards of it, or a copy on the CPU of either."""
+        tp_group = self.place.parts.get_group() if self.place.parts is not None else None
+        self._within = Collectives(tp_group, self.device, self._spans) if tp_group is not None else None
+        self._parts = make_parts(self.model, self.place, self.collectives, self._within, config.wire, config.seed)
+        self._own = self._parts.own if self._parts else self.model
+        """What this worker updates and keeps: the model, its parts of it, or a copy on the CPU of either."""
         self._offload = Offload(self._own) if config.memory.offload_optimizer else None
         if self._offload is not None:
             self._own = self._offload.own
@@ -219,17 +221,9 @@ class Training:
         fmt = precision.lns_format if precision.scope == "everywhere" else None
         return Pipeline(model, self.config.layout, self.place, examples, fmt, self.device, self._spans, self.config.memory)
 
-    def _make_sharding(self) -> Sharding | None:
-        if self.place.shards is None:
-            return None
-        from trainers.sharding import Sharding  # torch's, too, takes a while to load
-
-        assert self.collectives is not None
-        return Sharding(self.model, self.place.shards, self.collectives)
-
     def _make_sync(self) -> Synchroniser:
-        if self._sharding is not None:
-            return self._sharding.synchroniser()
+        if self._parts is not None:
+            return self._parts.synchroniser()
         return make_synchroniser(self.config, self.model, self.optimizer, self.collectives)
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
@@ -256,14 +250,15 @@ class Training:
 
         aligned = self.config.sync.name != "asynchronous"
         waits = not (self.config.layout.fsdp and device == "cuda")
-        return Telemetry(self._spans, self.device, self.world_size, aligned, ceiling, waits)
+        formulas = self._parts.formulas if self._parts else None
+        return Telemetry(self._spans, self.device, self.world_size, aligned, ceiling, waits, formulas)
 
     def _counting(self, steps: int = 1) -> AbstractContextManager[None]:
         """Around the trial's first step, or ``steps`` of them."""
         return nullcontext() if self._telemetry is None else self._telemetry.counting(steps)
 
     def _sent(self) -> int:
-        return (self.collectives.sent if self.collectives else 0) + (self.pipeline.sent if self.pipeline else 0)
+        return sum(part.sent for part in (self.collectives, self._within, self.pipeline) if part is not None)
 
     def _traffic(self, sent: int, steps: int) -> dict[str, float]:
         """Bytes that the workers sent, a mean over them."""
@@ -365,6 +360,9 @@ class Training:
         return self._over_ranks(tally).metrics(name)
 
     def _over_ranks(self, tally: Tally) -> Tally:
+        """The sum over the workers; of those that have computed the same examples together, the first counts."""
+        if self.place.tp_rank:
+            tally = Tally()
         loss, wrong, examples = self._summed([tally.loss, float(tally.wrong), float(tally.examples)])
         return Tally(loss, int(wrong), int(examples))
 
@@ -388,8 +386,8 @@ class Training:
             progress["scaler"] = self.scaler.state_dict()
         with self.sync.evaluating():
             tensors = model_tensors(self._own, self.optimizer)
-            if self._sharding is not None:
-                tensors = self._sharding.whole(tensors)
+            if self._parts is not None:
+                tensors = self._parts.whole(tensors)
             if self.pipeline is not None:
                 tensors = gather_stages(tensors if self.place.dp_rank == 0 else {}, self.rank, self.world_size)
             if self.rank == 0:
@@ -413,7 +411,7 @@ class Training:
         self._graphed = None
         if self.scaler is not None and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
-        load_model_tensors(self._own, self.optimizer, self._sharding.parts(tensors) if self._sharding else tensors)
+        load_model_tensors(self._own, self.optimizer, self._parts.parts(tensors) if self._parts else tensors)
         if self._offload is not None:
             self._offload.push()
         alike = all(get(saved_config) == get(self.config) for get in map(attrgetter, RANKS_SHARE))

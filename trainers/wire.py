@@ -39,6 +39,8 @@ INVERSE = 1 / 127
 """A factor: where a CPU divides by a constant, a GPU multiplies by its reciprocal, which may differ in the last bit."""
 COMPRESSING = ("lns8", "int8", "topk", "powersgd")
 """Formats that need error feedback."""
+JOINT = ("lns8", "int8", "topk")
+"""Formats in which what a value becomes depends on values of other tensors that travel with it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from study.cli import main
 from study.config import StudyConfig
 from study.ledger import FILE, Follower, Ledger
 from study.mlflow_names import NAME_LENGTH, check_loggable, restore, sanitise
-from study.mlflow_runs import KEY_TAG, runs_with_key
+from study.mlflow_runs import KEY_TAG, layout_of, runs_with_key
 from study.mlflow_view import TAG, page, read_view, varied_keys, view_key, view_state
 from study.plan import make_plan
 from study.reconcile import reconcile
@@ -363,3 +363,17 @@ def test_state_of_a_sent_ledger_is_the_ledgers(tracked: Tiny) -> None:
     _, parent, _ = runs_of(study)
     assert fold(events).outcome == "interrupted"
     assert parent.info.status == "KILLED"
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"workers": 1, "layout": {}}, "1 worker"),
+        ({"workers": 4}, "dp 4"),
+        ({"workers": 2, "layout": {"pp": 2}}, "pp 2"),
+        ({"workers": 4, "layout": {"tp": 2}}, "dp 2 x tp 2"),
+        ({"workers": 2, "layout": {"fsdp": True}}, "dp 2 sharded"),
+    ],
+)
+def test_a_layout_has_a_name(config: dict[str, Any], said: str) -> None:
+    assert layout_of(config) == said

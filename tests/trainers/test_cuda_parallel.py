@@ -1,4 +1,4 @@
-"""Several GPUs: codecs write the bytes they write on a CPU; replicas and stages over NCCL end as one process does."""
+"""Several GPUs: codecs write the bytes they write on a CPU; replicas, stages and parts of layers over NCCL end as one process does."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionC
 from trainers.device import plain
 from trainers.layout import Layout
 from trainers.sync_config import SyncConfig
+from trainers.telemetry import PREFIX
 from trainers.training import Training
 from trainers.wire import FORMATS, WireConfig, make_codec
 
@@ -89,3 +90,26 @@ def test_two_gpus_train_as_one_process_does(tmp_path: Path) -> None:
         assert results[0][name]["metrics"] == results[1][name]["metrics"]
         assert results[0][name]["resumed"] == results[0][name]["metrics"][2:]
         assert results[0][name]["test"]["test/error"] < error + 0.15
+
+
+def in_parts(rank: int, folder: str) -> dict[str, Any]:
+    torch.cuda.set_device(rank)
+    config = replace(BASE, model=ModelConfig(hidden=[32, 17, 16]), layout=Layout(tp=2), telemetry=True)
+    training, metrics, resumed = broken_off(config, rank, WORLD, Path(folder) / "half")
+    return {"metrics": metrics, "resumed": resumed, "telemetry": training.history[0]}
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@needs_gpu
+@needs_two
+def test_two_gpus_with_parts_of_layers_train_as_one_process_does(tmp_path: Path) -> None:
+    """Within the rounding of float32 sums in another order, through four epochs."""
+    single = Training(replace(BASE, model=ModelConfig(hidden=[32, 17, 16]), workers=1, device="cpu"))
+    expected = [single.train_epoch() for _ in range(4)]
+    for result in spawned(in_parts, tmp_path, backend="nccl"):
+        assert result["resumed"] == result["metrics"][2:]
+        assert result["telemetry"][PREFIX + "communication_seconds"] > 0
+        for found, values in zip(result["metrics"], expected, strict=True):
+            assert found["train/loss"] == pytest.approx(values["train/loss"], rel=1e-4)
+            assert found["validation/loss"] == pytest.approx(values["validation/loss"], rel=1e-4)

@@ -64,6 +64,7 @@ PARALLEL = {
     "pp": replace(BASE, workers=WORLD, precision=KAHAN, layout=Layout(pp=2, micro_batches=2)),
     "zero bubble": replace(BASE, workers=WORLD, precision=KAHAN, layout=Layout(pp=2, micro_batches=2, schedule="zero_bubble")),
     "fsdp": replace(BASE, workers=WORLD, precision=PrecisionConfig(kahan_sum=True), layout=Layout(fsdp=True)),
+    "tp": replace(BASE, workers=WORLD, precision=PrecisionConfig(kahan_sum=True), layout=Layout(tp=2)),
 }
 EXACT_ON_A_GPU = [name for name in TRIALS if name.startswith("lns,")]
 """Every number of theirs is a logarithm but the softmax, which both trainings compute on the same device."""
@@ -148,7 +149,7 @@ def in_worker(rank: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_replicas_stages_and_shards_offload_theirs(tmp_path: Path) -> None:
+def test_replicas_stages_shards_and_parts_offload_theirs(tmp_path: Path) -> None:
     for result in spawned(in_worker, tmp_path):
         for name in PARALLEL:
             assert_alike(tmp_path / name, result[f"{name}/offloaded"], result[f"{name}/kept"], exact=True)

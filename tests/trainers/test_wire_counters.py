@@ -30,7 +30,8 @@ from trainers.wire import WireConfig
 
 WORLD, VALUES, STEPS, PORT = 2, 1_000_000, 5, 29511
 EXPECTED = {"float32": 4.0, "float16": 2.0, "lns16": 2.0, "native lns": 2.0, "int8": 1.0, "local SGD every 5": 0.8, "fsdp": 6.0}
-"""Bytes a parameter, rank and step."""
+EXPECTED["tp"] = 4.0
+"""Bytes a parameter, rank and step; of tp an activation."""
 
 
 def loopback_up() -> None:
@@ -63,6 +64,12 @@ def steps_of(name: str, collectives: Collectives) -> tuple[object, ...]:
         sharded = nn.Sequential(nn.Linear(1000, VALUES // 1000, bias=False))
         Sharding(sharded, groups.mesh("cpu", dp=WORLD), collectives)
         return (lambda: sharded(torch.ones(1, 1000)).sum().backward(),)
+    if name == "tp":
+        from trainers.tensor_parallel import TensorParallel
+
+        cut = nn.Sequential(nn.Linear(2, WORLD), nn.ReLU(), nn.Linear(WORLD, 1000))
+        TensorParallel(cut, groups.mesh("cpu", dp=1, tp=WORLD)["tp"], collectives)
+        return (lambda: cut(torch.ones(VALUES // 1000, 2)).sum().backward(),)
     sync = GradientSync(WireConfig(name="native" if name == "native lns" else name), collectives)
 
     def step() -> None:
