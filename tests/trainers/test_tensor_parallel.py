@@ -268,10 +268,13 @@ def test_parts_begin_with_the_bits_of_the_whole(folder: Path, two: list[dict[str
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(TRIALS))
 def test_the_bytes_sent_are_those_of_the_formula(two: list[dict[str, Any]], name: str) -> None:
+    """Over steps too, which are told by the examples that a replica has met: once, not once a worker."""
+    parameters = sum(p.numel() for layer in linear_shapes(TRIALS[name])[0] for p in layer.parameters())
     size = 2 if name == "autocast" else 4
     again = 64 * 4 * 17 if name == "segments" else 0  # the first pair's sum, computed again for backward
     for metrics in two[0][name]["metrics"]:
         assert metrics["bytes/sent"] == STEPS * (activations(TRIALS[name], 64, size) + again)
+        assert metrics["bytes/parameter_step"] == metrics["bytes/sent"] / (parameters * STEPS)
 
 
 @pytest.mark.slow
