@@ -54,3 +54,14 @@ def test_import_leaves_torch_threads_alone() -> None:
         "import torch; torch.set_num_threads(1); n = torch.get_num_threads(); import lns_ops; print(n == torch.get_num_threads())"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "True"
+
+
+@pytest.mark.parametrize("precision", ["", "precision=PrecisionConfig(format='lns12', kahan_sum=True)"])
+def test_a_trial_loads_neither_torchs_compiler_nor_scikit_learn(precision: str) -> None:
+    """Seconds that every process of a study would need before its first step."""
+    code = (
+        "import sys; from trainers.config import *; from trainers.training import Training; "
+        f"training = Training(TrialConfig(data=DataConfig(name='digits', train_size=256), epochs=1, {precision})); "
+        "training.train_epoch(); training.test(); print([m for m in ('torch._dynamo', 'sklearn', 'ray', 'pandas') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any, TypedDict, overload
@@ -79,6 +81,16 @@ def state_codes(state: dict[str, Tensor], name: str) -> Tensor | None:
     return value.codes if isinstance(value, LNSTensor) else value
 
 
+def _without_compiler(method: Any) -> Any:
+    """``method`` of torch's Optimizer without the wrapper that keeps the compiler out of it, where no compiler is loaded.
+
+    The wrapper loads the compiler first, which takes a process two seconds.
+    """
+    if "torch._dynamo" in sys.modules:
+        return method
+    return inspect.unwrap(method.__func__).__get__(method.__self__)
+
+
 class LNSOptimizer(torch.optim.Optimizer):
     """What the optimizers here share: rounding options, the loop over parameters, integer state."""
 
@@ -103,6 +115,14 @@ class LNSOptimizer(torch.optim.Optimizer):
                         f"stochastic_rounding=True for a {parameter.dtype} parameter: LNS parameters only; use kahan_sum=True, or "
                         "convert the module with scope='everywhere'"
                     )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See torch; without loading torch's compiler where nothing has loaded it."""
+        _without_compiler(super().add_param_group)(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Likewise."""
+        _without_compiler(super().zero_grad)(set_to_none)
 
     def _check(self, group: dict[str, Any], fmt: LNSFormat) -> None:
         """Refuse hyperparameters that cannot be used in ``fmt``."""

@@ -126,6 +126,19 @@ def test_a_mirror_that_sends_something_else_leaves_nothing_behind(
     assert not list(data.cache_folder().iterdir())
 
 
+@pytest.mark.parametrize("found", [True, False])
+def test_digits_are_scikit_learns(found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read from its package's file, and where that is not in its place through its function."""
+    from sklearn.datasets import load_digits
+
+    if not found:
+        monkeypatch.setattr(data, "find_spec", lambda name: None)
+    pixels, labels = load_digits(return_X_y=True)
+    train, test = data._digits()
+    assert torch.equal(torch.cat([train.x, test.x]) * 16, torch.from_numpy(pixels).float())
+    assert torch.equal(torch.cat([train.y, test.y]), torch.from_numpy(labels))
+
+
 def test_without_mnist_and_network_auto_is_digits_and_mnist_an_error() -> None:
     assert resolve(DataConfig(name="auto")).name == "digits"
     with pytest.raises(ValueError, match=r"cannot be downloaded.*LNS_STUDY_DATA.*data.name=digits"):
