@@ -1,6 +1,6 @@
 """``lns-study ui``: MLflow's web interface over a storage folder, on this machine only; :mod:`study.team` serves others.
 
-One worker and no job execution: two processes and 0.4 GB instead of fifteen and 2 GB. MLflow has no login by default, so it
+One worker and no job execution: one process (:mod:`study.mlflow_server`) instead of fifteen and 2 GB. MLflow has no login by default, so it
 listens on 127.0.0.1 and answers only to that name and localhost; to watch a remote machine, forward the port with ssh.
 The database's address, which may hold a password, goes through the environment: command lines are everybody's to read.
 
@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from study.config import check_tracking_uri, default_tracking_uri
+from study.mlflow_server import mlflow_command
 
 HOST = "127.0.0.1"
 EVERYWHERE = "0.0.0.0"
@@ -146,14 +147,13 @@ def command(
     """
     hosts = ",".join(name for host_ in (HOST, "localhost", *names) for name in (host_, f"{host_}:{port}"))
     origins = ",".join(f"{scheme}://{name}{end}" for name in names for scheme in ("http", "https") for end in ("", f":{port}"))
-    where = ["--host", host, "--port", str(port), "--workers", str(workers), "--allowed-hosts", hosts]
-    where += ["--cors-allowed-origins", origins] if names else []
-    login = ["--app-name", "basic-auth"] if team else []
+    if not team and workers == 1 and not names:
+        where = ["--artifacts", artifacts, "--host", host, "--port", str(port), "--allowed-hosts", hosts]
+        return [sys.executable, "-m", "study.mlflow_server", *where]
+    more = ["--cors-allowed-origins", origins] if names else []
+    more += ["--app-name", "basic-auth"] if team else []
     options = "--log-level warning" + " --loop uvloop --http httptools" * team
-    return [
-        *(sys.executable, "-m", "mlflow", "server", *where, *login),
-        *("--artifacts-destination", artifacts, "--uvicorn-opts", options),
-    ]
+    return mlflow_command(artifacts, host, port, workers, hosts, more, options)
 
 
 def check_port(port: int, host: str = HOST) -> None:
