@@ -15,6 +15,8 @@ import os
 import sys
 from typing import Any
 
+from study.sqlite import use_write_ahead_log
+
 ROOT = "mlflow-artifacts:/"
 """Of new experiments: the server hands their artifacts out."""
 
@@ -62,6 +64,7 @@ def _application(uri: str, artifacts: str) -> Any:
     for known, (name, _) in _variables(uri, artifacts).items():
         if getattr(constants, known) != name:
             raise AttributeError(f"{known} is {getattr(constants, known)}, not {name}")
+    use_write_ahead_log(uri)
     handlers.initialize_backend_stores(uri, uri, ROOT)
     return app
 

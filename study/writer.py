@@ -25,13 +25,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from study.ledger import Event, Follower, is_locked
 from study.mlflow_runs import Runs
 from study.mlflow_view import view_key
+from study.sqlite import use_write_ahead_log
 from study.state import PLANNED, StudyState
 from study.ui import is_server
 
@@ -71,35 +72,8 @@ def connect(uri: str) -> Any:
 
     for logger in ("alembic", "mlflow", "sqlalchemy"):
         logging.getLogger(logger).setLevel(logging.ERROR)
-    client = MlflowClient(tracking_uri=uri)
     use_write_ahead_log(uri)
-    return client
-
-
-def use_write_ahead_log(uri: str) -> None:
-    """Let readers (``lns-study ui``) and the writer of a local sqlite file work at the same time; network file systems cannot do this."""
-    import sqlite3
-
-    path = Path(uri.removeprefix("sqlite:///"))
-    if uri.startswith("sqlite:///") and path.exists() and _is_local(path):
-        try:
-            with closing(sqlite3.connect(path, timeout=1.0)) as database:
-                database.execute("PRAGMA journal_mode=WAL")
-        except sqlite3.Error:
-            return  # busy: whoever uses it has set it, or the next one will
-
-
-def _is_local(path: Path) -> bool:
-    """Whether a file lies on a disk of this machine, as far as /proc/mounts tells."""
-    try:
-        lines = Path("/proc/mounts").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return False
-    mounts = [line.split()[1:3] for line in lines if len(line.split()) > 2]
-    fitting = [(len(point), kind) for point, kind in mounts if path.resolve().is_relative_to(point)]
-    return bool(fitting) and not max(fitting)[1].startswith(
-        ("nfs", "cifs", "smb", "lustre", "fuse", "9p", "gpfs", "ceph", "beegfs")
-    )
+    return MlflowClient(tracking_uri=uri)
 
 
 class Sender:
@@ -173,7 +147,6 @@ class Sender:
         self._client = self._client or connect(self._uri)
         artifacts = None if is_server(self._uri) else self._artifacts
         self._runs = Runs(self._client, self.state.plan, artifacts, self._folder)
-        use_write_ahead_log(self._uri)
         if self._described is not self.state.plan:
             self._runs.describe(view_key(self.state.plan))
             self._described = self.state.plan
