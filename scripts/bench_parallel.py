@@ -4,6 +4,7 @@
     python scripts/bench_parallel.py overlap    two replicas whose gradients leave after backward, or in buckets while it runs
     python scripts/bench_parallel.py bubble     pipelines of 2 and 4 stages that sleep instead of computing, in every schedule
     python scripts/bench_parallel.py gpu        one GPU against two or more over NCCL, replicas and stages
+    python scripts/bench_parallel.py memory     GPUs again: time and memory of replicas, shards, cut layers, and state kept on the CPU
 
 A slow network for ``overlap``::
 
@@ -16,12 +17,13 @@ A slow network for ``overlap``::
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +35,10 @@ from torch import Tensor, nn
 from lns_ops import LNSTensor, lns12
 from trainers import groups
 from trainers.collectives import Collectives
-from trainers.config import ModelConfig, PrecisionConfig
+from trainers.config import DataConfig, ModelConfig, PrecisionConfig, TrialConfig
 from trainers.data import Split
 from trainers.deferred import Deferred
+from trainers.forward import MemoryConfig
 from trainers.init import initialize_
 from trainers.layout import Layout
 from trainers.models import build
@@ -45,6 +48,7 @@ from trainers.pipeline import Pipeline
 from trainers.precision import apply_precision
 from trainers.step import train_step
 from trainers.synchroniser import Synchroniser, Synchronous
+from trainers.training import Training
 from trainers.wire import FORMATS, WireConfig
 
 MLP = 784 * 512 + 512 + 512 * 10 + 10
@@ -261,9 +265,51 @@ def stages(rank: int, world: int) -> list[dict[str, Any]]:
     return rows
 
 
+def memories(rank: int, world: int) -> list[dict[str, Any]]:
+    """Adam's 4,096 examples of MNIST a replica and step, as trials train: who holds weights and state, and what it costs.
+
+    Medians of three epochs after the first; the largest peak of all GPUs.
+    """
+    wide = TrialConfig(
+        data=DataConfig(name="mnist"),
+        model=ModelConfig(hidden=[WIDE] * (DEPTH - 1)),
+        optimizer=OptimizerConfig(name="adam", lr=1e-4),
+        batch_size=GPU_BATCH,
+        device="cuda",
+        workers=world,
+        threads=4,
+        telemetry=True,
+    )
+    twice = replace(wide, batch_size=GPU_BATCH * world)
+    away = MemoryConfig(offload_optimizer=True)
+    wanted = {"whole": wide, "state on the CPU": replace(wide, memory=away)}
+    if world > 1:
+        wanted = {
+            "replicas": twice,
+            "replicas, state on the CPU": replace(twice, memory=away),
+            "fsdp": replace(twice, layout=Layout(fsdp=True)),
+            "fsdp, state on the CPU": replace(twice, layout=Layout(fsdp=True), memory=away),
+            "tp": replace(wide, layout=Layout(tp=world)),
+        }
+    whole = {name: config for name, config in wanted.items() if config.layout == Layout()}
+    wanted |= {f"lns12 + kahan, {name}": replace(c, precision=PRECISIONS["lns12 + kahan"]) for name, c in whole.items()}
+    return [remembered(rank, world, name, config) for name, config in wanted.items()]
+
+
+def remembered(rank: int, world: int, name: str, config: TrialConfig) -> dict[str, Any]:
+    training = Training(config, rank=rank, world_size=world)
+    epochs = [training.train_epoch() for _ in range(4)][1:]
+    peak = max(epoch["telemetry/peak_memory_bytes"] for epoch in epochs)
+    seconds = statistics.median(config.batch_size / epoch["samples_per_second"] for epoch in epochs)
+    del training
+    gc.collect()
+    torch.cuda.empty_cache()
+    return {"GPUs": world, "layout": name, "ms a step": 1e3 * seconds, "peak GB a GPU": peak / 1e9}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("wire", "overlap", "bubble", "gpu"))
+    parser.add_argument("what", choices=("wire", "overlap", "bubble", "gpu", "memory"))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.what == "wire":
@@ -274,7 +320,8 @@ def main() -> None:
         jobs = [Job(bubbles, 2), Job(bubbles, 4)]
     else:
         worlds = [1, *(w for w in (2, 4, 8) if w <= torch.cuda.device_count())]
-        jobs = [Job(work, world, "nccl") for work in (replicas, stages) for world in worlds]
+        works = {"gpu": (replicas, stages), "memory": (memories,)}[options.what]
+        jobs = [Job(work, world, "nccl") for work in works for world in worlds]
     figures = [row for job in jobs for row in run(job)]
     if options.json is not None:
         options.json.write_text(json.dumps(figures, indent=1))
