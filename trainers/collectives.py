@@ -10,11 +10,17 @@ Payloads of codecs are uint8: neither gloo nor NCCL has collectives for int16.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from trainers.spans import Spans
+
+# Before torch 2.13 they had other names, which warn since.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Collectives:
@@ -51,7 +57,7 @@ class Collectives:
     def all_gather_into(self, whole: Tensor, part: Tensor) -> None:
         """``whole`` becomes the parts of all ranks in rank order, one after the other; floats ``[N M]`` and ``[M]``."""
         with self.spans("communication", "all_gather"):
-            dist.all_gather_single(whole, part, group=self.group)
+            _all_gather(whole, part, group=self.group)
         self.sent += (self.size - 1) * part.nbytes
 
     def reduce_scatter_into(self, part: Tensor, whole: Tensor) -> None:
@@ -65,7 +71,7 @@ class Collectives:
                 dist.all_to_all_single(received, whole, group=self.group)
                 torch.sum(received.view(self.size, -1), 0, out=part)
             else:
-                dist.reduce_scatter_single(part, whole, group=self.group)
+                _reduce_scatter(part, whole, group=self.group)
         self.sent += (self.size - 1) * part.nbytes
 
     def all_reduce_(self, x: Tensor) -> Tensor:

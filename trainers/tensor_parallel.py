@@ -172,6 +172,18 @@ class TensorParallelSync(Synchroniser):
             synchroniser.load_state({path.removeprefix(prefix): v for path, v in state.items() if path.startswith(prefix)})
 
 
+class _AsReplica(torch.autograd.Function):
+    """``DTensor.from_local``, whose own backward pass would sum the gradient's terms, uncounted."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> DTensor:
+        return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None]:
+        return grad.to_local(), None
+
+
 def pairs_of(model: nn.Sequential) -> list[tuple[str, str]]:
     """The names of the linear layers that are cut by columns, each with that of the next, cut by rows."""
     names = [name for name, layer in model.named_children() if isinstance(layer, nn.Linear)]
@@ -181,7 +193,8 @@ def pairs_of(model: nn.Sequential) -> list[tuple[str, str]]:
 def _enter(collectives: Collectives, mesh: DeviceMesh, layer: nn.Module, arguments: tuple[Tensor]) -> DTensor:
     """What enters a layer cut by columns: the same on every worker, its gradient a term from each."""
     x = _SumGradients.apply(arguments[0], collectives)  # type: ignore[no-untyped-call]
-    return DTensor.from_local(x, mesh, [Replicate()], run_check=False, grad_placements=[Partial()])
+    replica: DTensor = _AsReplica.apply(x, mesh)  # type: ignore[no-untyped-call]
+    return replica
 
 
 def _leave(collectives: Collectives, layer: nn.Module, arguments: tuple[Tensor], term: Tensor) -> Tensor:

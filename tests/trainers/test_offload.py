@@ -193,7 +193,7 @@ def test_a_gpu_holds_nothing_of_the_optimizer(precision: PrecisionConfig) -> Non
         before = torch.cuda.memory_allocated()
         training = Training(own)
         metrics = training.train_epoch()
-        training.optimizer.zero_grad(set_to_none=True)
+        training.model.zero_grad(set_to_none=True)
         held.append(torch.cuda.memory_allocated() - before)
         on_gpu = [plain(v).is_cuda for state in training.optimizer.state.values() for v in state.values() if plain(v).numel() > 1]
         assert on_gpu
