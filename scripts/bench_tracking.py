@@ -6,6 +6,7 @@ requests    requests a report and seconds of 30 trials x 20 reports x 10 metrics
             without tracking, Ray Tune with and without the callback
 stall       ledger lines while the server is down: the 99th percentile and the longest
 points      points a second through the embedded server, a ledger sent from its beginning
+postgres    the same through four workers over the PostgreSQL database $LNS_STUDY_BENCH_POSTGRES, four studies at once
 server      seconds until the embedded server answers, the first time (it makes its database) and the second, and its memory
 view        seconds until Chromium shows the prepared view of 3,000 runs, table and charts, nothing cached and the second time
 report      seconds and memory of the report of 1,000 trials
@@ -17,6 +18,7 @@ import argparse
 import http.client
 import http.server
 import json
+import multiprocessing
 import os
 import resource
 import shutil
@@ -35,6 +37,7 @@ from bench_study import DIGITS, Noop, View
 
 from study.config import RowConfig, StudyConfig
 from study.ledger import FILE, Ledger
+from study.mlflow_server import mlflow_command
 from study.mlflow_view import page
 from study.plan import make_plan
 from study.tracking import Tracker
@@ -88,10 +91,14 @@ class Proxy(http.server.BaseHTTPRequestHandler):
 
 
 @contextmanager
-def server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """The embedded server, until it answers."""
+def server(folder: Path, port: int, uri: str = "", workers: int = 1) -> Iterator[subprocess.Popen[bytes]]:
+    """The embedded server, or one of several workers over the database ``uri``, until it answers."""
+    words = command(str(folder / "artifacts"), port)
+    if workers > 1:
+        options = "--log-level warning --loop uvloop --http httptools"
+        words = mlflow_command(str(folder / "artifacts"), "127.0.0.1", port, workers, f"127.0.0.1:{port}", [], options)
     process = subprocess.Popen(
-        command(str(folder / "artifacts"), port), env=os.environ | environment(f"sqlite:///{folder}/mlflow.db"),
+        words, env=os.environ | environment(uri or f"sqlite:///{folder}/mlflow.db"),
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     try:
@@ -170,14 +177,14 @@ def bench_requests() -> None:
 def made_up(folder: Path, trials: int, reports: int, metrics: int) -> None:
     """A ledger that nobody trained."""
     settings = StudyConfig(
-        name="bench", trial=DIGITS, rows=[RowConfig(label="a")], seeds=list(range(trials)), storage=str(folder.parent)
+        name=folder.name, trial=DIGITS, rows=[RowConfig(label="a")], seeds=list(range(trials)), storage=str(folder.parent)
     )
     plan = make_plan(settings)
     data = [{"name": "digits", "source": "made up", "digest": "d" * 64, "root": None, "train": 1, "validation": 1, "test": 1}]
     provenance = {"commit": "c0ffee", "dirty": False, "versions": {}, "python": "3", "platform": "Linux"}
     now = time.time()
     events: list[dict[str, Any]] = [
-        {"event": "planned", "ledger": "bench", **plan.to_event(), "data": data, "provenance": provenance}
+        {"event": "planned", "ledger": folder.name, **plan.to_event(), "data": data, "provenance": provenance}
     ]
     for trial in plan.trials:
         events.append({"event": "started", "trial": trial.id})
@@ -229,6 +236,40 @@ def bench_points() -> None:
         report(
             "points a second through the embedded server (10 trials x 4,000 points)", 40000 / (time.perf_counter() - start), "/s"
         )
+
+
+def send(folder: Path, port: int, ready: Any, begin: Any) -> None:
+    """One study's ledger, as soon as all are ready; a process of its own."""
+    connect(f"http://127.0.0.1:{port}").search_experiments()  # imports MLflow
+    ready.release()
+    begin.wait()
+    error = sync(folder, f"http://127.0.0.1:{port}", folder.parent / "artifacts", None, lambda message: None)
+    assert error == "", error
+
+
+def bench_postgres() -> None:
+    workers = 4
+    if not (uri := os.environ.get("LNS_STUDY_BENCH_POSTGRES", "")):
+        print("postgres: left out; name an empty database, LNS_STUDY_BENCH_POSTGRES=postgresql://user@host/name")
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as scratch, server(Path(scratch), port := free_port(), uri, workers):
+        ready, begin = spawn.Semaphore(0), spawn.Event()
+        folders = [Path(scratch) / f"bench-{index}" for index in range(workers)]
+        for folder in folders:
+            made_up(folder, 5, 400, 10)
+        senders = [spawn.Process(target=send, args=(folder, port, ready, begin)) for folder in folders]
+        for sender in senders:
+            sender.start()
+        for _ in senders:
+            ready.acquire()
+        begin.set()
+        start = time.perf_counter()
+        for sender in senders:
+            sender.join()
+            assert sender.exitcode == 0
+        seconds = time.perf_counter() - start
+        report(f"points a second, PostgreSQL, {workers} workers, {workers} studies at once", workers * 20000 / seconds, "/s")
 
 
 def bench_server() -> None:
@@ -320,6 +361,7 @@ def main() -> None:
         "stall": bench_stall,
         "server": bench_server,
         "points": bench_points,
+        "postgres": bench_postgres,
         "view": bench_view,
         "requests": bench_requests,
     }
