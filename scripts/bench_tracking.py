@@ -37,7 +37,6 @@ from bench_study import DIGITS, Noop, View
 
 from study.config import RowConfig, StudyConfig
 from study.ledger import FILE, Ledger
-from study.mlflow_server import mlflow_command
 from study.mlflow_view import page
 from study.plan import make_plan
 from study.tracking import Tracker
@@ -93,12 +92,8 @@ class Proxy(http.server.BaseHTTPRequestHandler):
 @contextmanager
 def server(folder: Path, port: int, uri: str = "", workers: int = 1) -> Iterator[subprocess.Popen[bytes]]:
     """The embedded server, or one of several workers over the database ``uri``, until it answers."""
-    words = command(str(folder / "artifacts"), port)
-    if workers > 1:
-        options = "--log-level warning --loop uvloop --http httptools"
-        words = mlflow_command(str(folder / "artifacts"), "127.0.0.1", port, workers, f"127.0.0.1:{port}", [], options)
     process = subprocess.Popen(
-        words, env=os.environ | environment(uri or f"sqlite:///{folder}/mlflow.db"),
+        command(str(folder / "artifacts"), port, workers=workers), env=os.environ | environment(uri or f"sqlite:///{folder}/mlflow.db"),
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     try:

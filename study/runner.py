@@ -246,15 +246,17 @@ def _trainable(study: StudyConfig, configs: list[TrialConfig]) -> tuple[Any, int
     """
     from ray import tune
 
-    from study import trial as executors
-
     if study.executor != "train":
+        from study import trial as executors
+
         return tune.with_resources(executors.StudyTrial, executors.trial_resources), study.max_concurrent
     most = study.max_concurrent
     if study.address is None and configs:
         fit = max(1, local_cpus(study) // max(cpus_of(config) for config in configs))
         most = min(fit, most or fit)
-    return tune.with_resources(executors.train_trial, executors.DRIVER_RESOURCES), most
+    from study.train_trial import DRIVER_RESOURCES, train_trial
+
+    return tune.with_resources(train_trial, DRIVER_RESOURCES), most
 
 
 def _slots(study: StudyConfig, configs: list[TrialConfig]) -> int:

@@ -1,4 +1,4 @@
-"""How one trial runs under Ray Tune: in one process, packed with others, as a gang of processes, or by Ray Train.
+"""How one trial runs under Ray Tune: in one process, packed with others, or as a gang (by Ray Train: :mod:`study.train_trial`).
 
 *In process* (``workers: 1``): a class Trainable whose step is one epoch. Tune keeps the process for the next trial (``reuse_actors``),
 which saves the seconds that importing torch costs; everything that decides a result is made anew from the config, so nothing leaks from
@@ -8,11 +8,8 @@ one trial to the next.
 that trains several trials at once.
 
 *Gang* (``workers > 1``): the same Trainable drives :class:`trainers.gang.Gang`, whose processes are kept likewise. The driver
-takes no CPU and the placement group has a bundle for every rank, so that a gang gets all its CPUs or waits without holding any.
-
-*Ray Train* (``executor: train``): a function that drives ``trainers.worker.build_trainer(...).fit()``, for long trials: Ray Train
-restarts the gang within the trial. Metrics of rank 0 reach Tune through ``TuneReportCallback``. The Train run's name is the trial's id,
-so a driver that is started again continues the run.
+takes no CPU and the placement group has a bundle for every rank, so that a gang gets all its CPUs or waits without holding any. It loads
+no torch, and nothing of ours that does, so that the ranks load theirs the sooner.
 
 All end with a report that holds ``test/loss`` and ``test/error``. All continue after their last checkpoint and end with the same bits as
 without a break.
@@ -22,41 +19,30 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 from ray import tune
-from ray.train import TrainingFailedError
-from ray.tune.integration.ray_train import TuneReportCallback
 
-from study.tune_callback import DAMAGED, OUT_OF_MEMORY, REFUSED, last_line
-from trainers.bundles import bundles
-from trainers.checkpoint import load_checkpoint
-from trainers.config import TrialConfig
-from trainers.gang import Gang, shape, step, write_files
-from trainers.host import Lane
-from trainers.leftovers import Leftovers
+from study.outcomes import DAMAGED, OUT_OF_MEMORY, REFUSED, last_line
+from trainers.bundles import Shape
+from trainers.gang import Gang, step, write_files
 from trainers.out_of_memory import is_out_of_memory
-from trainers.restore import Beginning, begin
-from trainers.worker import HISTORY
+from trainers.records import DETERMINISTIC, HISTORY, Beginning
 
-DRIVER_RESOURCES = {"node:__internal_head__": 0.001}
-"""A sliver of the head node: places the driver of a Ray Train run without taking a CPU."""
+if TYPE_CHECKING:
+    from trainers.leftovers import Leftovers
 
 CHECKPOINTS_KEPT = 2
 """The newest, and the one before it for a newest that is damaged."""
-
-SNAPSHOT = "checkpoint_manager_snapshot.json"
-"""In a Ray Train run's folder: which checkpoint it will continue from."""
 
 
 class Executor(Protocol):
     """Trains one trial after another."""
 
-    def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
-        """Build a trial, continued from the first whole checkpoint."""
+    def begin(self, values: dict[str, Any], checkpoints: list[str]) -> Beginning:
+        """Build the trial of ``TrialConfig.to_dict()``, continued from the first whole checkpoint."""
 
     def step(self) -> dict[str, Any]:
         """One epoch's metrics; ``done`` after the last, with the test's."""
@@ -74,9 +60,12 @@ class Executor(Protocol):
 class InProcess:
     """Trains in this very process."""
 
-    def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
+    def begin(self, values: dict[str, Any], checkpoints: list[str]) -> Beginning:
         """See :class:`Executor`."""
-        self._training, beginning = begin(config, checkpoints)
+        from trainers.config import TrialConfig
+        from trainers.restore import begin
+
+        self._training, beginning = begin(TrialConfig.from_dict(values), checkpoints)
         return beginning
 
     def step(self) -> dict[str, Any]:
@@ -107,9 +96,9 @@ class StudyTrial(tune.Trainable):  # type: ignore[misc]
     trial that is started again finds them by itself. One may be newer than the last report that anybody has heard of, so the first result
     after a restart has the metrics of all epochs before it, under ``HISTORY``.
 
-    A ``ValueError`` says what cannot work, so a second try would not either: it ends the trial with a result that has the message
-    under :data:`REFUSED`, where an exception would make Tune start the trial again. Likewise memory that ran out, under
-    :data:`OUT_OF_MEMORY`: Tune would start the trial again as it was.
+    What is :data:`~trainers.records.DETERMINISTIC`, above all a ``ValueError``, says what cannot work, so a second try would not either: it
+    ends the trial with a result that has the message under :data:`REFUSED`, where an exception would make Tune start the trial again.
+    Likewise memory that ran out, under :data:`OUT_OF_MEMORY`: Tune would start the trial again as it was.
     """
 
     _refusal = ""
@@ -118,12 +107,15 @@ class StudyTrial(tune.Trainable):  # type: ignore[misc]
     _executor: Executor | None = None
     _leftovers: Leftovers | None = None
     _broken: Exception | None = None
-    _shape: tuple[Any, ...] = ()
+    _wanted: tuple[Any, ...] = ()
 
     def setup(self, config: dict[str, Any]) -> None:
         """Build the trial, continued from its newest whole checkpoint."""
         self._id, self._plan = str(config["id"]), json.loads(config["plan"])
-        self._leftovers = self._leftovers or Leftovers()
+        if self._leftovers is None and self._plan["config"]["workers"] == 1:
+            from trainers.leftovers import Leftovers
+
+            self._leftovers = Leftovers()
         self._begin([])
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
@@ -131,9 +123,9 @@ class StudyTrial(tune.Trainable):  # type: ignore[misc]
 
         Where that cannot be, the first step raises: Tune gives a trial up whose reset raises, and starts one again whose step does.
         """
-        assert self._leftovers is not None
         try:
-            self._leftovers.clear()
+            if self._leftovers is not None:
+                self._leftovers.clear()
             self.setup(new_config)
         except Exception as error:
             self._broken = error
@@ -152,7 +144,7 @@ class StudyTrial(tune.Trainable):  # type: ignore[misc]
             metrics = self._executor_().step()
             self._keep_profile()
             return first | metrics | self._keep(metrics)
-        except ValueError as error:
+        except DETERMINISTIC as error:
             self._refuse(error)
             return first | {"done": True, REFUSED: self._refusal}
         except Exception as error:
@@ -179,11 +171,9 @@ class StudyTrial(tune.Trainable):  # type: ignore[misc]
         self._refusal, self._exhausted, self._first = "", "", {}
         own = [str(path) for path in checkpoints_in(Path(self._plan["checkpoints"]))]
         try:
-            config = TrialConfig.from_dict(self._plan["config"])
-            beginning = self._executor_for(config).begin(
-                config, list(dict.fromkeys([*checkpoints, *own, *self._plan["resume_from"]]))
-            )
-        except ValueError as error:
+            paths = list(dict.fromkeys([*checkpoints, *own, *self._plan["resume_from"]]))
+            beginning = self._ready_executor().begin(self._plan["config"], paths)
+        except DETERMINISTIC as error:
             self._refuse(error)
             return
         except Exception as error:
@@ -212,25 +202,35 @@ class StudyTrial(tune.Trainable):  # type: ignore[misc]
         if self._plan["config"].get("profile", {}).get("steps"):
             write_files(Path(self._plan["profile"]), self._executor_().profile())
 
-    def _executor_for(self, config: TrialConfig) -> Executor:
-        packed_in = self._plan["packed_in"] if config.workers == 1 else None
-        wanted = (*shape(config), packed_in and self._id)
-        if self._executor is None or self._shape != wanted:
+    def _ready_executor(self) -> Executor:
+        """The one there is, if it serves the trial of the plan."""
+        shape = Shape.of(self._plan["config"])
+        packed_in = self._plan["packed_in"] if shape.workers == 1 else None
+        wanted = (*shape, packed_in and self._id)
+        if self._executor is None or self._wanted != wanted:
             self.cleanup()
-            if config.workers > 1:
-                self._executor = Gang(config, ray.util.get_current_placement_group())
-            else:
-                self._executor = Lane(config, packed_in, self._id) if packed_in else InProcess()
-            self._shape = wanted
+            self._executor, self._wanted = self._make_executor(shape, packed_in), wanted
         return self._executor
+
+    def _make_executor(self, shape: Shape, packed_in: str | None) -> Executor:
+        if shape.workers > 1:
+            return Gang(shape, ray.util.get_current_placement_group())
+        if packed_in is None:
+            return InProcess()
+        from trainers.config import TrialConfig
+        from trainers.host import Lane
+
+        return Lane(TrialConfig.from_dict(self._plan["config"]), packed_in, self._id)
 
     def _executor_(self) -> Executor:
         assert self._executor is not None
         return self._executor
 
-    def _refuse(self, error: ValueError) -> None:
+    def _refuse(self, error: Exception) -> None:
         """Note why the trial cannot work; a gang in which one rank raised is not used again."""
-        self._refusal = last_line(str(error)).removeprefix("ValueError: ")
+        name = type(error).__name__.removeprefix("RayTaskError(").removesuffix(")")
+        said = last_line(str(error)).removeprefix(f"{name}: ")
+        self._refusal = said if isinstance(error, ValueError) else f"{name}: {said}"
         if isinstance(self._executor, Gang):
             self.cleanup()
 
@@ -249,57 +249,5 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 def trial_resources(config: dict[str, Any]) -> tune.PlacementGroupFactory:
     """What a trial's processes take: one bundle, or an empty one for the driver and one for every rank."""
-    trial = TrialConfig.from_dict(json.loads(config["plan"])["config"])
-    of_ranks = bundles(trial)
-    return tune.PlacementGroupFactory([{}, *of_ranks] if trial.workers > 1 else of_ranks)
-
-
-def train_trial(config: dict[str, Any]) -> None:
-    """Drive one trial by Ray Train; ``config["plan"]`` as above, with ``storage`` for
-    Ray Train's files and ``max_failures``.
-
-    Ray Train starts a gang with a dead worker again, at most ``max_failures`` times, and one with a deterministic error not at all; then it
-    gives up, and so does the study: what is reported under :data:`REFUSED` Tune does not try again. Tune itself only restarts a
-    driver whose process died. The last report has the metrics of every epoch, so that none is lost with such a driver.
-    """
-    from trainers.worker import build_trainer, read_results
-
-    plan = json.loads(config["plan"])
-    if damaged := set_damaged_aside(Path(plan["storage"]) / config["id"]):
-        tune.report({DAMAGED: damaged})
-    trainer = build_trainer(
-        TrialConfig.from_dict(plan["config"]),
-        storage_path=plan["storage"],
-        name=config["id"],
-        callbacks=[TuneReportCallback()],
-        max_failures=plan["max_failures"],
-    )
-    try:
-        results = read_results(trainer.fit().checkpoint)
-    except TrainingFailedError as error:
-        results = {REFUSED: describe_failure(error)}
-    tune.report(results)
-
-
-def set_damaged_aside(run: Path) -> str:
-    """Move a Ray Train run whose newest checkpoint is damaged out of the way, so that the gang starts from scratch.
-
-    Returns:
-        What is wrong with the checkpoint; "" if it is whole or there is none.
-    """
-    try:
-        snapshot = json.loads((run / SNAPSHOT).read_text())
-        load_checkpoint(run / snapshot["latest_checkpoint_result"]["checkpoint_dir_name"])
-    except (FileNotFoundError, KeyError, TypeError):  # not begun, or no checkpoint yet
-        return ""
-    except ValueError as error:
-        run.rename(run.with_name(f"{run.name}-damaged-{time.time_ns()}"))
-        return str(error)
-    return ""
-
-
-def describe_failure(error: TrainingFailedError) -> str:
-    """The last line of the first worker's error, which names what happened."""
-    of_workers: dict[int, Exception] = getattr(error, "worker_failures", {})
-    causes = [*of_workers.values(), getattr(error, "controller_failure", error)]
-    return last_line(str(causes[0])) or type(causes[0]).__name__
+    shape = Shape.of(json.loads(config["plan"])["config"])
+    return tune.PlacementGroupFactory([{}, *shape.bundles] if shape.workers > 1 else shape.bundles)

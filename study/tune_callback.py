@@ -12,17 +12,11 @@ from ray import tune
 
 from study.control import is_full
 from study.ledger import Ledger
-from trainers.worker import HISTORY
+from study.outcomes import DAMAGED, OUT_OF_MEMORY, REFUSED, last_line
+from trainers.records import HISTORY
 
 EXTRA = ("samples_per_second",)
 """Metrics beside those of a namespace (``train/loss``)."""
-
-REFUSED = "refused"
-"""In a trial's last result: why it cannot work. It failed, and is not tried again."""
-OUT_OF_MEMORY = "out_of_memory"
-"""In a trial's last result: what the allocator said."""
-DAMAGED = "damaged"
-"""In a trial's first result: which checkpoints it could not continue from, and why."""
 
 
 class LedgerCallback(tune.Callback):  # type: ignore[misc]
@@ -131,12 +125,6 @@ class LedgerCallback(tune.Callback):  # type: ignore[misc]
             self._ledger.append(event, **values)
         except OSError as error:
             self._storage_failed(f"ledger: {error}")
-
-
-def last_line(text: str) -> str:
-    """The last line of an error's text that says something, at most 500 characters; "" if none does."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:500] if lines else ""
 
 
 def _metrics(result: dict[str, Any]) -> dict[str, float]:

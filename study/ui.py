@@ -152,7 +152,7 @@ def command(
         return [sys.executable, "-m", "study.mlflow_server", *where]
     more = ["--cors-allowed-origins", origins] if names else []
     more += ["--app-name", "basic-auth"] if team else []
-    options = "--log-level warning" + " --loop uvloop --http httptools" * team
+    options = "--log-level warning" + " --loop uvloop --http httptools" * (team or workers > 1)
     return mlflow_command(artifacts, host, port, workers, hosts, more, options)
 
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-STATE = "state.json"
+from trainers.records import STATE
 
 
 def _write(path: Path, content: bytes) -> None:

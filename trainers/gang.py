@@ -5,8 +5,9 @@ placement group, so a gang gets all its processes or none; they meet once throug
 What decides a result is made anew for each (:class:`~trainers.training.Training`), so nothing leaks from one to the next.
 
 Every rank runs the same calls in the same order; a rank that raises leaves the others waiting in a collective, so after any error the
-whole gang is ended and made anew. Limits: no elasticity, and no restart within: whoever drives the gang starts it again from a checkpoint
-(for trials that should restart by themselves see :mod:`trainers.worker`).
+whole gang is ended and made anew. Between two trials a rank puts back what the first left behind (:mod:`trainers.leftovers`). Whoever
+drives a gang needs no torch, whose seconds of loading the ranks go through meanwhile. Limits: no elasticity, and no restart within: whoever
+drives the gang starts it again from a checkpoint (for trials that should restart by themselves see :mod:`trainers.worker`).
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ import socket
 import tempfile
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from trainers import groups
-from trainers.bundles import bundles
-from trainers.checkpoint import STATE
-from trainers.config import TrialConfig
-from trainers.restore import Beginning, begin
-from trainers.training import Training
+from trainers.bundles import Shape
+from trainers.records import STATE, Beginning
+
+if TYPE_CHECKING:
+    from trainers.leftovers import Leftovers
+    from trainers.training import Training
 
 MEET_SECONDS = 120
 """How long ranks wait for each other at the start, and in a collective."""
@@ -37,6 +38,7 @@ class Worker:
     """One rank, in a process of its own."""
 
     _training: Training
+    _leftovers: Leftovers | None = None
 
     def where(self) -> tuple[str, int]:
         """This node's address and a port that is free on it."""
@@ -46,13 +48,23 @@ class Worker:
 
     def join(self, rank: int, world_size: int, address: str, port: int, backend: str) -> int:
         """Meet the other ranks; the process's id."""
+        from trainers import groups
+
         groups.join(backend, f"tcp://{address}:{port}", rank, world_size, timedelta(seconds=MEET_SECONDS))
         self._rank, self._world_size = rank, world_size
         return os.getpid()
 
-    def begin(self, config: dict[str, Any], checkpoints: list[str]) -> Beginning:
+    def begin(self, values: dict[str, Any], checkpoints: list[str]) -> Beginning:
         """Build the trial, continued from the first whole checkpoint."""
-        self._training, beginning = begin(TrialConfig.from_dict(config), checkpoints, self._rank, self._world_size)
+        from trainers.config import TrialConfig
+        from trainers.leftovers import Leftovers
+        from trainers.restore import begin
+
+        if self._leftovers is None:
+            self._leftovers = Leftovers()
+        else:
+            self._leftovers.clear()
+        self._training, beginning = begin(TrialConfig.from_dict(values), checkpoints, self._rank, self._world_size)
         return beginning
 
     def step(self) -> dict[str, Any]:
@@ -82,16 +94,14 @@ class Gang:
     """The ranks of one trial after another.
 
     Args:
-        config: of the first trial; those after it must have the same :func:`shape`.
+        shape: of all its trials.
         group: placement group with a bundle for every rank.
 
     Raises:
         ray.exceptions.RayError: a rank's process died or none could be started.
     """
 
-    def __init__(self, config: TrialConfig, group: PlacementGroup) -> None:
-        self.shape = shape(config)
-        bundle = bundles(config)[0]
+    def __init__(self, shape: Shape, group: PlacementGroup) -> None:
         actor = ray.remote(Worker)
         self._workers = [
             actor.options(
@@ -99,22 +109,22 @@ class Gang:
                 num_gpus=bundle.get("GPU", 0),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
             ).remote()
-            for rank in range(config.workers)
+            for rank, bundle in enumerate(shape.bundles)
         ]
         address, port = ray.get(self._workers[0].where.remote())
-        backend = "nccl" if config.device == "cuda" else "gloo"
+        backend = "nccl" if shape.device == "cuda" else "gloo"
         self.pids: list[int] = ray.get(
-            [worker.join.remote(rank, config.workers, address, port, backend) for rank, worker in enumerate(self._workers)]
+            [worker.join.remote(rank, shape.workers, address, port, backend) for rank, worker in enumerate(self._workers)]
         )
         """Of the ranks' processes."""
 
-    def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
-        """Build a trial on every rank, continued from the first whole checkpoint.
+    def begin(self, values: dict[str, Any], checkpoints: list[str]) -> Beginning:
+        """Build a trial of ``TrialConfig.to_dict()`` on every rank, continued from the first whole checkpoint.
 
         Raises:
             ValueError: the trial cannot be built.
         """
-        beginning: Beginning = self._all("begin", config.to_dict(), checkpoints)[0]
+        beginning: Beginning = self._all("begin", values, checkpoints)[0]
         return beginning
 
     def step(self) -> dict[str, Any]:
@@ -155,8 +165,3 @@ def write_files(folder: Path, files: dict[str, bytes]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in sorted(files, key=lambda name: name == STATE):
         (folder / name).write_bytes(files[name])
-
-
-def shape(config: TrialConfig) -> tuple[Any, ...]:
-    """What two trials must share to run in the same processes."""
-    return (config.workers, config.threads, config.device)

@@ -29,7 +29,8 @@ from lns_ops import cuda, set_matmul_accumulation
 from trainers.config import TrialConfig
 from trainers.device import check_device, resolve_device
 from trainers.gang import step
-from trainers.restore import Beginning, begin
+from trainers.records import Beginning
+from trainers.restore import begin
 from trainers.training import Training, set_threads
 
 MOST = 32
@@ -228,13 +229,13 @@ class Lane:
                     raise
                 time.sleep(1.0)
 
-    def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
-        """Build the trial, continued from the first whole checkpoint.
+    def begin(self, values: dict[str, Any], checkpoints: list[str]) -> Beginning:
+        """Build the trial of ``TrialConfig.to_dict()``, continued from the first whole checkpoint.
 
         Raises:
             ValueError: the trial cannot be built.
         """
-        beginning: Beginning = self._call("begin", config, checkpoints)
+        beginning: Beginning = self._call("begin", TrialConfig.from_dict(values), checkpoints)
         return beginning
 
     def step(self) -> dict[str, Any]:

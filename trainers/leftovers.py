@@ -11,6 +11,7 @@ import gc
 import os
 import random
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -33,9 +34,11 @@ class Leftovers:
 
     def __init__(self) -> None:
         self._environment = dict(os.environ)
-        self._settings = _settings()
+        self._settings, self._random = _settings(), torch.get_rng_state()
         self._threads = threading.active_count()
         self._memory: tuple[int, int] | None = None
+        gc.collect()
+        gc.freeze()  # what is there now is never looked through again, half a million objects of libraries
 
     def clear(self) -> None:
         """Put the process's settings back.
@@ -45,7 +48,8 @@ class Leftovers:
         """
         os.environ.clear()
         os.environ.update(self._environment)
-        _set(self._settings)
+        _restore(self._settings)
+        torch.set_rng_state(self._random)
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -64,27 +68,24 @@ def _memory() -> tuple[int, int]:
     return int(psutil.Process().memory_info().rss), on_gpu
 
 
+_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "folder": (os.getcwd, os.chdir),
+    "dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "grad": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "deterministic": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    "anomaly": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    "accumulation": (get_matmul_accumulation, set_matmul_accumulation),
+    "random": (random.getstate, random.setstate),
+}
+"""What reads a setting, and what sets it. Set only where it has changed: torch loads its compiler, two seconds, to be told of some."""
+
+
 def _settings() -> dict[str, Any]:
-    return {
-        "folder": os.getcwd(),
-        "dtype": torch.get_default_dtype(),
-        "grad": torch.is_grad_enabled(),
-        "precision": torch.get_float32_matmul_precision(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "anomaly": torch.is_anomaly_enabled(),
-        "accumulation": get_matmul_accumulation(),
-        "random": random.getstate(),
-        "torch random": torch.get_rng_state(),
-    }
+    return {name: get() for name, (get, _) in _SETTINGS.items()}
 
 
-def _set(settings: dict[str, Any]) -> None:
-    os.chdir(settings["folder"])
-    torch.set_default_dtype(settings["dtype"])
-    torch.set_grad_enabled(settings["grad"])
-    torch.set_float32_matmul_precision(settings["precision"])
-    torch.use_deterministic_algorithms(settings["deterministic"])
-    torch.autograd.set_detect_anomaly(settings["anomaly"])
-    set_matmul_accumulation(settings["accumulation"])
-    random.setstate(settings["random"])
-    torch.set_rng_state(settings["torch random"])
+def _restore(settings: dict[str, Any]) -> None:
+    for name, (get, set_) in _SETTINGS.items():
+        if get() != settings[name]:
+            set_(settings[name])

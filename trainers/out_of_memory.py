@@ -8,9 +8,10 @@ to the batch's; sums are then rounded at other places.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainers.config import TrialConfig
+if TYPE_CHECKING:
+    from trainers.config import TrialConfig
 
 _SAID = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory", "unable to allocate")
 

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trainers.collectives import Collectives
-from trainers.layout import Place
 from trainers.synchroniser import Synchroniser
-from trainers.wire import WireConfig
 
 
 class Parts(ABC):
@@ -68,34 +66,6 @@ class Parts(ABC):
     @abstractmethod
     def _part(self, name: str, whole: Tensor) -> Tensor:
         """This worker's part of it, in memory of its own."""
-
-
-def make_parts(
-    model: nn.Module, place: Place, replicas: Collectives | None, within: Collectives | None, wire: WireConfig, seed: int
-) -> Parts | None:
-    """This worker's parts of ``model``, which is cut in place; None where the layout cuts no tensors.
-
-    Args:
-        model: whole, the same on every worker.
-        place: this worker's.
-        replicas: collectives of the replicas; None with one.
-        within: of the workers of one replica; None where each has one.
-        wire: how gradients travel between replicas.
-        seed: the trial's.
-    """
-    # What torch has for it takes a while to load, which other trials need not wait for.
-    if place.shards is not None:
-        from trainers.sharding import Sharding
-
-        assert replicas is not None
-        return Sharding(model, place.shards, replicas)
-    if place.parts is not None:
-        from trainers.tensor_parallel import TensorParallel
-
-        assert within is not None
-        assert isinstance(model, nn.Sequential)
-        return TensorParallel(model, place.parts, within, replicas, wire, seed)
-    return None
 
 
 def shapes_of(model: nn.Module) -> dict[str, torch.Size]:

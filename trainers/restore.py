@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainers.config import TrialConfig
+from trainers.records import Beginning
 from trainers.training import Training
-
-
-@dataclass(frozen=True, kw_only=True)
-class Beginning:
-    """How a trial began.
-
-    Attributes:
-        damaged: what is wrong with the checkpoints that were passed over; "" if none was.
-        history: metrics of the epochs before, from the checkpoint; empty for a trial from scratch.
-    """
-
-    damaged: str = ""
-    history: list[dict[str, float]] = field(default_factory=list)
 
 
 def begin(config: TrialConfig, checkpoints: list[str], rank: int = 0, world_size: int = 1) -> tuple[Training, Beginning]:

@@ -36,6 +36,7 @@ from trainers.changes import optimizer_at
 from trainers.checkpoint import load_checkpoint, save_checkpoint
 from trainers.collectives import Collectives
 from trainers.config import TrialConfig
+from trainers.cutting import make_parts
 from trainers.data import Dataset, DatasetInfo, Split, epoch_order, load, share
 from trainers.device import STEPS_TO_CAPTURE, GraphedEpochs, check_device, resolve_device
 from trainers.forward import ScaledOptimizer, set_forward_
@@ -43,7 +44,6 @@ from trainers.init import initialize_
 from trainers.models import build
 from trainers.offload import Offload, OffloadedOptimizer
 from trainers.optimizers import make_optimizer
-from trainers.parts import make_parts
 from trainers.precision import apply_precision
 from trainers.profile import Profiler
 from trainers.spans import Spans

@@ -9,7 +9,7 @@ sums of gradients are then taken in another order, so such a run does not repeat
 
 Ray Train keeps a checkpoint *before* it tells its callbacks of the report that came with it. If the driver dies in between, the run
 continues after an epoch that nobody has heard of. Therefore the first report after a restart repeats the metrics of all epochs before
-it, under :data:`HISTORY`, and :func:`read_results` has them all once the run is complete.
+it, under :data:`~trainers.records.HISTORY`, and :func:`read_results` has them all once the run is complete.
 """
 
 from __future__ import annotations
@@ -27,13 +27,8 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from trainers.bundles import bundles
 from trainers.checkpoint import load_checkpoint
 from trainers.config import TrialConfig
+from trainers.records import DETERMINISTIC, HISTORY
 from trainers.training import Training
-
-HISTORY = "history"
-"""In a report: the metrics of the epochs before it, one dict each."""
-
-DETERMINISTIC = (ValueError, ArithmeticError)
-"""What a worker raises where a second try could only raise it again: the user's input, or arithmetic. A dead worker is none of these."""
 
 
 class FailAtOnce(UserCallback):  # type: ignore[misc]

@@ -25,8 +25,8 @@ Make = Callable[..., StudyConfig]
 LIMITED = """
 import json, resource
 import psutil
+from study.outcomes import OUT_OF_MEMORY
 from study.trial import StudyTrial
-from study.tune_callback import OUT_OF_MEMORY
 from trainers.config import DataConfig, ModelConfig, TrialConfig
 from trainers.out_of_memory import relief
 from study.space import apply

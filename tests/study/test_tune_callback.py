@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from study.ledger import Ledger, read_ledger
 from study.tune_callback import LedgerCallback
-from trainers.worker import HISTORY
+from trainers.records import HISTORY
 
 
 class Trial:

@@ -17,9 +17,10 @@ from ray.train import UserCallback
 
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, TrialConfig
 from trainers.layout import Layout
+from trainers.records import HISTORY
 from trainers.sync_config import SyncConfig
 from trainers.wire import WireConfig
-from trainers.worker import HISTORY, build_trainer, read_results
+from trainers.worker import build_trainer, read_results
 
 CONFIG = TrialConfig(
     data=DataConfig(name="digits"),

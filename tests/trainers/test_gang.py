@@ -16,9 +16,9 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from tests.trainers.test_profile import events
-from trainers.bundles import bundles
+from trainers.bundles import Shape, bundles
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
-from trainers.gang import Gang, shape, write_files
+from trainers.gang import Gang, write_files
 from trainers.profile import ProfileConfig
 from trainers.restore import begin
 from trainers.telemetry import repeatable
@@ -32,6 +32,7 @@ CONFIG = TrialConfig(
     batch_size=128,
     workers=2,
 )
+SHAPE = Shape.of(CONFIG.to_dict())
 
 
 @pytest.fixture
@@ -53,21 +54,21 @@ def epochs(gang: Gang) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_one_gang_trains_trial_after_trial_and_the_order_does_not_matter(group: PlacementGroup, tmp_path: Path) -> None:
     other = replace(CONFIG, precision=PrecisionConfig(), seed=3, optimizer=OptimizerConfig(name="adam", lr=0.01))
-    assert shape(other) == shape(CONFIG)
-    gang = Gang(CONFIG, group)
+    assert Shape.of(other.to_dict()) == SHAPE
+    gang = Gang(SHAPE, group)
     assert len({*gang.pids, os.getpid()}) == 3
-    assert gang.begin(CONFIG, []).damaged == ""
+    assert gang.begin(CONFIG.to_dict(), []).damaged == ""
     first = epochs(gang)
     gang.save(tmp_path / "first")
-    assert gang.begin(other, []).damaged == ""
+    assert gang.begin(other.to_dict(), []).damaged == ""
     between = epochs(gang)
-    assert gang.begin(CONFIG, []).damaged == ""
+    assert gang.begin(CONFIG.to_dict(), []).damaged == ""
     assert epochs(gang) == first
     assert between != first
     assert [metrics["epoch"] for metrics in first] == [1, 2]
     assert first[-1]["test/error"] < 0.9
     # Continued after the first epoch's end, and from what is damaged not at all.
-    beginning = gang.begin(replace(CONFIG, epochs=3), [str(tmp_path / "none"), str(tmp_path / "first")])
+    beginning = gang.begin(replace(CONFIG, epochs=3).to_dict(), [str(tmp_path / "none"), str(tmp_path / "first")])
     assert "no whole checkpoint" in beginning.damaged
     assert [metrics["epoch"] for metrics in beginning.history] == [1, 2]
     assert [metrics["epoch"] for metrics in epochs(gang)] == [3]
@@ -75,8 +76,8 @@ def test_one_gang_trains_trial_after_trial_and_the_order_does_not_matter(group: 
 
 
 def test_a_gang_in_lns_ends_with_the_bits_of_one_process(group: PlacementGroup, tmp_path: Path) -> None:
-    gang = Gang(CONFIG, group)
-    gang.begin(CONFIG, [])
+    gang = Gang(SHAPE, group)
+    gang.begin(CONFIG.to_dict(), [])
     gang.step()
     gang.save(tmp_path)
     gang.close()
@@ -90,8 +91,8 @@ def test_a_gang_in_lns_ends_with_the_bits_of_one_process(group: PlacementGroup, 
 
 @pytest.mark.slow
 def test_every_rank_records_its_profile(group: PlacementGroup, tmp_path: Path) -> None:
-    gang = Gang(CONFIG, group)
-    gang.begin(replace(CONFIG, telemetry=True, profile=ProfileConfig(steps=[0, 2])), [])
+    gang = Gang(SHAPE, group)
+    gang.begin(replace(CONFIG, telemetry=True, profile=ProfileConfig(steps=[0, 2])).to_dict(), [])
     metrics = gang.step()
     write_files(tmp_path, gang.profile())
     assert gang.profile() == {}
@@ -104,8 +105,8 @@ def test_every_rank_records_its_profile(group: PlacementGroup, tmp_path: Path) -
 
 
 def test_a_dead_rank_ends_the_gang_at_once(group: PlacementGroup) -> None:
-    gang = Gang(CONFIG, group)
-    gang.begin(replace(CONFIG, epochs=1000), [])
+    gang = Gang(SHAPE, group)
+    gang.begin(replace(CONFIG, epochs=1000).to_dict(), [])
     gang.step()
     psutil.Process(gang.pids[1]).kill()
     start = time.monotonic()
@@ -116,7 +117,7 @@ def test_a_dead_rank_ends_the_gang_at_once(group: PlacementGroup) -> None:
 
 
 def test_what_cannot_work_is_a_value_error(group: PlacementGroup) -> None:
-    gang = Gang(CONFIG, group)
+    gang = Gang(SHAPE, group)
     with pytest.raises(ValueError, match=r"batch_size=128|train_size|examples"):
-        gang.begin(replace(CONFIG, data=DataConfig(name="digits", validation_size=300, train_size=64)), [])
+        gang.begin(replace(CONFIG, data=DataConfig(name="digits", validation_size=300, train_size=64)).to_dict(), [])
     gang.close()

@@ -125,7 +125,7 @@ class Trial:
         return self._lane.pid
 
     def course(self) -> list[dict[str, Any]]:
-        metrics = course(lambda: self._lane.begin(self._config, []), self._lane.step)
+        metrics = course(lambda: self._lane.begin(self._config.to_dict(), []), self._lane.step)
         self._lane.close()
         return metrics
 

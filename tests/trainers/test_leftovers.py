@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -65,6 +67,14 @@ def test_without_putting_back_the_figures_would_differ() -> None:
         pass  # float64 weights do not take float32 data
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_putting_back_what_has_not_changed_loads_nothing() -> None:
+    """torch loads its compiler, two seconds, to be told once more that algorithms need not be deterministic."""
+    code = (
+        "import sys; from trainers.leftovers import Leftovers; Leftovers().clear(); assert 'torch._inductor' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_threads_and_memory_that_stay_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

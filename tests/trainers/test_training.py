@@ -12,11 +12,12 @@ import torch
 
 import lns_ops
 from lns_ops import LNSTensor
-from trainers.checkpoint import STATE, load_checkpoint, save_checkpoint
+from trainers.checkpoint import load_checkpoint, save_checkpoint
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.data import prepare
 from trainers.init import initialize_
 from trainers.models import build
+from trainers.records import STATE
 from trainers.training import Training, check
 
 PRECISIONS = {

@@ -19,10 +19,11 @@ from lns_ops import NonFiniteError
 from trainers.bundles import bundles
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.layout import Layout
+from trainers.records import HISTORY
 from trainers.sync_config import SyncConfig
 from trainers.training import Training
 from trainers.wire import WireConfig
-from trainers.worker import HISTORY, FailAtOnce, build_trainer, read_results, train_loop
+from trainers.worker import FailAtOnce, build_trainer, read_results, train_loop
 
 CONFIG = TrialConfig(
     data=DataConfig(name="digits"),
