@@ -15,7 +15,7 @@ import os
 import sys
 from typing import Any
 
-from study.sqlite import use_write_ahead_log
+from study.sqlite import use_write_ahead_log, write_statistics
 
 ROOT = "mlflow-artifacts:/"
 """Of new experiments: the server hands their artifacts out."""
@@ -66,6 +66,7 @@ def _application(uri: str, artifacts: str) -> Any:
             raise AttributeError(f"{known} is {getattr(constants, known)}, not {name}")
     use_write_ahead_log(uri)
     handlers.initialize_backend_stores(uri, uri, ROOT)
+    write_statistics(uri)
     return app
 
 

@@ -4,6 +4,8 @@ With the log readers (``lns-study ui``) and the writer work at the same time. ``
 whatever happens, and loses nothing where a process dies; where the machine does, the last transactions may be missing
 (https://www.sqlite.org/pragma.html#pragma_synchronous). The ledger has them: the next run, ``sync`` or ``reconcile`` sends them again. A
 file system of the network cannot share the log between machines, so there the database stays as MLflow makes it.
+
+And with statistics for its query planner (:func:`write_statistics`).
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 PREFIX = "sqlite:///"
+
+BY_KEY = ("latest_metrics", "params", "tags")
+"""Tables in which MLflow looks for what all runs have of one key, to sort or filter by it."""
 
 
 def use_write_ahead_log(uri: str) -> None:
@@ -31,6 +36,28 @@ def use_write_ahead_log(uri: str) -> None:
             database.execute("PRAGMA journal_mode=WAL")
     except sqlite3.Error:
         return  # busy: whoever uses it has set it, or the next one will
+
+
+def write_statistics(uri: str) -> None:
+    """Tell sqlite's query planner that many runs share a key, where ``uri`` is a local sqlite file with MLflow's tables.
+
+    Without statistics it takes a key to be in ten rows, and looks for each run among those of the key from their beginning: sorting n runs
+    by a metric took time in n^2 (3,000 runs 0.45 s, 0.016 with statistics). Measured once, while runs are few, they would say the same;
+    so for these tables they are set by hand (https://www.sqlite.org/optoverview.html#manctrl).
+    """
+    path = Path(uri.removeprefix(PREFIX))
+    if not uri.startswith(PREFIX) or not path.is_file() or not _is_local(path):
+        return
+    try:
+        with closing(sqlite3.connect(path, timeout=1.0)) as database, database:
+            database.execute("PRAGMA analysis_limit=1000")
+            database.execute("ANALYZE")
+            for table in BY_KEY:
+                database.execute("DELETE FROM sqlite_stat1 WHERE tbl = ?", (table,))
+                many = (table, f"sqlite_autoindex_{table}_1", "1000000 1000 1"), (table, f"index_{table}_run_uuid", "1000000 50")
+                database.executemany("INSERT INTO sqlite_stat1 (tbl, idx, stat) VALUES (?, ?, ?)", many)
+    except sqlite3.Error:
+        return  # busy, or no tables yet: the next start or study will
 
 
 def _commit_to_the_log(connection: Any, _: object) -> None:

@@ -32,7 +32,7 @@ from typing import Any
 from study.ledger import Event, Follower, is_locked
 from study.mlflow_runs import Runs
 from study.mlflow_view import view_key
-from study.sqlite import use_write_ahead_log
+from study.sqlite import use_write_ahead_log, write_statistics
 from study.state import PLANNED, StudyState
 from study.ui import is_server
 
@@ -139,6 +139,7 @@ class Sender:
         for trial in self.state.known.values():
             self._opened().settle(trial)
         self._opened().finish(self.state, report)
+        write_statistics(self._uri)
 
     def _open(self) -> None:
         """Find or make experiment and parent run, once a plan."""

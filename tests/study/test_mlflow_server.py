@@ -12,14 +12,17 @@ import urllib.error
 import urllib.request
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine, event, text
+from sqlalchemy.engine import Engine
 
 from study import mlflow_server
-from study.sqlite import use_write_ahead_log
+from study.sqlite import use_write_ahead_log, write_statistics
 from study.ui import command, environment, stop
+from study.writer import connect
 from tests.study.servers import Server, free_port
 
 OTHER_MLFLOW = """
@@ -51,6 +54,31 @@ def test_one_process_serves_with_mlflows_protection(server: Server) -> None:
     assert search(server.uri, "evil.example") == 403
     with closing(sqlite3.connect(server.folder / "mlflow.db")) as database:
         assert database.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+@pytest.mark.parametrize("key", ["metrics.`validation/error`", "params.`seed`", "tags.`row`"])
+def test_sorting_runs_does_not_look_at_all_pairs_of_them(server: Server, key: str) -> None:
+    asked: list[tuple[str, Any]] = []
+
+    def note(connection: Any, cursor: Any, statement: str, parameters: Any, *_: Any) -> None:
+        if "LEFT OUTER JOIN" in statement and "LIMIT" in statement:
+            asked.append((statement, parameters))
+
+    uri = f"sqlite:///{server.folder}/mlflow.db"
+    event.listen(Engine, "before_cursor_execute", note)
+    try:
+        connect(uri).search_runs(["0"], order_by=[f"{key} ASC"])
+    finally:
+        event.remove(Engine, "before_cursor_execute", note)
+    ((statement, parameters),) = asked
+    with closing(sqlite3.connect(server.folder / "mlflow.db")) as database:
+        steps = [row[3] for row in database.execute(f"EXPLAIN QUERY PLAN {statement}", parameters)]
+        database.execute("DROP TABLE sqlite_stat1")
+    assert not any(step.startswith("SCAN anon") for step in steps), steps
+    assert any("INDEX (run_uuid=?) LEFT-JOIN" in step for step in steps), steps
+    with closing(sqlite3.connect(server.folder / "mlflow.db")) as database:  # as sqlite would do it by itself
+        assert any(row[3].startswith("SCAN anon") for row in database.execute(f"EXPLAIN QUERY PLAN {statement}", parameters))
+    write_statistics(uri)
 
 
 @pytest.mark.slow
