@@ -231,7 +231,7 @@ def replica(rank: int, world: int, kind: str, wire: WireConfig) -> dict[str, Any
     if collectives is not None:
         row["ms synchronising"] = median_ms(lambda: sync.gradients(model.parameters(), True), 10, torch.cuda.synchronize)
         before = collectives.sent
-        sync.gradients(model.parameters(), True)
+        train_step(model, optimizer, batch, sync)
         row["bytes a parameter"] = (collectives.sent - before) / sum(p.numel() for p in model.parameters())
     return row
 
