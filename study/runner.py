@@ -189,7 +189,9 @@ def _tune(study: StudyConfig, agenda: Agenda, ledger: Ledger, state: StudyState,
         return True
 
     trainable, most = _trainable(study, [trial.config for trial in agenda.trials])
-    agenda.tail = TAIL * _slots(study, [trial.config for trial in agenda.trials])
+    slots = _slots(study, [trial.config for trial in agenda.trials])
+    agenda.tail = TAIL * slots
+    os.environ.setdefault("TUNE_MAX_PENDING_TRIALS_PG", str(max(1, slots)))  # Tune keeps one pending for a searcher of its users'
     cutter = study.search.scheduler if study.search.ends_early else "none"
     tuner = tune.Tuner(
         trainable,
