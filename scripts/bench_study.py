@@ -30,9 +30,9 @@ from typing import Any
 
 import psutil
 import ray
+import study.trial
 from ray import tune
 
-import study.trial
 from study.config import RowConfig, StudyConfig
 from study.engine import run_study
 from study.ledger import Event

@@ -124,6 +124,7 @@ def free_port() -> int:
 def engine(storage: str, uri: str) -> float:
     """Seconds of the trials through the study engine, tracking complete at the end."""
     import study.trial
+
     from study.engine import run_study
 
     settings = StudyConfig(name="bench", trial=DIGITS, rows=[RowConfig(label="a")], seeds=list(range(TRIALS)), storage=storage,

@@ -26,6 +26,7 @@ from study.mlflow_runs import layout_of
 from study.objectives import bits_of
 from study.space import Params, lookup, today
 from study.state import ENDED, FAILED, FINISHED, StudyState, TrialState
+from trainers.bundles import gpus_of
 
 MEASURES = {
     "error": "validation error, %",
@@ -414,5 +415,4 @@ def _sum(state: StudyState, value: Callable[[TrialState], float]) -> float:
 
 
 def _gpu_hours(trial: TrialState) -> float:
-    on_gpu = trial.config.get("device") == "cuda"
-    return trial.seconds / 3600 * float(trial.config.get("gpus") or 1.0) * int(trial.config["workers"]) if on_gpu else 0.0
+    return trial.seconds / 3600 * gpus_of(trial.config)

@@ -11,6 +11,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from study.config import StudyConfig
     from study.engine import Outcome, View
+    from trainers.node import Node
 
 DESCRIPTION = """\
 Run a study: train the same network in several number formats, several seeds each, and compare the test errors.
@@ -178,16 +180,21 @@ def _add_ui(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def _run(options: argparse.Namespace) -> int:
-    from study.compose import load
+    from trainers.node import Node
 
-    with refusals():
-        study = load(options.config, options.overrides, lambda line: print(line, file=sys.stderr), download=not options.dry_run)
-    if options.dry_run:
-        return _dry_run(study)
-    return _run_config(study, options.plain, again="lns-study run " + " ".join(_again(options)))
+    with nullcontext() if options.dry_run else Node() as node:  # it loads torch for the trials while this process does
+        from study.compose import load
+
+        with refusals():
+            study = load(
+                options.config, options.overrides, lambda line: print(line, file=sys.stderr), download=not options.dry_run
+            )
+        if node is None:
+            return _dry_run(study)
+        return _run_config(study, options.plain, again="lns-study run " + " ".join(_again(options)), node=node)
 
 
-def _run_config(study: StudyConfig, plain: bool, only: str = "all", again: str = "") -> int:
+def _run_config(study: StudyConfig, plain: bool, only: str = "all", again: str = "", node: Node | None = None) -> int:
     """Run a study's config; ``again`` is the command that continues it."""
     from rich.console import Console
 
@@ -196,7 +203,7 @@ def _run_config(study: StudyConfig, plain: bool, only: str = "all", again: str =
     console = Console()
     again = again or f"lns-study resume {study.slug} --storage {study.storage}"
     try:
-        outcome = run_study(study, _view(study, console, plain), lambda line: _say(console, line), only)
+        outcome = run_study(study, _view(study, console, plain), lambda line: _say(console, line), only, node)
     except KeyboardInterrupt:
         print(f"\nInterrupted. Finished epochs are kept; the same command continues: {again}", file=sys.stderr)
         return 130

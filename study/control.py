@@ -25,6 +25,7 @@ from typing import Any
 
 from study.config import LimitsConfig
 from study.state import ENDED, FAILED, StudyState
+from trainers.bundles import gpus_of
 
 FILE = "control.json"
 POLL_SECONDS = 0.5
@@ -163,17 +164,16 @@ def reached(limits: LimitsConfig, state: StudyState, seconds: float) -> str:
 
 
 def gpu_seconds(state: StudyState) -> float:
-    """Seconds times the share of a GPU, over all trials."""
-    on_gpu = [trial for trial in state.trials if trial.config["device"] == "cuda"]
-    return sum(trial.seconds * float(trial.config["gpus"]) * int(trial.config["workers"]) for trial in on_gpu)
+    """Seconds times the GPUs, or the share of one, that a trial takes, over all trials."""
+    return sum(trial.seconds * gpus_of(trial.config) for trial in state.trials)
 
 
 def joules(state: StudyState) -> float:
     """Energy of GPUs that trials have told, each with its share of one."""
     total = 0.0
     for trial in state.trials:
-        share = float(trial.config["gpus"]) if int(trial.config["workers"]) == 1 else 1.0
-        total += share * sum(value for value in trial.metric("telemetry/joules").values() if math.isfinite(value))
+        told = sum(value for value in trial.metric("telemetry/joules").values() if math.isfinite(value))
+        total += min(1.0, gpus_of(trial.config)) * told
     return total
 
 

@@ -97,7 +97,7 @@ def _tracking(uri: str) -> Finding:
 def _ray(address: str | None) -> Finding:
     import ray
 
-    from study.runner import ray_session
+    from study.ray_session import ray_session
 
     try:
         check_address(address)

@@ -26,6 +26,7 @@ from study.state import ALL, ENDED, FAILED, FINISHED, ONLY_FAILED, StudyState, f
 from study.tracking import OFF, NoTracker, Tracker, check_tracking, make_tracker
 from study.ui import how_to_open
 from study.writer import sync
+from trainers.node import Node
 
 EXCLUDED_SHOWN = 3
 
@@ -69,7 +70,7 @@ class Outcome:
         return sum(trial.status == FAILED for trial in self.state.trials)
 
 
-def run_study(study: StudyConfig, view: View, say: Callable[[str], None], only: str = ALL) -> Outcome:
+def run_study(study: StudyConfig, view: View, say: Callable[[str], None], only: str = ALL, node: Node | None = None) -> Outcome:
     """Run a study, or what is left of it.
 
     Args:
@@ -77,6 +78,7 @@ def run_study(study: StudyConfig, view: View, say: Callable[[str], None], only: 
         only: ``all`` that has not finished, of that what is ``unfinished`` but has not failed, or what has ``failed``.
         view: shows progress.
         say: prints one line for the user: warnings and what was resumed.
+        node: of this machine, where it has begun to load what trials need; ended with the study.
 
     Raises:
         UserError: the study cannot start, and nothing was done; or its storage is full, and the same command goes on once it is not.
@@ -98,11 +100,18 @@ def run_study(study: StudyConfig, view: View, say: Callable[[str], None], only: 
             say(f"Left out: {entry}")
         if len(plan.excluded) > EXCLUDED_SHOWN:
             say(f"Left out: {len(plan.excluded) - EXCLUDED_SHOWN} more; `lns-study plan CONFIG` lists them")
-        return _run(plan, data, ledger, before, view, say, only)
+        return _run(plan, data, ledger, before, view, say, only, node)
 
 
 def _run(
-    plan: Plan, data: list[dict[str, Any]], ledger: Ledger, state: StudyState, view: View, say: Callable[[str], None], only: str
+    plan: Plan,
+    data: list[dict[str, Any]],
+    ledger: Ledger,
+    state: StudyState,
+    view: View,
+    say: Callable[[str], None],
+    only: str,
+    node: Node | None,
 ) -> Outcome:
     failed = [trial.id for trial in plan.trials if trial.id in state.known and state.known[trial.id].status == FAILED]
     ledger.listen(state.apply)
@@ -129,7 +138,7 @@ def _run(
     )
     outcome = "interrupted"
     try:
-        run_plan(plan, ledger, state, control, failed if only == ONLY_FAILED else None)
+        run_plan(plan, ledger, state, control, failed if only == ONLY_FAILED else None, node)
         decision = control.decide(fresh=True)
         outcome = _describe_end(plan, state, decision)
         if decision.reason and not control.storage_error:

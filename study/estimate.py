@@ -11,10 +11,10 @@ from pathlib import Path
 from study.durations import like, seconds_an_epoch
 from study.ledger import FILE, read_ledger
 from study.plan import Plan, PlannedTrial
-from study.preflight import cpus_of, local_cpus
+from study.preflight import local_cpus
 from study.progress import duration
 from study.state import fold
-from trainers.bundles import gpus
+from trainers.bundles import cpus_of, gpus_of
 
 TRIALS_SHOWN = 12
 
@@ -57,8 +57,9 @@ def _describe_trial(trial: PlannedTrial, known: dict[str, float]) -> str:
     config = trial.config
     number = "" if trial.number is None else f" #{trial.number}"
     sampled = f" ({describe(trial.params)})" if trial.params else ""
-    resources = f"{cpus_of(config)} CPU" + (f", {gpus(config):g} GPU" if config.device == "cuda" else "")
-    seconds = known.get(like(config.to_dict()))
+    values = config.to_dict()
+    resources = f"{cpus_of(values)} CPU" + (f", {gpus_of(values):g} GPU" if config.device == "cuda" else "")
+    seconds = known.get(like(values))
     time = f", about {duration(seconds * config.epochs)}" if seconds else ""
     size = f"{config.epochs} epochs, {config.workers} worker(s), {resources}{time}"
     return f"{trial.id}  {trial.row}{number}, seed {trial.seed}{sampled}: {size}"
@@ -72,7 +73,7 @@ def _describe_time(plan: Plan, known: dict[str, float]) -> str:
         return "Expected time: unknown, no earlier trial in the storage is like these; after the first epochs a run shows it"
     mean = sum(times) / len(times)
     total = mean * plan.size
-    slots = [local_cpus(study) // cpus_of(trial.config) for trial in plan.trials]
+    slots = [local_cpus(study) // cpus_of(trial.config.to_dict()) for trial in plan.trials]
     concurrent = max(1, min([*slots, study.max_concurrent or 10**6])) if study.address is None else study.max_concurrent or 1
     unknown = len(plan.trials) - len(times)
     note = f"; {unknown} trials are unlike any earlier one and counted at the mean" if unknown else ""

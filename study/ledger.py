@@ -4,8 +4,9 @@ It is the truth. MLflow and the report are made from it and can be made again; R
 not relied on. Events, each with ``event`` and ``time`` (seconds since 1970)::
 
     planned     a run of the study begins: config, trials, data, code
-    started     a trial's process began or began again          trial
-    report      a trial finished an epoch                       trial, epoch, metrics
+    capacity    CPUs, GPUs and machines that the run has now    cpus, gpus, nodes
+    started     a trial was given to processes, or again        trial, slots (one a rank), hosts, cpus, gpus
+    report      a trial finished an epoch                       trial, epoch, metrics, pid, host
     checkpoint  a trial's state is on disk                      trial, epoch, path
     restarted   a trial's process died and will be restarted    trial, error
     relieved    a trial ran out of memory; once more with other keys   trial, error, relief
@@ -118,19 +119,29 @@ class Ledger:
         Raises:
             OSError: it cannot be written, or one before it could not.
         """
+        return bool(self.append_all([{"event": event, **values}]))
+
+    def append_all(self, events: list[Event]) -> list[Event]:
+        """Write several events at once, stamped with the time, and hear of them once all are on disk; those that were new.
+
+        Raises:
+            OSError: they cannot be written, or one before them could not.
+        """
         if self.broken is not None:
             raise self.broken
-        record: Event = {"event": event, "time": time.time(), **values}
-        if not _is_new(record, self._seen):
-            return False
+        now = time.time()
+        records = [record for event in events if _is_new(record := {"event": event["event"], "time": now, **event}, self._seen)]
+        if not records:
+            return []
         try:
-            self._write(json.dumps(record).encode() + b"\n")
+            self._write(b"".join(json.dumps(record).encode() + b"\n" for record in records))
         except OSError as error:
             self.broken = error
             raise
-        for listener in self._listeners:
-            listener(record)
-        return True
+        for record in records:
+            for listener in self._listeners:
+                listener(record)
+        return records
 
     def _write(self, line: bytes) -> None:
         """The whole line on disk, or none of it."""

@@ -18,7 +18,8 @@ from study.mlflow_names import check_loggable
 from study.plan import Base, Excluded, Plan, PlannedTrial
 from study.state import StudyState
 from study.tracking import OFF, check_tracking
-from trainers.config import DataConfig, TrialConfig
+from trainers.bundles import MOST, cpus_of
+from trainers.config import DataConfig
 
 if TYPE_CHECKING:
     from trainers.data import DatasetInfo
@@ -71,7 +72,7 @@ def check_cpus(plan: Plan) -> None:
     """
     have = local_cpus(plan.study)
     for trial in plan.trials:
-        need = cpus_of(trial.config)
+        need = cpus_of(trial.config.to_dict())
         if plan.study.address is None and need > have:
             raise ValueError(
                 f"row {trial.row!r}: workers={trial.config.workers} x threads={trial.config.threads} = {need} CPUs a trial, but Ray "
@@ -121,8 +122,6 @@ def check_elastic(plan: Plan) -> None:
 
 
 def _check_shares(on_gpu: list[PlannedTrial]) -> None:
-    from trainers.host import MOST  # loads torch
-
     for trial in on_gpu:
         if trial.config.gpus < 1 / MOST:
             raise ValueError(
@@ -152,11 +151,6 @@ def check_address(address: str | None) -> None:
 def local_cpus(study: StudyConfig) -> int:
     """CPUs of the local Ray: the config's, or those this process may use."""
     return study.cpus or len(os.sched_getaffinity(0))
-
-
-def cpus_of(config: TrialConfig) -> int:
-    """CPUs one trial occupies while it runs."""
-    return config.workers * config.threads
 
 
 def describe_data(plan: Plan) -> dict[DataConfig, DatasetInfo]:

@@ -1,60 +1,78 @@
-"""Running a plan with Ray Tune, every event into the ledger.
+"""Running a plan: trials go from the agenda to processes wherever there is room, and what comes of them goes into the ledger.
 
-Tune places, restarts and, with a scheduler, ends trials; the ledger decides what is left to do, and the :class:`~study.search.Agenda` hands
-it out one trial at a time. Each run is a new Tune experiment (``attempts/0001`` ...), because Tune cannot be trusted to resume its own: its
-snapshots lag by seconds. Trials that the ledger calls finished are left out, interrupted ones begin at the last whole checkpoint that
-the ledger names and that is still on disk.
+The loop has one place where things happen, :class:`_Run`: it hands trials out, hears what processes say, writes it into the
+ledger, and only then acts on it. What is left to do the ledger decides, what comes next the :class:`~study.search.Agenda`, which
+trials end early the :class:`~study.schedulers.Scheduler` (Ray Tune's), where a trial fits the :class:`~study.pool.Pool`, and when
+to hold or end it all the :class:`~study.control.Control`. Trials that the ledger calls finished are left out, interrupted ones
+begin at the last whole checkpoint that is still on disk.
 
-Ctrl-C is ours, not Tune's: it asks the :class:`~study.control.Control` to cancel, as ``lns-study cancel`` does, and Tune ends the trials'
-processes in order.
+Ctrl-C asks the control to cancel, as ``lns-study cancel`` does: every process is ended, and checkpoints keep what they had done.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
+import queue
 import signal
 import statistics
 import threading
+import time
+from collections import Counter
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from study.config import StudyConfig
-from study.control import Control
-from study.errors import UserError
-from study.ledger import Ledger
+from study.control import Control, Wish, is_full
+from study.leases import Cluster, Local, OfRay
+from study.ledger import Event, Ledger
 from study.manage import continuations
 from study.plan import Plan, PlannedTrial
-from study.preflight import cpus_of, local_cpus
+from study.pool import Pool
+from study.preflight import local_cpus
+from study.schedulers import make_scheduler
 from study.search import Agenda
 from study.state import StudyState
+from trainers.bundles import Shape, cpus_of, gpus_of
 from trainers.config import TrialConfig
+from trainers.node import Node
 from trainers.out_of_memory import relief
-
-ENVIRONMENT = {
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",  # Train polls its workers this often; the default adds 2 s to every report
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_prestart_worker_first_driver": "0",  # a process a CPU, which Tune's actors, with an environment of their own, cannot take
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",
-    "RAY_AIR_NEW_OUTPUT": "0",
-    "RAY_DEDUP_LOGS": "1",
-    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # no CSV, JSON or TensorBoard files: the ledger has it all
-    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C is ours
-    "TUNE_GLOBAL_CHECKPOINT_S": "86400",  # Tune's own snapshots are never read, and their cost grows with the trials
-    "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
-    "PYTHONWARNINGS": "ignore",
-}
-"""Set before Ray starts, unless the user set them; Ray's processes inherit them."""
+from trainers.records import (
+    BEGAN,
+    DIED,
+    DONE,
+    HISTORY,
+    IN_PROCESS,
+    OUT_OF_MEMORY,
+    PACKED,
+    RAY_TRAIN,
+    REFUSED,
+    REPORT,
+    STOPPED,
+    Beginning,
+    Message,
+)
 
 TAIL = 3
 """The last so many trials a slot run longest first: within 1 to 6 % of sorting all of them, in simulations of 2 to 128 slots."""
+ROUND_SECONDS = 0.5
+"""How often wishes, limits and heartbeats are looked at where no process says anything."""
+EXTRA = ("samples_per_second",)
+"""Metrics beside those of a namespace (``train/loss``)."""
+LOG = "workers.log"
+"""In the study's folder: what the trials' processes print."""
 
 
-def run_plan(plan: Plan, ledger: Ledger, state: StudyState, control: Control, only: Collection[str] | None = None) -> None:
+def run_plan(
+    plan: Plan,
+    ledger: Ledger,
+    state: StudyState,
+    control: Control,
+    only: Collection[str] | None = None,
+    node: Node | None = None,
+) -> None:
     """Run what is left of a plan; returns when every trial has ended, or ``control`` ends the study before.
 
     Args:
@@ -63,6 +81,7 @@ def run_plan(plan: Plan, ledger: Ledger, state: StudyState, control: Control, on
         state: what the ledger holds already; says what is left.
         control: asked what to do, all the time.
         only: ids of the trials to run; None for all.
+        node: this machine's, if there is one already; closed here.
 
     Raises:
         UserError: ``address`` names no Ray cluster.
@@ -75,156 +94,64 @@ def run_plan(plan: Plan, ledger: Ledger, state: StudyState, control: Control, on
             continuations(ledger, state, [state.known[trial.id]])
 
     agenda = Agenda(plan, state, enter, only)
-    if agenda.exhausted:
-        return
-    with ray_session(plan.study, dashboard=plan.study.executor == "train"):
-        _tune(plan.study, agenda, ledger, state, control)
+    if not agenda.exhausted:
+        with _interrupts(control), control.watch_storage(), _pool(plan, agenda, node) as (pool, ray):
+            _Run(plan.study, agenda, ledger, state, control, pool, ray).run()
     if control.interrupted:
         raise KeyboardInterrupt
 
 
 @contextmanager
-def ray_session(study: StudyConfig, *, dashboard: bool = False) -> Iterator[None]:
-    """Ray for the time of a study: the session there is, the cluster at ``address``, or a local one that ends with us.
+def _pool(plan: Plan, agenda: Agenda, node: Node | None) -> Iterator[tuple[Pool, str]]:
+    """The machines that the study may use, and the address of its Ray; "" where it needs none."""
+    study = plan.study
+    with ExitStack() as stack:
+        said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        pool, ray = Pool(said), ""
+        if needs_ray(study):
+            from study.ray_session import ray_session
 
-    Args:
-        study: the config.
-        dashboard: serve the State API (part of Ray's dashboard, on 127.0.0.1): by it Ray Train notices that a killed driver's workers
-            still hold their CPUs. Without it the restarted driver would wait for them for ever.
-
-    Raises:
-        UserError: nothing answers at ``address``.
-    """
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    import ray
-
-    for logger in ("ray.tune", "ray.train"):
-        logging.getLogger(logger).setLevel(logging.CRITICAL)  # a trial's failure is in the ledger, not between the progress lines
-    ours = not ray.is_initialized()
-    if ours:
-        on_sigterm = signal.getsignal(signal.SIGTERM)
-        _start_ray(study, dashboard)
-        signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts in one that aborts the process
-    try:
-        yield
-    finally:
-        if ours:
-            ray.shutdown()
-
-
-def _start_ray(study: StudyConfig, dashboard: bool) -> None:
-    import ray
-
-    quiet = {
-        "logging_level": logging.ERROR,
-        "log_to_driver": False,
-        "include_dashboard": dashboard,
-        "dashboard_host": "127.0.0.1",
-    }
-    try:
-        if study.address is None:
-            with _own_process_groups():
-                ray.init(address="local", num_cpus=local_cpus(study), **quiet)
+            ray = stack.enter_context(ray_session(study, dashboard=study.executor == "train"))
+        stack.callback(pool.close)
+        if study.address is not None and study.executor != "train":
+            trials = [trial.config.to_dict() for trial in agenda.trials] or [study.trial.to_dict()]
+            count = min(study.max_concurrent or plan.size, plan.size)
+            largest = [Shape.of(TrialConfig.from_dict(values)).bundles[0] for values in trials]
+            unit = max(each["CPU"] for each in largest), math.ceil(max(each.get("GPU", 0.0) for each in largest))
+            most = count * max(map(cpus_of, trials)), count * max(map(gpus_of, trials))
+            pool.use(Cluster(unit, most, study.folder / LOG, lambda *what: said.put(what)))
         else:
-            ray.init(address=study.address, logging_level=logging.ERROR, log_to_driver=False)
-    except (ConnectionError, ValueError) as error:
-        raise UserError(
-            f"address={study.address!r}: no Ray cluster answers ({error}); start one with `ray start --head`, or leave address "
-            "out for a local one"
-        ) from None
+            node = node or Node()
+            node.log(study.folder / LOG)
+            by_train = study.executor == "train"
+            pool.use(
+                OfRay(node, lambda *what: said.put(what))
+                if by_train
+                else Local(local_cpus(study), _local_gpus(agenda, study), node, lambda *what: said.put(what))
+            )
+        yield pool, ray
 
 
-_detach = threading.local()
-"""``children``: whether processes that this thread forks go into process groups of their own."""
+def needs_ray(study: StudyConfig) -> bool:
+    """Whether anything of the study is Ray's: a cluster, Ray Train, or the actors of a parameter server."""
+    return study.address is not None or study.executor == "train" or '"asynchronous"' in json.dumps(study.to_dict())
 
 
-@contextmanager
-def _own_process_groups() -> Iterator[None]:
-    """Processes that this thread starts meanwhile do not hear the signals that are sent to our process group.
+def _local_gpus(agenda: Agenda, study: StudyConfig) -> list[str]:
+    """Names of this machine's GPUs, where a trial may use them."""
+    if '"cuda"' not in json.dumps(study.to_dict()) and not any(trial.config.device == "cuda" for trial in agenda.trials):
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name]
+    import torch
 
-    A SIGTERM to the group (from ``timeout``, a batch system, a closed pipeline) would end Ray's own processes at once. We could then
-    not end the trials in order, and Ray would make us wait 60 s for its control store. So the signal is ours alone, and we end Ray.
-    Ray's processes still die with us: it sets their parent-death signal.
-    """
-    _detach.children = True
-    try:
-        yield
-    finally:
-        _detach.children = False
-
-
-def _leave_group() -> None:
-    if getattr(_detach, "children", False):
-        os.setpgid(0, 0)
-
-
-os.register_at_fork(after_in_child=_leave_group)  # subprocess runs it too where it has a preexec_fn, as Ray's starts have
-
-
-def _next_attempt(folder: Path) -> Path:
-    """A new folder for Tune's files; none is used twice."""
-    attempts = folder / "attempts"
-    attempts.mkdir(parents=True, exist_ok=True)
-    number = max((int(path.name) for path in attempts.iterdir() if path.name.isdigit()), default=0) + 1
-    path = attempts / f"{number:04d}"
-    path.mkdir()
-    return path
-
-
-def _tune(study: StudyConfig, agenda: Agenda, ledger: Ledger, state: StudyState, control: Control) -> None:
-    """One Tune experiment over everything on the agenda."""
-    from ray import tune
-
-    from study.tune_callback import LedgerCallback
-    from study.tune_search import AgendaSearcher, StopWhenCancelled, make_scheduler
-
-    def relieve(trial: str, error: str) -> bool:
-        known = state.known[trial]
-        wanted = relief(TrialConfig.from_dict(known.config))
-        if known.relief or wanted is None:
-            return False
-        ledger.append("relieved", trial=trial, error=error, relief=wanted)
-        agenda.again(trial)
-        return True
-
-    trainable, most = _trainable(study, [trial.config for trial in agenda.trials])
-    slots = _slots(study, [trial.config for trial in agenda.trials])
-    agenda.tail = TAIL * slots
-    os.environ.setdefault("TUNE_MAX_PENDING_TRIALS_PG", str(max(1, slots)))  # Tune keeps one pending for a searcher of its users'
-    cutter = study.search.scheduler if study.search.ends_early else "none"
-    tuner = tune.Tuner(
-        trainable,
-        tune_config=tune.TuneConfig(
-            search_alg=AgendaSearcher(agenda, control, lambda trial: _to_config(trial, state, study), _room(study)),
-            scheduler=make_scheduler(study.search, state),
-            num_samples=-1,
-            max_concurrent_trials=most,
-            reuse_actors=study.executor != "train",
-            trial_name_creator=_name_trial,
-            trial_dirname_creator=_name_trial,
-        ),
-        run_config=tune.RunConfig(
-            name="tune",
-            storage_path=str(_next_attempt(study.folder)),
-            failure_config=tune.FailureConfig(max_failures=study.max_failures),
-            checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=0, checkpoint_at_end=False),
-            callbacks=[LedgerCallback(ledger, cutter, study.heartbeat, control.fail_storage, relieve)],
-            stop=StopWhenCancelled(control),
-            verbose=0,
-        ),
-    )
-    with _interrupts(control), control.watch_storage():  # Tune's own files are on it too
-        tuner.fit()
-    if study.executor == "packed":
-        from trainers.host import end_hosts
-
-        end_hosts(str(study.folder))
+    return [str(index) for index in range(torch.cuda.device_count())]
 
 
 @contextmanager
 def _interrupts(control: Control) -> Iterator[None]:
-    """The first Ctrl-C asks ``control`` to cancel, the second is an ordinary one; Tune's own handler is off (:data:`ENVIRONMENT`)."""
+    """The first Ctrl-C asks ``control`` to cancel, the second is an ordinary one."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -241,73 +168,216 @@ def _interrupts(control: Control) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _trainable(study: StudyConfig, configs: list[TrialConfig]) -> tuple[Any, int | None]:
-    """What runs a trial, and how many at a time; None for as many as find their CPUs free.
+class _Run:
+    """The loop; see the module.
 
-    A gang of ours is placed whole, or waits without holding anything. Of Ray Train's gangs no more may begin than fit whole on the local
-    Ray, since each takes its CPUs one by one.
+    Args:
+        study: the config.
+        agenda: what runs next.
+        ledger, state, control: the study's.
+        pool: runs trials.
+        ray: address of the study's Ray.
     """
-    from ray import tune
 
-    if study.executor != "train":
-        from study import trial as executors
+    def __init__(
+        self, study: StudyConfig, agenda: Agenda, ledger: Ledger, state: StudyState, control: Control, pool: Pool, ray: str
+    ) -> None:
+        self._study, self._agenda, self._ledger, self._state = study, agenda, ledger, state
+        self._control, self._pool, self._ray = control, pool, ray
+        self._scheduler = make_scheduler(study.search, state)
+        self._heard: dict[str, float] = {}
+        self._tests: dict[str, dict[str, float]] = {}
+        self._failures: Counter[str] = Counter()
+        self._capacity: tuple[float, int, int] | None = None
 
-        return tune.with_resources(executors.StudyTrial, executors.trial_resources), study.max_concurrent
-    most = study.max_concurrent
-    if study.address is None and configs:
-        fit = max(1, local_cpus(study) // max(cpus_of(config) for config in configs))
-        most = min(fit, most or fit)
-    from study.train_trial import DRIVER_RESOURCES, train_trial
+    def run(self) -> None:
+        """Until nothing is left, or the control ends it."""
+        while True:
+            self._note_capacity()
+            decision = self._control.decide()
+            if decision.wish == Wish.CANCEL:
+                return
+            over = decision.wish >= Wish.STOP or self._control.full
+            waiting = not over and decision.wish != Wish.PAUSE and self._hand_out()
+            if not self._pool.running and not waiting and (over or (decision.wish != Wish.PAUSE and self._agenda.peek() is None)):
+                return
+            self._take_in(self._pool.wait(ROUND_SECONDS, waiting=waiting))
+            self._end_silent()
 
-    return tune.with_resources(train_trial, DRIVER_RESOURCES), most
+    def _hand_out(self) -> bool:
+        """Start what there is room for; whether more is waiting."""
+        started: list[Event] = []
+        waiting = False
+        while not self._control.full and (trial := self._agenda.peek()) is not None:
+            waiting = len(self._pool.running) >= (self._study.max_concurrent or math.inf)
+            if waiting:
+                break
+            shape = self._shape(trial.config)
+            running = self._pool.start(trial.id, shape, lambda trial=trial: self._plan(trial))  # type: ignore[misc]
+            waiting = running is None
+            if running is None:
+                break
+            self._agenda.next()
+            self._control.begun(trial.id)
+            self._heard[trial.id] = time.monotonic()
+            hosts = [lease.host for lease, _ in running.spots]
+            held = {"cpus": shape.cpus, "gpus": shape.gpus_in_all}
+            started.append({"event": "started", "trial": trial.id, "slots": running.slots, "hosts": hosts, **held})
+        self._append(started)
+        return waiting
+
+    def _take_in(self, messages: list[Message]) -> None:
+        """Write what came of trials, then act on it."""
+        events: list[Event] = []
+        again: list[str] = []
+        for message in messages:
+            self._heard[message.trial] = time.monotonic()
+            if message.kind == BEGAN:
+                events += self._began(message.trial, message.payload)
+            elif message.kind == REPORT:
+                events += self._report(message.trial, message.payload)
+            else:
+                del self._heard[message.trial]
+                how, text = (DIED, message.payload) if message.kind == DIED else (message.payload["how"], message.payload["text"])
+                event = self._end(message.trial, how, text)
+                events += [event] if event else []
+                again += [message.trial] if event and event["event"] in ("restarted", "relieved") else []
+        if not self._append(events):
+            return
+        for trial in again:
+            self._agenda.again(trial)
+        for message in messages:
+            if message.kind == REPORT:
+                self._schedule(message.trial, message.payload)
+        self._pool.flush()
+
+    def _began(self, trial: str, beginning: Beginning) -> list[Event]:
+        """A trial may come from a checkpoint that is newer than the last report; the ledger takes the epochs that it lacks."""
+        damaged = [{"event": "damaged", "trial": trial, "error": beginning.damaged}] if beginning.damaged else []
+        return [*damaged, *_past(trial, beginning.history)]
+
+    def _report(self, trial: str, result: dict[str, Any]) -> list[Event]:
+        """An epoch is done; the last one's report also has the test figures, and one of a trial that only tested no others."""
+        metrics = _metrics(result)
+        test = {name: value for name, value in metrics.items() if name.startswith("test/")}
+        epoch = {name: value for name, value in metrics.items() if name not in test}
+        if test:
+            self._tests[trial] = test
+        events = _past(trial, result.get(HISTORY, []))
+        number = int(result["epoch"])
+        if epoch:
+            events.append({"event": "report", "trial": trial, "epoch": number, "metrics": epoch, **self._pool.where(trial)})
+        if result.get("checkpoint_path"):
+            events.append({"event": "checkpoint", "trial": trial, "epoch": number, "path": result["checkpoint_path"]})
+        return events
+
+    def _end(self, trial: str, how: str, text: str) -> Event | None:
+        """What the ledger is told of a trial's end; nothing where the storage is what failed."""
+        test = self._tests.pop(trial, None)
+        if how == DONE and test is not None:
+            return {"event": "finished", "trial": trial, "metrics": test}
+        if how == DONE:
+            return {"event": "failed", "trial": trial, "error": "the trial ended without test figures"}
+        if how == STOPPED:
+            return {"event": "stopped", "trial": trial, "by": self._study.search.scheduler}
+        if how == REFUSED:
+            return {"event": "failed", "trial": trial, "error": text}
+        if how == OUT_OF_MEMORY:
+            known = self._state.known[trial]
+            wanted = None if known.relief else relief(TrialConfig.from_dict(known.config))
+            if wanted is None:
+                return {"event": "failed", "trial": trial, "error": f"out of memory: {text}"}
+            return {"event": "relieved", "trial": trial, "error": text, "relief": wanted}
+        if is_full(text):
+            self._control.fail_storage(text)
+            return None
+        self._failures[trial] += 1
+        gone = self._failures[trial] > self._study.max_failures
+        return {"event": "failed" if gone else "restarted", "trial": trial, "error": text}
+
+    def _schedule(self, trial: str, result: dict[str, Any]) -> None:
+        """Ask the scheduler whether a trial goes on; where a configuration is confirmed it has no say."""
+        if self._scheduler is None or self._state.known[trial].seed in self._study.search.confirm_seeds:
+            return
+        metrics, epoch = _metrics(result), int(result["epoch"])
+        ends = not result["done"] and self._scheduler.ends(trial, epoch, metrics)
+        if ends or result["done"]:
+            self._scheduler.note_end(trial, epoch, metrics)
+        if not result["done"]:
+            self._pool.answer(trial, not ends)
+
+    def _end_silent(self) -> None:
+        """Kill the processes of trials that have been silent for too long; they begin again."""
+        limit = self._study.heartbeat
+        if limit is None:
+            return
+        now = time.monotonic()
+        for trial in [trial for trial, heard in self._heard.items() if now - heard > limit]:
+            self._pool.kill(trial, f"no report for {limit:g} s, so its process was killed (heartbeat)")
+            self._heard[trial] = now
+
+    def _note_capacity(self) -> None:
+        """The ledger hears how much there is to run on, each time that changes."""
+        capacity = self._pool.capacity()
+        if capacity != self._capacity and capacity[0]:
+            self._capacity = capacity
+            self._agenda.tail = TAIL * self._slots()
+            self._append([{"event": "capacity", "cpus": capacity[0], "gpus": capacity[1], "nodes": capacity[2]}])
+
+    def _slots(self) -> int:
+        """How many of the waiting trials run at a time, about."""
+        assert self._capacity is not None
+        trials = [trial.config.to_dict() for trial in self._agenda.trials]
+        if not trials:
+            return 0
+        cpus = self._capacity[0] / statistics.fmean(map(cpus_of, trials))
+        share = statistics.fmean(map(gpus_of, trials))
+        gpus = self._capacity[1] / share if share else math.inf
+        return min(math.ceil(min(cpus, gpus)), self._study.max_concurrent or len(trials))
+
+    def _shape(self, config: TrialConfig) -> Shape:
+        return Shape.of(config, packed=self._study.executor == "packed")
+
+    def _executor(self, config: TrialConfig) -> str:
+        """Where a worker process finds what trains the trial."""
+        return RAY_TRAIN if self._study.executor == "train" else PACKED if self._shape(config).packed else IN_PROCESS
+
+    def _plan(self, trial: PlannedTrial) -> dict[str, Any]:
+        """What the trial's processes need; see :mod:`trainers.worker_process`."""
+        study, by_train = self._study, self._study.executor == "train"
+        return {
+            "config": trial.config.to_dict(),
+            "checkpoints": str(study.folder / "checkpoints" / trial.id),
+            "profile": str(study.folder / "profiles" / trial.id),
+            "checkpoint_every": study.checkpoint_every,
+            "resume_from": [] if by_train else self._state.known[trial.id].checkpoints_left(),
+            "waits": self._scheduler is not None and trial.seed not in study.search.confirm_seeds,
+            "executor": self._executor(trial.config),
+            "storage": str(study.folder / "train"),
+            "max_failures": study.max_failures,
+            "ray": self._ray if by_train or trial.config.sync.name == "asynchronous" else "",
+        }
+
+    def _append(self, events: list[Event]) -> bool:
+        """Write into the ledger; False where the storage takes no more."""
+        try:
+            self._ledger.append_all(events)
+        except OSError as error:
+            self._control.fail_storage(f"ledger: {error}")
+            return False
+        return True
 
 
-def _slots(study: StudyConfig, configs: list[TrialConfig]) -> int:
-    """How many of these trials run at a time, about."""
-    import ray
-
-    from trainers.bundles import gpus as gpus_of
-
-    if not configs:
-        return 0
-    have = ray.cluster_resources()
-    cpus = have.get("CPU", 1.0) / statistics.fmean(map(cpus_of, configs))
-    shares = [gpus_of(config) for config in configs]
-    gpus = have.get("GPU", 0.0) / statistics.fmean(shares) if any(shares) else math.inf
-    return min(math.ceil(min(float(cpus), float(gpus))), study.max_concurrent or len(configs))
+def _past(trial: str, history: list[dict[str, Any]]) -> list[Event]:
+    """Reports of earlier epochs; the ledger takes those that it lacks."""
+    return [
+        {"event": "report", "trial": trial, "epoch": int(metrics["epoch"]), "metrics": _metrics(metrics)} for metrics in history
+    ]
 
 
-def _room(study: StudyConfig) -> Any:
-    """Trials wait for their resources with us; for a cluster that may grow, one more waits with Ray."""
-    import ray
-
-    from study.tune_search import Room
-    from trainers.bundles import gpus as gpus_of
-
-    def needs(trial: PlannedTrial) -> dict[str, float]:
-        gpus = gpus_of(trial.config)
-        return {"CPU": float(cpus_of(trial.config))} | ({"GPU": gpus} if gpus else {})
-
-    return Room(ray.cluster_resources, needs, ahead=0 if study.address is None else 1)
-
-
-def _to_config(trial: PlannedTrial, state: StudyState, study: StudyConfig) -> dict[str, Any]:
-    """What an executor needs; see :class:`study.trial.StudyTrial`."""
-    resume_from = [] if study.executor == "train" else state.known[trial.id].checkpoints_left()
-    plan = {
-        "config": trial.config.to_dict(),
-        "checkpoints": str(study.folder / "checkpoints" / trial.id),
-        "profile": str(study.folder / "profiles" / trial.id),
-        "checkpoint_every": study.checkpoint_every,
-        "resume_from": resume_from,
-        "storage": str(study.folder / "train"),
-        "max_failures": study.max_failures,
-        "packed_in": str(study.folder) if study.executor == "packed" else None,
+def _metrics(result: dict[str, Any]) -> dict[str, float]:
+    return {
+        name: float(value)
+        for name, value in result.items()
+        if ("/" in name or name in EXTRA) and isinstance(value, int | float) and not isinstance(value, bool)
     }
-    from study.tune_search import UNTOUCHABLE
-
-    return {"id": trial.id, "plan": json.dumps(plan), UNTOUCHABLE: trial.seed in study.search.confirm_seeds}
-
-
-def _name_trial(trial: Any) -> str:
-    return str(trial.config["id"])

@@ -17,14 +17,12 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 
 from study.durations import like
 from study.plan import Plan, PlannedTrial
 from study.state import FINISHED, StudyState
 
 REQUESTS_A_TRIAL = 3
-STOP = "STOP"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +56,7 @@ def simulate(plan: Plan, slots: int, seconds: Callable[[PlannedTrial], float], e
         error: of a trial after an epoch, the scheduler's metric.
         start_seconds: from one trial to the next in a slot.
     """
-    from study.tune_search import make_scheduler
+    from study.schedulers import make_scheduler
 
     search = plan.study.search
     state = StudyState()
@@ -74,7 +72,6 @@ def simulate(plan: Plan, slots: int, seconds: Callable[[PlannedTrial], float], e
     def begin(at: float) -> None:
         trial = next(waiting, None)
         if trial is not None:
-            scheduler.on_trial_add(None, _stub(trial))
             heapq.heappush(events, (at + start_seconds + seconds(trial), next(order), 1, trial))
 
     for _ in range(min(slots, len(plan.trials))):
@@ -83,13 +80,12 @@ def simulate(plan: Plan, slots: int, seconds: Callable[[PlannedTrial], float], e
         now, number, epoch, trial = heapq.heappop(events)
         busy += seconds(trial)
         epochs += 1
-        result = {"epoch": epoch, metric: error(trial, epoch), "time_total_s": now}
-        if epoch == trial.config.epochs:
-            scheduler.on_trial_complete(None, _stub(trial), result)
-            begin(now)
-        elif str(scheduler.on_trial_result(None, _stub(trial), result)) == STOP:
-            scheduler.on_trial_complete(None, _stub(trial), result)
-            early, saved = early + 1, saved + trial.config.epochs - epoch
+        metrics, last = {metric: error(trial, epoch)}, epoch == trial.config.epochs
+        ends = scheduler is not None and not last and scheduler.ends(trial.id, epoch, metrics, now)
+        if scheduler is not None and (ends or last):
+            scheduler.note_end(trial.id, epoch, metrics, now)
+        if ends or last:
+            early, saved = early + ends, saved + trial.config.epochs - epoch
             begin(now)
         else:
             heapq.heappush(events, (now + seconds(trial), number, epoch + 1, trial))
@@ -102,14 +98,6 @@ def simulate(plan: Plan, slots: int, seconds: Callable[[PlannedTrial], float], e
         early=early,
         requests=REQUESTS_A_TRIAL * len(plan.trials) / now if now else 0.0,
     )
-
-
-_STUBS: dict[str, SimpleNamespace] = {}
-
-
-def _stub(trial: PlannedTrial) -> SimpleNamespace:
-    """A trial as Tune's schedulers see it, the same object every time."""
-    return _STUBS.setdefault(trial.id, SimpleNamespace(trial_id=trial.id, last_result={}, status="RUNNING"))
 
 
 def recorded_seconds(plan: Plan, states: Sequence[StudyState], default: float) -> Callable[[PlannedTrial], float]:

@@ -13,6 +13,7 @@ import gc
 import sys
 from datetime import timedelta
 from functools import lru_cache
+from typing import Any
 
 import torch.distributed as dist
 
@@ -22,9 +23,10 @@ import torch.distributed.nn.functional  # noqa: F401
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
-def join(backend: str, init_method: str, rank: int, world_size: int, timeout: timedelta | None = None) -> None:
-    """Meet the other ranks; every one of them must call it. Arguments as of ``torch.distributed.init_process_group``."""
-    dist.init_process_group(backend, init_method, timeout, rank=rank, world_size=world_size)
+def join(backend: str, where: Any, rank: int, world_size: int, timeout: timedelta | None = None) -> None:
+    """Meet the other ranks, at a URL or a store; every one of them must call it, as ``torch.distributed.init_process_group``."""
+    met: dict[str, Any] = {"init_method": where} if isinstance(where, str) else {"store": where}
+    dist.init_process_group(backend, **met, timeout=timeout, rank=rank, world_size=world_size)
 
 
 def mesh(device_type: str, **degrees: int) -> DeviceMesh:

@@ -1,8 +1,9 @@
-"""Beginning a trial where an earlier attempt left off."""
+"""What every executor does with a trial: begin it where an earlier attempt left off, and train it an epoch at a time."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from trainers.config import TrialConfig
 from trainers.records import Beginning
@@ -25,3 +26,14 @@ def begin(config: TrialConfig, checkpoints: list[str], rank: int = 0, world_size
         else:
             return training, Beginning(damaged="; ".join(damaged), history=[dict(metrics) for metrics in training.history])
     return Training(config, rank=rank, world_size=world_size), Beginning(damaged="; ".join(damaged))
+
+
+def step(training: Training) -> dict[str, Any]:
+    """One epoch of a trial, and its test after the last; ``done`` says whether that was it.
+
+    A trial restored after its last epoch only tests.
+    """
+    epochs = training.config.epochs
+    metrics: dict[str, Any] = training.train_epoch() if training.epoch < epochs else {"epoch": float(epochs)}
+    done = training.epoch >= epochs
+    return {**metrics, **(training.test() if done else {}), "done": done}

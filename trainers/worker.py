@@ -24,7 +24,7 @@ import ray.train
 from ray.train import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from trainers.bundles import bundles
+from trainers.bundles import Shape
 from trainers.checkpoint import load_checkpoint
 from trainers.config import TrialConfig
 from trainers.records import DETERMINISTIC, HISTORY
@@ -114,7 +114,7 @@ def build_trainer(
         scaling_config=ScalingConfig(
             num_workers=config.workers if config.min_workers is None else (config.min_workers, config.workers),
             use_gpu=config.device == "cuda",
-            resources_per_worker=bundles(config)[0],
+            resources_per_worker=Shape.of(config).bundles[0],
             elastic_resize_monitor_interval_s=resize_seconds,
         ),
         run_config=RunConfig(

@@ -15,7 +15,7 @@ from study.compose import load
 from study.config import StudyConfig
 from study.ledger import FILE, Event
 from study.plan import make_plan
-from study.runner import ENVIRONMENT
+from study.ray_session import ENVIRONMENT
 from study.writer import ENVIRONMENT as TRACKING_ENVIRONMENT
 from tests.study.servers import Server, postgres_cluster, postgres_programs
 

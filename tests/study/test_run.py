@@ -22,12 +22,12 @@ from study.ledger import Event, read_ledger
 from study.results import summarise
 from study.state import FAILED, FINISHED, PLANNED, STOPPED, TrialState, fold
 from study.tracking import Tracker
-from study.trial import checkpoints_in
 from study.writer import connect, sync
 from tests.study.conftest import SilentView
 from tests.study.servers import Server
 from trainers.config import TrialConfig
 from trainers.training import Training
+from trainers.worker_process import checkpoints_in
 
 Tiny = Callable[..., StudyConfig]
 TIMED = {"samples_per_second"}

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from ray.train import TrainingFailedError
-
 from study.outcomes import REFUSED
 from study.train_trial import SNAPSHOT, describe_failure, set_damaged_aside
 from study.trial import InProcess, StudyTrial
+
 from trainers import leftovers
 from trainers.checkpoint import save_checkpoint
 from trainers.config import DataConfig, ModelConfig, TrialConfig

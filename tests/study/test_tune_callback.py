@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
-from study.ledger import Ledger, read_ledger
 from study.tune_callback import LedgerCallback
+
+from study.ledger import Ledger, read_ledger
 from trainers.records import HISTORY
 
 

@@ -14,11 +14,11 @@ import psutil
 import pytest
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from trainers.gang import Gang, write_files
 
 from tests.trainers.test_profile import events
 from trainers.bundles import Shape, bundles
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
-from trainers.gang import Gang, write_files
 from trainers.profile import ProfileConfig
 from trainers.restore import begin
 from trainers.telemetry import repeatable

@@ -12,11 +12,11 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from trainers.gang import step
 
 from lns_ops import cuda, get_matmul_accumulation, set_matmul_accumulation
 from trainers import host
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
-from trainers.gang import step
 from trainers.host import HostActor, Lane, end_hosts
 from trainers.training import Training
 

@@ -1,0 +1,270 @@
+"""Machines and the parts of them that a study may use.
+
+A *lease* is a number of CPUs and some GPUs of one machine, with the :class:`~trainers.node.Node` that runs worker processes there. A study
+on one machine has one, of all that it may use, and needs no Ray. On a Ray cluster a lease is an actor that holds these resources, so that
+Ray, its autoscaler and other users see them as taken: one a node, of all that the node has. Where others hold a part of the node such an
+actor waits; after :data:`PATIENCE_SECONDS` two for half as much take its place, and so on down to what one worker needs. Nodes that
+join get theirs within a second or so. Where trials wait and nothing is free, one more small lease waits anywhere, which an autoscaler
+takes as demand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainers.node import Node
+
+POLL_SECONDS = 1.0
+"""How often a cluster is asked for its nodes, and for how long a call for events waits."""
+PATIENCE_SECONDS = 3.0
+"""How long a lease waits for all that its node has before it asks for less."""
+EPSILON = 1e-6
+Call = tuple[str, tuple[Any, ...]]
+Said = Callable[["Lease", "list[tuple[int, bytes]] | None"], None]
+"""Told of what processes said; None for the end of a lease."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Lease:
+    """Resources of one machine; see the module.
+
+    Attributes:
+        host: the machine's name.
+        address: where ranks of other machines find one of this.
+        cpus, free: in all, and of them not in use.
+        gpus: the free share of each.
+        names: of the GPUs, as CUDA_VISIBLE_DEVICES takes them; empty where processes see what they see.
+        call: passes calls on to the node, in order, without waiting.
+    """
+
+    host: str
+    address: str
+    cpus: float
+    gpus: list[float]
+    names: list[str]
+    call: Callable[[list[Call]], Any]
+    free: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.free = self.cpus
+
+    def environment(self, gpu: int | None) -> dict[str, str]:
+        """Of a process that computes on ``gpu``, or on none."""
+        found = {
+            name: value for name, value in os.environ.items() if name.startswith("RAY_")
+        }  # of a Ray that began after the server
+        return found | ({"CUDA_VISIBLE_DEVICES": "" if gpu is None else self.names[gpu]} if self.names else {})
+
+    @property
+    def gpu_count(self) -> int:
+        """GPUs, in use or not."""
+        return len(self.gpus)
+
+
+class Local:
+    """This machine, as one lease that is there from the start.
+
+    Args:
+        cpus: that may be used.
+        gpus: names of the GPUs.
+        node: runs its processes.
+        said: told of what they say, from a thread.
+    """
+
+    def __init__(self, cpus: float, gpus: list[str], node: Node, said: Said) -> None:
+        self._node = node
+        self.leases = [
+            Lease(host=os.uname().nodename, address="127.0.0.1", cpus=cpus, gpus=[1.0] * len(gpus), names=gpus, call=node.call)
+        ]
+        self._ended = False
+        self._said = said
+        self._thread = threading.Thread(target=self._listen, daemon=True, name="events")
+        self._thread.start()
+
+    def poll(self, waiting: bool) -> None:
+        """Nothing changes here."""
+
+    def close(self) -> None:
+        """End the processes."""
+        self._ended = True
+        self._node.close()
+        self._thread.join()
+
+    def _listen(self) -> None:
+        while not self._ended:
+            events = self._node.events(POLL_SECONDS)
+            if events and not self._ended:
+                self._said(self.leases[0], events)
+
+
+class OfRay(Local):
+    """Everything that a Ray has, as one lease whose processes run here: for trials that Ray Train places."""
+
+    def __init__(self, node: Node, said: Said) -> None:
+        super().__init__(0.0, [], node, said)
+        self._asked = -math.inf
+        self.poll(False)
+
+    def poll(self, waiting: bool) -> None:
+        """Ask how much there is."""
+        if time.monotonic() - self._asked < POLL_SECONDS:
+            return
+        import ray
+
+        self._asked = time.monotonic()
+        have, (lease,) = ray.cluster_resources(), self.leases
+        lease.free += have.get("CPU", 0.0) - lease.cpus
+        lease.cpus = have.get("CPU", 0.0)
+        lease.gpus += [1.0] * (int(have.get("GPU", 0.0)) - len(lease.gpus))
+
+
+@dataclass(eq=False)
+class _Request:
+    """An actor that holds, or waits to hold, resources of a node; ``node`` None for any."""
+
+    node: str | None
+    cpus: float
+    gpus: float
+    actor: Any
+    since: float
+    lease: Lease | None = None
+
+
+class Cluster:
+    """The nodes of the Ray cluster that this process has joined.
+
+    Args:
+        unit: CPUs and GPUs of the largest worker.
+        most: CPUs and GPUs that the study's trials can use at all.
+        log: takes what processes print; None for nowhere.
+        said: told of what processes say, and of leases that end, from threads.
+    """
+
+    def __init__(self, unit: tuple[float, float], most: tuple[float, float], log: Path | None, said: Said) -> None:
+        self._unit, self._most, self._log, self._said = unit, most, log, said
+        self._requests: list[_Request] = []
+        self._lock = threading.Lock()
+        self._asked = -math.inf
+        self._news: queue.SimpleQueue[_Request] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self.poll(True)
+
+    @property
+    def leases(self) -> list[Lease]:
+        """Those that are held now."""
+        with self._lock:
+            return [request.lease for request in self._requests if request.lease is not None]
+
+    def poll(self, waiting: bool) -> None:
+        """Look for nodes that came or went, and for requests that wait for too long.
+
+        Args:
+            waiting: whether trials wait for resources.
+        """
+        if time.monotonic() - self._asked < POLL_SECONDS:
+            return
+        import ray
+
+        self._asked = time.monotonic()
+        for node in ray.nodes():
+            if node["Alive"]:
+                self._claim(node["NodeID"], node["Resources"])
+        for request in list(self._requests):
+            if request.lease is None and request.node and self._asked - request.since > PATIENCE_SECONDS:
+                self._halve(request)
+        pending = [request for request in self._requests if request.lease is None and request.node is None]
+        if waiting and not pending and self._wanted()[0] > EPSILON:
+            self._request(None, *self._unit)
+
+    def close(self) -> None:
+        """Give everything back."""
+        import ray
+
+        with self._lock:
+            requests, self._requests = self._requests, []
+        for request in requests:
+            ray.kill(request.actor)
+        for thread in self._threads:
+            thread.join()
+
+    def _wanted(self) -> tuple[float, float]:
+        """CPUs and GPUs that could be used beyond those asked for."""
+        held = [(request.cpus, request.gpus) for request in self._requests]
+        return self._most[0] - sum(cpus for cpus, _ in held), self._most[1] - sum(gpus for _, gpus in held)
+
+    def _claim(self, node: str, have: dict[str, float]) -> None:
+        """Ask for what a node has and nobody of ours has asked for."""
+        asked = [request for request in self._requests if request.node == node]
+        cpus, gpus = self._wanted()
+        cpus = min(have.get("CPU", 0.0) - sum(request.cpus for request in asked), cpus)
+        gpus = min(math.floor(have.get("GPU", 0.0)) - sum(request.gpus for request in asked), math.ceil(gpus))
+        if cpus + EPSILON >= self._unit[0] and (gpus + EPSILON >= self._unit[1] or not self._unit[1]):
+            self._request(node, cpus, gpus if self._unit[1] else 0.0)
+
+    def _halve(self, request: _Request) -> None:
+        """Two requests for half as much each; one that is as small as can be goes on waiting."""
+        cpus, gpus = math.floor(request.cpus / 2), math.floor(request.gpus / 2)
+        if cpus + EPSILON < self._unit[0] or gpus + EPSILON < self._unit[1]:
+            return
+        self._drop(request)
+        self._request(request.node, cpus, gpus)
+        self._request(request.node, request.cpus - cpus, request.gpus - gpus)
+
+    def _request(self, node: str | None, cpus: float, gpus: float) -> None:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        where = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)} if node else {}
+        groups = {"calls": 1, "events": 1}  # each in order, neither waits for the other
+        actor = ray.remote(Node).options(num_cpus=cpus, num_gpus=gpus, concurrency_groups=groups, **where).remote(self._log)
+        request = _Request(node, cpus, gpus, actor, time.monotonic())
+        with self._lock:
+            self._requests.append(request)
+        thread = threading.Thread(target=self._follow, args=(request,), daemon=True, name="events")
+        self._threads.append(thread)
+        thread.start()
+
+    def _drop(self, request: _Request) -> None:
+        import ray
+
+        with self._lock:
+            self._requests.remove(request)
+        with contextlib.suppress(Exception):
+            ray.kill(request.actor)
+
+    def _follow(self, request: _Request) -> None:
+        """Hear a node from its start to its end."""
+        import ray
+
+        lease: Lease | None = None
+        try:
+            host, address, names, node = ray.get(request.actor.describe.remote())
+            request.node = node
+            lease = Lease(
+                host=host,
+                address=address,
+                cpus=request.cpus,
+                gpus=[1.0] * len(names),
+                names=names,
+                call=lambda calls: request.actor.call.options(concurrency_group="calls").remote(calls),
+            )
+            request.lease = lease
+            self._said(lease, [])
+            while True:
+                if events := ray.get(request.actor.events.options(concurrency_group="events").remote(POLL_SECONDS)):
+                    self._said(lease, events)
+        except Exception:  # the actor or its node has died, or we have killed it
+            with self._lock:
+                if request in self._requests:
+                    self._requests.remove(request)
+            if lease is not None:
+                self._said(lease, None)

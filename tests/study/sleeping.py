@@ -1,0 +1,67 @@
+"""Trials that sleep instead of training, for tests and benchmarks of what runs them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trainers.config import TrialConfig
+from trainers.executors import Context
+from trainers.records import Beginning
+
+SLEEPS = "tests.study.sleeping:Sleeps"
+
+
+class Sleeps:
+    """An executor whose epochs take the trial's learning rate in seconds."""
+
+    def __init__(self, context: Context) -> None:
+        self._epoch = 0
+
+    def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
+        self._config = config
+        return Beginning()
+
+    def step(self) -> dict[str, Any]:
+        time.sleep(self._config.optimizer.lr)
+        self._epoch += 1
+        done = self._epoch == self._config.epochs
+        test = {"test/error": 0.1, "test/loss": 0.1} if done else {}
+        return {"epoch": self._epoch, "validation/error": 1 / (1 + self._config.seed), "done": done} | test
+
+    def save(self, folder: Path) -> None:
+        """Nothing to keep."""
+
+    def profile(self) -> dict[str, bytes]:
+        return {}
+
+    def end(self) -> None:
+        """Nothing to let go of."""
+
+
+@contextmanager
+def executor(name: str = SLEEPS) -> Iterator[None]:
+    """Have every trial trained by the executor of that name."""
+    from study.runner import _Run  # not in the processes that sleep
+
+    real: Callable[..., str] = _Run._executor
+    _Run._executor = lambda self, config: name  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _Run._executor = real  # type: ignore[method-assign]
+
+
+def most_at_once(events: list[dict[str, Any]]) -> int:
+    """How many trials overlap, by a ledger's events: from when they were started to when they ended."""
+    changes = [
+        (event["time"], 1 if event["event"] == "started" else -1) for event in events if event["event"] in ("started", "finished")
+    ]
+    running = most = 0
+    for _, change in sorted(changes):
+        running += change
+        most = max(most, running)
+    return most
