@@ -171,6 +171,8 @@ class Pool:
     def wait(self, seconds: float, *, waiting: bool) -> list[Message]:
         """What came of trials: began, report, ended, died; as soon as there is something, or after ``seconds``.
 
+        A report also has ``pid`` and ``host`` of the process that speaks for the trial.
+
         Args:
             waiting: whether trials wait for resources.
         """
@@ -196,11 +198,6 @@ class Pool:
         for lease, calls in self._calls.items():
             lease.call(calls)
         self._calls.clear()
-
-    def where(self, trial: str) -> dict[str, Any]:
-        """The process that speaks for a trial: ``pid`` and ``host``; nothing once it has ended."""
-        group = self._trials.get(trial)
-        return {"pid": self._pids.get(group.keys[0]), "host": group.spots[0][0].host} if group else {}
 
     def close(self) -> None:
         """End all processes and give back what they used."""
@@ -283,8 +280,11 @@ class Pool:
             return self._lose(group, message.payload)
         elif message.kind == ENDED:
             return self._note_end(group, key, message)
-        elif speaks and message.kind in (BEGAN, REPORT):
+        elif speaks and message.kind == BEGAN:
             return [message]
+        elif speaks and message.kind == REPORT:
+            where = {"pid": self._pids.get(key), "host": group.spots[0][0].host}
+            return [message._replace(payload=message.payload | where)]
         return []
 
     def _join(self, group: _Group, ranks: Iterable[int], port: int) -> None:

@@ -265,8 +265,9 @@ class _Run:
             self._tests[trial] = test
         events = _past(trial, result.get(HISTORY, []))
         number = int(result["epoch"])
+        where = {name: result[name] for name in ("pid", "host")}
         if epoch:
-            events.append({"event": "report", "trial": trial, "epoch": number, "metrics": epoch, **self._pool.where(trial)})
+            events.append({"event": "report", "trial": trial, "epoch": number, "metrics": epoch, **where})
         if result.get("checkpoint_path"):
             events.append({"event": "checkpoint", "trial": trial, "epoch": number, "path": result["checkpoint_path"]})
         return events

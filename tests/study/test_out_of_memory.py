@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -22,45 +20,6 @@ from trainers.layout import Layout
 from trainers.out_of_memory import is_out_of_memory, relief
 
 Make = Callable[..., StudyConfig]
-LIMITED = """
-import json, resource
-import psutil
-from study.outcomes import OUT_OF_MEMORY
-from study.trial import StudyTrial
-from trainers.config import DataConfig, ModelConfig, TrialConfig
-from trainers.out_of_memory import relief
-from study.space import apply
-
-def tune_config(config):
-    return {"id": "x", "plan": json.dumps({"config": config, "checkpoints": FOLDER, "profile": FOLDER, "checkpoint_every": 1,
-                                           "resume_from": [], "packed_in": None})}
-
-small = TrialConfig(data=DataConfig(name="digits"), model=ModelConfig(hidden=[8]), batch_size=1024, epochs=1).to_dict()
-trial = StudyTrial(tune_config(small))
-assert trial.train()["done"]
-large = apply(small, {"model.hidden": [65536], "epochs": 2})
-size = psutil.Process().memory_info().vms + SPARE
-resource.setrlimit(resource.RLIMIT_AS, (size, size))
-trial.reset_config(tune_config(large))
-first = trial.train()
-again = apply(large, relief(TrialConfig.from_dict(large)))
-trial.reset_config(tune_config(again))
-second = trial.train()
-print(json.dumps([first.get(OUT_OF_MEMORY, ""), again["layout"]["micro_batches"], second.get(OUT_OF_MEMORY, ""), second.get("epoch")]))
-"""
-"""A trial whose activations take 268 MB each, in a process that may have SPARE bytes more than after a small one."""
-
-
-def test_smaller_micro_batches_fit_where_the_batch_did_not(tmp_path: object) -> None:
-    import json
-
-    code = LIMITED.replace("SPARE", str(700 << 20)).replace("FOLDER", repr(str(tmp_path)))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    first, parts, second, epoch = json.loads(done.stdout.splitlines()[-1])
-    assert "memory" in first
-    assert parts == 2
-    assert (second, epoch) == ("", 1.0)
 
 
 def test_what_helps() -> None:

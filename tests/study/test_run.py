@@ -58,6 +58,16 @@ def weights(trial: TrialState) -> dict[str, torch.Tensor]:
     return load_file(file)
 
 
+def workers() -> list[psutil.Process]:
+    """The worker processes of studies that this process runs."""
+    return [
+        process
+        for server in psutil.Process().children()
+        if "forkserver" in " ".join(server.cmdline())
+        for process in server.children()
+    ]
+
+
 def count_reports(study: StudyConfig) -> dict[tuple[str, int], int]:
     """Report lines in the ledger's file itself, by trial and epoch."""
     counts: dict[tuple[str, int], int] = {}
@@ -72,7 +82,7 @@ def count_reports(study: StudyConfig) -> dict[tuple[str, int], int]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(ray_session: None, tmp_path_factory: pytest.TempPathFactory, storage: Path) -> tuple[StudyConfig, Outcome]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, storage: Path) -> tuple[StudyConfig, Outcome]:
     """The tiny study, run once without trouble."""
     from study.compose import load
     from tests.study.conftest import TINY
@@ -180,19 +190,15 @@ def test_packed_trials_share_a_process_whose_death_loses_no_epoch(undisturbed: t
 
     def kill_the_host(event: Event) -> None:
         if event["event"] == "report" and event["epoch"] == 2 and not killed:
-            ours = psutil.Process().children(recursive=True)
-            (host,) = [process for process in ours if "ray::HostActor" in " ".join(process.cmdline())]
-            killed.append(host.pid)
-            host.kill()
+            killed.append(event["pid"])
+            os.kill(event["pid"], signal.SIGKILL)
 
     outcome, view = run(study, kill_the_host)
     assert killed
     assert [event for event in view.events if event["event"] == "restarted"]
     assert set(count_reports(study).values()) == {1}
     assert results(outcome.state) == results(undisturbed[1].state)
-    assert not [
-        process for process in psutil.Process().children(recursive=True) if "ray::HostActor" in " ".join(process.cmdline())
-    ]
+    assert not workers()
 
 
 def test_an_interrupted_study_continues_from_its_checkpoints(undisturbed: tuple[StudyConfig, Outcome], tiny: Tiny) -> None:
@@ -243,7 +249,7 @@ def test_a_damaged_checkpoint_is_passed_over(undisturbed: tuple[StudyConfig, Out
     assert not [event for event in view.events if event["event"] == "restarted"]
 
 
-def test_what_cannot_work_fails_at_once_with_its_message(ray_session: None, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_work_fails_at_once_with_its_message(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("study.engine.preflight", lambda plan: (plan, []))
     rows = "[{label: bad, overrides: {data.train_size: 99999}}, {label: good}]"
     outcome, view = run(tiny("refused", f"rows={rows}", "baseline=null"))
@@ -255,7 +261,7 @@ def test_what_cannot_work_fails_at_once_with_its_message(ray_session: None, tiny
 
 
 @pytest.mark.slow
-def test_a_trial_that_cannot_finish_is_reported_not_hidden(ray_session: None, tiny: Tiny) -> None:
+def test_a_trial_that_cannot_finish_is_reported_not_hidden(tiny: Tiny) -> None:
     study = tiny("hopeless", "max_failures=1", "trial.epochs=60")
     victim: list[str] = []
 
@@ -277,7 +283,7 @@ GANG = ["trial.workers=2", "rows=[{label: float32}]", "baseline=null", "trial.pr
 
 
 @pytest.mark.slow
-def test_gangs_train_what_one_process_does_and_keep_their_processes(ray_session: None, tiny: Tiny) -> None:
+def test_gangs_train_what_one_process_does_and_keep_their_processes(tiny: Tiny) -> None:
     study = tiny("gang", *GANG, "seeds=[0,1]")
     outcome, _ = run(study)
     single, _ = run(tiny("single", *GANG, "trial.workers=1"))
@@ -289,16 +295,15 @@ def test_gangs_train_what_one_process_does_and_keep_their_processes(ray_session:
 
 
 @pytest.mark.slow
-def test_a_gang_with_a_killed_rank_loses_no_epoch_and_ends_bit_equal(ray_session: None, tiny: Tiny) -> None:
+def test_a_gang_with_a_killed_rank_loses_no_epoch_and_ends_bit_equal(tiny: Tiny) -> None:
     undisturbed, _ = run(tiny("gang whole", *GANG, "trial.epochs=5"))
     killed: list[int] = []
 
     def kill_a_rank(event: Event) -> None:
         if event["event"] == "report" and event["epoch"] == 2 and not killed:
-            ours = psutil.Process().children(recursive=True)  # other sessions on this machine have gangs too
-            ranks = [process for process in ours if "ray::Worker" in " ".join(process.cmdline())]
-            killed.append(ranks[0].pid)
-            ranks[0].kill()
+            (other,) = [process for process in workers() if process.pid != event["pid"]]
+            killed.append(other.pid)
+            other.kill()
 
     study = tiny("gang killed", *GANG, "trial.epochs=5")
     outcome, _ = run(study, kill_a_rank)
@@ -326,7 +331,7 @@ SEARCH = [
 
 
 @pytest.mark.slow
-def test_a_scheduler_ends_trials_early_and_a_second_run_leaves_them(ray_session: None, tiny: Tiny) -> None:
+def test_a_scheduler_ends_trials_early_and_a_second_run_leaves_them(tiny: Tiny) -> None:
     study = tiny("asha", *SEARCH, "search={num_samples: 8, scheduler: asha, reduction_factor: 2}")
     outcome, _ = run(study)
     states = [trial.status for trial in outcome.state.trials]
@@ -344,7 +349,7 @@ def test_a_scheduler_ends_trials_early_and_a_second_run_leaves_them(ray_session:
 
 
 @pytest.mark.slow
-def test_an_adaptive_search_that_was_broken_off_goes_on(ray_session: None, tiny: Tiny) -> None:
+def test_an_adaptive_search_that_was_broken_off_goes_on(tiny: Tiny) -> None:
     """Interrupted after a few trials: what was proposed is kept, and as many follow as are missing."""
     study = tiny("tpe", *SEARCH, "search={num_samples: 5, algorithm: tpe}", "trial.epochs=2")
     finished: list[str] = []
@@ -365,7 +370,7 @@ def test_an_adaptive_search_that_was_broken_off_goes_on(ray_session: None, tiny:
 
 
 @pytest.mark.slow
-def test_a_limit_stops_a_study_and_the_same_command_goes_on(ray_session: None, tiny: Tiny) -> None:
+def test_a_limit_stops_a_study_and_the_same_command_goes_on(tiny: Tiny) -> None:
     study = tiny("limited", *SEARCH, "search.num_samples=3", "limits.trials=2")
     said: list[str] = []
     outcome = run_study(study, SilentView(), said.append)
@@ -379,7 +384,7 @@ def test_a_limit_stops_a_study_and_the_same_command_goes_on(ray_session: None, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("wish", "ended"), [(Wish.STOP, FINISHED), (Wish.CANCEL, "running")])
-def test_stop_lets_trials_end_and_cancel_does_not(ray_session: None, tiny: Tiny, wish: Wish, ended: str) -> None:
+def test_stop_lets_trials_end_and_cancel_does_not(tiny: Tiny, wish: Wish, ended: str) -> None:
     study = tiny(f"asked to {wish.name}", "trial.epochs=60", "seeds=[0,1,2]", "limits.failures=3")
     asked: list[str] = []
 
@@ -398,7 +403,7 @@ def test_stop_lets_trials_end_and_cancel_does_not(ray_session: None, tiny: Tiny,
 
 
 @pytest.mark.slow
-def test_a_paused_study_begins_nothing_until_it_is_resumed(ray_session: None, tiny: Tiny) -> None:
+def test_a_paused_study_begins_nothing_until_it_is_resumed(tiny: Tiny) -> None:
     study = tiny("paused", "trial.epochs=2", "seeds=[0,1,2]")
     resumed: list[float] = []
     reported: set[str] = set()
@@ -421,7 +426,7 @@ def test_a_paused_study_begins_nothing_until_it_is_resumed(ray_session: None, ti
 
 
 @pytest.mark.slow
-def test_a_trial_that_hangs_is_killed_and_started_again(ray_session: None, tiny: Tiny) -> None:
+def test_a_trial_that_hangs_is_killed_and_started_again(tiny: Tiny) -> None:
     """Stopped (SIGSTOP) after its second epoch, a process reports no more; after the heartbeat another one ends its trial."""
     undisturbed, _ = run(tiny("no hang", "rows=[{label: float32}]", "baseline=null"))
     stopped: list[int] = []

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-import ray
-from trainers.gang import step
 
 from lns_ops import cuda, get_matmul_accumulation, set_matmul_accumulation
 from trainers import host
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
-from trainers.host import HostActor, Lane, end_hosts
+from trainers.restore import step
 from trainers.training import Training
 
 BASE = TrialConfig(
@@ -111,62 +107,3 @@ def test_a_host_of_other_sums_computes_them() -> None:
         )
     finally:
         set_matmul_accumulation(before)
-
-
-@ray.remote(num_cpus=0)
-class Trial:
-    """A trial's process, which drives a lane."""
-
-    def __init__(self, study: str, name: str, config: TrialConfig) -> None:
-        self._lane = Lane(config, study, name)
-        self._config = config
-
-    def pid(self) -> int:
-        return self._lane.pid
-
-    def course(self) -> list[dict[str, Any]]:
-        metrics = course(lambda: self._lane.begin(self._config.to_dict(), []), self._lane.step)
-        self._lane.close()
-        return metrics
-
-    def fail(self) -> None:
-        self._lane._call("no_such_method")
-
-
-@pytest.mark.slow
-def test_trials_of_one_study_meet_in_one_process_that_errors_and_the_end_close(ray_cluster: None) -> None:
-    trials = {name: Trial.remote("study", name, TRIALS[name]) for name in ("kahan", "float32")}
-    other = Trial.remote("another study", "kahan", BASE)
-    pids = ray.get([trial.pid.remote() for trial in (*trials.values(), other)])
-    assert pids[0] == pids[1] != pids[2]
-    assert os.getpid() not in pids
-    courses = ray.get([trial.course.remote() for trial in trials.values()])
-    assert courses == [alone(TRIALS[name]) for name in trials]
-
-    with pytest.raises(ray.exceptions.RayTaskError, match="no_such_method"):
-        ray.get(trials["kahan"].fail.remote())
-    gone = psutil.Process(pids[0]) if psutil.pid_exists(pids[0]) else None
-    if gone is not None:
-        gone.wait(30)
-    fresh = Trial.remote("study", "kahan", BASE)
-    pid = ray.get(fresh.pid.remote())
-    assert pid != pids[0]
-    assert ray.get(fresh.course.remote()) == courses[0]
-
-    processes = [psutil.Process(pid), psutil.Process(pids[2])]
-    end_hosts("study")
-    processes[0].wait(30)
-    assert processes[1].is_running()
-    end_hosts("another study")
-    processes[1].wait(30)
-
-
-@pytest.mark.slow
-def test_a_host_that_nobody_calls_ends(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Impatient(HostActor):
-        def __init__(self) -> None:
-            host.IDLE_SECONDS = 1.0
-            super().__init__(None, BASE.to_dict())
-
-    actor = ray.remote(Impatient).options(num_cpus=0).remote()
-    psutil.Process(ray.get(actor.pid.remote())).wait(30)

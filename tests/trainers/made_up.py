@@ -1,0 +1,66 @@
+"""Executors for tests, loaded by worker processes: trials that misbehave in one way each."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+import time
+from typing import Any
+
+import psutil
+
+from trainers import leftovers
+from trainers.config import TrialConfig
+from trainers.executors import InProcess
+from trainers.records import Beginning
+
+
+class Mistaken(InProcess):
+    """Has a mistake in its code."""
+
+    def step(self) -> dict[str, Any]:
+        return self.nothing_of_that_name  # type: ignore[attr-defined, no-any-return]
+
+
+class Unlucky(InProcess):
+    """Fails after its first epoch, with what another try may not meet."""
+
+    def step(self) -> dict[str, Any]:
+        if self._now.epoch == 1:
+            raise ConnectionError("the network is away")
+        return super().step()
+
+
+class Greedy(InProcess):
+    """Keeps more than a process may."""
+
+    def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
+        leftovers.MEMORY = -(1 << 40)
+        return super().begin(config, checkpoints)
+
+
+class Threads(InProcess):
+    """Leaves threads behind."""
+
+    def end(self) -> None:
+        super().end()
+        for _ in range(leftovers.THREADS + 1):
+            threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+
+
+class Limited(InProcess):
+    """A process that may have 700 MB more than after its first, small trial."""
+
+    def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
+        if max(config.model.hidden) > 1000 and resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
+            size = psutil.Process().memory_info().vms + (700 << 20)
+            resource.setrlimit(resource.RLIMIT_AS, (size, size))
+        return super().begin(config, checkpoints)
+
+
+class Environment(InProcess):
+    """Reports a variable as its error."""
+
+    def step(self) -> dict[str, Any]:
+        return super().step() | {"variable": os.environ.get("LNS_TEST_VARIABLE", "")}

@@ -1,0 +1,79 @@
+"""For tests of worker processes: a node, and what its processes said."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
+from trainers.node import Node
+from trainers.records import DIED, ENDED, HELLO, IN_PROCESS, REPORT, TRAIN, Message
+
+SMALL = TrialConfig(
+    data=DataConfig(name="digits", validation_size=300, train_size=256),
+    model=ModelConfig(hidden=[8]),
+    precision=PrecisionConfig(format="lns12", kahan_sum=True),
+    optimizer=OptimizerConfig(lr=0.2),
+    epochs=2,
+    batch_size=64,
+)
+MADE_UP = "tests.trainers.made_up:"
+
+
+def plan(config: TrialConfig, folder: Path, executor: str = IN_PROCESS, **values: Any) -> dict[str, Any]:
+    """What a worker process needs for a trial."""
+    defaults = {"checkpoint_every": 1, "resume_from": [], "waits": False, "storage": str(folder), "max_failures": 0, "ray": ""}
+    places = {"checkpoints": str(folder / "checkpoints"), "profile": str(folder / "profile")}
+    return {"config": config.to_dict(), "executor": executor, **defaults, **places, **values}
+
+
+class Driver:
+    """Drives the processes of a node."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.said: list[tuple[int, Message]] = []
+        self.pids: dict[int, int] = {}
+
+    def start(self, key: int, lanes: int = 1, **environment: str) -> int:
+        """Make a process; its id."""
+        self.node.start(key, environment, lanes)
+        self.until(key, lambda message: message.kind == HELLO)
+        return self.pids[key]
+
+    def send(self, key: int, kind: str, trial: str = "", payload: Any = None) -> None:
+        self.node.send(key, pickle.dumps(Message(kind, trial, payload)))
+
+    def train(self, key: int, trial: str, config: TrialConfig, folder: Path, *values: str, **more: Any) -> list[Message]:
+        """Train a trial; what the process said of it."""
+        self.send(key, TRAIN, trial, plan(config, folder, *values, **more))
+        return self.until(key, lambda message: message.kind == ENDED or message.kind == DIED)
+
+    def until(self, key: int, wanted: Callable[[Message], bool], seconds: float = 60.0) -> list[Message]:
+        """What a process says up to what is wanted."""
+        found: list[Message] = []
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            for entry in list(self.said):
+                if entry[0] == key:
+                    self.said.remove(entry)
+                    found.append(entry[1])
+                    if wanted(entry[1]):
+                        return found
+            self.said += [(number, pickle.loads(content)) for number, content in self.node.events(0.2)]
+            self.pids |= {number: message.payload for number, message in self.said if message.kind == HELLO}
+        raise AssertionError(f"process {key} said only {found}")
+
+
+def reports(said: list[Message]) -> list[dict[str, Any]]:
+    """The metrics that do not depend on the machine's mood, by epoch."""
+    from trainers.telemetry import repeatable
+
+    return [
+        {name: value for name, value in repeatable(message.payload).items() if name != "checkpoint_path"}
+        for message in said
+        if message.kind == REPORT
+    ]
