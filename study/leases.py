@@ -225,7 +225,7 @@ class Cluster:
 
         where = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)} if node else {}
         groups = {"calls": 1, "events": 1}  # each in order, neither waits for the other
-        actor = ray.remote(Node).options(num_cpus=cpus, num_gpus=gpus, concurrency_groups=groups, **where).remote(self._log)
+        actor = ray.remote(concurrency_groups=groups)(Node).options(num_cpus=cpus, num_gpus=gpus, **where).remote(self._log)
         request = _Request(node, cpus, gpus, actor, time.monotonic())
         with self._lock:
             self._requests.append(request)

@@ -57,9 +57,8 @@ def executor(name: str = SLEEPS) -> Iterator[None]:
 
 def most_at_once(events: list[dict[str, Any]]) -> int:
     """How many trials overlap, by a ledger's events: from when they were started to when they ended."""
-    changes = [
-        (event["time"], 1 if event["event"] == "started" else -1) for event in events if event["event"] in ("started", "finished")
-    ]
+    step = {"started": 1, "finished": -1, "restarted": -1}
+    changes = [(event["time"], step[event["event"]]) for event in events if event["event"] in step]
     running = most = 0
     for _, change in sorted(changes):
         running += change
