@@ -1,10 +1,10 @@
 """A campaign of faults: processes of a running study die at random moments, and the study loses nothing and repeats nothing.
 
-Every run is a real command line with a Ray of its own. One process is killed (SIGKILL) at a moment that the seed chooses: the study's main
-process, a trial's process, a rank of a gang, the process that packed trials share, the raylet, or Ray's control store; or the storage, a
-file system of its own, is full from then on until the command has ended. Where that ends the command, the same command is given again,
-until it ends by itself. Then every trial must have finished once, with every epoch reported once and every
-figure as in a run that nobody disturbed.
+Every run is a real command line with eight slots, all of them in use. One process is killed (SIGKILL) at a moment that the seed
+chooses: the study's main process, a trial's process, a rank of a gang, the process that packed trials share, the one that forks
+workers, or, on a Ray cluster of three nodes, the raylet of one of them; or the storage, a file system of its own, is full from
+then on until the command has ended. Where that ends the command, the same command is given again, until it ends by itself. Then
+every trial must have finished once, with every epoch reported once and every figure as in a run that nobody disturbed.
 
 ``LNS_STUDY_FAULTS=50 python -m pytest tests/faults -m slow`` runs seeds 0 to 49 instead of the first few.
 """
@@ -33,25 +33,18 @@ from study.state import FINISHED, StudyState, fold
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SEEDS = range(int(os.environ.get("LNS_STUDY_FAULTS", "6")))
-FAULTS = ("driver", "trial", "rank", "raylet", "gcs", "driver twice", "host", "full")
+FAULTS = ("driver", "trial", "rank", "raylet", "forkserver", "driver twice", "host", "full")
 STUDY = """
 name: faults
 trial: {data: {name: digits, validation_size: 300}, model: {hidden: [16]}, epochs: 6, batch_size: 32}
 rows:
   - {label: float32, overrides: {precision.format: float32}}
   - {label: lns, overrides: {precision.format: lns12, precision.kahan_sum: true}}
-seeds: [0, 1]
-cpus: 2
+seeds: [0, 1, 2, 3, 4, 5]
+cpus: 8
 """
 GANG = ["trial.workers=2", "rows=[{label: lns, overrides: {precision.format: lns12}}]"]
 PACKED = ["executor=packed"]
-NAMES = {
-    "trial": "ray::StudyTrial",
-    "rank": "ray::Worker",
-    "host": "ray::HostActor",
-    "raylet": "raylet/raylet",
-    "gcs": "gcs_server",
-}
 
 
 def command(folder: Path, *overrides: str) -> subprocess.Popen[bytes]:
@@ -103,10 +96,13 @@ def fill(storage: Path) -> None:
             pass
 
 
-def make(process: subprocess.Popen[bytes], fault: str, chance: random.Random, storage: Path) -> bool:
+def make(process: subprocess.Popen[bytes], fault: str, chance: random.Random, storage: Path, cluster: Any) -> bool:
     """Make the fault; False if what it wants to kill is not there now."""
     if fault == "full":
         fill(storage)
+        return True
+    if fault == "raylet":
+        cluster.remove_node(chance.choice(list(cluster.worker_nodes)), allow_graceful=False)
         return True
     return kill(process, fault, chance)
 
@@ -116,17 +112,20 @@ def kill(process: subprocess.Popen[bytes], fault: str, chance: random.Random) ->
     if fault.startswith("driver"):
         process.kill()
         return True
-    found = []
-    for child in family(process):
-        try:
-            if any(NAMES[fault] in word for word in child.cmdline()[:1]):
-                found.append(child)
-        except psutil.NoSuchProcess:
-            continue
+    servers = [child for child in family(process) if _forks(child)]
+    found = servers if fault == "forkserver" else [worker for server in servers for worker in server.children()]
     if not found:
         return False
     chance.choice(found).kill()
     return True
+
+
+def _forks(process: psutil.Process) -> bool:
+    """Whether a process is the one that forks workers."""
+    try:
+        return "from trainers.forkserver" in " ".join(process.cmdline()) and not _forks(process.parent())
+    except psutil.NoSuchProcess:
+        return False
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -140,16 +139,31 @@ def end(process: subprocess.Popen[bytes]) -> None:
         child.kill()
 
 
-def run_with_fault(folder: Path, fault: str, chance: random.Random, overrides: list[str]) -> int:
+@contextmanager
+def three_nodes() -> Iterator[Any]:
+    """A Ray cluster: a head without CPUs, two nodes of four declared ones each."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    for _ in range(2):
+        cluster.add_node(num_cpus=4)
+    cluster.wait_for_nodes()
+    try:
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+def run_with_fault(folder: Path, fault: str, chance: random.Random, overrides: list[str], cluster: Any) -> int:
     """Give the command until it ends by itself; how many faults were made."""
     faults, planned = 0, 2 if "twice" in fault else 1
     for _ in range(6):
         process = command(folder, *overrides)
         children: dict[int, psutil.Process] = {}
         try:
-            if faults < planned and wait_for_reports(folder, process, chance.randrange(1, 16), children):
+            if faults < planned and wait_for_reports(folder, process, chance.randrange(1, 50), children):
                 time.sleep(chance.random() * 0.3)
-                faults += make(process, fault, chance, folder / "studies")
+                faults += make(process, fault, chance, folder / "studies", cluster)
             code = process.wait(300)
         finally:
             end(process)
@@ -191,8 +205,14 @@ def test_nothing_is_lost_and_nothing_done_twice(seed: int, tmp_path: Path, undis
     fault = FAULTS[seed % len(FAULTS)]
     gang = fault == "rank" or (fault not in ("trial", "host") and chance.random() < 0.3)
     (tmp_path / "faults.yaml").write_text(STUDY)
-    with small_storage(tmp_path) if fault == "full" else nullcontext():
-        run_with_fault(tmp_path, fault, chance, PACKED if fault == "host" else GANG if gang else [])
+    overrides = PACKED if fault == "host" else GANG if gang else []
+    with (
+        small_storage(tmp_path) if fault == "full" else nullcontext(),
+        three_nodes() if fault == "raylet" else nullcontext() as ray,
+    ):
+        if ray is not None:
+            overrides = [*overrides, f"address={ray.address}"]
+        run_with_fault(tmp_path, fault, chance, overrides, ray)
         check(tmp_path, fault, undisturbed[gang])
 
 
