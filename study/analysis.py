@@ -127,9 +127,9 @@ def interval(values: Sequence[float], level: float = 0.95) -> float | None:
     """Half the width of the mean's confidence interval by Student's t; None below two values."""
     if len(values) < 2:
         return None
-    from scipy.stats import t
+    from scipy.special import stdtrit  # scipy.stats takes a second to load
 
-    return float(t.ppf(0.5 + level / 2, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+    return float(stdtrit(len(values) - 1, 0.5 + level / 2)) * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def front(found: Sequence[Entry], measures: Sequence[str]) -> list[Entry]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,7 +20,6 @@ from study.mlflow_view import page
 from study.plan import Plan, make_plan
 from study.preflight import check_same_data, check_same_name, check_writable, preflight
 from study.provenance import hardware, provenance
-from study.report import write_report
 from study.runner import run_plan
 from study.search import adopt
 from study.state import ALL, ENDED, FAILED, FINISHED, ONLY_FAILED, StudyState, fold
@@ -29,6 +29,7 @@ from study.writer import sync
 from trainers.node import Node
 
 EXCLUDED_SHOWN = 3
+LATER_SECONDS = 5.0
 
 
 class View(Protocol):
@@ -130,7 +131,8 @@ def _run(
     tracker = make_tracker(
         plan.study.folder, plan.study.tracking, _artifacts(plan.study), say, lambda where: _say_where(plan, where, say)
     )
-    tracker.start()
+    later = _Later(tracker.start)
+    ledger.listen(later.hear)
     ledger.listen(view.listen)
     view.start(state)
     control = Control(
@@ -145,6 +147,7 @@ def _run(
             left = "raise or drop it to go on" if decision.reason.startswith("limits.") else "the same command continues"
             say(f"Ended early: {decision.reason}; {left}.")
     finally:
+        later.start()
         with control.watch_storage():
             ledger.append("ended", outcome=outcome)
         view.stop()
@@ -167,6 +170,53 @@ def _describe_end(plan: Plan, state: StudyState, decision: Decision) -> str:
 
 def _discard(_: object) -> None:
     pass
+
+
+def write_report(state: StudyState, folder: Path) -> Path:
+    """See :func:`study.report.write_report`; what draws is loaded here, a second that no trial should wait for."""
+    from study.report import write_report
+
+    return write_report(state, folder)
+
+
+class _Later:
+    """What no trial's first epoch should wait for: the process that feeds MLflow, and loading what draws the report.
+
+    Begun with the first report, or after :data:`LATER_SECONDS`.
+
+    Args:
+        start_tracker: called once.
+    """
+
+    def __init__(self, start_tracker: Callable[[], None]) -> None:
+        self._start_tracker = start_tracker
+        self._lock = threading.Lock()
+        self._started = False
+        self._timer = threading.Timer(LATER_SECONDS, self._begin)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def hear(self, event: Event) -> None:
+        """Hear of the study."""
+        if event["event"] == "report" and not self._started:
+            self.start()
+            threading.Thread(target=_load_report, daemon=True, name="load report").start()
+
+    def start(self) -> None:
+        """Start the tracker now, if it has not been."""
+        with self._lock:
+            if not self._started:
+                self._started = True
+                self._timer.cancel()
+                self._start_tracker()
+
+    def _begin(self) -> None:
+        self.start()
+        _load_report()
+
+
+def _load_report() -> None:
+    import study.report  # noqa: F401
 
 
 def _close(state: StudyState, folder: Path, tracker: Tracker | NoTracker) -> tuple[Path, str]:

@@ -1,11 +1,11 @@
 """Machines and the parts of them that a study may use.
 
-A *lease* is a number of CPUs and some GPUs of one machine, with the :class:`~trainers.node.Node` that runs worker processes there. A study
-on one machine has one, of all that it may use, and needs no Ray. On a Ray cluster a lease is an actor that holds these resources, so that
-Ray, its autoscaler and other users see them as taken: one a node, of all that the node has. Where others hold a part of the node such an
-actor waits; after :data:`PATIENCE_SECONDS` two for half as much take its place, and so on down to what one worker needs. Nodes that
-join get theirs within a second or so. Where trials wait and nothing is free, one more small lease waits anywhere, which an autoscaler
-takes as demand.
+A *lease* is a number of CPUs and some GPUs of one machine, with the :class:`~trainers.node.Node` that runs worker processes
+there. A study on one machine has one, of all that it may use, and needs no Ray. On a Ray cluster a lease is an actor that holds
+these resources, so that Ray, its autoscaler and other users see them as taken: one a node, of all that the node has. Where others
+hold a part of the node such an actor waits; after :data:`PATIENCE_SECONDS` two for half as much take its place, and so on down to
+what one worker needs. Nodes that join get theirs within a second or so. Where trials wait and nothing is free, one more small
+lease waits anywhere, which an autoscaler takes as demand.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from trainers.node import Node
@@ -145,12 +144,12 @@ class Cluster:
     Args:
         unit: CPUs and GPUs of the largest worker.
         most: CPUs and GPUs that the study's trials can use at all.
-        log: takes what processes print; None for nowhere.
+        make: arguments of :class:`~trainers.node.Node`.
         said: told of what processes say, and of leases that end, from threads.
     """
 
-    def __init__(self, unit: tuple[float, float], most: tuple[float, float], log: Path | None, said: Said) -> None:
-        self._unit, self._most, self._log, self._said = unit, most, log, said
+    def __init__(self, unit: tuple[float, float], most: tuple[float, float], make: tuple[Any, ...], said: Said) -> None:
+        self._unit, self._most, self._make, self._said = unit, most, make, said
         self._requests: list[_Request] = []
         self._lock = threading.Lock()
         self._asked = -math.inf
@@ -225,7 +224,7 @@ class Cluster:
 
         where = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)} if node else {}
         groups = {"calls": 1, "events": 1}  # each in order, neither waits for the other
-        actor = ray.remote(concurrency_groups=groups)(Node).options(num_cpus=cpus, num_gpus=gpus, **where).remote(self._log)
+        actor = ray.remote(concurrency_groups=groups)(Node).options(num_cpus=cpus, num_gpus=gpus, **where).remote(*self._make)
         request = _Request(node, cpus, gpus, actor, time.monotonic())
         with self._lock:
             self._requests.append(request)

@@ -11,6 +11,7 @@ Ctrl-C asks the control to cancel, as ``lns-study cancel`` does: every process i
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -61,6 +62,8 @@ ROUND_SECONDS = 0.5
 """How often wishes, limits and heartbeats are looked at where no process says anything."""
 EXTRA = ("samples_per_second",)
 """Metrics beside those of a namespace (``train/loss``)."""
+DATA_SETS = 4
+"""So many are kept in memory."""
 LOG = "workers.log"
 """In the study's folder: what the trials' processes print."""
 
@@ -113,16 +116,18 @@ def _pool(plan: Plan, agenda: Agenda, node: Node | None) -> Iterator[tuple[Pool,
 
             ray = stack.enter_context(ray_session(study, dashboard=study.executor == "train"))
         stack.callback(pool.close)
+        data = _data_of(agenda, study)
         if study.address is not None and study.executor != "train":
             trials = [trial.config.to_dict() for trial in agenda.trials] or [study.trial.to_dict()]
             count = min(study.max_concurrent or plan.size, plan.size)
             largest = [Shape.of(TrialConfig.from_dict(values)).bundles[0] for values in trials]
             unit = max(each["CPU"] for each in largest), math.ceil(max(each.get("GPU", 0.0) for each in largest))
             most = count * max(map(cpus_of, trials)), count * max(map(gpus_of, trials))
-            pool.use(Cluster(unit, most, study.folder / LOG, lambda *what: said.put(what)))
+            pool.use(Cluster(unit, most, (study.folder / LOG, data), lambda *what: said.put(what)))
         else:
             node = node or Node()
             node.log(study.folder / LOG)
+            node.load(data)
             by_train = study.executor == "train"
             pool.use(
                 OfRay(node, lambda *what: said.put(what))
@@ -130,6 +135,12 @@ def _pool(plan: Plan, agenda: Agenda, node: Node | None) -> Iterator[tuple[Pool,
                 else Local(local_cpus(study), _local_gpus(agenda, study), node, lambda *what: said.put(what))
             )
         yield pool, ray
+
+
+def _data_of(agenda: Agenda, study: StudyConfig) -> list[dict[str, Any]]:
+    """The data sets of the trials that run first, for every machine to load once."""
+    used = [trial.config.data for trial in agenda.trials] or [study.trial.data]
+    return [dataclasses.asdict(config) for config in list(dict.fromkeys(used))[:DATA_SETS]]
 
 
 def needs_ray(study: StudyConfig) -> bool:

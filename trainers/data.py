@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import json
 import os
 import struct
 import tempfile
@@ -25,11 +26,12 @@ import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -314,10 +316,49 @@ def load(config: DataConfig) -> Dataset:
 def prepare(config: DataConfig) -> DatasetInfo:
     """Resolve, check and describe the data of ``config``, downloading them if need be.
 
+    Files that have not changed (by path, size and time of change) since they were described are not read again.
+
     Raises:
         ValueError: see :func:`load`.
     """
     config = resolve(config)
+    known, key = _known_descriptions(), json.dumps([asdict(config), *_files_of(config)])
+    if key in known:
+        return DatasetInfo(**known[key])
+    info = _describe(config)
+    if config.name == "mnist":
+        with suppress(OSError):  # the next command reads the files again
+            _write_descriptions({**known, key: asdict(info)})
+    return info
+
+
+def _files_of(config: DataConfig) -> list[tuple[str, int, int]]:
+    """Path, size and time of change of each file."""
+    paths = [_file_in(Path(config.root), name) for name in FILES] if config.name == "mnist" and config.root else []
+    return [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths if path is not None]
+
+
+def _descriptions() -> Path:
+    return cache_folder().parent / "datasets.json"
+
+
+def _known_descriptions() -> dict[str, dict[str, Any]]:
+    try:
+        known = json.loads(_descriptions().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _write_descriptions(known: dict[str, dict[str, Any]]) -> None:
+    path = _descriptions()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    part.write_text(json.dumps(known), encoding="utf-8")
+    part.replace(path)
+
+
+def _describe(config: DataConfig) -> DatasetInfo:
     data = load(config)
     digest = hashlib.sha256()
     for split in data:

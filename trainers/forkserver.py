@@ -11,7 +11,7 @@ Method: as ``multiprocessing``'s forkserver, which however imports the main modu
 knows no environment for one child alone.
 
 Messages on the socket, one JSON object each: ``{"ready": seconds}`` and, of children, ``{"forked": KEY, "pid": PID}`` and
-``{"exited": PID, "status": STATUS}`` (negative: the signal) from the server; to it ``{"log": PATH}``, and ``{"key": KEY, "environment":
+``{"exited": PID, "status": STATUS}`` (negative: the signal) from the server; to it ``{"log": PATH}``, ``{"data": [...]}``, and ``{"key": KEY, "environment":
 {...}, "lanes": N}`` with the child's end of a socket.
 """
 
@@ -95,6 +95,11 @@ class ForkServer:
         with contextlib.suppress(OSError):
             self.socket.send(json.dumps({"log": str(path)}).encode())
 
+    def load(self, data: list[dict[str, Any]]) -> None:
+        """Have data sets loaded once for all children, by ``DataConfig``'s keys."""
+        with contextlib.suppress(OSError):
+            self.socket.send(json.dumps({"data": data}).encode())
+
     def receive(self) -> dict[str, Any] | None:
         """The next message; None where the server has died. Waits for one."""
         try:
@@ -122,10 +127,11 @@ def main(descriptor: int) -> None:
 
 def _load() -> None:
     """Everything that a trial's first epoch would load."""
-    import torch.distributed.tensor  # noqa: F401  torch loads it, half a second, with the first detach of a tensor subclass
+    import torch.distributed.tensor  # torch loads it, half a second, with the first detach of a tensor subclass
 
     import trainers.worker_process  # noqa: F401
 
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork either
     faulthandler.enable()
     gc.collect()
     gc.freeze()  # the children's collector never looks through the libraries' objects, whose pages stay shared
@@ -152,12 +158,25 @@ def _serve(control: socket.socket) -> None:
             if "log" in request:
                 _print_to(request["log"])
                 continue
+            if "data" in request:
+                _load_data(request["data"])
+                continue
             pid = os.fork()
             if not pid:
                 selector.close()
                 _become_worker(control, (wake, woken), descriptors[0], request)
             os.close(descriptors[0])
             send(control, {"forked": request["key"], "pid": pid})
+
+
+def _load_data(configs: list[dict[str, Any]]) -> None:
+    """Load data sets for all children to come; what cannot be loaded the trials that want it will say."""
+    from trainers.config import DataConfig
+    from trainers.data import load
+
+    for config in configs:
+        with contextlib.suppress(ValueError):
+            load(DataConfig(**config))
 
 
 def _print_to(path: str) -> None:

@@ -17,6 +17,7 @@ import selectors
 import signal
 import socket
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -43,11 +44,11 @@ class Node:
 
     Args:
         log: file that takes what the processes print; None for nowhere.
-        load: begin at once to load what processes need, rather than with the first of them.
+        data: see :meth:`load`.
     """
 
-    def __init__(self, log: Path | None = None, *, load: bool = True) -> None:
-        self._log = log
+    def __init__(self, log: Path | None = None, data: Sequence[dict[str, Any]] = ()) -> None:
+        self._log, self._data = log, list(data)
         self._lock = threading.RLock()
         self._processes: dict[int, _Process] = {}
         self._server: ForkServer | None = None
@@ -58,8 +59,7 @@ class Node:
         self._closed = False
         self._thread = threading.Thread(target=self._listen, daemon=True, name="node")
         self._thread.start()
-        if load:
-            self._ready_server()
+        self._ready_server()
 
     def log(self, path: Path) -> None:
         """Have what processes print appended to a file from now on."""
@@ -67,6 +67,12 @@ class Node:
             self._log = path
             if self._server is not None:
                 self._server.log(path)
+
+    def load(self, data: Sequence[dict[str, Any]]) -> None:
+        """Have data sets loaded once for all processes to come, by ``DataConfig``'s keys."""
+        with self._lock:
+            self._data = list(data)
+            self._ready_server().load(self._data)
 
     def start(self, key: int, environment: dict[str, str], lanes: int) -> None:
         """Make a process.
@@ -148,6 +154,8 @@ class Node:
     def _ready_server(self) -> ForkServer:
         if self._server is None:
             self._server = ForkServer(self._log)
+            if self._data:
+                self._server.load(self._data)
             self._watch(self._server.socket.fileno(), None)
         return self._server
 

@@ -1,0 +1,94 @@
+"""Times ways to put many small nets on one GPU through the worker processes that a study uses: processes, lanes of one, and both.
+
+    python scripts/bench_slots_gpu.py [--grid 1x12,2x6,4x3,12x1] [--epochs 12] [--json FILE]
+
+``2x6`` is two processes of six lanes each. All train MNIST nets 784-512-10, batch 128, LNS everywhere with Kahan summation. Printed: the
+seconds until the forking process is ready, until all processes are up, until every net has reported its first epoch, and the
+epochs a second from then until the first net is done. Checks that equal seeds have equal losses, whatever they share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from trainers.config import ModelConfig, PrecisionConfig, TrialConfig
+from trainers.node import Node
+from trainers.records import DIED, ENDED, HELLO, IN_PROCESS, PACKED, REPORT, TRAIN, Message
+
+
+def config(seed: int, epochs: int) -> TrialConfig:
+    precision = PrecisionConfig(format="lns12", kahan_sum=True)
+    return TrialConfig(model=ModelConfig(hidden=[512]), precision=precision, epochs=epochs, seed=seed, device="cuda")
+
+
+def course(processes: int, lanes: int, epochs: int, folder: Path) -> tuple[dict[str, float], dict[int, list[float]]]:
+    """Figures of one way, and every seed's losses."""
+    began = time.perf_counter()
+    figures: dict[str, float] = {}
+    losses: dict[int, list[float]] = {}
+    with Node() as node:
+        node.load([TrialConfig().to_dict()["data"]])
+        for key in range(1, processes + 1):
+            node.start(key, {}, 32 if lanes > 1 else 1)
+        up = done = reports = counted = 0
+        first = last = 0.0
+        while done < processes * lanes:
+            for key, content in node.events(60.0):
+                message: Message = pickle.loads(content)
+                now = time.perf_counter()
+                if message.kind == HELLO:
+                    up += 1
+                    figures["up"] = now - began
+                    for lane in range(lanes):
+                        seed = (key - 1) * lanes + lane
+                        plan: dict[str, Any] = {
+                            "config": config(seed, epochs).to_dict(), "executor": PACKED if lanes > 1 else IN_PROCESS, "waits": False,
+                            "checkpoints": str(folder / f"{processes}-{seed}"), "profile": "", "checkpoint_every": 10**6,
+                            "resume_from": [], "ray": "",
+                        }  # fmt: skip
+                        node.send(key, pickle.dumps(Message(TRAIN, str(seed), plan)))
+                elif message.kind == REPORT:
+                    seed = int(message.trial)
+                    losses.setdefault(seed, []).append(message.payload["train/loss"])
+                    reports += len(losses[seed]) == 1
+                    if reports == processes * lanes and not first:
+                        first = now
+                    elif first and not last:
+                        counted += 1
+                        last = now if message.payload["done"] else 0.0
+                elif message.kind == ENDED:
+                    done += 1
+                    assert message.payload["how"] == "done", message
+                assert message.kind != DIED, message
+    figures["first epoch of all"] = first - began
+    figures["epochs/s"] = counted / (last - first)
+    return figures, losses
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--grid", default="1x12,2x6,3x4,4x3,12x1")
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    results, reference = {}, dict[int, list[float]]()
+    with tempfile.TemporaryDirectory() as folder:
+        for way in options.grid.split(","):
+            processes, lanes = map(int, way.split("x"))
+            figures, losses = course(processes, lanes, options.epochs, Path(folder) / way)
+            for seed, values in losses.items():
+                assert reference.setdefault(seed, values) == values, "a net's losses depend on its company"
+            results[way] = figures
+            print(way, {name: round(value, 2) for name, value in figures.items()}, flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
