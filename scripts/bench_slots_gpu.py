@@ -1,8 +1,8 @@
 """Times ways to put many small nets on one GPU through the worker processes that a study uses: processes, lanes of one, and both.
 
-    python scripts/bench_slots_gpu.py [--grid 1x12,2x6,4x3,12x1] [--epochs 12] [--json FILE]
+    python scripts/bench_slots_gpu.py [--grid 1x12,2x6,4x3,12x1] [--epochs 12] [--hidden 512] [--json FILE]
 
-``2x6`` is two processes of six lanes each. All train MNIST nets 784-512-10, batch 128, LNS everywhere with Kahan summation. Printed: the
+``2x6`` is two processes of six lanes each. All train MNIST nets 784-HIDDEN-10, batch 128, LNS everywhere with Kahan summation. Printed: the
 seconds until the forking process is ready, until all processes are up, until every net has reported its first epoch, and the
 epochs a second from then until the first net is done. Checks that equal seeds have equal losses, whatever they share.
 """
@@ -22,12 +22,14 @@ from trainers.node import Node
 from trainers.records import DIED, ENDED, HELLO, IN_PROCESS, PACKED, REPORT, TRAIN, Message
 
 
-def config(seed: int, epochs: int) -> TrialConfig:
+def config(seed: int, epochs: int, hidden: list[int]) -> TrialConfig:
     precision = PrecisionConfig(format="lns12", kahan_sum=True)
-    return TrialConfig(model=ModelConfig(hidden=[512]), precision=precision, epochs=epochs, seed=seed, device="cuda")
+    return TrialConfig(model=ModelConfig(hidden=hidden), precision=precision, epochs=epochs, seed=seed, device="cuda")
 
 
-def course(processes: int, lanes: int, epochs: int, folder: Path) -> tuple[dict[str, float], dict[int, list[float]]]:
+def course(
+    processes: int, lanes: int, epochs: int, hidden: list[int], folder: Path
+) -> tuple[dict[str, float], dict[int, list[float]]]:
     """Figures of one way, and every seed's losses."""
     began = time.perf_counter()
     figures: dict[str, float] = {}
@@ -48,7 +50,8 @@ def course(processes: int, lanes: int, epochs: int, folder: Path) -> tuple[dict[
                     for lane in range(lanes):
                         seed = (key - 1) * lanes + lane
                         plan: dict[str, Any] = {
-                            "config": config(seed, epochs).to_dict(), "executor": PACKED if lanes > 1 else IN_PROCESS, "waits": False,
+                            "config": config(seed, epochs, hidden).to_dict(), "waits": False,
+                            "executor": PACKED if lanes > 1 else IN_PROCESS,
                             "checkpoints": str(folder / f"{processes}-{seed}"), "profile": "", "checkpoint_every": 10**6,
                             "resume_from": [], "ray": "",
                         }  # fmt: skip
@@ -75,13 +78,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--grid", default="1x12,2x6,3x4,4x3,12x1")
     parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[512])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     results, reference = {}, dict[int, list[float]]()
     with tempfile.TemporaryDirectory() as folder:
         for way in options.grid.split(","):
             processes, lanes = map(int, way.split("x"))
-            figures, losses = course(processes, lanes, options.epochs, Path(folder) / way)
+            figures, losses = course(processes, lanes, options.epochs, options.hidden, Path(folder) / way)
             for seed, values in losses.items():
                 assert reference.setdefault(seed, values) == values, "a net's losses depend on its company"
             results[way] = figures

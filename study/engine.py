@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 import uuid
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from trainers.node import Node
 
 EXCLUDED_SHOWN = 3
 LATER_SECONDS = 5.0
+FEW_CORES = 4
 
 
 class View(Protocol):
@@ -88,7 +90,7 @@ def run_study(study: StudyConfig, view: View, say: Callable[[str], None], only: 
     with refusals():
         check_writable(Path(study.storage).expanduser().resolve(), "storage")
         plan = make_plan(study)
-        plan, data = preflight(plan)
+        plan, data = preflight(plan, node)
     say(f"Data: {'; '.join(entry['source'] for entry in data)}")
     with ExitStack() as stack:
         with refusals():
@@ -182,7 +184,7 @@ def write_report(state: StudyState, folder: Path) -> Path:
 class _Later:
     """What no trial's first epoch should wait for: the process that feeds MLflow, and loading what draws the report.
 
-    Begun with the first report, or after :data:`LATER_SECONDS`.
+    Begun with the first report, or after :data:`LATER_SECONDS`; at once on a machine that has cores to spare.
 
     Args:
         start_tracker: called once.
@@ -192,7 +194,8 @@ class _Later:
         self._start_tracker = start_tracker
         self._lock = threading.Lock()
         self._started = False
-        self._timer = threading.Timer(LATER_SECONDS, self._begin)
+        spare = len(os.sched_getaffinity(0)) >= FEW_CORES
+        self._timer = threading.Timer(0.0 if spare else LATER_SECONDS, self._begin)
         self._timer.daemon = True
         self._timer.start()
 

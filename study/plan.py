@@ -21,6 +21,7 @@ from typing import Any
 from study.compose import override_trial
 from study.config import RowConfig, StudyConfig
 from study.space import Params, Space, apply, describe, unit_points
+from trainers.bundles import choose_share
 from trainers.config import DataConfig, TrialConfig
 
 ID_LENGTH = 12
@@ -303,6 +304,8 @@ class Base:
             raise ValueError(f"row {self.row.label!r}: {error}") from None
         if config.device == "auto":
             config = dataclasses.replace(config, device=_auto_device(config))
+        if config.device == "cuda" and config.workers == 1 and config.gpus is None:
+            config = dataclasses.replace(config, gpus=choose_share(config))
         return PlannedTrial(id=trial_id(config), row=self.row.label, seed=seed, config=config, number=number, params=params or {})
 
     def exclude(self, params: Params, error: ValueError) -> Excluded:

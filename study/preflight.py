@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pickle
 import shlex
 import socket
 import tempfile
@@ -19,16 +20,23 @@ from study.plan import Base, Excluded, Plan, PlannedTrial
 from study.state import StudyState
 from study.tracking import OFF, check_tracking
 from trainers.bundles import MOST, cpus_of
-from trainers.config import DataConfig
+from trainers.config import DataConfig, TrialConfig
+from trainers.node import Node
+from trainers.records import CHECK, CHECKED, DIED, Message
 
 if TYPE_CHECKING:
     from trainers.data import DatasetInfo
 
 CONNECT_SECONDS = 5.0
+CHECKING = 0
+"""The process that checks trials, among its node's: others are counted from 1."""
 
 
-def preflight(plan: Plan) -> tuple[Plan, list[dict[str, Any]]]:
+def preflight(plan: Plan, node: Node | None = None) -> tuple[Plan, list[dict[str, Any]]]:
     """Run every check; the plan without the sampled configurations that the data or the format forbid, and the data sets that trials use.
+
+    Args:
+        node: this machine's, where one has begun to load what trials need: there trials are checked without loading it here.
 
     Raises:
         ValueError: the first thing that would make the study fail.
@@ -40,7 +48,7 @@ def preflight(plan: Plan) -> tuple[Plan, list[dict[str, Any]]]:
     check_gpus(plan)
     check_address(plan.study.address)
     data = describe_data(plan)
-    plan = check_trials(plan, data)
+    plan = check_trials(plan, data, node)
     if plan.study.tracking != OFF:
         check_loggable(plan)
         check_tracking(plan.study.tracking)
@@ -123,7 +131,7 @@ def check_elastic(plan: Plan) -> None:
 
 def _check_shares(on_gpu: list[PlannedTrial]) -> None:
     for trial in on_gpu:
-        if trial.config.gpus < 1 / MOST:
+        if trial.config.gpus is not None and trial.config.gpus < 1 / MOST:
             raise ValueError(
                 f"row {trial.row!r}: gpus={trial.config.gpus:g} with executor=packed: at most {MOST} trials share a process; use "
                 f"trial.gpus={1 / MOST:g} or more, or executor=auto"
@@ -166,8 +174,11 @@ def describe_data(plan: Plan) -> dict[DataConfig, DatasetInfo]:
     return {config: prepare(config) for config in distinct}
 
 
-def check_trials(plan: Plan, data: dict[DataConfig, DatasetInfo]) -> Plan:
+def check_trials(plan: Plan, data: dict[DataConfig, DatasetInfo], node: Node | None = None) -> Plan:
     """What the data and the number format forbid a trial: too large a batch, a learning rate that underflows.
+
+    Args:
+        node: see :func:`preflight`.
 
     Returns:
         The plan without the sampled configurations that are forbidden something.
@@ -175,21 +186,36 @@ def check_trials(plan: Plan, data: dict[DataConfig, DatasetInfo]) -> Plan:
     Raises:
         ValueError: the first trial that could only fail, if it was not sampled, or if nothing is left.
     """
-    from trainers.training import check  # loads torch
-
     kept: list[PlannedTrial] = []
     excluded: dict[tuple[str, int], Excluded] = {}
-    for trial in plan.trials:
-        try:
-            check(trial.config, data[trial.config.data])
+    reasons = _why_not([(trial.config, data[trial.config.data]) for trial in plan.trials], node)
+    for trial, reason in zip(plan.trials, reasons, strict=True):
+        if reason is None:
             kept.append(trial)
-        except ValueError as error:
-            if trial.number is None:
-                raise ValueError(f"row {trial.row!r}: {error}") from None
-            excluded[trial.row, trial.number] = Excluded(row=trial.row, params=trial.params, reason=str(error))
+        elif trial.number is None:
+            raise ValueError(f"row {trial.row!r}: {reason}")
+        else:
+            excluded[trial.row, trial.number] = Excluded(row=trial.row, params=trial.params, reason=reason)
     if plan.trials and not kept:
         raise ValueError(f"no point of the space makes a trial that can run; the first: {next(iter(excluded.values()))}")
     return dataclasses.replace(plan, trials=tuple(kept), excluded=(*plan.excluded, *excluded.values()))
+
+
+def _why_not(trials: list[tuple[TrialConfig, DatasetInfo]], node: Node | None) -> list[str | None]:
+    """Why each could only fail, or None; asked of a worker process where there is a node, as it has loaded what that takes."""
+    if node is not None and trials:
+        node.start(CHECKING, {"CUDA_VISIBLE_DEVICES": ""}, 1)
+        node.send(CHECKING, pickle.dumps(Message(CHECK, payload=trials)))
+        message = Message("")
+        while message.kind not in (CHECKED, DIED):
+            for _, content in node.events(CONNECT_SECONDS):
+                message = pickle.loads(content)
+        node.kill(CHECKING)
+        if message.kind == CHECKED:
+            return list(message.payload)
+    from trainers.worker_process import why_not  # loads torch
+
+    return [why_not(config, info) for config, info in trials]
 
 
 def check_same_name(study: StudyConfig, before: StudyState) -> None:

@@ -200,8 +200,8 @@ class TrialConfig:
             on both; float32 parts, such as the softmax at the loss, may round differently.
         analysis_every: epochs between analyses of what the format does to each layer (:mod:`trainers.analysis`), reported as
             ``analysis/LAYER/...``; 0 for none.
-        gpus: share of a GPU that the worker of a one-worker trial takes on device cuda; Ray packs as many trials on one as fit. Each
-            of several workers takes a whole one.
+        gpus: share of a GPU that the worker of a one-worker trial takes on device cuda, so that 0.25 lets four trials share one; None for
+            what the trial's size calls for (:data:`trainers.bundles.SHARES`). Each of several workers takes a whole one.
         telemetry: report where time, memory and energy go, as ``telemetry/...`` (:mod:`trainers.telemetry`).
         profile: steps of which a trace is kept with the trial's files (:mod:`trainers.profile`).
         autocast: ``bfloat16`` or, on cuda, ``float16``: products of a float32 trial in that type (:mod:`trainers.forward`); or ``none``.
@@ -226,7 +226,7 @@ class TrialConfig:
     min_workers: int | None = None
     threads: int = 1
     device: str = "cpu"
-    gpus: float = 0.08
+    gpus: float | None = None
     analysis_every: int = 0
     telemetry: bool = False
     autocast: str = "none"
@@ -240,7 +240,7 @@ class TrialConfig:
         at_least("min_workers", self.min_workers, 1, "leave it out for a fixed number of workers")
         one_of("autocast", self.autocast, AUTOCASTS)
         finite("gpus", self.gpus, 0.0, "1 for a whole GPU, 0.08 for twelve trials on one")
-        if self.gpus > 1 or self.gpus == 0:
+        if self.gpus is not None and not 0 < self.gpus <= 1:
             raise ValueError(f"gpus={self.gpus}: must lie above 0 and be at most 1, a worker computes on one GPU; use gpus=1")
         at_least("seed", self.seed, 0, "use for example 0, 1, 2")
         if self.seed >= 1 << 32:

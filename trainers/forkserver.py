@@ -11,8 +11,8 @@ Method: as ``multiprocessing``'s forkserver, which however imports the main modu
 knows no environment for one child alone.
 
 Messages on the socket, one JSON object each: ``{"ready": seconds}`` and, of children, ``{"forked": KEY, "pid": PID}`` and
-``{"exited": PID, "status": STATUS}`` (negative: the signal) from the server; to it ``{"log": PATH}``, ``{"data": [...]}``, and ``{"key": KEY, "environment":
-{...}, "lanes": N}`` with the child's end of a socket.
+``{"exited": PID, "status": STATUS}`` (negative: the signal) from the server; to it ``{"log": PATH}``, ``{"data": [...]}``, and
+``{"key": KEY, "environment": {...}, "lanes": N}`` with the child's end of a socket.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def relief(config: TrialConfig) -> dict[str, Any] | None:
     """Keys under which the trial needs less memory, or has more; None where there are none."""
-    if config.device == "cuda" and config.workers == 1 and config.gpus < 1:
+    if config.device == "cuda" and config.workers == 1 and (config.gpus or 1.0) < 1:
         return {"gpus": 1.0}
     parts = config.layout.micro_batches
     while (parts := 2 * parts) <= config.batch_size:

@@ -17,11 +17,21 @@ DETERMINISTIC = (ValueError, ArithmeticError, TypeError, AttributeError, NameErr
 """What a trial raises where a second try could only raise it again: the user's input, arithmetic, a mistake in code. What a dead process
 or a full disk leads to is none of these."""
 
-JOIN, TRAIN, GO, STOP = "join", "train", "go", "stop"
-"""To a worker process: become a rank; train a trial; go on after a report, or do not."""
-HELLO, MEET, JOINED, BEGAN, REPORT, ENDED, DIED = "hello", "meet", "joined", "began", "report", "ended", "died"
-"""From a worker process: it is up (pid); where ranks meet (port); it is a rank; a trial began (:class:`Beginning`); finished an epoch
-(metrics); ended (``how``, ``text``, and ``retire``: why the process ends with it); and of it, from its node: it died (why)."""
+JOIN, TRAIN, GO, STOP, CHECK = "join", "train", "go", "stop", "check"
+"""To a worker process: become a rank; train a trial; go on after a report, or do not; say what data and format forbid trials."""
+HELLO, MEET, JOINED, BEGAN, REPORT, ENDED, DIED, CHECKED = (
+    "hello",
+    "meet",
+    "joined",
+    "began",
+    "report",
+    "ended",
+    "died",
+    "checked",
+)
+"""From a worker process: it is up (pid); where ranks meet (port); it is a rank; what forbids trials (a text or None each); a
+trial began (:class:`Beginning`); finished an epoch (metrics); ended (``how``, ``text``, and ``retire``: why the process ends
+with it); and of it, from its node: it died (why)."""
 DONE, STOPPED, REFUSED, OUT_OF_MEMORY, FAILED = "done", "stopped", "refused", "out of memory", "failed"
 """How a trial ended: trained and tested; told to stop; cannot work, a second try would not either; memory ran out; anything else."""
 

@@ -27,11 +27,14 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trainers import groups
 from trainers.config import TrialConfig
+from trainers.data import DatasetInfo
 from trainers.executors import Context, Executor, make_executor
 from trainers.leftovers import LeakError, Leftovers
 from trainers.out_of_memory import is_out_of_memory
 from trainers.records import (
     BEGAN,
+    CHECK,
+    CHECKED,
     DETERMINISTIC,
     DONE,
     ENDED,
@@ -53,6 +56,7 @@ from trainers.records import (
     last_line,
     write_files,
 )  # fmt: skip
+from trainers.training import check
 
 CHECKPOINTS_KEPT = 2
 """The newest, and the one before it for a newest that is damaged."""
@@ -90,6 +94,8 @@ class Worker:
             message = self._work.get()
             if message.kind == JOIN:
                 self._join(**message.payload)
+            elif message.kind == CHECK:
+                self._say(CHECKED, payload=[why_not(*pair) for pair in message.payload])
             elif self._lanes == 1:
                 self._train(message.trial, message.payload)
             else:
@@ -193,6 +199,15 @@ class Worker:
         except LeakError as error:
             return str(error)
         return ""
+
+
+def why_not(config: TrialConfig, info: DatasetInfo) -> str | None:
+    """Why a trial could only fail; None if nothing forbids it."""
+    try:
+        check(config, info)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def connect_to_ray(address: str) -> None:

@@ -41,7 +41,9 @@ class Driver:
 
     def start(self, trial: str, config: TrialConfig, folder: Path, *values: Any, packed: bool = False, **more: Any) -> Any:
         executor = (PACKED,) if packed else values
-        return self.pool.start(trial, Shape.of(config, packed=packed), lambda: plan(config, folder / trial, *executor, **more))
+        return self.pool.start(
+            trial, Shape.of(config, 32 if packed else 1), lambda: plan(config, folder / trial, *executor, **more)
+        )
 
     def until(self, wanted: Callable[[Message], bool], seconds: float = 60.0) -> list[Message]:
         found: list[Message] = []
@@ -185,8 +187,7 @@ SHAPES = st.builds(
     workers=st.integers(1, 6),
     threads=st.integers(1, 4),
     device=st.sampled_from(["cpu", "cuda"]),
-    gpus=st.sampled_from([0.08, 0.25, 0.5, 1.0]),
-    packed=st.just(""),
+    gpus=st.sampled_from([0.08, 0.25, 0.5, 1.0, None]),
 )
 
 

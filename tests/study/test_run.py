@@ -250,7 +250,7 @@ def test_a_damaged_checkpoint_is_passed_over(undisturbed: tuple[StudyConfig, Out
 
 
 def test_what_cannot_work_fails_at_once_with_its_message(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("study.engine.preflight", lambda plan: (plan, []))
+    monkeypatch.setattr("study.engine.preflight", lambda plan, node: (plan, []))
     rows = "[{label: bad, overrides: {data.train_size: 99999}}, {label: good}]"
     outcome, view = run(tiny("refused", f"rows={rows}", "baseline=null"))
     bad, good = outcome.state.trials
