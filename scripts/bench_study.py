@@ -2,13 +2,16 @@
 
     python scripts/bench_study.py [--trials N] [--only WORD ...] [--long] [--json FILE]
 
-No-op trials report once and end, so that what is left is the engine's own cost: plan, ledger (fsynced), Ray Tune, MLflow.
+Trials of :mod:`bench_executors` compute nothing, so that what is left is the engine's own cost: plan, ledger (fsynced), processes, MLflow.
 
+    slots       utilisation of 32 declared CPUs by 640 trials that sleep 2 s, from the command to the last end, and from when all slots are
+                up; beside it Ray Tune with a class Trainable, reused actors and as many pending trials as CPUs (128 trials)
     noop        trials a second, tracking off; beside it Ray Tune with a class Trainable and reused actors, and with a function
     tracked     the same, every trial a run in MLflow (sqlite)
     metrics     30 trials x 10 reports x 10 metrics, tracked; beside it Ray Tune with MLflowLoggerCallback
     gang        seconds of a two-worker trial of scikit-learn's digits: the first, and the median of those after it
     memory      of the driver: MB that 1,000 no-op trials add
+    rate        cores that the driver uses while 300 and 1,000 trials report once a second
     --long      seconds a trial at 10,000 trials over those at 1,000
 """
 
@@ -23,20 +26,21 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
-import study.trial
 from ray import tune
 
 from study.config import RowConfig, StudyConfig
 from study.engine import run_study
 from study.ledger import Event
-from study.runner import ENVIRONMENT
+from study.ray_session import ENVIRONMENT
+from study.runner import _Run
 from study.state import FINISHED, StudyState
 from trainers.config import DataConfig, ModelConfig, TrialConfig
 
@@ -44,10 +48,10 @@ DIGITS = TrialConfig(data=DataConfig(name="digits", validation_size=300), model=
 _RESULTS: dict[str, float] = {}
 
 
-class Noop(tune.Trainable):  # type: ignore[misc]
-    """Reports ``reports`` times and ends."""
+class Sleep(tune.Trainable):  # type: ignore[misc]
+    """Bare Tune's peer: one report after ``seconds``, with so many reports and metrics."""
 
-    reports, metrics = 1, 1
+    reports, metrics, seconds = 1, 1, 0.0
 
     def setup(self, config: dict[str, Any]) -> None:
         """Begin to count."""
@@ -60,12 +64,11 @@ class Noop(tune.Trainable):  # type: ignore[misc]
 
     def step(self) -> dict[str, Any]:
         """One report."""
+        began = time.time()
+        time.sleep(self.seconds)
         self._count += 1
         values = {f"validation/m{index}": 1.0 / self._count for index in range(self.metrics)}
-        done = self._count >= self.reports
-        return {"epoch": self._count, "validation/error": 0.1, **values, "done": done} | (
-            {"test/error": 0.1, "test/loss": 0.1} if done else {}
-        )
+        return {"validation/error": 0.1, **values, "done": self._count >= self.reports, "began": began, "ended": time.time()}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Nothing to keep."""
@@ -74,10 +77,16 @@ class Noop(tune.Trainable):  # type: ignore[misc]
         """Nothing to read."""
 
 
-class Metrics(Noop):
+class SleepMetrics(Sleep):
     """Ten reports of ten metrics."""
 
     reports, metrics = 10, 10
+
+
+class SleepTwoSeconds(Sleep):
+    """One report after two seconds."""
+
+    seconds = 2.0
 
 
 class View:
@@ -103,10 +112,10 @@ def report(name: str, value: float, unit: str, note: str = "") -> None:
     _RESULTS[name] = value
 
 
-def run(trials: int, trainable: type[Any] | None, *, tracked: bool, config: TrialConfig = DIGITS) -> tuple[float, View]:
-    """Seconds of a whole study through the engine, from plan to report."""
+def run(trials: int, executor: str | None, *, tracked: bool, config: TrialConfig = DIGITS, **settings: Any) -> tuple[float, View]:
+    """Seconds of a whole study through the engine, from plan to report, with trials by an executor of :mod:`bench_executors`."""
     with tempfile.TemporaryDirectory() as storage:
-        settings = StudyConfig(
+        study = StudyConfig(
             name="bench",
             trial=config,
             rows=[RowConfig(label="a")],
@@ -114,19 +123,28 @@ def run(trials: int, trainable: type[Any] | None, *, tracked: bool, config: Tria
             storage=storage,
             tracking_uri=None if tracked else "none",
             checkpoint_every=10**6,
+            **settings,
         )
-        real = study.trial.StudyTrial
-        study.trial.StudyTrial = trainable or real  # type: ignore[misc]
         view = View()
-        try:
+        with executed_by(executor):
             start = time.perf_counter()
-            outcome = run_study(settings, view, lambda line: None)
+            outcome = run_study(study, view, lambda line: None)
             seconds = time.perf_counter() - start
-        finally:
-            study.trial.StudyTrial = real  # type: ignore[misc]
         assert all(trial.status == FINISHED for trial in outcome.state.trials)
         assert not outcome.tracking_error
         return seconds, view
+
+
+@contextmanager
+def executed_by(executor: str | None) -> Iterator[None]:
+    """Have trials executed by a class of :mod:`bench_executors`; by their own executor for None."""
+    real = _Run._executor
+    if executor is not None:
+        _Run._executor = lambda self, config: f"bench_executors:{executor}"  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _Run._executor = real  # type: ignore[method-assign]
 
 
 def bare(trials: int, trainable: Any, *, reuse: bool, callbacks: list[Any] | None = None) -> float:
@@ -149,24 +167,56 @@ def function(config: dict[str, Any]) -> None:
     tune.report({"validation/error": 0.1})
 
 
+def slots(trials: int) -> None:
+    began = time.time()
+    _, view = run(640, "TwoSeconds", tracked=False, cpus=32)
+    times = {name: [event["time"] for event in view.events if event["event"] == name] for name in ("started", "finished")}
+    ends = sorted(times["finished"])
+    report("32 slots, 640 trials of 2 s: utilisation, from the call to the last end", 640 * 2 / 32 / (ends[-1] - began), "")
+    up, waiting = ends[31], ends[640 - 32]  # all have ended a trial; until then a trial waited for every slot
+    report("the same, while all slots are up and trials wait", (640 - 64) * 2 / 32 / (waiting - up), "")
+    os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = "32"
+    ray.init(address="local", num_cpus=32, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    began = time.time()
+    bare(128, SleepTwoSeconds, reuse=True)
+    report("Ray Tune, 128 trials of 2 s on 32 CPUs: utilisation", 128 * 2 / 32 / (time.time() - began), "")
+    ray.shutdown()
+
+
+def rate(trials: int) -> None:
+    process = psutil.Process()
+    for count in (300, 1000):
+        before, start = process.cpu_times(), time.time()
+        _, view = run(count, "EverySecond", tracked=False, cpus=count)
+        used = process.cpu_times().user + process.cpu_times().system - before.user - before.system
+        began = min(event["time"] for event in view.events if event["event"] == "started")
+        ended = max(event["time"] for event in view.events if event["event"] == "finished")
+        report(f"{count} trials of 20 reports, one a second: cores that the driver used", used / (time.time() - start), "cores")
+        report("the same: utilisation, from the first start to the last end", 20 / (ended - began), "")
+
+
 def noop(trials: int) -> None:
-    report(f"{trials} no-op trials, engine", trials / run(trials, Noop, tracked=False)[0], "trials/s")
-    report(f"{trials} no-op trials, Ray Tune, reused actors", trials / bare(trials, Noop, reuse=True), "trials/s")
+    report(f"{trials} no-op trials, engine", trials / run(trials, "Noop", tracked=False)[0], "trials/s")
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    report(f"{trials} no-op trials, Ray Tune, reused actors", trials / bare(trials, Sleep, reuse=True), "trials/s")
     few = max(4, trials // 20)
     report(f"{few} no-op trials, Ray Tune, a function each", few / bare(few, function, reuse=False), "trials/s")
+    ray.shutdown()
 
 
 def tracked(trials: int) -> None:
-    report(f"{trials} no-op trials, engine, every one in MLflow", trials / run(trials, Noop, tracked=True)[0], "trials/s")
+    report(f"{trials} no-op trials, engine, every one in MLflow", trials / run(trials, "Noop", tracked=True)[0], "trials/s")
 
 
 def metrics(trials: int) -> None:
     from ray.air.integrations.mlflow import MLflowLoggerCallback
 
-    report("30 trials x 10 reports x 10 metrics, engine, tracked", run(30, Metrics, tracked=True)[0], "s")
+    report("30 trials x 10 reports x 10 metrics, engine, tracked", run(30, "Metrics", tracked=True)[0], "s")
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     with tempfile.TemporaryDirectory() as folder:
         callback = MLflowLoggerCallback(tracking_uri=f"sqlite:///{folder}/mlflow.db", experiment_name="bench")
-        report("the same, Ray Tune with MLflowLoggerCallback", bare(30, Metrics, reuse=True, callbacks=[callback]), "s")
+        report("the same, Ray Tune with MLflowLoggerCallback", bare(30, SleepMetrics, reuse=True, callbacks=[callback]), "s")
+    ray.shutdown()
 
 
 def gang(trials: int) -> None:
@@ -182,18 +232,18 @@ def gang(trials: int) -> None:
 
 def memory(trials: int) -> None:
     process = psutil.Process()
-    run(100, Noop, tracked=False)
+    run(100, "Noop", tracked=False)
     gc.collect()
     before = process.memory_info().rss
-    run(1000, Noop, tracked=False)
+    run(1000, "Noop", tracked=False)
     report("driver memory that 1,000 no-op trials add", (process.memory_info().rss - before) / 1e6, "MB")
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     report("the same, without what the allocator keeps for later", (process.memory_info().rss - before) / 1e6, "MB")
 
 
 def long() -> None:
-    small = run(1000, Noop, tracked=False)[0] / 1000
-    large = run(10_000, Noop, tracked=False)[0] / 10_000
+    small = run(1000, "Noop", tracked=False)[0] / 1000
+    large = run(10_000, "Noop", tracked=False)[0] / 10_000
     report("seconds a trial at 1,000 trials", small, "s")
     report("seconds a trial at 10,000 trials", large, "s", f"{large / small:.2f} times")
 
@@ -202,25 +252,21 @@ def main() -> None:
     """Run and print everything asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=300)
-    parser.add_argument("--only", nargs="+", help="of: noop tracked metrics gang memory")
+    parser.add_argument("--only", nargs="+", help="of: slots noop tracked metrics gang memory rate")
     parser.add_argument("--long", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     os.environ |= {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
     cores = len(os.sched_getaffinity(0))
     print(f"Ray {ray.__version__}, Python {platform.python_version()}, {cores} cores")
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     parts: dict[str, Callable[[int], None]] = {
-        "noop": noop, "tracked": tracked, "metrics": metrics, "gang": gang, "memory": memory,
+        "slots": slots, "noop": noop, "tracked": tracked, "metrics": metrics, "gang": gang, "memory": memory, "rate": rate,
     }  # fmt: skip
-    try:
-        for name, part in parts.items():
-            if not options.only or name in options.only:
-                part(options.trials)
-        if options.long:
-            long()
-    finally:
-        ray.shutdown()
+    for name, part in parts.items():
+        if not options.only or name in options.only:
+            part(options.trials)
+    if options.long:
+        long()
     if options.json:
         options.json.write_text(json.dumps(_RESULTS, indent=1))
 

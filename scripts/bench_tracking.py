@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from bench_study import DIGITS, Noop, View
+from bench_study import DIGITS, Sleep, View, executed_by
 from bench_study import run as run_trials
 
 from study.config import RowConfig, StudyConfig
@@ -53,7 +53,7 @@ OF_CALLBACK = 5
 """Trials with the callback: it makes some 18 requests a report, so all thirty would take many minutes."""
 
 
-class Metrics(Noop):
+class Metrics(Sleep):
     """Twenty reports of ten metrics."""
 
     reports, metrics = REPORTS, METRICS
@@ -123,21 +123,15 @@ def free_port() -> int:
 
 def engine(storage: str, uri: str) -> float:
     """Seconds of the trials through the study engine, tracking complete at the end."""
-    import study.trial
-
     from study.engine import run_study
 
     settings = StudyConfig(name="bench", trial=DIGITS, rows=[RowConfig(label="a")], seeds=list(range(TRIALS)), storage=storage,
                            tracking_uri=uri, checkpoint_every=10**6)  # fmt: skip
-    real = study.trial.StudyTrial
-    study.trial.StudyTrial = Metrics  # type: ignore[misc]
-    try:
+    with executed_by("Twenty"):
         start = time.perf_counter()
         outcome = run_study(settings, View(), lambda line: None)
         assert not outcome.tracking_error, outcome.tracking_error
         return time.perf_counter() - start
-    finally:
-        study.trial.StudyTrial = real  # type: ignore[misc]
 
 
 def bench_requests() -> None:
@@ -390,7 +384,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=benches, default=list(benches))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    from study.runner import ENVIRONMENT as OF_RAY
+    from study.ray_session import ENVIRONMENT as OF_RAY
 
     os.environ |= {name: value for name, value in OF_RAY.items() if name not in os.environ}
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {resource.getpagesize()} bytes a page")

@@ -1,0 +1,69 @@
+"""Trials for benchmarks of the engine, loaded by worker processes: they compute nothing."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+
+class Noop:
+    """Reports ``reports`` times ``metrics`` values and ends."""
+
+    reports, metrics, seconds = 1, 1, 0.0
+
+    def __init__(self, context: Any) -> None:
+        self._count = 0
+
+    def begin(self, config: Any, checkpoints: list[str]) -> Any:
+        from trainers.records import Beginning
+
+        return Beginning()
+
+    def step(self) -> dict[str, Any]:
+        time.sleep(self.seconds)
+        self._count += 1
+        values = {f"validation/m{index}": 1.0 / self._count for index in range(self.metrics)}
+        done = self._count >= self.reports
+        return {"epoch": self._count, "validation/error": 0.1, **values, "done": done} | (
+            {"test/error": 0.1, "test/loss": 0.1} if done else {}
+        )
+
+    def save(self, folder: Path) -> None:
+        """Nothing to keep."""
+
+    def profile(self) -> dict[str, bytes]:
+        return {}
+
+    def end(self) -> None:
+        """Nothing to let go of."""
+
+
+class Metrics(Noop):
+    """Ten reports of ten metrics."""
+
+    reports, metrics = 10, 10
+
+
+class Twenty(Noop):
+    """Twenty reports of ten metrics."""
+
+    reports, metrics = 20, 10
+
+
+class TwoSeconds(Noop):
+    """One epoch of two seconds."""
+
+    seconds = 2.0
+
+
+class FiveSeconds(Noop):
+    """One epoch of five seconds."""
+
+    seconds = 5.0
+
+
+class EverySecond(Noop):
+    """Twenty epochs of a second."""
+
+    reports, seconds = 20, 1.0
