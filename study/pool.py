@@ -122,6 +122,16 @@ class Pool:
         """What there is."""
         return self._machines.leases if self._machines else []
 
+    @property
+    def idle_resources(self) -> tuple[float, float]:
+        """CPUs and GPUs that no trial holds."""
+        return sum(lease.free for lease in self.leases), sum(sum(lease.gpus) for lease in self.leases)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is a CPU that no trial holds."""
+        return any(lease.free >= 1.0 - EPSILON for lease in self.leases)
+
     def capacity(self) -> tuple[float, int, int]:
         """CPUs, GPUs and machines of all leases."""
         leases = self.leases

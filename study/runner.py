@@ -27,7 +27,8 @@ from typing import Any
 
 from study.config import StudyConfig
 from study.control import Control, Wish, is_full
-from study.leases import Cluster, Local, OfRay
+from study.durations import expected_seconds, like, seconds_an_epoch
+from study.leases import EPSILON, Cluster, Local, OfRay
 from study.ledger import Event, Ledger
 from study.manage import continuations
 from study.plan import Plan, PlannedTrial
@@ -62,6 +63,9 @@ ROUND_SECONDS = 0.5
 """How often wishes, limits and heartbeats are looked at where no process says anything."""
 EXTRA = ("samples_per_second",)
 """Metrics beside those of a namespace (``train/loss``)."""
+LOOK_AHEAD = 8
+"""Trials behind one that waits that are looked at."""
+ESTIMATE_SECONDS = 5.0
 DATA_SETS = 4
 """So many are kept in memory."""
 LOG = "workers.log"
@@ -200,6 +204,9 @@ class _Run:
         self._tests: dict[str, dict[str, float]] = {}
         self._failures: Counter[str] = Counter()
         self._capacity: tuple[float, int, int] | None = None
+        self._shapes: dict[str, Shape] = {}
+        self._seconds: dict[str, float] = {}
+        self._estimated = -math.inf
 
     def run(self) -> None:
         """Until nothing is left, or the control ends it."""
@@ -216,26 +223,72 @@ class _Run:
             self._end_silent()
 
     def _hand_out(self) -> bool:
-        """Start what there is room for; whether more is waiting."""
+        """Start what there is room for; whether more is waiting.
+
+        Where the next trial waits for resources, as gangs do, those after it may use what it cannot, as long as they are expected to
+        end before it could begin anyway: it never waits behind small ones for ever (EASY backfilling, D. Lifka 1995).
+        """
         started: list[Event] = []
         waiting = False
         while not self._control.full and (trial := self._agenda.peek()) is not None:
-            waiting = len(self._pool.running) >= (self._study.max_concurrent or math.inf)
-            if waiting:
+            event = self._start(trial)
+            waiting = event is None
+            if event is None:
+                if self._has_room():
+                    started += self._backfill(trial)
                 break
-            shape = self._shape(trial.config)
-            running = self._pool.start(trial.id, shape, lambda trial=trial: self._plan(trial))  # type: ignore[misc]
-            waiting = running is None
-            if running is None:
-                break
-            self._agenda.next()
-            self._control.begun(trial.id)
-            self._heard[trial.id] = time.monotonic()
-            hosts = [lease.host for lease, _ in running.spots]
-            held = {"cpus": shape.cpus, "gpus": shape.gpus_in_all}
-            started.append({"event": "started", "trial": trial.id, "slots": running.slots, "hosts": hosts, **held})
+            started.append(event)
         self._append(started)
         return waiting
+
+    def _start(self, trial: PlannedTrial) -> Event | None:
+        """Have a trial trained; what the ledger is told of it, or None where there is no room."""
+        if not self._has_room():
+            return None
+        shape = self._shape(trial.config)
+        running = self._pool.start(trial.id, shape, lambda: self._plan(trial))
+        if running is None:
+            return None
+        self._agenda.take(trial)
+        self._control.begun(trial.id)
+        self._heard[trial.id] = time.monotonic()
+        self._shapes[trial.id] = shape
+        hosts = [lease.host for lease, _ in running.spots]
+        held = {"cpus": shape.cpus, "gpus": shape.gpus_in_all}
+        return {"event": "started", "trial": trial.id, "slots": running.slots, "hosts": hosts, **held}
+
+    def _has_room(self) -> bool:
+        """Whether one more trial may run at all."""
+        return len(self._pool.running) < (self._study.max_concurrent or math.inf)
+
+    def _backfill(self, head: PlannedTrial) -> list[Event]:
+        """Start trials behind ``head`` that end before it could begin."""
+        if not self._pool.idle:
+            return []
+        seconds = self._epoch_seconds()
+        until = self._begins_in(self._shape(head.config), seconds)
+        short = (trial for trial in self._agenda.behind(head, LOOK_AHEAD) if expected_seconds(trial, seconds) <= until)
+        return [event for trial in short if not self._control.full and (event := self._start(trial)) is not None]
+
+    def _begins_in(self, shape: Shape, seconds: dict[str, float]) -> float:
+        """In how many seconds a trial of this shape is expected to find room; 0 where nobody knows."""
+        cpus, gpus = self._pool.idle_resources
+        left = []
+        for trial in self._pool.running:
+            known = self._state.known[trial]
+            epochs = known.epochs - known.epoch
+            left.append((epochs * seconds.get(like(known.config), 0.0), trial))
+        for until, trial in sorted(left):
+            cpus, gpus = cpus + self._shapes[trial].cpus, gpus + self._shapes[trial].gpus_in_all
+            if cpus + EPSILON >= shape.cpus and gpus + EPSILON >= shape.gpus_in_all:
+                return until
+        return 0.0
+
+    def _epoch_seconds(self) -> dict[str, float]:
+        """Seconds an epoch by what trials are like, looked up anew every few seconds."""
+        if time.monotonic() - self._estimated > ESTIMATE_SECONDS:
+            self._seconds, self._estimated = seconds_an_epoch([self._state]), time.monotonic()
+        return self._seconds
 
     def _take_in(self, messages: list[Message]) -> None:
         """Write what came of trials, then act on it."""

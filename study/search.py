@@ -16,6 +16,7 @@ Source: T. Akiba et al., "Optuna", KDD 2019.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 import math
@@ -80,12 +81,25 @@ class Agenda:
             return max(self._todo, key=lambda trial: expected_seconds(trial, seconds))
         return self._todo[0] if self._todo else None
 
+    def behind(self, head: PlannedTrial, count: int) -> list[PlannedTrial]:
+        """So many of the trials that come after the next one, which an adaptive search may have to propose early."""
+        while len(self._todo) <= count and not self._all_proposed:
+            before = len(self._todo)
+            self._propose()
+            if len(self._todo) == before:
+                break
+        return [trial for trial in itertools.islice(self._todo, count + 1) if trial is not head][:count]
+
+    def take(self, trial: PlannedTrial) -> None:
+        """Take a trial off the agenda: it runs now."""
+        self._todo.remove(trial)
+        self._handed_out[trial.id] = trial
+
     def next(self) -> PlannedTrial | None:
         """The next trial to run, taken off the agenda; None as for :meth:`peek`."""
         trial = self.peek()
         if trial is not None:
-            self._todo.remove(trial)
-            self._handed_out[trial.id] = trial
+            self.take(trial)
         return trial
 
     def again(self, trial: str) -> None:

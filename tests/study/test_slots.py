@@ -76,6 +76,27 @@ def test_max_concurrent_holds_trials_back(tiny: Make) -> None:
     assert most_at_once(read_ledger(study.folder)) == 3
 
 
+def test_a_gang_does_not_starve_behind_small_trials_and_short_ones_use_what_it_leaves(tiny: Make) -> None:
+    """A trial of 1.5 s an epoch, ten epochs, holds one slot of four; a gang of four waits for it. Trials of 0.2 s fill the other
+    three slots meanwhile, once it is known how short they are, and none begins that would make the gang wait longer.
+    """
+    rows = (
+        "rows=[{label: short, overrides: {optimizer.lr: 0.2}}, {label: long, overrides: {optimizer.lr: 1.5, epochs: 8}}, "
+        "{label: gang, overrides: {workers: 4, optimizer.lr: 0.1, batch_size: 64}}]"
+    )
+    study = tiny("gangs", "cpus=4", rows, "baseline=null", f"seeds={list(range(12))}", "trial.epochs=2")
+    with executor():
+        outcome = run_study(study, SilentView(), lambda line: None)
+    assert all(trial.status == FINISHED for trial in outcome.state.trials)
+    events = [event for event in read_ledger(study.folder) if event["event"] in ("started", "finished")]
+    row = {trial.id: trial.row for trial in outcome.state.trials}
+    order = [row[event["trial"]] for event in events if event["event"] == "started"]
+    assert order[:2] == ["short", "long"]
+    gang = order.index("gang")
+    assert set(order[2:gang]) == {"short"}
+    assert order.count("gang") == 12
+
+
 @pytest.fixture
 def course(tiny: Make, tmp_path: Path) -> tuple[_Run, StudyState, Ledger]:
     """A runner of two trials whose processes are made up, its state, and its ledger."""
