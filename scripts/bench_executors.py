@@ -63,6 +63,12 @@ class FiveSeconds(Noop):
     seconds = 5.0
 
 
+class TwentySeconds(Noop):
+    """One epoch of twenty seconds."""
+
+    seconds = 20.0
+
+
 class EverySecond(Noop):
     """Twenty epochs of a second."""
 

@@ -11,6 +11,7 @@ Trials of :mod:`bench_executors` compute nothing, so that what is left is the en
     metrics     30 trials x 10 reports x 10 metrics, tracked; beside it Ray Tune with MLflowLoggerCallback
     gang        seconds of a two-worker trial of scikit-learn's digits: the first, and the median of those after it
     memory      of the driver: MB that 1,000 no-op trials add
+    house       (by name only) utilisation of 300 slots by 900 trials that sleep 20 s
     rate        cores that the driver uses while 300 and 1,000 trials report once a second
     --long      seconds a trial at 10,000 trials over those at 1,000
 """
@@ -183,6 +184,13 @@ def slots(trials: int) -> None:
     ray.shutdown()
 
 
+def house(trials: int) -> None:
+    _, view = run(900, "TwentySeconds", tracked=False, cpus=300)
+    times = {name: [event["time"] for event in view.events if event["event"] == name] for name in ("started", "finished")}
+    span = max(times["finished"]) - min(times["started"])
+    report("300 slots, 900 trials of 20 s: utilisation, from the first start to the last end", 900 * 20 / 300 / span, "")
+
+
 def rate(trials: int) -> None:
     process = psutil.Process()
     for count in (300, 1000):
@@ -252,7 +260,7 @@ def main() -> None:
     """Run and print everything asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=300)
-    parser.add_argument("--only", nargs="+", help="of: slots noop tracked metrics gang memory rate")
+    parser.add_argument("--only", nargs="+", help="of: slots noop tracked metrics gang memory rate house")
     parser.add_argument("--long", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -261,9 +269,10 @@ def main() -> None:
     print(f"Ray {ray.__version__}, Python {platform.python_version()}, {cores} cores")
     parts: dict[str, Callable[[int], None]] = {
         "slots": slots, "noop": noop, "tracked": tracked, "metrics": metrics, "gang": gang, "memory": memory, "rate": rate,
+        "house": house,
     }  # fmt: skip
     for name, part in parts.items():
-        if not options.only or name in options.only:
+        if name in (options.only or [name for name in parts if name != "house"]):
             part(options.trials)
     if options.long:
         long()
