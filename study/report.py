@@ -35,6 +35,7 @@ from study.report_page import Links, Picture, links, pictures, tables
 from study.results import Row, Summary, summarise, test_errors
 from study.space import describe, show
 from study.state import ENDED, FAILED, STOPPED, StudyState, name_of
+from study.utilisation import sentences
 
 HEADINGS = ("row", "test error, %", "seeds", "published", "minus {baseline}", "required", "verdict")
 MOST_FAILURES = 3
@@ -68,7 +69,7 @@ def render_markdown(state: StudyState, summary: Summary) -> str:
     names = headings(state, summary)
     table = [names, ["---"] * len(names), *(cells(row) for row in summary.rows)]
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in table]
-    said = [f"- {remark}" for remark in (*remarks(state, summary), *facts(state).values())]
+    said = [f"- {remark}" for remark in (*remarks(state, summary), *facts(state).values(), *sentences(state))]
     return "\n".join([f"# {state.config.name}", "", state.config.question, "", *lines, "", *said, ""])
 
 

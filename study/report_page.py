@@ -39,23 +39,26 @@ from study.figures_analysis import (
     draw_parallel,
 )
 from study.figures_population import draw_population
+from study.figures_slots import draw_slots
 from study.mlflow_view import page
 from study.progress import duration
 from study.results import Summary
 from study.state import StudyState
 from study.ui import HOST, PORT, is_server
+from study.utilisation import sentences
 from study.writer import WHERE
 
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """One figure: ``file`` names its PNG, ``title`` stands over it, ``alt`` tells what it shows."""
+    """One figure: ``file`` names its PNG, ``title`` stands over it, ``alt`` tells what it shows, ``note`` what it adds up to."""
 
     file: str
     title: str
     alt: str
     light: bytes
     dark: bytes
+    note: str = ""
 
     @property
     def sources(self) -> tuple[str, str]:
@@ -82,6 +85,10 @@ TITLES = {
     "dependence": ("Partial dependence", "Lines: validation error that a forest predicts as one key moves"),
     "parallel": ("Parallel coordinates", "Lines: a configuration each, over its sampled keys and its error"),
     "budget": ("Best of budget", "Steps: lowest validation error so far over the seconds of trials"),
+    "slots": (
+        "Slots",
+        "Bars: which trial held which slot when in the last run, pale until its first report; what is empty was idle",
+    ),
 }
 """Of each figure by the name of its file: the title, and what it shows in words."""
 
@@ -101,9 +108,13 @@ def pictures(state: StudyState, summary: Summary) -> list[Picture]:
         "dependence": partial(draw_dependence, weighed),
         "parallel": partial(draw_parallel, found),
         "budget": partial(draw_budget, best_of_budget(state) if state.config.space else {}),
+        "slots": partial(draw_slots, state.run, list(state.rows())),
     }
+    notes = {"slots": " ".join(sentences(state))}
     made = [
-        Picture(file=f"{name}.png", title=title, alt=alt, light=draw[name](LIGHT), dark=draw[name](DARK))
+        Picture(
+            file=f"{name}.png", title=title, alt=alt, light=draw[name](LIGHT), dark=draw[name](DARK), note=notes.get(name, "")
+        )
         for name, (title, alt) in TITLES.items()
     ]
     return [picture for picture in made if picture.light]
