@@ -48,7 +48,7 @@ def draw_slots(run: Run | None, rows: Sequence[str], theme: Theme) -> bytes:
     points = 72 * (height - MARGINS) / count
     divisor, unit = next((divisor, unit) for least, divisor, unit in UNITS if run.end - run.begin >= least)
     figure, axes = canvas(theme, height=height)
-    axes.add_collection(_bars(run, rows, divisor, 0.86 if points > 4 else 1.0, theme))
+    axes.add_collection(_bars(run, rows, divisor, 0.86 if points > 4 else 1.0, theme), autolim=False)
     axes.step(
         [0.0, *((time - run.begin) / divisor for time, _ in there[1:]), (run.end - run.begin) / divisor],
         [*(slots for _, slots in there), there[-1][1]],
@@ -84,7 +84,7 @@ def _bars(run: Run, rows: Sequence[str], divisor: float, thickness: float, theme
             filled += [(*shade, 1.0) for _, shade in parts]
     left, low, right, high = np.array(boxes).T
     corners: Any = np.stack([left / divisor, low, left / divisor, high, right / divisor, high, right / divisor, low], axis=1)
-    return PolyCollection(corners.reshape(-1, 4, 2), facecolors=np.array(filled), linewidths=0, zorder=2)
+    return PolyCollection(corners.reshape(-1, 4, 2), facecolors=np.array(filled), linewidths=0, zorder=2, in_layout=False)
 
 
 def _pale(colour: Any, theme: Theme) -> Any:

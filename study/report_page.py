@@ -45,7 +45,6 @@ from study.progress import duration
 from study.results import Summary
 from study.state import StudyState
 from study.ui import HOST, PORT, is_server
-from study.utilisation import sentences
 from study.writer import WHERE
 
 
@@ -93,8 +92,8 @@ TITLES = {
 """Of each figure by the name of its file: the title, and what it shows in words."""
 
 
-def pictures(state: StudyState, summary: Summary) -> list[Picture]:
-    """Every figure that there is something to show in."""
+def pictures(state: StudyState, summary: Summary, use: list[str]) -> list[Picture]:
+    """Every figure that there is something to show in; ``use`` says how the slots were used."""
     found, weighed = entries(state), importance(state)
     draw: dict[str, Callable[[Theme], bytes]] = {
         "test_error": partial(draw_bars, state, summary),
@@ -110,7 +109,7 @@ def pictures(state: StudyState, summary: Summary) -> list[Picture]:
         "budget": partial(draw_budget, best_of_budget(state) if state.config.space else {}),
         "slots": partial(draw_slots, state.run, list(state.rows())),
     }
-    notes = {"slots": " ".join(sentences(state))}
+    notes = {"slots": " ".join(use)}
     made = [
         Picture(
             file=f"{name}.png", title=title, alt=alt, light=draw[name](LIGHT), dark=draw[name](DARK), note=notes.get(name, "")

@@ -194,7 +194,8 @@ def sentences(state: StudyState) -> list[str]:
     if rate := epochs_a_second(run):
         alone = speed(run, lambda trial: like(state.known[trial].config))
         compared = (
-            f"{alone[0]:.2f} of the speed of one alone, by {alone[1]} trials like those that ran alone for a while"
+            f"{alone[0]:.2f} of the speed of a trial alone (of {alone[1]} of {len({i.trial for i in run.intervals})} trials: those like "
+            "one that ran alone for an epoch)"
             if alone
             else "no trial ran alone for an epoch, so there is no speed to compare with"
         )

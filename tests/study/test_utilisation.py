@@ -253,7 +253,7 @@ def test_the_figures_in_words(tiny: Tiny) -> None:
     state = fold(with_slots(made_up_events(tiny("words"))))
     assert sentences(state) == [
         "Utilisation 2 % of the CPUs from the command, 47 % from the first trial's start to the last one's end.",
-        "0.316 epochs a second; 0.33 of the speed of one alone, by 2 trials like those that ran alone for a while.",
+        "0.316 epochs a second; 0.33 of the speed of a trial alone (of 2 of 2 trials: those like one that ran alone for an epoch).",
         "Slots were in use for 2 % of the CPUs' time; idle: 97 % at the end, when no trial was left to start.",
     ]
     assert line(state) == "last run: utilisation 2 % of the CPUs, 0.316 epochs/s"
