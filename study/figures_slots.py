@@ -25,8 +25,8 @@ PALE = 0.4
 """How much of its colour a bar has until the first report."""
 UNITS = ((7200.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
 """From how many seconds on time is told in what."""
-MARKS = {("stopped",): ("|", "ended early"), ("failed",): ("x", "failed"), AGAIN: ("3", "started again")}
-"""By how an interval ended."""
+MARKS = {("stopped",): ("|", 2.0, "ended early"), ("failed",): ("x", 5.0, "failed"), AGAIN: ("3", 5.0, "started again")}
+"""By how an interval ended; with the least size, so that what is rare is found among many."""
 HEIGHTS, SLOT = (2.4, 4.8), 0.25
 """Inches: of the picture, and of a slot as far as they allow."""
 MARGINS = 1.5
@@ -55,7 +55,7 @@ def draw_slots(run: Run | None, rows: Sequence[str], theme: Theme) -> bytes:
         where="post", color=theme.text, linewidth=1.2, linestyle="--",
     )  # fmt: skip
     handles = [*_row_handles(rows), Patch(color=_pale(theme.text, theme), label="until its first report")]
-    handles += _marks(axes, run, divisor, min(7.0, max(2.0, 0.8 * points)), theme)
+    handles += _marks(axes, run, divisor, min(7.0, 0.8 * points), theme)
     handles.append(Line2D([], [], color=theme.text, linewidth=1.2, linestyle="--", label="slots in all"))
     axes.set_xlim(0, (run.end - run.begin) / divisor)
     axes.set_ylim(0, count * 1.02)
@@ -100,7 +100,7 @@ def _row_handles(rows: Sequence[str]) -> list[Any]:
 def _marks(axes: Any, run: Run, divisor: float, size: float, theme: Theme) -> list[Any]:
     """Marks at the ends of bars; the legend's handles of those there are."""
     handles = []
-    for ends, (marker, label) in MARKS.items():
+    for ends, (marker, least, label) in MARKS.items():
         found = [interval for interval in run.intervals if interval.how in ends and interval.end is not None]
         if found:
             xs = [((interval.end or 0.0) - run.begin) / divisor for interval in found]
@@ -111,6 +111,8 @@ def _marks(axes: Any, run: Run, divisor: float, size: float, theme: Theme) -> li
                 "markeredgewidth": 1.1,
                 "label": label,
             }
-            axes.plot(xs, [interval.slots[0] + 0.5 for interval in found], markersize=size, clip_on=False, zorder=4, **style)
+            axes.plot(
+                xs, [interval.slots[0] + 0.5 for interval in found], markersize=max(least, size), clip_on=False, zorder=4, **style
+            )
             handles.append(Line2D([], [], markersize=7, **style))
     return handles
