@@ -123,7 +123,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     simulate = commands.add_parser("simulate", help="how long a study would take on more machines, without running it", description=(
-        "Simulate a study's trials and scheduler on numbers of slots (trials at a time): makespan, idle share, what is ended early, load "
+        "Simulate a study's trials and scheduler on numbers of slots (trials at a time): makespan, utilisation, what is ended early, load "
         "on MLflow. Times and curves come from studies in the storage where they have like trials, else from --seconds and synthetic "
         "curves."))  # fmt: skip
     simulate.add_argument("config", metavar="CONFIG", help="YAML file, or a name in conf/study")
@@ -252,11 +252,11 @@ def _simulate(options: argparse.Namespace) -> int:
     for slots in options.slots:
         found = simulate(plan, slots, seconds, error)
         lines.append(
-            [str(slots), duration(found.makespan), f"{100 * found.idle:.0f} %", str(found.early), f"{found.epochs}", f"{found.saved}",
+            [str(slots), duration(found.makespan), f"{100 * (1 - found.idle):.0f} %", str(found.early), f"{found.epochs}", f"{found.saved}",
              f"{found.requests:.2g}"]
         )  # fmt: skip
     print(f"{study.name}: {len(plan.trials)} trials")
-    print_table(["slots", "makespan", "idle", "ended early", "epochs", "epochs saved", "MLflow requests/s"], lines)
+    print_table(["slots", "makespan", "utilisation", "ended early", "epochs", "epochs saved", "MLflow requests/s"], lines)
     return 0
 
 

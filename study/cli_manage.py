@@ -118,12 +118,13 @@ def _print_status(console: Any, folder: Path, state: StudyState) -> None:
     from study.manage import condition
     from study.progress import Clock, render
 
+    now = condition(folder, state)
     limits = state.limits or dataclasses.asdict(state.config.limits)
     set_limits = ", ".join(f"{key} {value}" for key, value in limits.items() if value is not None)
     summary = ", ".join(f"{count} {status}" for status, count in state.counts().items())
-    console.print(f"{state.config.name}: {condition(folder, state)}; {summary}" + (f"; limits: {set_limits}" if set_limits else ""),
+    console.print(f"{state.config.name}: {now}; {summary}" + (f"; limits: {set_limits}" if set_limits else ""),
                   markup=False, highlight=False)  # fmt: skip
-    console.print(render(state, Clock(), 1, bar=False))
+    console.print(render(state, Clock(), 1, bar=False, now=time.time() if now == "running" else None))
 
 
 def _show(options: argparse.Namespace) -> int:

@@ -26,6 +26,7 @@ from study.search import adopt
 from study.state import ALL, ENDED, FAILED, FINISHED, ONLY_FAILED, StudyState, fold
 from study.tracking import OFF, NoTracker, Tracker, check_tracking, make_tracker
 from study.ui import how_to_open
+from study.utilisation import remark
 from study.writer import sync
 from trainers.node import Node
 
@@ -160,6 +161,8 @@ def _run(
             f"{control.storage_error}; free some space in {plan.study.folder.parent}, then give the same command again: trials that "
             "finished are kept, the others continue from their last checkpoint"
         )
+    if held := remark(state.runs[-1]):
+        say(held)
     return _outcome(state, report, plan.study, error, tracker.where())
 
 

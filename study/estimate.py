@@ -5,6 +5,7 @@ Where no earlier trial is like a planned one there is no estimate, and the plan 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,15 +69,20 @@ def _describe_trial(trial: PlannedTrial, known: dict[str, float]) -> str:
 def _describe_time(plan: Plan, known: dict[str, float]) -> str:
     """Summed over trials, divided by those that run at a time; longest first, no trial is shorter than itself."""
     study = plan.study
-    times = [known[key] * trial.config.epochs for trial in plan.trials if (key := like(trial.config.to_dict())) in known]
+    values = [trial.config.to_dict() for trial in plan.trials]
+    like_known = [each for each in values if like(each) in known]
+    times = [known[like(each)] * each["epochs"] for each in like_known]
     if not times:
         return "Expected time: unknown, no earlier trial in the storage is like these; after the first epochs a run shows it"
-    mean = sum(times) / len(times)
-    total = mean * plan.size
-    slots = [local_cpus(study) // cpus_of(trial.config.to_dict()) for trial in plan.trials]
+    total = sum(times) / len(times) * plan.size
+    slots = [local_cpus(study) // cpus_of(each) for each in values]
     concurrent = max(1, min([*slots, study.max_concurrent or 10**6])) if study.address is None else study.max_concurrent or 1
+    seconds = max(total / concurrent, *times)
     unknown = len(plan.trials) - len(times)
     note = f"; {unknown} trials are unlike any earlier one and counted at the mean" if unknown else ""
     cut = ", less with what the scheduler ends early" if study.search.ends_early else ""
-    expected = duration(max(total / concurrent, *times))
-    return f"Expected time: {expected}, {concurrent} at a time ({duration(total)} of trial time){cut}{note}"
+    use = ""
+    if study.address is None and not any(map(gpus_of, values)):
+        held = sum(map(operator.mul, times, map(cpus_of, like_known))) / len(times) * plan.size
+        use = f", utilisation of the CPUs at most {100 * min(1.0, held / (local_cpus(study) * seconds)):.0f} %"
+    return f"Expected time: {duration(seconds)}, {concurrent} at a time ({duration(total)} of trial time){use}{cut}{note}"

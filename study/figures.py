@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -295,9 +297,9 @@ def _wrap(label: str) -> str:
 
 def png(figure: Figure) -> bytes:
     """The picture with at most 128 colours, a third of the bytes."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", facecolor=figure.get_facecolor(), metadata={"Software": None})
-    buffer.seek(0)
+    drawn: Any = FigureCanvasAgg(figure)
+    drawn.draw()
+    image = Image.fromarray(np.asarray(drawn.buffer_rgba())).convert("RGB")
     small = io.BytesIO()
-    Image.open(buffer).convert("RGB").quantize(COLOURS_KEPT, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
+    image.quantize(COLOURS_KEPT, dither=Image.Dither.NONE).save(small, format="png", compress_level=8)
     return small.getvalue()

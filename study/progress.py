@@ -22,6 +22,7 @@ from study.ledger import Event
 from study.objectives import objective
 from study.space import describe as describe_params
 from study.state import ENDED, FAILED, FINISHED, PLANNED, RUNNING, STOPPED, StudyState, TrialState, name_of
+from study.utilisation import line as slots_line
 
 STYLES = {PLANNED: "dim", RUNNING: "bold cyan", FINISHED: "green", FAILED: "bold red", STOPPED: "yellow"}
 MAX_ROWS = 24
@@ -82,7 +83,7 @@ class LiveView:
 
     def _render(self) -> RenderableType:
         with self._lock:
-            return render(self._state, self._clock, self._concurrent)
+            return render(self._state, self._clock, self._concurrent, now=time.time())
 
 
 class PlainView:
@@ -138,8 +139,8 @@ def describe(event: Event, trial: TrialState | None) -> str:
     return f"{name}: {text}{reason}" if text else ""
 
 
-def render(state: StudyState, clock: Clock, concurrent: int, *, bar: bool = True) -> RenderableType:
-    """The live view of a state: trials, a summary and, while it runs here, a ``bar`` with the time left."""
+def render(state: StudyState, clock: Clock, concurrent: int, *, bar: bool = True, now: float | None = None) -> RenderableType:
+    """The live view of a state: trials, a summary, slots and, while it runs here, a ``bar`` with the time left; ``now`` while it runs."""
     table = Table(box=None, pad_edge=False)
     for heading in ("trial", "seed", "state", "epoch", "validation error", "test error", "id"):
         table.add_column(heading, justify="left" if heading in ("trial", "state", "id") else "right")
@@ -151,6 +152,7 @@ def render(state: StudyState, clock: Clock, concurrent: int, *, bar: bool = True
         table,
         *([Text(f"and {hidden} more", style="dim")] if hidden else []),
         Text(summary(state)),
+        *([Text(slots)] if (slots := slots_line(state, now)) else []),
         *([_bar(state, clock, concurrent)] if bar else []),
     ]
     return Group(*lines)

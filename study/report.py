@@ -35,6 +35,7 @@ from study.report_page import Links, Picture, links, pictures, tables
 from study.results import Row, Summary, summarise, test_errors
 from study.space import describe, show
 from study.state import ENDED, FAILED, STOPPED, StudyState, name_of
+from study.utilisation import sentences
 
 HEADINGS = ("row", "test error, %", "seeds", "published", "minus {baseline}", "required", "verdict")
 MOST_FAILURES = 3
@@ -46,12 +47,13 @@ def write_report(state: StudyState, folder: Path) -> Path:
     """Write the report's files into ``folder``; returns it."""
     folder.mkdir(parents=True, exist_ok=True)
     summary = summarise(state)
-    drawn = pictures(state, summary)
+    use = sentences(state)
+    drawn = pictures(state, summary, use)
     for picture in drawn:
         _write(folder / picture.file, picture.light)
     if state.config.space:
         _write(folder / "configurations.csv", render_csv(state).encode())
-    _write(folder / "report.md", render_markdown(state, summary).encode())
+    _write(folder / "report.md", render_markdown(state, summary, use).encode())
     _write(folder / "report.html", render_html(state, summary, drawn, links(state, folder.parent)).encode())
     return folder
 
@@ -63,12 +65,12 @@ def render_text(state: StudyState) -> str:
     return "\n".join([*lines, "", *remarks(state, summary)])
 
 
-def render_markdown(state: StudyState, summary: Summary) -> str:
-    """The table and the protocol as Markdown."""
+def render_markdown(state: StudyState, summary: Summary, use: list[str]) -> str:
+    """The table and the protocol as Markdown; ``use`` says how the slots were used."""
     names = headings(state, summary)
     table = [names, ["---"] * len(names), *(cells(row) for row in summary.rows)]
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in table]
-    said = [f"- {remark}" for remark in (*remarks(state, summary), *facts(state).values())]
+    said = [f"- {remark}" for remark in (*remarks(state, summary), *facts(state).values(), *use)]
     return "\n".join([f"# {state.config.name}", "", state.config.question, "", *lines, "", *said, ""])
 
 

@@ -9,6 +9,7 @@ from study.manage import export
 from study.report import cells, headings, render_markdown
 from study.results import summarise
 from study.state import StudyState
+from study.utilisation import sentences
 
 SPECIAL = {
     "\\": r"\textbackslash{}",
@@ -26,7 +27,7 @@ def write_format(state: StudyState, folder: Path, form: str) -> Path:
         export(state, path, form)
         return path
     path = folder / ("report.md" if form == "md" else "table.tex")
-    text = render_markdown(state, summarise(state)) if form == "md" else render_latex(state)
+    text = render_markdown(state, summarise(state), sentences(state)) if form == "md" else render_latex(state)
     path.write_text(text, encoding="utf-8")
     return path
 

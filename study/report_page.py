@@ -39,6 +39,7 @@ from study.figures_analysis import (
     draw_parallel,
 )
 from study.figures_population import draw_population
+from study.figures_slots import draw_slots
 from study.mlflow_view import page
 from study.progress import duration
 from study.results import Summary
@@ -49,13 +50,14 @@ from study.writer import WHERE
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """One figure: ``file`` names its PNG, ``title`` stands over it, ``alt`` tells what it shows."""
+    """One figure: ``file`` names its PNG, ``title`` stands over it, ``alt`` tells what it shows, ``note`` what it adds up to."""
 
     file: str
     title: str
     alt: str
     light: bytes
     dark: bytes
+    note: str = ""
 
     @property
     def sources(self) -> tuple[str, str]:
@@ -82,12 +84,16 @@ TITLES = {
     "dependence": ("Partial dependence", "Lines: validation error that a forest predicts as one key moves"),
     "parallel": ("Parallel coordinates", "Lines: a configuration each, over its sampled keys and its error"),
     "budget": ("Best of budget", "Steps: lowest validation error so far over the seconds of trials"),
+    "slots": (
+        "Slots",
+        "Bars: which trial held which slot when in the last run, pale until its first report; what is empty was idle",
+    ),
 }
 """Of each figure by the name of its file: the title, and what it shows in words."""
 
 
-def pictures(state: StudyState, summary: Summary) -> list[Picture]:
-    """Every figure that there is something to show in."""
+def pictures(state: StudyState, summary: Summary, use: list[str]) -> list[Picture]:
+    """Every figure that there is something to show in; ``use`` says how the slots were used."""
     found, weighed = entries(state), importance(state)
     draw: dict[str, Callable[[Theme], bytes]] = {
         "test_error": partial(draw_bars, state, summary),
@@ -101,9 +107,13 @@ def pictures(state: StudyState, summary: Summary) -> list[Picture]:
         "dependence": partial(draw_dependence, weighed),
         "parallel": partial(draw_parallel, found),
         "budget": partial(draw_budget, best_of_budget(state) if state.config.space else {}),
+        "slots": partial(draw_slots, state.run, list(state.rows())),
     }
+    notes = {"slots": " ".join(use)}
     made = [
-        Picture(file=f"{name}.png", title=title, alt=alt, light=draw[name](LIGHT), dark=draw[name](DARK))
+        Picture(
+            file=f"{name}.png", title=title, alt=alt, light=draw[name](LIGHT), dark=draw[name](DARK), note=notes.get(name, "")
+        )
         for name, (title, alt) in TITLES.items()
     ]
     return [picture for picture in made if picture.light]

@@ -4,8 +4,9 @@ Trials start where a slot is free, take their seconds an epoch, report, and are 
 same reports). Nothing trains: a trial's errors are those of a recorded one with the same id, or else of a synthetic curve
 ``a + b epoch^-c`` whose a, b, c come from the trial's id alone. Reports at one time are taken in the order in which their trials began.
 
-Told: makespan, idle share of the slots, trials ended early, epochs computed and saved, and the load on the tracking store (requests:
-three a trial, reports come with them). Not modelled: starting Ray, failures, adaptive proposals (trials are drawn at random instead).
+Told: makespan, utilisation of the slots (or their idle share), trials ended early, epochs computed and saved, and the load on the tracking
+store (requests: three a trial, reports come with them). Not modelled: starting Ray, failures, adaptive proposals (trials are drawn at
+random instead).
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from typing import Any
 
 from study.config import StudyConfig
 from study.ledger import Event
+from study.slots import Run, follow
 from study.space import apply
 
 ALL, UNFINISHED, ONLY_FAILED = "all", "unfinished", "failed"
@@ -97,12 +98,14 @@ class StudyState:
         known: every trial the ledger ever planned, by id.
         limits: the study's limits as last edited; None if they are the config's.
         outcome: of the last run: finished, failed, stopped, interrupted, or "" while it runs or after it was killed.
+        runs: which trials held which slots, the oldest run first.
     """
 
     plan: Event = field(default_factory=dict)
     known: dict[str, TrialState] = field(default_factory=dict)
     limits: dict[str, Any] | None = None
     outcome: str = ""
+    runs: list[Run] = field(default_factory=list)
 
     @property
     def config(self) -> StudyConfig:
@@ -113,6 +116,11 @@ class StudyState:
     def trials(self) -> list[TrialState]:
         """The trials of the last plan, in its order."""
         return [self.known[trial["id"]] for trial in self.plan.get("trials", [])]
+
+    @property
+    def run(self) -> Run | None:
+        """The last run that had something to run on; None in ledgers written before that was noted."""
+        return next((run for run in reversed(self.runs) if run.capacity), None)
 
     def counts(self) -> dict[str, int]:
         """The trials of the last plan by status."""
@@ -127,6 +135,7 @@ class StudyState:
 
     def apply(self, event: Event) -> None:
         """Fold one event in; events of unknown kinds or trials are ignored."""
+        follow(self.runs, event)
         if event["event"] == "planned":
             self._plan(event)
         elif event["event"] == "added":

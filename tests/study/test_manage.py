@@ -22,6 +22,7 @@ from study.manage import continuations, differences, extended, find_trial, read,
 from study.plan import make_plan
 from study.state import FAILED, FINISHED, PLANNED, RUNNING, StudyState, fold
 from tests.study.conftest import made_up_events
+from tests.study.made_up_slots import with_slots
 
 Tiny = Callable[..., StudyConfig]
 
@@ -67,6 +68,20 @@ def test_list_and_status_and_show(local: Tiny, capsys: pytest.CaptureFixture[str
     assert "test error: 2.00 %" in shown
     assert "format: float32" in shown
     assert shown.splitlines()[-1].split()[0] == "3"
+
+
+def test_status_tells_slots(local: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    study = local("slots")
+    events = with_slots(made_up_events(study))
+    arguments = ["status", "slots", "--storage", study.storage]
+    folder = write(study, events)
+    assert main(arguments) == 0
+    assert "last run: utilisation 2 % of the CPUs, 0.316 epochs/s" in lines(capsys)
+    (folder / "ledger.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events[:4]))
+    with Ledger(folder):
+        assert main(arguments) == 0
+    (shown,) = (line for line in lines(capsys) if "slots in use" in line)
+    assert shown.startswith("1 of 2 slots in use, utilisation 50 % of the CPUs, 0.00")  # of the 1000 s since it began
 
 
 @pytest.mark.parametrize("form", ["csv", "json", "parquet"])
@@ -264,5 +279,9 @@ def test_a_plan_says_what_it_knows_of_time(local: Tiny) -> None:
     longer = make_plan(local("timed", "trial.epochs=200", "trial.optimizer.lr=0.3", "seeds=[5]"))
     text = "\n".join(describe_plan(longer))
     assert "about 3 min" in text  # 200 epochs of the second that made-up epochs are apart
-    assert "Expected time: 3 min, 2 at a time (7 min of trial time)" in text
+    assert "Expected time: 3 min, 2 at a time (7 min of trial time), utilisation of the CPUs at most 100 %" in text
+    alone = make_plan(local("timed", "trial.epochs=200", "trial.optimizer.lr=0.3", "seeds=[5]", "max_concurrent=1"))
+    assert "Expected time: 7 min, 1 at a time (7 min of trial time), utilisation of the CPUs at most 50 %" in "\n".join(
+        describe_plan(alone)
+    )
     assert RUNNING == "running"

@@ -5,17 +5,25 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
+import html
+import io
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from study.config import StudyConfig
+from study.figures import COLOURS, DARK, LIGHT, Theme
+from study.figures_slots import draw_slots
 from study.report import render_text, write_report
 from study.state import fold
+from study.utilisation import sentences
 from tests.study.conftest import made_up_events
+from tests.study.made_up_slots import Held, run_of, with_slots
 
 Tiny = Callable[..., StudyConfig]
 EVIL = '"><script>alert(1)</script>'
@@ -117,3 +125,59 @@ def test_a_diverged_trial_does_not_break_the_pictures(tiny: Tiny, tmp_path: Path
         if event["event"] == "report":
             event["metrics"] |= {"validation/error": float("nan"), "validation/loss": float("nan")}
     assert "INCOMPLETE" not in (write_report(fold(events), tmp_path) / "report.md").read_text()
+
+
+def pixels(png: bytes, colour: str) -> int:
+    """Points of a picture in a colour, as far as its palette keeps it."""
+    image = np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(int)
+    wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    return int((abs(image - wanted).max(axis=2) < 12).sum())
+
+
+def test_the_slots_of_a_run_are_drawn_and_told(tiny: Tiny, tmp_path: Path) -> None:
+    state = fold(with_slots(made_up_events(tiny("report"))))
+    page = (write_report(state, tmp_path) / "report.html").read_text()
+    assert (tmp_path / "slots.png").read_bytes().startswith(b"\x89PNG")
+    assert "<h2>Slots</h2>" in page
+    for sentence in sentences(state):
+        assert sentence in html.unescape(page)
+        assert f"- {sentence}" in (tmp_path / "report.md").read_text()
+
+
+def test_without_slots_in_the_ledger_there_is_no_picture_of_them(tiny: Tiny, tmp_path: Path) -> None:
+    assert "<h2>Slots</h2>" not in page_of(tiny("report"), tmp_path)
+    assert not (tmp_path / "slots.png").exists()
+    assert draw_slots(run_of([], [(0, 2, 0)], 10), ["row"], LIGHT) == b""
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK])
+def test_bars_are_as_long_as_trials_and_pale_until_they_report(theme: Theme) -> None:
+    def draw(reports: list[float], end: float) -> bytes:
+        return draw_slots(run_of([Held(trial="a", begin=0, end=end, reports=reports)], [(0, 2, 0)], 100), ["row"], theme)
+
+    short, long, starting = draw([0.1], 40), draw([0.1], 80), draw([60.0], 80)
+    legend = pixels(draw([], 1), COLOURS[0])
+    assert pixels(long, COLOURS[0]) - legend == pytest.approx(2 * (pixels(short, COLOURS[0]) - legend), rel=0.03)
+    assert pixels(starting, COLOURS[0]) - legend == pytest.approx(0.25 * (pixels(long, COLOURS[0]) - legend), rel=0.05)
+
+
+@pytest.mark.parametrize("slots", [4, 300])
+def test_few_and_many_slots_are_drawn(slots: int) -> None:
+    hows = ["finished", "stopped", "failed", "restarted", "relieved"]
+    held = [
+        Held(trial=f"{n}", begin=10 * (n // slots), end=10 * (n // slots) + 9, slots=[n % slots], reports=[10 * (n // slots) + 2],
+             how=hows[n % 5])
+        for n in range(7 * slots)
+    ]  # fmt: skip
+    picture = draw_slots(run_of(held, [(0, slots, 0)], 70), ["row"], LIGHT)
+    assert len(picture) < 200_000
+    width, height = Image.open(io.BytesIO(picture)).size
+    assert width == 1280
+    assert 300 < height < 900
+
+
+def test_the_run_that_is_drawn_may_have_had_other_rows(tiny: Tiny, tmp_path: Path) -> None:
+    events = with_slots(made_up_events(tiny("report")))
+    later = {**made_up_events(tiny("report", "rows=[]", "baseline=null"))[0], "time": events[-1]["time"] + 1}
+    write_report(fold([*events, later]), tmp_path)
+    assert (tmp_path / "slots.png").exists()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from study.cli import main
 from study.compose import load
 from study.config import StudyConfig
 from study.plan import make_plan
@@ -84,3 +85,12 @@ def test_the_simulation_of_a_real_run(searched: Make) -> None:
         plan, 1, recorded_seconds(plan, [state], 1.0), recorded_errors([state], "validation/error"), start_seconds=0.0
     )
     assert found.makespan == pytest.approx(sum(trial.seconds for trial in state.trials))
+
+
+def test_the_command_tells_the_utilisation(searched: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """40 trials of 9 epochs of 10 s, each 0.05 s after the one before, on 30 slots: two rounds, the second of ten."""
+    assert main(["simulate", str(tmp_path / "searched.yaml"), "search.num_samples=40", "rows=[]", "baseline=null", "trial.epochs=9",
+                 f"storage={tmp_path}", "--slots", "30"]) == 0  # fmt: skip
+    heading, told = capsys.readouterr().out.splitlines()[1:]
+    assert heading.split()[:3] == ["slots", "makespan", "utilisation"]
+    assert told.split()[:5] == ["30", "3", "min", "67", "%"]

@@ -1,0 +1,75 @@
+"""Ledgers of runs whose trials held slots, made up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from study.ledger import Event
+from study.slots import ENDS, Run, runs_of
+
+BEGAN = 1_000_000.0
+"""When every made-up run begins; all other times count from there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """A trial that held slots; with ``end`` None it still does."""
+
+    trial: str
+    begin: float
+    end: float | None
+    slots: Sequence[int] = (0,)
+    cpus: float = 1.0
+    gpus: float = 0.0
+    reports: Sequence[float] = field(default=())
+    how: str = "finished"
+    added: float | None = None
+
+
+def events_of(
+    held: Iterable[Held],
+    capacity: Iterable[tuple[float, float, float]],
+    end: float | None,
+    most: int | None = None,
+    row: str = "row",
+) -> list[Event]:
+    """A run's ledger: what trials held, what there was (time, CPUs, GPUs), and, where it ended, when."""
+    held = list(held)
+    known = dict.fromkeys(each.trial for each in held if each.added is None)
+    planned = [{"id": trial, "row": row} for trial in known]
+    found: list[Event] = [{"event": "capacity", "time": time, "cpus": c, "gpus": g, "nodes": 1} for time, c, g in capacity]
+    for each in held:
+        of = {"trial": each.trial}
+        if each.added is not None:
+            found.append({"event": "added", "time": each.added, "planned": {"id": each.trial, "row": row}})
+        takes: dict[str, Any] = {
+            "slots": list(each.slots),
+            "hosts": ["host"] * len(each.slots),
+            "cpus": each.cpus,
+            "gpus": each.gpus,
+        }
+        found.append({"event": "started", "time": each.begin, **of, **takes})
+        found += [{"event": "report", "time": time, **of, "epoch": n, "metrics": {}} for n, time in enumerate(each.reports, 1)]
+        if each.end is not None:
+            found.append({"event": each.how, "time": each.end, **of})
+    order = {"report": 0} | dict.fromkeys(ENDS, 1)  # at one moment; slots are free before they are held again
+    found.sort(key=lambda event: (event["time"], order.get(event["event"], 2)))
+    found.insert(0, {"event": "planned", "time": 0.0, "study": {"max_concurrent": most}, "trials": planned})
+    if end is not None:
+        found.append({"event": "ended", "time": end, "outcome": "finished"})
+    return [{**event, "time": BEGAN + event["time"]} for event in found]
+
+
+def run_of(*arguments: Any, **options: Any) -> Run:
+    """The run of :func:`events_of`."""
+    (run,) = runs_of(events_of(*arguments, **options))
+    return run
+
+
+def with_slots(events: list[Event], cpus: float = 2.0) -> list[Event]:
+    """A ledger of :func:`tests.study.conftest.made_up_events` as it would be with slots noted: each trial on slot 0, with one CPU."""
+    slots = {"slots": [0], "hosts": ["host"], "cpus": 1.0, "gpus": 0.0}
+    capacity = {"event": "capacity", "time": events[0]["time"], "cpus": cpus, "gpus": 0, "nodes": 1}
+    return [events[0], capacity, *({**event, **slots} if event["event"] == "started" else event for event in events[1:])]
