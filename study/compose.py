@@ -293,10 +293,11 @@ def _merge(base: DictConfig, values: dict[str, Any], source: str, inside: str = 
     A domain of the space replaces the one before it as a whole: a choice over a range is a choice.
     """
     if isinstance(values.get("space"), dict):
-        values = values | {"space": flatten(values["space"])}
-        kept = {key: spec for key, spec in base.space.items() if key not in values["space"]}
+        space = flatten(values["space"])
+        replaced = {key: space.pop(key, spec) for key, spec in base.space.items()}  # in its place: `when` looks back
+        values = values | {"space": space}
         base = base.copy()
-        base.space = kept
+        base.space = replaced
     try:
         merged = OmegaConf.merge(base, OmegaConf.create(values))
     except (OmegaConfBaseException, ValueError, TypeError) as error:

@@ -1,11 +1,11 @@
-"""What the runner does to the processes that it starts."""
+"""What a study does to Ray's processes when it starts them."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-from study.runner import _own_process_groups
+from study.ray_session import _own_process_groups
 
 LEADS_A_GROUP = [sys.executable, "-c", "import os; print(os.getpgid(0) == os.getpid())"]
 
