@@ -249,24 +249,25 @@ def _dependence(study: Any, names: Sequence[str], points: int = 24) -> dict[str,
     from optuna._transform import _SearchSpaceTransform
     from sklearn.ensemble import RandomForestRegressor
 
-    distributions = study.trials[0].distributions
+    trials = study.get_trials(deepcopy=False)  # Optuna's ``trials`` copies all of them each time
+    distributions = trials[0].distributions
     transform = _SearchSpaceTransform(distributions)
-    x = np.array([transform.transform(trial.params) for trial in study.trials])
+    x = np.array([transform.transform(trial.params) for trial in trials])
     forest = RandomForestRegressor(n_estimators=64, min_samples_leaf=2, random_state=0)
-    forest.fit(x, [trial.value for trial in study.trials])
+    forest.fit(x, [trial.value for trial in trials])
     curves: dict[str, tuple[list[Any], list[float]]] = {}
     for name in names:
         places = _places(distributions[name], points)
-        predicted = [_with(study, transform, x, name, place) for place in places]
+        predicted = [_with(trials[0], transform, x, name, place) for place in places]
         curves[name] = places, [float(forest.predict(moved).mean()) for moved in predicted]
     return curves
 
 
-def _with(study: Any, transform: Any, x: np.ndarray, name: str, place: Any) -> np.ndarray:
-    """The configurations with one key set."""
-    columns = transform.column_to_encoded_columns[list(study.trials[0].distributions).index(name)]
+def _with(trial: Any, transform: Any, x: np.ndarray, name: str, place: Any) -> np.ndarray:
+    """The configurations with one key set; ``trial`` is any of them."""
+    columns = transform.column_to_encoded_columns[list(trial.distributions).index(name)]
     moved = x.copy()
-    moved[:, columns] = transform.transform(study.trials[0].params | {name: place})[columns]
+    moved[:, columns] = transform.transform(trial.params | {name: place})[columns]
     return moved
 
 

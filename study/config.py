@@ -212,12 +212,13 @@ class StudyConfig:
         comparable_seeds: seeds a row needs for the same.
         storage: folder of all studies: ledgers, checkpoints, reports, the default tracking database.
         tracking_uri: MLflow tracking server or database; None for ``sqlite`` in ``storage``, ``none`` to send nothing.
-        address: Ray cluster to join: ``auto`` on one of its nodes, or host:port; None starts a local one.
-        cpus: CPUs of the local Ray; None for all.
+        address: Ray cluster to join: ``auto`` on one of its nodes, or host:port; None for this machine alone.
+        cpus: CPUs of this machine that trials may use, also more than it has; None for all.
         max_concurrent: trials at a time; None for as many as fit.
-        executor: ``auto``: a trial of one worker in a reused process, one of several in a reused gang of processes; ``packed``: trials
-            of one worker share a process a GPU (at most 32), where small nets train side by side instead of by turns; ``train``: every
-            trial by Ray Train, which restarts a gang within the trial, at 10 to 30 s a start.
+        executor: ``auto``: a trial of one worker in a reused process, one of several in a reused gang of processes, small ones on a GPU
+            several to a process (:func:`trainers.bundles.packs`); ``packed``: trials of one worker share a process a GPU (at most 32),
+            or a machine where they compute on the CPU; ``train``: every trial by Ray Train, which restarts a gang within the trial, at
+            10 to 30 s a start.
         checkpoint_every: epochs between checkpoints.
         max_failures: how often a trial whose worker died is restarted from its last checkpoint.
         heartbeat: seconds without a report after which a trial counts as hung: its processes are killed and it is restarted like one that
@@ -258,7 +259,7 @@ class StudyConfig:
         at_least("max_concurrent", self.max_concurrent, 1, "leave it out to run as many as fit")
         if str(self.address).startswith("ray://"):
             raise ValueError(
-                f"address={self.address!r}: over Ray Client, Tune runs on the cluster, without this machine's ledger; use `ray job submit "
+                f"address={self.address!r}: Ray Client has no part in a cluster's nodes; use `ray job submit "
                 "--address http://HEAD:8265 --working-dir . -- lns-study run CONFIG address=auto`, or address=auto on a node of the cluster"
             )
         one_of("executor", self.executor, EXECUTORS)

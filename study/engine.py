@@ -222,6 +222,8 @@ class _Later:
 
 
 def _load_report() -> None:
+    import scipy.stats  # noqa: F401  for the tests of the report
+
     import study.report  # noqa: F401
 
 

@@ -6,6 +6,7 @@ Where no earlier trial is like a planned one there is no estimate, and the plan 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from study.plan import Plan, PlannedTrial
 from study.preflight import local_cpus
 from study.progress import duration
 from study.state import fold
-from trainers.bundles import cpus_of, gpus_of
+from trainers.bundles import cpus_of, gpus_of, lanes_of
 
 TRIALS_SHOWN = 12
 
@@ -39,10 +40,29 @@ def describe_plan(plan: Plan) -> Iterator[str]:
     if study.search.adaptive:
         search = study.search
         yield f"  the rest is proposed by {search.scheduler if search.in_rounds else search.algorithm} as results come in"
+    yield from _describe_processes(plan)
     if plan.excluded:
         yield f"Left out, {len(plan.excluded)} configurations that make no valid trial:"
         yield from (f"  {entry}" for entry in plan.excluded)
     yield _describe_time(plan, known)
+
+
+def _describe_processes(plan: Plan) -> Iterator[str]:
+    """How many trials train in which kind of process, and why; where all have one of their own there is nothing to say."""
+    if plan.study.executor == "train":
+        yield "Processes: by Ray Train, which restarts a gang within its trial (executor=train)"
+        return
+    counts = Counter((trial.config.workers, lanes_of(plan.study.executor, trial.config)) for trial in plan.trials)
+    for (workers, lanes), count in sorted(counts.items()):
+        if workers > 1:
+            yield f"Processes: {count} trials in gangs of {workers}, a process a worker"
+        elif lanes > 1 and plan.study.executor == "packed":
+            yield f"Processes: {count} trials share processes, up to {lanes} each (executor=packed)"
+        elif lanes > 1:
+            yield (
+                f"Processes: {count} trials share processes, {lanes} each: small nets whose step is a CUDA graph train three times as fast "
+                "side by side as by turns (an H200), with the same bits; trial.gpus=1 gives each a process and a GPU"
+            )
 
 
 def _configurations(plan: Plan) -> str:

@@ -1,7 +1,7 @@
 """The ledger: what happened in a study, one JSON object a line, appended and fsynced before anyone acts on it.
 
-It is the truth. MLflow and the report are made from it and can be made again; Ray Tune's own snapshots lag by seconds and are
-not relied on. Events, each with ``event`` and ``time`` (seconds since 1970)::
+It is the truth. MLflow and the report are made from it and can be made again. Events, each with ``event`` and ``time`` (seconds
+since 1970)::
 
     planned     a run of the study begins: config, trials, data, code
     capacity    CPUs, GPUs and machines that the run has now    cpus, gpus, nodes

@@ -37,7 +37,7 @@ from study.preflight import local_cpus
 from study.schedulers import make_scheduler
 from study.search import Agenda
 from study.state import StudyState
-from trainers.bundles import LANES, MOST, Shape, cpus_of, gpus_of, packs
+from trainers.bundles import Shape, cpus_of, gpus_of, lanes_of
 from trainers.config import TrialConfig
 from trainers.node import Node
 from trainers.out_of_memory import relief
@@ -431,13 +431,6 @@ class _Run:
             self._control.fail_storage(f"ledger: {error}")
             return False
         return True
-
-
-def lanes_of(executor: str, config: TrialConfig) -> int:
-    """Trials at once in a process of a trial's."""
-    if executor == "packed":
-        return MOST
-    return LANES if executor == "auto" and packs(config) else 1
 
 
 def _past(trial: str, history: list[dict[str, Any]]) -> list[Event]:

@@ -89,6 +89,13 @@ def packs(config: TrialConfig) -> bool:
     return captured(config) and config.gpus is not None and config.gpus <= SHARES[-1][1]
 
 
+def lanes_of(executor: str, config: TrialConfig) -> int:
+    """Trials at once in a process that trains this one, by the study's ``executor``."""
+    if executor == "packed":
+        return MOST
+    return LANES if executor == "auto" and packs(config) else 1
+
+
 def choose_share(config: TrialConfig) -> float:
     """The share of a GPU that a trial of one worker takes where none is asked for, see :data:`SHARES`."""
     if not captured(config):

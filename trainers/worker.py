@@ -105,7 +105,7 @@ def build_trainer(
         max_failures: how often a group with a dead worker starts again from its last checkpoint; after one of the errors in
             :data:`DETERMINISTIC` none does.
         resize_seconds: how often Ray asks whether a group with ``min_workers`` may be larger.
-        callbacks: ``ray.train.UserCallback``s, such as Ray Tune's ``TuneReportCallback``.
+        callbacks: ``ray.train.UserCallback``s, such as :class:`trainers.ray_train_run.Told`.
     """
     return TorchTrainer(
         train_loop,
