@@ -198,9 +198,9 @@ class Pool:
             found += self._hear(lease, events)
             while not self._said.empty():
                 found += self._hear(*self._said.get())
+            self.flush()  # what a gang's ranks are told next
             if not events:
                 break  # a lease came or went: there may be room now
-        self.flush()
         return found
 
     def flush(self) -> None:

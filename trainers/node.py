@@ -17,6 +17,7 @@ import selectors
 import signal
 import socket
 import threading
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -165,17 +166,24 @@ class Node:
 
     def _listen(self) -> None:
         while not self._closed:
-            for ready, _ in self._selector.select():
-                if ready.fd == self._wake:
-                    os.read(self._wake, 1 << 16)
-                elif ready.data is None:
-                    self._hear_server()
-                else:
-                    self._hear(ready.data)
+            try:
+                for ready, _ in self._selector.select():
+                    if ready.fd == self._wake:
+                        os.read(self._wake, 1 << 16)
+                    elif ready.data is None:
+                        self._hear_server()
+                    else:
+                        self._hear(ready.data)
+            except Exception:  # a mistake of ours: nobody would hear of the processes any more, so they end, and that is told
+                traceback.print_exc()
+                with self._lock:
+                    self._lose_all("the node lost its processes by a mistake; please report it")
 
     def _hear(self, key: int) -> None:
-        """One message of a process; where its connection has closed, its death is told by the server."""
-        process = self._processes[key]
+        """One message of a process; where its connection has closed, its death is told by the server, maybe a moment ago."""
+        process = self._processes.get(key)
+        if process is None:
+            return
         try:
             self._said.put((key, process.connection.recv_bytes()))
         except (EOFError, OSError):
@@ -187,11 +195,7 @@ class Node:
                 return
             message = self._server.receive()
             if message is None:
-                self._selector.unregister(self._server.socket.fileno())
-                self._server.close()
-                self._server = None
-                for key in list(self._processes):
-                    self._lose(key, "the process that forks workers died")
+                self._lose_all("the process that forks workers died")
             elif "forked" in message:
                 process = self._processes[message["forked"]]
                 process.pid = message["pid"]
@@ -200,6 +204,14 @@ class Node:
             elif "exited" in message:
                 key = next(key for key, process in self._processes.items() if process.pid == message["exited"])
                 self._lose(key, _describe(message["status"]))
+
+    def _lose_all(self, why: str) -> None:
+        if self._server is not None:
+            self._selector.unregister(self._server.socket.fileno())
+            self._server.close()
+            self._server = None
+        for key in list(self._processes):
+            self._lose(key, why)
 
     def _lose(self, key: int, why: str) -> None:
         """Take in what a dead process still said, then its death."""

@@ -8,7 +8,9 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,7 +19,22 @@ from tests.trainers.nodes import MADE_UP, SMALL, Driver, plan, reports
 from trainers.config import ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.node import Node
 from trainers.out_of_memory import relief
-from trainers.records import BEGAN, DIED, DONE, ENDED, GO, OUT_OF_MEMORY, PACKED, REFUSED, REPORT, STOP, STOPPED, TRAIN, Message
+from trainers.records import (
+    BEGAN,
+    DIED,
+    DONE,
+    ENDED,
+    GO,
+    HELLO,
+    OUT_OF_MEMORY,
+    PACKED,
+    REFUSED,
+    REPORT,
+    STOP,
+    STOPPED,
+    TRAIN,
+    Message,
+)
 from trainers.restore import step
 from trainers.training import Training
 from trainers.worker_process import checkpoints_in
@@ -137,6 +154,28 @@ def test_a_killed_process_is_told_after_all_that_it_said(driver: Driver, key: in
     assert {message.kind for message in said[:-1]} <= {REPORT}
     driver.send(key, TRAIN, "nobody hears", {})
     driver.start(key + 1)
+
+
+def test_a_death_may_be_told_before_the_end_of_its_connection_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many killed at once while others begin, as where gangs make room; what the forking process says is always read first."""
+    with Node() as node:
+        driver = Driver(node)
+        driver.start(1)
+        select = node._selector.select
+
+        def server_first() -> list[Any]:
+            time.sleep(0.05)
+            return sorted(select(), key=lambda ready: ready[0].data is not None)
+
+        monkeypatch.setattr(node._selector, "select", server_first)
+        waves = [range(10 * wave, 10 * wave + 8) for wave in range(1, 4)]
+        for old, new in pairwise([range(0), *waves, range(0)]):
+            node.call([*(("kill", (key,)) for key in old), *(("start", (key, {}, 1)) for key in new)])
+            for key in new:
+                driver.until(key, lambda message: message.kind == HELLO)
+            for key in old:
+                assert driver.until(key, lambda message: message.kind == DIED)[-1].payload == "the trial's process died (SIGKILL)"
+        assert list(node._processes) == [1]
 
 
 def test_each_process_has_its_own_environment(driver: Driver, key: int, tmp_path: Path) -> None:
