@@ -2,6 +2,7 @@
 # nothing has changed since the last time. $PYTHON picks the interpreter (3.11 or newer), $LNS_STUDY_VENV another place.
 # shellcheck shell=bash
 set -euo pipefail
+called_from=$PWD
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 venv=${LNS_STUDY_VENV:-$root/.venv}
@@ -20,4 +21,12 @@ if [ "$(cat "$venv/.installed" 2>/dev/null || true)" != "$wanted" ]; then
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
     echo "$wanted" >"$venv/.installed"
 fi
+# How the shell that called us gets to lns-study and its files: messages that name a command say so (study/program.py).
+if [ "$(command -v lns-study)" -ef "$venv/bin/lns-study" ]; then
+    LNS_STUDY_COMMAND=lns-study
+else
+    printf -v LNS_STUDY_COMMAND %q "${venv#"$root/"}/bin/lns-study"
+fi
+[ "$called_from" -ef "$root" ] || printf -v LNS_STUDY_COMMAND 'cd %q && %s' "$root" "$LNS_STUDY_COMMAND"
+export LNS_STUDY_COMMAND
 export PATH="$venv/bin:$PATH"

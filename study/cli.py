@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from study.cli_manage import add_commands
 from study.cli_tracking import add_tracking_commands
 from study.errors import UserError, refusals
+from study.program import lns_study
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Run a study: train the same network in several number formats, several seeds each, and compare the test errors.
 
-  lns-study run quickstart              minutes: the four-row table with a small budget
+  lns-study run quickstart              the four-row table with a small budget: two minutes, or seconds on digits
   lns-study run table                   the full table on MNIST (12 trials of 20 epochs)
   lns-study run table 'seeds=[0,1,2,3,4]' more seeds; what has run is not run again
   lns-study plan search                 what a study would run, and how long it would take
@@ -191,7 +192,7 @@ def _run(options: argparse.Namespace) -> int:
             )
         if node is None:
             return _dry_run(study)
-        return _run_config(study, options.plain, again="lns-study run " + " ".join(_again(options)), node=node)
+        return _run_config(study, options.plain, again=lns_study("run", options.config, *options.overrides), node=node)
 
 
 def _run_config(study: StudyConfig, plain: bool, only: str = "all", again: str = "", node: Node | None = None) -> int:
@@ -201,7 +202,7 @@ def _run_config(study: StudyConfig, plain: bool, only: str = "all", again: str =
     from study.engine import run_study
 
     console = Console()
-    again = again or f"lns-study resume {study.slug} --storage {study.storage}"
+    again = again or lns_study("resume", study.slug, storage=study.storage)
     try:
         outcome = run_study(study, _view(study, console, plain), lambda line: _say(console, line), only, node)
     except KeyboardInterrupt:
@@ -363,8 +364,6 @@ def _say_plainly(line: str) -> None:
 
 
 def _print_outcome(outcome: Outcome, storage: str) -> None:
-    import shlex
-
     from study.report import render_text
     from study.ui import how_to_open
 
@@ -372,21 +371,15 @@ def _print_outcome(outcome: Outcome, storage: str) -> None:
     print(f"\nReport:  {outcome.report / 'report.html'}")
     study = outcome.state.config
     if outcome.tracking == "none":
-        print(f"MLflow:  nothing was sent; `lns-study sync {study.slug} --tracking-uri ...` sends it later")
+        later = lns_study("sync", study.slug, "--tracking-uri", "...", storage=storage)
+        print(f"MLflow:  nothing was sent; `{later}` sends it later")
     else:
         print(f"MLflow:  {how_to_open(outcome.tracking, storage, outcome.page)}")
     if outcome.tracking_error:
-        again = ["lns-study", "sync", study.slug, "--storage", storage]
-        if outcome.tracking != study.tracking:
-            again += ["--tracking-uri", outcome.tracking]
-        print(f"MLflow lacks part of this study ({outcome.tracking_error}); send it with: {shlex.join(again)}", file=sys.stderr)
+        to = [] if outcome.tracking == study.tracking else ["--tracking-uri", outcome.tracking]
+        again = lns_study("sync", study.slug, *to, storage=storage)
+        print(f"MLflow lacks part of this study ({outcome.tracking_error}); send it with: {again}", file=sys.stderr)
 
 
 def _say(console: Console, line: str) -> None:
     console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _again(options: argparse.Namespace) -> list[str]:
-    import shlex
-
-    return [shlex.quote(word) for word in (options.config, *options.overrides)]

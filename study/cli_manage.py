@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from study.errors import UserError, refusals
+from study.program import lns_study
 
 if TYPE_CHECKING:
     from study.config import StudyConfig
@@ -92,7 +92,7 @@ def _list(options: argparse.Namespace) -> int:
 
     lines = [overview(folder) for folder in folders(options.storage)]
     if not lines:
-        print(f"no studies in {Path(options.storage).resolve()}; run one with `lns-study run quickstart`")
+        print(f"no studies in {Path(options.storage).resolve()}; run one with `{lns_study('run', 'quickstart')}`")
         return 0
     lines.sort(key=lambda line: -float(line["time"]))
     cells = [[str(line[key]) for key in ("name", "condition", "trials", "best")] + [_when(line["time"])] for line in lines]
@@ -187,7 +187,8 @@ def _again(options: argparse.Namespace, run: Run, only: str) -> int:
     folder, state = _open(options)
     if is_locked(folder):
         if only != "unfinished":
-            raise UserError(f"{state.config.name}: is running; wait for it, or stop it with `lns-study stop {options.study}`")
+            stop = lns_study("stop", options.study, storage=options.storage)
+            raise UserError(f"{state.config.name}: is running; wait for it, or stop it with `{stop}`")
         ask(folder, wish=Wish.RUN)
         print(f"{state.config.name}: runs; if it was paused it goes on")
         return 0
@@ -203,7 +204,7 @@ def _ask(name: str, options: argparse.Namespace) -> int:
     folder, state = _running(options)
     ask(folder, wish=Wish[name.upper()])
     left = {
-        "pause": "`lns-study resume` goes on",
+        "pause": f"`{lns_study('resume', options.study, storage=options.storage)}` goes on",
         "stop": "it ends when the trials that run are done",
         "cancel": "its trials end now",
     }
@@ -218,7 +219,8 @@ def _edit(options: argparse.Namespace) -> int:
     folder, state = _running(options)
     for override in options.overrides:
         if not override.startswith("limits."):
-            raise UserError(f"edit {override}: only limits can be changed while a study runs; stop it and use `lns-study extend`")
+            extend = lns_study("extend", options.study, override, storage=options.storage)
+            raise UserError(f"edit {override}: only limits can be changed while a study runs; stop it and use `{extend}`")
     with refusals():
         now = (
             dataclasses.replace(state, plan=state.plan | {"study": state.plan["study"] | {"limits": state.limits}})
@@ -238,7 +240,7 @@ def _running(options: argparse.Namespace) -> tuple[Path, StudyState]:
 
     folder, state = _open(options)
     if not is_locked(folder):
-        again = shlex.join(["lns-study", "resume", options.study, "--storage", options.storage])
+        again = lns_study("resume", options.study, storage=options.storage)
         raise UserError(f"{state.config.name}: is not running; to go on with it: {again}")
     return folder, state
 
@@ -249,7 +251,7 @@ def _import(options: argparse.Namespace) -> int:
     folder, state = _open(options)
     with refusals():
         taken, left = take_over(folder, find(options.source, options.storage))
-    again = shlex.join(["lns-study", "resume", options.study, "--storage", options.storage])
+    again = lns_study("resume", options.study, storage=options.storage)
     print(
         f"{state.config.name}: took {taken} finished trials over; {left} are left" + (f", run them with: {again}" if left else "")
     )

@@ -29,6 +29,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from study.config import RowConfig, StudyConfig
+from study.program import lns_study
 from study.space import flatten
 from trainers.config import DataConfig
 
@@ -66,7 +67,8 @@ def load(
     merged = _schema()
     for source, values in _layers(path, groups):
         merged = _merge(merged, values, source)
-    return _check_trial_keys(_finish(_with_keys(_with_data(merged, keys, say, download), keys)))
+    swapped = [layer for group, file in groups.items() for layer in _expand(_find_group(group, file, path), groups, set())]
+    return _check_trial_keys(_finish(_with_keys(_with_data(merged, swapped, keys, say, download), keys)))
 
 
 def change(study: StudyConfig, overrides: Sequence[str]) -> StudyConfig:
@@ -105,15 +107,25 @@ def _with_keys(merged: DictConfig, keys: Sequence[str]) -> DictConfig:
     return merged
 
 
-def _with_data(merged: DictConfig, keys: Sequence[str], say: Callable[[str], None], download: bool) -> DictConfig:
-    """``data.name=auto`` made concrete; where that is digits, with the study's ``digits`` overrides, which keys still win over."""
+def _with_data(
+    merged: DictConfig,
+    swapped: Sequence[tuple[str, dict[str, Any]]],
+    keys: Sequence[str],
+    say: Callable[[str], None],
+    download: bool,
+) -> DictConfig:
+    """``data.name=auto`` made concrete; where the data are digits, with the study's ``digits`` overrides.
+
+    What the command line says wins over those: the files of groups that it names here, its keys later.
+    """
     study = _finish(_with_keys(merged, keys))
-    if study.trial.data.name != "auto":
-        return merged
-    data = _resolve_auto(study.trial.data, say, download)
-    if data.name == "digits":
+    auto = study.trial.data.name == "auto"
+    data = _resolve_auto(study.trial.data, say, download) if auto else study.trial.data
+    if data.name == "digits" and study.digits:
         merged = _merge(merged, {"trial": _undot(study.digits, "digits")}, "digits", inside="trial.")
-    return _merge(merged, {"trial": {"data": {"name": data.name, "root": data.root}}}, "data")
+        for source, values in swapped:
+            merged = _merge(merged, values, source)
+    return _merge(merged, {"trial": {"data": {"name": data.name, "root": data.root}}}, "data") if auto else merged
 
 
 def _resolve_auto(config: DataConfig, say: Callable[[str], None], download: bool) -> DataConfig:
@@ -324,7 +336,7 @@ def _unknown(source: str, key: str, inside: str = "") -> ValueError:
     near = _nearest(key, known) or _nearest(key, [name.rpartition(".")[2] for name in known])
     near = near.replace(f"'{inside}", "'") if inside else near
     return ValueError(
-        f"{source}: {key.removeprefix(inside)}: unknown key{near}; `lns-study run CONFIG --dry-run` prints every key"
+        f"{source}: {key.removeprefix(inside)}: unknown key{near}; `{lns_study('run', 'CONFIG', '--dry-run')}` prints every key"
     )
 
 

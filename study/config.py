@@ -206,7 +206,8 @@ class StudyConfig:
         space: what is searched, see :mod:`study.space`; nothing if empty.
         search: how.
         limits: when the study stops by itself.
-        digits: trial keys to change where ``data.name=auto`` ends at digits, a set 40 times smaller than MNIST.
+        digits: trial keys to change where the data are digits, a set 40 times smaller than MNIST: by name, or because
+            ``data.name=auto`` ended there.
         baseline: label of the row the others are compared with; None for no comparison.
         comparable: dotted trial keys and the values they must have for figures to be comparable with the published ones.
         comparable_seeds: seeds a row needs for the same.

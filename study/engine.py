@@ -20,6 +20,7 @@ from study.manage import continuations
 from study.mlflow_view import page
 from study.plan import Plan, make_plan
 from study.preflight import check_same_data, check_same_name, check_writable, preflight
+from study.program import lns_study
 from study.provenance import hardware, provenance
 from study.runner import run_plan
 from study.search import adopt
@@ -103,7 +104,7 @@ def run_study(study: StudyConfig, view: View, say: Callable[[str], None], only: 
         for entry in plan.excluded[:EXCLUDED_SHOWN]:
             say(f"Left out: {entry}")
         if len(plan.excluded) > EXCLUDED_SHOWN:
-            say(f"Left out: {len(plan.excluded) - EXCLUDED_SHOWN} more; `lns-study plan CONFIG` lists them")
+            say(f"Left out: {len(plan.excluded) - EXCLUDED_SHOWN} more; `{lns_study('plan', 'CONFIG')}` lists them")
         return _run(plan, data, ledger, before, view, say, only, node)
 
 
@@ -278,7 +279,8 @@ def _outcome(state: StudyState, report: Path, study: StudyConfig, error: str, wh
 def _reportable(folder: Path, state: StudyState) -> StudyState:
     if not state.plan:
         raise ValueError(
-            f"{folder}: holds no study (no ledger with a plan); run one with `lns-study run CONFIG`, or name its storage with --storage"
+            f"{folder}: holds no study (no ledger with a plan); run one with `{lns_study('run', 'CONFIG')}`, or name its storage with "
+            "--storage"
         )
     if not state.outcome and not is_locked(folder):
         state.outcome = "interrupted"

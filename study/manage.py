@@ -20,6 +20,7 @@ from study.errors import UserError, refusals
 from study.ledger import FILE, Ledger, is_locked, read_ledger
 from study.objectives import objective
 from study.plan import make_plan, trial_id
+from study.program import lns_study
 from study.state import ENDED, FAILED, FINISHED, StudyState, TrialState, flatten, fold
 from trainers.config import TrialConfig
 
@@ -59,7 +60,7 @@ def read(folder: Path) -> StudyState:
     """
     state = fold(read_ledger(folder))
     if not state.plan:
-        raise ValueError(f"{folder}: its ledger holds no plan; run the study first with `lns-study run CONFIG`")
+        raise ValueError(f"{folder}: its ledger holds no plan; run the study first with `{lns_study('run', 'CONFIG')}`")
     return state
 
 
@@ -85,7 +86,7 @@ def find_trial(state: StudyState, key: str) -> TrialState:
     if len(found) != 1:
         some = ", ".join(trial.id for trial in list(state.known.values())[:5])
         raise ValueError(
-            f"trial {key!r}: {len(found)} trials match; give an id such as {some} (`lns-study status STUDY` lists them)"
+            f"trial {key!r}: {len(found)} trials match; give an id such as {some} (`{lns_study('status', 'STUDY')}` lists them)"
         )
     return found[0]
 
@@ -146,7 +147,8 @@ def extended(state: StudyState, overrides: Sequence[str]) -> StudyConfig:
     """
     for override in overrides:
         if override.partition("=")[0] in ("name", "storage"):
-            raise ValueError(f"extend {override}: that would be another study; run it with `lns-study run CONFIG {override}`")
+            run = lns_study("run", "CONFIG", override)
+            raise ValueError(f"extend {override}: that would be another study; run it with `{run}`")
     return change(state.config, overrides)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from study.ledger import Follower
 from study.mlflow_runs import KEY_TAG, MLFLOW_STATUS, Runs, expected_params, expected_points, point_of, runs_with_key
+from study.program import lns_study
 from study.state import ENDED, StudyState, TrialState, fold
 from study.ui import is_server
 from study.writer import connect, tracking_lock
@@ -78,7 +79,7 @@ def reconcile(folder: Path, uri: str, artifacts: Path, *, repair: bool = True) -
             )
         state = fold(Follower(folder).poll())
         if not state.plan:
-            raise ValueError(f"{folder}: its ledger holds no plan; run the study first with `lns-study run CONFIG`")
+            raise ValueError(f"{folder}: its ledger holds no plan; run the study first with `{lns_study('run', 'CONFIG')}`")
         client = connect(uri)
         before = audit(client, state)
         if before.equal or not repair:

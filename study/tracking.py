@@ -22,6 +22,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from study.program import lns_study
 from study.writer import URI_VARIABLE, connect, reason
 
 OFF = "none"
@@ -53,8 +54,8 @@ def check_tracking(uri: str) -> None:
                 "MLFLOW_TRACKING_PASSWORD in the environment, of the study too"
             ) from None
         raise ValueError(
-            f"tracking_uri={uri!r}: no MLflow tracking store answers ({reason(error)}); start a server with `lns-study ui`, correct the "
-            "address, or leave tracking_uri out for a local sqlite file"
+            f"tracking_uri={uri!r}: no MLflow tracking store answers ({reason(error)}); start a server with `{lns_study('ui')}`, correct "
+            "the address, or leave tracking_uri out for a local sqlite file"
         ) from None
 
 
@@ -202,8 +203,11 @@ class Tracker:
             if self._done is not None:
                 return
         self._warn(
-            f"the process that feeds MLflow died {MOST_STARTS} times; training goes on, `lns-study sync` sends the ledger later"
+            f"the process that feeds MLflow died {MOST_STARTS} times; training goes on, `{self._sync_later()}` sends the ledger later"
         )
+
+    def _sync_later(self) -> str:
+        return lns_study("sync", self._folder.name, storage=str(self._folder.parent))
 
     def _hear(self, message: dict[str, Any]) -> None:
         if message["kind"] == "opened":
@@ -214,7 +218,7 @@ class Tracker:
         elif message["kind"] == "trouble":
             self._warn(
                 f"MLflow at {self._uri} does not answer ({message['reason']}); training goes on, the ledger keeps everything, and what is "
-                f"missing is sent when it answers, or by `lns-study sync {self._folder.name}`"
+                f"missing is sent when it answers, or by `{self._sync_later()}`"
             )
         elif message["kind"] == "recovered":
             self._warn("MLflow answers again; nothing was lost")

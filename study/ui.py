@@ -10,7 +10,6 @@ The server runs in its own process group, so that Ctrl-C ends it and all of its 
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import socket
 import subprocess
@@ -24,6 +23,7 @@ from pathlib import Path
 
 from study.config import check_tracking_uri, default_tracking_uri
 from study.mlflow_server import mlflow_command
+from study.program import lns_study
 
 HOST = "127.0.0.1"
 EVERYWHERE = "0.0.0.0"
@@ -97,12 +97,10 @@ def how_to_open(uri: str, storage: str, page: str) -> str:
     """
     if is_server(uri):
         return f"{uri.rstrip('/')}/{page}"
-    words = ["lns-study", "ui"]
+    words = ["ui"]
     if uri != default_tracking_uri(storage):
-        words += ["--tracking-uri", shlex.quote(without_password(uri))]
-    if storage != "studies":
-        words += ["--storage", shlex.quote(storage)]
-    return f"{' '.join(words)}   then open http://{HOST}:{PORT}/{page}"
+        words += ["--tracking-uri", without_password(uri)]
+    return f"{lns_study(*words, storage=storage)}   then open http://{HOST}:{PORT}/{page}"
 
 
 def is_server(uri: str) -> bool:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["LNS_STUDY_COMMAND"] = "lns-study"  # what messages call it, whichever way the tests were started
 
 import pytest
 import torch

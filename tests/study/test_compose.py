@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from study.compose import load, override_trial
 from study.config import StudyConfig
-from trainers.config import TrialConfig
+from trainers.config import PrecisionConfig, TrialConfig
 
 
 def test_table_is_the_published_recipe() -> None:
@@ -23,8 +24,30 @@ def test_table_is_the_published_recipe() -> None:
 def test_quickstart_is_the_table_with_a_small_budget() -> None:
     table, quick = load("table"), load("quickstart", ["data=mnist"])
     assert quick.rows == table.rows
+    assert quick.seeds == table.seeds
     assert quick.trial.epochs < table.trial.epochs
+    assert dataclasses.replace(quick.trial, epochs=20, data=table.trial.data) == table.trial
     assert quick.name != table.name
+
+
+DIGITS = PrecisionConfig(format="lns(10,4)"), [128], 20, 128
+"""The quickstart's own recipe for digits: format, network, epochs, batch."""
+
+
+def recipe(study: StudyConfig) -> tuple[PrecisionConfig, list[int], int, int]:
+    return study.trial.precision, study.trial.model.hidden, study.trial.epochs, study.trial.batch_size
+
+
+@pytest.mark.parametrize("chosen", ["data=digits", "trial.data.name=digits"])
+def test_digits_by_name_have_their_own_recipe_too(chosen: str) -> None:
+    assert recipe(load("quickstart", [chosen])) == DIGITS
+    assert recipe(load("table", [chosen])) == recipe(load("table"))
+
+
+def test_the_command_line_wins_over_the_recipe_of_digits() -> None:
+    changed = recipe(load("quickstart", ["data=digits", "precision=lns16", "trial.epochs=2"]))
+    assert changed == (PrecisionConfig(format="lns16"), [128], 2, 128)
+    assert recipe(load("quickstart", ["model=mlp_512", "trial.data.name=digits"])) == (DIGITS[0], [512], *DIGITS[2:])
 
 
 def test_overrides_win_over_files_and_groups_swap() -> None:
@@ -147,8 +170,10 @@ def test_auto_data_without_mnist_are_digits_with_their_own_recipe(monkeypatch: p
     assert len(said) == 1
     assert "MNIST is not to be had" in said[0]
     assert "http://127.0.0.1:9/train-images" in said[0]
-    assert (study.trial.data.name, study.trial.epochs, study.trial.batch_size) == ("digits", 40, 32)
+    assert study.trial.data.name == "digits"
+    assert recipe(study) == DIGITS
     assert load("quickstart", ["trial.epochs=2"]).trial.epochs == 2
+    assert recipe(load("quickstart", ["precision=lns16"])) == (PrecisionConfig(format="lns16"), *DIGITS[1:])
     with pytest.raises(ValueError, match=r"data.root=.*lacks train-images"):
         load("quickstart", [f"trial.data.root={tmp_path}"])
 
