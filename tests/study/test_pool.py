@@ -188,6 +188,8 @@ SHAPES = st.builds(
     threads=st.integers(1, 4),
     device=st.sampled_from(["cpu", "cuda"]),
     gpus=st.sampled_from([0.08, 0.25, 0.5, 1.0, None]),
+    packed=st.just(""),
+    lanes=st.just(1),
 )
 
 
