@@ -144,7 +144,7 @@ def _run(
     )
     outcome = "interrupted"
     try:
-        run_plan(plan, ledger, state, control, failed if only == ONLY_FAILED else None, node)
+        run_plan(plan, ledger, state, control, failed if only == ONLY_FAILED else None, node, say)
         decision = control.decide(fresh=True)
         outcome = _describe_end(plan, state, decision)
         if decision.reason and not control.storage_error:

@@ -26,6 +26,8 @@ POLL_SECONDS = 1.0
 """How often a cluster is asked for its nodes, and for how long a call for events waits."""
 PATIENCE_SECONDS = 3.0
 """How long a lease waits for all that its node has before it asks for less."""
+END_SECONDS = 10.0
+"""How long a node that no longer answers is waited for at the end."""
 EPSILON = 1e-6
 Call = tuple[str, tuple[Any, ...]]
 Said = Callable[["Lease", "list[tuple[int, bytes]] | None"], None]
@@ -193,7 +195,7 @@ class Cluster:
         for request in requests:
             ray.kill(request.actor)
         for thread in self._threads:
-            thread.join()
+            thread.join(END_SECONDS)
 
     def _wanted(self) -> tuple[float, float]:
         """CPUs and GPUs that could be used beyond those asked for."""
@@ -210,13 +212,15 @@ class Cluster:
             self._request(node, cpus, gpus if self._unit[1] else 0.0)
 
     def _halve(self, request: _Request) -> None:
-        """Two requests for half as much each; one that is as small as can be goes on waiting."""
+        """Two requests for half as much each; where that is too little for a worker, one for just that, which goes on waiting."""
         cpus, gpus = math.floor(request.cpus / 2), math.floor(request.gpus / 2)
-        if cpus + EPSILON < self._unit[0] or gpus + EPSILON < self._unit[1]:
-            return
-        self._drop(request)
-        self._request(request.node, cpus, gpus)
-        self._request(request.node, request.cpus - cpus, request.gpus - gpus)
+        if cpus + EPSILON >= self._unit[0] and gpus + EPSILON >= self._unit[1]:
+            self._drop(request)
+            self._request(request.node, cpus, gpus)
+            self._request(request.node, request.cpus - cpus, request.gpus - gpus)
+        elif request.cpus > self._unit[0] + EPSILON or request.gpus > self._unit[1] + EPSILON:
+            self._drop(request)
+            self._request(request.node, *self._unit)
 
     def _request(self, node: str | None, cpus: float, gpus: float) -> None:
         import ray
@@ -236,7 +240,8 @@ class Cluster:
         import ray
 
         with self._lock:
-            self._requests.remove(request)
+            if request in self._requests:
+                self._requests.remove(request)
         with contextlib.suppress(Exception):
             ray.kill(request.actor)
 

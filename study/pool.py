@@ -11,6 +11,7 @@ the first of its processes.
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import pickle
@@ -65,6 +66,7 @@ class Running:
     Attributes:
         slots: a number for every rank, the lowest that were free: the trial's place in a picture of the study.
         spots: where each rank computes.
+        ended: processes in which it has ended; ``result`` is what the first of them said, ``retire`` why one of them ends with it.
     """
 
     trial: str
@@ -74,6 +76,7 @@ class Running:
     plan: dict[str, Any]
     ended: set[int] = field(default_factory=set)
     result: dict[str, Any] = field(default_factory=dict)
+    retire: str = ""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -126,6 +129,11 @@ class Pool:
     def idle_resources(self) -> tuple[float, float]:
         """CPUs and GPUs that no trial holds."""
         return sum(lease.free for lease in self.leases), sum(sum(lease.gpus) for lease in self.leases)
+
+    def could_fit(self, shape: Shape) -> bool:
+        """Whether there would be room for a trial if no other ran."""
+        empty = [dataclasses.replace(lease, gpus=[1.0] * lease.gpu_count) for lease in self.leases]
+        return _find(shape, empty) is not None
 
     @property
     def idle(self) -> bool:
@@ -299,7 +307,7 @@ class Pool:
 
     def _join(self, group: _Group, ranks: Iterable[int], port: int) -> None:
         """Have ranks meet at rank 0's; with port 0 rank 0 opens one."""
-        together = len({spot[0].host for spot in group.spots}) == 1
+        together = len({spot[0].address for spot in group.spots}) == 1
         address = "127.0.0.1" if together else group.spots[0][0].address
         backend = "nccl" if group.shape.device == "cuda" else "gloo"
         for rank in ranks:
@@ -313,16 +321,18 @@ class Pool:
             return []
         running.ended.add(key)
         running.result = running.result or message.payload
+        running.retire = running.retire or message.payload["retire"]
         well = message.payload["how"] in (DONE, STOPPED)
         if well and len(running.ended) < len(group.keys):
             return []
         self._release(group, running)
         self._reasons.pop(message.trial, None)
-        if message.payload["retire"] or (not well and group.shape.workers > 1):
-            self._end(group)
-        elif not group.running:
+        ended = Message(ENDED, message.trial, running.result)
+        if running.retire or (not well and group.shape.workers > 1):
+            return [ended, *self._lose(group, f"its process ended with another trial's: {running.retire}")]
+        if not group.running:
             self._idle.append(group)
-        return [Message(ENDED, message.trial, running.result)]
+        return [ended]
 
     def _lose(self, group: _Group, why: str) -> list[Message]:
         """A process of the group is gone: so is the group, and every trial in it has died."""

@@ -46,7 +46,8 @@ def ray_session(study: StudyConfig, *, dashboard: bool = False) -> Iterator[str]
     if ours:
         on_sigterm = signal.getsignal(signal.SIGTERM)
         _start_ray(study, dashboard)
-        signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts in one that aborts the process
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts in one that aborts the process
     try:
         yield str(ray.get_runtime_context().gcs_address)
     finally:

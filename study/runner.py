@@ -21,13 +21,13 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from study.config import StudyConfig
 from study.control import Control, Wish, is_full
-from study.durations import expected_seconds, like, seconds_an_epoch
+from study.durations import expected_seconds, like
 from study.leases import EPSILON, Cluster, Local, OfRay
 from study.ledger import Event, Ledger
 from study.manage import continuations
@@ -65,7 +65,8 @@ EXTRA = ("samples_per_second",)
 """Metrics beside those of a namespace (``train/loss``)."""
 LOOK_AHEAD = 8
 """Trials behind one that waits that are looked at."""
-ESTIMATE_SECONDS = 5.0
+LONELY_SECONDS = 10.0
+"""After how long a study says that no machine has room for its next trial."""
 DATA_SETS = 4
 """So many are kept in memory."""
 LOG = "workers.log"
@@ -79,6 +80,7 @@ def run_plan(
     control: Control,
     only: Collection[str] | None = None,
     node: Node | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Run what is left of a plan; returns when every trial has ended, or ``control`` ends the study before.
 
@@ -89,6 +91,7 @@ def run_plan(
         control: asked what to do, all the time.
         only: ids of the trials to run; None for all.
         node: this machine's, if there is one already; closed here.
+        say: prints a line for the user.
 
     Raises:
         UserError: ``address`` names no Ray cluster.
@@ -103,7 +106,7 @@ def run_plan(
     agenda = Agenda(plan, state, enter, only)
     if not agenda.exhausted:
         with _interrupts(control), control.watch_storage(), _pool(plan, agenda, node) as (pool, ray):
-            _Run(plan.study, agenda, ledger, state, control, pool, ray).run()
+            _Run(plan.study, agenda, ledger, state, control, pool, ray, say).run()
     if control.interrupted:
         raise KeyboardInterrupt
 
@@ -192,21 +195,30 @@ class _Run:
         ledger, state, control: the study's.
         pool: runs trials.
         ray: address of the study's Ray.
+        say: prints a line for the user.
     """
 
     def __init__(
-        self, study: StudyConfig, agenda: Agenda, ledger: Ledger, state: StudyState, control: Control, pool: Pool, ray: str
+        self,
+        study: StudyConfig,
+        agenda: Agenda,
+        ledger: Ledger,
+        state: StudyState,
+        control: Control,
+        pool: Pool,
+        ray: str,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._study, self._agenda, self._ledger, self._state = study, agenda, ledger, state
-        self._control, self._pool, self._ray = control, pool, ray
+        self._control, self._pool, self._ray, self._say = control, pool, ray, say
         self._scheduler = make_scheduler(study.search, state)
         self._heard: dict[str, float] = {}
         self._tests: dict[str, dict[str, float]] = {}
         self._failures: Counter[str] = Counter()
         self._capacity: tuple[float, int, int] | None = None
         self._shapes: dict[str, Shape] = {}
-        self._seconds: dict[str, float] = {}
-        self._estimated = -math.inf
+        self._lonely: float | None = None
+        self._told: set[str] = set()
 
     def run(self) -> None:
         """Until nothing is left, or the control ends it."""
@@ -231,7 +243,7 @@ class _Run:
         started: list[Event] = []
         waiting = False
         while not self._control.full and (trial := self._agenda.peek()) is not None:
-            event = self._start(trial)
+            event = self._start(trial) or self._give_up(trial)
             waiting = event is None
             if event is None:
                 if self._has_room():
@@ -240,6 +252,25 @@ class _Run:
             started.append(event)
         self._append(started)
         return waiting
+
+    def _give_up(self, trial: PlannedTrial) -> Event | None:
+        """The end of a trial for which this machine is too small; a cluster may grow, so there it waits, and that is said once."""
+        shape = self._shape(trial.config)
+        if self._pool.running or self._pool.could_fit(shape):
+            self._lonely = None
+            return None
+        cpus, gpus, nodes = self._pool.capacity()
+        on_gpu = f" and {shape.gpus_in_all:g} GPU(s) in all" if shape.gpus_in_all else ""
+        needs = f"{shape.workers} worker(s) with {shape.threads} CPU(s) each{on_gpu}"
+        said = f"needs {needs}, and the {nodes} machine(s) of this study have {cpus:g} CPUs and {gpus} GPUs in all"
+        if self._study.address is None:
+            self._agenda.take(trial)
+            return {"event": "failed", "trial": trial.id, "error": f"{said}; lower trial.workers or trial.threads, or raise cpus"}
+        self._lonely = self._lonely or time.monotonic()
+        if time.monotonic() - self._lonely > LONELY_SECONDS and trial.id not in self._told:
+            self._told.add(trial.id)
+            self._say(f"Waiting: row {trial.row!r} {said}; add nodes, or lower trial.workers or trial.threads")
+        return None
 
     def _start(self, trial: PlannedTrial) -> Event | None:
         """Have a trial trained; what the ledger is told of it, or None where there is no room."""
@@ -265,7 +296,7 @@ class _Run:
         """Start trials behind ``head`` that end before it could begin."""
         if not self._pool.idle:
             return []
-        seconds = self._epoch_seconds()
+        seconds = self._agenda.epoch_seconds()
         until = self._begins_in(self._shape(head.config), seconds)
         short = (trial for trial in self._agenda.behind(head, LOOK_AHEAD) if expected_seconds(trial, seconds) <= until)
         return [event for trial in short if not self._control.full and (event := self._start(trial)) is not None]
@@ -284,12 +315,6 @@ class _Run:
                 return until
         return 0.0
 
-    def _epoch_seconds(self) -> dict[str, float]:
-        """Seconds an epoch by what trials are like, looked up anew every few seconds."""
-        if time.monotonic() - self._estimated > ESTIMATE_SECONDS:
-            self._seconds, self._estimated = seconds_an_epoch([self._state]), time.monotonic()
-        return self._seconds
-
     def _take_in(self, messages: list[Message]) -> None:
         """Write what came of trials, then act on it."""
         events: list[Event] = []
@@ -301,7 +326,7 @@ class _Run:
             elif message.kind == REPORT:
                 events += self._report(message.trial, message.payload)
             else:
-                del self._heard[message.trial]
+                self._heard.pop(message.trial, None)
                 how, text = (DIED, message.payload) if message.kind == DIED else (message.payload["how"], message.payload["text"])
                 event = self._end(message.trial, how, text)
                 events += [event] if event else []

@@ -20,6 +20,7 @@ import itertools
 import json
 import logging
 import math
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
@@ -38,6 +39,8 @@ from study.rounds import Rounds
 from study.space import Domain, Params, Space, apply
 from study.state import ENDED, FAILED, STOPPED, StudyState, TrialState
 from trainers.config import TrialConfig
+
+ESTIMATE_SECONDS = 5.0
 
 
 class Agenda:
@@ -68,6 +71,8 @@ class Agenda:
         self._proposers = make_proposers(plan, state) if only is None else []
         self._confirmations = make_confirmations(plan) if only is None else []
         self._turn = 0
+        self._seconds: dict[str, float] = {}
+        self._estimated = -math.inf
         self.tail = 0
 
     def peek(self) -> PlannedTrial | None:
@@ -77,17 +82,18 @@ class Agenda:
         if not self._todo and self._all_proposed:
             self._confirm()
         if 1 < len(self._todo) <= self.tail and not self._proposers:
-            seconds = seconds_an_epoch([self._state])
+            seconds = self.epoch_seconds()
             return max(self._todo, key=lambda trial: expected_seconds(trial, seconds))
         return self._todo[0] if self._todo else None
 
+    def epoch_seconds(self) -> dict[str, float]:
+        """:func:`study.durations.seconds_an_epoch` of this study, looked up anew every few seconds."""
+        if time.monotonic() - self._estimated > ESTIMATE_SECONDS:
+            self._seconds, self._estimated = seconds_an_epoch([self._state]), time.monotonic()
+        return self._seconds
+
     def behind(self, head: PlannedTrial, count: int) -> list[PlannedTrial]:
-        """So many of the trials that come after the next one, which an adaptive search may have to propose early."""
-        while len(self._todo) <= count and not self._all_proposed:
-            before = len(self._todo)
-            self._propose()
-            if len(self._todo) == before:
-                break
+        """So many of the trials that come after the next one, as far as they are known: nothing is proposed for want of results."""
         return [trial for trial in itertools.islice(self._todo, count + 1) if trial is not head][:count]
 
     def take(self, trial: PlannedTrial) -> None:

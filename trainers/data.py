@@ -324,7 +324,8 @@ def prepare(config: DataConfig) -> DatasetInfo:
     config = resolve(config)
     known, key = _known_descriptions(), json.dumps([asdict(config), *_files_of(config)])
     if key in known:
-        return DatasetInfo(**known[key])
+        with suppress(TypeError):  # of another version
+            return DatasetInfo(**known[key])
     info = _describe(config)
     if config.name == "mnist":
         with suppress(OSError):  # the next command reads the files again

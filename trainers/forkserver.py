@@ -10,9 +10,9 @@ with it (``PR_SET_PDEATHSIG``, prctl(2)).
 Method: as ``multiprocessing``'s forkserver, which however imports the main module of its parent in every child (a Ray worker's is Ray) and
 knows no environment for one child alone.
 
-Messages on the socket, one JSON object each: ``{"ready": seconds}`` and, of children, ``{"forked": KEY, "pid": PID}`` and
-``{"exited": PID, "status": STATUS}`` (negative: the signal) from the server; to it ``{"log": PATH}``, ``{"data": [...]}``, and
-``{"key": KEY, "environment": {...}, "lanes": N}`` with the child's end of a socket.
+Messages on the socket, one JSON object each: ``{"ready": seconds}`` and, of children, ``{"forked": KEY, "pid": PID}``,
+``{"failed": KEY, "why": WHY}`` and ``{"exited": PID, "status": STATUS}`` (negative: the signal) from the server; to it
+``{"log": PATH}``, ``{"data": [...]}``, and ``{"key": KEY, "environment": {...}, "lanes": N}`` with the child's end of a socket.
 """
 
 from __future__ import annotations
@@ -161,7 +161,12 @@ def _serve(control: socket.socket) -> None:
             if "data" in request:
                 _load_data(request["data"])
                 continue
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError as error:
+                os.close(descriptors[0])
+                send(control, {"failed": request["key"], "why": str(error)})
+                continue
             if not pid:
                 selector.close()
                 _become_worker(control, (wake, woken), descriptors[0], request)
@@ -175,7 +180,7 @@ def _load_data(configs: list[dict[str, Any]]) -> None:
     from trainers.data import load
 
     for config in configs:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(Exception):
             load(DataConfig(**config))
 
 

@@ -84,7 +84,11 @@ class Node:
             lanes: trials that it may train at once.
         """
         with self._lock:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            except OSError as error:
+                self._said.put((key, pickle.dumps(Message(DIED, payload=f"no process could be made: {error}"))))
+                return
             self._processes[key] = _Process(Connection(ours.detach()))
             try:
                 self._ready_server().fork(key, theirs, environment, lanes)
@@ -151,8 +155,15 @@ class Node:
             os.write(self._woken, b"x")
             self._said.put((0, b""))
         self._thread.join()
+        for process in self._processes.values():
+            process.connection.close()
+        self._selector.close()
+        os.close(self._wake)
+        os.close(self._woken)
 
     def _ready_server(self) -> ForkServer:
+        if self._closed:
+            raise RuntimeError("this Node is closed: a study closes the one that it is given; make a new one")
         if self._server is None:
             self._server = ForkServer(self._log)
             if self._data:
@@ -201,6 +212,8 @@ class Node:
                 process.pid = message["pid"]
                 if process.unwanted:
                     self._end(process)
+            elif "failed" in message:
+                self._lose(message["failed"], f"no process could be made: {message['why']}")
             elif "exited" in message:
                 key = next(key for key, process in self._processes.items() if process.pid == message["exited"])
                 self._lose(key, _describe(message["status"]))

@@ -42,6 +42,25 @@ class Sleeps:
         """Nothing to let go of."""
 
 
+FAILS_ONCE = "tests.study.sleeping:FailsOnce"
+
+
+class FailsOnce(Sleeps):
+    """Of seed 0 the first try fails, with what another try may not meet."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._mark = Path(context.plan["checkpoints"]).parent / f"{context.trial}.tried"
+
+    def step(self) -> dict[str, Any]:
+        if self._config.seed == 0 and not self._mark.exists():
+            self._mark.parent.mkdir(parents=True, exist_ok=True)
+            self._mark.touch()
+            time.sleep(self._config.optimizer.lr / 2)
+            raise ConnectionError("the network is away")
+        return super().step()
+
+
 @contextmanager
 def executor(name: str = SLEEPS) -> Iterator[None]:
     """Have every trial trained by the executor of that name."""

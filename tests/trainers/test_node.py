@@ -226,6 +226,13 @@ def test_processes_die_with_who_started_them(tmp_path: Path) -> None:
     assert not alive
 
 
+def test_a_closed_node_says_so() -> None:
+    with Node() as node:
+        pass
+    with pytest.raises(RuntimeError, match="make a new one"):
+        node.start(1, {}, 1)
+
+
 def test_what_processes_print_goes_to_the_log(tmp_path: Path) -> None:
     with Node() as node:
         node.log(tmp_path / "workers.log")
