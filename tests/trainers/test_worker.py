@@ -16,7 +16,7 @@ import torch
 from ray.train import Checkpoint, TrainingFailedError, UserCallback
 
 from lns_ops import NonFiniteError
-from trainers.bundles import bundles
+from trainers.bundles import Shape
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.layout import Layout
 from trainers.records import HISTORY
@@ -119,7 +119,7 @@ STAGES = replace(CONFIG, layout=Layout(pp=2, micro_batches=2))
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [CONFIG, LOCAL, STAGES], ids=["synchronous", "diloco int8", "pipeline"])
 def test_killed_worker_restarts_and_ends_bit_equal(ray_cluster: None, tmp_path: Path, config: TrialConfig) -> None:
-    assert bundles(config) == [{"CPU": 1.0}] * 2
+    assert Shape.of(config).bundles == [{"CPU": 1.0}] * 2
     finals = {}
     for kill in (False, True):
         log = tmp_path / f"reports-{kill}"
