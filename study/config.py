@@ -266,8 +266,8 @@ class StudyConfig:
         one_of("executor", self.executor, EXECUTORS)
         if self.executor == "train" and self.search.population:
             raise ValueError(
-                f"executor=train with search.scheduler={self.search.scheduler}: a generation goes on from checkpoints of the one before, and "
-                "Ray Train continues its own runs only; use executor=auto"
+                f"executor=train with search.scheduler={self.search.scheduler}: a generation goes on from checkpoints of the one before, "
+                "and Ray Train continues its own runs only; use executor=auto"
             )
         at_least("checkpoint_every", self.checkpoint_every, 1, "1 checkpoints every epoch")
         finite("heartbeat", self.heartbeat, 1.0, "leave it out to wait for ever")
