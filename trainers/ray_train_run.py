@@ -4,6 +4,7 @@ a gang within the trial.
 A worker process drives ``trainers.worker.build_trainer(...).fit()`` in a thread and does nothing else. Ray Train's controller is
 a process of its own, maybe on another machine; a callback in it connects back here, passes on what rank 0 reports, and waits for
 the word to go on. The word to stop it answers with an error, which ends the run.
+Limit: a run that is told to stop so does not end in time (docs/decisions.md), so schedulers are refused with this executor.
 
 The Ray Train run's name is the trial's id, so a driver that is started again continues the run.
 """
