@@ -9,7 +9,7 @@ Trials of :mod:`bench_executors` compute nothing, so that what is left is the en
     noop        trials a second, tracking off; beside it Ray Tune with a class Trainable and reused actors, and with a function
     tracked     the same, every trial a run in MLflow (sqlite)
     metrics     30 trials x 10 reports x 10 metrics, tracked; beside it Ray Tune with MLflowLoggerCallback
-    gang        seconds of a two-worker trial of scikit-learn's digits: the first, and the median of those after it
+    gang        seconds of a two-worker trial of scikit-learn's digits: the first, and the median of those after it; beside it by Ray Train
     memory      of the driver: MB that 1,000 no-op trials add
     house       (by name only) utilisation of 300 slots by 900 trials that sleep 20 s
     rate        cores that the driver uses while 300 and 1,000 trials report once a second
@@ -113,7 +113,7 @@ def report(name: str, value: float, unit: str, note: str = "") -> None:
     _RESULTS[name] = value
 
 
-def run(trials: int, executor: str | None, *, tracked: bool, config: TrialConfig = DIGITS, **settings: Any) -> tuple[float, View]:
+def run(trials: int, executor: str | None, /, *, tracked: bool, config: TrialConfig = DIGITS, **settings: Any) -> tuple[float, View]:
     """Seconds of a whole study through the engine, from plan to report, with trials by an executor of :mod:`bench_executors`."""
     with tempfile.TemporaryDirectory() as storage:
         study = StudyConfig(
@@ -236,6 +236,11 @@ def gang(trials: int) -> None:
     steps = [b - a for a, b in pairwise(ended)]
     report("two-worker trial of 3 epochs, those after the first", statistics.median(steps), "s")
     report("two-worker trial of 3 epochs, the first, plan and start of its processes included", ended[0] - start, "s")
+    start = time.time()
+    _, view = run(3, None, tracked=False, config=replace(DIGITS, workers=2), executor="train")
+    ended = [event["time"] for event in view.events if event["event"] == "finished"]
+    report("the same by Ray Train (executor=train), those after the first", statistics.median(b - a for a, b in pairwise(ended)), "s")
+    report("the same by Ray Train, the first, plan and start of Ray included", ended[0] - start, "s")
 
 
 def memory(trials: int) -> None:

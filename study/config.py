@@ -264,10 +264,10 @@ class StudyConfig:
                 "--address http://HEAD:8265 --working-dir . -- lns-study run CONFIG address=auto`, or address=auto on a node of the cluster"
             )
         one_of("executor", self.executor, EXECUTORS)
-        if self.executor == "train" and (self.search.ends_early or self.search.population):
+        if self.executor == "train" and self.search.population:
             raise ValueError(
-                f"executor=train with search.scheduler={self.search.scheduler}: Ray Train's trials cannot be ended early, nor go on from "
-                "another's checkpoints; use executor=auto"
+                f"executor=train with search.scheduler={self.search.scheduler}: Ray Train's trials cannot go on from another's "
+                "checkpoints; use executor=auto"
             )
         at_least("checkpoint_every", self.checkpoint_every, 1, "1 checkpoints every epoch")
         finite("heartbeat", self.heartbeat, 1.0, "leave it out to wait for ever")

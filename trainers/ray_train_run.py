@@ -3,8 +3,8 @@ a gang within the trial.
 
 A worker process drives ``trainers.worker.build_trainer(...).fit()`` in a thread and does nothing else. Ray Train's controller is
 a process of its own, maybe on another machine; a callback in it connects back here, passes on what rank 0 reports, and waits for
-the word to go on. The word to stop it answers with an error, which ends the run.
-Limit: a run that is told to stop so does not end in time (docs/decisions.md), so schedulers are refused with this executor.
+the word to go on. Told to stop, it has the controller abort the run, as Ctrl-C in a script of one's own does. (An error raised in the
+callback does not end a run: Ray Train starts its controller's work again, by default without limit.)
 
 The Ray Train run's name is the trial's id, so a driver that is started again continues the run.
 """
@@ -48,17 +48,13 @@ class Told(UserCallback):  # type: ignore[misc]
         self._connection: Connection | None = None
 
     def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
-        """Pass on what rank 0 reported."""
+        """Pass on what rank 0 reported; end the run where the answer is to stop."""
         if self._connection is None:
             self._connection = Client(self._address, authkey=self._key)
         path = {"checkpoint_path": checkpoint.path} if checkpoint is not None else {}
         self._connection.send(metrics[0] | path)
         if not self._connection.recv():
-            raise StoppedError("told to stop")
-
-
-class StoppedError(RuntimeError):
-    """The trial was to stop, and has."""
+            ray.get_runtime_context().current_actor.abort.remote()  # runs once this one has returned
 
 
 class RayTrainRun:

@@ -322,6 +322,17 @@ def test_ray_train_trains_the_same_trial(ray_session: None, tiny: Tiny) -> None:
     assert gang_trial.test["test/error"] == pytest.approx(trial.test["test/error"], abs=0.02)
 
 
+@pytest.mark.slow
+def test_a_scheduler_ends_a_trial_of_ray_train_early(ray_session: None, tiny: Tiny) -> None:
+    """The second of three is the worst after an epoch; its processes go, and the third has their CPUs."""
+    search = "search={algorithm: grid, scheduler: asha, reduction_factor: 2}"
+    rates = "space={optimizer.lr: {choice: [0.2, 0.000001, 0.3]}}"
+    one = ["rows=[{label: a}]", "baseline=null", "seeds=[0]", "trial.epochs=4", "max_concurrent=1"]
+    outcome, _ = run(tiny("train asha", *GANG, "executor=train", rates, search, *one))
+    assert [trial.status for trial in outcome.state.trials] == [FINISHED, STOPPED, FINISHED]
+    assert [trial.epoch for trial in outcome.state.trials] == [4, 1, 4]
+
+
 SEARCH = [
     "rows=[{label: a}, {label: b, overrides: {precision.format: lns12}}]",
     "baseline=null",

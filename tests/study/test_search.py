@@ -213,7 +213,6 @@ def test_bits_of_a_format(searched: Make) -> None:
         (["space={optimizer.lr: {choice: [fast]}}"], "'fast' is not possible"),
         (["space={seed: {choice: [1, 2]}}"], "the study's seeds"),
         (["space={optimizer.momentum: {choice: [1.5, 2]}}"], "no point of the space makes a valid trial"),
-        (["executor=train", "search.scheduler=asha"], "cannot be ended early"),
         (["limits.hours=-1"], "limits.hours=-1"),
     ],
 )
