@@ -113,7 +113,9 @@ def report(name: str, value: float, unit: str, note: str = "") -> None:
     _RESULTS[name] = value
 
 
-def run(trials: int, executor: str | None, /, *, tracked: bool, config: TrialConfig = DIGITS, **settings: Any) -> tuple[float, View]:
+def run(
+    trials: int, executor: str | None, /, *, tracked: bool, config: TrialConfig = DIGITS, **settings: Any
+) -> tuple[float, View]:
     """Seconds of a whole study through the engine, from plan to report, with trials by an executor of :mod:`bench_executors`."""
     with tempfile.TemporaryDirectory() as storage:
         study = StudyConfig(
@@ -239,7 +241,9 @@ def gang(trials: int) -> None:
     start = time.time()
     _, view = run(3, None, tracked=False, config=replace(DIGITS, workers=2), executor="train")
     ended = [event["time"] for event in view.events if event["event"] == "finished"]
-    report("the same by Ray Train (executor=train), those after the first", statistics.median(b - a for a, b in pairwise(ended)), "s")
+    report(
+        "the same by Ray Train (executor=train), those after the first", statistics.median(b - a for a, b in pairwise(ended)), "s"
+    )
     report("the same by Ray Train, the first, plan and start of Ray included", ended[0] - start, "s")
 
 
