@@ -16,6 +16,7 @@ from lns_ops.handlers import (
     pooling,
     recurrent,
     reductions,
+    storage,
     structure,
 )
 
@@ -35,5 +36,6 @@ __all__ = [
     "pooling",
     "recurrent",
     "reductions",
+    "storage",
     "structure",
 ]
