@@ -57,14 +57,30 @@ def check_range(name: str, value: float, low: float, high: float, example: str) 
         raise ValueError(f"{name}={value}: must be at least {low:g} and below {high:g}, for example {example}")
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
+def _code(value: float, fmt: LNSFormat) -> int:
+    return int(lns.encode(torch.tensor(value, dtype=torch.float64), fmt))
+
+
 def scalar_code(name: str, value: float, fmt: LNSFormat) -> int:
     """The code of a hyperparameter, which must not vanish in the format."""
-    code = int(lns.encode(torch.tensor(value, dtype=torch.float64), fmt))
+    code = _code(value, fmt)
     if code == 0 and value != 0:
         raise ValueError(
             f"{name}={abs(value):g}: underflows to zero in {fmt}, whose smallest magnitude is {fmt.smallest:.3g}; raise {name} "
             "(sum the loss over fewer examples, or average it) or use a format with more integer bits"
+        )
+    return code
+
+
+def rate_code(rate: float, fmt: LNSFormat) -> int:
+    """The code of a step's learning rate: 0, with a warning, where a schedule has taken it below the format's smallest magnitude."""
+    code = _code(rate, fmt)
+    if code == 0 and rate != 0:
+        warnings.warn(
+            f"a learning rate below {fmt.smallest:.3g}, the smallest magnitude of {fmt}, underflows: such steps leave weights as they "
+            "are; end the schedule above it, or use a format with more integer bits or arithmetic='float32'",
+            stacklevel=2,
         )
     return code
 

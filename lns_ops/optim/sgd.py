@@ -10,7 +10,7 @@ from torch import Tensor
 from lns_ops import directions
 from lns_ops import functional as lns
 from lns_ops.format import LNSFormat
-from lns_ops.optim.base import LNSOptimizer, add_float, gradient, scalar_code, state_codes, zeros
+from lns_ops.optim.base import LNSOptimizer, add_float, gradient, rate_code, scalar_code, state_codes, zeros
 from lns_ops.optim.numbers import Numbers, numbers
 from lns_ops.tensor import LNSTensor
 
@@ -118,7 +118,7 @@ class SGD(LNSOptimizer):
         elif group["weight_decay"]:
             grad = lns.add(grad, lns.mul(_number("weight_decay", group, fmt), parameter.codes, fmt), fmt)
         common |= {"momentum": None if buffer is None else scalar_code("momentum", group["momentum"], fmt), "buffer": buffer}
-        lns.sgd_update_(parameter.codes, grad, fmt, negative_lr=scalar_code("lr", -group["lr"], fmt), **common)
+        lns.sgd_update_(parameter.codes, grad, fmt, negative_lr=rate_code(-group["lr"], fmt), **common)
 
 
 def _composed(x: Numbers, group: dict[str, Any]) -> None:
