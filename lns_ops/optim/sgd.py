@@ -36,7 +36,8 @@ class SGD(LNSOptimizer):
         params: LNSTensor or float parameters, or groups of them as in torch.optim.
         lr: step size, at least 0.
         momentum: in [0, 1).
-        kahan_sum: keep a compensation for each parameter.
+        kahan_sum: keep a compensation for each parameter; updates below ``(2^(2^-f / 2) - 1)^2 |w|`` are lost all the same
+            (:mod:`lns_ops.optim`).
         stochastic_rounding: round ``w + update`` at random, its expected value exact; LNS parameters only.
         seed: of the random rounding, 0 to 2^31 - 1.
         arithmetic: of an LNS parameter's update: ``lns`` (every operation an LNS operation) or ``float32`` (between load and store).
