@@ -20,8 +20,9 @@ and SignMul take one pass before it (:mod:`lns_ops.directions`), with the same b
 an LNS parameter: 2 bytes, + 2 with Kahan, + 2 with momentum or another average, + 4 for a second moment (Adam with stochastic rounding:
 2).
 
-A rate that a schedule takes below the format's smallest magnitude counts as 0, with a warning; one that begins there is refused. Optimizers
-are made after ``convert_``, which replaces parameters: a step of one made before is refused, and so is one of torch's own on LNS parameters.
+A rate that a schedule takes below the format's smallest magnitude counts as 0, with a warning; one that begins there is refused.
+Optimizers are made after ``convert_``, which replaces parameters: a step of one made before is refused, and so is one of torch's own on
+LNS parameters.
 
 ``optimizer.init_compensation(float32_weights)`` begins with what the conversion of those weights has lost. ``state_dict`` carries
 compensations and residues, in their dtypes.
