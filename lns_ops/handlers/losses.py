@@ -39,7 +39,7 @@ def _warn_of_mean(function: Callable[..., Any], x: Any, reduction: str) -> None:
     if reduction != "mean" or not isinstance(x, LNSTensor) or not x.requires_grad:
         return
     terms = x.numel() // (x.shape[min(1, x.dim() - 1)] if function in _OF_CLASSES and x.numel() else 1)
-    if terms > 1 and terms * x.fmt.smallest > LOST:
+    if isinstance(terms, int) and terms > 1 and terms * x.fmt.smallest > LOST:  # not while shapes are symbols
         warnings.warn(
             f"{function.__name__}: the gradient of a mean over {terms:,} terms loses what is below {terms * x.fmt.smallest:.2g} of a "
             f"term's own to underflow in {x.fmt}: use reduction='sum' with lr / {terms}, or multiply the loss by a power of two (Adam "
