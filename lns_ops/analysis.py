@@ -147,6 +147,8 @@ def decibels(x: Tensor, y: Tensor) -> float:
     return math.inf if noise == 0 else 10 * math.log10(signal / noise)
 
 
+_HEADROOM = 2
+"""Octaves that :attr:`Analysis.loss_scale` leaves above the largest gradient, for batches to come."""
 _COLUMNS = (
     ("layer", 0), ("kind", 0), ("weights", 1), ("outputs", 1), ("gradients", 1), ("underflow %", 2), ("saturated %", 2), ("forward dB", 2),
     ("backward dB", 2), ("updates lost %", 2),
@@ -167,6 +169,20 @@ class Analysis:
     span: tuple[float, float] | None
     layers: list[LayerAnalysis] = field(default_factory=list)
 
+    @property
+    def loss_scale(self) -> float:
+        """The power of two to multiply the loss by, so that the gradients of outputs underflow least and none saturates; 1 if none does.
+
+        It costs nothing in LNS: logarithms move by a whole number of octaves. Adam and others that divide by the gradient's size take the
+        same rate, SGD one that is divided by it.
+        """
+        met = [v for layer in self.layers if (v := layer.gradient) is not None and not math.isnan(v.low)]
+        if self.span is None or not any(v.underflow for v in met):
+            return 1.0
+        wanted = self.span[0] - min(v.low for v in met)
+        room = self.span[1] - max(v.high for v in met) - _HEADROOM
+        return float(2.0 ** max(0, min(math.ceil(wanted), math.floor(room))))
+
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """One dict of numbers and names a layer, under the layer's name."""
         return {layer.name: layer.flat() for layer in self.layers}
@@ -183,7 +199,10 @@ class Analysis:
         aligned = [[cell.rjust(w) if kind == 2 else cell.ljust(w) for cell, w, (_, kind) in zip(row, widths, _COLUMNS, strict=True)]
                    for row in rows]  # fmt: skip
         reach = "" if self.span is None else f", 2^{self.span[0]:.1f} .. 2^{self.span[1]:.1f}"
-        return "\n".join([f"{self.format}{reach}; ranges in octaves", *("  ".join(cells).rstrip() for cells in aligned)])
+        lines = [f"{self.format}{reach}; ranges in octaves", *("  ".join(cells).rstrip() for cells in aligned)]
+        if self.loss_scale > 1:
+            lines.append(f"gradients underflow: multiply the loss by {self.loss_scale:g} (and divide the rate of SGD by it)")
+        return "\n".join(lines)
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Ranges beside the format's, signal-to-noise ratios and lost updates, as a matplotlib figure (saved to ``path`` if given)."""

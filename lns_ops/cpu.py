@@ -25,7 +25,15 @@ from numpy.typing import NDArray
 
 from lns_ops import _elementwise, _gather, _lanes, _pieces, _random, _segments, _simd, _vector, reference
 from lns_ops._pool import get_num_threads, run, set_num_threads
-from lns_ops.format import MANTISSA_BITS, LNSFormat, NonFiniteError, decode_significands, encode_thresholds, stochastic_steps
+from lns_ops.format import (
+    MANTISSA_BITS,
+    LNSFormat,
+    NonFiniteError,
+    decode_significands,
+    encode_thresholds,
+    single_significands,
+    stochastic_steps,
+)
 from lns_ops.gaussian import decay_table, gaussian_tables, stochastic_tables
 from lns_ops.reference import ACC_MAX, ACC_MIN, BLOCK, ROOT_SLOT, WEIGHT_SLOT, adam_codes
 
@@ -221,17 +229,13 @@ def encode_stochastic(x: NDArray[np.float32], fmt: LNSFormat, bits: NDArray[np.u
 @lru_cache(maxsize=32)
 def _decode_tables(fraction_bits: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """Significand bit patterns: float32's with the results of exponents -128 and -127 after them, and float64's."""
-    significands = decode_significands(fraction_bits)
-    single = significands.astype(np.float32)
-    subnormal = [np.ldexp(single, -128), np.ldexp(single, -127)]
-    return (
-        np.concatenate([single.view(np.int32) - (127 << 23), *(s.view(np.int32) for s in subnormal)]),
-        significands.view(np.int64).copy(),
-    )
+    single = single_significands(fraction_bits).view(np.int32).copy()
+    single[: 1 << fraction_bits] -= 127 << 23
+    return single, decode_significands(fraction_bits).view(np.int64).copy()
 
 
 def decode(codes: Codes, fmt: LNSFormat, dtype: type[np.floating[Any]] = np.float32) -> NDArray[Any]:
-    """``sign x 2^(log/2^f)``: the significand rounded to ``dtype``, times a power of two.
+    """``sign x 2^(log/2^f)``, rounded to ``dtype`` once.
 
     Args:
         codes: int16, any shape.

@@ -26,7 +26,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lns_ops.format import MANTISSA_BITS, LNSFormat, NonFiniteError, decode_significands, encode_thresholds, stochastic_steps
+from lns_ops.format import (
+    MANTISSA_BITS,
+    LNSFormat,
+    NonFiniteError,
+    decode_significands,
+    encode_thresholds,
+    single_significands,
+    stochastic_steps,
+)
 from lns_ops.gaussian import decay_table, gaussian_tables, longest_decay_table, stochastic_tables
 from lns_ops.reference import BLOCK, adam_codes, adam_scalars
 
@@ -246,15 +254,14 @@ def _tables(fraction_bits: int, device: int) -> _Tables:
     def upload(table: np.ndarray[Any, Any]) -> Tensor:
         return _upload(table, device)
 
-    significands = decode_significands(fraction_bits)
     return _Tables(
         upload(packed[::-1].astype(np.int32)),
         upload(signed[::-1].astype(np.int32)),
         upload(np.stack([plus, minus], axis=1).astype(np.int32)),
         upload(cells),
         upload(thresholds),
-        upload(significands.astype(np.float32)),
-        upload(significands),
+        upload(single_significands(fraction_bits)),
+        upload(decode_significands(fraction_bits)),
     )
 
 

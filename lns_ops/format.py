@@ -207,6 +207,19 @@ def decode_significands(fraction_bits: int) -> NDArray[np.float64]:
 
 
 @lru_cache(maxsize=32)
+def single_significands(fraction_bits: int) -> NDArray[np.float32]:
+    """``2^(j / 2^f)``, then ``2^(j / 2^f - 128)`` and ``2^(j / 2^f - 127)``, each rounded to float32 once; the latter two are subnormal.
+
+    Made of integers, so that a processor that flushes subnormals to zero makes the same table.
+    """
+    significands = decode_significands(fraction_bits)
+    subnormal = [np.rint(np.ldexp(significands, 149 - octaves)).astype(np.int32) for octaves in (128, 127)]  # in units of 2^-149
+    table = np.concatenate([significands.astype(np.float32).view(np.int32), *subnormal]).view(np.float32)
+    table.setflags(write=False)
+    return table
+
+
+@lru_cache(maxsize=32)
 def stochastic_steps(fraction_bits: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Between which codes a float32 lies, and how far: what encoding at random needs.
 

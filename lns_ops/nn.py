@@ -29,7 +29,7 @@ from lns_ops import functional as lns
 from lns_ops.format import LNSFormat
 from lns_ops.formats import NumberFormat, parse
 from lns_ops.matmul_layers import LAYERS, LNSMatmulLinear
-from lns_ops.simulation import simulate_, stop_
+from lns_ops.simulation import simulate_, stop_, these
 from lns_ops.tensor import LNSTensor, in_float32, in_format
 
 __all__ = ["Conversion", "LNSMatmulLinear", "convert_", "revert_", "summary"]
@@ -113,6 +113,7 @@ def _convert_everywhere(module: nn.Module, fmt: LNSFormat, encoded: dict[nn.Para
         if parameter not in encoded:
             values = LNSTensor(lns.encode(parameter.detach(), fmt), fmt)
             encoded[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+            parameter.lns_replaced = True  # type: ignore[attr-defined]
         setattr(module, name, encoded[parameter])
     for name, buffer in _buffers(module).items():
         module._buffers[name] = LNSTensor(lns.encode(buffer, fmt), fmt)
@@ -131,14 +132,23 @@ def _matched(formats: Mapping[str, Format], name: str) -> Format | None:
 def _choose(
     owners: list[tuple[str, nn.Module]], fmt: Format | Mapping[str, Format], filter_fn: Filter | None
 ) -> list[tuple[str, nn.Module, LNSFormat]]:
-    """Which layers to convert, and into what."""
-    chosen = []
+    """Which layers to convert, and into what.
+
+    Raises:
+        ValueError: a pattern of ``fmt``, or ``filter_fn``, matches no layer.
+    """
+    names, chosen = [name for name, _ in owners], []
+    for pattern in fmt if isinstance(fmt, Mapping) else ():
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"format for {pattern!r} matches no layer: {these(names)}")
     for name, layer in owners:
         default = _matched(fmt, name) if isinstance(fmt, Mapping) else fmt
         answer = filter_fn(layer, name) if filter_fn is not None else True
         picked = default if answer is True else answer
         if picked is not None and picked is not False:
             chosen.append((name, layer, LNSFormat.of(picked)))
+    if filter_fn is not None and owners and not chosen:
+        raise ValueError(f"filter_fn matches no layer: {these(names)}")
     return chosen
 
 
@@ -148,10 +158,38 @@ def _check(name: str, layer: nn.Module, scope: str) -> None:
             f"layer {name or '(root)'!r}: is LNS already; convert a module once (or revert_ it), or leave the layer out with filter_fn"
         )
     if scope == "matmul" and type(layer) not in LAYERS:
+        made = [t.__name__ for t in LAYERS if isinstance(layer, t)]  # type: ignore[arg-type]
+        subclass = f", a subclass of {made[0]} that may compute something else" if made else ""
         raise ValueError(
-            f"layer {name or '(root)'!r} is a {type(layer).__name__}: scope 'matmul' converts {', '.join(t.__name__ for t in LAYERS)}; "
-            "leave it out with filter_fn=lambda module, name: isinstance(module, nn.Linear), or use scope='everywhere'"
+            f"layer {name or '(root)'!r} is a {type(layer).__name__}{subclass}: scope 'matmul' converts "
+            f"{', '.join(t.__name__ for t in LAYERS)} themselves; leave others out with "
+            "filter_fn=lambda module, name: type(module) in lns_ops.matmul_layers.LAYERS, or use scope='everywhere'"
         )
+
+
+def _check_ties(owners: list[tuple[str, nn.Module]], chosen: list[tuple[str, nn.Module, LNSFormat]]) -> None:
+    """Refuse what would turn a parameter that layers share into two.
+
+    Raises:
+        ValueError: layers that share a parameter would not be converted alike, or were not.
+    """
+    formats, first = {layer: fmt for _, layer, fmt in chosen}, dict[nn.Parameter, tuple[str, nn.Module]]()
+    for name, layer in owners:
+        for its_name, parameter in layer._parameters.items():
+            if parameter is None:
+                continue
+            if layer in formats and hasattr(parameter, "lns_replaced"):
+                raise ValueError(
+                    f"layer {name!r}: its {its_name} was converted with another layer before, which would keep an own one from now on; "
+                    "convert layers that share a parameter in one call, or give the layer a parameter of its own"
+                )
+            other_name, other = first.setdefault(parameter, (name, layer))
+            if formats.get(layer) != formats.get(other):
+                mine, theirs = (str(formats.get(each, "as it is")) for each in (layer, other))
+                raise ValueError(
+                    f"layers {other_name!r} and {name!r} share the parameter {its_name}, and would be {theirs} and {mine}: convert both "
+                    "alike or neither (filter_fn, formats by name), or give one of them a parameter of its own"
+                )
 
 
 def convert_(
@@ -176,7 +214,10 @@ def convert_(
         ``F.cross_entropy``, ``argmax`` and ``to_float`` work.
 
     Raises:
-        ValueError: unknown scope or format, or a layer that cannot be converted; nothing has changed then.
+        ValueError: unknown scope or format, a filter or pattern that matches no layer, a layer that cannot be converted, or (in scope
+            ``everywhere``) layers that share a parameter and would not be converted alike; nothing has changed then.
+
+    In scope ``everywhere`` the module has new parameters afterwards, so an optimizer is made after; one made before refuses to step.
 
     >>> net = convert_(nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10)), lns12, scope="everywhere")
     """
@@ -195,6 +236,8 @@ def convert_(
     chosen = _choose(relevant, fmt, filter_fn)
     for name, layer, _ in chosen:
         _check(name, layer, scope)
+    if scope == "everywhere":
+        _check_ties(owners, chosen)
     encoded: dict[nn.Parameter, nn.Parameter] = {}
     for _, layer, picked in chosen:
         if scope == "matmul":
@@ -234,6 +277,7 @@ def revert_(module: nn.Module) -> nn.Module:
                 if parameter not in decoded:
                     values = lns.decode(parameter.codes, parameter.fmt)
                     decoded[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                    parameter.lns_replaced = True
                 setattr(layer, name, decoded[parameter])
         for name, buffer in list(layer._buffers.items()):
             if isinstance(buffer, LNSTensor):

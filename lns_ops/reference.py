@@ -437,11 +437,11 @@ def encode(x: NDArray[Any], fmt: LNSFormat) -> Codes:
 
 
 def decode(codes: Codes, fmt: LNSFormat, dtype: type[np.floating[Any]] = np.float32) -> NDArray[Any]:
-    """``sign x 2^(log/2^f)``: the significand ``2^(j/2^f)`` rounded to ``dtype``, times a power of two."""
+    """``sign x 2^(log/2^f)``: the significand ``2^(j/2^f)`` times a power of two, rounded to ``dtype`` once."""
     sign, log = unpack(codes, fmt)
     safe = np.where(log == NO_LOG, 0, log)
-    significand = decode_significands(fmt.fraction_bits).astype(dtype)[safe & ((1 << fmt.fraction_bits) - 1)]
-    magnitude = np.where(log == NO_LOG, dtype(0), np.ldexp(significand, (safe >> fmt.fraction_bits).astype(np.int32)))
+    significand = decode_significands(fmt.fraction_bits)[safe & ((1 << fmt.fraction_bits) - 1)]
+    magnitude = np.where(log == NO_LOG, 0.0, np.ldexp(significand, (safe >> fmt.fraction_bits).astype(np.int32)))
     return np.where(sign, -magnitude, magnitude).astype(dtype)
 
 

@@ -112,6 +112,12 @@ def _owners(module: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
+def these(names: list[str]) -> str:
+    """What an error says of the layers that there are."""
+    shown = ", ".join(repr(name) for name in names[:20]) or "none"
+    return f"there are {shown}{f' and {len(names) - 20} more' if len(names) > 20 else ''} ('' is the module itself)"
+
+
 @torch.no_grad()
 def simulate_(
     module: nn.Module,
@@ -132,12 +138,15 @@ def simulate_(
         ``module``, which takes and returns float tensors. Its optimizer needs :func:`lns_ops.updates.quantize_updates_`.
 
     Raises:
-        ValueError: no such format, or a layer that is in one already; nothing has changed then.
+        ValueError: no such format, a filter that matches no layer, or a layer that is in one already; nothing has changed then.
     """
     chosen_format = parse(fmt) if isinstance(fmt, str) else fmt
     chosen_gradient = chosen_format if gradient_format is None else gradient_format
     gradients = parse(chosen_gradient) if isinstance(chosen_gradient, str) else chosen_gradient
-    layers = [(name, layer) for name, layer in _owners(module) if filter_fn is None or filter_fn(layer, name)]
+    owners = _owners(module)
+    layers = [(name, layer) for name, layer in owners if filter_fn is None or filter_fn(layer, name)]
+    if not layers:
+        raise ValueError(f"filter_fn matches no layer: {these([name for name, _ in owners])}")
     for name, layer in layers:
         if hasattr(layer, "simulation") or any(isinstance(p, LNSTensor) for p in layer.parameters(recurse=False)):
             raise ValueError(

@@ -19,7 +19,8 @@ in the opposite direction by the opposite conversion.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from copy import deepcopy
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -44,6 +45,9 @@ class LNSTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, codes: Tensor, fmt: LNSFormat) -> LNSTensor:
+        if torch.is_inference_mode_enabled() and not codes.is_inference():  # a view of a tensor from outside is of its kind
+            with torch.inference_mode(False):
+                return LNSTensor.__new__(cls, codes, fmt)
         return torch.Tensor._make_wrapper_subclass(
             cls,
             codes.shape,
@@ -79,6 +83,23 @@ class LNSTensor(torch.Tensor):
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"LNSTensor({torch._tensor_str._tensor_str(values, 10)}, fmt={self.fmt}{grad})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> LNSTensor:
+        """A copy with codes of its own, which shares memory with the copies of what this one shares it with."""
+        if id(self) in memo:
+            return cast(LNSTensor, memo[id(self)])
+        if not self.is_leaf:
+            raise RuntimeError("deepcopy of an LNSTensor that was computed: only leaves of the graph are copied; use x.detach()")
+        rest = {name: value for name, value in self.__dict__.items() if name not in ("codes", "fmt")}
+        made = _rebuilt(deepcopy(self.codes, memo), self.fmt, self.requires_grad, deepcopy(rest, memo))
+        memo[id(self)] = made
+        made.grad = deepcopy(self.grad, memo)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """What pickle and torch.save keep: the codes, with the memory that they share, the format and attributes."""
+        rest = {name: value for name, value in self.__dict__.items() if name not in ("codes", "fmt")}
+        return _rebuilt, (self.codes, self.fmt, self.requires_grad, rest)
+
     def __tensor_flatten__(self) -> tuple[list[str], LNSFormat]:
         return ["codes"], self.fmt
 
@@ -100,6 +121,14 @@ class LNSTensor(torch.Tensor):
         if handler is None:
             return _unhandled(func, args, kwargs or {})
         return handler(func, *args, **(kwargs or {}))
+
+
+def _rebuilt(codes: Tensor, fmt: LNSFormat, requires_grad: bool, rest: dict[str, Any]) -> LNSTensor:
+    """The leaf that :meth:`LNSTensor.__reduce_ex__` describes."""
+    made = LNSTensor(codes, fmt)
+    made.requires_grad = requires_grad
+    made.__dict__ |= rest
+    return made
 
 
 def _unhandled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -250,4 +279,4 @@ def operands(name: Any, x: Any, y: Any) -> tuple[Tensor, Tensor, LNSFormat]:
     return codes[0], codes[1], fmt
 
 
-torch.serialization.add_safe_globals([LNSTensor, LNSFormat])
+torch.serialization.add_safe_globals([LNSTensor, LNSFormat, _rebuilt])

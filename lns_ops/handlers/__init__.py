@@ -10,12 +10,14 @@ from lns_ops.handlers import (
     linear,
     losses,
     normalization,
+    norms,
     ordering,
     packing,
     padding,
     pooling,
     recurrent,
     reductions,
+    storage,
     structure,
 )
 
@@ -29,11 +31,13 @@ __all__ = [
     "linear",
     "losses",
     "normalization",
+    "norms",
     "ordering",
     "packing",
     "padding",
     "pooling",
     "recurrent",
     "reductions",
+    "storage",
     "structure",
 ]

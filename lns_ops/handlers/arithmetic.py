@@ -37,8 +37,21 @@ def binary(func: Any, x: Any, y: Any, alpha: Any = 1) -> LNSTensor:
     if x_codes.shape != y_codes.shape:
         _check_broadcast(name, x_codes, y_codes)
     if alpha != 1:
-        y_codes = lns.mul(*operands(name, LNSTensor(y_codes, fmt), alpha))
+        return LNSTensor(_with_alpha(_BINARY[name], x_codes, y_codes, alpha, fmt), fmt)
     return LNSTensor(_BINARY[name](x_codes, y_codes, fmt), fmt)
+
+
+def _with_alpha(
+    operation: Callable[[Tensor, Tensor, LNSFormat], Tensor], x: Tensor, y: Tensor, alpha: Any, fmt: LNSFormat
+) -> Tensor:
+    """``x +- alpha y``; where ``alpha y`` leaves the range, ``(x / alpha +- y) alpha``, whose terms are as far apart."""
+    factor = operands("alpha", LNSTensor(y, fmt), alpha)[1]
+    product = lns.mul(y, factor, fmt)
+    result = operation(x, product, fmt)
+    if abs(alpha) <= 1:
+        return result
+    beyond = lns.absolute(product, fmt) == fmt.field_mask
+    return torch.where(beyond, lns.mul(operation(lns.div(x, factor, fmt), y, fmt), factor, fmt), result)
 
 
 @handles(aten.rsub.Scalar, aten.rsub.Tensor)

@@ -1,4 +1,4 @@
-"""Sums, means, variances, norms and matrix products, in the contract's order.
+"""Sums, means, variances and matrix products, in the contract's order.
 
 A sum of more than ``LONG_SUM`` terms is cut (:func:`lns_ops.functional.sum`). A mean divides by the encoded count before its sum is stored,
 so it never saturates. The variance is two passes, ``mean (x - mean)^2 n / (n - correction)``: the one-pass formula subtracts numbers that
@@ -16,18 +16,18 @@ from torch import Tensor
 from lns_ops import functional as lns
 from lns_ops.accumulation import get_matmul_accumulation
 from lns_ops.handlers.arithmetic import binary
-from lns_ops.indexed import lookup, power
+from lns_ops.indexed import lookup
 from lns_ops.reference import LONG_SUM
 from lns_ops.tensor import LNSTensor, aten, handles, operands
 
 
-def _dims(x: LNSTensor, dim: Any) -> list[int]:
+def dimensions(x: LNSTensor, dim: Any) -> list[int]:
     dims = range(x.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
     return [d % x.dim() for d in dims] if x.dim() else []
 
 
 def _total(x: LNSTensor, dim: Any, keepdim: bool = False) -> LNSTensor:
-    return LNSTensor(lns.sum(x.codes, _dims(x, dim), x.fmt, keepdim=keepdim), x.fmt)
+    return LNSTensor(lns.sum(x.codes, dimensions(x, dim), x.fmt, keepdim=keepdim), x.fmt)
 
 
 @handles(aten.sum.default)
@@ -61,12 +61,12 @@ def _cumsum(func: Any, x: LNSTensor, dim: int, *, dtype: Any = None) -> LNSTenso
 
 
 def _count(x: LNSTensor, dim: Any) -> int:
-    return math.prod(x.shape[d] for d in _dims(x, dim))
+    return math.prod(x.shape[d] for d in dimensions(x, dim))
 
 
 @handles(aten.mean.default, aten.mean.dim)
 def _mean(func: Any, x: LNSTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> LNSTensor:
-    return LNSTensor(lns.mean(x.codes, _dims(x, dim), x.fmt, keepdim=keepdim), x.fmt)
+    return LNSTensor(lns.mean(x.codes, dimensions(x, dim), x.fmt, keepdim=keepdim), x.fmt)
 
 
 def _variance(x: LNSTensor, dim: Any, correction: Any, keepdim: bool) -> tuple[LNSTensor, LNSTensor]:
@@ -107,34 +107,17 @@ def _std_mean(
     return LNSTensor(lns.sqrt(variance.codes, x.fmt), x.fmt), mean
 
 
-@handles(aten.linalg_vector_norm.default)
-def _norm(func: Any, x: LNSTensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> LNSTensor:
-    """Of any order but 0: a power of the sum of powers, each rounded once."""
-    if ord in (math.inf, -math.inf):
-        extremum = aten.amax if ord > 0 else aten.amin
-        return LNSTensor(extremum(lns.absolute(x.codes, x.fmt), _dims(x, dim), keepdim), x.fmt)
-    if ord == 0:
-        raise NotImplementedError("vector norm of order 0: LNS has the others; use (x != 0).sum()")
-    total = _total(LNSTensor(power(lns.absolute(x.codes, x.fmt), ord, x.fmt), x.fmt), dim, keepdim)
-    return LNSTensor(power(total.codes, 1 / ord, x.fmt), x.fmt)
-
-
-@handles(aten._foreach_norm.Scalar)
-def _norms(func: Any, tensors: list[LNSTensor], ord: Any = 2, dtype: Any = None) -> list[LNSTensor]:
-    return [_norm(func, x, ord) for x in tensors]
-
-
 @handles(aten.logsumexp.default)
 def _logsumexp(func: Any, x: LNSTensor, dim: Any, keepdim: bool = False) -> LNSTensor:
     largest = LNSTensor(_largest(x, dim), x.fmt)
     exponentials = LNSTensor(lookup(binary(aten.sub.Tensor, x, largest).codes, "exp", x.fmt), x.fmt)
     logarithm = LNSTensor(lookup(_total(exponentials, dim, True).codes, "log", x.fmt), x.fmt)
     result = binary(aten.add.Tensor, logarithm, largest)
-    return result if keepdim else LNSTensor(result.codes.squeeze(_dims(x, dim)), x.fmt)
+    return result if keepdim else LNSTensor(result.codes.squeeze(dimensions(x, dim)), x.fmt)
 
 
 def _largest(x: LNSTensor, dim: Any) -> Tensor:
-    key = lns.order_key(x.codes, x.fmt).amax(_dims(x, dim), keepdim=True)
+    key = lns.order_key(x.codes, x.fmt).amax(dimensions(x, dim), keepdim=True)
     return lns.from_key(key, x.fmt)
 
 

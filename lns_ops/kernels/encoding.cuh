@@ -35,24 +35,24 @@ struct Encoder {
     }
 };
 
-// float32 of a code: its significand from a table, rounded to float32, times a power of two.
+// float32 of a code: its significand from a table, rounded to float32, times a power of two. What is subnormal has entries of its own, of the
+// exponents -128 and -127, rounded once (lns_ops.format.single_significands).
 struct Decoder {
     static constexpr bool SHARED = FRACTION_BITS <= 9, SUBNORMAL = BIAS > 126 << FRACTION_BITS;
-    static constexpr int FRACTIONS = 1 << FRACTION_BITS, ROOM = SHARED ? FRACTIONS : 1;
+    static constexpr int FRACTIONS = 1 << FRACTION_BITS, ENTRIES = SUBNORMAL ? 3 * FRACTIONS : FRACTIONS, ROOM = SHARED ? ENTRIES : 1;
     const float *significands, *near;
 
     // `shared`: ROOM elements of shared memory, filled here; the caller synchronises.
     __device__ __forceinline__ Decoder(const float* __restrict__ significands, float* shared) : significands(significands), near(shared) {
         if (SHARED)
-            for (int i = threadIdx.x; i < FRACTIONS; i += blockDim.x) shared[i] = significands[i];
+            for (int i = threadIdx.x; i < ENTRIES; i += blockDim.x) shared[i] = significands[i];
     }
     __device__ __forceinline__ float operator()(int code) const {
         const int field = code & FIELD_MASK, log = field - BIAS, exponent = log >> FRACTION_BITS, fraction = log & (FRACTIONS - 1);
-        const int bits = __float_as_int(SHARED ? near[fraction] : __ldg(significands + fraction));
-        float v;
-        if (SUBNORMAL && exponent < -126) v = times(__int_as_float(bits + ((exponent + 64) << 23)), 0x1p-64f);
-        else v = __int_as_float(bits + (exponent << 23));
-        return field == 0 ? 0.0f : __int_as_float(__float_as_int(v) | (code & 0x80000000));
+        const bool subnormal = SUBNORMAL && exponent < -126;
+        const int entry = subnormal ? fraction + (exponent + 129) * FRACTIONS : fraction;
+        const int bits = __float_as_int(SHARED ? near[entry] : __ldg(significands + entry)) + (subnormal ? 0 : exponent << 23);
+        return field == 0 ? 0.0f : __int_as_float(bits | (code & 0x80000000));
     }
 };
 

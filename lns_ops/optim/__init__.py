@@ -4,7 +4,12 @@ In low precision a small update vanishes in a large weight: at f = 6 the nearest
 below half of that is lost, every time. Two ways to keep it:
 
 - ``kahan_sum``: Kahan compensation (W. Kahan, "Further remarks on reducing truncation errors", 1965) keeps what was lost in a second number
-  of the same format and offers it again at the next step. Deterministic; 2 bytes more a parameter.
+  of the same format and offers it again at the next step. Deterministic; 2 bytes more a parameter. Its limit: the second number has ulps,
+  too. Once it has grown to half an ulp of the weight, an update u is lost if ::
+
+      |u| < (2^(2^-f / 2) - 1)^2 |w|,  about (ln 2 / 2^(f + 1))^2 |w|:  2^-17 |w| in lns16, 2^-15 |w| in lns12
+
+  or if u is below the format's smallest magnitude. Equal updates under it end within half an ulp of where they began.
 - ``stochastic_rounding``: the sum of weight and update rounds up or down at random with the exact sum as its expected value (S. Gupta et
   al. 2015). No memory; the random bits come from (seed, parameter, step) alone, so a run repeats bit for bit on any device.
 
@@ -14,6 +19,10 @@ float32 operations (:mod:`lns_ops.optim.numbers`), the former ending in SGD's ke
 and SignMul take one pass before it (:mod:`lns_ops.directions`), with the same bits. A float parameter takes torch operations. Memory for
 an LNS parameter: 2 bytes, + 2 with Kahan, + 2 with momentum or another average, + 4 for a second moment (Adam with stochastic rounding:
 2).
+
+A rate that a schedule takes below the format's smallest magnitude counts as 0, with a warning; one that begins there is refused.
+Optimizers are made after ``convert_``, which replaces parameters: a step of one made before is refused, and so is one of torch's own on
+LNS parameters.
 
 ``optimizer.init_compensation(float32_weights)`` begins with what the conversion of those weights has lost. ``state_dict`` carries
 compensations and residues, in their dtypes.

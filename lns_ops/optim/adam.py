@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lns_ops import functional as lns
 from lns_ops.format import LNSFormat
-from lns_ops.optim.base import LNSOptimizer, add_float, gradient, scalar_code, state_codes, zeros
+from lns_ops.optim.base import LNSOptimizer, add_float, gradient, rate_code, scalar_code, state_codes, zeros
 from lns_ops.optim.composed import adam_direction
 from lns_ops.optim.numbers import Numbers, numbers
 from lns_ops.reference import adam_codes, check_adam
@@ -124,7 +124,7 @@ class Adam(LNSOptimizer):
             parameter.codes,
             grad,
             fmt,
-            negative_lr=scalar_code("lr", -group["lr"], fmt),
+            negative_lr=rate_code(-group["lr"], fmt),
             weight_decay=scalar_code("weight_decay", group["weight_decay"], fmt) if group["weight_decay"] else None,
             **common,
         )

@@ -29,7 +29,7 @@ from lns_ops.format import LNSFormat
 from lns_ops.formats import random_bits
 from lns_ops.formats.logarithmic import Logarithmic
 from lns_ops.gaussian import DecayTable
-from lns_ops.optim.base import add_float, gradient, scalar_code, zeros
+from lns_ops.optim.base import add_float, gradient, rate_code, scalar_code, zeros
 from lns_ops.reference import WEIGHT_SLOT
 from lns_ops.tensor import LNSTensor
 
@@ -305,7 +305,8 @@ class Codes(Numbers):
         self.grad = lns.neg(grad, self.fmt) if group["maximize"] else grad
 
     def number(self, value: float, name: str = "") -> Any:
-        return torch.tensor(scalar_code(name, value, self.fmt), dtype=torch.int16)
+        code = rate_code(value, self.fmt) if name == "lr" else scalar_code(name, value, self.fmt)
+        return torch.tensor(code, dtype=torch.int16)
 
     def scalar(self, value: Tensor) -> Tensor:
         return lns.encode(value, self.fmt)
@@ -380,7 +381,7 @@ class Codes(Numbers):
         """With momentum along ``buffer = momentum buffer + direction``, in the same kernel."""
         kahan, key = self._group["kahan_sum"], self._key
         lns.sgd_update_(
-            self.weight, direction, self.fmt, negative_lr=scalar_code("lr", -lr, self.fmt), key=key,
+            self.weight, direction, self.fmt, negative_lr=rate_code(-lr, self.fmt), key=key,
             momentum=self.plain(momentum, "momentum") if momentum else None, buffer=self.get("momentum_buffer") if momentum else None,
             compensation=self.get("compensation") if kahan else None, step=None if key is None else self.step,
         )  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor
 from lns_ops import directions
 from lns_ops import functional as lns
 from lns_ops.format import LNSFormat
-from lns_ops.optim.base import LNSOptimizer, add_float, gradient, scalar_code, state_codes, zeros
+from lns_ops.optim.base import LNSOptimizer, add_float, gradient, rate_code, scalar_code, state_codes, zeros
 from lns_ops.optim.numbers import Numbers, numbers
 from lns_ops.tensor import LNSTensor
 
@@ -36,7 +36,8 @@ class SGD(LNSOptimizer):
         params: LNSTensor or float parameters, or groups of them as in torch.optim.
         lr: step size, at least 0.
         momentum: in [0, 1).
-        kahan_sum: keep a compensation for each parameter.
+        kahan_sum: keep a compensation for each parameter; updates below ``(2^(2^-f / 2) - 1)^2 |w|`` are lost all the same
+            (:mod:`lns_ops.optim`).
         stochastic_rounding: round ``w + update`` at random, its expected value exact; LNS parameters only.
         seed: of the random rounding, 0 to 2^31 - 1.
         arithmetic: of an LNS parameter's update: ``lns`` (every operation an LNS operation) or ``float32`` (between load and store).
@@ -118,7 +119,7 @@ class SGD(LNSOptimizer):
         elif group["weight_decay"]:
             grad = lns.add(grad, lns.mul(_number("weight_decay", group, fmt), parameter.codes, fmt), fmt)
         common |= {"momentum": None if buffer is None else scalar_code("momentum", group["momentum"], fmt), "buffer": buffer}
-        lns.sgd_update_(parameter.codes, grad, fmt, negative_lr=scalar_code("lr", -group["lr"], fmt), **common)
+        lns.sgd_update_(parameter.codes, grad, fmt, negative_lr=rate_code(-group["lr"], fmt), **common)
 
 
 def _composed(x: Numbers, group: dict[str, Any]) -> None:

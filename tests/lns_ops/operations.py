@@ -37,7 +37,8 @@ add sub rsub mul div.no_rounding_mode true_divide __radd__ __rsub__ __rmul__ __r
 exp exp2 expm1 pow __rpow__ log log2 log10 log1p sigmoid tanh nn.functional.silu
 nn.functional.gelu nn.functional.mish nn.functional.elu nn.functional.celu nn.functional.selu
 nn.functional.softplus nn.functional.logsigmoid nn.functional.hardswish
-nn.functional.hardsigmoid nn.functional.leaky_relu nn.functional.prelu nn.functional.softshrink
+nn.functional.hardsigmoid nn.functional.leaky_relu nn.functional.prelu nn.functional.softshrink norm norm.fro norm.inf linalg.norm
+linalg.vector_norm
 """)
 """One rounding: results are within half an ulp of float64's."""
 
@@ -53,7 +54,7 @@ nn.functional.upsample_bilinear nn.functional.embedding_bag index_add scatter_ad
 """Sums in the contract's order: within ``SUM_HALF_ULPS`` half-ulps of the sum of magnitudes, ``f(|x|, ...)``."""
 
 COMPOSED = _names("""
-var var_mean std std_mean var.unbiased std.unbiased norm norm.fro norm.inf linalg.norm logsumexp softmax
+var var_mean std std_mean var.unbiased std.unbiased logsumexp softmax
 nn.functional.softmin nn.functional.layer_norm nn.functional.group_norm nn.functional.normalize nn.functional.softsign
 nn.functional.tanhshrink nn.functional.glu nn.functional.scaled_dot_product_attention nn.functional.local_response_norm
 """)

@@ -154,7 +154,7 @@ def test_table_frame_and_picture(tmp_path: Path) -> None:
     analysis = analyze(net(), batch(), lns12, lr=0.1)
     lines = str(analysis).splitlines()
     assert lines[0] == "lns12, 2^-16.0 .. 2^16.0; ranges in octaves"
-    assert [line.split()[0] for line in lines[1:]] == ["layer", "0", "1", "2", "3", "6"]
+    assert [line.split()[0] for line in lines[1:]] == ["layer", "0", "1", "2", "3", "6", "gradients"]
     frame = analysis.to_pandas()
     assert isinstance(frame, pandas.DataFrame)
     assert frame.loc["0", "output.count"] == analysis.layers[0].output.count  # type: ignore[union-attr]

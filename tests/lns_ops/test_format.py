@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from decimal import ROUND_HALF_EVEN, Decimal, localcontext
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lns_ops import LNSFormat, NonFiniteError, lns8, lns12, lns16, reference
+from lns_ops import LNSFormat, NonFiniteError, cpu, lns8, lns12, lns16, reference
 from tests.lns_ops.formats import FORMATS, IDS, half_ulp
 
 
@@ -47,6 +49,21 @@ def test_codes_ascend_and_survive_decode_then_encode(fmt: LNSFormat, dtype: type
     assert len(codes) == 2**fmt.bits - 1
     assert np.all(np.diff(values.astype(np.float64)) > 0)
     np.testing.assert_array_equal(reference.encode(values, fmt), codes)
+
+
+@pytest.mark.parametrize("fmt", [lns16, lns12, LNSFormat(9, 0), LNSFormat(10, 1), LNSFormat(15, 6)], ids=str)
+def test_decoding_rounds_once_to_float32_subnormals_too(fmt: LNSFormat) -> None:
+    positive = np.arange(1, fmt.field_mask + 1)
+    with localcontext() as digits:
+        digits.prec = 60
+        exact = [Decimal(2) ** (Decimal(int(field) - fmt.bias) / 2**fmt.fraction_bits) for field in positive]
+        steps = [Decimal(2) ** (max(-126, (int(field) - fmt.bias) >> fmt.fraction_bits) - 23) for field in positive]
+        nearest = [
+            float((value / step).to_integral_value(ROUND_HALF_EVEN) * step) for value, step in zip(exact, steps, strict=True)
+        ]
+    codes = positive.astype(np.int16)
+    for decode in (reference.decode, cpu.decode):
+        np.testing.assert_array_equal(decode(codes, fmt, np.float32).astype(np.float64), nearest)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=IDS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -154,3 +156,137 @@ def test_a_strangers_loop_trains(fmt: LNSFormat, scope: str) -> None:
             optimizer.step()
     wrong = (model(x[1500:]).argmax(1) != y[1500:]).float().mean()
     assert wrong < 0.15
+
+
+# ------------------------------------------------------------------------------ what would train nothing, or something else
+
+OLD = "was replaced when its module was converted or reverted"
+
+
+@pytest.mark.parametrize("kind", [SGD, torch.optim.SGD])
+def test_an_optimizer_made_before_convert_is_refused_at_its_step(kind: type[torch.optim.Optimizer]) -> None:
+    model = net()
+    early = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+    convert_(model, lns16, scope="everywhere")
+    model(torch.randn(5, 6)).sum().backward()
+    with pytest.raises(ValueError, match=rf"{OLD}.*make the optimizer after"):
+        early.step()
+    late = SGD(model.parameters(), lr=0.1)
+    late.step()
+    lns_ops.revert_(model)
+    with pytest.raises(ValueError, match=OLD):
+        late.step()
+
+
+def test_an_optimizer_made_before_convert_of_products_goes_on() -> None:
+    model = net()
+    optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), model[0].weight.clone()
+    convert_(model, lns16)
+    model(torch.randn(5, 6)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad"])
+def test_torchs_optimizers_of_lns_parameters_are_refused_with_ours(name: str) -> None:
+    model = convert_(net(), lns16, scope="everywhere")
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01)
+    model(torch.randn(5, 6)).sum().backward()
+    before = [p.codes.clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=rf"torch\.optim\.{name}.*lns16.*lns_ops\.optim\.{name}"):
+        optimizer.step()
+    assert all(torch.equal(p.codes, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_strangers_optimizers_of_lns_parameters_are_warned_of() -> None:
+    class Signs(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(parameter.grad.sign(), alpha=self.defaults["lr"])
+
+    model = convert_(net(), lns16, scope="everywhere")
+    optimizer, before = Signs(model.parameters(), {"lr": 0.25}), model[0].bias.codes.clone()
+    model(torch.randn(5, 6)).sum().backward()
+    with pytest.warns(UserWarning, match=r"Signs.*0\.999.*lns_ops\.optim"):
+        optimizer.step()
+    assert not torch.equal(model[0].bias.codes, before)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.head = nn.Embedding(8, 4), nn.LayerNorm(4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embedding(x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("fmt", "filter_fn"),
+    [
+        ("lns16", lambda module, name: name != "head"),
+        ({"embedding": "lns16"}, None),
+        ({"embedding": "lns16", "head": "lns12"}, None),
+        ("lns16", lambda module, name: "lns12" if name == "head" else True),
+    ],
+)
+def test_ties_that_a_conversion_would_cut_are_refused(fmt: object, filter_fn: object) -> None:
+    model = Tied()
+    with pytest.raises(ValueError, match=r"'embedding' and 'head' share the parameter weight.*alike"):
+        convert_(model, fmt, "everywhere", filter_fn)  # type: ignore[arg-type]
+    assert model.head.weight is model.embedding.weight
+    assert type(model.head.weight.data) is torch.Tensor
+    convert_(model, {"embedding": "lns16", "head": "lns16"}, scope="everywhere")
+    assert model.head.weight is model.embedding.weight
+
+
+def test_ties_that_two_conversions_would_cut_are_refused() -> None:
+    model = Tied()
+    convert_(model.embedding, "lns16", scope="everywhere")
+    with pytest.raises(ValueError, match=r"'head'.*weight.*converted with another layer before.*one call"):
+        convert_(model, "lns16", "everywhere", lambda module, name: name != "embedding")
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    model.head(torch.randn(2, 4)).sum().backward()
+    with pytest.raises(ValueError, match=f"{OLD}.*ties"):
+        optimizer.step()
+
+
+def test_ties_do_not_matter_to_products() -> None:
+    model = Tied()
+    convert_(model, "lns16", "matmul")
+    assert model.head.weight is model.embedding.weight
+
+
+@pytest.mark.parametrize("scope", ["matmul", "everywhere"])
+def test_filters_that_match_nothing_are_refused_with_the_names(scope: str) -> None:
+    for fmt, filter_fn, said in (
+        ("lns16", lambda module, name: name == "fc", "filter_fn"),
+        ({"fc*": "lns16"}, None, r"'fc\*'"),
+        ({"*": "lns16", "layer1": "lns12"}, None, "'layer1'"),
+    ):
+        model = net()
+        with pytest.raises(ValueError, match=f"{said} matches no layer.*there are '0', '2'"):
+            convert_(model, fmt, scope, filter_fn)  # type: ignore[arg-type]
+        assert type(model[0]) is nn.Linear
+    with pytest.raises(ValueError, match=r"filter_fn matches no layer.*there are '0', '1', '2'"):
+        convert_(net(), "bfloat16", "everywhere", lambda module, name: False)
+
+
+def test_products_of_a_subclass_are_refused_with_a_remedy_that_works() -> None:
+    class Doubled(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(input)
+
+    model = nn.Sequential(nn.Linear(4, 4), Doubled(4, 4), nn.MultiheadAttention(4, 2))
+    message = (
+        r"layer '1' is a Doubled, a subclass of Linear that may compute something else: .*(filter_fn=lambda .*), or use scope"
+    )
+    with pytest.raises(ValueError, match=message) as refused:
+        convert_(model, "lns16")
+    remedy = re.search(message, str(refused.value))
+    assert remedy is not None
+    convert_(model, "lns16", **eval(f"dict({remedy[1]})", {"lns_ops": lns_ops}))
+    assert type(model[0]) is LNSMatmulLinear
+    assert type(model[1]) is Doubled

@@ -1,0 +1,114 @@
+"""The gradient of a mean over many terms underflows in a narrow format: that is said, and a power of two on the loss mends it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+import lns_ops
+from lns_ops import LNSTensor, convert_
+
+TERMS = 1024
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 64))
+
+
+def batch(terms: int = TERMS) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(terms, 16, generator=generator), torch.randint(0, 64, (terms,), generator=generator)
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor, str], Tensor]] = {
+    "cross_entropy": lambda out, y, how: F.cross_entropy(out, y, reduction=how),
+    "nll_loss": lambda out, y, how: F.nll_loss(out, y, reduction=how),
+    "module": lambda out, y, how: nn.CrossEntropyLoss(reduction=how)(out, y),
+    "mse_loss": lambda out, y, how: F.mse_loss(out[:, 0], torch.zeros(len(y)), reduction=how),
+    "images": lambda out, y, how: F.cross_entropy(out.reshape(2, -1, 64).mT, y.reshape(2, -1), reduction=how),
+}
+
+
+def said(run: Callable[[], object]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [str(w.message) for w in caught if "underflow" in str(w.message)]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_mean_over_many_terms_is_warned_of_in_a_narrow_format(name: str) -> None:
+    x, y = batch()
+    outputs = {fmt: convert_(net(), fmt, scope="everywhere")(x) for fmt in ("lns12", "lns16")}
+    (message,) = said(lambda: LOSSES[name](outputs["lns12"], y, "mean"))
+    assert f"mean over {TERMS:,} terms" in message
+    assert "lns12" in message
+    assert "reduction='sum'" in message
+    assert not said(lambda: LOSSES[name](outputs["lns12"], y, "sum"))
+    assert not said(lambda: LOSSES[name](outputs["lns16"], y, "mean"))
+    assert not said(lambda: LOSSES[name](outputs["lns12"].detach(), y, "mean"))
+
+
+def test_a_mean_over_few_terms_is_not() -> None:
+    x, y = batch(32)
+    out = convert_(net(), "lns12", scope="everywhere")(x)
+    assert not said(lambda: F.cross_entropy(out, y))
+
+
+def gradients(loss: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+    x, y = batch()
+    model = convert_(net(), "lns12", scope="everywhere")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss(model(x), y).backward()
+    return [p.grad.codes for p in model.parameters()]  # type: ignore[union-attr]
+
+
+def test_a_power_of_two_on_the_loss_gives_back_what_a_mean_loses() -> None:
+    mean = gradients(F.cross_entropy)
+    scaled = gradients(lambda out, y: F.cross_entropy(out, y) * TERMS)
+    summed = gradients(lambda out, y: F.cross_entropy(out, y, reduction="sum"))
+    assert all(torch.equal(a, b) for a, b in zip(scaled, summed, strict=True))
+    lost, kept = (sum(int((g == 0).sum()) for g in each) for each in (mean, scaled))
+    assert lost > 2 * kept
+
+
+def test_the_analysis_says_by_which_power() -> None:
+    analysis = lns_ops.analyze(net(), batch(), "lns12")
+    assert analysis.loss_scale > 1
+    assert analysis.loss_scale == 2.0 ** round(torch.tensor(analysis.loss_scale).log2().item())
+    assert f"multiply the loss by {analysis.loss_scale:g}" in str(analysis)
+    scaled = lns_ops.analyze(net(), batch(), "lns12", loss=lambda out, y: analysis.loss_scale * F.cross_entropy(out, y))
+    before, after = (sum(layer.gradient.underflow for layer in a.layers if layer.gradient) for a in (analysis, scaled))
+    assert after < before / 4
+    assert not any(layer.gradient.saturated for layer in scaled.layers if layer.gradient)
+    wide = lns_ops.analyze(net(), batch(), "lns16")
+    assert wide.loss_scale == 1
+    assert "multiply the loss" not in str(wide)
+
+
+def trained(fmt: str, scale: float) -> float:
+    model = convert_(net(), fmt, scope="everywhere") if fmt != "float32" else net()
+    optimizer = lns_ops.optim.AdamW(model.parameters(), lr=3e-3, kahan_sum=fmt != "float32")
+    x, y = batch(256)
+    for _ in range(40):
+        optimizer.zero_grad()
+        out = model(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loss = F.cross_entropy(out.to_float() if isinstance(out, LNSTensor) else out, y) / 64
+        (loss * scale).backward()
+        optimizer.step()
+    return float(loss) * 64
+
+
+def test_adam_learns_from_a_scaled_loss_what_it_cannot_from_a_small_one() -> None:
+    exact, scaled, plain = trained("float32", 1), trained("lns12", 64 * 256), trained("lns12", 1)
+    assert scaled == pytest.approx(exact, rel=0.05)
+    assert plain > scaled + 0.3

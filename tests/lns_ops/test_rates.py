@@ -1,0 +1,109 @@
+"""What a small rate does: a schedule ends in order, and Kahan's compensation moves a weight down to a limit that is known."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from lns_ops import LNSFormat, LNSTensor, decode, encode, lns12, lns16, optim
+from lns_ops import functional as lns
+
+OPTIMIZERS = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "RMSprop",
+    "Adagrad",
+    "Lion",
+    "LAMB",
+    "Rprop",
+    "SignMul",
+    "HybridMul",
+    "Adamax",
+    "NAdam",
+    "ASGD",
+    "LARS",
+]
+
+
+@pytest.mark.parametrize("options", [{}, {"kahan_sum": True}, {"stochastic_rounding": True}, {"arithmetic": "float32"}], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_cosine_schedule_ends_in_order(name: str, options: dict[str, object]) -> None:
+    parameter = nn.Parameter(LNSTensor.from_float(torch.tensor([0.5, -1.0, 2.0]), lns12))
+    more = {"trust_coefficient": 1.0} if name == "LARS" else {}
+    optimizer = getattr(optim, name)([parameter], lr=0.01, **options, **more)
+    schedule, steps = CosineAnnealingLR(optimizer, 200), 200
+    moved = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            parameter.grad = LNSTensor.from_float(torch.tensor([1.0, -2.0, 0.5]), lns12)
+            before = parameter.codes.clone()
+            optimizer.step()
+            moved.append(not torch.equal(parameter.codes, before))
+            schedule.step()
+    assert any(moved[:150])
+    assert schedule.get_last_lr() == [0.0]
+    said = {str(w.message) for w in caught if "underflows" in str(w.message)}
+    assert len(said) <= 1
+    if name == "SGD" and not options.get("arithmetic"):
+        assert "lns12" in said.pop()
+
+
+def test_a_rate_that_underflows_from_the_start_is_refused() -> None:
+    parameter = nn.Parameter(LNSTensor.from_float(torch.ones(3), lns12))
+    with pytest.raises(ValueError, match="lr=1e-06: underflows to zero in lns12"):
+        optim.SGD([parameter], lr=1e-6)
+
+
+def limit(fmt: LNSFormat) -> float:
+    """``(2^(2^-f / 2) - 1)^2``: half an ulp of half an ulp, the limit that the documentation of SGD gives."""
+    return float((2 ** (0.5 / 2**fmt.fraction_bits) - 1) ** 2)
+
+
+def walked(fmt: LNSFormat, update: float, **options: object) -> float:
+    """How far a weight of 1 comes by equal updates that add up to 0.3, as a share of that."""
+    steps = round(0.3 / update)
+    weight = encode(torch.ones(256), fmt)
+    u = encode(torch.full((256,), update), fmt)
+    compensation = torch.zeros_like(weight) if options.get("kahan") else None
+    for step in range(1, steps + 1):
+        lns.sgd_update_(
+            weight, u, fmt, negative_lr=fmt.bias, compensation=compensation,
+            key=None if compensation is not None else 7, step=None if compensation is not None else torch.tensor(step),
+        )  # fmt: skip
+    return float((decode(weight, fmt).mean() - 1) / (update * steps))
+
+
+@pytest.mark.parametrize("fmt", [lns16, lns12, LNSFormat(15, 6), LNSFormat(14, 5)], ids=str)
+def test_kahan_moves_by_updates_above_its_limit_and_stalls_below(fmt: LNSFormat) -> None:
+    assert walked(fmt, 2.5 * limit(fmt), kahan=True) > 0.5
+    assert walked(fmt, 0.4 * limit(fmt), kahan=True) == 0
+
+
+def test_the_limits_are_those_of_the_documentation() -> None:
+    assert math.log2(limit(lns16)) == pytest.approx(-17, abs=0.1)
+    assert math.log2(limit(lns12)) == pytest.approx(-15, abs=0.1)
+
+
+def test_stochastic_rounding_moves_where_kahan_stalls() -> None:
+    assert walked(lns16, 0.2 * limit(lns16)) == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize("alpha", [1.0, 2.0, -3.0, 0.5, 100.0])
+@pytest.mark.parametrize("operation", [torch.add, torch.sub])
+def test_sums_with_alpha_saturate_once(operation: object, alpha: float) -> None:
+    fmt = lns12
+    values = torch.tensor([0.0, 1e-4, 3e-4, 0.5, 7.0, 900.0, 50_000.0, 64_000.0])
+    values = decode(encode(torch.cat([values, -values]), fmt), fmt, torch.float64)
+    x, y = (LNSTensor.from_float(v, fmt) for v in (values[:, None], values[None, :]))
+    got = decode(operation(x, y, alpha=alpha).codes, fmt, torch.float64)  # type: ignore[operator]
+    held = float(decode(encode(torch.tensor(alpha), fmt), fmt, torch.float64))
+    exact = operation(values[:, None], values[None, :], alpha=held).clamp(-fmt.largest, fmt.largest)  # type: ignore[operator]
+    error = (got - exact).abs()
+    assert (error <= (2 ** (0.5 / 2**fmt.fraction_bits) - 1) * (1 + 1e-9) * exact.abs() + fmt.smallest).all()

@@ -1,0 +1,253 @@
+"""An LNSTensor's memory is that of its codes: shared, replaced, copied and saved as such, or refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from lns_ops import LNSTensor, convert_, lns12, lns16
+from lns_ops.serialization import load_file, save_file
+from tests.lns_ops.nets import GPT
+
+VALUES = torch.tensor([[1.0, -2.0], [4.0, 0.5], [0.0, 8.0]])
+
+
+def lns(values: Tensor = VALUES) -> LNSTensor:
+    return LNSTensor.from_float(values, lns16)
+
+
+def layer() -> nn.Linear:
+    torch.manual_seed(0)
+    linear = nn.Linear(2, 2)
+    convert_(linear, "lns16", scope="everywhere")
+    return linear
+
+
+def equal(x: Tensor, values: Tensor) -> bool:
+    assert isinstance(x, LNSTensor)
+    return torch.equal(x.codes, lns(values).codes) and x.shape == values.shape and x.stride() == x.codes.stride()
+
+
+# ------------------------------------------------------------------------------------------------------- shared memory
+
+
+def double(weight: LNSTensor) -> None:
+    weight.mul_(2)
+
+
+def test_a_shared_model_is_trained_by_another_process() -> None:
+    model = layer().share_memory()
+    assert model.weight.is_shared()
+    assert model.weight.codes.is_shared()
+    before = model.weight.to_float()
+    process = mp.get_context("spawn").Process(target=double, args=(model.weight.detach(),))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert torch.equal(model.weight.to_float(), 2 * before)
+
+
+# ------------------------------------------------------------------------------------------------- replaced in place
+
+
+def test_assigning_data_replaces_the_codes_and_shares_them() -> None:
+    parameter, before, other = nn.Parameter(lns()), lns(), lns(VALUES[:2] * 2)
+    view = parameter.detach()
+    parameter.data = other
+    assert equal(parameter, VALUES[:2] * 2)
+    assert parameter.requires_grad
+    assert equal(parameter * 1, VALUES[:2] * 2)
+    other.zero_()
+    assert not parameter.any()
+    assert torch.equal(view.codes, before.codes), "views of the earlier values keep them"
+    other.t_()
+    assert parameter.stride() == parameter.codes.stride() == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"), [(torch.ones(3, 2), "float32 tensor"), (LNSTensor.from_float(torch.ones(3, 2), lns12), "in lns12")]
+)
+def test_data_of_another_kind_is_refused(other: Tensor, said: str) -> None:
+    parameter = nn.Parameter(lns())
+    with pytest.raises(ValueError, match=f"data.*{said}.*from_float"):
+        parameter.data = other
+    assert equal(parameter, VALUES)
+
+
+def test_vector_to_parameters_writes_them() -> None:
+    model = layer()
+    wanted = parameters_to_vector(model.parameters()).detach() * 2
+    vector_to_parameters(wanted, model.parameters())
+    assert torch.equal(parameters_to_vector(model.parameters()).codes, wanted.codes)
+    y = model(torch.ones(1, 2))
+    assert torch.equal(y.codes, (lns(torch.ones(1, 2)) @ model.weight.t() + model.bias).codes)
+    with pytest.raises(ValueError, match="from_float"):
+        vector_to_parameters(torch.ones(6), model.parameters())
+
+
+def test_set_takes_another_tensors_memory() -> None:
+    x, source = lns(), lns(VALUES * 2)
+    earlier = x.detach()
+    x.set_(source[1:])
+    assert equal(x, VALUES[1:] * 2)
+    source.zero_()
+    assert not x.any()
+    assert equal(earlier, VALUES)
+    with pytest.raises(ValueError, match=r"set_.*float32 tensor"):
+        x.set_(torch.ones(2))
+    with pytest.raises(ValueError, match=r"set_.*LNSTensor"):
+        torch.ones(2).set_(x)
+    for refused in (lambda: x.resize_(9), lambda: x.set_(x.codes.untyped_storage(), 0, (2,), (1,))):
+        with pytest.raises(ValueError, match=r"x\.codes"):
+            refused()
+
+
+# --------------------------------------------------------------------------------------------------------- copied, saved
+
+
+def through_pickle(x: Any) -> Any:
+    return pickle.loads(pickle.dumps(x))
+
+
+def through_torch(x: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(x, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": through_pickle, "torch.save": through_torch}
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "whole": lambda x: x,
+    "row": lambda x: x[1],
+    "rows": lambda x: x[1:],
+    "turned": lambda x: x.t()[1],
+    "one value": lambda x: x[2, 1],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("copied", COPIES)
+def test_views_are_copied(copied: str, view: str) -> None:
+    x = VIEWS[view](lns())
+    y = COPIES[copied](x)
+    assert equal(y, VIEWS[view](VALUES))
+    assert (y.stride(), y.storage_offset(), y.fmt) == (x.stride(), x.storage_offset(), lns16)
+    y.zero_()
+    assert equal(x, VIEWS[view](VALUES))
+
+
+@pytest.mark.parametrize("copied", ["deepcopy", "torch.save"])  # pickle writes every storage apart, torch's own too
+def test_tensors_that_share_memory_share_it_in_the_copy(copied: str) -> None:
+    whole = lns()
+    both = COPIES[copied]({"whole": whole, "row": whole[1], "again": whole})
+    both["whole"].zero_()
+    assert not both["row"].any()
+    assert not both["again"].any()
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_copies_of_parameters_are_parameters(copied: str) -> None:
+    parameter = COPIES[copied](nn.Parameter(lns()[1:], requires_grad=False))
+    assert isinstance(parameter, nn.Parameter)
+    assert not parameter.requires_grad
+    assert COPIES[copied](nn.Parameter(lns())).requires_grad
+
+
+def test_a_model_is_copied_after_a_backward_pass_through_cat() -> None:
+    model = layer()
+    (torch.cat([model.weight.flatten(), model.bias]) * lns(torch.arange(1.0, 7.0))).sum().backward()
+    copied = copy.deepcopy(model)
+    for mine, theirs in zip(copied.parameters(), model.parameters(), strict=True):
+        assert mine is not theirs
+        assert torch.equal(mine.codes, theirs.codes)
+        assert isinstance(mine.grad, LNSTensor)
+        assert torch.equal(mine.grad.codes, theirs.grad.codes)  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match="leaves"):
+        copy.deepcopy(model.weight * 2)
+
+
+def test_files_of_earlier_versions_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer, x = io.BytesIO(), nn.Parameter(lns())
+    with monkeypatch.context() as earlier:
+        earlier.delattr(LNSTensor, "__reduce_ex__")
+        torch.save({"x": x}, buffer)
+    buffer.seek(0)
+    y = torch.load(buffer, weights_only=True)["x"]
+    assert equal(y, VALUES)
+    assert isinstance(y, nn.Parameter)
+
+
+def test_pointers_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    model, path = layer(), tmp_path / "model.safetensors"
+    for write in (
+        lambda: safetensors.save_model(model, str(path)),
+        lambda: safetensors.save_file(model.state_dict(), str(path)),
+        lambda: safetensors.save(model.state_dict()),
+        model.weight.storage,
+    ):
+        with pytest.raises(ValueError, match=r"lns_ops\.serialization\.save_file.*torch\.save"):
+            write()
+    assert not path.exists()
+    save_file(model.state_dict(), path)
+    assert torch.equal(load_file(path)["weight"].codes, model.weight.codes)  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------------------------------------------- inference mode
+
+INFERENCE_VIEWS: dict[str, Callable[[Tensor], Any]] = {
+    "x[0]": lambda x: x[0],
+    "x[1:]": lambda x: x[1:],
+    "t": lambda x: x.t(),
+    "mT": lambda x: x.mT,
+    "expand": lambda x: x[:, :1].expand(3, 2),
+    "view": lambda x: x.view(-1),
+    "unsqueeze": lambda x: x.unsqueeze(0),
+    "squeeze": lambda x: x.squeeze(),
+    "chunk": lambda x: x.chunk(2),
+    "split": lambda x: x.split([1, 2]),
+    "unbind": lambda x: x.unbind(1),
+    "detach": lambda x: x.detach(),
+    "diagonal": lambda x: x.diagonal(),
+    "unfold": lambda x: x.unfold(0, 2, 1),
+    "as_strided": lambda x: x.as_strided((2,), (3,), 1),
+    "movedim": lambda x: x.movedim(0, 1),
+    "contiguous": lambda x: x.contiguous(),
+}
+
+
+@pytest.mark.parametrize("name", INFERENCE_VIEWS)
+def test_views_in_inference_mode(name: str) -> None:
+    view, outside = INFERENCE_VIEWS[name], lns()
+    with torch.inference_mode():
+        inside = lns()
+        for x in (outside, inside, outside * 1):
+            results, expected = view(x), view(VALUES)
+            for got, want in zip([results] if isinstance(results, Tensor) else results,
+                                 [expected] if isinstance(expected, Tensor) else expected, strict=True):  # fmt: skip
+                assert equal(got, want)
+                assert equal(got + got, 2 * want)
+        view_of_outside = view(outside)
+    first = view_of_outside if isinstance(view_of_outside, Tensor) else view_of_outside[0]
+    first.zero_()
+    assert (outside.codes == 0).sum() > (VALUES == 0).sum(), "a view shares memory"
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_converted_net_infers_in_inference_mode(fused: bool) -> None:
+    torch.manual_seed(0)
+    model, tokens = convert_(GPT(layers=1, fused=fused).eval(), "lns16", scope="everywhere"), torch.randint(0, 20, (2, 8))
+    with torch.inference_mode():
+        inferred = model(tokens)
+    assert torch.equal(inferred.codes, model(tokens).codes)
