@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lns_ops import LNSTensor, lns12, reference
@@ -16,6 +18,7 @@ from tests.trainers.processes import spawned
 from trainers.collectives import Collectives
 from trainers.config import DataConfig, ModelConfig, PrecisionConfig, TrialConfig
 from trainers.gradient_sync import GradientSync
+from trainers.restore import begin
 from trainers.training import Training
 from trainers.wire import WireConfig
 
@@ -53,6 +56,34 @@ def in_worker(rank: int, folder: str) -> dict[str, Any]:
         if rank == 0:
             training.save(Path(folder) / name)
     return result
+
+
+def restored(rank: int, folder: str) -> dict[str, Any]:
+    """Where two ranks go on when the second sees the newest checkpoint as it is, not yet, or as another: epoch and what is told."""
+    trial, root = config(PrecisionConfig(), WORLD), Path(folder)
+    training = Training(trial, rank=rank, world_size=WORLD)
+    for name in ("1", "2"):
+        training.train_epoch()
+        training.save(root / name)
+    dist.barrier()
+    (root / f"rank {rank}").mkdir()
+    os.chdir(root / f"rank {rank}")  # so that ranks ask for one path and see what they see
+    shutil.copytree(root / "1", "older")
+    found = {}
+    for name, second in {"alike": root / "2", "missing": Path("nothing"), "another": Path("older")}.items():
+        Path(name).symlink_to(root / "2" if rank == 0 else second)
+        again, beginning = begin(trial, [name, str(root / "1")] if rank == 0 else [], rank, WORLD)
+        found[name] = [again.epoch, beginning.damaged]
+    return found
+
+
+def test_ranks_that_see_different_checkpoints_go_on_from_one_that_all_see(tmp_path: Path) -> None:
+    one, other = spawned(restored, tmp_path)
+    assert [one[name] for name in ("alike", "missing", "another")] == [other[name] for name in ("alike", "missing", "another")]
+    assert one["alike"] == [2, ""]
+    assert one["missing"][0] == one["another"][0] == 1
+    assert "no whole checkpoint" in one["missing"][1]
+    assert "not the same checkpoint on every rank" in one["another"][1]
 
 
 @pytest.fixture(scope="module")
