@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import nn
 
 from lns_ops import LNSTensor, lns12, reference
 from tests.trainers.processes import spawned
+from trainers import groups
 from trainers.collectives import Collectives
 from trainers.config import DataConfig, ModelConfig, PrecisionConfig, TrialConfig
 from trainers.gradient_sync import GradientSync
@@ -84,6 +87,24 @@ def test_ranks_that_see_different_checkpoints_go_on_from_one_that_all_see(tmp_pa
     assert one["missing"][0] == one["another"][0] == 1
     assert "no whole checkpoint" in one["missing"][1]
     assert "not the same checkpoint on every rank" in one["another"][1]
+
+
+def apart(rank: int, folder: str) -> dict[str, Any]:
+    """Ranks that may take a second to meet, and are further apart in training, in all and in a part of them."""
+    groups.leave()
+    groups.join("gloo", f"file://{folder}/again", rank, WORLD, timedelta(seconds=1))
+    sums = []
+    for group in (None, groups.mesh("cpu", dp=WORLD).get_group()):
+        if rank == 1:
+            time.sleep(2.5)
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group)
+        sums.append(total.item())
+    return {"sums": sums}
+
+
+def test_ranks_wait_for_each_other_longer_than_they_may_take_to_meet(tmp_path: Path) -> None:
+    assert [result["sums"] for result in spawned(apart, tmp_path)] == [[2, 2], [2, 2]]
 
 
 @pytest.fixture(scope="module")
