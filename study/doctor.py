@@ -101,9 +101,9 @@ def _ray(address: str | None) -> Finding:
 
     try:
         check_address(address)
-        with ray_session(StudyConfig(name="doctor", address=address)):
-            found = ray.cluster_resources()
-            nodes = sum(node["Alive"] for node in ray.nodes())
+        with ray_session(StudyConfig(name="doctor", address=address)) as session:
+            found = session.resources()
+            nodes = sum(node["Alive"] for node in ray.nodes()) if address is not None else 1
     except (UserError, ValueError) as error:
         return Finding(name="Ray", good=False, text=str(address), remedy=str(error))
     text = f"{nodes} node(s), {found.get('CPU', 0):g} CPUs, {found.get('GPU', 0):g} GPUs"

@@ -108,10 +108,15 @@ class Local:
 
 
 class OfRay(Local):
-    """Everything that a Ray has, as one lease whose processes run here: for trials that Ray Train places."""
+    """Everything that a Ray has, as one lease whose processes run here: for trials that Ray Train places.
 
-    def __init__(self, node: Node, said: Said) -> None:
+    Args:
+        resources: says what there is.
+    """
+
+    def __init__(self, node: Node, said: Said, resources: Callable[[], dict[str, float]]) -> None:
         super().__init__(0.0, [], node, said)
+        self._resources = resources
         self._asked = -math.inf
         self.poll(False)
 
@@ -119,10 +124,8 @@ class OfRay(Local):
         """Ask how much there is."""
         if time.monotonic() - self._asked < POLL_SECONDS:
             return
-        import ray
-
         self._asked = time.monotonic()
-        have, (lease,) = ray.cluster_resources(), self.leases
+        have, (lease,) = self._resources(), self.leases
         lease.free += have.get("CPU", 0.0) - lease.cpus
         lease.cpus = have.get("CPU", 0.0)
         lease.gpus += [1.0] * (int(have.get("GPU", 0.0)) - len(lease.gpus))
@@ -193,7 +196,8 @@ class Cluster:
         with self._lock:
             requests, self._requests = self._requests, []
         for request in requests:
-            ray.kill(request.actor)
+            with contextlib.suppress(Exception):  # of a Ray that is gone
+                ray.kill(request.actor)
         for thread in self._threads:
             thread.join(END_SECONDS)
 
@@ -259,16 +263,22 @@ class Cluster:
                 cpus=request.cpus,
                 gpus=[1.0] * len(names),
                 names=names,
-                call=lambda calls: request.actor.call.options(concurrency_group="calls").remote(calls),
+                call=lambda calls: _pass_on(request.actor, calls),
             )
             request.lease = lease
             self._said(lease, [])
             while True:
                 if events := ray.get(request.actor.events.options(concurrency_group="events").remote(POLL_SECONDS)):
                     self._said(lease, events)
-        except Exception:  # the actor or its node has died, or we have killed it
+        except BaseException:  # the actor or its node has died, we have killed it, or (SystemExit) left Ray
             with self._lock:
                 if request in self._requests:
                     self._requests.remove(request)
             if lease is not None:
                 self._said(lease, None)
+
+
+def _pass_on(actor: Any, calls: list[Call]) -> None:
+    """Without waiting; whether the node has died is heard where its events are."""
+    with contextlib.suppress(Exception):
+        actor.call.options(concurrency_group="calls").remote(calls)

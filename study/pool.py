@@ -81,7 +81,7 @@ class Running:
 
 @dataclass(eq=False, kw_only=True)
 class _Group:
-    """Processes that train together: one, or a gang's. ``ready`` once they may be given trials."""
+    """Processes that train together: one, or a gang's, each at the spot of its rank. ``ready`` once they may be given trials."""
 
     shape: Shape
     spots: list[Spot]
@@ -182,20 +182,30 @@ class Pool:
         group = self._trials.get(trial)
         if group is not None:
             self._reasons[trial] = why
-            for key, (lease, _) in zip(group.keys, group.spots, strict=True):
+            for key, (lease, _) in zip(group.keys, group.spots, strict=False):
                 self._calls[lease].append(("kill", (key,)))
             self.flush()
 
-    def wait(self, seconds: float, *, waiting: bool) -> list[Message]:
+    def end_all(self, why: str) -> None:
+        """End every process; the deaths of trials will be told, with this reason."""
+        for group in list(self._idle):
+            self._end(group)
+        for trial in self.running:
+            self.kill(trial, why)
+        self.flush()
+
+    def wait(self, seconds: float, *, waiting: bool, poll: bool = True) -> list[Message]:
         """What came of trials: began, report, ended, died; as soon as there is something, or after ``seconds``.
 
         A report also has ``pid`` and ``host`` of the process that speaks for the trial.
 
         Args:
             waiting: whether trials wait for resources.
+            poll: look for machines that came or went.
         """
         assert self._machines is not None
-        self._machines.poll(waiting)
+        if poll:
+            self._machines.poll(waiting)
         found: list[Message] = []
         until = time.monotonic() + seconds
         while not found:
@@ -246,9 +256,9 @@ class Pool:
         return None
 
     def _make(self, shape: Shape, spots: list[Spot]) -> _Group:
-        keys = [next(self._keys) for _ in spots]
-        group = _Group(shape=shape, spots=spots, keys=keys, ready=shape.workers == 1)
-        for key, (lease, gpu) in zip(keys, spots, strict=True):
+        keys = [next(self._keys) for _ in range(shape.processes)]
+        group = _Group(shape=shape, spots=spots, keys=keys, ready=shape.processes == 1)
+        for key, (lease, gpu) in zip(keys, spots, strict=False):
             self._make_room(lease, gpu)
             self._groups[key] = group
             self._calls[lease].append(("start", (key, lease.environment(gpu), shape.lanes)))
@@ -266,7 +276,7 @@ class Pool:
 
     def _tell(self, group: _Group, message: Message) -> None:
         content = pickle.dumps(message)
-        for key, (lease, _) in zip(group.keys, group.spots, strict=True):
+        for key, (lease, _) in zip(group.keys, group.spots, strict=False):
             self._calls[lease].append(("send", (key, content)))
 
     def _hear(self, lease: Lease, events: list[tuple[int, bytes]] | None) -> list[Message]:
@@ -284,13 +294,13 @@ class Pool:
         speaks = key == group.keys[0]
         if message.kind == HELLO:
             self._pids[key] = message.payload
-            if group.shape.workers > 1 and speaks:
+            if group.shape.processes > 1 and speaks:
                 self._join(group, [0], 0)
         elif message.kind == MEET:
-            self._join(group, range(1, group.shape.workers), message.payload)
+            self._join(group, range(1, group.shape.processes), message.payload)
         elif message.kind == JOINED:
             group.joined.add(key)
-            if len(group.joined) == group.shape.workers:
+            if len(group.joined) == group.shape.processes:
                 group.ready = True
                 for running in group.running.values():
                     self._train(group, running)
@@ -311,7 +321,7 @@ class Pool:
         address = "127.0.0.1" if together else group.spots[0][0].address
         backend = "nccl" if group.shape.device == "cuda" else "gloo"
         for rank in ranks:
-            values = {"rank": rank, "workers": group.shape.workers, "address": address, "port": port, "backend": backend}
+            values = {"rank": rank, "workers": group.shape.processes, "address": address, "port": port, "backend": backend}
             self._calls[group.spots[rank][0]].append(("send", (group.keys[rank], pickle.dumps(Message(JOIN, payload=values)))))
 
     def _note_end(self, group: _Group, key: int, message: Message) -> list[Message]:
@@ -328,7 +338,7 @@ class Pool:
         self._release(group, running)
         self._reasons.pop(message.trial, None)
         ended = Message(ENDED, message.trial, running.result)
-        if running.retire or (not well and group.shape.workers > 1):
+        if running.retire or (not well and group.shape.processes > 1):
             return [ended, *self._lose(group, f"its process ended with another trial's: {running.retire}")]
         if not group.running:
             self._idle.append(group)
@@ -344,7 +354,7 @@ class Pool:
 
     def _end(self, group: _Group) -> None:
         """Kill the group's processes; what they say from now on is nobody's."""
-        for key, (lease, _) in zip(group.keys, group.spots, strict=True):
+        for key, (lease, _) in zip(group.keys, group.spots, strict=False):
             self._calls[lease].append(("kill", (key,)))
             self._groups.pop(key, None)
             self._pids.pop(key, None)

@@ -1,17 +1,35 @@
-"""Ray for the time of a study that needs it: the session there is, the cluster at ``address``, or a local one that ends with us."""
+"""Ray for the time of a study that needs it: the session there is, the cluster at ``address``, or one of this machine's own.
+
+A Ray of our own is made of processes of their own (``ray start --block``), and the process that drives the study does not join it: where a
+part of Ray dies, ``ray start`` ends all of it, we see that within a second and start it again, and only trials are lost, which begin again
+from their checkpoints. A process that has joined would be ended by Ray with its control store.
+
+Of a cluster the driver must be a part. Where the node that it has joined has died, it joins again; where the control store is silent, it
+ends in order before Ray would end it, after 60 s (``RAY_gcs_rpc_server_reconnect_timeout_s``).
+"""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import secrets
 import signal
+import socket
+import subprocess
+import sys
+import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from study.config import StudyConfig
 from study.errors import UserError
 from study.preflight import local_cpus
+from trainers.forkserver import PR_SET_PDEATHSIG
 
 ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",  # Train polls its workers this often; the default adds 2 s to every report
@@ -22,83 +40,231 @@ ENVIRONMENT = {
     "PYTHONWARNINGS": "ignore",
 }
 """Set before Ray starts, unless the user set them; Ray's processes inherit them."""
+TOKEN = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")
+"""By these a Ray of our own lets in our processes alone; they inherit them."""
+TOKEN_BYTES = 32
+"""As many as Ray takes."""
+CURRENT = "ray_current_cluster"
+"""In Ray's temporary folder: the address of its control store."""
+START_SECONDS = 120.0
+LOOK_SECONDS = 2.0
+"""How often a cluster is looked at."""
+SILENT_SECONDS = 30.0
+"""For so long a control store may be silent before the study ends."""
 
 
-@contextmanager
-def ray_session(study: StudyConfig, *, dashboard: bool = False) -> Iterator[str]:
-    """Ray for the time of a study, and its address: the session there is, the cluster at ``address``, or a local one that ends with us.
+class Session:
+    """A Ray that somebody else keeps alive.
+
+    Attributes:
+        address: of its control store.
+        silent: what does not answer now and may come back by itself; nothing may be asked of Ray meanwhile, since we would wait. Else "".
+        lost: why Ray must be renewed; "" while it is there.
+    """
+
+    silent = lost = ""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def look(self) -> None:
+        """Set ``silent`` and ``lost``.
+
+        Raises:
+            UserError: Ray has been silent for too long.
+        """
+
+    def renew(self) -> bool:
+        """Have Ray again after it was lost; whether that worked."""
+        return False
+
+    def resources(self) -> dict[str, float]:
+        """``CPU`` and ``GPU`` of all nodes."""
+        import ray
+
+        return dict(ray.cluster_resources())
+
+    def close(self) -> None:
+        """Leave it."""
+
+
+class OwnRay(Session):
+    """A Ray of this machine, which ends with us.
 
     Args:
-        study: the config.
-        dashboard: serve the State API (part of Ray's dashboard, on 127.0.0.1): by it Ray Train notices that a killed driver's workers
-            still hold their CPUs. Without it the restarted driver would wait for them for ever.
+        cpus, gpus: that it has.
+        dashboard: serve the State API (part of Ray's dashboard): by it Ray Train notices that a killed driver's workers still hold their
+            CPUs. Without it the restarted driver would wait for them for ever.
 
     Raises:
-        UserError: nothing answers at ``address``.
+        UserError: it does not start.
     """
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    import ray
 
-    for logger in ("ray.tune", "ray.train"):
-        logging.getLogger(logger).setLevel(logging.CRITICAL)  # a trial's failure is in the ledger, not between the progress lines
-    ours = not ray.is_initialized()
-    if ours:
+    def __init__(self, cpus: float, gpus: int, dashboard: bool) -> None:
+        self._resources = {"CPU": cpus, "GPU": gpus}
+        self._before = {name: os.environ.get(name) for name in TOKEN}
+        if not any(self._before.values()):
+            os.environ.update(zip(TOKEN, ("token", secrets.token_hex(TOKEN_BYTES)), strict=True))
+        self._options = [
+            f"--num-cpus={cpus:g}",
+            f"--num-gpus={gpus}",
+            f"--include-dashboard={dashboard}",
+            "--dashboard-host=127.0.0.1",
+        ]
+        self.renew()
+
+    def look(self) -> None:
+        """See :class:`Session`."""
+        self.lost = "" if self._process.poll() is None else "one of its processes died"
+
+    def resources(self) -> dict[str, float]:
+        """See :class:`Session`."""
+        return self._resources
+
+    def renew(self) -> bool:
+        """Start it."""
+        self._folder = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)
+        folder = Path(self._folder.name)
+        start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0", "--disable-usage-stats"]
+        with (folder / "start.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [*start, *self._options, f"--temp-dir={folder}"],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # out of reach of signals to our process group, such as Ctrl-C
+                preexec_fn=_end_with_parent,
+            )
+        until = time.monotonic() + START_SECONDS
+        while not (folder / CURRENT).exists():
+            if self._process.poll() is not None or time.monotonic() > until:
+                said = (folder / "start.log").read_text(errors="replace").strip()[-500:]
+                self.close()
+                raise UserError(f"Ray does not start on this machine: {said}; `ray start --head --block` shows why")
+            time.sleep(0.05)
+        self.address = (folder / CURRENT).read_text().strip()
+        return True
+
+    def close(self) -> None:
+        """End it."""
+        if self._process.poll() is None:
+            self._process.terminate()  # it ends its processes, then itself
+            self._process.wait()
+        self._folder.cleanup()
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+
+
+class Joined(Session):
+    """A cluster that this process has joined.
+
+    Args:
+        address: as the user gave it.
+
+    Raises:
+        UserError: nothing answers there.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._given = address
         on_sigterm = signal.getsignal(signal.SIGTERM)
-        _start_ray(study, dashboard)
+        try:
+            self._join()
+        except (ConnectionError, ValueError) as error:
+            raise UserError(
+                f"address={address!r}: no Ray cluster answers ({error}); start one with `ray start --head`, or leave address "
+                "out for this machine alone"
+            ) from None
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts in one that aborts the process
-    try:
-        yield str(ray.get_runtime_context().gcs_address)
-    finally:
-        if ours:
+        self._looked = self._answered = time.monotonic()
+
+    def _join(self) -> None:
+        import ray
+
+        ray.init(address=self._given, logging_level=logging.ERROR, log_to_driver=False)
+        context = ray.get_runtime_context()
+        self.address, self._node = str(context.gcs_address), context.get_node_id()
+
+    def look(self) -> None:
+        """See :class:`Session`."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_SECONDS:
+            return
+        self._looked = now
+        if not _listens(self.address):
+            self.silent = f"its control store at {self.address} does not answer"
+            if now - self._answered > SILENT_SECONDS:
+                raise UserError(
+                    f"Ray: {self.silent} for {SILENT_SECONDS:g} s; finished epochs are kept; "
+                    "the same command goes on once the cluster is back"
+                )
+            return
+        self._answered, self.silent = now, ""
+        import ray
+
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        self.lost = (
+            "" if self._node in alive else "this machine's node has left the cluster; `ray start --address ...` brings it back"
+        )
+
+    def renew(self) -> bool:
+        """Join again."""
+        import ray
+
+        ray.shutdown()
+        try:
+            self._join()
+        except (ConnectionError, ValueError, RuntimeError):
+            return False
+        self.lost = ""
+        return True
+
+    def close(self) -> None:
+        """Leave it; a silent one is left by ending."""
+        import ray
+
+        if _listens(self.address):
             ray.shutdown()
 
 
-def _start_ray(study: StudyConfig, dashboard: bool) -> None:
-    import ray
-
-    quiet = {
-        "logging_level": logging.ERROR,
-        "log_to_driver": False,
-        "include_dashboard": dashboard,
-        "dashboard_host": "127.0.0.1",
-    }
-    try:
-        if study.address is None:
-            with _own_process_groups():
-                ray.init(address="local", num_cpus=local_cpus(study), **quiet)
-        else:
-            ray.init(address=study.address, logging_level=logging.ERROR, log_to_driver=False)
-    except (ConnectionError, ValueError) as error:
-        raise UserError(
-            f"address={study.address!r}: no Ray cluster answers ({error}); start one with `ray start --head`, or leave address "
-            "out for a local one"
-        ) from None
-
-
-_detach = threading.local()
-"""``children``: whether processes that this thread forks go into process groups of their own."""
-
-
 @contextmanager
-def _own_process_groups() -> Iterator[None]:
-    """Processes that this thread starts meanwhile do not hear the signals that are sent to our process group.
+def ray_session(study: StudyConfig, *, gpus: int = 0, dashboard: bool = False) -> Iterator[Session]:
+    """Ray for the time of a study: the session there is, the cluster at ``address``, or one of this machine's own.
 
-    A SIGTERM to the group (from ``timeout``, a batch system, a closed pipeline) would end Ray's own processes at once. We could then
-    not end the trials in order, and Ray would make us wait 60 s for its control store. So the signal is ours alone, and we end Ray.
-    Ray's processes still die with us: it sets their parent-death signal.
+    Args:
+        study: the config.
+        gpus, dashboard: see :class:`OwnRay`.
+
+    Raises:
+        UserError: nothing answers at ``address``, or Ray does not start.
     """
-    _detach.children = True
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    ray: Any = sys.modules.get("ray")
+    for logger in ("ray.tune", "ray.train"):
+        logging.getLogger(logger).setLevel(logging.CRITICAL)  # a trial's failure is in the ledger, not between the progress lines
+    if ray is not None and ray.is_initialized():
+        yield Session(str(ray.get_runtime_context().gcs_address))
+        return
+    session: Session = OwnRay(local_cpus(study), gpus, dashboard) if study.address is None else Joined(study.address)
     try:
-        yield
+        yield session
     finally:
-        _detach.children = False
+        session.close()
 
 
-def _leave_group() -> None:
-    if getattr(_detach, "children", False):
-        os.setpgid(0, 0)
+def _listens(address: str) -> bool:
+    """Whether anything takes connections there."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
 
 
-os.register_at_fork(after_in_child=_leave_group)  # subprocess runs it too where it has a preexec_fn, as Ray's starts have
+def _end_with_parent() -> None:
+    """In a child: SIGTERM once whoever started it has died."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

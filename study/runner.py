@@ -32,8 +32,9 @@ from study.leases import EPSILON, Cluster, Local, OfRay
 from study.ledger import Event, Ledger
 from study.manage import continuations
 from study.plan import Plan, PlannedTrial
-from study.pool import Pool
+from study.pool import Machines, Pool
 from study.preflight import local_cpus
+from study.ray_session import Session, ray_session
 from study.schedulers import make_scheduler
 from study.search import Agenda
 from study.state import StudyState
@@ -105,43 +106,47 @@ def run_plan(
 
     agenda = Agenda(plan, state, enter, only)
     if not agenda.exhausted:
-        with _interrupts(control), control.watch_storage(), _pool(plan, agenda, node) as (pool, ray):
-            _Run(plan.study, agenda, ledger, state, control, pool, ray, say).run()
+        with _interrupts(control), control.watch_storage(), _pool(plan, agenda, node) as (pool, ray, find):
+            _Run(plan.study, agenda, ledger, state, control, pool, ray, find, say).run()
     if control.interrupted:
         raise KeyboardInterrupt
 
 
 @contextmanager
-def _pool(plan: Plan, agenda: Agenda, node: Node | None) -> Iterator[tuple[Pool, str]]:
-    """The machines that the study may use, and the address of its Ray; "" where it needs none."""
+def _pool(plan: Plan, agenda: Agenda, node: Node | None) -> Iterator[tuple[Pool, Session | None, Callable[[], Machines] | None]]:
+    """What runs the study's trials, its Ray if it needs one, and what finds machines anew where Ray was lost, if they are Ray's."""
     study = plan.study
     with ExitStack() as stack:
         said: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        pool, ray = Pool(said), ""
+        pool, session = Pool(said), None
         if needs_ray(study):
-            from study.ray_session import ray_session
-
-            ray = stack.enter_context(ray_session(study, dashboard=study.executor == "train"))
+            gpus = len(_local_gpus(agenda, study)) if study.address is None else 0
+            session = stack.enter_context(ray_session(study, gpus=gpus, dashboard=study.executor == "train"))
         stack.callback(pool.close)
         data = _data_of(agenda, study)
-        if study.address is not None and study.executor != "train":
+
+        def heard(*what: Any) -> None:
+            said.put(what)
+
+        def on_cluster() -> Machines:
             trials = [trial.config.to_dict() for trial in agenda.trials] or [study.trial.to_dict()]
             count = min(study.max_concurrent or plan.size, plan.size)
             largest = [Shape.of(TrialConfig.from_dict(values)).bundles[0] for values in trials]
             unit = max(each["CPU"] for each in largest), math.ceil(max(each.get("GPU", 0.0) for each in largest))
             most = count * max(map(cpus_of, trials)), count * max(map(gpus_of, trials))
-            pool.use(Cluster(unit, most, (study.folder / LOG, data), lambda *what: said.put(what)))
-        else:
-            node = node or Node()
-            node.log(study.folder / LOG)
-            node.load(data)
-            by_train = study.executor == "train"
-            pool.use(
-                OfRay(node, lambda *what: said.put(what))
-                if by_train
-                else Local(local_cpus(study), _local_gpus(agenda, study), node, lambda *what: said.put(what))
-            )
-        yield pool, ray
+            return Cluster(unit, most, (study.folder / LOG, data), heard)
+
+        def here() -> Machines:
+            own = node or Node()
+            own.log(study.folder / LOG)
+            own.load(data)
+            if study.executor == "train" and session is not None:
+                return OfRay(own, heard, session.resources)
+            return Local(local_cpus(study), _local_gpus(agenda, study), own, heard)
+
+        find = on_cluster if study.address is not None and study.executor != "train" else here
+        pool.use(find())
+        yield pool, session, on_cluster if find is on_cluster else None
 
 
 def _data_of(agenda: Agenda, study: StudyConfig) -> list[dict[str, Any]]:
@@ -194,7 +199,8 @@ class _Run:
         agenda: what runs next.
         ledger, state, control: the study's.
         pool: runs trials.
-        ray: address of the study's Ray.
+        ray: the study's, if it needs one.
+        find: finds machines anew after Ray was lost; None where they stay.
         say: prints a line for the user.
     """
 
@@ -206,11 +212,12 @@ class _Run:
         state: StudyState,
         control: Control,
         pool: Pool,
-        ray: str,
+        ray: Session | None = None,
+        find: Callable[[], Machines] | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._study, self._agenda, self._ledger, self._state = study, agenda, ledger, state
-        self._control, self._pool, self._ray, self._say = control, pool, ray, say
+        self._control, self._pool, self._ray, self._find, self._say = control, pool, ray, find, say
         self._scheduler = make_scheduler(study.search, state)
         self._heard: dict[str, float] = {}
         self._tests: dict[str, dict[str, float]] = {}
@@ -219,6 +226,7 @@ class _Run:
         self._shapes: dict[str, Shape] = {}
         self._lonely: float | None = None
         self._told: set[str] = set()
+        self._wrong = ""
 
     def run(self) -> None:
         """Until nothing is left, or the control ends it."""
@@ -228,11 +236,34 @@ class _Run:
             if decision.wish == Wish.CANCEL:
                 return
             over = decision.wish >= Wish.STOP or self._control.full
-            waiting = not over and decision.wish != Wish.PAUSE and self._hand_out()
+            there = self._has_ray()
+            held = over or decision.wish == Wish.PAUSE
+            waiting = not held and (self._hand_out() if there else self._agenda.peek() is not None)
             if not self._pool.running and not waiting and (over or (decision.wish != Wish.PAUSE and self._agenda.peek() is None)):
                 return
-            self._take_in(self._pool.wait(ROUND_SECONDS, waiting=waiting))
+            self._take_in(self._pool.wait(ROUND_SECONDS, waiting=waiting, poll=there))
             self._end_silent()
+
+    def _has_ray(self) -> bool:
+        """Whether the study's Ray is there, or none is needed; one that was lost is had again, and the trials in it begin again."""
+        ray = self._ray
+        if ray is None:
+            return True
+        ray.look()
+        wrong = ray.lost or ray.silent
+        if wrong and not self._wrong:
+            self._say(f"Ray: {wrong}; waiting for it")
+            self._wrong = wrong
+        if ray.lost:
+            self._pool.end_all(f"Ray: {ray.lost}")
+            if ray.renew():
+                wrong = ""
+                if self._find is not None:
+                    self._pool.use(self._find())
+        if self._wrong and not wrong:
+            self._say("Ray is back.")
+        self._wrong = wrong
+        return not wrong
 
     def _hand_out(self) -> bool:
         """Start what there is room for; whether more is waiting.
@@ -426,7 +457,7 @@ class _Run:
         return min(math.ceil(min(cpus, gpus)), self._study.max_concurrent or len(trials))
 
     def _shape(self, config: TrialConfig) -> Shape:
-        return Shape.of(config, lanes_of(self._study.executor, config))
+        return Shape.of(config, lanes_of(self._study.executor, config))._replace(by_train=self._study.executor == "train")
 
     def _executor(self, config: TrialConfig) -> str:
         """Where a worker process finds what trains the trial."""
@@ -445,7 +476,7 @@ class _Run:
             "executor": self._executor(trial.config),
             "storage": str(study.folder / "train"),
             "max_failures": study.max_failures,
-            "ray": self._ray if by_train or trial.config.sync.name == "asynchronous" else "",
+            "ray": self._ray.address if self._ray and (by_train or trial.config.sync.name == "asynchronous") else "",
         }
 
     def _append(self, events: list[Event]) -> bool:

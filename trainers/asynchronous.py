@@ -125,9 +125,10 @@ class Asynchronous(Synchroniser):
         return {SERVER + name: torch.from_numpy(_joined([state[name] for state in states])) for name in states[0]}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Rank 0 gives it back to the server."""
+        """Rank 0 gives it back to the server; without the server's (a checkpoint of another layout) the model's weights, as they are."""
         server = {name.removeprefix(SERVER): value.numpy() for name, value in state.items() if name.startswith(SERVER)}
-        if server:
+        if self._collectives.rank == 0:
+            server = server or {"weight": self._flat([p.detach() for p in self._model.parameters()])}
             parts = [{name: value[part] if value.ndim else value for name, value in server.items()} for part in self._slices]
             ray.get([shard.load_state.remote(part) for shard, part in zip(self._shards, parts, strict=True)])
         self._collectives.all_true(True)

@@ -24,7 +24,8 @@ CLASSES = 10
 
 class Shape(NamedTuple):
     """What two trials must share to run in the same processes: the keys of :class:`~trainers.config.TrialConfig` of these names, and
-    where several share one process at the same time, the settings that are a process's (``packed``; "" where a process is a trial's alone).
+    where several share one process at the same time, the settings that are a process's (``packed``; "" where a process is a trial's alone);
+    and whether Ray Train makes the ranks' processes (``by_train``), which one process drives.
     """
 
     workers: int
@@ -33,6 +34,7 @@ class Shape(NamedTuple):
     gpus: float | None = None
     packed: str = ""
     lanes: int = 1
+    by_train: bool = False
 
     @classmethod
     def of(cls, config: TrialConfig, lanes: int = 1) -> Shape:
@@ -50,6 +52,11 @@ class Shape(NamedTuple):
         if self.device == "cuda":
             bundle["GPU"] = 1.0 if self.gpus is None else self.gpus
         return [bundle] * self.workers
+
+    @property
+    def processes(self) -> int:
+        """Of ours: one a rank."""
+        return 1 if self.by_train else self.workers
 
     @property
     def cpus(self) -> float:

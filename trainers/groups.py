@@ -21,12 +21,27 @@ import torch.distributed as dist
 # imported as the default of an argument, so it must be imported while there is none.
 import torch.distributed.nn.functional  # noqa: F401
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+PATIENCE = timedelta(days=7)
+"""How long a rank waits for the others in training. Replicas may be an epoch apart; a rank that has died ends its gang, and a study's
+``heartbeat`` one that hangs."""
 
 
 def join(backend: str, where: Any, rank: int, world_size: int, timeout: timedelta | None = None) -> None:
-    """Meet the other ranks, at a URL or a store; every one of them must call it, as ``torch.distributed.init_process_group``."""
+    """Meet the other ranks, at a URL or a store; every one of them must call it, as ``torch.distributed.init_process_group``.
+
+    Args:
+        timeout: of the meeting alone.
+    """
     met: dict[str, Any] = {"init_method": where} if isinstance(where, str) else {"store": where}
     dist.init_process_group(backend, **met, timeout=timeout, rank=rank, world_size=world_size)
+    wait_in_training()
+
+
+def wait_in_training(group: dist.ProcessGroup | None = None) -> None:
+    """Have collectives of ``group``, by default of all ranks, wait for :data:`PATIENCE`; torch's own 10 and 30 minutes end training."""
+    _set_pg_timeout(PATIENCE, group)
 
 
 def mesh(device_type: str, **degrees: int) -> DeviceMesh:
@@ -39,7 +54,10 @@ def mesh(device_type: str, **degrees: int) -> DeviceMesh:
 
 @lru_cache(maxsize=8)
 def _mesh(world: dist.ProcessGroup, device_type: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh(device_type, sizes, mesh_dim_names=names)
+    made = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+    for group in made.get_all_groups():
+        wait_in_training(group)
+    return made
 
 
 def leave() -> None:

@@ -288,8 +288,20 @@ class Training:
             if not going:
                 self.diverged = True
                 return tally
+        if not self._faultless():
+            finite, tally.loss = False, math.nan
         self.diverged = not self._agreed(self.sync.end_epoch(finite, last=self.epoch + 1 == self.config.epochs))
         return tally
+
+    def _faultless(self) -> bool:
+        """Whether no worker has encoded a NaN or an infinity since this was asked last: a GPU counts them and goes on. Collective there."""
+        if self.device.type != "cuda":
+            return True
+        try:
+            check_faults(self.device)
+        except NonFiniteError:
+            return not self._summed([1.0])[0]
+        return not self._summed([0.0])[0]
 
     def _train_step(self, batch: Split) -> tuple[float, int]:
         optimizer = self._updater()
@@ -340,11 +352,9 @@ class Training:
         before = self.epoch * self._steps_per_epoch
         loss, wrong, counted = self._graphed.train(order.to(self.device), lambda step: self.profiler.step(before + step))
         self._spans.step(self._graphed.steps)
-        try:
-            check_faults(self.device)
-        except NonFiniteError:
+        self.diverged = not (self._faultless() and math.isfinite(loss))
+        if self.diverged:
             loss = math.nan
-        self.diverged = not math.isfinite(loss)
         return Tally(loss, wrong, counted * self.config.batch_size)
 
     def _evaluate(self, split: Split, name: str) -> dict[str, float]:

@@ -24,6 +24,7 @@ import ray.train
 from ray.train import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from trainers import groups
 from trainers.bundles import Shape
 from trainers.checkpoint import load_checkpoint
 from trainers.config import TrialConfig
@@ -47,6 +48,8 @@ def train_loop(values: dict[str, Any]) -> None:
     Reports each epoch's metrics, the last one's with ``test/*``, the first one's after a restart with :data:`HISTORY`.
     """
     context = ray.train.get_context()
+    if context.get_world_size() > 1:
+        groups.wait_in_training()
     config = replace(TrialConfig.from_dict(values), workers=context.get_world_size(), min_workers=None)
     training = Training(config, rank=context.get_world_rank(), world_size=context.get_world_size())
     checkpoint = ray.train.get_checkpoint()

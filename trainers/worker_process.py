@@ -61,7 +61,7 @@ from trainers.training import check
 CHECKPOINTS_KEPT = 2
 """The newest, and the one before it for a newest that is damaged."""
 MEET_SECONDS = 120
-"""How long ranks wait for each other at the start, and in a collective."""
+"""How long ranks wait for each other at the start."""
 
 
 def serve(connection: Connection, lanes: int) -> None:

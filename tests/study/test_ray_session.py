@@ -1,22 +1,87 @@
-"""What a study does to Ray's processes when it starts them."""
+"""The Ray of a study: made of processes of its own, missed when it dies, there again, and gone with whoever started it."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 
-from study.ray_session import _own_process_groups
+import psutil
+import pytest
 
-LEADS_A_GROUP = [sys.executable, "-c", "import os; print(os.getpgid(0) == os.getpid())"]
+from study.ledger import read_ledger
+from study.ray_session import OwnRay
+from study.state import FINISHED, fold
+from tests.study.conftest import TINY
+
+GANG = ["trial.workers=2", "rows=[{label: a}]", "baseline=null", "trial.epochs=40", "executor=train"]
 
 
-def leads_a_group() -> bool:
-    """Whether a process started as Ray starts its own is out of reach of signals to our group."""
-    return subprocess.run(LEADS_A_GROUP, stdout=subprocess.PIPE, text=True, preexec_fn=lambda: None).stdout == "True\n"
+def parts(of: int, name: str) -> list[psutil.Process]:
+    """Processes of Ray below a process."""
+    return [child for child in psutil.Process(of).children(recursive=True) if child.name() == name]
 
 
-def test_only_rays_own_processes_leave_our_group() -> None:
-    assert not leads_a_group()
-    with _own_process_groups():
-        assert leads_a_group()
-    assert not leads_a_group()
+def until(seen: Callable[[], object], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not seen():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_a_ray_of_our_own_is_missed_and_started_again(name: str) -> None:
+    ray = OwnRay(2, 0, dashboard=False)
+    try:
+        first = ray.address
+        ray.look()
+        assert not ray.lost
+        (part,) = parts(os.getpid(), name)
+        part.kill()
+        until(lambda: ray.look() or ray.lost, 10)
+        assert ray.renew()
+        ray.look()
+        assert not ray.lost
+        assert ray.address != first
+        assert len(parts(os.getpid(), "raylet")) == len(parts(os.getpid(), "gcs_server")) == 1
+    finally:
+        ray.close()
+    until(lambda: not parts(os.getpid(), "raylet"), 10)
+
+
+@pytest.mark.slow
+def test_a_ray_of_our_own_dies_with_us() -> None:
+    code = "import time; from study.ray_session import OwnRay; r = OwnRay(1, 0, dashboard=False); print('up', flush=True); time.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    below = psutil.Process(process.pid).children(recursive=True)
+    assert any(child.name() == "raylet" for child in below)
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(below, timeout=30)
+    assert not alive
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("names", [["raylet"], ["gcs_server", "raylet"]])
+def test_a_study_goes_on_after_its_ray_has_died(names: list[str], tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    words = [sys.executable, "-m", "study", "run", "tiny.yaml", "--plain", "tracking_uri=none", *GANG]
+    process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    folder = tmp_path / "studies" / "tiny"
+    until(lambda: any(event["event"] == "report" for event in read_ledger(folder)), 200)
+    for name in names:
+        for part in parts(process.pid, name):
+            part.kill()
+    said = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, said
+    assert "Ray: one of its processes died; waiting for it" in said
+    assert "Ray is back." in said
+    (trial,) = fold(read_ledger(folder)).trials
+    assert (trial.status, trial.epoch, trial.restarts) == (FINISHED, 40, 1)

@@ -138,7 +138,7 @@ def course(tiny: Make, tmp_path: Path) -> tuple[_Run, StudyState, Ledger]:
     agenda = Agenda(plan, state, lambda trial: None)
     for _ in plan.trials:
         agenda.next()
-    run = _Run(study, agenda, ledger, state, Control(study.folder, state, study.limits), Processes(), "")  # type: ignore[arg-type]
+    run = _Run(study, agenda, ledger, state, Control(study.folder, state, study.limits), Processes())  # type: ignore[arg-type]
     return run, state, ledger
 
 

@@ -196,6 +196,17 @@ def resumed(config: TrialConfig, rank: int, folder: Path, metrics: dict[str, flo
     return {"same": again.train_epoch()["train/loss"] == metrics["train/loss"] and weights(again) == ends}
 
 
+def continued(rank: int, folder: Path) -> dict[str, Any]:
+    """Losses of the second epoch of a synchronous trial, and of the same epoch trained through a server from its checkpoint."""
+    config = replace(BASE, optimizer=OptimizerConfig(lr=0.3))
+    whole, served = (Training(replace(config, sync=sync), rank=rank, world_size=WORLD) for sync in (SyncConfig(), BULK))
+    whole.train_epoch()
+    whole.save(folder)
+    dist.barrier()
+    served.restore(folder)
+    return {"losses": [training.train_epoch()["train/loss"] for training in (whole, served)], "epoch": served.epoch}
+
+
 TRIALS = {
     "synchronous": BASE,
     "bulk": replace(BASE, sync=BULK),
@@ -208,7 +219,7 @@ TRIALS = {
 }
 
 
-def diverging(rank: int) -> list[str]:
+def diverging(rank: int, folder: Path) -> list[str]:
     """One replica's data are not finite; the other must learn of it and not wait."""
     training = Training(replace(BASE, sync=BULK), rank=rank, world_size=WORLD)
     if rank == 1:
@@ -216,12 +227,16 @@ def diverging(rank: int) -> list[str]:
     return [str(training.train_epoch()["train/loss"]) for _ in range(2)]
 
 
+OTHERS = {"diverging": diverging, "continued": continued}
+
+
 @ray.remote(num_cpus=1)
 def in_worker(rank: int, folder: str, names: list[str]) -> dict[str, Any]:
     torch.set_num_threads(1)
     groups.join("gloo", f"file://{folder}/store", rank, WORLD)
     results: dict[str, Any] = {
-        name: diverging(rank) if name == "diverging" else run(name, TRIALS[name], rank, Path(folder)) for name in names
+        name: OTHERS[name](rank, Path(folder) / name) if name in OTHERS else run(name, TRIALS[name], rank, Path(folder))
+        for name in names
     }
     groups.leave()
     return results | {"pid": os.getpid()}
@@ -264,6 +279,14 @@ def test_bulk_synchronous_is_synchronous_and_a_bound_that_is_ignored_is_seen(ray
     check_bulk(workers, "", 4)
     for result in workers:
         assert all(m["staleness/clock_gap_max"] > 2 for m in result["ignored"]["metrics"])
+
+
+@pytest.mark.slow
+def test_a_server_continues_from_the_checkpoint_of_another_layout(ray_cluster: None, tmp_path: Path) -> None:
+    for result in in_workers(tmp_path, "continued"):
+        first, second = result["continued"]["losses"]
+        assert first == second
+        assert result["continued"]["epoch"] == 2
 
 
 @pytest.mark.slow

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
+import shutil
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lns_ops import LNSTensor, lns12, reference
 from tests.trainers.processes import spawned
+from trainers import groups
 from trainers.collectives import Collectives
 from trainers.config import DataConfig, ModelConfig, PrecisionConfig, TrialConfig
 from trainers.gradient_sync import GradientSync
+from trainers.restore import begin
 from trainers.training import Training
 from trainers.wire import WireConfig
 
@@ -53,6 +59,52 @@ def in_worker(rank: int, folder: str) -> dict[str, Any]:
         if rank == 0:
             training.save(Path(folder) / name)
     return result
+
+
+def restored(rank: int, folder: str) -> dict[str, Any]:
+    """Where two ranks go on when the second sees the newest checkpoint as it is, not yet, or as another: epoch and what is told."""
+    trial, root = config(PrecisionConfig(), WORLD), Path(folder)
+    training = Training(trial, rank=rank, world_size=WORLD)
+    for name in ("1", "2"):
+        training.train_epoch()
+        training.save(root / name)
+    dist.barrier()
+    (root / f"rank {rank}").mkdir()
+    os.chdir(root / f"rank {rank}")  # so that ranks ask for one path and see what they see
+    shutil.copytree(root / "1", "older")
+    found = {}
+    for name, second in {"alike": root / "2", "missing": Path("nothing"), "another": Path("older")}.items():
+        Path(name).symlink_to(root / "2" if rank == 0 else second)
+        again, beginning = begin(trial, [name, str(root / "1")] if rank == 0 else [], rank, WORLD)
+        found[name] = [again.epoch, beginning.damaged]
+    return found
+
+
+def test_ranks_that_see_different_checkpoints_go_on_from_one_that_all_see(tmp_path: Path) -> None:
+    one, other = spawned(restored, tmp_path)
+    assert [one[name] for name in ("alike", "missing", "another")] == [other[name] for name in ("alike", "missing", "another")]
+    assert one["alike"] == [2, ""]
+    assert one["missing"][0] == one["another"][0] == 1
+    assert "no whole checkpoint" in one["missing"][1]
+    assert "not the same checkpoint on every rank" in one["another"][1]
+
+
+def apart(rank: int, folder: str) -> dict[str, Any]:
+    """Ranks that may take a second to meet, and are further apart in training, in all and in a part of them."""
+    groups.leave()
+    groups.join("gloo", f"file://{folder}/again", rank, WORLD, timedelta(seconds=1))
+    sums = []
+    for group in (None, groups.mesh("cpu", dp=WORLD).get_group()):
+        if rank == 1:
+            time.sleep(2.5)
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group)
+        sums.append(total.item())
+    return {"sums": sums}
+
+
+def test_ranks_wait_for_each_other_longer_than_they_may_take_to_meet(tmp_path: Path) -> None:
+    assert [result["sums"] for result in spawned(apart, tmp_path)] == [[2, 2], [2, 2]]
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from lns_ops import cuda
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.data import Split, epoch_order
 from trainers.device import GraphedEpochs, check_device, resolve_device
+from trainers.lr_schedule import LRSchedule
 from trainers.state import model_tensors
 from trainers.step import train_step
 from trainers.sync_config import SyncConfig
@@ -126,12 +127,24 @@ def test_a_gpu_trial_learns_and_resumes_bit_for_bit(precision: str, optimizer: s
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("precision", ["float32", "matmul"])
-def test_divergence_on_a_gpu_is_a_result(precision: str) -> None:
-    training = Training(replace(BASE, precision=PRECISIONS[precision], optimizer=OptimizerConfig(lr=1e38)))
+@pytest.mark.parametrize("decay", ["constant", "cosine"])  # replayed from a graph, and step by step
+def test_divergence_on_a_gpu_is_a_result(decay: str, precision: str) -> None:
+    schedule = LRSchedule(decay=decay)
+    training = Training(replace(BASE, precision=PRECISIONS[precision], optimizer=OptimizerConfig(lr=1e38), lr_schedule=schedule))
     metrics = training.train_epoch()
     assert metrics["train/loss"] != metrics["train/loss"]
     assert training.diverged
     assert training.train_epoch()["epoch"] == 2.0
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_value_that_is_not_finite_ends_training_step_by_step_on_a_gpu() -> None:
+    training = Training(replace(BASE, precision=PRECISIONS["matmul"], lr_schedule=LRSchedule(decay="cosine")))
+    training.data.train.x[0, 0] = torch.nan  # encoded as zero, and counted
+    loss = training.train_epoch()["train/loss"]
+    assert loss != loss
+    assert training.diverged
 
 
 @pytest.mark.gpu
