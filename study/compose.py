@@ -9,6 +9,8 @@ On the command line ``model=mlp_128`` swaps the file of a group, and ``trial.epo
 are YAML: ``seeds=[0,1]``, ``trial.data.train_size=null``. Files are looked for in the working folder first (``./conf``), then in
 the installed ``conf`` package, so a study needs no checkout.
 
+A value may name another key, ``${trial.epochs}``, and nothing else: no resolver reads the environment (:mod:`study.yaml_loader`).
+
 The schema is the frozen dataclasses themselves, read by OmegaConf: unknown keys and values of the wrong type stop here. Values
 outside their range stop in the dataclasses. Both are ``ValueError`` with value, rule and remedy.
 """
@@ -31,10 +33,15 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from study.config import RowConfig, StudyConfig
 from study.program import lns_study
 from study.space import flatten
+from study.yaml_loader import check_references, parse
 from trainers.config import DataConfig
 
 SELF = "_self_"
 _ABSENT = object()
+NAME_BYTES = 250
+"""Longest name of a study, and label of a row: what file systems and MLflow take."""
+RESERVED = ("artifacts",)
+"""Folders of a storage that are no study's; beside them lie MLflow's database and its companions."""
 _EXAMPLES = {
     "seeds": "[0,1]",
     "rows": "[{label: a, overrides: {epochs: 3}}]",
@@ -68,7 +75,31 @@ def load(
     for source, values in _layers(path, groups):
         merged = _merge(merged, values, source)
     swapped = [layer for group, file in groups.items() for layer in _expand(_find_group(group, file, path), groups, set())]
-    return _check_trial_keys(_finish(_with_keys(_with_data(merged, swapped, keys, say, download), keys)))
+    return _check_names(_check_trial_keys(_finish(_with_keys(_with_data(merged, swapped, keys, say, download), keys))))
+
+
+def _check_names(study: StudyConfig) -> StudyConfig:
+    """``study``, if its name and labels can stand in a storage, a table and MLflow; older studies keep theirs.
+
+    Raises:
+        ValueError: one cannot.
+    """
+    for key, name in [("name", study.name), *((f"row {row.label!r}: label", row.label) for row in study.rows)]:
+        if not name.isprintable():
+            raise ValueError(f"{key}={name!r}: must not hold control characters, it is shown on terminals; leave them out")
+        if (size := len(name.encode())) > NAME_BYTES:
+            raise ValueError(
+                f"{key}={name[:40]!r}...: has {size} bytes, at most {NAME_BYTES} fit a file's name; use a shorter one"
+            )
+    if set(study.name) & set("/\\"):
+        raise ValueError(
+            f"name={study.name!r}: must not hold / or \\, it names one folder in the storage; use for example name={study.slug}"
+        )
+    if study.slug.lower() in RESERVED or study.slug.lower().startswith("mlflow.db"):
+        raise ValueError(
+            f"name={study.name!r}: the storage has a folder or file of that name for all studies; use for example name=my-{study.slug}"
+        )
+    return study
 
 
 def change(study: StudyConfig, overrides: Sequence[str]) -> StudyConfig:
@@ -229,8 +260,10 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, str], list[str
 def _parse_override(override: str) -> dict[str, Any]:
     name, _, value = override.partition("=")
     try:
+        if "&" in value:  # an anchor; OmegaConf follows it for ever
+            parse(value)
         return OmegaConf.to_container(OmegaConf.from_dotlist([f"{name}={value}"]))  # type: ignore[return-value]
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
+    except (OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
         raise ValueError(
             f"override {override!r}: the value is not YAML ({_first_line(error)}); quote it, for example 'name=\"a: b\"'"
         ) from None
@@ -289,8 +322,8 @@ def _find_group(group: str, file: str, study: Path) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        values = parse(path.read_text(encoding="utf-8"))
+    except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: must be YAML: {' '.join(str(error).split())}; correct the file") from None
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}; check its permissions") from None
@@ -304,6 +337,7 @@ def _merge(base: DictConfig, values: dict[str, Any], source: str, inside: str = 
 
     A domain of the space replaces the one before it as a whole: a choice over a range is a choice.
     """
+    check_references(values, source)
     if isinstance(values.get("space"), dict):
         space = flatten(values["space"])
         replaced = {key: space.pop(key, spec) for key, spec in base.space.items()}  # in its place: `when` looks back

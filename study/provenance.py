@@ -31,14 +31,14 @@ def provenance() -> dict[str, Any]:
 def hardware() -> dict[str, Any]:
     """This machine: processor, cores that this process may use, memory in bytes, GPUs by name."""
     from lns_ops import cuda
+    from trainers.validation import memory
 
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     gpus = []
     if cuda.unavailable() is None:
         import torch
 
         gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {"processor": _processor(), "cores": len(os.sched_getaffinity(0)), "memory": memory, "gpus": gpus}
+    return {"processor": _processor(), "cores": len(os.sched_getaffinity(0)), "memory": memory(), "gpus": gpus}
 
 
 def _processor() -> str:

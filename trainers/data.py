@@ -38,7 +38,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainers.config import DataConfig
+from trainers.config import EPOCHS, DataConfig
 
 MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 DOWNLOAD_TIMEOUT_S = 20
@@ -378,7 +378,7 @@ def _describe(config: DataConfig) -> DatasetInfo:
 
 def epoch_order(examples: int, seed: int, epoch: int) -> Tensor:
     """The order in which an epoch visits its examples: a permutation of (seed, epoch) alone, int64 on the CPU."""
-    return torch.randperm(examples, generator=torch.Generator().manual_seed((seed << 20) + epoch))
+    return torch.randperm(examples, generator=torch.Generator().manual_seed(seed * EPOCHS + epoch))
 
 
 def share(split: Split, order: Tensor, *, batch_size: int, step: int, part: int, parts: int) -> Split:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -124,6 +126,14 @@ REFUSED = [
     (["table", "model=../study/table"], ["model=../study/table", "without folders", "mlp_128"]),
     (["table", "trial=null"], ["trial"]),
     (["table", "cpus=0"], ["cpus=0", "at least 1"]),
+    (["table", "name=a/b"], ["name='a/b'", "must not hold /", "name=a-b"]),
+    (["table", f"name={'x' * 300}"], ["name='xxx", "300 bytes", "at most 250"]),
+    (["table", 'name="a\\e[31m"'], ["control characters"]),
+    (["table", "name=artifacts"], ["name='artifacts'", "name=my-artifacts"]),
+    (["table", "name=mlflow.db"], ["name='mlflow.db'", "name=my-mlflow.db"]),
+    (["table", f"rows=[{{label: {'x' * 300}}}]", "baseline=null"], ["label", "300 bytes", "at most 250"]),
+    (["table", "trial.epochs=999999999999"], ["epochs=999999999999", "below 2^20"]),
+    (["table", "seeds=&a [*a]"], ["alias (*) of itself"]),
 ]
 
 
@@ -158,6 +168,66 @@ def test_bad_files(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "bad.yaml").write_text(text)
     with pytest.raises(ValueError, match=said):
         load(str(tmp_path / "bad.yaml"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "${oc.env:HOME}",
+        "${oc.${name}:HOME}",
+        "${oc.decode:'${oc.env:HOME}'}",
+        "a ${oc.create:{a: 1}} b",
+        "\\${oc.env:HOME}",  # escaped, it would be read where the stored config is read again
+    ],
+)
+@pytest.mark.parametrize(
+    "place", ["question: {0}", "trial: {{data: {{root: {0}}}}}", "rows: [{{label: {0}}}]", "digits: {{autocast: {0}}}"]
+)
+def test_a_study_cannot_read_the_environment(tmp_path: Path, text: str, place: str) -> None:
+    (tmp_path / "mine.yaml").write_text(place.format(json.dumps(text)))
+    with pytest.raises(ValueError, match=r"may only name another key of the study"):
+        load(str(tmp_path / "mine.yaml"))
+    with pytest.raises(ValueError, match=r"may only name another key of the study"):
+        override_trial(TrialConfig().to_dict(), {"data.root": text})
+
+
+def test_a_study_may_name_its_own_keys(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("name: mine\nquestion: is ${name} ${.trial.epochs} epochs?\ntrial: {epochs: 3}\n")
+    assert load(str(tmp_path / "mine.yaml")).question == "is mine 3 epochs?"
+
+
+def bomb(line: str) -> str:
+    """Twelve lines, each of which holds the one before it eight times."""
+    return "".join(f"x{b}: &{b} {line.format(', '.join([f'*{a}'] * 8))}\n" for a, b in pairwise("abcdefghijklm"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("name: a\nseeds: [0]\nname: b\n", r"mine.yaml: .*key 'name' stands twice, first in line 1; keep one.*line 3"),
+        ("trial:\n  epochs: 3\n  'epochs': 4\n", r"key 'epochs' stands twice, first in line 2; keep one.*line 3"),
+        ("seeds: &a [*a]\n", r"alias \(\*\) of itself"),
+        ("rows: " + "[" * 5000, r"nested too deeply"),
+        ("x: &a [1, 1, 1, 1, 1, 1, 1, 1]\n" + bomb("[{}]"), r"its aliases \(\*\) make"),
+        ("x: &a {k: 1, l: 2}\n" + bomb("{{<<: [{}]}}"), r"its aliases \(\*\) make"),
+    ],
+    ids=["twice", "twice within", "itself", "deep", "bomb", "bomb of merges"],
+)
+def test_yaml_that_means_something_else_than_it_says_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        load(str(tmp_path / "mine.yaml"))
+
+
+def test_aliases_and_merges_of_a_study_are_read(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "name: mine\nrows:\n- &a {label: a, overrides: &o {epochs: 3}}\n- {<<: *a, label: b}\n- {label: c, overrides: *o}\n"
+    )
+    assert [(row.label, row.overrides["epochs"]) for row in load(str(tmp_path / "mine.yaml")).rows] == [
+        ("a", 3),
+        ("b", 3),
+        ("c", 3),
+    ]
 
 
 def test_auto_data_without_mnist_are_digits_with_their_own_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
