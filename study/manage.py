@@ -21,6 +21,7 @@ from study.ledger import FILE, Ledger, is_locked, read_ledger
 from study.objectives import objective
 from study.plan import make_plan, trial_id
 from study.program import lns_study
+from study.provenance import different_data
 from study.state import ENDED, FAILED, FINISHED, StudyState, TrialState, flatten, fold
 from trainers.config import TrialConfig
 
@@ -230,13 +231,12 @@ def _copy(ledger: Ledger, known: TrialState, source: Path) -> None:
 
 
 def _check_data(ours: StudyState, theirs: StudyState) -> None:
-    digests = {entry["name"]: entry["digest"] for entry in theirs.plan.get("data", [])}
-    for entry in ours.plan.get("data", []):
-        if digests.get(entry["name"], entry["digest"]) != entry["digest"]:
-            raise ValueError(
-                f"data {entry['name']!r}: the two studies saw different files (sha256 {entry['digest'][:12]} and "
-                f"{digests[entry['name']][:12]}); run the trials again instead"
-            )
+    if found := different_data(ours.plan.get("data", []), theirs.plan.get("data", [])):
+        one, other = found
+        raise ValueError(
+            f"data {one['name']!r}: the two studies saw different files (sha256 {one['digest'][:12]} and {other['digest'][:12]}); run the "
+            "trials again instead"
+        )
 
 
 # -------------------------------------------------------------------------------------------------------------------- rerun

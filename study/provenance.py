@@ -89,3 +89,21 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+def different_data(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The first data set of ``ours`` that has other bytes in ``theirs``, and that; None if they agree.
+
+    Files are compared, whatever was chosen of them; where a ledger is too old to tell of files, the examples of choices of one size.
+
+    Args:
+        ours: :class:`trainers.data.DatasetInfo` as dicts, as in the ledger's ``planned`` events.
+        theirs: likewise.
+    """
+    for one in ours:
+        for other in (entry for entry in theirs if entry["name"] == one["name"]):
+            key = "files" if "files" in one and "files" in other else "digest"
+            alike = key == "files" or all(one.get(size) == other.get(size) for size in ("train", "validation"))
+            if alike and one[key] != other[key]:
+                return one, other
+    return None

@@ -239,6 +239,30 @@ def test_studies_of_other_data_are_not_mixed(local: Tiny) -> None:
         take_over(ours.folder, theirs.folder)
 
 
+def test_studies_that_choose_other_parts_of_the_same_data_can_be_mixed(local: Tiny) -> None:
+    """Ledgers written before files had a digest have one of each choice."""
+    rows = "rows=[{label: few, overrides: {data.train_size: 100}}, {label: all}]"
+    ours, theirs = (local(name, rows, "baseline=null") for name in ("ours", "theirs"))
+    first, second = made_up_events(ours), made_up_events(theirs)
+    (entry,) = first[0]["data"]
+    few, many = {**entry, "train": 100, "digest": "e" * 64}, {**entry, "train": 1200}
+    first[0]["data"], second[0]["data"] = [few, many], [many, few]
+    write(ours, first[:1])
+    write(theirs, second)
+    assert take_over(ours.folder, theirs.folder) == (2, 0)
+
+
+def test_of_other_files_no_other_part_is_taken_either(local: Tiny) -> None:
+    ours, theirs = local("ours"), local("theirs")
+    first, second = made_up_events(ours), made_up_events(theirs)
+    first[0]["data"] = [{**first[0]["data"][0], "files": "f" * 64}]
+    second[0]["data"] = [{**second[0]["data"][0], "train": 7, "files": "e" * 64}]
+    write(ours, first[:1])
+    write(theirs, second)
+    with pytest.raises(ValueError, match="the two studies saw different files"):
+        take_over(ours.folder, theirs.folder)
+
+
 def test_differences_are_of_figures_not_of_times(local: Tiny) -> None:
     state = fold(made_up_events(local("same")))
     trial = state.trials[0]
