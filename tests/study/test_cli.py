@@ -317,8 +317,13 @@ def test_ui_serves_and_ends_with_its_children(tmp_path: Path, wish: signal.Signa
     try:
         assert process.stdout is not None
         assert "Starting" in process.stdout.readline()
-        assert f"http://127.0.0.1:{port}" in process.stdout.readline()
-        assert urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5).status == 200
+        said = process.stdout.readline()
+        link = next(word for word in said.split() if word.startswith(f"http://127.0.0.1:{port}/?token=")).rstrip(",")
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5)
+        browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+        assert browser.open(link, timeout=5).status == 200
+        assert browser.open(f"http://127.0.0.1:{port}/", timeout=5).status == 200
         children = _children(process.pid)
     finally:
         process.send_signal(wish)
