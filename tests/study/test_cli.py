@@ -174,10 +174,10 @@ def test_a_study_that_another_process_runs_is_refused(folder: Path) -> None:
 
 def test_another_study_in_the_same_folder_is_refused(here: Here) -> None:
     folder = here.folder
-    study = load(str(folder / "tiny.yaml"), ["name=a/b", f"storage={folder / 'studies'}"])
+    study = load(str(folder / "tiny.yaml"), ["name=a b", f"storage={folder / 'studies'}"])
     with Ledger(study.folder) as ledger:
         ledger.append(**{key: value for key, value in made_up_events(study)[0].items() if key != "time"})
-    assert_refused(here("run", "tiny", "name=a-b"), "name='a-b'", str(study.folder), "'a/b'", "name=a/b")
+    assert_refused(here("run", "tiny", "name=a-b"), "name='a-b'", str(study.folder), "'a b'", "name='a b'")
     assert len(read_ledger(study.folder)) == 1
 
 
