@@ -5,9 +5,9 @@ file itself goes where ``_self_`` stands (last if nowhere)::
 
     groups: [model/mlp_512, data/mnist, _self_, budget/full]
 
-On the command line ``model=mlp_128`` swaps the file of a group, and ``trial.epochs=3`` sets a key; keys win over files. Values
-are YAML: ``seeds=[0,1]``, ``trial.data.train_size=null``. Files are looked for in the working folder first (``./conf``), then in
-the installed ``conf`` package, so a study needs no checkout.
+On the command line ``model=mlp_128`` swaps the file of a group, and ``trial.epochs=3``, or ``epochs=3`` as in rows, sets a key; keys
+win over files. Values are YAML: ``seeds=[0,1]``, ``trial.data.train_size=null``. Files are looked for in the working folder first
+(``./conf``), then in the installed ``conf`` package, so a study needs no checkout.
 
 A value may name another key, ``${trial.epochs}``, and nothing else: no resolver reads the environment (:mod:`study.yaml_loader`).
 
@@ -34,10 +34,12 @@ from study.config import RowConfig, StudyConfig
 from study.program import lns_study
 from study.space import flatten
 from study.yaml_loader import check_references, parse
-from trainers.config import DataConfig
+from trainers.config import DataConfig, TrialConfig
 
 SELF = "_self_"
 _ABSENT = object()
+CLOSE = 0.6
+"""Likeness from which a name may be what was meant."""
 NAME_BYTES = 250
 """Longest name of a study, and label of a row: what file systems and MLflow take."""
 RESERVED = ("artifacts",)
@@ -253,8 +255,14 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, str], list[str
                 )
             groups[name] = value
         else:
-            keys.append(override)
+            keys.append(f"trial.{override}" if _of_trial(name) else override)
     return groups, keys
+
+
+def _of_trial(name: str) -> bool:
+    """Whether a key of the command line is a trial's, written as in rows and spaces: ``precision.format``."""
+    first = name.partition(".")[0]
+    return first in TrialConfig.__dataclass_fields__ and first not in StudyConfig.__dataclass_fields__
 
 
 def _parse_override(override: str) -> dict[str, Any]:
@@ -358,7 +366,8 @@ def _explain(error: Exception, values: dict[str, Any], source: str, inside: str)
     if getattr(error, "object_type", None) is RowConfig and not key.startswith("rows"):
         key = f"rows[].{key}"
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
-        return _unknown(source, key, inside)
+        whole = _innermost(values)
+        return _unknown(source, whole if whole.startswith(f"{key}.") else key, inside)
     value = _lookup(values, key)
     what = _first_line(error) if value is _ABSENT else f"{value!r} is not possible"
     return ValueError(f"{source}: {key.removeprefix(inside)}: {what}; {_expected(key, inside)}")
@@ -367,7 +376,7 @@ def _explain(error: Exception, values: dict[str, Any], source: str, inside: str)
 def _unknown(source: str, key: str, inside: str = "") -> ValueError:
     """The error for a key that there is not, with the nearest that there is."""
     known = [*_known_keys(_schema()), *(f"rows[].{name}" for name in RowConfig.__dataclass_fields__)]
-    near = _nearest(key, known) or _nearest(key, [name.rpartition(".")[2] for name in known])
+    near = _nearest_key(key, known)
     near = near.replace(f"'{inside}", "'") if inside else near
     return ValueError(
         f"{source}: {key.removeprefix(inside)}: unknown key{near}; `{lns_study('run', 'CONFIG', '--dry-run')}` prints every key"
@@ -484,8 +493,25 @@ def _plain(merged: DictConfig | ListConfig) -> dict[str, Any]:
 
 def _nearest(name: str, known: Sequence[str]) -> str:
     """`` (did you mean 'x'?)``, or nothing."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=CLOSE)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _nearest_key(key: str, known: Sequence[str]) -> str:
+    """The same for a dotted key, by how alike the last parts are, three times what the places before them are.
+
+    Parts are as alike as ``difflib`` finds them (2 M / T), or nearly equal where one is the other's initials: ``learning_rate`` and ``lr``.
+    """
+    scores = {name: _likeness(key, name) for name in known}
+    best = max(scores, key=lambda name: scores[name])
+    return f" (did you mean {best!r}?)" if scores[best] >= CLOSE else ""
+
+
+def _likeness(key: str, name: str) -> float:
+    (place, _, last), (other_place, _, other) = key.rpartition("."), name.rpartition(".")
+    initials = {last, other} & {"".join(part[:1] for part in text.split("_")) for text in (last, other) if "_" in text}
+    alike = max(difflib.SequenceMatcher(None, last, other).ratio(), 0.9 if initials else 0.0)
+    return 0.75 * alike + 0.25 * difflib.SequenceMatcher(None, place, other_place).ratio()
 
 
 def _first_line(error: Exception) -> str:

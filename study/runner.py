@@ -105,14 +105,14 @@ def run_plan(
 
     agenda = Agenda(plan, state, enter, only)
     if not agenda.exhausted:
-        with _interrupts(control), control.watch_storage(), _pool(plan, agenda, node) as (pool, ray):
+        with _interrupts(control), control.watch_storage(), _pool(plan, agenda, node, say) as (pool, ray):
             _Run(plan.study, agenda, ledger, state, control, pool, ray, say).run()
     if control.interrupted:
         raise KeyboardInterrupt
 
 
 @contextmanager
-def _pool(plan: Plan, agenda: Agenda, node: Node | None) -> Iterator[tuple[Pool, str]]:
+def _pool(plan: Plan, agenda: Agenda, node: Node | None, tell: Callable[[str], None]) -> Iterator[tuple[Pool, str]]:
     """The machines that the study may use, and the address of its Ray; "" where it needs none."""
     study = plan.study
     with ExitStack() as stack:
@@ -121,6 +121,7 @@ def _pool(plan: Plan, agenda: Agenda, node: Node | None) -> Iterator[tuple[Pool,
         if needs_ray(study):
             from study.ray_session import ray_session
 
+            tell(f"Joining the Ray cluster at {study.address} ..." if study.address else "Starting Ray on this machine ...")
             ray = stack.enter_context(ray_session(study, dashboard=study.executor == "train"))
         stack.callback(pool.close)
         data = _data_of(agenda, study)

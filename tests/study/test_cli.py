@@ -188,6 +188,16 @@ def test_a_taken_port_is_refused(here: Here) -> None:
         assert_refused(here("ui", "--port", str(taken.getsockname()[1])), "port=", "--port")
 
 
+def test_a_study_that_ends_in_order_with_trials_left_exits_with_3(here: Here) -> None:
+    many = ["seeds=[0,1,2]", "trial.epochs=1", "tracking_uri=none", "cpus=1"]
+    done = here("run", "tiny", "limits.trials=2", *many)
+    assert done.returncode == 3, done.stderr
+    assert done.stdout.startswith("Loading the study")
+    assert "limits.trials=2 reached" in done.stdout
+    assert here("run", "tiny", *many).returncode == 0
+    assert "3    ended in order with trials left" in lns_study("--help", cwd=here.folder).stdout
+
+
 def test_report_from_a_ledger_alone(folder: Path) -> None:
     study = load(str(folder / "tiny.yaml"), [f"storage={folder / 'studies'}"])
     with Ledger(study.folder) as ledger:

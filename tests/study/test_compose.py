@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from study.compose import load, override_trial
+from study.compose import change, load, override_trial
 from study.config import StudyConfig
 from trainers.config import PrecisionConfig, TrialConfig
 
@@ -55,6 +55,24 @@ def test_the_command_line_wins_over_the_recipe_of_digits() -> None:
 def test_overrides_win_over_files_and_groups_swap() -> None:
     study = load("table", ["trial.epochs=3", "seeds=[0,1]", "model=mlp_128", "trial.data.train_size=6000"])
     assert (study.trial.epochs, study.seeds, study.trial.model.hidden, study.trial.data.train_size) == (3, [0, 1], [128], 6000)
+
+
+def test_keys_of_a_trial_are_written_as_in_rows_and_groups_stay_groups() -> None:
+    short = load(
+        "table",
+        [
+            "precision.format=lns12",
+            "epochs=3",
+            "data.train_size=6000",
+            "optimizer={name: adam}",
+            "search.seed=0",
+            "model=mlp_128",
+        ],
+    )
+    names = ["trial.precision.format=lns12", "trial.epochs=3", "trial.data.train_size=6000", "trial.optimizer.name=adam"]
+    assert short == load("table", [*names, "model=mlp_128"])
+    assert load("table", ["precision=lns16"]).trial.precision == PrecisionConfig(format="lns16")
+    assert change(short, ["epochs=5"]).trial.epochs == 5
 
 
 def test_a_group_that_the_study_does_not_list_is_merged_last(tmp_path: Path) -> None:
@@ -125,6 +143,14 @@ REFUSED = [
     (["table", "name=../mine"], ["name='../mine'", "must not hold", "name=mine"]),
     (["table", "model=../study/table"], ["model=../study/table", "without folders", "mlp_128"]),
     (["table", "trial=null"], ["trial"]),
+    (["table", "trial.lerning_rate=1"], ["trial.lerning_rate: unknown key (did you mean 'trial.optimizer.lr'?)"]),
+    (["table", "trial.optimizer.learning_rate=1"], ["(did you mean 'trial.optimizer.lr'?)"]),
+    (["table", "lr=1"], ["(did you mean 'trial.optimizer.lr'?)"]),
+    (["table", "precision.fromat=lns12"], ["trial.precision.fromat", "(did you mean 'trial.precision.format'?)"]),
+    (["table", "trial.optimizer.epochs=1"], ["(did you mean 'trial.epochs'?)"]),
+    (["table", "serch.num_samples=1"], ["(did you mean 'search.num_samples'?)"]),
+    (["table", "epochs=0"], ["epochs=0", "at least 1"]),
+    (["table", "zzzzzz=1"], ["zzzzzz: unknown key; "]),
     (["table", "cpus=0"], ["cpus=0", "at least 1"]),
     (["table", "name=a/b"], ["name='a/b'", "must not hold /", "name=a-b"]),
     (["table", f"name={'x' * 300}"], ["name='xxx", "300 bytes", "at most 250"]),
