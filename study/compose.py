@@ -7,7 +7,7 @@ file itself goes where ``_self_`` stands (last if nowhere)::
 
 On the command line ``model=mlp_128`` swaps the file of a group, and ``trial.epochs=3``, or ``epochs=3`` as in rows, sets a key; keys
 win over files. Values are YAML: ``seeds=[0,1]``, ``trial.data.train_size=null``. Files are looked for in the working folder first
-(``./conf``), then in the installed ``conf`` package, so a study needs no checkout.
+(``./conf``), then in those that are installed with this package, so a study needs no checkout.
 
 A value may name another key, ``${trial.epochs}``, and nothing else: no resolver reads the environment (:mod:`study.yaml_loader`).
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib.resources
 import re
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -213,9 +212,10 @@ def group_options(group: str) -> list[str]:
 
 
 def _roots() -> list[Path]:
-    """Folders that hold ``study/``, ``model/`` ...: the working folder's ``conf``, then the installed package."""
-    installed = Path(str(importlib.resources.files("conf")))
-    return list(dict.fromkeys([Path("conf").resolve(), installed.resolve()]))
+    """Folders that hold ``study/``, ``model/`` ...: the working folder's ``conf``, then ours, in this package or a checkout, beside it."""
+    package = Path(__file__).resolve().parent
+    ours = package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
+    return list(dict.fromkeys([Path("conf").resolve(), ours]))
 
 
 def _schema() -> DictConfig:
