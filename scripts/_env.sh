@@ -8,7 +8,7 @@ cd "$root"
 venv=${LNS_STUDY_VENV:-$root/.venv}
 python=${PYTHON:-python3}
 wanted=$("$python" -c 'import hashlib, sys; print(hashlib.sha256(b"".join(open(p, "rb").read() for p in sys.argv[1:])).hexdigest(), sys.version)' \
-    pyproject.toml constraints.txt)
+    pyproject.toml setup.py constraints.txt)
 if [ "$(cat "$venv/.installed" 2>/dev/null || true)" != "$wanted" ]; then
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
         echo "$("$python" --version) is too old: lns-study needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2

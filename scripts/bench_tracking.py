@@ -95,8 +95,9 @@ class Proxy(http.server.BaseHTTPRequestHandler):
 @contextmanager
 def server(folder: Path, port: int, uri: str = "", workers: int = 1) -> Iterator[subprocess.Popen[bytes]]:
     """The embedded server, or one of several workers over the database ``uri``, until it answers."""
+    words = [*command(str(folder / "artifacts"), port, workers=workers), *(["--open"] if workers == 1 else [])]
     process = subprocess.Popen(
-        command(str(folder / "artifacts"), port, workers=workers), env=os.environ | environment(uri or f"sqlite:///{folder}/mlflow.db"),
+        words, env=os.environ | environment(uri or f"sqlite:///{folder}/mlflow.db"),
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     try:

@@ -1,8 +1,7 @@
 """The command line: ``lns-study run | plan | report | ui | ...``, also ``python -m study``; see :mod:`study.cli_manage` for the rest.
 
-Exit codes: 0 done; 1 some trials failed, MLflow lacks something, or a bug (with its traceback); 2 the user's input cannot work
-(nothing was started); 130 interrupted by Ctrl-C. Heavy imports (torch, Ray, MLflow) wait until a command needs them, so ``--help``
-is quick.
+Exit codes: see :data:`EXIT_CODES`, which ``--help`` prints. Heavy imports (torch, Ray, MLflow) wait until a command needs them, so
+``--help`` is quick.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from study.cli_manage import add_commands
 from study.cli_tracking import add_tracking_commands
 from study.errors import UserError, refusals
-from study.program import lns_study
+from study.program import STORAGE, lns_study
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,12 +38,24 @@ Run a study: train the same network in several number formats, several seeds eac
   lns-study ui                          open the runs in MLflow's web interface
 """
 
+LEFT = 3
+"""Exit code of a study that ended in order with trials left."""
+EXIT_CODES = """\
+exit codes:
+  0    done
+  1    a trial failed, MLflow lacks something, figures differ (rerun, reconcile), doctor found a fault; or a mistake of ours (traceback)
+  2    the input cannot work; nothing was started
+  3    ended in order with trials left: stop, cancel or a limit; the same command goes on
+  130  interrupted (Ctrl-C, SIGTERM); the same command goes on
+"""
+
 RUN_DESCRIPTION = """\
 Run a study, or continue one: trials that have finished are not run again, interrupted ones go on from their last checkpoint.
 
 CONFIG is a YAML file, or the name of one in conf/study (table, quickstart). After it come changes:
 
   key=value     set a key              trial.epochs=3   seeds=[0,1]   trial.data.train_size=6000   name=my-study
+                trial. may be left out epochs=3         precision.format=lns12
   group=file    swap a file of conf/   model=mlp_128    data=digits   precision=lns16   budget=small
 
 Values are YAML: null, true, 0.1, [0,1], "text: with a colon". Quote brackets for shells that expand them: 'seeds=[0,1]'.
@@ -77,7 +88,7 @@ def _interrupt(*_: object) -> None:
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every command."""
     parser = argparse.ArgumentParser(
-        prog="lns-study", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="lns-study", description=DESCRIPTION, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands)
@@ -104,7 +115,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     run = commands.add_parser(
-        "run", help="run or continue a study", description=RUN_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+        "run",
+        help="run or continue a study",
+        description=RUN_DESCRIPTION,
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run.add_argument("config", metavar="CONFIG", help="YAML file, or a name in conf/study")
     run.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
@@ -127,7 +142,10 @@ def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "Simulate a study's trials and scheduler on numbers of slots (trials at a time): makespan, utilisation, what is ended early, load "
         "on MLflow. Times and curves come from studies in the storage where they have like trials, else from --seconds and synthetic "
         "curves."))  # fmt: skip
-    simulate.add_argument("config", metavar="CONFIG", help="YAML file, or a name in conf/study")
+    simulate.add_argument(
+        "config", metavar="CONFIG", help="YAML file, a name in conf/study, or a study that there is: its name or folder"
+    )
+    simulate.add_argument("--storage", help="folder of all studies, in which CONFIG is looked for first")
     simulate.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
     simulate.add_argument(
         "--slots", type=int, nargs="+", default=[1, 10, 100, 1000], help="trials at a time (default: 1 10 100 1000)"
@@ -183,6 +201,8 @@ def _add_ui(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def _run(options: argparse.Namespace) -> int:
     from trainers.node import Node
 
+    if not options.dry_run:
+        print("Loading the study; checking its data and trials ...", flush=True)
     with nullcontext() if options.dry_run else Node() as node:  # it loads torch for the trials while this process does
         from study.compose import load
 
@@ -209,7 +229,9 @@ def _run_config(study: StudyConfig, plain: bool, only: str = "all", again: str =
         print(f"\nInterrupted. Finished epochs are kept; the same command continues: {again}", file=sys.stderr)
         return 130
     _print_outcome(outcome, study.storage)
-    return 1 if outcome.failed or outcome.tracking_error else 0
+    if outcome.failed or outcome.tracking_error:
+        return 1
+    return LEFT if outcome.state.outcome == "stopped" else 0
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -229,7 +251,6 @@ def _simulate(options: argparse.Namespace) -> int:
     import dataclasses
 
     from study.cli_manage import print_table
-    from study.compose import load
     from study.ledger import read_ledger
     from study.manage import folders
     from study.plan import make_plan
@@ -238,7 +259,7 @@ def _simulate(options: argparse.Namespace) -> int:
     from study.state import fold
 
     with refusals():
-        study = load(options.config, options.overrides, lambda line: print(line, file=sys.stderr), download=False)
+        study = _study_or_config(options)
         if min(options.slots) < 1 or not options.seconds > 0:
             raise UserError(
                 f"--slots {options.slots} --seconds {options.seconds}: must be positive; use for example --slots 8 64"
@@ -259,6 +280,29 @@ def _simulate(options: argparse.Namespace) -> int:
     print(f"{study.name}: {len(plan.trials)} trials")
     print_table(["slots", "makespan", "utilisation", "ended early", "epochs", "epochs saved", "MLflow requests/s"], lines)
     return 0
+
+
+def _study_or_config(options: argparse.Namespace) -> StudyConfig:
+    """The config of a file or in conf/study, else of a study that there is; the other way round where ``--storage`` says in which storage.
+
+    Raises:
+        ValueError: there is none.
+    """
+    import dataclasses
+
+    from study.compose import change, find_study, load
+    from study.manage import find, read
+
+    where = [f"storage={options.storage}"] if options.storage else []
+    folder = None
+    try:
+        folder = None if not where and find_study(options.config) else find(options.config, options.storage or STORAGE)
+    except ValueError:
+        with suppress(ValueError):
+            folder = find(options.config, options.storage or STORAGE)
+    if folder is None:
+        return load(options.config, [*where, *options.overrides], lambda line: print(line, file=sys.stderr), download=False)
+    return dataclasses.replace(change(read(folder).config, options.overrides), storage=str(folder.parent))
 
 
 def _doctor(options: argparse.Namespace) -> int:

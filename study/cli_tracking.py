@@ -28,7 +28,9 @@ def add_tracking_commands(commands: Commands) -> None:
     reconcile.add_argument("--check", action="store_true", help="compare only, change nothing")
     compare = add_command(commands, "compare", _compare, "compare two studies: matched trials, paired test, a picture")
     compare.add_argument("other", metavar="OTHER", help="the other study: its name in the same storage, or its folder")
-    compare.add_argument("--output", "-o", metavar="FILE", help="the picture (default: STUDY-OTHER.png in the working folder)")
+    compare.add_argument(
+        "--output", "-o", metavar="FILE", help="the picture (default: compared-with-OTHER.png in STUDY's report)"
+    )
     dashboard = add_command(
         commands, "dashboard", _dashboard, "serve a study's report on 127.0.0.1, renewed while it runs, until Ctrl-C"
     )
@@ -42,12 +44,15 @@ def _compare(options: argparse.Namespace) -> int:
     from study.manage import find, read
 
     with refusals():
-        first, second = (read(find(name, options.storage)) for name in (options.study, options.other))
+        folder, other = (find(name, options.storage) for name in (options.study, options.other))
+        first, second = read(folder), read(other)
         found = compare(first, second)
     print_table(["row", "pairs", *found.names, "difference"], lines(found))
     print(f"\n{verdict(found)}")
-    path = Path(options.output or f"{first.config.slug}-{second.config.slug}.png")
+    path = Path(options.output or folder / "report" / f"compared-with-{second.config.slug}.png")
     try:
+        if not options.output:
+            path.parent.mkdir(exist_ok=True)
         path.write_bytes(draw(found))
     except OSError as error:
         raise UserError(f"--output {path}: cannot be written ({error.strerror}); choose another file") from None

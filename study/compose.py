@@ -5,9 +5,11 @@ file itself goes where ``_self_`` stands (last if nowhere)::
 
     groups: [model/mlp_512, data/mnist, _self_, budget/full]
 
-On the command line ``model=mlp_128`` swaps the file of a group, and ``trial.epochs=3`` sets a key; keys win over files. Values
-are YAML: ``seeds=[0,1]``, ``trial.data.train_size=null``. Files are looked for in the working folder first (``./conf``), then in
-the installed ``conf`` package, so a study needs no checkout.
+On the command line ``model=mlp_128`` swaps the file of a group, and ``trial.epochs=3``, or ``epochs=3`` as in rows, sets a key; keys
+win over files. Values are YAML: ``seeds=[0,1]``, ``trial.data.train_size=null``. Files are looked for in the working folder first
+(``./conf``), then in those that are installed with this package, so a study needs no checkout.
+
+A value may name another key, ``${trial.epochs}``, and nothing else: no resolver reads the environment (:mod:`study.yaml_loader`).
 
 The schema is the frozen dataclasses themselves, read by OmegaConf: unknown keys and values of the wrong type stop here. Values
 outside their range stop in the dataclasses. Both are ``ValueError`` with value, rule and remedy.
@@ -17,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib.resources
 import re
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -31,10 +32,17 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from study.config import RowConfig, StudyConfig
 from study.program import lns_study
 from study.space import flatten
-from trainers.config import DataConfig
+from study.yaml_loader import check_references, parse
+from trainers.config import DataConfig, TrialConfig
 
 SELF = "_self_"
 _ABSENT = object()
+CLOSE = 0.6
+"""Likeness from which a name may be what was meant."""
+NAME_BYTES = 250
+"""Longest name of a study, and label of a row: what file systems and MLflow take."""
+RESERVED = ("artifacts",)
+"""Folders of a storage that are no study's; beside them lie MLflow's database and its companions."""
 _EXAMPLES = {
     "seeds": "[0,1]",
     "rows": "[{label: a, overrides: {epochs: 3}}]",
@@ -68,7 +76,31 @@ def load(
     for source, values in _layers(path, groups):
         merged = _merge(merged, values, source)
     swapped = [layer for group, file in groups.items() for layer in _expand(_find_group(group, file, path), groups, set())]
-    return _check_trial_keys(_finish(_with_keys(_with_data(merged, swapped, keys, say, download), keys)))
+    return _check_names(_check_trial_keys(_finish(_with_keys(_with_data(merged, swapped, keys, say, download), keys))))
+
+
+def _check_names(study: StudyConfig) -> StudyConfig:
+    """``study``, if its name and labels can stand in a storage, a table and MLflow; older studies keep theirs.
+
+    Raises:
+        ValueError: one cannot.
+    """
+    for key, name in [("name", study.name), *((f"row {row.label!r}: label", row.label) for row in study.rows)]:
+        if not name.isprintable():
+            raise ValueError(f"{key}={name!r}: must not hold control characters, it is shown on terminals; leave them out")
+        if (size := len(name.encode())) > NAME_BYTES:
+            raise ValueError(
+                f"{key}={name[:40]!r}...: has {size} bytes, at most {NAME_BYTES} fit a file's name; use a shorter one"
+            )
+    if set(study.name) & set("/\\"):
+        raise ValueError(
+            f"name={study.name!r}: must not hold / or \\, it names one folder in the storage; use for example name={study.slug}"
+        )
+    if study.slug.lower() in RESERVED or study.slug.lower().startswith("mlflow.db"):
+        raise ValueError(
+            f"name={study.name!r}: the storage has a folder or file of that name for all studies; use for example name=my-{study.slug}"
+        )
+    return study
 
 
 def change(study: StudyConfig, overrides: Sequence[str]) -> StudyConfig:
@@ -180,9 +212,10 @@ def group_options(group: str) -> list[str]:
 
 
 def _roots() -> list[Path]:
-    """Folders that hold ``study/``, ``model/`` ...: the working folder's ``conf``, then the installed package."""
-    installed = Path(str(importlib.resources.files("conf")))
-    return list(dict.fromkeys([Path("conf").resolve(), installed.resolve()]))
+    """Folders that hold ``study/``, ``model/`` ...: the working folder's ``conf``, then ours, in this package or a checkout, beside it."""
+    package = Path(__file__).resolve().parent
+    ours = package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
+    return list(dict.fromkeys([Path("conf").resolve(), ours]))
 
 
 def _schema() -> DictConfig:
@@ -222,15 +255,23 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, str], list[str
                 )
             groups[name] = value
         else:
-            keys.append(override)
+            keys.append(f"trial.{override}" if _of_trial(name) else override)
     return groups, keys
+
+
+def _of_trial(name: str) -> bool:
+    """Whether a key of the command line is a trial's, written as in rows and spaces: ``precision.format``."""
+    first = name.partition(".")[0]
+    return first in TrialConfig.__dataclass_fields__ and first not in StudyConfig.__dataclass_fields__
 
 
 def _parse_override(override: str) -> dict[str, Any]:
     name, _, value = override.partition("=")
     try:
+        if "&" in value:  # an anchor; OmegaConf follows it for ever
+            parse(value)
         return OmegaConf.to_container(OmegaConf.from_dotlist([f"{name}={value}"]))  # type: ignore[return-value]
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
+    except (OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
         raise ValueError(
             f"override {override!r}: the value is not YAML ({_first_line(error)}); quote it, for example 'name=\"a: b\"'"
         ) from None
@@ -289,8 +330,8 @@ def _find_group(group: str, file: str, study: Path) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        values = parse(path.read_text(encoding="utf-8"))
+    except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: must be YAML: {' '.join(str(error).split())}; correct the file") from None
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}; check its permissions") from None
@@ -304,6 +345,7 @@ def _merge(base: DictConfig, values: dict[str, Any], source: str, inside: str = 
 
     A domain of the space replaces the one before it as a whole: a choice over a range is a choice.
     """
+    check_references(values, source)
     if isinstance(values.get("space"), dict):
         space = flatten(values["space"])
         replaced = {key: space.pop(key, spec) for key, spec in base.space.items()}  # in its place: `when` looks back
@@ -324,7 +366,8 @@ def _explain(error: Exception, values: dict[str, Any], source: str, inside: str)
     if getattr(error, "object_type", None) is RowConfig and not key.startswith("rows"):
         key = f"rows[].{key}"
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
-        return _unknown(source, key, inside)
+        whole = _innermost(values)
+        return _unknown(source, whole if whole.startswith(f"{key}.") else key, inside)
     value = _lookup(values, key)
     what = _first_line(error) if value is _ABSENT else f"{value!r} is not possible"
     return ValueError(f"{source}: {key.removeprefix(inside)}: {what}; {_expected(key, inside)}")
@@ -333,7 +376,7 @@ def _explain(error: Exception, values: dict[str, Any], source: str, inside: str)
 def _unknown(source: str, key: str, inside: str = "") -> ValueError:
     """The error for a key that there is not, with the nearest that there is."""
     known = [*_known_keys(_schema()), *(f"rows[].{name}" for name in RowConfig.__dataclass_fields__)]
-    near = _nearest(key, known) or _nearest(key, [name.rpartition(".")[2] for name in known])
+    near = _nearest_key(key, known)
     near = near.replace(f"'{inside}", "'") if inside else near
     return ValueError(
         f"{source}: {key.removeprefix(inside)}: unknown key{near}; `{lns_study('run', 'CONFIG', '--dry-run')}` prints every key"
@@ -450,8 +493,25 @@ def _plain(merged: DictConfig | ListConfig) -> dict[str, Any]:
 
 def _nearest(name: str, known: Sequence[str]) -> str:
     """`` (did you mean 'x'?)``, or nothing."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=CLOSE)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _nearest_key(key: str, known: Sequence[str]) -> str:
+    """The same for a dotted key, by how alike the last parts are, three times what the places before them are.
+
+    Parts are as alike as ``difflib`` finds them (2 M / T), or nearly equal where one is the other's initials: ``learning_rate`` and ``lr``.
+    """
+    scores = {name: _likeness(key, name) for name in known}
+    best = max(scores, key=lambda name: scores[name])
+    return f" (did you mean {best!r}?)" if scores[best] >= CLOSE else ""
+
+
+def _likeness(key: str, name: str) -> float:
+    (place, _, last), (other_place, _, other) = key.rpartition("."), name.rpartition(".")
+    initials = {last, other} & {"".join(part[:1] for part in text.split("_")) for text in (last, other) if "_" in text}
+    alike = max(difflib.SequenceMatcher(None, last, other).ratio(), 0.9 if initials else 0.0)
+    return 0.75 * alike + 0.25 * difflib.SequenceMatcher(None, place, other_place).ratio()
 
 
 def _first_line(error: Exception) -> str:

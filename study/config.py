@@ -214,6 +214,7 @@ class StudyConfig:
         storage: folder of all studies: ledgers, checkpoints, reports, the default tracking database.
         tracking_uri: MLflow tracking server or database; None for ``sqlite`` in ``storage``, ``none`` to send nothing.
         address: Ray cluster to join: ``auto`` on one of its nodes, or host:port; None for this machine alone.
+        insecure: join a cluster that asks nobody for a token (:mod:`study.ray_session`).
         cpus: CPUs of this machine that trials may use, also more than it has; None for all.
         max_concurrent: trials at a time; None for as many as fit.
         executor: ``auto``: a trial of one worker in a reused process, one of several in a reused gang of processes, small ones on a GPU
@@ -241,6 +242,7 @@ class StudyConfig:
     storage: str = "studies"
     tracking_uri: str | None = None
     address: str | None = None
+    insecure: bool = False
     cpus: int | None = None
     max_concurrent: int | None = None
     executor: str = "auto"

@@ -1,13 +1,16 @@
 """A live page: the study's report behind Flask (which MLflow brings along), written again every few seconds while the ledger grows.
 
 The page loads itself again while the study runs (a refresh in its head, no script). It listens on 127.0.0.1,
-answers to that name and localhost only, and shows nothing that the report does not.
+answers to that name and localhost only, to browsers that have opened the printed link with its token, and shows nothing that the report
+does not.
 """
 
 from __future__ import annotations
 
+import hmac
 import html
 import logging
+import secrets
 import shutil
 import tempfile
 import threading
@@ -60,9 +63,9 @@ class Page:
                                       f"{html.escape(head)}</p>", 1)  # fmt: skip
 
 
-def make_app(page: Page) -> Any:
-    """The Flask application."""
-    from flask import Flask, Response, abort, request
+def make_app(page: Page, token: str, cookie: str = "lns_study_dashboard") -> Any:
+    """The Flask application, guarded like MLflow's pages (:class:`study.mlflow_server.Guard`)."""
+    from flask import Flask, Response, abort, redirect, request
 
     app = Flask("lns-study")
 
@@ -70,6 +73,16 @@ def make_app(page: Page) -> Any:
     def _check_host() -> None:
         if request.host.partition(":")[0] not in (HOST, "localhost"):
             abort(403)
+
+    @app.before_request
+    def _check_token() -> Any:
+        if hmac.compare_digest(request.args.get("token", "").encode(), token.encode()):
+            answer = redirect("/", 303)
+            answer.set_cookie(cookie, token, httponly=True, samesite="Lax")
+            return answer
+        if not hmac.compare_digest(request.cookies.get(cookie, "").encode(), token.encode()):
+            return Response("Open the link that `lns-study dashboard` has printed, with its token.\n", 401, mimetype="text/plain")
+        return None
 
     @app.get("/")
     def _page() -> Response:
@@ -83,8 +96,9 @@ def serve(folder: Path, port: int, every: float, say: Callable[[str], None]) -> 
     from werkzeug.serving import make_server
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = make_server(HOST, port, make_app(Page(folder, every)), threaded=True)
-    say(f"The report of {folder.name}, renewed every {every:g} s: http://{HOST}:{port}/ - Ctrl-C ends it.")
+    token = secrets.token_urlsafe(24)
+    server = make_server(HOST, port, make_app(Page(folder, every), token, f"lns_study_{port}"), threaded=True)
+    say(f"The report of {folder.name}, renewed every {every:g} s: http://{HOST}:{port}/?token={token} - Ctrl-C ends it.")
     try:
         server.serve_forever()
     except KeyboardInterrupt:

@@ -155,6 +155,7 @@ def _run(
         with control.watch_storage():
             ledger.append("ended", outcome=outcome)
         view.stop()
+        say("Writing the report, and to MLflow what it lacks ..." if plan.study.tracking != OFF else "Writing the report ...")
         with control.watch_storage():
             report, error = _close(state, plan.study.folder / "report", tracker)
     if control.storage_error:

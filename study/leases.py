@@ -160,6 +160,7 @@ class Cluster:
         self._asked = -math.inf
         self._news: queue.SimpleQueue[_Request] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._closed = False
         self.poll(True)
 
     @property
@@ -190,9 +191,10 @@ class Cluster:
             self._request(None, *self._unit)
 
     def close(self) -> None:
-        """Give everything back."""
+        """Give everything back. Nobody waits for an answer of Ray's afterwards, so that Ray may be left."""
         import ray
 
+        self._closed = True
         with self._lock:
             requests, self._requests = self._requests, []
         for request in requests:
@@ -249,13 +251,24 @@ class Cluster:
         with contextlib.suppress(Exception):
             ray.kill(request.actor)
 
-    def _follow(self, request: _Request) -> None:
-        """Hear a node from its start to its end."""
+    def _answer(self, reference: Any) -> Any:
+        """What a call has returned.
+
+        Raises:
+            EOFError: all has been given back meanwhile.
+        """
         import ray
 
+        while not self._closed:
+            if ray.wait([reference], timeout=POLL_SECONDS)[0]:
+                return ray.get(reference)
+        raise EOFError
+
+    def _follow(self, request: _Request) -> None:
+        """Hear a node from its start to its end."""
         lease: Lease | None = None
         try:
-            host, address, names, node = ray.get(request.actor.describe.remote())
+            host, address, names, node = self._answer(request.actor.describe.remote())
             request.node = node
             lease = Lease(
                 host=host,
@@ -268,7 +281,7 @@ class Cluster:
             request.lease = lease
             self._said(lease, [])
             while True:
-                if events := ray.get(request.actor.events.options(concurrency_group="events").remote(POLL_SECONDS)):
+                if events := self._answer(request.actor.events.options(concurrency_group="events").remote(POLL_SECONDS)):
                     self._said(lease, events)
         except BaseException:  # the actor or its node has died, we have killed it, or (SystemExit) left Ray
             with self._lock:

@@ -10,9 +10,9 @@ import dataclasses
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from study.compose import change
 from study.config import RowConfig, StudyConfig
@@ -21,10 +21,13 @@ from study.ledger import FILE, Ledger, is_locked, read_ledger
 from study.objectives import objective
 from study.plan import make_plan, trial_id
 from study.program import lns_study
+from study.provenance import different_data
 from study.state import ENDED, FAILED, FINISHED, StudyState, TrialState, flatten, fold
 from trainers.config import TrialConfig
 
 EXPORTS = ("csv", "json", "parquet")
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
+"""With these begins what spreadsheets compute, and may so run (OWASP, "CSV injection")."""
 UNTIMED = ("samples_per_second",)
 """Metrics that depend on the machine's mood, left out where results are compared."""
 
@@ -128,12 +131,27 @@ def export(state: StudyState, path: Path, form: str, *, epochs: bool = False) ->
         return len(rows)
     with path.open("w", newline="", encoding="utf-8") as file:
         if form == "csv":
-            writer = csv.DictWriter(file, names)
-            writer.writeheader()
-            writer.writerows(rows)
+            write_csv(file, names, rows)
         else:
             file.writelines(json.dumps(row) + "\n" for row in rows)
     return len(rows)
+
+
+def write_csv(file: TextIO, names: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows under a heading, nothing in which a spreadsheet would take for a formula."""
+    writer = csv.writer(file)
+    writer.writerow([_cell(name) for name in names])
+    writer.writerows([_cell(row.get(name)) for name in names] for row in rows)
+
+
+def _cell(value: Any) -> Any:
+    """A value, after an apostrophe if it begins like a formula (``=cmd|...``) and is no number."""
+    if isinstance(value, str) and value.startswith(FORMULA):
+        try:
+            float(value)
+        except ValueError:
+            return f"'{value}"
+    return value
 
 
 # ----------------------------------------------------------------------------------------------------------- extend, import
@@ -230,13 +248,12 @@ def _copy(ledger: Ledger, known: TrialState, source: Path) -> None:
 
 
 def _check_data(ours: StudyState, theirs: StudyState) -> None:
-    digests = {entry["name"]: entry["digest"] for entry in theirs.plan.get("data", [])}
-    for entry in ours.plan.get("data", []):
-        if digests.get(entry["name"], entry["digest"]) != entry["digest"]:
-            raise ValueError(
-                f"data {entry['name']!r}: the two studies saw different files (sha256 {entry['digest'][:12]} and "
-                f"{digests[entry['name']][:12]}); run the trials again instead"
-            )
+    if found := different_data(ours.plan.get("data", []), theirs.plan.get("data", [])):
+        one, other = found
+        raise ValueError(
+            f"data {one['name']!r}: the two studies saw different files (sha256 {one['digest'][:12]} and {other['digest'][:12]}); run the "
+            "trials again instead"
+        )
 
 
 # -------------------------------------------------------------------------------------------------------------------- rerun

@@ -340,13 +340,22 @@ def _datasets(plan: Event, trial: TrialState) -> Iterator[Any]:
 
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
-    for entry in plan["data"]:
-        if entry["name"] == trial.config["data"]["name"]:
-            sizes = {key: entry[key] for key in ("train", "validation", "test") if key in entry}
-            source = json.dumps({"source": entry["source"]})
-            profile = json.dumps({"examples": sizes, "sha256": entry["digest"]})
-            dataset = Dataset(entry["name"], entry["digest"][:36], "local", source, profile=profile)
-            yield DatasetInput(dataset, tags=[InputTag("mlflow.data.context", "train, validation, test")])
+    if entry := data_of(plan, trial):
+        sizes = {key: entry[key] for key in ("train", "validation", "test") if key in entry}
+        source = json.dumps({"source": entry["source"]})
+        profile = json.dumps({"examples": sizes, "sha256": entry["digest"]})
+        dataset = Dataset(entry["name"], entry["digest"][:36], "local", source, profile=profile)
+        yield DatasetInput(dataset, tags=[InputTag("mlflow.data.context", "train, validation, test")])
+
+
+def data_of(plan: Event, trial: TrialState) -> dict[str, Any] | None:
+    """The plan's description of what a trial's data chose; None if it has none."""
+    chosen = trial.config["data"]
+    named = [entry for entry in plan["data"] if entry["name"] == chosen["name"]]
+    found = [entry for entry in named if entry.get("validation") == chosen["validation_size"]] or named
+    whole = max((entry.get("train", 0) for entry in found), default=0)
+    wanted = chosen["train_size"] or whole
+    return next((entry for entry in found if entry.get("train", 0) == wanted), found[0] if found else None)
 
 
 def _documents(plan: Event) -> dict[str, str]:

@@ -21,9 +21,12 @@ from typing import Any
 from study.compose import override_trial
 from study.config import RowConfig, StudyConfig
 from study.space import Params, Space, apply, describe, unit_points
-from trainers.bundles import choose_share
+from trainers.bundles import choose_share, parameters
 from trainers.config import DataConfig, TrialConfig
+from trainers.validation import fits
 
+TRIAL_BYTES = 2048
+"""Of memory that a planned trial takes at the least."""
 ID_LENGTH = 12
 """Hex digits kept of the hash: 48 bits, ample for the trials of one study."""
 
@@ -114,12 +117,20 @@ def make_plan(study: StudyConfig, *, download: bool = True) -> Plan:
     _refuse_seed("trial.seed", study.trial.seed)
     study = _resolve_data(study, download)
     space = bind_space(study)
+    _check_count(study, space)
     if space:
         return _plan_search(study, space, download)
     bases = [Base(study, row, download) for row in rows_of(study)]
     trials = tuple(base.trial(seed) for seed in study.seeds for base in bases)
     _refuse_twins(trials)
     return Plan(study=study, trials=trials)
+
+
+def _check_count(study: StudyConfig, space: Space) -> None:
+    """What is planned is kept in memory, and in the ledger."""
+    each = study.search.num_samples if space.sampled else 1
+    count = float(len(rows_of(study)) * len(study.seeds) * each * len(space.grid_points()))
+    fits(f"{count:.3g} trials", count * TRIAL_BYTES, "use fewer rows, seeds, grid points or search.num_samples")
 
 
 def _configurations_proposed(study: StudyConfig) -> int:
@@ -302,6 +313,8 @@ class Base:
             config = TrialConfig.from_dict(apply(self._values, params or {}) | {"seed": seed})
         except ValueError as error:
             raise ValueError(f"row {self.row.label!r}: {error}") from None
+        if self.study.address is None:
+            _check_memory(self.row, config)
         if config.device == "auto":
             config = dataclasses.replace(config, device=_auto_device(config))
         if config.device == "cuda" and config.workers == 1 and config.gpus is None:
@@ -311,6 +324,17 @@ class Base:
     def exclude(self, params: Params, error: ValueError) -> Excluded:
         """The note that ``params`` make no valid trial."""
         return Excluded(row=self.row.label, params=params, reason=str(error).removeprefix(f"row {self.row.label!r}: "))
+
+
+def _check_memory(row: RowConfig, config: TrialConfig) -> None:
+    """Weights and gradients must fit this machine; on a GPU its own memory has the gradients."""
+    codes = config.precision.lns_format is not None and config.precision.scope == "everywhere"
+    count = parameters(config)
+    fits(
+        f"row {row.label!r}: model.hidden={config.model.hidden}, {count:.3g} parameters",
+        count * (4 if codes or config.device != "cpu" else 8),
+        "use a smaller model.hidden or model.channels, or address=... for a cluster with larger machines",
+    )
 
 
 def _auto_device(config: TrialConfig) -> str:

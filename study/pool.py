@@ -111,8 +111,9 @@ class Pool:
         self._new_slots = itertools.count()
         self._reasons: dict[str, str] = {}
 
-    def use(self, machines: Machines) -> None:
-        """Take resources from there."""
+    def use(self, machines: Machines | None) -> None:
+        """Take resources from there, and give back what there was."""
+        self.close()
         self._machines = machines
 
     @property
@@ -203,8 +204,7 @@ class Pool:
             waiting: whether trials wait for resources.
             poll: look for machines that came or went.
         """
-        assert self._machines is not None
-        if poll:
+        if poll and self._machines is not None:
             self._machines.poll(waiting)
         found: list[Message] = []
         until = time.monotonic() + seconds

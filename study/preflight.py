@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from study.config import StudyConfig
 from study.mlflow_names import check_loggable
 from study.plan import Base, Excluded, Plan, PlannedTrial
+from study.provenance import different_data
 from study.state import StudyState
 from study.tracking import OFF, check_tracking
 from trainers.bundles import MOST, cpus_of
@@ -236,12 +237,11 @@ def check_same_data(data: list[dict[str, Any]], before: StudyState) -> None:
     """A resumed study must see the bytes it began with.
 
     Raises:
-        ValueError: a data set of the same name had another digest.
+        ValueError: a data set of the same name had other files.
     """
-    known = {entry["name"]: entry["digest"] for entry in before.plan.get("data", [])}
-    for entry in data:
-        if known.get(entry["name"], entry["digest"]) != entry["digest"]:
-            raise ValueError(
-                f"data {entry['name']!r} in {entry['root']}: sha256 {entry['digest'][:12]} differs from {known[entry['name']][:12]}, on "
-                "which this study began; restore the files, or start a new study with name=..."
-            )
+    if found := different_data(data, before.plan.get("data", [])):
+        now, then = found
+        raise ValueError(
+            f"data {now['name']!r} in {now['root']}: sha256 {now['digest'][:12]} differs from {then['digest'][:12]}, on which this study "
+            "began; restore the files, or start a new study with name=..."
+        )

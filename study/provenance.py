@@ -31,14 +31,14 @@ def provenance() -> dict[str, Any]:
 def hardware() -> dict[str, Any]:
     """This machine: processor, cores that this process may use, memory in bytes, GPUs by name."""
     from lns_ops import cuda
+    from trainers.validation import memory
 
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     gpus = []
     if cuda.unavailable() is None:
         import torch
 
         gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {"processor": _processor(), "cores": len(os.sched_getaffinity(0)), "memory": memory, "gpus": gpus}
+    return {"processor": _processor(), "cores": len(os.sched_getaffinity(0)), "memory": memory(), "gpus": gpus}
 
 
 def _processor() -> str:
@@ -89,3 +89,21 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+def different_data(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The first data set of ``ours`` that has other bytes in ``theirs``, and that; None if they agree.
+
+    Files are compared, whatever was chosen of them; where a ledger is too old to tell of files, the examples of choices of one size.
+
+    Args:
+        ours: :class:`trainers.data.DatasetInfo` as dicts, as in the ledger's ``planned`` events.
+        theirs: likewise.
+    """
+    for one in ours:
+        for other in (entry for entry in theirs if entry["name"] == one["name"]):
+            key = "files" if "files" in one and "files" in other else "digest"
+            alike = key == "files" or all(one.get(size) == other.get(size) for size in ("train", "validation"))
+            if alike and one[key] != other[key]:
+                return one, other
+    return None

@@ -6,6 +6,9 @@ from their checkpoints. A process that has joined would be ended by Ray with its
 
 Of a cluster the driver must be a part. Where the node that it has joined has died, it joins again; where the control store is silent, it
 ends in order before Ray would end it, after 60 s (``RAY_gcs_rpc_server_reconnect_timeout_s``).
+
+Whoever may talk to Ray runs code as its user. A Ray of our own asks for a token that our processes alone inherit; a cluster that asks
+nobody for one is refused unless ``insecure=true``.
 """
 
 from __future__ import annotations
@@ -46,6 +49,8 @@ TOKEN_BYTES = 32
 """As many as Ray takes."""
 CURRENT = "ray_current_cluster"
 """In Ray's temporary folder: the address of its control store."""
+CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+ANSWER_SECONDS = 10.0
 START_SECONDS = 120.0
 LOOK_SECONDS = 2.0
 """How often a cluster is looked at."""
@@ -161,13 +166,15 @@ class Joined(Session):
 
     Args:
         address: as the user gave it.
+        insecure: join it even if it asks nobody for a token.
 
     Raises:
-        UserError: nothing answers there.
+        UserError: nothing answers there, or what does asks nobody for a token.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, insecure: bool) -> None:
         self._given = address
+        _keep_token(Path.home() / ".ray" / "auth_token")
         on_sigterm = signal.getsignal(signal.SIGTERM)
         try:
             self._join()
@@ -179,6 +186,13 @@ class Joined(Session):
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts in one that aborts the process
         self._looked = self._answered = time.monotonic()
+        if not insecure and asks_nobody(self.address):
+            self.close()
+            raise UserError(
+                f"address={address!r}: this Ray cluster asks nobody for a token, so whoever reaches it runs code as its user and reads "
+                "the study's files; start it with RAY_AUTH_MODE=token (`ray get-auth-token --generate` makes the token), or use "
+                "insecure=true where only you reach it"
+            )
 
     def _join(self) -> None:
         import ray
@@ -248,11 +262,32 @@ def ray_session(study: StudyConfig, *, gpus: int = 0, dashboard: bool = False) -
     if ray is not None and ray.is_initialized():
         yield Session(str(ray.get_runtime_context().gcs_address))
         return
-    session: Session = OwnRay(local_cpus(study), gpus, dashboard) if study.address is None else Joined(study.address)
+    session: Session = (
+        OwnRay(local_cpus(study), gpus, dashboard) if study.address is None else Joined(study.address, study.insecure)
+    )
     try:
         yield session
     finally:
         session.close()
+
+
+def asks_nobody(address: str) -> bool:
+    """Whether the Ray at ``address``, host:port of its control store, answers without a token."""
+    import grpc
+
+    with grpc.insecure_channel(address) as channel:
+        try:
+            channel.unary_unary(CHECK_ALIVE)(b"", timeout=ANSWER_SECONDS)
+        except grpc.RpcError:
+            return False
+    return True
+
+
+def _keep_token(path: Path) -> None:
+    """Ray's token file, which Ray lets every user of the machine read, is its user's alone."""
+    for place, mode in ((path.parent, 0o700), (path, 0o600)):
+        if place.exists() and place.stat().st_uid == os.getuid():
+            place.chmod(mode)
 
 
 def _listens(address: str) -> bool:

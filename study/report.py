@@ -15,7 +15,6 @@ the only raw values.
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import os
@@ -30,6 +29,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from study.analysis import interval
 from study.configurations import configurations, pareto_front, table
 from study.interactive import interactive
+from study.manage import write_csv
 from study.progress import duration
 from study.report_page import Links, Picture, links, pictures, tables
 from study.results import Row, Summary, summarise, test_errors
@@ -80,11 +80,10 @@ def render_csv(state: StudyState) -> str:
     lines = table(configurations(state.trials, objectives), objectives)
     names = list(dict.fromkeys(name for line in lines for name in line))
     buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, names)
-    writer.writeheader()
-    writer.writerows(
+    plain = (
         {name: json.dumps(value) if isinstance(value, dict | list) else value for name, value in line.items()} for line in lines
     )
+    write_csv(buffer, names, plain)
     return buffer.getvalue()
 
 

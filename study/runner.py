@@ -106,20 +106,23 @@ def run_plan(
 
     agenda = Agenda(plan, state, enter, only)
     if not agenda.exhausted:
-        with _interrupts(control), control.watch_storage(), _pool(plan, agenda, node) as (pool, ray, find):
+        with _interrupts(control), control.watch_storage(), _pool(plan, agenda, node, say) as (pool, ray, find):
             _Run(plan.study, agenda, ledger, state, control, pool, ray, find, say).run()
     if control.interrupted:
         raise KeyboardInterrupt
 
 
 @contextmanager
-def _pool(plan: Plan, agenda: Agenda, node: Node | None) -> Iterator[tuple[Pool, Session | None, Callable[[], Machines] | None]]:
+def _pool(
+    plan: Plan, agenda: Agenda, node: Node | None, tell: Callable[[str], None]
+) -> Iterator[tuple[Pool, Session | None, Callable[[], Machines] | None]]:
     """What runs the study's trials, its Ray if it needs one, and what finds machines anew where Ray was lost, if they are Ray's."""
     study = plan.study
     with ExitStack() as stack:
         said: queue.SimpleQueue[Any] = queue.SimpleQueue()
         pool, session = Pool(said), None
         if needs_ray(study):
+            tell(f"Joining the Ray cluster at {study.address} ..." if study.address else "Starting Ray on this machine ...")
             gpus = len(_local_gpus(agenda, study)) if study.address is None else 0
             session = stack.enter_context(ray_session(study, gpus=gpus, dashboard=study.executor == "train"))
         stack.callback(pool.close)
@@ -256,6 +259,8 @@ class _Run:
             self._wrong = wrong
         if ray.lost:
             self._pool.end_all(f"Ray: {ray.lost}")
+            if self._find is not None:
+                self._pool.use(None)
             if ray.renew():
                 wrong = ""
                 if self._find is not None:

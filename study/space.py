@@ -37,8 +37,12 @@ from typing import Any
 
 import numpy as np
 
+from trainers.validation import fits
+
 Params = dict[str, Any]
 """Sampled values by dotted trial key."""
+POINT_BYTES = 256
+"""Of memory that a point of the space takes at the least."""
 
 CATEGORICAL = ("choice", "grid")
 RANGES = {"uniform": 2, "loguniform": 2, "quniform": 3, "randint": 2, "lograndint": 2}
@@ -132,11 +136,7 @@ class Space:
 
     def grid_points(self) -> list[Params]:
         """The product of the grids, later keys fastest; one empty point if there are none. A grid that does not apply is left out."""
-        points: list[Params] = [{}]
-        for domain in self.domains:
-            if domain.kind == "grid":
-                points = [point | {domain.key: value} for point in points for value in domain.values]
-        return _distinct(self.pruned(point) for point in points)
+        return self._product([domain for domain in self.domains if domain.kind == "grid"])
 
     def all_points(self) -> list[Params]:
         """Every point of a space without ranges, lists multiplied out.
@@ -144,13 +144,24 @@ class Space:
         Raises:
             ValueError: a domain is a range.
         """
-        points: list[Params] = [{}]
         for domain in self.domains:
             if not domain.categorical:
                 raise ValueError(
                     f"space.{domain.key}: {domain.kind} has no end of values, search.algorithm=grid needs lists; use {{grid: [a, b, c]}}, "
                     "or search.algorithm=random"
                 )
+        return self._product(self.domains)
+
+    def _product(self, domains: Sequence[Domain]) -> list[Params]:
+        """The values of all ``domains`` multiplied out, those that do not apply left out.
+
+        Raises:
+            ValueError: that is more than this machine can hold.
+        """
+        count = math.prod(len(domain.values) for domain in domains)
+        fits(f"space: {count:.3g} points", count * POINT_BYTES, "use fewer values or keys, or sample them with choice")
+        points: list[Params] = [{}]
+        for domain in domains:
             points = [point | {domain.key: value} for point in points for value in domain.values]
         return _distinct(self.pruned(point) for point in points)
 

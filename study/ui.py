@@ -1,8 +1,9 @@
 """``lns-study ui``: MLflow's web interface over a storage folder, on this machine only; :mod:`study.team` serves others.
 
-One worker and no job execution: one process (:mod:`study.mlflow_server`) instead of fifteen and 2 GB. MLflow has no login by default, so it
-listens on 127.0.0.1 and answers only to that name and localhost; to watch a remote machine, forward the port with ssh.
-The database's address, which may hold a password, goes through the environment: command lines are everybody's to read.
+One worker and no job execution: one process (:mod:`study.mlflow_server`) instead of fifteen and 2 GB. It listens on 127.0.0.1, answers only
+to that name and localhost, and lets in who has the token in the printed link: 127.0.0.1 is every user's of the machine. To watch a remote
+machine, forward the port with ssh. The database's address, which may hold a password, and the token go through the environment: command
+lines are everybody's to read.
 
 The server runs in its own process group, so that Ctrl-C ends it and all of its children, and nothing else.
 """
@@ -10,6 +11,7 @@ The server runs in its own process group, so that Ctrl-C ends it and all of its 
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -22,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from study.config import check_tracking_uri, default_tracking_uri
-from study.mlflow_server import mlflow_command
+from study.mlflow_server import TOKEN, mlflow_command
 from study.program import lns_study
 
 HOST = "127.0.0.1"
@@ -52,7 +54,14 @@ def serve(uri: str, artifacts: Path, port: int, say: Callable[[str], None]) -> i
         ValueError: the port is taken.
     """
     check_port(port)
-    return run(command(str(artifacts), port), environment(uri), port, say)
+    token = os.environ.get(TOKEN) or secrets.token_urlsafe(24)
+    return run(
+        command(str(artifacts), port),
+        environment(uri) | {TOKEN: token},
+        port,
+        say,
+        page=f"?{urllib.parse.urlencode({'token': token})}",
+    )
 
 
 def run(
@@ -63,6 +72,7 @@ def run(
     *,
     host: str = HOST,
     folder: str | None = None,
+    page: str = "",
 ) -> int:
     """Run a server's command line in the foreground, see :func:`serve`.
 
@@ -73,13 +83,15 @@ def run(
         say: prints one line.
         host: it listens on.
         folder: it works in; None for ours.
+        page: what to open there.
     """
     say("Starting MLflow, some seconds ...")
     server = subprocess.Popen(words, env=os.environ | variables, stdout=subprocess.DEVNULL, start_new_session=True, cwd=folder)
     reached = HOST if host == EVERYWHERE else host
     try:
         if _wait_until_ready(server, reached, port):
-            say(f"MLflow is at http://{reached}:{port} - Ctrl-C ends it.")
+            lets_in = ", which lets this browser in" if page else ""
+            say(f"MLflow is at http://{reached}:{port}{f'/{page}' if page else ''}{lets_in} - Ctrl-C ends it.")
         return server.wait()
     except KeyboardInterrupt:
         return 0

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-MAY_IMPORT = {"lns_ops": {"lns_ops"}, "trainers": {"trainers", "lns_ops"}, "study": {"study", "trainers", "lns_ops", "conf"}}
+MAY_IMPORT = {"lns_ops": {"lns_ops"}, "trainers": {"trainers", "lns_ops"}, "study": {"study", "trainers", "lns_ops"}}
 OWNERS = {"mlflow": {"study"}, "omegaconf": {"study"}, "ray": {"study", "trainers"}}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -113,14 +113,24 @@ def choose_share(config: TrialConfig) -> float:
 
 def _macs(config: TrialConfig) -> float:
     """Multiply-accumulates of an example's forward pass."""
-    model, inputs, macs = config.model, INPUTS.get(config.data.name, INPUTS["mnist"]), 0.0
+    return sum(weights * places for weights, places in _layers(config))
+
+
+def parameters(config: TrialConfig) -> float:
+    """Weights of a trial's net, biases left out."""
+    return sum(weights for weights, _ in _layers(config))
+
+
+def _layers(config: TrialConfig) -> Iterator[tuple[float, float]]:
+    """Of each layer, its weights and at how many places of an example it applies them."""
+    model, inputs = config.model, INPUTS.get(config.data.name, INPUTS["mnist"])
     if model.name == "cnn":
         side, channels = math.isqrt(inputs), [1, *(model.channels or [8, 16])]
         for fan_in, fan_out in pairwise(channels):
-            macs += 9.0 * side * side * fan_in * fan_out
+            yield 9.0 * fan_in * fan_out, float(side * side)
             side //= 2
         inputs = channels[-1] * side * side
-    return macs + sum(float(fan_in * fan_out) for fan_in, fan_out in pairwise([inputs, *model.hidden, CLASSES]))
+    yield from ((float(fan_in * fan_out), 1.0) for fan_in, fan_out in pairwise([inputs, *model.hidden, CLASSES]))
 
 
 def cpus_of(values: Mapping[str, Any]) -> int:

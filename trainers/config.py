@@ -31,6 +31,8 @@ MODELS = ("mlp", "cnn")
 SCOPES = ("matmul", "everywhere")
 FLOAT_FORMATS = ("float32",)
 DEVICES = ("cpu", "cuda", "auto")
+EPOCHS = 1 << 20
+"""How far apart the data orders of two seeds are (:func:`trainers.data.epoch_order`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,6 +237,11 @@ class TrialConfig:
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "workers", "threads"):
             at_least(name, getattr(self, name), 1, f"use for example {name}={getattr(TrialConfig, name)}")
+        if self.epochs >= EPOCHS:
+            raise ValueError(
+                f"epochs={self.epochs}: must be below 2^20 = {EPOCHS}, as an epoch's data order is drawn from seed x 2^20 + epoch and "
+                "would be that of another seed; use for example epochs=20"
+            )
         at_least("analysis_every", self.analysis_every, 0, "use 1 for every epoch, 0 for none")
         one_of("device", self.device, DEVICES)
         at_least("min_workers", self.min_workers, 1, "leave it out for a fixed number of workers")

@@ -38,7 +38,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainers.config import DataConfig
+from trainers.config import EPOCHS, DataConfig
 
 MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 DOWNLOAD_TIMEOUT_S = 20
@@ -83,11 +83,17 @@ class Dataset(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetInfo:
-    """What a trial's data are: where from, their digest, and sizes in examples."""
+    """What a trial's data are: where from, and sizes in examples.
+
+    Attributes:
+        digest: sha256 of the examples that were chosen.
+        files: sha256 of all there are to choose from, the same whatever was chosen.
+    """
 
     name: str
     source: str
     digest: str
+    files: str
     root: str | None
     train: int
     validation: int
@@ -365,12 +371,15 @@ def _describe(config: DataConfig) -> DatasetInfo:
     for split in data:
         digest.update(split.x.numpy().tobytes())
         digest.update(split.y.numpy().tobytes())
+    files = hashlib.sha256()
+    for array in _mnist_arrays(str(config.root)) if config.name == "mnist" else [_digits_table()]:
+        files.update(array.tobytes())
     sources = {
         "mnist": f"MNIST, IDX files in {config.root}",
         "digits": "scikit-learn's handwritten digits (1,797 images of 8 x 8)",
     }
     return DatasetInfo(
-        name=config.name, source=sources[config.name], digest=digest.hexdigest(), root=config.root,
+        name=config.name, source=sources[config.name], digest=digest.hexdigest(), files=files.hexdigest(), root=config.root,
         train=len(data.train.y), validation=len(data.validation.y), test=len(data.test.y),
         inputs=data.train.x.shape[1], classes=CLASSES,
     )  # fmt: skip
@@ -378,7 +387,7 @@ def _describe(config: DataConfig) -> DatasetInfo:
 
 def epoch_order(examples: int, seed: int, epoch: int) -> Tensor:
     """The order in which an epoch visits its examples: a permutation of (seed, epoch) alone, int64 on the CPU."""
-    return torch.randperm(examples, generator=torch.Generator().manual_seed((seed << 20) + epoch))
+    return torch.randperm(examples, generator=torch.Generator().manual_seed(seed * EPOCHS + epoch))
 
 
 def share(split: Split, order: Tensor, *, batch_size: int, step: int, part: int, parts: int) -> Split:

@@ -137,4 +137,19 @@ class ShardedSync(Synchroniser):
         try:
             yield
         finally:
-            self._model.reset_iter_state()
+            _forget_forward(self._model)
+
+
+def _forget_forward(model: FSDPModule) -> None:
+    """``reset_iter_state``, which torch has since 2.13; before it, what that does after whole forward passes: give up what was gathered."""
+    if hasattr(model, "reset_iter_state"):
+        model.reset_iter_state()
+        return
+    assert isinstance(model, nn.Module)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+            state = module._get_fsdp_state()
+            state._comm_ctx.post_forward_order.clear()
+            if state._fsdp_param_group is not None:
+                state._fsdp_param_group._post_forward_indices.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 
 def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -33,3 +34,25 @@ def finite(name: str, value: float | None, low: float, remedy: str) -> None:
     """
     if value is not None and (not math.isfinite(value) or value < low):
         raise ValueError(f"{name}={value}: must be a finite number of at least {low:g}; {remedy}")
+
+
+def fits(what: str, size: float, remedy: str) -> None:
+    """Refuse what the memory of this machine plainly cannot hold.
+
+    Args:
+        what: needs the memory.
+        size: bytes, at the least.
+        remedy: what to do about it.
+
+    Raises:
+        ValueError: with both sizes and ``remedy``.
+    """
+    if size > (have := memory()):
+        raise ValueError(
+            f"{what}: needs {size / 2**30:,.0f} GiB at the least, and this machine has {have / 2**30:,.0f}; {remedy}"
+        )
+
+
+def memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -17,6 +17,8 @@ import os
 import pickle
 import queue
 import shutil
+import socket
+import sys
 import threading
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -60,6 +62,8 @@ from trainers.training import check
 
 CHECKPOINTS_KEPT = 2
 """The newest, and the one before it for a newest that is damaged."""
+INTERFACE, LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo"
+"""Variables of the libraries by which ranks talk, and what they are set to where all ranks are on one machine."""
 MEET_SECONDS = 120
 """How long ranks wait for each other at the start."""
 
@@ -123,9 +127,24 @@ class Worker:
                 os._exit(0)
 
     def _join(self, rank: int, workers: int, address: str, port: int, backend: str) -> None:
-        """Become a rank. Rank 0 opens the store by which all meet, at a port that is free, and says which."""
+        """Become a rank. Rank 0 opens the store by which all meet, at a port that is free, and says which.
+
+        It listens at ``address`` alone, where torch would at all of the machine's; gloo and NCCL do so where all ranks are on one machine.
+        """
         limit = timedelta(seconds=MEET_SECONDS)
-        store = TCPStore(address, port, workers, rank == 0, limit, wait_for_workers=False)
+        if address.startswith("127."):
+            for name in INTERFACE:
+                os.environ.setdefault(name, LOOPBACK)
+        listener = socket.create_server((address, 0), family=_family(address)) if rank == 0 else None
+        store = TCPStore(
+            address,
+            listener.getsockname()[1] if listener else port,
+            workers,
+            rank == 0,
+            limit,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach() if listener else None,
+        )
         if rank == 0:
             self._say(MEET, payload=store.port)
         groups.join(backend, store, rank, workers, limit)
@@ -218,6 +237,10 @@ def connect_to_ray(address: str) -> None:
 
     if not ray.is_initialized():
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

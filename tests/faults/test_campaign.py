@@ -211,7 +211,7 @@ def test_nothing_is_lost_and_nothing_done_twice(seed: int, tmp_path: Path, undis
         three_nodes() if fault == "raylet" else nullcontext() as ray,
     ):
         if ray is not None:
-            overrides = [*overrides, f"address={ray.address}"]
+            overrides = [*overrides, f"address={ray.address}", "insecure=true"]
         run_with_fault(tmp_path, fault, chance, overrides, ray)
         check(tmp_path, fault, undisturbed[gang])
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from study.mlflow_server import TOKEN
 from study.ui import command, environment, stop
 
 
@@ -25,19 +26,20 @@ def free_port() -> int:
 
 
 class Server:
-    """One over its own database in ``folder``; ``uri`` says where. Not running until :meth:`start`."""
+    """One over its own database in ``folder``; ``uri`` says where. Not running until :meth:`start`; open to all without a ``token``."""
 
-    def __init__(self, folder: Path, database: str = "") -> None:
+    def __init__(self, folder: Path, database: str = "", token: str = "") -> None:
         self.port = free_port()
         self.folder, self.uri = folder, f"http://127.0.0.1:{self.port}"
         self._database = database or f"sqlite:///{folder}/mlflow.db"
+        self._token = token
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Returns when it answers."""
         self._process = subprocess.Popen(
-            command(str(self.folder / "artifacts"), self.port),
-            env=os.environ | environment(self._database),
+            [*command(str(self.folder / "artifacts"), self.port), *([] if self._token else ["--open"])],
+            env=os.environ | environment(self._database) | {TOKEN: self._token},
             stdout=subprocess.DEVNULL,
             start_new_session=True,
         )

@@ -20,6 +20,8 @@ from tests.study.servers import Server
 
 Tiny = Callable[..., StudyConfig]
 EVIL = '"><script>alert(1)</script>'
+EVIL_NAME = '"><img src=x onerror=alert(1)>'
+"""A name has no slash."""
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 SETTINGS = {"mlflow.assistant.panelOpen_v1": "false", "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1": "true"}
 LEGIBLE = 4.5
@@ -71,7 +73,7 @@ def evil(tmp_path_factory: pytest.TempPathFactory, server: Server) -> tuple[Stud
     (folder / "tiny.yaml").write_text(TINY)
     labels = {"float32": "float32", EVIL: "lns12"}
     rows = ", ".join(f"{{label: '{label}', overrides: {{precision.format: {name}}}}}" for label, name in labels.items())
-    changes = [f"name='{EVIL}'", f"rows=[{rows}]", "seeds=[0,1,2,3,4,5]", f"storage={folder}", f"tracking_uri={server.uri}"]
+    changes = [f"name='{EVIL_NAME}'", f"rows=[{rows}]", "seeds=[0,1,2,3,4,5]", f"storage={folder}", f"tracking_uri={server.uri}"]
     study = load(str(folder / "tiny.yaml"), changes)
     events = made_up_events(study)
     for place, event in enumerate(event for event in events if event["event"] == "report"):
@@ -162,7 +164,7 @@ def test_the_report_works_offline_wide_and_narrow_light_and_dark(
         assert tab.errors == []
         assert tab.page.evaluate("document.documentElement.scrollWidth") <= width
         assert tab.page.evaluate(CONTRAST) >= LEGIBLE
-        assert EVIL in tab.page.inner_text("h1")
+        assert EVIL_NAME in tab.page.inner_text("h1")
         assert EVIL in tab.page.inner_text("#explore-scatter")
         pictures = tab.page.evaluate("[...document.images].every((image) => image.complete && image.naturalWidth > 800)")
         assert pictures

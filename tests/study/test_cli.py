@@ -174,10 +174,10 @@ def test_a_study_that_another_process_runs_is_refused(folder: Path) -> None:
 
 def test_another_study_in_the_same_folder_is_refused(here: Here) -> None:
     folder = here.folder
-    study = load(str(folder / "tiny.yaml"), ["name=a/b", f"storage={folder / 'studies'}"])
+    study = load(str(folder / "tiny.yaml"), ["name=a b", f"storage={folder / 'studies'}"])
     with Ledger(study.folder) as ledger:
         ledger.append(**{key: value for key, value in made_up_events(study)[0].items() if key != "time"})
-    assert_refused(here("run", "tiny", "name=a-b"), "name='a-b'", str(study.folder), "'a/b'", "name=a/b")
+    assert_refused(here("run", "tiny", "name=a-b"), "name='a-b'", str(study.folder), "'a b'", "name='a b'")
     assert len(read_ledger(study.folder)) == 1
 
 
@@ -186,6 +186,16 @@ def test_a_taken_port_is_refused(here: Here) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         assert_refused(here("ui", "--port", str(taken.getsockname()[1])), "port=", "--port")
+
+
+def test_a_study_that_ends_in_order_with_trials_left_exits_with_3(here: Here) -> None:
+    many = ["seeds=[0,1,2]", "trial.epochs=1", "tracking_uri=none", "cpus=1"]
+    done = here("run", "tiny", "limits.trials=2", *many)
+    assert done.returncode == 3, done.stderr
+    assert done.stdout.startswith("Loading the study")
+    assert "limits.trials=2 reached" in done.stdout
+    assert here("run", "tiny", *many).returncode == 0
+    assert "3    ended in order with trials left" in lns_study("--help", cwd=here.folder).stdout
 
 
 def test_report_from_a_ledger_alone(folder: Path) -> None:
@@ -317,8 +327,13 @@ def test_ui_serves_and_ends_with_its_children(tmp_path: Path, wish: signal.Signa
     try:
         assert process.stdout is not None
         assert "Starting" in process.stdout.readline()
-        assert f"http://127.0.0.1:{port}" in process.stdout.readline()
-        assert urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5).status == 200
+        said = process.stdout.readline()
+        link = next(word for word in said.split() if word.startswith(f"http://127.0.0.1:{port}/?token=")).rstrip(",")
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5)
+        browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+        assert browser.open(link, timeout=5).status == 200
+        assert browser.open(f"http://127.0.0.1:{port}/", timeout=5).status == 200
         children = _children(process.pid)
     finally:
         process.send_signal(wish)

@@ -37,7 +37,18 @@ def cluster() -> Iterator[Any]:
 
 
 def command(folder: Path, address: str, *overrides: str) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "study", "run", "tiny.yaml", "--plain", f"address={address}", "tracking_uri=none", *overrides]
+    words = [
+        sys.executable,
+        "-m",
+        "study",
+        "run",
+        "tiny.yaml",
+        "--plain",
+        f"address={address}",
+        "insecure=true",
+        "tracking_uri=none",
+        *overrides,
+    ]
     return subprocess.Popen(words, cwd=folder, env=os.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -68,7 +79,14 @@ def three() -> Iterator[Any]:
 
 def sleepers(folder: Path, cluster: Any, *overrides: str) -> subprocess.Popen[str]:
     """A study of trials that sleep, on the cluster."""
-    common = [f"address={cluster.address}", "tracking_uri=none", "rows=[{label: a}]", "baseline=null", "trial.epochs=1"]
+    common = [
+        f"address={cluster.address}",
+        "insecure=true",
+        "tracking_uri=none",
+        "rows=[{label: a}]",
+        "baseline=null",
+        "trial.epochs=1",
+    ]
     (folder / "tiny.yaml").write_text(TINY)
     words = [sys.executable, "-c", SLEEPERS, *common, *overrides]
     env = os.environ | {"PYTHONPATH": str(ROOT)}

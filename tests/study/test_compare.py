@@ -63,10 +63,16 @@ def test_studies_that_share_nothing_are_refused(tiny: Tiny) -> None:
         compare(made_up(tiny("one")), made_up(other))
 
 
-def test_compare_on_the_command_line(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_leaves_nothing_in_the_working_folder(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     studies = [tiny("left"), tiny("right")]
     for study in studies:
         write_ledger(study, made_up_events(study))
+    assert main(["compare", "left", "right", "--storage", studies[0].storage]) == 0
+    assert list(tmp_path.glob("*.png")) == []
+    assert (studies[0].folder / "report" / "compared-with-right.png").read_bytes().startswith(b"\x89PNG")
     picture = tmp_path / "pairs.png"
     assert main(["compare", "left", "right", "--storage", studies[0].storage, "-o", str(picture)]) == 0
     assert "right minus left" in capsys.readouterr().out
@@ -153,7 +159,15 @@ def test_the_live_page_grows_with_the_ledger(tiny: Tiny) -> None:
     study = tiny("live")
     events = made_up_events(study)
     write_ledger(study, events[:6])
-    client = make_app(Page(study.folder, every=0.0)).test_client()
+    client = make_app(Page(study.folder, every=0.0), "secret").test_client()
+    for path in ("/", "/?token=", "/?token=wrong"):
+        assert client.get(path, headers={"Host": "127.0.0.1:5001"}).status_code == 401
+    client.set_cookie("lns_study_dashboard", "wrong")
+    assert client.get("/", headers={"Host": "127.0.0.1:5001"}).status_code == 401
+    let_in = client.get("/?token=secret", headers={"Host": "127.0.0.1:5001"})
+    assert (let_in.status_code, let_in.headers["Location"]) == (303, "/")
+    client.set_cookie("lns_study_dashboard", "secret", domain="127.0.0.1")
+    client.set_cookie("lns_study_dashboard", "secret")
     assert b"1 of 2 trials have ended" in client.get("/", headers={"Host": "127.0.0.1:5001"}).data
     write_ledger(study, events)
     answer = client.get("/", headers={"Host": "localhost:5001"})

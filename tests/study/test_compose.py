@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from study.compose import load, override_trial
+from study.compose import change, load, override_trial
 from study.config import StudyConfig
 from trainers.config import PrecisionConfig, TrialConfig
 
@@ -53,6 +55,24 @@ def test_the_command_line_wins_over_the_recipe_of_digits() -> None:
 def test_overrides_win_over_files_and_groups_swap() -> None:
     study = load("table", ["trial.epochs=3", "seeds=[0,1]", "model=mlp_128", "trial.data.train_size=6000"])
     assert (study.trial.epochs, study.seeds, study.trial.model.hidden, study.trial.data.train_size) == (3, [0, 1], [128], 6000)
+
+
+def test_keys_of_a_trial_are_written_as_in_rows_and_groups_stay_groups() -> None:
+    short = load(
+        "table",
+        [
+            "precision.format=lns12",
+            "epochs=3",
+            "data.train_size=6000",
+            "optimizer={name: adam}",
+            "search.seed=0",
+            "model=mlp_128",
+        ],
+    )
+    names = ["trial.precision.format=lns12", "trial.epochs=3", "trial.data.train_size=6000", "trial.optimizer.name=adam"]
+    assert short == load("table", [*names, "model=mlp_128"])
+    assert load("table", ["precision=lns16"]).trial.precision == PrecisionConfig(format="lns16")
+    assert change(short, ["epochs=5"]).trial.epochs == 5
 
 
 def test_a_group_that_the_study_does_not_list_is_merged_last(tmp_path: Path) -> None:
@@ -123,7 +143,23 @@ REFUSED = [
     (["table", "name=../mine"], ["name='../mine'", "must not hold", "name=mine"]),
     (["table", "model=../study/table"], ["model=../study/table", "without folders", "mlp_128"]),
     (["table", "trial=null"], ["trial"]),
+    (["table", "trial.lerning_rate=1"], ["trial.lerning_rate: unknown key (did you mean 'trial.optimizer.lr'?)"]),
+    (["table", "trial.optimizer.learning_rate=1"], ["(did you mean 'trial.optimizer.lr'?)"]),
+    (["table", "lr=1"], ["(did you mean 'trial.optimizer.lr'?)"]),
+    (["table", "precision.fromat=lns12"], ["trial.precision.fromat", "(did you mean 'trial.precision.format'?)"]),
+    (["table", "trial.optimizer.epochs=1"], ["(did you mean 'trial.epochs'?)"]),
+    (["table", "serch.num_samples=1"], ["(did you mean 'search.num_samples'?)"]),
+    (["table", "epochs=0"], ["epochs=0", "at least 1"]),
+    (["table", "zzzzzz=1"], ["zzzzzz: unknown key; "]),
     (["table", "cpus=0"], ["cpus=0", "at least 1"]),
+    (["table", "name=a/b"], ["name='a/b'", "must not hold /", "name=a-b"]),
+    (["table", f"name={'x' * 300}"], ["name='xxx", "300 bytes", "at most 250"]),
+    (["table", 'name="a\\e[31m"'], ["control characters"]),
+    (["table", "name=artifacts"], ["name='artifacts'", "name=my-artifacts"]),
+    (["table", "name=mlflow.db"], ["name='mlflow.db'", "name=my-mlflow.db"]),
+    (["table", f"rows=[{{label: {'x' * 300}}}]", "baseline=null"], ["label", "300 bytes", "at most 250"]),
+    (["table", "trial.epochs=999999999999"], ["epochs=999999999999", "below 2^20"]),
+    (["table", "seeds=&a [*a]"], ["alias (*) of itself"]),
 ]
 
 
@@ -158,6 +194,66 @@ def test_bad_files(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "bad.yaml").write_text(text)
     with pytest.raises(ValueError, match=said):
         load(str(tmp_path / "bad.yaml"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "${oc.env:HOME}",
+        "${oc.${name}:HOME}",
+        "${oc.decode:'${oc.env:HOME}'}",
+        "a ${oc.create:{a: 1}} b",
+        "\\${oc.env:HOME}",  # escaped, it would be read where the stored config is read again
+    ],
+)
+@pytest.mark.parametrize(
+    "place", ["question: {0}", "trial: {{data: {{root: {0}}}}}", "rows: [{{label: {0}}}]", "digits: {{autocast: {0}}}"]
+)
+def test_a_study_cannot_read_the_environment(tmp_path: Path, text: str, place: str) -> None:
+    (tmp_path / "mine.yaml").write_text(place.format(json.dumps(text)))
+    with pytest.raises(ValueError, match=r"may only name another key of the study"):
+        load(str(tmp_path / "mine.yaml"))
+    with pytest.raises(ValueError, match=r"may only name another key of the study"):
+        override_trial(TrialConfig().to_dict(), {"data.root": text})
+
+
+def test_a_study_may_name_its_own_keys(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("name: mine\nquestion: is ${name} ${.trial.epochs} epochs?\ntrial: {epochs: 3}\n")
+    assert load(str(tmp_path / "mine.yaml")).question == "is mine 3 epochs?"
+
+
+def bomb(line: str) -> str:
+    """Twelve lines, each of which holds the one before it eight times."""
+    return "".join(f"x{b}: &{b} {line.format(', '.join([f'*{a}'] * 8))}\n" for a, b in pairwise("abcdefghijklm"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("name: a\nseeds: [0]\nname: b\n", r"mine.yaml: .*key 'name' stands twice, first in line 1; keep one.*line 3"),
+        ("trial:\n  epochs: 3\n  'epochs': 4\n", r"key 'epochs' stands twice, first in line 2; keep one.*line 3"),
+        ("seeds: &a [*a]\n", r"alias \(\*\) of itself"),
+        ("rows: " + "[" * 5000, r"nested too deeply"),
+        ("x: &a [1, 1, 1, 1, 1, 1, 1, 1]\n" + bomb("[{}]"), r"its aliases \(\*\) make"),
+        ("x: &a {k: 1, l: 2}\n" + bomb("{{<<: [{}]}}"), r"its aliases \(\*\) make"),
+    ],
+    ids=["twice", "twice within", "itself", "deep", "bomb", "bomb of merges"],
+)
+def test_yaml_that_means_something_else_than_it_says_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        load(str(tmp_path / "mine.yaml"))
+
+
+def test_aliases_and_merges_of_a_study_are_read(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "name: mine\nrows:\n- &a {label: a, overrides: &o {epochs: 3}}\n- {<<: *a, label: b}\n- {label: c, overrides: *o}\n"
+    )
+    assert [(row.label, row.overrides["epochs"]) for row in load(str(tmp_path / "mine.yaml")).rows] == [
+        ("a", 3),
+        ("b", 3),
+        ("c", 3),
+    ]
 
 
 def test_auto_data_without_mnist_are_digits_with_their_own_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

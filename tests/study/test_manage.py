@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +19,9 @@ from study.control import FILE as CONTROL
 from study.control import Control, Wish, ask, reached
 from study.estimate import describe_plan
 from study.ledger import Event, Ledger, is_locked, read_ledger
-from study.manage import continuations, differences, extended, find_trial, read, take_over
+from study.manage import continuations, differences, export, extended, find_trial, read, take_over, write_csv
 from study.plan import make_plan
+from study.report import render_csv
 from study.state import FAILED, FINISHED, PLANNED, RUNNING, StudyState, fold
 from tests.study.conftest import made_up_events
 from tests.study.made_up_slots import with_slots
@@ -82,6 +84,25 @@ def test_status_tells_slots(local: Tiny, capsys: pytest.CaptureFixture[str]) -> 
         assert main(arguments) == 0
     (shown,) = (line for line in lines(capsys) if "slots in use" in line)
     assert shown.startswith("1 of 2 slots in use, utilisation 50 % of the CPUs, 0.00")  # of the 1000 s since it began
+
+
+def test_a_spreadsheet_computes_nothing_of_what_is_exported(local: Tiny, tmp_path: Path) -> None:
+    labels = ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "-1.5e-3", "plain - text", "'quoted"]
+    rows = json.dumps([{"label": label, "overrides": {"epochs": number + 1}} for number, label in enumerate(labels)])
+    study = local("formulas", f"rows={rows}", "baseline=null")
+    write(study, made_up_events(study))
+    export(read(study.folder), tmp_path / "out.csv", "csv")
+    found = [row["row"] for row in csv.DictReader((tmp_path / "out.csv").open())]
+    assert found == ["'=1+1", "'+cmd|' /C calc'!A0", "'-2+3", "'@SUM(A1)", "-1.5e-3", "plain - text", "'quoted"]
+    buffer = io.StringIO()
+    write_csv(buffer, ["@a"], [{"@a": "\t=1"}, {"@a": "\r=1"}, {"@a": -2}, {}])
+    assert [*csv.reader(io.StringIO(buffer.getvalue(), newline=""))] == [["'@a"], ["'\t=1"], ["'\r=1"], ["-2"], [""]]
+
+
+def test_nor_of_the_list_of_configurations(local: Tiny) -> None:
+    study = local("formulas", 'rows=[{label: "=1+1"}]', "baseline=null", "space={epochs: {grid: [1, 2]}}")
+    listed = csv.DictReader(io.StringIO(render_csv(fold(made_up_events(study)))))
+    assert [line["row"] for line in listed] == ["'=1+1"] * 2
 
 
 @pytest.mark.parametrize("form", ["csv", "json", "parquet"])
@@ -235,6 +256,30 @@ def test_studies_of_other_data_are_not_mixed(local: Tiny) -> None:
     other[0]["data"] = [{**other[0]["data"][0], "digest": "e" * 64}]
     write(ours, made_up_events(ours)[:1])
     write(theirs, other)
+    with pytest.raises(ValueError, match="the two studies saw different files"):
+        take_over(ours.folder, theirs.folder)
+
+
+def test_studies_that_choose_other_parts_of_the_same_data_can_be_mixed(local: Tiny) -> None:
+    """Ledgers written before files had a digest have one of each choice."""
+    rows = "rows=[{label: few, overrides: {data.train_size: 100}}, {label: all}]"
+    ours, theirs = (local(name, rows, "baseline=null") for name in ("ours", "theirs"))
+    first, second = made_up_events(ours), made_up_events(theirs)
+    (entry,) = first[0]["data"]
+    few, many = {**entry, "train": 100, "digest": "e" * 64}, {**entry, "train": 1200}
+    first[0]["data"], second[0]["data"] = [few, many], [many, few]
+    write(ours, first[:1])
+    write(theirs, second)
+    assert take_over(ours.folder, theirs.folder) == (2, 0)
+
+
+def test_of_other_files_no_other_part_is_taken_either(local: Tiny) -> None:
+    ours, theirs = local("ours"), local("theirs")
+    first, second = made_up_events(ours), made_up_events(theirs)
+    first[0]["data"] = [{**first[0]["data"][0], "files": "f" * 64}]
+    second[0]["data"] = [{**second[0]["data"][0], "train": 7, "files": "e" * 64}]
+    write(ours, first[:1])
+    write(theirs, second)
     with pytest.raises(ValueError, match="the two studies saw different files"):
         take_over(ours.folder, theirs.folder)
 

@@ -74,3 +74,40 @@ def test_a_study_without_rows_is_one_row(tiny: Tiny) -> None:
 def test_a_seed_where_it_would_be_ignored_is_refused(tiny: Tiny, override: str) -> None:
     with pytest.raises(ValueError, match=r"seed=7: .*use seeds=\[7\]"):
         make_plan(tiny("plan", override, "baseline=null"))
+
+
+SPACE = "space={optimizer.lr: {loguniform: [0.001, 1]}}"
+GRID = ", ".join(
+    f"{key}: {{grid: {[*range(1, 31)]}}}" for key in ("epochs", "batch_size", "threads", "workers", "analysis_every", "layout.pp")
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["trial.model.hidden=[100000000]"], r"row 'float32': model.hidden=\[100000000\], 7.4e\+09 parameters: needs 55 GiB"),
+        (
+            ["trial.model={name: cnn, channels: [10000000, 10000000]}"],
+            r"9e\+14 parameters: needs [0-9,]+ GiB at the least, and this",
+        ),
+        (["seeds=[0]", SPACE, "search.num_samples=999999999999"], r"2e\+12 trials: needs [0-9,]+ GiB at the least.*num_samples"),
+        ([f"space={{{GRID}}}", "search.algorithm=grid"], r"space: 7.29e\+08 points: needs 174 GiB at the least"),
+    ],
+)
+def test_what_this_machine_cannot_hold_is_refused_with_figures(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, overrides: list[str], said: str
+) -> None:
+    monkeypatch.setattr("trainers.validation.memory", lambda: 16 * 2**30)
+    with pytest.raises(ValueError, match=said):
+        make_plan(tiny("plan", *overrides))
+
+
+def test_a_cluster_may_hold_more_than_this_machine(tiny: Tiny) -> None:
+    plan = make_plan(tiny("plan", "trial.model.hidden=[100000000]", "address=10.0.0.1:6379"))
+    assert len(plan.trials) == 2
+
+
+def test_a_sampled_net_that_is_too_large_is_left_out(tiny: Tiny) -> None:
+    space = "space={model.hidden: {grid: [[16], [1000000000000]]}}"
+    (excluded, *_) = make_plan(tiny("plan", space)).excluded
+    assert "GiB at the least" in excluded.reason

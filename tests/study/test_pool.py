@@ -96,6 +96,21 @@ def test_a_gang_in_lns_ends_with_the_bits_of_one_process_and_is_kept(driver: Dri
     assert driver.processes() == before
 
 
+def test_a_gang_of_one_machine_listens_to_that_machine_alone(driver: Driver, tmp_path: Path) -> None:
+    driver.start("local", LONG, tmp_path)
+    driver.until(lambda message: message.kind == REPORT)
+    open_ = [
+        connection.laddr.ip
+        for pid in driver.processes()
+        for connection in psutil.Process(pid).net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    driver.pool.kill("local", "seen enough")
+    driver.end("local")
+    assert open_, "ranks meet somewhere"
+    assert set(open_) <= {"127.0.0.1", "::1"}
+
+
 def test_every_rank_records_its_profile(driver: Driver, tmp_path: Path) -> None:
     config = replace(GANG, telemetry=True, epochs=1, profile=ProfileConfig(steps=[0, 2]))
     driver.start("profiled", config, tmp_path)

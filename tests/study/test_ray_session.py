@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ import psutil
 import pytest
 
 from study.ledger import read_ledger
-from study.ray_session import OwnRay
+from study.ray_session import OwnRay, _keep_token
 from study.state import FINISHED, fold
 from tests.study.conftest import TINY
 
@@ -85,3 +86,59 @@ def test_a_study_goes_on_after_its_ray_has_died(names: list[str], tmp_path: Path
     assert "Ray is back." in said
     (trial,) = fold(read_ledger(folder)).trials
     assert (trial.status, trial.epoch, trial.restarts) == (FINISHED, 40, 1)
+
+
+def modes(*paths: Path) -> list[int]:
+    return [stat.S_IMODE(path.stat().st_mode) for path in paths]
+
+
+def test_rays_token_is_its_users_alone(tmp_path: Path) -> None:
+    path = tmp_path / ".ray" / "auth_token"
+    path.parent.mkdir(mode=0o755)
+    path.write_text("0" * 64)
+    path.chmod(0o644)
+    _keep_token(path)
+    assert modes(path.parent, path) == [0o700, 0o600]
+    assert path.read_text() == "0" * 64
+    _keep_token(tmp_path / "other" / "auth_token")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.slow
+def test_a_ray_of_our_own_asks_for_a_token_that_is_in_no_file(tmp_path: Path) -> None:
+    """A process of its own: Ray reads its settings once."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")} | {"HOME": str(tmp_path)}
+    code = (
+        "import os; from study.ray_session import OwnRay, asks_nobody\n"
+        "ray = OwnRay(1, 0, dashboard=False); print('asks nobody:', asks_nobody(ray.address))\n"
+        "ray.close(); print('RAY_AUTH_TOKEN' in os.environ)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "asks nobody: False\nFalse\n", done.stderr
+    assert not (tmp_path / ".ray").exists()
+
+
+@pytest.mark.slow
+def test_a_cluster_that_asks_nobody_is_refused_unless_told(tmp_path: Path) -> None:
+    from ray.cluster_utils import Cluster
+
+    if "RAY_AUTH_MODE" in os.environ:
+        pytest.skip("this process has a Ray with tokens already")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        code = (
+            "import sys; from study.config import StudyConfig; from study.ray_session import ray_session\n"
+            "with ray_session(StudyConfig(address=sys.argv[1], insecure=sys.argv[2] == 'insecure')) as address: print('in')"
+        )
+
+        def join(how: str) -> subprocess.CompletedProcess[str]:
+            words = [sys.executable, "-c", code, cluster.address, how]
+            return subprocess.run(words, capture_output=True, text=True, timeout=120)
+
+        refused = join("safe")
+        assert refused.returncode != 0
+        assert "asks nobody for a token" in refused.stderr
+        assert "insecure=true" in refused.stderr
+        assert join("insecure").stdout == "in\n"
+    finally:
+        cluster.shutdown()

@@ -15,10 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from study.compose import change
 from study.config import StudyConfig
 from study.control import POLL_SECONDS, Wish, ask
 from study.engine import Outcome, report_study, run_study
 from study.ledger import Event, read_ledger
+from study.mlflow_runs import data_of
 from study.results import summarise
 from study.state import FAILED, FINISHED, PLANNED, STOPPED, TrialState, fold
 from study.tracking import Tracker
@@ -93,6 +95,21 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, storage: Path) -> tupl
     outcome, view = run(study)
     assert [event["event"] for event in view.events if event["event"] == "finished"] == ["finished"] * 2
     return study, outcome
+
+
+def test_rows_of_different_sizes_of_data_are_continued_and_extended(tiny: Tiny) -> None:
+    rows = "rows=[{label: few, overrides: {data.train_size: 64}}, {label: more, overrides: {data.train_size: 96}}, {label: all}]"
+    study = tiny("sizes of data", rows, "baseline=null", "trial.epochs=1")
+    first, _ = run(study)
+    again, _ = run(study)
+    assert results(again.state) == results(first.state)
+    longer, _ = run(change(study, ["trial.epochs=2", "trial.data.validation_size=200"]))
+    assert [trial.status for trial in longer.state.trials] == [FINISHED] * 3
+    assert {trial.row: data_of(longer.state.plan, trial)["train"] for trial in longer.state.trials} == {
+        "few": 64,
+        "more": 96,
+        "all": 1300,
+    }
 
 
 def test_a_study_runs_to_its_report(undisturbed: tuple[StudyConfig, Outcome]) -> None:

@@ -13,7 +13,7 @@ from study.config import StudyConfig
 from study.plan import make_plan
 from study.simulate import recorded_errors, recorded_seconds, simulate, synthetic
 from study.state import fold
-from tests.study.conftest import TINY, made_up_events
+from tests.study.conftest import TINY, made_up_events, write_ledger
 
 Make = Callable[..., StudyConfig]
 
@@ -85,6 +85,21 @@ def test_the_simulation_of_a_real_run(searched: Make) -> None:
         plan, 1, recorded_seconds(plan, [state], 1.0), recorded_errors([state], "validation/error"), start_seconds=0.0
     )
     assert found.makespan == pytest.approx(sum(trial.seconds for trial in state.trials))
+
+
+def test_a_study_that_there_is_is_simulated_by_its_name_and_storage(
+    searched: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = searched("name=there")
+    write_ledger(study, made_up_events(study))
+    for where in (["there", "--storage", str(tmp_path)], [str(study.folder)]):
+        assert main(["simulate", *where, "--slots", "30"]) == 0
+        assert capsys.readouterr().out.startswith("there: 40 trials\n")
+    assert main(["simulate", "there", "search.num_samples=20", "--storage", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("there: 20 trials\n")
+    assert main(["simulate", "table", "trial.data.name=digits", "--storage", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("table: 12 trials\n")
+    assert main(["simulate", "nowhere", "--storage", str(tmp_path)]) == 2
 
 
 def test_the_command_tells_the_utilisation(searched: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

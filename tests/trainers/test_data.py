@@ -87,6 +87,13 @@ def test_mnist_files_plain_or_gzipped(small_mnist: Path) -> None:
     assert prepare(DataConfig(root=str(plain.parent), validation_size=20)).digest == zipped.digest
 
 
+def test_the_digest_of_files_is_the_same_whatever_is_chosen_of_them(small_mnist: Path) -> None:
+    few, more = (prepare(DataConfig(root=str(small_mnist), validation_size=20, train_size=size)) for size in (10, 20))
+    assert few.files == more.files
+    assert few.digest != more.digest
+    assert prepare(DataConfig(name="digits", train_size=10)).files == prepare(DataConfig(name="digits")).files != few.files
+
+
 def test_validation_is_the_end_of_the_training_set(small_mnist: Path) -> None:
     whole = load(DataConfig(root=str(small_mnist), validation_size=1))
     split = load(DataConfig(root=str(small_mnist), validation_size=20, train_size=30))
