@@ -17,6 +17,7 @@ from study.config import StudyConfig
 from study.ledger import Event
 from study.slots import Run, follow
 from study.space import apply
+from study.tracking_uri import without_password
 
 ALL, UNFINISHED, ONLY_FAILED = "all", "unfinished", "failed"
 """Which trials a run takes on: all that have not finished, those of them that have not failed, or the failed ones alone."""
@@ -149,7 +150,7 @@ class StudyState:
             _apply_to_trial(trial, event, self.plan)
 
     def _plan(self, event: Event) -> None:
-        self.plan, self.outcome = event | {"trials": list(event["trials"])}, ""
+        self.plan, self.outcome = event | {"trials": list(event["trials"]), "study": _shown(event["study"])}, ""
         self.limits = None
         for trial in event["trials"]:
             self._add(trial, retry=event.get("only") != UNFINISHED)
@@ -160,6 +161,12 @@ class StudyState:
         state.number, state.params, state.asked = trial.get("number"), trial.get("params", {}), trial.get("asked", {})
         if state.status not in (FINISHED, STOPPED) and (retry or state.status != FAILED):
             state.status, state.error = PLANNED, ""
+
+
+def _shown(study: dict[str, Any]) -> dict[str, Any]:
+    """A study's config without the password that ledgers of earlier versions have in it."""
+    uri = study.get("tracking_uri")
+    return study | {"tracking_uri": without_password(uri)} if uri else study
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -41,8 +41,8 @@ NAME = "mlflow.team.example"
     [
         (["--team"], ("--workers 4 over sqlite", "one process write at a time", "postgresql://", "--workers 1")),
         (["--team", "--workers", "0"], ("--workers 0", "at least 1")),
-        (["--team", "--backend-store-uri", "mysql+pymysql://me:secret@host/db"], ("mysql+pymysql://me:PASSWORD@host/db",)),
-        (["--team", "--backend-store-uri", "postgresql://me:secret@127.0.0.1:1/db"], ("does not answer", "me:PASSWORD@", "PGPASSWORD")),
+        (["--team", "--backend-store-uri", "mysql+pymysql://me:secret@host/db"], ("mysql+pymysql://me:***@host/db",)),
+        (["--team", "--backend-store-uri", "postgresql://me:secret@127.0.0.1:1/db"], ("does not answer", "me:***@", "PGPASSWORD")),
         (["--team", "--workers", "1", "--host", "0.0.0.0"], ("--host 0.0.0.0", "--allow-host NAME")),
         (["--team", "--workers", "1", "--allow-host", "*"], ("--allow-host '*'",)),
         (["--team", "--workers", "1", "--artifacts", "."], ("--artifacts", "must not hold the storage")),
