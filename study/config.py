@@ -33,6 +33,9 @@ EXECUTORS = ("auto", "packed", "train")
 
 TRACKING_SCHEMES = ("sqlite:///", "http://", "https://", "postgresql://", "postgresql+psycopg2://", "mysql+pymysql://")
 
+OUTSIDE = ("data.root", "gpus")
+"""Trial keys that change no result, so that :func:`study.plan.trial_id` leaves them out of a trial's identity."""
+
 
 def _unique(name: str, values: Sequence[object], remedy: str) -> None:
     if not values:

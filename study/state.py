@@ -41,6 +41,7 @@ class TrialState:
         params: the sampled values by dotted key.
         asked: what an adaptive search noted when it proposed the trial.
         started, ended: seconds since 1970, or None.
+        ends: when it ended, and what ``seconds`` was then, each time: one that failed may have been retried.
         seconds: spent in epochs that were reported, evaluation included.
         stopped_by: the scheduler that ended it early, or "".
         relief: keys changed in ``config`` since it ran out of memory.
@@ -62,6 +63,7 @@ class TrialState:
     asked: dict[str, Any] = field(default_factory=dict)
     started: float | None = None
     ended: float | None = None
+    ends: list[tuple[float, float]] = field(default_factory=list)
     seconds: float = 0.0
     stopped_by: str = ""
     relief: dict[str, Any] = field(default_factory=dict)
@@ -217,6 +219,8 @@ def _apply_to_trial(trial: TrialState, event: Event, plan: Event) -> None:
         trial.status, trial.stopped_by, trial.ended = STOPPED, event["by"], time
     elif kind == "failed":
         trial.status, trial.error, trial.ended = FAILED, event["error"], time
+    if kind in ENDED:
+        trial.ends.append((time, trial.seconds))
 
 
 def _commit(plan: Event) -> str:
