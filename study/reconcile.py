@@ -234,6 +234,7 @@ def _history(client: Any, runs: list[str], name: str) -> Iterator[tuple[str, Poi
     from mlflow.utils.rest_utils import http_request
 
     store = client._tracking_client.store
+    metrics: list[dict[str, Any]] | None
     if hasattr(store, "get_metric_history_bulk"):
         metrics = [metric.to_dict() for metric in store.get_metric_history_bulk(runs, name, MOST_POINTS)]
     else:
