@@ -13,12 +13,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import quote
 
 import psutil
 import pytest
 
 from study.config import StudyConfig
-from study.ledger import read_ledger
+from study.ledger import FILE, read_ledger
 from study.mlflow_runs import expected_points
 from study.state import fold
 from study.team import PASSWORD, SECRET, Team, auth_settings, check
@@ -226,6 +227,23 @@ def test_a_ledger_is_sent_by_who_has_logged_in(
     assert Path(client.download_artifacts(parent.info.run_id, "report/report.html", str(tmp_path))).read_text() == "x"
     log_in(monkeypatch, ADMIN)
     assert is_equal(study)
+
+
+@pytest.mark.slow
+def test_a_password_in_the_uri_logs_in_and_later_comes_from_the_environment(
+    tracked: Tiny, team: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"):
+        monkeypatch.delenv(name, raising=False)
+    study = tracked("of ada", f"tracking_uri={team[0].replace('//', f'//ada:{quote(ADA[1])}@')}")
+    assert send(study, made_up_events(study), report_in(tmp_path))[0] == ""
+    assert is_equal(study)
+    arguments = ("sync", study.slug, "--storage", study.storage)
+    assert_refused(lns_study(*arguments, cwd=tmp_path), "ada:***@", "not stored", "MLFLOW_TRACKING_PASSWORD")
+    assert_refused(lns_study(*arguments, cwd=tmp_path, MLFLOW_TRACKING_PASSWORD="wrong"), "asks for a login")
+    done = lns_study(*arguments, cwd=tmp_path, MLFLOW_TRACKING_PASSWORD=ADA[1])
+    assert done.returncode == 0, done.stderr
+    assert ADA[1] not in (study.folder / FILE).read_text()
 
 
 @pytest.mark.slow
