@@ -327,7 +327,7 @@ def expected_tags(trial: TrialState) -> dict[str, str]:
     history[trial.epochs] = {**history.get(trial.epochs, {}), **trial.test}
     ended = {
         "status": trial.status,
-        "restarts": str(trial.restarts or ""),
+        "restarts": str(trial.restarts),
         "stopped_by": trial.stopped_by,
         "error": trial.error[:TEXT],
     }

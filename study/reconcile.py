@@ -5,9 +5,9 @@ much. What is missing is sent; a run that has something false (a point or param 
 neither back) is deleted and made again, with the tags and the note that users gave it; runs that belong to no trial of the ledger, and
 twins, are deleted. Then everything is read and compared once more.
 
-Params that users logged, and those that are no part of a trial's identity (the data's folder, the share of a GPU, what was changed when
-memory ran out), are no difference: a run is not deleted for them. Deleting is MLflow's: such runs are hidden, ``mlflow gc`` removes
-them.
+Params and metrics of names that are none of ours, which users logged, and params that are no part of a trial's identity (the data's
+folder, the share of a GPU, what was changed when memory ran out) are no difference: a run is not deleted for them. Deleting is
+MLflow's: such runs are hidden, ``mlflow gc`` removes them.
 
 Cost: one request a thousand runs, and one a metric for a hundred runs: the history of one metric in many runs, which MLflow's own pages ask
 for (internal to MLflow 3.17, to which ``pyproject.toml`` pins it).
@@ -25,12 +25,14 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from study.ledger import Follower
-from study.mlflow_names import NONFINITE, SETTING
+from study.mlflow_names import NONFINITE, SETTING, sanitise
 from study.mlflow_runs import (
+    BITS,
     KEY_TAG,
     MLFLOW_STATUS,
     PARENT_TAG,
     RESULT_TAGS,
+    SECONDS,
     Runs,
     expected_params,
     expected_points,
@@ -173,7 +175,12 @@ def _enter(found: Audit, trial: TrialState, counts: tuple[int, int, int], missin
 def _compare(client: Any, pairs: Sequence[tuple[TrialState, Any]], state: StudyState, parent: str) -> list[_Entry]:
     """Some trials and their runs."""
     wanted = {run.info.run_id: expected_points(trial, state.plan) for trial, run in pairs}
-    names = {run.info.run_id: {name for name, *_ in wanted[run.info.run_id]} | set(run.data.metrics) for _, run in pairs}
+    ours = _metric_names(state)
+    names = {
+        run.info.run_id: {name for name, *_ in wanted[run.info.run_id]}
+        | {name for name in run.data.metrics if _is_ours(name, ours)}
+        for _, run in pairs
+    }
     have = _histories(client, names)
     entries = []
     for trial, run in pairs:
@@ -188,6 +195,16 @@ def _compare(client: Any, pairs: Sequence[tuple[TrialState, Any]], state: StudyS
         missing += _compare_tags(trial, run, parent)
         entries.append((trial, (1, len(points), len(run.data.params)), missing, false))
     return entries
+
+
+def _metric_names(state: StudyState) -> set[str]:
+    """The metrics that trials of the study report."""
+    reports = (trial.reports[trial.epoch]["metrics"] for trial in state.known.values() if trial.reports)
+    return {sanitise(name) for metrics in reports for name in metrics}
+
+
+def _is_ours(name: str, reported: set[str]) -> bool:
+    return name in reported or name in (SECONDS, BITS) or name.startswith((SETTING, "test/"))
 
 
 def _compare_points(trial: TrialState, wanted: set[Point], points: Sequence[Point]) -> tuple[list[str], list[str]]:
@@ -265,7 +282,7 @@ def _repair(client: Any, state: StudyState, before: Audit, artifacts: Path | Non
             theirs[id_] = client.get_run(known[id_]).data.tags
             client.delete_run(known[id_])
     runs = Runs(client, state.plan, artifacts, folder)
-    for id_ in {**before.missing, **before.false}:
+    for id_ in {**before.missing, **(before.false if delete else {})}:
         if id_ in state.known:
             runs.forget(state.known[id_])
             runs.push(state.known[id_])

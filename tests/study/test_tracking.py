@@ -392,12 +392,13 @@ def test_sync_deletes_nothing_and_names_what_is_too_much(tracked: Tiny, capsys: 
 
 @pytest.mark.parametrize("key", ["data.root", "gpus"])
 def test_reconcile_keeps_runs_whose_params_changed_without_changing_the_trial(tracked: Tiny, key: str) -> None:
-    """The data's folder and the share of a GPU; and params of the user's own."""
+    """The data's folder and the share of a GPU; and params and metrics of the user's own."""
     study = tracked(f"reconciled {key}")
     events = made_up_events(study)
     send(study, events)
     client, _, (run, *_) = runs_of(study)
     client.log_param(run.info.run_id, "my own", "1")
+    client.log_metric(run.info.run_id, "my metric", 1.0)
     again = json.loads(json.dumps(events[0])) | {"time": events[-1]["time"] + 1}
     for trial in again["trials"]:
         trial["config"] = apply(trial["config"], {key: {"data.root": "/another", "gpus": 0.5}[key]})
