@@ -364,9 +364,11 @@ def _report(options: argparse.Namespace) -> int:
 def _ui(options: argparse.Namespace) -> int:
     from study.config import default_tracking_uri
     from study.preflight import check_writable
+    from study.tracking_uri import reveal
     from study.ui import check_port, check_servable, serve
 
-    uri = options.tracking_uri or default_tracking_uri(options.storage)
+    with refusals():
+        uri = reveal(options.tracking_uri or default_tracking_uri(options.storage))
     storage = Path(options.storage).expanduser().resolve()
     if options.team:
         return _ui_of_team(options, uri, storage)

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 from study.cli_manage import Commands, add_command
 from study.errors import UserError, refusals
+from study.program import lns_study
 
 if TYPE_CHECKING:
     from study.config import StudyConfig
+    from study.reconcile import Audit
 
 URI_HELP = "MLflow store (default: the study's own)"
 
@@ -103,6 +105,13 @@ def _sync(options: argparse.Namespace) -> int:
     if error:
         print(f"lns-study: MLflow lacks part of {study.name}: {error}", file=sys.stderr)
         return 1
+    audits = _audit(folder, study, delete=False)
+    if audits is None:
+        return 1
+    if not audits[1].equal:
+        again = lns_study("reconcile", study.slug, storage=study.storage)
+        print("\n".join([*audits[1].differences(), f"`{again}` mends that"]), file=sys.stderr)
+        return 1
     print(
         f"{study.name}: MLflow has everything: {how_to_open(study.tracking, study.storage, page(where['experiment'], where['view']))}"
     )
@@ -110,20 +119,28 @@ def _sync(options: argparse.Namespace) -> int:
 
 
 def _reconcile(options: argparse.Namespace) -> int:
-    from study.reconcile import reconcile
-    from study.writer import reason
-
     folder, study = _study(options)
-    try:
-        before, after = reconcile(folder, study.tracking, folder.parent / "artifacts", repair=not options.check)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    except Exception as error:  # whatever the store raises
-        print(f"lns-study: MLflow at {study.tracking}: {reason(error)}", file=sys.stderr)
+    audits = _audit(folder, study, repair=not options.check)
+    if audits is None:
         return 1
+    before, after = audits
     for line in before.differences():
         print(line)
     if before is not after:
         print(f"before: {before}")
     print(f"{study.name}: {after}")
     return 0 if after.equal else 1
+
+
+def _audit(folder: Path, study: StudyConfig, **how: bool) -> tuple[Audit, Audit] | None:
+    """See :func:`study.reconcile.reconcile`; None, and the reason printed, where the store fails."""
+    from study.reconcile import reconcile
+    from study.writer import reason
+
+    try:
+        return reconcile(folder, study.tracking, folder.parent / "artifacts", **how)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    except Exception as error:  # whatever the store raises
+        print(f"lns-study: MLflow at {study.tracking}: {reason(error)}", file=sys.stderr)
+        return None

@@ -11,12 +11,14 @@ Frozen dataclasses, validated once, where they are made. :mod:`study.compose` ma
 from __future__ import annotations
 
 import re
+import urllib.parse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from study.space import Space, parse_space
+from study.tracking_uri import hide, without_password
 from trainers.changes import CHANGEABLE
 from trainers.config import TrialConfig
 from trainers.validation import at_least, finite, one_of
@@ -30,6 +32,9 @@ MODES = ("min", "max")
 EXECUTORS = ("auto", "packed", "train")
 
 TRACKING_SCHEMES = ("sqlite:///", "http://", "https://", "postgresql://", "postgresql+psycopg2://", "mysql+pymysql://")
+
+OUTSIDE = ("data.root", "gpus")
+"""Trial keys that change no result, so that :func:`study.plan.trial_id` leaves them out of a trial's identity."""
 
 
 def _unique(name: str, values: Sequence[object], remedy: str) -> None:
@@ -212,7 +217,8 @@ class StudyConfig:
         comparable: dotted trial keys and the values they must have for figures to be comparable with the published ones.
         comparable_seeds: seeds a row needs for the same.
         storage: folder of all studies: ledgers, checkpoints, reports, the default tracking database.
-        tracking_uri: MLflow tracking server or database; None for ``sqlite`` in ``storage``, ``none`` to send nothing.
+        tracking_uri: MLflow tracking server or database; None for ``sqlite`` in ``storage``, ``none`` to send nothing. A password in it is
+            taken out and kept in the process alone (:mod:`study.tracking_uri`).
         address: Ray cluster to join: ``auto`` on one of its nodes, or host:port; None for this machine alone.
         insecure: join a cluster that asks nobody for a token (:mod:`study.ray_session`).
         cpus: CPUs of this machine that trials may use, also more than it has; None for all.
@@ -279,6 +285,7 @@ class StudyConfig:
         self._check_baseline()
         self._check_space()
         check_tracking_uri(self.tracking_uri)
+        object.__setattr__(self, "tracking_uri", hide(self.tracking_uri) if self.tracking_uri else self.tracking_uri)
 
     def _check_space(self) -> None:
         space = self.parsed_space
@@ -387,13 +394,21 @@ def check_tracking_uri(uri: str | None) -> None:
     """Refuse what is no MLflow tracking URI; None, the default database, passes.
 
     Raises:
-        ValueError: with the schemes there are.
+        ValueError: with the schemes there are; or a server's address has no host and port that can be read.
     """
+    shown = without_password(str(uri))
     if uri not in (None, "none") and not str(uri).startswith(TRACKING_SCHEMES):
         raise ValueError(
-            f"tracking_uri={uri!r}: must start with one of {', '.join(TRACKING_SCHEMES)}; for a local file use sqlite:///path/mlflow.db, "
+            f"tracking_uri={shown!r}: must start with one of {', '.join(TRACKING_SCHEMES)}; for a local file use sqlite:///path/mlflow.db, "
             "for a server http://127.0.0.1:5000, to send nothing none"
         )
+    try:
+        _ = str(uri).startswith("http") and urllib.parse.urlsplit(str(uri)).port
+    except ValueError:
+        raise ValueError(
+            f"tracking_uri={shown!r}: must be http://host:port or http://user:password@host:port; in a password write / as %2F, ? as %3F "
+            "and # as %23"
+        ) from None
 
 
 def default_tracking_uri(storage: str) -> str:

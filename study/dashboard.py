@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from study.ledger import FILE
+from study.ledger import FILE, is_locked
 from study.manage import condition, read
 from study.report import write_report
 from study.state import ENDED, StudyState
@@ -30,21 +30,22 @@ RELOAD = """<meta http-equiv="refresh" content="{seconds:g}">"""
 
 
 class Page:
-    """The newest report of the study in ``folder``, written into a folder of its own when the ledger has grown."""
+    """The newest report of the study in ``folder``, written into a folder of its own when the ledger has grown, or the study has begun or
+    ended: its last event is written while it still holds the lock."""
 
     def __init__(self, folder: Path, every: float) -> None:
         self._folder, self._every = folder, every
         self._lock = threading.Lock()
-        self._made = (-1, 0.0)
+        self._made: tuple[tuple[int, bool], float] = (-1, False), 0.0
         self._text = ""
 
     def text(self) -> str:
         """The page."""
         with self._lock:
-            size = (self._folder / FILE).stat().st_size
-            if size != self._made[0] and time.monotonic() - self._made[1] >= self._every / 2:
+            now = (self._folder / FILE).stat().st_size, is_locked(self._folder)
+            if now != self._made[0] and time.monotonic() - self._made[1] >= self._every / 2:
                 self._text = self._render(read(self._folder))
-                self._made = (size, time.monotonic())
+                self._made = now, time.monotonic()
             return self._text
 
     def _render(self, state: StudyState) -> str:

@@ -11,6 +11,7 @@ from study.config import StudyConfig, default_tracking_uri
 from study.errors import UserError
 from study.preflight import check_address, check_writable
 from study.provenance import hardware, provenance
+from study.tracking_uri import REMEDY, hide, stored
 
 SHORT_OF_SPACE = 2 << 30
 """Bytes of free disk below which Ray and checkpoints soon fail."""
@@ -44,7 +45,8 @@ def _findings(storage: str, tracking_uri: str | None, address: str | None) -> It
     yield _machine()
     yield from _kernels()
     yield _storage(storage)
-    yield _tracking(tracking_uri or default_tracking_uri(storage))
+    yield from _passwords(storage)
+    yield _tracking(hide(tracking_uri) if tracking_uri else default_tracking_uri(storage))
     yield _ray(address)
 
 
@@ -80,6 +82,16 @@ def _storage(storage: str) -> Finding:
     free = shutil.disk_usage(folder).free
     remedy = "free some space, or choose another folder with storage=..." if free < SHORT_OF_SPACE else ""
     return Finding(name="storage", good=not remedy, text=f"{folder}, {free / 2**30:.1f} GiB free", remedy=remedy)
+
+
+def _passwords(storage: str) -> Iterator[Finding]:
+    """Of ledgers that hold a password."""
+    from study.ledger import read_ledger
+    from study.manage import folders
+
+    for folder in folders(storage):
+        for uri in stored(read_ledger(folder)):
+            yield Finding(name=folder.name, good=False, text=f"its ledger holds the password of {uri}", remedy=REMEDY)
 
 
 def _tracking(uri: str) -> Finding:

@@ -26,6 +26,7 @@ from study.runner import run_plan
 from study.search import adopt
 from study.state import ALL, ENDED, FAILED, FINISHED, ONLY_FAILED, StudyState, fold
 from study.tracking import OFF, NoTracker, Tracker, check_tracking, make_tracker
+from study.tracking_uri import REMEDY, stored
 from study.ui import how_to_open
 from study.utilisation import remark
 from study.writer import sync
@@ -101,6 +102,8 @@ def run_study(study: StudyConfig, view: View, say: Callable[[str], None], only: 
             check_same_name(plan.study, before)
             check_same_data(data, before)
             plan = adopt(plan, before)
+        for uri in stored(ledger.history):
+            say(f"The ledger holds the password of {uri}: {REMEDY}.")
         for entry in plan.excluded[:EXCLUDED_SHOWN]:
             say(f"Left out: {entry}")
         if len(plan.excluded) > EXCLUDED_SHOWN:
@@ -252,7 +255,7 @@ def report_study(folder: Path, say: Callable[[str], None], tracking_uri: str | N
         study = dataclasses.replace(state.config, tracking_uri=tracking_uri or state.config.tracking_uri)
         check_writable(folder / "report", "report", "mend its permissions, or move what is in its place")
         if tracking_uri:
-            check_tracking(tracking_uri)
+            check_tracking(study.tracking)
     report = write_report(state, folder / "report")
     error, where = "", dict[str, str]()
     if not is_locked(folder) and study.tracking != OFF:

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from study.tracking_uri import without_password
+
 
 class UserError(ValueError):
-    """The user's input cannot work; the message names the value, the rule and the remedy."""
+    """The user's input cannot work; the message names the value, the rule and the remedy, and no password of an address."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(without_password(message))
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from study.config import OUTSIDE
 from study.ledger import Event
 from study.mlflow_names import SETTING, TAG_LENGTH, nonfinite_tags, sanitise, settings_of
 from study.space import describe
@@ -34,6 +35,9 @@ BATCH = 1000
 MOST_TAGS = 100
 TEXT = 5000
 """Characters kept of an error or a description in a tag."""
+SECONDS, BITS = "seconds", "bits"
+RESULT_TAGS = ("status", "restarts", "stopped_by", "error")
+"""Of a trial that has ended; one that is tried again loses them."""
 
 MLFLOW_STATUS = {RUNNING: "RUNNING", FINISHED: "FINISHED", STOPPED: "FINISHED", FAILED: "FAILED", PLANNED: "KILLED"}
 """A trial that a scheduler ended early did what it was to do; the tag ``stopped_by`` tells it apart."""
@@ -45,6 +49,8 @@ class _Known:
 
     Attributes:
         last: the last epoch of which it has a metric; that one may be incomplete.
+        results: its tags that say how the trial ended.
+        parent: the run it is shown under.
     """
 
     run: str
@@ -54,6 +60,8 @@ class _Known:
     params: frozenset[str] = frozenset()
     settings: bool = False
     inputs: bool = False
+    results: dict[str, str] = field(default_factory=dict)
+    parent: str = ""
     sent: set[int] = field(default_factory=set)
 
 
@@ -74,6 +82,7 @@ class Runs:
         self._experiment = self._ensure_experiment(artifacts)
         self._known = self._runs_of_ledger()
         self._parent = self._ensure_parent()
+        self._adopt()
 
     @property
     def parent_ids(self) -> tuple[str, str]:
@@ -99,7 +108,8 @@ class Runs:
         metrics += [metric for epoch, event in fresh.items() for metric in _report_metrics(epoch, event)]
         metrics += _end_metrics(trial)
         params = [(name, value) for name, value in _params(trial.config) if name not in known.params]
-        self._log(known.run, metrics, params, _result_tags(trial, fresh))
+        self._log(known.run, metrics, params)
+        self._tag(known, trial, fresh)
         known.params, known.settings = known.params | {name for name, _ in params}, True
         known.sent |= set(fresh)
         self._log_inputs(known, trial)
@@ -109,10 +119,12 @@ class Runs:
             self._end(known, MLFLOW_STATUS[trial.status], trial.ended)
 
     def forget(self, trial: TrialState) -> None:
-        """Take nothing of what the store has of a trial for complete: the next :meth:`push` sends all of it."""
+        """Take none of the points that the store has of a trial for complete: the next :meth:`push` sends all of them."""
         known = self._known.get(f"{self._key}/{trial.id}")
         if known is not None:
-            self._known[f"{self._key}/{trial.id}"] = _Known(run=known.run, status=known.status)
+            self._known[f"{self._key}/{trial.id}"] = _Known(
+                run=known.run, status=known.status, params=known.params, results=known.results, parent=known.parent
+            )
 
     def settle(self, trial: TrialState) -> None:
         """Close the run of a trial that stopped without an end: the study was interrupted."""
@@ -162,6 +174,13 @@ class Runs:
             known.status = "RUNNING"
         return known.run
 
+    def _adopt(self) -> None:
+        """Show every trial's run under the parent's, also those whose parent was deleted."""
+        for key, known in self._known.items():
+            if "/" in key and known.parent != self._parent:
+                self._client.set_tag(known.run, PARENT_TAG, self._parent)
+                known.parent = self._parent
+
     def _runs_of_ledger(self) -> dict[str, _Known]:
         """What the store has of every run of this ledger, by key; of twins the oldest, the others deleted."""
         found: dict[str, _Known] = {}
@@ -185,7 +204,7 @@ class Runs:
         run = self._client.create_run(
             self._experiment, start_time=int(started * 1000), tags={KEY_TAG: key, **tags}, run_name=name
         )
-        return _Known(run=run.info.run_id)
+        return _Known(run=run.info.run_id, parent=tags.get(PARENT_TAG, ""))
 
     # ------------------------------------------------------------------------------------------------------------------------ sending
 
@@ -199,6 +218,15 @@ class Runs:
         end = int((ended or time.time()) * 1000)
         self._client.set_terminated(known.run, status, end_time=end)
         known.status, known.end = status, end
+
+    def _tag(self, known: _Known, trial: TrialState, fresh: Mapping[int, Event]) -> None:
+        """Say how the trial ended, and no longer how it did before it was tried again; of infinite metrics, where they are."""
+        infinite = any(math.isinf(value) for event in fresh.values() for value in event["metrics"].values())
+        tags = expected_tags(trial) if infinite or trial.status in ENDED else {}
+        self._log(known.run, [], tags={name: value for name, value in tags.items() if known.results.get(name) != value})
+        for name in known.results.keys() - tags.keys():
+            self._client.delete_tag(known.run, name)
+        known.results = {name: value for name, value in tags.items() if name in RESULT_TAGS}
 
     def _log_inputs(self, known: _Known, trial: TrialState) -> None:
         datasets = [] if known.inputs else list(_datasets(self.plan, trial))
@@ -244,15 +272,19 @@ def runs_with_key(client: Any, experiment: str, key: str) -> Iterator[Any]:
 
 
 def _known(run: Any) -> _Known:
-    steps = [metric.step for metric in run.data._metric_objs if not metric.key.startswith((SETTING, "test/"))]
+    reported = [
+        metric for metric in run.data._metric_objs if metric.key != SECONDS and not metric.key.startswith((SETTING, "test/"))
+    ]
     return _Known(
         run=run.info.run_id,
         status=run.info.status,
         end=run.info.end_time,
-        last=max(steps, default=0),
+        last=max((metric.step for metric in reported), default=0),
         params=frozenset(run.data.params),
         settings=any(metric.key.startswith(SETTING) for metric in run.data._metric_objs),
         inputs=bool(run.inputs and run.inputs.dataset_inputs),
+        results={name: run.data.tags[name] for name in RESULT_TAGS if name in run.data.tags},
+        parent=run.data.tags.get(PARENT_TAG, ""),
     )
 
 
@@ -272,9 +304,34 @@ def point_of(metric: Any) -> tuple[str, int, int, float | None]:
     return metric.key, metric.step, metric.timestamp, None if math.isnan(metric.value) else metric.value
 
 
+def is_setting(point: tuple[str, int, int, float | None]) -> bool:
+    """Whether a point tells how the trial began: its time says when it was sent, and nothing else."""
+    name, step, *_ = point
+    return step == 0 and (name == BITS or name.startswith(SETTING))
+
+
 def expected_params(trial: TrialState) -> dict[str, str]:
     """The params that the run of a trial should have."""
     return dict(_params(trial.config))
+
+
+def may_differ(trial: TrialState) -> set[str]:
+    """The params that may be others than when the run was made, and the trial is the same: MLflow cannot change them."""
+    relieved = tuple(f"{key}." for key in trial.relief)
+    return {sanitise(key) for key in flatten(trial.config) if key in OUTSIDE or f"{key}.".startswith(relieved)}
+
+
+def expected_tags(trial: TrialState) -> dict[str, str]:
+    """The tags that tell how a trial ended, if it has, and where its metrics were infinite."""
+    history = {epoch: dict(event["metrics"]) for epoch, event in trial.reports.items()}
+    history[trial.epochs] = {**history.get(trial.epochs, {}), **trial.test}
+    ended = {
+        "status": trial.status,
+        "restarts": str(trial.restarts),
+        "stopped_by": trial.stopped_by,
+        "error": trial.error[:TEXT],
+    }
+    return nonfinite_tags(history) | {name: value for name, value in ended.items() if value and trial.status in ENDED}
 
 
 def _report_metrics(epoch: int, event: Event) -> Iterator[Any]:
@@ -289,13 +346,15 @@ def _settings_metrics(trial: TrialState, plan: Event) -> Iterator[Any]:
     """Numeric settings and the width of the number format: MLflow compares and plots metrics only."""
     from study.objectives import bits_of
 
-    yield from _metrics({**settings_of(trial.config), "bits": bits_of(trial.config)}, 0, trial.started or plan["time"])
+    yield from _metrics({**settings_of(trial.config), BITS: bits_of(trial.config)}, 0, trial.started or plan["time"])
 
 
 def _end_metrics(trial: TrialState) -> Iterator[Any]:
-    """The test figures and the seconds of training, where the trial has ended."""
+    """The test figures, where the trial has ended, and each time it did the seconds of training."""
+    for time_, seconds in trial.ends:
+        yield from _metrics({SECONDS: seconds}, trial.epochs, time_)
     if trial.status in ENDED and trial.ended is not None:
-        yield from _metrics({**trial.test, "seconds": trial.seconds}, trial.epochs, trial.ended)
+        yield from _metrics(trial.test, trial.epochs, trial.ended)
 
 
 def _metrics(values: Mapping[str, Any], epoch: int, seconds: float) -> Iterator[Any]:
@@ -319,19 +378,6 @@ def _row_figures(state: StudyState) -> dict[str, float]:
     for row in summarise(state).rows:
         figures |= {f"{row.label}/test_error_percent": row.mean, f"{row.label}/test_error_percent_sd": row.sd}
     return {name: value for name, value in figures.items() if value is not None}
-
-
-def _result_tags(trial: TrialState, fresh: Mapping[int, Event]) -> dict[str, str]:
-    """What is known of a trial once it has ended, and where its metrics were infinite."""
-    tags: dict[str, str] = {}
-    if any(math.isinf(value) for event in fresh.values() for value in event["metrics"].values()):
-        tags |= nonfinite_tags({epoch: event["metrics"] for epoch, event in trial.reports.items()})
-    infinite = {name: value for name, value in trial.test.items() if math.isinf(value)}
-    tags |= nonfinite_tags({trial.epochs: infinite})
-    if trial.status in ENDED:
-        ended = {"restarts": str(trial.restarts), "stopped_by": trial.stopped_by, "error": trial.error[:TEXT]}
-        tags |= {"status": trial.status, **{name: value for name, value in ended.items() if value}}
-    return tags
 
 
 def _datasets(plan: Event, trial: TrialState) -> Iterator[Any]:

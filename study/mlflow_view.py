@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
+from study.config import OUTSIDE
 from study.mlflow_names import OF_ROW, SETTING, sanitise, settings_of
 from study.state import flatten
 
@@ -103,7 +104,7 @@ def varied_keys(plan: Mapping[str, Any]) -> list[str]:
         others = [key for key, found in values.items() if len(found) > 1]
     else:
         others = [key for row in plan["study"]["rows"] for key in flatten(row["overrides"]) if key in values]
-    return [key for key in dict.fromkeys([*space, *others]) if key not in ("seed", "data.root", "gpus")][:MOST_PARAMS]
+    return [key for key in dict.fromkeys([*space, *others]) if key not in ("seed", *OUTSIDE)][:MOST_PARAMS]
 
 
 def _configs(plan: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -13,6 +13,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from study.tracking_uri import without_password
+
 NAME = "lns-study"
 VARIABLE = "LNS_STUDY_COMMAND"
 """Shell text that words can be added to, such as ``cd /checkout && .venv/bin/lns-study``."""
@@ -21,14 +23,14 @@ STORAGE = "studies"
 
 
 def lns_study(*words: str, storage: str = STORAGE) -> str:
-    """The command line for ``lns-study WORDS``, to be pasted into the shell that this process was started from.
+    """The command line for ``lns-study WORDS``, to be pasted into the shell that this process was started from, without passwords.
 
     Args:
         words: not quoted yet.
         storage: folder of the studies that the command is about; named in it unless it is the usual one.
     """
     where = () if storage == STORAGE else ("--storage", storage)
-    return " ".join([_program(), *map(shlex.quote, (*words, *where))])
+    return " ".join([_program(), *(shlex.quote(without_password(word)) for word in (*words, *where))])
 
 
 def _program() -> str:

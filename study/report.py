@@ -28,10 +28,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from study.analysis import interval
 from study.configurations import configurations, pareto_front, table
-from study.interactive import interactive
 from study.manage import write_csv
 from study.progress import duration
-from study.report_page import Links, Picture, links, pictures, tables
+from study.report_page import TITLES, Links, Parts, links, parts
 from study.results import Row, Summary, summarise, test_errors
 from study.space import describe, show
 from study.state import ENDED, FAILED, STOPPED, StudyState, name_of
@@ -48,13 +47,15 @@ def write_report(state: StudyState, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     summary = summarise(state)
     use = sentences(state)
-    drawn = pictures(state, summary, use)
-    for picture in drawn:
+    made = parts(state, summary, use)
+    for file in {f"{name}.png" for name in TITLES} - {picture.file for picture in made.pictures}:
+        (folder / file).unlink(missing_ok=True)  # of an earlier report
+    for picture in made.pictures:
         _write(folder / picture.file, picture.light)
     if state.config.space:
         _write(folder / "configurations.csv", render_csv(state).encode())
-    _write(folder / "report.md", render_markdown(state, summary, use).encode())
-    _write(folder / "report.html", render_html(state, summary, drawn, links(state, folder.parent)).encode())
+    _write(folder / "report.md", render_markdown(state, summary, [*use, *made.failed]).encode())
+    _write(folder / "report.html", render_html(state, summary, made, links(state, folder.parent)).encode())
     return folder
 
 
@@ -65,12 +66,12 @@ def render_text(state: StudyState) -> str:
     return "\n".join([*lines, "", *remarks(state, summary)])
 
 
-def render_markdown(state: StudyState, summary: Summary, use: list[str]) -> str:
-    """The table and the protocol as Markdown; ``use`` says how the slots were used."""
+def render_markdown(state: StudyState, summary: Summary, notes: list[str]) -> str:
+    """The table and the protocol as Markdown; ``notes`` say how the slots were used, and what could not be made."""
     names = headings(state, summary)
     table = [names, ["---"] * len(names), *(cells(row) for row in summary.rows)]
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in table]
-    said = [f"- {remark}" for remark in (*remarks(state, summary), *facts(state).values(), *use)]
+    said = [f"- {remark}" for remark in (*remarks(state, summary), *facts(state).values(), *notes)]
     return "\n".join([f"# {state.config.name}", "", state.config.question, "", *lines, "", *said, ""])
 
 
@@ -87,7 +88,7 @@ def render_csv(state: StudyState) -> str:
     return buffer.getvalue()
 
 
-def render_html(state: StudyState, summary: Summary, drawn: list[Picture], where: Links) -> str:
+def render_html(state: StudyState, summary: Summary, made: Parts, where: Links) -> str:
     """The page, pictures inside."""
     environment = Environment(loader=PackageLoader("study"), autoescape=True, undefined=StrictUndefined)
     return environment.get_template("report.html.j2").render(
@@ -99,16 +100,16 @@ def render_html(state: StudyState, summary: Summary, drawn: list[Picture], where
         ranked=_ranked_lines(state),
         rows=[(cells(row), row.verdict) for row in summary.rows],
         intervals=_interval_lines(summary),
-        remarks=remarks(state, summary),
+        remarks=[*remarks(state, summary), *made.failed],
         protocol=protocol(state),
         facts=facts(state),
         versions=state.plan["provenance"]["versions"],
         config=yaml.safe_dump(state.plan["study"], sort_keys=False, allow_unicode=True),
         trials=_trial_lines(state),
-        pictures=drawn,
-        tables=tables(state),
+        pictures=made.pictures,
+        tables=made.tables,
         links=where,
-        explore=interactive(state),
+        explore=made.explore,
     )
 
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 import base64
 import json
 import urllib.parse
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from study.analysis import (
     Entry,
     Groups,
+    Importance,
     best_of_budget,
     costs,
     entries,
@@ -40,12 +42,15 @@ from study.figures_analysis import (
 )
 from study.figures_population import draw_population
 from study.figures_slots import draw_slots
+from study.interactive import Interactive, interactive
 from study.mlflow_view import page
 from study.progress import duration
 from study.results import Summary
 from study.state import StudyState
 from study.ui import HOST, PORT, is_server
 from study.writer import WHERE
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,31 +97,84 @@ TITLES = {
 """Of each figure by the name of its file: the title, and what it shows in words."""
 
 
-def pictures(state: StudyState, summary: Summary, use: list[str]) -> list[Picture]:
-    """Every figure that there is something to show in; ``use`` says how the slots were used."""
-    found, weighed = entries(state), importance(state)
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a page has beyond its first table; ``failed`` says of each part that could not be made why."""
+
+    pictures: list[Picture]
+    tables: list[Table]
+    explore: Interactive | None
+    failed: list[str]
+
+
+def parts(state: StudyState, summary: Summary, use: list[str]) -> Parts:
+    """Every part by itself: a mistake in one, or a library that has changed, leaves a note and the others.
+
+    Args:
+        state: the study's.
+        summary: of its rows.
+        use: how the slots were used, in sentences.
+    """
+    attempt = _Attempts()
+    made = [attempt(f"the picture {name}", drawing) for name, drawing in _drawings(state, summary, use).items()]
+    return Parts(
+        pictures=[picture for picture in made if picture is not None and picture.light],
+        tables=attempt("the further tables", lambda: tables(state)) or [],
+        explore=attempt("the plots to explore", lambda: interactive(state)),
+        failed=attempt.failed,
+    )
+
+
+@dataclass
+class _Attempts:
+    """Makes parts; ``failed`` tells of those that it could not."""
+
+    failed: list[str] = field(default_factory=list)
+
+    def __call__(self, what: str, make: Callable[[], T]) -> T | None:
+        """The part, or None and a warning."""
+        try:
+            return make()
+        except Exception as error:  # whatever it is, the rest of the report is right
+            self.failed.append(f"{what[0].upper()}{what[1:]} could not be made ({type(error).__name__}: {error}).")
+            warnings.warn(f"Report: {self.failed[-1]}", RuntimeWarning, stacklevel=2)
+            return None
+
+
+def _drawings(state: StudyState, summary: Summary, use: list[str]) -> dict[str, Callable[[], Picture]]:
+    """What draws every figure, by the name of its file; one that there is nothing to show in has no bytes."""
+
+    @cache
+    def found() -> list[Entry]:
+        return entries(state)
+
+    @cache
+    def weighed() -> Importance | None:
+        return importance(state)
+
     draw: dict[str, Callable[[Theme], bytes]] = {
-        "test_error": partial(draw_bars, state, summary),
-        "error_per_epoch": partial(draw_epochs, state, summary),
-        "pareto": partial(draw_front, found, spread_measures(found)),
-        "heat_map": partial(draw_heat_map, heat_map(found)),
-        "categories": partial(draw_groups, groups(state)),
-        "slices": partial(draw_slices, state),
-        "population": partial(draw_population, state),
-        "importance": partial(draw_importance, weighed),
-        "dependence": partial(draw_dependence, weighed),
-        "parallel": partial(draw_parallel, found),
-        "budget": partial(draw_budget, best_of_budget(state) if state.config.space else {}),
-        "slots": partial(draw_slots, state.run, list(state.rows())),
+        "test_error": lambda theme: draw_bars(state, summary, theme),
+        "error_per_epoch": lambda theme: draw_epochs(state, summary, theme),
+        "pareto": lambda theme: draw_front(found(), spread_measures(found()), theme),
+        "heat_map": lambda theme: draw_heat_map(heat_map(found()), theme),
+        "categories": lambda theme: draw_groups(groups(state), theme),
+        "slices": lambda theme: draw_slices(state, theme),
+        "population": lambda theme: draw_population(state, theme),
+        "importance": lambda theme: draw_importance(weighed(), theme),
+        "dependence": lambda theme: draw_dependence(weighed(), theme),
+        "parallel": lambda theme: draw_parallel(found(), theme),
+        "budget": lambda theme: draw_budget(best_of_budget(state) if state.config.space else {}, theme),
+        "slots": lambda theme: draw_slots(state.run, list(state.rows()), theme),
     }
     notes = {"slots": " ".join(use)}
-    made = [
-        Picture(
+
+    def drawing(name: str) -> Callable[[], Picture]:
+        title, alt = TITLES[name]
+        return lambda: Picture(
             file=f"{name}.png", title=title, alt=alt, light=draw[name](LIGHT), dark=draw[name](DARK), note=notes.get(name, "")
         )
-        for name, (title, alt) in TITLES.items()
-    ]
-    return [picture for picture in made if picture.light]
+
+    return {name: drawing(name) for name in TITLES}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from study.config import StudyConfig
 from study.ledger import Event
 from study.slots import Run, follow
 from study.space import apply
+from study.tracking_uri import without_password
 
 ALL, UNFINISHED, ONLY_FAILED = "all", "unfinished", "failed"
 """Which trials a run takes on: all that have not finished, those of them that have not failed, or the failed ones alone."""
@@ -40,6 +41,7 @@ class TrialState:
         params: the sampled values by dotted key.
         asked: what an adaptive search noted when it proposed the trial.
         started, ended: seconds since 1970, or None.
+        ends: when it ended, and what ``seconds`` was then, each time: one that failed may have been retried.
         seconds: spent in epochs that were reported, evaluation included.
         stopped_by: the scheduler that ended it early, or "".
         relief: keys changed in ``config`` since it ran out of memory.
@@ -61,6 +63,7 @@ class TrialState:
     asked: dict[str, Any] = field(default_factory=dict)
     started: float | None = None
     ended: float | None = None
+    ends: list[tuple[float, float]] = field(default_factory=list)
     seconds: float = 0.0
     stopped_by: str = ""
     relief: dict[str, Any] = field(default_factory=dict)
@@ -149,7 +152,7 @@ class StudyState:
             _apply_to_trial(trial, event, self.plan)
 
     def _plan(self, event: Event) -> None:
-        self.plan, self.outcome = event | {"trials": list(event["trials"])}, ""
+        self.plan, self.outcome = event | {"trials": list(event["trials"]), "study": _shown(event["study"])}, ""
         self.limits = None
         for trial in event["trials"]:
             self._add(trial, retry=event.get("only") != UNFINISHED)
@@ -160,6 +163,12 @@ class StudyState:
         state.number, state.params, state.asked = trial.get("number"), trial.get("params", {}), trial.get("asked", {})
         if state.status not in (FINISHED, STOPPED) and (retry or state.status != FAILED):
             state.status, state.error = PLANNED, ""
+
+
+def _shown(study: dict[str, Any]) -> dict[str, Any]:
+    """A study's config without the password that ledgers of earlier versions have in it."""
+    uri = study.get("tracking_uri")
+    return study | {"tracking_uri": without_password(uri)} if uri else study
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -210,6 +219,8 @@ def _apply_to_trial(trial: TrialState, event: Event, plan: Event) -> None:
         trial.status, trial.stopped_by, trial.ended = STOPPED, event["by"], time
     elif kind == "failed":
         trial.status, trial.error, trial.ended = FAILED, event["error"], time
+    if kind in ENDED:
+        trial.ends.append((time, trial.seconds))
 
 
 def _commit(plan: Event) -> str:

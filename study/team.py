@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from study.preflight import check_writable
-from study.ui import ENVIRONMENT, check_port, command, run, without_password
+from study.tracking_uri import without_password
+from study.ui import ENVIRONMENT, check_port, command, run
 
 PASSWORD = "MLFLOW_AUTH_ADMIN_PASSWORD"
 USER = "MLFLOW_AUTH_ADMIN_USERNAME"

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from study.program import lns_study
+from study.tracking_uri import reveal, without_password
 from study.writer import URI_VARIABLE, connect, reason
 
 OFF = "none"
@@ -36,10 +37,11 @@ def check_tracking(uri: str) -> None:
     """Whether an MLflow tracking store can be where the URI says; a sqlite database that is not there yet is made later, by the writer.
 
     Raises:
-        ValueError: nothing answers there, or not MLflow.
+        ValueError: nothing answers there, or not MLflow, or its password is missing.
     """
     if uri == OFF:
         return
+    shown, uri = without_password(uri), reveal(uri)
     try:
         if uri.startswith("sqlite:///"):
             _check_sqlite(Path(uri.removeprefix("sqlite:///")))
@@ -50,11 +52,11 @@ def check_tracking(uri: str) -> None:
     except Exception as error:
         if "error code 401" in str(error):
             raise ValueError(
-                f"tracking_uri={uri!r}: asks for a login and takes none of what it was given; set MLFLOW_TRACKING_USERNAME and "
+                f"tracking_uri={shown!r}: asks for a login and takes none of what it was given; set MLFLOW_TRACKING_USERNAME and "
                 "MLFLOW_TRACKING_PASSWORD in the environment, of the study too"
             ) from None
         raise ValueError(
-            f"tracking_uri={uri!r}: no MLflow tracking store answers ({reason(error)}); start a server with `{lns_study('ui')}`, correct "
+            f"tracking_uri={shown!r}: no MLflow tracking store answers ({reason(error)}); start a server with `{lns_study('ui')}`, correct "
             "the address, or leave tracking_uri out for a local sqlite file"
         ) from None
 
@@ -118,7 +120,7 @@ class Tracker:
 
     Args:
         folder: the study's, with its ledger.
-        uri: MLflow tracking URI.
+        uri: MLflow tracking URI, its password left out where this process knows it.
         artifacts: folder for artifacts where the store is a database; servers choose their own.
         warn: called with a sentence when the store stops answering, and when it answers again.
         opened: called once with where the runs are: ``experiment``, ``run`` and ``view``.
@@ -171,7 +173,7 @@ class Tracker:
         """A session of its own: Ctrl-C and the end of our process group leave it alone."""
         self._process = subprocess.Popen(
             self._words,
-            env=os.environ | {URI_VARIABLE: self._uri},
+            env=os.environ | {URI_VARIABLE: reveal(self._uri)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -217,8 +219,8 @@ class Tracker:
                 self._tell(self._where)
         elif message["kind"] == "trouble":
             self._warn(
-                f"MLflow at {self._uri} does not answer ({message['reason']}); training goes on, the ledger keeps everything, and what is "
-                f"missing is sent when it answers, or by `{self._sync_later()}`"
+                f"MLflow at {without_password(self._uri)} does not answer ({message['reason']}); training goes on, the ledger keeps "
+                f"everything, and what is missing is sent when it answers, or by `{self._sync_later()}`"
             )
         elif message["kind"] == "recovered":
             self._warn("MLflow answers again; nothing was lost")

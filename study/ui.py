@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 import urllib.error
-import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from pathlib import Path
 from study.config import check_tracking_uri, default_tracking_uri
 from study.mlflow_server import TOKEN, mlflow_command
 from study.program import lns_study
+from study.tracking_uri import without_login, without_password
 
 HOST = "127.0.0.1"
 EVERYWHERE = "0.0.0.0"
@@ -108,7 +108,7 @@ def how_to_open(uri: str, storage: str, page: str) -> str:
         page: the address within MLflow's interface, ``#/experiments/...``; "" for its first page.
     """
     if is_server(uri):
-        return f"{uri.rstrip('/')}/{page}"
+        return f"{without_login(uri).rstrip('/')}/{page}"
     words = ["ui"]
     if uri != default_tracking_uri(storage):
         words += ["--tracking-uri", without_password(uri)]
@@ -128,13 +128,10 @@ def check_servable(uri: str) -> None:
     """
     check_tracking_uri(uri)
     if is_server(uri):
-        raise ValueError(f"tracking_uri={uri!r}: must be a database, and this is a server already; open {uri} in a browser")
-
-
-def without_password(uri: str) -> str:
-    """A tracking URI as it may be shown."""
-    parts = urllib.parse.urlsplit(uri)
-    return uri.replace(f":{parts.password}@", ":PASSWORD@", 1) if parts.password else uri
+        raise ValueError(
+            f"tracking_uri={without_password(uri)!r}: must be a database, and this is a server already; open {without_login(uri)} in a "
+            "browser"
+        )
 
 
 def environment(uri: str) -> dict[str, str]:

@@ -20,7 +20,6 @@ import fcntl
 import json
 import os
 import queue
-import re
 import sys
 import threading
 import time
@@ -34,6 +33,7 @@ from study.mlflow_runs import Runs
 from study.mlflow_view import view_key
 from study.sqlite import use_write_ahead_log, write_statistics
 from study.state import PLANNED, StudyState
+from study.tracking_uri import hide, reveal, without_login, without_password
 from study.ui import is_server
 
 ENVIRONMENT = {
@@ -63,7 +63,11 @@ Say = Callable[[dict[str, Any]], None]
 
 
 def connect(uri: str) -> Any:
-    """An ``MlflowClient`` for a tracking URI, telemetry off and migration chatter silenced."""
+    """An ``MlflowClient`` for a tracking URI, telemetry off and migration chatter silenced.
+
+    Raises:
+        ValueError: the URI's password was left out, and the environment does not have it.
+    """
     import logging
 
     for name, value in ENVIRONMENT.items():
@@ -73,7 +77,7 @@ def connect(uri: str) -> Any:
     for logger in ("alembic", "mlflow", "sqlalchemy"):
         logging.getLogger(logger).setLevel(logging.ERROR)
     use_write_ahead_log(uri)
-    return MlflowClient(tracking_uri=uri)
+    return MlflowClient(tracking_uri=reveal(uri))
 
 
 class Sender:
@@ -235,9 +239,10 @@ def _noting(folder: Path, uri: str, say: Say) -> Say:
 
     def note(message: dict[str, Any]) -> None:
         if message["kind"] == "opened":
-            shown = re.sub(r"//[^/@]*@", "//", uri)
             part = folder / f".{WHERE}.{os.getpid()}"
-            part.write_text(json.dumps({"uri": shown, **{key: message[key] for key in ("experiment", "run", "view")}}))
+            part.write_text(
+                json.dumps({"uri": without_login(uri), **{key: message[key] for key in ("experiment", "run", "view")}})
+            )
             part.replace(folder / WHERE)
         say(message)
 
@@ -245,10 +250,10 @@ def _noting(folder: Path, uri: str, say: Say) -> Say:
 
 
 def reason(error: BaseException) -> str:
-    """The innermost cause in one line, without the URL's retries."""
+    """The innermost cause in one line, without the URL's retries and without passwords."""
     while error.__cause__ is not None and isinstance(error.__cause__, Exception):
         error = error.__cause__
-    text = " ".join(str(error).split())
+    text = without_password(" ".join(str(error).split()))
     return f"{type(error).__name__}: {text[:200]}"
 
 
@@ -258,7 +263,7 @@ def main() -> int:
     for name in ("folder", "artifacts"):
         parser.add_argument(f"--{name}", required=True)
     options = parser.parse_args()
-    uri = os.environ[URI_VARIABLE]
+    uri = hide(os.environ[URI_VARIABLE])
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever libraries print must not mix with our lines
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 import pytest
+from packaging.requirements import Requirement
 
-from study.analysis import entries, front, groups, holm, importance, interval, spread_measures
+from study.analysis import _optuna_study, entries, front, groups, holm, importance, interval, spread_measures
 from study.cli import main
 from study.compare import compare, lines, verdict
 from study.config import StudyConfig
 from study.dashboard import Page, make_app
 from study.interactive import explore_data
+from study.ledger import Ledger
 from study.report_formats import escape, render_latex
 from study.state import StudyState, fold
 from tests.study.conftest import made_up_events, write_ledger
@@ -107,6 +111,30 @@ def test_importance_finds_the_key_that_matters(tiny: Tiny) -> None:
     assert places[int(np.argmin(errors))] == pytest.approx(10**-1.5, rel=1.0)
 
 
+def test_what_is_taken_from_the_inside_of_optuna_is_there(tiny: Tiny) -> None:
+    """Names without a promise, so the version is capped where one may go."""
+    from optuna._transform import _SearchSpaceTransform
+    from optuna.importance import FanovaImportanceEvaluator
+
+    state = searched(tiny)
+    study, names = _optuna_study(
+        entries(state), ["optimizer.lr"], {domain.key: domain for domain in state.config.parsed_space.domains}
+    )
+    evaluator = FanovaImportanceEvaluator(n_trees=2, max_depth=2, seed=0)
+    evaluator.evaluate(study, params=names)
+    (tree, *_) = evaluator._evaluator._trees
+    assert tree.get_marginal_variance(evaluator._evaluator._column_to_encoded_columns[0]) <= tree.variance
+    assert _SearchSpaceTransform(study.trials[0].distributions).transform(study.trials[0].params).shape == (3,)  # and two rows
+
+
+@pytest.mark.parametrize(("name", "next_"), [("optuna", "5.1"), ("mlflow", "3.18")])
+def test_versions_are_capped_where_we_use_what_is_internal(name: str, next_: str) -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    (found,) = [one for one in map(Requirement, project["dependencies"]) if one.name == name]
+    assert found.specifier.contains(metadata.version(name))
+    assert not found.specifier.contains(next_)
+
+
 def test_importance_needs_configurations(tiny: Tiny) -> None:
     assert importance(made_up(tiny("few"))) is None
 
@@ -174,3 +202,15 @@ def test_the_live_page_grows_with_the_ledger(tiny: Tiny) -> None:
     assert b"2 of 2 trials have ended" in answer.data
     assert b'http-equiv="refresh"' not in answer.data
     assert client.get("/", headers={"Host": "evil.example"}).status_code == 403
+
+
+def test_the_live_page_of_a_study_that_has_ended_is_not_running(tiny: Tiny) -> None:
+    """Its last event is written while it still holds the lock."""
+    study = tiny("live end")
+    write_ledger(study, made_up_events(study))
+    client = make_app(Page(study.folder, every=0.0)).test_client()
+    with Ledger(study.folder):
+        assert b"running: 2 of 2 trials" in client.get("/", headers={"Host": "localhost"}).data
+    answer = client.get("/", headers={"Host": "localhost"}).data
+    assert b"finished: 2 of 2 trials" in answer
+    assert b'http-equiv="refresh"' not in answer

@@ -22,7 +22,7 @@ from study.ledger import Event, Ledger, is_locked, read_ledger
 from study.manage import continuations, differences, export, extended, find_trial, read, take_over, write_csv
 from study.plan import make_plan
 from study.report import render_csv
-from study.state import FAILED, FINISHED, PLANNED, RUNNING, StudyState, fold
+from study.state import FAILED, FINISHED, PLANNED, StudyState, fold
 from tests.study.conftest import made_up_events
 from tests.study.made_up_slots import with_slots
 
@@ -329,4 +329,3 @@ def test_a_plan_says_what_it_knows_of_time(local: Tiny) -> None:
     assert "Expected time: 7 min, 1 at a time (7 min of trial time), utilisation of the CPUs at most 50 %" in "\n".join(
         describe_plan(alone)
     )
-    assert RUNNING == "running"

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from study import report_page
 from study.config import StudyConfig
 from study.figures import COLOURS, DARK, LIGHT, Theme
 from study.figures_slots import draw_slots
@@ -59,6 +60,27 @@ def test_the_files_are_there_and_are_pictures(tiny: Tiny, tmp_path: Path) -> Non
         "test_error.png",
     }
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("error_per_epoch.png", "test_error.png"))
+
+
+@pytest.mark.parametrize("broken", ["importance", "draw_epochs", "entries", "tables", "interactive"])
+def test_what_cannot_be_made_leaves_a_note_and_the_rest_of_the_report(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """As after an update of a library that draws or reckons."""
+
+    def fail(*_: object) -> None:
+        raise AttributeError("module has no attribute '_inside'")
+
+    state = fold(made_up_events(tiny("broken", "seeds=[0,1]")))
+    write_report(state, tmp_path)
+    monkeypatch.setattr(report_page, broken, fail)
+    with pytest.warns(RuntimeWarning, match="_inside"):
+        write_report(state, tmp_path)
+    for page in ((tmp_path / name).read_text() for name in ("report.html", "report.md")):
+        assert re.search(r"could not be made \(AttributeError: module has no attribute .*_inside", page)
+        assert "2.00" in page
+    assert (tmp_path / "test_error.png").exists()
+    assert (tmp_path / "error_per_epoch.png").exists() == (broken != "draw_epochs")
 
 
 def test_the_page_is_self_contained_and_knows_dark(tiny: Tiny, tmp_path: Path) -> None:

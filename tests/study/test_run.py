@@ -302,13 +302,16 @@ GANG = ["trial.workers=2", "rows=[{label: float32}]", "baseline=null", "trial.pr
 @pytest.mark.slow
 def test_gangs_train_what_one_process_does_and_keep_their_processes(tiny: Tiny) -> None:
     study = tiny("gang", *GANG, "seeds=[0,1]")
-    outcome, _ = run(study)
+    held: list[set[int]] = []
+    outcome, _ = run(study, lambda event: held.append({one.pid for one in workers()}) if event["event"] == "report" else None)
     single, _ = run(tiny("single", *GANG, "trial.workers=1"))
     gangs, (trial,) = outcome.state.trials, single.state.trials
     assert [(gang.status, gang.epoch) for gang in gangs] == [(FINISHED, 3)] * 2
     assert gangs[0].test["test/error"] == pytest.approx(trial.test["test/error"], abs=0.02)
     assert set(count_reports(study).values()) == {1}
-    assert gangs[1].ended - gangs[1].started < 5  # type: ignore[operator]  # new processes alone would take longer
+    assert len(held[0]) == 2
+    assert held[0] == held[-1]
+    assert {event["pid"] for event in gangs[0].reports.values()} == {event["pid"] for event in gangs[1].reports.values()}
 
 
 @pytest.mark.slow

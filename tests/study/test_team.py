@@ -13,12 +13,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import quote
 
 import psutil
 import pytest
 
 from study.config import StudyConfig
-from study.ledger import read_ledger
+from study.ledger import FILE, read_ledger
 from study.mlflow_runs import expected_points
 from study.state import fold
 from study.team import PASSWORD, SECRET, Team, auth_settings, check
@@ -41,8 +42,8 @@ NAME = "mlflow.team.example"
     [
         (["--team"], ("--workers 4 over sqlite", "one process write at a time", "postgresql://", "--workers 1")),
         (["--team", "--workers", "0"], ("--workers 0", "at least 1")),
-        (["--team", "--backend-store-uri", "mysql+pymysql://me:secret@host/db"], ("mysql+pymysql://me:PASSWORD@host/db",)),
-        (["--team", "--backend-store-uri", "postgresql://me:secret@127.0.0.1:1/db"], ("does not answer", "me:PASSWORD@", "PGPASSWORD")),
+        (["--team", "--backend-store-uri", "mysql+pymysql://me:secret@host/db"], ("mysql+pymysql://me:***@host/db",)),
+        (["--team", "--backend-store-uri", "postgresql://me:secret@127.0.0.1:1/db"], ("does not answer", "me:***@", "PGPASSWORD")),
         (["--team", "--workers", "1", "--host", "0.0.0.0"], ("--host 0.0.0.0", "--allow-host NAME")),
         (["--team", "--workers", "1", "--allow-host", "*"], ("--allow-host '*'",)),
         (["--team", "--workers", "1", "--artifacts", "."], ("--artifacts", "must not hold the storage")),
@@ -226,6 +227,23 @@ def test_a_ledger_is_sent_by_who_has_logged_in(
     assert Path(client.download_artifacts(parent.info.run_id, "report/report.html", str(tmp_path))).read_text() == "x"
     log_in(monkeypatch, ADMIN)
     assert is_equal(study)
+
+
+@pytest.mark.slow
+def test_a_password_in_the_uri_logs_in_and_later_comes_from_the_environment(
+    tracked: Tiny, team: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"):
+        monkeypatch.delenv(name, raising=False)
+    study = tracked("of ada", f"tracking_uri={team[0].replace('//', f'//ada:{quote(ADA[1])}@')}")
+    assert send(study, made_up_events(study), report_in(tmp_path))[0] == ""
+    assert is_equal(study)
+    arguments = ("sync", study.slug, "--storage", study.storage)
+    assert_refused(lns_study(*arguments, cwd=tmp_path), "ada:***@", "not stored", "MLFLOW_TRACKING_PASSWORD")
+    assert_refused(lns_study(*arguments, cwd=tmp_path, MLFLOW_TRACKING_PASSWORD="wrong"), "asks for a login")
+    done = lns_study(*arguments, cwd=tmp_path, MLFLOW_TRACKING_PASSWORD=ADA[1])
+    assert done.returncode == 0, done.stderr
+    assert ADA[1] not in (study.folder / FILE).read_text()
 
 
 @pytest.mark.slow

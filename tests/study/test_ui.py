@@ -18,9 +18,10 @@ THEN = f"   then open http://127.0.0.1:5000/{PAGE}"
         (default_tracking_uri("my studies"), "my studies", f"lns-study ui --storage 'my studies'{THEN}"),
         ("sqlite:////data/a b.db", "studies", f"lns-study ui --tracking-uri 'sqlite:////data/a b.db'{THEN}"),
         ("sqlite:////data/a.db", "/s", f"lns-study ui --tracking-uri sqlite:////data/a.db --storage /s{THEN}"),
-        ("postgresql://me:secret@host/db", "studies", f"lns-study ui --tracking-uri postgresql://me:PASSWORD@host/db{THEN}"),
+        ("postgresql://me:secret@host/db", "studies", f"lns-study ui --tracking-uri 'postgresql://me:***@host/db'{THEN}"),
         ("http://127.0.0.1:5001", "studies", f"http://127.0.0.1:5001/{PAGE}"),
         ("https://host/", "/s", f"https://host/{PAGE}"),
+        ("https://me:secret@host/", "/s", f"https://host/{PAGE}"),
     ],
 )
 def test_how_to_open_a_store(uri: str, storage: str, said: str) -> None:

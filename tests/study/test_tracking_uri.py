@@ -1,0 +1,197 @@
+"""A password in a tracking URI: used where it is given, found in the environment later, stored and shown nowhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from study import tracking_uri as module
+from study.cli import main
+from study.config import StudyConfig
+from study.doctor import _passwords, _tracking
+from study.ledger import FILE, read_ledger
+from study.program import lns_study
+from study.state import fold
+from study.tracking_uri import PASSWORD, TOKEN, USER, WHOLE, hide, reveal, stored, without_login, without_password
+from tests.study.conftest import TINY, made_up_events, write_ledger
+from tests.study.servers import Server
+from trainers.data import prepare
+
+Tiny = Callable[..., StudyConfig]
+SECRET = "pa-ss%40w0rd"
+PLAIN = "pa-ss@w0rd"
+
+
+@pytest.fixture(autouse=True)
+def _no_logins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine where nobody has stored any."""
+    for name in (USER, PASSWORD, TOKEN, WHOLE, "PGPASSWORD", "PGPASSFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("CREDENTIALS", "PGPASS"):
+        monkeypatch.setattr(module, name, "/nowhere")
+    monkeypatch.setattr(module, "_given", {})
+
+
+def holders(*folders: Path) -> list[Path]:
+    """The files that hold the password, as it was given or as it is."""
+    files = [file for folder in folders for file in folder.rglob("*") if file.is_file()]
+    return [file for file in files if any(text.encode() in file.read_bytes() for text in (SECRET, PLAIN))]
+
+
+def test_a_password_in_the_uri_is_stored_and_shown_nowhere(
+    tmp_path: Path, server: Server, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real study over a real server, and every command that says something about it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    storage, uri = tmp_path / "studies", server.uri.replace("//", f"//ada:{SECRET}@")
+    run = ["run", "tiny.yaml", "name=secretive", "trial.epochs=1", f"tracking_uri={uri}", f"storage={storage}"]
+    there = ["--storage", str(storage)]
+    assert main([*run, "--plain"]) == 0
+    codes = [
+        main(words)
+        for words in (
+            [*run, "--dry-run"],
+            ["plan", *run[1:]],
+            ["list", *there],
+            ["status", "secretive", *there],
+            ["show", "secretive", "float32", *there],
+            ["sync", "secretive", "--tracking-uri", uri, *there],
+            ["reconcile", "secretive", *there],
+            ["report", "secretive", *there],
+            ["extend", "secretive", "seeds=[0,1]", "--plain", *there],
+            ["sync", "secretive", "--tracking-uri", f"{uri}9", *there],
+            ["sync", "secretive", "--tracking-uri", uri.replace("http", "ftp"), *there],
+            ["run", "tiny.yaml", f"tracking_ury={uri}"],
+            ["ui", "--tracking-uri", uri],
+        )
+    ]
+    assert str(_tracking(hide(uri))).startswith("ok")
+    printed = "".join(capfd.readouterr())
+    assert "MLflow has everything" in printed
+    assert [code for code in codes if code] == [2, 2, 2, 2, 2]
+    assert SECRET not in printed
+    assert PLAIN not in printed
+    assert holders(storage, server.folder) == []
+    assert f"//ada:***@127.0.0.1:{server.port}" in (storage / "secretive" / FILE).read_text()
+
+
+def test_a_stored_study_goes_on_with_the_password_of_the_environment(
+    tracked: Tiny, server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without it, what is missing is said and nothing is done."""
+    study = tracked("kept secret", f"tracking_uri={server.uri.replace('//', f'//ada:{SECRET}@')}")
+    write_ledger(study, made_up_events(study))
+    module._given.clear()
+    words = ["sync", study.slug, "--storage", study.storage]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert all(part in said for part in ("//ada:***@", "not stored", USER, PASSWORD, WHOLE))
+    with monkeypatch.context() as patch:
+        patch.setenv(PASSWORD, PLAIN)
+        assert main(words) == 0
+    with monkeypatch.context() as patch:
+        patch.setenv(WHOLE, server.uri.replace("//", f"//ada:{SECRET}@"))
+        assert main(words) == 0
+    assert main(words) == 2
+
+
+@pytest.mark.parametrize(
+    ("shown", "variables", "found"),
+    [
+        ("https://ada:***@host/x", {PASSWORD: "a@b"}, "https://ada:a%40b@host/x"),
+        ("https://ada:***@host", {PASSWORD: "x", USER: "bob"}, "https://bob:x@host"),
+        ("https://ada:***@host", {TOKEN: "x"}, "https://host"),
+        ("https://ada:***@host", {WHOLE: "https://ada:y@host"}, "https://ada:y@host"),
+        ("https://ada:***@host", {WHOLE: "https://ada:y@another"}, ""),
+        ("postgresql://me:***@host/db", {"PGPASSWORD": "x"}, "postgresql://me@host/db"),
+        ("postgresql://host/db?user=me&password=***", {"PGPASSWORD": "x"}, "postgresql://host/db?user=me"),
+        ("postgresql://me:***@host/db", {WHOLE: "postgresql://me:x@host/db"}, "postgresql://me:x@host/db"),
+        ("postgresql://me:***@host/db", {PASSWORD: "x"}, ""),
+        ("mysql+pymysql://me:***@host/db", {"PGPASSWORD": "x"}, ""),
+        ("https://ada@host", {}, "https://ada@host"),
+    ],
+)
+def test_where_a_password_comes_from(shown: str, variables: dict[str, str], found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if found:
+        assert reveal(shown) == found
+    else:
+        with pytest.raises(ValueError, match=r"is not stored; set .*MLFLOW_TRACKING_URI"):
+            reveal(shown)
+
+
+def test_what_this_process_was_given_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PASSWORD, "old")
+    assert reveal(hide("https://ada:new@host")) == "https://ada:new@host"
+
+
+@pytest.mark.parametrize(
+    ("uri", "shown"),
+    [
+        ("http://ada:pw@h:5000/x", "http://ada:***@h:5000/x"),
+        ("http://ada:123@h", "http://ada:***@h"),
+        ("http://ada:p@ss@h/", "http://ada:***@h/"),
+        ("http://ada:pa/ss@h", "http://ada:***@h"),
+        ("http://:pw@h", "http://:***@h"),
+        ("ftp://ada:pw@h", "ftp://ada:***@h"),
+        ("postgresql://u:pw@h:5432/db?options=a@b", "postgresql://u:***@h:5432/db?options=a@b"),
+        ("postgresql://u:1/s?s@h/db", "postgresql://u:***@h/db"),
+        ("postgresql+psycopg2://u:pw@/db?host=/tmp", "postgresql+psycopg2://u:***@/db?host=/tmp"),
+        ("postgresql://h/db?user=x&password=pw&b=1", "postgresql://h/db?user=x&password=***&b=1"),
+        ("mysql+pymysql://h/db?passwd=pw", "mysql+pymysql://h/db?passwd=***"),
+        ("API request to http://ada:pw@h/api failed; ask a@b", "API request to http://ada:***@h/api failed; ask a@b"),
+        ("tracking_uri='http://ada:pw@h'", "tracking_uri='http://ada:***@h'"),
+        *[
+            (same, same)
+            for same in (
+                "http://127.0.0.1:5000/a@b", "http://[::1]:5000/a@b", "http://ada@h", "http://ada:***@h", "sqlite:////home/a@b:c/m.db",
+                "postgresql://u@h/db?application_name=a:b@c", "s3://bucket/a:b@c", "none",
+            )
+        ],
+    ],
+)  # fmt: skip
+def test_how_an_address_is_shown(uri: str, shown: str) -> None:
+    assert without_password(uri) == shown
+    assert without_login(uri).count("***") <= shown.count("=***")
+
+
+def test_a_server_address_that_cannot_be_read_is_refused_without_its_password(tiny: Tiny) -> None:
+    with pytest.raises(ValueError, match=r"http://ada:\*\*\*@h'.*%2F"):
+        tiny("slashed", "tracking_uri=http://ada:pa/ss@h")
+
+
+def test_commands_to_give_next_and_links_have_no_password() -> None:
+    assert "'tracking_uri=http://ada:***@h'" in lns_study("run", "table", "tracking_uri=http://ada:pw@h")
+
+
+def test_an_old_ledger_that_holds_a_password_is_named_and_the_password_not_repeated(
+    tracked: Tiny, server: Server, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = tracked("old ledger", f"storage={tmp_path}")
+    events = made_up_events(study)
+    events[0]["data"] = [dataclasses.asdict(prepare(study.trial.data))]
+    uri = server.uri.replace("//", f"//ada:{SECRET}@")
+    events[0]["study"]["tracking_uri"] = uri
+    write_ledger(study, events)
+    shown = without_password(uri)
+    assert stored(read_ledger(study.folder)) == [shown]
+    assert [f"{found.name}: {found.text}" for found in _passwords(study.storage)] == [
+        f"old-ledger: its ledger holds the password of {shown}"
+    ]
+    state = fold(read_ledger(study.folder))
+    assert SECRET not in json.dumps(state.plan)
+    assert state.config.tracking_uri == shown
+    monkeypatch.setenv(PASSWORD, PLAIN)
+    assert main(["resume", study.slug, "--storage", study.storage, "--plain"]) == 0
+    printed = "".join(capfd.readouterr())
+    assert f"The ledger holds the password of {shown}" in printed
+    assert "change the password" in printed
+    assert SECRET not in printed
+    assert holders(study.folder, server.folder) == [study.folder / FILE]
+    assert (study.folder / FILE).read_text().count(SECRET) == 1
