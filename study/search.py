@@ -31,9 +31,10 @@ import numpy as np
 from study.config import SearchConfig
 from study.confirmation import make_confirmations
 from study.durations import expected_seconds, seconds_an_epoch
+from study.errors import refusals
 from study.halving import Halving
 from study.objectives import mean_objective
-from study.plan import CANDIDATES, Base, Excluded, Plan, PlannedTrial, bind_space
+from study.plan import CANDIDATES, Base, Excluded, Plan, PlannedTrial, bind_space, refuse_twins
 from study.population import Population
 from study.rounds import Rounds
 from study.space import Domain, Params, Space, apply
@@ -57,6 +58,9 @@ class Agenda:
         state: what has happened; kept up to date by the ledger.
         added: told of every newly proposed trial before it is handed out; it must enter it in the ledger.
         only: ids of the trials to run, and nothing is proposed; None for all.
+
+    Raises:
+        UserError: from :meth:`peek` and :meth:`next`, where a proposal is a trial that the study has.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class Agenda:
             trial for trial in plan.trials if state.known[trial.id].status not in ENDED and (only is None or trial.id in only)
         ]
         self._todo = deque(relieved(trial, state) for trial in left)
+        self._entered = {trial.id: trial for trial in plan.trials}
         self._handed_out: dict[str, PlannedTrial] = {}
         self._proposers = make_proposers(plan, state) if only is None else []
         self._confirmations = make_confirmations(plan) if only is None else []
@@ -129,9 +134,7 @@ class Agenda:
     def _confirm(self) -> None:
         """The next round of every row's race, as far as there is one now."""
         for race in self._confirmations:
-            for trial in race.next(self._state):
-                self._added(trial)
-                self._todo.append(trial)
+            self._enter(race.next(self._state))
 
     def _propose(self) -> None:
         """One more configuration, from the proposers in turn."""
@@ -141,10 +144,16 @@ class Agenda:
             proposer = self._proposers[self._turn % len(self._proposers)]
             self._turn += 1
             if trials := proposer.propose():
-                for trial in trials:
-                    self._added(trial)
-                self._todo.extend(trials)
+                self._enter(trials)
                 return
+
+    def _enter(self, trials: list[PlannedTrial]) -> None:
+        """Take in what was proposed."""
+        with refusals():
+            refuse_twins(trials, self._entered)
+        for trial in trials:
+            self._added(trial)
+        self._todo.extend(trials)
 
 
 def relieved(trial: PlannedTrial, state: StudyState) -> PlannedTrial:

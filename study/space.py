@@ -68,6 +68,12 @@ class Domain:
         """Whether it is a list of values rather than a range."""
         return self.kind in CATEGORICAL
 
+    @property
+    def sets(self) -> set[str]:
+        """The trial keys that it sets: its own, or those inside its mappings."""
+        values = self.values if self.categorical else (None,)
+        return {key for value in values for key in leaves({self.key: value})}
+
     def at(self, unit: float) -> Any:
         """The value for a number in [0, 1)."""
         if self.categorical:
@@ -273,6 +279,14 @@ def _check_when(domains: list[Domain]) -> None:
                 f"space.{domain.key}.when: {name} must be a key of the space before {domain.key} ({known}), or one inside its choices; "
                 f"put {name} first"
             )
+
+
+def leaves(values: Mapping[str, Any], prefix: str = "") -> set[str]:
+    """The dotted keys of what is no mapping, in a nested mapping."""
+    found: set[str] = set()
+    for key, value in values.items():
+        found |= leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}"}
+    return found
 
 
 def _sets(domain: Domain, key: str) -> bool:

@@ -149,7 +149,8 @@ class StudyState:
             _apply_to_trial(trial, event, self.plan)
 
     def _plan(self, event: Event) -> None:
-        self.plan, self.outcome = event | {"trials": list(event["trials"])}, ""
+        trials = {trial["id"]: trial for trial in event["trials"]}  # earlier versions let two rows plan the same trial
+        self.plan, self.outcome = event | {"trials": list(trials.values())}, ""
         self.limits = None
         for trial in event["trials"]:
             self._add(trial, retry=event.get("only") != UNFINISHED)
