@@ -16,6 +16,7 @@ from typing import Any
 
 from study.compose import change
 from study.config import RowConfig, StudyConfig
+from study.configurations import groups_of_seeds
 from study.errors import UserError, refusals
 from study.ledger import FILE, Ledger, is_locked, read_ledger
 from study.objectives import objective
@@ -323,7 +324,7 @@ def overview(folder: Path) -> dict[str, Any]:
             "time": events[-1]["time"] if events else 0.0,
         }
     metric, mode = next(iter(state.config.search.objectives.items()))
-    values = [value for trial in state.trials if trial.status == FINISHED and (value := objective(trial, metric)) is not None]
+    values = [group.objectives[metric] for group in groups_of_seeds(state.trials, [metric]) if group.finished]
     usable = [value for value in values if math.isfinite(value)]
     best = (min if mode == "min" else max)(usable) if usable else None
     ended, failed = sum(trial.status in ENDED for trial in state.trials), sum(trial.status == FAILED for trial in state.trials)
