@@ -25,7 +25,7 @@ import numpy as np
 from study.configurations import groups_of_seeds
 from study.contrasts import Contrast, independent, paired
 from study.mlflow_runs import layout_of
-from study.objectives import bits_of
+from study.objectives import bits_of, objective
 from study.space import Params, lookup, today
 from study.state import FAILED, StudyState, TrialState
 from trainers.bundles import gpus_of
@@ -38,6 +38,8 @@ MEASURES = {
     "bytes": "bytes sent",
 }
 """What configurations are weighed by, all of them the smaller the better, and their axis labels."""
+TOLD = {"joules": "telemetry/joules", "bytes": "bytes/sent"}
+"""The metrics of those that trials report."""
 CATEGORIES = {
     "row": "row",
     "format": "number format",
@@ -111,8 +113,8 @@ def measure(trial: TrialState, name: str) -> float | None:
     if name == "bits":
         return float(bits_of(trial.config))
     if name == "seconds":
-        return trial.seconds or None
-    found = trial.metric({"joules": "telemetry/joules", "bytes": "bytes/sent"}[name])
+        return objective(trial, name) or None
+    found = trial.metric(TOLD[name])
     return sum(found.values()) if found else None
 
 
@@ -414,7 +416,7 @@ def best_of_budget(state: StudyState) -> dict[str, tuple[list[float], list[float
 
     The error is that of a configuration, mean over its seeds, once the last of them has ended.
     """
-    found = entries(state)
+    found, planned = entries(state), {trial.id for trial in state.trials}
     last = {max(entry.trials, key=lambda trial: trial.ended or 0.0).id: entry.values["error"] for entry in found}
     curves = {}
     for row, trials in state.rows().items():
@@ -422,7 +424,7 @@ def best_of_budget(state: StudyState) -> dict[str, tuple[list[float], list[float
         xs: list[float] = []
         ys: list[float] = []
         for trial in sorted((trial for trial in trials if trial.ended), key=lambda trial: trial.ended or 0.0):
-            spent += trial.seconds
+            spent += trial.spent if trial.source in planned else trial.seconds  # a population's members share their beginnings
             best = min(best, last.get(trial.id, math.inf))
             if math.isfinite(best):
                 xs.append(spent)
@@ -460,20 +462,19 @@ def failures(state: StudyState) -> list[tuple[str, int, list[str]]]:
 
 
 def costs(state: StudyState) -> dict[str, float]:
-    """What the study has taken: trial seconds, seconds of trials that failed or were ended early, GPU hours, joules, bytes."""
+    """What the study has taken: trial seconds, seconds of trials that failed or were ended early, GPU hours, joules, bytes.
+
+    Epochs that were taken over, from another study or trial, are not counted again.
+    """
     total: dict[str, float] = {"trials": float(len(state.trials)), "epochs": float(sum(len(t.reports) for t in state.trials))}
-    total["trial seconds"] = sum(trial.seconds for trial in state.trials)
-    total["of them in failed trials"] = _sum(state, lambda trial: trial.seconds if trial.status == FAILED else 0.0)
-    total["of them in trials ended early"] = _sum(state, lambda trial: trial.seconds if trial.stopped_by else 0.0)
-    total["GPU hours"] = _sum(state, _gpu_hours)
+    total["trial seconds"] = sum(trial.spent for trial in state.trials)
+    total["of them in failed trials"] = _sum(state, lambda trial: trial.spent if trial.status == FAILED else 0.0)
+    total["of them in trials ended early"] = _sum(state, lambda trial: trial.spent if trial.stopped_by else 0.0)
+    total["GPU hours"] = _sum(state, lambda trial: trial.spent / 3600 * gpus_of(trial.config))
     for name in ("joules", "bytes"):
-        total[name] = _sum(state, lambda trial, name=name: measure(trial, name) or 0.0)  # type: ignore[misc]
+        total[name] = _sum(state, lambda trial, name=name: sum(trial.metric(TOLD[name], own=True).values()))  # type: ignore[misc]
     return {name: value for name, value in total.items() if value}
 
 
 def _sum(state: StudyState, value: Callable[[TrialState], float]) -> float:
     return sum(value(trial) for trial in state.trials)
-
-
-def _gpu_hours(trial: TrialState) -> float:
-    return trial.seconds / 3600 * gpus_of(trial.config)

@@ -104,7 +104,7 @@ def export_rows(state: StudyState, *, epochs: bool = False) -> list[dict[str, An
             rows += [base | {"epoch": epoch, **event["metrics"]} for epoch, event in sorted(trial.reports.items())]
         else:
             last = trial.reports[trial.epoch]["metrics"] if trial.reports else {}
-            derived = {"bits": objective(trial, "bits"), "seconds": trial.seconds}
+            derived = {name: objective(trial, name) for name in ("bits", "seconds")}
             rows.append(
                 base | {"epoch": trial.epoch, **last, **trial.test, **derived, "restarts": trial.restarts, "error": trial.error}
             )
@@ -182,8 +182,7 @@ def _go_on(ledger: Ledger, trial: TrialState, source: TrialState) -> bool:
     kept = source.checkpoints_left()
     if not kept:
         return False
-    for epoch, event in sorted(source.reports.items()):
-        ledger.append("report", trial=trial.id, epoch=epoch, metrics=event["metrics"], source=source.id)
+    _copy_reports(ledger, source, source.id, trial.id)
     for path in reversed(kept):
         ledger.append("checkpoint", trial=trial.id, epoch=source.epoch, path=path, source=source.id)
     return True
@@ -224,10 +223,32 @@ def take_over(folder: Path, source: Path) -> tuple[int, int]:
 
 
 def _copy(ledger: Ledger, known: TrialState, source: Path) -> None:
-    ledger.append("started", trial=known.id, source=str(source))
+    """Enter a finished trial of another study, with its times and its code."""
+    origin = {"trial": known.id, "source": str(source)}
+    times = {
+        "started": {"time": known.started} if known.started else {},
+        "finished": {"time": known.ended} if known.ended else {},
+    }
+    if known.relief:
+        ledger.append("relieved", **origin, **times["started"], error="", relief=known.relief)
+    ledger.append("started", **origin, **times["started"], commits=known.commits)
+    _copy_reports(ledger, known, str(source), known.id)
+    ledger.append("finished", **origin, **times["finished"], metrics=known.test)
+
+
+def _copy_reports(ledger: Ledger, known: TrialState, source: str, trial: str) -> None:
+    """Enter the epochs of ``known`` as those of ``trial``, with when, how long and by which code they were trained."""
     for epoch, event in sorted(known.reports.items()):
-        ledger.append("report", trial=known.id, epoch=epoch, metrics=event["metrics"], source=str(source))
-    ledger.append("finished", trial=known.id, metrics=known.test, source=str(source))
+        ledger.append(
+            "report",
+            trial=trial,
+            epoch=epoch,
+            time=event["time"],
+            metrics=event["metrics"],
+            seconds=known.took.get(epoch),
+            commits=known.commits,
+            source=source,
+        )
 
 
 def _check_data(ours: StudyState, theirs: StudyState) -> None:
@@ -333,5 +354,5 @@ def overview(folder: Path) -> dict[str, Any]:
         "condition": condition(folder, state),
         "trials": f"{ended}/{len(state.trials)}" + (f", {failed} failed" if failed else ""),
         "best": f"{metric} {best:.4g}" if best is not None else "-",
-        "time": events[-1]["time"],
+        "time": max(event["time"] for event in events),  # what was taken over has the times of its source
     }

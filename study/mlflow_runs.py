@@ -294,8 +294,10 @@ def _settings_metrics(trial: TrialState, plan: Event) -> Iterator[Any]:
 
 def _end_metrics(trial: TrialState) -> Iterator[Any]:
     """The test figures and the seconds of training, where the trial has ended."""
+    from study.objectives import objective
+
     if trial.status in ENDED and trial.ended is not None:
-        yield from _metrics({**trial.test, "seconds": trial.seconds}, trial.epochs, trial.ended)
+        yield from _metrics({**trial.test, "seconds": objective(trial, "seconds")}, trial.epochs, trial.ended)
 
 
 def _metrics(values: Mapping[str, Any], epoch: int, seconds: float) -> Iterator[Any]:

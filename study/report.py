@@ -204,7 +204,7 @@ def facts(state: StudyState) -> dict[str, str]:
     ended = [trial.ended for trial in state.trials if trial.ended]
     began = [trial.started for trial in state.trials if trial.started]
     restarts = sum(trial.restarts for trial in state.trials)
-    seconds = sum(trial.ended - trial.started for trial in state.trials if trial.ended and trial.started)
+    seconds = sum(trial.spent for trial in state.trials)
     return {
         "Data": "; ".join(f"{entry['source']}, sha256 {entry['digest'][:16]}" for entry in state.plan["data"]),
         "Code": ", ".join(sorted({commit for trial in state.trials for commit in trial.commits})) or "nothing trained yet",

@@ -316,7 +316,9 @@ def test_the_last_trials_run_longest_first(searched: Make) -> None:
     assert [trial.row for trial in pretend.agenda.trials] == ["float32", "lns matmul"] * 2
     pretend.agenda.tail = 3
     for trial, seconds in zip(pretend.plan.trials[:2], (5.0, 1.0), strict=True):
-        like = TrialState(id=trial.row, row=trial.row, seed=9, config=trial.config.to_dict(), seconds=2 * seconds)
+        like = TrialState(
+            id=trial.row, row=trial.row, seed=9, config=trial.config.to_dict(), took={1: seconds, 2: seconds, 3: seconds}
+        )
         like.reports = {epoch: {"time": epoch * seconds, "metrics": {}} for epoch in (1, 2, 3)}
         pretend.state.known[trial.row] = like
     assert [trial.row for trial in iter(pretend.agenda.next, None)] == ["float32", "float32", "lns matmul", "lns matmul"]
