@@ -92,11 +92,14 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """Trials in all, those that an adaptive search has yet to propose counted in."""
+        """Trials in all, those that an adaptive search has yet to propose, or proposed in another space, counted in."""
         study = self.study
         if not study.search.adaptive:
             return len(self.trials)
-        return len(self.rows) * len(study.parsed_space.grid_points()) * len(study.seeds) * _configurations_proposed(study)
+        history = sum(is_history(trial.params, study.parsed_space) for trial in self.trials)
+        return history + len(self.rows) * len(study.parsed_space.grid_points()) * len(study.seeds) * _configurations_proposed(
+            study
+        )
 
     @property
     def key(self) -> str:
@@ -136,6 +139,15 @@ def _configurations_proposed(study: StudyConfig) -> int:
     if search.scheduler == "halving":
         return sum(halved(search.num_samples, search.reduction_factor))
     return search.num_samples
+
+
+OF_ROUNDS = ("epochs", "changes", "data.train_size")
+"""What a search in rounds sets beside the space."""
+
+
+def is_history(params: Params, space: Space) -> bool:
+    """Whether sampled values lie outside the space: they were proposed before it was changed."""
+    return not space.holds(params) and not space.holds({key: value for key, value in params.items() if key not in OF_ROUNDS})
 
 
 def halved(configurations: int, factor: int) -> list[int]:

@@ -117,6 +117,17 @@ class Domain:
             inside = min(round(inside), high - 1)
         return float(inside) if self.real else inside
 
+    def holds(self, value: Any) -> bool:
+        """Whether ``value`` is one of the domain's."""
+        if self.categorical:
+            return _canonical(value) in map(_canonical, self.values)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        low, high, *step = self.values
+        whole = self.kind.endswith("randint")
+        steps = (value - low) / (step[0] if step else 1)
+        return bool(low <= value <= high - whole) and (abs(steps - round(steps)) < 1e-8 or not (step or whole))
+
     def applies(self, params: Mapping[str, Any]) -> bool:
         """Whether the key varies, given the values of those before it."""
         return all(_value_of(key, params) in allowed for key, allowed in self.when)
@@ -164,6 +175,16 @@ class Space:
         """The values for one number of [0, 1) per sampled domain, at one point of the grid."""
         drawn = {domain.key: domain.at(unit) for domain, unit in zip(self.sampled, units, strict=True)}
         return self.pruned(grid | drawn)
+
+    def holds(self, params: Params) -> bool:
+        """Whether ``params`` are a point of the space."""
+        kept: Params = {}
+        for domain in self.domains:
+            if domain.applies(kept):
+                if domain.key not in params or not domain.holds(params[domain.key]):
+                    return False
+                kept[domain.key] = params[domain.key]
+        return len(kept) == len(params)
 
     def pruned(self, params: Params) -> Params:
         """``params`` in the space's order, without the keys whose ``when`` does not hold."""
