@@ -1,31 +1,33 @@
 """What a report says beyond its table: fronts, importance, dependence, tests, budgets, costs. Figures from a study's state, no drawing.
 
 An :class:`Entry` is one configuration (of a searched row) or one row, with means over its seeds of what can be weighed against each other:
-error, bits of the format, seconds, joules, bytes sent. Errors are validation errors, in per cent: the test set chooses nothing.
+error, bits of the format, seconds, joules, bytes sent. It counts once every seed's trial has finished, in the last round where there are
+rounds. Errors are validation errors, in per cent: the test set chooses nothing.
 
 - Intervals: 95 %, Student's t over seeds.
 - Importance: fANOVA (Hutter, Hoos, Leyton-Brown 2014), Optuna's evaluator, single keys and pairs; fractions of the variance of the error.
 - Partial dependence (Friedman 2001): a random forest over the sampled keys (Optuna's encoding), the mean prediction as one key moves.
-- Tests between categories: Kruskal and Wallis over all; Mann and Whitney of each with the best, p corrected by Holm (1979). Fewer
-than three
-  values in a group: no test.
+- Tests between categories: :func:`groups`, by :mod:`study.contrasts`, one correction over all that a report tells.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 
+from study.configurations import groups_of_seeds
+from study.contrasts import Contrast, independent, paired
 from study.mlflow_runs import layout_of
-from study.objectives import bits_of
+from study.objectives import bits_of, objective
 from study.space import Params, lookup, today
-from study.state import ENDED, FAILED, FINISHED, StudyState, TrialState
+from study.state import FAILED, StudyState, TrialState
 from trainers.bundles import gpus_of
 
 MEASURES = {
@@ -36,6 +38,8 @@ MEASURES = {
     "bytes": "bytes sent",
 }
 """What configurations are weighed by, all of them the smaller the better, and their axis labels."""
+TOLD = {"joules": "telemetry/joules", "bytes": "bytes/sent"}
+"""The metrics of those that trials report."""
 CATEGORIES = {
     "row": "row",
     "format": "number format",
@@ -44,8 +48,9 @@ CATEGORIES = {
     "sync.name": "synchronisation",
     "optimizer.name": "optimizer",
 }
-LEAST = 3
-"""Values a group needs to be tested."""
+CONFIGURATIONS = "configurations"
+KEYS = {"format": ("precision.format",), "layout": ("layout", "workers")}
+"""The trial keys that make a category, where they are not its name."""
 TREES, DEPTH, PAIR_DEPTH, PAIRED = 16, 8, 5, 4
 """Of the forests behind importance. Optuna walks a tree once for every combination of its thresholds, in Python: its default of 64 trees
 of depth 64 takes minutes on 500 configurations. Pairs are those of the most important keys."""
@@ -76,18 +81,20 @@ class Entry:
 
 
 def entries(state: StudyState) -> list[Entry]:
-    """The configurations or rows whose trials all ended with a finite error, in the plan's order."""
-    groups: dict[tuple[str, int | None], list[TrialState]] = {}
-    for trial in state.trials:
-        groups.setdefault((trial.row, trial.number), []).append(trial)
+    """The configurations and rows of which every seed has finished with a finite error, by number."""
     found = []
-    for (row, number), trials in groups.items():
-        done = tuple(trial for trial in trials if trial.status in ENDED and trial.status != FAILED)
-        values = {name: mean for name in MEASURES if (mean := _mean(done, name)) is not None}
+    for group in groups_of_seeds(state.trials, []):
+        values = {name: mean for name in MEASURES if (mean := _mean(group.trials, name)) is not None} if group.finished else {}
         if "error" in values:
-            categories = categories_of(done[0])
             found.append(
-                Entry(row=row, number=number, params=today(done[0].params), trials=done, values=values, categories=categories)
+                Entry(
+                    row=group.row,
+                    number=group.number,
+                    params=today(group.params),
+                    trials=group.trials,
+                    values=values,
+                    categories=categories_of(group.trials[0]),
+                )
             )
     return found
 
@@ -106,8 +113,8 @@ def measure(trial: TrialState, name: str) -> float | None:
     if name == "bits":
         return float(bits_of(trial.config))
     if name == "seconds":
-        return trial.seconds or None
-    found = trial.metric({"joules": "telemetry/joules", "bytes": "bytes/sent"}[name])
+        return objective(trial, name) or None
+    found = trial.metric(TOLD[name])
     return sum(found.values()) if found else None
 
 
@@ -214,7 +221,10 @@ def _distribution(domain: Any, values: Sequence[Any]) -> Any:
     import optuna
 
     if domain.categorical:
-        return optuna.distributions.CategoricalDistribution(list(dict.fromkeys(_text(value) for value in domain.values)))
+        # what was tried before the space was narrowed counts too
+        return optuna.distributions.CategoricalDistribution(
+            list(dict.fromkeys(_text(value) for value in (*domain.values, *values)))
+        )
     return optuna.distributions.FloatDistribution(float(min(values)), float(max(values)), log=domain.kind.startswith("log"))
 
 
@@ -284,56 +294,105 @@ def _places(distribution: Any, points: int) -> list[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """Errors by category, with tests.
+    """Errors by category, each value set against one of them that was chosen before anything ran.
 
     Attributes:
-        errors: per cent, by value of the category, lowest median first.
-        overall: p of Kruskal and Wallis; None where a group is too small.
-        against_best: corrected p of each value's difference from the best one.
+        reference: the value that the others are set against: the baseline's, or the plan's first.
+        errors: of the trials, per cent, by value of the category, the reference first.
+        contrasts: of each other value's mean error minus the reference's, percentage points; None where nothing can be tested.
+        exploratory: why the tests prove nothing by themselves; "" where they do.
     """
 
     category: str
+    reference: str
     errors: dict[str, list[float]]
-    overall: float | None
-    against_best: dict[str, float] = field(default_factory=dict)
+    contrasts: dict[str, Contrast | None]
+    exploratory: str = ""
 
 
 def groups(state: StudyState) -> list[Groups]:
-    """The categories that trials differ in, each with its errors and tests."""
-    done = [(categories_of(trial), error) for trial in state.trials if trial.status == FINISHED
-            and (error := measure(trial, "error")) is not None and math.isfinite(error)]  # fmt: skip
-    found = []
-    seen: set[str] = set()
+    """The categories that rows and configurations differ in, each with its errors and tests.
+
+    What is the same but for the category is compared, seed by seed: of every seed the mean difference over the configurations that two
+    values share, and the test is over the seeds. With one seed the configurations are what is tested over. Where no configuration has
+    its like, as of a random search over the category, the means of the configurations are independent figures. Searches that choose
+    configurations by their results leave nothing to test. One correction is over all contrasts of the study.
+    """
+    found, seen = [], set[frozenset[frozenset[str]]]()
+    usable = entries(state)
     for category in CATEGORIES:
-        errors: dict[str, list[float]] = {}
-        for known, error in done:
-            if category in known:
-                errors.setdefault(known[category], []).append(error)
-        partition = str(sorted(map(sorted, errors.values())))
-        if len(errors) > 1 and partition not in seen:
+        values: dict[str, list[Entry]] = {}
+        for entry in usable:
+            if category in entry.categories:
+                values.setdefault(entry.categories[category], []).append(entry)
+        partition = frozenset(frozenset(entry.trials[0].id for entry in of_value) for of_value in values.values())
+        if len(values) > 1 and partition not in seen:
             seen.add(partition)
-            ordered = dict(sorted(errors.items(), key=lambda item: statistics.median(item[1])))
-            found.append(Groups(category=category, errors=ordered, **_tests(ordered)))
-    return found
+            found.append(_groups(state, category, values))
+    tests = sum(contrast is not None for group in found for contrast in group.contrasts.values())
+    return [
+        replace(group, contrasts={name: each and replace(each, tests=tests) for name, each in group.contrasts.items()})
+        for group in found
+    ]
 
 
-def _tests(errors: Mapping[str, list[float]]) -> dict[str, Any]:
-    from scipy.stats import kruskal, mannwhitneyu
+def _groups(state: StudyState, category: str, values: dict[str, list[Entry]]) -> Groups:
+    study = state.config
+    baseline = (name for name, of_value in values.items() for entry in of_value if entry.row == study.baseline)
+    reference = next(baseline, next(iter(values)))
+    others = [name for name in values if name != reference]
+    chosen, why = study.search.adaptive or study.search.ends_early, ""
+    contrasts = {name: None if chosen else _contrast(category, values[name], values[reference]) for name in others}
+    if chosen:
+        why = "the search chose by results which configurations there are, so nothing is tested"
+    elif any(each is not None and each.over.endswith(CONFIGURATIONS) for each in contrasts.values()):
+        why = "tested over configurations, which says nothing of other seeds"
+    errors = {
+        name: [error for entry in values[name] for trial in entry.trials if (error := measure(trial, "error")) is not None]
+        for name in (reference, *others)
+    }
+    return Groups(category=category, reference=reference, errors=errors, contrasts=contrasts, exploratory=why)
 
-    if min(map(len, errors.values())) < LEAST or len({value for values in errors.values() for value in values}) < 2:
-        return {"overall": None}
-    best, *others = errors
-    raw = {name: float(mannwhitneyu(errors[best], errors[name]).pvalue) for name in others}
-    return {"overall": float(kruskal(*errors.values()).pvalue), "against_best": holm(raw)}
+
+def _contrast(category: str, first: list[Entry], second: list[Entry]) -> Contrast | None:
+    """See :func:`groups`."""
+    for with_row in (True, False):
+        ours, theirs = (_by_likeness(category, found, with_row) for found in (first, second))
+        if shared := [key for key in ours if key in theirs]:
+            return _matched([ours[key] for key in shared], [theirs[key] for key in shared])
+    means = [[entry.values["error"] for entry in found] for found in (first, second)]
+    return independent(means[0], means[1], CONFIGURATIONS)
 
 
-def holm(raw: Mapping[str, float]) -> dict[str, float]:
-    """p values corrected for their number, as Holm (1979): the k-th smallest times (n - k + 1), never falling, at most 1."""
-    corrected, worst = {}, 0.0
-    for place, (name, value) in enumerate(sorted(raw.items(), key=lambda item: item[1])):
-        worst = max(worst, min(1.0, value * (len(raw) - place)))
-        corrected[name] = worst
-    return {name: corrected[name] for name in raw}
+def _by_likeness(category: str, found: Iterable[Entry], with_row: bool) -> dict[str, list[Entry]]:
+    """Entries by what they have beside the category: their other sampled values, and their row."""
+    keys = KEYS.get(category, (category,))
+    like: dict[str, list[Entry]] = {}
+    for entry in found:
+        others = {name: value for name, value in entry.params.items() if not any(_overlap(name, key) for key in keys)}
+        like.setdefault(json.dumps([others, entry.row if with_row else ""], sort_keys=True), []).append(entry)
+    return like
+
+
+def _overlap(name: str, key: str) -> bool:
+    return f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")
+
+
+def _matched(first: Sequence[list[Entry]], second: Sequence[list[Entry]]) -> Contrast | None:
+    """The contrast of lists of entries that are alike pair by pair, over the seeds that all have; over the pairs with one seed."""
+    by_seed = [[_errors_by_seed(found) for found in pair] for pair in zip(first, second, strict=True)]
+    seeds = sorted(set.intersection(*(set(errors) for pair in by_seed for errors in pair)))
+    gaps = [[ours[seed] - theirs[seed] for seed in seeds] for ours, theirs in by_seed]
+    if len(seeds) > 1:
+        return paired([statistics.fmean(of_seed) for of_seed in zip(*gaps, strict=True)], "seeds")
+    return paired([statistics.fmean(of_pair) for of_pair in gaps if of_pair], CONFIGURATIONS)
+
+
+def _errors_by_seed(found: Sequence[Entry]) -> dict[int, float]:
+    """The mean error of entries by seed, for the seeds that all have; per cent."""
+    errors = [{trial.seed: error for trial in entry.trials if (error := measure(trial, "error")) is not None} for entry in found]
+    shared = set.intersection(*map(set, errors))
+    return {seed: statistics.fmean(of_entry[seed] for of_entry in errors) for seed in shared}
 
 
 def heat_map(found: Sequence[Entry]) -> tuple[list[str], list[str], np.ndarray] | None:
@@ -353,17 +412,20 @@ def heat_map(found: Sequence[Entry]) -> tuple[list[str], list[str], np.ndarray] 
 
 
 def best_of_budget(state: StudyState) -> dict[str, tuple[list[float], list[float]]]:
-    """Of each row, the lowest validation error so far (per cent) over the seconds its trials have taken, in the order they ended."""
+    """Of each row, the lowest validation error so far (per cent) over the seconds its trials have taken, in the order they ended.
+
+    The error is that of a configuration, mean over its seeds, once the last of them has ended.
+    """
+    found, planned = entries(state), {trial.id for trial in state.trials}
+    last = {max(entry.trials, key=lambda trial: trial.ended or 0.0).id: entry.values["error"] for entry in found}
     curves = {}
     for row, trials in state.rows().items():
         spent, best = 0.0, math.inf
         xs: list[float] = []
         ys: list[float] = []
         for trial in sorted((trial for trial in trials if trial.ended), key=lambda trial: trial.ended or 0.0):
-            spent += trial.seconds
-            error = measure(trial, "error")
-            if trial.status != FAILED and error is not None and error < best:
-                best = error
+            spent += trial.spent if trial.source in planned else trial.seconds  # a population's members share their beginnings
+            best = min(best, last.get(trial.id, math.inf))
             if math.isfinite(best):
                 xs.append(spent)
                 ys.append(best)
@@ -400,20 +462,19 @@ def failures(state: StudyState) -> list[tuple[str, int, list[str]]]:
 
 
 def costs(state: StudyState) -> dict[str, float]:
-    """What the study has taken: trial seconds, seconds of trials that failed or were ended early, GPU hours, joules, bytes."""
+    """What the study has taken: trial seconds, seconds of trials that failed or were ended early, GPU hours, joules, bytes.
+
+    Epochs that were taken over, from another study or trial, are not counted again.
+    """
     total: dict[str, float] = {"trials": float(len(state.trials)), "epochs": float(sum(len(t.reports) for t in state.trials))}
-    total["trial seconds"] = sum(trial.seconds for trial in state.trials)
-    total["of them in failed trials"] = _sum(state, lambda trial: trial.seconds if trial.status == FAILED else 0.0)
-    total["of them in trials ended early"] = _sum(state, lambda trial: trial.seconds if trial.stopped_by else 0.0)
-    total["GPU hours"] = _sum(state, _gpu_hours)
+    total["trial seconds"] = sum(trial.spent for trial in state.trials)
+    total["of them in failed trials"] = _sum(state, lambda trial: trial.spent if trial.status == FAILED else 0.0)
+    total["of them in trials ended early"] = _sum(state, lambda trial: trial.spent if trial.stopped_by else 0.0)
+    total["GPU hours"] = _sum(state, lambda trial: trial.spent / 3600 * gpus_of(trial.config))
     for name in ("joules", "bytes"):
-        total[name] = _sum(state, lambda trial, name=name: measure(trial, name) or 0.0)  # type: ignore[misc]
+        total[name] = _sum(state, lambda trial, name=name: sum(trial.metric(TOLD[name], own=True).values()))  # type: ignore[misc]
     return {name: value for name, value in total.items() if value}
 
 
 def _sum(state: StudyState, value: Callable[[TrialState], float]) -> float:
     return sum(value(trial) for trial in state.trials)
-
-
-def _gpu_hours(trial: TrialState) -> float:
-    return trial.seconds / 3600 * gpus_of(trial.config)

@@ -140,6 +140,7 @@ def _show(options: argparse.Namespace) -> int:
 def _print_trial(folder: Path, trial: TrialState) -> None:
     import yaml
 
+    from study.objectives import objective
     from study.progress import duration, percent
     from study.state import name_of
 
@@ -147,7 +148,7 @@ def _print_trial(folder: Path, trial: TrialState) -> None:
     facts = {
         "sampled": trial.params or None,
         "test error": percent(trial.test["test/error"]) if "test/error" in trial.test else None,
-        "time": duration(trial.seconds),
+        "time": duration(seconds) if (seconds := objective(trial, "seconds")) is not None else None,
         "restarts": trial.restarts,
         "code": ", ".join(trial.commits) or None,
         "checkpoints": [str(Path(path)) for path in trial.checkpoints_left()] or None,

@@ -1,34 +1,37 @@
 """Two studies side by side: the configurations that both ran, their errors paired by seed, and a test of the difference.
 
-A trial is matched by its whole config, what changes no result left out; where no trial is the same in both, by row, number and seed. The
-test is Wilcoxon's signed-rank test over all matched pairs (1945), beside the paired t interval of the mean difference; below
-:data:`LEAST` pairs there is no test.
+A trial is matched by its whole config, what changes no result left out; where no trial is the same in both, by row, number and seed. A
+configuration counts with the seeds that finished in both studies. The test of a row, and of all together, is Student's t over the seeds
+(:mod:`study.contrasts`): the difference of a seed is the mean over the configurations, so that these do not count as if they were seeds.
+With one seed the test is over the configurations, and says so. One correction is over all that is told.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from study.analysis import interval, measure
+from study.analysis import measure
+from study.contrasts import POWER, Contrast, paired
 from study.figures import COLOURS, LIGHT, MOST_CURVES, Theme, canvas, percent_axis, plain, png, set_title
 from study.state import FINISHED, StudyState, TrialState
 
-LEAST = 6
-"""Pairs below which a signed-rank test cannot reach p = 0.05."""
 IGNORED = ("seed", "gpus")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One matched trial of each study; errors in per cent."""
+    """One matched trial of each study; errors in per cent. ``name`` is the row, ``number`` the configuration's in it."""
 
     name: str
+    number: int | None
     seed: int
     first: float
     second: float
@@ -41,8 +44,9 @@ class Comparison:
     Attributes:
         matched_by: ``config`` or ``row``.
         measured: ``test error`` or ``validation error``.
-        difference: mean of second minus first in percentage points; ``half`` the half width of its 95 % interval, None below two pairs.
-        p: of the signed-rank test; None with too few pairs, or none that differ.
+        difference: mean of second minus first over all pairs, in percentage points.
+        contrast: of that difference, over seeds, or over configurations where there is one seed; None where nothing can be tested.
+        rows: the same for each row.
     """
 
     names: tuple[str, str]
@@ -50,8 +54,8 @@ class Comparison:
     matched_by: str
     measured: str
     difference: float
-    half: float | None
-    p: float | None
+    contrast: Contrast | None
+    rows: dict[str, Contrast | None]
 
 
 def compare(first: StudyState, second: StudyState) -> Comparison:
@@ -64,17 +68,35 @@ def compare(first: StudyState, second: StudyState) -> Comparison:
     shared = [name for name in ours if name in theirs]
     tested = all("test/error" in trial.test for name in shared for trial in (ours[name], theirs[name]))
     pairs = [
-        Pair(name=ours[name].row, seed=ours[name].seed, first=a, second=b)
+        Pair(name=ours[name].row, number=ours[name].number, seed=ours[name].seed, first=a, second=b)
         for name in shared
         if (a := _error(ours[name], tested)) is not None and (b := _error(theirs[name], tested)) is not None
     ]
     if not pairs:
         raise ValueError(f"{first.config.name} and {second.config.name}: the matched trials have no finite errors to compare")
-    gaps = [pair.second - pair.first for pair in pairs]
+    rows = {row: _contrast([pair for pair in pairs if pair.name == row]) for row in dict.fromkeys(pair.name for pair in pairs)}
+    contrast = _contrast(pairs)
+    tests = sum(each is not None for each in rows.values()) + (contrast is not None) if len(rows) > 1 else 1
     return Comparison(
-        names=_names(first, second), pairs=pairs, matched_by=matched_by, measured="test error" if tested else "validation error",
-        difference=statistics.fmean(gaps), half=interval(gaps), p=_signed_rank(gaps),
-    )  # fmt: skip
+        names=_names(first, second),
+        pairs=pairs,
+        matched_by=matched_by,
+        measured="test error" if tested else "validation error",
+        difference=statistics.fmean(pair.second - pair.first for pair in pairs),
+        contrast=contrast and dataclasses.replace(contrast, tests=tests),
+        rows={row: each and dataclasses.replace(each, tests=tests) for row, each in rows.items()},
+    )
+
+
+def _contrast(pairs: Iterable[Pair]) -> Contrast | None:
+    """See the module; of the seeds, those that every configuration has."""
+    gaps: dict[tuple[str, int | None], dict[int, float]] = {}
+    for pair in pairs:
+        gaps.setdefault((pair.name, pair.number), {})[pair.seed] = pair.second - pair.first
+    seeds = set.intersection(*map(set, gaps.values()))
+    if len(seeds) > 1:
+        return paired([statistics.fmean(of_seed[seed] for of_seed in gaps.values()) for seed in sorted(seeds)], "seeds")
+    return paired([statistics.fmean(of_seed.values()) for of_seed in gaps.values()], "configurations")
 
 
 def _matched(first: StudyState, second: StudyState) -> tuple[dict[str, TrialState], dict[str, TrialState], str]:
@@ -109,14 +131,6 @@ def _error(trial: TrialState, tested: bool) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _signed_rank(gaps: list[float]) -> float | None:
-    if len(gaps) < LEAST or not any(gaps):
-        return None
-    from scipy.stats import wilcoxon
-
-    return float(wilcoxon(gaps).pvalue)
-
-
 def lines(found: Comparison) -> list[list[str]]:
     """One line a row: label, pairs, mean error in each study, mean difference in percentage points."""
     groups: dict[str, list[Pair]] = {}
@@ -124,22 +138,31 @@ def lines(found: Comparison) -> list[list[str]]:
         groups.setdefault(pair.name, []).append(pair)
     table = []
     for name, pairs in groups.items():
-        gaps = [pair.second - pair.first for pair in pairs]
-        half = interval(gaps)
-        spread = f" ± {half:.2f}" if half is not None else ""
+        contrast = found.rows[name]
+        difference = contrast.difference if contrast else statistics.fmean(pair.second - pair.first for pair in pairs)
+        spread = f" ± {contrast.half:.2f}" if contrast else ""
         means = (f"{statistics.fmean(values):.2f}" for values in ([p.first for p in pairs], [p.second for p in pairs]))
-        table.append([name, str(len(pairs)), *means, f"{statistics.fmean(gaps):+.2f}{spread}"])
+        table.append([name, str(len(pairs)), *means, f"{difference:+.2f}{spread}"])
     return table
 
 
 def verdict(found: Comparison) -> str:
     """The overall difference in one sentence."""
-    half = f" ± {found.half:.3f} (95 %)" if found.half is not None else ""
-    test = f"; Wilcoxon signed-rank p = {found.p:.2g}" if found.p is not None else f"; too few pairs to test ({len(found.pairs)})"
+    test = "; too few seeds to test"
+    contrast = found.contrast
+    difference, half = (contrast.difference, f" ± {contrast.half:.3f} (95 %)") if contrast else (found.difference, "")
+    if contrast is not None:
+        rows = f", corrected for {contrast.tests} tests" if contrast.tests > 1 else ""
+        test = f"; Student's t over {contrast.over}: p = {contrast.p:.2g}{rows}"
+        test += (
+            ""
+            if contrast.decided
+            else f", undecided: a difference of {contrast.least:.2g} would have shown in {100 * POWER:.0f} %"
+        )
     equal = sum(pair.first == pair.second for pair in found.pairs)
     same = f"; {equal} pairs are equal to the last bit" if equal else ""
     return (
-        f"{found.names[1]} minus {found.names[0]}: {found.difference:+.3f}{half} points of {found.measured} over {len(found.pairs)} pairs "
+        f"{found.names[1]} minus {found.names[0]}: {difference:+.3f}{half} points of {found.measured} over {len(found.pairs)} pairs "
         f"matched by {found.matched_by}{test}{same}"
     )
 

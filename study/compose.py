@@ -31,7 +31,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from study.config import RowConfig, StudyConfig
 from study.program import lns_study
-from study.space import flatten
+from study.space import flatten, leaves
 from study.yaml_loader import check_references, parse
 from trainers.config import DataConfig, TrialConfig
 
@@ -204,6 +204,11 @@ def override_trial(base: dict[str, Any], overrides: Any, name: str = "overrides"
         wrapped = _merge(wrapped, {"trial": _undot(overrides, name)}, name, inside="trial.")
     trial: dict[str, Any] = _plain(wrapped)["trial"]
     return trial
+
+
+def overridden(overrides: Any) -> set[str]:
+    """The dotted trial keys that a row's overrides set, whichever way they were written."""
+    return set() if overrides is None else leaves(_undot(overrides, "overrides"))
 
 
 def group_options(group: str) -> list[str]:

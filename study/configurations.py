@@ -1,11 +1,13 @@
 """The configurations of a searched row: their objectives, the best one, the ones that no other beats.
 
 A configuration is one set of sampled values with a trial for each seed. Its objectives are means over the seeds, of the last epoch; it
-counts once all its trials have finished. The best has the lowest (or highest) first objective; the test set has no part in the choice.
+counts once all its trials have finished, and where it is searched in rounds (:mod:`study.rounds`) only in the last one. The best has the
+lowest (or highest) first objective; the test set has no part in the choice.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,12 +23,13 @@ class Configuration:
     """One set of sampled values of a row.
 
     Attributes:
+        number: None for a row that is not searched.
         whole: False for one of an earlier round (:mod:`study.rounds`), whose trials had fewer epochs or examples than the row's last ones.
         objectives: mean over seeds by metric; NaN where a trial has no value. Of trials that were ended early, those of their last epoch.
     """
 
     row: str
-    number: int
+    number: int | None
     params: Params
     trials: tuple[TrialState, ...]
     objectives: dict[str, float]
@@ -45,13 +48,20 @@ class Configuration:
 
 def configurations(trials: Iterable[TrialState], metrics: Iterable[str]) -> list[Configuration]:
     """The configurations among ``trials``, in order of row and number; trials of a row that is not searched are left out."""
-    groups: dict[tuple[str, int], list[TrialState]] = {}
+    return [entry for entry in groups_of_seeds(trials, metrics) if entry.number is not None]
+
+
+def groups_of_seeds(trials: Iterable[TrialState], metrics: Iterable[str]) -> list[Configuration]:
+    """What differs in its seeds alone: the configurations among ``trials``, and every row that is not searched; by number.
+
+    Numbers alone do not tell configurations apart: a study whose space was changed keeps what was tried before.
+    """
+    groups: dict[tuple[str, int | None, str], list[TrialState]] = {}
     for trial in trials:
-        if trial.number is not None:
-            groups.setdefault((trial.row, trial.number), []).append(trial)
+        groups.setdefault((trial.row, trial.number, json.dumps(trial.params, sort_keys=True)), []).append(trial)
     wanted = list(metrics)
     budgets: dict[str, tuple[int, float]] = {}
-    for (row, _), group in groups.items():
+    for (row, *_), group in groups.items():
         budgets[row] = max(budgets.get(row, (0, 0.0)), _budget(group[0]))
     return [
         Configuration(
@@ -60,10 +70,17 @@ def configurations(trials: Iterable[TrialState], metrics: Iterable[str]) -> list
             params=group[0].params,
             trials=tuple(group),
             objectives={metric: mean_objective(group, metric) for metric in wanted},
-            whole="round" not in group[0].asked or _budget(group[0]) == budgets[row],
+            whole=_is_whole(group[0], budgets[row]),
         )
-        for (row, number), group in sorted(groups.items(), key=lambda item: item[0][1])
+        for (row, number, _), group in sorted(groups.items(), key=lambda item: item[0][1] or 0)
     ]
+
+
+def _is_whole(trial: TrialState, budget: tuple[int, float]) -> bool:
+    """Whether a trial is of its search's last round; ledgers of earlier versions do not tell how many rounds there are."""
+    if "round" not in trial.asked:
+        return True
+    return _budget(trial) == budget and trial.asked["round"] + 1 == trial.asked.get("rounds", trial.asked["round"] + 1)
 
 
 def _budget(trial: TrialState) -> tuple[int, float]:
@@ -93,8 +110,8 @@ def pareto_front(found: Iterable[Configuration], objectives: dict[str, str]) -> 
     return [entry for _, entry in sorted(front, key=lambda pair: pair[0])]
 
 
-def table(found: Iterable[Configuration], objectives: dict[str, str]) -> list[dict[str, Any]]:
-    """One flat dict a configuration, ranked, most seeds first as in :func:`best`: row, number, sampled values, objectives, states."""
+def ranked(found: Iterable[Configuration], objectives: dict[str, str]) -> list[Configuration]:
+    """Configurations, most seeds first as in :func:`best`; those without figures at the end."""
     metric, mode = next(iter(objectives.items()))
 
     def rank(entry: Configuration) -> tuple[bool, int, float]:
@@ -102,15 +119,22 @@ def table(found: Iterable[Configuration], objectives: dict[str, str]) -> list[di
         usable = entry.finished and math.isfinite(value)
         return (not usable, -len(entry.trials), signed(value, mode) if math.isfinite(value) else math.inf)
 
+    return sorted(found, key=rank)
+
+
+def table(found: Iterable[Configuration], objectives: dict[str, str]) -> list[dict[str, Any]]:
+    """One flat dict a configuration, :func:`ranked`: row, number, sampled values, objectives, states."""
     return [
-        {"row": entry.row, "number": entry.number, **entry.params, **entry.objectives, "state": _state(entry)}
-        for entry in sorted(found, key=rank)
+        {"row": entry.row, "number": entry.number, **entry.params, **entry.objectives, "state": condition(entry)}
+        for entry in ranked(found, objectives)
     ]
 
 
-def _state(entry: Configuration) -> str:
-    states = {trial.status for trial in entry.trials}
-    return states.pop() if len(states) == 1 else ", ".join(sorted(states))
+def condition(entry: Configuration) -> str:
+    """The states of a configuration's trials, or that it is of an early round."""
+    if not entry.whole:
+        return "early round"
+    return ", ".join(sorted({trial.status for trial in entry.trials}))
 
 
 def signed(value: float, mode: str) -> float:

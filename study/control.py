@@ -164,15 +164,15 @@ def reached(limits: LimitsConfig, state: StudyState, seconds: float) -> str:
 
 
 def gpu_seconds(state: StudyState) -> float:
-    """Seconds times the GPUs, or the share of one, that a trial takes, over all trials."""
-    return sum(trial.seconds * gpus_of(trial.config) for trial in state.trials)
+    """Seconds times the GPUs, or the share of one, that a trial takes, over all trials; what was taken over was spent elsewhere."""
+    return sum(trial.spent * gpus_of(trial.config) for trial in state.trials)
 
 
 def joules(state: StudyState) -> float:
     """Energy of GPUs that trials have told, each with its share of one."""
     total = 0.0
     for trial in state.trials:
-        told = sum(value for value in trial.metric("telemetry/joules").values() if math.isfinite(value))
+        told = sum(value for value in trial.metric("telemetry/joules", own=True).values() if math.isfinite(value))
         total += min(1.0, gpus_of(trial.config)) * told
     return total
 

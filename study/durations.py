@@ -11,7 +11,6 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
-from itertools import pairwise
 from typing import Any
 
 from study.plan import PlannedTrial
@@ -40,9 +39,8 @@ def seconds_an_epoch(states: Iterable[StudyState]) -> dict[str, float]:
 
 
 def _epochs(trial: TrialState) -> list[float]:
-    """Seconds between reports; a gap in which the trial waited, or its study was not running, is left out."""
-    times = [event["time"] for _, event in sorted(trial.reports.items())]
-    return [b - a for a, b in pairwise(times) if 0 < b - a < 10 * trial.seconds]
+    """Seconds of the epochs after the first, which has the start in it."""
+    return [seconds for epoch, seconds in sorted(trial.took.items()) if epoch > 1 and seconds > 0]
 
 
 def expected_seconds(trial: PlannedTrial, seconds: dict[str, float]) -> float:

@@ -7,6 +7,7 @@ error bars are one sample standard deviation.
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
 import statistics
@@ -145,7 +146,7 @@ def draw_slices(state: StudyState, theme: Theme) -> bytes:
     """
     metric = next(iter(state.config.search.objectives))
     found = [entry for entry in configurations(state.trials, [metric]) if math.isfinite(entry.objectives[metric])]
-    domains = state.config.parsed_space.domains
+    domains = [_with_history(domain, found) for domain in state.config.parsed_space.domains]
     if not found or not domains:
         return b""
     columns = min(3, len(domains))
@@ -162,6 +163,17 @@ def draw_slices(state: StudyState, theme: Theme) -> bytes:
             axes.set_ylabel(f"{metric}, %" if metric.endswith("/error") else metric)
     _slice_legend(figure, list(state.rows()), theme)
     return png(figure)
+
+
+def _with_history(domain: Domain, found: list[Configuration]) -> Domain:
+    """A list with the values, too, that were tried before it was shortened."""
+    if not domain.categorical:
+        return domain
+    values = list(domain.values)
+    for entry in found:
+        if domain.key in entry.params and entry.params[domain.key] not in values:
+            values.append(entry.params[domain.key])
+    return dataclasses.replace(domain, values=tuple(values))
 
 
 def _slice(axes: Any, domain: Domain, found: list[Configuration], rows: list[str], metric: str) -> None:

@@ -18,7 +18,8 @@ since 1970)::
     edited      limits were changed while the study ran         limits
     ended       the run is over                                 outcome: finished, failed, stopped or interrupted
 
-What was taken over from another study or a shorter trial names it under ``source``.
+What was taken over from another study or a shorter trial names it under ``source``, has the time at which it happened there, and says in
+which ``commits``; a report how many ``seconds`` the epoch took.
 
 A restarted trial repeats the epochs since its checkpoint, bit for bit; the ledger keeps the first report of each. A machine
 that dies while a line is written leaves a torn line: readers skip it, the next writer starts a new line after it.

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 from study.compose import change
 from study.config import RowConfig, StudyConfig
+from study.configurations import groups_of_seeds
 from study.errors import UserError, refusals
 from study.ledger import FILE, Ledger, is_locked, read_ledger
 from study.objectives import objective
@@ -106,7 +107,7 @@ def export_rows(state: StudyState, *, epochs: bool = False) -> list[dict[str, An
             rows += [base | {"epoch": epoch, **event["metrics"]} for epoch, event in sorted(trial.reports.items())]
         else:
             last = trial.reports[trial.epoch]["metrics"] if trial.reports else {}
-            derived = {"bits": objective(trial, "bits"), "seconds": trial.seconds}
+            derived = {name: objective(trial, name) for name in ("bits", "seconds")}
             rows.append(
                 base | {"epoch": trial.epoch, **last, **trial.test, **derived, "restarts": trial.restarts, "error": trial.error}
             )
@@ -199,8 +200,7 @@ def _go_on(ledger: Ledger, trial: TrialState, source: TrialState) -> bool:
     kept = source.checkpoints_left()
     if not kept:
         return False
-    for epoch, event in sorted(source.reports.items()):
-        ledger.append("report", trial=trial.id, epoch=epoch, metrics=event["metrics"], source=source.id)
+    _copy_reports(ledger, source, source.id, trial.id)
     for path in reversed(kept):
         ledger.append("checkpoint", trial=trial.id, epoch=source.epoch, path=path, source=source.id)
     return True
@@ -241,10 +241,32 @@ def take_over(folder: Path, source: Path) -> tuple[int, int]:
 
 
 def _copy(ledger: Ledger, known: TrialState, source: Path) -> None:
-    ledger.append("started", trial=known.id, source=str(source))
+    """Enter a finished trial of another study, with its times and its code."""
+    origin = {"trial": known.id, "source": str(source)}
+    times = {
+        "started": {"time": known.started} if known.started else {},
+        "finished": {"time": known.ended} if known.ended else {},
+    }
+    if known.relief:
+        ledger.append("relieved", **origin, **times["started"], error="", relief=known.relief)
+    ledger.append("started", **origin, **times["started"], commits=known.commits)
+    _copy_reports(ledger, known, str(source), known.id)
+    ledger.append("finished", **origin, **times["finished"], metrics=known.test)
+
+
+def _copy_reports(ledger: Ledger, known: TrialState, source: str, trial: str) -> None:
+    """Enter the epochs of ``known`` as those of ``trial``, with when, how long and by which code they were trained."""
     for epoch, event in sorted(known.reports.items()):
-        ledger.append("report", trial=known.id, epoch=epoch, metrics=event["metrics"], source=str(source))
-    ledger.append("finished", trial=known.id, metrics=known.test, source=str(source))
+        ledger.append(
+            "report",
+            trial=trial,
+            epoch=epoch,
+            time=event["time"],
+            metrics=event["metrics"],
+            seconds=known.took.get(epoch),
+            commits=known.commits,
+            source=source,
+        )
 
 
 def _check_data(ours: StudyState, theirs: StudyState) -> None:
@@ -340,7 +362,7 @@ def overview(folder: Path) -> dict[str, Any]:
             "time": events[-1]["time"] if events else 0.0,
         }
     metric, mode = next(iter(state.config.search.objectives.items()))
-    values = [value for trial in state.trials if trial.status == FINISHED and (value := objective(trial, metric)) is not None]
+    values = [group.objectives[metric] for group in groups_of_seeds(state.trials, [metric]) if group.finished]
     usable = [value for value in values if math.isfinite(value)]
     best = (min if mode == "min" else max)(usable) if usable else None
     ended, failed = sum(trial.status in ENDED for trial in state.trials), sum(trial.status == FAILED for trial in state.trials)
@@ -349,5 +371,5 @@ def overview(folder: Path) -> dict[str, Any]:
         "condition": condition(folder, state),
         "trials": f"{ended}/{len(state.trials)}" + (f", {failed} failed" if failed else ""),
         "best": f"{metric} {best:.4g}" if best is not None else "-",
-        "time": events[-1]["time"],
+        "time": max(event["time"] for event in events),  # what was taken over has the times of its source
     }

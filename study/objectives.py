@@ -13,12 +13,13 @@ from study.state import TrialState
 def objective(trial: TrialState, metric: str) -> float | None:
     """A trial's value of an objective; None if it has none.
 
-    ``seconds`` is the time spent in training, ``bits`` the width of the number format; all others are the last epoch's report.
+    ``seconds`` is the time spent in training, also before it was taken over from elsewhere (None where that is not known), ``bits`` the
+    width of the number format; all others are the last epoch's report.
     """
     if metric == "bits":
         return float(bits_of(trial.config))
     if metric == "seconds":
-        return trial.seconds
+        return trial.seconds if trial.took.keys() == trial.reports.keys() else None
     values = trial.metric(metric)
     return values[max(values)] if values else None
 

@@ -14,11 +14,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
-from study.compose import override_trial
+from study.compose import overridden, override_trial
 from study.config import RowConfig, StudyConfig
 from study.space import Params, Space, apply, describe, unit_points
 from trainers.bundles import choose_share, parameters
@@ -75,11 +76,17 @@ class Plan:
 
     Attributes:
         excluded: configurations left out.
+
+    Raises:
+        ValueError: two of the trials are the same.
     """
 
     study: StudyConfig
     trials: tuple[PlannedTrial, ...]
     excluded: tuple[Excluded, ...] = ()
+
+    def __post_init__(self) -> None:
+        refuse_twins(self.trials, {})
 
     @property
     def rows(self) -> list[RowConfig]:
@@ -88,11 +95,14 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """Trials in all, those that an adaptive search has yet to propose counted in."""
+        """Trials in all, those that an adaptive search has yet to propose, or proposed in another space, counted in."""
         study = self.study
         if not study.search.adaptive:
             return len(self.trials)
-        return len(self.rows) * len(study.parsed_space.grid_points()) * len(study.seeds) * _configurations_proposed(study)
+        history = sum(is_history(trial.params, study.parsed_space) for trial in self.trials)
+        return history + len(self.rows) * len(study.parsed_space.grid_points()) * len(study.seeds) * _configurations_proposed(
+            study
+        )
 
     @property
     def key(self) -> str:
@@ -112,7 +122,8 @@ def make_plan(study: StudyConfig, *, download: bool = True) -> Plan:
         download: whether MNIST may be downloaded; if not, trials for which it would be have ``data.root`` None.
 
     Raises:
-        ValueError: a row's overrides give no valid trial, two rows are the same trial, or the data cannot be found.
+        ValueError: a row's overrides give no valid trial or set a key that the space sets too, two rows are the same trial, or the
+            data cannot be found.
     """
     _refuse_seed("trial.seed", study.trial.seed)
     study = _resolve_data(study, download)
@@ -121,9 +132,7 @@ def make_plan(study: StudyConfig, *, download: bool = True) -> Plan:
     if space:
         return _plan_search(study, space, download)
     bases = [Base(study, row, download) for row in rows_of(study)]
-    trials = tuple(base.trial(seed) for seed in study.seeds for base in bases)
-    _refuse_twins(trials)
-    return Plan(study=study, trials=trials)
+    return Plan(study=study, trials=tuple(base.trial(seed) for seed in study.seeds for base in bases))
 
 
 def _check_count(study: StudyConfig, space: Space) -> None:
@@ -141,6 +150,15 @@ def _configurations_proposed(study: StudyConfig) -> int:
     if search.scheduler == "halving":
         return sum(halved(search.num_samples, search.reduction_factor))
     return search.num_samples
+
+
+OF_ROUNDS = ("epochs", "changes", "data.train_size")
+"""What a search in rounds sets beside the space."""
+
+
+def is_history(params: Params, space: Space) -> bool:
+    """Whether sampled values lie outside the space: they were proposed before it was changed."""
+    return not space.holds(params) and not space.holds({key: value for key, value in params.items() if key not in OF_ROUNDS})
 
 
 def halved(configurations: int, factor: int) -> list[int]:
@@ -162,8 +180,15 @@ def bind_space(study: StudyConfig) -> Space:
     """The study's space, its values converted to what the keys take.
 
     Raises:
-        ValueError: a key that no trial has, or a value of the wrong type. A point that a trial refuses is no error: it breaks a rule.
+        ValueError: a key that no trial has or that two domains set, or a value of the wrong type. A point that a trial refuses is no
+            error: it breaks a rule.
     """
+    for one, other in combinations(study.parsed_space.domains, 2):
+        if not one.when and not other.when and (key := _clash(one.sets, other.sets)):
+            raise ValueError(
+                f"space.{one.key} and space.{other.key}: both set {key[0]}, and only one can; take it out of one of them, or tie one to "
+                "a value of another key with when"
+            )
     base = study.trial.to_dict()
     domains = []
     for domain in study.parsed_space.domains:
@@ -193,15 +218,49 @@ def _plan_search(study: StudyConfig, space: Space, download: bool) -> Plan:
     """The configurations of every row, where they do not depend on results."""
     trials: list[PlannedTrial] = []
     excluded: list[Excluded] = []
-    if not study.search.adaptive:
-        for row in rows_of(study):
-            found, left_out = _configurations(study, Base(study, row, download), space)
+    for row in rows_of(study):
+        _refuse_searched(row, space, study.search.population)
+    bases = [Base(study, row, download) for row in rows_of(study)]
+    if study.search.adaptive:
+        refuse_twins([trial for base in bases for trial in _first_points(study, base, space)], {})
+    else:
+        for base in bases:
+            found, left_out = _configurations(study, base, space)
             trials += found
             excluded += left_out
     order = {seed: place for place, seed in enumerate(study.seeds)}
     # Seeds slowest, then configurations, then rows: all rows have their first ones early.
     trials.sort(key=lambda trial: (order[trial.seed], trial.number or 0))
     return Plan(study=study, trials=tuple(trials), excluded=tuple(excluded))
+
+
+def _refuse_searched(row: RowConfig, space: Space, population: bool) -> None:
+    """A row's overrides set nothing that the search sets: its trials would be those of another row, under its label."""
+    searched = {f"space.{domain.key}": domain.sets for domain in space.domains}
+    if population:
+        searched["the population"] = {"changes"}
+    for name, keys in searched.items():
+        if clash := _clash(overridden(row.overrides), keys):
+            raise ValueError(
+                f"row {row.label!r}: {clash[0]}: its overrides and {name} both set it, so that its trials would be another row's; "
+                "take it out of one of them"
+            )
+
+
+def _clash(keys: Iterable[str], others: Iterable[str]) -> list[str]:
+    """Those of ``keys`` that one of ``others`` is, holds or lies in."""
+    return sorted(key for key in keys if any(f"{key}.".startswith(f"{a}.") or f"{a}.".startswith(f"{key}.") for a in others))
+
+
+def _first_points(study: StudyConfig, base: Base, space: Space) -> Iterator[PlannedTrial]:
+    """For each point of the grids the first one that makes a valid trial of a row: where two rows are the same, so are these."""
+    for _, sampled in _candidates(study, space):
+        for params in sampled:
+            try:
+                yield base.trial(study.seeds[0], None, params)
+            except ValueError:
+                continue
+            break
 
 
 def _configurations(study: StudyConfig, base: Base, space: Space) -> tuple[list[PlannedTrial], list[Excluded]]:
@@ -349,10 +408,18 @@ def _refuse_seed(key: str, value: int) -> None:
         raise ValueError(f"{key}={value}: every row runs with every one of the study's seeds; use seeds=[{value}]")
 
 
-def _refuse_twins(trials: tuple[PlannedTrial, ...]) -> None:
-    seen: dict[str, PlannedTrial] = {}
+def refuse_twins(trials: Iterable[PlannedTrial], entered: dict[str, PlannedTrial]) -> None:
+    """Every trial once: equal ids are equal work, trained twice into one folder and counted as if it were two.
+
+    Args:
+        trials: to enter.
+        entered: those before them by id; takes them.
+
+    Raises:
+        ValueError: one of them is there already.
+    """
     for trial in trials:
-        twin = seen.setdefault(trial.id, trial)
+        twin = entered.setdefault(trial.id, trial)
         if twin is not trial:
             raise ValueError(
                 f"rows {twin.row!r} and {trial.row!r} with seed {trial.seed}: both are the same trial; change the overrides of "

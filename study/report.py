@@ -27,7 +27,7 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from study.analysis import interval
-from study.configurations import configurations, pareto_front, table
+from study.configurations import condition, configurations, pareto_front, ranked, table
 from study.manage import write_csv
 from study.progress import duration
 from study.report_page import TITLES, Links, Parts, links, parts
@@ -123,8 +123,8 @@ def _interval_lines(summary: Summary) -> dict[str, str]:
     """95 % confidence intervals of the rows' means by label, where there are two seeds."""
     found = {}
     for row in summary.rows:
-        half = interval(test_errors(list(row.trials)))
-        if half is not None and row.mean is not None:
+        half = interval(test_errors(row.trials))
+        if half is not None and row.mean is not None and row.finished == row.seeds:
             found[row.label] = f"{row.mean - half:.2f} to {row.mean + half:.2f}"
     return found
 
@@ -186,7 +186,8 @@ def protocol(state: StudyState) -> str:
         how = f"{search.algorithm} search" + (f" with {search.scheduler}" if search.scheduler != "none" else "")
         choice = (
             f"Each row is searched alike ({how}); its figures are those of the configuration with the best "
-            f"{next(iter(search.objectives))} after the last epoch, mean over seeds. "
+            f"{next(iter(search.objectives))} after the last epoch, mean over seeds, so that gaps between rows are exploratory: they have "
+            "the luck of the choice in them. "
         )
     else:
         choice = ""
@@ -203,7 +204,7 @@ def facts(state: StudyState) -> dict[str, str]:
     ended = [trial.ended for trial in state.trials if trial.ended]
     began = [trial.started for trial in state.trials if trial.started]
     restarts = sum(trial.restarts for trial in state.trials)
-    seconds = sum(trial.ended - trial.started for trial in state.trials if trial.ended and trial.started)
+    seconds = sum(trial.spent for trial in state.trials)
     return {
         "Data": "; ".join(f"{entry['source']}, sha256 {entry['digest'][:16]}" for entry in state.plan["data"]),
         "Code": ", ".join(sorted({commit for trial in state.trials for commit in trial.commits})) or "nothing trained yet",
@@ -226,12 +227,11 @@ def _objective_names(state: StudyState) -> list[str]:
 def _ranked_lines(state: StudyState) -> list[list[str]]:
     """The best configurations of all rows."""
     objectives = state.config.search.objectives
-    found = {(entry.row, entry.number): entry for entry in configurations(state.trials, objectives)}
-    lines = []
-    for line in table(found.values(), objectives)[:SHOWN]:
-        params = describe(found[line["row"], line["number"]].params)
-        lines.append([line["row"], str(line["number"]), params, *(show(line[metric]) for metric in objectives), line["state"]])
-    return lines
+    found = [entry for entry in configurations(state.trials, objectives) if entry.whole]
+    return [
+        [entry.row, str(entry.number), describe(entry.params), *map(show, entry.objectives.values()), condition(entry)]
+        for entry in ranked(found, objectives)[:SHOWN]
+    ]
 
 
 def _front_lines(state: StudyState) -> list[list[str]]:

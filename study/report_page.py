@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import statistics
 import urllib.parse
 import warnings
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from study.analysis import (
     rank_formats,
     spread_measures,
 )
+from study.contrasts import POWER, Contrast
 from study.figures import DARK, LIGHT, Theme, draw_bars, draw_epochs, draw_slices
 from study.figures_analysis import (
     draw_budget,
@@ -200,23 +202,43 @@ def _formats(found: list[Entry]) -> Table:
         "bits", "seconds"))] for line in ranked
     ]  # fmt: skip
     return Table(
-        title="Number formats", headings=["format", "its best", "validation error, %", "bits", "seconds"],
-        lines=lines if len(lines) > 1 else [], note="The best of each format by validation error; in brackets its rank.",
-    )  # fmt: skip
+        title="Number formats",
+        headings=["format", "its best", "validation error, %", "bits", "seconds"],
+        lines=lines if len(lines) > 1 else [],
+        note="Exploratory: the best of each format, chosen by the error that is shown; in brackets its rank.",
+    )
 
 
 def _tests(group: Groups) -> Table:
-    import statistics
-
     lines = []
     for name, errors in group.errors.items():
-        p = group.against_best.get(name)
-        lines.append([name, str(len(errors)), f"{statistics.median(errors):.3g}", "-" if p is None else f"{p:.2g}"])
-    overall = "too few trials to test" if group.overall is None else f"Kruskal and Wallis over all: p = {group.overall:.2g}"
+        contrast = group.contrasts.get(name)
+        said = ["-"] * 3
+        if contrast is not None:
+            said = [f"{contrast.difference:+.2f} ± {contrast.half:.2f}", contrast.over, f"{contrast.p:.2g}"]
+        lines.append([name, str(len(errors)), f"{statistics.fmean(errors):.3g}", *said, _verdict(name, contrast, group)])
+    tests = next((contrast.tests for contrast in group.contrasts.values() if contrast), 0)
+    note = (
+        f"Student's t over what differs in the {group.category} alone, seed by seed; 95 % intervals and p are corrected for the report's "
+        f"{tests} tests (Bonferroni). Undecided: the interval holds 0; in brackets the smallest difference that would have shown in "
+        f"{100 * POWER:.0f} % of such studies."
+    )
     return Table(
-        title=f"By {group.category}", headings=[group.category, "trials", "median error, %", "p against the first"],
-        lines=lines if group.overall is not None else [], note=f"{overall}. Mann and Whitney against the first, corrected by Holm.",
-    )  # fmt: skip
+        title=f"By {group.category}" + (" (exploratory)" if group.exploratory else ""),
+        headings=[group.category, "trials", "mean error, %", f"minus {group.reference}", "tested over", "p", ""],
+        lines=lines,
+        note=" ".join([*([f"Exploratory: {group.exploratory}."] if group.exploratory else []), *([note] if tests else [])]),
+    )
+
+
+def _verdict(name: str, contrast: Contrast | None, group: Groups) -> str:
+    if name == group.reference:
+        return "-"
+    if contrast is None:
+        return "not tested"
+    if contrast.decided:
+        return "lower" if contrast.difference < 0 else "higher"
+    return f"undecided ({contrast.least:.2g} would show)"
 
 
 def _failures(state: StudyState) -> Table:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +29,7 @@ class Row:
 
     Attributes:
         mean, sd: of the final test error over finished seeds; sd is None below two.
-        gap: mean minus the baseline row's mean.
+        gap: mean minus the baseline row's mean; None until every seed of both has finished.
         verdict: ``pass``, ``fail`` or "" where nothing is required or the study is not comparable.
         rule: what the verdict is about, in words.
         trials: whose figures these are: all of the row, or those of its best configuration where the row was searched.
@@ -76,7 +77,7 @@ def summarise(state: StudyState) -> Summary:
     wanted = {row.label: row for row in study.rows}
     found = configurations(state.trials, study.search.objectives)
     chosen = {label: _chosen(label, of_row, found, study) for label, of_row in state.rows().items()}
-    base = _mean_error(list(chosen[study.baseline].trials) if study.baseline in chosen else [])
+    base = _mean_error(chosen[study.baseline].trials) if study.baseline in chosen else None
     rows = [
         _row(wanted.get(label, RowConfig(label=label)), choice, base, study, not departures) for label, choice in chosen.items()
     ]
@@ -116,25 +117,25 @@ def find_departures(study: StudyConfig, state: StudyState) -> list[str]:
     return list(found)
 
 
-def test_errors(trials: list[TrialState]) -> list[float]:
+def test_errors(trials: Iterable[TrialState]) -> list[float]:
     """Final test errors of the finished trials, per cent."""
     return [100.0 * trial.test["test/error"] for trial in trials if trial.status == FINISHED and "test/error" in trial.test]
 
 
-def _mean_error(trials: list[TrialState]) -> float | None:
+def _mean_error(trials: Sequence[TrialState]) -> float | None:
+    """The mean once every seed has finished: a row that lost its worst seed would look better than it is."""
     errors = test_errors(trials)
-    return statistics.fmean(errors) if errors else None
+    return statistics.fmean(errors) if errors and len(errors) == len(trials) else None
 
 
 def _row(wanted: RowConfig, choice: _Choice, base: float | None, study: StudyConfig, comparable: bool) -> Row:
     trials = list(choice.trials)
     errors = test_errors(trials)
-    mean = _mean_error(trials)
-    gap = None if mean is None or base is None or wanted.label == study.baseline else mean - base
-    complete = len(errors) == len(trials)
+    whole = _mean_error(trials)
+    gap = None if whole is None or base is None or wanted.label == study.baseline else whole - base
     return Row(
         label=wanted.label,
-        mean=mean,
+        mean=statistics.fmean(errors) if errors else None,
         sd=statistics.stdev(errors) if len(errors) > 1 else None,
         finished=len(errors),
         failed=sum(trial.status == FAILED for trial in trials),
@@ -142,7 +143,7 @@ def _row(wanted: RowConfig, choice: _Choice, base: float | None, study: StudyCon
         published=wanted.published,
         gap=gap,
         rule=describe_rule(wanted, study.baseline),
-        verdict=judge(wanted, gap) if comparable and complete else "",
+        verdict=judge(wanted, gap) if comparable else "",
         trials=choice.trials,
         searched=choice.searched,
         params=choice.params,

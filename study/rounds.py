@@ -116,7 +116,7 @@ class Rounds(ABC):
     def _enter(self) -> None:
         """The trials of this round, by member."""
         first = 1 + (self._round * self._places + self._place) * self._search.num_samples
-        asked = {"round": self._round}
+        asked = {"round": self._round, "rounds": self._last + 1}
         self._trials = [
             [
                 dataclasses.replace(self._base.trial(seed, first + number, self._params(member)), asked=asked)

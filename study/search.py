@@ -31,13 +31,14 @@ import numpy as np
 from study.config import SearchConfig
 from study.confirmation import make_confirmations
 from study.durations import expected_seconds, seconds_an_epoch
+from study.errors import refusals
 from study.halving import Halving
 from study.objectives import mean_objective
-from study.plan import CANDIDATES, Base, Excluded, Plan, PlannedTrial, bind_space
+from study.plan import CANDIDATES, Base, Excluded, Plan, PlannedTrial, bind_space, is_history, refuse_twins
 from study.population import Population
 from study.rounds import Rounds
 from study.space import Domain, Params, Space, apply
-from study.state import ENDED, FAILED, STOPPED, StudyState, TrialState
+from study.state import ENDED, FAILED, FINISHED, STOPPED, StudyState, TrialState
 from trainers.config import TrialConfig
 
 ESTIMATE_SECONDS = 5.0
@@ -57,6 +58,9 @@ class Agenda:
         state: what has happened; kept up to date by the ledger.
         added: told of every newly proposed trial before it is handed out; it must enter it in the ledger.
         only: ids of the trials to run, and nothing is proposed; None for all.
+
+    Raises:
+        UserError: from :meth:`peek` and :meth:`next`, where a proposal is a trial that the study has.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class Agenda:
             trial for trial in plan.trials if state.known[trial.id].status not in ENDED and (only is None or trial.id in only)
         ]
         self._todo = deque(relieved(trial, state) for trial in left)
+        self._entered = {trial.id: trial for trial in plan.trials}
         self._handed_out: dict[str, PlannedTrial] = {}
         self._proposers = make_proposers(plan, state) if only is None else []
         self._confirmations = make_confirmations(plan) if only is None else []
@@ -129,9 +134,7 @@ class Agenda:
     def _confirm(self) -> None:
         """The next round of every row's race, as far as there is one now."""
         for race in self._confirmations:
-            for trial in race.next(self._state):
-                self._added(trial)
-                self._todo.append(trial)
+            self._enter(race.next(self._state))
 
     def _propose(self) -> None:
         """One more configuration, from the proposers in turn."""
@@ -141,10 +144,16 @@ class Agenda:
             proposer = self._proposers[self._turn % len(self._proposers)]
             self._turn += 1
             if trials := proposer.propose():
-                for trial in trials:
-                    self._added(trial)
-                self._todo.extend(trials)
+                self._enter(trials)
                 return
+
+    def _enter(self, trials: list[PlannedTrial]) -> None:
+        """Take in what was proposed."""
+        with refusals():
+            refuse_twins(trials, self._entered)
+        for trial in trials:
+            self._added(trial)
+        self._todo.extend(trials)
 
 
 def relieved(trial: PlannedTrial, state: StudyState) -> PlannedTrial:
@@ -164,7 +173,7 @@ def make_proposers(plan: Plan, state: StudyState) -> list[Proposer | Rounds]:
     kind = Population if study.search.population else Halving
     for row in plan.rows:
         base = Base(study, row)
-        numbers = Numbers()
+        numbers = Numbers(max((trial.number or 0 for trial in state.known.values() if trial.row == row.label), default=0))
         for place, point in enumerate(points):
             proposer: Proposer | Rounds = (
                 kind(base, space, point, study.search, study.seeds, place, len(points))
@@ -177,10 +186,10 @@ def make_proposers(plan: Plan, state: StudyState) -> list[Proposer | Rounds]:
 
 
 class Numbers:
-    """Numbers of a row's configurations, from 1."""
+    """Numbers of a row's configurations, from 1; ``last`` was given already."""
 
-    def __init__(self) -> None:
-        self.last = 0
+    def __init__(self, last: int = 0) -> None:
+        self.last = last
 
     def next(self) -> int:
         """The next number."""
@@ -234,22 +243,28 @@ class Proposer:
             if trials[0].id in self._known:
                 self._study.tell(asked, state=optuna.trial.TrialState.FAIL)
                 continue
+            self._numbers.next()
             self._enter(asked.number, trials[0].id, [trial.id for trial in trials])
             noted = dict(self._study.trials[asked.number].system_attrs)
             return [dataclasses.replace(trial, asked=noted) for trial in trials]
         return []
 
     def recall(self, state: StudyState, trials: Iterable[TrialState]) -> None:
-        """Take in what was proposed at this point before, in its order, each with its result if it has one."""
+        """Take in what was proposed at this point before, in its order, each with its result if it has one.
+
+        What lies outside the space, which has been changed since, is history: Optuna does not hear of it.
+        """
         configurations: dict[int, list[TrialState]] = {}
         for trial in trials:
             if trial.number is not None and all(trial.params.get(key) == value for key, value in self._point.items()):
                 configurations.setdefault(trial.number, []).append(trial)
         for number in sorted(configurations):
             of_seeds = configurations[number]
+            if is_history(of_seeds[0].params, self._space):
+                self._known.add(of_seeds[0].id)
+                continue
             self._study.add_trial(self._again(of_seeds[0]))
             self._enter(self._study.trials[-1].number, of_seeds[0].id, [trial.id for trial in of_seeds])
-            self._numbers.last = max(self._numbers.last - 1, number)
             self.learn(state)
 
     def learn(self, state: StudyState) -> None:
@@ -263,7 +278,6 @@ class Proposer:
     def _enter(self, number: int, first: str, ids: list[str]) -> None:
         self._open[number] = ids
         self._known.add(first)
-        self._numbers.next()
         self.proposed += 1
         self._tries = 0
 
@@ -346,33 +360,40 @@ def adopt(plan: Plan, before: StudyState) -> Plan:
     """A plan with the trials that earlier runs of the study proposed, as far as they are still what their sampled values say.
 
     An adaptive search has no trials of its own until it runs; what it proposed before is in the ledger, and so are the repetitions of the
-    best configurations (:mod:`study.confirmation`).
+    best configurations (:mod:`study.confirmation`). Of what lies outside a space that was changed since, only what has ended stays.
     """
     search = plan.study.search
     proposed = {*(plan.study.seeds if search.adaptive else []), *search.confirm_seeds}
     if not proposed:
         return plan
     bases = {row.label: Base(plan.study, row) for row in plan.rows}
-    kept = [
-        trial
-        for known in before.known.values()
-        if known.number is not None and known.row in bases and known.seed in proposed
-        for trial in [_again(bases[known.row], known)]
-        if trial is not None
-    ]
+    space = bind_space(plan.study)
+    numbers = {(trial.row, _canonical(trial.params)): trial.number for trial in plan.trials}
+    kept = []
+    for known in before.known.values():
+        number = known.number if search.adaptive else numbers.get((known.row, _canonical(known.params)))
+        if number is None or known.row not in bases or known.seed not in proposed:
+            continue
+        over = known.status in (FINISHED, STOPPED)
+        trial = _again(bases[known.row], known, number) if over or not is_history(known.params, space) else None
+        kept += [trial] if trial else []
     return dataclasses.replace(plan, trials=(*(() if search.adaptive else plan.trials), *kept))
 
 
-def _again(base: Base, known: TrialState) -> PlannedTrial | None:
+def _again(base: Base, known: TrialState, number: int) -> PlannedTrial | None:
     try:
-        trial = base.trial(known.seed, known.number, known.params)
+        trial = base.trial(known.seed, number, known.params)
     except (ValueError, KeyError):
         return None
     return dataclasses.replace(trial, asked=known.asked) if trial.id == known.id else None
 
 
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
 def _place(domain: Domain, value: Any) -> int:
-    return [json.dumps(entry, sort_keys=True) for entry in domain.values].index(json.dumps(value, sort_keys=True))
+    return [_canonical(entry) for entry in domain.values].index(_canonical(value))
 
 
 def _optuna() -> Any:

@@ -106,8 +106,8 @@ def recorded_seconds(plan: Plan, states: Sequence[StudyState], default: float) -
     found: dict[str, list[float]] = {}
     for state in states:
         for trial in state.known.values():
-            if trial.status == FINISHED and trial.epoch:
-                found.setdefault(like(trial.config), []).append(trial.seconds / trial.epoch)
+            if trial.status == FINISHED and trial.took:
+                found.setdefault(like(trial.config), []).append(trial.seconds / len(trial.took))
     of_plan = {trial.id: found.get(like(trial.config.to_dict()), []) for trial in plan.trials}
     known = {key: statistics.median(values) for key, values in of_plan.items() if values}
     mean = statistics.fmean(known.values()) if known else default

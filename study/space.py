@@ -72,6 +72,12 @@ class Domain:
         """Whether it is a list of values rather than a range."""
         return self.kind in CATEGORICAL
 
+    @property
+    def sets(self) -> set[str]:
+        """The trial keys that it sets: its own, or those inside its mappings."""
+        values = self.values if self.categorical else (None,)
+        return {key for value in values for key in leaves({self.key: value})}
+
     def at(self, unit: float) -> Any:
         """The value for a number in [0, 1)."""
         if self.categorical:
@@ -114,6 +120,17 @@ class Domain:
         elif self.kind.endswith("randint"):
             inside = min(round(inside), high - 1)
         return float(inside) if self.real else inside
+
+    def holds(self, value: Any) -> bool:
+        """Whether ``value`` is one of the domain's."""
+        if self.categorical:
+            return _canonical(value) in map(_canonical, self.values)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        low, high, *step = self.values
+        whole = self.kind.endswith("randint")
+        steps = (value - low) / (step[0] if step else 1)
+        return bool(low <= value <= high - whole) and (abs(steps - round(steps)) < 1e-8 or not (step or whole))
 
     def applies(self, params: Mapping[str, Any]) -> bool:
         """Whether the key varies, given the values of those before it."""
@@ -169,6 +186,16 @@ class Space:
         """The values for one number of [0, 1) per sampled domain, at one point of the grid."""
         drawn = {domain.key: domain.at(unit) for domain, unit in zip(self.sampled, units, strict=True)}
         return self.pruned(grid | drawn)
+
+    def holds(self, params: Params) -> bool:
+        """Whether ``params`` are a point of the space."""
+        kept: Params = {}
+        for domain in self.domains:
+            if domain.applies(kept):
+                if domain.key not in params or not domain.holds(params[domain.key]):
+                    return False
+                kept[domain.key] = params[domain.key]
+        return len(kept) == len(params)
 
     def pruned(self, params: Params) -> Params:
         """``params`` in the space's order, without the keys whose ``when`` does not hold."""
@@ -284,6 +311,14 @@ def _check_when(domains: list[Domain]) -> None:
                 f"space.{domain.key}.when: {name} must be a key of the space before {domain.key} ({known}), or one inside its choices; "
                 f"put {name} first"
             )
+
+
+def leaves(values: Mapping[str, Any], prefix: str = "") -> set[str]:
+    """The dotted keys of what is no mapping, in a nested mapping."""
+    found: set[str] = set()
+    for key, value in values.items():
+        found |= leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}"}
+    return found
 
 
 def _sets(domain: Domain, key: str) -> bool:

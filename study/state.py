@@ -36,13 +36,15 @@ class TrialState:
         test: final metrics, ``test/loss`` and ``test/error`` (a fraction); empty until finished.
         checkpoints: paths, oldest first.
         restarts: how often its process died and was started again.
-        commits: git commits of the runs that trained it.
+        commits: git commits of the runs that trained it, also in the study that it was taken over from.
         number: of the configuration in its row; None where nothing is searched.
         params: the sampled values by dotted key.
         asked: what an adaptive search noted when it proposed the trial.
         started, ended: seconds since 1970, or None.
-        ends: when it ended, and what ``seconds`` was then, each time: one that failed may have been retried.
-        seconds: spent in epochs that were reported, evaluation included.
+        ends: when it ended, and its ``seconds`` then, None where they are not known, each time: one that failed may have been retried.
+        took: seconds of each reported epoch, evaluation included; it lacks those of which nobody noted them.
+        seconds: their sum; ``spent`` of them in this trial and study, not in what was taken over.
+        source: the trial's id or the study's folder that epochs were taken over from, or "".
         stopped_by: the scheduler that ended it early, or "".
         relief: keys changed in ``config`` since it ran out of memory.
     """
@@ -63,8 +65,10 @@ class TrialState:
     asked: dict[str, Any] = field(default_factory=dict)
     started: float | None = None
     ended: float | None = None
-    ends: list[tuple[float, float]] = field(default_factory=list)
-    seconds: float = 0.0
+    ends: list[tuple[float, float | None]] = field(default_factory=list)
+    took: dict[int, float] = field(default_factory=dict)
+    spent: float = 0.0
+    source: str = ""
     stopped_by: str = ""
     relief: dict[str, Any] = field(default_factory=dict)
     last_heard: float = 0.0
@@ -79,12 +83,17 @@ class TrialState:
         """The last epoch reported; 0 before the first."""
         return max(self.reports, default=0)
 
-    def metric(self, name: str) -> dict[int, float]:
-        """One reported metric by epoch, ascending."""
+    @property
+    def seconds(self) -> float:
+        """Spent in epochs that were reported, evaluation included, as far as it is known."""
+        return sum(self.took.values())
+
+    def metric(self, name: str, *, own: bool = False) -> dict[int, float]:
+        """One reported metric by epoch, ascending; ``own`` leaves out the epochs that were taken over."""
         return {
             epoch: float(self.reports[epoch]["metrics"][name])
             for epoch in sorted(self.reports)
-            if name in self.reports[epoch]["metrics"]
+            if name in self.reports[epoch]["metrics"] and not (own and "source" in self.reports[epoch])
         }
 
     def checkpoints_left(self) -> list[str]:
@@ -149,10 +158,19 @@ class StudyState:
         elif event["event"] == "ended":
             self.outcome = event["outcome"]
         elif (trial := self.known.get(event.get("trial", ""))) is not None:
-            _apply_to_trial(trial, event, self.plan)
+            _apply_to_trial(trial, self._with_origin(event), self.plan)
+
+    def _with_origin(self, event: Event) -> Event:
+        """An event with the seconds and the code of the trial that it was taken over from, which earlier versions did not write."""
+        origin = self.known.get(event.get("source", ""))
+        if origin is None or "commits" in event:
+            return event
+        return {"seconds": origin.took.get(event["epoch"]), "commits": origin.commits, **event}
 
     def _plan(self, event: Event) -> None:
-        self.plan, self.outcome = event | {"trials": list(event["trials"]), "study": _shown(event["study"])}, ""
+        trials = {trial["id"]: trial for trial in event["trials"]}  # earlier versions let two rows plan the same trial
+        self.plan = event | {"trials": list(trials.values()), "study": _shown(event["study"])}
+        self.outcome = ""
         self.limits = None
         for trial in event["trials"]:
             self._add(trial, retry=event.get("only") != UNFINISHED)
@@ -198,13 +216,16 @@ def fold(events: Iterable[Event]) -> StudyState:
 
 def _apply_to_trial(trial: TrialState, event: Event, plan: Event) -> None:
     kind, time = event["event"], event["time"]
+    trial.source = event.get("source", trial.source)
     if kind == "started":
         trial.status, trial.started, trial.last_heard = RUNNING, trial.started or time, time
-        trial.commits = list(dict.fromkeys([*trial.commits, _commit(plan)]))
+        trained_by = [f"unknown, taken over from {event['source']}"] if "source" in event else [_commit(plan)]
+        trial.commits = list(dict.fromkeys([*trial.commits, *event.get("commits", trained_by)]))
     elif kind == "report":
         if event["epoch"] not in trial.reports:
             trial.reports[event["epoch"]] = event
-            trial.seconds += time - (trial.last_heard or time)
+            _take_time(trial, event)
+        trial.commits = list(dict.fromkeys([*trial.commits, *event.get("commits", [])]))
         trial.last_heard = time
     elif kind == "checkpoint":
         trial.checkpoints.append(event["path"])
@@ -220,7 +241,16 @@ def _apply_to_trial(trial: TrialState, event: Event, plan: Event) -> None:
     elif kind == "failed":
         trial.status, trial.error, trial.ended = FAILED, event["error"], time
     if kind in ENDED:
-        trial.ends.append((time, trial.seconds))
+        trial.ends.append((time, trial.seconds if trial.took.keys() == trial.reports.keys() else None))
+
+
+def _take_time(trial: TrialState, event: Event) -> None:
+    """What an epoch took; of one that was taken over only what the event says, its time is that of the copy where it says nothing."""
+    here = None if "source" in event else event["time"] - (trial.last_heard or event["time"])
+    seconds = event.get("seconds", here)
+    if seconds is not None:
+        trial.took[event["epoch"]] = seconds
+        trial.spent += 0.0 if "source" in event else seconds
 
 
 def _commit(plan: Event) -> str:

@@ -7,21 +7,28 @@ import tomllib
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from packaging.requirements import Requirement
+from scipy.stats import ttest_1samp
 
-from study.analysis import _optuna_study, entries, front, groups, holm, importance, interval, spread_measures
+from study.analysis import _optuna_study, best_of_budget, entries, front, importance, interval, spread_measures
 from study.cli import main
 from study.compare import compare, lines, verdict
 from study.config import StudyConfig
+from study.configurations import configurations, table
 from study.dashboard import Page, make_app
 from study.interactive import explore_data
 from study.ledger import Ledger
+from study.manage import overview
+from study.plan import make_plan
 from study.report_formats import escape, render_latex
+from study.results import summarise
 from study.state import StudyState, fold
 from tests.study.conftest import made_up_events, write_ledger
+from tests.study.test_rounds import Pretend
 
 Tiny = Callable[..., StudyConfig]
 SEARCH = ("space={optimizer.lr: {loguniform: [0.001, 1.0]}, batch_size: {choice: [16, 32]}}", "search.num_samples=20")
@@ -42,22 +49,49 @@ def searched(tiny: Tiny) -> StudyState:
     return fold(events)
 
 
-def test_matched_trials_are_paired_and_tested(tiny: Tiny) -> None:
+def noisy(study: StudyConfig, errors: dict[str, float], noise: Callable[[str, int], float]) -> StudyState:
+    """A made-up study, every trial's test error moved by ``noise`` of its row and seed, per cent."""
+    events = made_up_events(study, errors)
+    planned = {trial["id"]: trial for trial in events[0]["trials"]}
+    for event in events:
+        if event["event"] == "finished":
+            trial = planned[event["trial"]]
+            event["metrics"] = event["metrics"] | {
+                "test/error": event["metrics"]["test/error"] + noise(trial["row"], trial["seed"]) / 100
+            }
+    return fold(events)
+
+
+def test_matched_trials_are_compared_seed_by_seed(tiny: Tiny) -> None:
+    """What the rows of a seed share is one observation, not one a row; every row's interval is corrected too."""
     seeds = "seeds=[0,1,2,3]"
-    first = made_up(tiny("one", seeds), {"float32": 2.0, "lns matmul": 3.0})
-    second = made_up(tiny("two", seeds), {"float32": 2.5, "lns matmul": 3.25})
+    gaps = [0.1, 0.3, -0.1, 0.5]
+    first = noisy(tiny("one", seeds), {"float32": 2.0, "lns matmul": 3.0}, lambda row, seed: 10.0 * seed)
+    second = noisy(tiny("two", seeds), {"float32": 2.0, "lns matmul": 3.2}, lambda row, seed: 10.0 * seed + gaps[seed])
     found = compare(first, second)
     assert (found.matched_by, len(found.pairs), found.measured) == ("config", 8, "test error")
-    assert found.difference == pytest.approx(0.375)
-    assert found.p == pytest.approx(2 / 2**8)
-    assert [line[-1][:5] for line in lines(found)] == ["+0.50", "+0.25"]
-    assert "two minus one: +0.375" in verdict(found)
+    assert found.contrast is not None
+    assert found.contrast.difference == pytest.approx(0.3)
+    assert (found.contrast.over, found.contrast.tests) == ("4 seeds", 3)
+    assert found.contrast.p == pytest.approx(3 * ttest_1samp([gap + 0.1 for gap in gaps], 0.0).pvalue)
+    assert [line[-1] for line in lines(found)] == ["+0.20 ± 0.63", "+0.40 ± 0.63"]
+    assert "two minus one: +0.300 ± 0.6" in verdict(found)
+    assert "undecided: a difference of 0.81 would have shown in 80 %" in verdict(found)
 
 
-def test_other_configs_are_matched_by_row_and_few_pairs_are_not_tested(tiny: Tiny) -> None:
+def test_one_seed_of_many_configurations_is_compared_over_these(tiny: Tiny) -> None:
+    first, second = searched(tiny), searched(tiny)
+    for trial in second.trials:
+        trial.test = {"test/error": trial.test["test/error"] + 1e-4 * (trial.number or 0)}
+    found = compare(first, second)
+    assert found.contrast is not None
+    assert found.contrast.over == "40 configurations"
+
+
+def test_other_configs_are_matched_by_row_and_one_seed_is_not_tested(tiny: Tiny) -> None:
     found = compare(made_up(tiny("one")), made_up(tiny("two", "trial.optimizer.lr=0.5")))
-    assert (found.matched_by, found.p) == ("row", None)
-    assert "too few pairs" in verdict(found)
+    assert (found.matched_by, found.contrast) == ("row", None)
+    assert "too few seeds" in verdict(found)
     assert "2 pairs are equal" in verdict(found)
 
 
@@ -163,16 +197,67 @@ def test_one_worker_sends_no_bytes_and_the_others_are_weighed_by_them(tiny: Tiny
     assert [entry.values.get("bytes") for entry in found] == [None, 12000.0, 3000.0]
 
 
-def test_holm_and_interval_equal_worked_examples() -> None:
-    assert holm({"a": 0.01, "b": 0.04, "c": 0.03}) == pytest.approx({"a": 0.03, "b": 0.06, "c": 0.06})
+def test_an_interval_equals_a_worked_example() -> None:
     assert interval([1.0, 2.0, 3.0]) == pytest.approx(2.4841377, rel=1e-6)  # 4.3026527 / sqrt(3)
     assert interval([1.0]) is None
 
 
-def test_groups_are_tested_where_they_are_large_enough(tiny: Tiny) -> None:
-    assert [group.category for group in groups(searched(tiny))] == ["row"]
-    assert groups(searched(tiny))[0].overall == pytest.approx(1.0, abs=0.05)
-    assert groups(made_up(tiny("few")))[0].overall is None
+def unfinished(events: list[dict[str, Any]], trial: str) -> StudyState:
+    """The ledger of a study in which one trial has not ended."""
+    return fold([event for event in events if event["event"] != "finished" or event["trial"] != trial])
+
+
+def test_a_configuration_counts_once_every_seed_has_finished(tiny: Tiny) -> None:
+    """In fronts, rankings, heat maps, importance, the list of studies and gaps; before, the luckiest seeds spoke for it."""
+    study = tiny("seeds", *SEARCH, "seeds=[0,1]", "search.num_samples=10")
+    events = made_up_events(study, {"lns matmul": 1.0})
+    missing = next(
+        trial for trial in events[0]["trials"] if trial["row"] == "float32" and trial["number"] == 3 and trial["seed"] == 1
+    )
+    for event in events:
+        if event["event"] == "report":
+            event["metrics"]["validation/error"] += 1e-4 * len(event["trial"]) * event["epoch"]
+    state = unfinished(events, missing["id"])
+    assert {entry.name for entry in entries(state)} == {entry.name for entry in entries(fold(events))} - {"float32 #3"}
+    found = importance(state)
+    assert found is None or found.configurations == 19
+    curves = best_of_budget(fold(events))
+    assert [len(xs) for xs, _ in curves.values()] == [10, 10]  # each once its second seed has ended
+
+
+def test_the_list_of_studies_has_no_lucky_seed(tiny: Tiny) -> None:
+    study = tiny("lucky", "seeds=[0,1]")
+    events = made_up_events(study)
+    lucky = events[0]["trials"][0]["id"]
+    for event in events:
+        if event["event"] == "report" and event["trial"] == lucky:
+            event["metrics"] = event["metrics"] | {"validation/error": 0.01}
+    write_ledger(study, events)
+    assert overview(study.folder)["best"] == f"validation/error {(0.01 + 0.2 / 3) / 2:.4g}"
+
+
+def test_there_is_no_gap_before_both_rows_are_whole(tiny: Tiny) -> None:
+    events = made_up_events(tiny("gaps", "seeds=[0,1]"), {"float32": 2.0, "lns matmul": 2.1})
+    for trial in events[0]["trials"]:
+        summary = summarise(unfinished(events, trial["id"]))
+        assert [row.gap for row in summary.rows] == [None, None]
+        assert [row.verdict for row in summary.rows] == ["", ""]
+    assert summarise(fold(events)).rows[1].gap == pytest.approx(0.1)
+
+
+def test_early_rounds_of_halving_are_in_no_figure(tiny: Tiny) -> None:
+    """Also while no later round is there yet."""
+    study = tiny("halved", SEARCH[0], "search={scheduler: halving, num_samples: 9}", "rows=[]", "baseline=null")
+    pretend = Pretend(make_plan(study))
+    for trials, whole in ((9, 0), (3, 0), (1, 1)):
+        pretend.run(trials)
+        assert len(entries(pretend.state)) == whole
+        assert sum(row.searched for row in summarise(pretend.state).rows) == whole
+        conditions = [
+            line["state"] for line in table(configurations(pretend.state.trials, ["validation/error"]), study.search.objectives)
+        ]
+        assert conditions.count("finished") == whole
+        assert set(conditions) <= {"finished", "early round"}
 
 
 def test_what_is_explored_is_plain_numbers(tiny: Tiny) -> None:

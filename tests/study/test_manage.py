@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import io
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,18 @@ from typing import Any
 import pandas
 import pytest
 
+from study.analysis import best_of_budget, costs, entries
 from study.cli import main
 from study.config import LimitsConfig, StudyConfig
 from study.control import FILE as CONTROL
-from study.control import Control, Wish, ask, reached
+from study.control import Control, Wish, ask, gpu_seconds, reached
+from study.durations import like, seconds_an_epoch
 from study.estimate import describe_plan
 from study.ledger import Event, Ledger, is_locked, read_ledger
-from study.manage import continuations, differences, export, extended, find_trial, read, take_over, write_csv
+from study.manage import continuations, differences, export, extended, find_trial, overview, read, take_over, write_csv
+from study.objectives import objective
 from study.plan import make_plan
-from study.report import render_csv
+from study.report import render_csv, render_text
 from study.state import FAILED, FINISHED, PLANNED, StudyState, fold
 from tests.study.conftest import made_up_events
 from tests.study.made_up_slots import with_slots
@@ -214,6 +218,9 @@ def test_a_longer_trial_goes_on_from_a_shorter_one(local: Tiny) -> None:
         assert continuations(ledger, state) == 1  # the other trial has no checkpoint left
         first, second = state.trials
         assert (first.status, first.epoch, first.checkpoints_left()) == (PLANNED, 3, [str(checkpoint)])
+        assert (first.seconds, first.spent) == (pytest.approx(3.0), 0.0)
+        assert first.took == short.took
+        assert first.commits == ["c0ffee"]
         assert first.id != short.id
         assert second.epoch == 0
         assert continuations(ledger, state) == 0
@@ -248,6 +255,61 @@ def test_finished_trials_are_taken_over_once(local: Tiny) -> None:
     assert {trial.seed for trial in done} == {1}
     assert all(trial.epoch == 3 and trial.test for trial in done)
     assert all(event["source"] == str(theirs.folder) for event in read_ledger(ours.folder)[1:])
+
+
+def test_what_is_taken_over_keeps_its_seconds_and_its_code(local: Tiny) -> None:
+    """Seconds are an objective; they feed plans and fronts, and what this study spent is none of them."""
+    ours, theirs = local("ours"), local("theirs")
+    write(ours, made_up_events(ours)[:1])
+    other = made_up_events(theirs)
+    other[0]["provenance"] = other[0]["provenance"] | {"commit": "decade"}
+    relieved = {
+        "event": "relieved",
+        "time": other[0]["time"],
+        "trial": other[1]["trial"],
+        "error": "boom",
+        "relief": {"batch_size": 16},
+    }
+    # broken off for 100 s after the second epoch, on another day
+    began = [
+        event | {"time": event["time"] - 1e5 + 100 * (event.get("epoch") == 3)} for event in [other[0], relieved, *other[1:]]
+    ]
+    again = {"event": "started", "time": other[1]["time"] - 1e5 + 102, "trial": other[1]["trial"]}
+    write(theirs, [*began[:5], again, *began[5:]])
+    source = read(theirs.folder)
+    assert take_over(ours.folder, theirs.folder) == (2, 0)
+    state = read(ours.folder)
+    for known, trial in zip(source.trials, state.trials, strict=True):
+        assert objective(trial, "seconds") == objective(known, "seconds")
+        assert (trial.started, trial.ended, trial.took) == (known.started, known.ended, known.took)
+        assert trial.commits == known.commits == ["decade"]
+        assert trial.spent == 0.0
+        assert trial.relief == known.relief
+    assert state.trials[0].seconds == pytest.approx(3.0)
+    assert gpu_seconds(state) == 0.0
+    assert costs(state) == {"trials": 2.0, "epochs": 6.0}
+    assert best_of_budget(state) == best_of_budget(source)
+    assert overview(ours.folder)["time"] == read_ledger(ours.folder)[0]["time"]
+    events = read_ledger(ours.folder)
+    later = events[0] | {"time": time.time()}
+    (missing,) = [event for event in events if event["event"] == "finished" and event["trial"] == state.trials[1].id]
+    more = {"event": "started", "time": later["time"], "trial": missing["trial"]}
+    assert "MIXED CODE: trials ran at 2 commits: c0ffee, decade" in render_text(fold([*events, later, more]))
+
+
+def test_an_import_of_an_earlier_version_says_what_it_does_not_know(local: Tiny) -> None:
+    study = local("old")
+    events = made_up_events(study)
+    now = events[-1]["time"]
+    for event in events:
+        if event.get("trial") == events[1]["trial"]:
+            event |= {"time": now, "source": "/elsewhere"}
+    first, second = fold(events).trials
+    assert (objective(first, "seconds"), objective(second, "seconds")) == (None, pytest.approx(3.0))
+    assert first.commits == ["unknown, taken over from /elsewhere"]
+    assert "bits" in entries(fold(events))[0].values
+    assert "seconds" not in entries(fold(events))[0].values
+    assert list(seconds_an_epoch([fold(events)])) == [like(second.config)]
 
 
 def test_studies_of_other_data_are_not_mixed(local: Tiny) -> None:
@@ -306,6 +368,26 @@ def test_only_what_was_asked_for_is_tried_again(local: Tiny) -> None:
         state = fold([*events, {**events[0], "only": only}])
         assert state.trials[0].status == status
         assert state.trials[1].status == FINISHED
+
+
+def test_a_trial_that_goes_on_in_an_earlier_versions_ledger_has_its_seconds(local: Tiny) -> None:
+    """The trial that it continues is in the same ledger."""
+    events = made_up_events(local("longer"))
+    short = fold(events).trials[0]
+    plan = make_plan(local("longer", "trial.epochs=4"))
+    trial, now = plan.trials[0].id, events[-1]["time"] + 50
+    events.append({"event": "planned", "time": now, **plan.to_event(), "data": [], "provenance": {"commit": "decade"}})
+    for epoch, report in short.reports.items():
+        events.append(
+            {"event": "report", "time": now, "trial": trial, "epoch": epoch, "metrics": report["metrics"], "source": short.id}
+        )
+    events += [
+        {"event": "started", "time": now + 1, "trial": trial},
+        {"event": "report", "time": now + 3, "trial": trial, "epoch": 4, "metrics": short.reports[3]["metrics"]},
+    ]
+    longer = fold(events).known[trial]
+    assert (longer.seconds, longer.spent) == (pytest.approx(5.0), pytest.approx(2.0))
+    assert longer.commits == ["c0ffee", "decade"]
 
 
 def test_find_trial(local: Tiny) -> None:

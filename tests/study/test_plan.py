@@ -8,8 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from study.config import StudyConfig
-from study.plan import make_plan, trial_id
+from study.errors import UserError
+from study.plan import PlannedTrial, make_plan, trial_id
 from study.preflight import check_elastic
+from study.search import Agenda
+from study.state import StudyState, fold
 from trainers.config import DataConfig, PrecisionConfig, TrialConfig
 
 Tiny = Callable[..., StudyConfig]
@@ -58,6 +61,77 @@ def test_only_ray_train_changes_the_number_of_workers(tiny: Tiny) -> None:
 def test_twins_are_refused(tiny: Tiny) -> None:
     with pytest.raises(ValueError, match="same trial"):
         make_plan(tiny("plan", "rows=[{label: a}, {label: b}]", "baseline=null"))
+
+
+COINCIDING = "rows=[{label: base}, {label: adam, overrides: {optimizer: {name: adam}}}]"
+
+
+@pytest.mark.parametrize("search", ["{algorithm: grid}", "{algorithm: tpe}", "{scheduler: pbt, num_samples: 4}"])
+@pytest.mark.parametrize(
+    "domain", ["optimizer.name: {choice: [sgd, adam]}", "optimizer: {choice: [{name: sgd, momentum: 0.1}, {name: adam}]}"]
+)
+def test_a_key_that_a_row_and_the_space_set_is_refused(tiny: Tiny, search: str, domain: str) -> None:
+    grid = domain.replace("choice", "grid")
+    space = f"space={{{grid if 'pbt' in search else domain}, optimizer.lr: {{choice: [0.01, 0.02]}}}}"
+    if "pbt" in search:
+        space = space.replace("{choice: [0.01, 0.02]}", "{uniform: [0.01, 0.02]}")
+    with pytest.raises(ValueError, match=r"row 'adam': optimizer\.name: .* space.* take it out of one of them"):
+        make_plan(tiny("plan", COINCIDING, "baseline=null", space, f"search={search}"))
+
+
+def test_a_key_that_two_domains_set_is_refused(tiny: Tiny) -> None:
+    space = "space={precision.format: {choice: [lns12, lns16]}, precision: {choice: [{format: float32}, {scope: matmul}]}}"
+    with pytest.raises(ValueError, match=r"space\.precision\.format and space\.precision: both set precision\.format"):
+        make_plan(tiny("plan", "rows=[]", "baseline=null", space))
+
+
+def test_keys_beside_those_of_the_space_are_a_rows_own(tiny: Tiny) -> None:
+    space = "space={optimizer: {choice: [{lr: 0.01}, {lr: 0.02}]}, precision: {choice: [{format: lns12}, {format: float32}]}}"
+    rows = COINCIDING.replace("{label: base}", "{label: base, overrides: {precision.accumulation: float32}}")
+    plan = make_plan(tiny("plan", rows, "baseline=null", space, "search={algorithm: grid}"))
+    assert len({trial.id for trial in plan.trials}) == len(plan.trials) == 8
+
+
+@pytest.mark.parametrize(
+    "search", ["{algorithm: random, num_samples: 3}", "{algorithm: tpe}", "{scheduler: halving}", "{scheduler: pbt}"]
+)
+def test_searched_rows_that_are_the_same_are_refused(tiny: Tiny, search: str) -> None:
+    rows = "rows=[{label: a}, {label: b, overrides: {optimizer.name: sgd}}]"
+    with pytest.raises(ValueError, match="rows 'a' and 'b' with seed 0: both are the same trial"):
+        make_plan(tiny("plan", rows, "baseline=null", "space={optimizer.lr: {loguniform: [0.01, 0.1]}}", f"search={search}"))
+
+
+def test_a_trial_enters_a_plan_and_an_agenda_once(tiny: Tiny) -> None:
+    plan = make_plan(tiny("plan"))
+    with pytest.raises(ValueError, match="both are the same trial"):
+        dataclasses.replace(plan, trials=(*plan.trials, dataclasses.replace(plan.trials[0], row="again")))
+    state = fold([{"event": "planned", "time": 0.0, **plan.to_event()}])
+    agenda = Agenda(plan, state, lambda trial: None)
+    agenda._confirmations = [Twin(plan.trials[0])]  # type: ignore[list-item]
+    assert [agenda.next(), agenda.next()] == list(plan.trials)
+    with pytest.raises(UserError, match="rows 'float32' and 'again' with seed 0: both are the same trial"):
+        agenda.next()
+
+
+class Twin:
+    """Wants a trial once more, under another label."""
+
+    exhausted = False
+
+    def __init__(self, trial: PlannedTrial) -> None:
+        self._trial = dataclasses.replace(trial, row="again")
+
+    def next(self, state: StudyState) -> list[PlannedTrial]:
+        """The same for ever."""
+        return [self._trial]
+
+
+def test_a_ledger_with_twins_counts_a_seed_once(tiny: Tiny) -> None:
+    """Earlier versions wrote such ledgers."""
+    planned = make_plan(tiny("plan")).to_event()
+    planned["trials"].append(planned["trials"][0] | {"row": "again"})
+    state = fold([{"event": "planned", "time": 0.0, **planned}])
+    assert {row: len(trials) for row, trials in state.rows().items()} == {"again": 1, "lns matmul": 1}
 
 
 def test_a_row_with_an_impossible_format_names_the_row(tiny: Tiny) -> None:

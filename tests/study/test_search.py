@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
+from study.analysis import entries, importance
 from study.compose import load
 from study.config import StudyConfig
 from study.configurations import best, configurations, pareto_front
 from study.objectives import bits_of
-from study.plan import Plan, PlannedTrial, make_plan
+from study.plan import Plan, PlannedTrial, bind_space, make_plan
 from study.preflight import describe_data
+from study.report import write_report
 from study.search import Agenda, adopt
 from study.state import StudyState, TrialState, fold
 from tests.study.conftest import TINY
@@ -170,6 +172,91 @@ def test_a_search_broken_off_proposes_what_it_would_have(searched: Make, algorit
         assert params == whole
 
 
+WIDE = {
+    "batch_size": "{choice: [16, 32, 64]}",
+    "optimizer.lr": "{loguniform: [0.001, 1.0]}",
+    "optimizer.momentum": "{quniform: [0.0, 0.8, 0.1]}",
+    "epochs": "{randint: [3, 9]}",
+}
+NARROW = [
+    {"batch_size": "{choice: [32, 16]}"},
+    {"optimizer.lr": "{loguniform: [0.01, 0.1]}"},
+    {"optimizer.momentum": "{quniform: [0.0, 0.8, 0.2]}"},
+    {"epochs": "{randint: [4, 6]}"},
+    {"batch_size": None},
+    {"optimizer.nesterov": "{choice: [true, false]}"},
+    {"batch_size": "{grid: [32, 64]}"},
+]
+
+
+def space_of(domains: dict[str, str | None], samples: int = 8) -> str:
+    """The part of a config that searches these."""
+    inner = ", ".join(f"{key}: {domain}" for key, domain in domains.items() if domain is not None)
+    return f"\nspace: {{{inner}}}\nsearch: {{algorithm: tpe, num_samples: {samples}}}\n"
+
+
+def uneven(params: dict[str, Any]) -> float:
+    """An error that is different everywhere."""
+    return float(math.sin(sum((7 + place) * float(value) for place, value in enumerate(params.values()))) ** 2)
+
+
+@pytest.mark.parametrize("change", NARROW)
+@pytest.mark.parametrize("broken_off", [5, 16])
+def test_what_lies_outside_a_changed_space_is_history(
+    searched: Make, tmp_path: Path, change: dict[str, str | None], broken_off: int
+) -> None:
+    """It stays in the figures; the sampler does not learn from it, and proposes as many inside as are wanted."""
+    rows = ("rows=[]", "baseline=null", "seeds=[0,1]")
+    begun = Pretend(make_plan(searched(*rows, space=space_of(WIDE))), uneven)
+    first = begun.run(broken_off)
+    assert fold(begun.events).trials  # and, broken off in the middle of one, a trial that never ran
+    study = searched(*rows, space=space_of(WIDE | change))
+    space = bind_space(study)
+    again = continued(begun, study)
+    history = [trial.id for trial in first if not space.holds(trial.params)]
+    waiting = [trial for trial in again.plan.trials if trial.id not in {trial.id for trial in first}]
+    assert all(space.holds(trial.params) for trial in waiting)
+    rest = again.run()
+    assert again.agenda.exhausted
+    assert all(space.holds(trial.params) for trial in rest)
+    points = space.grid_points()
+    assert len([trial for trial in again.state.trials if space.holds(trial.params)]) == 2 * 8 * len(points)
+    assert set(history) <= {trial.id for trial in again.state.trials}
+    assert len(again.state.trials) == again.plan.size
+    numbers = {trial.number: trial.params for trial in again.state.trials}
+    assert all(numbers[trial.number] == trial.params for trial in again.state.trials)
+    assert {trial.id for entry in entries(again.state) for trial in entry.trials} == {
+        trial.id for trial in again.state.trials if trial.status == "finished"
+    }
+    if broken_off == 16 and "batch_size" in change:
+        again.state.plan |= {"provenance": {"versions": {}, "platform": "", "python": ""}}
+        assert importance(again.state) is not None
+        write_report(again.state, tmp_path / "report")
+    assert Agenda(adopt(make_plan(study), fold(again.events)), fold(again.events), lambda trial: None).exhausted
+
+
+def continued(begun: Pretend, study: StudyConfig) -> Pretend:
+    """Another run of the study that ``begun`` ran, with this config."""
+    again = Pretend(adopt(make_plan(study), fold(begun.events)), uneven)
+    planned = again.events
+    again._events, again.state = [], StudyState()
+    for event in [*begun.events, *planned]:
+        again._append(event)
+    again.agenda = Agenda(again.plan, again.state, again.agenda._added)
+    return again
+
+
+def test_more_seeds_of_what_is_no_longer_planned_are_no_configuration(searched: Make) -> None:
+    """Only the seeds that confirmed it would be left, and most seeds win."""
+    rows = ("rows=[]", "baseline=null")
+    begun = Noisy(make_plan(searched(*rows, space=RACE)), lucky)
+    begun.run()
+    narrow = RACE.replace("0.03, 0.04, ", "")
+    plan = adopt(make_plan(searched(*rows, space=narrow)), fold(begun.events))
+    assert {(trial.params["optimizer.lr"], trial.number) for trial in plan.trials} == {(0.01, 1), (0.02, 2), (0.05, 3)}
+    assert {trial.seed for trial in plan.trials if trial.params["optimizer.lr"] == 0.02} > {0, 10}
+
+
 def test_grids_are_searched_point_by_point(searched: Make) -> None:
     space = "\nspace: {batch_size: {grid: [32, 64]}, optimizer.lr: {loguniform: [0.001, 1.0]}}\nsearch: {num_samples: 3, algorithm: tpe}\n"
     done = Pretend(make_plan(searched("rows=[]", "baseline=null", space=space)), lambda params: params["optimizer.lr"]).run()
@@ -315,7 +402,9 @@ def test_the_last_trials_run_longest_first(searched: Make) -> None:
     assert [trial.row for trial in pretend.agenda.trials] == ["float32", "lns matmul"] * 2
     pretend.agenda.tail = 3
     for trial, seconds in zip(pretend.plan.trials[:2], (5.0, 1.0), strict=True):
-        like = TrialState(id=trial.row, row=trial.row, seed=9, config=trial.config.to_dict(), seconds=2 * seconds)
+        like = TrialState(
+            id=trial.row, row=trial.row, seed=9, config=trial.config.to_dict(), took={1: seconds, 2: seconds, 3: seconds}
+        )
         like.reports = {epoch: {"time": epoch * seconds, "metrics": {}} for epoch in (1, 2, 3)}
         pretend.state.known[trial.row] = like
     assert [trial.row for trial in iter(pretend.agenda.next, None)] == ["float32", "float32", "lns matmul", "lns matmul"]
