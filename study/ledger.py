@@ -49,13 +49,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, TypeAlias
 
-from study.lines import HEADER, ID_LENGTH, VERSION, Damage, Lines, seal, unseal
+from study.errors import UserError
+from study.lines import HEADER, VERSION, Damage, Lines, seal, unseal
 from study.lines import Event as Event
 from study.program import STORAGE, lns_study
 
 FILE = "ledger.jsonl"
 LOCK = "ledger.lock"
 LOCK_ATTEMPTS = 6
+ID_LENGTH = 12
+"""Hex digits of a ledger's id."""
 BUSY = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 """Errors of a lock that say that another process has it."""
 SHOWN = 3
@@ -70,7 +73,7 @@ class Contents:
     Attributes:
         events: the whole ones in order, headers and repeated reports left out; ``numbers`` are theirs.
         damage: where the ledger is not as it was written.
-        id: the ledger's, "" if there is none.
+        id: the ledger's, "" if no whole line tells.
         number: of the last line.
         checked: whether it is of version 2.
     """
@@ -359,16 +362,21 @@ def take_lock(folder: Path) -> IO[str]:
         except OSError as error:
             lock.close()
             if error.errno not in (*BUSY, errno.ESTALE):
-                raise ValueError(
-                    f"{folder}: its storage gives no lock ({error.strerror}), so that two processes could write one ledger; mount it "
-                    "with locks, or choose another storage with storage=..."
-                ) from None
+                raise no_locks(folder, error) from None
             time.sleep(0.05 if attempt + 1 < LOCK_ATTEMPTS else 0)
         else:
             return lock
     raise ValueError(
         f"{folder}: {_describe_owner(folder / LOCK)} is running this study; only one may write its ledger; wait for it, or give this one "
         "another name with name=..."
+    )
+
+
+def no_locks(folder: Path, error: OSError) -> UserError:
+    """What to tell where a lock in ``folder`` fails for another reason than that somebody has it."""
+    return UserError(
+        f"{folder}: its storage gives no lock ({error.strerror}), so that two processes could write one file; mount it with locks, or "
+        "choose another storage with storage=..."
     )
 
 

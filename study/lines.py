@@ -14,7 +14,6 @@ there are (:mod:`study.ledger`) tells more. In version 1 only a line that is no 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import zlib
@@ -26,8 +25,6 @@ HEADER = "ledger"
 MARK = b', "check": "'
 SEAL = len(MARK) + 8 + len(b'"}')
 """Bytes of a line from :data:`MARK` to its end."""
-ID_LENGTH = 12
-"""Hex digits of a ledger's id."""
 
 Event: TypeAlias = dict[str, Any]
 
@@ -61,7 +58,7 @@ class Lines:
     """Takes the lines of a ledger in the file's order.
 
     Attributes:
-        id: the ledger's; "" before a line tells.
+        id: the ledger's; "" until a line tells.
         number: the highest so far.
         checked: whether lines have checks by now.
         damage: what is wrong so far; lines that cannot be read are in it once the next whole one has come, or :meth:`end`.
@@ -70,7 +67,7 @@ class Lines:
     def __init__(self) -> None:
         self.id, self.number, self.checked = "", 0, False
         self.damage: list[Damage] = []
-        self._line, self._first = 0, ""
+        self._line = 0
         self._broken: list[tuple[int, bytes]] = []
         self._missing: dict[int, Damage] = {}
 
@@ -95,7 +92,6 @@ class Lines:
         self._resolve(last + 1, "")
         self._lose(range(last + 1, events + 1), self._line + 1)
         self.number = max(last, events)
-        self.id = self.id or self._first
 
     def _enter(self, number: int, event: Event) -> tuple[int, Event] | None:
         if number <= self.number:
@@ -107,7 +103,6 @@ class Lines:
                 self._note(f"begins another ledger, {event.get('id')}")
             self.id = self.id or str(event.get("id", ""))
             return None
-        self._first = self._first or hashlib.sha256(json.dumps(event).encode()).hexdigest()[:ID_LENGTH]
         self.id = self.id or str(event.get("ledger", ""))
         return number, event
 

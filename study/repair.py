@@ -238,6 +238,7 @@ class _Work:
                 self._of_trial[event["trial"]].append((number, event))
         self._plans = [number for number, event in self._whole if event["event"] == "planned"]
         self._put: dict[int, list[Event]] = defaultdict(list)
+        self._latest: dict[tuple[int, str], float] = defaultdict(lambda: -math.inf)
         self.recovered: list[Event] = []
         self.lost: list[str] = []
         self.events: list[Event] = []
@@ -249,9 +250,14 @@ class _Work:
                 self._put[gap].append({"event": "lost", "time": self._between(gap), "what": "planned"})
         for trial in sorted({*self._of_trial, *self._known, *self._state.known}):
             self._restore(trial, self._of_trial[trial], self._known.get(trial, Known(source=ELIMINATION)))
-        self.lost += [f"{damage}{_meaning(damage)}" for number, damage in sorted(self._damage.items()) if self._is_lost(number)]
+        if self._whole or not self._damage:
+            self.lost += [
+                f"{damage}{_meaning(damage)}" for number, damage in sorted(self._damage.items()) if self._is_lost(number)
+            ]
+        else:
+            self.lost.append(f"all {len(self._damage)} lines; the next run plans anew")
         numbered = [(number, 1, event) for number, event in self._whole]
-        numbered += [(number, 0, event) for number, events in self._put.items() for event in events]
+        numbered += [(number, 0, event) for number, events in self._put.items() for event in sorted(events, key=_time)]
         self.events = [event for *_, event in sorted(numbered, key=lambda entry: entry[:2])]
         self.recovered = [event for events in self._put.values() for event in events if "recovered" in event]
 
@@ -276,9 +282,9 @@ class _Work:
                 report = {"event": "report", "trial": trial, "epoch": epoch, "metrics": metrics}
                 if (gap := self._insert(report, after, before, known.source, known.times.get(epoch))) is not None:
                     epochs[epoch] = gap
-        told = {event["path"] for _, event in events if event["event"] == "checkpoint"}
+        told = {event["epoch"] for _, event in events if event["event"] == "checkpoint"}
         for epoch, path in sorted(known.paths.items()):
-            if str(path) not in told and epoch in epochs:
+            if epoch not in told and epoch in epochs:
                 checkpoint = {"event": "checkpoint", "trial": trial, "epoch": epoch, "path": str(path)}
                 self._insert(checkpoint, epochs[epoch], math.inf, CHECKPOINT)
         self._restore_end(trial, known, epochs, ends)
@@ -290,23 +296,28 @@ class _Work:
         if not ends and known.end and not (known.end["event"] == FINISHED and missing):
             self._insert({"trial": trial, **known.end}, max(epochs.values(), default=0), math.inf, known.source, known.ended)
         finished = [number for number, event in self._of_trial[trial] if event["event"] == FINISHED]
-        report = {"event": "report", "trial": trial}
-        if finished and missing and any(gap < finished[0] and self._may_hold(gap, report) for gap in self._gaps):
+        if not wanted and finished:  # how many it had to have, nobody knows
+            report = {"event": "report", "trial": trial}
+            missing = [gap for gap in self._gaps if gap < finished[0] and self._may_hold(gap, report)]
+        if finished and missing:
             self._whole = [entry for entry in self._whole if entry[0] not in finished]
-            self.lost.append(f"trial {trial}: epochs {', '.join(map(str, missing))} that nobody knows; it is trained again")
+            epochs_ = f"epochs {', '.join(map(str, missing))}" if wanted else "some epochs, perhaps,"
+            self.lost.append(f"trial {trial}: {epochs_} that nobody knows; it is trained again")
 
     def _insert(self, event: Event, after: float, before: float, source: str, when: float | None = None) -> int | None:
         """Put an event into the first gap between two numbers; where, or None if there is none."""
         gap = next((gap for gap in self._gaps if after <= gap <= before and self._may_hold(gap, event)), None)
         if gap is None:
             return None
-        moment = self._between(gap, when if when is not None or self._whole else self._worked_on(event.get("trial", "")))
+        trial = event.get("trial", "")
+        moment = self._between(gap, when if when is not None or self._whole else self._worked_on(trial))
+        moment = self._latest[gap, trial] = max(moment, self._latest[gap, trial])
         self._put[gap].append({"event": event["event"], "time": moment, **event, "recovered": source})
         return gap
 
     def _may_hold(self, gap: int, event: Event) -> bool:
         """Whether what can still be read of a lost line speaks against its having been this event."""
-        said = self._damage[gap].hints if gap in self._damage else {}
+        said = self._damage[gap].hints if self._whole else {}
         other_kind = said.get("event") in (*KINDS, *BESIDE) and said["event"] != event["event"]
         trial = event.get("trial") or event["planned"]["id"]
         other_trial = said.get("trial") in {*self._of_trial, *self._known, *self._state.known} and said["trial"] != trial
@@ -324,7 +335,7 @@ class _Work:
         """Whether the lost line was a plan: it says so, or comes after the end of a run, and what follows is none."""
         place = bisect(self._numbers, gap)
         around = [event["event"] for _, event in self._whole[max(0, place - 1) : place + 1]]
-        said = self._damage[gap].hints.get("event") if gap in self._damage else None
+        said = self._damage[gap].hints.get("event") if self._whole else None
         return said == "planned" or (place > 0 and len(around) == 2 and around[0] == "ended" and around[1] != "planned")
 
     def _is_lost(self, number: int) -> bool:
@@ -366,6 +377,10 @@ class _Work:
         planned = known.origin.get("trial")
         if planned and known.config:
             self._insert({"event": "added", "planned": {**planned, "config": known.config}}, self._plans[0], first, CHECKPOINT)
+
+
+def _time(event: Event) -> float:
+    return float(event["time"])
 
 
 def _code(known: Known) -> dict[str, str]:

@@ -18,8 +18,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from study.errors import UserError
 from study.ledger import FILE, LOCK, Ledger, is_locked, make_header, open_ledger, read_ledger
 from study.lines import Event, seal
+from study.writer import tracking_lock
 
 REPORTS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5), st.floats(allow_nan=False)), max_size=30)
 
@@ -239,6 +241,8 @@ def test_a_storage_without_locks_is_told_as_such(tmp_path: Path, monkeypatch: py
     with pytest.raises(ValueError, match=r"gives no lock \(No locks available\)"):
         Ledger(tmp_path)
     assert not is_locked(tmp_path)
+    with pytest.raises(UserError, match="gives no lock"), tracking_lock(tmp_path, patience=0.0):
+        pass
 
 
 def test_a_lock_of_version_1_names_its_process(tmp_path: Path) -> None:
