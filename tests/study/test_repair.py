@@ -15,7 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from study.checkpoints import checkpoints_of
 from study.cli import main
+from study.compose import change, load
 from study.config import StudyConfig
 from study.engine import run_study
 from study.errors import UserError
@@ -50,8 +52,6 @@ class Done:
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     """Two trials of three epochs, with their runs in MLflow."""
-    from study.compose import load
-
     folder = tmp_path_factory.mktemp("done")
     (folder / "tiny.yaml").write_text(TINY)
     study = load(str(folder / "tiny.yaml"), [f"storage={folder / 'studies'}"])
@@ -239,6 +239,21 @@ def test_checkpoints_of_another_ledger_are_refused_before_any_work(done: Done, t
     with pytest.raises(UserError, match=r"is a checkpoint of ledger .*and this study's is 000000000000"):
         run(study)
     assert (study.folder / FILE).read_bytes() == b"".join(lines)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["executor=packed"], ["trial.workers=2"], pytest.param(["executor=train"], marks=pytest.mark.slow)],
+    ids=["packed", "gang", "Ray Train"],
+)
+def test_checkpoints_of_every_executor_name_their_ledger_and_code(done: Done, tmp_path: Path, overrides: list[str]) -> None:
+    study = change(done.study, [*overrides, "trial.epochs=1", f"storage={tmp_path}", "tracking_uri=none"])
+    run(study)
+    found = [state["origin"] for _, _, state in checkpoints_of(study.folder)]
+    assert sorted(origin["trial"]["row"] for origin in found) == ["float32", "lns matmul"]
+    assert {(origin["ledger"], origin["code"]) for origin in found} == {
+        (open_ledger(study.folder).id, done.state.trials[0].commits[0])
+    }
 
 
 def make_old(folder: Path) -> None:
