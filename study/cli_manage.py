@@ -84,7 +84,10 @@ def _open(options: argparse.Namespace) -> tuple[Path, StudyState]:
 
     with refusals():
         folder = find(options.study, options.storage)
-        return folder, read(folder)
+        state = read(folder)
+    if state.damage:
+        print(f"lns-study: {state.config.name}: {state.damage}", file=sys.stderr)
+    return folder, state
 
 
 def _list(options: argparse.Namespace) -> int:

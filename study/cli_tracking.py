@@ -79,12 +79,12 @@ def _dashboard(options: argparse.Namespace) -> int:
 def _study(options: argparse.Namespace) -> tuple[Path, StudyConfig]:
     """Folder and config of a study that is not running, with the store to talk to; the store answers."""
     from study.ledger import is_locked
-    from study.manage import find, read
+    from study.manage import find, whole
     from study.tracking import OFF, check_tracking
 
     with refusals():
         folder = find(options.study, options.storage)
-        study = read(folder).config
+        study = whole(folder).config
         study = dataclasses.replace(study, storage=str(folder.parent), tracking_uri=options.tracking_uri or study.tracking_uri)
         if study.tracking == OFF:
             raise UserError(f"{study.name}: has tracking_uri=none; name a store with --tracking-uri sqlite:///path/mlflow.db")

@@ -75,7 +75,7 @@ class Control:
     ) -> None:
         self._path, self._state, self._edited = folder / FILE, state, edited
         self._limits = limits
-        self._began = time.time()
+        self._began = time.monotonic()
         self._asked = Decision()
         self._looked = -POLL_SECONDS
         self._stamp = 0
@@ -120,7 +120,7 @@ class Control:
         if fresh or time.monotonic() - self._looked >= POLL_SECONDS:
             self._looked = time.monotonic()
             self._read()
-            self._limit = reached(self._limits, self._state, time.time() - self._began)
+            self._limit = reached(self._limits, self._state, time.monotonic() - self._began)
         asked = self._asked
         return Decision(wish=Wish.STOP, reason=self._limit) if self._limit and asked.wish < Wish.STOP else asked
 

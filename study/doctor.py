@@ -1,18 +1,27 @@
-"""``lns-study doctor``: what a study needs of this machine, tried out one by one, each with the remedy where it fails."""
+"""``lns-study doctor``: what a study needs of this machine, or what there is of one, each with the remedy where it is not good."""
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from study.checkpoints import broken_checkpoints, checkpoints_of
 from study.config import StudyConfig, default_tracking_uri
 from study.errors import UserError
+from study.ledger import LOCK, how_to_repair, open_ledger, read_ledger
+from study.manage import find
 from study.preflight import check_address, check_writable
+from study.program import lns_study
 from study.provenance import hardware, provenance
+from study.repair import needs_repair, repair
+from study.state import fold
+from study.tracking import OFF
 from study.tracking_uri import REMEDY, hide, stored
 
+DAMAGED_SHOWN, RECOVERED_SHOWN = 3, 20
 SHORT_OF_SPACE = 2 << 30
 """Bytes of free disk below which Ray and checkpoints soon fail."""
 
@@ -38,6 +47,76 @@ def examine(storage: str, tracking_uri: str | None, address: str | None, say: Ca
         say(str(finding))
         findings.append(finding)
     return findings
+
+
+def examine_study(study: str, storage: str, tracking_uri: str | None, say: Callable[[str], None]) -> bool:
+    """Look at the ledger and the checkpoints of a study, telling what is found; whether all is good.
+
+    Raises:
+        ValueError: there is no such study.
+    """
+    folder = _folder(study, storage)
+    wrong = needs_repair(folder)
+    contents = open_ledger(folder)
+    text = wrong or f"{contents.number} lines, {'every one checked' if contents.checked else 'of version 1, which has no checks'}"
+    say(str(Finding(name="ledger", good=not wrong, text=text, remedy=f"to repair it: {how_to_repair(folder)}" if wrong else "")))
+    damaged = [str(path) for path in broken_checkpoints(folder)]
+    whole = sum(1 for _ in checkpoints_of(folder))
+    text = f"{whole} whole" + (f", {len(damaged)} damaged ({', '.join(damaged[:DAMAGED_SHOWN])})" if damaged else "")
+    say(str(Finding(name="checkpoints", good=not damaged, text=text,
+                    remedy="trials go on from an earlier one or from the start, and end with the same figures")))  # fmt: skip
+    return not wrong and not damaged
+
+
+def repair_study(study: str, storage: str, tracking_uri: str | None, say: Callable[[str], None]) -> bool:
+    """Repair the ledger of a study where it is damaged, telling what was done; whether nothing is lost.
+
+    Args:
+        tracking_uri: the MLflow store to ask; None for the study's own, ``none`` for none.
+
+    Raises:
+        ValueError: there is no such study, a process runs it, or the store does not answer.
+    """
+    folder = _folder(study, storage)
+    wrong = needs_repair(folder)
+    if not wrong:
+        say(f"{folder.name}: its ledger is whole; nothing was changed")
+        return True
+    try:
+        done = repair(folder, _store(folder, tracking_uri))
+    except ValueError as error:
+        raise ValueError(f"{error}; to repair without MLflow, add --tracking-uri none") from None
+    say(f"{folder.name}: {wrong}")
+    say(f"Kept: {done.kept}" if done.kept else "There was no file to keep.")
+    for event in done.recovered[:RECOVERED_SHOWN]:
+        epoch = f", epoch {event['epoch']}" if "epoch" in event else ""
+        say(
+            f"Restored: {event['event']} of trial {event.get('trial', event.get('planned', {}).get('id'))}{epoch} ({event['recovered']})"
+        )
+    if len(done.recovered) > RECOVERED_SHOWN:
+        say(f"Restored: {len(done.recovered) - RECOVERED_SHOWN} more events")
+    for line in done.lost:
+        say(f"Lost: {line}")
+    again = lns_study("resume", folder.name, storage=storage)
+    say(f"To go on: {again if done.planned else 'the command that ran the study, once more; what its trials have done counts'}")
+    return not done.lost
+
+
+def _folder(study: str, storage: str) -> Path:
+    """The folder of a study, also of one whose ledger is gone."""
+    for folder in (Path(study), StudyConfig(name=study, storage=storage).folder):
+        if (folder / "checkpoints").is_dir() or (folder / "train").is_dir() or (folder / LOCK).exists():
+            return folder.resolve()
+    return find(study, storage)
+
+
+def _store(folder: Path, tracking_uri: str | None) -> str | None:
+    """The MLflow store that may know the study; None if there is none."""
+    plan = fold(read_ledger(folder)).plan
+    own = dataclasses.replace(StudyConfig.from_dict(plan["study"]), storage=str(folder.parent)).tracking if plan else None
+    uri = tracking_uri or own or default_tracking_uri(str(folder.parent))
+    missing = uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists()
+    return None if uri == OFF or missing else uri
 
 
 def _findings(storage: str, tracking_uri: str | None, address: str | None) -> Iterator[Finding]:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from study.checkpoints import check_same_ledger
 from study.config import StudyConfig
 from study.control import Control, Decision
 from study.errors import UserError, refusals
-from study.ledger import Event, Ledger, is_locked, read_ledger
-from study.manage import continuations
+from study.ledger import FILE, Event, Ledger, is_locked
+from study.manage import continuations, read
 from study.mlflow_view import page
 from study.plan import Plan, make_plan
 from study.preflight import check_same_data, check_same_name, check_writable, preflight
@@ -101,6 +101,7 @@ def run_study(study: StudyConfig, view: View, say: Callable[[str], None], only: 
             before = fold(ledger.history)
             check_same_name(plan.study, before)
             check_same_data(data, before)
+            check_same_ledger(ledger, before)
             plan = adopt(plan, before)
         for uri in stored(ledger.history):
             say(f"The ledger holds the password of {uri}: {REMEDY}.")
@@ -125,7 +126,7 @@ def _run(
     ledger.listen(state.apply)
     ledger.append(
         "planned",
-        ledger=_ledger_id(ledger),
+        ledger=ledger.id,
         **plan.to_event(),
         only=only,
         data=data,
@@ -251,14 +252,16 @@ def report_study(folder: Path, say: Callable[[str], None], tracking_uri: str | N
         was written.
     """
     with refusals():
-        state = _reportable(folder, fold(read_ledger(folder)))
+        state = _reportable(folder)
         study = dataclasses.replace(state.config, tracking_uri=tracking_uri or state.config.tracking_uri)
         check_writable(folder / "report", "report", "mend its permissions, or move what is in its place")
         if tracking_uri:
             check_tracking(study.tracking)
     report = write_report(state, folder / "report")
     error, where = "", dict[str, str]()
-    if not is_locked(folder) and study.tracking != OFF:
+    if state.damage:
+        say(f"{state.config.name}: {state.damage}")
+    elif not is_locked(folder) and study.tracking != OFF:
         error, where = sync_study(folder, study, report)
     return _outcome(state, report, study, error, where)
 
@@ -280,12 +283,13 @@ def _outcome(state: StudyState, report: Path, study: StudyConfig, error: str, wh
     return Outcome(state=state, report=report, tracking=study.tracking, tracking_error=error, parent_run=parent, page=address)
 
 
-def _reportable(folder: Path, state: StudyState) -> StudyState:
-    if not state.plan:
+def _reportable(folder: Path) -> StudyState:
+    if not (folder / FILE).exists():
         raise ValueError(
             f"{folder}: holds no study (no ledger with a plan); run one with `{lns_study('run', 'CONFIG')}`, or name its storage with "
             "--storage"
         )
+    state = read(folder)
     if not state.outcome and not is_locked(folder):
         state.outcome = "interrupted"
     return state
@@ -293,12 +297,6 @@ def _reportable(folder: Path, state: StudyState) -> StudyState:
 
 def _artifacts(study: StudyConfig) -> Path:
     return Path(study.storage).expanduser().resolve() / "artifacts"
-
-
-def _ledger_id(ledger: Ledger) -> str:
-    """A random id made once a ledger: tells its MLflow runs from those of the same study run elsewhere."""
-    known = [event["ledger"] for event in ledger.history if event["event"] == "planned"]
-    return str(known[0]) if known else uuid.uuid4().hex[:12]
 
 
 def _say_what_is_left(state: StudyState, say: Callable[[str], None]) -> None:

@@ -18,7 +18,7 @@ from study.compose import change
 from study.config import RowConfig, StudyConfig
 from study.configurations import groups_of_seeds
 from study.errors import UserError, refusals
-from study.ledger import FILE, Ledger, is_locked, read_ledger
+from study.ledger import FILE, Ledger, describe_damage, how_to_repair, is_locked, open_ledger
 from study.objectives import objective
 from study.plan import make_plan, trial_id
 from study.program import lns_study
@@ -57,21 +57,42 @@ def folders(storage: str) -> list[Path]:
 
 
 def read(folder: Path) -> StudyState:
-    """The state of the study in ``folder``.
+    """The state of the study in ``folder``, as far as its ledger is whole; ``damage`` says what is not.
 
     Raises:
         ValueError: its ledger holds no plan.
     """
-    state = fold(read_ledger(folder))
+    contents = open_ledger(folder)
+    state = fold(contents.events)
+    if contents.damage:
+        state.damage = f"the ledger is damaged: {describe_damage(contents.damage)}; to repair it: {how_to_repair(folder)}"
     if not state.plan:
-        raise ValueError(f"{folder}: its ledger holds no plan; run the study first with `{lns_study('run', 'CONFIG')}`")
+        raise ValueError(
+            f"{folder}: {state.damage}"
+            if state.damage
+            else f"{folder}: its ledger holds no plan; run the study first with `{lns_study('run', 'CONFIG')}`"
+        )
+    return state
+
+
+def whole(folder: Path) -> StudyState:
+    """The same, for what would spread the gaps of a damaged ledger.
+
+    Raises:
+        ValueError: its ledger holds no plan, or is damaged.
+    """
+    state = read(folder)
+    if state.damage:
+        raise ValueError(f"{folder}: {state.damage}")
     return state
 
 
 def condition(folder: Path, state: StudyState) -> str:
-    """``running``, or how the last run ended; ``interrupted`` where it was killed."""
+    """``running``, ``damaged``, or how the last run ended; ``interrupted`` where it was killed."""
     if is_locked(folder):
         return "running"
+    if state.damage:
+        return "damaged"
     return state.outcome or "interrupted"
 
 
@@ -226,9 +247,9 @@ def take_over(folder: Path, source: Path) -> tuple[int, int]:
         How many were taken, and how many trials the study still lacks.
 
     Raises:
-        ValueError: either has no plan, they saw different data, or the study is running.
+        ValueError: either has no plan or is damaged, they saw different data, or the study is running.
     """
-    before, other = read(folder), read(source)
+    before, other = whole(folder), whole(source)
     _check_data(before, other)
     with Ledger(folder) as ledger:
         taken = 0
@@ -351,12 +372,13 @@ def _unequal(ours: dict[str, float], theirs: dict[str, float]) -> Iterable[str]:
 
 def overview(folder: Path) -> dict[str, Any]:
     """One study in a list: name, condition, trials, the best first objective, when it was last heard of."""
-    events = read_ledger(folder)
-    state = fold(events)
+    contents = open_ledger(folder)
+    events, state = contents.events, fold(contents.events)
+    state.damage = describe_damage(contents.damage)
     if not state.plan:
         return {
             "name": folder.name,
-            "condition": "empty",
+            "condition": "damaged" if state.damage else "empty",
             "trials": "0",
             "best": "-",
             "time": events[-1]["time"] if events else 0.0,

@@ -32,7 +32,7 @@ class Clock:
     """Seconds an epoch takes, by row, from the times of this run's events."""
 
     def __init__(self) -> None:
-        self.began = time.time()
+        self.began = time.monotonic()
         self._last: dict[str, float] = {}
         self._seconds: dict[str, list[float]] = defaultdict(list)
 
@@ -41,7 +41,7 @@ class Clock:
         if trial is None or event["event"] not in ("started", "report"):
             return
         if event["event"] == "report" and trial.id in self._last:
-            self._seconds[trial.row].append(event["time"] - self._last[trial.id])
+            self._seconds[trial.row].append(max(0.0, event["time"] - self._last[trial.id]))
         self._last[trial.id] = event["time"]
 
     def left(self, state: StudyState, concurrent: int) -> float | None:
@@ -203,7 +203,7 @@ def _bar(state: StudyState, clock: Clock, concurrent: int) -> RenderableType:
     line.add_row(
         ProgressBar(total=max(total, 1), completed=done, width=32),
         f"{done} of {total} epochs,",
-        f"{duration(time.time() - clock.began)},",
+        f"{duration(time.monotonic() - clock.began)},",
         estimate,
     )
     return line

@@ -150,7 +150,7 @@ def cells(row: Row) -> list[str]:
 
 def remarks(state: StudyState, summary: Summary) -> list[str]:
     """What a reader must know before trusting the table."""
-    said = []
+    said = [f"DAMAGED: {state.damage}; figures may lack what it had."] if state.damage else []
     if summary.departures:
         said.append(f"SMALL BUDGET, not comparable with the published figures, so no verdicts: {'; '.join(summary.departures)}.")
     unfinished = sum(trial.status not in ENDED for trial in state.trials)

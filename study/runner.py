@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from study.checkpoints import origin_of
 from study.config import StudyConfig
 from study.control import Control, Wish, is_full
 from study.durations import expected_seconds, like
@@ -473,6 +474,7 @@ class _Run:
         study, by_train = self._study, self._study.executor == "train"
         return {
             "config": trial.config.to_dict(),
+            "origin": origin_of(trial, self._ledger.id, self._state.plan),
             "checkpoints": str(study.folder / "checkpoints" / trial.id),
             "profile": str(study.folder / "profiles" / trial.id),
             "checkpoint_every": study.checkpoint_every,

@@ -111,6 +111,7 @@ class StudyState:
         limits: the study's limits as last edited; None if they are the config's.
         outcome: of the last run: finished, failed, stopped, interrupted, or "" while it runs or after it was killed.
         runs: which trials held which slots, the oldest run first.
+        damage: what is wrong with the ledger, in words; "" if nothing is.
     """
 
     plan: Event = field(default_factory=dict)
@@ -118,6 +119,8 @@ class StudyState:
     limits: dict[str, Any] | None = None
     outcome: str = ""
     runs: list[Run] = field(default_factory=list)
+    damage: str = ""
+    _early: dict[str, list[Event]] = field(default_factory=dict)
 
     @property
     def config(self) -> StudyConfig:
@@ -146,7 +149,8 @@ class StudyState:
         return rows
 
     def apply(self, event: Event) -> None:
-        """Fold one event in; events of unknown kinds or trials are ignored."""
+        """Fold one event in. Those of unknown kinds are ignored; those of unknown trials wait for the plan that names them, since the one
+        that did may have been lost."""
         follow(self.runs, event)
         if event["event"] == "planned":
             self._plan(event)
@@ -155,10 +159,14 @@ class StudyState:
             self.plan["trials"].append(event["planned"])
         elif event["event"] == "edited":
             self.limits = event["limits"]
+        elif event["event"] == "lost" and self.plan:
+            self.plan |= {"provenance": self.plan["provenance"] | {"commit": "unknown", "dirty": None}}
         elif event["event"] == "ended":
             self.outcome = event["outcome"]
         elif (trial := self.known.get(event.get("trial", ""))) is not None:
             _apply_to_trial(trial, self._with_origin(event), self.plan)
+        elif "trial" in event:
+            self._early.setdefault(event["trial"], []).append(event)
 
     def _with_origin(self, event: Event) -> Event:
         """An event with the seconds and the code of the trial that it was taken over from, which earlier versions did not write."""
@@ -176,7 +184,11 @@ class StudyState:
             self._add(trial, retry=event.get("only") != UNFINISHED)
 
     def _add(self, trial: dict[str, Any], *, retry: bool = True) -> None:
-        state = self.known.setdefault(trial["id"], TrialState(**trial))
+        if trial["id"] not in self.known:
+            state = self.known[trial["id"]] = TrialState(**trial)
+            for event in self._early.pop(trial["id"], []):
+                _apply_to_trial(state, event, {})
+        state = self.known[trial["id"]]
         state.row, state.config = trial["row"], apply(trial["config"], state.relief)
         state.number, state.params, state.asked = trial.get("number"), trial.get("params", {}), trial.get("asked", {})
         if state.status not in (FINISHED, STOPPED) and (retry or state.status != FAILED):
@@ -219,7 +231,9 @@ def _apply_to_trial(trial: TrialState, event: Event, plan: Event) -> None:
     trial.source = event.get("source", trial.source)
     if kind == "started":
         trial.status, trial.started, trial.last_heard = RUNNING, trial.started or time, time
-        trained_by = [f"unknown, taken over from {event['source']}"] if "source" in event else [_commit(plan)]
+        trained_by = (
+            [f"unknown, taken over from {event['source']}"] if "source" in event else [event.get("code") or code_of(plan)]
+        )
         trial.commits = list(dict.fromkeys([*trial.commits, *event.get("commits", trained_by)]))
     elif kind == "report":
         if event["epoch"] not in trial.reports:
@@ -246,13 +260,16 @@ def _apply_to_trial(trial: TrialState, event: Event, plan: Event) -> None:
 
 def _take_time(trial: TrialState, event: Event) -> None:
     """What an epoch took; of one that was taken over only what the event says, its time is that of the copy where it says nothing."""
-    here = None if "source" in event else event["time"] - (trial.last_heard or event["time"])
+    here = (
+        None if "source" in event else max(0.0, event["time"] - (trial.last_heard or event["time"]))
+    )  # another writer's clock may lag
     seconds = event.get("seconds", here)
     if seconds is not None:
         trial.took[event["epoch"]] = seconds
         trial.spent += 0.0 if "source" in event else seconds
 
 
-def _commit(plan: Event) -> str:
+def code_of(plan: Event) -> str:
+    """The git commit of the code that made a plan."""
     code = plan.get("provenance", {})
     return f"{code.get('commit') or 'no git commit'}{' (modified)' if code.get('dirty') else ''}"

@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from study.ledger import Event, Follower, is_locked
+from study.ledger import BUSY, Event, Follower, is_locked, no_locks
 from study.mlflow_runs import Runs
 from study.mlflow_view import view_key
 from study.sqlite import use_write_ahead_log, write_statistics
@@ -187,7 +187,9 @@ def tracking_lock(folder: Path, patience: float) -> Iterator[bool]:
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except OSError as error:
+                if error.errno not in BUSY:
+                    raise no_locks(folder, error) from None
                 if time.monotonic() >= deadline:
                     yield False
                     return

@@ -1,13 +1,13 @@
 """Checkpoints: tensors in a safetensors file, everything else in JSON; no pickle, so reading one runs no code.
 
-A folder holds ``state.json`` and one ``tensors-*.safetensors``. The JSON is written last and by rename, and carries the digest of
-the tensor file it belongs to: a checkpoint is whole or absent, whenever the process dies. LNS values are stored as their int16 codes.
+A folder holds ``state.json`` and one ``tensors-*.safetensors``. The JSON is written last and by rename, and carries its own digest and
+that of the tensor file it belongs to: a checkpoint is whole or absent, whenever the process dies. LNS values are stored as their int16
+codes.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from trainers.records import STATE
+from trainers.records import STATE, read_state, sealed
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -40,7 +40,7 @@ def save_checkpoint(folder: Path, tensors: dict[str, Tensor], state: dict[str, A
     digest = hashlib.sha256(content).hexdigest()
     name = f"tensors-{digest[:16]}.safetensors"
     _write(folder / name, content)
-    _write(folder / STATE, json.dumps({"tensors": name, "sha256": digest, **state}, indent=1).encode())
+    _write(folder / STATE, sealed({"tensors": name, "sha256": digest, **state}).encode())
     for old in folder.glob("tensors-*.safetensors"):
         if old.name != name:
             old.unlink()
@@ -53,7 +53,7 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         ValueError: there is none, or its files do not belong together.
     """
     try:
-        state: dict[str, Any] = json.loads((folder / STATE).read_text())
+        state = read_state(folder)
         content = (folder / str(state.pop("tensors"))).read_bytes()
         digest = state.pop("sha256")
         if hashlib.sha256(content).hexdigest() != digest:
@@ -61,5 +61,5 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
                 f"{folder}: the tensor file does not match its digest; the checkpoint is damaged, use an earlier one"
             )
         return load(content), state
-    except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as error:
+    except (OSError, KeyError, SafetensorError) as error:
         raise ValueError(f"{folder}: no whole checkpoint there ({error}); name a folder that Training.save wrote") from None

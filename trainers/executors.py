@@ -73,10 +73,12 @@ class InProcess:
 
     def __init__(self, context: Context) -> None:
         self._rank, self._workers = context.rank, context.workers
+        self._origin = context.plan.get("origin", {})
 
     def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
         """See :class:`Executor`."""
         self._training, beginning = begin(config, checkpoints, self._rank, self._workers)
+        self._training.origin = self._origin
         return beginning
 
     def step(self) -> dict[str, Any]:
@@ -109,11 +111,11 @@ class Packed:
             if "host" not in context.shared:
                 context.shared["host"] = Host(TrialConfig.from_dict(context.plan["config"]))
         self._host: Host = context.shared["host"]
-        self._name = context.trial
+        self._name, self._origin = context.trial, context.plan.get("origin", {})
 
     def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
         """See :class:`Executor`."""
-        return self._host.begin(self._name, config, checkpoints)
+        return self._host.begin(self._name, config, checkpoints, self._origin)
 
     def step(self) -> dict[str, Any]:
         """See :class:`Executor`."""

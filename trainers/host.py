@@ -65,8 +65,8 @@ class Host:
         self._streams: list[torch.cuda.Stream] = []
         self._lock = threading.Lock()
 
-    def begin(self, name: str, config: TrialConfig, checkpoints: list[str]) -> Beginning:
-        """Build the trial ``name``, continued from the first whole checkpoint; one of that name is replaced.
+    def begin(self, name: str, config: TrialConfig, checkpoints: list[str], origin: dict[str, Any] | None = None) -> Beginning:
+        """Build the trial ``name``, continued from the first whole checkpoint; one of that name is replaced. ``origin`` goes into its own.
 
         Raises:
             ValueError: the trial cannot be built, or differs from the host's others in what :func:`~trainers.bundles.key_of`
@@ -80,6 +80,7 @@ class Host:
         with trial.lock, trial.current():
             try:
                 trial.training, beginning = begin(config, checkpoints)
+                trial.training.origin = origin or {}
             except Exception:
                 self._leave(name)
                 raise

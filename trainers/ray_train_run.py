@@ -85,6 +85,7 @@ class RayTrainRun:
             name=self._trial,
             callbacks=[Told(listener.address, key)],
             max_failures=self._plan["max_failures"],
+            origin=self._plan.get("origin", {}),
         )
         self._thread = threading.Thread(target=self._fit, args=(trainer,), daemon=True)
         self._thread.start()

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -121,6 +121,7 @@ class Training:
         history: the metrics of each, as :meth:`train_epoch` returned them. They travel in the checkpoint, so that whoever keeps a record
             of a run can complete it from the state that the run continues from.
         tested: what :meth:`test` returned last, likewise; empty before.
+        origin: who trains it and with which code, in words of whoever drives it; :meth:`save` puts it into checkpoints.
         profiler: has the files of a profile (:meth:`trainers.profile.Profiler.take`).
 
     Raises:
@@ -165,6 +166,7 @@ class Training:
         self.epoch = 0
         self.history: list[dict[str, float]] = []
         self.tested: dict[str, float] = {}
+        self.origin: dict[str, Any] = {}
         self.diverged = False
         self._graphed: GraphedEpochs | None = None
 
@@ -401,7 +403,7 @@ class Training:
             if self.pipeline is not None:
                 tensors = gather_stages(tensors if self.place.dp_rank == 0 else {}, self.rank, self.world_size)
             if self.rank == 0:
-                save_checkpoint(folder, tensors | ranks, {**progress, "config": self.config.to_dict()})
+                save_checkpoint(folder, tensors | ranks, {**progress, "config": self.config.to_dict(), "origin": self.origin})
 
     def restore(self, folder: Path) -> None:
         """Continue from the state in ``folder``; the next epoch comes out as if there had been no break.

@@ -43,15 +43,17 @@ class FailAtOnce(UserCallback):  # type: ignore[misc]
 
 
 def train_loop(values: dict[str, Any]) -> None:
-    """What every worker runs; ``values`` is ``TrialConfig.to_dict()``.
+    """What every worker runs; ``values`` is ``TrialConfig.to_dict()``, and may have the checkpoints' ``origin`` beside.
 
     Reports each epoch's metrics, the last one's with ``test/*``, the first one's after a restart with :data:`HISTORY`.
     """
     context = ray.train.get_context()
     if context.get_world_size() > 1:
         groups.wait_in_training()
+    values, origin = {key: value for key, value in values.items() if key != "origin"}, values.get("origin", {})
     config = replace(TrialConfig.from_dict(values), workers=context.get_world_size(), min_workers=None)
     training = Training(config, rank=context.get_world_rank(), world_size=context.get_world_size())
+    training.origin = origin
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is not None:
         with checkpoint.as_directory() as folder:
@@ -99,6 +101,7 @@ def build_trainer(
     callbacks: Sequence[Any] = (),
     max_failures: int = 3,
     resize_seconds: float = 60.0,
+    origin: dict[str, Any] | None = None,
 ) -> TorchTrainer:
     """The TorchTrainer of ``config``; ``.fit()`` runs it.
 
@@ -108,11 +111,12 @@ def build_trainer(
         max_failures: how often a group with a dead worker starts again from its last checkpoint; after one of the errors in
             :data:`DETERMINISTIC` none does.
         resize_seconds: how often Ray asks whether a group with ``min_workers`` may be larger.
+        origin: see :attr:`trainers.training.Training.origin`.
         callbacks: ``ray.train.UserCallback``s, such as :class:`trainers.ray_train_run.Told`.
     """
     return TorchTrainer(
         train_loop,
-        train_loop_config=config.to_dict(),
+        train_loop_config=config.to_dict() | {"origin": origin or {}},
         torch_config=TorchConfig(backend="nccl" if config.device == "cuda" else "gloo"),
         scaling_config=ScalingConfig(
             num_workers=config.workers if config.min_workers is None else (config.min_workers, config.workers),

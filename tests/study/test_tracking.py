@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from study.cli import main
 from study.config import OUTSIDE, RowConfig, StudyConfig
 from study.ledger import FILE, Follower, Ledger
+from study.lines import seal
 from study.mlflow_names import NAME_LENGTH, check_loggable, restore, sanitise
 from study.mlflow_runs import KEY_TAG, layout_of, runs_with_key
 from study.mlflow_view import TAG, page, read_view, varied_keys, view_key, view_state
@@ -304,14 +305,15 @@ def test_the_view_of_a_search_shows_what_it_varies_before_it_has_trials(tiny: Ti
 
 def test_follower_reads_whole_lines_only_and_each_once(tmp_path: Path) -> None:
     follower = Follower(tmp_path)
+    line = seal({"event": "report", "trial": "a", "epoch": 2, "time": 1, "metrics": {}}, 3)
     assert follower.poll() == []
     with Ledger(tmp_path) as ledger:
         ledger.append("report", trial="a", epoch=1, metrics={})
         with (tmp_path / FILE).open("ab") as file:
-            file.write(b'{"event": "report", "tri')
+            file.write(line[:24])
         assert [event["epoch"] for event in follower.poll()] == [1]
         with (tmp_path / FILE).open("ab") as file:
-            file.write(b'al": "a", "epoch": 2, "time": 1, "metrics": {}}\n')
+            file.write(line[24:])
         assert [event["epoch"] for event in follower.poll()] == [2]
         assert follower.poll() == []
 

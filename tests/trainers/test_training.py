@@ -152,11 +152,22 @@ def test_checkpoint_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     training.train_epoch()
     training.save(tmp_path)
     state = json.loads((tmp_path / STATE).read_text())
-    del state["config"]["precision"]["stochastic_rounding"], state["config"]["optimizer"]["betas"]
+    del state["config"]["precision"]["stochastic_rounding"], state["config"]["optimizer"]["betas"], state["digest"]
     (tmp_path / STATE).write_text(json.dumps(state))
     again = Training(config())
     again.restore(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(weights(again), weights(training), strict=True))
+
+
+def test_a_checkpoint_whose_history_is_not_as_it_was_written_is_refused(tmp_path: Path) -> None:
+    training = Training(config())
+    training.train_epoch()
+    training.save(tmp_path)
+    state = json.loads((tmp_path / STATE).read_text())
+    state["history"][0]["train/loss"] += 1.0
+    (tmp_path / STATE).write_text(json.dumps(state))
+    with pytest.raises(ValueError, match="does not match its digest"):
+        Training(config()).restore(tmp_path)
 
 
 def test_checkpoint_holds_no_pickle(tmp_path: Path) -> None:
