@@ -293,7 +293,8 @@ def test_the_live_page_of_a_study_that_has_ended_is_not_running(tiny: Tiny) -> N
     """Its last event is written while it still holds the lock."""
     study = tiny("live end")
     write_ledger(study, made_up_events(study))
-    client = make_app(Page(study.folder, every=0.0)).test_client()
+    client = make_app(Page(study.folder, every=0.0), "secret").test_client()
+    client.set_cookie("lns_study_dashboard", "secret")
     with Ledger(study.folder):
         assert b"running: 2 of 2 trials" in client.get("/", headers={"Host": "localhost"}).data
     answer = client.get("/", headers={"Host": "localhost"}).data

@@ -47,7 +47,7 @@ def venv(tmp_path: Path) -> Path:
     """A venv that ``scripts/_env.sh`` takes to be whole, whose ``lns-study`` prints where it works and what it was given."""
     folder = tmp_path / "a venv"
     an_executable(folder / "bin" / "lns-study", '#!/bin/sh\necho "$PWD" "$@"\n')
-    content = b"".join((ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))
+    content = b"".join((ROOT / name).read_bytes() for name in ("pyproject.toml", "setup.py", "constraints.txt"))
     (folder / ".installed").write_text(f"{hashlib.sha256(content).hexdigest()} {sys.version}\n")
     return folder
 
