@@ -12,6 +12,8 @@ Trials of :mod:`bench_executors` compute nothing, so that what is left is the en
     gang        seconds of a two-worker trial of scikit-learn's digits: the first, and the median of those after it; beside it by Ray Train
     memory      of the driver: MB that 1,000 no-op trials add
     house       (by name only) utilisation of 300 slots by 900 trials that sleep 20 s
+    raylets     (by name only) utilisation of three Ray nodes of 16 declared CPUs each by 2,000 trials that sleep 5 s, from the first start to
+                the last end
     rate        cores that the driver uses while 300 and 1,000 trials report once a second
     --long      seconds a trial at 10,000 trials over those at 1,000
 """
@@ -25,11 +27,12 @@ import json
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +196,23 @@ def house(trials: int) -> None:
     report("300 slots, 900 trials of 20 s: utilisation, from the first start to the last end", 900 * 20 / 300 / span, "")
 
 
+def raylets(trials: int) -> None:
+    from ray.cluster_utils import Cluster
+
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])  # where nodes find the trials' executor
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 16, "include_dashboard": False})
+    for _ in range(2):
+        cluster.add_node(num_cpus=16)
+    cluster.wait_for_nodes()
+    _, view = run(2000, "FiveSeconds", tracked=False, address=cluster.address, insecure=True)
+    times = {name: [event["time"] for event in view.events if event["event"] == name] for name in ("started", "finished")}
+    span = max(times["finished"]) - min(times["started"])
+    report("3 nodes of 16 CPUs, 2,000 trials of 5 s: utilisation, from the first start to the last end", 2000 * 5 / 48 / span, "")
+    steps = sorted([(moment, 1) for moment in times["started"]] + [(moment, -1) for moment in times["finished"]])
+    report("the same: trials at a time, at most", max(accumulate(step for _, step in steps)), "")
+    cluster.shutdown()
+
+
 def rate(trials: int) -> None:
     process = psutil.Process()
     for count in (300, 1000):
@@ -269,7 +289,7 @@ def main() -> None:
     """Run and print everything asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=300)
-    parser.add_argument("--only", nargs="+", help="of: slots noop tracked metrics gang memory rate house")
+    parser.add_argument("--only", nargs="+", help="of: slots noop tracked metrics gang memory rate house raylets")
     parser.add_argument("--long", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -279,9 +299,10 @@ def main() -> None:
     parts: dict[str, Callable[[int], None]] = {
         "slots": slots, "noop": noop, "tracked": tracked, "metrics": metrics, "gang": gang, "memory": memory, "rate": rate,
         "house": house,
+        "raylets": raylets,
     }  # fmt: skip
     for name, part in parts.items():
-        if name in (options.only or [name for name in parts if name != "house"]):
+        if name in (options.only or [name for name in parts if name not in ("house", "raylets")]):
             part(options.trials)
     if options.long:
         long()
