@@ -12,8 +12,8 @@ Trials of :mod:`bench_executors` compute nothing, so that what is left is the en
     gang        seconds of a two-worker trial of scikit-learn's digits: the first, and the median of those after it; beside it by Ray Train
     memory      of the driver: MB that 1,000 no-op trials add
     house       (by name only) utilisation of 300 slots by 900 trials that sleep 20 s
-    raylets     (by name only) utilisation of three Ray nodes of 16 declared CPUs each by 2,000 trials that sleep 5 s, from the first start to
-                the last end
+    raylets     (by name only) utilisation of three Ray nodes of 16 declared CPUs each by 2,000 trials that sleep 5 s, from the first start
+                to the last end
     rate        cores that the driver uses while 300 and 1,000 trials report once a second
     --long      seconds a trial at 10,000 trials over those at 1,000
 """

@@ -58,6 +58,10 @@ SILENT_SECONDS = 30.0
 """For so long a control store may be silent before the study ends."""
 
 
+_LIBC = ctypes.CDLL(None)
+"""Loaded here: between fork and exec of a process with threads nothing may be."""
+
+
 class Session:
     """A Ray that somebody else keeps alive.
 
@@ -107,6 +111,7 @@ class OwnRay(Session):
 
     def __init__(self, cpus: float, gpus: int, dashboard: bool) -> None:
         self._resources = {"CPU": cpus, "GPU": gpus}
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._before = {name: os.environ.get(name) for name in TOKEN}
         if not any(self._before.values()):
             os.environ.update(zip(TOKEN, ("token", secrets.token_hex(TOKEN_BYTES)), strict=True))
@@ -128,6 +133,8 @@ class OwnRay(Session):
 
     def renew(self) -> bool:
         """Start it."""
+        if self._folder is not None:
+            self._folder.cleanup()
         self._folder = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)
         folder = Path(self._folder.name)
         start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0", "--disable-usage-stats"]
@@ -141,13 +148,13 @@ class OwnRay(Session):
                 preexec_fn=_end_with_parent,
             )
         until = time.monotonic() + START_SECONDS
-        while not (folder / CURRENT).exists():
+        while not (address := _text(folder / CURRENT)):
             if self._process.poll() is not None or time.monotonic() > until:
-                said = (folder / "start.log").read_text(errors="replace").strip()[-500:]
+                said = _text(folder / "start.log")[-500:]
                 self.close()
                 raise UserError(f"Ray does not start on this machine: {said}; `ray start --head --block` shows why")
             time.sleep(0.05)
-        self.address = (folder / CURRENT).read_text().strip()
+        self.address = address
         return True
 
     def close(self) -> None:
@@ -155,7 +162,8 @@ class OwnRay(Session):
         if self._process.poll() is None:
             self._process.terminate()  # it ends its processes, then itself
             self._process.wait()
-        self._folder.cleanup()
+        if self._folder is not None:
+            self._folder.cleanup()
         for name, value in self._before.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -290,6 +298,11 @@ def _keep_token(path: Path) -> None:
             place.chmod(mode)
 
 
+def _text(path: Path) -> str:
+    """What a file holds; "" if there is none."""
+    return path.read_text(errors="replace").strip() if path.exists() else ""
+
+
 def _listens(address: str) -> bool:
     """Whether anything takes connections there."""
     host, _, port = address.rpartition(":")
@@ -302,4 +315,4 @@ def _listens(address: str) -> bool:
 
 def _end_with_parent() -> None:
     """In a child: SIGTERM once whoever started it has died."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,9 +1,13 @@
-"""Shared by all tests: one computing thread, and hypothesis without deadlines (kernels compile at their first call)."""
+"""Shared by all tests: one computing thread, hypothesis without deadlines (kernels compile at their first call), shares of the tests that
+take turns, and no test that is left out for a reason that nobody has agreed to.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Generator, Iterator
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["LNS_STUDY_COMMAND"] = "lns-study"  # what messages call it, whichever way the tests were started
@@ -15,6 +19,55 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("lns", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("lns")
 torch.set_num_threads(1)
+
+
+SKIPS = (
+    # the machine's devices and processor
+    "no CUDA backend", "needs a CUDA device", "GPUs, needs two", "there is a GPU", "AVX", "needs fork", "simd is this kernel here",
+    # programs and permissions that the machine need not have
+    "Chromium is not installed", "playwright is not installed", "PostgreSQL is not installed", "pip install 'lns-study\\[team\\]'",
+    "torchao", "no file system can be mounted here", "a network namespace of our own is not permitted here",
+    # combinations of parameters that there are not
+    "scope matmul does not reach into an LSTM", "scope matmul has no transposed convolutions", "torch has no such mode",
+    "torch takes one of them", "this process has a Ray with tokens already",
+)  # fmt: skip
+"""Why a test may be left out; for any other reason it fails."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--share``."""
+    parser.addoption("--share", metavar="TURN/PARTS", help="only every PARTS-th of the chosen tests, another for every TURN")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the share whose turn it is."""
+    if share := config.getoption("--share"):
+        turn, parts = map(int, share.split("/"))
+        kept = [item for place, item in enumerate(items) if place % parts == turn % parts]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, Any, Any]:
+    """A test that is left out for a reason not in :data:`SKIPS` has failed."""
+    return _judged((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, Any, Any]:
+    """So has a file of tests."""
+    return _judged((yield))
+
+
+def _judged(report: Any) -> Any:
+    if report.skipped and isinstance(report.longrepr, tuple) and not any(re.search(known, report.longrepr[2]) for known in SKIPS):
+        report.outcome, report.longrepr = (
+            "failed",
+            f"left out for a reason that is not in tests/conftest.py: {report.longrepr[2]}",
+        )
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -2,11 +2,13 @@
 
 Every run is a real command line with eight slots, all of them in use. One process is killed (SIGKILL) at a moment that the seed
 chooses: the study's main process, a trial's process, a rank of a gang, the process that packed trials share, the one that forks
-workers, or, on a Ray cluster of three nodes, the raylet of one of them; or the storage, a file system of its own, is full from
-then on until the command has ended. Where that ends the command, the same command is given again, until it ends by itself. Then
-every trial must have finished once, with every epoch reported once and every figure as in a run that nobody disturbed.
+workers, or, on a Ray cluster of three nodes, the raylet or the agents of one of them; or the storage, a file system of its own, is full
+from then on until the command has ended; or the main process is killed and a line of the ledger, a checkpoint or MLflow's database
+damaged. Where that ends the command, the same command is given again, until it ends by itself; a damaged ledger is repaired
+first, as the command asks. Then every trial must have finished once, with every epoch reported once and every figure as in a run
+that nobody disturbed, and MLflow must have all of it.
 
-``LNS_STUDY_FAULTS=50 python -m pytest tests/faults -m slow`` runs seeds 0 to 49 instead of the first few.
+``LNS_STUDY_FAULTS=50 python -m pytest tests/faults -m slow`` runs seeds 0 to 49 instead of the first few, ``LNS_STUDY_FAULTS=20-39`` those.
 """
 
 from __future__ import annotations
@@ -32,8 +34,10 @@ from study.state import FINISHED, StudyState, fold
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-SEEDS = range(int(os.environ.get("LNS_STUDY_FAULTS", "6")))
-FAULTS = ("driver", "trial", "rank", "raylet", "forkserver", "driver twice", "host", "full")
+FIRST, _, LAST = os.environ.get("LNS_STUDY_FAULTS", "6").partition("-")
+SEEDS = range(int(FIRST), int(LAST) + 1) if LAST else range(int(FIRST))
+ON_CLUSTER, DAMAGE = ("raylet", "agents"), ("ledger", "checkpoint", "database")
+FAULTS = ("driver", "trial", "rank", "raylet", "forkserver", "driver twice", "host", "full", *DAMAGE, "agents")
 STUDY = """
 name: faults
 trial: {data: {name: digits, validation_size: 300}, model: {hidden: [16]}, epochs: 6, batch_size: 32}
@@ -96,8 +100,38 @@ def fill(storage: Path) -> None:
             pass
 
 
+def damage(fault: str, chance: random.Random, storage: Path) -> None:
+    """What a disk does to a file: other bytes in a line of the ledger or in a checkpoint, or MLflow's database is gone."""
+    if fault == "database":
+        for path in storage.parent.glob("mlflow.db*"):
+            path.unlink()
+        return
+    ledger = storage / "faults" / "ledger.jsonl"
+    path = ledger if fault == "ledger" else chance.choice(sorted((storage / "faults" / "checkpoints").glob("*/*/tensors-*")))
+    content = bytearray(path.read_bytes())
+    place = chance.randrange(len(content) - 1)
+    content[place] = ord("#") if content[place] != ord("#") else ord("!")
+    path.write_bytes(content)
+
+
+def study(folder: Path, *words: str) -> int:
+    """Another command about the study; its exit code."""
+    done = subprocess.run([sys.executable, "-m", "study", *words], cwd=folder, capture_output=True, timeout=300, check=False)
+    return done.returncode
+
+
 def make(process: subprocess.Popen[bytes], fault: str, chance: random.Random, storage: Path, cluster: Any) -> bool:
     """Make the fault; False if what it wants to kill is not there now."""
+    if fault in DAMAGE:
+        end(process)
+        damage(fault, chance, storage)
+        return True
+    if fault == "agents":
+        raylet = psutil.Process(chance.choice(list(cluster.worker_nodes)).all_processes["raylet"][0].process.pid)
+        for agent in raylet.children():
+            if "agent" in " ".join(agent.cmdline()).lower():
+                agent.kill()
+        return True
     if fault == "full":
         fill(storage)
         return True
@@ -173,6 +207,8 @@ def run_with_fault(folder: Path, fault: str, chance: random.Random, overrides: l
                     child.kill()
         if code == 0:
             return faults
+        if code == 2 and fault == "ledger":
+            assert study(folder, "doctor", "faults", "--repair", "--tracking-uri", "none") == 0
     raise AssertionError(f"{fault}: the command did not end by itself")
 
 
@@ -208,12 +244,18 @@ def test_nothing_is_lost_and_nothing_done_twice(seed: int, tmp_path: Path, undis
     overrides = PACKED if fault == "host" else GANG if gang else []
     with (
         small_storage(tmp_path) if fault == "full" else nullcontext(),
-        three_nodes() if fault == "raylet" else nullcontext() as ray,
+        three_nodes() if fault in ON_CLUSTER else nullcontext() as ray,
     ):
         if ray is not None:
             overrides = [*overrides, f"address={ray.address}", "insecure=true"]
+        tracking = f"sqlite:///{tmp_path}/mlflow.db"
+        if fault == "database":
+            overrides = [*overrides, f"tracking_uri={tracking}"]
         run_with_fault(tmp_path, fault, chance, overrides, ray)
         check(tmp_path, fault, undisturbed[gang])
+        if fault == "database":
+            for words in (["sync"], ["reconcile", "--check"]):
+                assert study(tmp_path, words[0], "faults", *words[1:], "--tracking-uri", tracking) == 0
 
 
 def check(tmp_path: Path, fault: str, wanted: StudyState) -> None:
