@@ -69,6 +69,8 @@ class RayTrainRun:
         self._answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._asked = self._stopped = False
         self._failure: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._listener: Listener | None = None
         self._results: dict[str, Any] = {}
 
     def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
@@ -77,13 +79,13 @@ class RayTrainRun:
         key = os.urandom(32)
         here = ray.util.get_node_ip_address()
         alone = all(node["NodeManagerAddress"] == here for node in ray.nodes() if node["Alive"])
-        listener = Listener(("127.0.0.1" if alone else here, 0), authkey=key)
-        threading.Thread(target=self._listen, args=(listener,), daemon=True).start()
+        self._listener = Listener(("127.0.0.1" if alone else here, 0), authkey=key)
+        threading.Thread(target=self._listen, daemon=True).start()
         trainer = build_trainer(
             config,
             storage_path=self._plan["storage"],
             name=self._trial,
-            callbacks=[Told(listener.address, key)],
+            callbacks=[Told(self._listener.address, key)],
             max_failures=self._plan["max_failures"],
             origin=self._plan.get("origin", {}),
         )
@@ -105,6 +107,7 @@ class RayTrainRun:
             return report | {"done": False}
         if report is not None:
             self._answers.put(True)
+        assert self._thread is not None
         self._thread.join()
         if self._failure is not None:
             raise self._failure
@@ -121,7 +124,10 @@ class RayTrainRun:
         """Stop the run where it has not ended."""
         self._stopped = True
         self._answers.put(False)
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
+        if self._listener is not None:
+            self._listener.close()
 
     def _fit(self, trainer: Any) -> None:
         try:
@@ -132,11 +138,12 @@ class RayTrainRun:
             self._failure = error
         self._reports.put(None)
 
-    def _listen(self, listener: Listener) -> None:
-        """Hear the controller; one that was started again connects anew."""
-        while True:
+    def _listen(self) -> None:
+        """Hear the controller, until the end; one that was started again connects anew."""
+        assert self._listener is not None
+        while not self._stopped:
             with contextlib.suppress(EOFError, OSError):
-                connection = listener.accept()
+                connection = self._listener.accept()
                 while True:
                     self._reports.put(connection.recv())
                     connection.send(False if self._stopped else self._answers.get())

@@ -174,6 +174,8 @@ class Worker:
             executor.end()
         del self._answers[trial], executor
         retire = self._clean()
+        if how == STOPPED and plan["executor"] == RAY_TRAIN:
+            retire = "Ray Train's run was aborted, and what its library keeps of it nobody knows"
         self._say(ENDED, trial, {"how": how, "text": text, "retire": retire})
         if retire:
             os._exit(0)
