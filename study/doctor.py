@@ -63,8 +63,8 @@ def examine_study(study: str, storage: str, tracking_uri: str | None, say: Calla
     damaged = [str(path) for path in broken_checkpoints(folder)]
     whole = sum(1 for _ in checkpoints_of(folder))
     text = f"{whole} whole" + (f", {len(damaged)} damaged ({', '.join(damaged[:DAMAGED_SHOWN])})" if damaged else "")
-    say(str(Finding(name="checkpoints", good=not damaged, text=text,
-                    remedy="trials go on from an earlier one or from the start, and end with the same figures")))  # fmt: skip
+    remedy = "trials go on from an earlier one or from the start, and end with the same figures" if damaged else ""
+    say(str(Finding(name="checkpoints", good=not damaged, text=text, remedy=remedy)))
     return not wrong and not damaged
 
 
