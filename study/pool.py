@@ -116,6 +116,10 @@ class Pool:
         self.close()
         self._machines = machines
 
+    def leave(self) -> None:
+        """Ask nothing more of machines that cannot be reached, not even to end."""
+        self._machines = None
+
     @property
     def running(self) -> list[str]:
         """Ids of the trials that processes train."""

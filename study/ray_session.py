@@ -52,7 +52,7 @@ CURRENT = "ray_current_cluster"
 CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 ANSWER_SECONDS = 10.0
 START_SECONDS = 120.0
-LOOK_SECONDS = 2.0
+LOOK_SECONDS = 1.0
 """How often a cluster is looked at."""
 SILENT_SECONDS = 30.0
 """For so long a control store may be silent before the study ends."""
@@ -76,12 +76,13 @@ class Session:
     def __init__(self, address: str) -> None:
         self.address = address
 
-    def look(self) -> None:
-        """Set ``silent`` and ``lost``.
+    def look(self) -> bool:
+        """Set ``silent`` and ``lost``; whether that is as of now, so that Ray may be asked for more.
 
         Raises:
             UserError: Ray has been silent for too long.
         """
+        return True
 
     def renew(self) -> bool:
         """Have Ray again after it was lost; whether that worked."""
@@ -123,9 +124,10 @@ class OwnRay(Session):
         ]
         self.renew()
 
-    def look(self) -> None:
+    def look(self) -> bool:
         """See :class:`Session`."""
         self.lost = "" if self._process.poll() is None else "one of its processes died"
+        return True
 
     def resources(self) -> dict[str, float]:
         """See :class:`Session`."""
@@ -209,11 +211,11 @@ class Joined(Session):
         context = ray.get_runtime_context()
         self.address, self._node = str(context.gcs_address), context.get_node_id()
 
-    def look(self) -> None:
-        """See :class:`Session`."""
+    def look(self) -> bool:
+        """See :class:`Session`. Whoever asks a control store that has just died waits until Ray ends the process."""
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS:
-            return
+            return False
         self._looked = now
         if not _listens(self.address):
             self.silent = f"its control store at {self.address} does not answer"
@@ -222,7 +224,7 @@ class Joined(Session):
                     f"Ray: {self.silent} for {SILENT_SECONDS:g} s; finished epochs are kept; "
                     "the same command goes on once the cluster is back"
                 )
-            return
+            return False
         self._answered, self.silent = now, ""
         import ray
 
@@ -230,6 +232,7 @@ class Joined(Session):
         self.lost = (
             "" if self._node in alive else "this machine's node has left the cluster; `ray start --address ...` brings it back"
         )
+        return True
 
     def renew(self) -> bool:
         """Join again."""

@@ -29,6 +29,7 @@ from study.checkpoints import origin_of
 from study.config import StudyConfig
 from study.control import Control, Wish, is_full
 from study.durations import expected_seconds, like
+from study.errors import UserError
 from study.leases import EPSILON, Cluster, Local, OfRay
 from study.ledger import Event, Ledger
 from study.manage import continuations
@@ -240,20 +241,26 @@ class _Run:
             if decision.wish == Wish.CANCEL:
                 return
             over = decision.wish >= Wish.STOP or self._control.full
-            there = self._has_ray()
+            there, fresh = self._has_ray()
             held = over or decision.wish == Wish.PAUSE
             waiting = not held and (self._hand_out() if there else self._agenda.peek() is not None)
             if not self._pool.running and not waiting and (over or (decision.wish != Wish.PAUSE and self._agenda.peek() is None)):
                 return
-            self._take_in(self._pool.wait(ROUND_SECONDS, waiting=waiting, poll=there))
+            self._take_in(self._pool.wait(ROUND_SECONDS, waiting=waiting, poll=there and fresh))
             self._end_silent()
 
-    def _has_ray(self) -> bool:
-        """Whether the study's Ray is there, or none is needed; one that was lost is had again, and the trials in it begin again."""
+    def _has_ray(self) -> tuple[bool, bool]:
+        """Whether the study's Ray is there, or none is needed, and may be asked for more; one that was lost is had again, and the trials in
+        it begin again.
+        """
         ray = self._ray
         if ray is None:
-            return True
-        ray.look()
+            return True, True
+        try:
+            fresh = ray.look()
+        except UserError:
+            self._pool.leave()
+            raise
         wrong = ray.lost or ray.silent
         if wrong and not self._wrong:
             self._say(f"Ray: {wrong}; waiting for it")
@@ -269,7 +276,7 @@ class _Run:
         if self._wrong and not wrong:
             self._say("Ray is back.")
         self._wrong = wrong
-        return not wrong
+        return not wrong, fresh
 
     def _hand_out(self) -> bool:
         """Start what there is room for; whether more is waiting.

@@ -129,15 +129,13 @@ def test_three_nodes_are_full_and_the_loss_of_one_loses_nothing(three: Any, tmp_
     assert after[-1]["cpus"] == 24
 
 
-def test_a_study_whose_own_node_is_gone_joins_again(three: Any, tmp_path: Path) -> None:
+def test_a_study_outlives_the_node_that_it_has_joined(three: Any, tmp_path: Path) -> None:
     process = sleepers(tmp_path, three, "name=joins", f"seeds={list(range(60))}", "trial.optimizer.lr=3.0")
     folder = tmp_path / "studies" / "joins"
     wait_until(process, folder, lambda events: sum(event["event"] == "finished" for event in events) >= 4)
     three.head_node.kill_raylet(check_alive=False)
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
-    assert "Ray: this machine's node has left the cluster" in said
-    assert "Ray is back." in said
     assert [trial.status for trial in fold(read_ledger(folder)).trials] == [FINISHED] * 60
 
 
@@ -145,10 +143,11 @@ def test_a_study_ends_in_order_when_the_control_store_stays_silent(three: Any, t
     process = sleepers(tmp_path, three, "name=silent", f"seeds={list(range(600))}", "trial.optimizer.lr=3.0")
     folder = tmp_path / "studies" / "silent"
     wait_until(process, folder, lambda events: sum(event["event"] == "finished" for event in events) >= 4)
+    address = three.address
     three.head_node.kill_gcs_server(check_alive=False)
     said, _ = process.communicate(timeout=120)
     assert process.returncode != 0
-    assert f"its control store at {three.address} does not answer; waiting for it" in said
+    assert f"its control store at {address} does not answer; waiting for it" in said
     assert "the same command goes on once the cluster is back" in said
     assert read_ledger(folder)[-1]["event"] == "ended"
 

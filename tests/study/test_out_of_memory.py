@@ -15,6 +15,7 @@ from study.results import summarise
 from study.search import Agenda
 from study.state import FAILED, FINISHED, PLANNED, StudyState
 from tests.study.conftest import SilentView
+from tests.study.sleeping import executor
 from trainers.config import DataConfig, TrialConfig
 from trainers.layout import Layout
 from trainers.out_of_memory import is_out_of_memory, relief
@@ -66,9 +67,11 @@ def test_a_relieved_trial_stays_so_when_the_study_is_continued(tiny: Make) -> No
 
 @pytest.mark.slow
 def test_a_study_tries_once_more_and_goes_on(tiny: Make, ray_session: None) -> None:
-    rows = "rows=[{label: vast, overrides: {model.hidden: [1000000000]}}, {label: fine}]"
+    """The first trial's process may have less memory than its weights take."""
+    rows = "rows=[{label: vast, overrides: {model.hidden: [3000000]}}, {label: fine}]"
     view = SilentView()
-    outcome = run_study(tiny("vast", rows, "baseline=null", "trial.epochs=1"), view, lambda line: None)
+    with executor("tests.trainers.made_up:Limited"):
+        outcome = run_study(tiny("vast", rows, "baseline=null", "trial.epochs=1"), view, lambda line: None)
     vast, fine = outcome.state.trials
     assert fine.status == FINISHED
     assert (vast.status, vast.relief) == (FAILED, {"layout.micro_batches": 2})
