@@ -49,6 +49,9 @@ def _compare(options: argparse.Namespace) -> int:
         folder, other = (find(name, options.storage) for name in (options.study, options.other))
         first, second = read(folder), read(other)
         found = compare(first, second)
+    for state in (first, second):
+        if state.damage:
+            print(f"lns-study: {state.config.name}: {state.damage}", file=sys.stderr)
     print_table(["row", "pairs", *found.names, "difference"], lines(found))
     print(f"\n{verdict(found)}")
     path = Path(options.output or folder / "report" / f"compared-with-{second.config.slug}.png")

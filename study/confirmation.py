@@ -4,7 +4,8 @@ A search compares many configurations on few seeds, so its best one owes its pla
 of every row run with the seeds ``search.confirm_seeds``, one seed a round. After each round the leader stays, and so does whoever is not
 significantly worse: one-sided paired t-test over the seeds both have, p above :data:`ALPHA`. The rounds end when one is left (``k`` above
 1) or the seeds are used up. This is a race (O. Maron, A. Moore, "Hoeffding races", NIPS 1993) with the t-test of F-Race (M. Birattari et
-al. 2002). Everything that decides is in the ledger, so a study that is continued goes on with the same race.
+al. 2002). Everything that decides is in the ledger, so a study that is continued goes on with the same race. What lies outside a space that
+was changed since takes no part in it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 
 from study.configurations import Configuration, configurations, signed
 from study.objectives import objective
-from study.plan import Base, Plan, PlannedTrial
+from study.plan import Base, Plan, PlannedTrial, bind_space, is_history
 from study.state import ENDED, FINISHED, StudyState
 
 ALPHA = 0.05
@@ -33,6 +34,7 @@ class Confirmation:
         self._base, self._row = base, row
         study = base.study
         self._metric, self._mode = next(iter(study.search.objectives.items()))
+        self._space = bind_space(study)
         self._seeds, self._more, self._most = list(study.seeds), study.search.confirm_seeds, study.search.confirm
         self.exhausted = False
         """Whether the race is over."""
@@ -42,12 +44,13 @@ class Confirmation:
 
         To be asked when no trial of the search itself is left to propose.
         """
-        found = configurations((trial for trial in state.trials if trial.row == self._row), [self._metric])
-        first = {entry.number: self._errors(entry, self._seeds) for entry in found}
+        trials = (trial for trial in state.trials if trial.row == self._row and not is_history(trial.params, self._space))
+        found = configurations(trials, [self._metric])
         if any(trial.seed in self._seeds and trial.status not in ENDED for entry in found for trial in entry.trials):
             return []
-        usable = [entry for entry in found if entry.whole and len(first[entry.number]) == len(self._seeds)]
-        racing = sorted(usable, key=lambda entry: statistics.fmean(first[entry.number]))[: self._most]
+        first = [(self._errors(entry, self._seeds), entry) for entry in found if entry.whole]
+        usable = [(statistics.fmean(errors), entry) for errors, entry in first if len(errors) == len(self._seeds)]
+        racing = [entry for _, entry in sorted(usable, key=lambda pair: pair[0])[: self._most]]
         for round_, seed in enumerate(self._more):
             if not racing or (self._most > 1 and len(racing) == 1):
                 break
@@ -68,12 +71,12 @@ class Confirmation:
 
     def _contenders(self, racing: list[Configuration], seeds: list[int]) -> list[Configuration]:
         """Of ``racing``, the leader over ``seeds`` and those that are not significantly worse; who lost a trial is out."""
-        errors = {entry.number: self._errors(entry, seeds) for entry in racing}
-        whole = [entry for entry in racing if len(errors[entry.number]) == len(seeds)]
+        of_all = [(self._errors(entry, seeds), entry) for entry in racing]
+        whole = [(errors, entry) for errors, entry in of_all if len(errors) == len(seeds)]
         if not whole:
             return []
-        leader = min(whole, key=lambda entry: statistics.fmean(errors[entry.number]))
-        return [entry for entry in whole if entry is leader or not worse(errors[entry.number], errors[leader.number])]
+        best, leader = min(whole, key=lambda pair: statistics.fmean(pair[0]))
+        return [entry for errors, entry in whole if entry is leader or not worse(errors, best)]
 
 
 def worse(errors: Sequence[float], others: Sequence[float]) -> bool:

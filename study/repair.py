@@ -5,8 +5,8 @@ its epochs (from the history that its newest whole checkpoint carries, else from
 ``recovered`` where they are from. Their times are MLflow's, else those of the line before, so that the seconds of a trial still add up
 where its neighbours are whole. A finished trial with an epoch that nobody knows any more is set back: the next run trains it again.
 
-The damaged file is kept beside the new one. Where every plan is lost, the next ``lns-study run CONFIG`` plans anew, and what the
-ledger has of its trials counts.
+The damaged file is kept beside the new one, which has no password that an earlier version left in the old. Where every plan is lost, the
+next ``lns-study run CONFIG`` plans anew, and what the ledger has of its trials counts.
 
 Limits: what was neither in a checkpoint nor in MLflow stays lost: edited limits, restarts, how many CPUs there were, and, without
 MLflow, the seconds of a trial of which every line is lost.
@@ -29,7 +29,7 @@ from study.checkpoints import checkpoints_of
 from study.ledger import FILE, Contents, describe_damage, make_header, new_id, open_ledger, sync_folder, take_lock, write_lock
 from study.lines import HEADER, Damage, Event, seal
 from study.runner import EXTRA
-from study.state import FAILED, FINISHED, STOPPED, fold
+from study.state import FAILED, FINISHED, STOPPED, fold, shown
 
 ENDS = (FINISHED, STOPPED, FAILED)
 """Events that end a trial."""
@@ -411,7 +411,7 @@ def _replace(folder: Path, id_: str, work: _Work) -> Path | None:
     part = path.with_name(f"{FILE}.part")
     with part.open("wb") as file:
         for number, event in enumerate([make_header(id_, first), *work.events], 1):
-            file.write(seal(event, number))
+            file.write(seal(event | {"study": shown(event["study"])} if "study" in event else event, number))
         file.flush()
         os.fsync(file.fileno())
     if kept is not None:

@@ -504,9 +504,10 @@ class _Run:
 
 
 def _past(trial: str, history: list[dict[str, Any]]) -> list[Event]:
-    """Reports of earlier epochs; the ledger takes those that it lacks."""
+    """Reports of earlier epochs; the ledger takes those that it lacks. How long these took, nobody has noted."""
     return [
-        {"event": "report", "trial": trial, "epoch": int(metrics["epoch"]), "metrics": _metrics(metrics)} for metrics in history
+        {"event": "report", "trial": trial, "epoch": int(metrics["epoch"]), "metrics": _metrics(metrics), "seconds": None}
+        for metrics in history
     ]
 
 

@@ -177,7 +177,7 @@ class StudyState:
 
     def _plan(self, event: Event) -> None:
         trials = {trial["id"]: trial for trial in event["trials"]}  # earlier versions let two rows plan the same trial
-        self.plan = event | {"trials": list(trials.values()), "study": _shown(event["study"])}
+        self.plan = event | {"trials": list(trials.values()), "study": shown(event["study"])}
         self.outcome = ""
         self.limits = None
         for trial in event["trials"]:
@@ -195,7 +195,7 @@ class StudyState:
             state.status, state.error = PLANNED, ""
 
 
-def _shown(study: dict[str, Any]) -> dict[str, Any]:
+def shown(study: dict[str, Any]) -> dict[str, Any]:
     """A study's config without the password that ledgers of earlier versions have in it."""
     uri = study.get("tracking_uri")
     return study | {"tracking_uri": without_password(uri)} if uri else study

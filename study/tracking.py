@@ -53,7 +53,8 @@ def check_tracking(uri: str) -> None:
         if "error code 401" in str(error):
             raise ValueError(
                 f"tracking_uri={shown!r}: asks for a login and takes none of what it was given; set MLFLOW_TRACKING_USERNAME and "
-                "MLFLOW_TRACKING_PASSWORD in the environment, of the study too"
+                "MLFLOW_TRACKING_PASSWORD in the environment, of the study too; for `lns-study ui` without --team, MLFLOW_TRACKING_TOKEN: "
+                "the token in its link"
             ) from None
         raise ValueError(
             f"tracking_uri={shown!r}: no MLflow tracking store answers ({reason(error)}); start a server with `{lns_study('ui')}`, correct "

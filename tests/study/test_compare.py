@@ -21,7 +21,7 @@ from study.config import StudyConfig
 from study.configurations import configurations, table
 from study.dashboard import Page, make_app
 from study.interactive import explore_data
-from study.ledger import Ledger
+from study.ledger import FILE, Ledger
 from study.manage import overview
 from study.plan import make_plan
 from study.report_formats import escape, render_latex
@@ -115,6 +115,17 @@ def test_compare_leaves_nothing_in_the_working_folder(
     assert main(["compare", "left", "right", "--storage", studies[0].storage, "-o", str(picture)]) == 0
     assert "right minus left" in capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_compare_says_that_a_ledger_is_damaged(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    studies = [tiny("left"), tiny("right")]
+    for study in studies:
+        write_ledger(study, made_up_events(study))
+    path = studies[1].folder / FILE
+    lines_ = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines_[:-2], b"x" + lines_[-2][1:], lines_[-1]]))
+    assert main(["compare", "left", "right", "--storage", studies[0].storage]) == 0
+    assert "right: the ledger is damaged: line" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from sqlalchemy.engine import Engine
 from study import mlflow_server
 from study.mlflow_server import TOKEN
 from study.sqlite import use_write_ahead_log, write_statistics
+from study.tracking import check_tracking
 from study.ui import command, environment
 from study.writer import connect
 from tests.study.servers import Server, free_port
@@ -180,6 +181,11 @@ def test_the_printed_link_lets_a_browser_in(guarded: Server) -> None:
     assert visit(guarded, SEARCH, {"max_results": 1}, **cookie)[0] == 200
     assert visit(guarded, SEARCH, {"max_results": 1}, Host="evil.example", **cookie)[0] == 403
     assert visit(guarded, f"//evil.example/?token={SECRET}")[1]["location"] == "/evil.example/"
+
+
+def test_a_study_without_the_token_is_told_where_it_is(guarded: Server) -> None:
+    with pytest.raises(ValueError, match="MLFLOW_TRACKING_TOKEN: the token in its link"):
+        check_tracking(guarded.uri)
 
 
 def test_mlflows_clients_come_in_by_their_own_variables(guarded: Server, monkeypatch: pytest.MonkeyPatch) -> None:

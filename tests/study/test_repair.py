@@ -123,6 +123,22 @@ def test_a_damaged_line_is_refused_repaired_and_the_study_ends_with_the_same_tab
     assert_as_if_nothing_had_been(study, done)
 
 
+def test_a_repaired_ledger_has_no_password(done: Done, tmp_path: Path) -> None:
+    """Earlier versions wrote it there; what is made now has it no longer."""
+    study = done.copy(tmp_path / "studies")
+    lines = done.lines
+    place = at(lines, "planned")
+    number, event = unseal(lines[place].rstrip(b"\n"))
+    assert number is not None
+    assert event is not None
+    lines[place] = seal(event | {"study": event["study"] | {"tracking_uri": "https://ada:s3cret@host"}}, number)
+    lines[at(lines, "checkpoint")] = damage(lines[at(lines, "checkpoint")])
+    (study.folder / FILE).write_bytes(b"".join(lines))
+    repair(study.folder, None)
+    assert b"s3cret" not in (study.folder / FILE).read_bytes()
+    assert b"https://ada:***@host" in (study.folder / FILE).read_bytes()
+
+
 def place_only(done: Done, folder: Path, lines: list[bytes], *, checkpoints: bool = True) -> Path:
     """A study's folder with these lines as its ledger, beside the checkpoints of the undamaged one, which are only read."""
     folder.mkdir(parents=True, exist_ok=True)

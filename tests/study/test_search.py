@@ -382,6 +382,34 @@ def test_a_race_broken_off_goes_on_as_it_would_have(searched: Make, broken_off: 
     assert len(first) + len(rest) == len(whole)
 
 
+@pytest.mark.parametrize("broken_off", [4, 7, 9, 20])
+def test_a_race_is_between_configurations_of_the_space_as_it_is_now(searched: Make, broken_off: int) -> None:
+    """What lies outside is repeated no more, and does not keep the race from its end."""
+    confirmed = "search: {algorithm: tpe, num_samples: 6, confirm: 3, confirm_seeds: [10, 11, 12]}\n"
+    wide, narrow = (f"\nspace: {{optimizer.lr: {{uniform: [{low}, 1.0]}}}}\n{confirmed}" for low in (0.0001, 0.5))
+
+    def noisy(params: dict[str, Any], seed: int) -> float:
+        return float(params["optimizer.lr"]) + 1e-6 * math.sin(seed)  # the best lie outside
+
+    rows = ("rows=[]", "baseline=null")
+    begun = Noisy(make_plan(searched(*rows, space=wide)), noisy)
+    begun.run(at_most=broken_off)
+    study = searched(*rows, space=narrow)
+    again = Noisy(adopt(make_plan(study), fold(begun.events)), noisy)
+    planned = again.events
+    again._events, again.state = [], StudyState()
+    for event in [*begun.events, *planned]:
+        again._append(event)
+    again.agenda = Agenda(again.plan, again.state, again.agenda._added)
+    rest = again.run()
+    assert again.agenda.exhausted
+    assert all(trial.params["optimizer.lr"] >= 0.5 for trial in rest)
+    rates = {trial.params["optimizer.lr"] for trial in again.state.trials}
+    best_inside = min(rate for rate in rates if rate >= 0.5)
+    seeds = {trial.seed for trial in again.state.trials if trial.params["optimizer.lr"] == best_inside}
+    assert seeds >= {0, 10, 11}
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

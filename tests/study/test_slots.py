@@ -16,6 +16,7 @@ from study.config import StudyConfig
 from study.control import Control
 from study.engine import run_study
 from study.ledger import Ledger, read_ledger
+from study.objectives import objective
 from study.plan import make_plan
 from study.runner import _Run
 from study.search import Agenda
@@ -181,6 +182,17 @@ def test_epochs_that_the_ledger_lacks_are_taken_from_where_a_trial_began_once(co
     assert events[-1]["event"] == "finished"
     assert events[-1]["metrics"] == {"test/loss": 0.1}
     assert "test/loss" not in state.known[trial].reports[3]["metrics"]
+
+
+def test_epochs_taken_from_a_checkpoint_have_no_seconds_that_nobody_measured(course: tuple[_Run, StudyState, Ledger]) -> None:
+    """They would have had those from the trial's new start to the reading of its checkpoint."""
+    run, state, _ = course
+    trial = state.known[state.trials[0].id]
+    run._take_in([Message(BEGAN, trial.id, Beginning(history=[metrics(1), metrics(2)]))])
+    run._take_in([Message(REPORT, trial.id, metrics(3))])
+    assert sorted(trial.reports) == [1, 2, 3]
+    assert list(trial.took) == [3]
+    assert objective(trial, "seconds") is None
 
 
 def test_a_trial_is_tried_again_as_often_as_it_may(course: tuple[_Run, StudyState, Ledger]) -> None:
