@@ -6,6 +6,7 @@ from their checkpoints. A process that has joined would be ended by Ray with its
 
 Of a cluster the driver must be a part. Where the node that it has joined has died, it joins again; where the control store is silent, it
 ends in order before Ray would end it, after 60 s (``RAY_gcs_rpc_server_reconnect_timeout_s``).
+Limit: seen with long trials only; while many short ones came and went, Ray ended the process first.
 
 Whoever may talk to Ray runs code as its user. A Ray of our own asks for a token that our processes alone inherit; a cluster that asks
 nobody for one is refused unless ``insecure=true``.
