@@ -23,7 +23,7 @@ from typing import Any
 from trainers.node import Node
 
 POLL_SECONDS = 1.0
-"""How often a cluster is asked for its nodes, and for how long a call for events waits."""
+"""How often nodes are looked at, and for how long a call for events waits."""
 PATIENCE_SECONDS = 3.0
 """How long a lease waits for all that its node has before it asks for less."""
 END_SECONDS = 10.0
@@ -151,10 +151,18 @@ class Cluster:
         most: CPUs and GPUs that the study's trials can use at all.
         make: arguments of :class:`~trainers.node.Node`.
         said: told of what processes say, and of leases that end, from threads.
+        nodes: says what nodes there are, as ``ray.nodes()`` has them.
     """
 
-    def __init__(self, unit: tuple[float, float], most: tuple[float, float], make: tuple[Any, ...], said: Said) -> None:
-        self._unit, self._most, self._make, self._said = unit, most, make, said
+    def __init__(
+        self,
+        unit: tuple[float, float],
+        most: tuple[float, float],
+        make: tuple[Any, ...],
+        said: Said,
+        nodes: Callable[[], list[dict[str, Any]]],
+    ) -> None:
+        self._unit, self._most, self._make, self._said, self._nodes = unit, most, make, said, nodes
         self._requests: list[_Request] = []
         self._lock = threading.Lock()
         self._asked = -math.inf
@@ -177,10 +185,8 @@ class Cluster:
         """
         if time.monotonic() - self._asked < POLL_SECONDS:
             return
-        import ray
-
         self._asked = time.monotonic()
-        for node in ray.nodes():
+        for node in self._nodes():
             if node["Alive"]:
                 self._claim(node["NodeID"], node["Resources"])
         for request in list(self._requests):

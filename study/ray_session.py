@@ -6,7 +6,6 @@ from their checkpoints. A process that has joined would be ended by Ray with its
 
 Of a cluster the driver must be a part. Where the node that it has joined has died, it joins again; where the control store is silent, it
 ends in order before Ray would end it, after 60 s (``RAY_gcs_rpc_server_reconnect_timeout_s``).
-Limit: seen with long trials only; while many short ones came and went, Ray ended the process first.
 
 Whoever may talk to Ray runs code as its user. A Ray of our own asks for a token that our processes alone inherit; a cluster that asks
 nobody for one is refused unless ``insecure=true``.
@@ -14,12 +13,12 @@ nobody for one is refused unless ``insecure=true``.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -55,6 +54,8 @@ ANSWER_SECONDS = 10.0
 START_SECONDS = 120.0
 LOOK_SECONDS = 1.0
 """How often a cluster is looked at."""
+LATE_SECONDS = 5.0
+"""After so long without an answer nothing more is asked of a cluster."""
 SILENT_SECONDS = 30.0
 """For so long a control store may be silent before the study ends."""
 
@@ -94,6 +95,12 @@ class Session:
         import ray
 
         return dict(ray.cluster_resources())
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """The nodes, as ``ray.nodes()`` has them."""
+        import ray
+
+        return list(ray.nodes())
 
     def close(self) -> None:
         """Leave it."""
@@ -196,7 +203,6 @@ class Joined(Session):
             ) from None
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts in one that aborts the process
-        self._looked = self._answered = time.monotonic()
         if not insecure and asks_nobody(self.address):
             self.close()
             raise UserError(
@@ -206,39 +212,55 @@ class Joined(Session):
             )
 
     def _join(self) -> None:
+        """Become a part of the cluster, and have a thread ask for its nodes: who asks a control store that has just died waits for ever."""
         import ray
 
         ray.init(address=self._given, logging_level=logging.ERROR, log_to_driver=False)
         context = ray.get_runtime_context()
         self.address, self._node = str(context.gcs_address), context.get_node_id()
+        self._nodes: list[dict[str, Any]] = ray.nodes()
+        self._answered = self._seen = time.monotonic()
+        self._left = threading.Event()
+        threading.Thread(target=self._ask, args=(self._left,), daemon=True, name="nodes").start()
+
+    def _ask(self, left: threading.Event) -> None:
+        """Ask for the nodes again and again, until this cluster is left."""
+        import ray
+
+        while not left.wait(LOOK_SECONDS):
+            with contextlib.suppress(Exception):  # of a cluster that ends; that nothing comes is noticed
+                nodes = ray.nodes()
+                if not left.is_set():
+                    self._nodes, self._answered = nodes, time.monotonic()
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """See :class:`Session`; as they last were."""
+        return self._nodes
 
     def look(self) -> bool:
-        """See :class:`Session`. Whoever asks a control store that has just died waits until Ray ends the process."""
-        now = time.monotonic()
-        if now - self._looked < LOOK_SECONDS:
-            return False
-        self._looked = now
-        if not _listens(self.address):
+        """See :class:`Session`."""
+        answered, now = self._answered, time.monotonic()
+        if now - answered > LATE_SECONDS:
             self.silent = f"its control store at {self.address} does not answer"
-            if now - self._answered > SILENT_SECONDS:
+            if now - answered > SILENT_SECONDS:
                 raise UserError(
                     f"Ray: {self.silent} for {SILENT_SECONDS:g} s; finished epochs are kept; "
                     "the same command goes on once the cluster is back"
                 )
             return False
-        self._answered, self.silent = now, ""
-        import ray
-
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        self.silent = ""
+        alive = {node["NodeID"] for node in self._nodes if node["Alive"]}
         self.lost = (
             "" if self._node in alive else "this machine's node has left the cluster; `ray start --address ...` brings it back"
         )
-        return True
+        fresh, self._seen = answered > self._seen, answered
+        return fresh
 
     def renew(self) -> bool:
         """Join again."""
         import ray
 
+        self._left.set()
         ray.shutdown()
         try:
             self._join()
@@ -251,8 +273,11 @@ class Joined(Session):
         """Leave it; a silent one is left by ending."""
         import ray
 
-        if _listens(self.address):
+        self._left.set()
+        if not self.silent:
             ray.shutdown()
+        elif sys.excepthook.__module__.startswith("ray."):
+            sys.excepthook = sys.__excepthook__  # Ray's tells the control store of an error first, and waits for its answer
 
 
 @contextmanager
@@ -305,16 +330,6 @@ def _keep_token(path: Path) -> None:
 def _text(path: Path) -> str:
     """What a file holds; "" if there is none."""
     return path.read_text(errors="replace").strip() if path.exists() else ""
-
-
-def _listens(address: str) -> bool:
-    """Whether anything takes connections there."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=1.0).close()
-    except OSError:
-        return False
-    return True
 
 
 def _end_with_parent() -> None:

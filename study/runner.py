@@ -134,12 +134,13 @@ def _pool(
             said.put(what)
 
         def on_cluster() -> Machines:
+            assert session is not None
             trials = [trial.config.to_dict() for trial in agenda.trials] or [study.trial.to_dict()]
             count = min(study.max_concurrent or plan.size, plan.size)
             largest = [Shape.of(TrialConfig.from_dict(values)).bundles[0] for values in trials]
             unit = max(each["CPU"] for each in largest), math.ceil(max(each.get("GPU", 0.0) for each in largest))
             most = count * max(map(cpus_of, trials)), count * max(map(gpus_of, trials))
-            return Cluster(unit, most, (study.folder / LOG, data), heard)
+            return Cluster(unit, most, (study.folder / LOG, data), heard, session.nodes)
 
         def here() -> Machines:
             own = node or Node()
@@ -264,7 +265,6 @@ class _Run:
         wrong = ray.lost or ray.silent
         if wrong and not self._wrong:
             self._say(f"Ray: {wrong}; waiting for it")
-            self._wrong = wrong
         if ray.lost:
             self._pool.end_all(f"Ray: {ray.lost}")
             if self._find is not None:

@@ -139,6 +139,19 @@ def test_a_study_outlives_the_node_that_it_has_joined(three: Any, tmp_path: Path
     assert [trial.status for trial in fold(read_ledger(folder)).trials] == [FINISHED] * 60
 
 
+def test_a_study_ends_in_order_when_the_control_store_stays_silent(three: Any, tmp_path: Path) -> None:
+    process = sleepers(tmp_path, three, "name=silent", f"seeds={list(range(600))}", "trial.optimizer.lr=3.0")
+    folder = tmp_path / "studies" / "silent"
+    wait_until(process, folder, lambda events: sum(event["event"] == "finished" for event in events) >= 4)
+    address = three.address
+    three.head_node.kill_gcs_server(check_alive=False)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert f"its control store at {address} does not answer; waiting for it" in said
+    assert "the same command goes on once the cluster is back" in said
+    assert read_ledger(folder)[-1]["event"] == "ended"
+
+
 def test_a_node_that_others_use_in_part_gives_what_it_has(three: Any, tmp_path: Path) -> None:
     """Another job holds five CPUs of one node: the study gets the other 19."""
     holder = (
