@@ -21,7 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +92,9 @@ def small_storage(folder: Path) -> Iterator[None]:
 
 def fill(storage: Path) -> None:
     """Leave no byte free."""
-    with (storage / "filler").open("wb", buffering=0) as file:
-        try:
-            while True:
-                file.write(bytes(1 << 12))
-        except OSError:
-            pass
+    with (storage / "filler").open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(1 << 12))
 
 
 def damage(fault: str, chance: random.Random, storage: Path) -> None:

@@ -7,7 +7,7 @@ import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -212,7 +212,7 @@ def test_what_lies_outside_a_changed_space_is_history(
     assert fold(begun.events).trials  # and, broken off in the middle of one, a trial that never ran
     study = searched(*rows, space=space_of(WIDE | change))
     space = bind_space(study)
-    again = continued(begun, study)
+    again = continued(begun, study, uneven)
     history = [trial.id for trial in first if not space.holds(trial.params)]
     waiting = [trial for trial in again.plan.trials if trial.id not in {trial.id for trial in first}]
     assert all(space.holds(trial.params) for trial in waiting)
@@ -235,9 +235,12 @@ def test_what_lies_outside_a_changed_space_is_history(
     assert Agenda(adopt(make_plan(study), fold(again.events)), fold(again.events), lambda trial: None).exhausted
 
 
-def continued(begun: Pretend, study: StudyConfig) -> Pretend:
+P = TypeVar("P", bound=Pretend)
+
+
+def continued(begun: P, study: StudyConfig, error: Callable[..., float]) -> P:
     """Another run of the study that ``begun`` ran, with this config."""
-    again = Pretend(adopt(make_plan(study), fold(begun.events)), uneven)
+    again = type(begun)(adopt(make_plan(study), fold(begun.events)), error)
     planned = again.events
     again._events, again.state = [], StudyState()
     for event in [*begun.events, *planned]:
@@ -395,12 +398,7 @@ def test_a_race_is_between_configurations_of_the_space_as_it_is_now(searched: Ma
     begun = Noisy(make_plan(searched(*rows, space=wide)), noisy)
     begun.run(at_most=broken_off)
     study = searched(*rows, space=narrow)
-    again = Noisy(adopt(make_plan(study), fold(begun.events)), noisy)
-    planned = again.events
-    again._events, again.state = [], StudyState()
-    for event in [*begun.events, *planned]:
-        again._append(event)
-    again.agenda = Agenda(again.plan, again.state, again.agenda._added)
+    again = continued(begun, study, noisy)
     rest = again.run()
     assert again.agenda.exhausted
     assert all(trial.params["optimizer.lr"] >= 0.5 for trial in rest)

@@ -123,7 +123,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[s
     return folder, spawned(in_worker, folder)
 
 
-def close(found: dict[str, float], expected: dict[str, float]) -> None:
+def assert_close(found: dict[str, float], expected: dict[str, float]) -> None:
     names = [name for name in expected if not name.startswith(("bytes/", PREFIX)) and name != "samples_per_second"]
     assert {name: found[name] for name in names} == pytest.approx({name: expected[name] for name in names}, rel=ROUNDING)
 
@@ -134,8 +134,8 @@ def test_shards_train_as_whole_replicas_do(workers: tuple[Path, list[dict[str, A
     folder, results = workers
     for result in results:
         for found, expected in zip(result[f"{name}/fsdp"]["metrics"], result[f"{name}/whole"]["metrics"], strict=True):
-            close(found, expected)
-        close(result[f"{name}/fsdp"]["test"], result[f"{name}/whole"]["test"])
+            assert_close(found, expected)
+        assert_close(result[f"{name}/fsdp"]["test"], result[f"{name}/whole"]["test"])
     (mine, _), (theirs, _) = (load_checkpoint(folder / name / kind / "end") for kind in ("fsdp", "whole"))
     assert mine.keys() == theirs.keys()
     for key, value in theirs.items():
@@ -155,7 +155,7 @@ def test_a_sharded_trial_resumes_exactly(workers: tuple[Path, list[dict[str, Any
 def test_checkpoints_are_read_by_the_other_kind(workers: tuple[Path, list[dict[str, Any]]], way: str) -> None:
     for result in workers[1]:
         for found, expected in zip(result[way], result["odd rows/whole"]["metrics"][2:], strict=True):
-            close(found, expected)
+            assert_close(found, expected)
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ def test_one_process_reads_the_checkpoint_of_shards(workers: tuple[Path, list[di
     folder, results = workers
     single = Training(replace(unsharded(BASE), workers=1))
     single.restore(folder / "odd rows" / "fsdp" / "end")
-    close(single.test(), results[0]["odd rows/fsdp"]["test"])
+    assert_close(single.test(), results[0]["odd rows/fsdp"]["test"])
 
 
 @pytest.mark.slow
@@ -235,7 +235,7 @@ def on_gpus(rank: int, folder: str) -> dict[str, Any]:
 def test_two_gpus_shard_as_they_train_whole(tmp_path: Path) -> None:
     for result in spawned(on_gpus, tmp_path, backend="nccl"):
         for found, expected in zip(result["fsdp"]["metrics"], result["whole"]["metrics"], strict=True):
-            close(found, expected)
+            assert_close(found, expected)
         assert result["fsdp"]["resumed"] == result["fsdp"]["metrics"][2:]
         assert PREFIX + "step_seconds" in result["fsdp"]["history"][0]
         assert PREFIX + "compute_seconds" not in result["fsdp"]["history"][0]

@@ -213,7 +213,7 @@ def four(folder: Path, two: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return spawned(in_four, folder / "four", world=4)
 
 
-def close(found: dict[str, float], expected: dict[str, float], tolerance: float = ROUNDING) -> None:
+def assert_close(found: dict[str, float], expected: dict[str, float], tolerance: float = ROUNDING) -> None:
     names = [name for name in expected if name.endswith("/loss") or (name.endswith("/error") and tolerance == ROUNDING)]
     assert names
     assert {name: found[name] for name in names} == pytest.approx({name: expected[name] for name in names}, rel=tolerance)
@@ -240,12 +240,12 @@ def test_parts_train_as_one_process_does(folder: Path, one: dict[str, Any], two:
     assert {key: value.shape for key, value in mine.items()} == {key: value.shape for key, value in theirs.items()}
     if name == "autocast":
         for found, expected in zip(two[0][name]["metrics"][:2], one[name]["metrics"][:2], strict=True):
-            close(found, expected, MIXED)
+            assert_close(found, expected, MIXED)
         return
     for result in two:
         for found, expected in zip(result[name]["metrics"], one[name]["metrics"], strict=True):
-            close(found, expected)
-        close(result[name]["test"], one[name]["test"])
+            assert_close(found, expected)
+        assert_close(result[name]["test"], one[name]["test"])
     for key, value in theirs.items():
         torch.testing.assert_close(mine[key], value, rtol=1e-4, atol=1e-5)
 
@@ -307,7 +307,7 @@ def test_every_optimizer_that_takes_elements_one_by_one_steps_the_same(two: list
 def test_checkpoints_of_other_layouts_are_read(one: dict[str, Any], two: list[dict[str, Any]], way: str, like: str) -> None:
     for result in two:
         for found, expected in zip(result[way], one[like]["metrics"][2:], strict=True):
-            close(found, expected)
+            assert_close(found, expected)
 
 
 @pytest.mark.slow
@@ -315,7 +315,7 @@ def test_one_process_goes_on_from_parts(folder: Path, one: dict[str, Any], two: 
     single = Training(uncut(TRIALS["two pairs"]))
     single.restore(folder / "two" / "two pairs" / "half")
     for expected in one["two pairs"]["metrics"][2:]:
-        close(single.train_epoch(), expected)
+        assert_close(single.train_epoch(), expected)
 
 
 @pytest.mark.slow
@@ -344,7 +344,7 @@ def test_telemetry_counts_what_each_worker_computes(one: dict[str, Any], two: li
 def test_replicas_in_parts_train_as_whole_ones(two: list[dict[str, Any]], four: list[dict[str, Any]], name: str) -> None:
     for result in four:
         for found, expected in zip(result[name]["metrics"], two[0][f"dp 2/{name}"]["metrics"], strict=True):
-            close(found, expected, LOSSY.get(name, BLOCKS))
+            assert_close(found, expected, LOSSY.get(name, BLOCKS))
         assert result[name]["resumed"] == result[name]["metrics"][2:]
         assert result[name]["metrics"] == four[0][name]["metrics"]
 
@@ -380,14 +380,14 @@ def test_replicas_in_parts_send_their_parts_and_activations(four: list[dict[str,
 def test_replicas_in_parts_read_the_checkpoint_of_whole_ones(two: list[dict[str, Any]], four: list[dict[str, Any]]) -> None:
     for result in four:
         for found, expected in zip(result["from dp 2"], two[0]["dp 2/native"]["metrics"][2:], strict=True):
-            close(found, expected)
+            assert_close(found, expected)
 
 
 @pytest.mark.slow
 def test_one_process_reads_the_checkpoint_of_replicas_in_parts(folder: Path, four: list[dict[str, Any]]) -> None:
     single = Training(replace(REPLICAS["native"], workers=1, layout=Layout()))
     single.restore(folder / "four" / "native" / "end")
-    close(single.test(), four[0]["native"]["test"])
+    assert_close(single.test(), four[0]["native"]["test"])
 
 
 @pytest.mark.parametrize(
