@@ -265,6 +265,7 @@ class _Run:
         wrong = ray.lost or ray.silent
         if wrong and not self._wrong:
             self._say(f"Ray: {wrong}; waiting for it")
+        was_wrong = bool(wrong or self._wrong)
         if ray.lost:
             self._pool.end_all(f"Ray: {ray.lost}")
             if self._find is not None:
@@ -273,7 +274,7 @@ class _Run:
                 wrong = ""
                 if self._find is not None:
                     self._pool.use(self._find())
-        if self._wrong and not wrong:
+        if was_wrong and not wrong:
             self._say("Ray is back.")
         self._wrong = wrong
         return not wrong, fresh
