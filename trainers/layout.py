@@ -140,34 +140,6 @@ class Layout:
                 f"{layers} linear layers and a stage holds one at least; use fewer stages or more layers in model.hidden"
             )
 
-    def place(self, rank: int, workers: int, device_type: str = "cpu") -> Place:
-        """Where ``rank`` of ``workers`` stands; makes the process groups, so every rank must call it.
-
-        With one worker, or one process that stands for all (``workers=1``), there is no group. At pp=1 the default group serves.
-        """
-        if workers > 1 and self.tp > 1:
-            mesh = groups.mesh(device_type, dp=self.replicas(workers), tp=self.tp)
-            return Place(
-                dp=self.replicas(workers),
-                dp_rank=mesh.get_local_rank("dp"),
-                dp_group=mesh.get_group("dp"),
-                tp_rank=mesh.get_local_rank("tp"),
-                parts=mesh["tp"],
-            )
-        if workers == 1 or self.pp == 1:
-            shards = groups.mesh(device_type, dp=workers) if self.fsdp and workers > 1 else None
-            return Place(dp=workers, dp_rank=rank, dp_group=dist.group.WORLD if workers > 1 else None, shards=shards)
-        dp = self.replicas(workers)
-        mesh = groups.mesh(device_type, pp=self.pp, dp=dp)
-        return Place(
-            dp=dp,
-            pp=self.pp,
-            dp_rank=mesh.get_local_rank("dp"),
-            pp_rank=mesh.get_local_rank("pp"),
-            dp_group=mesh.get_group("dp"),
-            pp_group=mesh.get_group("pp"),
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
@@ -193,3 +165,32 @@ class Place:
     shards: DeviceMesh | None = None
     tp_rank: int = 0
     parts: DeviceMesh | None = None
+
+
+def place(layout: Layout, rank: int, workers: int, device_type: str = "cpu") -> Place:
+    """Where ``rank`` of ``workers`` stands; makes the process groups, so every rank must call it.
+
+    With one worker, or one process that stands for all (``workers=1``), there is no group. At pp=1 the default group serves.
+    """
+    if workers > 1 and layout.tp > 1:
+        mesh = groups.mesh(device_type, dp=layout.replicas(workers), tp=layout.tp)
+        return Place(
+            dp=layout.replicas(workers),
+            dp_rank=mesh.get_local_rank("dp"),
+            dp_group=mesh.get_group("dp"),
+            tp_rank=mesh.get_local_rank("tp"),
+            parts=mesh["tp"],
+        )
+    if workers == 1 or layout.pp == 1:
+        shards = groups.mesh(device_type, dp=workers) if layout.fsdp and workers > 1 else None
+        return Place(dp=workers, dp_rank=rank, dp_group=dist.group.WORLD if workers > 1 else None, shards=shards)
+    dp = layout.replicas(workers)
+    mesh = groups.mesh(device_type, pp=layout.pp, dp=dp)
+    return Place(
+        dp=dp,
+        pp=layout.pp,
+        dp_rank=mesh.get_local_rank("dp"),
+        pp_rank=mesh.get_local_rank("pp"),
+        dp_group=mesh.get_group("dp"),
+        pp_group=mesh.get_group("pp"),
+    )

@@ -41,6 +41,7 @@ from trainers.data import Dataset, DatasetInfo, Split, epoch_order, load, share
 from trainers.device import STEPS_TO_CAPTURE, GraphedEpochs, check_device, resolve_device
 from trainers.forward import ScaledOptimizer, set_forward_
 from trainers.init import initialize_
+from trainers.layout import place
 from trainers.models import build
 from trainers.offload import Offload, OffloadedOptimizer
 from trainers.optimizers import make_optimizer
@@ -139,7 +140,7 @@ class Training:
         model = initialize_(build(config.model, inputs, classes), config.seed)
         self._parameters = sum(p.numel() for p in model.parameters())
         self.data = Dataset(*(Split(split.x.to(self.device), split.y.to(self.device)) for split in self.data))
-        self.place = config.layout.place(rank, world_size, self.device.type)
+        self.place = place(config.layout, rank, world_size, self.device.type)
         self._spans = Spans(self.device)
         self.profiler = Profiler(config.profile, rank, self.device, self._spans)
         self.pipeline = self._make_pipeline(model) if self.place.pp > 1 else None

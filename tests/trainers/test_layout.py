@@ -11,7 +11,7 @@ import torch
 from lns_ops import LNSTensor
 from trainers.config import DataConfig, ModelConfig, PrecisionConfig, TrialConfig
 from trainers.data import Split
-from trainers.layout import Layout, Place
+from trainers.layout import Layout, Place, place
 from trainers.step import accumulate
 from trainers.training import Training
 
@@ -73,7 +73,7 @@ def test_the_config_of_before_means_what_it_did() -> None:
     config = TrialConfig(workers=4)
     assert config.layout.replicas(config.workers) == 4
     assert TrialConfig.from_dict({"workers": 4}) == config
-    assert Layout().place(0, 1) == Place()
+    assert place(Layout(), 0, 1) == Place()
 
 
 def trial(precision: PrecisionConfig, **changes: Any) -> Training:
