@@ -34,12 +34,12 @@ from lns_ops import LNSTensor, convert_, convolution, cpu, indexed, optim
 from lns_ops import functional as lns
 from lns_ops.format import LNSFormat, lns12, lns16
 from trainers.config import ModelConfig, PrecisionConfig
+from trainers.config.optimizer import OptimizerConfig
 from trainers.data import Split
 from trainers.models import build
-from trainers.optimizer_config import OptimizerConfig
-from trainers.optimizers import make_optimizer
-from trainers.precision import apply_precision
-from trainers.step import train_step
+from trainers.models.precision import apply_precision
+from trainers.optim.build import make_optimizer
+from trainers.training.step import train_step
 
 SHAPES = [(128, 784, 512), (512, 512, 512)]
 CONVOLUTIONS = [(8, 64, 64, 32, 1), (8, 128, 128, 16, 1), (16, 256, 256, 8, 1), (32, 512, 512, 4, 1), (8, 64, 128, 32, 2)]

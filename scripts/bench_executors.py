@@ -16,7 +16,7 @@ class Noop:
         self._count = 0
 
     def begin(self, config: Any, checkpoints: list[str]) -> Any:
-        from trainers.records import Beginning
+        from trainers.workers.messages import Beginning
 
         return Beginning()
 

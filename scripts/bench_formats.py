@@ -19,11 +19,11 @@ import lns_ops.cpu
 from lns_ops.formats import block
 from trainers.config import ModelConfig, OptimizerConfig, PrecisionConfig
 from trainers.data import Split
-from trainers.init import initialize_
 from trainers.models import build
-from trainers.optimizers import make_optimizer
-from trainers.precision import apply_precision
-from trainers.step import train_step
+from trainers.models.init import initialize_
+from trainers.models.precision import apply_precision
+from trainers.optim.build import make_optimizer
+from trainers.training.step import train_step
 
 MODELS = {"MLP": ModelConfig(hidden=[128]), "CNN": ModelConfig(name="cnn", channels=[8, 16], hidden=[])}
 FORMATS = [

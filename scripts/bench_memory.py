@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from lns_ops import LNSTensor, convert_
 from lns_ops.optim import SGD
 from trainers.config import ModelConfig
-from trainers.init import initialize_
 from trainers.models import build
+from trainers.models.init import initialize_
 
 MODELS = {
     "MLP 784-512-10": ModelConfig(hidden=[512]),

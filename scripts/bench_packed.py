@@ -2,9 +2,10 @@
 
     python scripts/bench_packed.py [--trials 1,4,12,30] [--processes 12] [--json FILE]
 
-Trains MNIST nets 784-512-10, batch 128, LNS everywhere with Kahan summation, for two epochs in :class:`trainers.host.Host`, and prints
-milliseconds a net and epoch of the second one (validation included), medians over three courses. All threads begin it together. Then the
-same in as many processes, each with a CUDA context of its own, as Ray packs them. Checks that each net has the same losses as alone.
+Trains MNIST nets 784-512-10, batch 128, LNS everywhere with Kahan summation, for two epochs in
+:class:`trainers.workers.packed.Host`, and prints milliseconds a net and epoch of the second one (validation included), medians
+over three courses. All threads begin it together. Then the same in as many processes, each with a CUDA context of its own, as Ray
+packs them. Checks that each net has the same losses as alone.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from typing import Any
 import torch
 
 from trainers.config import ModelConfig, PrecisionConfig, TrialConfig
-from trainers.host import Host
-from trainers.training import Training
+from trainers.training.trainer import Training
+from trainers.workers.packed import Host
 
 EPOCHS = 2
 COURSES = 3

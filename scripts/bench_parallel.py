@@ -33,23 +33,24 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from lns_ops import LNSTensor, lns12
-from trainers import groups
-from trainers.collectives import Collectives
+from trainers.comm import process_group
+from trainers.comm.collectives import Collectives
 from trainers.config import DataConfig, ModelConfig, PrecisionConfig, TrialConfig
+from trainers.config.layout import Layout
+from trainers.config.memory import MemoryConfig
+from trainers.config.optimizer import OptimizerConfig
+from trainers.config.wire import FORMATS, WireConfig
 from trainers.data import Split
-from trainers.deferred import Deferred
-from trainers.forward import MemoryConfig
-from trainers.init import initialize_
-from trainers.layout import Layout
 from trainers.models import build
-from trainers.optimizer_config import OptimizerConfig
-from trainers.optimizers import make_optimizer
-from trainers.pipeline import Pipeline
-from trainers.precision import apply_precision
-from trainers.step import train_step
-from trainers.synchroniser import Synchroniser, Synchronous
-from trainers.training import Training
-from trainers.wire import FORMATS, WireConfig
+from trainers.models.init import initialize_
+from trainers.models.precision import apply_precision
+from trainers.optim.build import make_optimizer
+from trainers.parallel.pipeline import Pipeline
+from trainers.parallel.pipeline_zero_bubble import Deferred
+from trainers.sync.base import Synchroniser
+from trainers.sync.synchronous import Synchronous
+from trainers.training.step import train_step
+from trainers.training.trainer import Training
 
 MLP = 784 * 512 + 512 + 512 * 10 + 10
 """Parameters of 784-512-10."""
@@ -75,11 +76,11 @@ def in_process(rank: int, job: Job, folder: str) -> None:
     if job.backend == "nccl":
         torch.cuda.set_device(rank)
     if job.world > 1:
-        groups.join(job.backend, f"file://{folder}/store", rank, job.world)
+        process_group.join(job.backend, f"file://{folder}/store", rank, job.world)
     figures = job.work(rank, job.world)
     (Path(folder) / f"{rank}.json").write_text(json.dumps(figures))
     if job.world > 1:
-        groups.leave()
+        process_group.leave()
 
 
 def run(job: Job) -> list[dict[str, Any]]:

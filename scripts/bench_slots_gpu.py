@@ -18,8 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from trainers.config import ModelConfig, PrecisionConfig, TrialConfig
-from trainers.node import Node
-from trainers.records import DIED, ENDED, HELLO, IN_PROCESS, PACKED, REPORT, TRAIN, Message
+from trainers.workers.messages import (
+    DIED,
+    ENDED,
+    HELLO,
+    IN_PROCESS,
+    PACKED,
+    REPORT,
+    TRAIN,
+    Message,
+)
+from trainers.workers.node import Node
 
 
 def config(seed: int, epochs: int, hidden: list[int]) -> TrialConfig:

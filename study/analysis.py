@@ -28,7 +28,7 @@ from study.mlflow_runs import layout_of
 from study.objectives import bits_of, objective
 from study.space import Params, lookup, today
 from study.state import FAILED, StudyState, TrialState
-from trainers.bundles import gpus_of
+from trainers.workers.resources import gpus_of
 
 MEASURES = {
     "error": "validation error, %",

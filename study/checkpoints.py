@@ -15,7 +15,7 @@ from typing import Any
 from study.ledger import Event, Ledger, how_to_repair
 from study.plan import PlannedTrial
 from study.state import FINISHED, STOPPED, StudyState, code_of
-from trainers.records import STATE, read_state
+from trainers.checkpoint.manifest import STATE, read_state
 
 
 def origin_of(trial: PlannedTrial, ledger: str, plan: Event) -> dict[str, Any]:

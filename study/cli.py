@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from study.config import StudyConfig
     from study.engine import Outcome, View
-    from trainers.node import Node
+    from trainers.workers.node import Node
 
 DESCRIPTION = """\
 Run a study: train the same network in several number formats, several seeds each, and compare the test errors.
@@ -206,7 +206,7 @@ def _add_ui(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def _run(options: argparse.Namespace) -> int:
-    from trainers.node import Node
+    from trainers.workers.node import Node
 
     if not options.dry_run:
         print("Loading the study; checking its data and trials ...", flush=True)

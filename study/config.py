@@ -1,9 +1,9 @@
 """What a study is: one base trial, rows that change it, a space to search, seeds that repeat it, and where its files go.
 
-A study asks one question of several *rows* (for the table: four arithmetics). Every row is the base trial with a few
-overrides, and every row runs once per seed, so ``rows x seeds`` trials in all. With a *space*, every row is searched for its own best
-configuration, each with the same effort: ``rows x configurations x seeds`` trials. Configurations are chosen by the validation split;
-nothing is chosen by looking at the test set.
+A study asks one question of several *rows* (for the table: four arithmetics). Every row is the base trial with a few overrides,
+and every row runs once per seed, so ``rows x seeds`` trials in all. With a *space*, every row is searched for its own best
+configuration, each with the same effort: ``rows x configurations x seeds`` trials. Configurations are chosen by the validation
+split; nothing is chosen by looking at the test set.
 
 Frozen dataclasses, validated once, where they are made. :mod:`study.compose` makes them from YAML and ``key=value``.
 """
@@ -19,9 +19,9 @@ from typing import Any
 
 from study.space import Space, parse_space
 from study.tracking_uri import hide, without_password
-from trainers.changes import CHANGEABLE
 from trainers.config import TrialConfig
-from trainers.validation import at_least, finite, one_of
+from trainers.config.schedule_changes import CHANGEABLE
+from trainers.config.validation import at_least, finite, one_of
 
 ALGORITHMS = ("random", "sobol", "grid", "tpe", "cmaes", "nsga2")
 ADAPTIVE = ("tpe", "cmaes", "nsga2")
@@ -76,25 +76,27 @@ class SearchConfig:
     """How a space is searched, for every row alike.
 
     Attributes:
-        algorithm: ``random``, ``sobol`` (even cover of the space), ``grid`` (every point of lists), ``tpe`` (Bergstra et al. 2011),
-            ``cmaes`` (Hansen 2016; ranges only) or ``nsga2`` (Deb et al. 2002; several objectives), the last three by Optuna.
+        algorithm: ``random``, ``sobol`` (even cover of the space), ``grid`` (every point of lists), ``tpe`` (Bergstra et al.
+            2011), ``cmaes`` (Hansen 2016; ranges only) or ``nsga2`` (Deb et al. 2002; several objectives), the last three by
+            Optuna.
         num_samples: configurations a row, at each point of its grids; without meaning for ``grid``.
         seed: of the search; the same seed proposes the same configurations.
-        objectives: metrics and ``min`` or ``max``: those a trial reports (``validation/error``, ``validation/loss``, ``train/...``,
-            ``samples_per_second``), ``seconds`` (of training), ``bits`` (of the number format). Several only with tpe and nsga2. The
-            first one picks a row's best configuration.
-        scheduler: ends trials early that fall behind in the first objective: ``none``, ``asha`` (successive halving without waiting, Li et
-            al. 2020), ``hyperband`` (asha with several brackets, the later ones with a longer grace), ``median`` (Golovin et al. 2017).
-            ``halving`` compares all on a part of the training data first, the best on more (:mod:`study.halving`).
-            ``pbt`` and ``pb2`` train ``num_samples`` configurations as a population instead (:mod:`study.population`): what is
-            searched are options of the optimizer, which change on the way.
+        objectives: metrics and ``min`` or ``max``: those a trial reports (``validation/error``, ``validation/loss``,
+            ``train/...``, ``samples_per_second``), ``seconds`` (of training), ``bits`` (of the number format). Several only with
+            tpe and nsga2. The first one picks a row's best configuration.
+        scheduler: ends trials early that fall behind in the first objective: ``none``, ``asha`` (successive halving without
+            waiting, Li et al. 2020), ``hyperband`` (asha with several brackets, the later ones with a longer grace), ``median``
+            (Golovin et al. 2017). ``halving`` compares all on a part of the training data first, the best on more
+            (:mod:`study.halving`). ``pbt`` and ``pb2`` train ``num_samples`` configurations as a population instead
+            (:mod:`study.population`): what is searched are options of the optimizer, which change on the way.
         grace_period: epochs that asha, hyperband and median leave every trial.
         reduction_factor: of asha, hyperband and halving: one of so many goes on.
         perturbation_interval: of pbt and pb2: epochs of a generation.
-        quantile_fraction: likewise: so many of the members, at the end of a generation, take over the weights of one of as many best.
+        quantile_fraction: likewise: so many of the members, at the end of a generation, take over the weights of one of as many
+            best.
         resample_probability: of pbt: that a value is drawn anew instead of moved by a fifth.
-        confirm: how many of each row's best configurations run with more seeds once its search has ended; 0 for none. They race: after each
-            seed those drop out that are significantly worse than the leader (:mod:`study.confirmation`).
+        confirm: how many of each row's best configurations run with more seeds once its search has ended; 0 for none. They race:
+            after each seed those drop out that are significantly worse than the leader (:mod:`study.confirmation`).
         confirm_seeds: those seeds, in turn; none of the study's own.
     """
 
@@ -180,7 +182,8 @@ class LimitsConfig:
         trials: trials that may finish or fail, those of earlier runs counted in.
         hours: wall time of this run.
         gpu_hours: hours times the share of a GPU, over all trials.
-        joules: energy of GPUs, over all trials, each with its share of one (``trial.gpus``); trials tell with ``trial.telemetry=true``.
+        joules: energy of GPUs, over all trials, each with its share of one (``trial.gpus``); trials tell with
+            ``trial.telemetry=true``.
         failures: failed trials.
     """
 
@@ -217,20 +220,20 @@ class StudyConfig:
         comparable: dotted trial keys and the values they must have for figures to be comparable with the published ones.
         comparable_seeds: seeds a row needs for the same.
         storage: folder of all studies: ledgers, checkpoints, reports, the default tracking database.
-        tracking_uri: MLflow tracking server or database; None for ``sqlite`` in ``storage``, ``none`` to send nothing. A password in it is
-            taken out and kept in the process alone (:mod:`study.tracking_uri`).
+        tracking_uri: MLflow tracking server or database; None for ``sqlite`` in ``storage``, ``none`` to send nothing. A password
+            in it is taken out and kept in the process alone (:mod:`study.tracking_uri`).
         address: Ray cluster to join: ``auto`` on one of its nodes, or host:port; None for this machine alone.
         insecure: join a cluster that asks nobody for a token (:mod:`study.ray_session`).
         cpus: CPUs of this machine that trials may use, also more than it has; None for all.
         max_concurrent: trials at a time; None for as many as fit.
-        executor: ``auto``: a trial of one worker in a reused process, one of several in a reused gang of processes, small ones on a GPU
-            several to a process (:func:`trainers.bundles.packs`); ``packed``: trials of one worker share a process a GPU (at most 32),
-            or a machine where they compute on the CPU; ``train``: every trial by Ray Train, which restarts a gang within the trial, at
-            10 to 30 s a start.
+        executor: ``auto``: a trial of one worker in a reused process, one of several in a reused gang of processes, small ones on
+            a GPU several to a process (:func:`trainers.workers.resources.packs`); ``packed``: trials of one worker share a
+            process a GPU (at most 32), or a machine where they compute on the CPU; ``train``: every trial by Ray Train, which
+            restarts a gang within the trial, at 10 to 30 s a start.
         checkpoint_every: epochs between checkpoints.
         max_failures: how often a trial whose worker died is restarted from its last checkpoint.
-        heartbeat: seconds without a report after which a trial counts as hung: its processes are killed and it is restarted like one that
-            died. None waits for ever. Must be longer than the longest epoch, and its start.
+        heartbeat: seconds without a report after which a trial counts as hung: its processes are killed and it is restarted like
+            one that died. None waits for ever. Must be longer than the longest epoch, and its start.
     """
 
     name: str = "study"

@@ -25,7 +25,7 @@ from typing import Any
 
 from study.config import LimitsConfig
 from study.state import ENDED, FAILED, StudyState
-from trainers.bundles import gpus_of
+from trainers.workers.resources import gpus_of
 
 FILE = "control.json"
 POLL_SECONDS = 0.5

@@ -30,7 +30,7 @@ from study.tracking_uri import REMEDY, stored
 from study.ui import how_to_open
 from study.utilisation import remark
 from study.writer import sync
-from trainers.node import Node
+from trainers.workers.node import Node
 
 EXCLUDED_SHOWN = 3
 LATER_SECONDS = 5.0

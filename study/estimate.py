@@ -16,7 +16,7 @@ from study.plan import Plan, PlannedTrial
 from study.preflight import local_cpus
 from study.progress import duration
 from study.state import fold
-from trainers.bundles import cpus_of, gpus_of, lanes_of
+from trainers.workers.resources import cpus_of, gpus_of, lanes_of
 
 TRIALS_SHOWN = 12
 

@@ -1,6 +1,6 @@
 """Machines and the parts of them that a study may use.
 
-A *lease* is a number of CPUs and some GPUs of one machine, with the :class:`~trainers.node.Node` that runs worker processes
+A *lease* is a number of CPUs and some GPUs of one machine, with the :class:`~trainers.workers.node.Node` that runs worker processes
 there. A study on one machine has one, of all that it may use, and needs no Ray. On a Ray cluster a lease is an actor that holds
 these resources, so that Ray, its autoscaler and other users see them as taken: one a node, of all that the node has. Where others
 hold a part of the node such an actor waits; after :data:`PATIENCE_SECONDS` two for half as much take its place, and so on down to
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainers.node import Node
+from trainers.workers.node import Node
 
 POLL_SECONDS = 1.0
 """How often nodes are looked at, and for how long a call for events waits."""
@@ -149,7 +149,7 @@ class Cluster:
     Args:
         unit: CPUs and GPUs of the largest worker.
         most: CPUs and GPUs that the study's trials can use at all.
-        make: arguments of :class:`~trainers.node.Node`.
+        make: arguments of :class:`~trainers.workers.node.Node`.
         said: told of what processes say, and of leases that end, from threads.
         nodes: says what nodes there are, as ``ray.nodes()`` has them.
     """

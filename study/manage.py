@@ -195,8 +195,9 @@ def extended(state: StudyState, overrides: Sequence[str]) -> StudyConfig:
 def continuations(ledger: Ledger, state: StudyState, trials: Iterable[TrialState] | None = None) -> int:
     """Enter in the ledger, for every trial that an earlier one differs from in fewer epochs alone, what that one has done.
 
-    The longer trial goes on from the shorter one's last checkpoint, and ends with the bits it would have had from the start. What changes
-    after the shorter one's end (:mod:`trainers.changes`) may differ too. Only for trials whose epochs do not depend on how many there are.
+    The longer trial goes on from the shorter one's last checkpoint, and ends with the bits it would have had from the start. What
+    changes after the shorter one's end (:mod:`trainers.config.schedule_changes`) may differ too. Only for trials whose epochs do
+    not depend on how many there are.
 
     Args:
         trials: which; None for the plan's.
@@ -241,7 +242,8 @@ def _independent(config: dict[str, Any]) -> bool:
 
 
 def take_over(folder: Path, source: Path) -> tuple[int, int]:
-    """Enter finished trials of the study in ``source`` into the ledger of the one in ``folder``, where both planned the same trial.
+    """Enter finished trials of the study in ``source`` into the ledger of the one in ``folder``, where both planned the same
+    trial.
 
     Returns:
         How many were taken, and how many trials the study still lacks.
@@ -340,7 +342,8 @@ def rerun(state: StudyState, trial: TrialState, run: Callable[[StudyConfig], Stu
 
 
 def differences(trial: TrialState, again: TrialState) -> list[str]:
-    """Where two runs of a trial have different figures, times aside; epochs that only one reported count only if both finished."""
+    """Where two runs of a trial have different figures, times aside; epochs that only one reported count only if both
+    finished."""
     found = []
     for epoch in sorted(set(trial.reports) & set(again.reports)):
         ours, theirs = (_comparable(t.reports[epoch]["metrics"]) for t in (trial, again))

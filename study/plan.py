@@ -22,9 +22,9 @@ from typing import Any
 from study.compose import overridden, override_trial
 from study.config import RowConfig, StudyConfig
 from study.space import Params, Space, apply, describe, unit_points
-from trainers.bundles import choose_share, parameters
 from trainers.config import DataConfig, TrialConfig
-from trainers.validation import fits
+from trainers.config.validation import fits
+from trainers.workers.resources import choose_share, parameters
 
 TRIAL_BYTES = 2048
 """Of memory that a planned trial takes at the least."""
@@ -398,7 +398,7 @@ def _check_memory(row: RowConfig, config: TrialConfig) -> None:
 
 def _auto_device(config: TrialConfig) -> str:
     """This machine's GPU if there is one, for trials that can use it; the import waits because it loads torch."""
-    from trainers.device import resolve_device
+    from trainers.training.device import resolve_device
 
     return resolve_device("auto") if config.workers == 1 else "cpu"
 

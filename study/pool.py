@@ -2,10 +2,10 @@
 
 A trial holds CPUs and a share of GPUs from when it is handed to processes until it has ended. A process is kept for the next
 trial of its shape, and ended where one of another shape takes its place; it costs milliseconds to make one
-(:mod:`trainers.forkserver`). So as many trials run as there is room for, from the first moment on. A trial of several workers has
-a *gang*: a process a rank, started together, or not at all. Small trials may share a process, one a GPU (:mod:`trainers.host`).
+(:mod:`trainers.workers.fork_server`). So as many trials run as there is room for, from the first moment on. A trial of several workers has
+a *gang*: a process a rank, started together, or not at all. Small trials may share a process, one a GPU (:mod:`trainers.workers.packed`).
 
-Whatever ends a process, every trial in it is told as :data:`~trainers.records.DIED`, and its resources are free; a gang ends with
+Whatever ends a process, every trial in it is told as :data:`~trainers.workers.messages.DIED`, and its resources are free; a gang ends with
 the first of its processes.
 """
 
@@ -23,8 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from study.leases import EPSILON, Call, Lease
-from trainers.bundles import Shape
-from trainers.records import (
+from trainers.workers.messages import (
     BEGAN,
     DIED,
     DONE,
@@ -40,6 +39,7 @@ from trainers.records import (
     TRAIN,
     Message,
 )  # fmt: skip
+from trainers.workers.resources import WorkerResources
 
 Spot = tuple[Lease, int | None]
 """Where a rank computes: the machine, and the GPU's place among its lease's."""
@@ -70,7 +70,7 @@ class Running:
     """
 
     trial: str
-    shape: Shape
+    shape: WorkerResources
     spots: list[Spot]
     slots: list[int]
     plan: dict[str, Any]
@@ -83,7 +83,7 @@ class Running:
 class _Group:
     """Processes that train together: one, or a gang's, each at the spot of its rank. ``ready`` once they may be given trials."""
 
-    shape: Shape
+    shape: WorkerResources
     spots: list[Spot]
     keys: list[int]
     running: dict[str, Running] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class Pool:
         """CPUs and GPUs that no trial holds."""
         return sum(lease.free for lease in self.leases), sum(sum(lease.gpus) for lease in self.leases)
 
-    def could_fit(self, shape: Shape) -> bool:
+    def could_fit(self, shape: WorkerResources) -> bool:
         """Whether there would be room for a trial if no other ran."""
         empty = [dataclasses.replace(lease, gpus=[1.0] * lease.gpu_count) for lease in self.leases]
         return _find(shape, empty) is not None
@@ -154,11 +154,11 @@ class Pool:
             len({lease.host for lease in leases}),
         )
 
-    def start(self, trial: str, shape: Shape, make_plan: Callable[[], dict[str, Any]]) -> Running | None:
+    def start(self, trial: str, shape: WorkerResources, make_plan: Callable[[], dict[str, Any]]) -> Running | None:
         """Have a trial trained, if there is room for it now.
 
         Args:
-            make_plan: makes what a worker process needs, see :mod:`trainers.worker_process`.
+            make_plan: makes what a worker process needs, see :mod:`trainers.workers.worker_process`.
         """
         group = None if shape.packed else self._idle_group(shape)
         spots = group.spots if group else self._place(shape)
@@ -236,18 +236,18 @@ class Pool:
         if self._machines is not None:
             self._machines.close()
 
-    def _idle_group(self, shape: Shape) -> _Group | None:
+    def _idle_group(self, shape: WorkerResources) -> _Group | None:
         """Processes of this shape without a trial, where their resources are free."""
         return next((group for group in self._idle if group.shape == shape and _fits(shape, group.spots)), None)
 
-    def _shared_group(self, shape: Shape, spots: list[Spot]) -> _Group | None:
+    def _shared_group(self, shape: WorkerResources, spots: list[Spot]) -> _Group | None:
         """A process at this place that trains others of this shape and takes one more."""
         if not shape.packed:
             return None
         groups = self._groups.values()
         return next((g for g in groups if g.shape == shape and g.spots == spots and len(g.running) < shape.lanes), None)
 
-    def _place(self, shape: Shape) -> list[Spot] | None:
+    def _place(self, shape: WorkerResources) -> list[Spot] | None:
         """Free places for all ranks, on one machine if any has room for them, else over several; None if there are none.
 
         The emptiest machines and GPUs come first, so that few trials do not share what many could.
@@ -259,7 +259,7 @@ class Pool:
                 return spots
         return None
 
-    def _make(self, shape: Shape, spots: list[Spot]) -> _Group:
+    def _make(self, shape: WorkerResources, spots: list[Spot]) -> _Group:
         keys = [next(self._keys) for _ in range(shape.processes)]
         group = _Group(shape=shape, spots=spots, keys=keys, ready=shape.processes == 1)
         for key, (lease, gpu) in zip(keys, spots, strict=False):
@@ -384,7 +384,7 @@ class Pool:
         return [heapq.heappop(self._free_slots) for _ in range(count)]
 
 
-def _find(shape: Shape, leases: list[Lease]) -> list[Spot] | None:
+def _find(shape: WorkerResources, leases: list[Lease]) -> list[Spot] | None:
     """Places for all ranks on some machines."""
     cpus = {id(lease): lease.free for lease in leases}
     gpus = {id(lease): list(lease.gpus) for lease in leases}
@@ -410,7 +410,7 @@ def _spot(lease: Lease, bundle: dict[str, float], cpus: float, gpus: list[float]
     return (lease, gpu) if gpu is not None and gpus[gpu] + EPSILON >= bundle["GPU"] else None
 
 
-def _fits(shape: Shape, spots: list[Spot]) -> bool:
+def _fits(shape: WorkerResources, spots: list[Spot]) -> bool:
     """Whether these very places are free."""
     need: dict[tuple[int, int | None], float] = defaultdict(float)
     for (lease, gpu), bundle in zip(spots, shape.bundles, strict=True):

@@ -20,10 +20,15 @@ from study.plan import Base, Excluded, Plan, PlannedTrial
 from study.provenance import different_data
 from study.state import StudyState
 from study.tracking import OFF, check_tracking
-from trainers.bundles import MOST, cpus_of
 from trainers.config import DataConfig, TrialConfig
-from trainers.node import Node
-from trainers.records import CHECK, CHECKED, DIED, Message
+from trainers.workers.messages import (
+    CHECK,
+    CHECKED,
+    DIED,
+    Message,
+)
+from trainers.workers.node import Node
+from trainers.workers.resources import MOST, cpus_of
 
 if TYPE_CHECKING:
     from trainers.data import DatasetInfo
@@ -101,7 +106,7 @@ def check_gpus(plan: Plan) -> None:
     if on_gpu and plan.study.address is None:
         import torch
 
-        from trainers.device import check_device
+        from trainers.training.device import check_device
 
         try:
             check_device("cuda")
@@ -214,7 +219,7 @@ def _why_not(trials: list[tuple[TrialConfig, DatasetInfo]], node: Node | None) -
         node.kill(CHECKING)
         if message.kind == CHECKED:
             return list(message.payload)
-    from trainers.worker_process import why_not  # loads torch
+    from trainers.workers.worker_process import why_not  # loads torch
 
     return [why_not(config, info) for config, info in trials]
 

@@ -31,7 +31,7 @@ def provenance() -> dict[str, Any]:
 def hardware() -> dict[str, Any]:
     """This machine: processor, cores that this process may use, memory in bytes, GPUs by name."""
     from lns_ops import cuda
-    from trainers.validation import memory
+    from trainers.config.validation import memory
 
     gpus = []
     if cuda.unavailable() is None:

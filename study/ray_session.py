@@ -32,7 +32,7 @@ from typing import Any
 from study.config import StudyConfig
 from study.errors import UserError
 from study.preflight import local_cpus
-from trainers.forkserver import PR_SET_PDEATHSIG
+from trainers.workers.fork_server import PR_SET_PDEATHSIG
 
 ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",  # Train polls its workers this often; the default adds 2 s to every report

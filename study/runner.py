@@ -40,11 +40,8 @@ from study.ray_session import Session, ray_session
 from study.schedulers import make_scheduler
 from study.search import Agenda
 from study.state import StudyState
-from trainers.bundles import Shape, cpus_of, gpus_of, lanes_of
 from trainers.config import TrialConfig
-from trainers.node import Node
-from trainers.out_of_memory import relief
-from trainers.records import (
+from trainers.workers.messages import (
     BEGAN,
     DIED,
     DONE,
@@ -58,6 +55,14 @@ from trainers.records import (
     STOPPED,
     Beginning,
     Message,
+)
+from trainers.workers.node import Node
+from trainers.workers.out_of_memory import relief
+from trainers.workers.resources import (
+    WorkerResources,
+    cpus_of,
+    gpus_of,
+    lanes_of,
 )
 
 TAIL = 3
@@ -137,7 +142,7 @@ def _pool(
             assert session is not None
             trials = [trial.config.to_dict() for trial in agenda.trials] or [study.trial.to_dict()]
             count = min(study.max_concurrent or plan.size, plan.size)
-            largest = [Shape.of(TrialConfig.from_dict(values)).bundles[0] for values in trials]
+            largest = [WorkerResources.of(TrialConfig.from_dict(values)).bundles[0] for values in trials]
             unit = max(each["CPU"] for each in largest), math.ceil(max(each.get("GPU", 0.0) for each in largest))
             most = count * max(map(cpus_of, trials)), count * max(map(gpus_of, trials))
             return Cluster(unit, most, (study.folder / LOG, data), heard, session.nodes)
@@ -229,7 +234,7 @@ class _Run:
         self._tests: dict[str, dict[str, float]] = {}
         self._failures: Counter[str] = Counter()
         self._capacity: tuple[float, int, int] | None = None
-        self._shapes: dict[str, Shape] = {}
+        self._shapes: dict[str, WorkerResources] = {}
         self._lonely: float | None = None
         self._told: set[str] = set()
         self._wrong = ""
@@ -346,7 +351,7 @@ class _Run:
         short = (trial for trial in self._agenda.behind(head, LOOK_AHEAD) if expected_seconds(trial, seconds) <= until)
         return [event for trial in short if not self._control.full and (event := self._start(trial)) is not None]
 
-    def _begins_in(self, shape: Shape, seconds: dict[str, float]) -> float:
+    def _begins_in(self, shape: WorkerResources, seconds: dict[str, float]) -> float:
         """In how many seconds a trial of this shape is expected to find room; 0 where nobody knows."""
         cpus, gpus = self._pool.idle_resources
         left = []
@@ -470,15 +475,17 @@ class _Run:
         gpus = self._capacity[1] / share if share else math.inf
         return min(math.ceil(min(cpus, gpus)), self._study.max_concurrent or len(trials))
 
-    def _shape(self, config: TrialConfig) -> Shape:
-        return Shape.of(config, lanes_of(self._study.executor, config))._replace(by_train=self._study.executor == "train")
+    def _shape(self, config: TrialConfig) -> WorkerResources:
+        return WorkerResources.of(config, lanes_of(self._study.executor, config))._replace(
+            by_train=self._study.executor == "train"
+        )
 
     def _executor(self, config: TrialConfig) -> str:
         """Where a worker process finds what trains the trial."""
         return RAY_TRAIN if self._study.executor == "train" else PACKED if self._shape(config).packed else IN_PROCESS
 
     def _plan(self, trial: PlannedTrial) -> dict[str, Any]:
-        """What the trial's processes need; see :mod:`trainers.worker_process`."""
+        """What the trial's processes need; see :mod:`trainers.workers.worker_process`."""
         study, by_train = self._study, self._study.executor == "train"
         return {
             "config": trial.config.to_dict(),

@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from trainers.validation import fits
+from trainers.config.validation import fits
 
 Params = dict[str, Any]
 """Sampled values by dotted trial key."""
@@ -250,7 +250,7 @@ def show(value: Any) -> str:
 
 
 def today(params: Mapping[str, Any], epoch: float = math.inf) -> Params:
-    """Sampled values after ``epoch`` epochs, or in the end, where some change on the way (:mod:`trainers.changes`)."""
+    """Sampled values after ``epoch`` epochs, or in the end, where some change on the way (:mod:`trainers.config.schedule_changes`)."""
     values = {key: value for key, value in params.items() if key != "changes"}
     for change in params.get("changes", []):
         if change["epoch"] <= epoch:

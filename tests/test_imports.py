@@ -60,7 +60,7 @@ def test_import_leaves_torch_threads_alone() -> None:
 def test_a_trial_loads_neither_torchs_compiler_nor_scikit_learn(precision: str) -> None:
     """Seconds that every process of a study would need before its first step."""
     code = (
-        "import sys; from trainers.config import *; from trainers.training import Training; "
+        "import sys; from trainers.config import *; from trainers.training.trainer import Training; "
         f"training = Training(TrialConfig(data=DataConfig(name='digits', train_size=256), epochs=1, {precision})); "
         "training.train_epoch(); training.test(); print([m for m in ('torch._dynamo', 'sklearn', 'ray', 'pandas') if m in sys.modules])"
     )

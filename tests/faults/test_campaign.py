@@ -154,7 +154,7 @@ def kill(process: subprocess.Popen[bytes], fault: str, chance: random.Random) ->
 def _forks(process: psutil.Process) -> bool:
     """Whether a process is the one that forks workers."""
     try:
-        return "from trainers.forkserver" in " ".join(process.cmdline()) and not _forks(process.parent())
+        return "from trainers.workers.fork_server" in " ".join(process.cmdline()) and not _forks(process.parent())
     except psutil.NoSuchProcess:
         return False
 

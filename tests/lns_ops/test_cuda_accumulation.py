@@ -15,7 +15,7 @@ from lns_ops import functional as lns
 from tests.lns_ops.float32_sums import outside
 from tests.lns_ops.test_cuda import assert_same, gpu, random_codes
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
-from trainers.training import Training
+from trainers.training.trainer import Training
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from trainers.config import TrialConfig
-from trainers.executors import Context
-from trainers.records import Beginning
+from trainers.workers.executors import Context
+from trainers.workers.messages import Beginning
 
 SLEEPS = "tests.study.sleeping:Sleeps"
 

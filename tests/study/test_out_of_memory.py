@@ -17,8 +17,8 @@ from study.state import FAILED, FINISHED, PLANNED, StudyState
 from tests.study.conftest import SilentView
 from tests.study.sleeping import executor
 from trainers.config import DataConfig, TrialConfig
-from trainers.layout import Layout
-from trainers.out_of_memory import is_out_of_memory, relief
+from trainers.config.layout import Layout
+from trainers.workers.out_of_memory import is_out_of_memory, relief
 
 Make = Callable[..., StudyConfig]
 

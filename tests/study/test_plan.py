@@ -171,7 +171,7 @@ GRID = ", ".join(
 def test_what_this_machine_cannot_hold_is_refused_with_figures(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, overrides: list[str], said: str
 ) -> None:
-    monkeypatch.setattr("trainers.validation.memory", lambda: 16 * 2**30)
+    monkeypatch.setattr("trainers.config.validation.memory", lambda: 16 * 2**30)
     with pytest.raises(ValueError, match=said):
         make_plan(tiny("plan", *overrides))
 

@@ -18,13 +18,22 @@ from hypothesis import strategies as st
 from study.leases import EPSILON, Lease, Local
 from study.pool import Pool
 from tests.trainers.nodes import SMALL, plan, reports
-from tests.trainers.test_profile import events
-from trainers.bundles import Shape
+from tests.trainers.telemetry.test_profiler import events
 from trainers.config import OptimizerConfig, PrecisionConfig, TrialConfig
-from trainers.node import Node
-from trainers.profile import ProfileConfig
-from trainers.records import BEGAN, DIED, DONE, ENDED, PACKED, REFUSED, REPORT, Message
-from trainers.restore import begin
+from trainers.config.profile import ProfileConfig
+from trainers.workers.messages import (
+    BEGAN,
+    DIED,
+    DONE,
+    ENDED,
+    PACKED,
+    REFUSED,
+    REPORT,
+    Message,
+)
+from trainers.workers.node import Node
+from trainers.workers.resources import WorkerResources
+from trainers.workers.resume import begin
 
 GANG = replace(SMALL, workers=2, batch_size=128)
 LONG = replace(GANG, epochs=10_000)
@@ -42,7 +51,7 @@ class Driver:
     def start(self, trial: str, config: TrialConfig, folder: Path, *values: Any, packed: bool = False, **more: Any) -> Any:
         executor = (PACKED,) if packed else values
         return self.pool.start(
-            trial, Shape.of(config, 32 if packed else 1), lambda: plan(config, folder / trial, *executor, **more)
+            trial, WorkerResources.of(config, 32 if packed else 1), lambda: plan(config, folder / trial, *executor, **more)
         )
 
     def until(self, wanted: Callable[[Message], bool], seconds: float = 60.0) -> list[Message]:
@@ -198,7 +207,7 @@ class Silent:
 
 MACHINES = st.lists(st.tuples(st.integers(1, 16), st.integers(0, 4)), min_size=1, max_size=4)
 SHAPES = st.builds(
-    Shape,
+    WorkerResources,
     workers=st.integers(1, 6),
     threads=st.integers(1, 4),
     device=st.sampled_from(["cpu", "cuda"]),
@@ -209,7 +218,9 @@ SHAPES = st.builds(
 
 
 @given(MACHINES, st.lists(st.tuples(SHAPES, st.integers(0, 40)), max_size=40))
-def test_no_place_is_taken_twice_and_all_come_back(machines: list[tuple[int, int]], steps: list[tuple[Shape, int]]) -> None:
+def test_no_place_is_taken_twice_and_all_come_back(
+    machines: list[tuple[int, int]], steps: list[tuple[WorkerResources, int]]
+) -> None:
     """Trials start and die in any order: nothing is ever below zero or lost, slots are distinct, and what is free is found."""
     leases = [
         Lease(

@@ -8,7 +8,7 @@ import pytest
 
 from study.compose import load
 from study.plan import make_plan
-from trainers.training import Training
+from trainers.training.trainer import Training
 
 pytestmark = pytest.mark.slow
 

@@ -28,8 +28,8 @@ from study.writer import connect, sync
 from tests.study.conftest import SilentView
 from tests.study.servers import Server
 from trainers.config import TrialConfig
-from trainers.training import Training
-from trainers.worker_process import checkpoints_in
+from trainers.training.trainer import Training
+from trainers.workers.worker_process import checkpoints_in
 
 Tiny = Callable[..., StudyConfig]
 TIMED = {"samples_per_second"}

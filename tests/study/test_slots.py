@@ -23,7 +23,15 @@ from study.search import Agenda
 from study.state import FAILED, FINISHED, StudyState, fold
 from tests.study.conftest import SilentView
 from tests.study.sleeping import FAILS_ONCE, executor, most_at_once
-from trainers.records import BEGAN, DIED, DONE, ENDED, REPORT, Beginning, Message
+from trainers.workers.messages import (
+    BEGAN,
+    DIED,
+    DONE,
+    ENDED,
+    REPORT,
+    Beginning,
+    Message,
+)
 
 Make = Callable[..., StudyConfig]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from trainers.config import TrialConfig
-from trainers.telemetry import repeatable
-from trainers.training import Training
+from trainers.telemetry.metrics import repeatable
+from trainers.training.trainer import Training
 
 Metrics = list[dict[str, float]]
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import psutil
 
-from trainers import leftovers
 from trainers.config import TrialConfig
-from trainers.executors import InProcess
-from trainers.records import Beginning
+from trainers.workers import process_reset
+from trainers.workers.executors import InProcess
+from trainers.workers.messages import Beginning
 
 
 class Mistaken(InProcess):
@@ -36,7 +36,7 @@ class Greedy(InProcess):
     """Keeps more than a process may."""
 
     def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
-        leftovers.MEMORY = -(1 << 40)
+        process_reset.MEMORY = -(1 << 40)
         return super().begin(config, checkpoints)
 
 
@@ -45,7 +45,7 @@ class Threads(InProcess):
 
     def end(self) -> None:
         super().end()
-        for _ in range(leftovers.THREADS + 1):
+        for _ in range(process_reset.THREADS + 1):
             threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 
 

@@ -9,8 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
-from trainers.node import Node
-from trainers.records import DIED, ENDED, HELLO, IN_PROCESS, REPORT, TRAIN, Message
+from trainers.workers.messages import (
+    DIED,
+    ENDED,
+    HELLO,
+    IN_PROCESS,
+    REPORT,
+    TRAIN,
+    Message,
+)
+from trainers.workers.node import Node
 
 SMALL = TrialConfig(
     data=DataConfig(name="digits", validation_size=300, train_size=256),
@@ -70,7 +78,7 @@ class Driver:
 
 def reports(said: list[Message]) -> list[dict[str, Any]]:
     """The metrics that do not depend on the machine's mood, by epoch."""
-    from trainers.telemetry import repeatable
+    from trainers.telemetry.metrics import repeatable
 
     return [
         {name: value for name, value in repeatable(message.payload).items() if name != "checkpoint_path"}

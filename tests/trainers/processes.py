@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
-from trainers import groups
+from trainers.comm import process_group
 
 Work = Callable[[int, str], dict[str, Any]]
 """What each process runs, given its rank and a folder that all share; the result must be writable as JSON."""
@@ -25,9 +25,9 @@ def spawned(work: Work, folder: Path, world: int = 2, backend: str = "gloo") -> 
 
 
 def _member(rank: int, work: Work, folder: str, world: int, backend: str) -> None:
-    groups.join(backend, f"file://{folder}/store", rank, world)
+    process_group.join(backend, f"file://{folder}/store", rank, world)
     result = work(rank, folder)
-    groups.leave()
+    process_group.leave()
     assert not gloo_threads()
     (Path(folder) / f"{rank}.json").write_text(json.dumps({**result, "pid": os.getpid()}))
 

@@ -1,0 +1,179 @@
+"""Telemetry: where the time of a step goes, counted work, what is absent; and that looking changes no bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lns_ops import cuda
+from tests.trainers.processes import spawned
+from trainers.config import DataConfig, ModelConfig, PrecisionConfig, TrialConfig
+from trainers.config.layout import Layout
+from trainers.config.sync import SyncConfig
+from trainers.models.precision import storage_of
+from trainers.telemetry.metrics import (
+    NAMES,
+    PREFIX,
+    Telemetry,
+    repeatable,
+)
+from trainers.telemetry.nvml import GPM, GPUCounters
+from trainers.telemetry.roofline import kernel_ceiling
+from trainers.telemetry.spans import Spans
+from trainers.training.trainer import Training
+
+KAHAN = PrecisionConfig(format="lns12", kahan_sum=True)
+BASE = TrialConfig(data=DataConfig(name="digits", train_size=640), model=ModelConfig(hidden=[16]), epochs=2, batch_size=64)
+PARTS = ("step_seconds", "compute_seconds", "communication_seconds", "idle_seconds")
+ON_GPUS = ("joules", *GPM)
+needs_gpu = pytest.mark.skipif(cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}")
+
+
+def told(metrics: dict[str, float]) -> dict[str, float]:
+    return {name.removeprefix(PREFIX): value for name, value in metrics.items() if name.startswith(PREFIX)}
+
+
+@pytest.mark.parametrize("precision", [PrecisionConfig(), KAHAN, PrecisionConfig(format="lns12", scope="matmul")])
+def test_an_epoch_tells_what_it_cost_and_learns_the_same(precision: PrecisionConfig) -> None:
+    silent, telling = Training(replace(BASE, precision=precision)), Training(replace(BASE, precision=precision, telemetry=True))
+    for _ in range(2):
+        metrics = telling.train_epoch()
+        assert repeatable(metrics) == repeatable(silent.train_epoch())
+        found = told(metrics)
+        assert set(found) == set(NAMES) - set(ON_GPUS)
+        assert found["compute_seconds"] == found["step_seconds"] > 0
+        assert found["communication_seconds"] == found["idle_seconds"] == 0
+        # Forward and the weight's gradient of both layers, the input's gradient of the second alone.
+        assert found["macs_per_step"] == 64 * (2 * 64 * 16 + 3 * 16 * 10)
+        assert 0 < found["ceiling_fraction"] < 10
+        assert 2**20 < found["peak_memory_bytes"] < 2**36
+    for a, b in zip(silent.model.parameters(), telling.model.parameters(), strict=True):
+        assert torch.equal(storage_of(a), storage_of(b))
+
+
+def test_a_trial_without_telemetry_says_nothing_of_it() -> None:
+    assert told(Training(BASE).train_epoch()) == {}
+
+
+def scripted(times: list[float]) -> Callable[[], float]:
+    """A clock that shows these times one after the other."""
+    remaining = iter(times)
+    return lambda: next(remaining)
+
+
+def test_spans_of_a_step_are_added_up_and_a_rest_belongs_to_the_last() -> None:
+    spans = Spans(clock=scripted([0.0, 1.0, 3.0, 10.0, 11.0, 12.0, 13.0, 14.5, 20.0, 21.0, 22.0, 23.0]))
+    spans.timing = True
+    spans.begin()
+    with spans("communication"):
+        pass
+    spans.step()
+    with spans("communication"), spans("forward"):
+        pass
+    with spans("schedule"):
+        pass
+    spans.step()
+    with spans("communication"):  # after the epoch's last step
+        pass
+    spans.end()
+    assert spans.steps == 2
+    assert spans.seconds().tolist() == [[10.0, 2.0, 0.0, 0.0], [13.0, 2.0, 1.5, 0.0]]
+
+
+COLLECTIVES = [[3.0, 1.0], [1.0, 2.0]]
+"""Of two workers, the seconds of two steps: the first one waits two seconds for the second, then it for the first one second."""
+
+
+def waits(rank: int) -> dict[str, float]:
+    first, second = COLLECTIVES[rank]
+    spans = Spans(clock=scripted([0.0, 5.0, 5.0 + first, 10.0, 12.0, 12.0 + second, 20.0, 20.0]))
+    telemetry = Telemetry(spans, torch.device("cpu"), 2, True, lambda: 1.0)
+    telemetry.begin()
+    for _ in range(2):
+        with spans("communication"):
+            pass
+        spans.step()
+    return telemetry.metrics(1.0)
+
+
+def in_worker(rank: int, folder: str) -> dict[str, Any]:
+    result: dict[str, Any] = {"waits": waits(rank)}
+    trials = {
+        "dp": replace(BASE, workers=2, precision=KAHAN),
+        "pp": replace(BASE, workers=2, layout=Layout(pp=2, micro_batches=4)),
+        "local": replace(BASE, workers=2, sync=SyncConfig(name="local_sgd", period=3)),
+    }
+    for name, config in trials.items():
+        silent = Training(config, rank=rank, world_size=2)
+        telling = Training(replace(config, telemetry=True), rank=rank, world_size=2)
+        metrics = [telling.train_epoch() for _ in range(2)]
+        result[name] = metrics
+        result[f"{name} same"] = [repeatable(m) for m in metrics] == [repeatable(silent.train_epoch()) for _ in range(2)]
+    return result
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return spawned(in_worker, tmp_path_factory.mktemp("telemetry"))
+
+
+def test_waiting_for_a_slower_worker_is_idle_and_the_transfer_is_communication(workers: list[dict[str, Any]]) -> None:
+    """Means over two workers and two steps of 10 seconds: transfers of 1 and 1 each, waits of 2 and 1 in all."""
+    for result in workers:
+        found = told(result["waits"])
+        assert [found[name] for name in PARTS] == [10.0, 10.0 - 1.0 - 0.75, 1.0, 0.75]
+
+
+@pytest.mark.parametrize("name", ["dp", "pp", "local"])
+def test_workers_tell_the_same_and_learn_the_same(workers: list[dict[str, Any]], name: str) -> None:
+    assert [result[f"{name} same"] for result in workers] == [True, True]
+    for metrics, others in zip(workers[0][name], workers[1][name], strict=True):
+        found = told(metrics)
+        assert found == told(others)
+        total, *parts = (found[part] for part in PARTS)
+        assert math.isclose(sum(parts), total, rel_tol=1e-9)
+        assert all(part > 0 for part in (total, found["compute_seconds"], found["communication_seconds"]))
+        assert found["macs_per_step"] == 64 * (2 * 64 * 16 + 3 * 16 * 10)
+        if name == "pp":
+            assert found["idle_seconds"] > 0
+
+
+def test_a_step_whose_waiting_is_not_told_is_not_divided() -> None:
+    spans = Spans(clock=scripted([0.0, 1.0, 3.0, 10.0, 10.0]))
+    telemetry = Telemetry(spans, torch.device("cpu"), 1, True, lambda: 1.0, waits=False)
+    telemetry.begin()
+    with spans("communication"):
+        pass
+    spans.step()
+    found = told(telemetry.metrics(1.0))
+    assert found["step_seconds"] == 10.0
+    assert set(found) & set(PARTS) == {"step_seconds"}
+
+
+def test_without_a_driver_nothing_is_made_up() -> None:
+    counters = GPUCounters(None if torch.cuda.is_available() else 0)
+    counters.begin()
+    assert counters.end() == {}
+
+
+def test_the_ceiling_is_measured_once_for_each_kernel() -> None:
+    one = kernel_ceiling(KAHAN.lns_format, "contract", torch.float32, "cpu", 1)
+    assert one == kernel_ceiling(KAHAN.lns_format, "contract", torch.float32, "cpu", 1)
+    assert one != kernel_ceiling(None, "contract", torch.float32, "cpu", 1)
+    assert 1e7 < one < 1e13
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_gpu_tells_energy_and_activity() -> None:
+    training = Training(replace(BASE, device="cuda", precision=KAHAN, telemetry=True))
+    found = [told(training.train_epoch()) for _ in range(2)][1]
+    assert set(found) >= set(PARTS) | {"peak_memory_bytes", "macs_per_step", "ceiling_fraction"}
+    assert found["macs_per_step"] == 64 * (2 * 64 * 16 + 3 * 16 * 10)
+    assert found.get("joules", 1.0) >= 0
+    assert all(0 <= found.get(name, 0.0) <= 1 for name in GPM)

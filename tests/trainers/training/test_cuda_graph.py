@@ -1,0 +1,161 @@
+"""Devices: refused where they are missing; on a GPU the graphed epoch is the eager one, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lns_ops import cuda
+from trainers.checkpoint.state import model_tensors
+from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
+from trainers.config.lr_schedule import LRSchedule
+from trainers.config.sync import SyncConfig
+from trainers.data import Split, epoch_order
+from trainers.training.cuda_graph import GraphedEpochs
+from trainers.training.device import check_device, resolve_device
+from trainers.training.step import train_step
+from trainers.training.trainer import Training
+
+DIGITS = DataConfig(name="digits", validation_size=300)
+BASE = TrialConfig(data=DIGITS, model=ModelConfig(hidden=[32]), epochs=3, batch_size=32, device="cuda")
+PRECISIONS = {
+    "float32": PrecisionConfig(),
+    "matmul": PrecisionConfig(format="lns12", scope="matmul"),
+    "everywhere": PrecisionConfig(format="lns12"),
+    "kahan": PrecisionConfig(format="lns12", kahan_sum=True),
+    "stochastic": PrecisionConfig(format="lns12", stochastic_rounding=True),
+    "float32 updates": PrecisionConfig(format="lns12", kahan_sum=True, update_arithmetic="float32"),
+    "bfloat16": PrecisionConfig(format="bfloat16", kahan_sum=True),
+    "float16": PrecisionConfig(format="float16"),
+    "float8": PrecisionConfig(format="float8_e4m3fn", master_format="bfloat16"),
+    "scaled lns": PrecisionConfig(format="lns8/channel", stochastic_rounding=True),
+}
+OPTIMIZERS = {
+    "sgd": OptimizerConfig(lr=0.05),
+    "momentum": OptimizerConfig(lr=0.5, momentum=0.5),
+    "adam": OptimizerConfig(name="adam", lr=0.01),
+    "adamw": OptimizerConfig(name="adamw", lr=0.01, weight_decay=0.01),
+}
+
+needs_gpu = pytest.mark.skipif(cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}")
+needs_no_gpu = pytest.mark.skipif(cuda.unavailable() is None, reason="there is a GPU")
+
+
+@needs_no_gpu
+def test_without_a_gpu_auto_is_the_cpu_and_cuda_an_error() -> None:
+    assert resolve_device("auto") == "cpu"
+    with pytest.raises(ValueError, match=r"device=cuda: .*; use device=cpu"):
+        check_device("cuda")
+    with pytest.raises(ValueError, match="device=cuda"):
+        Training(BASE)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"device": "gpu"}, "device='gpu': must be one of cpu, cuda, auto"),
+        (
+            {"device": "cuda", "workers": 2, "sync": SyncConfig(name="asynchronous")},
+            "device=cuda with sync.name=asynch.*use device=cpu",
+        ),
+        ({"gpus": 0}, "gpus=0: must lie above 0"),
+        ({"gpus": 2}, "gpus=2: .*use gpus=1"),
+    ],
+)
+def test_device_settings_that_cannot_be(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        TrialConfig(**values)
+
+
+def tensors(training: Training) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model_tensors(training.model, training.optimizer).items()}
+
+
+def assert_equal_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name in left:
+        assert torch.equal(left[name], right[name]), name
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_graphed_epoch_is_the_eager_one(precision: str, optimizer: str) -> None:
+    config = replace(BASE, precision=PRECISIONS[precision], optimizer=OPTIMIZERS[optimizer])
+    graphed, eager = Training(config), Training(config)
+    order = epoch_order(len(graphed.data.train.y), config.seed, 0)
+    loss, wrong, counted = GraphedEpochs(graphed.model, graphed.optimizer, graphed.data.train, config.batch_size).train(order)
+    losses, mistakes = 0.0, 0
+    for chosen in order[: counted * config.batch_size].view(-1, config.batch_size):
+        batch = Split(eager.data.train.x[chosen.cuda()], eager.data.train.y[chosen.cuda()])
+        summed, missed = train_step(eager.model, eager.optimizer, batch, None)
+        losses, mistakes = losses + summed, mistakes + missed
+    assert counted == len(order) // config.batch_size
+    assert (loss, wrong) == (losses, mistakes)
+    assert_equal_bits(tensors(graphed), tensors(eager))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+def test_a_gpu_trial_learns_and_resumes_bit_for_bit(precision: str, optimizer: str, tmp_path: Path) -> None:
+    config = replace(BASE, precision=PRECISIONS[precision], optimizer=OPTIMIZERS[optimizer])
+    whole, first = Training(config), Training(config)
+    for epoch in range(3):
+        metrics = whole.train_epoch()
+        if epoch == 0:
+            first.train_epoch()
+            first.save(tmp_path)
+    resumed = Training(config)
+    resumed.train_epoch()  # leaves a graph behind that the restored state must not use
+    resumed.restore(tmp_path)
+    while resumed.epoch < 3:
+        again = resumed.train_epoch()
+    assert_equal_bits(tensors(resumed), tensors(whole))
+    assert {k: v for k, v in again.items() if k != "samples_per_second"} == {
+        k: v for k, v in metrics.items() if k != "samples_per_second"
+    }
+    assert whole.test()["test/error"] < 0.25
+    assert metrics["train/loss"] < 1.0
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("precision", ["float32", "matmul"])
+@pytest.mark.parametrize("decay", ["constant", "cosine"])  # replayed from a graph, and step by step
+def test_divergence_on_a_gpu_is_a_result(decay: str, precision: str) -> None:
+    schedule = LRSchedule(decay=decay)
+    training = Training(replace(BASE, precision=PRECISIONS[precision], optimizer=OptimizerConfig(lr=1e38), lr_schedule=schedule))
+    metrics = training.train_epoch()
+    assert metrics["train/loss"] != metrics["train/loss"]
+    assert training.diverged
+    assert training.train_epoch()["epoch"] == 2.0
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_value_that_is_not_finite_ends_training_step_by_step_on_a_gpu() -> None:
+    training = Training(replace(BASE, precision=PRECISIONS["matmul"], lr_schedule=LRSchedule(decay="cosine")))
+    training.data.train.x[0, 0] = torch.nan  # encoded as zero, and counted
+    loss = training.train_epoch()["train/loss"]
+    assert loss != loss
+    assert training.diverged
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_checkpoint_moves_between_devices(tmp_path: Path) -> None:
+    config = replace(BASE, precision=PRECISIONS["kahan"])
+    on_gpu = Training(config)
+    on_gpu.train_epoch()
+    on_gpu.save(tmp_path)
+    on_cpu = Training(replace(config, device="cpu"))
+    on_cpu.restore(tmp_path)
+    assert_equal_bits({name: t.cpu() for name, t in tensors(on_gpu).items()}, tensors(on_cpu))
+    assert abs(on_cpu.test()["test/error"] - on_gpu.test()["test/error"]) < 0.01

@@ -1,0 +1,109 @@
+"""Several trials in one process: each comes out as alone, none disturbs another."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lns_ops import cuda, get_matmul_accumulation, set_matmul_accumulation
+from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
+from trainers.training.trainer import Training
+from trainers.workers import packed
+from trainers.workers.resume import step
+
+BASE = TrialConfig(
+    data=DataConfig(name="digits", validation_size=300, train_size=512),
+    model=ModelConfig(hidden=[16]),
+    precision=PrecisionConfig(format="lns12", kahan_sum=True),
+    optimizer=OptimizerConfig(lr=0.2),
+    epochs=3,
+    batch_size=32,
+)
+TRIALS = {
+    "kahan": BASE,
+    "other seed": replace(BASE, seed=1),
+    "float32": replace(BASE, precision=PrecisionConfig(), optimizer=OptimizerConfig(name="adam", lr=0.01)),
+    "stochastic": replace(BASE, precision=PrecisionConfig(format="lns12", stochastic_rounding=True)),
+    "wide": replace(BASE, model=ModelConfig(hidden=[64, 32]), batch_size=64),
+    "diverges": replace(BASE, precision=PrecisionConfig(format="lns16", scope="matmul"), optimizer=OptimizerConfig(lr=3e38)),
+}
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}"),
+        ],
+    ),
+]
+
+
+def course(begin: Any, take_step: Any) -> list[dict[str, Any]]:
+    """All epochs' metrics, times left out; NaN as text, since it differs from itself."""
+    begin()
+    metrics: list[dict[str, Any]] = []
+    while not metrics or not metrics[-1]["done"]:
+        metrics.append({name: repr(value) for name, value in take_step().items() if name in ("epoch", "done") or "/" in name})
+        metrics[-1]["done"] = metrics[-1]["done"] == "True"
+    return metrics
+
+
+def alone(config: TrialConfig) -> list[dict[str, Any]]:
+    training = Training(config)
+    return course(lambda: None, lambda: step(training))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_trials_side_by_side_come_out_as_alone(device: str, tmp_path: Path) -> None:
+    """Six at once, different in all that may differ, one of which diverges; and the checkpoints that they write are whole."""
+    trials = {name: replace(config, device=device) for name, config in TRIALS.items()}
+    expected = {name: alone(config) for name, config in trials.items()}
+    assert "nan" in str(expected["diverges"])
+    assert "nan" not in str(expected["kahan"])
+    shared = packed.Host(trials["kahan"])
+    together = threading.Barrier(len(trials))
+
+    def train(name: str) -> list[dict[str, Any]]:
+        def begin() -> None:
+            shared.begin(name, trials[name], [])
+            together.wait()
+
+        metrics = course(begin, lambda: shared.step(name))
+        shared.save(name, tmp_path / name)
+        shared.end(name)
+        return metrics
+
+    with ThreadPoolExecutor(len(trials)) as threads:
+        assert dict(zip(trials, threads.map(train, trials), strict=True)) == expected
+    again = Training(trials["kahan"])
+    again.restore(tmp_path / "kahan")
+    assert again.epoch == BASE.epochs
+
+
+def test_a_host_takes_only_what_shares_its_process_settings() -> None:
+    shared = packed.Host(BASE)
+    with pytest.raises(ValueError, match="take another host"):
+        shared.begin("linear sums", replace(BASE, precision=replace(BASE.precision, accumulation="float32")), [])
+    with pytest.raises(ValueError, match="batch_size=100000"):
+        shared.begin("too large", replace(BASE, batch_size=100_000), [])
+    assert shared._trials == {}
+
+
+def test_a_host_of_other_sums_computes_them() -> None:
+    config = replace(BASE, precision=replace(BASE.precision, accumulation="float32"), epochs=1)
+    before = get_matmul_accumulation()
+    try:
+        shared = packed.Host(config)
+        assert (
+            course(lambda: shared.begin("a", config, []), lambda: shared.step("a"))
+            == alone(config)
+            != alone(replace(BASE, epochs=1))
+        )
+    finally:
+        set_matmul_accumulation(before)

@@ -1,0 +1,65 @@
+"""Checkpoints: tensors in a safetensors file, everything else in JSON; no pickle, so reading one runs no code.
+
+A folder holds ``state.json`` and one ``tensors-*.safetensors``. The JSON is written last and by rename, and carries its own digest and
+that of the tensor file it belongs to: a checkpoint is whole or absent, whenever the process dies. LNS values are stored as their int16
+codes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from trainers.checkpoint.manifest import STATE, read_state, sealed
+
+
+def _write(path: Path, content: bytes) -> None:
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def save_checkpoint(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+    """Write a checkpoint into ``folder``, replacing the one that may be there only once this one is whole.
+
+    Args:
+        tensors: plain tensors; LNS ones as codes.
+        state: JSON values.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    content = save({name: tensor.detach().contiguous() for name, tensor in tensors.items()})
+    digest = hashlib.sha256(content).hexdigest()
+    name = f"tensors-{digest[:16]}.safetensors"
+    _write(folder / name, content)
+    _write(folder / STATE, sealed({"tensors": name, "sha256": digest, **state}).encode())
+    for old in folder.glob("tensors-*.safetensors"):
+        if old.name != name:
+            old.unlink()
+
+
+def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and state of the checkpoint in ``folder``.
+
+    Raises:
+        ValueError: there is none, or its files do not belong together.
+    """
+    try:
+        state = read_state(folder)
+        content = (folder / str(state.pop("tensors"))).read_bytes()
+        digest = state.pop("sha256")
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise ValueError(
+                f"{folder}: the tensor file does not match its digest; the checkpoint is damaged, use an earlier one"
+            )
+        return load(content), state
+    except (OSError, KeyError, SafetensorError) as error:
+        raise ValueError(f"{folder}: no whole checkpoint there ({error}); name a folder that Training.save wrote") from None

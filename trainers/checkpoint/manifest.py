@@ -1,0 +1,47 @@
+"""state.json, the file of a checkpoint that is written last and says what it holds. Loads no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+STATE = "state.json"
+"""Of a checkpoint's files the one that is written last: without it there is no checkpoint."""
+
+
+def sealed(state: Mapping[str, Any]) -> str:
+    """The text of a checkpoint's :data:`STATE`, with a digest of everything in it."""
+    kept = json.loads(json.dumps(state))  # as it will be read
+    return json.dumps({**kept, "digest": _digest(kept)}, indent=1)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """What the checkpoint in ``folder`` has beside its tensors; one of an earlier version has no digest, and is taken as it is.
+
+    Raises:
+        ValueError: there is none, or it is not as it was written.
+    """
+    try:
+        state: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        digest = state.pop("digest", None)
+    except (OSError, AttributeError, ValueError) as error:
+        raise ValueError(f"{folder}: no whole checkpoint there ({error}); name a folder that Training.save wrote") from None
+    if digest is not None and digest != _digest(state):
+        raise ValueError(f"{folder}: {STATE} does not match its digest; the checkpoint is damaged, use an earlier one")
+    return state
+
+
+def _digest(state: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def write_files(folder: Path, files: dict[str, bytes]) -> None:
+    """Files by name into ``folder``, which is made; nothing where there are none."""
+    if not files:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)

@@ -1,0 +1,215 @@
+"""Wire formats: how float32 values are written into bytes before they travel, and read back.
+
+A codec writes rows of values into rows of bytes of a length that the row's alone decides, so that every rank knows what to expect::
+
+    format     bytes for m values         error of a value
+    float32    4 m                        none
+    bfloat16   2 m                        2^-9 relative
+    float16    2 m                        2^-11 relative within 6.1e-5 .. 65504 (saturates above)
+    lns        2 m                        half an ulp: a factor of 2^(2^-(f+1))
+    lns8       m + 4 ceil(m / 1024)       a factor of 2^(1/16), from 2^-15 of the block's largest value up
+    int8       m + 4 ceil(m / 1024)       1/254 of the block's largest value
+    topk       8 ceil(fraction m)         all values but the largest are lost
+
+lns8 and int8 scale each block of 1,024 values by its largest; the scale travels as float32. The last three lose so much that
+they are used with error feedback (:mod:`trainers.sync.all_reduce`). Ties and rounding are deterministic, so a run repeats bit for bit.
+
+Sources: 8-bit quantisation with error feedback: F. Seide et al. 2014 (1-bit SGD), S. P. Karimireddy et al. 2019 (arXiv:1901.09847);
+top-k: A. Aji, K. Heafield 2017 (arXiv:1704.05021).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lns_ops import LNSFormat, lns8, lns16
+from lns_ops import functional as lns
+from trainers.config.wire import WireConfig
+
+BLOCK = 1024
+"""Values that share a scale."""
+INVERSE = 1 / 127
+"""A factor: where a CPU divides by a constant, a GPU multiplies by its reciprocal, which may differ in the last bit."""
+
+
+class Codec(ABC):
+    """Rows of float32 values to rows of bytes and back; tensors on any device."""
+
+    @abstractmethod
+    def size(self, values: int) -> int:
+        """Bytes that a row of so many values takes."""
+
+    @abstractmethod
+    def encode(self, x_NM: Tensor) -> Tensor:
+        """float32 ``[N, M]``, finite, to uint8 ``[N, size(M)]``."""
+
+    @abstractmethod
+    def decode(self, payload_NB: Tensor, values: int) -> Tensor:
+        """uint8 ``[N, size(values)]`` to float32 ``[N, values]``."""
+
+    def sum(self, payload_NB: Tensor, values: int) -> Tensor:
+        """The rows' sum, float32 ``[values]``, added in row order; in LNS where the codec is told so."""
+        total, *rest = self.decode(payload_NB, values).unbind(0)
+        for row in rest:
+            total = total + row
+        return total
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def _values(payload_NB: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes as ``dtype``, copied: a view needs them aligned."""
+    return payload_NB.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
+@dataclass(frozen=True)
+class FloatCodec(Codec):
+    """A float type; float16 saturates, so that a large sum does not become an infinity."""
+
+    dtype: torch.dtype = torch.float32
+
+    def size(self, values: int) -> int:
+        """``values`` times the type's size."""
+        return values * self.dtype.itemsize
+
+    def encode(self, x_NM: Tensor) -> Tensor:
+        """Rounded to nearest."""
+        largest = torch.finfo(self.dtype).max
+        return _bytes(x_NM.clamp(-largest, largest).to(self.dtype) if self.dtype == torch.float16 else x_NM.to(self.dtype))
+
+    def decode(self, payload_NB: Tensor, values: int) -> Tensor:
+        """Exact."""
+        return payload_NB.contiguous().view(self.dtype).to(torch.float32)
+
+
+@dataclass(frozen=True)
+class LNSCodec(Codec):
+    """int16 codes of an LNS format of up to 16 bits; with ``lns_sum`` they are added as the arithmetic contract says."""
+
+    fmt: LNSFormat = lns16
+    lns_sum: bool = False
+
+    def size(self, values: int) -> int:
+        """2 bytes a value."""
+        return 2 * values
+
+    def encode(self, x_NM: Tensor) -> Tensor:
+        """Rounded to nearest in the logarithm; sums beyond float32 saturate."""
+        largest = torch.finfo(torch.float32).max
+        return _bytes(lns.encode(x_NM.clamp(-largest, largest), self.fmt))
+
+    def decode(self, payload_NB: Tensor, values: int) -> Tensor:
+        """Exact enough to encode back to the same codes."""
+        return lns.decode(payload_NB.contiguous().view(torch.int16), self.fmt)
+
+    def sum(self, payload_NB: Tensor, values: int) -> Tensor:
+        """In LNS or in float32."""
+        if not self.lns_sum:
+            return super().sum(payload_NB, values)
+        return lns.decode(lns.sum(payload_NB.contiguous().view(torch.int16), [0], self.fmt), self.fmt)
+
+
+class ScaledCodec(Codec):
+    """One byte a value and one float32 scale a block of :data:`BLOCK`; subclasses say what the byte means for a value of -1 .. 1."""
+
+    def size(self, values: int) -> int:
+        """``values + 4 ceil(values / 1024)``."""
+        return values + 4 * math.ceil(values / BLOCK)
+
+    def encode(self, x_NM: Tensor) -> Tensor:
+        """Each block over its largest magnitude; a block of zeros has scale 0."""
+        rows, values = x_NM.shape
+        blocks = torch.nn.functional.pad(x_NM, (0, -values % BLOCK)).view(rows, -1, BLOCK)
+        scale = blocks.abs().amax(2, keepdim=True)
+        unit = torch.where(scale > 0, blocks / scale.clamp_min(torch.finfo(torch.float32).tiny), 0)
+        codes = self._quantise(unit.view(rows, -1)[:, :values].clamp(-1, 1))
+        return torch.cat([_bytes(codes), _bytes(scale.view(rows, -1))], 1)
+
+    def decode(self, payload_NB: Tensor, values: int) -> Tensor:
+        """The byte's value times the block's scale."""
+        unit = self._value(payload_NB[:, :values].contiguous().view(torch.int8))
+        scale = _values(payload_NB[:, values:], torch.float32)
+        return unit * scale.repeat_interleave(BLOCK, 1)[:, :values]
+
+    @abstractmethod
+    def _quantise(self, unit_NM: Tensor) -> Tensor:
+        """int8 codes of float32 values in -1 .. 1."""
+
+    @abstractmethod
+    def _value(self, codes_NM: Tensor) -> Tensor:
+        """float32 values of int8 codes."""
+
+
+class Int8Codec(ScaledCodec):
+    """127 equal steps either side of zero."""
+
+    def _quantise(self, unit_NM: Tensor) -> Tensor:
+        return (unit_NM * 127).round().to(torch.int8)
+
+    def _value(self, codes_NM: Tensor) -> Tensor:
+        return codes_NM.to(torch.float32) * INVERSE
+
+
+class LNS8Codec(ScaledCodec):
+    """8-bit logarithms: eight steps an octave, from the block's largest value down; an lns8 code is a byte, sign-extended."""
+
+    def _quantise(self, unit_NM: Tensor) -> Tensor:
+        return lns.encode(unit_NM * lns8.largest, lns8).to(torch.int8)
+
+    def _value(self, codes_NM: Tensor) -> Tensor:
+        return lns.decode(codes_NM.to(torch.int16), lns8) * (1 / lns8.largest)
+
+
+@dataclass(frozen=True)
+class TopKCodec(Codec):
+    """The largest ``fraction`` of a row's values by magnitude, at least one, as float32 with their int32 places."""
+
+    fraction: float = 0.01
+
+    def kept(self, values: int) -> int:
+        """How many of ``values`` are sent."""
+        return min(values, math.ceil(self.fraction * values))
+
+    def size(self, values: int) -> int:
+        """8 bytes a value sent."""
+        return 8 * self.kept(values)
+
+    def encode(self, x_NM: Tensor) -> Tensor:
+        """The values sent are exact."""
+        places = x_NM.abs().topk(self.kept(x_NM.shape[1]), 1).indices
+        return torch.cat([_bytes(x_NM.gather(1, places)), _bytes(places.to(torch.int32))], 1)
+
+    def decode(self, payload_NB: Tensor, values: int) -> Tensor:
+        """What was not sent is zero."""
+        half = payload_NB.shape[1] // 2
+        sent, places = _values(payload_NB[:, :half], torch.float32), _values(payload_NB[:, half:], torch.int32)
+        return sent.new_zeros(len(sent), values).scatter_(1, places.long(), sent)
+
+
+def make_codec(wire: WireConfig, fmt: LNSFormat | None) -> Codec | None:
+    """The codec of ``wire`` for values of the LNS format ``fmt``, None for float32 ones; None for a plain float32 all-reduce.
+
+    Raises:
+        ValueError: LNS sums of float32 gradients in their native format.
+    """
+    if wire.name == "native":
+        if fmt is None:
+            return None
+        return LNSCodec(fmt, lns_sum=wire.sum != "float32")
+    codecs: dict[str, Codec] = {
+        "float32": FloatCodec(torch.float32),
+        "bfloat16": FloatCodec(torch.bfloat16),
+        "float16": FloatCodec(torch.float16),
+        "lns16": LNSCodec(lns16, lns_sum=wire.sum == "lns"),
+        "lns8": LNS8Codec(),
+        "int8": Int8Codec(),
+        "topk": TopKCodec(wire.topk),
+    }
+    return codecs[wire.name]

@@ -1,0 +1,42 @@
+"""The configuration of one trial: frozen dataclasses that refuse what does not go together. Loads no process groups and no loop."""
+
+from trainers.config.layout import Layout
+from trainers.config.lr_schedule import LRSchedule
+from trainers.config.memory import AUTOCASTS, MemoryConfig
+from trainers.config.optimizer import OptimizerConfig
+from trainers.config.profile import ProfileConfig
+from trainers.config.sync import SyncConfig
+from trainers.config.trial import (
+    DATASETS,
+    DEVICES,
+    EPOCHS,
+    FLOAT_FORMATS,
+    MODELS,
+    SCOPES,
+    DataConfig,
+    ModelConfig,
+    PrecisionConfig,
+    TrialConfig,
+)
+from trainers.config.wire import WireConfig
+
+__all__ = [
+    "AUTOCASTS",
+    "DATASETS",
+    "DEVICES",
+    "EPOCHS",
+    "FLOAT_FORMATS",
+    "MODELS",
+    "SCOPES",
+    "DataConfig",
+    "LRSchedule",
+    "Layout",
+    "MemoryConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PrecisionConfig",
+    "ProfileConfig",
+    "SyncConfig",
+    "TrialConfig",
+    "WireConfig",
+]

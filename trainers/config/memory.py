@@ -1,0 +1,32 @@
+"""MemoryConfig: what a trial does to need less memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainers.config.validation import at_least
+
+AUTOCASTS = ("none", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """Less memory for more computing.
+
+    Attributes:
+        activation_checkpoints: keep only the inputs of segments of layers, compute the rest again in backward.
+        segments: of the model, or of a pipeline's stage; None for the root of its number of layers.
+        offload_optimizer: keep a GPU trial's optimizer state on the CPU, and update there (:mod:`trainers.optim.offload`).
+    """
+
+    activation_checkpoints: bool = False
+    segments: int | None = None
+    offload_optimizer: bool = False
+
+    def __post_init__(self) -> None:
+        at_least("memory.segments", self.segments, 2, "leave it out for the root of the number of layers")
+        if self.segments is not None and not self.activation_checkpoints:
+            raise ValueError(
+                f"memory.segments={self.segments} with memory.activation_checkpoints=false: nothing is checkpointed; use "
+                "memory.activation_checkpoints=true"
+            )

@@ -1,0 +1,31 @@
+"""ProfileConfig: which steps of which ranks are profiled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trainers.config.validation import at_least
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Which steps are recorded.
+
+    Attributes:
+        steps: the first and the one after the last, counted from 0 over the whole trial; empty for none.
+        ranks: workers that record; empty for all.
+    """
+
+    steps: list[int] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for rank in self.ranks:
+            at_least("profile.ranks", rank, 0, "use for example profile.ranks=[0]")
+        if not self.steps:
+            return
+        if len(self.steps) != 2 or not 0 <= self.steps[0] < self.steps[1]:
+            raise ValueError(
+                f"profile.steps={list(self.steps)}: must be the first step and the one after the last, counted from 0; use for example "
+                "[10, 14]"
+            )

@@ -1,0 +1,67 @@
+"""Hyperparameters that change in the middle of a trial: ``changes: [{epoch: 4, optimizer.lr: 0.02}]``.
+
+An entry holds from the end of its epoch on, until a later one says otherwise. Weights and the optimizer's state stay as they are. So
+population based training (:mod:`study.population`) can write what it did as the config of a trial, which gives the same bits again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+from trainers.config.optimizer import OptimizerConfig
+
+if TYPE_CHECKING:
+    from trainers.config.trial import TrialConfig
+
+
+PREFIX = "optimizer."
+CHANGEABLE = tuple(PREFIX + option.name for option in fields(OptimizerConfig) if option.name != "name")
+"""Keys that may change."""
+
+
+def optimizer_at(config: TrialConfig, epoch: int) -> OptimizerConfig:
+    """The optimizer's options after ``epoch`` epochs.
+
+    Raises:
+        ValueError: they fit no optimizer.
+    """
+    options: dict[str, Any] = {}
+    for change in config.changes:
+        if change["epoch"] <= epoch:
+            options |= {key.removeprefix(PREFIX): value for key, value in change.items() if key != "epoch"}
+    return replace(config.optimizer, **options)
+
+
+def check_changes(config: TrialConfig) -> None:
+    """Refuse changes that cannot be.
+
+    Raises:
+        ValueError: with the entry, the rule and the remedy.
+    """
+    before = 0
+    for change in config.changes:
+        _check_entry(change, before, config.epochs)
+        before = change["epoch"]
+        try:
+            optimizer_at(config, before)
+        except ValueError as error:
+            raise ValueError(f"changes, epoch {before}: {error}") from None
+    if config.changes and config.sync.name == "asynchronous":
+        raise ValueError(
+            "changes with sync.name=asynchronous: the parameter server has the optimizer, not the trial; leave one of them out"
+        )
+
+
+def _check_entry(change: Any, before: int, epochs: int) -> None:
+    example = "use for example changes=[{epoch: 4, optimizer.lr: 0.02}]"
+    if not isinstance(change, Mapping) or not isinstance(change.get("epoch"), int) or len(change) < 2:
+        raise ValueError(f"changes: {change!r} must have an epoch and at least one key that changes; {example}")
+    if not before < change["epoch"] < epochs:
+        raise ValueError(
+            f"changes: epoch={change['epoch']} with epochs={epochs}: must be after epoch {before} and before the last; {example}"
+        )
+    for key in change:
+        if key != "epoch" and key not in CHANGEABLE:
+            raise ValueError(f"changes: {key} cannot change in the middle of a trial; what can: {', '.join(CHANGEABLE)}")

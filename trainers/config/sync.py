@@ -1,0 +1,94 @@
+"""How the replicas of one trial stay together: the keys, and which of them each way uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from trainers.config.validation import at_least, finite, one_of
+
+USES: dict[str, tuple[str, ...]] = {
+    "synchronous": (),
+    "local_sgd": ("period",),
+    "diloco": ("period", "outer_lr", "outer_momentum"),
+    "elastic": ("period", "moving_rate"),
+    "final_average": (),
+    "ensemble": (),
+    "asynchronous": ("staleness", "shards", "work", "staleness_aware"),
+}
+"""Every way and the keys that mean something to it, beside ``straggler_seconds``, which delays any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncConfig:
+    """When the replicas exchange what; see :mod:`trainers.sync.weight_averaging` and :mod:`trainers.sync.async_client`.
+
+    Attributes:
+        name: ``synchronous`` (gradients, every step), ``local_sgd`` (weights, every ``period`` steps), ``diloco`` (the same with an outer
+            Nesterov step), ``elastic`` (replicas pulled towards a centre), ``final_average`` (weights, once, at the end), ``ensemble``
+            (nothing: the mean of the replicas' predictions is what counts) or ``asynchronous`` (gradients to a parameter server, weights
+            back, without waiting for all).
+        period: steps between two exchanges.
+        outer_lr, outer_momentum: of diloco's outer step.
+        moving_rate: of elastic averaging: the share of the way that the centre moves to the replicas' mean at an exchange.
+        staleness: of asynchronous: how many steps a replica may be ahead of the slowest one; 0 for none (bulk synchronous), None for
+            no bound.
+        shards: processes that the parameter server is divided over, equal parts of the weights each.
+        work: of asynchronous: ``fixed`` (every replica takes its part of every batch, so an epoch lasts as long as the slowest replica) or
+            ``shared`` (a replica that is ready takes the next part of the epoch; without a bound only, the slow shall not hold up
+            the fast).
+        staleness_aware: of asynchronous with a bound above 0 or none: divide the learning rate of a gradient by the updates that it
+            does not know of.
+        straggler_seconds: the last replica sleeps so long every step, for the study of stragglers.
+    """
+
+    name: str = "synchronous"
+    period: int = 1
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    moving_rate: float = 0.9
+    staleness: int | None = 0
+    shards: int = 1
+    work: str = "fixed"
+    staleness_aware: bool = False
+    straggler_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        one_of("sync.name", self.name, tuple(USES))
+        at_least("sync.period", self.period, 1, "1 exchanges after every step")
+        finite("sync.outer_lr", self.outer_lr, 0.0, "0.7 is a good start")
+        finite("sync.outer_momentum", self.outer_momentum, 0.0, "0 turns it off")
+        if self.outer_momentum >= 1:
+            raise ValueError(f"sync.outer_momentum={self.outer_momentum}: must be below 1, or it grows without bound; try 0.9")
+        if not 0 < self.moving_rate <= 1:
+            raise ValueError(f"sync.moving_rate={self.moving_rate}: must be above 0 and at most 1; use for example 0.9")
+        at_least("sync.staleness", self.staleness, 0, "0 waits for all every step, null never")
+        at_least("sync.shards", self.shards, 1, "1 keeps all weights in one process")
+        one_of("sync.work", self.work, ("fixed", "shared"))
+        if self.work == "shared" and self.staleness is not None:
+            raise ValueError(
+                f"sync.work=shared, sync.staleness={self.staleness}: a bound makes all replicas take as many steps as the slowest; use "
+                "sync.staleness=null, or sync.work=fixed"
+            )
+        finite("sync.straggler_seconds", self.straggler_seconds, 0.0, "0 delays no replica")
+        if self.staleness_aware and self.staleness == 0:
+            raise ValueError(
+                "sync.staleness_aware=true, sync.staleness=0: no gradient is stale; use sync.staleness=null or a bound above 0, or leave "
+                "it out"
+            )
+        self._check_unused()
+
+    def _check_unused(self) -> None:
+        """A key that this way does not use would be without effect."""
+        for entry in fields(self):
+            used = entry.name in ("name", "straggler_seconds", *USES[self.name])
+            value = getattr(self, entry.name)
+            if not used and value != entry.default:
+                users = ", ".join(name for name, keys in USES.items() if entry.name in keys)
+                raise ValueError(
+                    f"sync.{entry.name}={value} with sync.name={self.name}: means nothing to it; leave it out, or use one of {users}"
+                )
+
+    @property
+    def local(self) -> bool:
+        """Whether a replica steps by its own gradients, the mean of its share of the batch."""
+        return self.name not in ("synchronous", "asynchronous")

@@ -1,0 +1,36 @@
+"""The data of a trial, as tensors in memory: found, checked, read, split, and handed out in an order that the seed fixes."""
+
+from trainers.data.batches import batches, epoch_order, evaluation_batches, share
+from trainers.data.datasets import load, prepare, resolve
+from trainers.data.mnist import (
+    DATA_VARIABLE,
+    DownloadError,
+    cache_folder,
+    describe_download,
+    download_mnist,
+    find_mnist,
+    read_idx,
+)
+from trainers.data.split import CLASSES, PIXELS, Dataset, DatasetInfo, Split
+
+__all__ = [
+    "CLASSES",
+    "DATA_VARIABLE",
+    "PIXELS",
+    "Dataset",
+    "DatasetInfo",
+    "DownloadError",
+    "Split",
+    "batches",
+    "cache_folder",
+    "describe_download",
+    "download_mnist",
+    "epoch_order",
+    "evaluation_batches",
+    "find_mnist",
+    "load",
+    "prepare",
+    "read_idx",
+    "resolve",
+    "share",
+]

@@ -1,0 +1,166 @@
+"""The data of a trial: MNIST from its four IDX files, or scikit-learn's handwritten digits, as tensors in memory.
+
+MNIST is looked for in ``root``, else in ``$LNS_STUDY_DATA`` (either the folder itself or its ``mnist/``): who names one means it, so
+it is an error if files are missing there. If neither is given, it is looked for in ``./data/mnist``, then in the download cache
+``~/.cache/lns-study/mnist``; otherwise it is downloaded there. Files may be gzipped or plain. Every file is checked (magic number, size,
+SHA-256 of its content) before it is used, wherever it came from.
+
+Pixels are scaled to [0, 1], nothing else. Splits are by position, never shuffled: training first, the last ``validation_size`` of the
+training set for validation, the test set as published (digits: the last 297).
+
+The data order of an epoch is a permutation drawn from (seed, epoch) alone, so it is the same for any number of workers, before
+and after a restart.
+
+Sources: Y. LeCun, C. Cortes, C. Burges, "The MNIST database of handwritten digits"; E. Alpaydin, C. Kaynak 1998 (digits, UCI).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from trainers.config import DataConfig
+from trainers.data.digits import digits_table, load_digits
+from trainers.data.mnist import (
+    FILES,
+    DownloadError,
+    cache_folder,
+    download_mnist,
+    file_in,
+    find_mnist,
+    load_mnist,
+    mnist_arrays,
+)
+from trainers.data.split import (
+    CLASSES,
+    Dataset,
+    DatasetInfo,
+    Split,
+)
+
+
+def resolve(config: DataConfig, *, download: bool = True) -> DataConfig:
+    """``config`` with a concrete name, root and validation size.
+
+    ``auto`` becomes ``mnist`` where the files are found or can be downloaded, otherwise ``digits``.
+
+    Args:
+        config: the data asked for.
+        download: where MNIST has to be downloaded, do so; otherwise ``root`` stays None, and ``auto`` becomes ``mnist`` on trust.
+
+    Raises:
+        ValueError: ``root`` or ``$LNS_STUDY_DATA`` names a folder that lacks files.
+        DownloadError: MNIST is asked for by name and cannot be downloaded.
+    """
+    name, root = config.name, config.root
+    if name != "digits":
+        try:
+            folder = find_mnist(root) or (_download() if download else None)
+            name, root = "mnist", str(folder.resolve()) if folder else None
+        except DownloadError:
+            if name == "mnist":
+                raise
+            name = "digits"
+    size = config.validation_size or {"mnist": 10_000, "digits": 300}[name]
+    return replace(config, name=name, root=root, validation_size=size)
+
+
+def _download() -> Path:
+    download_mnist(cache_folder())
+    return cache_folder()
+
+
+@lru_cache(maxsize=4)
+def load(config: DataConfig) -> Dataset:
+    """The splits of ``config`` (resolved first), kept in memory for the next trial of this process.
+
+    Raises:
+        ValueError: files missing or corrupt, or split sizes that do not fit.
+    """
+    config = resolve(config)
+    whole, test = load_digits() if config.name == "digits" else load_mnist(str(config.root))
+    assert config.validation_size is not None
+    available = len(whole.y) - config.validation_size
+    wanted = available if config.train_size is None else config.train_size
+    if available < 1:
+        raise ValueError(
+            f"data.validation_size={config.validation_size}: {config.name} has {len(whole.y)} training examples; leave some for training"
+        )
+    if wanted > available:
+        raise ValueError(
+            f"data.train_size={wanted}: {available} examples are left after validation; use at most {available} or null for all"
+        )
+    validation = Split(whole.x[available:], whole.y[available:])
+    return Dataset(Split(whole.x[:wanted], whole.y[:wanted]), validation, test)
+
+
+def prepare(config: DataConfig) -> DatasetInfo:
+    """Resolve, check and describe the data of ``config``, downloading them if need be.
+
+    Files that have not changed (by path, size and time of change) since they were described are not read again.
+
+    Raises:
+        ValueError: see :func:`load`.
+    """
+    config = resolve(config)
+    known, key = _known_descriptions(), json.dumps([asdict(config), *_files_of(config)])
+    if key in known:
+        with suppress(TypeError):  # of another version
+            return DatasetInfo(**known[key])
+    info = _describe(config)
+    if config.name == "mnist":
+        with suppress(OSError):  # the next command reads the files again
+            _write_descriptions({**known, key: asdict(info)})
+    return info
+
+
+def _files_of(config: DataConfig) -> list[tuple[str, int, int]]:
+    """Path, size and time of change of each file."""
+    paths = [file_in(Path(config.root), name) for name in FILES] if config.name == "mnist" and config.root else []
+    return [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths if path is not None]
+
+
+def _descriptions() -> Path:
+    return cache_folder().parent / "datasets.json"
+
+
+def _known_descriptions() -> dict[str, dict[str, Any]]:
+    try:
+        known = json.loads(_descriptions().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _write_descriptions(known: dict[str, dict[str, Any]]) -> None:
+    path = _descriptions()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    part.write_text(json.dumps(known), encoding="utf-8")
+    part.replace(path)
+
+
+def _describe(config: DataConfig) -> DatasetInfo:
+    data = load(config)
+    digest = hashlib.sha256()
+    for split in data:
+        digest.update(split.x.numpy().tobytes())
+        digest.update(split.y.numpy().tobytes())
+    files = hashlib.sha256()
+    for array in mnist_arrays(str(config.root)) if config.name == "mnist" else [digits_table()]:
+        files.update(array.tobytes())
+    sources = {
+        "mnist": f"MNIST, IDX files in {config.root}",
+        "digits": "scikit-learn's handwritten digits (1,797 images of 8 x 8)",
+    }
+    return DatasetInfo(
+        name=config.name, source=sources[config.name], digest=digest.hexdigest(), files=files.hexdigest(), root=config.root,
+        train=len(data.train.y), validation=len(data.validation.y), test=len(data.test.y),
+        inputs=data.train.x.shape[1], classes=CLASSES,
+    )  # fmt: skip

@@ -1,0 +1,180 @@
+"""MNIST: found, downloaded, and read from its IDX files (http://yann.lecun.com/exdb/mnist/)."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import struct
+import tempfile
+import urllib.error
+import urllib.request
+import zlib
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainers.data.split import PIXELS, Split, scaled
+
+MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
+DOWNLOAD_TIMEOUT_S = 20
+DATA_VARIABLE = "LNS_STUDY_DATA"
+
+
+class DownloadError(ValueError):
+    """MNIST is nowhere to be found and cannot be downloaded: where ``data.name=auto`` turns to digits."""
+
+
+class _File(NamedTuple):
+    """One of the four files: expected magic number, items, and SHA-256 of the uncompressed content."""
+
+    magic: int
+    items: int
+    sha256: str
+
+
+FILES = {
+    "train-images-idx3-ubyte": _File(2051, 60_000, "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db"),
+    "train-labels-idx1-ubyte": _File(2049, 60_000, "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5"),
+    "t10k-images-idx3-ubyte": _File(2051, 10_000, "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7"),
+    "t10k-labels-idx1-ubyte": _File(2049, 10_000, "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"),
+}
+
+
+def _content(path: Path) -> bytes:
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
+    if path.suffix != ".gz":
+        return raw
+    try:
+        return gzip.decompress(raw)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: not a whole gzip file ({error}); delete it and download it again") from None
+
+
+def read_idx(path: Path, expected: _File) -> NDArray[np.uint8]:
+    """The items of an IDX file, ``[N]`` labels or ``[N, 784]`` pixels.
+
+    Raises:
+        ValueError: wrong magic number, wrong size, or content that is not MNIST's.
+    """
+    content = _content(path)
+    is_images = expected.magic == 2051
+    header = 16 if is_images else 8
+    size = header + expected.items * (PIXELS if is_images else 1)
+    magic = struct.unpack(">i", content[:4])[0] if len(content) >= 4 else None
+    if magic != expected.magic:
+        raise ValueError(
+            f"{path}: magic number {magic}, must be {expected.magic} for this file; it is not the MNIST file of that name"
+        )
+    if len(content) != size:
+        raise ValueError(f"{path}: {len(content)} bytes, must be {size} for {expected.items} items; truncated? download it again")
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != expected.sha256:
+        raise ValueError(
+            f"{path}: SHA-256 {digest[:16]}..., must be {expected.sha256[:16]}...; the file is corrupt, download it again"
+        )
+    items = np.frombuffer(content, np.uint8, offset=header)
+    return items.reshape(-1, PIXELS) if is_images else items
+
+
+def cache_folder() -> Path:
+    """Where downloads are kept: ``$XDG_CACHE_HOME/lns-study/mnist`` or ``~/.cache/lns-study/mnist``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lns-study" / "mnist"
+
+
+def file_in(folder: Path, name: str) -> Path | None:
+    return next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None)
+
+
+def _missing_in(folder: Path) -> list[str]:
+    return [name for name in FILES if file_in(folder, name) is None]
+
+
+def find_mnist(root: str | None) -> Path | None:
+    """The folder that holds the four files, or None where no usual place does.
+
+    Raises:
+        ValueError: ``root`` is given, or else ``$LNS_STUDY_DATA`` is set, and lacks some of them.
+    """
+    named = os.environ.get(DATA_VARIABLE)
+    if root is not None:
+        return _mnist_in("data.root", root, "leave it out to download")
+    if named:
+        return _mnist_in(DATA_VARIABLE, named, "unset it to download")
+    return next((folder for folder in (Path("data") / "mnist", cache_folder()) if not _missing_in(folder)), None)
+
+
+def _mnist_in(key: str, value: str, remedy: str) -> Path:
+    """``value`` or its ``mnist/``, whichever holds the four files; the error names those missing in the one that holds more."""
+    folders = [Path(value), Path(value) / "mnist"]
+    best = min(folders, key=lambda folder: len(_missing_in(folder)))
+    if missing := _missing_in(best):
+        where = "" if best == folders[0] else " in mnist/"
+        raise ValueError(
+            f"{key}={value!r}: must hold MNIST's four IDX files (plain or .gz) and lacks {', '.join(missing)}{where}; point it to the "
+            f"folder that holds them, {remedy}, or use data.name=digits"
+        )
+    return best
+
+
+def download_mnist(folder: Path) -> None:
+    """Download the four files into ``folder``, each checked before it appears there under its name.
+
+    ``$LNS_STUDY_MNIST_URL`` names another mirror.
+
+    Raises:
+        DownloadError: the mirror does not answer, or sends something else.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in _missing_in(folder):
+        url = f"{_mirror()}/{name}.gz"
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            part = Path(scratch) / f"{name}.gz"
+            try:
+                with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_S) as reply:
+                    part.write_bytes(reply.read())
+            except (urllib.error.URLError, OSError) as error:
+                raise DownloadError(
+                    f"{url}: cannot be downloaded ({error}); put MNIST's four files in a folder and set LNS_STUDY_DATA to it, or use "
+                    "data.name=digits"
+                ) from None
+            try:
+                read_idx(part, FILES[name])
+            except ValueError as error:
+                raise DownloadError(
+                    f"{url}: sent something else ({error}); name another mirror with LNS_STUDY_MNIST_URL, put MNIST's four files in a "
+                    "folder and set LNS_STUDY_DATA to it, or use data.name=digits"
+                ) from None
+            part.replace(folder / part.name)
+
+
+def _mirror() -> str:
+    return os.environ.get("LNS_STUDY_MNIST_URL", MIRROR).rstrip("/")
+
+
+def describe_download() -> str:
+    """What :func:`resolve` would download, from where and where to."""
+    return f"{', '.join(f'{name}.gz' for name in _missing_in(cache_folder()))} from {_mirror()}/ to {cache_folder()}"
+
+
+@lru_cache(maxsize=2)
+def mnist_arrays(root: str) -> tuple[NDArray[np.uint8], ...]:
+    folder = Path(root)
+    arrays = []
+    for name, expected in FILES.items():
+        path = file_in(folder, name)
+        if path is None:
+            raise ValueError(f"{folder}: lacks {name}; MNIST needs all four files: {', '.join(FILES)}")
+        arrays.append(read_idx(path, expected))
+    return tuple(arrays)
+
+
+def load_mnist(root: str) -> tuple[Split, Split]:
+    train_x, train_y, test_x, test_y = mnist_arrays(root)
+    return scaled(train_x, train_y, 255), scaled(test_x, test_y, 255)

@@ -1,0 +1,53 @@
+"""Examples in memory: a split, the three splits of a data set, and what is known of it without them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+PIXELS, CLASSES = 784, 10
+
+
+class Split(NamedTuple):
+    """Examples ``x`` [N, inputs] float32 in [0, 1] and classes ``y`` [N] int64."""
+
+    x: Tensor
+    y: Tensor
+
+
+class Dataset(NamedTuple):
+    """The three splits of a data set."""
+
+    train: Split
+    validation: Split
+    test: Split
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetInfo:
+    """What a trial's data are: where from, and sizes in examples.
+
+    Attributes:
+        digest: sha256 of the examples that were chosen.
+        files: sha256 of all there are to choose from, the same whatever was chosen.
+    """
+
+    name: str
+    source: str
+    digest: str
+    files: str
+    root: str | None
+    train: int
+    validation: int
+    test: int
+    inputs: int
+    classes: int
+
+
+def scaled(pixels: NDArray[np.generic], labels: NDArray[np.generic], largest: int) -> Split:
+    return Split(torch.from_numpy(pixels.astype(np.float32)) / largest, torch.from_numpy(labels.astype(np.int64)))

@@ -1,0 +1,31 @@
+"""The learning rate of every step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from trainers.config import TrialConfig
+
+if TYPE_CHECKING:
+    pass
+
+
+class Rate:
+    """The learning rate of ``optimizer`` as the trial's schedule has it."""
+
+    def __init__(self, config: TrialConfig, optimizer: torch.optim.Optimizer, steps_per_epoch: int) -> None:
+        self._schedule, self._epochs, self._steps = config.lr_schedule, config.epochs, steps_per_epoch
+        self._groups, self._full = optimizer.param_groups, [group["lr"] for group in optimizer.param_groups]
+        fmt, precision = config.precision.lns_format, config.precision
+        codes = fmt is not None and precision.scope == "everywhere" and precision.update_arithmetic == "lns"
+        self._smallest = fmt.smallest if codes and fmt is not None else 0.0
+
+    def set(self, epoch: int, step: int) -> None:
+        """Make it that of ``step`` of ``epoch``, both counted from 0."""
+        if not self._schedule.varies:
+            return
+        factor = self._schedule.factor(epoch * self._steps + step, self._steps, self._epochs)
+        for group, full in zip(self._groups, self._full, strict=True):
+            group["lr"] = max(full * factor, self._smallest)

@@ -1,0 +1,93 @@
+"""Optimizer state in the host's memory (``memory.offload_optimizer=true``): a GPU then holds weights, gradients and activations.
+
+The optimizer's momenta, moments and Kahan compensations are one to three times as large as the weights, and are read once a step. Here
+they stay on the CPU, beside a copy of the weights, in page-locked memory: after backward the gradients are copied there, the optimizer
+steps with the kernels of a CPU on the trial's ``threads``, and the new weights are copied back. With w bytes of weights a step moves w
+down and w up. LNS trials end with the same bits as without, since the kernels of both devices agree bit for bit; float32 within its
+rounding. Checkpoints are the same as without, and each way can continue the other's.
+
+Source: J. Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training" (arXiv:2101.06840).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lns_ops import LNSTensor
+from trainers.models.precision import storage_of
+
+
+class Offload:
+    """A model's parameters once more, on the CPU, for an optimizer there.
+
+    Args:
+        model: on any device; a parameter may be an LNSTensor. Nothing but :class:`OffloadedOptimizer` may change its weights, or
+            :meth:`push`.
+
+    Attributes:
+        own: the copy, under the same names and with the model's own buffers; not to be called.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.own = _copied(model)
+        self._pairs = list(zip(model.parameters(), self.own.parameters(), strict=True))
+        self._gradients: dict[Tensor, Tensor] = {}
+
+    @torch.no_grad()
+    def push(self) -> None:
+        """Give the model the weights of the copy."""
+        for parameter, own in self._pairs:
+            storage_of(parameter.detach()).copy_(storage_of(own.detach()), non_blocking=True)
+        self._wait()  # or the next step could write over what is still being read
+
+    @torch.no_grad()
+    def pull_gradients(self) -> None:
+        """Give the copy the gradients of the model; None where there is none."""
+        for parameter, own in self._pairs:
+            own.grad = None if parameter.grad is None else self._pulled(parameter.grad, own)
+        self._wait()
+
+    def forget_gradients(self, set_to_none: bool) -> None:
+        """Of the model; those of the copy are written over."""
+        for parameter, _ in self._pairs:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    def _pulled(self, gradient: Tensor, own: Tensor) -> Tensor:
+        buffer = self._gradients.get(own)
+        if buffer is None:
+            buffer = self._gradients[own] = _locked(torch.empty_like(storage_of(gradient), device="cpu"), gradient.device)
+        buffer.copy_(storage_of(gradient), non_blocking=True)
+        return LNSTensor(buffer, gradient.fmt) if isinstance(gradient, LNSTensor) else buffer
+
+    def _wait(self) -> None:
+        for device in {parameter.device for parameter, _ in self._pairs if parameter.device.type == "cuda"}:
+            torch.cuda.current_stream(device).synchronize()
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """A module like ``module`` without its code: parameters on the CPU, buffers its own, and what number format its layers are in."""
+    own = nn.Module()
+    for name, parameter in module.named_parameters(recurse=False):
+        own.register_parameter(name, nn.Parameter(_on_cpu(parameter.detach()), requires_grad=parameter.requires_grad))
+    for name, buffer in module.named_buffers(recurse=False):
+        own.register_buffer(name, buffer)
+    for name, child in module.named_children():
+        own.add_module(name, _copied(child))
+    if hasattr(module, "simulation"):
+        own.simulation = module.simulation
+    return own
+
+
+def _on_cpu(parameter: Tensor) -> Tensor:
+    values = storage_of(parameter)
+    own = _locked(values.to("cpu", copy=True), values.device)
+    return LNSTensor(own, parameter.fmt) if isinstance(parameter, LNSTensor) else own
+
+
+def _locked(tensor: Tensor, device: torch.device) -> Tensor:
+    """Page-locked where ``device`` is a GPU, which then copies by itself, at its full speed."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor

@@ -1,0 +1,291 @@
+"""Pipeline parallelism: a worker holds one stage of the model (or several, interleaved) and passes activations on.
+
+torch.distributed.pipelining runs the schedules. What is ours: where to cut (:mod:`trainers.parallel.pipeline_partition`), stages
+that pass LNS values as codes, evaluation, and counting.
+
+- **Codes between stages.** LNS activations and gradients travel as 2-byte codes. The pipeline must see a floating type, or it
+  drops the gradient without a word (int16 has none); so codes are viewed as float16, never computed with, and two autograd
+  functions pack and unpack them in both directions. This is sound because an activation has one consumer: gradients viewed so
+  could not be added.
+- **Shapes are static**, given at the start. Left to find out, the pipeline would run a forward pass on uninitialised memory.
+- **Sums, not means**: the loss is summed, gradients of micro-batches are added up in their order and not scaled, so they are bit
+  for bit those of one process that takes the same micro-batches, in every schedule, for float32 and LNS.
+
+- **Zero-bubble schedules** compute gradients of weights later than those of inputs; :mod:`trainers.parallel.pipeline_zero_bubble`
+  has how. Under ``zbv`` and ``dualpipev`` the first worker holds the first and the last stage, so it is the one that knows the
+  loss.
+
+Source of the schedules: GPipe: Y. Huang et al. 2019 (arXiv:1811.06965); 1F1B and interleaved: D. Narayanan et al. 2021
+(arXiv:2104.04473); zero-bubble and ZBV: P. Qi et al. 2023 (arXiv:2401.10241); DualPipeV: DeepSeek-AI 2024 (arXiv:2412.19437).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from lns_ops import LNSFormat, LNSTensor
+from trainers.comm.collectives import Collectives
+from trainers.comm.mesh import Place
+from trainers.config.layout import DEFERRING, Layout
+from trainers.config.memory import MemoryConfig
+from trainers.data import Split
+from trainers.data.batches import evaluation_batches
+from trainers.models.forward import set_forward_
+from trainers.parallel.pipeline_partition import split
+from trainers.parallel.pipeline_zero_bubble import Deferred, defer_
+from trainers.sync.base import Synchroniser, Updater
+from trainers.telemetry.spans import Spans
+from trainers.telemetry.tally import Tally
+
+SINGLE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+"""Schedules of one stage a worker."""
+MULTI: dict[str, Any] = {
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+"""Schedules of a list of stages."""
+
+
+class _Pack(torch.autograd.Function):
+    """LNS values out of a stage: codes as float16; gradients come back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: LNSTensor) -> Tensor:
+        ctx.fmt = x.fmt
+        return x.codes.contiguous().view(torch.float16)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> LNSTensor:
+        return LNSTensor(grad.contiguous().view(torch.int16), ctx.fmt)
+
+
+class _Unpack(torch.autograd.Function):
+    """Codes as float16 into a stage: LNS values; gradients go out the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fmt: LNSFormat) -> LNSTensor:
+        return LNSTensor(x.contiguous().view(torch.int16), fmt)
+
+    @staticmethod
+    def backward(ctx: Any, grad: LNSTensor) -> tuple[Tensor, None]:
+        return grad.codes.contiguous().view(torch.float16), None
+
+
+class Stage(nn.Module):
+    """Consecutive layers; tensors that come from or go to another stage are float32, or codes viewed as float16 with ``fmt``.
+
+    Args:
+        layers: of this stage.
+        fmt: of activations, None for float32.
+        first, last: whether it takes the model's input and gives its output, which are what they are.
+    """
+
+    def __init__(self, layers: nn.Sequential, fmt: LNSFormat | None, *, first: bool, last: bool) -> None:
+        super().__init__()
+        self.layers, self.fmt, self.first, self.last = layers, fmt, first, last
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, I]`` to ``[B, O]``."""
+        if self.fmt is not None and not self.first:
+            x = _Unpack.apply(x, self.fmt)  # type: ignore[no-untyped-call]
+        y: Tensor = self.layers(x)
+        return y if self.fmt is None or self.last else _Pack.apply(y)  # type: ignore[no-untyped-call]
+
+
+class _TimedStage(PipelineStage):
+    """A stage whose computing is marked; everything else in a schedule is waiting for neighbours."""
+
+    spans: Spans
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.spans("stage", f"forward {self.stage_index}.{fwd_chunk_id}"):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.spans("stage", f"backward {self.stage_index}.{bwd_chunk_id}"):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.spans("stage", f"weights {self.stage_index}.{bwd_chunk_id}"):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+
+class Pipeline:
+    """One worker's part of a replica.
+
+    Args:
+        model: the whole model, initialised; its layers that this worker does not hold may be dropped afterwards.
+        layout: pp, schedule, micro_batches.
+        place: this worker's.
+        share: examples of a step that a replica takes.
+        fmt: LNS format of activations, None for float32.
+        device: of the stages.
+        spans: marks what the stages do.
+        memory: of every stage.
+
+    Attributes:
+        own: this worker's layers under their names in ``model``; convert them to LNS before the first step.
+        sent: bytes of activations and gradients that this worker has sent to other stages.
+    """
+
+    def __init__(
+        self,
+        model: nn.Sequential,
+        layout: Layout,
+        place: Place,
+        share: int,
+        fmt: LNSFormat | None,
+        device: torch.device,
+        spans: Spans | None = None,
+        memory: MemoryConfig | None = None,
+    ) -> None:
+        assert place.pp_group is not None
+        self._spans = spans or Spans()
+        self._place, self._group, self._fmt, self._device = place, place.pp_group, fmt, device
+        self._collectives = Collectives(place.pp_group, device, self._spans)
+        self._micro_batch = share // layout.micro_batches
+        names = split(model, layout.stages)
+        self._widths = widths(model, names)
+        self._layout = layout
+        self._indices = [index for index in range(layout.stages) if layout.owner(index) == place.pp_rank]
+        parts = [OrderedDict((name, model.get_submodule(name)) for name in names[index]) for index in self._indices]
+        self.own = nn.Sequential(OrderedDict(item for part in parts for item in part.items()))
+        last = layout.stages - 1
+        self._stages = [
+            Stage(nn.Sequential(part), fmt, first=index == 0, last=index == last)
+            for index, part in zip(self._indices, parts, strict=True)
+        ]
+        for stage in self._stages:
+            set_forward_(stage.layers, memory or MemoryConfig())
+        self._schedule = self._make_schedule(layout)
+        self._wrong = 0
+        self.sent = 0
+
+    @property
+    def last(self) -> bool:
+        """Whether this worker holds the last stage, which alone knows loss and answers."""
+        return self._stages[-1].last
+
+    def train_step(self, optimizer: Updater, batch: Split, sync: Synchroniser) -> tuple[float, int]:
+        """One step of all stages together, each with the whole share ``batch``.
+
+        Returns:
+            Summed loss and wrong answers, on the last stage; (0, 0) on others; NaN on all where a loss is not finite.
+        """
+        optimizer.zero_grad(set_to_none=True)
+        loss = self._forward_backward(batch)
+        with self._spans("synchronise"):
+            go = self._collectives.all_true(sync.gradients(self.own.parameters(), math.isfinite(loss)))
+        with self._spans("update"):
+            go = go and self._collectives.all_true(sync.update(optimizer))
+        return loss if go else math.nan, self._wrong
+
+    def agree(self, value: bool) -> bool:
+        """Whether ``value`` is true on every stage of this replica."""
+        return self._collectives.all_true(value)
+
+    @torch.no_grad()
+    def evaluate(self, split: Split) -> Tally:
+        """Loss and errors on ``split``, on the last stage; an empty tally on others."""
+        tally = Tally()
+        for x, y in evaluation_batches(split):
+            logits = self._relay(x)
+            if logits is not None:
+                loss = F.cross_entropy(logits, y, reduction="sum").item()
+                tally.add(loss, int((logits.argmax(1) != y).sum()), len(y))
+        return tally
+
+    def _forward_backward(self, batch: Split) -> float:
+        losses: list[Tensor] = []
+        self._wrong = 0
+        arguments = (batch.x,) if self._stages[0].first else ()
+        target = {"target": batch.y, "losses": losses} if self.last else {}
+        with self._spans("schedule"):
+            self._schedule.step(*arguments, return_outputs=False, **target)
+        self.sent += self._bytes_a_step(len(batch.y))
+        return sum(loss.item() for loss in losses)
+
+    def _loss(self, logits: Tensor, target: Tensor) -> Tensor:
+        with self._spans("stage", "loss"):
+            self._wrong += int((logits.argmax(1) != target).sum())
+            return F.cross_entropy(logits, target, reduction="sum")
+
+    def _bytes_a_step(self, examples: int) -> int:
+        """Activations to the next stage and gradients to the one before, where another worker holds it."""
+        values = 0
+        for index in self._indices:
+            for neighbour, width in ((index + 1, self._widths[index + 1]), (index - 1, self._widths[index])):
+                if 0 <= neighbour < self._layout.stages and neighbour not in self._indices:
+                    values += width
+        return examples * values * (4 if self._fmt is None else 2)
+
+    def _example(self, index: int) -> Tensor:
+        """What enters stage ``index`` (or leaves the last): shape, type and whether it has a gradient."""
+        inner = 0 < index < len(self._widths) - 1
+        dtype = torch.float16 if inner and self._fmt is not None else torch.float32
+        return torch.empty(self._micro_batch, self._widths[index], dtype=dtype, device=self._device, requires_grad=index > 0)
+
+    def _make_schedule(self, layout: Layout) -> Any:
+        stages = [self._make_stage(index, stage) for index, stage in zip(self._indices, self._stages, strict=True)]
+        options: dict[str, Any] = {"n_microbatches": layout.micro_batches, "loss_fn": self._loss, "scale_grads": False}
+        if layout.schedule in SINGLE:
+            return SINGLE[layout.schedule](stages[0], **options)
+        return MULTI[layout.schedule](stages, **options)
+
+    def _make_stage(self, index: int, stage: Stage) -> _TimedStage:
+        deferred = Deferred() if self._layout.schedule in DEFERRING else None
+        if deferred is not None:
+            defer_(stage, deferred)
+        made = _TimedStage(
+            stage,
+            index,
+            self._layout.stages,
+            self._device,
+            input_args=self._example(index),
+            output_args=self._example(index + 1),
+            group=self._group,
+            dw_builder=deferred.take if deferred is not None else None,
+        )
+        made.spans = self._spans
+        return made
+
+    def _relay(self, x: Tensor) -> Tensor | None:
+        """``x`` through all stages in turn; the logits on the last stage, None on others."""
+        y = x
+        for index, stage in zip(self._indices, self._stages, strict=True):
+            if not stage.first and index - 1 not in self._indices:
+                example = self._example(index)
+                y = torch.empty(len(x), example.shape[1], dtype=example.dtype, device=self._device)
+                dist.recv(y, self._rank_of(index - 1), self._group)
+            y = stage(y)
+            if not stage.last and index + 1 not in self._indices:
+                dist.send(y, self._rank_of(index + 1), self._group)
+        return y if self.last else None
+
+    def _rank_of(self, stage: int) -> int:
+        """In the default group, the worker that holds ``stage`` of this replica."""
+        return dist.get_global_rank(self._group, self._layout.owner(stage))
+
+
+def widths(model: nn.Sequential, names: list[list[str]]) -> list[int]:
+    """Values of an example that enter each stage, whose first layer is a linear one, and that leave the last."""
+    linear = {name: layer for name, layer in model.named_children() if isinstance(layer, nn.Linear)}
+    return [*(linear[part[0]].in_features for part in names), list(linear.values())[-1].out_features]

@@ -1,0 +1,153 @@
+"""Gradients sent bucket by bucket while backward still runs.
+
+Backward makes the last layer's gradients first. With ``wire.bucket_cap_mb`` parameters are taken in that order into buckets of about so
+many megabytes of float32 values. As soon as all gradients of a bucket are there (after the last micro-batch's backward), it is summed
+over the replicas by the same code that :class:`~trainers.sync.all_reduce.GradientSync` runs after backward: on a CPU by a second thread, on
+a GPU in a second stream. The step waits for all buckets before it updates, so what is exposed of the transfer is the last bucket's and
+what backward did not cover.
+
+- **Same bits.** A bucket's sum depends on its own gradients alone, so the result is that of the same buckets sent after backward
+  (``wire.overlap=false``). It equals one bucket's of everything where a format treats every value alike (all but int8, lns8 and top-k,
+  whose blocks and choices are per bucket, and float32 all-reduces of more than two replicas, which add in an order by position).
+- **Same order on all ranks.** Buckets leave in their order, each after the one before it, whenever their gradients come.
+- **Divergence.** Buckets leave before anybody knows whether every replica is finite. A replica whose forward or backward raised sends
+  what it has (zeros for what it has not), values that are not finite go as zeros where the format cannot carry them, and the flag that
+  all exchange at the end discards the sums.
+
+Source: S. Li et al. 2020, "PyTorch Distributed" (arXiv:2006.15704), section 3.2.3.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lns_ops import LNSTensor
+from trainers.comm.codecs import make_codec
+from trainers.comm.collectives import Collectives
+from trainers.config.wire import WireConfig
+from trainers.sync.all_reduce import GradientSync, flatten, unflatten_
+
+MEGABYTE = 1 << 20
+
+
+def buckets(parameters: Sequence[Tensor], cap_mb: float) -> list[list[Tensor]]:
+    """``parameters`` from the last to the first, cut where a bucket reaches ``cap_mb`` megabytes of float32 values.
+
+    A bucket has LNS parameters or float ones, not both: in native form they travel differently.
+    """
+    found: list[list[Tensor]] = []
+    size = 0.0
+    for parameter in reversed(parameters):
+        new = not found or size >= cap_mb * MEGABYTE or isinstance(found[-1][0], LNSTensor) != isinstance(parameter, LNSTensor)
+        if new:
+            found.append([])
+            size = 0.0
+        found[-1].append(parameter)
+        size += 4 * parameter.numel()
+    return found
+
+
+class BucketSync(GradientSync):
+    """Sums gradients over the ranks bucket by bucket; called as :class:`trainers.sync.all_reduce.GradientSync` is.
+
+    Args:
+        wire: the wire format, with ``bucket_cap_mb``; while ``overlap``, between :meth:`begin_step` and the call buckets leave by
+        themselves.
+        collectives: of the replicas; nothing else may use their group in between.
+        parameters: of the model, in its order.
+    """
+
+    def __init__(self, wire: WireConfig, collectives: Collectives, parameters: Iterable[Tensor]) -> None:
+        assert wire.bucket_cap_mb is not None
+        # Its own object: what runs beside backward is not exposed, and is counted when it has come back.
+        super().__init__(wire, Collectives(collectives.group, collectives.device))
+        self._agreement = collectives
+        self._buckets = buckets([p for p in parameters if p.requires_grad], wire.bucket_cap_mb)
+        self._remaining: list[int] = []
+        self._next = 0
+        self._sent: list[Future[bool] | Tensor] = []
+        cuda = torch.device(collectives.device).type == "cuda"
+        self._stream = torch.cuda.Stream() if cuda and wire.overlap else None
+        self._thread = (
+            ThreadPoolExecutor(max_workers=1, initializer=torch.set_num_threads, initargs=(1,)) if wire.overlap else None
+        )
+        if wire.overlap:
+            self._hook()
+
+    def begin_step(self, micro_batches: int) -> None:
+        """Before forward: every gradient will be added to so many times."""
+        self._remaining = [micro_batches * len(bucket) for bucket in self._buckets]
+        self._next, self._sent = 0, []
+
+    def __call__(self, parameters: Iterable[Tensor], finite: bool = True) -> bool:
+        """Send what has not left yet, wait for all; the rest as of the base."""
+        self._launch(len(self._buckets))
+        with self._agreement.spans("communication", "wait for buckets"):
+            if self._stream is not None:  # before anything of it is read
+                torch.cuda.current_stream().wait_stream(self._stream)
+            arrived = [self._arrived(sent) for sent in self._sent]
+        self._remaining = []
+        self._agreement.sent += self._collectives.sent
+        self._collectives.sent = 0
+        return self._agreement.all_true(finite and all(arrived))
+
+    def _hook(self) -> None:
+        """Hooks that do not keep this object: it keeps the parameters, they keep their hooks, and Python cannot collect that circle."""
+        this = weakref.ref(self)
+        for number, bucket in enumerate(self._buckets):
+            for parameter in bucket:
+                parameter.register_post_accumulate_grad_hook(partial(_accumulated, this, number))
+
+    def _count(self, number: int) -> None:
+        """One more gradient of that bucket has been added to."""
+        if self._remaining:
+            self._remaining[number] -= 1
+            if number == self._next and not self._remaining[number]:
+                self._launch(next((i for i in range(number, len(self._buckets)) if self._remaining[i]), len(self._buckets)))
+
+    def _launch(self, end: int) -> None:
+        """Send the buckets before ``end`` that have not left."""
+        for number in range(self._next, end):
+            members = self._buckets[number]
+            if self._stream is not None:
+                self._stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(self._stream):
+                    self._sent.append(self._sum_bucket(number, members))
+            elif self._thread is not None:
+                self._sent.append(self._thread.submit(self._sum_bucket_on_cpu, number, members))
+            else:
+                self._sent.append(self._sum_bucket(number, members))
+        self._next = max(self._next, end)
+
+    def _sum_bucket_on_cpu(self, number: int, members: list[Tensor]) -> bool:
+        return bool(self._sum_bucket(number, members))
+
+    @torch.no_grad()
+    def _sum_bucket(self, number: int, members: list[Tensor]) -> Tensor:
+        """Replace the members' gradients by their sums; whether this rank's could travel, a tensor so that a GPU is not waited for."""
+        first = members[0]
+        codec = make_codec(self._wire, first.fmt if isinstance(first, LNSTensor) else None)
+        flat = flatten([torch.zeros(p.shape, device=p.device) if p.grad is None else p.grad for p in members])
+        finite = flat.isfinite()
+        total = (
+            self._collectives.all_reduce_(flat) if codec is None else self._sharded(str(number), codec)(flat.where(finite, 0.0))
+        )
+        for parameter, part in zip(members, total.split([p.numel() for p in members]), strict=True):
+            if parameter.grad is not None:
+                unflatten_([parameter.grad], part)
+        return finite.all() if codec is not None else torch.ones((), dtype=torch.bool)  # a plain sum carries what is not finite
+
+    def _arrived(self, sent: Future[bool] | Tensor) -> bool:
+        """Whether that bucket was finite here."""
+        return bool(sent if isinstance(sent, Tensor) else sent.result())
+
+
+def _accumulated(sync: weakref.ref[BucketSync], number: int, _parameter: Tensor) -> None:
+    if (alive := sync()) is not None:
+        alive._count(number)

@@ -1,0 +1,39 @@
+"""The synchroniser that a trial's config asks for."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from trainers.comm.collectives import Collectives
+from trainers.config import TrialConfig
+from trainers.sync.base import Synchroniser
+from trainers.sync.synchronous import Synchronous
+from trainers.sync.weight_averaging import (
+    Elastic,
+    Ensemble,
+    FinalAverage,
+    OuterStep,
+)
+
+
+def make_synchroniser(
+    config: TrialConfig, model: nn.Module, optimizer: torch.optim.Optimizer, collectives: Collectives | None
+) -> Synchroniser:
+    """The synchroniser that ``config`` asks for, of the replicas in ``collectives``; None where there is only one."""
+    if collectives is None:
+        return Synchroniser()
+    if config.sync.name == "synchronous":
+        return Synchronous(config.wire, collectives, config.seed, model.parameters())
+    if config.sync.name == "asynchronous":
+        from trainers.sync.async_client import Asynchronous  # loads Ray
+
+        return Asynchronous(config, model, collectives)
+    kinds: dict[str, type[OuterStep | Elastic | FinalAverage]] = {
+        "local_sgd": OuterStep,
+        "diloco": OuterStep,
+        "elastic": Elastic,
+        "final_average": FinalAverage,
+        "ensemble": Ensemble,
+    }
+    return kinds[config.sync.name](config, model, optimizer, collectives)

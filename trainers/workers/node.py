@@ -1,0 +1,251 @@
+"""The worker processes of one machine: made, spoken to, heard and ended.
+
+On the machine that runs a study a :class:`Node` lives in the study's own process; on the nodes of a Ray cluster it is a Ray actor, which
+holds the CPUs and GPUs that its processes use. What the processes say is passed on unread, and what has come together meanwhile in one
+piece, so that a machine with hundreds of processes costs whoever drives them one call for many reports.
+
+A process that has died is told after everything that it said before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import selectors
+import signal
+import socket
+import threading
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from trainers.workers.fork_server import ForkServer
+from trainers.workers.messages import DIED, Message
+
+BATCH = 1000
+"""Most messages in one piece."""
+
+
+@dataclass
+class _Process:
+    """A worker process, by our end of its connection; ``pid`` once it is known."""
+
+    connection: Connection
+    pid: int | None = None
+    unwanted: bool = False
+
+
+class Node:
+    """See the module. Calls may come from any thread.
+
+    Args:
+        log: file that takes what the processes print; None for nowhere.
+        data: see :meth:`load`.
+    """
+
+    def __init__(self, log: Path | None = None, data: Sequence[dict[str, Any]] = ()) -> None:
+        self._log, self._data = log, list(data)
+        self._lock = threading.RLock()
+        self._processes: dict[int, _Process] = {}
+        self._server: ForkServer | None = None
+        self._said: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = os.pipe()
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._closed = False
+        self._thread = threading.Thread(target=self._listen, daemon=True, name="node")
+        self._thread.start()
+        self._ready_server()
+
+    def log(self, path: Path) -> None:
+        """Have what processes print appended to a file from now on."""
+        with self._lock:
+            self._log = path
+            if self._server is not None:
+                self._server.log(path)
+
+    def load(self, data: Sequence[dict[str, Any]]) -> None:
+        """Have data sets loaded once for all processes to come, by ``DataConfig``'s keys."""
+        with self._lock:
+            self._data = list(data)
+            self._ready_server().load(self._data)
+
+    def start(self, key: int, environment: dict[str, str], lanes: int) -> None:
+        """Make a process.
+
+        Args:
+            key: names it from now on; it must be new.
+            environment: variables of its own.
+            lanes: trials that it may train at once.
+        """
+        with self._lock:
+            try:
+                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            except OSError as error:
+                self._said.put((key, pickle.dumps(Message(DIED, payload=f"no process could be made: {error}"))))
+                return
+            self._processes[key] = _Process(Connection(ours.detach()))
+            try:
+                self._ready_server().fork(key, theirs, environment, lanes)
+            except OSError as error:
+                self._lose(key, f"no process could be made: {error}")
+            else:
+                self._watch(self._processes[key].connection.fileno(), key)
+            finally:
+                theirs.close()
+
+    def send(self, key: int, message: bytes) -> None:
+        """Send a pickled :class:`Message` to a process; one that has died hears nothing."""
+        process = self._processes.get(key)
+        if process is not None:
+            with contextlib.suppress(OSError):
+                process.connection.send_bytes(message)
+
+    def kill(self, key: int) -> None:
+        """End a process; its death is told as any other."""
+        with self._lock:
+            process = self._processes.get(key)
+            if process is not None:
+                process.unwanted = True
+                self._end(process)
+
+    def call(self, calls: list[tuple[str, tuple[Any, ...]]]) -> None:
+        """Several calls, by method and arguments, in order."""
+        for method, arguments in calls:
+            getattr(self, method)(*arguments)
+
+    def events(self, seconds: float) -> list[tuple[int, bytes]]:
+        """What processes have said, with their keys, as soon as there is something; nothing after ``seconds``, or where this is closed."""
+        try:
+            found = [self._said.get(timeout=seconds)]
+        except queue.Empty:
+            return []
+        with contextlib.suppress(queue.Empty):
+            while len(found) < BATCH:
+                found.append(self._said.get_nowait())
+        return found
+
+    def describe(self) -> tuple[str, str, list[str], str]:
+        """As a Ray actor: the machine's name, its address, the GPUs that Ray gave, the Ray node's id."""
+        import ray
+
+        gpus = [str(name) for name in ray.get_gpu_ids()]
+        return os.uname().nodename, str(ray.util.get_node_ip_address()), gpus, str(ray.get_runtime_context().get_node_id())
+
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes; a second call does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._server is not None:
+                self._server.close()
+                self._server = None
+            os.write(self._woken, b"x")
+            self._said.put((0, b""))
+        self._thread.join()
+        for process in self._processes.values():
+            process.connection.close()
+        self._selector.close()
+        os.close(self._wake)
+        os.close(self._woken)
+
+    def _ready_server(self) -> ForkServer:
+        if self._closed:
+            raise RuntimeError("this Node is closed: a study closes the one that it is given; make a new one")
+        if self._server is None:
+            self._server = ForkServer(self._log)
+            if self._data:
+                self._server.load(self._data)
+            self._watch(self._server.socket.fileno(), None)
+        return self._server
+
+    def _watch(self, descriptor: int, key: int | None) -> None:
+        self._selector.register(descriptor, selectors.EVENT_READ, key)
+        os.write(self._woken, b"x")
+
+    def _listen(self) -> None:
+        while not self._closed:
+            try:
+                for ready, _ in self._selector.select():
+                    if ready.fd == self._wake:
+                        os.read(self._wake, 1 << 16)
+                    elif ready.data is None:
+                        self._hear_server()
+                    else:
+                        self._hear(ready.data)
+            except Exception:  # a mistake of ours: nobody would hear of the processes any more, so they end, and that is told
+                traceback.print_exc()
+                with self._lock:
+                    self._lose_all("the node lost its processes by a mistake; please report it")
+
+    def _hear(self, key: int) -> None:
+        """One message of a process; where its connection has closed, its death is told by the server, maybe a moment ago."""
+        process = self._processes.get(key)
+        if process is None:
+            return
+        try:
+            self._said.put((key, process.connection.recv_bytes()))
+        except (EOFError, OSError):
+            self._selector.unregister(process.connection.fileno())
+
+    def _hear_server(self) -> None:
+        with self._lock:
+            if self._server is None:
+                return
+            message = self._server.receive()
+            if message is None:
+                self._lose_all("the process that forks workers died")
+            elif "forked" in message:
+                process = self._processes[message["forked"]]
+                process.pid = message["pid"]
+                if process.unwanted:
+                    self._end(process)
+            elif "failed" in message:
+                self._lose(message["failed"], f"no process could be made: {message['why']}")
+            elif "exited" in message:
+                key = next(key for key, process in self._processes.items() if process.pid == message["exited"])
+                self._lose(key, _describe(message["status"]))
+
+    def _lose_all(self, why: str) -> None:
+        if self._server is not None:
+            self._selector.unregister(self._server.socket.fileno())
+            self._server.close()
+            self._server = None
+        for key in list(self._processes):
+            self._lose(key, why)
+
+    def _lose(self, key: int, why: str) -> None:
+        """Take in what a dead process still said, then its death."""
+        process = self._processes.pop(key)
+        with contextlib.suppress(EOFError, OSError):
+            while process.connection.poll():
+                self._said.put((key, process.connection.recv_bytes()))
+        with contextlib.suppress(KeyError, ValueError, OSError):
+            self._selector.unregister(process.connection.fileno())
+        process.connection.close()
+        self._said.put((key, pickle.dumps(Message(DIED, payload=why))))
+
+    @staticmethod
+    def _end(process: _Process) -> None:
+        if process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+
+
+def _describe(status: int) -> str:
+    if status < 0:
+        name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+        return f"the trial's process died ({name})"
+    return f"the trial's process ended with exit code {status}"

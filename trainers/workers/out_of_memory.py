@@ -1,0 +1,40 @@
+"""A trial that runs out of memory: how to tell, and what to try once more.
+
+Whatever allocates says it in its own way: torch's ``OutOfMemoryError`` on a GPU, a ``RuntimeError`` of its allocator on a CPU, CuPy's
+error, Python's. What helps without another result: a whole GPU, where trials share one. Else smaller micro-batches, whose gradients add up
+to the batch's; sums are then rounded at other places.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainers.config import TrialConfig
+
+
+_SAID = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory", "unable to allocate")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error``, or what it was raised from, says that memory ran out."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _SAID):
+        return True
+    return error.__cause__ is not None and is_out_of_memory(error.__cause__)
+
+
+def relief(config: TrialConfig) -> dict[str, Any] | None:
+    """Keys under which the trial needs less memory, or has more; None where there are none."""
+    if config.device == "cuda" and config.workers == 1 and (config.gpus or 1.0) < 1:
+        return {"gpus": 1.0}
+    parts = config.layout.micro_batches
+    while (parts := 2 * parts) <= config.batch_size:
+        try:
+            replace(config, layout=replace(config.layout, micro_batches=parts))
+        except ValueError:
+            continue
+        return {"layout.micro_batches": parts}
+    return None

@@ -1,0 +1,257 @@
+"""What a worker process does: it trains the trials that it is told to, an epoch at a time, and tells what comes of them.
+
+It knows nothing of Ray or of a study. It hears :class:`Message`s from its node (:mod:`trainers.workers.node`) and answers with
+others; where the connection closes it ends at once. One trial after another runs in its main thread; a process of several *lanes*
+runs as many at once, in threads (:mod:`trainers.workers.packed`). A gang's processes are ranks of one torch.distributed group,
+which they join before their first trial; each runs the same trials in the same order, and rank 0 speaks for all.
+
+A trial does not wait for anybody after an epoch, unless its plan says so (``waits``: a scheduler may end it then).
+
+Checkpoints are written here, after the epoch and before its report. One may be newer than the last report that anybody has heard
+of, so a trial that begins again says what its earlier epochs were.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import shutil
+import socket
+import sys
+import threading
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from trainers.checkpoint.manifest import write_files  # fmt: skip
+from trainers.comm import process_group
+from trainers.config import TrialConfig
+from trainers.data import DatasetInfo
+from trainers.training.trainer import check
+from trainers.workers.executors import Context, Executor, make_executor
+from trainers.workers.messages import (
+    BEGAN,
+    CHECK,
+    CHECKED,
+    DETERMINISTIC,
+    DONE,
+    ENDED,
+    FAILED,
+    GO,
+    HELLO,
+    JOIN,
+    JOINED,
+    MEET,
+    NAMESPACE,
+    OUT_OF_MEMORY,
+    RAY_TRAIN,
+    REFUSED,
+    REPORT,
+    STOP,
+    STOPPED,
+    TRAIN,
+    Message,
+    last_line,
+)
+from trainers.workers.out_of_memory import is_out_of_memory
+from trainers.workers.process_reset import LeakError, Leftovers
+
+CHECKPOINTS_KEPT = 2
+"""The newest, and the one before it for a newest that is damaged."""
+INTERFACE, LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo"
+"""Variables of the libraries by which ranks talk, and what they are set to where all ranks are on one machine."""
+MEET_SECONDS = 120
+"""How long ranks wait for each other at the start."""
+
+
+def serve(connection: Connection, lanes: int) -> None:
+    """Serve ``connection`` until it closes.
+
+    Args:
+        lanes: trials at once; with 1 they run in this very thread.
+    """
+    Worker(connection, lanes).run()
+
+
+class Worker:
+    """See the module."""
+
+    def __init__(self, connection: Connection, lanes: int) -> None:
+        self._connection, self._lanes = connection, lanes
+        self._sending = threading.Lock()
+        self._work: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._answers: dict[str, queue.SimpleQueue[str]] = {}
+        self._place = {"rank": 0, "workers": 1}
+        self._shared: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._leftovers: Leftovers | None = None
+
+    def run(self) -> None:
+        """Do what is asked for, for ever."""
+        threading.Thread(target=self._listen, daemon=True, name="listener").start()
+        self._say(HELLO, payload=os.getpid())
+        while True:
+            message = self._work.get()
+            if message.kind == JOIN:
+                self._join(**message.payload)
+            elif message.kind == CHECK:
+                self._say(CHECKED, payload=[why_not(*pair) for pair in message.payload])
+            elif self._lanes == 1:
+                self._train(message.trial, message.payload)
+            else:
+                threading.Thread(target=self._train, args=(message.trial, message.payload), daemon=True).start()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                message: Message = pickle.loads(self._connection.recv_bytes())
+            except (EOFError, OSError):
+                os._exit(0)  # nobody is left to train for
+            if message.kind in (GO, STOP):
+                self._answers[message.trial].put(message.kind)
+            else:
+                if message.kind == TRAIN:
+                    self._answers[message.trial] = queue.SimpleQueue()
+                self._work.put(message)
+
+    def _say(self, kind: str, trial: str = "", payload: Any = None) -> None:
+        content = pickle.dumps(Message(kind, trial, payload))
+        with self._sending:
+            try:
+                self._connection.send_bytes(content)
+            except OSError:
+                os._exit(0)
+
+    def _join(self, rank: int, workers: int, address: str, port: int, backend: str) -> None:
+        """Become a rank. Rank 0 opens the store by which all meet, at a port that is free, and says which.
+
+        It listens at ``address`` alone, where torch would at all of the machine's; gloo and NCCL do so where all ranks are on one
+        machine.
+        """
+        limit = timedelta(seconds=MEET_SECONDS)
+        if address.startswith("127."):
+            for name in INTERFACE:
+                os.environ.setdefault(name, LOOPBACK)
+        listener = socket.create_server((address, 0), family=_family(address)) if rank == 0 else None
+        store = TCPStore(
+            address,
+            listener.getsockname()[1] if listener else port,
+            workers,
+            rank == 0,
+            limit,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach() if listener else None,
+        )
+        if rank == 0:
+            self._say(MEET, payload=store.port)
+        process_group.join(backend, store, rank, workers, limit)
+        self._place = {"rank": rank, "workers": workers}
+        self._say(JOINED)
+
+    def _train(self, trial: str, plan: dict[str, Any]) -> None:
+        """One trial, to its end or that of this process."""
+        if self._leftovers is None and self._lanes == 1:
+            self._leftovers = Leftovers()
+        executor: Executor | None = None
+        how, text = DONE, ""
+        try:
+            if plan["ray"]:
+                connect_to_ray(plan["ray"])
+            executor = make_executor(Context(trial=trial, plan=plan, **self._place, shared=self._shared, lock=self._lock))
+            how = self._epochs(executor, trial, plan)
+        except DETERMINISTIC as error:
+            how, text = REFUSED, _describe(error)
+        except Exception as error:
+            how, text = (OUT_OF_MEMORY if is_out_of_memory(error) else FAILED), last_line(str(error)) or type(error).__name__
+            if how == FAILED:
+                self._say(ENDED, trial, {"how": how, "text": text, "retire": text})
+                os._exit(1)  # what state the process is in, nobody knows
+            error.__traceback__ = None  # its frames hold tensors
+        if executor is not None:
+            executor.end()
+        del self._answers[trial], executor
+        retire = self._clean()
+        if how == STOPPED and plan["executor"] == RAY_TRAIN:
+            retire = "Ray Train's run was aborted, and what its library keeps of it nobody knows"
+        self._say(ENDED, trial, {"how": how, "text": text, "retire": retire})
+        if retire:
+            os._exit(0)
+
+    def _epochs(self, executor: Executor, trial: str, plan: dict[str, Any]) -> str:
+        """Train until the trial is done or stopped."""
+        folder = Path(plan["checkpoints"])
+        paths = list(dict.fromkeys([*map(str, checkpoints_in(folder)), *plan["resume_from"]]))
+        config = TrialConfig.from_dict(plan["config"])
+        beginning = executor.begin(config, paths)
+        self._say(BEGAN, trial, beginning)
+        while True:
+            metrics = executor.step()
+            if config.profile.steps:
+                write_files(Path(plan["profile"]), executor.profile())
+            if plan["executor"] != RAY_TRAIN:  # which keeps its own
+                metrics |= self._keep(executor, folder, metrics, int(plan["checkpoint_every"]))
+            self._say(REPORT, trial, metrics)
+            if metrics["done"]:
+                return DONE
+            if plan["waits"] and self._answers[trial].get() == STOP:
+                return STOPPED
+
+    def _keep(self, executor: Executor, folder: Path, metrics: dict[str, Any], every: int) -> dict[str, str]:
+        """Write a checkpoint if one is due, and drop those before the last two."""
+        epoch = int(metrics["epoch"])
+        if not metrics["done"] and epoch % every:
+            return {}
+        path = folder / f"{epoch:06d}"
+        executor.save(path)
+        if self._place["rank"] == 0:
+            for old in checkpoints_in(folder)[CHECKPOINTS_KEPT:]:
+                shutil.rmtree(old, ignore_errors=True)
+        return {"checkpoint_path": str(path)}
+
+    def _clean(self) -> str:
+        """Put back what the trial left behind; why the process must end, or ""."""
+        if self._leftovers is None:
+            return ""
+        try:
+            self._leftovers.clear()
+        except LeakError as error:
+            return str(error)
+        return ""
+
+
+def why_not(config: TrialConfig, info: DatasetInfo) -> str | None:
+    """Why a trial could only fail; None if nothing forbids it."""
+    try:
+        check(config, info)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def connect_to_ray(address: str) -> None:
+    """Join the study's Ray as a driver of its own, for what is made of Ray actors; the second time does nothing."""
+    import logging
+
+    import ray
+
+    if not ray.is_initialized():
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """A trial's checkpoints by epoch, the newest first."""
+    return sorted((path for path in folder.glob("[0-9]*") if path.is_dir()), reverse=True)
+
+
+def _describe(error: BaseException) -> str:
+    """What was refused, in a line; of a mistake in code also its kind."""
+    said = last_line(str(error))
+    return said if isinstance(error, ValueError) else f"{type(error).__name__}: {said}"
