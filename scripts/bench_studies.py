@@ -20,8 +20,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from study.ledger import Event, read_ledger
-from study.state import ENDED, fold
+from study.ledger.lines import Event
+from study.ledger.log import read_ledger
+from study.ledger.state import ENDED, fold
 
 ENDS = ("finished", "stopped", "failed", "restarted", "relieved")
 

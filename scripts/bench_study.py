@@ -40,12 +40,12 @@ import psutil
 import ray
 from ray import tune
 
+from study.api import run_study
 from study.config import RowConfig, StudyConfig
-from study.engine import run_study
-from study.ledger import Event
-from study.ray_session import ENVIRONMENT
-from study.runner import _Run
-from study.state import FINISHED, StudyState
+from study.execution.loop import Loop
+from study.execution.ray_session import ENVIRONMENT
+from study.ledger.lines import Event
+from study.ledger.state import FINISHED, StudyState
 from trainers.config import DataConfig, ModelConfig, TrialConfig
 
 DIGITS = TrialConfig(data=DataConfig(name="digits", validation_size=300), model=ModelConfig(hidden=[16]), epochs=3, batch_size=32)
@@ -144,13 +144,13 @@ def run(
 @contextmanager
 def executed_by(executor: str | None) -> Iterator[None]:
     """Have trials executed by a class of :mod:`bench_executors`; by their own executor for None."""
-    real = _Run._executor
+    real = Loop._executor
     if executor is not None:
-        _Run._executor = lambda self, config: f"bench_executors:{executor}"  # type: ignore[method-assign]
+        Loop._executor = lambda self, config: f"bench_executors:{executor}"  # type: ignore[method-assign]
     try:
         yield
     finally:
-        _Run._executor = real  # type: ignore[method-assign]
+        Loop._executor = real  # type: ignore[method-assign]
 
 
 def bare(trials: int, trainable: Any, *, reuse: bool, callbacks: list[Any] | None = None) -> float:

@@ -38,12 +38,12 @@ from bench_study import DIGITS, Sleep, View, executed_by
 from bench_study import run as run_trials
 
 from study.config import RowConfig, StudyConfig
-from study.ledger import FILE, Ledger
-from study.mlflow_view import page
-from study.plan import make_plan
-from study.tracking import Tracker
-from study.ui import command, environment, stop
-from study.writer import connect, sync
+from study.ledger.log import FILE, Ledger
+from study.plan.plan import make_plan
+from study.serve.ui import command, environment, stop
+from study.tracking.address import page
+from study.tracking.supervisor import Tracker
+from study.tracking.writer import connect, sync
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 
 _RESULTS: dict[str, float] = {}
@@ -124,7 +124,7 @@ def free_port() -> int:
 
 def engine(storage: str, uri: str) -> float:
     """Seconds of the trials through the study engine, tracking complete at the end."""
-    from study.engine import run_study
+    from study.api import run_study
 
     settings = StudyConfig(name="bench", trial=DIGITS, rows=[RowConfig(label="a")], seeds=list(range(TRIALS)), storage=storage,
                            tracking_uri=uri, checkpoint_every=10**6)  # fmt: skip
@@ -330,7 +330,8 @@ def bench_view() -> None:
 
 def bench_report() -> None:
     code = (
-        "import sys, time, resource; from pathlib import Path; from study.manage import read; from study.report import write_report\n"
+        "import sys, time, resource; from pathlib import Path; from study.manage.studies import read\n"
+        "from study.report.write import write_report\n"
         "start = time.perf_counter(); write_report(read(Path(sys.argv[1])), Path(sys.argv[1]) / 'report')\n"
         "print(time.perf_counter() - start, time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6)"
     )
@@ -385,7 +386,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=benches, default=list(benches))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    from study.ray_session import ENVIRONMENT as OF_RAY
+    from study.execution.ray_session import ENVIRONMENT as OF_RAY
 
     os.environ |= {name: value for name, value in OF_RAY.items() if name not in os.environ}
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {resource.getpagesize()} bytes a page")

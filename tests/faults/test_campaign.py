@@ -28,9 +28,9 @@ from typing import Any
 import psutil
 import pytest
 
-from study.ledger import read_ledger
-from study.manage import differences
-from study.state import FINISHED, StudyState, fold
+from study.ledger.log import read_ledger
+from study.ledger.state import FINISHED, StudyState, fold
+from study.manage.rerun import differences
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

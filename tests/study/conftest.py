@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from study.compose import load
 from study.config import StudyConfig
-from study.ledger import FILE, Event
-from study.plan import make_plan
-from study.ray_session import ENVIRONMENT
-from study.writer import ENVIRONMENT as TRACKING_ENVIRONMENT
+from study.config.compose import load
+from study.execution.ray_session import ENVIRONMENT
+from study.ledger.lines import Event
+from study.ledger.log import FILE
+from study.plan.plan import make_plan
+from study.tracking.writer import ENVIRONMENT as TRACKING_ENVIRONMENT
 from tests.study.servers import Server, postgres_cluster, postgres_programs
 
 TINY = """

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from study.ledger import Event
-from study.slots import ENDS, Run, runs_of
+from study.ledger.lines import Event
+from study.ledger.slots import ENDS, Run, runs_of
 
 BEGAN = 1_000_000.0
 """When every made-up run begins; all other times count from there."""

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from study.mlflow_server import TOKEN
-from study.ui import command, environment, stop
+from study.serve.mlflow_server import TOKEN
+from study.serve.ui import command, environment, stop
 
 
 def free_port() -> int:

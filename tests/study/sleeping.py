@@ -64,14 +64,14 @@ class FailsOnce(Sleeps):
 @contextmanager
 def executor(name: str = SLEEPS) -> Iterator[None]:
     """Have every trial trained by the executor of that name."""
-    from study.runner import _Run  # not in the processes that sleep
+    from study.execution.loop import Loop  # not in the processes that sleep
 
-    real: Callable[..., str] = _Run._executor
-    _Run._executor = lambda self, config: name  # type: ignore[method-assign]
+    real: Callable[..., str] = Loop._executor
+    Loop._executor = lambda self, config: name  # type: ignore[method-assign]
     try:
         yield
     finally:
-        _Run._executor = real  # type: ignore[method-assign]
+        Loop._executor = real  # type: ignore[method-assign]
 
 
 def most_at_once(events: list[dict[str, Any]]) -> int:

@@ -11,11 +11,11 @@ import pytest
 
 from study import tracking_uri as module
 from study.cli import main
+from study.cli.doctor import _passwords, _tracking
 from study.config import StudyConfig
-from study.doctor import _passwords, _tracking
-from study.ledger import FILE, read_ledger
+from study.ledger.log import FILE, read_ledger
+from study.ledger.state import fold
 from study.program import lns_study
-from study.state import fold
 from study.tracking_uri import PASSWORD, TOKEN, USER, WHOLE, hide, reveal, stored, without_login, without_password
 from tests.study.conftest import TINY, made_up_events, write_ledger
 from tests.study.servers import Server

@@ -1,7 +1,7 @@
 """Hyperparameters that change in the middle of a trial: ``changes: [{epoch: 4, optimizer.lr: 0.02}]``.
 
 An entry holds from the end of its epoch on, until a later one says otherwise. Weights and the optimizer's state stay as they are. So
-population based training (:mod:`study.population`) can write what it did as the config of a trial, which gives the same bits again.
+population based training (:mod:`study.search.population`) can write what it did as the config of a trial, which gives the same bits again.
 """
 
 from __future__ import annotations

@@ -1,0 +1,322 @@
+"""One run of a study from config to report: plan, preflight, ledger, runner, tracking, report. The command line calls this."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from study.config import StudyConfig
+from study.errors import UserError, refusals
+from study.execution.control import Control, Decision
+from study.execution.preflight import check_same_data, check_same_name, preflight
+from study.execution.runner import run_plan
+from study.ledger.lines import Event
+from study.ledger.log import FILE, Ledger, is_locked
+from study.ledger.provenance import hardware, provenance
+from study.ledger.state import (
+    ALL,
+    ENDED,
+    FAILED,
+    FINISHED,
+    ONLY_FAILED,
+    StudyState,
+    fold,
+)
+from study.ledger.storage import check_writable
+from study.manage.checkpoints import check_same_ledger
+from study.manage.extend import continuations
+from study.manage.studies import read
+from study.plan.plan import Plan, make_plan
+from study.program import lns_study
+from study.results.utilisation import remark
+from study.search.agenda import adopt
+from study.tracking.address import how_to_open, page
+from study.tracking.supervisor import (
+    OFF,
+    NoTracker,
+    Tracker,
+    check_tracking,
+    make_tracker,
+)
+from study.tracking.writer import sync
+from study.tracking_uri import REMEDY, stored
+from trainers.workers.node import Node
+
+EXCLUDED_SHOWN = 3
+LATER_SECONDS = 5.0
+FEW_CORES = 4
+
+
+class View(Protocol):
+    """Shows a study while it runs; see :mod:`study.cli.progress`."""
+
+    def start(self, state: StudyState) -> None:
+        """Begin to show ``state``, which the engine keeps up to date."""
+
+    def listen(self, event: Event) -> None:
+        """Hear an event after ``state`` has taken it in."""
+
+    def stop(self) -> None:
+        """Show the last state and give the terminal back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run of a study ended.
+
+    Attributes:
+        state: the study's.
+        report: folder of the report.
+        tracking: URI of the MLflow store that has the runs.
+        tracking_error: why MLflow lacks something, or "".
+        parent_run: experiment and run id of the parent run, or None.
+        page: the prepared view's address within MLflow's interface, or "".
+    """
+
+    state: StudyState
+    report: Path
+    tracking: str
+    tracking_error: str
+    parent_run: tuple[str, str] | None
+    page: str = ""
+
+    @property
+    def failed(self) -> int:
+        """Trials given up."""
+        return sum(trial.status == FAILED for trial in self.state.trials)
+
+
+def run_study(study: StudyConfig, view: View, say: Callable[[str], None], only: str = ALL, node: Node | None = None) -> Outcome:
+    """Run a study, or what is left of it.
+
+    Args:
+        study: the config.
+        only: ``all`` that has not finished, of that what is ``unfinished`` but has not failed, or what has ``failed``.
+        view: shows progress.
+        say: prints one line for the user: warnings and what was resumed.
+        node: of this machine, where it has begun to load what trials need; ended with the study.
+
+    Raises:
+        UserError: the study cannot start, and nothing was done; or its storage is full, and the same command goes on once it is not.
+        KeyboardInterrupt: after Ctrl-C, with ledger, MLflow runs and report closed.
+    """
+    with refusals():
+        check_writable(Path(study.storage).expanduser().resolve(), "storage")
+        plan = make_plan(study)
+        plan, data = preflight(plan, node)
+    say(f"Data: {'; '.join(entry['source'] for entry in data)}")
+    with ExitStack() as stack:
+        with refusals():
+            ledger = stack.enter_context(Ledger(plan.study.folder))
+            before = fold(ledger.history)
+            check_same_name(plan.study, before)
+            check_same_data(data, before)
+            check_same_ledger(ledger, before)
+            plan = adopt(plan, before)
+        for uri in stored(ledger.history):
+            say(f"The ledger holds the password of {uri}: {REMEDY}.")
+        for entry in plan.excluded[:EXCLUDED_SHOWN]:
+            say(f"Left out: {entry}")
+        if len(plan.excluded) > EXCLUDED_SHOWN:
+            say(f"Left out: {len(plan.excluded) - EXCLUDED_SHOWN} more; `{lns_study('plan', 'CONFIG')}` lists them")
+        return _run(plan, data, ledger, before, view, say, only, node)
+
+
+def _run(
+    plan: Plan,
+    data: list[dict[str, Any]],
+    ledger: Ledger,
+    state: StudyState,
+    view: View,
+    say: Callable[[str], None],
+    only: str,
+    node: Node | None,
+) -> Outcome:
+    failed = [trial.id for trial in plan.trials if trial.id in state.known and state.known[trial.id].status == FAILED]
+    ledger.listen(state.apply)
+    ledger.append(
+        "planned",
+        ledger=ledger.id,
+        **plan.to_event(),
+        only=only,
+        data=data,
+        provenance=provenance(),
+        hardware=hardware(),
+    )
+    if longer := continuations(ledger, state):
+        say(f"{longer} trials go on from the last checkpoint of the same trial with fewer epochs.")
+    _say_what_is_left(state, say)
+    tracker = make_tracker(
+        plan.study.folder, plan.study.tracking, _artifacts(plan.study), say, lambda where: _say_where(plan, where, say)
+    )
+    later = _Later(tracker.start)
+    ledger.listen(later.hear)
+    ledger.listen(view.listen)
+    view.start(state)
+    control = Control(
+        plan.study.folder, state, plan.study.limits, lambda limits: _discard(ledger.append("edited", limits=limits))
+    )
+    outcome = "interrupted"
+    try:
+        run_plan(plan, ledger, state, control, failed if only == ONLY_FAILED else None, node, say)
+        decision = control.decide(fresh=True)
+        outcome = _describe_end(plan, state, decision)
+        if decision.reason and not control.storage_error:
+            left = "raise or drop it to go on" if decision.reason.startswith("limits.") else "the same command continues"
+            say(f"Ended early: {decision.reason}; {left}.")
+    finally:
+        later.start()
+        with control.watch_storage():
+            ledger.append("ended", outcome=outcome)
+        view.stop()
+        say("Writing the report, and to MLflow what it lacks ..." if plan.study.tracking != OFF else "Writing the report ...")
+        with control.watch_storage():
+            report, error = _close(state, plan.study.folder / "report", tracker)
+    if control.storage_error:
+        raise UserError(
+            f"{control.storage_error}; free some space in {plan.study.folder.parent}, then give the same command again: trials that "
+            "finished are kept, the others continue from their last checkpoint"
+        )
+    if held := remark(state.runs[-1]):
+        say(held)
+    return _outcome(state, report, plan.study, error, tracker.where())
+
+
+def _describe_end(plan: Plan, state: StudyState, decision: Decision) -> str:
+    """``finished``, ``failed`` (some trials), or, before all have run, ``stopped``."""
+    if any(trial.status not in ENDED for trial in state.trials) or (decision.reason and len(state.trials) < plan.size):
+        return "stopped"
+    return "failed" if any(trial.status == FAILED for trial in state.trials) else "finished"
+
+
+def _discard(_: object) -> None:
+    pass
+
+
+def write_report(state: StudyState, folder: Path) -> Path:
+    """See :func:`study.report.write.write_report`; what draws is loaded here, a second that no trial should wait for."""
+    from study.report.write import write_report
+
+    return write_report(state, folder)
+
+
+class _Later:
+    """What no trial's first epoch should wait for: the process that feeds MLflow, and loading what draws the report.
+
+    Begun with the first report, or after :data:`LATER_SECONDS`; at once on a machine that has cores to spare.
+
+    Args:
+        start_tracker: called once.
+    """
+
+    def __init__(self, start_tracker: Callable[[], None]) -> None:
+        self._start_tracker = start_tracker
+        self._lock = threading.Lock()
+        self._started = False
+        spare = len(os.sched_getaffinity(0)) >= FEW_CORES
+        self._timer = threading.Timer(0.0 if spare else LATER_SECONDS, self._begin)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def hear(self, event: Event) -> None:
+        """Hear of the study."""
+        if event["event"] == "report" and not self._started:
+            self.start()
+            threading.Thread(target=_load_report, daemon=True, name="load report").start()
+
+    def start(self) -> None:
+        """Start the tracker now, if it has not been."""
+        with self._lock:
+            if not self._started:
+                self._started = True
+                self._timer.cancel()
+                self._start_tracker()
+
+    def _begin(self) -> None:
+        self.start()
+        _load_report()
+
+
+def _load_report() -> None:
+    import scipy.stats  # noqa: F401  for the tests of the report
+
+    import study.report.write  # noqa: F401
+
+
+def _close(state: StudyState, folder: Path, tracker: Tracker | NoTracker) -> tuple[Path, str]:
+    """Write the report and close MLflow's runs, these also where the report cannot be written."""
+    report = None
+    try:
+        report = write_report(state, folder)
+    finally:
+        error = tracker.close(report)
+    return report, error
+
+
+def report_study(folder: Path, say: Callable[[str], None], tracking_uri: str | None = None) -> Outcome:
+    """Make the report of a study again from its ledger, and send MLflow what it lacks. While the study runs its own process does
+    the latter.
+
+    Raises:
+        UserError: there is no study in ``folder``, the report cannot be written, or nothing answers at ``tracking_uri``; nothing
+        was written.
+    """
+    with refusals():
+        state = _reportable(folder)
+        study = dataclasses.replace(state.config, tracking_uri=tracking_uri or state.config.tracking_uri)
+        check_writable(folder / "report", "report", "mend its permissions, or move what is in its place")
+        if tracking_uri:
+            check_tracking(study.tracking)
+    report = write_report(state, folder / "report")
+    error, where = "", dict[str, str]()
+    if state.damage:
+        say(f"{state.config.name}: {state.damage}")
+    elif not is_locked(folder) and study.tracking != OFF:
+        error, where = sync_study(folder, study, report)
+    return _outcome(state, report, study, error, where)
+
+
+def sync_study(folder: Path, study: StudyConfig, report: Path | None) -> tuple[str, dict[str, str]]:
+    """Send MLflow what it lacks of the ledger in ``folder``; why that failed or "", and where the runs are."""
+    where: dict[str, str] = {}
+    error = sync(folder, study.tracking, _artifacts(study), report, where.update)
+    return error, where
+
+
+def _say_where(plan: Plan, where: dict[str, str], say: Callable[[str], None]) -> None:
+    say(f"MLflow: {how_to_open(plan.study.tracking, plan.study.storage, page(where['experiment'], where['view']))}")
+
+
+def _outcome(state: StudyState, report: Path, study: StudyConfig, error: str, where: dict[str, str]) -> Outcome:
+    parent = (where["experiment"], where["run"]) if "run" in where else None
+    address = page(where["experiment"], where["view"]) if "view" in where else ""
+    return Outcome(state=state, report=report, tracking=study.tracking, tracking_error=error, parent_run=parent, page=address)
+
+
+def _reportable(folder: Path) -> StudyState:
+    if not (folder / FILE).exists():
+        raise ValueError(
+            f"{folder}: holds no study (no ledger with a plan); run one with `{lns_study('run', 'CONFIG')}`, or name its storage with "
+            "--storage"
+        )
+    state = read(folder)
+    if not state.outcome and not is_locked(folder):
+        state.outcome = "interrupted"
+    return state
+
+
+def _artifacts(study: StudyConfig) -> Path:
+    return Path(study.storage).expanduser().resolve() / "artifacts"
+
+
+def _say_what_is_left(state: StudyState, say: Callable[[str], None]) -> None:
+    finished = sum(trial.status == FINISHED for trial in state.trials)
+    begun = sum(trial.status != FINISHED and trial.epoch > 0 for trial in state.trials)
+    if finished or begun:
+        say(f"Resuming: {finished} of {len(state.trials)} trials are finished, {begun} continue from their last checkpoint.")

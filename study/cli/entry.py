@@ -1,0 +1,91 @@
+"""The command line: ``lns-study run | plan | report | ui | ...``, also ``python -m study``; see :mod:`study.cli.manage` for the rest.
+
+Exit codes: see :data:`EXIT_CODES`, which ``--help`` prints. Heavy imports (torch, Ray, MLflow) wait until a command needs them, so
+``--help`` is quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from study.cli.manage import add_commands
+from study.cli.tracking import add_tracking_commands
+from study.errors import UserError
+
+if TYPE_CHECKING:
+    pass
+from study.cli.doctor import add_doctor
+from study.cli.run import (
+    EXIT_CODES,
+    add_plan,
+    add_report,
+    add_run,
+    add_simulate,
+    run_config,
+)
+from study.cli.serve import add_ui
+
+DESCRIPTION = """\
+Run a study: train the same network in several number formats, several seeds each, and compare the test errors.
+
+  lns-study run quickstart              the four-row table with a small budget: two minutes, or seconds on digits
+  lns-study run table                   the full table on MNIST (12 trials of 20 epochs)
+  lns-study run table 'seeds=[0,1,2,3,4]' more seeds; what has run is not run again
+  lns-study plan search                 what a study would run, and how long it would take
+  lns-study status table                where a study stands, also from another terminal
+  lns-study report table                print the table again, renew the report, send MLflow what it lacks
+  lns-study ui                          open the runs in MLflow's web interface
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code."""
+    options = _parse(arguments)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return int(options.command(options))
+    except UserError as error:
+        print(f"lns-study: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nlns-study: interrupted", file=sys.stderr)
+        return 130
+
+
+def _interrupt(*_: object) -> None:
+    """End as cleanly as with Ctrl-C, also where a script's ``&`` made this process ignore SIGINT."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.raise_signal(signal.SIGINT)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of every command."""
+    parser = argparse.ArgumentParser(
+        prog="lns-study", description=DESCRIPTION, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_run(commands)
+    add_plan(commands)
+    add_report(commands)
+    add_ui(commands)
+    add_commands(commands, run_config)
+    add_tracking_commands(commands)
+    add_doctor(commands)
+    add_simulate(commands)
+    return parser
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options; ``run CONFIG --plain key=value`` is understood too, which argparse alone refuses."""
+    parser = build_parser()
+    options, rest = parser.parse_known_args(arguments)
+    if [word for word in rest if word.startswith("-")] or (rest and not hasattr(options, "overrides")):
+        parser.error(f"unknown argument {rest[0]!r}; see lns-study --help")
+    if rest:
+        options.overrides = [*options.overrides, *rest]
+    return options

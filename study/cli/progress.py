@@ -1,0 +1,220 @@
+"""What a study looks like while it runs: a live table on a terminal, one line an epoch in a log.
+
+Time left is the epochs to go of each row times that row's median seconds an epoch (rows differ tenfold; the median forgets a
+trial's first epoch, which includes its start), over the trials that run at a time. Before the first epoch there is no estimate.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import threading
+import time
+from collections import defaultdict
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from study.config.space import describe as describe_params
+from study.ledger.lines import Event
+from study.ledger.state import (
+    ENDED,
+    FAILED,
+    FINISHED,
+    PLANNED,
+    RUNNING,
+    STOPPED,
+    StudyState,
+    TrialState,
+    name_of,
+)
+from study.results.objectives import objective
+from study.results.utilisation import line as slots_line
+from study.text import duration, percent
+
+STYLES = {PLANNED: "dim", RUNNING: "bold cyan", FINISHED: "green", FAILED: "bold red", STOPPED: "yellow"}
+MAX_ROWS = 24
+
+
+class Clock:
+    """Seconds an epoch takes, by row, from the times of this run's events."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self._last: dict[str, float] = {}
+        self._seconds: dict[str, list[float]] = defaultdict(list)
+
+    def hear(self, event: Event, trial: TrialState | None) -> None:
+        """Take in one event of ``trial``."""
+        if trial is None or event["event"] not in ("started", "report"):
+            return
+        if event["event"] == "report" and trial.id in self._last:
+            self._seconds[trial.row].append(max(0.0, event["time"] - self._last[trial.id]))
+        self._last[trial.id] = event["time"]
+
+    def left(self, state: StudyState, concurrent: int) -> float | None:
+        """Estimated seconds until the study ends; None before the first epoch."""
+        every = [seconds for row in self._seconds.values() for seconds in row]
+        if not every:
+            return None
+        usual = {row: statistics.median(seconds) for row, seconds in self._seconds.items()}
+        default = statistics.median(every)
+        todo = [
+            (trial.epochs - trial.epoch) * usual.get(trial.row, default)
+            for trial in state.trials
+            if trial.status in (PLANNED, RUNNING)
+        ]
+        return max([sum(todo) / max(1, concurrent), *todo], default=0.0)
+
+
+class LiveView:
+    """A table of trials and a bar, redrawn in place."""
+
+    def __init__(self, console: Console, concurrent: int) -> None:
+        self._state, self._concurrent, self._clock = StudyState(), concurrent, Clock()
+        self._lock = threading.Lock()
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=2, transient=True)
+
+    def start(self, state: StudyState) -> None:
+        """Begin to draw ``state``."""
+        self._state = state
+        self._live.start()
+
+    def listen(self, event: Event) -> None:
+        """Note an event's time."""
+        with self._lock:
+            self._clock.hear(event, self._state.known.get(event.get("trial", "")))
+
+    def stop(self) -> None:
+        """Remove the table; the report's takes its place."""
+        self._live.stop()
+
+    def _render(self) -> RenderableType:
+        with self._lock:
+            return render(self._state, self._clock, self._concurrent, now=time.time())
+
+
+class PlainView:
+    """One line an event, for logs and pipes."""
+
+    def __init__(self, console: Console, concurrent: int) -> None:
+        self._console, self._concurrent = console, concurrent
+        self._state, self._clock = StudyState(), Clock()
+
+    def start(self, state: StudyState) -> None:
+        """Say how much there is to do."""
+        self._state = state
+        epochs = sum(trial.epochs for trial in state.trials)
+        self._line(f"{state.config.name}: {len(state.trials)} trials, {epochs} epochs in all")
+
+    def listen(self, event: Event) -> None:
+        """Print what an event says."""
+        trial = self._state.known.get(event.get("trial", ""))
+        self._clock.hear(event, trial)
+        text = describe(event, trial)
+        if text:
+            left = self._clock.left(self._state, self._concurrent)
+            self._line(text + (f" | {duration(left)} left" if left and event["event"] == "report" else ""))
+
+    def stop(self) -> None:
+        """Nothing to clear."""
+
+    def _line(self, text: str) -> None:
+        self._console.print(f"{time.strftime('%H:%M:%S')} {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def describe(event: Event, trial: TrialState | None) -> str:
+    """One event as a phrase; "" for those that nobody needs to read."""
+    if trial is None or "source" in event:  # what another trial did is no news
+        return ""
+    name = name_of(trial)
+    if event["event"] == "report":
+        error = event["metrics"].get("validation/error", float("nan"))
+        return f"{name}: epoch {event['epoch']}/{trial.epochs}, validation error {percent(error)}"
+    if event["event"] == "relieved":
+        return f"{name}: out of memory, once more with {describe_params(event['relief'])} ({event['error']})"
+    if event["event"] == "finished":
+        return f"{name}: finished, test error {percent(event['metrics'].get('test/error', float('nan')))}"
+    phrases = {
+        "restarted": "its process died, starting it again",
+        "damaged": "a checkpoint is damaged, going on from an earlier one or from the start; the result is the same",
+        "failed": "FAILED",
+        "stopped": f"ended early by {event.get('by')} after epoch {trial.epoch}",
+        "started": f"started{f' ({describe_params(trial.params)})' if trial.params else ''}",
+    }
+    text = phrases.get(event["event"], "")
+    reason = f" ({event['error']})" if event.get("error") else ""
+    return f"{name}: {text}{reason}" if text else ""
+
+
+def render(state: StudyState, clock: Clock, concurrent: int, *, bar: bool = True, now: float | None = None) -> RenderableType:
+    """The live view of a state: trials, a summary, slots and, while it runs here, a ``bar`` with the time left; ``now`` while it runs."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("trial", "seed", "state", "epoch", "validation error", "test error", "id"):
+        table.add_column(heading, justify="left" if heading in ("trial", "state", "id") else "right")
+    shown = _most_interesting(list(state.trials))
+    for trial in shown:
+        table.add_row(*_cells(trial), style=STYLES[trial.status])
+    hidden = len(state.trials) - len(shown)
+    lines: list[RenderableType] = [
+        table,
+        *([Text(f"and {hidden} more", style="dim")] if hidden else []),
+        Text(summary(state)),
+        *([Text(slots)] if (slots := slots_line(state, now)) else []),
+        *([_bar(state, clock, concurrent)] if bar else []),
+    ]
+    return Group(*lines)
+
+
+def summary(state: StudyState) -> str:
+    """Trials by status, and the best of those that have reported: ``3 running, 12 finished; best validation/error 4.33 % (lns #14)``."""
+    counted = state.counts()
+    words = {STOPPED: "ended early"}
+    text = ", ".join(f"{counted[status]} {words.get(status, status)}" for status in STYLES if status in counted)
+    if not state.plan:
+        return text
+    metric, mode = next(iter(state.config.search.objectives.items()))
+    values = {
+        trial.id: value for trial in state.trials if (value := objective(trial, metric)) is not None and math.isfinite(value)
+    }
+    if not values:
+        return text
+    best = (min if mode == "min" else max)(values, key=lambda key: values[key])
+    shown = percent(values[best]) if metric.endswith("/error") else f"{values[best]:.4g}"
+    return f"{text}; best {metric} {shown} ({name_of(state.known[best])})"
+
+
+def _most_interesting(trials: list[TrialState]) -> list[TrialState]:
+    """All trials in their order, or the running, failed and next ones if there are too many for a screen."""
+    if len(trials) <= MAX_ROWS:
+        return trials
+    rank = {RUNNING: 0, FAILED: 1, PLANNED: 2, STOPPED: 3, FINISHED: 4}
+    chosen = {trial.id for trial in sorted(trials, key=lambda trial: rank[trial.status])[:MAX_ROWS]}
+    return [trial for trial in trials if trial.id in chosen]
+
+
+def _cells(trial: TrialState) -> list[str]:
+    errors = trial.metric("validation/error")
+    last = percent(errors[max(errors)]) if errors else ""
+    test = percent(trial.test["test/error"]) if trial.test else ""
+    status = trial.status + (f" (restarted {trial.restarts}x)" if trial.restarts else "")
+    row = trial.row if trial.number is None else f"{trial.row} #{trial.number}"
+    return [row, str(trial.seed), status, f"{trial.epoch}/{trial.epochs}", last, test, trial.id]
+
+
+def _bar(state: StudyState, clock: Clock, concurrent: int) -> RenderableType:
+    total = sum(trial.epochs for trial in state.trials)
+    done = sum(trial.epochs if trial.status in ENDED else trial.epoch for trial in state.trials)
+    left = clock.left(state, concurrent)
+    line = Table.grid(padding=(0, 1))
+    estimate = "starting Ray ..." if left is None else f"{duration(left)} left"
+    line.add_row(
+        ProgressBar(total=max(total, 1), completed=done, width=32),
+        f"{done} of {total} epochs,",
+        f"{duration(time.monotonic() - clock.began)},",
+        estimate,
+    )
+    return line

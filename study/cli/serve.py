@@ -1,0 +1,82 @@
+"""lns-study ui."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from study.cli.run import say_plainly
+from study.errors import UserError, refusals
+
+
+def add_ui(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    ui = commands.add_parser("ui", help="open the studies in MLflow's web interface", description=(
+        "Serve MLflow's web interface for a storage folder on 127.0.0.1, until Ctrl-C."))  # fmt: skip
+    ui.add_argument("--storage", default="studies", help="folder of all studies (default: studies)")
+    store = "another MLflow database to serve, such as sqlite:////path/mlflow.db (default: the storage's)"
+    ui.add_argument("--tracking-uri", "--backend-store-uri", dest="tracking_uri", metavar="URI", help=store)
+    ui.add_argument("--port", type=int, default=5000, help="port to listen on (default: 5000)")
+    team = ui.add_argument_group("for a team, with logins, over PostgreSQL (docs/tracking.md)")
+    team.add_argument("--team", action="store_true", help="ask for logins; the rest is for this only")
+    team.add_argument("--workers", type=int, help="processes that answer requests (default: 4)")
+    team.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
+    team.add_argument(
+        "--allow-host",
+        action="append",
+        metavar="NAME",
+        help="a name by which it may be called, beside 127.0.0.1; can be repeated",
+    )
+    team.add_argument(
+        "--artifacts", metavar="WHERE", help="folder, or s3://... , of artifacts (default: the storage's artifacts)"
+    )
+    ui.set_defaults(command=_ui)
+
+
+def _ui(options: argparse.Namespace) -> int:
+    from study.config import default_tracking_uri
+    from study.ledger.storage import check_writable
+    from study.serve.ui import check_port, check_servable, serve
+    from study.tracking_uri import reveal
+
+    with refusals():
+        uri = reveal(options.tracking_uri or default_tracking_uri(options.storage))
+    storage = Path(options.storage).expanduser().resolve()
+    if options.team:
+        return _ui_of_team(options, uri, storage)
+    with refusals():
+        for name in ("workers", "host", "allow_host", "artifacts"):
+            if getattr(options, name) is not None:
+                raise UserError(f"--{name.replace('_', '-')}: is for a team's server, which asks for logins; add --team")
+        check_servable(uri)
+        check_writable(storage, "storage")
+        check_port(options.port)
+    return serve(uri, storage / "artifacts", options.port, say_plainly)
+
+
+def _ui_of_team(options: argparse.Namespace, uri: str, storage: Path) -> int:
+    from study.ledger.storage import check_writable
+    from study.serve.team import (
+        WORKERS,
+        Team,
+        check,
+        serve,
+    )
+    from study.serve.ui import check_servable
+    from study.tracking.address import HOST
+
+    artifacts = options.artifacts or str(storage / "artifacts")
+    file = uri.removeprefix("sqlite:///")
+    team = Team(
+        uri=uri if file == uri else f"sqlite:///{Path(file).resolve()}",
+        storage=storage,
+        artifacts=artifacts if "://" in artifacts else str(Path(artifacts).expanduser().resolve()),
+        host=options.host or HOST,
+        port=options.port,
+        workers=WORKERS if options.workers is None else options.workers,
+        names=tuple(options.allow_host or ()),
+    )
+    with refusals():
+        check_servable(uri)
+        check_writable(storage, "storage")
+        check(team)
+    return serve(team, say_plainly)

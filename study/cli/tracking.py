@@ -1,0 +1,154 @@
+"""The commands that show studies and feed MLflow: ``sync reconcile compare dashboard``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from study.cli.manage import Commands, add_command
+from study.errors import UserError, refusals
+from study.program import lns_study
+
+if TYPE_CHECKING:
+    from study.config import StudyConfig
+    from study.tracking.reconcile import Audit
+
+
+URI_HELP = "MLflow store (default: the study's own)"
+
+
+def add_tracking_commands(commands: Commands) -> None:
+    """Add them to the command line."""
+    sync = add_command(commands, "sync", _sync, "send MLflow what it lacks of a study, from its ledger")
+    sync.add_argument("--tracking-uri", help=URI_HELP)
+    reconcile = add_command(
+        commands, "reconcile", _reconcile, "compare MLflow with a study's ledger point by point, and mend what differs"
+    )
+    reconcile.add_argument("--tracking-uri", help=URI_HELP)
+    reconcile.add_argument("--check", action="store_true", help="compare only, change nothing")
+    compare = add_command(commands, "compare", _compare, "compare two studies: matched trials, paired test, a picture")
+    compare.add_argument("other", metavar="OTHER", help="the other study: its name in the same storage, or its folder")
+    compare.add_argument(
+        "--output", "-o", metavar="FILE", help="the picture (default: compared-with-OTHER.png in STUDY's report)"
+    )
+    dashboard = add_command(
+        commands, "dashboard", _dashboard, "serve a study's report on 127.0.0.1, renewed while it runs, until Ctrl-C"
+    )
+    dashboard.add_argument("--port", type=int, default=5001, help="port to listen on (default: 5001)")
+    dashboard.add_argument("--every", type=float, default=10.0, metavar="SECONDS", help="how often it is renewed (default: 10)")
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from study.cli.manage import print_table
+    from study.manage.studies import find, read
+    from study.report.compare import (
+        compare,
+        draw,
+        lines,
+        verdict,
+    )
+
+    with refusals():
+        folder, other = (find(name, options.storage) for name in (options.study, options.other))
+        first, second = read(folder), read(other)
+        found = compare(first, second)
+    for state in (first, second):
+        if state.damage:
+            print(f"lns-study: {state.config.name}: {state.damage}", file=sys.stderr)
+    print_table(["row", "pairs", *found.names, "difference"], lines(found))
+    print(f"\n{verdict(found)}")
+    path = Path(options.output or folder / "report" / f"compared-with-{second.config.slug}.png")
+    try:
+        if not options.output:
+            path.parent.mkdir(exist_ok=True)
+        path.write_bytes(draw(found))
+    except OSError as error:
+        raise UserError(f"--output {path}: cannot be written ({error.strerror}); choose another file") from None
+    print(f"Picture: {path}")
+    return 0
+
+
+def _dashboard(options: argparse.Namespace) -> int:
+    from study.manage.studies import find, read
+    from study.serve.dashboard import serve
+    from study.serve.ui import check_port
+
+    with refusals():
+        folder = find(options.study, options.storage)
+        read(folder)
+        check_port(options.port)
+        if not options.every > 0:
+            raise UserError(f"--every {options.every}: must be positive; use for example --every 10")
+    return serve(folder, options.port, options.every, lambda line: print(line, flush=True))
+
+
+def _study(options: argparse.Namespace) -> tuple[Path, StudyConfig]:
+    """Folder and config of a study that is not running, with the store to talk to; the store answers."""
+    from study.ledger.log import is_locked
+    from study.manage.studies import find, whole
+    from study.tracking.supervisor import OFF, check_tracking
+
+    with refusals():
+        folder = find(options.study, options.storage)
+        study = whole(folder).config
+        study = dataclasses.replace(study, storage=str(folder.parent), tracking_uri=options.tracking_uri or study.tracking_uri)
+        if study.tracking == OFF:
+            raise UserError(f"{study.name}: has tracking_uri=none; name a store with --tracking-uri sqlite:///path/mlflow.db")
+        if is_locked(folder):
+            raise UserError(f"{study.name}: is running, and feeds MLflow itself; wait for it")
+        check_tracking(study.tracking)
+    return folder, study
+
+
+def _sync(options: argparse.Namespace) -> int:
+    from study.api import sync_study
+    from study.tracking.address import how_to_open, page
+
+    folder, study = _study(options)
+    report = folder / "report"
+    error, where = sync_study(folder, study, report if report.exists() else None)
+    if error:
+        print(f"lns-study: MLflow lacks part of {study.name}: {error}", file=sys.stderr)
+        return 1
+    audits = _audit(folder, study, delete=False)
+    if audits is None:
+        return 1
+    if not audits[1].equal:
+        again = lns_study("reconcile", study.slug, storage=study.storage)
+        print("\n".join([*audits[1].differences(), f"`{again}` mends that"]), file=sys.stderr)
+        return 1
+    print(
+        f"{study.name}: MLflow has everything: {how_to_open(study.tracking, study.storage, page(where['experiment'], where['view']))}"
+    )
+    return 0
+
+
+def _reconcile(options: argparse.Namespace) -> int:
+    folder, study = _study(options)
+    audits = _audit(folder, study, repair=not options.check)
+    if audits is None:
+        return 1
+    before, after = audits
+    for line in before.differences():
+        print(line)
+    if before is not after:
+        print(f"before: {before}")
+    print(f"{study.name}: {after}")
+    return 0 if after.equal else 1
+
+
+def _audit(folder: Path, study: StudyConfig, **how: bool) -> tuple[Audit, Audit] | None:
+    """See :func:`study.tracking.reconcile.reconcile`; None, and the reason printed, where the store fails."""
+    from study.tracking.reconcile import reconcile
+    from study.tracking.writer import reason
+
+    try:
+        return reconcile(folder, study.tracking, folder.parent / "artifacts", **how)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    except Exception as error:  # whatever the store raises
+        print(f"lns-study: MLflow at {study.tracking}: {reason(error)}", file=sys.stderr)
+        return None

@@ -1,0 +1,30 @@
+"""What a study is: frozen dataclasses, and how YAML and ``key=value`` become one."""
+
+from study.config.search import ADAPTIVE, ALGORITHMS, MODES, POPULATIONS, SCHEDULERS, SearchConfig
+from study.config.study import (
+    EXECUTORS,
+    OUTSIDE,
+    TRACKING_SCHEMES,
+    LimitsConfig,
+    RowConfig,
+    StudyConfig,
+    check_tracking_uri,
+    default_tracking_uri,
+)
+
+__all__ = [
+    "ADAPTIVE",
+    "ALGORITHMS",
+    "EXECUTORS",
+    "MODES",
+    "OUTSIDE",
+    "POPULATIONS",
+    "SCHEDULERS",
+    "TRACKING_SCHEMES",
+    "LimitsConfig",
+    "RowConfig",
+    "SearchConfig",
+    "StudyConfig",
+    "check_tracking_uri",
+    "default_tracking_uri",
+]

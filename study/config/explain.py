@@ -1,0 +1,175 @@
+"""What is wrong with a config, said as value, rule and remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError
+
+from study.config.study import RowConfig, StudyConfig
+from study.program import lns_study
+
+_ABSENT = object()
+CLOSE = 0.6
+"""Likeness from which a name may be what was meant."""
+EXAMPLES = {
+    "seeds": "[0,1]",
+    "rows": "[{label: a, overrides: {epochs: 3}}]",
+    "rows[].label": "my row",
+    "trial": "{epochs: 3}",
+    "trial.model.hidden": "[512]",
+    "digits": "{epochs: 3}",
+    "comparable": "{epochs: 3}",
+    "rows[].comparable": "{epochs: 3}",
+}
+"""Values for error messages where the schema's default is none to show."""
+
+
+def schema() -> DictConfig:
+    """The structured schema. Frozen dataclasses become read-only nodes, so the flag is taken off each."""
+    schema: DictConfig = OmegaConf.structured(StudyConfig)
+    _thaw(schema)
+    return schema
+
+
+def _thaw(node: DictConfig) -> None:
+    OmegaConf.set_readonly(node, None)
+    for child in (node._get_node(key) for key in node):
+        if isinstance(child, DictConfig) and not child._is_none():
+            _thaw(child)
+
+
+def explain(error: Exception, values: dict[str, Any], source: str, inside: str) -> ValueError:
+    """An OmegaConf error as value, rule and remedy."""
+    key = str(getattr(error, "full_key", None) or _innermost(values))
+    if getattr(error, "object_type", None) is RowConfig and not key.startswith("rows"):
+        key = f"rows[].{key}"
+    if isinstance(error, ConfigKeyError | ConfigAttributeError):
+        whole = _innermost(values)
+        return unknown_key(source, whole if whole.startswith(f"{key}.") else key, inside)
+    value = _lookup(values, key)
+    what = first_line(error) if value is _ABSENT else f"{value!r} is not possible"
+    return ValueError(f"{source}: {key.removeprefix(inside)}: {what}; {_expected(key, inside)}")
+
+
+def unknown_key(source: str, key: str, inside: str = "") -> ValueError:
+    """The error for a key that there is not, with the nearest that there is."""
+    known = [*known_keys(schema()), *(f"rows[].{name}" for name in RowConfig.__dataclass_fields__)]
+    near = _nearest_key(key, known)
+    near = near.replace(f"'{inside}", "'") if inside else near
+    return ValueError(
+        f"{source}: {key.removeprefix(inside)}: unknown key{near}; `{lns_study('run', 'CONFIG', '--dry-run')}` prints every key"
+    )
+
+
+def _innermost(values: Any) -> str:
+    """The dotted key that a nested dict of one entry each stands for; "" where there are more."""
+    path = []
+    while isinstance(values, dict) and len(values) == 1:
+        ((key, values),) = values.items()
+        path.append(str(key))
+    return ".".join(path)
+
+
+def _lookup(values: Any, key: str) -> Any:
+    """What a nested dict has under a key like ``trial.epochs`` or ``seeds[0]``; :data:`_ABSENT` if nothing."""
+    for part in re.findall(r"[^.\[\]]+", key):
+        try:
+            values = values[int(part)] if isinstance(values, list) else values[part]
+        except (LookupError, TypeError, ValueError):
+            return _ABSENT
+    return values
+
+
+def _expected(key: str, inside: str) -> str:
+    """The rule and an example for a key, from the types and defaults of the schema."""
+    shown = key.removeprefix(inside)
+    of_list = re.fullmatch(r"(.*)\[\d+\]", key)
+    if of_list:
+        return f"every entry {_rule(_type_of(key))}, for example {of_list[1].removeprefix(inside)}={_example(of_list[1])}"
+    if key.startswith("rows[]."):
+        return f"it {_rule(_type_of(key))}, for example `{key.removeprefix('rows[].')}: {_example(key)}`"
+    return f"it {_rule(_type_of(key))}, for example {shown}={_example(key)}"
+
+
+def _type_of(key: str) -> Any:
+    """The type that the schema has for a key; ``Any`` for a key that it has not."""
+    kind: Any = StudyConfig
+    for part in re.findall(r"[^.\[\]]+|\[", key.replace("[]", "[0]")):
+        if part == "[":
+            kind = next(iter(typing.get_args(kind)), Any)
+        elif not part.isdigit():
+            kind = typing.get_type_hints(kind).get(part, Any) if dataclasses.is_dataclass(kind) else Any
+    return kind
+
+
+def _rule(kind: Any) -> str:
+    """``must be a whole number`` for a type."""
+    kinds = typing.get_args(kind)
+    if type(None) in kinds:
+        return f"{_rule(kinds[0])} or null"
+    if typing.get_origin(kind) is list:
+        return "must be a list"
+    if typing.get_origin(kind) is dict:
+        return "must be a mapping of keys of a trial to values"
+    if dataclasses.is_dataclass(kind):
+        return f"must be a mapping with the keys {', '.join(entry.name for entry in dataclasses.fields(kind))}"
+    return {int: "must be a whole number", float: "must be a number", bool: "must be true or false", str: "must be text"}.get(
+        kind, "must be what the key takes"
+    )
+
+
+def _example(key: str) -> str:
+    """A value that a key takes."""
+    if key in EXAMPLES:
+        return EXAMPLES[key]
+    kind = _type_of(key)
+    if dataclasses.is_dataclass(kind):
+        name, value = next((entry.name, entry.default) for entry in dataclasses.fields(kind))
+        return f"{{{name}: {value}}}"
+    default = OmegaConf.select(schema(), key) if "[" not in key else None
+    if isinstance(default, int | float | str) and default != "":
+        return str(default).lower() if isinstance(default, bool) else str(default)
+    kind = next(iter(typing.get_args(kind)), kind)
+    return {int: "2", float: "2.5", bool: "true"}.get(kind, "abc")
+
+
+def known_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
+    for key in map(str, node):
+        child = node._get_node(key)
+        yield f"{prefix}{key}"
+        if isinstance(child, DictConfig) and not child._is_none():
+            yield from known_keys(child, f"{prefix}{key}.")
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """`` (did you mean 'x'?)``, or nothing."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=CLOSE)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _nearest_key(key: str, known: Sequence[str]) -> str:
+    """The same for a dotted key, by how alike the last parts are, three times what the places before them are.
+
+    Parts are as alike as ``difflib`` finds them (2 M / T), or nearly equal where one is the other's initials: ``learning_rate`` and ``lr``.
+    """
+    scores = {name: _likeness(key, name) for name in known}
+    best = max(scores, key=lambda name: scores[name])
+    return f" (did you mean {best!r}?)" if scores[best] >= CLOSE else ""
+
+
+def _likeness(key: str, name: str) -> float:
+    (place, _, last), (other_place, _, other) = key.rpartition("."), name.rpartition(".")
+    initials = {last, other} & {"".join(part[:1] for part in text.split("_")) for text in (last, other) if "_" in text}
+    alike = max(difflib.SequenceMatcher(None, last, other).ratio(), 0.9 if initials else 0.0)
+    return 0.75 * alike + 0.25 * difflib.SequenceMatcher(None, place, other_place).ratio()
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,0 +1,52 @@
+"""Nested dicts by dotted keys."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def leaves(values: Mapping[str, Any], prefix: str = "") -> set[str]:
+    """The dotted keys of what is no mapping, in a nested mapping."""
+    found: set[str] = set()
+    for key, value in values.items():
+        found |= leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}"}
+    return found
+
+
+def apply(values: dict[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    """A trial's nested dict with ``params`` set; ``values`` and what it shares with the result stay as they are."""
+    for key, value in params.items():
+        values = _with(values, key.split("."), value)
+    return values
+
+
+def _with(values: dict[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
+    head, *rest = path
+    if rest:
+        return values | {head: _with(values[head], rest, value)}
+    if isinstance(value, Mapping):
+        inner = values[head]
+        for key, entry in value.items():
+            inner = _with(inner, str(key).split("."), entry)
+        return values | {head: inner}
+    return values | {head: value}
+
+
+def lookup(value: Any, key: str) -> Any:
+    """What a nested mapping holds under a dotted key; None if there is no such key."""
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested dict with dotted keys; lists as JSON."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = json.dumps(value) if isinstance(value, list) else value
+    return flat

@@ -1,0 +1,362 @@
+"""The search space: which keys of a trial vary, and over which values.
+
+A space maps dotted trial keys to domains, written with Ray Tune's names::
+
+    space:
+      optimizer.lr: {loguniform: [0.001, 1.0]}
+      batch_size: {choice: [64, 128, 256]}
+      optimizer.momentum: {uniform: [0.0, 0.95], when: {optimizer.name: sgd}}
+      precision:                                  # a key with a mapping below it: one choice sets several keys
+        choice:
+          - {format: float32}
+          - {format: lns12, scope: everywhere, kahan_sum: true}
+
+A domain is one of::
+
+    {choice: [a, b, ...]}            any YAML values, each as likely
+    {grid: [a, b, ...]}              every value, multiplied out with the other grids; each point is searched by the rest
+    {uniform: [low, high]}           low <= x < high
+    {loguniform: [low, high]}        its logarithm uniform
+    {quniform: [low, high, step]}    multiples of step
+    {randint: [low, high]}           whole numbers low <= n < high
+    {lograndint: [low, high]}        their logarithm uniform
+
+``when`` ties a domain to others: the key varies only where every named key has the value given (or one of a list); elsewhere it keeps
+the value of the base trial. A named key is one of the space before it, or a key inside one of its mappings.
+
+Every domain maps a number of the unit interval to a value, so that random numbers, a Sobol sequence and a grid all read one definition.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from study.config.keys import leaves, lookup
+from trainers.config.validation import fits
+
+Params = dict[str, Any]
+"""Sampled values by dotted trial key."""
+POINT_BYTES = 256
+"""Of memory that a point of the space takes at the least."""
+
+CATEGORICAL = ("choice", "grid")
+RANGES = {"uniform": 2, "loguniform": 2, "quniform": 3, "randint": 2, "lograndint": 2}
+EXAMPLE = "use for example optimizer.lr: {loguniform: [0.001, 1.0]} or batch_size: {choice: [64, 128]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Domain:
+    """One varying key.
+
+    Attributes:
+        key: dotted trial key.
+        kind: as in the module's list.
+        values: the choices, or the limits.
+        when: dotted keys and the values that they must have for this one to vary.
+        real: whether the key takes floats; whole numbers from a range become such.
+    """
+
+    key: str
+    kind: str
+    values: tuple[Any, ...]
+    when: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+    real: bool = False
+
+    @property
+    def categorical(self) -> bool:
+        """Whether it is a list of values rather than a range."""
+        return self.kind in CATEGORICAL
+
+    @property
+    def sets(self) -> set[str]:
+        """The trial keys that it sets: its own, or those inside its mappings."""
+        values = self.values if self.categorical else (None,)
+        return {key for value in values for key in leaves({self.key: value})}
+
+    def at(self, unit: float) -> Any:
+        """The value for a number in [0, 1)."""
+        if self.categorical:
+            return self.values[int(unit * len(self.values))]
+        value = self._in_range(unit)
+        return float(value) if self.real else value
+
+    def _in_range(self, unit: float) -> int | float:
+        low, high, *step = map(float, self.values)
+        if self.kind == "uniform":
+            return low + unit * (high - low)
+        if self.kind == "loguniform":
+            return min(max(low * math.pow(high / low, unit), low), high)
+        if self.kind == "quniform":
+            return _tidy(math.floor(unit * (math.floor((high - low) / step[0] + 1e-9) + 1)) * step[0] + low)
+        if self.kind == "randint":
+            return math.floor(low + unit * (high - low))
+        return min(int(low * math.pow(high / low, unit)), int(high) - 1)
+
+    def unit(self, value: Any) -> float:
+        """A number in [0, 1] for which :meth:`at` gives ``value``, or near it for a range of reals."""
+        if self.categorical:
+            return (self.values.index(value) + 0.5) / len(self.values)
+        low, high, *step = map(float, self.values)
+        if self.kind == "quniform":
+            return (round((float(value) - low) / step[0]) + 0.5) / (math.floor((high - low) / step[0] + 1e-9) + 1)
+        middle = float(value) + (0.5 if self.kind.endswith("randint") else 0.0)
+        unit: float = (
+            math.log(middle / low) / math.log(high / low) if self.kind.startswith("log") else (middle - low) / (high - low)
+        )
+        return min(max(unit, 0.0), 1.0)
+
+    def nearest(self, value: float) -> Any:
+        """The range's value nearest to a number."""
+        low, high, *step = self.values
+        inside = min(max(value, low), high)
+        if step:
+            inside = _tidy(low + round((inside - low) / step[0]) * step[0])
+            inside = inside if inside <= high else _tidy(inside - step[0])
+        elif self.kind.endswith("randint"):
+            inside = min(round(inside), high - 1)
+        return float(inside) if self.real else inside
+
+    def holds(self, value: Any) -> bool:
+        """Whether ``value`` is one of the domain's."""
+        if self.categorical:
+            return _canonical(value) in map(_canonical, self.values)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        low, high, *step = self.values
+        whole = self.kind.endswith("randint")
+        steps = (value - low) / (step[0] if step else 1)
+        return bool(low <= value <= high - whole) and (abs(steps - round(steps)) < 1e-8 or not (step or whole))
+
+    def applies(self, params: Mapping[str, Any]) -> bool:
+        """Whether the key varies, given the values of those before it."""
+        return all(_value_of(key, params) in allowed for key, allowed in self.when)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """All varying keys, in the config's order; grids are told apart because they multiply instead of being sampled."""
+
+    domains: tuple[Domain, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.domains)
+
+    @property
+    def sampled(self) -> tuple[Domain, ...]:
+        """The domains that a search algorithm draws from."""
+        return tuple(domain for domain in self.domains if domain.kind != "grid")
+
+    def grid_points(self) -> list[Params]:
+        """The product of the grids, later keys fastest; one empty point if there are none. A grid that does not apply is left out."""
+        return self._product([domain for domain in self.domains if domain.kind == "grid"])
+
+    def all_points(self) -> list[Params]:
+        """Every point of a space without ranges, lists multiplied out.
+
+        Raises:
+            ValueError: a domain is a range.
+        """
+        for domain in self.domains:
+            if not domain.categorical:
+                raise ValueError(
+                    f"space.{domain.key}: {domain.kind} has no end of values, search.algorithm=grid needs lists; use {{grid: [a, b, c]}}, "
+                    "or search.algorithm=random"
+                )
+        return self._product(self.domains)
+
+    def _product(self, domains: Sequence[Domain]) -> list[Params]:
+        """The values of all ``domains`` multiplied out, those that do not apply left out.
+
+        Raises:
+            ValueError: that is more than this machine can hold.
+        """
+        count = math.prod(len(domain.values) for domain in domains)
+        fits(f"space: {count:.3g} points", count * POINT_BYTES, "use fewer values or keys, or sample them with choice")
+        points: list[Params] = [{}]
+        for domain in domains:
+            points = [point | {domain.key: value} for point in points for value in domain.values]
+        return _distinct(self.pruned(point) for point in points)
+
+    def point(self, units: Sequence[float], grid: Params) -> Params:
+        """The values for one number of [0, 1) per sampled domain, at one point of the grid."""
+        drawn = {domain.key: domain.at(unit) for domain, unit in zip(self.sampled, units, strict=True)}
+        return self.pruned(grid | drawn)
+
+    def holds(self, params: Params) -> bool:
+        """Whether ``params`` are a point of the space."""
+        kept: Params = {}
+        for domain in self.domains:
+            if domain.applies(kept):
+                if domain.key not in params or not domain.holds(params[domain.key]):
+                    return False
+                kept[domain.key] = params[domain.key]
+        return len(kept) == len(params)
+
+    def pruned(self, params: Params) -> Params:
+        """``params`` in the space's order, without the keys whose ``when`` does not hold."""
+        kept: Params = {}
+        for domain in self.domains:
+            if domain.key in params and domain.applies(kept):
+                kept[domain.key] = params[domain.key]
+        return kept
+
+
+def parse_space(values: Mapping[str, Any]) -> Space:
+    """The space that a config's ``space`` describes.
+
+    Raises:
+        ValueError: what is no domain, or a ``when`` that names no earlier key; with the remedy.
+    """
+    domains: list[Domain] = []
+    for key, spec in flatten_space(values).items():
+        domains.append(_parse_domain(key, spec))
+        _check_when(domains)
+    return Space(domains=tuple(domains))
+
+
+def flatten_space(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A space with dotted keys, also where it was written nested: ``{optimizer: {lr: {...}}}``."""
+    flat: dict[str, Any] = {}
+    for key, spec in values.items():
+        nested = isinstance(spec, Mapping) and spec and not any(kind in spec for kind in (*CATEGORICAL, *RANGES, "when"))
+        if nested and all(isinstance(entry, Mapping) for entry in spec.values()):
+            flat |= flatten_space(spec, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = spec
+    return flat
+
+
+def describe(params: Mapping[str, Any]) -> str:
+    """Sampled values in one line: ``optimizer.lr=0.0213, precision={format: lns12}``; keys by their last part where that is clear."""
+    last = [key.rpartition(".")[2] for key in params]
+    names = [short if last.count(short) == 1 else key for key, short in zip(params, last, strict=True)]
+    return ", ".join(f"{name}={show(value)}" for name, value in zip(names, params.values(), strict=True))
+
+
+def show(value: Any) -> str:
+    """A value as people write it: floats with four digits, mappings as YAML's flow style without quotes."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {show(entry)}" for key, entry in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(show, value)) + "]"
+    return {True: "true", False: "false", None: "null"}.get(value, str(value)) if isinstance(value, bool | None) else str(value)
+
+
+def today(params: Mapping[str, Any], epoch: float = math.inf) -> Params:
+    """Sampled values after ``epoch`` epochs, or in the end, where some change on the way (:mod:`trainers.config.schedule_changes`)."""
+    values = {key: value for key, value in params.items() if key != "changes"}
+    for change in params.get("changes", []):
+        if change["epoch"] <= epoch:
+            values |= {key: value for key, value in change.items() if key != "epoch"}
+    return values
+
+
+def _parse_domain(key: str, spec: Any) -> Domain:
+    if not isinstance(spec, Mapping):
+        raise ValueError(f"space.{key}: {show(spec)} is no domain; {EXAMPLE}")
+    kinds = [kind for kind in spec if kind in (*CATEGORICAL, *RANGES)]
+    unknown = [name for name in spec if name not in kinds and name != "when"]
+    if len(kinds) != 1 or unknown:
+        raise ValueError(
+            f"space.{key}: {show(dict(spec))} must have exactly one of {', '.join((*CATEGORICAL, *RANGES))}, and may have when; {EXAMPLE}"
+        )
+    kind, values = kinds[0], spec[kinds[0]]
+    if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+        raise ValueError(f"space.{key}.{kind}: {show(values)} must be a list; {EXAMPLE}")
+    if kind in RANGES:
+        _check_range(key, kind, values)
+    elif len({_canonical(value) for value in values}) < len(values):
+        raise ValueError(f"space.{key}.{kind}: {show(list(values))} has a value twice; take one out")
+    return Domain(key=key, kind=kind, values=tuple(values), when=_parse_when(key, spec.get("when")))
+
+
+def _check_range(key: str, kind: str, values: Sequence[Any]) -> None:
+    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) for value in values)
+    if len(values) != RANGES[kind] or not numbers:
+        wanted = "[low, high, step]" if kind == "quniform" else "[low, high]"
+        raise ValueError(f"space.{key}.{kind}: {show(list(values))} must be {wanted}, finite numbers; {EXAMPLE}")
+    low, high = values[:2]
+    if not low < high:
+        raise ValueError(f"space.{key}.{kind}: low={low} must be below high={high}; swap them")
+    if kind.startswith("log") and low <= 0:
+        raise ValueError(f"space.{key}.{kind}: low={low} must be positive, its logarithm is taken; use for example 0.001")
+    if kind.endswith("randint") and not all(isinstance(value, int) for value in values):
+        raise ValueError(f"space.{key}.{kind}: {show(list(values))} must be whole numbers; use uniform for others")
+    if kind == "quniform" and values[2] <= 0:
+        raise ValueError(f"space.{key}.{kind}: step={values[2]} must be positive; use for example 0.1")
+
+
+def _parse_when(key: str, when: Any) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+    if when is None:
+        return ()
+    if not isinstance(when, Mapping) or not when:
+        raise ValueError(f"space.{key}.when: {show(when)} must map keys to values; use for example when: {{optimizer.name: sgd}}")
+    return tuple((str(name), tuple(value) if isinstance(value, list | tuple) else (value,)) for name, value in when.items())
+
+
+def _check_when(domains: list[Domain]) -> None:
+    """The last domain's conditions name keys that an earlier one sets."""
+    *earlier, domain = domains
+    for name, _ in domain.when:
+        if not any(_sets(other, name) for other in earlier):
+            known = ", ".join(other.key for other in earlier) or "there is none"
+            raise ValueError(
+                f"space.{domain.key}.when: {name} must be a key of the space before {domain.key} ({known}), or one inside its choices; "
+                f"put {name} first"
+            )
+
+
+def _sets(domain: Domain, key: str) -> bool:
+    if domain.key == key:
+        return True
+    inner = key.removeprefix(f"{domain.key}.")
+    return inner != key and any(isinstance(value, Mapping) and lookup(value, inner) is not None for value in domain.values)
+
+
+def _value_of(key: str, params: Mapping[str, Any]) -> Any:
+    """What ``params`` say of ``key``, also inside the mapping of a shorter key; None where they say nothing."""
+    if key in params:
+        return params[key]
+    for name, value in params.items():
+        if key.startswith(f"{name}.") and isinstance(value, Mapping):
+            return lookup(value, key.removeprefix(f"{name}."))
+    return None
+
+
+def _distinct(points: Iterator[Params]) -> list[Params]:
+    return list({_canonical(point): point for point in points}.values())
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _tidy(value: float) -> float:
+    """Without the last digits of binary arithmetic: 0.30000000000000004 is 0.3."""
+    return float(f"{value:.12g}")
+
+
+def unit_points(algorithm: str, dimensions: int, count: int, seed: int) -> Iterator[Sequence[float]]:
+    """``count`` points of the unit cube; the first n do not depend on ``count``, so a study can be extended.
+
+    Args:
+        algorithm: ``random`` (independent) or ``sobol`` (scrambled, low discrepancy; Owen 1998).
+    """
+    if algorithm == "sobol":
+        from torch.quasirandom import SobolEngine
+
+        engine = SobolEngine(dimensions, scramble=True, seed=seed)
+        for _ in range(count):
+            yield engine.draw(1)[0].tolist()
+    else:
+        generator = np.random.default_rng([seed, dimensions])
+        for _ in range(count):
+            yield generator.random(dimensions).tolist()

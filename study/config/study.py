@@ -1,0 +1,302 @@
+"""What a study is: one base trial, rows that change it, a space to search, seeds that repeat it, and where its files go.
+
+A study asks one question of several *rows* (for the table: four arithmetics). Every row is the base trial with a few overrides,
+and every row runs once per seed, so ``rows x seeds`` trials in all. With a *space*, every row is searched for its own best
+configuration, each with the same effort: ``rows x configurations x seeds`` trials. Configurations are chosen by the validation
+split; nothing is chosen by looking at the test set.
+
+Frozen dataclasses, validated once, where they are made. :mod:`study.config.compose` makes them from YAML and ``key=value``.
+"""
+
+from __future__ import annotations
+
+import re
+import urllib.parse
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from study.config.search import SearchConfig, unique
+from study.config.space import Space, parse_space
+from study.tracking_uri import hide, without_password
+from trainers.config import TrialConfig
+from trainers.config.schedule_changes import CHANGEABLE
+from trainers.config.validation import at_least, finite, one_of
+
+EXECUTORS = ("auto", "packed", "train")
+
+TRACKING_SCHEMES = ("sqlite:///", "http://", "https://", "postgresql://", "postgresql+psycopg2://", "mysql+pymysql://")
+
+OUTSIDE = ("data.root", "gpus")
+"""Trial keys that change no result, so that :func:`study.plan.identity.trial_id` leaves them out of a trial's identity."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowConfig:
+    """One row of the study's table: the base trial with ``overrides``.
+
+    Attributes:
+        label: the row's name in tables, pictures and MLflow.
+        overrides: trial keys to change, nested (``{precision: {scope: matmul}}``) or dotted (``{precision.scope: matmul}``).
+        published: a published test error to print beside ours, in per cent; None where there is none.
+        within: the row passes if its mean test error is at most so many percentage points from the baseline row's.
+        worse_by: the row passes if its mean test error is at least so many percentage points above the baseline row's.
+        comparable: like the study's, for this row: what its trials must have for figures to be comparable.
+    """
+
+    label: str = ""
+    overrides: Any = None
+    published: float | None = None
+    within: float | None = None
+    worse_by: float | None = None
+    comparable: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.label.strip():
+            raise ValueError(f"rows: label={self.label!r}: every row needs a label; add `label: my row`")
+        finite(f"row {self.label!r}: within", self.within, 0.0, "use for example within: 0.2, percentage points")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitsConfig:
+    """When a study stops by itself, as ``lns-study stop`` would: running trials end, no others begin. None is no limit.
+
+    Attributes:
+        trials: trials that may finish or fail, those of earlier runs counted in.
+        hours: wall time of this run.
+        gpu_hours: hours times the share of a GPU, over all trials.
+        joules: energy of GPUs, over all trials, each with its share of one (``trial.gpus``); trials tell with
+            ``trial.telemetry=true``.
+        failures: failed trials.
+    """
+
+    trials: int | None = None
+    hours: float | None = None
+    gpu_hours: float | None = None
+    joules: float | None = None
+    failures: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least("limits.trials", self.trials, 1, "leave it out for no limit")
+        finite("limits.hours", self.hours, 0.0, "leave it out for no limit")
+        finite("limits.gpu_hours", self.gpu_hours, 0.0, "leave it out for no limit")
+        finite("limits.joules", self.joules, 0.0, "leave it out for no limit")
+        at_least("limits.failures", self.failures, 1, "leave it out for no limit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyConfig:
+    """A study, complete.
+
+    Attributes:
+        name: names the study's folder, its MLflow experiment and its report.
+        question: what the study asks, one or two sentences for the report.
+        trial: the base trial; rows change it.
+        rows: what is compared; one row named like the study if empty.
+        seeds: every row, and every configuration of a searched row, runs once per seed.
+        space: what is searched, see :mod:`study.config.space`; nothing if empty.
+        search: how.
+        limits: when the study stops by itself.
+        digits: trial keys to change where the data are digits, a set 40 times smaller than MNIST: by name, or because
+            ``data.name=auto`` ended there.
+        baseline: label of the row the others are compared with; None for no comparison.
+        comparable: dotted trial keys and the values they must have for figures to be comparable with the published ones.
+        comparable_seeds: seeds a row needs for the same.
+        storage: folder of all studies: ledgers, checkpoints, reports, the default tracking database.
+        tracking_uri: MLflow tracking server or database; None for ``sqlite`` in ``storage``, ``none`` to send nothing. A password
+            in it is taken out and kept in the process alone (:mod:`study.tracking_uri`).
+        address: Ray cluster to join: ``auto`` on one of its nodes, or host:port; None for this machine alone.
+        insecure: join a cluster that asks nobody for a token (:mod:`study.execution.ray_session`).
+        cpus: CPUs of this machine that trials may use, also more than it has; None for all.
+        max_concurrent: trials at a time; None for as many as fit.
+        executor: ``auto``: a trial of one worker in a reused process, one of several in a reused gang of processes, small ones on
+            a GPU several to a process (:func:`trainers.workers.resources.packs`); ``packed``: trials of one worker share a
+            process a GPU (at most 32), or a machine where they compute on the CPU; ``train``: every trial by Ray Train, which
+            restarts a gang within the trial, at 10 to 30 s a start.
+        checkpoint_every: epochs between checkpoints.
+        max_failures: how often a trial whose worker died is restarted from its last checkpoint.
+        heartbeat: seconds without a report after which a trial counts as hung: its processes are killed and it is restarted like
+            one that died. None waits for ever. Must be longer than the longest epoch, and its start.
+    """
+
+    name: str = "study"
+    question: str = ""
+    trial: TrialConfig = field(default_factory=TrialConfig)
+    rows: list[RowConfig] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=lambda: [0])
+    space: dict[str, Any] = field(default_factory=dict)
+    search: SearchConfig = field(default_factory=SearchConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    digits: dict[str, Any] = field(default_factory=dict)
+    baseline: str | None = None
+    comparable: dict[str, Any] = field(default_factory=dict)
+    comparable_seeds: int = 1
+    storage: str = "studies"
+    tracking_uri: str | None = None
+    address: str | None = None
+    insecure: bool = False
+    cpus: int | None = None
+    max_concurrent: int | None = None
+    executor: str = "auto"
+    checkpoint_every: int = 1
+    max_failures: int = 3
+    heartbeat: float | None = None
+
+    def __post_init__(self) -> None:
+        self._check_name()
+        unique("rows", [row.label for row in self.rows] or [self.name], "give every row its own label")
+        unique("seeds", self.seeds, "use for example seeds=[0,1,2]")
+        unique("search.confirm_seeds", self.search.confirm_seeds or [0], "name each once")
+        for seed in [*self.seeds, *self.search.confirm_seeds]:
+            at_least("seeds", seed, 0, "use for example seeds=[0,1,2]")
+        at_least("comparable_seeds", self.comparable_seeds, 1, "1 asks for no more than every study has")
+        at_least("cpus", self.cpus, 1, "leave it out to use all")
+        at_least("max_concurrent", self.max_concurrent, 1, "leave it out to run as many as fit")
+        if str(self.address).startswith("ray://"):
+            raise ValueError(
+                f"address={self.address!r}: Ray Client has no part in a cluster's nodes; use `ray job submit "
+                "--address http://HEAD:8265 --working-dir . -- lns-study run CONFIG address=auto`, or address=auto on a node of the cluster"
+            )
+        one_of("executor", self.executor, EXECUTORS)
+        if self.executor == "train" and self.search.population:
+            raise ValueError(
+                f"executor=train with search.scheduler={self.search.scheduler}: Ray Train's trials cannot go on from another's "
+                "checkpoints; use executor=auto"
+            )
+        at_least("checkpoint_every", self.checkpoint_every, 1, "1 checkpoints every epoch")
+        finite("heartbeat", self.heartbeat, 1.0, "leave it out to wait for ever")
+        at_least("max_failures", self.max_failures, 0, "3 survives a killed worker")
+        if self.limits.joules is not None and not self.trial.telemetry:
+            raise ValueError(f"limits.joules={self.limits.joules:g}: trials do not tell their energy; add trial.telemetry=true")
+        self._check_baseline()
+        self._check_space()
+        check_tracking_uri(self.tracking_uri)
+        object.__setattr__(self, "tracking_uri", hide(self.tracking_uri) if self.tracking_uri else self.tracking_uri)
+
+    def _check_space(self) -> None:
+        space = self.parsed_space
+        if space and self.search.algorithm == "grid":
+            space.all_points()
+        if not space and self.search != SearchConfig():
+            raise ValueError(
+                "search: there is no space to search; add for example space: {optimizer.lr: {loguniform: [0.001, 1.0]}}, or leave "
+                "search out"
+            )
+        if both := sorted({*self.search.confirm_seeds} & {*self.seeds}):
+            raise ValueError(f"search.confirm_seeds: {both[0]} is among the study's seeds; use others, for example 101, 102, 103")
+        if self.search.adaptive and not space.sampled:
+            raise ValueError(
+                f"search.algorithm={self.search.algorithm}: the space has grids only, which are multiplied out; use "
+                "search.algorithm=grid, or choice instead of grid"
+            )
+        if self.search.population:
+            self._check_population(space)
+        if self.search.scheduler == "halving" and not space.sampled:
+            raise ValueError(
+                "search.scheduler=halving: the space has grids only, each point a search of its own; use choice instead of grid"
+            )
+        categorical = [domain.key for domain in space.sampled if domain.categorical]
+        if self.search.algorithm == "cmaes" and categorical:
+            raise ValueError(
+                f"search.algorithm=cmaes: space.{categorical[0]} is a choice, which has no distances; use {{grid: ...}} for it, or "
+                "search.algorithm=tpe"
+            )
+
+    def _check_population(self, space: Space) -> None:
+        """What changes on the way must be able to; what decides how long a trial is must not vary."""
+        scheduler = f"search.scheduler={self.search.scheduler}"
+        for domain in space.domains:
+            if domain.kind != "grid" and domain.key not in CHANGEABLE:
+                raise ValueError(
+                    f"space.{domain.key} with {scheduler}: cannot change in the middle of a trial; use {{grid: ...}} for it, which makes a "
+                    f"population for each value; what can change: {', '.join(CHANGEABLE)}"
+                )
+        if self.trial.changes or any(domain.key in ("epochs", "changes") for domain in space.domains):
+            raise ValueError(f"{scheduler} with changes or epochs of its own: the population decides on both; leave them out")
+        if self.trial.lr_schedule.decay != "constant":
+            raise ValueError(
+                f"{scheduler} with trial.lr_schedule.decay={self.trial.lr_schedule.decay}: a generation would decay to its own end; use "
+                "trial.lr_schedule.decay=constant, the population finds its own schedule"
+            )
+
+    @property
+    def parsed_space(self) -> Space:
+        """The space; empty if nothing is searched."""
+        return parse_space(self.space)
+
+    def _check_name(self) -> None:
+        if not self.slug:
+            raise ValueError(f"name={self.name!r}: needs a letter or digit, it names a folder; use for example name=table")
+        if ".." in self.name or self.name.startswith("/"):
+            raise ValueError(
+                f"name={self.name!r}: must not hold .. or begin with /, it names one folder in the storage; use for example "
+                f"name={self.slug}, and storage=... for another place"
+            )
+
+    def _check_baseline(self) -> None:
+        labels = [row.label for row in self.rows]
+        if self.baseline is not None and self.baseline not in labels:
+            raise ValueError(
+                f"baseline={self.baseline!r}: must be the label of a row ({', '.join(labels) or 'there are none'}); correct it, or "
+                "use baseline=null for no comparison"
+            )
+
+    @property
+    def slug(self) -> str:
+        """The name as a folder name: letters, digits, dot, dash and underscore."""
+        return re.sub(r"[^A-Za-z0-9._-]+", "-", self.name).strip("-.")
+
+    @property
+    def folder(self) -> Path:
+        """Absolute folder of this study's ledger, checkpoints and report."""
+        return Path(self.storage).expanduser().resolve() / self.slug
+
+    @property
+    def tracking(self) -> str:
+        """The MLflow tracking URI in force."""
+        return self.tracking_uri or default_tracking_uri(self.storage)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested dict of JSON values; :meth:`from_dict` reads it back."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> StudyConfig:
+        """The config whose :meth:`to_dict` is ``values``.
+
+        Raises:
+            ValueError: a value is outside its range; the message names value, rule and remedy.
+        """
+        parts = {
+            "trial": TrialConfig.from_dict(values.get("trial", {})),
+            "rows": [RowConfig(**row) for row in values.get("rows", [])],
+            "search": SearchConfig(**values.get("search", {})),
+            "limits": LimitsConfig(**values.get("limits", {})),
+        }
+        return StudyConfig(**{**values, **parts})
+
+
+def check_tracking_uri(uri: str | None) -> None:
+    """Refuse what is no MLflow tracking URI; None, the default database, passes.
+
+    Raises:
+        ValueError: with the schemes there are; or a server's address has no host and port that can be read.
+    """
+    shown = without_password(str(uri))
+    if uri not in (None, "none") and not str(uri).startswith(TRACKING_SCHEMES):
+        raise ValueError(
+            f"tracking_uri={shown!r}: must start with one of {', '.join(TRACKING_SCHEMES)}; for a local file use sqlite:///path/mlflow.db, "
+            "for a server http://127.0.0.1:5000, to send nothing none"
+        )
+    try:
+        _ = str(uri).startswith("http") and urllib.parse.urlsplit(str(uri)).port
+    except ValueError:
+        raise ValueError(
+            f"tracking_uri={shown!r}: must be http://host:port or http://user:password@host:port; in a password write / as %2F, ? as %3F "
+            "and # as %23"
+        ) from None
+
+
+def default_tracking_uri(storage: str) -> str:
+    """The sqlite database in a storage folder."""
+    return f"sqlite:///{Path(storage).expanduser().resolve() / 'mlflow.db'}"

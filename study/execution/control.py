@@ -1,0 +1,198 @@
+"""When a study goes on, waits, winds down or ends: what the user asked for from another terminal, Ctrl-C, and the study's limits.
+
+``pause``, ``stop`` and ``cancel`` mean what they mean for a sweep of Weights & Biases: *pause* begins no more trials until ``resume``,
+*stop* begins no more and lets those that run end, *cancel* ends those too (they continue from their last checkpoint when the study is
+run again). A limit that is reached stops. The strongest wins.
+
+The wish travels through a small file in the study's folder, ``control.json``, replaced as a whole; the process that runs the study looks at
+it twice a second. So any machine that sees the storage can steer a study. Limits edited on a running study travel the same way and are
+noted in its ledger.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import errno
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from study.config import LimitsConfig
+from study.ledger.state import ENDED, FAILED, StudyState
+from trainers.workers.resources import gpus_of
+
+FILE = "control.json"
+POLL_SECONDS = 0.5
+
+
+_FULL = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
+
+
+def is_full(error: str) -> bool:
+    """Whether an error's text says that a storage is full."""
+    return any(text in error for text in _FULL)
+
+
+class Wish(enum.IntEnum):
+    """What is to happen, the stronger the higher."""
+
+    RUN = 0
+    PAUSE = 1
+    STOP = 2
+    CANCEL = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decision:
+    """A wish and its reason, "" for RUN."""
+
+    wish: Wish = Wish.RUN
+    reason: str = ""
+
+
+class Control:
+    """Decides what a running study does next; policy alone, its callers act.
+
+    Args:
+        folder: the study's.
+        state: of the study, kept up to date.
+        limits: the config's.
+        edited: told of limits that were edited, once each.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        state: StudyState,
+        limits: LimitsConfig,
+        edited: Callable[[dict[str, Any]], None] = lambda limits: None,
+    ) -> None:
+        self._path, self._state, self._edited = folder / FILE, state, edited
+        self._limits = limits
+        self._began = time.monotonic()
+        self._asked = Decision()
+        self._looked = -POLL_SECONDS
+        self._stamp = 0
+        self._limit = ""
+        self._begun: set[str] = set()
+        self.interrupted = False
+        """Set by Ctrl-C."""
+        self.storage_error = ""
+        """Why the storage takes no more; ends the study as cancel does."""
+        clear(folder)
+
+    def begun(self, trial: str) -> None:
+        """Note that a trial was handed out."""
+        self._begun.add(trial)
+
+    def fail_storage(self, reason: str) -> None:
+        """Note that the storage takes no more."""
+        self.storage_error = self.storage_error or f"storage: {reason}"
+
+    @contextmanager
+    def watch_storage(self) -> Iterator[None]:
+        """Take an error of a full storage that is raised inside for :meth:`fail_storage`."""
+        try:
+            yield
+        except OSError as error:
+            if not is_full(str(error)):
+                raise
+            self.fail_storage(str(error))
+
+    @property
+    def full(self) -> bool:
+        """Whether ``limits.trials`` leaves no room for another trial."""
+        most = self._limits.trials
+        return most is not None and len(self._begun | {trial.id for trial in self._state.trials if trial.status in ENDED}) >= most
+
+    def decide(self, *, fresh: bool = False) -> Decision:
+        """What to do now; cheap, it looks at the file and the limits twice a second at most, unless a ``fresh`` look is asked for."""
+        if self.interrupted:
+            return Decision(wish=Wish.CANCEL, reason="interrupted")
+        if self.storage_error:
+            return Decision(wish=Wish.CANCEL, reason=self.storage_error)
+        if fresh or time.monotonic() - self._looked >= POLL_SECONDS:
+            self._looked = time.monotonic()
+            self._read()
+            self._limit = reached(self._limits, self._state, time.monotonic() - self._began)
+        asked = self._asked
+        return Decision(wish=Wish.STOP, reason=self._limit) if self._limit and asked.wish < Wish.STOP else asked
+
+    def _read(self) -> None:
+        try:
+            stamp = self._path.stat().st_mtime_ns
+            if stamp == self._stamp:
+                return
+            values = json.loads(self._path.read_text())
+        except (FileNotFoundError, ValueError):
+            return
+        self._stamp = stamp
+        wish = Wish[str(values.get("wish", "run")).upper()]
+        self._asked = Decision(wish=wish, reason="" if wish == Wish.RUN else f"asked to {wish.name.lower()}")
+        limits = values.get("limits")
+        if limits is not None and LimitsConfig(**limits) != self._limits:
+            self._limits = LimitsConfig(**limits)
+            self._edited(limits)
+
+
+def reached(limits: LimitsConfig, state: StudyState, seconds: float) -> str:
+    """Which limit is reached, in words; "" if none.
+
+    Args:
+        seconds: since this run of the study began.
+    """
+    ended = sum(trial.status in ENDED for trial in state.trials)
+    failed = sum(trial.status == FAILED for trial in state.trials)
+    gpu_hours = gpu_seconds(state) / 3600
+    if limits.trials is not None and ended >= limits.trials:
+        return f"limits.trials={limits.trials} reached"
+    if limits.hours is not None and seconds >= 3600 * limits.hours:
+        return f"limits.hours={limits.hours:g} reached"
+    if limits.gpu_hours is not None and gpu_hours >= limits.gpu_hours:
+        return f"limits.gpu_hours={limits.gpu_hours:g} reached"
+    if limits.joules is not None and (spent := joules(state)) >= limits.joules:
+        return f"limits.joules={limits.joules:g} reached ({spent:g} spent)"
+    if limits.failures is not None and failed >= limits.failures:
+        return f"limits.failures={limits.failures} reached"
+    return ""
+
+
+def gpu_seconds(state: StudyState) -> float:
+    """Seconds times the GPUs, or the share of one, that a trial takes, over all trials; what was taken over was spent elsewhere."""
+    return sum(trial.spent * gpus_of(trial.config) for trial in state.trials)
+
+
+def joules(state: StudyState) -> float:
+    """Energy of GPUs that trials have told, each with its share of one."""
+    total = 0.0
+    for trial in state.trials:
+        told = sum(value for value in trial.metric("telemetry/joules", own=True).values() if math.isfinite(value))
+        total += min(1.0, gpus_of(trial.config)) * told
+    return total
+
+
+def ask(folder: Path, *, wish: Wish | None = None, limits: dict[str, Any] | None = None) -> None:
+    """Write a wish or edited limits for the process that runs the study in ``folder``; what is left out stays as asked before."""
+    path = folder / FILE
+    try:
+        values: dict[str, Any] = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
+        values = {}
+    if wish is not None:
+        values["wish"] = wish.name.lower()
+    if limits is not None:
+        values["limits"] = limits
+    part = path.with_name(f".{FILE}.{os.getpid()}")
+    part.write_text(json.dumps(values))
+    part.replace(path)
+
+
+def clear(folder: Path) -> None:
+    """Forget what was asked of an earlier run."""
+    (folder / FILE).unlink(missing_ok=True)

@@ -1,0 +1,383 @@
+"""The loop of a study: trials are handed out, what processes say goes into the ledger, and only then is acted on."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from study.config import StudyConfig
+from study.errors import UserError
+from study.execution.control import Control, Wish, is_full
+from study.execution.leases import EPSILON
+from study.execution.pool import Machines, Pool
+from study.execution.ray_session import Session
+from study.execution.schedulers import make_scheduler
+from study.ledger.lines import Event
+from study.ledger.log import Ledger
+from study.ledger.state import EXTRA, StudyState
+from study.manage.checkpoints import origin_of
+from study.plan.durations import expected_seconds
+from study.plan.identity import like
+from study.plan.plan import PlannedTrial
+from study.search.agenda import Agenda
+from trainers.config import TrialConfig
+from trainers.workers.messages import (
+    BEGAN,
+    DIED,
+    DONE,
+    HISTORY,
+    IN_PROCESS,
+    OUT_OF_MEMORY,
+    PACKED,
+    RAY_TRAIN,
+    REFUSED,
+    REPORT,
+    STOPPED,
+    Beginning,
+    Message,
+)
+from trainers.workers.out_of_memory import relief
+from trainers.workers.resources import (
+    WorkerResources,
+    cpus_of,
+    gpus_of,
+    lanes_of,
+)
+
+TAIL = 3
+"""The last so many trials a slot run longest first: within 1 to 6 % of sorting all of them, in simulations of 2 to 128 slots."""
+ROUND_SECONDS = 0.5
+"""How often wishes, limits and heartbeats are looked at where no process says anything."""
+LOOK_AHEAD = 8
+"""Trials behind one that waits that are looked at."""
+LONELY_SECONDS = 10.0
+"""After how long a study says that no machine has room for its next trial."""
+
+
+class Loop:
+    """The loop; see the module.
+
+    Args:
+        study: the config.
+        agenda: what runs next.
+        ledger, state, control: the study's.
+        pool: runs trials.
+        ray: the study's, if it needs one.
+        find: finds machines anew after Ray was lost; None where they stay.
+        say: prints a line for the user.
+    """
+
+    def __init__(
+        self,
+        study: StudyConfig,
+        agenda: Agenda,
+        ledger: Ledger,
+        state: StudyState,
+        control: Control,
+        pool: Pool,
+        ray: Session | None = None,
+        find: Callable[[], Machines] | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._study, self._agenda, self._ledger, self._state = study, agenda, ledger, state
+        self._control, self._pool, self._ray, self._find, self._say = control, pool, ray, find, say
+        self._scheduler = make_scheduler(study.search, state)
+        self._heard: dict[str, float] = {}
+        self._tests: dict[str, dict[str, float]] = {}
+        self._failures: Counter[str] = Counter()
+        self._capacity: tuple[float, int, int] | None = None
+        self._shapes: dict[str, WorkerResources] = {}
+        self._lonely: float | None = None
+        self._told: set[str] = set()
+        self._wrong = ""
+
+    def run(self) -> None:
+        """Until nothing is left, or the control ends it."""
+        while True:
+            self._note_capacity()
+            decision = self._control.decide()
+            if decision.wish == Wish.CANCEL:
+                return
+            over = decision.wish >= Wish.STOP or self._control.full
+            there, fresh = self._has_ray()
+            held = over or decision.wish == Wish.PAUSE
+            waiting = not held and (self._hand_out() if there else self._agenda.peek() is not None)
+            if not self._pool.running and not waiting and (over or (decision.wish != Wish.PAUSE and self._agenda.peek() is None)):
+                return
+            self._take_in(self._pool.wait(ROUND_SECONDS, waiting=waiting, poll=there and fresh))
+            self._end_silent()
+
+    def _has_ray(self) -> tuple[bool, bool]:
+        """Whether the study's Ray is there, or none is needed, and may be asked for more; one that was lost is had again, and the trials in
+        it begin again.
+        """
+        ray = self._ray
+        if ray is None:
+            return True, True
+        try:
+            fresh = ray.look()
+        except UserError:
+            self._pool.leave()
+            raise
+        wrong = ray.lost or ray.silent
+        if wrong and not self._wrong:
+            self._say(f"Ray: {wrong}; waiting for it")
+        was_wrong = bool(wrong or self._wrong)
+        if ray.lost:
+            self._pool.end_all(f"Ray: {ray.lost}")
+            if self._find is not None:
+                self._pool.use(None)
+            if ray.renew():
+                wrong = ""
+                if self._find is not None:
+                    self._pool.use(self._find())
+        if was_wrong and not wrong:
+            self._say("Ray is back.")
+        self._wrong = wrong
+        return not wrong, fresh
+
+    def _hand_out(self) -> bool:
+        """Start what there is room for; whether more is waiting.
+
+        Where the next trial waits for resources, as gangs do, those after it may use what it cannot, as long as they are expected to
+        end before it could begin anyway: it never waits behind small ones for ever (EASY backfilling, D. Lifka 1995).
+        """
+        started: list[Event] = []
+        waiting = False
+        while not self._control.full and (trial := self._agenda.peek()) is not None:
+            event = self._start(trial) or self._give_up(trial)
+            waiting = event is None
+            if event is None:
+                if self._has_room():
+                    started += self._backfill(trial)
+                break
+            started.append(event)
+        self._append(started)
+        return waiting
+
+    def _give_up(self, trial: PlannedTrial) -> Event | None:
+        """The end of a trial for which this machine is too small; a cluster may grow, so there it waits, and that is said once."""
+        shape = self._shape(trial.config)
+        if self._pool.running or self._pool.could_fit(shape):
+            self._lonely = None
+            return None
+        cpus, gpus, nodes = self._pool.capacity()
+        on_gpu = f" and {shape.gpus_in_all:g} GPU(s) in all" if shape.gpus_in_all else ""
+        needs = f"{shape.workers} worker(s) with {shape.threads} CPU(s) each{on_gpu}"
+        said = f"needs {needs}, and the {nodes} machine(s) of this study have {cpus:g} CPUs and {gpus} GPUs in all"
+        if self._study.address is None:
+            self._agenda.take(trial)
+            return {"event": "failed", "trial": trial.id, "error": f"{said}; lower trial.workers or trial.threads, or raise cpus"}
+        self._lonely = self._lonely or time.monotonic()
+        if time.monotonic() - self._lonely > LONELY_SECONDS and trial.id not in self._told:
+            self._told.add(trial.id)
+            self._say(f"Waiting: row {trial.row!r} {said}; add nodes, or lower trial.workers or trial.threads")
+        return None
+
+    def _start(self, trial: PlannedTrial) -> Event | None:
+        """Have a trial trained; what the ledger is told of it, or None where there is no room."""
+        if not self._has_room():
+            return None
+        shape = self._shape(trial.config)
+        running = self._pool.start(trial.id, shape, lambda: self._plan(trial))
+        if running is None:
+            return None
+        self._agenda.take(trial)
+        self._control.begun(trial.id)
+        self._heard[trial.id] = time.monotonic()
+        self._shapes[trial.id] = shape
+        hosts = [lease.host for lease, _ in running.spots]
+        held = {"cpus": shape.cpus, "gpus": shape.gpus_in_all}
+        return {"event": "started", "trial": trial.id, "slots": running.slots, "hosts": hosts, **held}
+
+    def _has_room(self) -> bool:
+        """Whether one more trial may run at all."""
+        return len(self._pool.running) < (self._study.max_concurrent or math.inf)
+
+    def _backfill(self, head: PlannedTrial) -> list[Event]:
+        """Start trials behind ``head`` that end before it could begin."""
+        if not self._pool.idle:
+            return []
+        seconds = self._agenda.epoch_seconds()
+        until = self._begins_in(self._shape(head.config), seconds)
+        short = (trial for trial in self._agenda.behind(head, LOOK_AHEAD) if expected_seconds(trial, seconds) <= until)
+        return [event for trial in short if not self._control.full and (event := self._start(trial)) is not None]
+
+    def _begins_in(self, shape: WorkerResources, seconds: dict[str, float]) -> float:
+        """In how many seconds a trial of this shape is expected to find room; 0 where nobody knows."""
+        cpus, gpus = self._pool.idle_resources
+        left = []
+        for trial in self._pool.running:
+            known = self._state.known[trial]
+            epochs = known.epochs - known.epoch
+            left.append((epochs * seconds.get(like(known.config), 0.0), trial))
+        for until, trial in sorted(left):
+            cpus, gpus = cpus + self._shapes[trial].cpus, gpus + self._shapes[trial].gpus_in_all
+            if cpus + EPSILON >= shape.cpus and gpus + EPSILON >= shape.gpus_in_all:
+                return until
+        return 0.0
+
+    def _take_in(self, messages: list[Message]) -> None:
+        """Write what came of trials, then act on it."""
+        events: list[Event] = []
+        again: list[str] = []
+        for message in messages:
+            self._heard[message.trial] = time.monotonic()
+            if message.kind == BEGAN:
+                events += self._began(message.trial, message.payload)
+            elif message.kind == REPORT:
+                events += self._report(message.trial, message.payload)
+            else:
+                self._heard.pop(message.trial, None)
+                how, text = (DIED, message.payload) if message.kind == DIED else (message.payload["how"], message.payload["text"])
+                event = self._end(message.trial, how, text)
+                events += [event] if event else []
+                again += [message.trial] if event and event["event"] in ("restarted", "relieved") else []
+        if not self._append(events):
+            return
+        for trial in again:
+            self._agenda.again(trial)
+        for message in messages:
+            if message.kind == REPORT:
+                self._schedule(message.trial, message.payload)
+        self._pool.flush()
+
+    def _began(self, trial: str, beginning: Beginning) -> list[Event]:
+        """A trial may come from a checkpoint that is newer than the last report; the ledger takes the epochs that it lacks."""
+        damaged = [{"event": "damaged", "trial": trial, "error": beginning.damaged}] if beginning.damaged else []
+        return [*damaged, *_past(trial, beginning.history)]
+
+    def _report(self, trial: str, result: dict[str, Any]) -> list[Event]:
+        """An epoch is done; the last one's report also has the test figures, and one of a trial that only tested no others."""
+        metrics = metrics_of(result)
+        test = {name: value for name, value in metrics.items() if name.startswith("test/")}
+        epoch = {name: value for name, value in metrics.items() if name not in test}
+        if test:
+            self._tests[trial] = test
+        events = _past(trial, result.get(HISTORY, []))
+        number = int(result["epoch"])
+        where = {name: result[name] for name in ("pid", "host")}
+        if epoch:
+            events.append({"event": "report", "trial": trial, "epoch": number, "metrics": epoch, **where})
+        if result.get("checkpoint_path"):
+            events.append({"event": "checkpoint", "trial": trial, "epoch": number, "path": result["checkpoint_path"]})
+        return events
+
+    def _end(self, trial: str, how: str, text: str) -> Event | None:
+        """What the ledger is told of a trial's end; nothing where the storage is what failed."""
+        test = self._tests.pop(trial, None)
+        if how == DONE and test is not None:
+            return {"event": "finished", "trial": trial, "metrics": test}
+        if how == DONE:
+            return {"event": "failed", "trial": trial, "error": "the trial ended without test figures"}
+        if how == STOPPED:
+            return {"event": "stopped", "trial": trial, "by": self._study.search.scheduler}
+        if how == REFUSED:
+            return {"event": "failed", "trial": trial, "error": text}
+        if how == OUT_OF_MEMORY:
+            known = self._state.known[trial]
+            wanted = None if known.relief else relief(TrialConfig.from_dict(known.config))
+            if wanted is None:
+                return {"event": "failed", "trial": trial, "error": f"out of memory: {text}"}
+            return {"event": "relieved", "trial": trial, "error": text, "relief": wanted}
+        if is_full(text):
+            self._control.fail_storage(text)
+            return None
+        self._failures[trial] += 1
+        gone = self._failures[trial] > self._study.max_failures
+        return {"event": "failed" if gone else "restarted", "trial": trial, "error": text}
+
+    def _schedule(self, trial: str, result: dict[str, Any]) -> None:
+        """Ask the scheduler whether a trial goes on; where a configuration is confirmed it has no say."""
+        if self._scheduler is None or self._state.known[trial].seed in self._study.search.confirm_seeds:
+            return
+        metrics, epoch = metrics_of(result), int(result["epoch"])
+        ends = not result["done"] and self._scheduler.ends(trial, epoch, metrics)
+        if ends or result["done"]:
+            self._scheduler.note_end(trial, epoch, metrics)
+        if not result["done"]:
+            self._pool.answer(trial, not ends)
+
+    def _end_silent(self) -> None:
+        """Kill the processes of trials that have been silent for too long; they begin again."""
+        limit = self._study.heartbeat
+        if limit is None:
+            return
+        now = time.monotonic()
+        for trial in [trial for trial, heard in self._heard.items() if now - heard > limit]:
+            self._pool.kill(trial, f"no report for {limit:g} s, so its process was killed (heartbeat)")
+            self._heard[trial] = now
+
+    def _note_capacity(self) -> None:
+        """The ledger hears how much there is to run on, each time that changes."""
+        capacity = self._pool.capacity()
+        if capacity != self._capacity and capacity[0]:
+            self._capacity = capacity
+            self._agenda.tail = TAIL * self._slots()
+            self._append([{"event": "capacity", "cpus": capacity[0], "gpus": capacity[1], "nodes": capacity[2]}])
+
+    def _slots(self) -> int:
+        """How many of the waiting trials run at a time, about."""
+        assert self._capacity is not None
+        trials = [trial.config.to_dict() for trial in self._agenda.trials]
+        if not trials:
+            return 0
+        cpus = self._capacity[0] / statistics.fmean(map(cpus_of, trials))
+        share = statistics.fmean(map(gpus_of, trials))
+        gpus = self._capacity[1] / share if share else math.inf
+        return min(math.ceil(min(cpus, gpus)), self._study.max_concurrent or len(trials))
+
+    def _shape(self, config: TrialConfig) -> WorkerResources:
+        return WorkerResources.of(config, lanes_of(self._study.executor, config))._replace(
+            by_train=self._study.executor == "train"
+        )
+
+    def _executor(self, config: TrialConfig) -> str:
+        """Where a worker process finds what trains the trial."""
+        return RAY_TRAIN if self._study.executor == "train" else PACKED if self._shape(config).packed else IN_PROCESS
+
+    def _plan(self, trial: PlannedTrial) -> dict[str, Any]:
+        """What the trial's processes need; see :mod:`trainers.workers.worker_process`."""
+        study, by_train = self._study, self._study.executor == "train"
+        return {
+            "config": trial.config.to_dict(),
+            "origin": origin_of(trial, self._ledger.id, self._state.plan),
+            "checkpoints": str(study.folder / "checkpoints" / trial.id),
+            "profile": str(study.folder / "profiles" / trial.id),
+            "checkpoint_every": study.checkpoint_every,
+            "resume_from": [] if by_train else self._state.known[trial.id].checkpoints_left(),
+            "waits": self._scheduler is not None and trial.seed not in study.search.confirm_seeds,
+            "executor": self._executor(trial.config),
+            "storage": str(study.folder / "train"),
+            "max_failures": study.max_failures,
+            "ray": self._ray.address if self._ray and (by_train or trial.config.sync.name == "asynchronous") else "",
+        }
+
+    def _append(self, events: list[Event]) -> bool:
+        """Write into the ledger; False where the storage takes no more."""
+        try:
+            self._ledger.append_all(events)
+        except OSError as error:
+            self._control.fail_storage(f"ledger: {error}")
+            return False
+        return True
+
+
+def _past(trial: str, history: list[dict[str, Any]]) -> list[Event]:
+    """Reports of earlier epochs; the ledger takes those that it lacks. How long these took, nobody has noted."""
+    return [
+        {"event": "report", "trial": trial, "epoch": int(metrics["epoch"]), "metrics": metrics_of(metrics), "seconds": None}
+        for metrics in history
+    ]
+
+
+def metrics_of(result: dict[str, Any]) -> dict[str, float]:
+    return {
+        name: float(value)
+        for name, value in result.items()
+        if ("/" in name or name in EXTRA) and isinstance(value, int | float) and not isinstance(value, bool)
+    }

@@ -1,0 +1,235 @@
+"""Everything that can be known to fail is tried before any work starts: folder, data, trials, CPUs, tracking store.
+
+Each check raises ``ValueError`` with the value, the rule and the remedy; the command line prints it and exits with code 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import shlex
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from study.config import StudyConfig
+from study.ledger.provenance import different_data
+from study.ledger.state import StudyState
+from study.plan.plan import (
+    Base,
+    Excluded,
+    Plan,
+    PlannedTrial,
+)
+from study.tracking.names import check_loggable
+from study.tracking.supervisor import OFF, check_tracking
+from trainers.config import DataConfig, TrialConfig
+from trainers.workers.messages import (
+    CHECK,
+    CHECKED,
+    DIED,
+    Message,
+)
+from trainers.workers.node import Node
+from trainers.workers.resources import MOST, cpus_of
+
+if TYPE_CHECKING:
+    from trainers.data import DatasetInfo
+from study.ledger.storage import check_writable
+from study.plan.resources import local_cpus
+
+CONNECT_SECONDS = 5.0
+CHECKING = 0
+"""The process that checks trials, among its node's: others are counted from 1."""
+
+
+def preflight(plan: Plan, node: Node | None = None) -> tuple[Plan, list[dict[str, Any]]]:
+    """Run every check; the plan without the sampled configurations that the data or the format forbid, and the data sets that trials use.
+
+    Args:
+        node: this machine's, where one has begun to load what trials need: there trials are checked without loading it here.
+
+    Raises:
+        ValueError: the first thing that would make the study fail.
+    """
+    check_writable(Path(plan.study.storage).expanduser().resolve(), "storage")
+    check_writable(plan.study.folder, "storage")
+    check_cpus(plan)
+    check_elastic(plan)
+    check_gpus(plan)
+    check_address(plan.study.address)
+    data = describe_data(plan)
+    plan = check_trials(plan, data, node)
+    if plan.study.tracking != OFF:
+        check_loggable(plan)
+        check_tracking(plan.study.tracking)
+    return plan, [dataclasses.asdict(info) for info in data.values()]
+
+
+def check_cpus(plan: Plan) -> None:
+    """Every trial must fit on the local Ray; a cluster's size is not known before it is joined.
+
+    Raises:
+        ValueError: a trial needs more CPUs than there are.
+    """
+    have = local_cpus(plan.study)
+    for trial in plan.trials:
+        need = cpus_of(trial.config.to_dict())
+        if plan.study.address is None and need > have:
+            raise ValueError(
+                f"row {trial.row!r}: workers={trial.config.workers} x threads={trial.config.threads} = {need} CPUs a trial, but Ray "
+                f"has cpus={have}; lower trial.workers or trial.threads, or set cpus={need} to share the cores"
+            )
+
+
+def check_gpus(plan: Plan) -> None:
+    """Trials for a GPU need one on this machine, gangs one a worker, unless a cluster runs them.
+
+    Raises:
+        ValueError: there is none that LNS kernels can run on, or there are too few.
+    """
+    on_gpu = [trial for trial in plan.trials if trial.config.device == "cuda"]
+    if plan.study.executor == "packed":
+        _check_shares(on_gpu)
+    if on_gpu and plan.study.address is None:
+        import torch
+
+        from trainers.training.device import check_device
+
+        try:
+            check_device("cuda")
+        except ValueError as error:
+            raise ValueError(f"row {on_gpu[0].row!r}: {error}") from None
+        largest = max(on_gpu, key=lambda trial: trial.config.workers)
+        have, need = torch.cuda.device_count(), largest.config.workers
+        if need > max(have, 1):
+            raise ValueError(
+                f"row {largest.row!r}: workers={need} with device=cuda: every worker computes on a GPU of its own, and this machine has "
+                f"{have}; use workers={have}, or address=... for a cluster that has more"
+            )
+
+
+def check_elastic(plan: Plan) -> None:
+    """Only Ray Train changes the number of workers of a running trial.
+
+    Raises:
+        ValueError: another executor is to do so.
+    """
+    for trial in plan.trials:
+        if trial.config.min_workers is not None and plan.study.executor != "train":
+            raise ValueError(
+                f"row {trial.row!r}: min_workers={trial.config.min_workers}: only Ray Train changes the number of workers of a running "
+                "trial; use executor=train, or leave out trial.min_workers"
+            )
+
+
+def _check_shares(on_gpu: list[PlannedTrial]) -> None:
+    for trial in on_gpu:
+        if trial.config.gpus is not None and trial.config.gpus < 1 / MOST:
+            raise ValueError(
+                f"row {trial.row!r}: gpus={trial.config.gpus:g} with executor=packed: at most {MOST} trials share a process; use "
+                f"trial.gpus={1 / MOST:g} or more, or executor=auto"
+            )
+
+
+def check_address(address: str | None) -> None:
+    """Something must listen at a cluster's host and port; ``auto`` and other names are left to Ray.
+
+    Raises:
+        ValueError: nothing does.
+    """
+    host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(
+            f"address={address!r}: no Ray cluster answers ({error}); start one with `ray start --head`, correct the address, or leave it "
+            "out for a local one"
+        ) from None
+
+
+def describe_data(plan: Plan) -> dict[DataConfig, DatasetInfo]:
+    """Check the files of each distinct data set and describe it (name, source, digest, sizes); a search without trials yet has its rows'.
+
+    Raises:
+        ValueError: files are missing, corrupt or too few.
+    """
+    from trainers.data import prepare  # loads torch
+
+    used = [trial.config.data for trial in plan.trials] or [Base(plan.study, row).data for row in plan.rows]
+    distinct: dict[DataConfig, None] = dict.fromkeys(used)
+    return {config: prepare(config) for config in distinct}
+
+
+def check_trials(plan: Plan, data: dict[DataConfig, DatasetInfo], node: Node | None = None) -> Plan:
+    """What the data and the number format forbid a trial: too large a batch, a learning rate that underflows.
+
+    Args:
+        node: see :func:`preflight`.
+
+    Returns:
+        The plan without the sampled configurations that are forbidden something.
+
+    Raises:
+        ValueError: the first trial that could only fail, if it was not sampled, or if nothing is left.
+    """
+    kept: list[PlannedTrial] = []
+    excluded: dict[tuple[str, int], Excluded] = {}
+    reasons = _why_not([(trial.config, data[trial.config.data]) for trial in plan.trials], node)
+    for trial, reason in zip(plan.trials, reasons, strict=True):
+        if reason is None:
+            kept.append(trial)
+        elif trial.number is None:
+            raise ValueError(f"row {trial.row!r}: {reason}")
+        else:
+            excluded[trial.row, trial.number] = Excluded(row=trial.row, params=trial.params, reason=reason)
+    if plan.trials and not kept:
+        raise ValueError(f"no point of the space makes a trial that can run; the first: {next(iter(excluded.values()))}")
+    return dataclasses.replace(plan, trials=tuple(kept), excluded=(*plan.excluded, *excluded.values()))
+
+
+def _why_not(trials: list[tuple[TrialConfig, DatasetInfo]], node: Node | None) -> list[str | None]:
+    """Why each could only fail, or None; asked of a worker process where there is a node, as it has loaded what that takes."""
+    if node is not None and trials:
+        node.start(CHECKING, {"CUDA_VISIBLE_DEVICES": ""}, 1)
+        node.send(CHECKING, pickle.dumps(Message(CHECK, payload=trials)))
+        message = Message("")
+        while message.kind not in (CHECKED, DIED):
+            for _, content in node.events(CONNECT_SECONDS):
+                message = pickle.loads(content)
+        node.kill(CHECKING)
+        if message.kind == CHECKED:
+            return list(message.payload)
+    from trainers.workers.worker_process import why_not  # loads torch
+
+    return [why_not(config, info) for config, info in trials]
+
+
+def check_same_name(study: StudyConfig, before: StudyState) -> None:
+    """The study's folder must not be that of a study with another name; names that differ only in what a folder cannot hold share one.
+
+    Raises:
+        ValueError: it is.
+    """
+    known = before.plan["study"]["name"] if before.plan else study.name
+    if known != study.name:
+        raise ValueError(
+            f"name={study.name!r}: its folder {study.folder} is that of the study {known!r}; two studies must not share one; choose "
+            f"another name, or continue that study with name={shlex.quote(known)}"
+        )
+
+
+def check_same_data(data: list[dict[str, Any]], before: StudyState) -> None:
+    """A resumed study must see the bytes it began with.
+
+    Raises:
+        ValueError: a data set of the same name had other files.
+    """
+    if found := different_data(data, before.plan.get("data", [])):
+        now, then = found
+        raise ValueError(
+            f"data {now['name']!r} in {now['root']}: sha256 {now['digest'][:12]} differs from {then['digest'][:12]}, on which this study "
+            "began; restore the files, or start a new study with name=..."
+        )

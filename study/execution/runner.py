@@ -1,0 +1,175 @@
+"""Run a plan: trials go from the agenda to processes wherever there is room, and what comes of them goes into the ledger.
+
+The loop (:class:`~study.execution.loop.Loop`) has one place where things happen: it hands trials out, hears what processes say,
+writes it into the ledger, and only then acts on it. What is left to do the ledger decides, what comes next the
+:class:`~study.search.agenda.Agenda`, which trials end early the :class:`~study.execution.schedulers.Scheduler` (Ray Tune's),
+where a trial fits the :class:`~study.execution.pool.Pool`, and when to hold or end it all the
+:class:`~study.execution.control.Control`. Trials that the ledger calls finished are left out, interrupted ones begin at the last
+whole checkpoint that is still on disk.
+
+Ctrl-C asks the control to cancel, as ``lns-study cancel`` does: every process is ended, and checkpoints keep what they had done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from study.config import StudyConfig
+from study.execution.control import Control
+from study.execution.leases import (
+    Cluster,
+    Local,
+    OfRay,
+)
+from study.execution.loop import Loop
+from study.execution.pool import Machines, Pool
+from study.execution.ray_session import Session, ray_session
+from study.ledger.log import Ledger
+from study.ledger.state import StudyState
+from study.manage.extend import continuations
+from study.plan.plan import Plan, PlannedTrial
+from study.plan.resources import local_cpus
+from study.search.agenda import Agenda
+from trainers.config import TrialConfig
+from trainers.workers.node import Node
+from trainers.workers.resources import (
+    WorkerResources,
+    cpus_of,
+    gpus_of,
+)
+
+DATA_SETS = 4
+"""So many are kept in memory."""
+LOG = "workers.log"
+"""In the study's folder: what the trials' processes print."""
+
+
+def run_plan(
+    plan: Plan,
+    ledger: Ledger,
+    state: StudyState,
+    control: Control,
+    only: Collection[str] | None = None,
+    node: Node | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Run what is left of a plan; returns when every trial has ended, or ``control`` ends the study before.
+
+    Args:
+        plan: the trials.
+        ledger: takes every event.
+        state: what the ledger holds already; says what is left.
+        control: asked what to do, all the time.
+        only: ids of the trials to run; None for all.
+        node: this machine's, if there is one already; closed here.
+        say: prints a line for the user.
+
+    Raises:
+        UserError: ``address`` names no Ray cluster.
+        KeyboardInterrupt: Ctrl-C; every trial's process has ended.
+    """
+
+    def enter(trial: PlannedTrial) -> None:
+        ledger.append("added", planned=trial.to_dict())
+        if plan.study.search.population:
+            continuations(ledger, state, [state.known[trial.id]])
+
+    agenda = Agenda(plan, state, enter, only)
+    if not agenda.exhausted:
+        with _interrupts(control), control.watch_storage(), _pool(plan, agenda, node, say) as (pool, ray, find):
+            Loop(plan.study, agenda, ledger, state, control, pool, ray, find, say).run()
+    if control.interrupted:
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def _pool(
+    plan: Plan, agenda: Agenda, node: Node | None, tell: Callable[[str], None]
+) -> Iterator[tuple[Pool, Session | None, Callable[[], Machines] | None]]:
+    """What runs the study's trials, its Ray if it needs one, and what finds machines anew where Ray was lost, if they are
+    Ray's."""
+    study = plan.study
+    with ExitStack() as stack:
+        said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        pool, session = Pool(said), None
+        if needs_ray(study):
+            tell(f"Joining the Ray cluster at {study.address} ..." if study.address else "Starting Ray on this machine ...")
+            gpus = len(_local_gpus(agenda, study)) if study.address is None else 0
+            session = stack.enter_context(ray_session(study, gpus=gpus, dashboard=study.executor == "train"))
+        stack.callback(pool.close)
+        data = _data_of(agenda, study)
+
+        def heard(*what: Any) -> None:
+            said.put(what)
+
+        def on_cluster() -> Machines:
+            assert session is not None
+            trials = [trial.config.to_dict() for trial in agenda.trials] or [study.trial.to_dict()]
+            count = min(study.max_concurrent or plan.size, plan.size)
+            largest = [WorkerResources.of(TrialConfig.from_dict(values)).bundles[0] for values in trials]
+            unit = max(each["CPU"] for each in largest), math.ceil(max(each.get("GPU", 0.0) for each in largest))
+            most = count * max(map(cpus_of, trials)), count * max(map(gpus_of, trials))
+            return Cluster(unit, most, (study.folder / LOG, data), heard, session.nodes)
+
+        def here() -> Machines:
+            own = node or Node()
+            own.log(study.folder / LOG)
+            own.load(data)
+            if study.executor == "train" and session is not None:
+                return OfRay(own, heard, session.resources)
+            return Local(local_cpus(study), _local_gpus(agenda, study), own, heard)
+
+        find = on_cluster if study.address is not None and study.executor != "train" else here
+        pool.use(find())
+        yield pool, session, on_cluster if find is on_cluster else None
+
+
+def _data_of(agenda: Agenda, study: StudyConfig) -> list[dict[str, Any]]:
+    """The data sets of the trials that run first, for every machine to load once."""
+    used = [trial.config.data for trial in agenda.trials] or [study.trial.data]
+    return [dataclasses.asdict(config) for config in list(dict.fromkeys(used))[:DATA_SETS]]
+
+
+def needs_ray(study: StudyConfig) -> bool:
+    """Whether anything of the study is Ray's: a cluster, Ray Train, or the actors of a parameter server."""
+    return study.address is not None or study.executor == "train" or '"asynchronous"' in json.dumps(study.to_dict())
+
+
+def _local_gpus(agenda: Agenda, study: StudyConfig) -> list[str]:
+    """Names of this machine's GPUs, where a trial may use them."""
+    if '"cuda"' not in json.dumps(study.to_dict()) and not any(trial.config.device == "cuda" for trial in agenda.trials):
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name]
+    import torch
+
+    return [str(index) for index in range(torch.cuda.device_count())]
+
+
+@contextmanager
+def _interrupts(control: Control) -> Iterator[None]:
+    """The first Ctrl-C asks ``control`` to cancel, the second is an ordinary one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def cancel(*_: object) -> None:
+        control.interrupted = True
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, cancel)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,109 @@
+"""Which trials end early: Ray Tune's schedulers, asked after every epoch, and fed again from the ledger where a study is
+continued.
+
+They decide and do nothing else: trials are stubs to them, and who asks (:mod:`study.execution.runner`,
+:mod:`study.execution.simulate`) acts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from study.config import SearchConfig
+from study.ledger.state import ENDED, StudyState
+
+BRACKETS = 3
+"""Of hyperband: how many ways of trading the number of trials for their length it mixes, as far as the epochs allow."""
+
+
+class Scheduler:
+    """Ends trials early, by the study's first objective.
+
+    Args:
+        search: the study's.
+        epochs: of the longest trial.
+    """
+
+    def __init__(self, search: SearchConfig, epochs: int) -> None:
+        self._metric, mode = next(iter(search.objectives.items()))
+        self._tune = _make(search, self._metric, mode, epochs)
+        self._stubs: dict[str, _Stub] = {}
+
+    def ends(self, trial: str, epoch: int, metrics: dict[str, float], seconds: float = 0.0) -> bool:
+        """Whether a trial ends after this epoch; one whose metric is no longer a finite number does.
+
+        Args:
+            seconds: that the trial has trained.
+        """
+        value = metrics.get(self._metric)
+        if value is None:
+            return False
+        if not math.isfinite(value):
+            return True
+        result = {"epoch": epoch, self._metric: value, "time_total_s": seconds}
+        return str(self._tune.on_trial_result(_ALONE, self._stub(trial), result)) == "STOP"
+
+    def note_end(self, trial: str, epoch: int, metrics: dict[str, float], seconds: float = 0.0) -> None:
+        """A trial has ended with this epoch, early or not."""
+        if (value := metrics.get(self._metric)) is not None:
+            result = {"epoch": epoch, self._metric: value, "time_total_s": seconds}
+            self._tune.on_trial_complete(_ALONE, self._stub(trial), result)
+            del self._stubs[trial]
+
+    def replay(self, state: StudyState) -> None:
+        """Take in every epoch of the trials that ended in earlier runs; the rest report again or go on."""
+        for trial in state.trials:
+            values = trial.metric(self._metric)
+            if trial.status not in ENDED or not values:
+                continue
+            last = max(values)
+            for epoch, value in values.items():
+                if epoch < last:
+                    self.ends(trial.id, epoch, {self._metric: value}, float(epoch))
+            self.note_end(trial.id, last, {self._metric: values[last]}, float(last))
+
+    def _stub(self, trial: str) -> _Stub:
+        if trial not in self._stubs:
+            self._stubs[trial] = _Stub(trial)
+            self._tune.on_trial_add(_ALONE, self._stubs[trial])
+        return self._stubs[trial]
+
+
+@dataclass(eq=False)
+class _Stub:
+    """A trial as Tune's schedulers see it, the same object every time."""
+
+    trial_id: str
+    status: str = "RUNNING"
+    last_result: dict[str, Any] = field(default_factory=dict)
+
+
+_ALONE = SimpleNamespace(get_live_trials=list)
+"""Tune's controller, as far as a scheduler asks it: no trial waits for which another should be paused."""
+
+
+def make_scheduler(search: SearchConfig, state: StudyState) -> Scheduler | None:
+    """For ``search.scheduler``, fed with what ``state`` holds; None where nothing ends trials early."""
+    if not search.ends_early:
+        return None
+    epochs = max((int(trial["config"]["epochs"]) for trial in state.plan["trials"]), default=state.config.trial.epochs)
+    scheduler = Scheduler(search, epochs)
+    scheduler.replay(state)
+    return scheduler
+
+
+def _make(search: SearchConfig, metric: str, mode: str, epochs: int) -> Any:
+    from ray.tune.schedulers import ASHAScheduler, MedianStoppingRule
+
+    common = {"time_attr": "epoch", "metric": metric, "mode": mode}
+    grace = min(search.grace_period, epochs)
+    if search.scheduler == "median":
+        return MedianStoppingRule(**common, grace_period=grace, min_samples_required=3)
+    eta = search.reduction_factor
+    brackets = max(1, min(BRACKETS, 1 + int(math.log(epochs / grace, eta)))) if search.scheduler == "hyperband" else 1
+    return ASHAScheduler(
+        **common, max_t=epochs, grace_period=grace, reduction_factor=eta, brackets=brackets, stop_last_trials=False
+    )

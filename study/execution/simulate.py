@@ -1,0 +1,132 @@
+"""What a study would do on machines that one does not have: a discrete-event simulation of agenda, scheduler and trials.
+
+Trials start where a slot is free, take their seconds an epoch, report, and are ended by the study's own scheduler (Ray Tune's, fed by the
+same reports). Nothing trains: a trial's errors are those of a recorded one with the same id, or else of a synthetic curve
+``a + b epoch^-c`` whose a, b, c come from the trial's id alone. Reports at one time are taken in the order in which their trials began.
+
+Told: makespan, utilisation of the slots (or their idle share), trials ended early, epochs computed and saved, and the load on the tracking
+store (requests: three a trial, reports come with them). Not modelled: starting Ray, failures, adaptive proposals (trials are drawn at
+random instead).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import heapq
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+
+from study.ledger.state import FINISHED, StudyState
+from study.plan.identity import like
+from study.plan.plan import Plan, PlannedTrial
+
+REQUESTS_A_TRIAL = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What came of one number of slots.
+
+    Attributes:
+        slots: trials at a time.
+        makespan: seconds from the first trial's start to the last one's end.
+        idle: share of the slots' time in which none trained.
+        epochs, saved: computed, and not computed because trials were ended early.
+        early: trials ended early.
+        requests: to the tracking store a second, on average.
+    """
+
+    slots: int
+    makespan: float
+    idle: float
+    epochs: int
+    saved: int
+    early: int
+    requests: float
+
+
+def simulate(plan: Plan, slots: int, seconds: Callable[[PlannedTrial], float], error: Callable[[PlannedTrial, int], float],
+             start_seconds: float = 0.05) -> Simulation:  # fmt: skip
+    """Run a plan's trials on ``slots``.
+
+    Args:
+        seconds: of an epoch of a trial.
+        error: of a trial after an epoch, the scheduler's metric.
+        start_seconds: from one trial to the next in a slot.
+    """
+    from study.execution.schedulers import make_scheduler
+
+    search = plan.study.search
+    state = StudyState()
+    state.apply({"event": "planned", "time": 0.0, **plan.to_event(), "data": []})
+    scheduler = make_scheduler(search, state)
+    metric = next(iter(search.objectives))
+    order = itertools.count()
+    waiting = iter(plan.trials)
+    events: list[tuple[float, int, int, PlannedTrial]] = []
+    busy = now = 0.0
+    epochs = saved = early = 0
+
+    def begin(at: float) -> None:
+        trial = next(waiting, None)
+        if trial is not None:
+            heapq.heappush(events, (at + start_seconds + seconds(trial), next(order), 1, trial))
+
+    for _ in range(min(slots, len(plan.trials))):
+        begin(0.0)
+    while events:
+        now, number, epoch, trial = heapq.heappop(events)
+        busy += seconds(trial)
+        epochs += 1
+        metrics, last = {metric: error(trial, epoch)}, epoch == trial.config.epochs
+        ends = scheduler is not None and not last and scheduler.ends(trial.id, epoch, metrics, now)
+        if scheduler is not None and (ends or last):
+            scheduler.note_end(trial.id, epoch, metrics, now)
+        if ends or last:
+            early, saved = early + ends, saved + trial.config.epochs - epoch
+            begin(now)
+        else:
+            heapq.heappush(events, (now + seconds(trial), number, epoch + 1, trial))
+    return Simulation(
+        slots=slots,
+        makespan=now,
+        idle=1 - busy / (slots * now) if now else 0.0,
+        epochs=epochs,
+        saved=saved,
+        early=early,
+        requests=REQUESTS_A_TRIAL * len(plan.trials) / now if now else 0.0,
+    )
+
+
+def recorded_seconds(plan: Plan, states: Sequence[StudyState], default: float) -> Callable[[PlannedTrial], float]:
+    """Seconds an epoch from finished trials that computed alike; for trials unlike any, the mean of the plan's others, or ``default``."""
+    found: dict[str, list[float]] = {}
+    for state in states:
+        for trial in state.known.values():
+            if trial.status == FINISHED and trial.took:
+                found.setdefault(like(trial.config), []).append(trial.seconds / len(trial.took))
+    of_plan = {trial.id: found.get(like(trial.config.to_dict()), []) for trial in plan.trials}
+    known = {key: statistics.median(values) for key, values in of_plan.items() if values}
+    mean = statistics.fmean(known.values()) if known else default
+    return lambda trial: known.get(trial.id, mean)
+
+
+def recorded_errors(states: Sequence[StudyState], metric: str) -> Callable[[PlannedTrial, int], float]:
+    """A trial's recorded metric, as far as it was recorded; a synthetic curve else."""
+    known = {trial.id: trial.metric(metric) for state in states for trial in state.known.values()}
+
+    def error(trial: PlannedTrial, epoch: int) -> float:
+        curve = known.get(trial.id, {})
+        return curve[epoch] if epoch in curve else synthetic(trial.id, epoch)
+
+    return error
+
+
+def synthetic(key: str, epoch: int) -> float:
+    """``a + b epoch^-c`` with a in 0.02 .. 0.2, b in 0.1 .. 0.8, c in 0.3 .. 1.5, from the hash of ``key``."""
+    digest = hashlib.sha256(key.encode()).digest()
+    a, b, c = (int.from_bytes(digest[4 * i : 4 * i + 4]) / 2**32 for i in range(3))
+    return 0.02 + 0.18 * a + (0.1 + 0.7 * b) * math.pow(epoch, -(0.3 + 1.2 * c))

@@ -1,0 +1,418 @@
+"""The ledger: what happened in a study, one JSON object a line, appended and fsynced before anyone acts on it.
+
+It is the truth. MLflow and the report are made from it and can be made again. Events, each with ``event`` and ``time`` (seconds
+since 1970)::
+
+    planned     a run of the study begins: config, trials, data, code
+    capacity    CPUs, GPUs and machines that the run has now    cpus, gpus, nodes
+    started     a trial was given to processes, or again        trial, slots (one a rank), hosts, cpus, gpus
+    report      a trial finished an epoch                       trial, epoch, metrics, pid, host
+    checkpoint  a trial's state is on disk                      trial, epoch, path
+    restarted   a trial's process died and will be restarted    trial, error
+    relieved    a trial ran out of memory; once more with other keys   trial, error, relief
+    damaged     a trial's checkpoint could not be read          trial, error
+    finished    a trial is done                                 trial, metrics (test/...)
+    stopped     the scheduler ended a trial early               trial, by
+    failed      a trial is given up                             trial, error
+    added       an adaptive search proposed a trial             planned
+    edited      limits were changed while the study ran         limits
+    ended       the run is over                                 outcome: finished, failed, stopped or interrupted
+    repaired    `doctor --repair` wrote the ledger again        damaged (the file kept), lost (in words)
+    lost        a plan was here that nobody knows any more      what
+
+What was taken over from another study or a shorter trial names it under ``source``, has the time at which it happened there, and says in
+which ``commits``; a report how many ``seconds`` the epoch took. What a repair restored names where it was found under ``recovered``.
+Times of one writer are as far apart as its events were, whatever the machine's clock is set to meanwhile.
+
+A restarted trial repeats the epochs since its checkpoint, bit for bit; the ledger keeps the first report of each. A machine
+that dies while a line is written leaves a torn last line: readers skip it, the next writer drops it. Any other line that is not as it
+was written is damage (:mod:`study.ledger.lines`): readers leave it out and say so, and nobody writes on before it is repaired.
+
+Limits: one writer at a time: a lock file says who writes, on which host, or how many lines the last one left; local or NFS storage
+with working fsync and locks.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, TypeAlias
+
+from study.errors import UserError
+from study.ledger.lines import (
+    HEADER,
+    VERSION,
+    Damage,
+    Event,
+    Lines,
+    seal,
+    unseal,
+)
+from study.program import STORAGE, lns_study
+
+FILE = "ledger.jsonl"
+LOCK = "ledger.lock"
+LOCK_ATTEMPTS = 6
+ID_LENGTH = 12
+"""Hex digits of a ledger's id."""
+BUSY = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+"""Errors of a lock that say that another process has it."""
+SHOWN = 3
+
+Listener: TypeAlias = Callable[[Event], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What a study's folder has of its ledger.
+
+    Attributes:
+        events: the whole ones in order, headers and repeated reports left out; ``numbers`` are theirs.
+        damage: where the ledger is not as it was written.
+        id: the ledger's, "" if no whole line tells.
+        number: of the last line.
+        checked: whether it is of version 2.
+    """
+
+    events: list[Event]
+    numbers: list[int]
+    damage: list[Damage]
+    id: str
+    number: int
+    checked: bool
+
+
+def open_ledger(folder: Path) -> Contents:
+    """Everything in the ledger of a study's folder; nothing if there is none."""
+    closed = _closed_at(folder / LOCK)  # before the ledger, which may grow meanwhile
+    with suppress(FileNotFoundError):
+        return _contents((folder / FILE).read_bytes(), closed)
+    return _contents(b"", closed)
+
+
+def read_ledger(folder: Path) -> list[Event]:
+    """Every whole event of a study's folder, in order, repeated reports dropped; empty if there is no ledger."""
+    return open_ledger(folder).events
+
+
+def describe_damage(damage: list[Damage]) -> str:
+    """The first of the damaged places, and how many more there are."""
+    more = f"; and {len(damage) - SHOWN} more" if len(damage) > SHOWN else ""
+    return "; ".join(map(str, damage[:SHOWN])) + more
+
+
+def how_to_repair(folder: Path) -> str:
+    """The command that mends the ledger in ``folder``."""
+    usual = folder.parent == Path(STORAGE).resolve()
+    return lns_study("doctor", folder.name, "--repair", storage=STORAGE if usual else str(folder.parent))
+
+
+class Follower:
+    """Reads a ledger that another process writes, from its beginning and then whatever has been added.
+
+    Args:
+        folder: the study's; the ledger may not be there yet.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._position, self._lines = folder / FILE, 0, Lines()
+        self._seen: set[tuple[object, ...]] = set()
+
+    def poll(self) -> list[Event]:
+        """The whole events since the last call, repeated reports dropped. A line without its end is left for the next call."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                content = file.read()
+        except FileNotFoundError:
+            return []
+        whole = content.rfind(b"\n") + 1
+        self._position += whole
+        read = [entry for line in content[:whole].split(b"\n")[:-1] if (entry := self._lines.read(line)) is not None]
+        return [event for _, event in read if _is_new(event, self._seen)]
+
+
+class Ledger:
+    """The one writer of a study's ledger; listeners hear every event after it is on disk.
+
+    Args:
+        folder: the study's; made if missing.
+
+    Attributes:
+        broken: why the file could not be written; from then on nothing is, so that what it holds has no gaps.
+        id: random, made once a ledger; tells its checkpoints and MLflow runs from those of the same study run elsewhere.
+        history: the events before this writer.
+
+    Raises:
+        ValueError: another process is writing it, the storage has no locks, or the ledger is damaged.
+        OSError: the folder cannot be written.
+    """
+
+    broken: OSError | None = None
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self._lock = folder, take_lock(folder)
+        try:
+            contents = open_ledger(folder)
+            _refuse_damage(folder, contents.damage)
+            self._file = _open_for_append(folder / FILE)
+            write_lock(self._lock, _ourselves())
+        except BaseException:
+            self._lock.close()
+            raise
+        self.history, self.id = contents.events, contents.id or new_id()
+        self._number, self._headed = contents.number, contents.checked
+        self._seen: set[tuple[object, ...]] = set()
+        for event in self.history:
+            _is_new(event, self._seen)
+        self._listeners: list[Listener] = []
+        self._last = b""
+        self._since = time.time() - time.monotonic()  # a clock that is set meanwhile moves no event
+
+    def listen(self, listener: Listener) -> None:
+        """Call ``listener`` with every event from now on, in the writer's thread; it must be quick and not raise."""
+        self._listeners.append(listener)
+
+    def append(self, event: str, **values: Any) -> bool:
+        """Write one event, stamped with the time; False, and nothing written, if it repeats a known report.
+
+        Raises:
+            OSError: it cannot be written, or one before it could not.
+        """
+        return bool(self.append_all([{"event": event, **values}]))
+
+    def append_all(self, events: list[Event]) -> list[Event]:
+        """Write several events at once, stamped with the time, and hear of them once all are on disk; those that were new.
+
+        Raises:
+            OSError: they cannot be written, or one before them could not.
+        """
+        if self.broken is not None:
+            raise self.broken
+        now = self._since + time.monotonic()
+        records = [record for event in events if _is_new(record := {"event": event["event"], "time": now, **event}, self._seen)]
+        if not records:
+            return []
+        header = [] if self._headed else [make_header(self.id, now)]
+        try:
+            self._write(b"".join(seal(record, self._number + place) for place, record in enumerate([*header, *records], 1)))
+        except OSError as error:
+            self.broken = error
+            raise
+        self._number, self._headed = self._number + len(header) + len(records), True
+        for record in records:
+            for listener in self._listeners:
+                listener(record)
+        return records
+
+    def _write(self, lines: bytes) -> None:
+        """The whole lines on disk, or none of them."""
+        start = self._file.tell()
+        try:
+            try:
+                _write_all(self._file, lines)
+            except OSError as error:
+                if error.errno != errno.ESTALE:
+                    raise
+                self._open_again(start, error)
+                _write_all(self._file, lines)
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(start)
+            raise
+        self._last = lines
+
+    def _open_again(self, end: int, stale: OSError) -> None:
+        """The file anew after its server forgot it, where that is safe: the lock is ours again, and the file ends as we left it.
+
+        Raises:
+            OSError: ``stale``: it is not.
+        """
+        with suppress(OSError):
+            self._lock.close()
+        try:
+            self._lock = take_lock(self.folder)
+        except ValueError:
+            raise stale from None
+        write_lock(self._lock, _ourselves())
+        content = (self.folder / FILE).read_bytes()
+        if not content[:end].endswith(self._last) or len(content) < end:
+            raise stale
+        self._file = _open_for_append(self.folder / FILE)
+        self._file.truncate(end)
+
+    def close(self) -> None:
+        """Close the file, note how many lines it has, and give the lock up; a second call does nothing."""
+        self._file.close()
+        if not self._lock.closed:
+            with suppress(OSError):  # of a full storage: the note is missed by nobody else
+                write_lock(self._lock, {"lines": self._number} if self.broken is None else {})
+            self._lock.close()
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def new_id() -> str:
+    """A random id of a ledger."""
+    return uuid.uuid4().hex[:ID_LENGTH]
+
+
+def make_header(id_: str, time_: float) -> Event:
+    """The line with which a ledger, or a part of one, begins."""
+    return {
+        "event": HEADER,
+        "time": time_,
+        "version": VERSION,
+        "id": id_,
+        "made_by": f"lns-study {metadata.version('lns-study')}",
+    }
+
+
+def _contents(content: bytes, closed: int) -> Contents:
+    lines = Lines()
+    whole = content.rfind(b"\n") + 1
+    last = [content[whole:]] if unseal(content[whole:])[1] is not None else []  # but for its end, which a crash took
+    read = [entry for line in [*content[:whole].split(b"\n")[:-1], *last] if (entry := lines.read(line)) is not None]
+    lines.end(closed)
+    seen: set[tuple[object, ...]] = set()
+    kept = [(number, event) for number, event in sorted(read, key=lambda entry: entry[0]) if _is_new(event, seen)]
+    return Contents(
+        events=[event for _, event in kept], numbers=[number for number, _ in kept], damage=lines.damage, id=lines.id,
+        number=lines.number, checked=lines.checked,
+    )  # fmt: skip
+
+
+def _refuse_damage(folder: Path, damage: list[Damage]) -> None:
+    if damage:
+        raise ValueError(
+            f"{folder / FILE} is damaged: {describe_damage(damage)}; nothing was started; `{how_to_repair(folder)}` keeps this file beside "
+            "the new one and restores what checkpoints and MLflow know"
+        )
+
+
+def _is_new(event: Event, seen: set[tuple[object, ...]]) -> bool:
+    """False for the second report of an epoch; remembers the first in ``seen``."""
+    if event["event"] != "report":
+        return True
+    key = (event.get("trial"), event.get("epoch"))
+    if key in seen:
+        return False
+    seen.add(key)
+    return True
+
+
+def _open_for_append(path: Path) -> io.FileIO:
+    """The file, at the start of a line whatever a crash left, its name on disk too."""
+    file = path.open("ab", buffering=0)
+    if file.tell() and not (content := path.read_bytes()).endswith(b"\n"):
+        start = content.rfind(b"\n") + 1
+        if unseal(content[start:])[1] is None:
+            file.truncate(start)
+        else:
+            file.write(b"\n")
+    sync_folder(path.parent)
+    return file
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def _write_all(file: io.FileIO, content: bytes) -> None:
+    while content:
+        content = content[file.write(content) :]
+    os.fsync(file.fileno())
+
+
+# -------------------------------------------------------------------------------------------------------------------- lock
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process writes the ledger in ``folder`` now, on this machine or, where the storage's locks reach that far, on another."""
+    try:
+        with (folder / LOCK).open(encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in BUSY  # a storage without locks lets nobody write
+    return False
+
+
+def take_lock(folder: Path) -> IO[str]:
+    """The lock of the ledger in ``folder``, as a file; what it says is left as it is.
+
+    Raises:
+        ValueError: another process has it, or the storage gives none.
+    """
+    for attempt in range(LOCK_ATTEMPTS):  # over the moments in which is_locked looks at it
+        lock = (folder / LOCK).open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.close()
+            if error.errno not in (*BUSY, errno.ESTALE):
+                raise no_locks(folder, error) from None
+            time.sleep(0.05 if attempt + 1 < LOCK_ATTEMPTS else 0)
+        else:
+            return lock
+    raise ValueError(
+        f"{folder}: {_describe_owner(folder / LOCK)} is running this study; only one may write its ledger; wait for it, or give this one "
+        "another name with name=..."
+    )
+
+
+def no_locks(folder: Path, error: OSError) -> UserError:
+    """What to tell where a lock in ``folder`` fails for another reason than that somebody has it."""
+    return UserError(
+        f"{folder}: its storage gives no lock ({error.strerror}), so that two processes could write one file; mount it with locks, or "
+        "choose another storage with storage=..."
+    )
+
+
+def _ourselves() -> dict[str, Any]:
+    return {"pid": os.getpid(), "host": socket.gethostname()}
+
+
+def write_lock(lock: IO[str], note: dict[str, Any]) -> None:
+    """Have the lock file say ``note``: ``pid`` and ``host`` of who writes, or how many ``lines`` were left."""
+    lock.truncate(0)
+    lock.write(json.dumps(note))
+    lock.flush()
+
+
+def _read_lock(path: Path) -> dict[str, Any]:
+    """What the lock file says; version 1 wrote the process alone."""
+    try:
+        note = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return note if isinstance(note, dict) else {"pid": note}
+
+
+def _describe_owner(path: Path) -> str:
+    note = _read_lock(path)
+    return f"process {note.get('pid', 'unknown')}" + (f" on {note['host']}" if "host" in note else "")
+
+
+def _closed_at(path: Path) -> int:
+    """How many lines the last writer left, where it ended in order; 0 where nobody knows."""
+    return int(_read_lock(path).get("lines", 0))

@@ -1,0 +1,179 @@
+"""Which trial held which slots when: one run of a study, folded from its ledger's events.
+
+A *slot* is the place of one process. A trial of several workers has several; they are told by the lowest numbers that were free.
+A trial holds its slots, and with them CPUs and a share of GPUs, from ``started`` to whichever comes first of its ``finished``,
+``stopped``, ``failed``, ``restarted`` and ``relieved``, or to the end of the run: ``ended``, or the last event of a run that was
+killed.
+
+Each event costs the same however many came before. What the figures mean is in :mod:`study.results.utilisation`. Limits: reports
+of epochs that the ledger knows already (of a trial that was restarted) are not in it, so until the first new one a trial counts
+as starting; ledgers written before slots were noted have no intervals.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from study.ledger.lines import Event
+
+AGAIN = ("restarted", "relieved")
+"""Ends after which a trial waits to be started once more."""
+ENDS = ("finished", "stopped", "failed", *AGAIN)
+INTERRUPTED = "interrupted"
+"""How an interval ended where the run ended before the trial."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Interval:
+    """A trial holds slots; times in seconds since 1970.
+
+    Attributes:
+        hosts: the machine of each slot.
+        cpus, gpus: what all slots hold together.
+        waited: since when the trial waited for them.
+        end: None while it holds them.
+        how: the event that ended it, or ``interrupted``; "" while it holds them.
+        first, last: its first and last report of an epoch; None before.
+        epochs: reported.
+        alone, alone_seconds: epochs from one report to the next during which no other trial ran, and how long they took in all.
+    """
+
+    trial: str
+    row: str
+    slots: list[int]
+    hosts: list[str]
+    cpus: float
+    gpus: float
+    waited: float
+    begin: float
+    end: float | None = None
+    how: str = ""
+    first: float | None = None
+    last: float | None = None
+    epochs: int = 0
+    alone: int = 0
+    alone_seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """What the run had from ``time`` on."""
+
+    time: float
+    cpus: float
+    gpus: float
+    nodes: int
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One run of a study.
+
+    Attributes:
+        begin: when it was planned.
+        end: its last event.
+        over: whether that is its end, as far as the ledger knows.
+        most: trials at a time that the config allows; None for as many as fit.
+        rows: label of the row by trial.
+        capacity: each time it changed.
+        intervals: by their beginning.
+        running: those that hold slots now, by trial.
+    """
+
+    begin: float
+    end: float
+    over: bool = False
+    most: int | None = None
+    rows: dict[str, str] = field(default_factory=dict)
+    capacity: list[Capacity] = field(default_factory=list)
+    intervals: list[Interval] = field(default_factory=list)
+    running: dict[str, Interval] = field(default_factory=dict)
+    _waiting: dict[str, float] = field(default_factory=dict)
+    _alone_since: float | None = None
+
+    @staticmethod
+    def of(planned: Event) -> Run:
+        """The run that a ``planned`` event begins."""
+        return Run(
+            begin=planned["time"],
+            end=planned["time"],
+            most=planned.get("study", {}).get("max_concurrent"),
+            rows={trial["id"]: trial["row"] for trial in planned["trials"]},
+        )
+
+    def apply(self, event: Event) -> None:
+        """Take in the next event of the run; what was taken over from elsewhere was no work of this run."""
+        if "source" in event or self.over:
+            return
+        kind, time, trial = event["event"], event["time"], event.get("trial", "")
+        self.end = time
+        if kind == "capacity":
+            self.capacity.append(Capacity(time=time, cpus=event["cpus"], gpus=event["gpus"], nodes=event["nodes"]))
+        elif kind == "added":
+            self.rows[event["planned"]["id"]] = event["planned"]["row"]
+            self._waiting[event["planned"]["id"]] = time
+        elif kind == "started" and "slots" in event:
+            self._start(event)
+        elif kind == "report" and trial in self.running:
+            self._report(self.running[trial], time)
+        elif kind in ENDS and trial in self.running:
+            self._end(trial, time, kind)
+        elif kind == "ended":
+            self.close()
+
+    def close(self) -> None:
+        """Nothing comes any more."""
+        for trial in list(self.running):
+            self._end(trial, self.end, INTERRUPTED)
+        self.over = True
+
+    def _start(self, event: Event) -> None:
+        trial, time = event["trial"], event["time"]
+        if trial in self.running:
+            self._end(trial, time, INTERRUPTED)
+        interval = Interval(
+            trial=trial,
+            row=self.rows.get(trial, ""),
+            slots=event["slots"],
+            hosts=event["hosts"],
+            cpus=event["cpus"],
+            gpus=event["gpus"],
+            waited=self._waiting.pop(trial, self.begin),
+            begin=time,
+        )
+        self.intervals.append(interval)
+        self.running[trial] = interval
+        self._alone_since = time if len(self.running) == 1 else None
+
+    def _report(self, interval: Interval, time: float) -> None:
+        interval.epochs += 1
+        if interval.first is None or interval.last is None:
+            interval.first = time
+        elif self._alone_since is not None and self._alone_since <= interval.last:
+            interval.alone, interval.alone_seconds = interval.alone + 1, interval.alone_seconds + time - interval.last
+        interval.last = time
+
+    def _end(self, trial: str, time: float, how: str) -> None:
+        interval = self.running.pop(trial)
+        interval.end, interval.how = time, how
+        if how in AGAIN:
+            self._waiting[trial] = time
+        self._alone_since = time if len(self.running) == 1 else None
+
+
+def runs_of(events: list[Event]) -> list[Run]:
+    """All runs in a ledger, the oldest first."""
+    runs: list[Run] = []
+    for event in events:
+        follow(runs, event)
+    return runs
+
+
+def follow(runs: list[Run], event: Event) -> None:
+    """Take in the next event of a ledger; a ``planned`` one begins a run."""
+    if event["event"] == "planned":
+        if runs:
+            runs[-1].close()
+        runs.append(Run.of(event))
+    elif runs:
+        runs[-1].apply(event)

@@ -1,0 +1,267 @@
+"""The state of a study, folded from its ledger's events: what progress, tracking and the report look at.
+
+The last ``planned`` event says which trials belong to the study now; older ones stay in the ledger and count again if a later
+plan names them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from study.config import StudyConfig
+from study.config.keys import apply
+from study.ledger.lines import Event
+from study.ledger.slots import Run, follow
+from study.tracking_uri import without_password
+
+ALL, UNFINISHED, ONLY_FAILED = "all", "unfinished", "failed"
+"""Which trials a run takes on: all that have not finished, those of them that have not failed, or the failed ones alone."""
+
+PLANNED, RUNNING, FINISHED, FAILED, STOPPED = "planned", "running", "finished", "failed", "stopped"
+ENDED = (FINISHED, FAILED, STOPPED)
+"""What a trial stays at in this run of the study: done, given up, or ended early by the scheduler."""
+
+
+@dataclass(kw_only=True)
+class TrialState:
+    """What is known of one trial.
+
+    Attributes:
+        reports: the ledger's report event of each epoch.
+        test: final metrics, ``test/loss`` and ``test/error`` (a fraction); empty until finished.
+        checkpoints: paths, oldest first.
+        restarts: how often its process died and was started again.
+        commits: git commits of the runs that trained it, also in the study that it was taken over from.
+        number: of the configuration in its row; None where nothing is searched.
+        params: the sampled values by dotted key.
+        asked: what an adaptive search noted when it proposed the trial.
+        started, ended: seconds since 1970, or None.
+        ends: when it ended, and its ``seconds`` then, None where they are not known, each time: one that failed may have been retried.
+        took: seconds of each reported epoch, evaluation included; it lacks those of which nobody noted them.
+        seconds: their sum; ``spent`` of them in this trial and study, not in what was taken over.
+        source: the trial's id or the study's folder that epochs were taken over from, or "".
+        stopped_by: the scheduler that ended it early, or "".
+        relief: keys changed in ``config`` since it ran out of memory.
+    """
+
+    id: str
+    row: str
+    seed: int
+    config: dict[str, Any]
+    status: str = PLANNED
+    reports: dict[int, Event] = field(default_factory=dict)
+    test: dict[str, float] = field(default_factory=dict)
+    checkpoints: list[str] = field(default_factory=list)
+    restarts: int = 0
+    error: str = ""
+    commits: list[str] = field(default_factory=list)
+    number: int | None = None
+    params: dict[str, Any] = field(default_factory=dict)
+    asked: dict[str, Any] = field(default_factory=dict)
+    started: float | None = None
+    ended: float | None = None
+    ends: list[tuple[float, float | None]] = field(default_factory=list)
+    took: dict[int, float] = field(default_factory=dict)
+    spent: float = 0.0
+    source: str = ""
+    stopped_by: str = ""
+    relief: dict[str, Any] = field(default_factory=dict)
+    last_heard: float = 0.0
+
+    @property
+    def epochs(self) -> int:
+        """Epochs the trial is to train."""
+        return int(self.config["epochs"])
+
+    @property
+    def epoch(self) -> int:
+        """The last epoch reported; 0 before the first."""
+        return max(self.reports, default=0)
+
+    @property
+    def seconds(self) -> float:
+        """Spent in epochs that were reported, evaluation included, as far as it is known."""
+        return sum(self.took.values())
+
+    def metric(self, name: str, *, own: bool = False) -> dict[int, float]:
+        """One reported metric by epoch, ascending; ``own`` leaves out the epochs that were taken over."""
+        return {
+            epoch: float(self.reports[epoch]["metrics"][name])
+            for epoch in sorted(self.reports)
+            if name in self.reports[epoch]["metrics"] and not (own and "source" in self.reports[epoch])
+        }
+
+    def checkpoints_left(self) -> list[str]:
+        """The checkpoints that are still on disk, newest first, each once."""
+        return [path for path in dict.fromkeys(reversed(self.checkpoints)) if Path(path).exists()]
+
+
+@dataclass(kw_only=True)
+class StudyState:
+    """A study as far as its ledger tells.
+
+    Attributes:
+        plan: the last ``planned`` event.
+        known: every trial the ledger ever planned, by id.
+        limits: the study's limits as last edited; None if they are the config's.
+        outcome: of the last run: finished, failed, stopped, interrupted, or "" while it runs or after it was killed.
+        runs: which trials held which slots, the oldest run first.
+        damage: what is wrong with the ledger, in words; "" if nothing is.
+    """
+
+    plan: Event = field(default_factory=dict)
+    known: dict[str, TrialState] = field(default_factory=dict)
+    limits: dict[str, Any] | None = None
+    outcome: str = ""
+    runs: list[Run] = field(default_factory=list)
+    damage: str = ""
+    _early: dict[str, list[Event]] = field(default_factory=dict)
+
+    @property
+    def config(self) -> StudyConfig:
+        """The study's config as last planned."""
+        return StudyConfig.from_dict(self.plan["study"])
+
+    @property
+    def trials(self) -> list[TrialState]:
+        """The trials of the last plan, in its order."""
+        return [self.known[trial["id"]] for trial in self.plan.get("trials", [])]
+
+    @property
+    def run(self) -> Run | None:
+        """The last run that had something to run on; None in ledgers written before that was noted."""
+        return next((run for run in reversed(self.runs) if run.capacity), None)
+
+    def counts(self) -> dict[str, int]:
+        """The trials of the last plan by status."""
+        return dict(Counter(trial.status for trial in self.trials))
+
+    def rows(self) -> dict[str, list[TrialState]]:
+        """The trials of the last plan by row label, rows in the config's order."""
+        rows: dict[str, list[TrialState]] = {}
+        for trial in self.trials:
+            rows.setdefault(trial.row, []).append(trial)
+        return rows
+
+    def apply(self, event: Event) -> None:
+        """Fold one event in. Those of unknown kinds are ignored; those of unknown trials wait for the plan that names them, since the one
+        that did may have been lost."""
+        follow(self.runs, event)
+        if event["event"] == "planned":
+            self._plan(event)
+        elif event["event"] == "added":
+            self._add(event["planned"])
+            self.plan["trials"].append(event["planned"])
+        elif event["event"] == "edited":
+            self.limits = event["limits"]
+        elif event["event"] == "lost" and self.plan:
+            self.plan |= {"provenance": self.plan["provenance"] | {"commit": "unknown", "dirty": None}}
+        elif event["event"] == "ended":
+            self.outcome = event["outcome"]
+        elif (trial := self.known.get(event.get("trial", ""))) is not None:
+            _apply_to_trial(trial, self._with_origin(event), self.plan)
+        elif "trial" in event:
+            self._early.setdefault(event["trial"], []).append(event)
+
+    def _with_origin(self, event: Event) -> Event:
+        """An event with the seconds and the code of the trial that it was taken over from, which earlier versions did not write."""
+        origin = self.known.get(event.get("source", ""))
+        if origin is None or "commits" in event:
+            return event
+        return {"seconds": origin.took.get(event["epoch"]), "commits": origin.commits, **event}
+
+    def _plan(self, event: Event) -> None:
+        trials = {trial["id"]: trial for trial in event["trials"]}  # earlier versions let two rows plan the same trial
+        self.plan = event | {"trials": list(trials.values()), "study": shown(event["study"])}
+        self.outcome = ""
+        self.limits = None
+        for trial in event["trials"]:
+            self._add(trial, retry=event.get("only") != UNFINISHED)
+
+    def _add(self, trial: dict[str, Any], *, retry: bool = True) -> None:
+        if trial["id"] not in self.known:
+            state = self.known[trial["id"]] = TrialState(**trial)
+            for event in self._early.pop(trial["id"], []):
+                _apply_to_trial(state, event, {})
+        state = self.known[trial["id"]]
+        state.row, state.config = trial["row"], apply(trial["config"], state.relief)
+        state.number, state.params, state.asked = trial.get("number"), trial.get("params", {}), trial.get("asked", {})
+        if state.status not in (FINISHED, STOPPED) and (retry or state.status != FAILED):
+            state.status, state.error = PLANNED, ""
+
+
+def shown(study: dict[str, Any]) -> dict[str, Any]:
+    """A study's config without the password that ledgers of earlier versions have in it."""
+    uri = study.get("tracking_uri")
+    return study | {"tracking_uri": without_password(uri)} if uri else study
+
+
+def name_of(trial: TrialState) -> str:
+    """``lns12 #7, seed 0``."""
+    number = "" if trial.number is None else f" #{trial.number}"
+    return f"{trial.row}{number}, seed {trial.seed}"
+
+
+def fold(events: Iterable[Event]) -> StudyState:
+    """The state after ``events``."""
+    state = StudyState()
+    for event in events:
+        state.apply(event)
+    return state
+
+
+def _apply_to_trial(trial: TrialState, event: Event, plan: Event) -> None:
+    kind, time = event["event"], event["time"]
+    trial.source = event.get("source", trial.source)
+    if kind == "started":
+        trial.status, trial.started, trial.last_heard = RUNNING, trial.started or time, time
+        trained_by = (
+            [f"unknown, taken over from {event['source']}"] if "source" in event else [event.get("code") or code_of(plan)]
+        )
+        trial.commits = list(dict.fromkeys([*trial.commits, *event.get("commits", trained_by)]))
+    elif kind == "report":
+        if event["epoch"] not in trial.reports:
+            trial.reports[event["epoch"]] = event
+            _take_time(trial, event)
+        trial.commits = list(dict.fromkeys([*trial.commits, *event.get("commits", [])]))
+        trial.last_heard = time
+    elif kind == "checkpoint":
+        trial.checkpoints.append(event["path"])
+    elif kind == "restarted":
+        trial.restarts, trial.error = trial.restarts + 1, event["error"]
+    elif kind == "relieved":
+        trial.status, trial.error, trial.relief = PLANNED, event["error"], event["relief"]
+        trial.config = apply(trial.config, trial.relief)
+    elif kind == "finished":
+        trial.status, trial.test, trial.ended, trial.error = FINISHED, event["metrics"], time, ""
+    elif kind == "stopped":
+        trial.status, trial.stopped_by, trial.ended = STOPPED, event["by"], time
+    elif kind == "failed":
+        trial.status, trial.error, trial.ended = FAILED, event["error"], time
+    if kind in ENDED:
+        trial.ends.append((time, trial.seconds if trial.took.keys() == trial.reports.keys() else None))
+
+
+def _take_time(trial: TrialState, event: Event) -> None:
+    """What an epoch took; of one that was taken over only what the event says, its time is that of the copy where it says nothing."""
+    here = (
+        None if "source" in event else max(0.0, event["time"] - (trial.last_heard or event["time"]))
+    )  # another writer's clock may lag
+    seconds = event.get("seconds", here)
+    if seconds is not None:
+        trial.took[event["epoch"]] = seconds
+        trial.spent += 0.0 if "source" in event else seconds
+
+
+def code_of(plan: Event) -> str:
+    """The git commit of the code that made a plan."""
+    code = plan.get("provenance", {})
+    return f"{code.get('commit') or 'no git commit'}{' (modified)' if code.get('dirty') else ''}"
+
+
+EXTRA = ("samples_per_second",)
+"""Metrics beside those of a namespace (``train/loss``)."""

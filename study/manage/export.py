@@ -1,0 +1,75 @@
+"""A study's trials and epochs as CSV, JSON or Parquet."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from study.config.keys import flatten
+from study.ledger.state import StudyState, TrialState
+from study.results.objectives import objective
+
+EXPORTS = ("csv", "json", "parquet")
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
+"""With these begins what spreadsheets compute, and may so run (OWASP, "CSV injection")."""
+# ------------------------------------------------------------------------------------------------------------------ export
+
+
+def export_rows(state: StudyState, *, epochs: bool = False) -> list[dict[str, Any]]:
+    """Flat dicts, one a trial of the last plan (or one an epoch): identity, config under dotted keys, status, times, metrics."""
+    rows = []
+    for trial in state.trials:
+        base = _identity(trial)
+        if epochs:
+            rows += [base | {"epoch": epoch, **event["metrics"]} for epoch, event in sorted(trial.reports.items())]
+        else:
+            last = trial.reports[trial.epoch]["metrics"] if trial.reports else {}
+            derived = {name: objective(trial, name) for name in ("bits", "seconds")}
+            rows.append(
+                base | {"epoch": trial.epoch, **last, **trial.test, **derived, "restarts": trial.restarts, "error": trial.error}
+            )
+    return rows
+
+
+def _identity(trial: TrialState) -> dict[str, Any]:
+    config = {f"config.{key}": value for key, value in flatten(trial.config).items()}
+    return {"id": trial.id, "row": trial.row, "number": trial.number, "seed": trial.seed, "status": trial.status, **config}
+
+
+def export(state: StudyState, path: Path, form: str, *, epochs: bool = False) -> int:
+    """Write :func:`export_rows` to ``path`` as csv, json (lines) or parquet; the number of rows."""
+    rows = export_rows(state, epochs=epochs)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    if form == "parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
+        pyarrow.parquet.write_table(table, path)
+        return len(rows)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        if form == "csv":
+            write_csv(file, names, rows)
+        else:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    return len(rows)
+
+
+def write_csv(file: TextIO, names: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows under a heading, nothing in which a spreadsheet would take for a formula."""
+    writer = csv.writer(file)
+    writer.writerow([_cell(name) for name in names])
+    writer.writerows([_cell(row.get(name)) for name in names] for row in rows)
+
+
+def _cell(value: Any) -> Any:
+    """A value, after an apostrophe if it begins like a formula (``=cmd|...``) and is no number."""
+    if isinstance(value, str) and value.startswith(FORMULA):
+        try:
+            float(value)
+        except ValueError:
+            return f"'{value}"
+    return value

@@ -1,0 +1,145 @@
+"""Studies that grow: more epochs from checkpoints, trials taken over from another study."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from study.config import StudyConfig
+from study.config.compose import change
+from study.ledger.log import Ledger
+from study.ledger.provenance import different_data
+from study.ledger.state import (
+    ENDED,
+    FINISHED,
+    StudyState,
+    TrialState,
+)
+from study.manage.studies import whole
+from study.program import lns_study
+
+# ----------------------------------------------------------------------------------------------------------- extend, import
+
+
+def extended(state: StudyState, overrides: Sequence[str]) -> StudyConfig:
+    """The study's config with ``key=value`` changes, for more seeds, rows, samples or epochs.
+
+    Raises:
+        ValueError: a change that is no config, or one of the name or the storage, which would be another study.
+    """
+    for override in overrides:
+        if override.partition("=")[0] in ("name", "storage"):
+            run = lns_study("run", "CONFIG", override)
+            raise ValueError(f"extend {override}: that would be another study; run it with `{run}`")
+    return change(state.config, overrides)
+
+
+def continuations(ledger: Ledger, state: StudyState, trials: Iterable[TrialState] | None = None) -> int:
+    """Enter in the ledger, for every trial that an earlier one differs from in fewer epochs alone, what that one has done.
+
+    The longer trial goes on from the shorter one's last checkpoint, and ends with the bits it would have had from the start. What
+    changes after the shorter one's end (:mod:`trainers.config.schedule_changes`) may differ too. Only for trials whose epochs do
+    not depend on how many there are.
+
+    Args:
+        trials: which; None for the plan's.
+
+    Returns:
+        The number of trials that go on.
+    """
+    begun = [trial for trial in state.known.values() if trial.status == FINISHED and trial.epoch == trial.epochs]
+    shorter = {(trial.epochs, _beginning(trial.config, trial.epochs)): trial for trial in begun}
+    lengths = sorted({epochs for epochs, _ in shorter}, reverse=True)
+    found = 0
+    for trial in state.trials if trials is None else trials:
+        if trial.reports or trial.status in ENDED or not _independent(trial.config):
+            continue
+        sources = (shorter.get((n, _beginning(trial.config, n))) for n in lengths if n < trial.epochs)
+        found += any(_go_on(ledger, trial, source) for source in sources if source is not None)
+    return found
+
+
+def _go_on(ledger: Ledger, trial: TrialState, source: TrialState) -> bool:
+    """Let ``trial`` continue from the last checkpoint of ``source``; False if none is left."""
+    kept = source.checkpoints_left()
+    if not kept:
+        return False
+    _copy_reports(ledger, source, source.id, trial.id)
+    for path in reversed(kept):
+        ledger.append("checkpoint", trial=trial.id, epoch=source.epoch, path=path, source=source.id)
+    return True
+
+
+def _beginning(config: dict[str, Any], epochs: int) -> str:
+    """What decides the first ``epochs`` epochs."""
+    values = {key: value for key, value in config.items() if key not in ("epochs", "gpus")}
+    values["data"] = {key: value for key, value in config["data"].items() if key != "root"}
+    values["changes"] = [change for change in config.get("changes", []) if change["epoch"] < epochs]
+    return json.dumps(values, sort_keys=True)
+
+
+def _independent(config: dict[str, Any]) -> bool:
+    """Whether an epoch is the same however many follow: one process, and a learning rate that does not decay to the last one."""
+    return bool(config["workers"] == 1 and config.get("lr_schedule", {}).get("decay", "constant") == "constant")
+
+
+def take_over(folder: Path, source: Path) -> tuple[int, int]:
+    """Enter finished trials of the study in ``source`` into the ledger of the one in ``folder``, where both planned the same
+    trial.
+
+    Returns:
+        How many were taken, and how many trials the study still lacks.
+
+    Raises:
+        ValueError: either has no plan or is damaged, they saw different data, or the study is running.
+    """
+    before, other = whole(folder), whole(source)
+    _check_data(before, other)
+    with Ledger(folder) as ledger:
+        taken = 0
+        for trial in before.trials:
+            known = other.known.get(trial.id)
+            if trial.status != FINISHED and known is not None and known.status == FINISHED:
+                _copy(ledger, known, source)
+                taken += 1
+    return taken, sum(trial.status != FINISHED for trial in before.trials) - taken
+
+
+def _copy(ledger: Ledger, known: TrialState, source: Path) -> None:
+    """Enter a finished trial of another study, with its times and its code."""
+    origin = {"trial": known.id, "source": str(source)}
+    times = {
+        "started": {"time": known.started} if known.started else {},
+        "finished": {"time": known.ended} if known.ended else {},
+    }
+    if known.relief:
+        ledger.append("relieved", **origin, **times["started"], error="", relief=known.relief)
+    ledger.append("started", **origin, **times["started"], commits=known.commits)
+    _copy_reports(ledger, known, str(source), known.id)
+    ledger.append("finished", **origin, **times["finished"], metrics=known.test)
+
+
+def _copy_reports(ledger: Ledger, known: TrialState, source: str, trial: str) -> None:
+    """Enter the epochs of ``known`` as those of ``trial``, with when, how long and by which code they were trained."""
+    for epoch, event in sorted(known.reports.items()):
+        ledger.append(
+            "report",
+            trial=trial,
+            epoch=epoch,
+            time=event["time"],
+            metrics=event["metrics"],
+            seconds=known.took.get(epoch),
+            commits=known.commits,
+            source=source,
+        )
+
+
+def _check_data(ours: StudyState, theirs: StudyState) -> None:
+    if found := different_data(ours.plan.get("data", []), theirs.plan.get("data", [])):
+        one, other = found
+        raise ValueError(
+            f"data {one['name']!r}: the two studies saw different files (sha256 {one['digest'][:12]} and {other['digest'][:12]}); run the "
+            "trials again instead"
+        )

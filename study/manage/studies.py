@@ -1,0 +1,141 @@
+"""What can be done with studies that there are: list, look at, export, extend, take finished trials from another, repeat a trial.
+
+Everything here reads ledgers; what must write one takes its lock first and so refuses while the study runs.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from study.config import StudyConfig
+from study.ledger.log import (
+    FILE,
+    describe_damage,
+    how_to_repair,
+    is_locked,
+    open_ledger,
+)
+from study.ledger.state import (
+    ENDED,
+    FAILED,
+    StudyState,
+    TrialState,
+    fold,
+)
+from study.program import lns_study
+from study.results.configurations import groups_of_seeds
+
+
+def find(study: str, storage: str) -> Path:
+    """The folder of a study, from its name or its folder.
+
+    Raises:
+        ValueError: there is none; the message lists those there are.
+    """
+    direct = Path(study)
+    if (direct / FILE).exists():
+        return direct.resolve()
+    folder = StudyConfig(name=study, storage=storage).folder
+    if (folder / FILE).exists():
+        return folder
+    names = ", ".join(path.name for path in folders(storage)) or "none"
+    raise ValueError(
+        f"study {study!r}: no such study in {Path(storage).resolve()} (there: {names}); name its storage with --storage"
+    )
+
+
+def folders(storage: str) -> list[Path]:
+    """The folders of all studies in a storage, by name."""
+    return sorted(path.parent for path in Path(storage).expanduser().resolve().glob(f"*/{FILE}"))
+
+
+def read(folder: Path) -> StudyState:
+    """The state of the study in ``folder``, as far as its ledger is whole; ``damage`` says what is not.
+
+    Raises:
+        ValueError: its ledger holds no plan.
+    """
+    contents = open_ledger(folder)
+    state = fold(contents.events)
+    if contents.damage:
+        state.damage = f"the ledger is damaged: {describe_damage(contents.damage)}; to repair it: {how_to_repair(folder)}"
+    if not state.plan:
+        raise ValueError(
+            f"{folder}: {state.damage}"
+            if state.damage
+            else f"{folder}: its ledger holds no plan; run the study first with `{lns_study('run', 'CONFIG')}`"
+        )
+    return state
+
+
+def whole(folder: Path) -> StudyState:
+    """The same, for what would spread the gaps of a damaged ledger.
+
+    Raises:
+        ValueError: its ledger holds no plan, or is damaged.
+    """
+    state = read(folder)
+    if state.damage:
+        raise ValueError(f"{folder}: {state.damage}")
+    return state
+
+
+def condition(folder: Path, state: StudyState) -> str:
+    """``running``, ``damaged``, or how the last run ended; ``interrupted`` where it was killed."""
+    if is_locked(folder):
+        return "running"
+    if state.damage:
+        return "damaged"
+    return state.outcome or "interrupted"
+
+
+def find_trial(state: StudyState, key: str) -> TrialState:
+    """The trial with that id, or the only one whose id begins so, or of a row's ``label #number``.
+
+    Raises:
+        ValueError: there is none, or more than one.
+    """
+    exact = [trial for trial in state.known.values() if trial.id == key]
+    found = exact or [
+        trial
+        for trial in state.known.values()
+        if trial.id.startswith(key) or key in (f"{trial.row} #{trial.number}", f"{trial.row}, seed {trial.seed}")
+    ]
+    if len(found) != 1:
+        some = ", ".join(trial.id for trial in list(state.known.values())[:5])
+        raise ValueError(
+            f"trial {key!r}: {len(found)} trials match; give an id such as {some} (`{lns_study('status', 'STUDY')}` lists them)"
+        )
+    return found[0]
+
+
+# --------------------------------------------------------------------------------------------------------------------- list
+
+
+def overview(folder: Path) -> dict[str, Any]:
+    """One study in a list: name, condition, trials, the best first objective, when it was last heard of."""
+    contents = open_ledger(folder)
+    events, state = contents.events, fold(contents.events)
+    state.damage = describe_damage(contents.damage)
+    if not state.plan:
+        return {
+            "name": folder.name,
+            "condition": "damaged" if state.damage else "empty",
+            "trials": "0",
+            "best": "-",
+            "time": events[-1]["time"] if events else 0.0,
+        }
+    metric, mode = next(iter(state.config.search.objectives.items()))
+    values = [group.objectives[metric] for group in groups_of_seeds(state.trials, [metric]) if group.finished]
+    usable = [value for value in values if math.isfinite(value)]
+    best = (min if mode == "min" else max)(usable) if usable else None
+    ended, failed = sum(trial.status in ENDED for trial in state.trials), sum(trial.status == FAILED for trial in state.trials)
+    return {
+        "name": state.config.name,
+        "condition": condition(folder, state),
+        "trials": f"{ended}/{len(state.trials)}" + (f", {failed} failed" if failed else ""),
+        "best": f"{metric} {best:.4g}" if best is not None else "-",
+        "time": max(event["time"] for event in events),  # what was taken over has the times of its source
+    }

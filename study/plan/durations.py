@@ -1,0 +1,36 @@
+"""How long a trial will take, by what trials like it took.
+
+The seconds an epoch takes are the median over trials that computed the same way: same model, data, precision, optimizer, batch size,
+workers, threads and device. Seeds, learning rates and the number of epochs change nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable
+
+from study.ledger.state import StudyState, TrialState
+from study.plan.identity import like
+from study.plan.plan import PlannedTrial
+
+
+def seconds_an_epoch(states: Iterable[StudyState]) -> dict[str, float]:
+    """Median seconds an epoch, by :func:`like`, over all trials that have reported two epochs."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for state in states:
+        for trial in state.known.values():
+            if trial.epoch > 1:
+                found[like(trial.config)] += _epochs(trial)
+    return {key: statistics.median(values) for key, values in found.items() if values}
+
+
+def _epochs(trial: TrialState) -> list[float]:
+    """Seconds of the epochs after the first, which has the start in it."""
+    return [seconds for epoch, seconds in sorted(trial.took.items()) if epoch > 1 and seconds > 0]
+
+
+def expected_seconds(trial: PlannedTrial, seconds: dict[str, float]) -> float:
+    """Of a trial by :func:`seconds_an_epoch`; infinite where no trial was like it."""
+    return trial.config.epochs * seconds.get(like(trial.config.to_dict()), math.inf)

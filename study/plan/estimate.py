@@ -1,0 +1,109 @@
+"""What a study would take: trials, resources, and time as earlier studies in the storage took it (:mod:`study.plan.durations`).
+
+Where no earlier trial is like a planned one there is no estimate, and the plan says so.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from study.ledger.log import FILE, read_ledger
+from study.ledger.state import fold
+from study.plan.durations import seconds_an_epoch
+from study.plan.identity import like
+from study.plan.plan import Plan, PlannedTrial
+from study.plan.resources import local_cpus
+from study.text import duration
+from trainers.workers.resources import cpus_of, gpus_of, lanes_of
+
+TRIALS_SHOWN = 12
+
+
+def of_storage(storage: str) -> dict[str, float]:
+    """:func:`study.plan.durations.seconds_an_epoch` over all studies in a storage."""
+    paths = Path(storage).expanduser().resolve().glob(f"*/{FILE}")
+    return seconds_an_epoch(fold(read_ledger(path.parent)) for path in paths)
+
+
+def describe_plan(plan: Plan) -> Iterator[str]:
+    """The plan in lines for a terminal."""
+    study = plan.study
+    known = of_storage(study.storage)
+    rows = ", ".join(row.label for row in plan.rows)
+    yield f"{study.name}: {plan.size} trials = {len(plan.rows)} rows ({rows}) x {_configurations(plan)} x {len(study.seeds)} seeds"
+    for trial in plan.trials[:TRIALS_SHOWN]:
+        yield f"  {_describe_trial(trial, known)}"
+    if len(plan.trials) > TRIALS_SHOWN:
+        yield f"  and {len(plan.trials) - TRIALS_SHOWN} more"
+    if study.search.adaptive:
+        search = study.search
+        yield f"  the rest is proposed by {search.scheduler if search.in_rounds else search.algorithm} as results come in"
+    yield from _describe_processes(plan)
+    if plan.excluded:
+        yield f"Left out, {len(plan.excluded)} configurations that make no valid trial:"
+        yield from (f"  {entry}" for entry in plan.excluded)
+    yield _describe_time(plan, known)
+
+
+def _describe_processes(plan: Plan) -> Iterator[str]:
+    """How many trials train in which kind of process, and why; where all have one of their own there is nothing to say."""
+    if plan.study.executor == "train":
+        yield "Processes: by Ray Train, which restarts a gang within its trial (executor=train)"
+        return
+    counts = Counter((trial.config.workers, lanes_of(plan.study.executor, trial.config)) for trial in plan.trials)
+    for (workers, lanes), count in sorted(counts.items()):
+        if workers > 1:
+            yield f"Processes: {count} trials in gangs of {workers}, a process a worker"
+        elif lanes > 1 and plan.study.executor == "packed":
+            yield f"Processes: {count} trials share processes, up to {lanes} each (executor=packed)"
+        elif lanes > 1:
+            yield (
+                f"Processes: {count} trials share processes, {lanes} each: small nets whose step is a CUDA graph train three times as fast "
+                "side by side as by turns (an H200), with the same bits; trial.gpus=1 gives each a process and a GPU"
+            )
+
+
+def _configurations(plan: Plan) -> str:
+    if not plan.study.space:
+        return "1 configuration"
+    count = plan.size // max(1, len(plan.rows) * len(plan.study.seeds))
+    return f"{count} configurations ({plan.study.search.algorithm})"
+
+
+def _describe_trial(trial: PlannedTrial, known: dict[str, float]) -> str:
+    from study.config.space import describe
+
+    config = trial.config
+    number = "" if trial.number is None else f" #{trial.number}"
+    sampled = f" ({describe(trial.params)})" if trial.params else ""
+    values = config.to_dict()
+    resources = f"{cpus_of(values)} CPU" + (f", {gpus_of(values):g} GPU" if config.device == "cuda" else "")
+    seconds = known.get(like(values))
+    time = f", about {duration(seconds * config.epochs)}" if seconds else ""
+    size = f"{config.epochs} epochs, {config.workers} worker(s), {resources}{time}"
+    return f"{trial.id}  {trial.row}{number}, seed {trial.seed}{sampled}: {size}"
+
+
+def _describe_time(plan: Plan, known: dict[str, float]) -> str:
+    """Summed over trials, divided by those that run at a time; longest first, no trial is shorter than itself."""
+    study = plan.study
+    values = [trial.config.to_dict() for trial in plan.trials]
+    like_known = [each for each in values if like(each) in known]
+    times = [known[like(each)] * each["epochs"] for each in like_known]
+    if not times:
+        return "Expected time: unknown, no earlier trial in the storage is like these; after the first epochs a run shows it"
+    total = sum(times) / len(times) * plan.size
+    slots = [local_cpus(study) // cpus_of(each) for each in values]
+    concurrent = max(1, min([*slots, study.max_concurrent or 10**6])) if study.address is None else study.max_concurrent or 1
+    seconds = max(total / concurrent, *times)
+    unknown = len(plan.trials) - len(times)
+    note = f"; {unknown} trials are unlike any earlier one and counted at the mean" if unknown else ""
+    cut = ", less with what the scheduler ends early" if study.search.ends_early else ""
+    use = ""
+    if study.address is None and not any(map(gpus_of, values)):
+        held = sum(map(operator.mul, times, map(cpus_of, like_known))) / len(times) * plan.size
+        use = f", utilisation of the CPUs at most {100 * min(1.0, held / (local_cpus(study) * seconds)):.0f} %"
+    return f"Expected time: {duration(seconds)}, {concurrent} at a time ({duration(total)} of trial time){use}{cut}{note}"

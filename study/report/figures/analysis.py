@@ -1,0 +1,241 @@
+"""The report's pictures of what :mod:`study.results.statistics` finds: fronts, importance, dependence, parallel coordinates,
+boxes, budgets, heat map.
+
+Each is drawn for a light and a dark page, in the colours and sizes of :mod:`study.report.figures.results`; b"" where there is
+nothing to show.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+
+from study.report.figures.style import (
+    COLOURS,
+    DASHES,
+    DPI,
+    MARKERS,
+    MOST_CURVES,
+    SIZE,
+    Theme,
+    canvas,
+    percent_axis,
+    plain,
+    png,
+    set_title,
+    short,
+    style_axes,
+)
+from study.results.importance import Importance
+from study.results.statistics import (
+    MEASURES,
+    Entry,
+    Groups,
+    front,
+)
+
+MOST_NAMES = 12
+"""Points of a front that are named."""
+MOST_BOXES = 24
+
+
+def draw_front(found: Sequence[Entry], measures: Sequence[str], theme: Theme) -> bytes:
+    """PNG: error over every other measure, a dot an entry; the line joins those that none beats in both."""
+    others = [name for name in measures if name != "error"]
+    if "error" not in measures or not others:
+        return b""
+    columns = min(2, len(others))
+    lines = math.ceil(len(others) / columns)
+    figure = Figure(figsize=(SIZE[0], 0.6 + 3.3 * lines), dpi=DPI, facecolor=theme.page, layout="constrained")
+    rows = list(dict.fromkeys(entry.row for entry in found))
+    for place, other in enumerate(others):
+        axes = figure.add_subplot(lines, columns, place + 1, facecolor=theme.page)
+        style_axes(axes, theme)
+        _front_axes(axes, [entry for entry in found if other in entry.values], rows, other, theme)
+        if place % columns == 0:
+            axes.set_ylabel(MEASURES["error"])
+    if 1 < len(rows) <= MOST_CURVES:
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper left", ncols=4, frameon=False, labelcolor=theme.text, fontsize=9)
+    return png(figure)
+
+
+def _front_axes(axes: Any, found: Sequence[Entry], rows: Sequence[str], other: str, theme: Theme) -> None:
+    many = len(rows) > MOST_CURVES
+    for number, row in enumerate(rows):
+        mine = [entry for entry in found if entry.row == row]
+        colour, marker = (COLOURS[0], "o") if many else (COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)])
+        xs, ys = [entry.values[other] for entry in mine], [entry.values["error"] for entry in mine]
+        axes.scatter(xs, ys, s=20, color=colour, marker=marker, alpha=0.75, linewidths=0, label=plain(row), zorder=2)
+    best = front(found, [other, "error"])
+    axes.plot([e.values[other] for e in best], [e.values["error"] for e in best], color=theme.text, linewidth=1, zorder=1)
+    if many:
+        for entry in best[:MOST_NAMES]:
+            axes.annotate(plain(entry.name), (entry.values[other], entry.values["error"]), (3, 3), textcoords="offset points", fontsize=6.5,
+                          color=theme.text)  # fmt: skip
+    axes.set_xlabel(MEASURES[other])
+    values = [entry.values[other] for entry in found]
+    if other == "bits":
+        axes.set_xticks(sorted(set(values)))
+    if min(values) > 0 and max(values) > 20 * min(values):
+        axes.set_xscale("log")
+    percent_axis(axes)
+
+
+def draw_importance(found: Importance | None, theme: Theme) -> bytes:
+    """PNG: shares of the error's variance by key, and by pairs of keys where they matter."""
+    if found is None:
+        return b""
+    bars = [(key, share, 0) for key, share in found.single.items()]
+    bars += [(f"{a} x {b}", share, 1) for (a, b), share in list(found.pairs.items())[:5] if share >= 0.01]
+    figure, axes = canvas(theme, height=1.1 + 0.34 * len(bars))
+    for place, (_, share, kind) in enumerate(bars):
+        axes.barh(place, 100 * share, 0.7, color=COLOURS[kind], zorder=2)
+        axes.annotate(
+            f"{100 * share:.0f}", (100 * share, place), (4, 0), textcoords="offset points", va="center", color=theme.text
+        )
+    axes.set_yticks(range(len(bars)), [plain(name) for name, *_ in bars])
+    axes.invert_yaxis()
+    axes.set_xlabel("share of the variance of the validation error, %")
+    set_title(axes, f"fANOVA of {found.configurations} configurations; pairs (orange) beyond their keys", theme)
+    return png(figure)
+
+
+def draw_dependence(found: Importance | None, theme: Theme) -> bytes:
+    """PNG: the error that a forest predicts as one key moves, mean over the configurations."""
+    if found is None or not found.curves:
+        return b""
+    columns = min(2, len(found.curves))
+    lines = math.ceil(len(found.curves) / columns)
+    figure = Figure(figsize=(SIZE[0], 0.4 + 2.9 * lines), dpi=DPI, facecolor=theme.page, layout="constrained")
+    shared = None
+    for place, (key, (xs, ys)) in enumerate(found.curves.items()):
+        shared = axes = figure.add_subplot(lines, columns, place + 1, facecolor=theme.page, sharey=shared)
+        style_axes(axes, theme)
+        if isinstance(xs[0], str):
+            axes.bar(range(len(xs)), ys, 0.6, color=COLOURS[0], zorder=2)
+            axes.set_xticks(range(len(xs)), [short(x) for x in xs], rotation=20, ha="right")
+        else:
+            axes.plot(xs, ys, color=COLOURS[0], linewidth=2)
+            if xs[0] > 0 and xs[-1] > 20 * xs[0]:
+                axes.set_xscale("log")
+        axes.set_xlabel(plain(key))
+        if place % columns == 0:
+            axes.set_ylabel("predicted error, %")
+    return png(figure)
+
+
+def draw_parallel(found: Sequence[Entry], theme: Theme) -> bytes:
+    """PNG: parallel coordinates, a line a configuration over the sampled keys and its error; dark lines have low errors."""
+    usable = [entry for entry in found if entry.params]
+    keys = [key for key in dict.fromkeys(key for entry in usable for key in entry.params) if all(key in e.params for e in usable)]
+    if len(usable) < 2 or not keys:
+        return b""
+    figure, axes = canvas(theme)
+    columns = [_column([entry.params[key] for entry in usable]) for key in keys]
+    errors = np.array([entry.values["error"] for entry in usable])
+    columns.append(_column(list(errors)))
+    order = np.argsort(-errors)
+    shades = np.argsort(np.argsort(errors)) / max(1, len(errors) - 1)
+    colours = mpl.colormaps["viridis"](0.05 + 0.9 * shades)
+    for index in order:
+        axes.plot(range(len(columns)), [column[0][index] for column in columns], color=colours[index], linewidth=1.1, alpha=0.65)
+    for place, (_, ticks) in enumerate(columns):
+        for height, text in ticks:
+            axes.annotate(
+                plain(text), (place, height), (3, 0), textcoords="offset points", fontsize=8, color=theme.text, va="center"
+            )
+    axes.set_xticks(range(len(columns)), [*(plain(key) for key in keys), "error, %"], fontsize=9)
+    axes.set_yticks([])
+    axes.grid(axis="x", color=theme.text, linewidth=0.8)
+    set_title(axes, "Configurations: dark lines have low errors", theme)
+    return png(figure)
+
+
+def _column(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]]]:
+    """Heights in 0 to 1 and labelled ticks; ranges over a factor of twenty by their logarithm."""
+    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+        low, high = min(values), max(values)
+        log = low > 0 and high > 20 * low
+        place = math.log if log else float
+        width = (place(high) - place(low)) or 1.0
+        marks = [low, math.sqrt(low * high) if log else (low + high) / 2, high]
+        return [(place(value) - place(low)) / width for value in values], [
+            ((place(m) - place(low)) / width, f"{m:.3g}") for m in marks
+        ]
+    names = sorted({short(value) for value in values})
+    steps = max(1, len(names) - 1)
+    return [names.index(short(value)) / steps for value in values], [(n / steps, name) for n, name in enumerate(names)]
+
+
+def draw_groups(found: Sequence[Groups], theme: Theme) -> bytes:
+    """PNG: box plots of the trials' errors by category."""
+    shown = [group for group in found if len(group.errors) <= MOST_BOXES]
+    if not shown:
+        return b""
+    heights = [0.7 + 0.3 * len(group.errors) for group in shown]
+    figure = Figure(figsize=(SIZE[0], 0.3 + sum(heights)), dpi=DPI, facecolor=theme.page, layout="constrained")
+    for axes, group in zip(np.ravel(figure.subplots(len(shown), 1, height_ratios=heights)), shown, strict=True):
+        axes.set_facecolor(theme.page)
+        style_axes(axes, theme)
+        line = {"color": theme.text}
+        axes.boxplot(
+            list(group.errors.values()), orientation="horizontal", widths=0.6, patch_artist=True, whiskerprops=line, capprops=line,
+            boxprops={"facecolor": COLOURS[5], "edgecolor": theme.text}, medianprops={"color": theme.text, "linewidth": 2},
+            flierprops={"markeredgecolor": theme.text, "markersize": 4},
+        )  # fmt: skip
+        axes.set_yticks(
+            range(1, len(group.errors) + 1), [f"{short(name)} ({len(v)})" for name, v in group.errors.items()], fontsize=9
+        )
+        axes.invert_yaxis()
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_minor_formatter(mpl.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.tick_params(axis="x", which="minor", labelsize=8)
+        axes.set_xlabel("validation error, %")
+        set_title(axes, f"By {group.category} (trials)", theme)
+    return png(figure)
+
+
+def draw_budget(curves: Mapping[str, tuple[list[float], list[float]]], theme: Theme) -> bytes:
+    """PNG: the lowest error so far over the time the trials have taken."""
+    if not any(len(xs) > 1 for xs, _ in curves.values()):
+        return b""
+    figure, axes = canvas(theme)
+    chosen = sorted(curves, key=lambda row: curves[row][1][-1])[:MOST_CURVES]
+    for number, row in enumerate(row for row in curves if row in chosen):
+        xs, ys = curves[row]
+        axes.step(
+            xs, ys, where="post", color=COLOURS[number], linestyle=DASHES[number % len(DASHES)], linewidth=2, label=plain(row)
+        )
+        axes.plot(xs[-1:], ys[-1:], color=COLOURS[number], marker=MARKERS[number])
+    axes.set_xlabel("seconds of trials, as they ended")
+    axes.set_ylabel("lowest validation error so far, %")
+    percent_axis(axes)
+    axes.legend(frameon=False, labelcolor=theme.text)
+    return png(figure)
+
+
+def draw_heat_map(table: tuple[list[str], list[str], np.ndarray] | None, theme: Theme) -> bytes:
+    """PNG: the lowest error of every format and layout."""
+    if table is None:
+        return b""
+    formats, layouts, values = table
+    figure, axes = canvas(theme, height=1.6 + 0.42 * len(formats))
+    shades = np.ma.masked_invalid(np.log(values))
+    axes.imshow(shades, cmap="viridis_r", aspect="auto")
+    middle = (shades.min() + shades.max()) / 2
+    for (down, across), value in np.ndenumerate(values):
+        if not math.isnan(value):
+            ink = "#ffffff" if math.log(value) > middle else "#000000"
+            axes.text(across, down, f"{value:.2f}", ha="center", va="center", color=ink, fontsize=10)
+    axes.set_xticks(range(len(layouts)), [short(name) for name in layouts], rotation=20, ha="right")
+    axes.set_yticks(range(len(formats)), [short(name) for name in formats])
+    axes.grid(visible=False)
+    set_title(axes, "Lowest validation error, %, by number format and layout", theme)
+    return png(figure)

@@ -1,0 +1,97 @@
+"""How every picture looks: size, colours that the colour-blind tell apart, the two themes."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from PIL import Image
+
+from study.config.space import show
+
+COLOURS = ("#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")
+DASHES = ("-", "--", "-.", ":")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+DPI = 160
+COLOURS_KEPT = 128
+MOST_CURVES = 7
+"""Rows with a colour of their own; the others are thin and grey."""
+SIZE = (8.0, 4.4)
+"""Inches: text of 11 points stays legible when the picture is 700 pixels wide."""
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of page, text and grid."""
+
+    page: str
+    text: str
+    grid: str
+
+
+LIGHT = Theme("#ffffff", "#1b1f24", "#d5d9de")
+DARK = Theme("#15191e", "#e6e9ec", "#3a4149")
+
+
+def short(value: Any) -> str:
+    """A value in at most 24 characters; dollars do not begin a formula."""
+    text = show(value)
+    return plain(text if len(text) <= 24 else text[:21] + "...")
+
+
+def plain(text: str) -> str:
+    """Text that matplotlib does not take for a formula."""
+    return text.replace("$", r"\$")
+
+
+def canvas(theme: Theme, height: float = SIZE[1]) -> tuple[Figure, Any]:
+    """An empty picture with axes; ``height`` in inches."""
+    figure = Figure(figsize=(SIZE[0], height), dpi=DPI, facecolor=theme.page, layout="constrained")
+    axes = figure.add_subplot(facecolor=theme.page)
+    style_axes(axes, theme)
+    return figure, axes
+
+
+def style_axes(axes: Any, theme: Theme) -> None:
+    """Grid, spines and letters in the theme's colours."""
+    axes.grid(axis="y", color=theme.grid, linewidth=0.8, zorder=0)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=theme.text, which="both", labelsize=11)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(theme.grid)
+    for label in (axes.xaxis.label, axes.yaxis.label):
+        label.set_color(theme.text)
+        label.set_fontsize(11)
+
+
+def set_title(axes: Any, text: str, theme: Theme) -> None:
+    """The axes' title."""
+    axes.set_title(text, loc="left", fontsize=11, color=theme.text)
+
+
+def percent_axis(axes: Any) -> None:
+    """Logarithmic, so that rows near 2 % stay apart beside a row near 90 %."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def wrap_label(label: str) -> str:
+    return label.replace(" + ", "\n+ ")
+
+
+def png(figure: Figure) -> bytes:
+    """The picture with at most 128 colours, a third of the bytes."""
+    drawn: Any = FigureCanvasAgg(figure)
+    drawn.draw()
+    image = Image.fromarray(np.asarray(drawn.buffer_rgba())).convert("RGB")
+    small = io.BytesIO()
+    image.quantize(COLOURS_KEPT, dither=Image.Dither.NONE).save(small, format="png", compress_level=8)
+    return small.getvalue()

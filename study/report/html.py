@@ -1,0 +1,117 @@
+"""The report as one HTML page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from study.config.space import describe, show
+from study.ledger.state import StudyState
+from study.report.pictures import Links, Parts
+from study.report.tables import (
+    cells,
+    facts,
+    headings,
+    protocol,
+    remarks,
+    shown_rows,
+)
+from study.results.configurations import (
+    condition,
+    configurations,
+    pareto_front,
+    ranked,
+)
+from study.results.statistics import interval
+from study.results.summary import Summary, test_errors
+
+
+def render_html(state: StudyState, summary: Summary, made: Parts, where: Links) -> str:
+    """The page, pictures inside."""
+    environment = Environment(loader=PackageLoader("study.report"), autoescape=True, undefined=StrictUndefined)
+    return environment.get_template("report.html.j2").render(
+        study=state.config,
+        headings=headings(state, summary),
+        shown=shown_rows(summary),
+        objectives=_objective_names(state),
+        front=_front_lines(state),
+        ranked=_ranked_lines(state),
+        rows=[(cells(row), row.verdict) for row in summary.rows],
+        intervals=interval_lines(summary),
+        remarks=[*remarks(state, summary), *made.failed],
+        protocol=protocol(state),
+        facts=facts(state),
+        versions=state.plan["provenance"]["versions"],
+        config=yaml.safe_dump(state.plan["study"], sort_keys=False, allow_unicode=True),
+        trials=_trial_lines(state),
+        pictures=made.pictures,
+        tables=made.tables,
+        links=where,
+        explore=made.explore,
+    )
+
+
+def interval_lines(summary: Summary) -> dict[str, str]:
+    """95 % confidence intervals of the rows' means by label, where there are two seeds."""
+    found = {}
+    for row in summary.rows:
+        half = interval(test_errors(row.trials))
+        if half is not None and row.mean is not None and row.finished == row.seeds:
+            found[row.label] = f"{row.mean - half:.2f} to {row.mean + half:.2f}"
+    return found
+
+
+SHOWN = 100
+"""Configurations listed in the page; the CSV file has all."""
+
+
+def _objective_names(state: StudyState) -> list[str]:
+    return [f"{metric} ({mode})" for metric, mode in state.config.search.objectives.items()]
+
+
+def _ranked_lines(state: StudyState) -> list[list[str]]:
+    """The best configurations of all rows."""
+    objectives = state.config.search.objectives
+    found = [entry for entry in configurations(state.trials, objectives) if entry.whole]
+    return [
+        [entry.row, str(entry.number), describe(entry.params), *map(show, entry.objectives.values()), condition(entry)]
+        for entry in ranked(found, objectives)[:SHOWN]
+    ]
+
+
+def _front_lines(state: StudyState) -> list[list[str]]:
+    """The Pareto front of all rows together, where there are several objectives."""
+    objectives = state.config.search.objectives
+    if len(objectives) < 2:
+        return []
+    front = pareto_front(configurations(state.trials, objectives), objectives)
+    return [[entry.row, str(entry.number), describe(entry.params), *map(show, entry.objectives.values())] for entry in front]
+
+
+@dataclass(frozen=True)
+class _TrialLine:
+    """One trial in the report's list."""
+
+    row: str
+    seed: int
+    status: str
+    epochs: str
+    test: str
+    restarts: int
+    id: str
+
+
+def _trial_lines(state: StudyState) -> list[_TrialLine]:
+    return [
+        _TrialLine(
+            trial.row, trial.seed, trial.status, f"{trial.epoch}/{trial.epochs}", _test(trial.test), trial.restarts, trial.id
+        )
+        for trial in state.trials
+    ]
+
+
+def _test(test: dict[str, Any]) -> str:
+    return f"{100 * test['test/error']:.2f}" if "test/error" in test else "-"

@@ -1,0 +1,114 @@
+"""The report's interactive part: plotly and the data it draws, inside the page, so that it works offline and from a file.
+
+plotly.js has 4.8 MB; packed with gzip it takes 1.9 MB of base64, which the browser unpacks (``DecompressionStream``). The page's
+content security policy admits two scripts by their hashes, plotly and our own, so that no text of a study can become a third. Data are JSON
+with ``<`` written as ``\\u003c``.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import importlib.util
+import json
+import math
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from study.config.keys import flatten
+from study.ledger.state import StudyState, TrialState, name_of
+from study.report.figures.style import COLOURS
+from study.results.statistics import MEASURES, measure
+
+MOST_TRIALS = 2000
+MOST_CURVES = 300
+MOST_SETTINGS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interactive:
+    """What the template needs: ``policy`` is the script-src of the content security policy."""
+
+    policy: str
+    plotly: str
+    script: str
+    data: str
+
+
+def interactive(state: StudyState) -> Interactive | None:
+    """The interactive part of a study's page; None before a trial has reported, and on a host without plotly."""
+    data = explore_data(state)
+    if data is None or importlib.util.find_spec("plotly") is None:
+        return None
+    packed, plotly_hash = _plotly()
+    script = files("study.report").joinpath("templates/report.js").read_text(encoding="utf-8")
+    return Interactive(
+        policy=f"'sha256-{plotly_hash}' 'sha256-{_sha256(script)}'",
+        plotly=packed,
+        script=script,
+        data=json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
+    )
+
+
+@cache
+def _plotly() -> tuple[str, str]:
+    """plotly.js, packed, and the hash of what unpacks."""
+    from plotly.offline import get_plotlyjs
+
+    text = get_plotlyjs()
+    return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode(), _sha256(text)
+
+
+def _sha256(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def explore_data(state: StudyState) -> dict[str, Any] | None:
+    """Trials with the figures that can be chosen as axes, and their curves."""
+    trials = [trial for trial in state.trials if trial.reports][:MOST_TRIALS]
+    if not trials:
+        return None
+    rows = list(state.rows())
+    keys = _settings(trials)
+    lines = [_line(trial, rows, keys, with_curve=place < MOST_CURVES) for place, trial in enumerate(trials)]
+    names = [
+        name
+        for name in [*MEASURES.values(), "test error, %", *keys]
+        if any(line["values"].get(name) is not None for line in lines)
+    ]
+    x = keys[0] if keys else next((name for name in names if name != MEASURES["error"]), names[0])
+    return {"rows": rows, "names": names, "trials": lines, "colours": COLOURS, "x": x, "y": MEASURES["error"]}
+
+
+def _settings(trials: list[TrialState]) -> list[str]:
+    """Numeric config keys with more than one value; the sampled ones first."""
+    sampled = list(
+        dict.fromkeys(key for trial in trials for key, value in trial.params.items() if isinstance(value, int | float))
+    )
+    values: dict[str, set[Any]] = {}
+    for trial in trials:
+        for key, value in flatten(trial.config).items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                values.setdefault(key, set()).add(value)
+    return list(dict.fromkeys([*sampled, *(key for key, found in values.items() if len(found) > 1)]))[:MOST_SETTINGS]
+
+
+def _line(trial: TrialState, rows: list[str], keys: list[str], *, with_curve: bool) -> dict[str, Any]:
+    config = flatten(trial.config)
+    values: dict[str, Any] = {label: _finite(measure(trial, name)) for name, label in MEASURES.items()}
+    values["test error, %"] = _finite(100 * trial.test["test/error"]) if "test/error" in trial.test else None
+    values |= {key: _finite(config.get(key)) for key in keys}
+    line: dict[str, Any] = {"row": rows.index(trial.row), "name": f"{name_of(trial)} ({trial.id})", "values": values}
+    if with_curve:
+        curve = {epoch: 100 * value for epoch, value in trial.metric("validation/error").items() if math.isfinite(value)}
+        line["curve"] = [list(curve), [round(value, 4) for value in curve.values()]]
+    return line
+
+
+def _finite(value: Any) -> float | None:
+    """The number as JSON can hold it."""
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(f"{value:.6g}") if usable else None

@@ -1,0 +1,283 @@
+"""The pictures and tables of a report's page beyond its first table, in their order.
+
+A picture is drawn twice, for light and dark; each says what it shows in words, for those who cannot see it, and links to the
+study's runs in MLflow where it is known where they are (``mlflow.json``, which the writer leaves in the study's folder).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import statistics
+import urllib.parse
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from study.ledger.state import StudyState
+from study.report.figures.analysis import (
+    draw_budget,
+    draw_dependence,
+    draw_front,
+    draw_groups,
+    draw_heat_map,
+    draw_importance,
+    draw_parallel,
+)
+from study.report.figures.population import draw_population
+from study.report.figures.results import draw_bars, draw_epochs, draw_slices
+from study.report.figures.slots import draw_slots
+from study.report.figures.style import DARK, LIGHT, Theme
+from study.report.interactive import Interactive, interactive
+from study.results.contrasts import POWER, Contrast
+from study.results.importance import Importance, importance
+from study.results.statistics import (
+    Entry,
+    Groups,
+    best_of_budget,
+    costs,
+    entries,
+    failures,
+    groups,
+    heat_map,
+    rank_formats,
+    spread_measures,
+)
+from study.results.summary import Summary
+from study.text import duration
+from study.tracking.address import HOST, PORT, WHERE, is_server, page
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """One figure: ``file`` names its PNG, ``title`` stands over it, ``alt`` tells what it shows, ``note`` what it adds up to."""
+
+    file: str
+    title: str
+    alt: str
+    light: bytes
+    dark: bytes
+    note: str = ""
+
+    @property
+    def sources(self) -> tuple[str, str]:
+        """Both as data addresses."""
+        light, dark = (f"data:image/png;base64,{base64.b64encode(data).decode()}" for data in (self.light, self.dark))
+        return light, dark
+
+
+TITLES = {
+    "test_error": ("", "Bars: final test error of each row beside the published figures; the numbers are in the table above"),
+    "error_per_epoch": (
+        "Learning",
+        "Lines: validation error per epoch, mean over seeds, the band from lowest to highest, one line a row",
+    ),
+    "pareto": (
+        "Error against bits, time, energy and bytes",
+        "Dots: validation error over each other measure; the line joins those that none beats in both",
+    ),
+    "heat_map": ("Formats and layouts", "Table in colours: lowest validation error by number format and layout"),
+    "categories": ("By category", "Box plots: validation error of the trials by category; the tests are in the tables below"),
+    "slices": ("Search", "Dots: the first objective of every configuration over each sampled key; see configurations.csv"),
+    "population": ("Population", "Steps: the hyperparameters of every member by epoch; the best of each row is thick"),
+    "importance": ("Importance", "Bars: share of the variance of the validation error that each sampled key explains"),
+    "dependence": ("Partial dependence", "Lines: validation error that a forest predicts as one key moves"),
+    "parallel": ("Parallel coordinates", "Lines: a configuration each, over its sampled keys and its error"),
+    "budget": ("Best of budget", "Steps: lowest validation error so far over the seconds of trials"),
+    "slots": (
+        "Slots",
+        "Bars: which trial held which slot when in the last run, pale until its first report; what is empty was idle",
+    ),
+}
+"""Of each figure by the name of its file: the title, and what it shows in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a page has beyond its first table; ``failed`` says of each part that could not be made why."""
+
+    pictures: list[Picture]
+    tables: list[Table]
+    explore: Interactive | None
+    failed: list[str]
+
+
+def parts(state: StudyState, summary: Summary, use: list[str]) -> Parts:
+    """Every part by itself: a mistake in one, or a library that has changed, leaves a note and the others.
+
+    Args:
+        state: the study's.
+        summary: of its rows.
+        use: how the slots were used, in sentences.
+    """
+    attempt = _Attempts()
+    made = [attempt(f"the picture {name}", drawing) for name, drawing in _drawings(state, summary, use).items()]
+    return Parts(
+        pictures=[picture for picture in made if picture is not None and picture.light],
+        tables=attempt("the further tables", lambda: tables(state)) or [],
+        explore=attempt("the plots to explore", lambda: interactive(state)),
+        failed=attempt.failed,
+    )
+
+
+@dataclass
+class _Attempts:
+    """Makes parts; ``failed`` tells of those that it could not."""
+
+    failed: list[str] = field(default_factory=list)
+
+    def __call__(self, what: str, make: Callable[[], T]) -> T | None:
+        """The part, or None and a warning."""
+        try:
+            return make()
+        except Exception as error:  # whatever it is, the rest of the report is right
+            self.failed.append(f"{what[0].upper()}{what[1:]} could not be made ({type(error).__name__}: {error}).")
+            warnings.warn(f"Report: {self.failed[-1]}", RuntimeWarning, stacklevel=2)
+            return None
+
+
+def _drawings(state: StudyState, summary: Summary, use: list[str]) -> dict[str, Callable[[], Picture]]:
+    """What draws every figure, by the name of its file; one that there is nothing to show in has no bytes."""
+
+    @cache
+    def found() -> list[Entry]:
+        return entries(state)
+
+    @cache
+    def weighed() -> Importance | None:
+        return importance(state)
+
+    draw: dict[str, Callable[[Theme], bytes]] = {
+        "test_error": lambda theme: draw_bars(state, summary, theme),
+        "error_per_epoch": lambda theme: draw_epochs(state, summary, theme),
+        "pareto": lambda theme: draw_front(found(), spread_measures(found()), theme),
+        "heat_map": lambda theme: draw_heat_map(heat_map(found()), theme),
+        "categories": lambda theme: draw_groups(groups(state), theme),
+        "slices": lambda theme: draw_slices(state, theme),
+        "population": lambda theme: draw_population(state, theme),
+        "importance": lambda theme: draw_importance(weighed(), theme),
+        "dependence": lambda theme: draw_dependence(weighed(), theme),
+        "parallel": lambda theme: draw_parallel(found(), theme),
+        "budget": lambda theme: draw_budget(best_of_budget(state) if state.config.space else {}, theme),
+        "slots": lambda theme: draw_slots(state.run, list(state.rows()), theme),
+    }
+    notes = {"slots": " ".join(use)}
+
+    def drawing(name: str) -> Callable[[], Picture]:
+        title, alt = TITLES[name]
+        return lambda: Picture(
+            file=f"{name}.png", title=title, alt=alt, light=draw[name](LIGHT), dark=draw[name](DARK), note=notes.get(name, "")
+        )
+
+    return {name: drawing(name) for name in TITLES}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A titled table; the first column is words."""
+
+    title: str
+    headings: list[str]
+    lines: list[list[str]]
+    note: str = ""
+
+
+def tables(state: StudyState) -> list[Table]:
+    """The tables beyond the first, those that have lines."""
+    made = [_formats(entries(state)), *map(_tests, groups(state)), _failures(state), _costs(state)]
+    return [table for table in made if table.lines]
+
+
+def _formats(found: list[Entry]) -> Table:
+    ranked = rank_formats(found)
+    lines = [
+        [line["format"], line["entry"], *(f"{line[key]:.4g} ({line[f'rank_{key}']})" if key in line else "-" for key in ("error",
+        "bits", "seconds"))] for line in ranked
+    ]  # fmt: skip
+    return Table(
+        title="Number formats",
+        headings=["format", "its best", "validation error, %", "bits", "seconds"],
+        lines=lines if len(lines) > 1 else [],
+        note="Exploratory: the best of each format, chosen by the error that is shown; in brackets its rank.",
+    )
+
+
+def _tests(group: Groups) -> Table:
+    lines = []
+    for name, errors in group.errors.items():
+        contrast = group.contrasts.get(name)
+        said = ["-"] * 3
+        if contrast is not None:
+            said = [f"{contrast.difference:+.2f} ± {contrast.half:.2f}", contrast.over, f"{contrast.p:.2g}"]
+        lines.append([name, str(len(errors)), f"{statistics.fmean(errors):.3g}", *said, _verdict(name, contrast, group)])
+    tests = next((contrast.tests for contrast in group.contrasts.values() if contrast), 0)
+    note = (
+        f"Student's t over what differs in the {group.category} alone, seed by seed; 95 % intervals and p are corrected for the report's "
+        f"{tests} tests (Bonferroni). Undecided: the interval holds 0; in brackets the smallest difference that would have shown in "
+        f"{100 * POWER:.0f} % of such studies."
+    )
+    return Table(
+        title=f"By {group.category}" + (" (exploratory)" if group.exploratory else ""),
+        headings=[group.category, "trials", "mean error, %", f"minus {group.reference}", "tested over", "p", ""],
+        lines=lines,
+        note=" ".join([*([f"Exploratory: {group.exploratory}."] if group.exploratory else []), *([note] if tests else [])]),
+    )
+
+
+def _verdict(name: str, contrast: Contrast | None, group: Groups) -> str:
+    if name == group.reference:
+        return "-"
+    if contrast is None:
+        return "not tested"
+    if contrast.decided:
+        return "lower" if contrast.difference < 0 else "higher"
+    return f"undecided ({contrast.least:.2g} would show)"
+
+
+def _failures(state: StudyState) -> Table:
+    lines = [[error, str(count), ", ".join(ids)] for error, count, ids in failures(state)]
+    return Table(title="Failures", headings=["cause", "trials", "such as"], lines=lines)
+
+
+def _costs(state: StudyState) -> Table:
+    def show(name: str, value: float) -> str:
+        seconds = name.endswith("seconds") or name.startswith("of them")
+        return duration(value) if seconds else f"{value:,.4g}"
+
+    return Table(title="Cost", headings=["", "total"], lines=[[name, show(name, value)] for name, value in costs(state).items()])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """Addresses of a study's runs in MLflow's interface; empty where nobody knows them."""
+
+    study: str = ""
+    rows: dict[str, str] | None = None
+    trials: dict[str, str] | None = None
+
+
+def links(state: StudyState, folder: Path) -> Links:
+    """Where the runs are, from what the writer left in the study's folder."""
+    try:
+        where: dict[str, Any] = json.loads((folder / WHERE).read_text())
+        base = f"{where['uri'].rstrip('/') if is_server(where['uri']) else f'http://{HOST}:{PORT}'}/"
+    except (OSError, ValueError, KeyError):
+        return Links()
+
+    def search(condition: str) -> str:
+        query = urllib.parse.urlencode({"searchFilter": condition, "workflowType": "machine_learning"})
+        return f"{base}#/experiments/{where['experiment']}/runs?{query}"
+
+    rows = {row: search(f"tags.row = {_quoted(row)}") for row in state.rows()}
+    trials = {trial.id: search(f"tags.trial = '{trial.id}'") for trial in state.trials}
+    return Links(study=base + page(where["experiment"], where["view"]), rows=rows, trials=trials)
+
+
+def _quoted(text: str) -> str:
+    """A string of MLflow's search language."""
+    return f'"{text}"' if "'" in text else f"'{text}'"

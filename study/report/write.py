@@ -1,0 +1,37 @@
+"""The files of a report, written whole."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from study.ledger.state import StudyState
+from study.report.html import render_html
+from study.report.pictures import TITLES, links, parts
+from study.report.tables import render_csv, render_markdown
+from study.results.summary import summarise
+from study.results.utilisation import sentences
+
+
+def write_report(state: StudyState, folder: Path) -> Path:
+    """Write the report's files into ``folder``; returns it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    summary = summarise(state)
+    use = sentences(state)
+    made = parts(state, summary, use)
+    for file in {f"{name}.png" for name in TITLES} - {picture.file for picture in made.pictures}:
+        (folder / file).unlink(missing_ok=True)  # of an earlier report
+    for picture in made.pictures:
+        _write(folder / picture.file, picture.light)
+    if state.config.space:
+        _write(folder / "configurations.csv", render_csv(state).encode())
+    _write(folder / "report.md", render_markdown(state, summary, [*use, *made.failed]).encode())
+    _write(folder / "report.html", render_html(state, summary, made, links(state, folder.parent)).encode())
+    return folder
+
+
+def _write(path: Path, content: bytes) -> None:
+    """The whole file or the old one, whenever the process dies."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_bytes(content)
+    part.replace(path)

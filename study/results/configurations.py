@@ -1,0 +1,145 @@
+"""The configurations of a searched row: their objectives, the best one, the ones that no other beats.
+
+A configuration is one set of sampled values with a trial for each seed. Its objectives are means over the seeds, of the last
+epoch; it counts once all its trials have finished, and where it is searched in rounds (:mod:`study.search.rounds`) only in the
+last one. The best has the lowest (or highest) first objective; the test set has no part in the choice.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from study.config.space import Params
+from study.ledger.state import ENDED, FINISHED, TrialState
+from study.results.objectives import mean_objective
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """One set of sampled values of a row.
+
+    Attributes:
+        number: None for a row that is not searched.
+        whole: False for one of an earlier round (:mod:`study.search.rounds`), whose trials had fewer epochs or examples than the
+            row's last ones.
+        objectives: mean over seeds by metric; NaN where a trial has no value. Of trials that were ended early, those of their
+            last epoch.
+    """
+
+    row: str
+    number: int | None
+    params: Params
+    trials: tuple[TrialState, ...]
+    objectives: dict[str, float]
+    whole: bool = True
+
+    @property
+    def finished(self) -> bool:
+        """Whether every seed's trial ran to its end, and to that of the row."""
+        return self.whole and all(trial.status == FINISHED for trial in self.trials)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no seed's trial is to run any more."""
+        return all(trial.status in ENDED for trial in self.trials)
+
+
+def configurations(trials: Iterable[TrialState], metrics: Iterable[str]) -> list[Configuration]:
+    """The configurations among ``trials``, in order of row and number; trials of a row that is not searched are left out."""
+    return [entry for entry in groups_of_seeds(trials, metrics) if entry.number is not None]
+
+
+def groups_of_seeds(trials: Iterable[TrialState], metrics: Iterable[str]) -> list[Configuration]:
+    """What differs in its seeds alone: the configurations among ``trials``, and every row that is not searched; by number.
+
+    Numbers alone do not tell configurations apart: a study whose space was changed keeps what was tried before.
+    """
+    groups: dict[tuple[str, int | None, str], list[TrialState]] = {}
+    for trial in trials:
+        groups.setdefault((trial.row, trial.number, json.dumps(trial.params, sort_keys=True)), []).append(trial)
+    wanted = list(metrics)
+    budgets: dict[str, tuple[int, float]] = {}
+    for (row, *_), group in groups.items():
+        budgets[row] = max(budgets.get(row, (0, 0.0)), _budget(group[0]))
+    return [
+        Configuration(
+            row=row,
+            number=number,
+            params=group[0].params,
+            trials=tuple(group),
+            objectives={metric: mean_objective(group, metric) for metric in wanted},
+            whole=_is_whole(group[0], budgets[row]),
+        )
+        for (row, number, _), group in sorted(groups.items(), key=lambda item: item[0][1] or 0)
+    ]
+
+
+def _is_whole(trial: TrialState, budget: tuple[int, float]) -> bool:
+    """Whether a trial is of its search's last round; ledgers of earlier versions do not tell how many rounds there are."""
+    if "round" not in trial.asked:
+        return True
+    return _budget(trial) == budget and trial.asked["round"] + 1 == trial.asked.get("rounds", trial.asked["round"] + 1)
+
+
+def _budget(trial: TrialState) -> tuple[int, float]:
+    """Epochs and examples."""
+    return trial.epochs, trial.config["data"]["train_size"] or math.inf
+
+
+def best(found: Iterable[Configuration], objectives: dict[str, str]) -> Configuration | None:
+    """The finished configuration with the best first objective, among those with most seeds; of equals the first. None if there
+    is none.
+
+    Who ran with fewer seeds dropped out of a race (:mod:`study.search.racing`), or was never in it.
+    """
+    metric, mode = next(iter(objectives.items()))
+    usable = [entry for entry in found if entry.finished and math.isfinite(entry.objectives[metric])]
+    return min(usable, key=lambda entry: (-len(entry.trials), signed(entry.objectives[metric], mode)), default=None)
+
+
+def pareto_front(found: Iterable[Configuration], objectives: dict[str, str]) -> list[Configuration]:
+    """The finished configurations that no other equals or beats in every objective, best first objective first."""
+    usable = [entry for entry in found if entry.finished and all(map(math.isfinite, entry.objectives.values()))]
+    points = [tuple(signed(entry.objectives[metric], mode) for metric, mode in objectives.items()) for entry in usable]
+    front = [
+        (point, entry)
+        for point, entry in zip(points, usable, strict=True)
+        if not any(other != point and all(a <= b for a, b in zip(other, point, strict=True)) for other in points)
+    ]
+    return [entry for _, entry in sorted(front, key=lambda pair: pair[0])]
+
+
+def ranked(found: Iterable[Configuration], objectives: dict[str, str]) -> list[Configuration]:
+    """Configurations, most seeds first as in :func:`best`; those without figures at the end."""
+    metric, mode = next(iter(objectives.items()))
+
+    def rank(entry: Configuration) -> tuple[bool, int, float]:
+        value = entry.objectives[metric]
+        usable = entry.finished and math.isfinite(value)
+        return (not usable, -len(entry.trials), signed(value, mode) if math.isfinite(value) else math.inf)
+
+    return sorted(found, key=rank)
+
+
+def table(found: Iterable[Configuration], objectives: dict[str, str]) -> list[dict[str, Any]]:
+    """One flat dict a configuration, :func:`ranked`: row, number, sampled values, objectives, states."""
+    return [
+        {"row": entry.row, "number": entry.number, **entry.params, **entry.objectives, "state": condition(entry)}
+        for entry in ranked(found, objectives)
+    ]
+
+
+def condition(entry: Configuration) -> str:
+    """The states of a configuration's trials, or that it is of an early round."""
+    if not entry.whole:
+        return "early round"
+    return ", ".join(sorted({trial.status for trial in entry.trials}))
+
+
+def signed(value: float, mode: str) -> float:
+    """``value`` such that lower is better."""
+    return value if mode == "min" else -value

@@ -1,0 +1,155 @@
+"""How much each hyperparameter matters: fANOVA over a random forest, by Optuna."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from study.ledger.state import StudyState
+from study.results.statistics import (
+    DEPTH,
+    PAIR_DEPTH,
+    PAIRED,
+    TREES,
+    Entry,
+    as_text,
+    entries,
+)
+
+FOREST = 500
+"""Configurations that importance and dependence are computed from, at most: the first ones."""
+# ----------------------------------------------------------------------------------------------------------------- importance
+
+
+@dataclass(frozen=True, kw_only=True)
+class Importance:
+    """Shares of the error's variance.
+
+    Attributes:
+        single: by key, largest first.
+        pairs: by two keys: what they explain together beyond each alone, largest first.
+        curves: partial dependence by key: places and mean predicted errors in per cent; places are values, or texts of choices.
+        configurations: how many it rests on.
+    """
+
+    single: dict[str, float]
+    pairs: dict[tuple[str, str], float]
+    curves: dict[str, tuple[list[Any], list[float]]]
+    configurations: int
+
+
+def importance(state: StudyState) -> Importance | None:
+    """Which sampled keys the error depends on, all rows together (the row is a key too); None with fewer than ten configurations."""
+    found = [entry for entry in entries(state) if entry.number is not None][:FOREST]
+    domains = {domain.key: domain for domain in state.config.parsed_space.domains}
+    keys = [key for key in domains if all(key in entry.params for entry in found)]
+    if len(found) < 10 or not keys:
+        return None
+    study, names = _optuna_study(found, keys, domains)
+    if len({trial.value for trial in study.trials}) < 2:
+        return None
+    import optuna
+
+    try:
+        single = optuna.importance.FanovaImportanceEvaluator(n_trees=TREES, max_depth=DEPTH, seed=0).evaluate(study, params=names)
+    except RuntimeError:  # no variance in any tree
+        return None
+    pairs = _pairs(study, names, list(single)[:PAIRED])
+    curves = _dependence(study, [name for name in single if name in names][:4])
+    return Importance(single=dict(single), pairs=pairs, curves=curves, configurations=len(found))
+
+
+def _optuna_study(found: Sequence[Entry], keys: Sequence[str], domains: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """The configurations as an Optuna study."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    rows = list(dict.fromkeys(entry.row for entry in found))
+    distributions: dict[str, Any] = {key: _distribution(domains[key], [entry.params[key] for entry in found]) for key in keys}
+    if len(rows) > 1:
+        distributions["row"] = optuna.distributions.CategoricalDistribution(rows)
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    study.add_trials(
+        [
+            optuna.trial.create_trial(
+                params={
+                    name: entry.row if name == "row" else _plain(distributions[name], entry.params[name])
+                    for name in distributions
+                },
+                distributions=distributions,
+                value=entry.values["error"],
+            )
+            for entry in found
+        ]
+    )
+    return study, list(distributions)
+
+
+def _distribution(domain: Any, values: Sequence[Any]) -> Any:
+    import optuna
+
+    if domain.categorical:
+        # what was tried before the space was narrowed counts too
+        return optuna.distributions.CategoricalDistribution(
+            list(dict.fromkeys(as_text(value) for value in (*domain.values, *values)))
+        )
+    return optuna.distributions.FloatDistribution(float(min(values)), float(max(values)), log=domain.kind.startswith("log"))
+
+
+def _plain(distribution: Any, value: Any) -> Any:
+    return as_text(value) if hasattr(distribution, "choices") else float(value)
+
+
+def _pairs(study: Any, names: Sequence[str], of: Sequence[str]) -> dict[tuple[str, str], float]:
+    """What two keys explain together beyond each alone, from the trees of an evaluator of Optuna's, which itself offers single keys."""
+    import optuna
+
+    distributions = study.trials[0].distributions
+    varied = sorted(name for name in names if not distributions[name].single())  # the evaluator's columns
+    evaluator = optuna.importance.FanovaImportanceEvaluator(n_trees=TREES, max_depth=PAIR_DEPTH, seed=0)
+    single = evaluator.evaluate(study, params=list(names))
+    forest: Any = evaluator._evaluator
+    found = {}
+    for first, second in combinations([name for name in of if name in varied], 2):
+        columns = np.concatenate([forest._column_to_encoded_columns[varied.index(name)] for name in (first, second)])
+        shares = [tree.get_marginal_variance(columns) / tree.variance for tree in forest._trees if tree.variance > 0]
+        found[first, second] = max(0.0, float(np.mean(shares)) - single[first] - single[second])
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _dependence(study: Any, names: Sequence[str], points: int = 24) -> dict[str, tuple[list[Any], list[float]]]:
+    from optuna._transform import _SearchSpaceTransform
+    from sklearn.ensemble import RandomForestRegressor
+
+    trials = study.get_trials(deepcopy=False)  # Optuna's ``trials`` copies all of them each time
+    distributions = trials[0].distributions
+    transform = _SearchSpaceTransform(distributions)
+    x = np.array([transform.transform(trial.params) for trial in trials])
+    forest = RandomForestRegressor(n_estimators=64, min_samples_leaf=2, random_state=0)
+    forest.fit(x, [trial.value for trial in trials])
+    curves: dict[str, tuple[list[Any], list[float]]] = {}
+    for name in names:
+        places = _places(distributions[name], points)
+        predicted = [_with(trials[0], transform, x, name, place) for place in places]
+        curves[name] = places, [float(forest.predict(moved).mean()) for moved in predicted]
+    return curves
+
+
+def _with(trial: Any, transform: Any, x: np.ndarray, name: str, place: Any) -> np.ndarray:
+    """The configurations with one key set; ``trial`` is any of them."""
+    columns = transform.column_to_encoded_columns[list(trial.distributions).index(name)]
+    moved = x.copy()
+    moved[:, columns] = transform.transform(trial.params | {name: place})[columns]
+    return moved
+
+
+def _places(distribution: Any, points: int) -> list[Any]:
+    if hasattr(distribution, "choices"):
+        return list(distribution.choices)
+    space = np.geomspace if distribution.log else np.linspace
+    places = space(distribution.low, distribution.high, points)
+    return [float(place) for place in np.clip(places, distribution.low, distribution.high)]

@@ -1,0 +1,38 @@
+"""What a search optimises: the values of a trial's objectives, and their means over a configuration's seeds."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from study.ledger.state import TrialState
+
+
+def objective(trial: TrialState, metric: str) -> float | None:
+    """A trial's value of an objective; None if it has none.
+
+    ``seconds`` is the time spent in training, also before it was taken over from elsewhere (None where that is not known), ``bits`` the
+    width of the number format; all others are the last epoch's report.
+    """
+    if metric == "bits":
+        return float(bits_of(trial.config))
+    if metric == "seconds":
+        return trial.seconds if trial.took.keys() == trial.reports.keys() else None
+    values = trial.metric(metric)
+    return values[max(values)] if values else None
+
+
+def mean_objective(trials: Sequence[TrialState], metric: str) -> float:
+    """The mean of an objective over a configuration's trials, one a seed; NaN if one of them has no value."""
+    values = [objective(trial, metric) for trial in trials]
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if len(known) == len(values) else math.nan
+
+
+def bits_of(config: dict[str, Any]) -> float:
+    """Bits of a value in a trial's number format."""
+    from lns_ops.formats import parse
+
+    return parse(config["precision"]["format"]).bits

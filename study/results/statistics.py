@@ -1,0 +1,345 @@
+"""What a report says beyond its table: fronts, importance, dependence, tests, budgets, costs. Figures from a study's state, no drawing.
+
+An :class:`Entry` is one configuration (of a searched row) or one row, with means over its seeds of what can be weighed against each other:
+error, bits of the format, seconds, joules, bytes sent. It counts once every seed's trial has finished, in the last round where there are
+rounds. Errors are validation errors, in per cent: the test set chooses nothing.
+
+- Intervals: 95 %, Student's t over seeds.
+- Importance: fANOVA (Hutter, Hoos, Leyton-Brown 2014), Optuna's evaluator, single keys and pairs; fractions of the variance of the error.
+- Partial dependence (Friedman 2001): a random forest over the sampled keys (Optuna's encoding), the mean prediction as one key moves.
+- Tests between categories: :func:`groups`, by :mod:`study.results.contrasts`, one correction over all that a report tells.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from study.config.keys import lookup
+from study.config.space import Params, today
+from study.ledger.state import FAILED, StudyState, TrialState
+from study.results.configurations import groups_of_seeds
+from study.results.contrasts import Contrast, independent, paired
+from study.results.objectives import bits_of, objective
+from study.text import layout_of
+from trainers.workers.resources import gpus_of
+
+MEASURES = {
+    "error": "validation error, %",
+    "bits": "bits a value",
+    "seconds": "seconds of training",
+    "joules": "joules",
+    "bytes": "bytes sent",
+}
+"""What configurations are weighed by, all of them the smaller the better, and their axis labels."""
+TOLD = {"joules": "telemetry/joules", "bytes": "bytes/sent"}
+"""The metrics of those that trials report."""
+CATEGORIES = {
+    "row": "row",
+    "format": "number format",
+    "layout": "layout",
+    "wire.name": "wire format",
+    "sync.name": "synchronisation",
+    "optimizer.name": "optimizer",
+}
+CONFIGURATIONS = "configurations"
+KEYS = {"format": ("precision.format",), "layout": ("layout", "workers")}
+"""The trial keys that make a category, where they are not its name."""
+TREES, DEPTH, PAIR_DEPTH, PAIRED = 16, 8, 5, 4
+"""Of the forests behind importance. Optuna walks a tree once for every combination of its thresholds, in Python: its default of 64 trees
+of depth 64 takes minutes on 500 configurations. Pairs are those of the most important keys."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One configuration or row.
+
+    Attributes:
+        values: mean over seeds by measure; only those that every trial has.
+        categories: by name of :data:`CATEGORIES`.
+    """
+
+    row: str
+    number: int | None
+    params: Params
+    trials: tuple[TrialState, ...]
+    values: Mapping[str, float]
+    categories: Mapping[str, str]
+
+    @property
+    def name(self) -> str:
+        """``lns12`` or ``lns12 #7``."""
+        return self.row if self.number is None else f"{self.row} #{self.number}"
+
+
+def entries(state: StudyState) -> list[Entry]:
+    """The configurations and rows of which every seed has finished with a finite error, by number."""
+    found = []
+    for group in groups_of_seeds(state.trials, []):
+        values = {name: mean for name in MEASURES if (mean := _mean(group.trials, name)) is not None} if group.finished else {}
+        if "error" in values:
+            found.append(
+                Entry(
+                    row=group.row,
+                    number=group.number,
+                    params=today(group.params),
+                    trials=group.trials,
+                    values=values,
+                    categories=categories_of(group.trials[0]),
+                )
+            )
+    return found
+
+
+def _mean(trials: Sequence[TrialState], name: str) -> float | None:
+    values = [measure(trial, name) for trial in trials]
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return statistics.fmean(known) if known and len(known) == len(values) else None
+
+
+def measure(trial: TrialState, name: str) -> float | None:
+    """One of :data:`MEASURES` of a trial; None if it was not measured."""
+    if name == "error":
+        values = trial.metric("validation/error")
+        return 100.0 * values[max(values)] if values else None
+    if name == "bits":
+        return float(bits_of(trial.config))
+    if name == "seconds":
+        return objective(trial, name) or None
+    found = trial.metric(TOLD[name])
+    return sum(found.values()) if found else None
+
+
+def categories_of(trial: TrialState) -> dict[str, str]:
+    """What a trial is, by name of :data:`CATEGORIES`."""
+    known = {"row": trial.row, "format": str(trial.config["precision"]["format"]), "layout": layout_of(trial.config)}
+    others = {name: lookup(trial.config, name) for name in CATEGORIES if name not in known}
+    return known | {name: str(value) for name, value in others.items() if value is not None}
+
+
+def spread_measures(found: Sequence[Entry]) -> list[str]:
+    """The measures in which entries differ; not every entry need have all (one worker sends no bytes)."""
+    return [name for name in MEASURES if len({entry.values[name] for entry in found if name in entry.values}) > 1]
+
+
+def interval(values: Sequence[float], level: float = 0.95) -> float | None:
+    """Half the width of the mean's confidence interval by Student's t; None below two values."""
+    if len(values) < 2:
+        return None
+    from scipy.special import stdtrit  # scipy.stats takes a second to load
+
+    return float(stdtrit(len(values) - 1, 0.5 + level / 2)) * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def front(found: Sequence[Entry], measures: Sequence[str]) -> list[Entry]:
+    """The entries that none other equals or beats in every measure (all smaller the better), by the first."""
+    points = np.array([[entry.values[name] for name in measures] for entry in found])
+    kept = [
+        entry
+        for entry, point in zip(found, points, strict=True)
+        if not (np.all(points <= point, axis=1) & np.any(points < point, axis=1)).any()
+    ]
+    return sorted(kept, key=lambda entry: [entry.values[name] for name in measures])
+
+
+def as_text(value: Any) -> str:
+    from study.config.space import show
+
+    return show(value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """Errors by category, each value set against one of them that was chosen before anything ran.
+
+    Attributes:
+        reference: the value that the others are set against: the baseline's, or the plan's first.
+        errors: of the trials, per cent, by value of the category, the reference first.
+        contrasts: of each other value's mean error minus the reference's, percentage points; None where nothing can be tested.
+        exploratory: why the tests prove nothing by themselves; "" where they do.
+    """
+
+    category: str
+    reference: str
+    errors: dict[str, list[float]]
+    contrasts: dict[str, Contrast | None]
+    exploratory: str = ""
+
+
+def groups(state: StudyState) -> list[Groups]:
+    """The categories that rows and configurations differ in, each with its errors and tests.
+
+    What is the same but for the category is compared, seed by seed: of every seed the mean difference over the configurations that two
+    values share, and the test is over the seeds. With one seed the configurations are what is tested over. Where no configuration has
+    its like, as of a random search over the category, the means of the configurations are independent figures. Searches that choose
+    configurations by their results leave nothing to test. One correction is over all contrasts of the study.
+    """
+    found, seen = [], set[frozenset[frozenset[str]]]()
+    usable = entries(state)
+    for category in CATEGORIES:
+        values: dict[str, list[Entry]] = {}
+        for entry in usable:
+            if category in entry.categories:
+                values.setdefault(entry.categories[category], []).append(entry)
+        partition = frozenset(frozenset(entry.trials[0].id for entry in of_value) for of_value in values.values())
+        if len(values) > 1 and partition not in seen:
+            seen.add(partition)
+            found.append(_groups(state, category, values))
+    tests = sum(contrast is not None for group in found for contrast in group.contrasts.values())
+    return [
+        replace(group, contrasts={name: each and replace(each, tests=tests) for name, each in group.contrasts.items()})
+        for group in found
+    ]
+
+
+def _groups(state: StudyState, category: str, values: dict[str, list[Entry]]) -> Groups:
+    study = state.config
+    baseline = (name for name, of_value in values.items() for entry in of_value if entry.row == study.baseline)
+    reference = next(baseline, next(iter(values)))
+    others = [name for name in values if name != reference]
+    chosen, why = study.search.adaptive or study.search.ends_early, ""
+    contrasts = {name: None if chosen else _contrast(category, values[name], values[reference]) for name in others}
+    if chosen:
+        why = "the search chose by results which configurations there are, so nothing is tested"
+    elif any(each is not None and each.over.endswith(CONFIGURATIONS) for each in contrasts.values()):
+        why = "tested over configurations, which says nothing of other seeds"
+    errors = {
+        name: [error for entry in values[name] for trial in entry.trials if (error := measure(trial, "error")) is not None]
+        for name in (reference, *others)
+    }
+    return Groups(category=category, reference=reference, errors=errors, contrasts=contrasts, exploratory=why)
+
+
+def _contrast(category: str, first: list[Entry], second: list[Entry]) -> Contrast | None:
+    """See :func:`groups`."""
+    for with_row in (True, False):
+        ours, theirs = (_by_likeness(category, found, with_row) for found in (first, second))
+        if shared := [key for key in ours if key in theirs]:
+            return _matched([ours[key] for key in shared], [theirs[key] for key in shared])
+    means = [[entry.values["error"] for entry in found] for found in (first, second)]
+    return independent(means[0], means[1], CONFIGURATIONS)
+
+
+def _by_likeness(category: str, found: Iterable[Entry], with_row: bool) -> dict[str, list[Entry]]:
+    """Entries by what they have beside the category: their other sampled values, and their row."""
+    keys = KEYS.get(category, (category,))
+    like: dict[str, list[Entry]] = {}
+    for entry in found:
+        others = {name: value for name, value in entry.params.items() if not any(_overlap(name, key) for key in keys)}
+        like.setdefault(json.dumps([others, entry.row if with_row else ""], sort_keys=True), []).append(entry)
+    return like
+
+
+def _overlap(name: str, key: str) -> bool:
+    return f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")
+
+
+def _matched(first: Sequence[list[Entry]], second: Sequence[list[Entry]]) -> Contrast | None:
+    """The contrast of lists of entries that are alike pair by pair, over the seeds that all have; over the pairs with one seed."""
+    by_seed = [[_errors_by_seed(found) for found in pair] for pair in zip(first, second, strict=True)]
+    seeds = sorted(set.intersection(*(set(errors) for pair in by_seed for errors in pair)))
+    gaps = [[ours[seed] - theirs[seed] for seed in seeds] for ours, theirs in by_seed]
+    if len(seeds) > 1:
+        return paired([statistics.fmean(of_seed) for of_seed in zip(*gaps, strict=True)], "seeds")
+    return paired([statistics.fmean(of_pair) for of_pair in gaps if of_pair], CONFIGURATIONS)
+
+
+def _errors_by_seed(found: Sequence[Entry]) -> dict[int, float]:
+    """The mean error of entries by seed, for the seeds that all have; per cent."""
+    errors = [{trial.seed: error for trial in entry.trials if (error := measure(trial, "error")) is not None} for entry in found]
+    shared = set.intersection(*map(set, errors))
+    return {seed: statistics.fmean(of_entry[seed] for of_entry in errors) for seed in shared}
+
+
+def heat_map(found: Sequence[Entry]) -> tuple[list[str], list[str], np.ndarray] | None:
+    """Lowest error by format and layout (NaN where there is none): names down, names across, per cent. None unless both vary."""
+    formats = list(dict.fromkeys(entry.categories["format"] for entry in found))
+    layouts = list(dict.fromkeys(entry.categories["layout"] for entry in found))
+    if len(formats) < 2 or len(layouts) < 2:
+        return None
+    table = np.full((len(formats), len(layouts)), np.nan)
+    for entry in found:
+        place = formats.index(entry.categories["format"]), layouts.index(entry.categories["layout"])
+        table[place] = np.nanmin([table[place], entry.values["error"]])
+    return formats, layouts, table
+
+
+# ------------------------------------------------------------------------------------------------------------ budgets and costs
+
+
+def best_of_budget(state: StudyState) -> dict[str, tuple[list[float], list[float]]]:
+    """Of each row, the lowest validation error so far (per cent) over the seconds its trials have taken, in the order they ended.
+
+    The error is that of a configuration, mean over its seeds, once the last of them has ended.
+    """
+    found, planned = entries(state), {trial.id for trial in state.trials}
+    last = {max(entry.trials, key=lambda trial: trial.ended or 0.0).id: entry.values["error"] for entry in found}
+    curves = {}
+    for row, trials in state.rows().items():
+        spent, best = 0.0, math.inf
+        xs: list[float] = []
+        ys: list[float] = []
+        for trial in sorted((trial for trial in trials if trial.ended), key=lambda trial: trial.ended or 0.0):
+            spent += trial.spent if trial.source in planned else trial.seconds  # a population's members share their beginnings
+            best = min(best, last.get(trial.id, math.inf))
+            if math.isfinite(best):
+                xs.append(spent)
+                ys.append(best)
+        if xs:
+            curves[row] = (xs, ys)
+    return curves
+
+
+def rank_formats(found: Iterable[Entry]) -> list[dict[str, Any]]:
+    """The best entry of every number format: format, bits, error, seconds, and its rank in each."""
+    best: dict[str, Entry] = {}
+    for entry in found:
+        name = entry.categories["format"]
+        if name not in best or entry.values["error"] < best[name].values["error"]:
+            best[name] = entry
+    lines: list[dict[str, Any]] = [{"format": name, "entry": entry.name, **entry.values} for name, entry in best.items()]
+    for key in ("error", "bits", "seconds"):
+        order = sorted({float(line[key]) for line in lines if key in line})
+        for line in lines:
+            line[f"rank_{key}"] = order.index(float(line[key])) + 1 if key in line else None
+    return sorted(lines, key=lambda line: float(line["error"]))
+
+
+def failures(state: StudyState) -> list[tuple[str, int, list[str]]]:
+    """What ended trials for good: the message (numbers aside, alike ones together), how many trials, some of their ids."""
+    import re
+
+    found: dict[str, list[TrialState]] = {}
+    for trial in state.trials:
+        if trial.status == FAILED:
+            found.setdefault(re.sub(r"\d+(\.\d+)?", "N", trial.error), []).append(trial)
+    lines = [(trials[0].error, len(trials), [trial.id for trial in trials[:5]]) for trials in found.values()]
+    return sorted(lines, key=lambda line: -line[1])
+
+
+def costs(state: StudyState) -> dict[str, float]:
+    """What the study has taken: trial seconds, seconds of trials that failed or were ended early, GPU hours, joules, bytes.
+
+    Epochs that were taken over, from another study or trial, are not counted again.
+    """
+    total: dict[str, float] = {"trials": float(len(state.trials)), "epochs": float(sum(len(t.reports) for t in state.trials))}
+    total["trial seconds"] = sum(trial.spent for trial in state.trials)
+    total["of them in failed trials"] = _sum(state, lambda trial: trial.spent if trial.status == FAILED else 0.0)
+    total["of them in trials ended early"] = _sum(state, lambda trial: trial.spent if trial.stopped_by else 0.0)
+    total["GPU hours"] = _sum(state, lambda trial: trial.spent / 3600 * gpus_of(trial.config))
+    for name in ("joules", "bytes"):
+        total[name] = _sum(state, lambda trial, name=name: sum(trial.metric(TOLD[name], own=True).values()))  # type: ignore[misc]
+    return {name: value for name, value in total.items() if value}
+
+
+def _sum(state: StudyState, value: Callable[[TrialState], float]) -> float:
+    return sum(value(trial) for trial in state.trials)

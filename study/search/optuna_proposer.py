@@ -1,0 +1,215 @@
+"""What an Optuna sampler proposes next, and how it is told what became of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from study.config import SearchConfig
+from study.config.space import Domain, Params, Space
+from study.ledger.state import (
+    ENDED,
+    FAILED,
+    STOPPED,
+    StudyState,
+    TrialState,
+)
+from study.plan.candidates import CANDIDATES, is_history
+from study.plan.plan import Base, Excluded, PlannedTrial
+from study.results.objectives import mean_objective
+
+
+class Counter:
+    """Numbers of a row's configurations, from 1; ``last`` was given already."""
+
+    def __init__(self, last: int = 0) -> None:
+        self.last = last
+
+    def next(self) -> int:
+        """The next number."""
+        self.last += 1
+        return self.last
+
+
+class Proposer:
+    """Proposes configurations of one row at one point of the grids, with Optuna.
+
+    Args:
+        base: the row's base trial.
+        space: what is searched.
+        point: of the grids.
+        search: how.
+        seeds: the study's; a proposal is a trial for each.
+        numbers: of the row's configurations.
+    """
+
+    def __init__(
+        self, base: Base, space: Space, point: Params, search: SearchConfig, seeds: Iterable[int], numbers: Counter
+    ) -> None:
+        optuna = _optuna()
+        self._base, self._space, self._point, self._search = base, space, point, search
+        self._seeds, self._numbers = list(seeds), numbers
+        directions = [{"min": "minimize", "max": "maximize"}[mode] for mode in search.objectives.values()]
+        self._study = optuna.create_study(directions=directions)
+        self._open: dict[int, list[str]] = {}
+        self._known: set[str] = set()
+        self.proposed = 0
+        self.excluded: list[Excluded] = []
+        self._tries = 0
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether it will propose nothing more: it has proposed all it may, or tried long to find what is valid and new."""
+        return self.proposed >= self._search.num_samples or self._tries >= CANDIDATES * self._search.num_samples
+
+    def propose(self) -> list[PlannedTrial]:
+        """The next configuration, one trial a seed; none if exhausted."""
+        optuna = _optuna()
+        while not self.exhausted:
+            asked, params = self._ask()
+            self._tries += 1
+            try:
+                trials = [self._base.trial(seed, self._numbers.last + 1, params) for seed in self._seeds]
+            except ValueError as error:
+                self.excluded.append(self._base.exclude(params, error))
+                self._study.tell(asked, state=optuna.trial.TrialState.FAIL)
+                continue
+            if trials[0].id in self._known:
+                self._study.tell(asked, state=optuna.trial.TrialState.FAIL)
+                continue
+            self._numbers.next()
+            self._enter(asked.number, trials[0].id, [trial.id for trial in trials])
+            noted = dict(self._study.trials[asked.number].system_attrs)
+            return [dataclasses.replace(trial, asked=noted) for trial in trials]
+        return []
+
+    def recall(self, state: StudyState, trials: Iterable[TrialState]) -> None:
+        """Take in what was proposed at this point before, in its order, each with its result if it has one.
+
+        What lies outside the space, which has been changed since, is history: Optuna does not hear of it.
+        """
+        configurations: dict[int, list[TrialState]] = {}
+        for trial in trials:
+            if trial.number is not None and all(trial.params.get(key) == value for key, value in self._point.items()):
+                configurations.setdefault(trial.number, []).append(trial)
+        for number in sorted(configurations):
+            of_seeds = configurations[number]
+            if is_history(of_seeds[0].params, self._space):
+                self._known.add(of_seeds[0].id)
+                continue
+            self._study.add_trial(self._again(of_seeds[0]))
+            self._enter(self._study.trials[-1].number, of_seeds[0].id, [trial.id for trial in of_seeds])
+            self.learn(state)
+
+    def learn(self, state: StudyState) -> None:
+        """Tell Optuna of the configurations whose trials have all ended."""
+        for number, ids in list(self._open.items()):
+            trials = [state.known[trial] for trial in ids]
+            if all(trial.status in ENDED for trial in trials):
+                self._tell(number, trials)
+                del self._open[number]
+
+    def _enter(self, number: int, first: str, ids: list[str]) -> None:
+        self._open[number] = ids
+        self._known.add(first)
+        self.proposed += 1
+        self._tries = 0
+
+    def _ask(self) -> tuple[Any, Params]:
+        """A trial of Optuna's and its values; the generator depends on how many were proposed before, and on nothing else."""
+        seed = np.random.SeedSequence([self._search.seed, self.proposed, self._tries]).generate_state(1)[0]
+        self._study.sampler = make_sampler(self._search, int(seed))
+        asked = self._study.ask()
+        params: Params = dict(self._point)
+        for domain in self._space.sampled:
+            if domain.applies(params):
+                params[domain.key] = suggest(asked, domain)
+        return asked, self._space.pruned(params)
+
+    def _again(self, trial: TrialState) -> Any:
+        """An earlier proposal as a running trial of Optuna's."""
+        optuna = _optuna()
+        drawn = [domain for domain in self._space.sampled if domain.key in trial.params]
+        return optuna.trial.create_trial(
+            state=optuna.trial.TrialState.RUNNING,
+            params={
+                domain.key: _place(domain, trial.params[domain.key]) if domain.categorical else trial.params[domain.key]
+                for domain in drawn
+            },
+            distributions={domain.key: distribution(domain) for domain in drawn},
+            system_attrs=trial.asked,
+        )
+
+    def _tell(self, number: int, trials: list[TrialState]) -> None:
+        state = _optuna().trial.TrialState
+        values = [mean_objective(trials, metric) for metric in self._search.objectives]
+        usable = all(trial.status != FAILED for trial in trials) and all(math.isfinite(value) for value in values)
+        if not usable:
+            self._study.tell(number, state=state.FAIL)
+        elif len(values) == 1 and any(trial.status == STOPPED for trial in trials):
+            frozen = self._study.trials[number]
+            self._study._storage.set_trial_intermediate_value(frozen._trial_id, min(trial.epoch for trial in trials), values[0])
+            self._study.tell(number, state=state.PRUNED)
+        else:
+            self._study.tell(number, values)
+
+
+def make_sampler(search: SearchConfig, seed: int) -> Any:
+    """Optuna's sampler for ``search.algorithm``."""
+    optuna = _optuna()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if search.algorithm == "tpe":
+            return optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True, constant_liar=True)
+        if search.algorithm == "cmaes":
+            return optuna.samplers.CmaEsSampler(seed=seed)
+        return optuna.samplers.NSGAIISampler(seed=seed, population_size=min(50, max(4, search.num_samples // 4)))
+
+
+def distribution(domain: Domain) -> Any:
+    """Optuna's distribution of a domain; choices are categories by their place in the list."""
+    optuna = _optuna()
+    if domain.categorical:
+        return optuna.distributions.CategoricalDistribution(list(range(len(domain.values))))
+    low, high, *step = domain.values
+    if domain.kind.endswith("randint"):
+        return optuna.distributions.IntDistribution(low, high - 1, log=domain.kind == "lograndint")
+    if step:
+        return optuna.distributions.FloatDistribution(low, high, step=step[0])
+    return optuna.distributions.FloatDistribution(low, high, log=domain.kind == "loguniform")
+
+
+def suggest(asked: Any, domain: Domain) -> Any:
+    """A value for ``domain`` from an Optuna trial."""
+    shape = distribution(domain)
+    if domain.categorical:
+        return domain.values[asked.suggest_categorical(domain.key, shape.choices)]
+    if domain.kind.endswith("randint"):
+        value = asked.suggest_int(domain.key, shape.low, shape.high, log=shape.log)
+        return float(value) if domain.real else value
+    return asked.suggest_float(domain.key, shape.low, shape.high, step=shape.step, log=shape.log)
+
+
+def canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _place(domain: Domain, value: Any) -> int:
+    return [canonical(entry) for entry in domain.values].index(canonical(value))
+
+
+def _optuna() -> Any:
+    """Optuna, quiet; loaded where an adaptive search needs it."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    logging.getLogger("optuna").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+    return optuna

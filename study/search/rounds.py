@@ -1,0 +1,150 @@
+"""Searches in rounds: what the results of one round say decides which trials the next one has.
+
+Everything random comes from the search's seed, so the ledger's results alone say what comes next: a study that is continued goes through
+the same rounds to where it was. Rounds are synchronous, one begins once all trials of the one before have ended.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from study.config import SearchConfig
+from study.config.space import Params, Space, unit_points
+from study.ledger.state import (
+    ENDED,
+    FAILED,
+    StudyState,
+    TrialState,
+)
+from study.plan.candidates import CANDIDATES
+from study.plan.plan import Base, Excluded, PlannedTrial
+from study.results.configurations import signed
+from study.results.objectives import mean_objective
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Member:
+    """One line through the rounds: what it began with, and what changed on the way."""
+
+    params: Params
+    changes: tuple[dict[str, Any], ...] = ()
+
+
+class Rounds(ABC):
+    """The search of one row at one point of the grids; asked as a :class:`study.search.optuna_proposer.Proposer` is.
+
+    Args:
+        base: the row's base trial.
+        space: what is searched.
+        point: of the grids, the ``place``-th of ``places``.
+        search: how; ``num_samples`` configurations take part in the first round.
+        seeds: the study's; every configuration is a trial for each.
+
+    Attributes:
+        excluded: points of the space that make no valid trial.
+    """
+
+    def __init__(
+        self, base: Base, space: Space, point: Params, search: SearchConfig, seeds: Iterable[int], place: int = 0, places: int = 1
+    ) -> None:
+        self._base, self._space, self._point, self._search = base, space, point, search
+        self._seeds, self._place, self._places = list(seeds), place, places
+        self._planned: set[str] = set()
+        self.excluded: list[Excluded] = []
+        self._round = 0
+        self._members = self._first()
+        self._last = self._prepare()
+        self._enter()
+
+    @abstractmethod
+    def _prepare(self) -> int:
+        """Whatever the rounds need to know; the number of the last one, from 0."""
+
+    @abstractmethod
+    def _params(self, member: Member) -> Params:
+        """What a member's trials have in this round."""
+
+    @abstractmethod
+    def _next(self, state: StudyState, errors: list[float]) -> list[Member]:
+        """Who takes part in the next round, given every member's error in this one, infinite for those that are lost; one is not."""
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether it will propose nothing more."""
+        return not self._waiting and (self._round == self._last or not self._members)
+
+    def recall(self, state: StudyState, trials: Iterable[TrialState]) -> None:
+        """Take in what earlier runs of the study did."""
+        self._planned = {trial.id for trial in trials}
+        self.learn(state)
+
+    def learn(self, state: StudyState) -> None:
+        """Enter the next round if this one has ended; and the one after, where that is known already."""
+        while self._members and self._round < self._last and self._ended(state):
+            errors = [self._error(state, trials) for trials in self._trials]
+            self._members = self._next(state, errors) if any(map(math.isfinite, errors)) else []
+            self._round += 1
+            self._enter()
+
+    def propose(self) -> list[PlannedTrial]:
+        """The next member of this round, one trial a seed; none while the others train."""
+        while self._waiting:
+            trials = [trial for trial in self._waiting.popleft() if trial.id not in self._planned]
+            self._planned |= {trial.id for trial in trials}
+            if trials:
+                return trials
+        return []
+
+    def _first(self) -> list[Member]:
+        """As many valid points of the space as are to take part."""
+        search, members, seen = self._search, list[Member](), set[str]()
+        for units in unit_points(search.algorithm, len(self._space.sampled), CANDIDATES * search.num_samples, search.seed):
+            params = self._space.point(units, self._point)
+            try:
+                trial = self._base.trial(self._seeds[0], None, params)
+            except ValueError as error:
+                self.excluded.append(self._base.exclude(params, error))
+                continue
+            if trial.id not in seen:
+                seen.add(trial.id)
+                members.append(Member(params=params))
+            if len(members) == search.num_samples:
+                break
+        return members
+
+    def _enter(self) -> None:
+        """The trials of this round, by member."""
+        first = 1 + (self._round * self._places + self._place) * self._search.num_samples
+        asked = {"round": self._round, "rounds": self._last + 1}
+        self._trials = [
+            [
+                dataclasses.replace(self._base.trial(seed, first + number, self._params(member)), asked=asked)
+                for seed in self._seeds
+            ]
+            for number, member in enumerate(self._members)
+        ]
+        self._waiting = deque(self._trials)
+
+    def _ended(self, state: StudyState) -> bool:
+        ids = [trial.id for trials in self._trials for trial in trials]
+        return all(key in state.known and state.known[key].status in ENDED for key in ids)
+
+    def _error(self, state: StudyState, trials: Sequence[PlannedTrial]) -> float:
+        """The mean objective of a member, the lower the better, infinite for what is lost."""
+        known = [state.known[trial.id] for trial in trials]
+        if any(trial.status == FAILED or trial.epoch < trial.epochs for trial in known):
+            return math.inf
+        metric, mode = next(iter(self._search.objectives.items()))
+        value = signed(mean_objective(known, metric), mode)
+        return value if math.isfinite(value) else math.inf
+
+    def _generator(self, number: int, purpose: int = 0) -> np.random.Generator:
+        """Of a member of this round."""
+        return np.random.default_rng([self._search.seed, self._place, self._round, number, purpose])

@@ -1,0 +1,204 @@
+"""``lns-study ui --team``: MLflow for several people, with logins, over PostgreSQL, in several worker processes.
+
+Beside what :mod:`study.serve.ui` does for one: MLflow's basic-auth app keeps users and what they may do in the same database (tables of
+its own), everybody who has logged in reads everything, and who makes an experiment manages it. A checked password is remembered for a
+minute, since checking it costs some 0.1 s. uvloop and httptools are named to uvicorn, which without them answers 44 ms later as soon
+as it has two workers. Artifacts go through the server into a folder (or bucket) that holds nothing else, and clients may not name another
+place for them (:mod:`study.serve.team_guard`). The server's working folder is an empty one of its own, gone at the end, with MLflow's
+settings, readable by its user only; neither passwords nor the database's address stand in a command line.
+
+Limits: it speaks HTTP, so for other machines TLS is the business of a proxy before it, or of an ssh tunnel. A password that was changed
+is taken by other workers for up to :data:`AUTH_CACHE_SECONDS` more.
+"""
+
+from __future__ import annotations
+
+import configparser
+import importlib.util
+import ipaddress
+import os
+import re
+import secrets
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from study.ledger.storage import check_writable
+from study.serve.ui import (
+    ENVIRONMENT,
+    check_port,
+    command,
+    run,
+)
+from study.tracking_uri import without_password
+
+PASSWORD = "MLFLOW_AUTH_ADMIN_PASSWORD"
+USER = "MLFLOW_AUTH_ADMIN_USERNAME"
+SECRET = "MLFLOW_FLASK_SERVER_SECRET_KEY"
+SHORTEST_PASSWORD = 12
+"""MLflow takes no shorter one."""
+AUTH_CACHE_SECONDS = 60
+WORKERS = 4
+PACKAGES = {"psycopg": "psycopg[binary]", "uvloop": "uvloop", "httptools": "httptools", "flask_wtf": "flask-wtf"}
+"""Modules that a team's server needs, and the packages that have them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Team:
+    """A server for a team.
+
+    Attributes:
+        uri: database of the tracking store and of the users.
+        storage: folder of the studies; must not be within reach of the server's artifact pages.
+        artifacts: folder, or address such as ``s3://bucket/folder``, for artifacts.
+        host: to listen on.
+        port: to listen on.
+        workers: processes that answer requests.
+        names: host names, beside 127.0.0.1 and localhost, by which browsers and clients may call the server.
+    """
+
+    uri: str
+    storage: Path
+    artifacts: str
+    host: str
+    port: int
+    workers: int = WORKERS
+    names: tuple[str, ...] = ()
+
+    @property
+    def local(self) -> bool:
+        """Whether it listens to this machine alone."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+
+def check(team: Team) -> None:
+    """Everything that can be known to fail, before anything starts.
+
+    Raises:
+        ValueError: with the value, the rule and the remedy.
+    """
+    missing = [package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        raise ValueError(f"--team: needs {', '.join(missing)}, not installed; pip install 'lns-study[team]'")
+    _check_store(team)
+    _check_names(team)
+    _check_artifacts(team)
+    check_port(team.port, team.host)
+    _check_password(team)
+
+
+def serve(team: Team, say: Callable[[str], None]) -> int:
+    """Run the server in the foreground until Ctrl-C or SIGTERM; its exit code, 0 if it was asked to end."""
+    if not team.local:
+        say(f"Listening on {team.host}: passwords travel as they are unless a proxy with TLS is before it.")
+    with tempfile.TemporaryDirectory(prefix="lns-study-team-") as folder:
+        settings = Path(folder) / "basic_auth.ini"
+        with open(settings, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            auth_settings(team.uri).write(file)
+        words = command(team.artifacts, team.port, host=team.host, workers=team.workers, names=team.names, team=True)
+        return run(words, environment(team.uri, settings), team.port, say, host=team.host, folder=folder)
+
+
+def environment(uri: str, settings: Path) -> dict[str, str]:
+    """What the server's environment has beside ours; the key of its forms is new at every start unless the user set one."""
+    return {
+        **ENVIRONMENT,
+        "MLFLOW_BACKEND_STORE_URI": uri,
+        "MLFLOW_AUTH_CONFIG_PATH": str(settings),
+        "MLFLOW_BASIC_AUTH_FAIL_CLOSED": "true",
+        SECRET: os.environ.get(SECRET) or secrets.token_hex(32),
+    }
+
+
+def auth_settings(uri: str) -> configparser.ConfigParser:
+    """MLflow's settings of logins; the first admin's password is none of them, it comes from the environment."""
+    settings = configparser.ConfigParser()
+    settings["mlflow"] = {
+        "default_permission": "READ",
+        "database_uri": uri.replace("%", "%%"),  # configparser's own escape: MLflow reads the file with interpolation
+        "admin_username": os.environ.get(USER) or "admin",
+        "authorization_function": "study.serve.team_guard:authenticate",
+        "auth_cache_ttl_seconds": str(AUTH_CACHE_SECONDS),
+    }
+    return settings
+
+
+def _check_store(team: Team) -> None:
+    if team.workers < 1:
+        raise ValueError(f"--workers {team.workers}: must be at least 1; leave it out for {WORKERS}")
+    if team.uri.startswith("sqlite:") and team.workers > 1:
+        raise ValueError(
+            f"--workers {team.workers} over {team.uri}: sqlite lets one process write at a time and makes the others wait and fail "
+            "(database is locked); use PostgreSQL, --backend-store-uri postgresql://user@host/database, or --workers 1"
+        )
+    if not team.uri.startswith(("sqlite:", "postgresql")):
+        raise ValueError(
+            f"--backend-store-uri {without_password(team.uri)}: must be a PostgreSQL database for a team; use "
+            "postgresql://user@host/database"
+        )
+
+
+def _check_names(team: Team) -> None:
+    wrong = [name for name in team.names if not re.fullmatch(r"[A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\]", name)]
+    if wrong:
+        raise ValueError(
+            f"--allow-host {wrong[0]!r}: must be a host's name or address, without scheme, port or *; for example --allow-host "
+            "mlflow.example.org"
+        )
+    if not team.local and not team.names:
+        raise ValueError(
+            f"--host {team.host}: others call the server by a name that it must know, or web pages of strangers could reach it by "
+            "names of theirs; add --allow-host NAME, as in the address that browsers show"
+        )
+
+
+def _check_artifacts(team: Team) -> None:
+    if "://" in team.artifacts:
+        return
+    folder = Path(team.artifacts)
+    if team.storage.is_relative_to(folder):
+        raise ValueError(
+            f"--artifacts {team.artifacts}: must not hold the storage {team.storage}, since what lies there can be fetched from the "
+            "server; use a folder of its own"
+        )
+    check_writable(folder, "artifacts", "choose another with --artifacts /path/to/folder")
+
+
+def _check_password(team: Team) -> None:
+    """The first admin's password is asked for only while the database has no users."""
+    if _has_users(team.uri):
+        return
+    password = os.environ.get(PASSWORD, "")
+    if len(password) < SHORTEST_PASSWORD:
+        state = f"has {len(password)} characters" if password else "is not set"
+        raise ValueError(
+            f"{PASSWORD}: {state}, and the first start makes the user {os.environ.get(USER) or 'admin'} with that password, of at "
+            f"least {SHORTEST_PASSWORD} characters; there is no default: set it in the environment"
+        )
+
+
+def _has_users(uri: str) -> bool:
+    """Whether somebody can log in already.
+
+    Raises:
+        ValueError: the database does not answer.
+    """
+    import sqlalchemy as sql
+
+    if uri.startswith("sqlite:") and not Path(uri.removeprefix("sqlite:///")).exists():
+        return False
+    engine = sql.create_engine(uri, poolclass=sql.NullPool)
+    try:
+        with engine.connect() as database:
+            known = sql.inspect(database).has_table("users")
+            return known and database.execute(sql.text("SELECT 1 FROM users LIMIT 1")).first() is not None
+    except sql.exc.SQLAlchemyError as error:
+        cause = " ".join(str(getattr(error, "orig", None) or error).split())[:200]
+        raise ValueError(
+            f"--backend-store-uri {without_password(uri)}: the database does not answer ({cause}); start it, correct the address, or give "
+            "the password in PGPASSWORD or ~/.pgpass"
+        ) from None

@@ -1,0 +1,191 @@
+"""``lns-study ui``: MLflow's web interface over a storage folder, on this machine only; :mod:`study.serve.team` serves others.
+
+One worker and no job execution: one process (:mod:`study.serve.mlflow_server`) instead of fifteen and 2 GB. It listens on
+127.0.0.1, answers only to that name and localhost, and lets in who has the token in the printed link: 127.0.0.1 is every user's
+of the machine. To watch a remote machine, forward the port with ssh. The database's address, which may hold a password, and the
+token go through the environment: command lines are everybody's to read.
+
+The server runs in its own process group, so that Ctrl-C ends it and all of its children, and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from study.config import check_tracking_uri
+from study.serve.mlflow_server import TOKEN, mlflow_command
+from study.tracking.address import HOST, is_server
+from study.tracking_uri import without_login, without_password
+
+EVERYWHERE = "0.0.0.0"
+READY_SECONDS = 60.0
+STOP_SECONDS = 5.0
+ENVIRONMENT = {
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    "MLFLOW_ENABLE_AI_GATEWAY": "false",
+    "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+}
+
+
+def serve(uri: str, artifacts: Path, port: int, say: Callable[[str], None]) -> int:
+    """Run the server in the foreground until Ctrl-C or SIGTERM; its exit code, 0 if it was asked to end.
+
+    Args:
+        uri: database of the tracking store.
+        artifacts: folder for artifacts of new experiments.
+        port: to listen on.
+        say: prints one line.
+
+    Raises:
+        ValueError: the port is taken.
+    """
+    check_port(port)
+    token = os.environ.get(TOKEN) or secrets.token_urlsafe(24)
+    return run(
+        command(str(artifacts), port),
+        environment(uri) | {TOKEN: token},
+        port,
+        say,
+        page=f"?{urllib.parse.urlencode({'token': token})}",
+    )
+
+
+def run(
+    words: list[str],
+    variables: Mapping[str, str],
+    port: int,
+    say: Callable[[str], None],
+    *,
+    host: str = HOST,
+    folder: str | None = None,
+    page: str = "",
+) -> int:
+    """Run a server's command line in the foreground, see :func:`serve`.
+
+    Args:
+        words: the command line.
+        variables: environment beside ours.
+        port: it listens on.
+        say: prints one line.
+        host: it listens on.
+        folder: it works in; None for ours.
+        page: what to open there.
+    """
+    say("Starting MLflow, some seconds ...")
+    server = subprocess.Popen(words, env=os.environ | variables, stdout=subprocess.DEVNULL, start_new_session=True, cwd=folder)
+    reached = HOST if host == EVERYWHERE else host
+    try:
+        if _wait_until_ready(server, reached, port):
+            lets_in = ", which lets this browser in" if page else ""
+            say(f"MLflow is at http://{reached}:{port}{f'/{page}' if page else ''}{lets_in} - Ctrl-C ends it.")
+        return server.wait()
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        stop(server)
+
+
+def check_servable(uri: str) -> None:
+    """``lns-study ui`` serves databases.
+
+    Raises:
+        ValueError: it is no tracking URI, or that of a server.
+    """
+    check_tracking_uri(uri)
+    if is_server(uri):
+        raise ValueError(
+            f"tracking_uri={without_password(uri)!r}: must be a database, and this is a server already; open {without_login(uri)} in a "
+            "browser"
+        )
+
+
+def environment(uri: str) -> dict[str, str]:
+    """What the server's environment has beside ours."""
+    return {**ENVIRONMENT, "MLFLOW_BACKEND_STORE_URI": uri}
+
+
+def command(
+    artifacts: str, port: int, *, host: str = HOST, workers: int = 1, names: Sequence[str] = (), team: bool = False
+) -> list[str]:
+    """The server's command line.
+
+    Args:
+        artifacts: folder or address for artifacts of new experiments.
+        port: to listen on.
+        host: to listen on.
+        workers: processes that answer requests; more than one need uvloop and httptools.
+        names: hosts, beside 127.0.0.1 and localhost, by which it may be called; their pages may change things too.
+        team: whether users must log in.
+    """
+    hosts = ",".join(name for host_ in (HOST, "localhost", *names) for name in (host_, f"{host_}:{port}"))
+    origins = ",".join(f"{scheme}://{name}{end}" for name in names for scheme in ("http", "https") for end in ("", f":{port}"))
+    if not team and workers == 1 and not names:
+        where = ["--artifacts", artifacts, "--host", host, "--port", str(port), "--allowed-hosts", hosts]
+        return [sys.executable, "-m", "study.serve.mlflow_server", *where]
+    more = ["--cors-allowed-origins", origins] if names else []
+    more += ["--app-name", "basic-auth"] if team else []
+    options = "--log-level warning" + " --loop uvloop --http httptools" * (team or workers > 1)
+    return mlflow_command(artifacts, host, port, workers, hosts, more, options)
+
+
+def check_port(port: int, host: str = HOST) -> None:
+    """The port must be free.
+
+    Raises:
+        ValueError: something listens there, or there is no such port or address.
+    """
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except (OSError, OverflowError) as error:
+        raise ValueError(
+            f"port={port}: cannot listen on {host}:{port} ({error}); choose a free port from 1024 to 65535 with --port"
+        ) from None
+
+
+def stop(server: subprocess.Popen[bytes]) -> None:
+    """End the server's process group, children included: politely, then by force."""
+    for wish, patience in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, 1.0)):
+        try:
+            os.killpg(server.pid, wish)
+        except ProcessLookupError:
+            return
+        if _group_ends(server, patience):
+            return
+
+
+def _group_ends(server: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Wait until the server and every process of its group have gone."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            server.poll()
+            os.killpg(server.pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def _wait_until_ready(server: subprocess.Popen[bytes], host: str, port: int) -> bool:
+    deadline = time.monotonic() + READY_SECONDS
+    while time.monotonic() < deadline and server.poll() is None:
+        try:
+            with urllib.request.urlopen(f"http://{host}:{port}/health", timeout=2):
+                return True
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    return False

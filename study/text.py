@@ -1,0 +1,30 @@
+"""Figures as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def layout_of(config: Mapping[str, Any]) -> str:
+    """How a trial is spread: ``1 worker``, ``dp 2``, ``dp 2 x pp 2``, ``tp 2``, ``dp 2 sharded``."""
+    layout = config.get("layout", {})
+    workers, pp, tp = int(config["workers"]), int(layout.get("pp") or 1), int(layout.get("tp") or 1)
+    if workers == 1:
+        return "1 worker"
+    degrees = {"dp": workers // (pp * tp), "pp": pp, "tp": tp}
+    parts = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
+    return " x ".join(parts) + (" sharded" if layout.get("fsdp") else "")
+
+
+def percent(fraction: float) -> str:
+    """A fraction as per cent with two decimals."""
+    return f"{100 * fraction:.2f} %"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: ``42 s``, ``3 min``, ``1 h 05 min``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"

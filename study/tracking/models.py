@@ -1,0 +1,77 @@
+"""The best model of each row as an MLflow LoggedModel: tensors in safetensors and a JSON, no pickle, so opening one runs no code.
+
+A row's best finished trial by the last validation error gives its newest checkpoint that is still on disk. Nothing is logged twice:
+a model is found by its source run. Limit: a checkpoint of more than :data:`MOST_BYTES` stays where it is, and the run's checkpoints
+are in the ledger.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from study.ledger.state import FINISHED, StudyState, TrialState
+from study.results.summary import summarise
+from study.tracking.names import sanitise
+
+MOST_BYTES = 200 * 2**20
+MODEL_TYPE = "lns-study checkpoint (safetensors)"
+
+
+def log_models(client: Any, experiment: str, state: StudyState, runs: dict[str, str]) -> None:
+    """Log each row's best model that the store does not have yet.
+
+    Args:
+        client: an ``MlflowClient``.
+        experiment: id of the study's experiment.
+        state: the study's.
+        runs: run ids by trial id.
+    """
+    best = {trial.id: trial for row in summarise(state).rows if (trial := _best(list(row.trials))) is not None}
+    wanted = {runs[id_]: trial for id_, trial in best.items() if id_ in runs}
+    folders = {run: Path(trial.checkpoints_left()[0]) for run, trial in wanted.items() if trial.checkpoints_left()}
+    have = _sources(client, experiment) if folders else set()
+    for run, folder in folders.items():
+        if run not in have and sum(file.stat().st_size for file in folder.iterdir()) <= MOST_BYTES:
+            _log_model(client, experiment, run, wanted[run], folder)
+
+
+def _best(trials: list[TrialState]) -> TrialState | None:
+    done = [trial for trial in trials if trial.status == FINISHED and math.isfinite(_error(trial))]
+    return min(done, key=_error, default=None)
+
+
+def _error(trial: TrialState) -> float:
+    values = trial.metric("validation/error")
+    return values[max(values)] if values else math.nan
+
+
+def _sources(client: Any, experiment: str) -> set[str]:
+    """The runs of which the experiment has a whole model."""
+    found: set[str] = set()
+    token = None
+    while True:
+        page = client.search_logged_models([experiment], page_token=token)
+        found |= {model.source_run_id for model in page if str(model.status) == "READY"}
+        token = page.token
+        if not token:
+            return found
+
+
+def _log_model(client: Any, experiment: str, run: str, trial: TrialState, folder: Path) -> None:
+    name = "".join(
+        character if character.isalnum() or character in "-_ " else "-" for character in f"{trial.row} seed {trial.seed}"
+    )
+    tags = {"row": trial.row, "trial": trial.id, "epoch": str(trial.epoch), "checkpoint": str(folder)}
+    params = {"precision.format": str(trial.config["precision"]["format"]), "seed": str(trial.seed)}
+    model = client.create_logged_model(
+        experiment,
+        name=name[:200],
+        source_run_id=run,
+        tags={sanitise(key): value for key, value in tags.items()},
+        params=params,
+        model_type=MODEL_TYPE,
+    )
+    client.log_model_artifacts(model.model_id, str(folder))
+    client.finalize_logged_model(model.model_id, "READY")

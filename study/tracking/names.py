@@ -1,0 +1,104 @@
+"""What MLflow can hold: names, values and lengths; how ours become its own, and which are refused before anything runs.
+
+Names of metrics and params may have letters, digits, ``_ - . space : /`` and must be normal paths, at most 250 characters. Any
+other character becomes its code point in hex between colons, ``dp=2`` is ``dp:3d:2``, and so does a colon itself, so
+:func:`restore` gives back exactly what went in and no two names meet. MLflow stores an infinite metric as 1.8e308, which is false:
+such points are left out and a tag says where they were (:func:`nonfinite_tags`). NaN is stored as NaN.
+
+Source of the limits: ``mlflow/utils/validation.py`` of MLflow 3.17.
+"""
+
+from __future__ import annotations
+
+import math
+import posixpath
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from study.config.keys import flatten
+
+if TYPE_CHECKING:
+    from study.plan.plan import Plan
+
+
+NAME_LENGTH = 250
+PARAM_LENGTH = 6000
+TAG_LENGTH = 8000
+EXPERIMENT_LENGTH = 500
+RUN_NAME_LENGTH = 250
+
+SETTING = "cfg/"
+"""Numeric settings are metrics as well, ``cfg/optimizer.lr``: MLflow can compare and plot metrics, params only for equality."""
+NONFINITE = "nonfinite/"
+"""Tags that tell where a metric was infinite."""
+OF_ROW = "/test_error_percent_sd"
+"""The longest ending of a metric named after a row."""
+
+_ESCAPED = re.compile(r":([0-9a-f]+):")
+
+
+def sanitise(name: str) -> str:
+    """A legal metric, param or tag name that :func:`restore` turns back into ``name``."""
+    legal = re.sub(r"[^\w\-. /]|[^\x00-\x7f]", lambda match: _escape(match[0]), name)
+    if posixpath.normpath(legal) != legal or legal.startswith(("/", "..")) or legal in (".", ""):
+        legal = re.sub(r"[./]", lambda match: _escape(match[0]), legal)
+    return legal or "::"
+
+
+def restore(name: str) -> str:
+    """The name that :func:`sanitise` was given."""
+    return "" if name == "::" else _ESCAPED.sub(lambda match: chr(int(match[1], 16)), name)
+
+
+def _escape(character: str) -> str:
+    return f":{ord(character):x}:"
+
+
+def nonfinite_tags(history: Mapping[int, Mapping[str, float]]) -> dict[str, str]:
+    """A tag for every metric with infinite points: ``nonfinite/validation/loss = inf at 3, 4``.
+
+    Args:
+        history: metrics by epoch.
+    """
+    places: dict[str, list[str]] = {}
+    for epoch, metrics in sorted(history.items()):
+        for name, value in metrics.items():
+            if math.isinf(value):
+                places.setdefault(name, []).append(f"{'+' if value > 0 else '-'}inf at {epoch}")
+    return {f"{NONFINITE}{sanitise(name)}": ", ".join(found)[:TAG_LENGTH] for name, found in places.items()}
+
+
+def settings_of(config: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a config under ``cfg/`` and their dotted key."""
+    return {
+        f"{SETTING}{name}": float(value)
+        for name, value in flatten(dict(config)).items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+def check_loggable(plan: Plan) -> None:
+    """Refuse what MLflow would cut off or reject, before anything runs.
+
+    Raises:
+        ValueError: a name or value is too long; with its length, the limit and the remedy.
+    """
+    _check("name", plan.study.name, EXPERIMENT_LENGTH)
+    for row in plan.rows:
+        _check(f"row {row.label[:40]!r}...: label", f"{sanitise(row.label)}{OF_ROW}", NAME_LENGTH)
+    for trial in plan.trials:
+        for key, value in flatten(trial.config.to_dict()).items():
+            _check(f"row {trial.row!r}: {key}", str(value), PARAM_LENGTH)
+
+
+def _check(what: str, text: str, limit: int) -> None:
+    if len(text) > limit:
+        raise ValueError(
+            f"{what}: has {len(text)} characters as MLflow stores it, which takes {limit}; shorten it, or set tracking_uri=none"
+        )
+
+
+def too_long(names: Iterable[str]) -> list[str]:
+    """Those of ``names`` that MLflow could not hold as metric names."""
+    return [name for name in names if len(sanitise(name)) > NAME_LENGTH]

@@ -1,0 +1,307 @@
+"""Make an MLflow store equal a ledger, and prove it: every run, every point of every metric, every param, every status.
+
+An audit reads everything back from the store and compares it with what the ledger says, both ways: what is missing and what is too
+much. What is missing is sent; a run that has something false (a point or param that the ledger does not have: MLflow can take
+neither back) is deleted and made again, with the tags and the note that users gave it; runs that belong to no trial of the ledger, and
+twins, are deleted. Then everything is read and compared once more.
+
+Params and metrics of names that are none of ours, which users logged, and params that are no part of a trial's identity (the data's
+folder, the share of a GPU, what was changed when memory ran out) are no difference: a run is not deleted for them. Deleting is
+MLflow's: such runs are hidden, ``mlflow gc`` removes them.
+
+Cost: one request a thousand runs, and one a metric for a hundred runs: the history of one metric in many runs, which MLflow's own pages ask
+for (internal to MLflow 3.17, to which ``pyproject.toml`` pins it).
+"""
+
+from __future__ import annotations
+
+import http
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from study.ledger.log import Follower
+from study.ledger.state import (
+    ENDED,
+    StudyState,
+    TrialState,
+    fold,
+)
+from study.program import lns_study
+from study.tracking.address import is_server
+from study.tracking.names import NONFINITE, SETTING, sanitise
+from study.tracking.payload import (
+    BITS,
+    KEY_TAG,
+    MLFLOW_STATUS,
+    PARENT_TAG,
+    RESULT_TAGS,
+    SECONDS,
+    expected_params,
+    expected_points,
+    expected_tags,
+    is_setting,
+    may_differ,
+    point_of,
+)
+from study.tracking.runs import Runs, runs_with_key
+from study.tracking.view import view_key
+from study.tracking.writer import connect, tracking_lock
+
+READERS = 8
+SHOWN = 3
+RUNS = 100
+MOST_POINTS = 25_000
+"""Of one answer, as MLflow's server limits it; and runs of one question."""
+
+BULK = "/ajax-api/2.0/mlflow/metrics/get-history-bulk"
+
+Point: TypeAlias = tuple[str, int, int, float | None]
+_Entry: TypeAlias = tuple[TrialState, tuple[int, int, int], list[str], list[str]]
+"""A trial; its runs, points and params compared; what is missing; what is false."""
+
+
+@dataclass(kw_only=True)
+class Audit:
+    """What a store has of a ledger.
+
+    Attributes:
+        runs, points, params: compared.
+        missing: by trial id, what the store lacks, in words.
+        false: by trial id, what the store has and the ledger has not.
+        strangers: run ids that belong to no trial, or are twins.
+    """
+
+    runs: int = 0
+    points: int = 0
+    params: int = 0
+    missing: dict[str, list[str]] = field(default_factory=dict)
+    false: dict[str, list[str]] = field(default_factory=dict)
+    strangers: list[str] = field(default_factory=list)
+
+    @property
+    def equal(self) -> bool:
+        """Whether the store has exactly what the ledger has."""
+        return not (self.missing or self.false or self.strangers)
+
+    def __str__(self) -> str:
+        return f"{self.runs} runs, {self.points} points, {self.params} params compared: {'equal' if self.equal else 'NOT equal'}"
+
+    def differences(self) -> Iterator[str]:
+        """The differences, one a line; of a run the first few."""
+        for title, found in (("lacks", self.missing), ("has, and the ledger has not,", self.false)):
+            for trial, entries in found.items():
+                more = f" and {len(entries) - SHOWN} more" if len(entries) > SHOWN else ""
+                yield f"trial {trial}: MLflow {title} {'; '.join(entries[:SHOWN])}{more}"
+        for run in self.strangers:
+            yield f"run {run}: belongs to no trial of the ledger, or to one that has a run already"
+
+
+def reconcile(folder: Path, uri: str, artifacts: Path, *, repair: bool = True, delete: bool = True) -> tuple[Audit, Audit]:
+    """Compare a store with the ledger in ``folder``, mend it, compare again.
+
+    Args:
+        folder: the study's.
+        uri: MLflow tracking URI.
+        artifacts: folder for artifacts where the store is a database.
+        repair: whether anything may be changed.
+        delete: whether what is too much may be deleted; if not, what is missing is sent all the same.
+
+    Returns:
+        The audits before and after; the same one twice where nothing was to be mended, or nothing may be.
+
+    Raises:
+        ValueError: the ledger holds no plan, or another process sends it at the moment.
+    """
+    with tracking_lock(folder, patience=0.0) as free:
+        if not free:
+            raise ValueError(
+                f"{folder}: another process sends this ledger to MLflow at the moment; wait until the study has ended"
+            )
+        state = fold(Follower(folder).poll())
+        if not state.plan:
+            raise ValueError(f"{folder}: its ledger holds no plan; run the study first with `{lns_study('run', 'CONFIG')}`")
+        client = connect(uri)
+        before = audit(client, state)
+        if before.equal or not repair or not (delete or before.missing):
+            return before, before
+        _repair(client, state, before, None if is_server(uri) else artifacts, folder, delete)
+        return before, audit(client, state)
+
+
+def audit(client: Any, state: StudyState) -> Audit:
+    """Read everything that a store has of a study and compare."""
+    found = Audit()
+    experiment = client.get_experiment_by_name(state.config.name)
+    key = str(state.plan["ledger"])
+    runs: dict[str, Any] = {}
+    if experiment is not None and experiment.lifecycle_stage == "active":
+        for run in runs_with_key(client, experiment.experiment_id, key):
+            name = run.data.tags[KEY_TAG].partition("/")[2]
+            if name in runs or (name and name not in state.known):
+                found.strangers.append(run.info.run_id)
+            else:
+                runs[name] = run
+    if "" not in runs:
+        found.missing["(study)"] = ["its parent run"]
+    elif runs[""].info.status == "RUNNING":
+        found.false["(study)"] = ["a parent run that is RUNNING"]
+    parent = runs[""].info.run_id if "" in runs else ""
+    trials = [trial for trial in state.known.values() if has_run(trial) or trial.id in runs]
+    pairs = [(trial, runs[trial.id]) for trial in trials if trial.id in runs]
+    found.missing |= {trial.id: ["its run"] for trial in trials if trial.id not in runs}
+    with ThreadPoolExecutor(READERS) as pool:
+        for entries in pool.map(lambda some: _compare(client, some, state, parent), _in_groups(pairs, RUNS)):
+            for entry in entries:
+                _enter(found, *entry)
+    return found
+
+
+def has_run(trial: TrialState) -> bool:
+    """Whether a trial has begun, and so has a run in MLflow."""
+    return bool(trial.reports or trial.started or trial.status in ENDED)
+
+
+def _enter(found: Audit, trial: TrialState, counts: tuple[int, int, int], missing: list[str], false: list[str]) -> None:
+    found.runs, found.points, found.params = (
+        a + b for a, b in zip((found.runs, found.points, found.params), counts, strict=True)
+    )
+    if missing:
+        found.missing[trial.id] = missing
+    if false:
+        found.false[trial.id] = false
+
+
+def _compare(client: Any, pairs: Sequence[tuple[TrialState, Any]], state: StudyState, parent: str) -> list[_Entry]:
+    """Some trials and their runs."""
+    wanted = {run.info.run_id: expected_points(trial, state.plan) for trial, run in pairs}
+    ours = _metric_names(state)
+    names = {
+        run.info.run_id: {name for name, *_ in wanted[run.info.run_id]}
+        | {name for name in run.data.metrics if _is_ours(name, ours)}
+        for _, run in pairs
+    }
+    have = _histories(client, names)
+    entries = []
+    for trial, run in pairs:
+        points = have[run.info.run_id]
+        missing, false = _compare_points(trial, wanted[run.info.run_id], points)
+        params = expected_params(trial)
+        missing += [f"param {name}" for name in params if name not in run.data.params]
+        wrong = [
+            name for name in params if name not in may_differ(trial) and run.data.params.get(name, params[name]) != params[name]
+        ]
+        false += [f"param {name} = {run.data.params[name]}" for name in wrong]
+        missing += _compare_tags(trial, run, parent)
+        entries.append((trial, (1, len(points), len(run.data.params)), missing, false))
+    return entries
+
+
+def _metric_names(state: StudyState) -> set[str]:
+    """The metrics that trials of the study report."""
+    reports = (trial.reports[trial.epoch]["metrics"] for trial in state.known.values() if trial.reports)
+    return {sanitise(name) for metrics in reports for name in metrics}
+
+
+def _is_ours(name: str, reported: set[str]) -> bool:
+    return name in reported or name in (SECONDS, BITS) or name.startswith((SETTING, "test/"))
+
+
+def _compare_points(trial: TrialState, wanted: set[Point], points: Sequence[Point]) -> tuple[list[str], list[str]]:
+    """What is missing and what is false."""
+    ours, theirs = _timeless(wanted, trial), _timeless(points, trial)
+    missing = [f"{name} at step {step}" for name, step, *_ in sorted(ours - theirs, key=str)]
+    false = [f"{name} = {value} at step {step}" for name, step, _, value in sorted(theirs - ours, key=str)]
+    twice = sum(count - 1 for point, count in Counter(points).items() if not is_setting(point))
+    return missing, false + ([f"{twice} points twice"] if twice else [])
+
+
+def _timeless(points: Iterable[Point], trial: TrialState) -> set[Point]:
+    """Points as they compare: settings without a time, and without those that may differ."""
+    free = {f"{SETTING}{name}" for name in may_differ(trial)}
+    return {
+        (name, step, 0, value) if is_setting((name, step, time, value)) else (name, step, time, value)
+        for name, step, time, value in points
+        if name not in free
+    }
+
+
+def _compare_tags(trial: TrialState, run: Any, parent: str) -> list[str]:
+    """What the run does not say, or still says, of the trial's end and of its place."""
+    tags, wanted = run.data.tags, expected_tags(trial)
+    status = MLFLOW_STATUS[trial.status] if trial.status in ENDED else "KILLED"
+    missing = [f"its end ({status}; it is {run.info.status})"] if run.info.status != status else []
+    missing += [f"the tag {name} = {value[:40]}" for name, value in wanted.items() if tags.get(name) != value]
+    missing += [f"an end without the tag {name}" for name in RESULT_TAGS if name in tags and name not in wanted]
+    return missing + (["its place under the parent run"] if tags.get(PARENT_TAG) != parent else [])
+
+
+def _histories(client: Any, names: Mapping[str, set[str]]) -> dict[str, list[Point]]:
+    """Every point of the metrics ``names`` by run."""
+    found: dict[str, list[Point]] = {run: [] for run in names}
+    for name in sorted(set().union(*names.values())):
+        runs = [run for run in names if name in names[run]]
+        for run, point in _history(client, runs, name):
+            found[run].append(point)
+    return found
+
+
+def _history(client: Any, runs: list[str], name: str) -> Iterator[tuple[str, Point]]:
+    """The points of one metric in several runs; run by run where that was refused or may have been cut off."""
+    from mlflow.utils.rest_utils import http_request
+
+    store = client._tracking_client.store
+    metrics: list[dict[str, Any]] | None
+    if hasattr(store, "get_metric_history_bulk"):
+        metrics = [metric.to_dict() for metric in store.get_metric_history_bulk(runs, name, MOST_POINTS)]
+    else:
+        query = [*(("run_id", run) for run in runs), ("metric_key", name), ("max_results", str(MOST_POINTS))]
+        answer = http_request(store.get_host_creds(), BULK, "GET", params=query)
+        metrics = answer.json()["metrics"] if answer.status_code == http.HTTPStatus.OK else None
+    if metrics is not None and len(metrics) < MOST_POINTS:
+        yield from ((entry["run_id"], _point(**entry)) for entry in metrics)
+    else:
+        yield from ((run, point_of(metric)) for run in runs for metric in client.get_metric_history(run, name))
+
+
+def _point(key: str, value: float, timestamp: int, step: int, **_: Any) -> Point:
+    return key, int(step), int(timestamp), None if math.isnan(value) else float(value)
+
+
+def _in_groups(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+def _repair(client: Any, state: StudyState, before: Audit, artifacts: Path | None, folder: Path, delete: bool) -> None:
+    theirs: dict[str, dict[str, str]] = {}
+    if delete:
+        for run in before.strangers:
+            client.delete_run(run)
+        known = Runs(client, state.plan, artifacts, folder).run_ids()
+        for id_ in before.false.keys() & known.keys():
+            theirs[id_] = client.get_run(known[id_]).data.tags
+            client.delete_run(known[id_])
+    runs = Runs(client, state.plan, artifacts, folder)
+    for id_ in {**before.missing, **(before.false if delete else {})}:
+        if id_ in state.known:
+            runs.forget(state.known[id_])
+            runs.push(state.known[id_])
+    for id_, tags in theirs.items():
+        _give_back(client, runs.run_ids()[id_], tags)
+    for trial in state.known.values():
+        runs.settle(trial)
+    runs.describe(view_key(state.plan))
+    report = folder / "report"
+    runs.finish(state, report if report.exists() else None)
+
+
+def _give_back(client: Any, run: str, tags: Mapping[str, str]) -> None:
+    """Set the tags that users gave a run on the one that takes its place."""
+    ours = client.get_run(run).data.tags.keys() | {*RESULT_TAGS}
+    for name, value in tags.items():
+        if name not in ours and not name.startswith(NONFINITE):
+            client.set_tag(run, name, value)

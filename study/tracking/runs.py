@@ -1,0 +1,301 @@
+"""One ledger's runs in one MLflow store. Every method may be repeated: after a lost reply, by another process, years later.
+
+What makes it repeatable: a run is found by its tag ``lns_study.key`` before it is made (``create_run`` is not idempotent; twins that
+a lost reply left are deleted, the oldest stays); a metric with the same run, key, step, value and timestamp is the same row in MLflow, and
+timestamps are the ledger's. The store itself is the cursor: the last step that a run has says which epochs it lacks, so a database that
+was swapped or set back is completed as well.
+
+Layout: one experiment a study; one parent run a ledger with config, plan, environment and report; one child run a trial with params, tags,
+data sets, metrics. More seeds or rows keep the runs there are: keys are made of the ledger's id and the trial's, not of the plan.
+Requests: four a trial and one a file of its profile (make, params and metrics, data set, end) and one a batch of what came meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from study.ledger.lines import Event
+from study.ledger.state import (
+    ENDED,
+    StudyState,
+    TrialState,
+    name_of,
+)
+from study.tracking.names import (
+    SETTING,
+)
+from study.tracking.payload import (
+    KEY_TAG,
+    KIND_TAG,
+    MLFLOW_STATUS,
+    PARENT_TAG,
+    PROFILE,
+    RESULT_TAGS,
+    SECONDS,
+    datasets_of,
+    documents_of,
+    end_metrics,
+    expected_tags,
+    metrics_of,
+    params_of,
+    parent_tags,
+    profiles,
+    report_metrics,
+    row_figures,
+    settings_metrics,
+    trial_tags,
+)
+
+BATCH = 1000
+MOST_TAGS = 100
+
+
+@dataclass(kw_only=True)
+class _Known:
+    """What the store has of one run.
+
+    Attributes:
+        last: the last epoch of which it has a metric; that one may be incomplete.
+        results: its tags that say how the trial ended.
+        parent: the run it is shown under.
+    """
+
+    run: str
+    status: str = "RUNNING"
+    end: int | None = None
+    last: int = 0
+    params: frozenset[str] = frozenset()
+    settings: bool = False
+    inputs: bool = False
+    results: dict[str, str] = field(default_factory=dict)
+    parent: str = ""
+    sent: set[int] = field(default_factory=set)
+
+
+class Runs:
+    """One plan's runs.
+
+    Args:
+        client: an ``MlflowClient``.
+        plan: the ledger's last ``planned`` event.
+        artifacts: folder for artifacts of a new experiment; None leaves it to the store.
+        folder: of the study, where the profiles of its trials lie.
+    """
+
+    def __init__(self, client: Any, plan: Event, artifacts: Path | None, folder: Path) -> None:
+        self._client, self.plan, self._folder = client, plan, folder
+        self._name = plan["study"]["name"]
+        self._key = str(plan["ledger"])
+        self._experiment = self._ensure_experiment(artifacts)
+        self._known = self._runs_of_ledger()
+        self._parent = self._ensure_parent()
+        self._adopt()
+
+    @property
+    def parent_ids(self) -> tuple[str, str]:
+        """Experiment id and parent run id."""
+        return self._experiment, self._parent
+
+    def run_ids(self) -> dict[str, str]:
+        """Run id of every trial that the store knows, by trial id."""
+        return {key.partition("/")[2]: known.run for key, known in self._known.items() if "/" in key}
+
+    def push(self, trial: TrialState) -> None:
+        """Send what the run of a trial lacks, and its end if it has ended."""
+        known = self._ensure_run(trial)
+        if self._is_complete(known, trial):
+            return
+        if known.status != "RUNNING":
+            self._client.update_run(known.run, status="RUNNING")
+            known.status = "RUNNING"
+        fresh = {
+            epoch: event for epoch, event in sorted(trial.reports.items()) if epoch not in known.sent and epoch >= known.last
+        }
+        metrics = [] if known.settings else list(settings_metrics(trial, self.plan))
+        metrics += [metric for epoch, event in fresh.items() for metric in report_metrics(epoch, event)]
+        metrics += end_metrics(trial)
+        params = [(name, value) for name, value in params_of(trial.config) if name not in known.params]
+        self._log(known.run, metrics, params)
+        self._tag(known, trial, fresh)
+        known.params, known.settings = known.params | {name for name, _ in params}, True
+        known.sent |= set(fresh)
+        self._log_inputs(known, trial)
+        if trial.status in ENDED:
+            for profile in profiles(self._folder, trial):
+                self._client.log_artifacts(known.run, str(profile), PROFILE)
+            self._end(known, MLFLOW_STATUS[trial.status], trial.ended)
+
+    def forget(self, trial: TrialState) -> None:
+        """Take none of the points that the store has of a trial for complete: the next :meth:`push` sends all of them."""
+        known = self._known.get(f"{self._key}/{trial.id}")
+        if known is not None:
+            self._known[f"{self._key}/{trial.id}"] = _Known(
+                run=known.run, status=known.status, params=known.params, results=known.results, parent=known.parent
+            )
+
+    def settle(self, trial: TrialState) -> None:
+        """Close the run of a trial that stopped without an end: the study was interrupted."""
+        known = self._known.get(f"{self._key}/{trial.id}")
+        if known is not None and known.status == "RUNNING":
+            self._end(known, "KILLED", trial.last_heard or trial.started)
+
+    def finish(self, state: StudyState, report: Path | None) -> None:
+        """Attach the report, write each row's mean and spread, keep the best models, close the parent run."""
+        from study.tracking.models import log_models
+
+        time_ = max((trial.ended or 0.0 for trial in state.trials), default=0.0)
+        self._log(self._parent, list(metrics_of(row_figures(state), 0, time_)))
+        if report is not None and report.exists():
+            self._client.log_artifacts(self._parent, str(report), "report")
+        log_models(self._client, self._experiment, state, self.run_ids())
+        outcome = {"finished": "FINISHED", "failed": "FAILED"}.get(state.outcome, "KILLED")
+        self._end(self._known[self._key], outcome, time_ or None)
+
+    def describe(self, view: str) -> None:
+        """Give the experiment its saved view and the parent run its config, plan and environment; each once a plan."""
+        from study.tracking.view import view_tag
+
+        name, value = view_tag(self.plan, view)
+        self._client.set_experiment_tag(self._experiment, name, value)
+        self._client.set_experiment_tag(self._experiment, KIND_TAG, "custom_model_development")
+        for file, text in documents_of(self.plan).items():
+            self._client.log_text(self._parent, text, file)
+
+    # ------------------------------------------------------------------------------------------------------------- finding and making
+
+    def _ensure_experiment(self, artifacts: Path | None) -> str:
+        found = self._client.get_experiment_by_name(self._name)
+        if found is None:
+            location = (artifacts / re.sub(r"\W+", "-", self._name)).as_uri() if artifacts else None
+            return str(self._client.create_experiment(self._name, artifact_location=location))
+        if found.lifecycle_stage == "deleted":
+            self._client.restore_experiment(found.experiment_id)
+        return str(found.experiment_id)
+
+    def _ensure_parent(self) -> str:
+        known = self._known.get(self._key)
+        if known is None:
+            known = self._known[self._key] = self._make(self._key, self._name, self.plan["time"], parent_tags(self.plan))
+        elif known.status != "RUNNING":
+            self._client.update_run(known.run, status="RUNNING")
+            known.status = "RUNNING"
+        return known.run
+
+    def _adopt(self) -> None:
+        """Show every trial's run under the parent's, also those whose parent was deleted."""
+        for key, known in self._known.items():
+            if "/" in key and known.parent != self._parent:
+                self._client.set_tag(known.run, PARENT_TAG, self._parent)
+                known.parent = self._parent
+
+    def _runs_of_ledger(self) -> dict[str, _Known]:
+        """What the store has of every run of this ledger, by key; of twins the oldest, the others deleted."""
+        found: dict[str, _Known] = {}
+        for run in runs_with_key(self._client, self._experiment, self._key):
+            key = run.data.tags[KEY_TAG]
+            if key in found:
+                self._client.delete_run(run.info.run_id)
+            else:
+                found[key] = _known(run)
+        return found
+
+    def _ensure_run(self, trial: TrialState) -> _Known:
+        key = f"{self._key}/{trial.id}"
+        if key not in self._known:
+            tags = trial_tags(trial, self.plan) | {PARENT_TAG: self._parent}
+            self._known[key] = self._make(key, name_of(trial), trial.started or self.plan["time"], tags)
+        return self._known[key]
+
+    def _make(self, key: str, name: str, started: float, tags: Mapping[str, str]) -> _Known:
+        """A new run. After a lost reply it may be there already, so whoever repeats this looks first (:class:`Runs` is made anew)."""
+        run = self._client.create_run(
+            self._experiment, start_time=int(started * 1000), tags={KEY_TAG: key, **tags}, run_name=name
+        )
+        return _Known(run=run.info.run_id, parent=tags.get(PARENT_TAG, ""))
+
+    # ------------------------------------------------------------------------------------------------------------------------ sending
+
+    def _is_complete(self, known: _Known, trial: TrialState) -> bool:
+        """Whether the run ended as the trial did: its end is written last, so everything before it is there."""
+        if trial.status not in ENDED or trial.ended is None:
+            return False
+        return known.status == MLFLOW_STATUS[trial.status] and known.end == int(trial.ended * 1000)
+
+    def _end(self, known: _Known, status: str, ended: float | None) -> None:
+        end = int((ended or time.time()) * 1000)
+        self._client.set_terminated(known.run, status, end_time=end)
+        known.status, known.end = status, end
+
+    def _tag(self, known: _Known, trial: TrialState, fresh: Mapping[int, Event]) -> None:
+        """Say how the trial ended, and no longer how it did before it was tried again; of infinite metrics, where they are."""
+        infinite = any(math.isinf(value) for event in fresh.values() for value in event["metrics"].values())
+        tags = expected_tags(trial) if infinite or trial.status in ENDED else {}
+        self._log(known.run, [], tags={name: value for name, value in tags.items() if known.results.get(name) != value})
+        for name in known.results.keys() - tags.keys():
+            self._client.delete_tag(known.run, name)
+        known.results = {name: value for name, value in tags.items() if name in RESULT_TAGS}
+
+    def _log_inputs(self, known: _Known, trial: TrialState) -> None:
+        datasets = [] if known.inputs else list(datasets_of(self.plan, trial))
+        if datasets:
+            self._client.log_inputs(known.run, datasets=datasets)
+        known.inputs = True
+
+    def _log(
+        self,
+        run: str,
+        metrics: list[Any],
+        params: Sequence[tuple[str, str]] = (),
+        tags: Mapping[str, str] | None = None,
+    ) -> None:
+        """One request a thousand entries, params and tags a hundred at a time."""
+        from mlflow.entities import Param, RunTag
+
+        params_ = [Param(name, value) for name, value in params]
+        tags_ = [RunTag(name, value) for name, value in (tags or {}).items()]
+        while metrics or params_ or tags_:
+            first = (params_[:MOST_TAGS], tags_[:MOST_TAGS])
+            room = BATCH - len(first[0]) - len(first[1])
+            self._client.log_batch(run, metrics=metrics[:room], params=first[0], tags=first[1])
+            metrics, params_, tags_ = metrics[room:], params_[MOST_TAGS:], tags_[MOST_TAGS:]
+
+
+def runs_with_key(client: Any, experiment: str, key: str) -> Iterator[Any]:
+    """Every run of a ledger, parent and children, oldest first; one question a thousand."""
+    for condition in (f"= '{key}'", f"LIKE '{key}/%'"):
+        token = None
+        while True:
+            page = client.search_runs(
+                [experiment],
+                f"tags.`{KEY_TAG}` {condition}",
+                max_results=BATCH,
+                order_by=["attributes.start_time ASC", "attributes.run_id ASC"],
+                page_token=token,
+            )
+            yield from page
+            token = page.token
+            if not token:
+                break
+
+
+def _known(run: Any) -> _Known:
+    reported = [
+        metric for metric in run.data._metric_objs if metric.key != SECONDS and not metric.key.startswith((SETTING, "test/"))
+    ]
+    return _Known(
+        run=run.info.run_id,
+        status=run.info.status,
+        end=run.info.end_time,
+        last=max((metric.step for metric in reported), default=0),
+        params=frozenset(run.data.params),
+        settings=any(metric.key.startswith(SETTING) for metric in run.data._metric_objs),
+        inputs=bool(run.inputs and run.inputs.dataset_inputs),
+        results={name: run.data.tags[name] for name in RESULT_TAGS if name in run.data.tags},
+        parent=run.data.tags.get(PARENT_TAG, ""),
+    )

@@ -1,0 +1,230 @@
+"""MLflow, seen from the process that runs a study: it starts the writer, hears of trouble, and waits for it at the end.
+
+Nothing is sent from here and MLflow is not imported: :mod:`study.tracking.writer` reads the ledger in a process of its own. So
+logging costs training no more than the ledger's line, whatever the tracking server does. A writer that dies is started again and
+asks the store what it has.
+"""
+
+from __future__ import annotations
+
+import http
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from study.program import lns_study
+from study.tracking.writer import URI_VARIABLE, connect, reason
+from study.tracking_uri import reveal, without_password
+
+OFF = "none"
+"""As a tracking URI: nothing is sent to MLflow."""
+MOST_STARTS = 5
+"""A writer that dies so often is not started again; the ledger has what it leaves."""
+PROBE_SECONDS = 10.0
+
+
+def check_tracking(uri: str) -> None:
+    """Whether an MLflow tracking store can be where the URI says; a sqlite database that is not there yet is made later, by the
+    writer.
+
+    Raises:
+        ValueError: nothing answers there, or not MLflow, or its password is missing.
+    """
+    if uri == OFF:
+        return
+    shown, uri = without_password(uri), reveal(uri)
+    try:
+        if uri.startswith("sqlite:///"):
+            _check_sqlite(Path(uri.removeprefix("sqlite:///")))
+        elif uri.startswith(("http://", "https://")) and "@" not in uri:
+            _probe(uri)
+        else:
+            connect(uri).search_experiments(max_results=1)
+    except Exception as error:
+        if "error code 401" in str(error):
+            raise ValueError(
+                f"tracking_uri={shown!r}: asks for a login and takes none of what it was given; set MLFLOW_TRACKING_USERNAME and "
+                "MLFLOW_TRACKING_PASSWORD in the environment, of the study too; for `lns-study ui` without --team, MLFLOW_TRACKING_TOKEN: "
+                "the token in its link"
+            ) from None
+        raise ValueError(
+            f"tracking_uri={shown!r}: no MLflow tracking store answers ({reason(error)}); start a server with `{lns_study('ui')}`, correct "
+            "the address, or leave tracking_uri out for a local sqlite file"
+        ) from None
+
+
+def _check_sqlite(path: Path) -> None:
+    """The file is a database, or its folder takes one.
+
+    It is opened by sqlite alone: closing a file that was opened otherwise drops the locks of every connection this process has to
+    it (POSIX), after which another process may delete the write-ahead log under them.
+    """
+    import sqlite3
+
+    if path.exists():
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=rw", uri=True)) as database:
+            database.execute("PRAGMA schema_version")
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+
+
+def _probe(uri: str) -> None:
+    """One small request, as the client would send it; a server that asks for a login is left to the client, which knows it."""
+    body = json.dumps({"max_results": 1}).encode()
+    request = urllib.request.Request(
+        f"{uri.rstrip('/')}/api/2.0/mlflow/experiments/search", body, {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=PROBE_SECONDS) as answer:
+            json.load(answer)
+    except urllib.error.HTTPError as error:
+        if error.code != http.HTTPStatus.UNAUTHORIZED:
+            raise
+        connect(uri).search_experiments(max_results=1)
+
+
+class NoTracker:
+    """Stands in for :class:`Tracker` where tracking is off; `lns-study sync --tracking-uri` can send the ledger later."""
+
+    def start(self) -> None:
+        """Nothing to begin."""
+
+    def close(self, report: Path | None) -> str:
+        """Nothing is missing."""
+        return ""
+
+    def where(self) -> dict[str, str]:
+        """Nowhere."""
+        return {}
+
+
+def make_tracker(
+    folder: Path, uri: str, artifacts: Path, warn: Callable[[str], None], opened: Callable[[dict[str, str]], None]
+) -> Tracker | NoTracker:
+    """The tracker for a URI; see :class:`Tracker`."""
+    return NoTracker() if uri == OFF else Tracker(folder, uri, artifacts, warn, opened)
+
+
+class Tracker:
+    """Runs the writer of a study.
+
+    Args:
+        folder: the study's, with its ledger.
+        uri: MLflow tracking URI, its password left out where this process knows it.
+        artifacts: folder for artifacts where the store is a database; servers choose their own.
+        warn: called with a sentence when the store stops answering, and when it answers again.
+        opened: called once with where the runs are: ``experiment``, ``run`` and ``view``.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        uri: str,
+        artifacts: Path,
+        warn: Callable[[str], None],
+        opened: Callable[[dict[str, str]], None] = lambda where: None,
+    ) -> None:
+        self._words = [sys.executable, "-m", "study.tracking.writer", "--folder", str(folder), "--artifacts", str(artifacts)]
+        self._uri, self._folder, self._warn, self._tell = uri, folder, warn, opened
+        self._where: dict[str, str] = {}
+        self._process: subprocess.Popen[str] | None = None
+        self._finish: str | None = None
+        self._done: str | None = None
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="mlflow-writer", daemon=True)
+
+    def start(self) -> None:
+        """Start the writer; the ledger holds the plan by now."""
+        self._spawn()
+        self._thread.start()
+
+    def close(self, report: Path | None) -> str:
+        """Have everything sent, the report's folder attached and every run closed.
+
+        Returns:
+            Why something could not be sent, or "" if MLflow has it all.
+        """
+        with self._lock:
+            self._finish = f"finish {report or ''}\n"
+            self._ask_to_finish()
+        self._thread.join()
+        return self._done if self._done is not None else "the process that feeds MLflow died"
+
+    def where(self) -> dict[str, str]:
+        """``experiment``, ``run`` (the parent's) and ``view``, once they are known."""
+        return self._where
+
+    @property
+    def pid(self) -> int | None:
+        """Of the writer."""
+        return self._process.pid if self._process else None
+
+    def _spawn(self) -> None:
+        """A session of its own: Ctrl-C and the end of our process group leave it alone."""
+        self._process = subprocess.Popen(
+            self._words,
+            env=os.environ | {URI_VARIABLE: reveal(self._uri)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def _ask_to_finish(self) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(self._finish or "")
+            self._process.stdin.flush()
+        except OSError:
+            return  # it died; the reading thread starts another and asks that
+
+    def _run(self) -> None:
+        for start in range(MOST_STARTS):
+            if start:
+                with self._lock:
+                    self._spawn()
+                    if self._finish is not None:
+                        self._ask_to_finish()
+            assert self._process is not None
+            assert self._process.stdout is not None
+            for line in self._process.stdout:
+                self._hear(json.loads(line))
+            self._process.wait()
+            if self._done is not None:
+                return
+        self._warn(
+            f"the process that feeds MLflow died {MOST_STARTS} times; training goes on, `{self._sync_later()}` sends the ledger later"
+        )
+
+    def _sync_later(self) -> str:
+        return lns_study("sync", self._folder.name, storage=str(self._folder.parent))
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        if message["kind"] == "opened":
+            known = bool(self._where)
+            self._where = {key: str(message[key]) for key in ("experiment", "run", "view")}
+            if not known:
+                self._tell(self._where)
+        elif message["kind"] == "trouble":
+            self._warn(
+                f"MLflow at {without_password(self._uri)} does not answer ({message['reason']}); training goes on, the ledger keeps "
+                f"everything, and what is missing is sent when it answers, or by `{self._sync_later()}`"
+            )
+        elif message["kind"] == "recovered":
+            self._warn("MLflow answers again; nothing was lost")
+        elif message["kind"] == "done":
+            self._done = message["error"]

@@ -1,0 +1,298 @@
+"""The process that feeds MLflow from a study's ledger: ``python -m study.tracking.writer``, started by the driver, one a study.
+
+The ledger is the journal: every report is in it, fsynced, before anybody acts on it. So the driver sends nothing and imports no MLflow;
+this process reads the ledger's new lines every half second and sends what each trial's run lacks, in batches. A slow server costs
+fewer, larger requests. When it does not answer, the news wait, one warning is printed, and it is tried again every few seconds.
+
+It has a session of its own, so Ctrl-C and a killed driver leave it alone: when its standard input closes it sends what the ledger
+has, closes the runs (KILLED, as the study was interrupted) and ends, at the latest after :data:`LINGER_SECONDS` without the server.
+If this process itself is killed the driver starts another, which asks the store what it has. What could not be sent is sent by
+``lns-study sync``, or by the next run of the study.
+
+Standard input: a line ``finish FOLDER`` (of the report; may be empty) asks it to end. Standard output: JSON lines, ``opened``
+(where the runs are), ``trouble`` (a sentence for the user), ``recovered``, ``done`` (with the error, or "").
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from study.ledger.lines import Event
+from study.ledger.log import (
+    BUSY,
+    Follower,
+    is_locked,
+    no_locks,
+)
+from study.ledger.state import PLANNED, StudyState
+from study.tracking.address import WHERE, is_server
+from study.tracking.runs import Runs
+from study.tracking.sqlite import use_write_ahead_log, write_statistics
+from study.tracking.view import view_key
+from study.tracking_uri import hide, reveal, without_login, without_password
+
+ENVIRONMENT = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    "MLFLOW_ENABLE_ASYNC_LOGGING": "false",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+}
+"""Set before MLflow is imported, unless the user set them: no telemetry, a dead server is noticed in seconds, not minutes."""
+
+URI_VARIABLE = "LNS_STUDY_WRITER_URI"
+"""Where the process gets the store's address from: it may hold a password, and everybody can read command lines."""
+LOCK = "tracking.lock"
+ROUND_SECONDS = 0.5
+RETRY_SECONDS = 2.0
+FINISH_SECONDS = 20.0
+"""How long the end of a study waits for a store that does not answer."""
+LINGER_SECONDS = 120.0
+
+Say = Callable[[dict[str, Any]], None]
+
+
+def connect(uri: str) -> Any:
+    """An ``MlflowClient`` for a tracking URI, telemetry off and migration chatter silenced.
+
+    Raises:
+        ValueError: the URI's password was left out, and the environment does not have it.
+    """
+    import logging
+
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from mlflow import MlflowClient
+
+    for logger in ("alembic", "mlflow", "sqlalchemy"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
+    use_write_ahead_log(uri)
+    return MlflowClient(tracking_uri=reveal(uri))
+
+
+class Sender:
+    """Keeps an MLflow store in step with a ledger's events.
+
+    Args:
+        uri: MLflow tracking URI.
+        artifacts: folder for artifacts where the store is a database; servers choose their own.
+        folder: of the study.
+        say: told of what happens, see the module.
+    """
+
+    def __init__(self, uri: str, artifacts: Path, folder: Path, say: Say) -> None:
+        self._uri, self._artifacts, self._folder, self._say = uri, artifacts, folder, say
+        self.state = StudyState()
+        self.failure = ""
+        self._failed_before = False
+        self._client: Any = None
+        self._runs: Runs | None = None
+        self._described: Event | None = None
+        self._news: set[str] = set()
+        self._retry_at = 0.0
+
+    def hear(self, events: list[Event]) -> None:
+        """Take events in; nothing is sent yet."""
+        for event in events:
+            self.state.apply(event)
+            if event["event"] == "planned":
+                self._news |= {trial.id for trial in self.state.trials if trial.reports or trial.status != PLANNED}
+            elif "trial" in event:
+                self._news.add(event["trial"])
+
+    def send(self) -> bool:
+        """Send what there is, unless the store failed a moment ago; whether nothing is left."""
+        if not self.state.plan or time.monotonic() < self._retry_at:
+            return False
+        if not self._attempt(self._open):
+            return False
+        for trial in [trial for trial in self.state.trials if trial.id in self._news]:
+            if not self._attempt(lambda trial=trial: self._opened().push(trial)):  # type: ignore[misc]
+                return False
+            self._news.discard(trial.id)
+        return True
+
+    def finish(self, report: Path | None, patience: float) -> str:
+        """Send the rest and close every run; tries again for ``patience`` seconds.
+
+        Returns:
+            Why something could not be sent, or "".
+        """
+        deadline = time.monotonic() + patience
+        if self._failed_before:
+            self._runs = None  # look for twins once more: a reply that was lost may have been late
+        while not (self.send() and self._attempt(lambda: self._close(report))):
+            if not self.state.plan:
+                return ""
+            if time.monotonic() > deadline:
+                return self.failure
+            time.sleep(min(0.2, RETRY_SECONDS))
+        return ""
+
+    def _close(self, report: Path | None) -> None:
+        for trial in self.state.known.values():
+            self._opened().settle(trial)
+        self._opened().finish(self.state, report)
+        write_statistics(self._uri)
+
+    def _open(self) -> None:
+        """Find or make experiment and parent run, once a plan."""
+        if self._runs is not None and self._runs.plan is self.state.plan:
+            return
+        self._client = self._client or connect(self._uri)
+        artifacts = None if is_server(self._uri) else self._artifacts
+        self._runs = Runs(self._client, self.state.plan, artifacts, self._folder)
+        if self._described is not self.state.plan:
+            self._runs.describe(view_key(self.state.plan))
+            self._described = self.state.plan
+            experiment, run = self._runs.parent_ids
+            self._say({"kind": "opened", "experiment": experiment, "run": run, "view": view_key(self.state.plan)})
+
+    def _opened(self) -> Runs:
+        assert self._runs is not None
+        return self._runs
+
+    def _attempt(self, action: Callable[[], None]) -> bool:
+        """Do it; on failure remember why, tell of the first time, and wait before the next try."""
+        try:
+            action()
+        except Exception as error:  # whatever the store raises, the ledger keeps everything
+            if not self.failure:
+                self._say({"kind": "trouble", "reason": reason(error)})
+            self.failure, self._failed_before = reason(error), True
+            self._runs = None
+            self._retry_at = time.monotonic() + RETRY_SECONDS
+            return False
+        if self.failure:
+            self._say({"kind": "recovered"})
+        self.failure = ""
+        return True
+
+
+@contextmanager
+def tracking_lock(folder: Path, patience: float) -> Iterator[bool]:
+    """Whether this process is the only one that feeds MLflow from the ledger in ``folder``; waits so many seconds for another to end."""
+    deadline = time.monotonic() + patience
+    with (folder / LOCK).open("a") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in BUSY:
+                    raise no_locks(folder, error) from None
+                if time.monotonic() >= deadline:
+                    yield False
+                    return
+                time.sleep(0.1)
+            else:
+                yield True
+                return
+
+
+def follow(folder: Path, uri: str, artifacts: Path, inbox: queue.SimpleQueue[str | None], say: Say) -> str:
+    """Send a ledger while it is written, until ``inbox`` says ``finish FOLDER`` or, as None, that the driver is gone.
+
+    Returns:
+        Why something could not be sent, or "".
+    """
+    follower, sender = Follower(folder), Sender(uri, artifacts, folder, _noting(folder, uri, say))
+    while True:
+        try:
+            word = inbox.get(timeout=ROUND_SECONDS)
+        except queue.Empty:
+            sender.hear(follower.poll())
+            sender.send()
+            continue
+        sender.hear(follower.poll())
+        if word is not None:
+            report = word.removeprefix("finish").strip()
+            return sender.finish(Path(report) if report else None, FINISH_SECONDS)
+        if is_locked(folder):  # another run of the study goes on, and feeds MLflow itself
+            return "another process goes on with the study"
+        return sender.finish(None, LINGER_SECONDS)
+
+
+def sync(folder: Path, uri: str, artifacts: Path, report: Path | None, say: Say) -> str:
+    """Send MLflow what it lacks of the ledger in ``folder``, now and in this process.
+
+    Returns:
+        Why something could not be sent, or "".
+    """
+    with tracking_lock(folder, patience=0.0) as free:
+        if not free:
+            return "another process sends this study's ledger at the moment"
+        sender = Sender(uri, artifacts, folder, _noting(folder, uri, say))
+        sender.hear(Follower(folder).poll())
+        return sender.finish(report, patience=0.0)
+
+
+def _noting(folder: Path, uri: str, say: Say) -> Say:
+    """``say``, which also leaves in the study's folder where its runs are; a password in the URI stays out."""
+
+    def note(message: dict[str, Any]) -> None:
+        if message["kind"] == "opened":
+            part = folder / f".{WHERE}.{os.getpid()}"
+            part.write_text(
+                json.dumps({"uri": without_login(uri), **{key: message[key] for key in ("experiment", "run", "view")}})
+            )
+            part.replace(folder / WHERE)
+        say(message)
+
+    return note
+
+
+def reason(error: BaseException) -> str:
+    """The innermost cause in one line, without the URL's retries and without passwords."""
+    while error.__cause__ is not None and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    text = without_password(" ".join(str(error).split()))
+    return f"{type(error).__name__}: {text[:200]}"
+
+
+def main() -> int:
+    """The process; see the module."""
+    parser = argparse.ArgumentParser(prog="python -m study.tracking.writer")
+    for name in ("folder", "artifacts"):
+        parser.add_argument(f"--{name}", required=True)
+    options = parser.parse_args()
+    uri = hide(os.environ[URI_VARIABLE])
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever libraries print must not mix with our lines
+
+    def say(message: dict[str, Any]) -> None:
+        try:
+            print(json.dumps(message), file=output, flush=True)
+        except OSError:  # the driver is gone
+            return
+
+    inbox: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(inbox,), daemon=True).start()
+    folder = Path(options.folder)
+    with tracking_lock(folder, LINGER_SECONDS) as free:
+        error = follow(folder, uri, Path(options.artifacts), inbox, say) if free else "another process sends this study's ledger"
+    say({"kind": "done", "error": error})
+    return 0
+
+
+def _read(inbox: queue.SimpleQueue[str | None]) -> None:
+    for line in sys.stdin:
+        inbox.put(line.strip())
+    inbox.put(None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,369 @@
+"""The command line as a user meets it: help, errors with exit code 2 and no traceback, Ctrl-C, the UI."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from study.cli import main
+from study.config.compose import load
+from study.ledger.log import Ledger, read_ledger
+from study.ledger.state import FINISHED, fold
+from study.manage.rerun import differences
+from tests.study.conftest import TINY, made_up_events
+from tests.study.tracking.test_runs import runs_of
+
+
+def lns_study(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "study", *arguments],
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@dataclass
+class Here:
+    """The same command line in this process, which spares its imports; in ``folder``."""
+
+    folder: Path
+    capture: pytest.CaptureFixture[str]
+
+    def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Its exit code and what it printed."""
+        self.capture.readouterr()
+        code = main(arguments)
+        printed = self.capture.readouterr()
+        return subprocess.CompletedProcess(arguments, code, printed.out, printed.err)
+
+
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Here]:
+    monkeypatch.chdir(folder)
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    yield Here(folder, capsys)
+    signal.signal(signal.SIGTERM, on_sigterm)
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], *said: str) -> None:
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("lns-study: error: ")
+    assert all(part in done.stderr for part in said), done.stderr
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A working folder with the tiny study."""
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", [[], ["run"], ["plan"], ["report"], ["ui"], ["extend"], ["edit"]])
+def test_help(command: list[str], tmp_path: Path) -> None:
+    done = lns_study(*command, "--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "lns-study" in done.stdout
+
+
+def test_dry_run_prints_every_trial_and_writes_nothing(here: Here) -> None:
+    done = here("run", "tiny", "seeds=[0,1]", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("seed 0") == done.stdout.count("seed 1") == 2
+    assert not (here.folder / "studies").exists()
+
+
+@pytest.mark.parametrize("name", ["mnist", "auto"])
+def test_dry_run_downloads_nothing_and_says_what_a_run_would(here: Here, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = here.folder
+
+    class Mirror(http.server.BaseHTTPRequestHandler):
+        asked: ClassVar[list[str]] = []
+
+        def do_GET(self) -> None:
+            self.asked.append(self.path)
+            self.send_error(404)
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Mirror)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    nowhere = {"LNS_STUDY_DATA": "", "XDG_CACHE_HOME": str(folder / "cache"), "LNS_STUDY_MNIST_URL": url}
+    for variable, value in nowhere.items():
+        monkeypatch.setenv(variable, value)
+    done = here("run", "tiny", f"trial.data.name={name}", "trial.data.validation_size=null", "--dry-run")
+    server.shutdown()
+    server.server_close()
+    assert done.returncode == 0, done.stderr
+    assert (
+        "would download MNIST first: train-images-idx3-ubyte.gz, train-labels-idx1-ubyte.gz, t10k-images-idx3-ubyte.gz, "
+        in done.stdout
+    )
+    assert f"from {url}/ to {folder}/cache/lns-study/mnist" in done.stdout
+    assert done.stdout.count("seed 0") == 2
+    assert Mirror.asked == []
+    assert not (folder / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["trial.epoch=3"], ["trial.epoch", "trial.epochs"]),
+        (["address=127.0.0.1:9"], ["address='127.0.0.1:9'", "no Ray cluster answers", "ray start --head"]),
+    ],
+)
+def test_a_process_refuses_bad_input_before_any_work(folder: Path, overrides: list[str], said: list[str]) -> None:
+    assert_refused(lns_study("run", "tiny", *overrides, cwd=folder), *said)
+    assert not list(folder.glob("studies/*/ledger.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["trial.epochs=many"], ["many", "whole number"]),
+        (["trial.precision.format=lns(3,7)"], ["fraction_bits=7", "at most 1"]),
+        (["trial.data.train_size=99999"], ["train_size=99999", "1200"]),
+        (["trial.batch_size=2048"], ["row 'float32'", "batch_size=2048", "1200"]),
+        (
+            ["trial.optimizer.lr=1e-30", "baseline=null", "rows=[{label: x, overrides: {precision.format: lns12}}]"],
+            ["row 'x'", "lr=", "underflows to zero in lns12"],
+        ),
+        (["trial.workers=64", "trial.batch_size=64"], ["workers=64", "64 CPUs", "cpus=2"]),
+        (["storage=/proc/nowhere"], ["/proc/nowhere", "written"]),
+        (["address=ray://127.0.0.1:9"], ["address='ray://127.0.0.1:9'", "use `ray job submit"]),
+        (["tracking_uri=http://127.0.0.1:9"], ["http://127.0.0.1:9", "no MLflow tracking store answers"]),
+        (["trial.data.name=mnist", "trial.data.root=/nowhere"], ["/nowhere", "train-images-idx3-ubyte"]),
+    ],
+)
+def test_bad_input_is_refused_before_any_work(here: Here, overrides: list[str], said: list[str]) -> None:
+    assert_refused(here("run", "tiny", *overrides), *said)
+    assert not list(here.folder.glob("studies/*/ledger.jsonl"))
+
+
+def test_corrupt_mnist_is_refused(here: Here) -> None:
+    folder = here.folder
+    for name in ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"):
+        (folder / name).write_bytes(b"not an IDX file at all")
+    done = here("run", "tiny", "trial.data.name=mnist", "trial.data.validation_size=null", f"trial.data.root={folder}")
+    assert_refused(done, "train-images-idx3-ubyte", "magic number")
+
+
+def test_unknown_study_in_report(here: Here) -> None:
+    assert_refused(here("report", "nothing"), "nothing", "holds no study")
+
+
+def test_a_study_that_another_process_runs_is_refused(folder: Path) -> None:
+    with Ledger(folder / "studies" / "tiny"):
+        assert_refused(lns_study("run", "tiny", cwd=folder), str(os.getpid()), "is running this study")
+
+
+def test_another_study_in_the_same_folder_is_refused(here: Here) -> None:
+    folder = here.folder
+    study = load(str(folder / "tiny.yaml"), ["name=a b", f"storage={folder / 'studies'}"])
+    with Ledger(study.folder) as ledger:
+        ledger.append(**{key: value for key, value in made_up_events(study)[0].items() if key != "time"})
+    assert_refused(here("run", "tiny", "name=a-b"), "name='a-b'", str(study.folder), "'a b'", "name='a b'")
+    assert len(read_ledger(study.folder)) == 1
+
+
+def test_a_taken_port_is_refused(here: Here) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert_refused(here("ui", "--port", str(taken.getsockname()[1])), "port=", "--port")
+
+
+def test_a_study_that_ends_in_order_with_trials_left_exits_with_3(here: Here) -> None:
+    many = ["seeds=[0,1,2]", "trial.epochs=1", "tracking_uri=none", "cpus=1"]
+    done = here("run", "tiny", "limits.trials=2", *many)
+    assert done.returncode == 3, done.stderr
+    assert done.stdout.startswith("Loading the study")
+    assert "limits.trials=2 reached" in done.stdout
+    assert here("run", "tiny", *many).returncode == 0
+    assert "3    ended in order with trials left" in lns_study("--help", cwd=here.folder).stdout
+
+
+def test_report_from_a_ledger_alone(folder: Path) -> None:
+    study = load(str(folder / "tiny.yaml"), [f"storage={folder / 'studies'}"])
+    with Ledger(study.folder) as ledger:
+        for event in made_up_events(study):
+            ledger.append(**{key: value for key, value in event.items() if key != "time"})
+    done = lns_study("report", "tiny", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "lns matmul" in done.stdout
+    assert (study.folder / "report" / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("uri", "said"),
+    [
+        ("http://127.0.0.1:9", "no MLflow tracking store answers"),
+        ("file:/x", "must start with one of"),
+        (None, "must be a folder"),
+    ],
+)
+def test_a_report_that_cannot_work_is_refused_and_writes_nothing(here: Here, uri: str | None, said: str) -> None:
+    folder = here.folder
+    study = load(str(folder / "tiny.yaml"), [f"storage={folder / 'studies'}"])
+    with Ledger(study.folder) as ledger:
+        for event in made_up_events(study):
+            ledger.append(**{key: value for key, value in event.items() if key != "time"})
+    if uri is None:
+        (study.folder / "report").write_text("in the way")
+    assert_refused(here("report", "tiny", *(["--tracking-uri", uri] if uri else [])), said)
+    assert not list(study.folder.glob("report/*"))
+    assert not (folder / "studies" / "mlflow.db").exists()
+
+
+def test_only_the_users_input_exits_with_2(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def break_down(*_: object) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr("study.api.run_study", break_down)
+    monkeypatch.setattr("study.cli.entry.signal.signal", lambda *_: None)
+    with pytest.raises(ValueError, match="a bug"):
+        main(["run", str(folder / "tiny.yaml")])
+
+
+def _children(pid: int) -> set[int]:
+    """Processes whose parent chain reaches ``pid``."""
+    done = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True)
+    parents = {int(a): int(b) for a, b in (line.split() for line in done.stdout.splitlines())}
+    found = {pid}
+    while grown := {child for child, parent in parents.items() if parent in found} - found:
+        found |= grown
+    return found - {pid}
+
+
+def _still_there(pids: set[int], seconds: float = 20) -> set[int]:
+    deadline = time.monotonic() + seconds
+    while (left := {pid for pid in pids if Path(f"/proc/{pid}").exists()}) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return left
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wish", "send"),
+    [(signal.SIGINT, os.kill), (signal.SIGTERM, os.kill), (signal.SIGTERM, os.killpg)],
+    ids=["SIGINT", "SIGTERM", "SIGTERM to the group"],
+)
+def test_ctrl_c_then_the_same_command_continues(
+    folder: Path, wish: signal.Signals, send: Callable[[int, signal.Signals], None]
+) -> None:
+    """Ctrl-C in the middle: exit code 130, no process left, MLflow's runs closed, and the next run trains only what is missing."""
+    command = [sys.executable, "-m", "study", "run", "tiny", "--plain", "trial.epochs=150", "rows=[{label: a}]", "baseline=null"]
+    process = subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    assert any("epoch 3/" in line for line in process.stdout)
+    children = _children(process.pid)
+    send(process.pid, wish)
+    _, said = process.communicate(timeout=55)  # Ray's time-out is 60
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    assert "the same command continues" in said
+    assert not _still_there(children)
+    before = fold(read_ledger(folder / "studies" / "tiny"))
+    assert before.outcome == "interrupted"
+    assert before.trials[0].epoch >= 3
+    _, parent, (child,) = runs_of(before.config, f"sqlite:///{folder}/studies/mlflow.db")
+    assert parent.info.status == child.info.status == "KILLED"
+    assert child.data.metrics["train/loss"] == before.trials[0].metric("train/loss")[before.trials[0].epoch]
+    done = lns_study(*command[3:], cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert f"epoch {before.trials[0].epoch}/" not in done.stdout
+    assert all(trial.status == FINISHED for trial in fold(read_ledger(folder / "studies" / "tiny")).trials)
+
+
+@pytest.mark.slow
+def test_a_killed_gang_driver_continues_its_run(folder: Path) -> None:
+    """With a Ray of its own: the restarted driver gets the CPUs back that the killed one's workers held."""
+    gang = ["trial.workers=2", "trial.epochs=6", "rows=[{label: a}]", "baseline=null"]
+    command = [sys.executable, "-m", "study", "run", "tiny", *gang, "name=killed"]
+    ledger = folder / "studies" / "killed"
+    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    while not (reports := [event for event in read_ledger(ledger) if event["event"] == "report"]):
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.kill(reports[-1]["pid"], signal.SIGKILL)
+    _, said = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+    calm = lns_study("run", "tiny", *gang, "name=calm", cwd=folder)
+    assert calm.returncode == 0, calm.stderr
+    (ours,), (theirs,) = fold(read_ledger(ledger)).trials, fold(read_ledger(folder / "studies" / "calm")).trials
+    assert ours.test == theirs.test
+    assert list(ours.reports) == list(theirs.reports) == [1, 2, 3, 4, 5, 6]
+    assert ours.metric("train/loss") == theirs.metric("train/loss")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("wish", "on_sigint"), [(signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_IGN)])
+def test_ui_serves_and_ends_with_its_children(tmp_path: Path, wish: signal.Signals, on_sigint: Any) -> None:
+    """SIGTERM also where SIGINT is ignored, as in a script's ``lns-study ui &``."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "study", "ui", "--port", str(port), "--storage", str(tmp_path)]
+    before = signal.signal(signal.SIGINT, on_sigint)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, before)
+    try:
+        assert process.stdout is not None
+        assert "Starting" in process.stdout.readline()
+        said = process.stdout.readline()
+        link = next(word for word in said.split() if word.startswith(f"http://127.0.0.1:{port}/?token=")).rstrip(",")
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5)
+        browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+        assert browser.open(link, timeout=5).status == 200
+        assert browser.open(f"http://127.0.0.1:{port}/", timeout=5).status == 200
+        children = _children(process.pid)
+    finally:
+        process.send_signal(wish)
+    assert process.wait(30) == 0
+    assert children
+    assert not _still_there(children)
+
+
+@pytest.mark.slow
+def test_extend_rerun_and_doctor(folder: Path) -> None:
+    """More epochs go on from the checkpoints and end with the bits of a study that had them from the start; a trial repeats bit for bit."""
+    rows = ["rows=[{label: a, overrides: {precision.format: lns12}}]", "baseline=null"]
+    assert lns_study("run", "tiny.yaml", *rows, "trial.epochs=2", cwd=folder).returncode == 0
+    done = lns_study("extend", "tiny", "trial.epochs=4", "seeds=[0,1]", "--plain", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "1 trials go on from the last checkpoint of the same trial with fewer epochs" in done.stdout
+    assert "a, seed 0: epoch 1/4" not in done.stdout
+    assert "a, seed 0: epoch 3/4" in done.stdout
+    extended = fold(read_ledger(folder / "studies" / "tiny")).trials
+    assert lns_study("run", "tiny.yaml", *rows, "name=whole", "trial.epochs=4", cwd=folder).returncode == 0
+    (whole,) = fold(read_ledger(folder / "studies" / "whole")).trials
+    assert differences(whole, extended[0]) == []
+    assert (whole.epoch, extended[0].epoch, extended[1].epoch) == (4, 4, 4)
+    done = lns_study("rerun", "tiny", extended[0].id, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "every figure of 4 epochs came out bit-equal" in done.stdout
+    done = lns_study("doctor", cwd=folder)
+    assert done.returncode == 0, done.stdout
+    assert "BAD" not in done.stdout
+    assert "Ray: a local one starts" in done.stdout
+    done = lns_study("doctor", "--tracking-uri", "http://127.0.0.1:1", cwd=folder)
+    assert done.returncode == 1
+    assert "BAD  MLflow: http://127.0.0.1:1" in done.stdout

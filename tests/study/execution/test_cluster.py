@@ -1,0 +1,201 @@
+"""A study on a Ray cluster of several nodes (raylets on this machine): gangs that span nodes, and a node that dies."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from study.ledger.log import read_ledger
+from study.ledger.state import FINISHED, fold
+from tests.study.conftest import TINY
+from tests.study.sleeping import most_at_once
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).resolve().parents[3]
+GANG = ["trial.workers=2", "rows=[{label: a, overrides: {precision.format: lns12}}]", "baseline=null"]
+
+
+@pytest.fixture
+def cluster() -> Iterator[Any]:
+    """A head without CPUs and two nodes of one CPU each: a gang of two must span both."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    for _ in range(2):
+        cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    yield cluster
+    cluster.shutdown()
+
+
+def command(folder: Path, address: str, *overrides: str) -> subprocess.Popen[str]:
+    words = [
+        sys.executable,
+        "-m",
+        "study",
+        "run",
+        "tiny.yaml",
+        "--plain",
+        f"address={address}",
+        "insecure=true",
+        "tracking_uri=none",
+        *overrides,
+    ]
+    return subprocess.Popen(words, cwd=folder, env=os.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+SLEEPERS = """
+import sys
+from study.config.compose import load
+from study.api import run_study
+from tests.study.conftest import SilentView
+from tests.study.sleeping import executor
+with executor():
+    outcome = run_study(load("tiny.yaml", sys.argv[1:]), SilentView(), print)
+sys.exit(outcome.failed)
+"""
+
+
+@pytest.fixture
+def three() -> Iterator[Any]:
+    """Three nodes of eight declared CPUs each, the head among them."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "include_dashboard": False})
+    for _ in range(2):
+        cluster.add_node(num_cpus=8)
+    cluster.wait_for_nodes()
+    yield cluster
+    cluster.shutdown()
+
+
+def sleepers(folder: Path, cluster: Any, *overrides: str) -> subprocess.Popen[str]:
+    """A study of trials that sleep, on the cluster."""
+    common = [
+        f"address={cluster.address}",
+        "insecure=true",
+        "tracking_uri=none",
+        "rows=[{label: a}]",
+        "baseline=null",
+        "trial.epochs=1",
+    ]
+    (folder / "tiny.yaml").write_text(TINY)
+    words = [sys.executable, "-c", SLEEPERS, *common, *overrides]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(words, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_until(
+    process: subprocess.Popen[str], folder: Path, happened: Callable[[list[dict[str, Any]]], bool]
+) -> list[dict[str, Any]]:
+    """The ledger's events once something has happened in it."""
+    deadline = time.monotonic() + 240
+    while not happened(events := read_ledger(folder)):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return events
+
+
+def test_three_nodes_are_full_and_the_loss_of_one_loses_nothing(three: Any, tmp_path: Path) -> None:
+    """Of 24 slots all are in use; a node dies in the middle of the full house, and a new one brings its slots within seconds."""
+    folder = tmp_path / "studies" / "full"
+    process = sleepers(tmp_path, three, "name=full", f"seeds={list(range(96))}", "trial.optimizer.lr=3.0")
+    wait_until(process, folder, lambda events: sum(event["event"] == "finished" for event in events) >= 24)
+    three.remove_node(three.worker_nodes.copy().pop(), allow_graceful=False)
+    wait_until(process, folder, lambda events: any(event["event"] == "restarted" for event in events))
+    lost = time.time()
+    three.add_node(num_cpus=8)
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    events = read_ledger(folder)
+    trials = fold(events).trials
+    assert [trial.status for trial in trials] == [FINISHED] * 96
+    assert sum(event["event"] == "finished" for event in events) == 96
+    assert most_at_once(events) == 24
+    assert 1 <= sum(trial.restarts for trial in trials) <= 8
+    capacity = [event["cpus"] for event in events if event["event"] == "capacity"]
+    assert max(capacity) == 24
+    assert 16 in capacity[capacity.index(24) :]
+    after = [event for event in events if event["event"] == "capacity" and event["time"] > lost]
+    assert after[-1]["cpus"] == 24
+
+
+def test_a_study_outlives_the_node_that_it_has_joined(three: Any, tmp_path: Path) -> None:
+    process = sleepers(tmp_path, three, "name=joins", f"seeds={list(range(60))}", "trial.optimizer.lr=3.0")
+    folder = tmp_path / "studies" / "joins"
+    wait_until(process, folder, lambda events: sum(event["event"] == "finished" for event in events) >= 4)
+    three.head_node.kill_raylet(check_alive=False)
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    assert [trial.status for trial in fold(read_ledger(folder)).trials] == [FINISHED] * 60
+
+
+def test_a_study_ends_in_order_when_the_control_store_stays_silent(three: Any, tmp_path: Path) -> None:
+    process = sleepers(tmp_path, three, "name=silent", f"seeds={list(range(600))}", "trial.optimizer.lr=3.0")
+    folder = tmp_path / "studies" / "silent"
+    wait_until(process, folder, lambda events: sum(event["event"] == "finished" for event in events) >= 4)
+    address = three.address
+    three.head_node.kill_gcs_server(check_alive=False)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert f"its control store at {address} does not answer; waiting for it" in said
+    assert "the same command goes on once the cluster is back" in said
+    assert read_ledger(folder)[-1]["event"] == "ended"
+
+
+def test_a_node_that_others_use_in_part_gives_what_it_has(three: Any, tmp_path: Path) -> None:
+    """Another job holds five CPUs of one node: the study gets the other 19."""
+    holder = (
+        "import sys, time, ray; ray.init(address=sys.argv[1], log_to_driver=False)\n"
+        "@ray.remote(num_cpus=5)\nclass Holder:\n    def here(self): return True\n"
+        "holder = Holder.remote(); ray.get(holder.here.remote()); print('held', flush=True); time.sleep(600)"
+    )
+    other = subprocess.Popen([sys.executable, "-c", holder, three.address], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None
+        while (line := other.stdout.readline()) != "held\n":
+            assert line, "the other job ended"
+        process = sleepers(tmp_path, three, "name=part", f"seeds={list(range(76))}", "trial.optimizer.lr=4.0")
+        said, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, said
+    finally:
+        other.kill()
+        other.wait()
+    events = read_ledger(tmp_path / "studies" / "part")
+    assert [trial.status for trial in fold(events).trials] == [FINISHED] * 76
+    assert max(event["cpus"] for event in events if event["event"] == "capacity") == 19
+    assert most_at_once(events) == 19
+
+
+def test_a_gang_spans_nodes_and_outlives_one(cluster: Any, tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    whole = command(tmp_path, cluster.address, *GANG, "name=whole", "trial.epochs=5")
+    said, _ = whole.communicate(timeout=300)
+    assert whole.returncode == 0, said
+    process = command(tmp_path, cluster.address, *GANG, "name=killed", "trial.epochs=5")
+    ledger = tmp_path / "studies" / "killed" / "ledger.jsonl"
+    deadline = time.monotonic() + 240
+    while not (ledger.exists() and b'"report"' in ledger.read_bytes()):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False)
+    cluster.add_node(num_cpus=1)
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    trials = [fold(read_ledger(tmp_path / "studies" / name)).trials[0] for name in ("whole", "killed")]
+    assert [trial.status for trial in trials] == [FINISHED] * 2
+    untimed = [
+        [{k: v for k, v in event["metrics"].items() if k != "samples_per_second"} for _, event in sorted(trial.reports.items())]
+        for trial in trials
+    ]
+    assert untimed[0] == untimed[1]

@@ -1,0 +1,262 @@
+"""Trials in real processes through the pool: gangs, shared processes, places that are taken and given back."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from study.execution.leases import EPSILON, Lease, Local
+from study.execution.pool import Pool
+from tests.trainers.nodes import SMALL, plan, reports
+from tests.trainers.telemetry.test_profiler import events
+from trainers.config import OptimizerConfig, PrecisionConfig, TrialConfig
+from trainers.config.profile import ProfileConfig
+from trainers.workers.messages import (
+    BEGAN,
+    DIED,
+    DONE,
+    ENDED,
+    PACKED,
+    REFUSED,
+    REPORT,
+    Message,
+)
+from trainers.workers.node import Node
+from trainers.workers.resources import WorkerResources
+from trainers.workers.resume import begin
+
+GANG = replace(SMALL, workers=2, batch_size=128)
+LONG = replace(GANG, epochs=10_000)
+
+
+class Driver:
+    """A pool over this machine, as a study drives it."""
+
+    def __init__(self, cpus: float) -> None:
+        said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.node = Node()
+        self.pool = Pool(said)
+        self.pool.use(Local(cpus, [], self.node, lambda *what: said.put(what)))
+
+    def start(self, trial: str, config: TrialConfig, folder: Path, *values: Any, packed: bool = False, **more: Any) -> Any:
+        executor = (PACKED,) if packed else values
+        return self.pool.start(
+            trial, WorkerResources.of(config, 32 if packed else 1), lambda: plan(config, folder / trial, *executor, **more)
+        )
+
+    def until(self, wanted: Callable[[Message], bool], seconds: float = 60.0) -> list[Message]:
+        found: list[Message] = []
+        deadline = time.monotonic() + seconds
+        while not any(map(wanted, found)):
+            assert time.monotonic() < deadline, found
+            found += self.pool.wait(0.5, waiting=False)
+        return found
+
+    def end(self, trial: str) -> list[Message]:
+        """What was said up to a trial's end."""
+        return self.until(lambda message: message.trial == trial and message.kind in (ENDED, DIED))
+
+    def processes(self) -> set[int]:
+        """Ids of the worker processes that live."""
+        return {
+            child.pid
+            for server in psutil.Process().children()
+            if "fork_server" in " ".join(server.cmdline())
+            for child in server.children()
+        }
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Driver]:
+    """Three CPUs."""
+    driver = Driver(3)
+    yield driver
+    driver.pool.close()
+
+
+def test_a_gang_in_lns_ends_with_the_bits_of_one_process_and_is_kept(driver: Driver, tmp_path: Path) -> None:
+    running = driver.start("gang", GANG, tmp_path)
+    assert len(running.slots) == 2
+    said = driver.end("gang")
+    assert [message.kind for message in said] == [BEGAN, REPORT, REPORT, ENDED]
+    assert said[-1].payload["how"] == DONE
+    before = driver.processes()
+    alone, _ = begin(replace(GANG, workers=1), [])
+    alone.train_epoch()
+    of_gang, beginning = begin(replace(GANG, workers=1), [str(tmp_path / "gang" / "checkpoints" / "000001")])
+    assert beginning.damaged == ""
+    for (name, ours), theirs in zip(alone.model.named_parameters(), of_gang.model.parameters(), strict=True):
+        assert (ours.codes == theirs.codes).all(), name
+    other = replace(GANG, precision=PrecisionConfig(), seed=3, optimizer=OptimizerConfig(name="adam", lr=0.01))
+    driver.start("between", other, tmp_path)
+    assert reports(driver.end("between")) != reports(said)
+    driver.start("again", GANG, tmp_path)
+    assert reports(driver.end("again")) == reports(said)
+    assert driver.processes() == before
+
+
+def test_a_gang_of_one_machine_listens_to_that_machine_alone(driver: Driver, tmp_path: Path) -> None:
+    driver.start("local", LONG, tmp_path)
+    driver.until(lambda message: message.kind == REPORT)
+    open_ = [
+        connection.laddr.ip
+        for pid in driver.processes()
+        for connection in psutil.Process(pid).net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    driver.pool.kill("local", "seen enough")
+    driver.end("local")
+    assert open_, "ranks meet somewhere"
+    assert set(open_) <= {"127.0.0.1", "::1"}
+
+
+def test_every_rank_records_its_profile(driver: Driver, tmp_path: Path) -> None:
+    config = replace(GANG, telemetry=True, epochs=1, profile=ProfileConfig(steps=[0, 2]))
+    driver.start("profiled", config, tmp_path)
+    (report,) = [message for message in driver.end("profiled") if message.kind == REPORT]
+    assert report.payload["telemetry/communication_seconds"] > 0
+    for rank in range(2):
+        names = Counter(
+            event["name"] for event in events((tmp_path / "profiled" / "profile" / f"rank-{rank}.trace.json.gz").read_bytes())
+        )
+        assert names["update"] == names["all_gather"] == 2
+
+
+def test_a_dead_rank_ends_the_gang_at_once(driver: Driver, tmp_path: Path) -> None:
+    driver.start("long", LONG, tmp_path)
+    spoken = driver.until(lambda message: message.kind == REPORT)[-1].payload["pid"]
+    (other,) = [pid for pid in driver.processes() if pid != spoken]
+    start = time.monotonic()
+    psutil.Process(other).kill()
+    end = driver.end("long")[-1]
+    assert time.monotonic() - start < 60  # not the two minutes that a collective would wait
+    assert end.kind == DIED or end.payload["how"] == "failed"
+    driver.start("after", GANG, tmp_path)
+    assert driver.end("after")[-1].payload["how"] == DONE
+    assert len(driver.processes()) == 2
+
+
+def test_what_a_gang_refuses_is_said_once(driver: Driver, tmp_path: Path) -> None:
+    driver.start("large", replace(GANG, batch_size=100_000), tmp_path)
+    (end,) = driver.end("large")
+    assert end.payload["how"] == REFUSED
+    assert end.payload["text"].startswith("batch_size=100000")
+    driver.start("fine", GANG, tmp_path)
+    assert driver.end("fine")[-1].payload["how"] == DONE
+
+
+def test_there_is_room_until_there_is_none(driver: Driver, tmp_path: Path) -> None:
+    one = replace(SMALL, epochs=10_000)
+    first = driver.start("first", one, tmp_path)
+    gang = driver.start("second", LONG, tmp_path)
+    assert [first.slots, gang.slots] == [[0], [1, 2]]
+    assert driver.start("third", one, tmp_path) is None
+    driver.until(lambda message: message.trial == "second" and message.kind == REPORT)
+    driver.pool.kill("second", "enough")
+    assert driver.end("second")[-1].payload == "enough"
+    assert driver.start("a gang of three", replace(one, workers=3, batch_size=96), tmp_path) is None
+    third = driver.start("third", one, tmp_path)
+    fourth = driver.start("fourth", one, tmp_path)
+    assert [third.slots, fourth.slots] == [[1], [2]]
+    for trial in ("first", "third", "fourth"):
+        driver.pool.kill(trial, "enough")
+        driver.end(trial)
+    assert driver.pool.running == []
+
+
+def test_small_trials_share_a_process_whose_death_is_told_of_each(driver: Driver, tmp_path: Path) -> None:
+    one = replace(SMALL, epochs=10_000)
+    for trial in "abc":
+        driver.start(trial, replace(one, seed=ord(trial)), tmp_path, packed=True)
+    assert driver.start("d", one, tmp_path, packed=True) is None
+    told: dict[str, int] = {}
+    while set(told) != set("abc"):
+        said = driver.until(lambda message: message.kind == REPORT)
+        told |= {message.trial: message.payload["pid"] for message in said if message.kind == REPORT}
+    (pid,) = set(told.values())
+    psutil.Process(pid).kill()
+    died: set[str] = set()
+    while died != set("abc"):
+        died |= {message.trial for message in driver.until(lambda message: message.kind == DIED) if message.kind == DIED}
+    driver.start("fine", SMALL, tmp_path, packed=True)
+    assert driver.end("fine")[-1].payload["how"] == DONE
+
+
+class Silent:
+    """Machines whose processes say nothing."""
+
+    def __init__(self, leases: list[Lease]) -> None:
+        self.leases = leases
+
+    def poll(self, waiting: bool) -> None:
+        """Nothing changes."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+MACHINES = st.lists(st.tuples(st.integers(1, 16), st.integers(0, 4)), min_size=1, max_size=4)
+SHAPES = st.builds(
+    WorkerResources,
+    workers=st.integers(1, 6),
+    threads=st.integers(1, 4),
+    device=st.sampled_from(["cpu", "cuda"]),
+    gpus=st.sampled_from([0.08, 0.25, 0.5, 1.0, None]),
+    packed=st.just(""),
+    lanes=st.just(1),
+)
+
+
+@given(MACHINES, st.lists(st.tuples(SHAPES, st.integers(0, 40)), max_size=40))
+def test_no_place_is_taken_twice_and_all_come_back(
+    machines: list[tuple[int, int]], steps: list[tuple[WorkerResources, int]]
+) -> None:
+    """Trials start and die in any order: nothing is ever below zero or lost, slots are distinct, and what is free is found."""
+    leases = [
+        Lease(
+            host=f"h{number}",
+            address="",
+            cpus=cpus,
+            gpus=[1.0] * gpus,
+            names=[str(g) for g in range(gpus)],
+            call=lambda calls: None,
+        )
+        for number, (cpus, gpus) in enumerate(machines)
+    ]
+    said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    pool = Pool(said)
+    pool.use(Silent(leases))
+    running: dict[str, Any] = {}
+    for number, (shape, ends) in enumerate(steps):
+        started = pool.start(str(number), shape, dict)
+        room = max(lease.free for lease in leases) >= shape.threads and shape.workers == 1
+        if room and shape.device == "cpu":
+            assert started is not None
+        if started is not None:
+            running[str(number)] = started
+            assert len(started.spots) == shape.workers
+        slots = [slot for each in running.values() for slot in each.slots]
+        assert len(slots) == len(set(slots))
+        for lease in leases:
+            assert -EPSILON < lease.free <= lease.cpus
+            assert all(-EPSILON < free <= 1 + EPSILON for free in lease.gpus)
+        if running and ends % 3 == 0:
+            trial = sorted(running)[ends % len(running)]
+            lost = [message for group in [pool._trials[trial]] for message in pool._lose(group, "gone")]
+            assert {message.trial for message in lost} == {trial}
+            del running[trial]
+    for trial in list(running):
+        pool._lose(pool._trials[trial], "gone")
+    assert all(
+        lease.free == pytest.approx(lease.cpus) and lease.gpus == pytest.approx([1.0] * len(lease.gpus)) for lease in leases
+    )

@@ -1,0 +1,152 @@
+"""The Ray of a study: made of processes of its own, missed when it dies, there again, and gone with whoever started it."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from study.execution.ray_session import OwnRay, _keep_token
+from study.ledger.log import read_ledger
+from study.ledger.state import FINISHED, fold
+from tests.study.conftest import TINY
+
+GANG = ["trial.workers=2", "rows=[{label: a}]", "baseline=null", "trial.epochs=40", "executor=train"]
+
+
+def parts(of: int, name: str) -> list[psutil.Process]:
+    """Processes of Ray below a process."""
+    return [child for child in psutil.Process(of).children(recursive=True) if child.name() == name]
+
+
+def until(seen: Callable[[], object], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not seen():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_a_ray_of_our_own_is_missed_and_started_again(name: str) -> None:
+    others = {kind: parts(os.getpid(), kind) for kind in ("raylet", "gcs_server")}  # of the tests' own Ray
+
+    def ours(kind: str) -> list[psutil.Process]:
+        return [part for part in parts(os.getpid(), kind) if part not in others[kind]]
+
+    ray = OwnRay(2, 0, dashboard=False)
+    try:
+        first = ray.address
+        ray.look()
+        assert not ray.lost
+        (part,) = ours(name)
+        part.kill()
+        until(lambda: ray.look() or ray.lost, 10)
+        assert ray.renew()
+        ray.look()
+        assert not ray.lost
+        assert ray.address != first
+        assert len(ours("raylet")) == len(ours("gcs_server")) == 1
+    finally:
+        ray.close()
+    until(lambda: not ours("raylet"), 10)
+
+
+@pytest.mark.slow
+def test_a_ray_of_our_own_dies_with_us() -> None:
+    code = (
+        "import time; from study.execution.ray_session import OwnRay; r = OwnRay(1, 0, dashboard=False); "
+        "print('up', flush=True); time.sleep(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    below = psutil.Process(process.pid).children(recursive=True)
+    assert any(child.name() == "raylet" for child in below)
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(below, timeout=30)
+    assert not alive
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("names", [["raylet"], ["gcs_server", "raylet"]])
+def test_a_study_goes_on_after_its_ray_has_died(names: list[str], tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    words = [sys.executable, "-m", "study", "run", "tiny.yaml", "--plain", "tracking_uri=none", *GANG]
+    process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    folder = tmp_path / "studies" / "tiny"
+    until(lambda: any(event["event"] == "report" for event in read_ledger(folder)), 200)
+    for name in names:
+        for part in parts(process.pid, name):
+            part.kill()
+    said = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, said
+    assert "Ray: one of its processes died; waiting for it" in said
+    assert "Ray is back." in said
+    (trial,) = fold(read_ledger(folder)).trials
+    assert (trial.status, trial.epoch, trial.restarts) == (FINISHED, 40, 1)
+
+
+def modes(*paths: Path) -> list[int]:
+    return [stat.S_IMODE(path.stat().st_mode) for path in paths]
+
+
+def test_rays_token_is_its_users_alone(tmp_path: Path) -> None:
+    path = tmp_path / ".ray" / "auth_token"
+    path.parent.mkdir(mode=0o755)
+    path.write_text("0" * 64)
+    path.chmod(0o644)
+    _keep_token(path)
+    assert modes(path.parent, path) == [0o700, 0o600]
+    assert path.read_text() == "0" * 64
+    _keep_token(tmp_path / "other" / "auth_token")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.slow
+def test_a_ray_of_our_own_asks_for_a_token_that_is_in_no_file(tmp_path: Path) -> None:
+    """A process of its own: Ray reads its settings once."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")} | {"HOME": str(tmp_path)}
+    code = (
+        "import os; from study.execution.ray_session import OwnRay, asks_nobody\n"
+        "ray = OwnRay(1, 0, dashboard=False); print('asks nobody:', asks_nobody(ray.address))\n"
+        "ray.close(); print('RAY_AUTH_TOKEN' in os.environ)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "asks nobody: False\nFalse\n", done.stderr
+    assert not (tmp_path / ".ray").exists()
+
+
+@pytest.mark.slow
+def test_a_cluster_that_asks_nobody_is_refused_unless_told(tmp_path: Path) -> None:
+    from ray.cluster_utils import Cluster
+
+    if "RAY_AUTH_MODE" in os.environ:
+        pytest.skip("this process has a Ray with tokens already")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        code = (
+            "import sys; from study.config import StudyConfig; from study.execution.ray_session import ray_session\n"
+            "with ray_session(StudyConfig(address=sys.argv[1], insecure=sys.argv[2] == 'insecure')) as address: print('in')"
+        )
+
+        def join(how: str) -> subprocess.CompletedProcess[str]:
+            words = [sys.executable, "-c", code, cluster.address, how]
+            return subprocess.run(words, capture_output=True, text=True, timeout=120)
+
+        refused = join("safe")
+        assert refused.returncode != 0
+        assert "asks nobody for a token" in refused.stderr
+        assert "insecure=true" in refused.stderr
+        assert join("insecure").stdout == "in\n"
+    finally:
+        cluster.shutdown()

@@ -1,0 +1,482 @@
+"""Whole studies with real Ray: to the end, resumed, with a killed process, data-parallel."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from study.api import Outcome, report_study, run_study
+from study.config import StudyConfig
+from study.config.compose import change
+from study.execution.control import POLL_SECONDS, Wish, ask
+from study.ledger.lines import Event
+from study.ledger.log import read_ledger
+from study.ledger.state import (
+    FAILED,
+    FINISHED,
+    PLANNED,
+    STOPPED,
+    TrialState,
+    fold,
+)
+from study.results.summary import summarise
+from study.tracking.payload import data_of
+from study.tracking.supervisor import Tracker
+from study.tracking.writer import connect, sync
+from tests.study.conftest import SilentView
+from tests.study.servers import Server
+from trainers.config import TrialConfig
+from trainers.training.trainer import Training
+from trainers.workers.worker_process import checkpoints_in
+
+Tiny = Callable[..., StudyConfig]
+TIMED = {"samples_per_second"}
+
+
+def run(study: StudyConfig, react: Callable[[Event], None] = lambda event: None) -> tuple[Outcome, SilentView]:
+    view = SilentView(react)
+    outcome = run_study(study, view, lambda line: None)
+    return outcome, view
+
+
+def results(state: Any) -> dict[str, Any]:
+    """Everything a trial computed, by trial id: metrics of every epoch and the test, timings left out."""
+    return {
+        trial.id: [
+            {name: value for name, value in event["metrics"].items() if name not in TIMED}
+            for _, event in sorted(trial.reports.items())
+        ]
+        + [trial.test]
+        for trial in state.trials
+    }
+
+
+def weights(trial: TrialState) -> dict[str, torch.Tensor]:
+    """The tensors of a trial's last checkpoint."""
+    path = trial.checkpoints_left()[0]
+    (file,) = Path(path).glob("*.safetensors")
+    return load_file(file)
+
+
+def workers() -> list[psutil.Process]:
+    """The worker processes of studies that this process runs."""
+    return [
+        process
+        for server in psutil.Process().children()
+        if "fork_server" in " ".join(server.cmdline())
+        for process in server.children()
+    ]
+
+
+def count_reports(study: StudyConfig) -> dict[tuple[str, int], int]:
+    """Report lines in the ledger's file itself, by trial and epoch."""
+    counts: dict[tuple[str, int], int] = {}
+    import json
+
+    for line in (study.folder / "ledger.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if event["event"] == "report":
+            key = (event["trial"], event["epoch"])
+            counts[key] = counts.get(key, 0) + 1
+    return counts
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, storage: Path) -> tuple[StudyConfig, Outcome]:
+    """The tiny study, run once without trouble."""
+    from study.config.compose import load
+    from tests.study.conftest import TINY
+
+    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
+    path.write_text(TINY)
+    study = load(str(path), ["name=undisturbed", f"storage={storage}"])
+    outcome, view = run(study)
+    assert [event["event"] for event in view.events if event["event"] == "finished"] == ["finished"] * 2
+    return study, outcome
+
+
+def test_rows_of_different_sizes_of_data_are_continued_and_extended(tiny: Tiny) -> None:
+    rows = "rows=[{label: few, overrides: {data.train_size: 64}}, {label: more, overrides: {data.train_size: 96}}, {label: all}]"
+    study = tiny("sizes of data", rows, "baseline=null", "trial.epochs=1")
+    first, _ = run(study)
+    again, _ = run(study)
+    assert results(again.state) == results(first.state)
+    longer, _ = run(change(study, ["trial.epochs=2", "trial.data.validation_size=200"]))
+    assert [trial.status for trial in longer.state.trials] == [FINISHED] * 3
+    assert {trial.row: data_of(longer.state.plan, trial)["train"] for trial in longer.state.trials} == {
+        "few": 64,
+        "more": 96,
+        "all": 1300,
+    }
+
+
+def test_a_study_runs_to_its_report(undisturbed: tuple[StudyConfig, Outcome]) -> None:
+    study, outcome = undisturbed
+    assert all(trial.status == FINISHED and trial.epoch == 3 for trial in outcome.state.trials)
+    assert outcome.tracking_error == ""
+    assert (outcome.report / "report.html").exists()
+    assert set(count_reports(study).values()) == {1}
+    assert outcome.state.outcome == "finished"
+
+
+def test_a_rows_model_comes_back_from_a_real_server(
+    undisturbed: tuple[StudyConfig, Outcome], server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row's model downloads as safetensors and JSON, and tests with the figures of the ledger."""
+    from mlflow.artifacts import download_artifacts
+
+    study, outcome = undisturbed
+    assert sync(study.folder, server.uri, tmp_path, None, lambda message: None) == ""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
+    client = connect(server.uri)
+    models = client.search_logged_models([client.get_experiment_by_name(study.name).experiment_id])
+    trials = {trial.id: trial for trial in outcome.state.trials}
+    assert {model.tags["row"] for model in models} == {trial.row for trial in trials.values()}
+    for model in models:
+        target = tmp_path / model.model_id
+        target.mkdir()
+        folder = Path(download_artifacts(f"models:/{model.model_id}", dst_path=str(target)))
+        assert {file.suffix for file in folder.iterdir()} == {".json", ".safetensors"}
+        trial = trials[model.tags["trial"]]
+        training = Training(TrialConfig.from_dict(trial.config))
+        training.restore(folder)
+        assert training.test() == trial.test
+        assert client.get_run(model.source_run_id).data.tags["trial"] == trial.id
+
+
+def test_a_second_run_trains_nothing_again(undisturbed: tuple[StudyConfig, Outcome]) -> None:
+    study, first = undisturbed
+    said: list[str] = []
+    view = SilentView()
+    again = run_study(study, view, said.append)
+    assert [event["event"] for event in view.events] == ["ended"]
+    assert results(again.state) == results(first.state)
+    assert said[0].startswith("Data: scikit-learn's handwritten digits")
+    assert "2 of 2 trials are finished" in said[1]
+
+
+@pytest.mark.slow
+def test_mlflow_is_closed_where_the_report_cannot_be_written(
+    undisturbed: tuple[StudyConfig, Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[object] = []
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("study.api.write_report", fail)
+    close = Tracker.close
+    monkeypatch.setattr("study.api.Tracker.close", lambda self, report: closed.append(report) or close(self, report))
+    with pytest.raises(OSError, match="disk full"):
+        run(undisturbed[0])
+    assert closed == [None]
+
+
+def test_report_makes_the_report_again(undisturbed: tuple[StudyConfig, Outcome]) -> None:
+    study, _ = undisturbed
+    page = study.folder / "report" / "report.html"
+    page.unlink()
+    outcome = report_study(study.folder, lambda line: None)
+    assert page.exists()
+    assert outcome.tracking_error == ""
+
+
+def test_a_killed_process_loses_no_epoch_and_ends_bit_equal(undisturbed: tuple[StudyConfig, Outcome], tiny: Tiny) -> None:
+    study, killed = tiny("killed"), []
+
+    def kill_once(event: Event) -> None:
+        if event["event"] == "report" and event["epoch"] == 2 and not killed:
+            killed.append(event["trial"])
+            os.kill(event["pid"], signal.SIGKILL)
+
+    outcome, view = run(study, kill_once)
+    assert [event["trial"] for event in view.events if event["event"] == "restarted"] == killed
+    assert set(count_reports(study).values()) == {1}
+    assert results(outcome.state) == results(undisturbed[1].state)
+    for ours, theirs in zip(outcome.state.trials, undisturbed[1].state.trials, strict=True):
+        one, other = weights(ours), weights(theirs)
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.slow
+def test_packed_trials_share_a_process_whose_death_loses_no_epoch(undisturbed: tuple[StudyConfig, Outcome], tiny: Tiny) -> None:
+    study, killed = tiny("packed", "executor=packed"), list[int]()
+
+    def kill_the_host(event: Event) -> None:
+        if event["event"] == "report" and event["epoch"] == 2 and not killed:
+            killed.append(event["pid"])
+            os.kill(event["pid"], signal.SIGKILL)
+
+    outcome, view = run(study, kill_the_host)
+    assert killed
+    assert [event for event in view.events if event["event"] == "restarted"]
+    assert set(count_reports(study).values()) == {1}
+    assert results(outcome.state) == results(undisturbed[1].state)
+    assert not workers()
+
+
+def test_an_interrupted_study_continues_from_its_checkpoints(undisturbed: tuple[StudyConfig, Outcome], tiny: Tiny) -> None:
+    study = tiny("interrupted")
+
+    def interrupt(event: Event) -> None:
+        if event["event"] == "checkpoint" and event["epoch"] == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(study, interrupt)
+    before = fold(read_ledger(study.folder))
+    assert before.outcome == "interrupted"
+    outcome, view = run(study)
+    repeated = [event["epoch"] for event in view.events if event["event"] == "report" and event["trial"] in before.known]
+    assert results(outcome.state) == results(undisturbed[1].state)
+    assert len(repeated) < 6
+    assert set(count_reports(study).values()) == {1}
+
+
+def interrupt_at(epoch: int) -> Callable[[Event], None]:
+    """Ctrl-C once a trial's checkpoint of ``epoch`` is on disk."""
+
+    def react(event: Event) -> None:
+        if event["event"] == "checkpoint" and event["epoch"] == epoch:
+            signal.raise_signal(signal.SIGINT)
+
+    return react
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damaged", [pytest.param(1, id="newest"), pytest.param(99, id="every")])
+def test_a_damaged_checkpoint_is_passed_over(undisturbed: tuple[StudyConfig, Outcome], tiny: Tiny, damaged: int) -> None:
+    study = tiny(f"damaged {damaged}")
+    with pytest.raises(KeyboardInterrupt):
+        run(study, interrupt_at(2))
+    # Both trials may have come so far before the interrupt took hold; one of them is damaged.
+    trial, *_ = [trial for trial in fold(read_ledger(study.folder)).trials if trial.epoch >= 2 and trial.status != FINISHED]
+    # There may be one more on disk than the ledger names: the interrupted process ends its epoch.
+    for path in checkpoints_in(study.folder / "checkpoints" / trial.id)[:damaged]:
+        (file,) = path.glob("*.safetensors")
+        file.write_bytes(file.read_bytes() + b"x")
+    outcome, view = run(study)
+    assert results(outcome.state) == results(undisturbed[1].state)
+    (said,) = [event for event in view.events if event["event"] == "damaged"]
+    assert said["trial"] == trial.id
+    assert "digest" in said["error"]
+    assert not [event for event in view.events if event["event"] == "restarted"]
+
+
+def test_what_cannot_work_fails_at_once_with_its_message(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("study.api.preflight", lambda plan, node: (plan, []))
+    rows = "[{label: bad, overrides: {data.train_size: 99999}}, {label: good}]"
+    outcome, view = run(tiny("refused", f"rows={rows}", "baseline=null"))
+    bad, good = outcome.state.trials
+    assert (bad.status, good.status) == (FAILED, FINISHED)
+    assert bad.error.startswith("data.train_size=99999: ")
+    assert not [event for event in view.events if event["event"] == "restarted"]
+    assert not bad.checkpoints
+
+
+@pytest.mark.slow
+def test_a_trial_that_cannot_finish_is_reported_not_hidden(tiny: Tiny) -> None:
+    study = tiny("hopeless", "max_failures=1", "trial.epochs=60")
+    victim: list[str] = []
+
+    def kill_always(event: Event) -> None:
+        if event["event"] == "report":
+            victim[:] = victim or [event["trial"]]
+            if event["trial"] == victim[0]:
+                os.kill(event["pid"], signal.SIGKILL)
+
+    outcome, _ = run(study, kill_always)
+    dead, alive = sorted(outcome.state.trials, key=lambda trial: trial.id != victim[0])
+    assert alive.status == FINISHED
+    assert dead.status == FAILED
+    assert outcome.failed == 1
+    assert "FAILED" in (outcome.report / "report.md").read_text()
+
+
+GANG = ["trial.workers=2", "rows=[{label: float32}]", "baseline=null", "trial.precision.format=float32"]
+
+
+@pytest.mark.slow
+def test_gangs_train_what_one_process_does_and_keep_their_processes(tiny: Tiny) -> None:
+    study = tiny("gang", *GANG, "seeds=[0,1]")
+    held: list[set[int]] = []
+    outcome, _ = run(study, lambda event: held.append({one.pid for one in workers()}) if event["event"] == "report" else None)
+    single, _ = run(tiny("single", *GANG, "trial.workers=1"))
+    gangs, (trial,) = outcome.state.trials, single.state.trials
+    assert [(gang.status, gang.epoch) for gang in gangs] == [(FINISHED, 3)] * 2
+    assert gangs[0].test["test/error"] == pytest.approx(trial.test["test/error"], abs=0.02)
+    assert set(count_reports(study).values()) == {1}
+    assert len(held[0]) == 2
+    assert held[0] == held[-1]
+    assert {event["pid"] for event in gangs[0].reports.values()} == {event["pid"] for event in gangs[1].reports.values()}
+
+
+@pytest.mark.slow
+def test_a_gang_with_a_killed_rank_loses_no_epoch_and_ends_bit_equal(tiny: Tiny) -> None:
+    undisturbed, _ = run(tiny("gang whole", *GANG, "trial.epochs=5"))
+    killed: list[int] = []
+
+    def kill_a_rank(event: Event) -> None:
+        if event["event"] == "report" and event["epoch"] == 2 and not killed:
+            (other,) = [process for process in workers() if process.pid != event["pid"]]
+            killed.append(other.pid)
+            other.kill()
+
+    study = tiny("gang killed", *GANG, "trial.epochs=5")
+    outcome, _ = run(study, kill_a_rank)
+    assert killed
+    assert outcome.state.trials[0].restarts == 1
+    assert results(outcome.state) == results(undisturbed.state)
+    assert set(count_reports(study).values()) == {1}
+
+
+@pytest.mark.slow
+def test_ray_train_trains_the_same_trial(ray_session: None, tiny: Tiny) -> None:
+    outcome, _ = run(tiny("train", *GANG, "executor=train"))
+    single, _ = run(tiny("train single", *GANG, "trial.workers=1"))
+    (gang_trial,), (trial,) = outcome.state.trials, single.state.trials
+    assert (gang_trial.status, gang_trial.epoch) == (FINISHED, 3)
+    assert gang_trial.test["test/error"] == pytest.approx(trial.test["test/error"], abs=0.02)
+
+
+@pytest.mark.slow
+def test_a_scheduler_ends_a_trial_of_ray_train_early(ray_session: None, tiny: Tiny) -> None:
+    """The second of three is the worst after an epoch; its processes go, and the third has their CPUs."""
+    search = "search={algorithm: grid, scheduler: asha, reduction_factor: 2}"
+    rates = "space={optimizer.lr: {choice: [0.2, 0.000001, 0.3]}}"
+    one = ["rows=[{label: a}]", "baseline=null", "seeds=[0]", "trial.epochs=4", "max_concurrent=1"]
+    outcome, _ = run(tiny("train asha", *GANG, "executor=train", rates, search, *one))
+    assert [trial.status for trial in outcome.state.trials] == [FINISHED, STOPPED, FINISHED]
+    assert [trial.epoch for trial in outcome.state.trials] == [4, 1, 4]
+
+
+SEARCH = [
+    "rows=[{label: a}, {label: b, overrides: {precision.format: lns12}}]",
+    "baseline=null",
+    "space={optimizer.lr: {loguniform: [0.001, 1.0]}}",
+    "trial.epochs=4",
+]
+
+
+@pytest.mark.slow
+def test_a_scheduler_ends_trials_early_and_a_second_run_leaves_them(tiny: Tiny) -> None:
+    study = tiny("asha", *SEARCH, "search={num_samples: 8, scheduler: asha, reduction_factor: 2}")
+    outcome, _ = run(study)
+    states = [trial.status for trial in outcome.state.trials]
+    assert set(states) == {FINISHED, STOPPED}
+    early = [trial for trial in outcome.state.trials if trial.status == STOPPED]
+    assert all(1 <= trial.epoch < 4 and trial.stopped_by == "asha" and not trial.test for trial in early)
+    best = {row.label: row.params["optimizer.lr"] for row in summarise(outcome.state).rows}
+    lowest = min(
+        (t for t in outcome.state.trials if t.status == FINISHED and t.row == "a"), key=lambda t: t.metric("validation/error")[4]
+    )
+    assert best["a"] == lowest.params["optimizer.lr"]
+    again, view = run(study)
+    assert [event["event"] for event in view.events] == ["ended"]
+    assert results(again.state) == results(outcome.state)
+
+
+@pytest.mark.slow
+def test_an_adaptive_search_that_was_broken_off_goes_on(tiny: Tiny) -> None:
+    """Interrupted after a few trials: what was proposed is kept, and as many follow as are missing."""
+    study = tiny("tpe", *SEARCH, "search={num_samples: 5, algorithm: tpe}", "trial.epochs=2")
+    finished: list[str] = []
+
+    def interrupt(event: Event) -> None:
+        if event["event"] == "finished":
+            finished.append(event["trial"])
+            if len(finished) == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(study, interrupt)
+    outcome, view = run(study)
+    assert [trial.status for trial in outcome.state.trials] == [FINISHED] * 10
+    assert not {event["trial"] for event in view.events if event["event"] == "started"} & set(finished[:3])
+    assert set(count_reports(study).values()) == {1}
+    assert {(trial.row, trial.number) for trial in outcome.state.trials} == {(row, n) for row in "ab" for n in range(1, 6)}
+
+
+@pytest.mark.slow
+def test_a_limit_stops_a_study_and_the_same_command_goes_on(tiny: Tiny) -> None:
+    study = tiny("limited", *SEARCH, "search.num_samples=3", "limits.trials=2")
+    said: list[str] = []
+    outcome = run_study(study, SilentView(), said.append)
+    assert sum(trial.status == FINISHED for trial in outcome.state.trials) == 2
+    assert outcome.state.outcome == "stopped"
+    assert any("limits.trials=2 reached" in line for line in said)
+    outcome, _ = run(tiny("limited", *SEARCH, "search.num_samples=3"))
+    assert all(trial.status == FINISHED for trial in outcome.state.trials)
+    assert outcome.state.outcome == "finished"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("wish", "ended"), [(Wish.STOP, FINISHED), (Wish.CANCEL, "running")])
+def test_stop_lets_trials_end_and_cancel_does_not(tiny: Tiny, wish: Wish, ended: str) -> None:
+    study = tiny(f"asked to {wish.name}", "trial.epochs=60", "seeds=[0,1,2]", "limits.failures=3")
+    asked: list[str] = []
+
+    def ask_once(event: Event) -> None:
+        if event["event"] == "report" and event["epoch"] == 2 and not asked:
+            asked.append(event["trial"])
+            ask(study.folder, wish=wish)
+            time.sleep(POLL_SECONDS)
+
+    outcome, _ = run(study, ask_once)
+    assert outcome.state.outcome == "stopped"
+    assert outcome.state.known[asked[0]].status == ended
+    assert any(trial.status == PLANNED for trial in outcome.state.trials)
+    if wish == Wish.CANCEL:
+        assert outcome.state.known[asked[0]].epoch < 60
+
+
+@pytest.mark.slow
+def test_a_paused_study_begins_nothing_until_it_is_resumed(tiny: Tiny) -> None:
+    study = tiny("paused", "trial.epochs=2", "seeds=[0,1,2]")
+    resumed: list[float] = []
+    reported: set[str] = set()
+
+    def pause_once(event: Event) -> None:
+        if event["event"] == "report":
+            reported.add(event["trial"])
+        if len(reported) == 2 and not resumed:  # both processes are up; nothing that was handed out before is still starting
+            ask(study.folder, wish=Wish.PAUSE, limits={"trials": 5, "hours": 3.0})
+            time.sleep(POLL_SECONDS)
+            resumed.append(time.time() + 4)
+            threading.Timer(4, ask, [study.folder], {"wish": Wish.RUN}).start()
+
+    outcome, view = run(study, pause_once)
+    begun = [event["time"] for event in view.events if event["event"] == "started"]
+    assert not [at for at in begun if resumed[0] - 3 < at < resumed[0]]
+    assert [at for at in begun if at >= resumed[0]]
+    assert sum(trial.status == FINISHED for trial in outcome.state.trials) == 5
+    assert outcome.state.limits == {"trials": 5, "hours": 3.0}
+
+
+@pytest.mark.slow
+def test_a_trial_that_hangs_is_killed_and_started_again(tiny: Tiny) -> None:
+    """Stopped (SIGSTOP) after its second epoch, a process reports no more; after the heartbeat another one ends its trial."""
+    undisturbed, _ = run(tiny("no hang", "rows=[{label: float32}]", "baseline=null"))
+    stopped: list[int] = []
+
+    def hang_once(event: Event) -> None:
+        if event["event"] == "report" and event["epoch"] == 2 and not stopped:
+            stopped.append(event["pid"])
+            os.kill(event["pid"], signal.SIGSTOP)
+
+    outcome, view = run(tiny("hang", "rows=[{label: float32}]", "baseline=null", "heartbeat=20"), hang_once)
+    (again,) = [event for event in view.events if event["event"] == "restarted"]
+    assert again["error"] == "no report for 20 s, so its process was killed (heartbeat)"
+    assert results(outcome.state) == results(undisturbed.state)
+    assert not psutil.pid_exists(stopped[0])

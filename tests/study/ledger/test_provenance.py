@@ -1,0 +1,76 @@
+"""Which commit is ours: that of a checkout, and of nobody else's repository."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from study.ledger import provenance as module
+from study.ledger.provenance import provenance
+
+PROJECT = '[project]\nname = "lns-study"\n'
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=x", "-c", "user.email=x@x"]
+    done = subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def install(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let the package be imported from ``folder/study``."""
+    (folder / "study" / "ledger").mkdir(parents=True)
+    shutil.copy(module.__file__, folder / "study" / "ledger")
+    monkeypatch.setattr(module, "HERE", folder / "study" / "ledger" / "provenance.py")
+    provenance.cache_clear()
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    git(tmp_path, "init", "-q")
+    (tmp_path / "theirs.txt").write_text("x")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "theirs")
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> None:
+    provenance.cache_clear()
+
+
+def test_a_checkout_has_its_commit(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, repository)
+    (repository / "pyproject.toml").write_text(PROJECT)
+    git(repository, "add", ".")
+    git(repository, "commit", "-qm", "ours")
+    monkeypatch.setenv("GIT_DIR", "/nowhere")  # as in another repository's hook
+    assert provenance()["commit"] == module._run_git("rev-parse", "HEAD")
+    assert provenance()["dirty"] is False
+    (repository / "study" / "ledger" / "provenance.py").write_text("changed")
+    provenance.cache_clear()
+    assert provenance()["dirty"] is True
+
+
+@pytest.mark.parametrize("place", [".venv/lib/python3.11/site-packages", "."])
+@pytest.mark.parametrize("commit", [False, True], ids=["untracked", "committed"])
+@pytest.mark.parametrize("project", [None, '[project]\nname = "theirs"\n', "["])
+def test_a_copy_in_a_foreign_repository_has_none(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, place: str, commit: bool, project: str | None
+) -> None:
+    install(monkeypatch, repository / place)
+    if project:
+        (repository / "pyproject.toml").write_text(project)
+    if commit:
+        git(repository, "add", "-f", ".")
+        git(repository, "commit", "-qm", "vendored")
+    assert (provenance()["commit"], provenance()["dirty"]) == (None, None)
+
+
+def test_an_untracked_copy_of_the_source_has_none(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, repository)
+    (repository / "pyproject.toml").write_text(PROJECT)
+    assert provenance()["commit"] is None

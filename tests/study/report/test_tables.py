@@ -1,0 +1,213 @@
+"""The report: whole, self-contained, escaped, honest about what is missing."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import html
+import io
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from study.config import StudyConfig
+from study.ledger.state import fold
+from study.report import pictures
+from study.report.figures.slots import draw_slots
+from study.report.figures.style import (
+    COLOURS,
+    DARK,
+    LIGHT,
+    Theme,
+)
+from study.report.tables import render_text
+from study.report.write import write_report
+from study.results.utilisation import sentences
+from tests.study.conftest import made_up_events
+from tests.study.made_up_slots import Held, run_of, with_slots
+
+Tiny = Callable[..., StudyConfig]
+EVIL = '"><script>alert(1)</script>'
+EVIL_NAME = '"><img src=x onerror=alert(1)>'
+"""A name has no slash."""
+
+
+class Tags(HTMLParser):
+    """Collects the tags and attributes of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Note it."""
+        self.tags.append(tag)
+        self.attributes += attrs
+
+
+def page_of(study: StudyConfig, folder: Path) -> str:
+    return (write_report(fold(made_up_events(study)), folder) / "report.html").read_text()
+
+
+def test_the_files_are_there_and_are_pictures(tiny: Tiny, tmp_path: Path) -> None:
+    write_report(fold(made_up_events(tiny("report", "seeds=[0,1]"))), tmp_path)
+    assert {path.name for path in tmp_path.iterdir() if path.is_file()} >= {
+        "report.html",
+        "report.md",
+        "error_per_epoch.png",
+        "test_error.png",
+    }
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("error_per_epoch.png", "test_error.png"))
+
+
+@pytest.mark.parametrize("broken", ["importance", "draw_epochs", "entries", "tables", "interactive"])
+def test_what_cannot_be_made_leaves_a_note_and_the_rest_of_the_report(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """As after an update of a library that draws or reckons."""
+
+    def fail(*_: object) -> None:
+        raise AttributeError("module has no attribute '_inside'")
+
+    state = fold(made_up_events(tiny("broken", "seeds=[0,1]")))
+    write_report(state, tmp_path)
+    monkeypatch.setattr(pictures, broken, fail)
+    with pytest.warns(RuntimeWarning, match="_inside"):
+        write_report(state, tmp_path)
+    for page in ((tmp_path / name).read_text() for name in ("report.html", "report.md")):
+        assert re.search(r"could not be made \(AttributeError: module has no attribute .*_inside", page)
+        assert "2.00" in page
+    assert (tmp_path / "test_error.png").exists()
+    assert (tmp_path / "error_per_epoch.png").exists() == (broken != "draw_epochs")
+
+
+def test_the_page_is_self_contained_and_knows_dark(tiny: Tiny, tmp_path: Path) -> None:
+    page = page_of(tiny("report"), tmp_path)
+    tags = Tags(page)
+    assert not [value for name, value in tags.attributes if name in ("src", "srcset") and not (value or "").startswith("data:")]
+    assert "prefers-color-scheme: dark" in page
+    assert tags.tags.count("source") == tags.tags.count("img") >= 2
+    assert len(page) < 5e6
+    assert page_hashes(page) == set(re.findall(r"'(sha256-[^']+)'", page))
+
+
+def page_hashes(page: str) -> set[str]:
+    """What the policy must name: the script that runs, and the one that it unpacks."""
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.S)
+    (packed,) = re.findall(r'<script type="text/plain" id="plotly-gz">(.*?)</script>', page, re.S)
+    texts = [script.encode(), gzip.decompress(base64.b64decode(packed))]
+    return {f"sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}" for text in texts}
+
+
+def test_names_and_labels_are_escaped(tiny: Tiny, tmp_path: Path) -> None:
+    study = tiny("report", f"question='{EVIL}'", f"rows=[{{label: '{EVIL}'}}]", "baseline=null", f"name='{EVIL_NAME}'")
+    page = page_of(study, tmp_path)
+    assert Tags(page).tags.count("script") == 3
+    assert "alert(1)" in page
+    assert re.search(r"<script>alert", page) is None
+    assert not [name for name, _ in Tags(page).attributes if name == "onerror"]
+
+
+def test_the_text_has_two_decimals_and_the_published_figures(tiny: Tiny) -> None:
+    text = render_text(fold(made_up_events(tiny("report", "seeds=[0,1]"), {"float32": 2.345, "lns matmul": 2.5})))
+    assert "2.35 ± 0.01" in text
+    assert "2.14" in text
+    assert "2.12" in text
+
+
+@pytest.mark.parametrize("drop", ["finished", "report"])
+def test_an_unfinished_study_has_a_report_that_says_so(tiny: Tiny, tmp_path: Path, drop: str) -> None:
+    gone = {"finished": {"finished"}, "report": {"finished", "report"}}[drop]
+    state = fold([event for event in made_up_events(tiny("report")) if event["event"] not in gone])
+    page = (write_report(state, tmp_path) / "report.html").read_text()
+    assert "INCOMPLETE: 2 of 2 trials" in page
+
+
+def test_failures_and_mixed_code_are_said(tiny: Tiny) -> None:
+    events = made_up_events(tiny("report"))
+    trial = events[1]["trial"]
+    later = {**events[0], "provenance": {**events[0]["provenance"], "commit": "decade"}}
+    failed = {"event": "failed", "time": events[-1]["time"], "trial": trial, "error": "boom"}
+    text = render_text(fold([*events, later, {**events[1]}, failed]))
+    assert "FAILED: float32, seed 0: boom" in text
+    assert "MIXED CODE" in text
+
+
+def test_many_failures_are_counted(tiny: Tiny) -> None:
+    events = made_up_events(tiny("report", "seeds=[0,1,2]"))
+    failed = [{**event, "event": "failed", "error": "boom"} if event["event"] == "finished" else event for event in events]
+    text = render_text(fold(failed))
+    assert text.count("boom") == 3
+    assert "FAILED: 3 more" in text
+
+
+def test_a_diverged_trial_does_not_break_the_pictures(tiny: Tiny, tmp_path: Path) -> None:
+    events = made_up_events(tiny("report"))
+    for event in events:
+        if event["event"] == "report":
+            event["metrics"] |= {"validation/error": float("nan"), "validation/loss": float("nan")}
+    assert "INCOMPLETE" not in (write_report(fold(events), tmp_path) / "report.md").read_text()
+
+
+def pixels(png: bytes, colour: str) -> int:
+    """Points of a picture in a colour, as far as its palette keeps it."""
+    image = np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(int)
+    wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    return int((abs(image - wanted).max(axis=2) < 12).sum())
+
+
+def test_the_slots_of_a_run_are_drawn_and_told(tiny: Tiny, tmp_path: Path) -> None:
+    state = fold(with_slots(made_up_events(tiny("report"))))
+    page = (write_report(state, tmp_path) / "report.html").read_text()
+    assert (tmp_path / "slots.png").read_bytes().startswith(b"\x89PNG")
+    assert "<h2>Slots</h2>" in page
+    for sentence in sentences(state):
+        assert sentence in html.unescape(page)
+        assert f"- {sentence}" in (tmp_path / "report.md").read_text()
+
+
+def test_without_slots_in_the_ledger_there_is_no_picture_of_them(tiny: Tiny, tmp_path: Path) -> None:
+    assert "<h2>Slots</h2>" not in page_of(tiny("report"), tmp_path)
+    assert not (tmp_path / "slots.png").exists()
+    assert draw_slots(run_of([], [(0, 2, 0)], 10), ["row"], LIGHT) == b""
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK])
+def test_bars_are_as_long_as_trials_and_pale_until_they_report(theme: Theme) -> None:
+    def draw(reports: list[float], end: float) -> bytes:
+        return draw_slots(run_of([Held(trial="a", begin=0, end=end, reports=reports)], [(0, 2, 0)], 100), ["row"], theme)
+
+    short, long, starting = draw([0.1], 40), draw([0.1], 80), draw([60.0], 80)
+    legend = pixels(draw([], 1), COLOURS[0])
+    assert pixels(long, COLOURS[0]) - legend == pytest.approx(2 * (pixels(short, COLOURS[0]) - legend), rel=0.03)
+    assert pixels(starting, COLOURS[0]) - legend == pytest.approx(0.25 * (pixels(long, COLOURS[0]) - legend), rel=0.05)
+
+
+@pytest.mark.parametrize("slots", [4, 300])
+def test_few_and_many_slots_are_drawn(slots: int) -> None:
+    hows = ["finished", "stopped", "failed", "restarted", "relieved"]
+    held = [
+        Held(trial=f"{n}", begin=10 * (n // slots), end=10 * (n // slots) + 9, slots=[n % slots], reports=[10 * (n // slots) + 2],
+             how=hows[n % 5])
+        for n in range(7 * slots)
+    ]  # fmt: skip
+    picture = draw_slots(run_of(held, [(0, slots, 0)], 70), ["row"], LIGHT)
+    assert len(picture) < 200_000
+    width, height = Image.open(io.BytesIO(picture)).size
+    assert width == 1280
+    assert 300 < height < 900
+
+
+def test_the_run_that_is_drawn_may_have_had_other_rows(tiny: Tiny, tmp_path: Path) -> None:
+    events = with_slots(made_up_events(tiny("report")))
+    later = {**made_up_events(tiny("report", "rows=[]", "baseline=null"))[0], "time": events[-1]["time"] + 1}
+    write_report(fold([*events, later]), tmp_path)
+    assert (tmp_path / "slots.png").exists()

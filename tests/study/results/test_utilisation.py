@@ -1,0 +1,278 @@
+"""Slots: what a ledger says of them, against brute force, by hand, and in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from study.api import run_study
+from study.config import StudyConfig
+from study.ledger.log import read_ledger
+from study.ledger.slots import Run, runs_of
+from study.ledger.state import fold
+from study.results import utilisation as module
+from study.results.utilisation import (
+    BEFORE,
+    DRIVER,
+    FEW,
+    LIMIT,
+    RESULTS,
+    STARTS,
+    TAIL,
+    epochs_a_second,
+    line,
+    remark,
+    sentences,
+    slots_in_use,
+    speed,
+    utilisation,
+    what_held,
+)
+from tests.study.conftest import SilentView, made_up_events
+from tests.study.made_up_slots import BEGAN, Held, events_of, run_of, with_slots
+
+Tiny = Callable[..., StudyConfig]
+
+
+# ---------------------------------------------------------------------------------------------------------- against brute force
+
+
+@st.composite
+def made_up(draw: st.DrawFn) -> tuple[list[Held], Run]:
+    """Up to five slots, each held by trials one after the other, at whole seconds; what there is changes and is always enough."""
+    count = draw(st.integers(1, 5))
+    gpus = draw(st.sampled_from([0.0, 0.25]))
+    held = []
+    for slot in range(count):
+        times = sorted(draw(st.sets(st.integers(1, 60), max_size=8)))
+        for begin, until in list(pairwise(times))[::2]:
+            one = Held(
+                trial=f"{slot}-{begin}",
+                begin=begin,
+                end=until,
+                slots=[slot],
+                cpus=draw(st.integers(1, 3)),
+                gpus=gpus,
+                reports=sorted(draw(st.sets(st.integers(begin + 1, until), max_size=4))),
+                how=draw(st.sampled_from(["finished", "stopped", "failed", "restarted"])),
+                added=draw(st.none() | st.integers(0, begin)),
+            )
+            held.append(one)
+    end = max((each.end or 0 for each in held), default=1) + draw(st.integers(0, 5))
+    steps = {0, *draw(st.sets(st.integers(1, int(end)), max_size=3))}
+    capacity = [(at, 3 * count + draw(st.integers(0, 4)), 0.25 * count + draw(st.integers(0, 2))) for at in sorted(steps)]
+    return held, run_of(held, capacity, end, draw(st.none() | st.integers(1, 5)))
+
+
+def brute_force(run: Run, begin: float, end: float, resource: str) -> float:
+    """A share, from a sample in the middle of every second."""
+    moments = [begin + 0.5 + second for second in range(int(end - begin))]
+    held = sum(getattr(each, resource) for at in moments for each in run.intervals if each.begin <= at < (each.end or 0))
+    had = sum(getattr([step for step in run.capacity if step.time <= at][-1], resource) for at in moments)
+    return float(held / had)
+
+
+@given(made_up())
+def test_utilisation_is_what_samples_say(made: tuple[list[Held], Run]) -> None:
+    _, run = made
+    use = utilisation(run)
+    if use is None:
+        assert not run.intervals
+        return
+    assert 0 <= use.share <= 1
+    assert 0 <= use.training <= 1
+    assert all(share == pytest.approx(brute_force(run, run.begin, run.end, name)) for name, share in use.shares.items())
+    assert use.share == max(use.shares.values())
+    window = run.intervals[0].begin, max(interval.end or 0.0 for interval in run.intervals)
+    assert use.training == pytest.approx(brute_force(run, *window, use.resource))
+
+
+@given(made_up())
+def test_what_held_accounts_for_all_that_was_idle(made: tuple[list[Held], Run]) -> None:
+    _, run = made
+    found, use = what_held(run), utilisation(run)
+    if use is None:
+        assert found == {}
+        return
+    assert 0 <= found.pop(STARTS, 0.0) <= use.share + 1e-9
+    assert min(found.values(), default=0.0) >= 0
+    assert sum(found.values()) + use.share == pytest.approx(1)
+
+
+@given(made_up())
+def test_epochs_alone_are_those_during_which_no_other_trial_ran(made: tuple[list[Held], Run]) -> None:
+    held, run = made
+    for interval in run.intervals:
+        mine = next(each for each in held if each.trial == interval.trial)
+        others = [each for each in held if each is not mine]
+        alone = [b - a for a, b in pairwise(mine.reports) if all((each.end or 0) <= a or each.begin >= b for each in others)]
+        assert (interval.alone, interval.alone_seconds) == (len(alone), sum(alone))
+        assert interval.epochs == len(mine.reports)
+
+
+# ------------------------------------------------------------------------------------------------------------------------ by hand
+
+TWO = [
+    Held(trial="a", begin=10, end=50, slots=[0], reports=[20, 30, 50]),
+    Held(trial="b", begin=10, end=30, slots=[1], reports=[30]),
+]
+"""Two trials of one CPU: both run from 10 to 30, one of them alone from 30 to 50."""
+
+
+def test_two_trials_by_hand() -> None:
+    run = run_of(TWO, [(5, 4, 0)], 100)
+    use = utilisation(run)
+    assert use is not None
+    assert (use.resource, use.share, use.training, use.shares) == ("cpus", 60 / 400, 60 / 160, {"cpus": 60 / 400})
+    assert epochs_a_second(run) == 4 / 40
+    assert speed(run, lambda trial: trial) == (3 * 20 / 40, 1)  # a's epoch from 30 to 50 is the one timed alone
+    assert speed(run, lambda trial: "like") == (4 * 20 / 60, 2)
+    assert slots_in_use(run) == (0, 4)
+    assert what_held(run) == pytest.approx(
+        {BEFORE: 40 / 400, FEW: 180 / 400, TAIL: 120 / 400, STARTS: 5 / 400}
+    )  # an epoch takes 15 s on average
+
+
+def test_the_resource_that_binds_is_the_one_with_the_higher_share() -> None:
+    held = [Held(trial=f"{slot}", begin=0, end=10, slots=[slot], gpus=0.5) for slot in range(3)]
+    use = utilisation(run_of(held, [(0, 16, 2)], 10))
+    assert use is not None
+    assert use.resource == "gpus"
+    assert use.shares == {"cpus": 3 / 16, "gpus": 1.5 / 2}
+
+
+def test_a_gang_holds_several_slots_and_a_machine_that_joins_brings_more() -> None:
+    held = [
+        Held(trial="gang", begin=0, end=20, slots=[0, 1], cpus=2.0),
+        Held(trial="late", begin=10, end=None, slots=[2, 3], cpus=2.0),
+    ]
+    run = run_of(held, [(0, 2, 0), (10, 6, 0)], None)
+    use = utilisation(run, BEGAN + 30)
+    assert use is not None
+    assert use.share == (40 + 40) / (20 + 120)
+    assert slots_in_use(run) == (2, 6)
+
+
+def test_without_an_epoch_alone_there_is_no_speed() -> None:
+    held = [Held(trial=f"{slot}", begin=0, end=30, slots=[slot], reports=[10, 20, 30]) for slot in range(2)]
+    assert speed(run_of(held, [(0, 2, 0)], 30), lambda trial: "like") is None
+
+
+def test_every_end_frees_the_slots_and_a_run_that_was_killed_ends_with_its_last_event() -> None:
+    hows = ["finished", "stopped", "failed", "restarted", "relieved"]
+    held = [Held(trial=how, begin=0, end=5, slots=[slot], how=how) for slot, how in enumerate(hows)]
+    held += [Held(trial="killed", begin=1, end=None, slots=[5], reports=[8])]
+    first, second = events_of(held, [(0, 6, 0)], None), events_of([], [(0, 6, 0)], None)
+    runs = runs_of([*first, *({**event, "time": event["time"] + 1000} for event in second)])
+    assert [interval.how for interval in runs[0].intervals] == [*hows, "interrupted"]
+    assert [(interval.end or 0) - BEGAN for interval in runs[0].intervals] == [5, 5, 5, 5, 5, 8]
+    assert (runs[0].over, runs[0].end, runs[1].over) == (True, BEGAN + 8, False)
+
+
+def test_what_came_from_another_study_was_no_work_of_this_run() -> None:
+    events = events_of(TWO, [(0, 2, 0)], 50)
+    copied = [{**event, "time": event["time"] + 500, "source": "elsewhere"} for event in events[1:]]
+    assert runs_of([*events, *copied]) == runs_of(events)
+
+
+def test_ledgers_of_before_have_no_figures(tiny: Tiny) -> None:
+    events = made_up_events(tiny("old"))
+    state = fold(events)
+    assert state.run is None
+    assert (line(state), line(state, BEGAN), sentences(state)) == ("", "", [])
+    (run,) = runs_of(events)
+    assert (utilisation(run), epochs_a_second(run), what_held(run), remark(run), remark(None)) == (None, None, {}, "", "")
+
+
+def test_the_run_of_a_study_is_the_last_that_had_something_to_do(tiny: Tiny) -> None:
+    events = with_slots(made_up_events(tiny("again")))
+    again = [{**events[0], "time": events[-1]["time"] + 10}, {**events[-1], "time": events[-1]["time"] + 11}]
+    state = fold([*events, *again])
+    assert state.run is state.runs[0]
+    assert len(state.runs) == 2
+    assert remark(state.runs[-1]) == ""
+
+
+# ----------------------------------------------------------------------------------------------------------------------- in words
+
+
+def of(count: int, seconds: float, begin: float = 0.0, **more: object) -> list[Held]:
+    """Trials on slots of their own, at the same time."""
+    return [Held(trial=f"{begin}-{n}", begin=begin, end=begin + seconds, slots=[n], **more) for n in range(count)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("held", "capacity", "most", "cause", "said"),
+    [
+        ([*of(4, 20, 80)], (4, 0), None, BEFORE, "idle: 80 % before the first trial started"),
+        ([*of(1, 50), *of(1, 50, 50)], (4, 0), 1, LIMIT, "idle: 38 % while max_concurrent=1 kept trials waiting"),
+        ([*of(1, 50, cpus=3.0), *of(1, 50, 50, cpus=3.0)], (8, 0), None, DRIVER, "idle: 31 % while trials waited that there was room for"),
+        ([*of(1, 50, cpus=3.0), *of(1, 10, 50, cpus=8.0)], (8, 0), None, "cpus", "while too few CPUs were free for the next trial"),
+        ([*of(3, 50, gpus=0.3), *of(1, 5, 50, gpus=0.3)], (4, 1), None, "gpus", "while too few GPUs were free for the next trial"),
+        ([*of(8, 5), *of(8, 5, 95, added=95)], (8, 0), None, RESULTS, "idle: 90 % while the search waited for results"),
+        ([*of(2, 100)], (8, 0), None, FEW, "idle: 75 % because there were fewer trials than slots"),
+        ([*of(8, 10), *of(1, 90, 10)], (8, 0), None, TAIL, "idle: 79 % at the end, when no trial was left to start"),
+        ([*of(4, 40, reports=[30.0, 35.0])], (4, 0), None, STARTS, "25 % went into starting trials"),
+    ],
+)  # fmt: skip
+def test_what_held_a_run_is_found_and_said(
+    held: list[Held], capacity: tuple[float, float], most: int | None, cause: str, said: str
+) -> None:
+    run = run_of(held, [(0, *capacity)], 100, most)
+    found = what_held(run)
+    assert cause in found
+    text = remark(run)
+    assert said in text
+    assert text.startswith("Slots were in use for ")
+
+
+@pytest.mark.parametrize(
+    ("run", "why"),
+    [
+        (run_of(of(4, 49), [(0, 8, 0)], 59), "it took less than a minute"),
+        (run_of(of(4, 100), [(0, 8, 0)], 100), "half was in use"),
+        (run_of([Held(trial="a", begin=0, end=None)], [(0, 8, 0)], None), "it is not over"),
+    ],
+)
+def test_of_other_runs_nothing_is_said(run: Run, why: str) -> None:
+    assert remark(run) == "", why
+
+
+def test_gpus_that_bind_are_told_with_the_cpus() -> None:
+    run = run_of(of(1, 100, gpus=1.0), [(0, 16, 4)], 100)
+    assert remark(run).startswith(
+        "Slots were in use for 25 % of the GPUs' time (of the CPUs 6 %); idle: 75 % because there were fewer"
+    )
+
+
+def test_the_figures_in_words(tiny: Tiny) -> None:
+    state = fold(with_slots(made_up_events(tiny("words"))))
+    assert sentences(state) == [
+        "Utilisation 2 % of the CPUs from the command, 47 % from the first trial's start to the last one's end.",
+        "0.316 epochs a second; 0.33 of the speed of a trial alone (of 2 of 2 trials: those like one that ran alone for an epoch).",
+        "Slots were in use for 2 % of the CPUs' time; idle: 97 % at the end, when no trial was left to start.",
+    ]
+    assert line(state) == "last run: utilisation 2 % of the CPUs, 0.316 epochs/s"
+    running = fold(with_slots(made_up_events(tiny("words")))[:3])
+    began = running.runs[-1].begin
+    assert line(running, began + 10) == "1 of 2 slots in use, utilisation 50 % of the CPUs"
+
+
+def test_a_run_that_used_little_says_so_at_its_end(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(module, "LOW", 2.0)
+    said: list[str] = []
+    study = tiny("held", "trial.epochs=1")
+    outcome = run_study(study, SilentView(), said.append)
+    assert said[-1].startswith("Slots were in use for ")
+    (run,) = outcome.state.runs
+    assert [interval.how for interval in run.intervals] == ["finished", "finished"]
+    assert all(interval.epochs == 1 and interval.row in ("float32", "lns matmul") for interval in run.intervals)
+    assert fold(read_ledger(study.folder)).runs == outcome.state.runs
+    said.clear()
+    run_study(study, SilentView(), said.append)
+    assert not any(text.startswith("Slots were") for text in said)  # there was nothing left to run

@@ -1,0 +1,442 @@
+"""Searches: planned ones, and those that learn; made-up results, no Ray."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from study.config import StudyConfig
+from study.config.compose import load
+from study.execution.preflight import describe_data
+from study.ledger.state import StudyState, TrialState, fold
+from study.plan.candidates import bind_space
+from study.plan.plan import Plan, PlannedTrial, make_plan
+from study.report.write import write_report
+from study.results.configurations import best, configurations, pareto_front
+from study.results.importance import importance
+from study.results.objectives import bits_of
+from study.results.statistics import entries
+from study.search.agenda import Agenda, adopt
+from tests.study.conftest import TINY
+
+Make = Callable[..., StudyConfig]
+SPACE = """
+space:
+  optimizer.lr: {loguniform: [0.001, 1.0]}
+  optimizer.name: {choice: [sgd, adam]}
+  optimizer.momentum: {uniform: [0.0, 0.9], when: {optimizer.name: sgd}}
+search: {num_samples: 6}
+"""
+
+
+@pytest.fixture
+def searched(tmp_path: Path) -> Make:
+    """The tiny study with a space: ``searched("search.algorithm=tpe")``."""
+
+    def make(*overrides: str, space: str = SPACE) -> StudyConfig:
+        path = tmp_path / "searched.yaml"
+        path.write_text(TINY + space)
+        return load(str(path), [f"storage={tmp_path}", *overrides])
+
+    return make
+
+
+class Pretend:
+    """Runs an agenda without training: every trial's error is a function of its sampled values."""
+
+    def __init__(self, plan: Plan, error: Callable[[dict[str, Any]], float]) -> None:
+        self.plan, self._error = plan, error
+        self._events: list[dict[str, Any]] = []
+        self.state = StudyState()
+        self._append({"event": "planned", **plan.to_event(), "data": []})
+        self.agenda = Agenda(plan, self.state, lambda trial: self._append({"event": "added", "planned": trial.to_dict()}))
+
+    def run(self, at_most: int = 10**6) -> list[PlannedTrial]:
+        """The trials that were run, in order."""
+        done: list[PlannedTrial] = []
+        while len(done) < at_most and (trial := self.agenda.next()) is not None:
+            done.append(trial)
+            self._append({"event": "started", "trial": trial.id})
+            metrics = {"validation/error": self._error(trial.params)}
+            self._append({"event": "report", "trial": trial.id, "epoch": 3, "metrics": metrics})
+            self._append({"event": "finished", "trial": trial.id, "metrics": {"test/error": 0.5}})
+        return done
+
+    def _append(self, event: dict[str, Any]) -> None:
+        self._events.append(event | {"time": float(len(self._events))})
+        self.state.apply(self._events[-1])
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """The ledger."""
+        return list(self._events)
+
+
+def bowl(params: dict[str, Any]) -> float:
+    """Lowest at lr = 0.03 with adam."""
+    return (math.log10(params["optimizer.lr"] / 0.03)) ** 2 + (params["optimizer.name"] == "sgd")
+
+
+def test_every_row_gets_the_same_configurations_and_seeds(searched: Make) -> None:
+    plan = make_plan(searched("seeds=[0,1]"))
+    assert len(plan.trials) == plan.size == 2 * 6 * 2
+    assert [trial.seed for trial in plan.trials] == [0] * 12 + [1] * 12
+    by_row = {row: [t.params for t in plan.trials if t.row == row and t.seed == 0] for row in ("float32", "lns matmul")}
+    assert by_row["float32"] == by_row["lns matmul"]
+    assert all(
+        t.config.optimizer.lr == t.params["optimizer.lr"] and t.config.optimizer.name == t.params["optimizer.name"]
+        for t in plan.trials
+    )
+    assert len({trial.id for trial in plan.trials}) == 24
+
+
+def test_more_samples_keep_the_trials_there_are(searched: Make) -> None:
+    few, many = make_plan(searched()), make_plan(searched("search.num_samples=20"))
+    assert {trial.id for trial in few.trials} < {trial.id for trial in many.trials}
+
+
+def test_what_makes_no_valid_trial_is_left_out_with_the_rule(searched: Make) -> None:
+    space = "\nspace:\n  optimizer.name: {choice: [sgd, adam]}\n  optimizer.momentum: {choice: [0.0, 0.9]}\nsearch: {algorithm: grid}\n"
+    plan = make_plan(searched(space=space))
+    assert len(plan.trials) == 2 * 3
+    assert {(entry.row, entry.params["optimizer.name"]) for entry in plan.excluded} == {
+        ("float32", "adam"),
+        ("lns matmul", "adam"),
+    }
+    assert "optimizer.name=adam" in plan.excluded[0].reason
+    assert [trial.number for trial in plan.trials] == [1, 1, 2, 2, 3, 3]
+
+
+def test_choices_take_the_type_of_their_key(searched: Make) -> None:
+    """lr: 1 and lr: 1.0 are one trial, whichever way a config writes it."""
+    one = make_plan(searched(space="\nspace: {optimizer.lr: {choice: [1, 2]}}\nsearch: {algorithm: grid}\n"))
+    two = make_plan(searched(space="\nspace: {optimizer.lr: {choice: [1.0, 2.0]}}\nsearch: {algorithm: grid}\n"))
+    assert [trial.id for trial in one.trials] == [trial.id for trial in two.trials]
+
+
+@pytest.mark.parametrize("algorithm", ["tpe", "nsga2"])
+def test_an_adaptive_search_proposes_as_many_for_every_row(searched: Make, algorithm: str) -> None:
+    pretend = Pretend(make_plan(searched(f"search.algorithm={algorithm}", "seeds=[0,1]")), bowl)
+    done = pretend.run()
+    assert pretend.agenda.exhausted
+    assert len(done) == pretend.plan.size == 24
+    assert {(trial.row, trial.number, trial.seed) for trial in done} == {
+        (row, number, seed) for row in ("float32", "lns matmul") for number in range(1, 7) for seed in (0, 1)
+    }
+    assert len({trial.id for trial in done}) == 24
+
+
+def test_the_data_of_a_search_are_known_before_it_has_trials(searched: Make) -> None:
+    plan = make_plan(searched("search.algorithm=tpe"))
+    assert plan.trials == ()
+    assert [info.name for info in describe_data(plan).values()] == ["digits"]
+
+
+def test_tpe_learns(searched: Make) -> None:
+    """The last half of the proposals lies nearer to the optimum than the first ten, which are random (it explores on; hence medians)."""
+    done = Pretend(make_plan(searched("search.algorithm=tpe", "search.num_samples=40", "rows=[]", "baseline=null")), bowl).run()
+    errors = [bowl(trial.params) for trial in done]
+    assert statistics.median(errors[20:]) < 0.5 * statistics.median(errors[:10])
+
+
+@pytest.mark.parametrize("algorithm", ["tpe", "cmaes", "nsga2"])
+@pytest.mark.parametrize("broken_off", [1, 7, 15])
+def test_a_search_broken_off_proposes_what_it_would_have(searched: Make, algorithm: str, broken_off: int) -> None:
+    """From the ledger alone: the same configurations follow (of nsga2 as many, of the same generations), and none is proposed twice."""
+    space = "\nspace: {optimizer.lr: {loguniform: [0.001, 1.0]}, optimizer.momentum: {uniform: [0.0, 0.9]}}\nsearch: {num_samples: 16}\n"
+    study = searched(f"search.algorithm={algorithm}", "rows=[]", "baseline=null", space=space)
+
+    def error(params: dict[str, Any]) -> float:
+        return float(abs(params["optimizer.lr"] - 0.1) + params["optimizer.momentum"])
+
+    whole = [trial.params for trial in Pretend(make_plan(study), error).run()]
+    begun = Pretend(make_plan(study), error)
+    first = begun.run(at_most=broken_off)
+    before = fold(begun.events)
+    again = Pretend(adopt(make_plan(study), before), error)
+    for event in begun.events[1:]:
+        again._append(event) if event["event"] != "added" else None
+    again.agenda = Agenda(again.plan, again.state, again.agenda._added)
+    rest = again.run()
+    params = [trial.params for trial in [*first, *rest]]
+    assert len(params) == len(whole) == len({tuple(entry.values()) for entry in params})
+    if algorithm == "nsga2":
+        generations = [trial.asked["NSGAIISampler:generation"] for trial in [*first, *rest]]
+        assert generations == sorted(generations)
+        assert generations[-1] == 3
+    else:
+        assert params == whole
+
+
+WIDE = {
+    "batch_size": "{choice: [16, 32, 64]}",
+    "optimizer.lr": "{loguniform: [0.001, 1.0]}",
+    "optimizer.momentum": "{quniform: [0.0, 0.8, 0.1]}",
+    "epochs": "{randint: [3, 9]}",
+}
+NARROW = [
+    {"batch_size": "{choice: [32, 16]}"},
+    {"optimizer.lr": "{loguniform: [0.01, 0.1]}"},
+    {"optimizer.momentum": "{quniform: [0.0, 0.8, 0.2]}"},
+    {"epochs": "{randint: [4, 6]}"},
+    {"batch_size": None},
+    {"optimizer.nesterov": "{choice: [true, false]}"},
+    {"batch_size": "{grid: [32, 64]}"},
+]
+
+
+def space_of(domains: dict[str, str | None], samples: int = 8) -> str:
+    """The part of a config that searches these."""
+    inner = ", ".join(f"{key}: {domain}" for key, domain in domains.items() if domain is not None)
+    return f"\nspace: {{{inner}}}\nsearch: {{algorithm: tpe, num_samples: {samples}}}\n"
+
+
+def uneven(params: dict[str, Any]) -> float:
+    """An error that is different everywhere."""
+    return float(math.sin(sum((7 + place) * float(value) for place, value in enumerate(params.values()))) ** 2)
+
+
+@pytest.mark.parametrize("change", NARROW)
+@pytest.mark.parametrize("broken_off", [5, 16])
+def test_what_lies_outside_a_changed_space_is_history(
+    searched: Make, tmp_path: Path, change: dict[str, str | None], broken_off: int
+) -> None:
+    """It stays in the figures; the sampler does not learn from it, and proposes as many inside as are wanted."""
+    rows = ("rows=[]", "baseline=null", "seeds=[0,1]")
+    begun = Pretend(make_plan(searched(*rows, space=space_of(WIDE))), uneven)
+    first = begun.run(broken_off)
+    assert fold(begun.events).trials  # and, broken off in the middle of one, a trial that never ran
+    study = searched(*rows, space=space_of(WIDE | change))
+    space = bind_space(study)
+    again = continued(begun, study, uneven)
+    history = [trial.id for trial in first if not space.holds(trial.params)]
+    waiting = [trial for trial in again.plan.trials if trial.id not in {trial.id for trial in first}]
+    assert all(space.holds(trial.params) for trial in waiting)
+    rest = again.run()
+    assert again.agenda.exhausted
+    assert all(space.holds(trial.params) for trial in rest)
+    points = space.grid_points()
+    assert len([trial for trial in again.state.trials if space.holds(trial.params)]) == 2 * 8 * len(points)
+    assert set(history) <= {trial.id for trial in again.state.trials}
+    assert len(again.state.trials) == again.plan.size
+    numbers = {trial.number: trial.params for trial in again.state.trials}
+    assert all(numbers[trial.number] == trial.params for trial in again.state.trials)
+    assert {trial.id for entry in entries(again.state) for trial in entry.trials} == {
+        trial.id for trial in again.state.trials if trial.status == "finished"
+    }
+    if broken_off == 16 and "batch_size" in change:
+        again.state.plan |= {"provenance": {"versions": {}, "platform": "", "python": ""}}
+        assert importance(again.state) is not None
+        write_report(again.state, tmp_path / "report")
+    assert Agenda(adopt(make_plan(study), fold(again.events)), fold(again.events), lambda trial: None).exhausted
+
+
+P = TypeVar("P", bound=Pretend)
+
+
+def continued(begun: P, study: StudyConfig, error: Callable[..., float]) -> P:
+    """Another run of the study that ``begun`` ran, with this config."""
+    again = type(begun)(adopt(make_plan(study), fold(begun.events)), error)
+    planned = again.events
+    again._events, again.state = [], StudyState()
+    for event in [*begun.events, *planned]:
+        again._append(event)
+    again.agenda = Agenda(again.plan, again.state, again.agenda._added)
+    return again
+
+
+def test_more_seeds_of_what_is_no_longer_planned_are_no_configuration(searched: Make) -> None:
+    """Only the seeds that confirmed it would be left, and most seeds win."""
+    rows = ("rows=[]", "baseline=null")
+    begun = Noisy(make_plan(searched(*rows, space=RACE)), lucky)
+    begun.run()
+    narrow = RACE.replace("0.03, 0.04, ", "")
+    plan = adopt(make_plan(searched(*rows, space=narrow)), fold(begun.events))
+    assert {(trial.params["optimizer.lr"], trial.number) for trial in plan.trials} == {(0.01, 1), (0.02, 2), (0.05, 3)}
+    assert {trial.seed for trial in plan.trials if trial.params["optimizer.lr"] == 0.02} > {0, 10}
+
+
+def test_grids_are_searched_point_by_point(searched: Make) -> None:
+    space = "\nspace: {batch_size: {grid: [32, 64]}, optimizer.lr: {loguniform: [0.001, 1.0]}}\nsearch: {num_samples: 3, algorithm: tpe}\n"
+    done = Pretend(make_plan(searched("rows=[]", "baseline=null", space=space)), lambda params: params["optimizer.lr"]).run()
+    assert [trial.params["batch_size"] for trial in done].count(32) == 3
+    assert sorted(trial.number or 0 for trial in done) == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_best_and_the_unbeaten(searched: Make) -> None:
+    study = searched("search.objectives={validation/error: min, bits: min}", "search.algorithm=nsga2")
+    pretend = Pretend(make_plan(study), bowl)
+    pretend.run()
+    objectives = study.search.objectives
+    found = configurations(pretend.state.trials, objectives)
+    assert len(found) == 12
+    winner = best(found, objectives)
+    assert winner is not None
+    assert winner.objectives["validation/error"] == min(entry.objectives["validation/error"] for entry in found)
+    front = pareto_front(found, objectives)
+    points = [tuple(entry.objectives.values()) for entry in front]
+    assert points == sorted(points)
+    for entry in found:
+        point = tuple(entry.objectives.values())
+        beaten = any(other != point and all(a <= b for a, b in zip(other, point, strict=True)) for other in points)
+        assert beaten != (point in points)
+
+
+def test_bits_of_a_format(searched: Make) -> None:
+    plan = make_plan(searched())
+    assert {trial.row: bits_of(trial.config.to_dict()) for trial in plan.trials} == {"float32": 32, "lns matmul": 12}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["search.algorithm=bayes"], "search.algorithm='bayes': must be one of random"),
+        (["search.objectives={test/error: min}"], "nothing may be chosen by the test set"),
+        (["search.objectives={validation/error: least}"], "must be one of min, max"),
+        (["search.algorithm=cmaes"], "is a choice, which has no distances"),
+        (["search.algorithm=grid"], "loguniform has no end of values"),
+        (["space={optimizer.speed: {choice: [1]}}"], "speed: unknown key"),
+        (["space={optimizer.lr: {choice: [fast]}}"], "'fast' is not possible"),
+        (["space={seed: {choice: [1, 2]}}"], "the study's seeds"),
+        (["space={optimizer.momentum: {choice: [1.5, 2]}}"], "no point of the space makes a valid trial"),
+        (["limits.hours=-1"], "limits.hours=-1"),
+    ],
+)
+def test_bad_searches_are_refused(searched: Make, overrides: list[str], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        make_plan(searched(*overrides))
+
+
+def test_a_search_without_a_space_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+    with pytest.raises(ValueError, match="there is no space to search"):
+        load(str(path), ["search.num_samples=3"])
+
+
+class Noisy(Pretend):
+    """As :class:`Pretend`, the error also a function of the seed; takes turns as two slots do."""
+
+    def __init__(self, plan: Plan, error: Callable[[dict[str, Any], int], float]) -> None:
+        super().__init__(plan, lambda params: 0.0)
+        self._noisy = error
+
+    def run(self, at_most: int = 10**6) -> list[PlannedTrial]:
+        done: list[PlannedTrial] = []
+        running: list[PlannedTrial] = []
+        while len(done) < at_most:
+            while len(running) < 2 and (trial := self.agenda.next()) is not None:
+                running.append(trial)
+                self._append({"event": "started", "trial": trial.id})
+            if not running:
+                return done
+            trial = running.pop(0)
+            done.append(trial)
+            metrics = {"validation/error": self._noisy(trial.params, trial.seed)}
+            self._append({"event": "report", "trial": trial.id, "epoch": 3, "metrics": metrics})
+            self._append({"event": "finished", "trial": trial.id, "metrics": {"test/error": 0.5}})
+        return done
+
+
+RATES = {0.01: 0.30, 0.02: 0.18, 0.03: 0.10, 0.04: 0.101, 0.05: 0.40}
+RACE = "\nspace: {optimizer.lr: {grid: [0.01, 0.02, 0.03, 0.04, 0.05]}}\n" + (
+    "search: {algorithm: grid, confirm: 3, confirm_seeds: [10, 11, 12, 13, 14, 15]}\n"
+)
+
+
+def lucky(params: dict[str, Any], seed: int) -> float:
+    """With seed 0 the configuration that is third best in truth is the best by far."""
+    rate = params["optimizer.lr"]
+    luck = -0.1 if (rate, seed) == (0.02, 0) else 0.002 * math.sin(seed + 100 * rate)
+    return RATES[rate] + luck
+
+
+def test_the_promising_get_more_seeds_until_the_evidence_is_clear(searched: Make) -> None:
+    pretend = Noisy(make_plan(searched("rows=[]", "baseline=null", space=RACE)), lucky)
+    done = pretend.run()
+    assert pretend.agenda.exhausted
+    seeds = {rate: [trial.seed for trial in done if trial.params["optimizer.lr"] == rate] for rate in RATES}
+    assert seeds[0.01] == seeds[0.05] == [0]
+    assert seeds[0.03] == seeds[0.04] == [0, 10, 11, 12, 13, 14, 15]
+    assert seeds[0.02][:3] == [0, 10, 11]  # no test has power with two pairs
+    assert len(seeds[0.02]) < 7
+    found = configurations(pretend.state.trials, ["validation/error"])
+    winner = best(found, {"validation/error": "min"})
+    assert winner is not None
+    assert winner.params["optimizer.lr"] in (0.03, 0.04)
+
+
+@pytest.mark.parametrize("broken_off", [3, 5, 6, 9, 14])
+def test_a_race_broken_off_goes_on_as_it_would_have(searched: Make, broken_off: int) -> None:
+    study = searched("rows=[]", "baseline=null", space=RACE)
+    whole = {trial.id for trial in Noisy(make_plan(study), lucky).run()}
+    begun = Noisy(make_plan(study), lucky)
+    first = {trial.id for trial in begun.run(at_most=broken_off)}
+    again = Noisy(adopt(make_plan(study), fold(begun.events)), lucky)
+    for event in begun.events[1:]:
+        again._append(event) if event["event"] not in ("added", "started") else None
+    again.agenda = Agenda(again.plan, again.state, again.agenda._added)
+    rest = [trial.id for trial in again.run()]
+    assert first | set(rest) == whole
+    assert len(first) + len(rest) == len(whole)
+
+
+@pytest.mark.parametrize("broken_off", [4, 7, 9, 20])
+def test_a_race_is_between_configurations_of_the_space_as_it_is_now(searched: Make, broken_off: int) -> None:
+    """What lies outside is repeated no more, and does not keep the race from its end."""
+    confirmed = "search: {algorithm: tpe, num_samples: 6, confirm: 3, confirm_seeds: [10, 11, 12]}\n"
+    wide, narrow = (f"\nspace: {{optimizer.lr: {{uniform: [{low}, 1.0]}}}}\n{confirmed}" for low in (0.0001, 0.5))
+
+    def noisy(params: dict[str, Any], seed: int) -> float:
+        return float(params["optimizer.lr"]) + 1e-6 * math.sin(seed)  # the best lie outside
+
+    rows = ("rows=[]", "baseline=null")
+    begun = Noisy(make_plan(searched(*rows, space=wide)), noisy)
+    begun.run(at_most=broken_off)
+    study = searched(*rows, space=narrow)
+    again = continued(begun, study, noisy)
+    rest = again.run()
+    assert again.agenda.exhausted
+    assert all(trial.params["optimizer.lr"] >= 0.5 for trial in rest)
+    rates = {trial.params["optimizer.lr"] for trial in again.state.trials}
+    best_inside = min(rate for rate in rates if rate >= 0.5)
+    seeds = {trial.seed for trial in again.state.trials if trial.params["optimizer.lr"] == best_inside}
+    assert seeds >= {0, 10, 11}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("search.confirm_seeds=[]", "search.confirm=3 with search.confirm_seeds=\\[\\].* belong together"),
+        ("seeds=[0,12]", "search.confirm_seeds: 12 is among the study's seeds"),
+        ("search.confirm_seeds=[10,10]", "10 appears more than once"),
+        ("search.confirm=-1", "search.confirm=-1"),
+    ],
+)
+def test_races_that_cannot_be_are_refused(searched: Make, override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        searched("rows=[]", "baseline=null", override, space=RACE)
+
+
+def test_the_last_trials_run_longest_first(searched: Make) -> None:
+    """Once three a slot are left; until then the plan's order holds. What no trial was like counts as the longest."""
+    pretend = Pretend(make_plan(searched("seeds=[0,1]", space="")), lambda params: 0.5)
+    assert [trial.row for trial in pretend.agenda.trials] == ["float32", "lns matmul"] * 2
+    pretend.agenda.tail = 3
+    for trial, seconds in zip(pretend.plan.trials[:2], (5.0, 1.0), strict=True):
+        like = TrialState(
+            id=trial.row, row=trial.row, seed=9, config=trial.config.to_dict(), took={1: seconds, 2: seconds, 3: seconds}
+        )
+        like.reports = {epoch: {"time": epoch * seconds, "metrics": {}} for epoch in (1, 2, 3)}
+        pretend.state.known[trial.row] = like
+    assert [trial.row for trial in iter(pretend.agenda.next, None)] == ["float32", "float32", "lns matmul", "lns matmul"]
+    again = Pretend(pretend.plan, lambda params: 0.5)
+    again.agenda.tail = 4
+    again.state.known["lns matmul"] = pretend.state.known["lns matmul"]
+    assert [trial.row for trial in iter(again.agenda.next, None)] == ["float32", "float32", "lns matmul", "lns matmul"]

@@ -1,0 +1,233 @@
+"""MLflow's server for one user: one process, its guard, and no artifacts at places that clients name."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from sqlalchemy import create_engine, event, text
+from sqlalchemy.engine import Engine
+
+from study.serve import mlflow_server
+from study.serve.mlflow_server import TOKEN
+from study.serve.ui import command, environment
+from study.tracking.sqlite import use_write_ahead_log, write_statistics
+from study.tracking.supervisor import check_tracking
+from study.tracking.writer import connect
+from tests.study.servers import Server, free_port
+
+OTHER_MLFLOW = """
+import study.serve.mlflow_server as server
+known = server._variables
+server._variables = lambda uri, artifacts: known(uri, artifacts) | {"ARTIFACT_ROOT_ENV_VAR": ("_ANOTHER_NAME", "x")}
+server.main()
+"""
+
+
+def search(uri: str, host: str = "127.0.0.1") -> int:
+    """The status that a search for experiments ends with."""
+    request = urllib.request.Request(
+        f"{uri}/api/2.0/mlflow/experiments/search",
+        json.dumps({"max_results": 5}).encode(),
+        {"Content-Type": "application/json", "Host": host},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_one_process_serves_with_mlflows_protection(server: Server) -> None:
+    assert server._process is not None
+    assert psutil.Process(server._process.pid).children(recursive=True) == []
+    assert search(server.uri) == 200
+    assert search(server.uri, "evil.example") == 403
+    with closing(sqlite3.connect(server.folder / "mlflow.db")) as database:
+        assert database.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+@pytest.mark.parametrize("key", ["metrics.`validation/error`", "params.`seed`", "tags.`row`"])
+def test_sorting_runs_does_not_look_at_all_pairs_of_them(server: Server, key: str, tmp_path: Path) -> None:
+    asked: list[tuple[str, Any]] = []
+
+    def note(connection: Any, cursor: Any, statement: str, parameters: Any, *_: Any) -> None:
+        if "LEFT OUTER JOIN" in statement and "LIMIT" in statement:
+            asked.append((statement, parameters))
+
+    path = tmp_path / "copy.db"
+    with closing(sqlite3.connect(server.folder / "mlflow.db")) as database, closing(sqlite3.connect(path)) as copy:
+        database.backup(copy)
+        assert copy.execute("SELECT stat FROM sqlite_stat1 WHERE idx = 'sqlite_autoindex_latest_metrics_1'").fetchone()
+        copy.execute("DROP TABLE sqlite_stat1")
+        for table in ("latest_metrics", "metrics", "params", "tags", "runs"):  # what other tests have left decides plans too
+            copy.execute(f"DELETE FROM {table}")
+        copy.commit()
+    event.listen(Engine, "before_cursor_execute", note)
+    try:
+        connect(f"sqlite:///{path}").search_runs(["0"], order_by=[f"{key} ASC"])
+    finally:
+        event.remove(Engine, "before_cursor_execute", note)
+    ((statement, parameters),) = asked
+
+    def steps() -> list[str]:
+        with closing(sqlite3.connect(path)) as copy:
+            return [row[3] for row in copy.execute(f"EXPLAIN QUERY PLAN {statement}", parameters)]
+
+    assert any(step.startswith("SCAN anon") for step in steps()), steps()  # as sqlite does it by itself
+    write_statistics(f"sqlite:///{path}")
+    assert not any(step.startswith("SCAN anon") for step in steps()), steps()
+    assert any("INDEX (run_uuid=?) LEFT-JOIN" in step for step in steps()), steps()
+
+
+def test_another_mlflow_is_refused_and_not_served_without_its_guard(tmp_path: Path) -> None:
+    words = command(str(tmp_path / "artifacts"), free_port())
+    assert words[1:3] == ["-m", "study.serve.mlflow_server"]
+    done = subprocess.run(
+        [sys.executable, "-c", OTHER_MLFLOW, *words[3:]],
+        env=os.environ | environment(f"sqlite:///{tmp_path}/mlflow.db") | {TOKEN: "secret"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert "ARTIFACT_ROOT_ENV_VAR is _MLFLOW_SERVER_ARTIFACT_ROOT, not _ANOTHER_NAME: this MLflow" in done.stderr
+
+
+def test_a_server_without_a_token_does_not_start(tmp_path: Path) -> None:
+    variables = os.environ | environment(f"sqlite:///{tmp_path}/mlflow.db")
+    done = subprocess.run(
+        command(str(tmp_path / "artifacts"), free_port()), env=variables, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, f"{TOKEN} is not set" in done.stderr) == (2, True)
+
+
+# ------------------------------------------------------------------------------------------------------------------------- the guard
+
+SECRET = "the-token-of-the-link"
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """As ``lns-study ui`` starts it."""
+    server = Server(tmp_path_factory.mktemp("guarded"), token=SECRET)
+    server.start()
+    yield server
+    server.stop()
+
+
+def visit(server: Server, path: str, body: object = None, **headers: str) -> tuple[int, dict[str, str], str]:
+    """Status, headers and text of a request."""
+    there = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    sent = None if body is None else json.dumps(body)
+    there.request("GET" if body is None else "POST", path, sent, {"Content-Type": "application/json", **headers})
+    answer = there.getresponse()
+    text = answer.read().decode(errors="replace")
+    there.close()
+    return answer.status, dict(answer.getheaders()), text
+
+
+SEARCH, CREATE = "/api/2.0/mlflow/experiments/search", "/api/2.0/mlflow/experiments/create"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        SEARCH,
+        CREATE,
+        "/api/2.0/mlflow-artifacts/artifacts?path=x",
+        "/ajax-api/2.0/mlflow/experiments/search",
+        "//health",
+        "/health/",
+    ],
+)
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Cookie": "lns_study_0=the-token-of-the-link"},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": "Basic !"},
+        {"Cookie": "\x80=;"},
+    ],
+)
+def test_who_does_not_know_the_token_gets_nothing(guarded: Server, path: str, headers: dict[str, str]) -> None:
+    for asked in (path, f"{path}{'&' if '?' in path else '?'}token=wrong", f"{path}?token="):
+        status, _, text = visit(guarded, asked, {"name": "x"} if path == CREATE else None, **headers)
+        assert (status, "Open the link" in text) == (401, True)
+    assert SECRET not in text
+    assert visit(guarded, "/health")[0] == 200
+
+
+def test_the_printed_link_lets_a_browser_in(guarded: Server) -> None:
+    status, headers, _ = visit(guarded, f"/?token={SECRET}&a=b%20c")
+    assert (status, headers["location"]) == (303, "/?a=b+c")
+    assert {"HttpOnly", "SameSite=Lax", "Path=/"} <= set(headers["set-cookie"].split("; "))
+    cookie = {"Cookie": headers["set-cookie"].partition(";")[0]}
+    assert visit(guarded, "/", **cookie)[0] == 200
+    assert visit(guarded, SEARCH, {"max_results": 1}, **cookie)[0] == 200
+    assert visit(guarded, SEARCH, {"max_results": 1}, Host="evil.example", **cookie)[0] == 403
+    assert visit(guarded, f"//evil.example/?token={SECRET}")[1]["location"] == "/evil.example/"
+
+
+def test_a_study_without_the_token_is_told_where_it_is(guarded: Server) -> None:
+    with pytest.raises(ValueError, match="MLFLOW_TRACKING_TOKEN: the token in its link"):
+        check_tracking(guarded.uri)
+
+
+def test_mlflows_clients_come_in_by_their_own_variables(guarded: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Exception, match="401"):
+        connect(guarded.uri).search_experiments(max_results=1)
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", SECRET)
+    assert connect(guarded.uri).search_experiments(max_results=1)
+    monkeypatch.delenv("MLFLOW_TRACKING_TOKEN")
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "anybody")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", SECRET)
+    assert connect(guarded.uri).search_experiments(max_results=1)
+
+
+@pytest.mark.parametrize("key", ["artifact_location", "artifactLocation"])
+@pytest.mark.parametrize("prefix", ["/api/2.0", "/ajax-api/2.0"])
+def test_clients_cannot_name_a_place_for_artifacts(guarded: Server, tmp_path: Path, prefix: str, key: str) -> None:
+    bearer = {"Authorization": f"Bearer {SECRET}"}
+    body = {"name": f"takes {key} {prefix}", key: tmp_path.as_uri()}
+    for sent in (body, json.dumps(body)):  # MLflow takes JSON in JSON, too
+        status, _, text = visit(guarded, f"{prefix}/mlflow/experiments/create", sent, **bearer)
+        assert (status, "own place" in text) == (400, True), text
+    assert visit(guarded, f"{prefix}/mlflow/experiments/create", {"name": f"none {key} {prefix}"}, **bearer)[0] == 200
+
+
+def test_the_token_is_in_no_command_line_and_no_child(guarded: Server) -> None:
+    assert guarded._process is not None
+    assert SECRET not in " ".join(psutil.Process(guarded._process.pid).cmdline())
+
+
+def test_names_are_those_of_the_mlflow_that_is_installed() -> None:
+    from mlflow.server import constants
+
+    for known, (name, _) in mlflow_server._variables("sqlite:///x", "y").items():
+        assert getattr(constants, known) == name
+
+
+def test_a_local_database_commits_to_its_log_and_another_to_the_disk(tmp_path: Path) -> None:
+    use_write_ahead_log(f"sqlite:///{tmp_path}/log.db")
+    settings = {}
+    for name in ("log", "other"):
+        engine = create_engine(f"sqlite:///{tmp_path}/{name}.db")
+        with engine.connect() as connection:
+            settings[name] = [connection.execute(text(f"PRAGMA {key}")).scalar() for key in ("journal_mode", "synchronous")]
+        engine.dispose()
+    assert settings == {"log": ["wal", 1], "other": ["delete", 2]}

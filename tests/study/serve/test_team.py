@@ -1,0 +1,285 @@
+"""MLflow for a team: what is refused, and a real server with logins and two workers over a real PostgreSQL."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+import psutil
+import pytest
+
+from study.config import StudyConfig
+from study.ledger.log import FILE, read_ledger
+from study.ledger.state import fold
+from study.serve.team import (
+    PASSWORD,
+    SECRET,
+    Team,
+    auth_settings,
+    check,
+)
+from study.tracking.payload import expected_points
+from tests.study.cli.test_entry import assert_refused, lns_study
+from tests.study.conftest import made_up_events, write_ledger
+from tests.study.servers import free_port
+from tests.study.tracking.test_runs import (
+    is_equal,
+    report_in,
+    runs_of,
+    send,
+)
+
+Tiny = Callable[..., StudyConfig]
+ADMIN = ("admin", "correct horse battery")
+ADA = ("ada", "staple staple staple")
+NAME = "mlflow.team.example"
+
+
+# ------------------------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--team"], ("--workers 4 over sqlite", "one process write at a time", "postgresql://", "--workers 1")),
+        (["--team", "--workers", "0"], ("--workers 0", "at least 1")),
+        (["--team", "--backend-store-uri", "mysql+pymysql://me:secret@host/db"], ("mysql+pymysql://me:***@host/db",)),
+        (["--team", "--backend-store-uri", "postgresql://me:secret@127.0.0.1:1/db"], ("does not answer", "me:***@", "PGPASSWORD")),
+        (["--team", "--workers", "1", "--host", "0.0.0.0"], ("--host 0.0.0.0", "--allow-host NAME")),
+        (["--team", "--workers", "1", "--allow-host", "*"], ("--allow-host '*'",)),
+        (["--team", "--workers", "1", "--artifacts", "."], ("--artifacts", "must not hold the storage")),
+        (["--team", "--workers", "1"], (f"{PASSWORD}: is not set", "no default")),
+        (["--workers", "2"], ("--workers", "add --team")),
+        (["--host", "0.0.0.0"], ("--host", "add --team")),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused(
+    arguments: list[str],
+    said: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from study.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(PASSWORD, raising=False)
+    assert main(["ui", "--port", str(free_port()), *arguments]) == 2
+    told = capsys.readouterr().err
+    assert all(part in told for part in said), told
+    assert "secret" not in told
+
+
+def test_a_short_password_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PASSWORD, "short")
+    uri = f"sqlite:///{tmp_path / 'team.db'}"
+    team = Team(uri=uri, storage=tmp_path, artifacts=str(tmp_path / "artifacts"), host="127.0.0.1", port=free_port(), workers=1)
+    with pytest.raises(ValueError, match=f"{PASSWORD}: has 5 characters.*at least 12"):
+        check(team)
+
+
+@pytest.mark.slow
+def test_a_percent_sign_in_the_database_survives_the_settings_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As MLflow reads it."""
+    from mlflow.server.auth.config import read_auth_config
+
+    uri = "postgresql://me:p%40ss@host/db"
+    with (tmp_path / "auth.ini").open("w") as file:
+        auth_settings(uri).write(file)
+    monkeypatch.setenv("MLFLOW_AUTH_CONFIG_PATH", str(tmp_path / "auth.ini"))
+    found = read_auth_config()
+    assert found.database_uri == uri
+    assert found.auth_cache_ttl_seconds == 60
+
+
+# ---------------------------------------------------------------------------------------------------------------------- a real server
+
+
+@contextmanager
+def team_server(uri: str, folder: Path, *arguments: str, **environment: str) -> Iterator[tuple[str, int]]:
+    """``lns-study ui --team`` as a user runs it; the address and the process id."""
+    words = [sys.executable, "-m", "study", "ui", "--team", "--backend-store-uri", uri, "--port", str(free_port()), *arguments]
+    process = subprocess.Popen(words, cwd=folder, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline() + process.stdout.readline()
+        found = re.search(r"http://127.0.0.1:\d+", said)
+        assert found, said
+        yield found[0], process.pid
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+
+
+@pytest.fixture(scope="module")
+def team(postgres: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
+    """Two workers over a database of its own, the users admin and ada."""
+    import psycopg
+
+    with psycopg.connect(postgres, autocommit=True) as database:
+        database.execute("CREATE DATABASE team")
+    uri = f"{postgres.rpartition('/')[0]}/team"
+    folder = tmp_path_factory.mktemp("team")
+    with team_server(uri, folder, "--workers", "2", "--allow-host", NAME, **{PASSWORD: ADMIN[1]}) as found:
+        create = {"username": ADA[0], "password": ADA[1]}
+        assert ask(found[0], "POST", "/api/2.0/mlflow/users/create", create, ADMIN)[0] == 200
+        yield found
+
+
+def ask(
+    address: str, method: str, path: str, body: object = None, user: tuple[str, str] | None = None, **headers: str
+) -> tuple[int, str]:
+    """Status and text of a request, which says who asks if there is a ``user``."""
+    there = http.client.HTTPConnection(address.removeprefix("http://"), timeout=30)
+    if user is not None:
+        headers["Authorization"] = f"Basic {base64.b64encode(':'.join(user).encode()).decode()}"
+    there.request(method, path, json.dumps(body), {"Content-Type": "application/json", **headers})
+    answer = there.getresponse()
+    text = answer.read().decode(errors="replace")
+    there.close()
+    return answer.status, text
+
+
+def log_in(monkeypatch: pytest.MonkeyPatch, user: tuple[str, str]) -> None:
+    for name, value in zip(("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"), user, strict=True):
+        monkeypatch.setenv(name, value)
+
+
+SEARCH = "/api/2.0/mlflow/experiments/search"
+ANY = {"max_results": 1}
+
+
+@pytest.mark.slow
+def test_only_who_knows_a_password_gets_in(team: tuple[str, int]) -> None:
+    address, _ = team
+    for path in ("/", SEARCH, "/ajax-api/2.0/mlflow/runs/search", "/api/2.0/mlflow-artifacts/artifacts"):
+        assert ask(address, "GET", path)[0] == 401, path
+    assert ask(address, "POST", SEARCH, ANY, ("admin", "wrong wrong wrong"))[0] == 401
+    assert ask(address, "POST", SEARCH, ANY, ("admin", "password1234"))[0] == 401
+    for user in (ADMIN, ADA):
+        assert ask(address, "POST", SEARCH, ANY, user)[0] == 200
+    assert ask(address, "POST", "/api/2.0/mlflow/users/create", {"username": "eve", "password": "x" * 12}, ADA)[0] == 403
+
+
+@pytest.mark.slow
+def test_hosts_and_pages_of_strangers_are_refused(team: tuple[str, int]) -> None:
+    address, _ = team
+    port = address.rpartition(":")[2]
+    for host in (NAME, f"{NAME}:{port}", f"127.0.0.1:{port}"):
+        assert ask(address, "POST", SEARCH, ANY, ADA, Host=host)[0] == 200, host
+    for host in ("10.0.0.1", "evil.example", f"x.{NAME}"):
+        assert ask(address, "POST", SEARCH, ANY, ADA, Host=host)[0] == 403, host
+    for origin in (f"https://{NAME}", f"http://{NAME}:{port}"):
+        assert ask(address, "POST", SEARCH, ANY, ADA, Host=NAME, Origin=origin)[0] == 200, origin
+    assert ask(address, "POST", SEARCH, ANY, ADA, Origin="https://evil.example")[0] == 403
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ["artifact_location", "artifactLocation"])
+@pytest.mark.parametrize("prefix", ["/api/2.0", "/ajax-api/2.0"])
+def test_clients_cannot_name_a_folder_of_the_servers(team: tuple[str, int], tmp_path: Path, prefix: str, key: str) -> None:
+    for user in (ADMIN, ADA):
+        body = {"name": f"takes {user[0]} {key} {prefix}", key: tmp_path.as_uri()}
+        for sent in (body, json.dumps(body)):  # MLflow takes JSON in JSON, too
+            status, text = ask(team[0], "POST", f"{prefix}/mlflow/experiments/create", sent, user)
+            assert (status, "own place" in text) == (400, True), text
+
+
+@pytest.mark.slow
+def test_two_workers_answer_and_nothing_secret_is_in_a_command_line(team: tuple[str, int]) -> None:
+    address, pid = team
+    family = psutil.Process(pid).children(recursive=True)
+    lines = [" ".join(process.cmdline()) for process in family]
+    assert sum("spawn_main" in line for line in lines) == 2
+    assert not [line for line in lines if "postgresql" in line or ADMIN[1] in line]
+    server = next(process for process in family if "uvicorn" in " ".join(process.cmdline()))
+    variables = server.environ()
+    assert variables["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] == variables["MLFLOW_ENABLE_AI_GATEWAY"] == "false"
+    assert len(variables[SECRET]) == 64
+    settings = Path(variables["MLFLOW_AUTH_CONFIG_PATH"])
+    assert settings.stat().st_mode & 0o077 == 0
+    assert server.cwd() == str(settings.parent)
+    assert {file.name for file in settings.parent.iterdir()} == {settings.name}
+    assert ask(address, "GET", "/health")[0] == 200
+
+
+@pytest.mark.slow
+def test_a_ledger_is_sent_by_who_has_logged_in(
+    tracked: Tiny, team: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = tracked("of a team", f"tracking_uri={team[0]}", "seeds=[0,1]")
+    events = made_up_events(study)
+    write_ledger(study, events)
+    arguments = ("sync", study.slug, "--storage", study.storage)
+    assert_refused(
+        lns_study(*arguments, cwd=tmp_path), "asks for a login", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"
+    )
+    log_in(monkeypatch, ("ada", "a wrong password"))
+    assert_refused(lns_study(*arguments, cwd=tmp_path), "asks for a login")
+    log_in(monkeypatch, ADA)
+    done = lns_study(*arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "MLflow has everything" in done.stdout
+    assert is_equal(study)
+    assert send(study, events, report_in(tmp_path))[0] == ""
+    client, parent, children = runs_of(study)
+    assert len(children) == 4
+    assert [file.path for file in client.list_artifacts(parent.info.run_id, "report")] == ["report/report.html"]
+    assert Path(client.download_artifacts(parent.info.run_id, "report/report.html", str(tmp_path))).read_text() == "x"
+    log_in(monkeypatch, ADMIN)
+    assert is_equal(study)
+
+
+@pytest.mark.slow
+def test_a_password_in_the_uri_logs_in_and_later_comes_from_the_environment(
+    tracked: Tiny, team: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"):
+        monkeypatch.delenv(name, raising=False)
+    study = tracked("of ada", f"tracking_uri={team[0].replace('//', f'//ada:{quote(ADA[1])}@')}")
+    assert send(study, made_up_events(study), report_in(tmp_path))[0] == ""
+    assert is_equal(study)
+    arguments = ("sync", study.slug, "--storage", study.storage)
+    assert_refused(lns_study(*arguments, cwd=tmp_path), "ada:***@", "not stored", "MLFLOW_TRACKING_PASSWORD")
+    assert_refused(lns_study(*arguments, cwd=tmp_path, MLFLOW_TRACKING_PASSWORD="wrong"), "asks for a login")
+    done = lns_study(*arguments, cwd=tmp_path, MLFLOW_TRACKING_PASSWORD=ADA[1])
+    assert done.returncode == 0, done.stderr
+    assert ADA[1] not in (study.folder / FILE).read_text()
+
+
+@pytest.mark.slow
+def test_a_study_feeds_a_teams_server_while_it_runs(
+    tiny: Tiny, team: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = tiny("runs for a team", f"tracking_uri={team[0]}")
+    config = tmp_path / "tiny.yaml"
+    arguments = ("run", str(config), f"name={study.name}", f"storage={study.storage}", f"tracking_uri={team[0]}", "--plain")
+    assert_refused(lns_study(*arguments, cwd=tmp_path), "asks for a login")
+    log_in(monkeypatch, ADA)
+    done = lns_study(*arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    _, parent, children = runs_of(study)
+    assert {run.info.status for run in [parent, *children]} == {"FINISHED"}
+    assert is_equal(study)
+    state = fold(read_ledger(study.folder))
+    assert all(expected_points(trial, state.plan) for trial in state.trials)
+
+
+@pytest.mark.slow
+def test_users_stay_and_the_first_password_is_asked_for_once(tmp_path: Path) -> None:
+    """One worker over sqlite, and the database has its users from then on."""
+    uri = f"sqlite:///{tmp_path / 'team.db'}"
+    for environment in ({PASSWORD: ADMIN[1]}, {PASSWORD: ""}):
+        with team_server(uri, tmp_path, "--workers", "1", **environment) as (address, _):
+            assert ask(address, "POST", SEARCH, ANY, ADMIN)[0] == 200
+            assert ask(address, "POST", SEARCH, ANY, ("admin", ""))[0] == 401

@@ -1,0 +1,151 @@
+"""The process that feeds MLflow: whatever dies, nothing is lost, nothing doubled, no run stays RUNNING."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from study.api import run_study
+from study.config import StudyConfig
+from study.ledger.lines import Event
+from study.ledger.log import Ledger
+from study.ledger.state import FINISHED
+from study.tracking.supervisor import Tracker
+from study.tracking.writer import connect, tracking_lock
+from tests.study.conftest import SilentView, made_up_events, write_ledger
+from tests.study.servers import Server
+from tests.study.tracking.test_runs import is_equal, runs_of
+
+Tiny = Callable[..., StudyConfig]
+
+
+def replay(ledger: Ledger, events: list[Event]) -> None:
+    """Append made-up events."""
+    for event in events:
+        ledger.append(event["event"], **{key: value for key, value in event.items() if key not in ("event", "time")})
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    """Until it holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_dead_server_and_a_dead_writer_lose_nothing(tracked: Tiny, server: Server) -> None:
+    study = tracked("writer", "seeds=[0,1]", f"tracking_uri={server.uri}")
+    events = made_up_events(study)
+    said: list[str] = []
+    opened: list[dict[str, str]] = []
+    with Ledger(study.folder) as ledger:
+        replay(ledger, events[:6])
+        tracker = Tracker(study.folder, study.tracking, study.folder.parent / "artifacts", said.append, opened.append)
+        tracker.start()
+        wait_for(lambda: opened)
+        replay(ledger, events[6:9])
+        server.kill()
+        replay(ledger, events[9:14])
+        wait_for(lambda: said)
+        assert tracker.pid is not None
+        assert study.tracking not in " ".join(psutil.Process(tracker.pid).cmdline())
+        os.kill(tracker.pid, signal.SIGKILL)
+        replay(ledger, events[14:])
+        server.start()
+        assert tracker.close(None) == ""
+    assert "does not answer" in said[0]
+    assert "lns-study sync" in said[0]
+    assert len(opened) == 1
+    assert {run.info.status for run in [runs_of(study)[1], *runs_of(study)[2]]} == {"FINISHED"}
+    assert is_equal(study)
+
+
+DRIVER = """
+import os, signal, sys, json, time
+from pathlib import Path
+from study.ledger.log import Ledger
+from study.tracking.supervisor import Tracker
+folder, uri, events = Path(sys.argv[1]), sys.argv[2], json.loads(Path(sys.argv[3]).read_text())
+with Ledger(folder) as ledger:
+    for event in events:
+        ledger.append(event["event"], **{key: value for key, value in event.items() if key not in ("event", "time")})
+    Tracker(folder, uri, folder.parent / "artifacts", print).start()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_driver_leaves_no_run_running(tracked: Tiny, tmp_path: Path) -> None:
+    import json
+
+    study = tracked("writer alone")
+    events = tmp_path / "events.json"
+    events.write_text(json.dumps(made_up_events(study)[:8]))  # one trial finished, one in the middle
+    driver = subprocess.run([sys.executable, "-c", DRIVER, str(study.folder), study.tracking, str(events)], check=False)
+    assert driver.returncode == -signal.SIGKILL
+    wait_for(lambda: Path(study.tracking.removeprefix("sqlite:///")).exists())
+
+    def ended() -> bool:
+        with tracking_lock(study.folder, 0.0) as free:
+            return free and connect(study.tracking).get_experiment_by_name(study.name) is not None
+
+    wait_for(ended)
+    _, parent, children = runs_of(study)
+    assert sorted(run.info.status for run in [parent, *children]) == ["FINISHED", "KILLED", "KILLED"]
+    assert is_equal(study)
+
+
+@pytest.mark.slow
+def test_a_server_that_stays_away_is_told_at_the_end(tracked: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = tracked("writer nowhere", "tracking_uri=http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    said: list[str] = []
+    folder = write_ledger(study, made_up_events(study))
+    tracker = Tracker(folder, study.tracking, folder.parent / "artifacts", said.append)
+    tracker.start()
+    assert "127.0.0.1:9/api/2.0/mlflow" in tracker.close(None)
+    (told,) = said
+    assert "MLflow at http://127.0.0.1:9 does not answer" in told
+
+
+@pytest.mark.slow
+def test_a_study_whose_server_is_gone_for_a_while_and_whose_trial_is_killed(tracked: Tiny, server: Server) -> None:
+    """The server comes back before the last epochs, and the study itself sends what it missed."""
+    study = tracked("writer study", "seeds=[0,1,2,3]", "trial.epochs=30", f"tracking_uri={server.uri}")
+    said: list[str] = []
+    steps = iter(("away", "kill", "back", "over"))
+    due = {"away": 5, "kill": 60, "back": 200}
+    step, count = next(steps), 0
+
+    def disturb(event: Event) -> None:
+        nonlocal step, count
+        count += event["event"] == "report"
+        if event["event"] != "report" or count < due.get(step, 10**6):
+            return
+        if step == "away":
+            wait_for(lambda: any(line.startswith("MLflow: ") for line in said))
+            server.kill()
+        elif step == "kill":
+            os.kill(event["pid"], signal.SIGKILL)
+        else:
+            wait_for(lambda: any("does not answer" in line for line in said))
+            server.start()
+        step = next(steps)
+
+    outcome = run_study(study, SilentView(disturb), said.append)
+    assert step == "over"
+    assert outcome.tracking_error == ""
+    assert sum("does not answer" in line for line in said) == sum("answers again" in line for line in said) == 1
+    assert all(trial.status == FINISHED for trial in outcome.state.trials)
+    assert sum(trial.restarts for trial in outcome.state.trials) == 1
+    _, parent, children = runs_of(study)
+    assert len(children) == 8
+    assert {run.info.status for run in [parent, *children]} == {"FINISHED"}
+    assert is_equal(study)
