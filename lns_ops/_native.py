@@ -11,9 +11,9 @@ LLVM makes of this may refer to nothing outside, which holds for kernels that ne
 (:func:`lns_ops._jit.scratch` is their memory). ctypes calls it, without the GIL.
 
 Files: ``kernels-HASH/NAME.o`` in the first folder that can be used: $LNS_OPS_CACHE (this one only, if set), ``__pycache__`` beside this
-file, ``~/.cache/lns_ops``. HASH covers the sources of the kernels, the versions of what compiles them, and the processor. A file starts
-with its own SHA-256; one that is damaged is made again. Writing is atomic, so processes may race. Where no folder can be written, every
-process compiles for itself.
+file, ``~/.cache/lns_ops``. HASH covers the sources that kernels may be made of (:func:`sources`), the versions of what compiles them, and
+the processor. A file starts with its own SHA-256; one that is damaged is made again. Writing is atomic, so processes may race. Where no
+folder can be written, every process compiles for itself.
 
 Limits: of numba, llvmlite and numpy only public interfaces are used, but for numba's option ``_nrt`` (no reference counts). Should any
 of it change so that this fails, a kernel says so once and runs through numba's dispatcher and cache, with the same results.
@@ -45,6 +45,7 @@ ARRAY_HEADER = object.__basicsize__
 """Bytes of an array object before numpy's part of it."""
 
 _ENTRY = "lns_ops_entry"
+_PACKAGE = Path(__file__).parent
 _DIGEST = hashlib.sha256().digest_size
 
 _WRAPPER = """
@@ -216,11 +217,16 @@ def _processor() -> tuple[str, str]:
     return numba.config.CPU_NAME or llvm.get_host_cpu_name(), features.flatten() if chosen is None else chosen
 
 
+def sources() -> list[Path]:
+    """The files that kernels may be made of: with any of them changed, all machine code is made again."""
+    return sorted(_PACKAGE.glob("*.py"))
+
+
 @lru_cache(maxsize=1)
 def _folder_name() -> str:
     parts = [sys.version, numba.__version__, llvmlite.__version__, np.__version__, llvm.get_default_triple(), *_processor()]
     digest = hashlib.sha256("\n".join(parts).encode())
-    for source in sorted(Path(__file__).parent.glob("_[a-z]*.py")):
+    for source in sources():
         digest.update(source.read_bytes())
     return f"kernels-{digest.hexdigest()[:16]}"
 

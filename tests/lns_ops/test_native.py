@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import gc
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +18,7 @@ import numpy as np
 import pytest
 from numba.core.errors import TypingError
 
+import lns_ops
 from lns_ops import _elementwise, _gather, _native, _vector, _vector_avx2, cpu
 from lns_ops import reference as ref
 from lns_ops._native import Kernel
@@ -100,13 +105,50 @@ def test_the_home_folder_serves_where_the_package_is_read_only(
     assert [file.name for file in (tmp_path / "home").rglob("*.o")] == ["_gather.widen.o"]
 
 
+PACKAGE = Path(lns_ops.__file__).parent
+
+
+def imported(path: Path) -> set[Path]:
+    """The files of this package that a file imports modules or names from."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    files = (PACKAGE.parent / Path(*name.split(".")).with_suffix(".py") for name in names if name.startswith("lns_ops."))
+    return {file for file in files if file.exists()}
+
+
+def makers_of_kernels() -> list[Path]:
+    """The files that import the decorator of kernels, or its class."""
+    made = re.compile(r"^from lns_ops\.(?:_jit|_native) import .*\b(?:kernel|Kernel)\b", re.MULTILINE)
+    return [file for file in sorted(PACKAGE.rglob("*.py")) if made.search(file.read_text())]
+
+
+def test_all_that_a_kernel_may_be_made_of_names_its_folder() -> None:
+    makers = makers_of_kernels()
+    assert {kernel.function.__module__ for kernel in gc.get_objects() if type(kernel) is Kernel} - {__name__} <= {
+        ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts) for file in makers
+    }
+    reached, new = set(makers), set(makers)
+    while new:
+        new = {file for maker in new for file in imported(maker)} - reached
+        reached |= new
+    assert len(reached) > 12
+    assert sorted(reached - set(_native.sources())) == []
+
+
 def test_a_changed_source_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_native, "__file__", str(tmp_path / "_native.py"))
+    copy = tmp_path / "lns_ops"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(_native, "_PACKAGE", copy)
+    assert _native._folder_name.__wrapped__() == _native._folder_name()
     names = []
-    for content in ("x = 1", "x = 2"):
-        (tmp_path / "_gather.py").write_text(content)
+    for source in _native.sources():
+        source.write_text(source.read_text() + "\n")
         names.append(_native._folder_name.__wrapped__())
-    assert len({*names, _native._folder_name()}) == 3
+    assert len({*names, _native._folder_name()}) == len(names) + 1
 
 
 PRODUCT = """
