@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lns_ops import functional as lns
-from lns_ops.format import LNSFormat
+from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor import LNSTensor
 
 ARITHMETICS = ("lns", "float32")

@@ -1,4 +1,4 @@
-"""Convolutions and their gradients are the sums that lns_ops.convolution says, bit for bit, and agree with torch's in float64."""
+"""Convolutions and their gradients are the sums that its module says, bit for bit, and agree with torch's in float64."""
 
 from __future__ import annotations
 
@@ -12,9 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lns_ops import LNSFormat, LNSTensor, convert_, convolution, lns8, lns12, lns16, matmul_accumulation, reference
+from lns_ops import (
+    LNSFormat,
+    LNSTensor,
+    convert_,
+    lns8,
+    lns12,
+    lns16,
+    matmul_accumulation,
+    reference,
+)
 from lns_ops import functional as lns
-from lns_ops.convolution import Geometry
+from lns_ops.functional import convolution
+from lns_ops.functional.convolution import Geometry
 from lns_ops.reference import LONG_SUM
 from tests.lns_ops.float32_sums import order
 from tests.lns_ops.formats import half_ulp

@@ -13,12 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lns_ops import _pieces, cpu
+from lns_ops import cpu
 from lns_ops import reference as ref
-from lns_ops._segments import evaluate, segments
-from lns_ops._simd import plan
+from lns_ops.cpu import kernel_choice
+from lns_ops.cpu.simd import piecewise_avx2
+from lns_ops.cpu.simd.gemm import plan
+from lns_ops.cpu.simd.piecewise_avx512 import evaluate, segments
 from lns_ops.format import MANTISSA_BITS, LNSFormat, encode_thresholds, lns8, lns12, lns16
-from lns_ops.gaussian import gaussian_tables
+from lns_ops.spec.gaussian_log import gaussian_tables
 
 FORMATS = [lns16, lns12, lns8, LNSFormat(16, 14), LNSFormat(16, 9), LNSFormat(14, 5), LNSFormat(2, 0), LNSFormat(3, 1)]
 every_format = pytest.mark.parametrize("fmt", FORMATS, ids=str)
@@ -214,7 +216,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         cpu.kernel_info()
     except ValueError as error:
         pytest.skip(str(error))
-    if request.param == "avx2" and cpu._missing("avx512bw", "avx512vbmi"):
+    if request.param == "avx2" and kernel_choice.missing_features("avx512bw", "avx512vbmi"):
         pytest.skip("simd is this kernel here")
     return str(request.param)
 
@@ -283,12 +285,12 @@ def test_segments_equal_the_tables_everywhere(fraction_bits: int) -> None:
 @pytest.mark.parametrize("fraction_bits", range(3, 8))
 def test_pieces_equal_the_tables_everywhere(fraction_bits: int) -> None:
     """As above, for the AVX2 kernel, to the largest distance of two words."""
-    made = _pieces.pieces(fraction_bits)
+    made = piecewise_avx2.pieces(fraction_bits)
     plus, minus = (table.astype(np.int64) for table in gaussian_tables(fraction_bits))
     distance = np.arange((1 << 15) >> made.cut.unit_shift)
     for parity, table in ((0, plus), (1, minus)):
         wanted = table[np.minimum(distance, len(table) - 1)] << made.cut.unit_shift
-        np.testing.assert_array_equal(_pieces.evaluate(made, distance, parity), np.maximum(wanted, -32768))
+        np.testing.assert_array_equal(piecewise_avx2.evaluate(made, distance, parity), np.maximum(wanted, -32768))
 
 
 @pytest.mark.parametrize("avx2", [False, True])
@@ -440,7 +442,7 @@ def test_kernel_info_and_its_override(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="gather"):
         cpu.kernel_info()
     monkeypatch.setenv("LNS_OPS_CPU_KERNEL", "avx2")
-    if cpu._missing("avx2"):
+    if kernel_choice.missing_features("avx2"):
         with pytest.raises(ValueError, match="needs AVX2"):
             cpu.kernel_info()
     else:

@@ -184,7 +184,7 @@ def test_matmul_equals_the_cpu(fmt: LNSFormat, shape: tuple[int, int, int], spre
 @pytest.mark.parametrize("fmt", [lns16, lns12], ids=str)
 @pytest.mark.parametrize("tile", cuda.TILES, ids=str)
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt", "unaligned"])
-def test_every_variant_of_the_gemm(fmt: LNSFormat, tile: cuda._Tile, layout: str) -> None:
+def test_every_variant_of_the_gemm(fmt: LNSFormat, tile: cuda.Tile, layout: str) -> None:
     for M, K, N in [(128, 784, 512), (70, 130, 50), (130, 64, 131), (5, 1100, 3)]:
         for spread in (1.0, 0.05):
             x, y = random_codes((M, K), fmt, 7, spread), random_codes((K, N), fmt, 8, spread)

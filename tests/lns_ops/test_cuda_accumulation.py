@@ -10,8 +10,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 import lns_ops
-from lns_ops import LNSFormat, _float32, cuda, lns8, lns12, lns16, reference
+from lns_ops import (
+    LNSFormat,
+    cuda,
+    lns8,
+    lns12,
+    lns16,
+    reference,
+)
 from lns_ops import functional as lns
+from lns_ops.cuda import float32_matmul
 from tests.lns_ops.float32_sums import outside
 from tests.lns_ops.test_cuda import assert_same, gpu, random_codes
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
@@ -36,7 +44,7 @@ def product(x: torch.Tensor, y: torch.Tensor, fmt: LNSFormat) -> torch.Tensor:
 
 
 def assert_bounded(got: torch.Tensor, x: np.ndarray, y: np.ndarray, fmt: LNSFormat) -> None:
-    kind = _float32.operand_type(fmt.fraction_bits)
+    kind = float32_matmul.operand_type(fmt.fraction_bits)
     bad = outside(got.cpu().numpy(), x, y, fmt, OPERAND_ERROR[kind], UNIT[kind])
     assert not bad.any(), f"{bad.sum()} of {bad.size} outside the bound, first at {np.argwhere(bad)[0]}"
 
@@ -48,8 +56,10 @@ def test_operands_of_every_code(fmt: LNSFormat, offset: int) -> None:
     codes = np.concatenate([np.zeros(offset, np.int16), fmt.codes(), [fmt.sign_mask]]).astype(np.int16)
     exact = reference.decode(codes, fmt, np.float64)
     x, y = gpu(codes)[offset:], gpu(codes)
-    for got, wanted in zip(_float32.decoded_operands(x, y, fmt.bits, fmt.fraction_bits), (exact[offset:], exact), strict=True):
-        values, kind = got.double().cpu().numpy(), _float32.operand_type(fmt.fraction_bits)
+    for got, wanted in zip(
+        float32_matmul.decoded_operands(x, y, fmt.bits, fmt.fraction_bits), (exact[offset:], exact), strict=True
+    ):
+        values, kind = got.double().cpu().numpy(), float32_matmul.operand_type(fmt.fraction_bits)
         assert got.dtype == (torch.bfloat16 if kind == "bf16" else torch.float32)
         normal = np.abs(wanted) >= 2.0**-126
         if kind == "bf16":
@@ -68,7 +78,7 @@ def test_large_arrays_in_one_launch() -> None:
     for fmt in (lns12, lns16):
         x, y = gpu(random_codes((3_000_001,), fmt, 1)), gpu(random_codes((17,), fmt, 2))
         for pair in ((x, y), (y, x), (x[1:], y), (x, y[1:])):
-            for got, codes in zip(_float32.decoded_operands(*pair, fmt.bits, fmt.fraction_bits), pair, strict=True):
+            for got, codes in zip(float32_matmul.decoded_operands(*pair, fmt.bits, fmt.fraction_bits), pair, strict=True):
                 assert_same(lns.encode(got.float(), fmt), (codes * (codes & fmt.field_mask != 0)).cpu().numpy())
 
 
@@ -107,7 +117,7 @@ def test_views(fmt: LNSFormat, layout: str) -> None:
 
 def test_transposed_operands_are_not_copied() -> None:
     x, y = gpu(random_codes((512, 256), lns12, 7)).t(), gpu(random_codes((384, 512), lns12, 8)).t()
-    left, right = _float32.decoded_operands(x, y, 12, 6)
+    left, right = float32_matmul.decoded_operands(x, y, 12, 6)
     assert left.stride() == x.stride()
     assert right.stride() == y.stride()
 

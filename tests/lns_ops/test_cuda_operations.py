@@ -11,9 +11,19 @@ import torch
 from torch import Tensor, nn
 
 import lns_ops
-from lns_ops import LNSFormat, LNSTensor, convert_, convolution, cuda, indexed, lns8, lns12, lns16, lookup
+from lns_ops import (
+    LNSFormat,
+    LNSTensor,
+    convert_,
+    cuda,
+    lns8,
+    lns12,
+    lns16,
+)
 from lns_ops import functional as lns
-from lns_ops.convolution import Geometry
+from lns_ops.functional import convolution, indexed
+from lns_ops.functional.convolution import Geometry
+from lns_ops.spec import unary_functions
 from tests.lns_ops.nets import GPT, LSTMClassifier, ResNet18
 from tests.lns_ops.test_layers import LAYERS, PACKED, Packed
 from tests.lns_ops.test_lookup import PARAMETERS
@@ -29,13 +39,13 @@ def random_codes(shape: tuple[int, ...], fmt: LNSFormat, seed: int) -> Tensor:
     return lns.encode(torch.where(values.abs() < 0.1, 0, values), fmt)
 
 
-@pytest.mark.parametrize("name", [*sorted(lookup.FUNCTIONS), "power"])
+@pytest.mark.parametrize("name", [*sorted(unary_functions.FUNCTIONS), "power"])
 @pytest.mark.parametrize("fmt", [lns8, lns12, lns16], ids=str)
 def test_functions_of_every_code(name: str, fmt: LNSFormat) -> None:
     parameters = (2.0,) if name == "power" else PARAMETERS.get(name, ())
-    table = lookup.table(name, parameters, fmt)
+    table = unary_functions.table(name, parameters, fmt)
     codes = fmt.codes()
-    codes = codes[table[codes.astype(np.int64) & (2 * fmt.field_mask + 1)] != lookup.undefined(fmt)]
+    codes = codes[table[codes.astype(np.int64) & (2 * fmt.field_mask + 1)] != unary_functions.undefined(fmt)]
     x = torch.from_numpy(np.resize(codes, 3 * codes.size + 5))
     for part in (x, x[1:], x[::3]):
         assert torch.equal(

@@ -13,8 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lns_ops import NonFiniteError, formats, reference
-from lns_ops.formats import FloatFormat, NumberFormat, block, parse, random_bits
-from lns_ops.formats.rounding import _philox
+from lns_ops.formats import (
+    FloatFormat,
+    NumberFormat,
+    microscaling,
+    parse,
+    random_bits,
+)
+from lns_ops.formats.stochastic_rounding import _philox
 
 MX = ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_e2m1"]
 NAMES = [
@@ -23,7 +29,7 @@ NAMES = [
     "lns(5,1)/channel", "float8_e4m3fn/channel", "float8_e5m2/tensor", "float16/tensor", "fixed(8,7)/channel", *MX,
 ]  # fmt: skip
 
-needs_torchao = pytest.mark.skipif(block.unavailable() is not None, reason=block.unavailable() or "")
+needs_torchao = pytest.mark.skipif(microscaling.unavailable() is not None, reason=microscaling.unavailable() or "")
 
 
 def named(names: list[str]) -> list[object]:
@@ -75,7 +81,7 @@ def test_rounding_keeps_to_the_contract(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_order_is_kept_within_a_group(name: str) -> None:
-    x = sample(columns=block.BLOCK).sort(1)[0]
+    x = sample(columns=microscaling.BLOCK).sort(1)[0]
     assert bool((parse(name).quantize(x).diff(dim=1) >= 0).all())
 
 
@@ -218,9 +224,9 @@ def test_mx_is_torchao_with_one_scale_a_block() -> None:
 
 
 def test_mx_without_torchao_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(microscaling.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"mxfp8_e4m3: torchao is not installed.*pip install 'lns-study\[mx\]'"):
-        block.Microscaling("mxfp8_e4m3")
+        microscaling.Microscaling("mxfp8_e4m3")
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -6,7 +6,7 @@ import mpmath
 import numpy as np
 import pytest
 
-from lns_ops.gaussian import CANCEL, gaussian_tables
+from lns_ops.spec.gaussian_log import CANCEL, gaussian_tables
 
 
 def exact_log_ratio(fraction_bits: int, distance: int, sign: int) -> mpmath.mpf:

@@ -9,8 +9,17 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from lns_ops import LNSFormat, _lanes, cpu, lns8, lns12, lns16, reference
-from lns_ops.functional import _whole
+from lns_ops import (
+    LNSFormat,
+    cpu,
+    lns8,
+    lns12,
+    lns16,
+    reference,
+)
+from lns_ops.cpu import kernel_choice
+from lns_ops.cpu.simd import reduce
+from lns_ops.functional.elementwise import _whole
 
 FORMATS = [lns12, lns16, lns8, LNSFormat(10, 7), LNSFormat(12, 5)]
 Codes = NDArray[np.int16]
@@ -33,7 +42,7 @@ def held(fmt: LNSFormat) -> Codes:
 
 
 def on_lanes(fmt: LNSFormat, K: int, *operands: Codes) -> bool:
-    return cpu._lanes_plan(tuple(x.reshape(-1) for x in operands), K, fmt) is not None
+    return kernel_choice.lanes_plan(tuple(x.reshape(-1) for x in operands), K, fmt) is not None
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
@@ -88,7 +97,7 @@ def test_what_does_not_fit_sixteen_bits_is_gathered(kernel: str) -> None:
     assert not on_lanes(LNSFormat(16, 10), 2, *(reference.encode(np.ones((100, 100)), LNSFormat(16, 10)),) * 2)
     assert not on_lanes(lns12, 2, np.zeros((100, 100), np.int16), np.zeros((100, 100), np.int16))
     assert not on_lanes(lns12, 2, x[:2, :2], x[:2, :2])
-    assert _lanes.plan([(1, 5)], 2, lns12, "gather") is None
+    assert reduce.plan([(1, 5)], 2, lns12, "gather") is None
     np.testing.assert_array_equal(cpu.add(x, x.T, lns16), reference.add(x, x.T, lns16))
 
 

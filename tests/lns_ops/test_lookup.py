@@ -9,8 +9,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lns_ops import LNSFormat, LNSTensor, indexed, lns8, lns12, lns16, lookup, reference
+from lns_ops import (
+    LNSFormat,
+    LNSTensor,
+    lns8,
+    lns12,
+    lns16,
+    reference,
+)
 from lns_ops import functional as lns
+from lns_ops.functional import indexed
+from lns_ops.spec import unary_functions
 from tests.lns_ops.formats import FORMATS, IDS
 
 PARAMETERS = {
@@ -22,7 +31,7 @@ PARAMETERS = {
     "d_elu_of_result": (0.7, 1.3, 0.9),
 }
 
-# Written here in other words than in lns_ops.lookup, with 40 digits.
+# Written here in other words than in lns_ops.spec.unary_functions, with 40 digits.
 INDEPENDENT = {
     "exp": lambda x: mpmath.e**x,
     "expm1": lambda x: mpmath.e**x - 1,
@@ -57,7 +66,7 @@ def value_of(code: int, fmt: LNSFormat) -> mpmath.mpf:
 def nearest(y: mpmath.mpf | None, fmt: LNSFormat) -> int:
     """The code by definition: the logarithm rounded to nearest, saturated, zero below the range."""
     if y is None:
-        return lookup.undefined(fmt)
+        return unary_functions.undefined(fmt)
     if y == 0:
         return 0
     exact = mpmath.log(abs(y), 2) * (1 << fmt.fraction_bits)
@@ -74,7 +83,7 @@ def some_codes(fmt: LNSFormat, count: int) -> list[int]:
 @pytest.mark.parametrize("name", sorted(INDEPENDENT))
 @pytest.mark.parametrize("fmt", [lns8, lns12, LNSFormat(16, 10)], ids=str)
 def test_entries_are_the_nearest_codes(name: str, fmt: LNSFormat) -> None:
-    table = lookup.table(name, PARAMETERS.get(name, ()), fmt)
+    table = unary_functions.table(name, PARAMETERS.get(name, ()), fmt)
     with mpmath.workdps(400):  # 1 - tanh(40) and the like cancel without loss
         for code in some_codes(fmt, 90):
             assert table[code & (2 * fmt.field_mask + 1)] == nearest(INDEPENDENT[name](value_of(code, fmt)), fmt), value_of(
@@ -85,7 +94,7 @@ def test_entries_are_the_nearest_codes(name: str, fmt: LNSFormat) -> None:
 @pytest.mark.parametrize("name", sorted(DERIVATIVES))
 def test_derivatives_are_derivatives(name: str) -> None:
     fmt = LNSFormat(12, 6)
-    table = lookup.table(f"d_{name}", (), fmt)
+    table = unary_functions.table(f"d_{name}", (), fmt)
     with mpmath.workdps(50):
         for code in some_codes(fmt, 60):
             x = value_of(code, fmt)
@@ -94,17 +103,17 @@ def test_derivatives_are_derivatives(name: str) -> None:
                 assert abs(int(table[code & 0xFFF]) - nearest(slope, fmt)) <= (abs(slope) < 1e-6)
 
 
-@pytest.mark.parametrize("name", sorted(lookup.FUNCTIONS))
+@pytest.mark.parametrize("name", sorted(unary_functions.FUNCTIONS))
 def test_float64_is_trusted_no_further_than_it_goes(name: str) -> None:
     """The formulas in float64 against themselves with 60 digits: within the error that the tables allow for."""
-    function, parameters = lookup.FUNCTIONS[name], PARAMETERS.get(name, ())
+    function, parameters = unary_functions.FUNCTIONS[name], PARAMETERS.get(name, ())
     for code in some_codes(lns16, 120):
         with mpmath.workdps(60):
             x = value_of(code, lns16)
-            quick, exists = lookup._at(function, float(x), parameters)
+            quick, exists = unary_functions._at(function, float(x), parameters)
             if exists and 1e-200 < abs(quick) < 1e200:
                 exact = function(mpmath, mpmath.mpf(float(x)), *parameters)
-                assert abs(mpmath.mpf(quick) / exact - 1) < lookup.TRUSTED / 4
+                assert abs(mpmath.mpf(quick) / exact - 1) < unary_functions.TRUSTED / 4
 
 
 def test_where_float64_could_err_more_digits_decide() -> None:
@@ -115,24 +124,24 @@ def test_where_float64_could_err_more_digits_decide() -> None:
     def close(m: object, x: object) -> object:
         return +threshold + (mpmath.mpf(2) ** -80 if m is mpmath else 0)
 
-    lookup.FUNCTIONS["close"] = close
+    unary_functions.FUNCTIONS["close"] = close
     try:
         with mpmath.workdps(60):
             threshold = mpmath.power(2, mpmath.mpf(1) / 128)
-            assert set(lookup.table("close", (), fmt).tolist()) == {fmt.bias + 1}
+            assert set(unary_functions.table("close", (), fmt).tolist()) == {fmt.bias + 1}
     finally:
-        del lookup.FUNCTIONS["close"]
+        del unary_functions.FUNCTIONS["close"]
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
 @pytest.mark.parametrize("exponent", [0.0, 1.0, 2.0, 3.0, -1.0, -2.0, 0.5, -0.5, 1 / 3, 1.5, 1e9])
 def test_powers_are_exact_in_the_logarithm(fmt: LNSFormat, exponent: float) -> None:
-    table = lookup.table("power", (exponent,), fmt)
+    table = unary_functions.table("power", (exponent,), fmt)
     for code in some_codes(fmt, 101):
         (sign,), (log,) = reference.unpack(np.array([code], np.int16), fmt)
         got = int(table[code & (2 * fmt.field_mask + 1)])
         if (code == 0 and exponent < 0) or (sign and exponent % 1):
-            assert got == lookup.undefined(fmt)
+            assert got == unary_functions.undefined(fmt)
         elif code == 0:
             assert got == (fmt.bias if exponent == 0 else 0)
         else:
@@ -154,7 +163,7 @@ def test_the_kernel_reads_the_table(fmt: LNSFormat) -> None:
     codes = fmt.codes()
     for shape in ((codes.size,), (3, 5), (0,), ()):
         x = np.resize(codes, shape)
-        expected = lookup.table("tanh", (), fmt)[x.astype(np.int64) & (2 * fmt.field_mask + 1)]
+        expected = unary_functions.table("tanh", (), fmt)[x.astype(np.int64) & (2 * fmt.field_mask + 1)]
         np.testing.assert_array_equal(indexed.lookup(torch.from_numpy(x), "tanh", fmt).numpy(), expected)
     strided = torch.from_numpy(codes)[::3]
     assert torch.equal(indexed.lookup(strided, "exp", fmt), indexed.lookup(strided.contiguous(), "exp", fmt))
@@ -178,7 +187,7 @@ def test_arguments_without_a_value_are_errors(call: object, said: str) -> None:
 
 def test_an_unknown_function_is_named() -> None:
     with pytest.raises(ValueError, match="function 'cosh': must be power or one of d_elu"):
-        lookup.table("cosh", (), lns12)
+        unary_functions.table("cosh", (), lns12)
 
 
 @given(

@@ -19,16 +19,19 @@ import pytest
 from numba.core.errors import TypingError
 
 import lns_ops
-from lns_ops import _elementwise, _gather, _native, _vector, _vector_avx2, cpu
+from lns_ops import cpu
 from lns_ops import reference as ref
-from lns_ops._native import Kernel
+from lns_ops.cpu.compiler import object_cache
+from lns_ops.cpu.compiler.object_cache import Kernel
+from lns_ops.cpu.kernels import elementwise, gather_gemm
+from lns_ops.cpu.simd import avx2, avx512
 from lns_ops.format import LNSFormat, lns12, lns16
 
 CODES = np.arange(-40, 60, dtype=np.int16)
 
 
 def widened(kernel: Kernel) -> np.ndarray[Any, Any]:
-    """The result of a kernel made of ``_gather.widen``."""
+    """The result of a kernel made of ``gather_gemm.widen``."""
     out = np.zeros(CODES.size, np.int32)
     arguments = (CODES, out, lns12.bias, lns12.field_mask)
     assert kernel.code(arguments)(*arguments, 0, CODES.size) == 0
@@ -37,35 +40,35 @@ def widened(kernel: Kernel) -> np.ndarray[Any, Any]:
 
 def fresh() -> Kernel:
     """A small kernel that this process has not loaded."""
-    return Kernel(_gather.widen.function)
+    return Kernel(gather_gemm.widen.function)
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache; returns the folder that will hold the files."""
     monkeypatch.setenv("LNS_OPS_CACHE", str(tmp_path))
-    return tmp_path / _native._folder_name()
+    return tmp_path / object_cache._folder_name()
 
 
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the functions compiled since."""
     names: list[str] = []
-    compile_: Callable[..., bytes] = _native._compile
+    compile_: Callable[..., bytes] = object_cache._compile
 
     def counted(function: Callable[..., int], kinds: tuple[Any, ...]) -> bytes:
         names.append(function.__name__)
         return compile_(function, kinds)
 
-    monkeypatch.setattr(_native, "_compile", counted)
+    monkeypatch.setattr(object_cache, "_compile", counted)
     return names
 
 
 def test_a_kernel_is_compiled_once_and_then_loaded(folder: Path, compilations: list[str]) -> None:
-    expected = widened(_gather.widen)
+    expected = widened(gather_gemm.widen)
     first, second = widened(fresh()), widened(fresh())
     assert compilations == ["widen"]
-    assert [file.name for file in folder.iterdir()] == ["_gather.widen.o"]
+    assert [file.name for file in folder.iterdir()] == ["gather_gemm.widen.o"]
     np.testing.assert_array_equal(first, expected)
     np.testing.assert_array_equal(second, expected)
 
@@ -73,7 +76,7 @@ def test_a_kernel_is_compiled_once_and_then_loaded(folder: Path, compilations: l
 @pytest.mark.parametrize("damage", [lambda b: b"", lambda b: b[:100], lambda b: b[:500] + bytes([b[500] ^ 1]) + b[501:]])
 def test_a_damaged_file_is_made_again(folder: Path, compilations: list[str], damage: Callable[[bytes], bytes]) -> None:
     expected = widened(fresh())
-    file = folder / "_gather.widen.o"
+    file = folder / "gather_gemm.widen.o"
     whole = file.read_bytes()
     file.write_bytes(damage(whole))
     np.testing.assert_array_equal(widened(fresh()), expected)
@@ -87,7 +90,7 @@ def test_without_a_writable_folder_kernels_stay_in_memory(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("LNS_OPS_CACHE", str(tmp_path / "file"))
-    np.testing.assert_array_equal(widened(fresh()), widened(_gather.widen))
+    np.testing.assert_array_equal(widened(fresh()), widened(gather_gemm.widen))
     widened(fresh())
     assert compilations == ["widen", "widen"]
 
@@ -96,13 +99,13 @@ def test_the_home_folder_serves_where_the_package_is_read_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compilations: list[str]
 ) -> None:
     (tmp_path / "package").touch()
-    monkeypatch.setattr(_native, "__file__", str(tmp_path / "package" / "_native.py"))
+    monkeypatch.setattr(object_cache, "__file__", str(tmp_path / "package" / "object_cache.py"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("LNS_OPS_CACHE", raising=False)
     widened(fresh())
     widened(fresh())
     assert compilations == ["widen"]
-    assert [file.name for file in (tmp_path / "home").rglob("*.o")] == ["_gather.widen.o"]
+    assert [file.name for file in (tmp_path / "home").rglob("*.o")] == ["gather_gemm.widen.o"]
 
 
 PACKAGE = Path(lns_ops.__file__).parent
@@ -122,7 +125,7 @@ def imported(path: Path) -> set[Path]:
 
 def makers_of_kernels() -> list[Path]:
     """The files that import the decorator of kernels, or its class."""
-    made = re.compile(r"^from lns_ops\.(?:_jit|_native) import .*\b(?:kernel|Kernel)\b", re.MULTILINE)
+    made = re.compile(r"^from lns_ops\.cpu\.compiler\.object_cache import .*\b(?:kernel|Kernel)\b", re.MULTILINE)
     return [file for file in sorted(PACKAGE.rglob("*.py")) if made.search(file.read_text())]
 
 
@@ -135,20 +138,20 @@ def test_all_that_a_kernel_may_be_made_of_names_its_folder() -> None:
     while new:
         new = {file for maker in new for file in imported(maker)} - reached
         reached |= new
-    assert len(reached) > 12
-    assert sorted(reached - set(_native.sources())) == []
+    assert len(reached) > 15
+    assert sorted(reached - set(object_cache.sources())) == []
 
 
 def test_a_changed_source_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = tmp_path / "lns_ops"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(_native, "_PACKAGE", copy)
-    assert _native._folder_name.__wrapped__() == _native._folder_name()
+    monkeypatch.setattr(object_cache, "_PACKAGE", copy)
+    assert object_cache._folder_name.__wrapped__() == object_cache._folder_name()
     names = []
-    for source in _native.sources():
+    for source in object_cache.sources():
         source.write_text(source.read_text() + "\n")
-        names.append(_native._folder_name.__wrapped__())
-    assert len({*names, _native._folder_name()}) == len(names) + 1
+        names.append(object_cache._folder_name.__wrapped__())
+    assert len({*names, object_cache._folder_name()}) == len(names) + 1
 
 
 PRODUCT = """
@@ -188,8 +191,8 @@ def test_numbas_dispatcher_takes_over_with_the_same_results(
     def refuse(function: Callable[..., int], kinds: tuple[Any, ...]) -> bytes:
         raise AttributeError("no such thing in this numba")
 
-    monkeypatch.setattr(_native, "_compile", refuse)
-    for module in (_elementwise, _gather, _vector, _vector_avx2):
+    monkeypatch.setattr(object_cache, "_compile", refuse)
+    for module in (elementwise, gather_gemm, avx512, avx2):
         for kernel in filter(lambda value: isinstance(value, Kernel), vars(module).values()):
             monkeypatch.setattr(kernel, "_code", {})
     rng = np.random.default_rng(0)
@@ -206,19 +209,19 @@ def test_arrays_unlike_the_signature_are_refused() -> None:
     out = np.zeros(CODES.size, np.int32)
     numbers = (lns12.bias, lns12.field_mask, 0, 10)
     for x in (CODES.astype(np.int32), CODES.astype(">i2"), CODES[::2], CODES.reshape(10, 10), CODES[:1].reshape(1, 1)):
-        with pytest.raises(TypeError, match=r"kernel _gather.widen: arrays of .*; needs contiguous ones"):
-            _gather.widen.code((x, out))(x, out, *numbers)
+        with pytest.raises(TypeError, match=r"kernel gather_gemm.widen: arrays of .*; needs contiguous ones"):
+            gather_gemm.widen.code((x, out))(x, out, *numbers)
     assert not out.any()
 
 
 def test_another_layout_of_arrays_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     for bytes_off in (8, -8):
-        monkeypatch.setattr(_native, "ARRAY_HEADER", object.__basicsize__ + bytes_off)
+        monkeypatch.setattr(object_cache, "ARRAY_HEADER", object.__basicsize__ + bytes_off)
         with pytest.raises(RuntimeError, match="another layout"):
-            _native._check_array_layout.__wrapped__()
+            object_cache._check_array_layout.__wrapped__()
 
 
-def allocating(x: _gather._I32, y: _gather._I32, start: int, stop: int) -> int:
+def allocating(x: gather_gemm._I32, y: gather_gemm._I32, start: int, stop: int) -> int:
     """A kernel as it must not be."""
     x[0] = np.empty(stop, np.int32)[0]
     return 0
@@ -226,4 +229,4 @@ def allocating(x: _gather._I32, y: _gather._I32, start: int, stop: int) -> int:
 
 def test_a_kernel_that_allocates_is_not_compiled() -> None:
     with pytest.raises(TypingError):
-        _native._compile(allocating, (np.dtype(np.int32), np.dtype(np.int32), int, int))
+        object_cache._compile(allocating, (np.dtype(np.int32), np.dtype(np.int32), int, int))

@@ -11,9 +11,18 @@ import torch
 from torch import Tensor, nn
 
 import lns_ops.optim as optim
-from lns_ops import LNSFormat, LNSTensor, convert_, lns8, lns12, lns16, moments, reference
-from lns_ops.optim import SGD, Adam, AdamW
-from lns_ops.optim.numbers import Codes
+from lns_ops import (
+    LNSFormat,
+    LNSTensor,
+    convert_,
+    lns8,
+    lns12,
+    lns16,
+    reference,
+)
+from lns_ops.functional import reductions
+from lns_ops.optim import SGD, Adam, AdamW, moments
+from lns_ops.optim.backend_codes import Codes
 from tests.lns_ops.formats import FORMATS, IDS, half_ulp
 
 TORCHS: dict[str, dict[str, Any]] = {
@@ -358,7 +367,7 @@ def test_a_sum_of_squares_is_its_hypotenuse(fraction_bits: int) -> None:
 def test_norms_are_float64s(fmt: LNSFormat) -> None:
     codes = np.random.default_rng(0).choice(fmt.codes(), 3000)
     exact = np.linalg.norm(reference.decode(codes, fmt, np.float64))
-    assert float(moments.norm(torch.from_numpy(codes), fmt)) == pytest.approx(exact, rel=1e-12)
+    assert float(reductions.norm(torch.from_numpy(codes), fmt)) == pytest.approx(exact, rel=1e-12)
 
 
 # --------------------------------------------------------------------------------------------- what must not freeze

@@ -14,12 +14,12 @@ from torch import nn
 
 import lns_ops
 from lns_ops import formats, quantize_updates_, simulate_
-from lns_ops.float8 import Float8Linear, product_kind, scaled_product
-from lns_ops.formats import NumberFormat, block, parse
+from lns_ops.formats import NumberFormat, microscaling, parse
+from lns_ops.nn.float8_linear import Float8Linear, product_kind, scaled_product
+from lns_ops.nn.simulate import GROWTH_INTERVAL, INITIAL_LOSS_SCALE
 from lns_ops.optim import SGD, Adam, AdamW
-from lns_ops.simulation import GROWTH_INTERVAL, INITIAL_LOSS_SCALE
 
-needs_torchao = pytest.mark.skipif(block.unavailable() is not None, reason=block.unavailable() or "")
+needs_torchao = pytest.mark.skipif(microscaling.unavailable() is not None, reason=microscaling.unavailable() or "")
 NAMES = [
     "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fn/tensor", "fixed(16,10)", "int8", "int8/channel",
     "lns8/channel", pytest.param("mxfp8", marks=needs_torchao),
@@ -252,7 +252,7 @@ def test_recurrent_and_attention_layers_are_rounded_at_their_border() -> None:
         (lambda: simulate_(lns_ops.convert_(network(), "lns12", scope="everywhere"), "tf32"), "is in a number format already"),
         (lambda: lns_ops.convert_(network(), "bfloat16"), "only LNS has scopes; use scope='everywhere'"),
         (lambda: simulate_(network(), "float7"), "there is none of that name"),
-        (lambda: quantize_updates_(SGD(network().parameters(), lr=1.0), network()), "call lns_ops.simulation.simulate_ first"),
+        (lambda: quantize_updates_(SGD(network().parameters(), lr=1.0), network()), "call lns_ops.nn.simulate.simulate_ first"),
     ],
 )
 def test_bad_input_is_refused(make: Any, said: str) -> None:

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import lns_ops
 from lns_ops import LNSTensor, allow_float_fallback, convert_, lns12, lns16, revert_, summary
-from lns_ops.matmul_layers import LNSMatmulConv2d, LNSMatmulLinear
+from lns_ops.nn.matmul_layers import LNSMatmulConv2d, LNSMatmulLinear
 from tests.lns_ops.nets import GPT, LSTMClassifier, ResNet18
 
 safetensors = pytest.importorskip("safetensors")

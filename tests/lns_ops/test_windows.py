@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lns_ops import LNSTensor, lns8, lns12, lns16
-from lns_ops.windows import max_pool2d
+from lns_ops.functional.max_pool import max_pool2d
 
 
 @settings(max_examples=60)

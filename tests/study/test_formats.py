@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lns_ops.formats import block, parse
+from lns_ops.formats import microscaling, parse
 from study.compose import load
 from study.engine import run_study
 from study.objectives import bits_of
@@ -16,7 +16,7 @@ from study.report import write_report
 from study.state import FINISHED
 from tests.study.conftest import SilentView
 
-needs_torchao = pytest.mark.skipif(block.unavailable() is not None, reason=block.unavailable() or "")
+needs_torchao = pytest.mark.skipif(microscaling.unavailable() is not None, reason=microscaling.unavailable() or "")
 FORMATS = 16
 
 
