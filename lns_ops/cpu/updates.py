@@ -106,23 +106,10 @@ def _gradient(grad: Codes, weight: Codes) -> Codes:
 
 
 def adam_update(
-    weight: Codes,
-    grad: Codes,
-    fmt: LNSFormat,
-    *,
-    step: int,
-    exp_avg: Codes,
-    root: Codes,
-    residue: Codes | None = None,
-    compensation: Codes | None = None,
-    negative_lr: int,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: int | None = None,
-    decoupled: bool = False,
-    key: int | None = None,
-) -> None:
+    weight: Codes, grad: Codes, fmt: LNSFormat, *, step: int, exp_avg: Codes, root: Codes, residue: Codes | None = None,
+    compensation: Codes | None = None, negative_lr: int, beta1: float, beta2: float, eps: float, weight_decay: int | None = None,
+    decoupled: bool = False, key: int | None = None,
+) -> None:  # fmt: skip
     """One Adam or AdamW step in LNS operations, fused, in place; :func:`lns_ops.reference.adam_update` has the equations.
 
     Args:

@@ -1,6 +1,6 @@
 """What the optimizers composed of LNS operations descend along, in one pass on a CPU; the bits are those of the composition.
 
-Elsewhere, and where an optimizer's options ask for more, the operations run one by one (:mod:`lns_ops.optim.parameter_math`): they are the
+Elsewhere, and where an optimizer's options ask for more, the operations run one by one (:mod:`lns_ops.optim.backends`): they are the
 definition, and the tests compare both.
 
 Tensors are int16 codes on a CPU, contiguous and of one shape; scalars are codes. Results are new tensors; state changes in place.

@@ -236,16 +236,20 @@ def convert_(
         _check(name, layer, scope)
     if scope == "everywhere":
         _check_ties(owners, chosen)
+    _convert_layers([(layer, picked) for _, layer, picked in chosen], scope)
+    if scope == "everywhere":
+        _decode_at_float_layers(owners)
+    return module
+
+
+def _convert_layers(chosen: list[tuple[nn.Module, LNSFormat]], scope: str) -> None:
     encoded: dict[nn.Parameter, nn.Parameter] = {}
-    for _, layer, picked in chosen:
+    for layer, picked in chosen:
         if scope == "matmul":
             _convert_matmul(layer, picked)
         else:
             _convert_everywhere(layer, picked, encoded)
         layer.lns_conversion = Conversion(scope=scope, fmt=picked)  # type: ignore[assignment]
-    if scope == "everywhere":
-        _decode_at_float_layers(owners)
-    return module
 
 
 def _decode_at_float_layers(owners: list[tuple[str, nn.Module]]) -> None:

@@ -15,7 +15,7 @@ below half of that is lost, every time. Two ways to keep it:
 
 SGD and Adam update an LNSTensor parameter by one fused kernel in which every operation is an LNS operation, or with
 ``arithmetic="float32"`` by one that computes in float32 between loads and stores of codes. The other optimizers are composed of LNS or
-float32 operations (:mod:`lns_ops.optim.parameter_math`), the former ending in SGD's kernel; on a CPU Nesterov, RMSprop, Adagrad, Lion,
+float32 operations (:mod:`lns_ops.optim.backends`), the former ending in SGD's kernel; on a CPU Nesterov, RMSprop, Adagrad, Lion,
 Madam, Mul and SignMul take one pass before it (:mod:`lns_ops.functional.directions`), with the same bits. A float parameter takes torch
 operations. Memory for an LNS parameter: 2 bytes, + 2 with Kahan, + 2 with momentum or another average, + 4 for a second moment (Adam with
 stochastic rounding: 2).
@@ -28,6 +28,7 @@ LNS parameters.
 compensations and residues, in their dtypes.
 """
 
+from lns_ops.optim import step_check  # noqa: F401 (registers the check)
 from lns_ops.optim.adam import Adam, AdamW
 from lns_ops.optim.adam_variants import (
     Adamax,

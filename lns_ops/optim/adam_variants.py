@@ -8,9 +8,9 @@ from typing import Any, Unpack
 import torch
 
 from lns_ops.optim.backend_codes import Codes
+from lns_ops.optim.backends import ParameterMath
 from lns_ops.optim.base import Rounding, check_range
 from lns_ops.optim.composed import WithBetas
-from lns_ops.optim.parameter_math import ParameterMath
 
 
 class Adamax(WithBetas):

@@ -13,9 +13,9 @@ import torch
 
 from lns_ops.optim import moments
 from lns_ops.optim.backend_codes import Codes
+from lns_ops.optim.backends import ParameterMath
 from lns_ops.optim.base import Rounding, check_range
 from lns_ops.optim.composed import ComposedOptimizer
-from lns_ops.optim.parameter_math import ParameterMath
 
 
 def _check_eps(eps: float) -> None:

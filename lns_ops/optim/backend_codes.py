@@ -16,8 +16,8 @@ from lns_ops.formats.logarithmic import Logarithmic
 from lns_ops.functional import directions, reductions
 from lns_ops.optim import moments
 from lns_ops.optim.backend_float import Floats
+from lns_ops.optim.backends import ParameterMath
 from lns_ops.optim.base import gradient, rate_code, scalar_code
-from lns_ops.optim.parameter_math import ParameterMath
 from lns_ops.spec.format import LNSFormat
 from lns_ops.spec.gaussian_log import DecayTable
 from lns_ops.spec.reference import WEIGHT_SLOT
@@ -273,3 +273,10 @@ class Decoded(Floats):
 def _inside(x: Tensor) -> Tensor:
     """``x``, where it has left float32 the largest number, so that no NaN can come of it."""
     return x.clamp(_FLOAT32.min, _FLOAT32.max)
+
+
+def math_of(parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None) -> ParameterMath:
+    """The numbers of a parameter that has a gradient."""
+    if not isinstance(parameter, LNSTensor):
+        return Floats(parameter, state, group, key)
+    return (Decoded if group["arithmetic"] == "float32" else Codes)(parameter, state, group, key)

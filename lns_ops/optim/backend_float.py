@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lns_ops.optim.backends import ParameterMath
 from lns_ops.optim.base import add_float
-from lns_ops.optim.parameter_math import ParameterMath
 
 
 class Floats(ParameterMath):

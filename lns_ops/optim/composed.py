@@ -1,4 +1,4 @@
-"""What the optimizers composed of LNS operations share; :mod:`lns_ops.optim.parameter_math` has the operations."""
+"""What the optimizers composed of LNS operations share; :mod:`lns_ops.optim.backends` has the operations."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from lns_ops.optim.backend_codes import Codes, decay_codes
-from lns_ops.optim.backends import math_of
+from lns_ops.optim.backend_codes import Codes, decay_codes, math_of
+from lns_ops.optim.backends import ParameterMath
 from lns_ops.optim.base import LNSOptimizer, Rounding, scalar_code
-from lns_ops.optim.parameter_math import ParameterMath
 from lns_ops.spec.format import LNSFormat
 from lns_ops.spec.reference_updates import check_adam
 

@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 
+from lns_ops.optim.backends import ParameterMath
 from lns_ops.optim.base import Rounding, check_range
 from lns_ops.optim.composed import ComposedOptimizer, WithBetas, adam_direction
-from lns_ops.optim.parameter_math import ParameterMath
 
 
 def _scaled(x: ParameterMath, direction: Tensor, ratio: Tensor, defined: Tensor) -> Tensor:

@@ -19,9 +19,9 @@ from torch import Tensor
 from lns_ops import functional as lns
 from lns_ops.optim import moments
 from lns_ops.optim.backend_codes import Codes
+from lns_ops.optim.backends import ParameterMath
 from lns_ops.optim.base import Rounding, check_range, zeros
 from lns_ops.optim.composed import ComposedOptimizer
-from lns_ops.optim.parameter_math import ParameterMath
 from lns_ops.spec.format import LNSFormat
 from lns_ops.spec.gaussian_log import FINE_BITS
 from lns_ops.tensor import LNSTensor

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lns_ops import functional as lns
 from lns_ops.functional import directions
-from lns_ops.optim.backends import math_of
+from lns_ops.optim.backend_codes import math_of
+from lns_ops.optim.backends import ParameterMath
 from lns_ops.optim.base import LNSOptimizer, add_float, gradient, rate_code, scalar_code, state_codes, zeros
-from lns_ops.optim.parameter_math import ParameterMath
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor import LNSTensor
 

@@ -127,23 +127,10 @@ def adam_codes(beta1: float, beta2: float, eps: float, fmt: LNSFormat) -> AdamCo
 
 
 def adam_update(
-    weight: Codes,
-    grad: Codes,
-    fmt: LNSFormat,
-    *,
-    step: int,
-    exp_avg: Codes,
-    root: Codes,
-    residue: Codes | None = None,
-    compensation: Codes | None = None,
-    negative_lr: Codes,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: Codes | None = None,
-    decoupled: bool = False,
-    key: int | None = None,
-) -> tuple[Codes, Codes, Codes, Codes | None, Codes | None]:
+    weight: Codes, grad: Codes, fmt: LNSFormat, *, step: int, exp_avg: Codes, root: Codes, residue: Codes | None = None,
+    compensation: Codes | None = None, negative_lr: Codes, beta1: float, beta2: float, eps: float, weight_decay: Codes | None = None,
+    decoupled: bool = False, key: int | None = None,
+) -> tuple[Codes, Codes, Codes, Codes | None, Codes | None]:  # fmt: skip
     """One Adam step (D. Kingma, J. Ba 2015) in which every operation is an LNS operation.
 
     ::

@@ -41,7 +41,7 @@ import numpy as np
 from llvmlite import binding as llvm
 from numpy.typing import NDArray
 
-from lns_ops.cpu.compiler.intrinsics import ARRAY_HEADER
+from lns_ops.cpu.compiler.intrinsics import ARRAY_HEADER, argument_readers, helper
 
 _ENTRY = "lns_ops_entry"
 _PACKAGE = Path(__file__).parents[2]
@@ -281,8 +281,6 @@ def _compile(function: Callable[..., int], kinds: tuple[Any, ...]) -> bytes:
     Raises:
         RuntimeError: it refers to symbols outside itself.
     """
-    from lns_ops.cpu.compiler.intrinsics import argument_readers, helper
-
     kernel, (fit, arguments) = helper(function), argument_readers([_numba_type(kind) for kind in kinds])
 
     def entry(words: Any) -> Any:
