@@ -18,7 +18,7 @@ import lns_ops
 from lns_ops import LNSFormat, LNSTensor, convert_, lns12, lns16, reference
 from lns_ops import functional as lns
 from tests.lns_ops.float32_sums import outside
-from tests.lns_ops.formats import FORMATS, IDS, half_ulp
+from tests.lns_ops.lns_formats import FORMATS, IDS, half_ulp
 
 UNIT = 2.0**-24
 """float32's unit roundoff: e and u of the CPU."""

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_s
 
 from lns_ops import LNSFormat, LNSTensor, convert_, decode, lns12, lns16
 from lns_ops import functional as lns
-from tests.lns_ops.formats import half_ulp
+from tests.lns_ops.lns_formats import half_ulp
 
 FMT = LNSFormat(16, 10)
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lns_ops import LNSFormat, LNSTensor, NonFiniteError, allow_float_fallback, decode
 from tests.lns_ops import operations
-from tests.lns_ops.formats import half_ulp
+from tests.lns_ops.lns_formats import half_ulp
 
 pytest.importorskip("expecttest", reason="torch's operation database needs it")
 
@@ -209,7 +209,7 @@ def test_gradients(name: str) -> None:
 
 
 def test_the_document_is_the_table() -> None:
-    path = Path(__file__).parents[2] / "docs" / "operations.md"
+    path = Path(__file__).parents[3] / "docs" / "operations.md"
     assert path.read_text() == operations.document(), "run python -m tests.lns_ops.operations"
 
 

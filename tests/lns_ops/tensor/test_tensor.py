@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lns_ops import LNSFormat, LNSTensor, NonFiniteError, convert_, lns8, lns12, lns16, reference
-from tests.lns_ops.formats import FORMATS, IDS, half_ulp
+from tests.lns_ops.lns_formats import FORMATS, IDS, half_ulp
 
 
 def random(shape: tuple[int, ...], fmt: LNSFormat, seed: int = 0) -> LNSTensor:

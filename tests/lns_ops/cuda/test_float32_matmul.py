@@ -20,8 +20,8 @@ from lns_ops import (
 )
 from lns_ops import functional as lns
 from lns_ops.cuda import float32_matmul
+from tests.lns_ops.cuda.test_kernels import assert_same, gpu, random_codes
 from tests.lns_ops.float32_sums import outside
-from tests.lns_ops.test_cuda import assert_same, gpu, random_codes
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.training import Training
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from lns_ops import LNSTensor, cuda, lns12, lns16
-from tests.lns_ops.test_optimizers import ALL, FLOAT32, ROUNDINGS, gradients, make, run, start_of, values
+from tests.lns_ops.optimizers import ALL, FLOAT32, ROUNDINGS, gradients, make, run, start_of, values
 
 pytestmark = [
     pytest.mark.gpu,

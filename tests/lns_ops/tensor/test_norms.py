@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from lns_ops import LNSFormat, LNSTensor, convert_, decode, encode, lns12, lns16
-from tests.lns_ops.formats import half_ulp
+from tests.lns_ops.lns_formats import half_ulp
 
 FMT = LNSFormat(16, 10)
 

@@ -25,8 +25,8 @@ from lns_ops.functional import convolution, indexed
 from lns_ops.functional.convolution import Geometry
 from lns_ops.spec import unary_functions
 from tests.lns_ops.nets import GPT, LSTMClassifier, ResNet18
-from tests.lns_ops.test_layers import LAYERS, PACKED, Packed
-from tests.lns_ops.test_lookup import PARAMETERS
+from tests.lns_ops.spec.test_unary_functions import PARAMETERS
+from tests.lns_ops.tensor.test_layers import LAYERS, PACKED, Packed
 
 pytestmark = [
     pytest.mark.gpu,

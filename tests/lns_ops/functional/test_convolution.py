@@ -27,7 +27,7 @@ from lns_ops.functional import convolution
 from lns_ops.functional.convolution import Geometry
 from lns_ops.reference import LONG_SUM
 from tests.lns_ops.float32_sums import order
-from tests.lns_ops.formats import half_ulp
+from tests.lns_ops.lns_formats import half_ulp
 
 
 class Case(NamedTuple):

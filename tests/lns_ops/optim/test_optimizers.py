@@ -1,8 +1,7 @@
-"""The composed optimizers: torch's updates on floats, the reference's bits on codes, state that survives, values refused."""
+"""The composed optimizers: torch's updates on floats, the reference's bits on codes, values refused."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -14,72 +13,16 @@ import lns_ops.optim as optim
 from lns_ops import (
     LNSFormat,
     LNSTensor,
-    convert_,
     lns8,
     lns12,
     lns16,
     reference,
 )
 from lns_ops.functional import reductions
-from lns_ops.optim import SGD, Adam, AdamW, moments
+from lns_ops.optim import SGD, Adam, moments
 from lns_ops.optim.backend_codes import Codes
-from tests.lns_ops.formats import FORMATS, IDS, half_ulp
-
-TORCHS: dict[str, dict[str, Any]] = {
-    "SGD": {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
-    "Adam": {"lr": 0.05, "amsgrad": True, "weight_decay": 0.1},
-    "AdamW": {"lr": 0.05, "amsgrad": True},
-    "RMSprop": {"lr": 0.02, "weight_decay": 0.1},
-    "Adagrad": {"lr": 0.05, "lr_decay": 0.1, "initial_accumulator_value": 0.2},
-    "Adadelta": {"lr": 1.0, "eps": 1e-3, "weight_decay": 0.1},
-    "Rprop": {"lr": 0.02},
-    "ASGD": {"lr": 0.05, "lambd": 0.01, "t0": 3},
-    "Adamax": {"lr": 0.02, "weight_decay": 0.1},
-    "NAdam": {"lr": 0.02, "weight_decay": 0.1, "decoupled_weight_decay": True},
-    "RAdam": {"lr": 0.02, "weight_decay": 0.1, "betas": (0.9, 0.99)},
-}
-OURS: dict[str, dict[str, Any]] = {
-    "LARS": {"lr": 0.2, "trust_coefficient": 0.1, "weight_decay": 0.01},
-    "LAMB": {"lr": 0.02, "weight_decay": 0.1},
-    "Lion": {"lr": 0.01, "weight_decay": 0.1},
-    "Madam": {"lr": 0.02},
-    "Mul": {"lr": 0.05},
-    "SignMul": {"lr": 0.02},
-    "HybridMul": {"lr": 0.02},
-}
-ALL = TORCHS | OURS
-ROUNDINGS: list[dict[str, Any]] = [{}, {"kahan_sum": True}, {"stochastic_rounding": True, "seed": 4}]
-
-
-def make(name: str, params: Any, **more: Any) -> torch.optim.Optimizer:
-    kind: Any = getattr(optim, name)
-    optimizer: torch.optim.Optimizer = kind(params, **(ALL[name] | more))
-    return optimizer
-
-
-def run(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, grads: list[Tensor]) -> None:
-    for grad in grads:
-        parameter.grad = (
-            LNSTensor.from_float(grad, parameter.fmt) if isinstance(parameter, LNSTensor) else grad.to(parameter.dtype)
-        )
-        optimizer.step()
-
-
-def gradients(steps: int, *shape: int, seed: int = 1) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) + 0.5 for _ in range(steps)]
-
-
-def start_of(n: int) -> Tensor:
-    x = torch.randn(n, generator=torch.Generator().manual_seed(2))
-    return torch.where(x.abs() < 0.05, 0.05, x)
-
-
-def values(state: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: value.codes if isinstance(value, LNSTensor) else value for name, value in state.items()}
-
-
-# ------------------------------------------------------------------------------------------------- against torch
+from tests.lns_ops.lns_formats import FORMATS, IDS, half_ulp
+from tests.lns_ops.optimizers import ALL, FLOAT32, ROUNDINGS, TORCHS, gradients, make, run, start_of, values
 
 
 @pytest.mark.parametrize("name", list(TORCHS))
@@ -119,9 +62,6 @@ def test_codes_move_as_floats(name: str, rounding: dict[str, Any]) -> None:
     moved, wanted = weight.detach().to_float() - start, exact.detach() - start
     assert torch.corrcoef(torch.stack([moved, wanted]))[0, 1] > 0.97
     assert abs((moved - wanted).mean()) < 0.05 * wanted.abs().mean()
-
-
-FLOAT32: dict[str, Any] = {"arithmetic": "float32"}
 
 
 @pytest.mark.parametrize("name", list(ALL))
@@ -371,150 +311,6 @@ def test_norms_are_float64s(fmt: LNSFormat) -> None:
 
 
 # --------------------------------------------------------------------------------------------- what must not freeze
-
-
-ROOTS = {"RMSprop": ("alpha", "square_avg"), "NAdam": ("betas", "exp_avg_sq"), "RAdam": ("betas", "exp_avg_sq"),
-         "LAMB": ("betas", "exp_avg_sq"), "Madam": ("beta", "exp_avg_sq"), "Adadelta": ("rho", "square_avg")}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", list(ROOTS))
-@pytest.mark.parametrize("arithmetic", optim.ARITHMETICS)
-def test_second_moments_do_not_freeze(name: str, arithmetic: str) -> None:
-    """With a decay of 0.999 the moment follows gradients that shrink by ten, where lns12's own steps are 1.1 %."""
-    option, state = ROOTS[name]
-    weight = nn.Parameter(LNSTensor.from_float(torch.ones(20), lns12))
-    optimizer = make(name, [weight], **{option: (0.9, 0.999) if option == "betas" else 0.999, "lr": 1e-3}, arithmetic=arithmetic)
-    exact, generator = torch.zeros(20, dtype=torch.float64), torch.Generator().manual_seed(0)
-    for step in range(1000):
-        grad = LNSTensor.from_float(torch.randn(20, generator=generator) * (3.0 if step < 300 else 0.3), lns12)
-        exact = 0.999 * exact + 0.001 * grad.to_float().double() ** 2
-        weight.grad = grad
-        optimizer.step()
-        if step in (50, 299, 999):
-            root = optimizer.state[weight][f"root_{state}"].to_float().double()
-            assert abs((root / exact.sqrt()).mean() - 1) < 0.016
-
-
-def test_the_largest_gradient_decays_by_less_than_an_ulp_a_step() -> None:
-    weight = nn.Parameter(LNSTensor.from_float(torch.ones(8), lns12))
-    optimizer = optim.Adamax([weight], lr=1e-3)
-    run(optimizer, weight, [torch.full((8,), 2.0)] + [torch.zeros(8)] * 1000)
-    assert optimizer.state[weight]["exp_inf"].to_float()[0].item() == pytest.approx(2 * 0.999**1000, rel=0.01)
-
-
-def test_adagrads_sum_goes_on_growing() -> None:
-    weight = nn.Parameter(LNSTensor.from_float(torch.ones(8), lns12))
-    optimizer = optim.Adagrad([weight], lr=1e-3)
-    run(optimizer, weight, [torch.ones(8)] * 2000)
-    assert optimizer.state[weight]["root_sum"].to_float()[0].item() == pytest.approx(2000**0.5, rel=0.01)
-
-
-@pytest.mark.parametrize("arithmetic", optim.ARITHMETICS)
-def test_asgds_average_follows_by_less_than_an_ulp(arithmetic: str) -> None:
-    """A thousandth of the way a step, over a thousand steps of a weight that stands still."""
-    weight = nn.Parameter(LNSTensor.from_float(torch.full((8,), 2.0), lns12))
-    optimizer = optim.ASGD([weight], lr=1.0, lambd=0.0, t0=0, arithmetic=arithmetic)
-    run(optimizer, weight, [torch.full((8,), 1.0)] + [torch.zeros(8)] * 3000)
-    assert optimizer.state[weight]["ax"].to_float()[0].item() == pytest.approx(1.0, rel=0.012)
-
-
-# ------------------------------------------------------------------------------------------------------------- state
-
-
-@pytest.mark.parametrize("name", list(ALL))
-@pytest.mark.parametrize("kind", ["lns", "lns kahan", "lns random", "lns float32", "float32", "bfloat16"])
-def test_state_survives_its_state_dict(name: str, kind: str) -> None:
-    """Six steps, and three, a state dict, and three more in a new optimizer: the same bits, the same dtypes."""
-    rounding = {
-        "lns kahan": ROUNDINGS[1], "lns random": ROUNDINGS[2], "lns float32": ROUNDINGS[1] | FLOAT32, "bfloat16": ROUNDINGS[1]
-    }.get(kind, {})  # fmt: skip
-    start = start_of(30)
-    initial = LNSTensor.from_float(start, lns12) if "lns" in kind else start.to(getattr(torch, kind))
-    grads, weight = gradients(6, 30), nn.Parameter(initial.clone())
-    optimizer = make(name, [weight], **rounding)
-    run(optimizer, weight, grads[:3])
-    twin = nn.Parameter(weight.detach().clone())
-    other = make(name, [twin], lr=0.5)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for each, parameter in ((optimizer, weight), (other, twin)):
-        run(each, parameter, grads[3:])
-    states = values(optimizer.state[weight]), values(other.state[twin])
-    assert states[0].keys() == states[1].keys()
-    for key, value in states[0].items():
-        assert states[1][key].dtype == value.dtype
-        assert torch.equal(states[1][key], value), key
-    assert torch.equal(*(p.codes if isinstance(p, LNSTensor) else p for p in (weight, twin)))
-    residues = [key for key in states[0] if key.endswith("_residue")]
-    assert all(states[0][key].dtype == torch.int16 for key in residues)
-    assert states[0].get("step", torch.zeros(1, dtype=torch.int64)).dtype == torch.int64
-
-
-@pytest.mark.parametrize("name", list(ALL))
-@pytest.mark.parametrize("arithmetic", optim.ARITHMETICS)
-def test_fresh_state_is_zero(name: str, arithmetic: str) -> None:
-    """As a captured CUDA graph needs: from zeroed state a step is a first step."""
-    weights = [nn.Parameter(LNSTensor.from_float(start_of(30), lns12)) for _ in range(2)]
-    first, again = (make(name, [w], kahan_sum=True, arithmetic=arithmetic) for w in weights)
-    run(first, weights[0], gradients(1, 30))
-    run(again, weights[1], gradients(1, 30, seed=9))
-    weights[1].codes.copy_(LNSTensor.from_float(start_of(30), lns12).codes)
-    for value in values(again.state[weights[1]]).values():
-        value.zero_()
-    run(again, weights[1], gradients(1, 30))
-    assert torch.equal(*(w.codes for w in weights))
-
-
-def test_options_that_a_checkpoint_is_older_than_take_their_defaults() -> None:
-    weight = nn.Parameter(torch.ones(3))
-    saved = SGD([weight], lr=0.1).state_dict()
-    for name in ("nesterov", "weight_decay", "maximize"):
-        del saved["param_groups"][0][name]
-    optimizer = SGD([weight], lr=0.2)
-    optimizer.load_state_dict(saved)
-    run(optimizer, weight, [torch.ones(3)])
-    torch.testing.assert_close(weight.detach(), torch.full((3,), 0.9))
-
-
-@pytest.mark.parametrize("kind", [SGD, AdamW, optim.Lion])
-def test_compensation_begins_with_what_conversion_lost(kind: Any) -> None:
-    """Weight and compensation together are the float32 weights to the square of a half step."""
-    model = nn.Linear(20, 30)
-    exact = [p.detach().clone() for p in model.parameters()]
-    convert_(model, lns12, scope="everywhere")
-    optimizer = kind(model.parameters(), lr=1e-3, kahan_sum=True)
-    optimizer.init_compensation(exact)
-    for parameter, value in zip(model.parameters(), exact, strict=True):
-        whole = parameter.to_float() + optimizer.state[parameter]["compensation"].to_float()
-        assert ((parameter.to_float() - value).abs() / value.abs()).max() > 0.004
-        assert ((whole - value).abs() <= 0.0055**2 * value.abs() + lns12.smallest).all()
-    named = kind(model.named_parameters(), lr=1e-3, kahan_sum=True)
-    named.init_compensation({"weight": exact[0], "bias": exact[1], "unused": exact[0]})
-    for parameter in model.parameters():
-        assert torch.equal(*(o.state[parameter]["compensation"].codes for o in (optimizer, named)))
-
-
-def test_compensation_of_logarithms_and_of_bfloat16() -> None:
-    exact = start_of(200)
-    weight = nn.Parameter(LNSTensor.from_float(exact, lns12))
-    optimizer = optim.Madam([weight], kahan_sum=True)
-    optimizer.init_compensation([exact])
-    log = (weight.codes & lns12.field_mask) - lns12.bias + optimizer.state[weight]["weight_residue"] / 65536
-    torch.testing.assert_close(torch.exp2(log.double() / 64), exact.abs().double(), rtol=1e-6, atol=0)
-    low = nn.Parameter(torch.zeros(200, dtype=torch.bfloat16))
-    optimizer = SGD([low], lr=0.1, kahan_sum=True)
-    optimizer.init_compensation([exact])
-    torch.testing.assert_close(low.detach().float() + optimizer.state[low]["compensation"].float(), exact, rtol=2e-5, atol=0)
-
-
-def test_compensation_cannot_begin_without_what_it_needs() -> None:
-    weight = nn.Parameter(torch.ones(3))
-    with pytest.raises(ValueError, match="kahan_sum=False: it keeps none"):
-        SGD([weight], lr=0.1).init_compensation([torch.ones(3)])
-    optimizer = SGD([weight], lr=0.1, kahan_sum=True)
-    with pytest.raises(ValueError, match=r"shapes \[\(4,\)\]: must be those of the parameters, \[\(3,\)\]"):
-        optimizer.init_compensation([torch.ones(4)])
-    with pytest.raises(ValueError, match="parameters without names"):
-        optimizer.init_compensation({"weight": torch.ones(3)})
 
 
 def test_groups_of_lars_and_lamb_need_not_adapt() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lns_ops import LNSFormat, NonFiniteError, cpu, lns8, lns12, lns16, reference
-from tests.lns_ops.formats import FORMATS, IDS, half_ulp
+from tests.lns_ops.lns_formats import FORMATS, IDS, half_ulp
 
 
 @pytest.mark.parametrize(

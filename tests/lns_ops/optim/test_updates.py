@@ -18,7 +18,7 @@ import lns_ops
 from lns_ops import LNSFormat, LNSTensor, cpu, lns8, lns12, lns16, reference
 from lns_ops.optim import SGD, Adam, AdamW
 from lns_ops.spec.gaussian_log import decay_table, stochastic_tables
-from tests.lns_ops.formats import FORMATS, IDS
+from tests.lns_ops.lns_formats import FORMATS, IDS
 
 KEY = 5 << 32 | 77
 

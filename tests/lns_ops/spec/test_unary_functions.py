@@ -20,7 +20,7 @@ from lns_ops import (
 from lns_ops import functional as lns
 from lns_ops.functional import indexed
 from lns_ops.spec import unary_functions
-from tests.lns_ops.formats import FORMATS, IDS
+from tests.lns_ops.lns_formats import FORMATS, IDS
 
 PARAMETERS = {
     "power_of": (2.0,),
