@@ -22,6 +22,7 @@ def checked_codes(x: Codes) -> Codes:
 
 
 def flattened(x: Codes) -> Codes:
+    """``x`` as :func:`checked_codes` makes it, in one dimension."""
     return checked_codes(x).reshape(-1)
 
 

@@ -33,6 +33,7 @@ class Survey(NamedTuple):
 
 
 def survey(x: Codes, fmt: LNSFormat) -> Survey:
+    """The :class:`Survey` of an operand, in one pass over it."""
     flat = flattened(x.T if x.flags.f_contiguous else x)
     found = np.empty(3, np.int64)
     run(gather_gemm.survey, flat.size, flat.size, flat, found, fmt.field_mask)

@@ -58,6 +58,7 @@ COPIES = 8
 
 @lru_cache(maxsize=512)
 def elementwise_kernel(name: str, bits: int, fraction_bits: int, device: int) -> Kernel:
+    """The kernel ``lns_NAME`` of ``elementwise.cu`` or ``updates.cu`` for a format and a device, compiled once."""
     fmt = LNSFormat(bits, fraction_bits)
     fast = fraction_bits <= _SHARED_FRACTION_BITS
     shared = len(gaussian_tables(fraction_bits).plus) * 4 * COPIES if fast and name in WITH_TABLE else 0

@@ -75,6 +75,7 @@ _GEMM_LAYOUT = "PPPPPPiiiqqqqii"
 
 @lru_cache(maxsize=256)
 def choose_tile(batch: int, M: int, N: int, K: int, multiprocessors: int) -> Tile:
+    """The tile of the fewest estimated cycles."""
     return min(TILES, key=lambda tile: tile.cycles(batch, M, N, K, multiprocessors))
 
 

@@ -152,6 +152,7 @@ def _forget() -> None:
 
 
 def compile_function(source: str, name: str, options: tuple[str, ...], device: int) -> Any:
+    """The function ``name`` of CUDA C++ ``source``, compiled for a device."""
     cupy = _cupy()
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # torch's context exists and is current
@@ -172,6 +173,7 @@ def shared_base(device: int) -> int:
 
 
 def compile_options(fmt: LNSFormat, device: int, **more: int) -> tuple[str, ...]:
+    """Macro definitions of a format and a device, and ``more``."""
     tables = gaussian_tables(fmt.fraction_bits)
     values = {
         "BITS": fmt.bits,
@@ -226,11 +228,13 @@ def count_faults_apart(stream: torch.cuda.Stream) -> None:
 
 
 def uploaded(table: np.ndarray[Any, Any], device: int) -> Tensor:
+    """A copy of a host table on a device."""
     return torch.from_numpy(np.array(table)).to(torch.device("cuda", device))
 
 
 @lru_cache(maxsize=64)
 def device_tables(fraction_bits: int, device: int) -> _Tables:
+    """The tables of a format on a device, uploaded once."""
     plus, minus = (table.astype(np.int64) for table in gaussian_tables(fraction_bits))
     drift = -int(minus[1:].min(initial=0))
     packed = ((plus + drift) & 0xFFFF) | ((minus + drift) << 16)
@@ -281,6 +285,7 @@ def check_faults(device: int | torch.device | None = None) -> None:
 
 @lru_cache(maxsize=16)
 def multiprocessor_count(device: int) -> int:
+    """How many multiprocessors a device has."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -294,8 +299,10 @@ def grid_of(n: int, device: int, *, per_thread: int = 8, kernel: Kernel | None =
 
 
 def alignment_flag(*tensors: Tensor | None) -> int:
+    """1 if all tensors begin at multiples of 16 bytes, as wide loads need, else 0."""
     return int(all(t is None or t.data_ptr() % 16 == 0 for t in tensors))
 
 
 def pointer_of(tensor: Tensor | None) -> int:
+    """A tensor's address; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
