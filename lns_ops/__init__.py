@@ -9,17 +9,25 @@ The arithmetic is specified in :mod:`lns_ops.reference`; formats in :mod:`lns_op
 LNS one; :mod:`lns_ops.optim` steps it.
 """
 
-from lns_ops import flops, formats, handlers, optim, serialization
-from lns_ops.accumulation import get_matmul_accumulation, matmul_accumulation, set_matmul_accumulation
+from lns_ops import cpu, cuda, formats, optim, serialization
 from lns_ops.analysis import Analysis, analyze
 from lns_ops.cuda import check_faults
-from lns_ops.fallback import allow_float_fallback
-from lns_ops.format import LNSFormat, NonFiniteError, lns8, lns12, lns16
-from lns_ops.functional import decode, encode
+from lns_ops.functional import decode, encode, flops
+from lns_ops.functional.accumulation import get_matmul_accumulation, matmul_accumulation, set_matmul_accumulation
 from lns_ops.nn import Conversion, convert_, revert_, summary
-from lns_ops.simulation import simulate_
+from lns_ops.nn.float8_linear import product_kind
+from lns_ops.nn.simulate import simulate_
+from lns_ops.optim.quantized_updates import quantize_updates_
+from lns_ops.spec.format import (
+    LNSFormat,
+    NonFiniteError,
+    lns8,
+    lns12,
+    lns16,
+)
 from lns_ops.tensor import LNSTensor
-from lns_ops.updates import quantize_updates_
+from lns_ops.tensor import ops as handlers
+from lns_ops.tensor.fallback import allow_float_fallback
 
 __all__ = [
     "Analysis",
@@ -54,9 +62,7 @@ __all__ = [
 
 def backends() -> dict[str, object]:
     """Which kernels are in use on each device, and why: ``{"cpu": {"kernel": "simd avx512bw", ...}}``."""
-    from lns_ops import cpu, cuda, float8
-
     return {
-        "cpu": {**cpu.kernel_info(), "float8_products": float8.product_kind("cpu")},
-        "cuda": {**cuda.kernel_info(), **({} if cuda.unavailable() else {"float8_products": float8.product_kind("cuda")})},
+        "cpu": {**cpu.kernel_info(), "float8_products": product_kind("cpu")},
+        "cuda": {**cuda.kernel_info(), **({} if cuda.unavailable() else {"float8_products": product_kind("cuda")})},
     }

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lns_ops.format import LNSFormat
+from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor import LNSTensor
 
 METADATA_KEY = "lns_formats"

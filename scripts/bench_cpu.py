@@ -30,9 +30,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from lns_ops import LNSTensor, convert_, convolution, cpu, indexed, optim
+from lns_ops import (
+    LNSTensor,
+    convert_,
+    cpu,
+    optim,
+)
 from lns_ops import functional as lns
 from lns_ops.format import LNSFormat, lns12, lns16
+from lns_ops.functional import convolution, indexed
 from trainers.config import ModelConfig, PrecisionConfig
 from trainers.config.optimizer import OptimizerConfig
 from trainers.data import Split

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import lns_ops.cpu
-from lns_ops.formats import block
+from lns_ops.formats import microscaling
 from trainers.config import ModelConfig, OptimizerConfig, PrecisionConfig
 from trainers.data import Split
 from trainers.models import build
@@ -57,7 +57,7 @@ def main() -> None:
     print(f"| ms a step | {' | '.join(f'{model}, {update}' for model in MODELS for update in UPDATES)} |")
     print("|---" * (1 + len(MODELS) * len(UPDATES)) + "|")
     for name in FORMATS:
-        if name.startswith("mx") and (reason := block.unavailable()) is not None:
+        if name.startswith("mx") and (reason := microscaling.unavailable()) is not None:
             print(f"| {name} | {reason} |")
             continue
         cells = []

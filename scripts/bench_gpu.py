@@ -7,7 +7,7 @@ Prints medians of CUDA-event times (warm-up first, rotating inputs larger than t
 
 - copy: bytes a second of a large device-to-device copy, read plus written, through torch;
 - issue: instructions a second that the multiprocessors issue, from a kernel of independent float additions. A multiply-add of the GEMM
-  takes 7 of them at least (lns_ops/kernels/arithmetic.cuh), so issue / 7 bounds it.
+  takes 7 of them at least (lns_ops/cuda/src/arithmetic.cuh), so issue / 7 bounds it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ import numpy as np
 import torch
 
 import lns_ops
-from lns_ops import LNSFormat, _float32, cuda, lns12, lns16
+from lns_ops import LNSFormat, cuda, lns12, lns16
 from lns_ops import functional as lns
+from lns_ops.cuda import float32_matmul, gemm, runtime
+from lns_ops.spec.gaussian_log import gaussian_tables
 
 INSTRUCTIONS = 7
 _RESULTS: dict[str, Any] = {}
@@ -74,8 +76,8 @@ def issue_rate() -> float:
         + " + ".join(f"x{i}" for i in range(16))
         + "; }"
     )
-    kernel = cuda._Kernel(cuda._compile(source, "issue", (), 0), "Pif", 0)
-    out, blocks = torch.zeros(1, device="cuda"), cuda._multiprocessors(0) * 2
+    kernel = runtime.Kernel(runtime.compile_function(source, "issue", (), 0), "Pif", 0)
+    out, blocks = torch.zeros(1, device="cuda"), runtime.multiprocessor_count(0) * 2
     time = seconds([lambda: kernel((blocks, 1, 1), 1024, 0, out.data_ptr(), 2000, 1.0)])
     return blocks * 1024 * 2000 * 256 / time
 
@@ -124,7 +126,7 @@ def report(name: str, seconds_: float, work: float, unit: str, ceiling: float | 
     _RESULTS[name] = {"seconds": seconds_, "rate": rate, "unit": unit, "ceiling": ceiling}
 
 
-def gemm(issue: float, quick: bool) -> None:
+def products(issue: float, quick: bool) -> None:
     bound = issue / INSTRUCTIONS
     sizes = [(1024, 1024, 1024), (4096, 4096, 4096)]
     for fmt in (lns16, lns12):
@@ -138,9 +140,9 @@ def gemm(issue: float, quick: bool) -> None:
                     report(f"  tile {tuple(tile)}", seconds(calls, repeats=7), M * K * N, "TMAC/s", bound)
     M = 4096
     x, y = codes((M, M), lns16), codes((M, M), lns16)
-    plus, minus = cuda.gaussian_tables(7)
+    plus, minus = gaussian_tables(7)
     tables = [torch.tensor(np.array(t), device="cuda") for t in (plus, minus)]
-    naive = cuda._Kernel(cuda._compile(NAIVE, "naive", (), 0), "PPPPPiiii", 0)
+    naive = runtime.Kernel(runtime.compile_function(NAIVE, "naive", (), 0), "PPPPPiiii", 0)
     out = torch.empty_like(x)
     pointers = [t.data_ptr() for t in (x, y, out, *tables)]
     time = seconds([lambda: naive((M // 16, M // 16, 1), 256, 0, *pointers, len(plus) - 1, M, M, M)], repeats=3)
@@ -156,7 +158,9 @@ def gemm(issue: float, quick: bool) -> None:
             x = codes((K, M), fmt).t() if label == "dW" else codes((M, K), fmt)
             y = codes((N, K), fmt).t() if label in ("forward", "output") else codes((K, N), fmt)
             time = seconds([lambda: lns.matmul(x, y, fmt)], graph=True)
-            report(f"gemm {fmt} {label} {M}x{K}x{N}", time, M * K * N, "TMAC/s", bound, str(tuple(cuda._choose(1, M, N, K, 132))))
+            report(
+                f"gemm {fmt} {label} {M}x{K}x{N}", time, M * K * N, "TMAC/s", bound, str(tuple(gemm.choose_tile(1, M, N, K, 132)))
+            )
             if not quick and fmt == lns16:
                 for tile in cuda.TILES[1:]:
                     call = lambda t=tile: cuda.matmul(x, y, fmt.bits, fmt.fraction_bits, tile=t)
@@ -176,15 +180,15 @@ FLOAT32_SHAPES = [
 def float32_sums(copy: float) -> None:
     """Products with float32 sums, step by step, as fractions of cuBLAS's product of the decoded operands alone."""
     for fmt in (lns12, lns16):
-        kind = _float32.operand_type(fmt.fraction_bits)
+        kind = float32_matmul.operand_type(fmt.fraction_bits)
         for label, (M, K, N) in FLOAT32_SHAPES:
             x = [codes((K, M), fmt).t() if label == "dW" else codes((M, K), fmt) for _ in range(2)]
             y = [codes((N, K), fmt).t() if label in ("forward", "output") else codes((K, N), fmt) for _ in range(2)]
-            decode = lambda i: _float32.decoded_operands(x[i], y[i], fmt.bits, fmt.fraction_bits)
+            decode = lambda i: float32_matmul.decoded_operands(x[i], y[i], fmt.bits, fmt.fraction_bits)
             pairs, work = [decode(i) for i in range(2)], M * K * N
             steps = {
-                f"cuBLAS {kind} to float32": lambda i: _float32.float32_product(*pairs[i], kind),
-                f"{fmt} decode + product": lambda i: _float32.float32_product(*decode(i), kind),
+                f"cuBLAS {kind} to float32": lambda i: float32_matmul.float32_product(*pairs[i], kind),
+                f"{fmt} decode + product": lambda i: float32_matmul.float32_product(*decode(i), kind),
                 f"{fmt} decode + product + encode": lambda i: lns.matmul(x[i], y[i], fmt, accumulation="float32"),
             }
             if kind == "bf16":
@@ -195,7 +199,7 @@ def float32_sums(copy: float) -> None:
                 report(f"{step} {label} {M}x{K}x{N}", time, work, "TMAC/s", alone)
                 alone = alone or work / time
         both = [codes((1 << 26,), fmt) for _ in range(4)]
-        calls = [lambda i=i: _float32.decoded_operands(both[i], both[i + 1], fmt.bits, fmt.fraction_bits) for i in (0, 2)]
+        calls = [lambda i=i: float32_matmul.decoded_operands(both[i], both[i + 1], fmt.bits, fmt.fraction_bits) for i in (0, 2)]
         report(f"decode two operands {fmt} to {kind}", seconds(calls), (4 if kind == "bf16" else 6) * (1 << 27), "TB/s", copy)
 
 
@@ -394,7 +398,7 @@ def main() -> None:
     print(
         f"ceilings: copy {copy / 1e12:.3f} TB/s, issue {issue / 1e12:.2f} T instructions/s, GEMM {issue / INSTRUCTIONS / 1e12:.2f} TMAC/s"
     )
-    gemm(issue, options.quick)
+    products(issue, options.quick)
     float32_sums(copy)
     training_step()
     memory_bound(copy, 1 << (26 if options.quick else 28))

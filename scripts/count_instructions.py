@@ -2,7 +2,7 @@
 
     python scripts/count_instructions.py [--format lns12] [--copy 4.26e12] [--issue 32.9e12]
 
-Compiles lns_ops/kernels/updates.cu and updates_float32.cu for sm_90 with nvcc, reads the largest loop of each kernel by cuobjdump (both
+Compiles lns_ops/cuda/src/updates.cu and updates_float32.cu for sm_90 with nvcc, reads the largest loop of each kernel by cuobjdump (both
 from CUDA 13; on PyPI in nvidia-cuda-nvcc and nvidia-cuda-cuobjdump), and prints instructions an element, bytes an element, the time that
 either takes at the measured rates (bytes a second of a copy, read plus written; thread instructions a second that the chip issues:
 scripts/bench_gpu.py measures both) and the fraction of the copy's rate at which the instructions alone would run.
@@ -18,9 +18,9 @@ from collections import Counter
 from functools import lru_cache
 from pathlib import Path
 
-from lns_ops import cuda
+from lns_ops.cuda import elementwise, runtime
 from lns_ops.format import LNSFormat
-from lns_ops.gaussian import stochastic_tables
+from lns_ops.spec.gaussian_log import stochastic_tables
 
 KERNELS = {  # bytes an element, elements a loop
     "sgd": (6, 8),
@@ -40,9 +40,13 @@ def loop(name: str, fmt: LNSFormat, folder: Path) -> Counter[str]:
     source, binary = folder / f"{name}.cu", folder / f"{name}.cubin"
     more = {"FAST": int("float32" not in name), "ADAM_KERNELS": int(name.startswith("adam"))}
     if more["FAST"]:
-        more |= {"COPIES": cuda._COPIES, "SHARED_TABLES": 1, "FINE_LAST": len(stochastic_tables(fmt.fraction_bits).plus) - 1}
-    source.write_text(cuda._source("updates.cu" if more["FAST"] else "updates_float32.cu"))
-    defines = cuda._defines(fmt, 0, **more)
+        more |= {
+            "COPIES": elementwise.COPIES,
+            "SHARED_TABLES": 1,
+            "FINE_LAST": len(stochastic_tables(fmt.fraction_bits).plus) - 1,
+        }
+    source.write_text(runtime.kernel_source("updates.cu" if more["FAST"] else "updates_float32.cu"))
+    defines = runtime.compile_options(fmt, 0, **more)
     subprocess.run(["nvcc", "-std=c++17", "-arch=sm_90", "-w", "-cubin", *defines, "-o", binary, source], check=True)
     sass = subprocess.run(
         ["cuobjdump", "-sass", "-fun", f"lns_{name}", binary], check=True, capture_output=True, text=True
@@ -64,7 +68,7 @@ def main() -> None:
     parser.add_argument("--copy", type=float, default=4.26e12)
     parser.add_argument("--issue", type=float, default=32.9e12)
     options = parser.parse_args()
-    cuda._shared_base = lru_cache(lambda device: 1024)  # asked of the device elsewhere; any constant makes the same code
+    runtime.shared_base = lru_cache(lambda device: 1024)  # asked of the device elsewhere; any constant makes the same code
     print(f"{'update':28s} instructions  bytes   issue ps  copy ps   issue alone / copy")
     with tempfile.TemporaryDirectory() as folder:
         for name, (size, elements) in KERNELS.items():

@@ -62,7 +62,9 @@ def test_a_wheel_installs_no_conf_of_its_own_and_finds_its_studies(checkout: Pat
     names = wheel.namelist()
     assert {name.partition("/")[0] for name in names if ".dist-info" not in name} == {"study", "trainers", "lns_ops"}
     assert sorted(name.removeprefix("study/conf/") for name in names if name.startswith("study/conf/")) == STUDIES
-    assert {"lns_ops/py.typed", "trainers/py.typed", "study/report/templates/report.html.j2"} <= set(names)
+    kernels = {path.relative_to(ROOT).as_posix() for path in (ROOT / "lns_ops" / "cuda" / "src").iterdir()}
+    assert len(kernels) > 10
+    assert {*kernels, "lns_ops/py.typed", "trainers/py.typed", "study/report/templates/report.html.j2"} <= set(names)
     wheel.extractall(tmp_path / "site")
     assert "# 12 trials:" in plan(tmp_path / "site", tmp_path / "work")
 

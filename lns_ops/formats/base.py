@@ -2,7 +2,7 @@
 
 A format maps float32 values to *codes* (and a scale, where values share one) and back. :meth:`NumberFormat.quantize` is both in one: the
 values of a tensor on the format's grid, as float32, which carries every value of every format here exactly. It is what training in a
-simulated format (:mod:`lns_ops.simulation`) is made of, so its contract is tested for all formats alike: idempotent, monotone, within
+simulated format (:mod:`lns_ops.nn.simulate`) is made of, so its contract is tested for all formats alike: idempotent, monotone, within
 the error model, the same bits on every device.
 """
 
@@ -120,7 +120,7 @@ class NumberFormat(ABC):
 
 
 def as_float32(x: Tensor) -> Tensor:
-    """``x`` as float32, apart from any graph: rounding has no derivative (:mod:`lns_ops.simulation` gives it one).
+    """``x`` as float32, apart from any graph: rounding has no derivative (:mod:`lns_ops.nn.simulate` gives it one).
 
     Raises:
         ValueError: not a float tensor.

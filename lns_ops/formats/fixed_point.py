@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lns_ops.format import NonFiniteError
 from lns_ops.formats.base import Encoded, ErrorModel, NumberFormat, as_float32, randomly_up
 from lns_ops.formats.scaling import TENSOR, check_granularity, group_largest
+from lns_ops.spec.format import NonFiniteError
 
 FIXED_BITS = (2, 24)
 INTEGER_BITS = (2, 12)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lns_ops import cpu
 from lns_ops import functional as lns
-from lns_ops.format import LNSFormat, NonFiniteError, stochastic_steps
 from lns_ops.formats.base import Encoded, ErrorModel, NumberFormat, as_float32
+from lns_ops.spec.format import LNSFormat, NonFiniteError, stochastic_steps
 
 
 @lru_cache(maxsize=32)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from lns_ops.format import PRESETS, LNSFormat
 from lns_ops.formats.base import NumberFormat
-from lns_ops.formats.block import ALIASES, ELEMENTS, Microscaling
 from lns_ops.formats.fixed_point import FixedPoint, Integer
-from lns_ops.formats.floating import FLOATS
+from lns_ops.formats.floating_point import FLOATS
 from lns_ops.formats.logarithmic import Logarithmic
+from lns_ops.formats.microscaling import ALIASES, ELEMENTS, Microscaling
 from lns_ops.formats.scaling import GRANULARITIES, TENSOR, Scaled
+from lns_ops.spec.format import PRESETS, LNSFormat
 
 _WRITTEN = (*FLOATS, "fixed(bits,fraction_bits)", "int8", *ALIASES, *PRESETS, "lns(bits,fraction_bits)")
 HELP = (

@@ -15,10 +15,10 @@ below half of that is lost, every time. Two ways to keep it:
 
 SGD and Adam update an LNSTensor parameter by one fused kernel in which every operation is an LNS operation, or with
 ``arithmetic="float32"`` by one that computes in float32 between loads and stores of codes. The other optimizers are composed of LNS or
-float32 operations (:mod:`lns_ops.optim.numbers`), the former ending in SGD's kernel; on a CPU Nesterov, RMSprop, Adagrad, Lion, Madam, Mul
-and SignMul take one pass before it (:mod:`lns_ops.directions`), with the same bits. A float parameter takes torch operations. Memory for
-an LNS parameter: 2 bytes, + 2 with Kahan, + 2 with momentum or another average, + 4 for a second moment (Adam with stochastic rounding:
-2).
+float32 operations (:mod:`lns_ops.optim.backends`), the former ending in SGD's kernel; on a CPU Nesterov, RMSprop, Adagrad, Lion,
+Madam, Mul and SignMul take one pass before it (:mod:`lns_ops.functional.directions`), with the same bits. A float parameter takes torch
+operations. Memory for an LNS parameter: 2 bytes, + 2 with Kahan, + 2 with momentum or another average, + 4 for a second moment (Adam with
+stochastic rounding: 2).
 
 A rate that a schedule takes below the format's smallest magnitude counts as 0, with a warning; one that begins there is refused.
 Optimizers are made after ``convert_``, which replaces parameters: a step of one made before is refused, and so is one of torch's own on
@@ -28,8 +28,14 @@ LNS parameters.
 compensations and residues, in their dtypes.
 """
 
+from lns_ops.optim import step_check  # noqa: F401 (registers the check)
 from lns_ops.optim.adam import Adam, AdamW
-from lns_ops.optim.adam_family import Adamax, Lion, NAdam, RAdam
+from lns_ops.optim.adam_variants import (
+    Adamax,
+    Lion,
+    NAdam,
+    RAdam,
+)
 from lns_ops.optim.adaptive import ASGD, Adadelta, Adagrad, RMSprop, Rprop
 from lns_ops.optim.base import ARITHMETICS, LNSOptimizer, parameters_by_format
 from lns_ops.optim.layerwise import LAMB, LARS

@@ -7,11 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from lns_ops import functional as lns
-from lns_ops.format import LNSFormat
+from lns_ops.optim.backend_codes import math_of
+from lns_ops.optim.backends import ParameterMath
 from lns_ops.optim.base import LNSOptimizer, add_float, gradient, rate_code, scalar_code, state_codes, zeros
 from lns_ops.optim.composed import adam_direction
-from lns_ops.optim.numbers import Numbers, numbers
-from lns_ops.reference import adam_codes, check_adam
+from lns_ops.spec.format import LNSFormat
+from lns_ops.spec.reference_updates import adam_codes, check_adam
 from lns_ops.tensor import LNSTensor
 
 
@@ -93,7 +94,7 @@ class Adam(LNSOptimizer):
 
     def _update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None) -> None:
         if group["amsgrad"]:
-            self._amsgrad(numbers(parameter, state, group, key), group)
+            self._amsgrad(math_of(parameter, state, group, key), group)
             return
         is_lns = isinstance(parameter, LNSTensor)
         moments = ["root_exp_avg_sq", *([] if key is not None else ["root_residue"])] if is_lns else ["exp_avg_sq"]
@@ -129,7 +130,7 @@ class Adam(LNSOptimizer):
             **common,
         )
 
-    def _amsgrad(self, x: Numbers, group: dict[str, Any]) -> None:
+    def _amsgrad(self, x: ParameterMath, group: dict[str, Any]) -> None:
         decay = group["weight_decay"]
         x.step.add_(1)
         direction = adam_direction(x, x.decayed(0.0 if self._decoupled else decay), group)

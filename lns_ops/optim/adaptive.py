@@ -11,10 +11,11 @@ from typing import Any, ClassVar, Unpack
 
 import torch
 
-from lns_ops import moments
+from lns_ops.optim import moments
+from lns_ops.optim.backend_codes import Codes
+from lns_ops.optim.backends import ParameterMath
 from lns_ops.optim.base import Rounding, check_range
 from lns_ops.optim.composed import ComposedOptimizer
-from lns_ops.optim.numbers import Codes, Numbers
 
 
 def _check_eps(eps: float) -> None:
@@ -65,7 +66,7 @@ class RMSprop(ComposedOptimizer):
     def _decays(self, group: dict[str, Any]) -> dict[str, float]:
         return {"momentum": group["momentum"]} | ({"alpha": group["alpha"]} if group["centered"] else {})
 
-    def _step(self, x: Numbers, group: dict[str, Any]) -> None:
+    def _step(self, x: ParameterMath, group: dict[str, Any]) -> None:
         grad = x.decayed(group["weight_decay"])
         root = x.root_average("square_avg", grad, group["alpha"])
         if group["centered"]:
@@ -119,7 +120,7 @@ class Adagrad(ComposedOptimizer):
         options = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
         super().__init__(params, options | {"initial_accumulator_value": initial_accumulator_value}, rounding)
 
-    def _step(self, x: Numbers, group: dict[str, Any]) -> None:
+    def _step(self, x: ParameterMath, group: dict[str, Any]) -> None:
         grad = x.decayed(group["weight_decay"])
         root = x.root_sum("sum", grad, group["initial_accumulator_value"])
         direction = x.div(grad, x.add(root, x.at_least_smallest(torch.tensor(group["eps"], dtype=torch.float64))))
@@ -168,7 +169,7 @@ class Adadelta(ComposedOptimizer):
         _check_eps(eps)
         super().__init__(params, {"lr": lr, "rho": rho, "eps": eps, "weight_decay": weight_decay}, rounding)
 
-    def _step(self, x: Numbers, group: dict[str, Any]) -> None:
+    def _step(self, x: ParameterMath, group: dict[str, Any]) -> None:
         grad, rho, floor = x.decayed(group["weight_decay"]), group["rho"], math.sqrt(group["eps"])
         below = x.hypotenuse(x.root_average("square_avg", grad, rho), floor)
         delta = x.mul(x.div(x.hypotenuse(x.root("acc_delta"), floor), below), grad)
@@ -211,7 +212,7 @@ class Rprop(ComposedOptimizer):
             raise ValueError(f"step_sizes={step_sizes}: must be positive and ascending, for example (1e-6, 50)")
         super().__init__(params, {"lr": lr, "etas": etas, "step_sizes": step_sizes}, rounding)
 
-    def _step(self, x: Numbers, group: dict[str, Any]) -> None:
+    def _step(self, x: ParameterMath, group: dict[str, Any]) -> None:
         agree = x.mul(x.sign(x.grad), x.sign(x.get("prev")))
         down, up = (x.plain(eta, "etas") for eta in group["etas"])
         factor = torch.where(agree > 0, up, torch.where(agree < 0, down, x.plain(1.0))).to(x.weight.dtype)
@@ -257,7 +258,7 @@ class ASGD(ComposedOptimizer):
         options = {"lr": lr, "lambd": lambd, "alpha": alpha, "t0": t0, "weight_decay": weight_decay}
         super().__init__(params, options, rounding)
 
-    def _step(self, x: Numbers, group: dict[str, Any]) -> None:
+    def _step(self, x: ParameterMath, group: dict[str, Any]) -> None:
         lr, lambd = group["lr"], group["lambd"]
         direction = x.decayed(group["weight_decay"])
         if lambd:

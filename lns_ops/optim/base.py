@@ -11,10 +11,9 @@ from typing import Any, TypedDict, overload
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lns_ops import functional as lns
-from lns_ops.format import LNSFormat
+from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor import LNSTensor
 
 ARITHMETICS = ("lns", "float32")
@@ -235,39 +234,6 @@ class LNSOptimizer(torch.optim.Optimizer):
         else:
             parameter.copy_(value)
             state["compensation"].copy_(value - parameter.double())
-
-
-def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Before every optimizer's step: refuse parameters that no longer are a module's, and LNS ones of torch's optimizers.
-
-    Raises:
-        ValueError: a parameter was replaced by ``convert_`` or ``revert_``, or one is LNS and ``lns_ops.optim`` has this optimizer.
-    """
-    if torch.compiler.is_compiling():
-        return
-    ours = isinstance(optimizer, LNSOptimizer)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if hasattr(parameter, "lns_replaced"):
-                raise ValueError(
-                    f"parameter of shape {tuple(parameter.shape)} was replaced when its module was converted or reverted, so this step "
-                    "would not reach the module: make the optimizer after convert_ or revert_. If it was, a layer outside of what was "
-                    "converted still has the parameter: convert the module that holds all its ties"
-                )
-            if not ours and isinstance(parameter, LNSTensor):
-                _refuse_stranger(type(optimizer), parameter.fmt)
-
-
-def _refuse_stranger(kind: type[torch.optim.Optimizer], fmt: LNSFormat) -> None:
-    from lns_ops import optim
-
-    why = f"steps {fmt} parameters, in which a decay such as 0.999 becomes 1 and an update below half an ulp is lost"
-    if kind.__module__.startswith("torch.optim") and kind.__name__ in optim.__all__:
-        raise ValueError(f"torch.optim.{kind.__name__} {why}: use lns_ops.optim.{kind.__name__}(..., kahan_sum=True)")
-    warnings.warn(f"{kind.__name__} {why}: prefer an optimizer of lns_ops.optim ({', '.join(optim.__all__)})", stacklevel=4)
-
-
-register_optimizer_step_pre_hook(_check_step)
 
 
 def zeros(state: dict[str, Any], parameter: Tensor, *names: str) -> None:

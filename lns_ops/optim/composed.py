@@ -1,4 +1,4 @@
-"""What the optimizers composed of LNS operations share; :mod:`lns_ops.optim.numbers` has the operations."""
+"""What the optimizers composed of LNS operations share; :mod:`lns_ops.optim.backends` has the operations."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from lns_ops.format import LNSFormat
+from lns_ops.optim.backend_codes import Codes, decay_codes, math_of
+from lns_ops.optim.backends import ParameterMath
 from lns_ops.optim.base import LNSOptimizer, Rounding, scalar_code
-from lns_ops.optim.numbers import Codes, Numbers, decay_codes, numbers
-from lns_ops.reference import check_adam
+from lns_ops.spec.format import LNSFormat
+from lns_ops.spec.reference_updates import check_adam
 
 ROUNDING: Rounding = {"kahan_sum": False, "stochastic_rounding": False, "seed": 0, "arithmetic": "lns", "maximize": False}
 """What :class:`Rounding` is unless given."""
@@ -56,7 +57,7 @@ class ComposedOptimizer(LNSOptimizer):
         return {}
 
     def _update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None) -> None:
-        x = numbers(parameter, state, group, key)
+        x = math_of(parameter, state, group, key)
         x.step.add_(1)
         if not (isinstance(x, Codes) and x.fused and self._fused(x, group)):
             self._step(x, group)
@@ -66,7 +67,7 @@ class ComposedOptimizer(LNSOptimizer):
         return False
 
     @abstractmethod
-    def _step(self, x: Numbers, group: dict[str, Any]) -> None:
+    def _step(self, x: ParameterMath, group: dict[str, Any]) -> None:
         """Move ``x``'s weight."""
 
 
@@ -83,7 +84,7 @@ class WithBetas(ComposedOptimizer):
         return {"beta1": group["betas"][0]}
 
 
-def adam_direction(x: Numbers, grad: Tensor, group: dict[str, Any]) -> Tensor:
+def adam_direction(x: ParameterMath, grad: Tensor, group: dict[str, Any]) -> Tensor:
     """``correction (exp_avg / (root + eps_hat))`` of :class:`lns_ops.optim.Adam`; ``amsgrad``: of the largest root so far."""
     beta1, beta2 = group["betas"]
     average, root = x.average("exp_avg", grad, beta1), x.root_average("exp_avg_sq", grad, beta2)

@@ -1,8 +1,8 @@
 """Steps in proportion to the norm of a layer's weights, for large batches: LARS and LAMB.
 
-A tensor's norm is a float64 number from counts of magnitudes (:func:`lns_ops.moments.norm`), so no square leaves the range of a narrow
-format; only the ratio of two norms enters the format, rounded once. Groups with ``adapt=False`` (biases and the weights of norms, as both
-papers' authors do) take the ratio 1.
+A tensor's norm is a float64 number from counts of magnitudes (:func:`lns_ops.functional.reductions.norm`), so no square leaves the range
+of a narrow format; only the ratio of two norms enters the format, rounded once. Groups with ``adapt=False`` (biases and the weights of
+norms, as both papers' authors do) take the ratio 1.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 
+from lns_ops.optim.backends import ParameterMath
 from lns_ops.optim.base import Rounding, check_range
 from lns_ops.optim.composed import ComposedOptimizer, WithBetas, adam_direction
-from lns_ops.optim.numbers import Numbers
 
 
-def _scaled(x: Numbers, direction: Tensor, ratio: Tensor, defined: Tensor) -> Tensor:
+def _scaled(x: ParameterMath, direction: Tensor, ratio: Tensor, defined: Tensor) -> Tensor:
     """``ratio direction``; ``direction`` where a norm is zero and the ratio means nothing."""
     return x.mul(direction, x.at_least_smallest(torch.where(defined, ratio, 1.0)))
 
@@ -66,7 +66,7 @@ class LARS(ComposedOptimizer):
     def _decays(self, group: dict[str, Any]) -> dict[str, float]:
         return {"momentum": group["momentum"]}
 
-    def _step(self, x: Numbers, group: dict[str, Any]) -> None:
+    def _step(self, x: ParameterMath, group: dict[str, Any]) -> None:
         direction, decay = x.decayed(group["weight_decay"]), group["weight_decay"]
         if group["adapt"]:
             weight, grad = x.norm(x.weight), x.norm(x.grad)
@@ -110,7 +110,7 @@ class LAMB(WithBetas):
     ) -> None:  # fmt: skip
         super().__init__(params, betas, {"lr": lr, "eps": eps, "weight_decay": weight_decay, "adapt": adapt}, rounding)
 
-    def _step(self, x: Numbers, group: dict[str, Any]) -> None:
+    def _step(self, x: ParameterMath, group: dict[str, Any]) -> None:
         direction = x.with_decay(adam_direction(x, x.grad, group), group["weight_decay"])
         if group["adapt"]:
             weight, length = x.norm(x.weight), x.norm(direction)

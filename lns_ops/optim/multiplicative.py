@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from lns_ops import functional as lns
-from lns_ops import moments
-from lns_ops.format import LNSFormat
-from lns_ops.gaussian import FINE_BITS
+from lns_ops.optim import moments
+from lns_ops.optim.backend_codes import Codes
+from lns_ops.optim.backends import ParameterMath
 from lns_ops.optim.base import Rounding, check_range, zeros
 from lns_ops.optim.composed import ComposedOptimizer
-from lns_ops.optim.numbers import Codes, Numbers
+from lns_ops.spec.format import LNSFormat
+from lns_ops.spec.gaussian_log import FINE_BITS
 from lns_ops.tensor import LNSTensor
 
 
@@ -37,7 +38,7 @@ class MultiplicativeOptimizer(ComposedOptimizer):
             raise ValueError(f"p_scale={scale}: must be positive and finite, for example 3.0, or None for no bound")
         super().__init__(params, options, rounding)
 
-    def _limit(self, x: Numbers, group: dict[str, Any]) -> Tensor | None:
+    def _limit(self, x: ParameterMath, group: dict[str, Any]) -> Tensor | None:
         """The largest magnitude of the weights: ``p_scale`` times their root mean square before the first step."""
         if group["p_scale"] is None:
             return None
@@ -108,7 +109,7 @@ class Madam(MultiplicativeOptimizer):
             raise ValueError(f"g_bound={g_bound}: must be positive and finite, for example 10")
         super().__init__(params, {"lr": lr, "beta": beta, "eps": eps, "p_scale": p_scale, "g_bound": g_bound}, rounding)
 
-    def _step(self, x: Numbers, group: dict[str, Any]) -> None:
+    def _step(self, x: ParameterMath, group: dict[str, Any]) -> None:
         limit, unbiased = self._limit(x, group), self._unbiased(x, group)
         root = x.root_average("exp_avg_sq", x.grad, group["beta"])
         normed = x.div(x.grad, x.add(root, x.at_least_smallest(group["eps"] * unbiased)))
@@ -124,12 +125,12 @@ class Madam(MultiplicativeOptimizer):
         return True
 
     @staticmethod
-    def _unbiased(x: Numbers, group: dict[str, Any]) -> Tensor:
+    def _unbiased(x: ParameterMath, group: dict[str, Any]) -> Tensor:
         left: Tensor = 1 - group["beta"] ** x.steps
         return left.sqrt()
 
     @staticmethod
-    def _shrink(x: Numbers, normed: Tensor, limit: Tensor | None, group: dict[str, Any]) -> None:
+    def _shrink(x: ParameterMath, normed: Tensor, limit: Tensor | None, group: dict[str, Any]) -> None:
         rate = group["lr"] * math.log2(math.e)
         x.shrink(normed, lambda value: rate * value, ("madam", rate), limit)
 
@@ -157,7 +158,7 @@ class Mul(MultiplicativeOptimizer):
     def __init__(self, params: Any, lr: float = 0.01, use_pow: bool = False, **rounding: Unpack[Rounding]) -> None:
         super().__init__(params, {"lr": lr, "use_pow": use_pow}, rounding)
 
-    def _step(self, x: Numbers, group: dict[str, Any]) -> None:
+    def _step(self, x: ParameterMath, group: dict[str, Any]) -> None:
         lr, power = group["lr"], group["use_pow"]
 
         def change(grad: Tensor) -> Tensor:
@@ -192,7 +193,7 @@ class SignMul(MultiplicativeOptimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "p_scale": p_scale, "use_pow": use_pow}, rounding)
 
-    def _step(self, x: Numbers, group: dict[str, Any]) -> None:
+    def _step(self, x: ParameterMath, group: dict[str, Any]) -> None:
         factor = group["lr"] if group["use_pow"] else math.log2(1 + group["lr"])
         limit = self._limit(x, group)
         x.shrink(x.grad, lambda grad: factor * grad.sign(), ("signmul", factor), limit)
@@ -222,7 +223,7 @@ class HybridMul(MultiplicativeOptimizer):
     def __init__(self, params: Any, lr: float = 0.01, **rounding: Unpack[Rounding]) -> None:
         super().__init__(params, {"lr": lr}, rounding)
 
-    def _step(self, x: Numbers, group: dict[str, Any]) -> None:
+    def _step(self, x: ParameterMath, group: dict[str, Any]) -> None:
         lr, rate = group["lr"], x.plain(group["lr"], "lr")
         grad, weight = x.absolute(x.grad), x.absolute(x.weight)
         shrink = (_sign(x.weight) == _sign(x.grad)) | (grad < rate) | (weight < rate)

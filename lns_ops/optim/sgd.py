@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lns_ops import directions
 from lns_ops import functional as lns
-from lns_ops.format import LNSFormat
+from lns_ops.functional import directions
+from lns_ops.optim.backend_codes import math_of
+from lns_ops.optim.backends import ParameterMath
 from lns_ops.optim.base import LNSOptimizer, add_float, gradient, rate_code, scalar_code, state_codes, zeros
-from lns_ops.optim.numbers import Numbers, numbers
+from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor import LNSTensor
 
 
@@ -94,7 +95,7 @@ class SGD(LNSOptimizer):
     def _update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None) -> None:
         in_float32 = isinstance(parameter, LNSTensor) and group["arithmetic"] == "float32"
         if in_float32 and (group["nesterov"] or group["weight_decay"]):
-            _composed(numbers(parameter, state, group, key), group)
+            _composed(math_of(parameter, state, group, key), group)
             return
         wanted = {"momentum_buffer": group["momentum"] != 0, "compensation": group["kahan_sum"], "step": key is not None}
         zeros(state, parameter, *(name for name, want in wanted.items() if want))
@@ -122,7 +123,7 @@ class SGD(LNSOptimizer):
         lns.sgd_update_(parameter.codes, grad, fmt, negative_lr=rate_code(-group["lr"], fmt), **common)
 
 
-def _composed(x: Numbers, group: dict[str, Any]) -> None:
+def _composed(x: ParameterMath, group: dict[str, Any]) -> None:
     x.step.add_(1)
     direction = grad = x.decayed(group["weight_decay"])
     if group["momentum"]:

@@ -97,7 +97,7 @@ class PrecisionConfig:
 
     Attributes:
         format: ``float32``; an LNS format, in whose arithmetic everything is computed: ``lns16``, ``lns12``, ``lns8``,
-            ``lns(bits,fraction_bits)``; or any other of :mod:`lns_ops.formats`, simulated (:mod:`lns_ops.simulation`): values on
+            ``lns(bits,fraction_bits)``; or any other of :mod:`lns_ops.formats`, simulated (:mod:`lns_ops.nn.simulate`): values on
             its grid, sums in float32.
         scope: for LNS formats, ``matmul`` (products and their sums only) or ``everywhere`` (parameters, activations,
             gradients and updates too). Ignored for float32; simulated formats are everywhere.

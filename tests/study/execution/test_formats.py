@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lns_ops.formats import block, parse
+from lns_ops.formats import microscaling, parse
 from study.api import run_study
 from study.config.compose import load
 from study.ledger.state import FINISHED
@@ -16,7 +16,7 @@ from study.report.write import write_report
 from study.results.objectives import bits_of
 from tests.study.conftest import SilentView
 
-needs_torchao = pytest.mark.skipif(block.unavailable() is not None, reason=block.unavailable() or "")
+needs_torchao = pytest.mark.skipif(microscaling.unavailable() is not None, reason=microscaling.unavailable() or "")
 FORMATS = 16
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lns_ops import LNSTensor
-from lns_ops.formats import block
+from lns_ops.formats import microscaling
 from tests.trainers.processes import spawned
 from tests.trainers.training.test_trainer import without_speed
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
@@ -33,7 +33,7 @@ PRECISIONS = [
     PrecisionConfig(format="fixed(16,10)", kahan_sum=True),
     PrecisionConfig(format="int8/channel", master_format="bfloat16", stochastic_rounding=True),
     PrecisionConfig(format="lns8/channel", master_format="lns16", kahan_sum=True),
-    *([PrecisionConfig(format="mxfp8")] if block.unavailable() is None else []),
+    *([PrecisionConfig(format="mxfp8")] if microscaling.unavailable() is None else []),
 ]
 
 

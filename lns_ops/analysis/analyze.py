@@ -1,0 +1,233 @@
+"""What a number format does to a network, layer by layer: :func:`analyze`, the table that tells which format to try.
+
+The model runs forward and backward on one batch twice, in float32 and in the format (:func:`lns_ops.convert_`), and each layer is asked
+
+- which *range* its weights, outputs and gradients use (octaves: log2 of the smallest and largest magnitude), and how many of its float32
+  values the format would lose: *underflow* (to zero) and *saturation* (beyond the largest magnitude);
+- the *signal-to-noise ratio* of its outputs (forward) and of the gradients of its outputs and weights (backward),
+  ``10 log10(sum x^2 / sum (x - x_format)^2)`` dB: everything lost from the input (or the loss) up to there, of this layer and those before;
+- the *updates lost*: the share of nonzero updates u of weights w with ``w + u = w`` in the format, for which |u / w| is under about half an
+  ulp (or u underflows). Kahan summation and stochastic rounding keep them.
+
+One batch is one sample: the gradient's scale, and so what underflows, depends on the loss (a mean over the batch or its sum) and moves as
+training goes on.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from lns_ops import functional as lns
+from lns_ops.analysis.result import Analysis, Grid, LayerAnalysis, Values, decibels
+from lns_ops.formats import Logarithmic, NumberFormat, parse
+from lns_ops.nn import Filter, convert_, revert_
+from lns_ops.optim import SGD
+from lns_ops.spec.format import LNSFormat
+from lns_ops.tensor import LNSTensor
+
+Loss = Callable[[Any, Any], Tensor]
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+_MOVES = (nn.Identity, nn.Flatten, nn.Unflatten, nn.modules.dropout._DropoutNd)
+"""Layers that only move or drop values."""
+
+
+class _Trace:
+    """Outputs and gradients of every layer in one forward and backward pass, as float tensors."""
+
+    def __init__(self, model: nn.Module, batch: Any, loss: Loss) -> None:
+        self.outputs: dict[str, list[Tensor]] = {}
+        self.gradients: dict[str, list[Tensor]] = {}
+        self.formats: dict[str, LNSFormat] = {}
+        self.model = model
+        handles = [layer.register_forward_hook(self._watch(name)) for name, layer in layers_of(model)]
+        model.zero_grad(set_to_none=True)
+        try:
+            x, y = batch
+            loss(model(x), y).backward()
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _watch(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            first = next((t for t in _tensors(output) if t.dtype.is_floating_point), None)
+            if first is None:
+                return
+            if isinstance(first, LNSTensor):
+                self.formats[name] = first.fmt
+            self.outputs.setdefault(name, []).append(as_float(first))
+            if first.requires_grad:
+                first.register_hook(lambda grad: self.gradients.setdefault(name, []).append(as_float(grad)))
+
+        return hook
+
+    def weights(self, name: str) -> list[nn.Parameter]:
+        """The layer's own parameters that have gradients."""
+        return [p for p in self.model.get_submodule(name).parameters(recurse=False) if p.grad is not None]
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, (list, tuple)):
+        for each in output:
+            yield from _tensors(each)
+
+
+def as_float(x: Tensor) -> Tensor:
+    """The values, a float32 copy."""
+    return lns.decode(x.codes, x.fmt) if isinstance(x, LNSTensor) else x.detach().float().clone()
+
+
+def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules that have parameters of their own or no modules inside, but for those that only move values."""
+    found = []
+    for name, module in model.named_modules():
+        owns = any(True for _ in module.parameters(recurse=False))
+        if owns or (not any(True for _ in module.children()) and not isinstance(module, _MOVES)):
+            found.append((name, module))
+    return found
+
+
+def _joined(tensors: Iterable[Tensor]) -> Tensor | None:
+    flat = [t.reshape(-1) for t in tensors]
+    return torch.cat(flat) if flat else None
+
+
+def _updates(weights: list[nn.Parameter], make: MakeOptimizer) -> list[Tensor]:
+    """The first update of every weight, in float64, so that none is lost here."""
+    copies = [nn.Parameter(p.detach().double()) for p in weights]
+    for own, p in zip(copies, weights, strict=True):
+        assert p.grad is not None
+        own.grad = p.grad.detach().double()
+    make(copies).step()
+    return [own.detach() - p.detach().double() for own, p in zip(copies, weights, strict=True)]
+
+
+def _lost(weight: Tensor, update: Tensor, grid: Grid) -> tuple[int, float]:
+    """Nonzero updates, and the share of them that leaves the weight where it is."""
+    weight, update = weight.detach().double().reshape(-1), update.reshape(-1)
+    moving = update != 0
+    if isinstance(grid.format, LNSFormat):
+        w, u = lns.encode(weight, grid.format), lns.encode(update, grid.format)
+        still = lns.add(w, u, grid.format) == w
+    else:
+        w = grid.quantize(weight)
+        still = grid.quantize(w + grid.quantize(update)) == w
+    count = int(moving.sum())
+    return count, float((moving & still).sum()) / count if count else math.nan
+
+
+def _layer(
+    name: str, kind: str, grid: Grid, exact: _Trace, rounded: _Trace, updates: Mapping[nn.Parameter, Tensor] | None
+) -> LayerAnalysis:
+    mine, theirs = exact.weights(name), rounded.weights(name)
+    grads = [[as_float(p.grad) for p in weights if p.grad is not None] for weights in (mine, theirs)]
+    pairs = {
+        "output": (_joined(exact.outputs.get(name, [])), _joined(rounded.outputs.get(name, []))),
+        "gradient": (_joined(exact.gradients.get(name, [])), _joined(rounded.gradients.get(name, []))),
+        "weight_gradient": (_joined(grads[0]), _joined(grads[1])),
+    }
+    values = {key: None if x is None else Values.of(x, grid) for key, (x, _) in pairs.items()}
+    ratios = {key: None if x is None or y is None or x.shape != y.shape else decibels(x, y) for key, (x, y) in pairs.items()}
+    weight = _joined(p.detach() for p in mine)
+    moved = None if updates is None or weight is None else _lost(weight, torch.cat([updates[p].reshape(-1) for p in mine]), grid)
+    return LayerAnalysis(
+        name=name or "(root)", kind=kind, format=grid.name, weight=None if weight is None else Values.of(weight, grid), **values,
+        forward_db=ratios["output"], backward_db=ratios["gradient"], weight_gradient_db=ratios["weight_gradient"],
+        updates=None if moved is None else moved[0], updates_lost=None if moved is None else moved[1],
+    )  # fmt: skip
+
+
+def _twice(model: nn.Module, batch: Any, format: Any, loss: Loss, scope: str, filter_fn: Filter | None) -> tuple[_Trace, _Trace]:
+    """The float32 run and that in the format, of copies, with the same random numbers (dropout); the caller's generators stay."""
+    exact = revert_(copy.deepcopy(model))
+    if any(p.dtype != torch.float32 for p in exact.parameters()):
+        exact = exact.float()
+    rounded = convert_(copy.deepcopy(exact), format, scope=scope, filter_fn=filter_fn)
+    devices = sorted({p.get_device() for p in model.parameters() if p.is_cuda})
+    traces = []
+    for each in (exact, rounded):
+        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+            torch.manual_seed(0)
+            traces.append(_Trace(each, batch, loss))
+    return traces[0], traces[1]
+
+
+def analyze(
+    model: nn.Module,
+    batch: tuple[Any, Any],
+    format: LNSFormat | NumberFormat | str | Mapping[str, LNSFormat | str],
+    *,
+    loss: Loss = F.cross_entropy,
+    lr: float | None = None,
+    optimizer: MakeOptimizer | None = None,
+    scope: str = "everywhere",
+    filter_fn: Filter | None = None,
+) -> Analysis:
+    """What ``format`` does to every layer of ``model`` on one batch; see the head of this file. The model stays as it is.
+
+    Args:
+        model: any torch module that :func:`lns_ops.convert_` takes, in float32 or converted already (its weights are decoded then).
+        batch: inputs and targets, on the model's device.
+        format: an LNS format, its name, or names by patterns of layer names, as for ``convert_``; or any other of
+            :mod:`lns_ops.formats` (``bfloat16``, ``int8/channel``), which is simulated. Gradients of weights are then not rounded.
+        loss: ``loss(model(inputs), targets)``, the scalar that training minimises.
+        lr: of a plain SGD update, for ``updates_lost``.
+        optimizer: instead of ``lr``, a function of parameters that makes the optimizer whose first update is asked for, as
+            ``lambda parameters: lns_ops.optim.AdamW(parameters, lr=1e-3)``.
+        scope, filter_fn: as for ``convert_``.
+
+    Raises:
+        ValueError: both ``lr`` and ``optimizer``, a batch that is no pair, or what ``convert_`` refuses.
+
+    >>> print(lns_ops.analyze(net, (images, labels), "lns12", lr=0.1))
+    """
+    if lr is not None and optimizer is not None:
+        raise ValueError(f"lr={lr} and an optimizer: both say what an update is; pass one of them")
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise ValueError(f"batch of type {type(batch).__name__}: must be a pair of inputs and targets; pass (inputs, targets)")
+    if lr is not None:
+        optimizer = lambda parameters: SGD(parameters, lr=lr)  # noqa: E731
+    exact, rounded = _twice(model, batch, format, loss, scope, filter_fn)
+    updates = None
+    if optimizer is not None:
+        parameters = [p for p in exact.model.parameters() if p.grad is not None]
+        updates = dict(zip(parameters, _updates(parameters, optimizer), strict=True))
+    grids = _grids(rounded, format)
+    kinds = {name: type(layer).__name__ for name, layer in layers_of(exact.model)}
+    met = [*exact.outputs, *(name for name in kinds if name not in exact.outputs and exact.weights(name))]
+    analysed = [_layer(name, kinds[name], grids[name], exact, rounded, updates) for name in met if name in grids]
+    spans = {grid.span for grid in grids.values()}
+    limits = next(iter(spans)) if len(spans) == 1 else None
+    span = None if limits is None else (math.log2(limits[0]), math.log2(limits[1]))
+    return Analysis(", ".join(dict.fromkeys(grid.name for grid in grids.values())), span, analysed)
+
+
+def _common(format: Any) -> LNSFormat | NumberFormat | None:
+    """The format of all layers; None where each has its own."""
+    if isinstance(format, Mapping):
+        return None
+    if not isinstance(format, str):
+        made: LNSFormat | NumberFormat = format
+        return made
+    named = parse(format)
+    return named.lns if isinstance(named, Logarithmic) else named
+
+
+def _grids(rounded: _Trace, format: Any) -> dict[str, Grid]:
+    """The format of every layer: that of its outputs, else of its conversion, else the one that was asked for; float32 ones have none."""
+    common, grids = _common(format), {}
+    for name, layer in layers_of(rounded.model):
+        conversion = getattr(layer, "lns_conversion", None)
+        own = rounded.formats.get(name) or (conversion.fmt if conversion is not None else common)
+        if own is not None:
+            grids[name] = Grid(own)
+    return grids

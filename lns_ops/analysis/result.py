@@ -1,0 +1,204 @@
+"""The results of an analysis: ranges and losses of values on a format's grid, a row a layer, and the table of all layers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lns_ops import functional as lns
+from lns_ops.formats import NumberFormat
+from lns_ops.spec.format import LNSFormat
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The values of a format, as far as losing others goes."""
+
+    format: LNSFormat | NumberFormat
+
+    @property
+    def name(self) -> str:
+        """The format's name."""
+        return str(self.format)
+
+    @property
+    def span(self) -> tuple[float, float] | None:
+        """The smallest and the largest magnitude; None where values share a scale, which moves both."""
+        if isinstance(self.format, LNSFormat):
+            return self.format.smallest, self.format.largest
+        error = self.format.error
+        return None if error.scaled else (error.smallest, error.largest)
+
+    def quantize(self, x: Tensor) -> Tensor:
+        """The nearest values, float64."""
+        if isinstance(self.format, LNSFormat):
+            return lns.decode(lns.encode(x, self.format), self.format, torch.float64)
+        return self.format.quantize(x.float()).double()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Values:
+    """What a layer's float32 values would be in a format.
+
+    Attributes:
+        count: how many there are.
+        zeros: how many of them are zero.
+        low, high: log2 of the smallest and the largest nonzero magnitude, octaves; NaN where all are zero.
+        underflow, saturated: how many nonzero ones the format makes zero, how many lie beyond its largest magnitude.
+        rounding_db: signal-to-noise ratio of rounding these values alone.
+    """
+
+    count: int
+    zeros: int
+    low: float
+    high: float
+    underflow: int
+    saturated: int
+    rounding_db: float
+
+    @staticmethod
+    def of(x: Tensor, grid: Grid) -> Values:
+        """Of a float tensor."""
+        x = x.detach().double().reshape(-1)
+        magnitude = x[x != 0].abs()
+        low, high = (float(v.log2()) for v in (magnitude.min(), magnitude.max())) if magnitude.numel() else (math.nan, math.nan)
+        rounded, span = grid.quantize(x), grid.span
+        return Values(
+            count=x.numel(),
+            zeros=x.numel() - magnitude.numel(),
+            low=low,
+            high=high,
+            underflow=int(((x != 0) & (rounded == 0)).sum()),
+            saturated=0 if span is None else int((magnitude > span[1]).sum()),
+            rounding_db=decibels(x, rounded),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerAnalysis:
+    """One layer. ``None``: the layer has no such values (no weights, no gradient).
+
+    Attributes:
+        name, kind: dotted path and class; ``format``: the format's name.
+        weight, output, gradient, weight_gradient: its parameters, its outputs, the gradients of outputs and of parameters.
+        forward_db, backward_db, weight_gradient_db: signal-to-noise ratios of ``output``, ``gradient`` and ``weight_gradient``.
+        updates, updates_lost: nonzero updates, and the share of them that the format loses.
+    """
+
+    name: str
+    kind: str
+    format: str
+    weight: Values | None
+    output: Values | None
+    gradient: Values | None
+    weight_gradient: Values | None
+    forward_db: float | None
+    backward_db: float | None
+    weight_gradient_db: float | None
+    updates: int | None
+    updates_lost: float | None
+
+    def flat(self) -> dict[str, Any]:
+        """One row: ``output.low`` and so on by dotted names; what the layer has not is left out."""
+        row: dict[str, Any] = {}
+        for key, value in asdict(self).items():
+            if isinstance(value, dict):
+                row |= {f"{key}.{name}": number for name, number in value.items()}
+            elif value is not None:
+                row[key] = value
+        return row
+
+
+def decibels(x: Tensor, y: Tensor) -> float:
+    """``10 log10(sum x^2 / sum (x - y)^2)``; infinite where y is x, NaN where x is zero throughout."""
+    x, y = x.detach().double(), y.detach().double()
+    signal, noise = float((x * x).sum()), float(((x - y) ** 2).sum())
+    if signal == 0:
+        return math.nan
+    return math.inf if noise == 0 else 10 * math.log10(signal / noise)
+
+
+_HEADROOM = 2
+"""Octaves that :attr:`Analysis.loss_scale` leaves above the largest gradient, for batches to come."""
+_COLUMNS = (
+    ("layer", 0), ("kind", 0), ("weights", 1), ("outputs", 1), ("gradients", 1), ("underflow %", 2), ("saturated %", 2), ("forward dB", 2),
+    ("backward dB", 2), ("updates lost %", 2),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """The layers of a model in a format, in the order of the forward pass; ``print`` shows the table.
+
+    Attributes:
+        format: name of the format.
+        span: its smallest and largest magnitude, octaves; None where layers or scales have different ones.
+        layers: one entry a layer.
+    """
+
+    format: str
+    span: tuple[float, float] | None
+    layers: list[LayerAnalysis] = field(default_factory=list)
+
+    @property
+    def loss_scale(self) -> float:
+        """The power of two to multiply the loss by, so that the gradients of outputs underflow least and none saturates; 1 if none does.
+
+        It costs nothing in LNS: logarithms move by a whole number of octaves. Adam and others that divide by the gradient's size take the
+        same rate, SGD one that is divided by it.
+        """
+        met = [v for layer in self.layers if (v := layer.gradient) is not None and not math.isnan(v.low)]
+        if self.span is None or not any(v.underflow for v in met):
+            return 1.0
+        wanted = self.span[0] - min(v.low for v in met)
+        room = self.span[1] - max(v.high for v in met) - _HEADROOM
+        return float(2.0 ** max(0, min(math.ceil(wanted), math.floor(room))))
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """One dict of numbers and names a layer, under the layer's name."""
+        return {layer.name: layer.flat() for layer in self.layers}
+
+    def to_pandas(self) -> Any:
+        """A DataFrame, one row a layer (pandas must be installed)."""
+        import pandas
+
+        return pandas.DataFrame([layer.flat() for layer in self.layers]).set_index("name")
+
+    def __str__(self) -> str:
+        rows = [tuple(title for title, _ in _COLUMNS), *(_row(layer) for layer in self.layers)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
+        aligned = [[cell.rjust(w) if kind == 2 else cell.ljust(w) for cell, w, (_, kind) in zip(row, widths, _COLUMNS, strict=True)]
+                   for row in rows]  # fmt: skip
+        reach = "" if self.span is None else f", 2^{self.span[0]:.1f} .. 2^{self.span[1]:.1f}"
+        lines = [f"{self.format}{reach}; ranges in octaves", *("  ".join(cells).rstrip() for cells in aligned)]
+        if self.loss_scale > 1:
+            lines.append(f"gradients underflow: multiply the loss by {self.loss_scale:g} (and divide the rate of SGD by it)")
+        return "\n".join(lines)
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Ranges beside the format's, signal-to-noise ratios and lost updates, as a matplotlib figure (saved to ``path`` if given)."""
+        from lns_ops.analysis.plot import draw
+
+        return draw(self, path)
+
+
+def _row(layer: LayerAnalysis) -> tuple[str, ...]:
+    met = [v for v in (layer.weight, layer.output, layer.gradient, layer.weight_gradient) if v is not None]
+    count = max(1, sum(v.count - v.zeros for v in met))
+
+    def reach(values: Values | None) -> str:
+        return "-" if values is None or math.isnan(values.low) else f"{values.low:.1f} .. {values.high:.1f}"
+
+    def number(value: float | None, scale: float = 1.0, digits: int = 1) -> str:
+        return "-" if value is None or math.isnan(value) else f"{value * scale:.{digits}f}"
+
+    lost, above = sum(v.underflow for v in met) / count, sum(v.saturated for v in met) / count
+    return (
+        layer.name, layer.kind, reach(layer.weight), reach(layer.output), reach(layer.gradient), number(lost, 100, 2),
+        number(above, 100, 2), number(layer.forward_db), number(layer.backward_db), number(layer.updates_lost, 100),
+    )  # fmt: skip

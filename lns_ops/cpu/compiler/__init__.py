@@ -1,0 +1,1 @@
+"""From Python functions to cached machine code, and the threads that run it."""

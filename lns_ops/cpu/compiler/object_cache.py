@@ -1,0 +1,324 @@
+"""Machine code of the kernels: compiled once by numba, kept as object files, loaded by llvmlite alone.
+
+Why not numba's own cache: before it loads anything, a process pays 0.4 s for numba's registries, and every call pays 3 microseconds
+for the types of its arguments. Here a kernel's signature is its annotations, so a call only gathers addresses and numbers, and
+what is loaded is plain machine code that needs nothing of numba.
+
+Method. The entry of a kernel is a C function of one pointer, to 64-bit words: the arrays' objects, whose addresses and sizes it reads
+itself (asking numpy for an address costs more than many a kernel), then the numbers. numba compiles it (``numba.cfunc``), a few
+lines of LLVM around it return its result, or -1 should it ever raise, and everything it does not use is dropped. The object file that
+LLVM makes of this may refer to nothing outside, which holds for kernels that neither allocate nor raise
+(:func:`lns_ops.cpu.compiler.intrinsics.scratch` is their memory). ctypes calls it, without the GIL.
+
+Files: ``kernels-HASH/NAME.o`` in the first folder that can be used: $LNS_OPS_CACHE (this one only, if set), ``__pycache__`` beside this
+file, ``~/.cache/lns_ops``. HASH covers the sources that kernels may be made of (:func:`sources`), the versions of what compiles them, and
+the processor. A file starts with its own SHA-256; one that is damaged is made again. Writing is atomic, so processes may race. Where no
+folder can be written, every process compiles for itself.
+
+Limits: of numba, llvmlite and numpy only public interfaces are used, but for numba's option ``_nrt`` (no reference counts). Should any
+of it change so that this fails, a kernel says so once and runs through numba's dispatcher and cache, with the same results.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import sys
+import threading
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from ctypes import CFUNCTYPE, c_int64, c_void_p, string_at
+from functools import cached_property, lru_cache, partial
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import llvmlite
+import numba
+import numpy as np
+from llvmlite import binding as llvm
+from numpy.typing import NDArray
+
+from lns_ops.cpu.compiler.intrinsics import ARRAY_HEADER, argument_readers, helper
+
+_ENTRY = "lns_ops_entry"
+_PACKAGE = Path(__file__).parents[2]
+_MADE_OF = ("cpu/compiler", "cpu/kernels", "cpu/simd", "spec")
+"""Folders of the package that kernels, and the tables compiled into them, are written in."""
+_DIGEST = hashlib.sha256().digest_size
+
+_WRAPPER = """
+target triple = "{triple}"
+target datalayout = "{layout}"
+declare i32 @"{inner}"(ptr, ptr, ptr)
+define i64 @{entry}(ptr %arguments) {{
+  %result = alloca i64
+  %error = alloca ptr
+  store i64 0, ptr %result
+  %status = call i32 @"{inner}"(ptr %result, ptr %error, ptr %arguments)
+  %value = load i64, ptr %result
+  %raised = icmp ne i32 %status, 0
+  %returned = select i1 %raised, i64 -1, i64 %value
+  ret i64 %returned
+}}
+"""
+
+
+class _Process:
+    """What this process has loaded. Machine code stays for good; a forked child owns its parent's."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._engine: Any = None
+        self._libraries: list[Any] = []
+
+    def after_fork(self) -> None:
+        """In a child: another thread of the parent may have held the lock at the moment of the fork."""
+        self.lock = threading.RLock()
+
+    def load(self, name: str, machine_code: bytes) -> int:
+        """Link an object file; returns the address of its entry."""
+        if self._engine is None:
+            llvm.initialize_native_target()
+            llvm.initialize_native_asmprinter()
+            self._engine = llvm.create_lljit_compiler(suppress_errors=True)
+        # Memory is copied by functions of the C library, which the process has.
+        library = llvm.JITLibraryBuilder().add_object_img(machine_code).add_current_process().export_symbol(_ENTRY)
+        self._libraries.append(library.link(self._engine, f"{name} {len(self._libraries)}"))
+        return int(self._libraries[-1][_ENTRY])
+
+
+_PROCESS = _Process()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: _PROCESS.after_fork())
+
+
+class Kernel:
+    """A function on flat arrays and numbers, called through :meth:`code`.
+
+    Its annotations are its signature: ``NDArray[dtype]`` is a contiguous array of one dimension, ``int`` 64 bits, ``bool`` a truth
+    value. One parameter may be ``bool | None``: the kernel has machine code of its own for None, told apart by its type.
+    There are at least two arrays and two numbers; the result is a nonnegative integer.
+    """
+
+    def __init__(self, function: Callable[..., int]) -> None:
+        self.function = function
+        self.name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}"
+        self._code: dict[bool, Callable[..., int]] = {}
+
+    def code(self, args: tuple[Any, ...]) -> Callable[..., int]:
+        """What to call with arguments such as ``args``, which may be only the first ones; loaded or compiled when first asked for.
+
+        A call raises ``TypeError`` where an array is not as the signature says.
+        """
+        absent = self._choice is not None and args[self._choice] is None
+        return self._code.get(absent) or self._prepare(absent)
+
+    @cached_property
+    def _kinds(self) -> tuple[Any, ...]:
+        """Of each parameter: an array's dtype, or a type."""
+        hints = get_type_hints(self.function)
+        del hints["return"]
+        return tuple(_kind(hint) for hint in hints.values())
+
+    @cached_property
+    def _choice(self) -> int | None:
+        """Position of the parameter that may be None."""
+        return next((i for i, kind in enumerate(self._kinds) if NoneType in get_args(kind)), None)
+
+    def _prepare(self, absent: bool) -> Callable[..., int]:
+        with _PROCESS.lock:
+            if absent not in self._code:
+                try:
+                    self._code[absent] = self._native(absent)
+                except Exception as error:  # whatever a future numba, numpy or llvmlite does, or this platform lacks
+                    warnings.warn(
+                        f"kernel {self.name} runs through numba's dispatcher, which starts slowly: {error!r}", stacklevel=2
+                    )
+                    self._code[absent] = numba.njit(nogil=True, cache=True)(self.function)
+            return self._code[absent]
+
+    def _native(self, absent: bool) -> Callable[..., int]:
+        _check_array_layout()
+        name = f"{self.name}-none" if absent else self.name
+        chosen = NoneType if absent else bool
+        kinds = tuple(chosen if i == self._choice else kind for i, kind in enumerate(self._kinds))
+        address = _load_or_compile(name, partial(_compile, self.function, kinds))
+        return _caller(self.name, CFUNCTYPE(c_int64, c_void_p)(address), kinds)
+
+
+kernel = Kernel
+"""As a decorator."""
+
+
+def _kind(hint: Any) -> Any:
+    """A hint's array dtype, or the hint: ``NDArray[T]`` is an alias of its own from numpy 2.5 on, before ``ndarray[..., dtype[T]]``."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is np.ndarray:
+        return np.dtype(get_args(args[1])[0])
+    return np.dtype(args[0]) if origin is get_origin(NDArray[np.int16]) else hint
+
+
+_CALLER = """
+def call({parameters}):
+    if {unlike}:
+        refuse({parameters})
+    result = entry(pack({words}))
+    if result < 0:
+        refuse({parameters})
+    return result
+"""
+"""Written out per kernel, as dataclasses write ``__init__``: loops over the arguments would cost more than many a call's work."""
+
+
+def _caller(name: str, entry: Callable[[bytes], int], kinds: tuple[Any, ...]) -> Callable[..., int]:
+    """Packs arguments into the words that an entry reads: the arrays' objects, then the numbers."""
+    arrays = [i for i, kind in enumerate(kinds) if isinstance(kind, np.dtype)]
+    numbers = [i for i, kind in enumerate(kinds) if kind is int or kind is bool]
+
+    def refuse(*args: Any) -> None:
+        found = ", ".join(f"{args[i].dtype} of strides {args[i].strides}" for i in arrays)
+        wanted = ", ".join(str(kinds[i]) for i in arrays)
+        raise TypeError(f"kernel {name}: arrays of {found}; needs contiguous ones of one dimension, of {wanted}")
+
+    names: dict[str, Any] = {f"t{i}": kinds[i] for i in arrays}
+    names |= {"entry": entry, "refuse": refuse, "pack": struct.Struct(f"{len(arrays) + len(numbers)}q").pack}
+    source = _CALLER.format(
+        parameters=", ".join(f"x{i}" for i in range(len(kinds))),
+        unlike=" or ".join(f"x{i}.dtype is not t{i}" for i in arrays),
+        words=", ".join([*(f"id(x{i})" for i in arrays), *(f"x{i}" for i in numbers)]),
+    )
+    exec(source, names)
+    call: Callable[..., int] = names["call"]
+    return call
+
+
+@lru_cache(maxsize=1)
+def _check_array_layout() -> None:
+    """Entries read an array's address, dimension, shape and strides where numpy's ``PyArrayObject`` has them.
+
+    Raises:
+        RuntimeError: they are elsewhere.
+    """
+    array = np.empty((3, 5), np.int16)
+    address, dimensions, shape, strides = struct.unpack("qi4xqq", string_at(id(array) + ARRAY_HEADER, 32))
+    # Pointers are followed only where the fields before them are right.
+    right = (address, dimensions) == (array.ctypes.data, 2)
+    if not right or struct.unpack("4q", string_at(shape, 16) + string_at(strides, 16)) != (*array.shape, *array.strides):
+        raise RuntimeError("numpy arrays have another layout in memory here")
+
+
+# ------------------------------------------------------------------------------------------------------- files
+
+
+def _processor() -> tuple[str, str]:
+    """Name and features of the processor that numba compiles for, its settings considered."""
+    features = llvm.get_host_cpu_features()
+    if not numba.config.ENABLE_AVX:
+        features = type(features)({name: on and not name.startswith("avx") for name, on in features.items()})
+    chosen = numba.config.CPU_FEATURES
+    return numba.config.CPU_NAME or llvm.get_host_cpu_name(), features.flatten() if chosen is None else chosen
+
+
+def sources() -> list[Path]:
+    """The files that kernels may be made of: with any of them changed, all machine code is made again."""
+    return sorted(file for folder in _MADE_OF for file in (_PACKAGE / folder).glob("*.py"))
+
+
+@lru_cache(maxsize=1)
+def _folder_name() -> str:
+    parts = [sys.version, numba.__version__, llvmlite.__version__, np.__version__, llvm.get_default_triple(), *_processor()]
+    digest = hashlib.sha256("\n".join(parts).encode())
+    for source in sources():
+        digest.update(source.read_bytes())
+    return f"kernels-{digest.hexdigest()[:16]}"
+
+
+def _folders() -> Iterator[Path]:
+    if chosen := os.environ.get("LNS_OPS_CACHE"):
+        yield Path(chosen) / _folder_name()
+        return
+    yield Path(__file__).parent / "__pycache__" / _folder_name()
+    yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lns_ops" / _folder_name()
+
+
+def _load_or_compile(name: str, compiled: Callable[[], bytes]) -> int:
+    """Address of the kernel's entry, from the first folder that has it whole."""
+    for folder in _folders():
+        try:
+            stored = (folder / f"{name}.o").read_bytes()
+        except OSError:
+            continue
+        if hashlib.sha256(stored[_DIGEST:]).digest() == stored[:_DIGEST]:
+            return _PROCESS.load(name, stored[_DIGEST:])
+    machine_code = compiled()
+    address = _PROCESS.load(name, machine_code)
+    _store(f"{name}.o", hashlib.sha256(machine_code).digest() + machine_code)
+    return address
+
+
+def _store(name: str, content: bytes) -> None:
+    """Write a file in the first folder that takes it, whole or not at all."""
+    for folder in _folders():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            temporary = folder / f"{name}.{uuid.uuid4().hex}"
+            temporary.write_bytes(content)
+            temporary.replace(folder / name)
+        except OSError:
+            continue
+        return
+
+
+# ------------------------------------------------------------------------------------------------- compilation
+
+
+def _compile(function: Callable[..., int], kinds: tuple[Any, ...]) -> bytes:
+    """The object file of a kernel's entry.
+
+    Raises:
+        RuntimeError: it refers to symbols outside itself.
+    """
+    kernel, (fit, arguments) = helper(function), argument_readers([_numba_type(kind) for kind in kinds])
+
+    def entry(words: Any) -> Any:
+        return kernel(*arguments(words)) if fit(words) else -1
+
+    int64 = numba.types.int64
+    callback = numba.cfunc(int64(numba.types.CPointer(int64)), error_model="numpy", _nrt=False)(entry)
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    module = llvm.parse_assembly(callback.inspect_llvm())
+    # The callback calls numba's own form of the function and prints what it raises; only the inner function is wanted.
+    inner = callback.native_name.removeprefix("cfunc.")
+    wrapper = _WRAPPER.format(triple=module.triple, layout=module.data_layout, inner=inner, entry=_ENTRY)
+    module.link_in(llvm.parse_assembly(wrapper))
+    return _emit(module)
+
+
+def _numba_type(kind: Any) -> Any:
+    if isinstance(kind, np.dtype):
+        return numba.types.Array(numba.from_dtype(kind), 1, "C")
+    if kind is NoneType:
+        return numba.types.none
+    return numba.types.int64 if kind is int else numba.types.boolean
+
+
+def _emit(module: Any) -> bytes:
+    """Machine code of the entry and what it needs."""
+    for value in [*module.functions, *module.global_variables]:
+        if not value.is_declaration and value.name != _ENTRY:
+            value.linkage = "internal"
+    name, features = _processor()
+    machine = llvm.Target.from_default_triple().create_target_machine(name, features, opt=3, jit=True)
+    passes = llvm.create_new_module_pass_manager()
+    passes.add_global_dead_code_eliminate_pass()
+    passes.add_strip_dead_prototype_pass()
+    passes.run(module, llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options()))
+    declared = (value.name for value in [*module.functions, *module.global_variables] if value.is_declaration)
+    missing = [symbol for symbol in declared if not symbol.startswith("llvm.")]
+    if missing:
+        raise RuntimeError(f"the kernel needs {', '.join(missing)}: kernels must neither allocate nor raise")
+    return bytes(machine.emit_object(module))

@@ -1,0 +1,91 @@
+"""Elementwise addition, multiplication, division and square root on the CPU, broadcasting."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lns_ops.cpu.arrays import GRAIN, Codes, flat_pair, flattened
+from lns_ops.cpu.compiler.thread_pool import run
+from lns_ops.cpu.kernel_choice import lanes_plan
+from lns_ops.cpu.kernels import elementwise
+from lns_ops.cpu.simd import avx512
+from lns_ops.spec.format import LNSFormat
+from lns_ops.spec.gaussian_log import gaussian_tables
+
+
+@lru_cache(maxsize=32)
+def sum_table(fraction_bits: int) -> NDArray[np.int32]:
+    """G+ and then G-, one table for elementwise additions."""
+    return np.concatenate(gaussian_tables(fraction_bits)).astype(np.int32)
+
+
+def _add(x: Codes, y: Codes, fmt: LNSFormat, flip: int) -> Codes:
+    a, b, shape = flat_pair(x, y)
+    out = np.empty(shape, np.int16)
+    chosen = lanes_plan((a, b), 2, fmt)
+    if chosen is not None:
+        kernels, plan = chosen
+        run(kernels.add, -(-a.size // avx512.PANEL), GRAIN // 128, a, b, out.reshape(-1), plan.constants, plan.extra, plan.mapped,
+            plan.zone, plan.top_field, plan.unit_shift, fmt.field_mask, flip & 1)  # fmt: skip
+        return out
+    table = sum_table(fmt.fraction_bits)
+    run(elementwise.add, a.size, GRAIN, a, b, out.reshape(-1), table, table.size // 2 - 1, fmt.field_mask, flip)
+    return out
+
+
+def repeat(x: Codes, size: int, run_length: int) -> Codes:
+    """``size`` codes, flat: each of ``x`` ``run_length`` times, then all of that over again."""
+    out = np.empty(size, np.int16)
+    run(elementwise.repeat, size // run_length, max(1, GRAIN // run_length), flattened(x), out, run_length)
+    return out
+
+
+def add(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
+    """``x + y``, correctly rounded in the logarithm, broadcasting; ``x + (-x)`` is exact zero.
+
+    Args:
+        x, y: int16 codes of shapes that broadcast together.
+        fmt: their format, and the result's.
+    """
+    return _add(x, y, fmt, 0)
+
+
+def sub(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
+    """``x - y``; see :func:`add`."""
+    return _add(x, y, fmt, -1)
+
+
+def mul(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
+    """``x y``, broadcasting: logarithms add; exact but for saturation and underflow."""
+    a, b, shape = flat_pair(x, y)
+    out = np.empty(shape, np.int16)
+    run(elementwise.mul, a.size, GRAIN, a, b, out.reshape(-1), fmt.bias, fmt.field_mask)
+    return out
+
+
+def div(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
+    """``x / y``, broadcasting: logarithms subtract; exact but for saturation and underflow.
+
+    Raises:
+        ValueError: some ``y`` is zero; LNS has no infinity.
+    """
+    a, b, shape = flat_pair(x, y)
+    out = np.empty(shape, np.int16)
+    if run(elementwise.div, a.size, GRAIN, a, b, out.reshape(-1), fmt.bias, fmt.field_mask):
+        raise ValueError("division by zero: LNS has no infinity; mask zero divisors first")
+    return out
+
+
+def sqrt(x: Codes, fmt: LNSFormat) -> Codes:
+    """Square root: half the logarithm, rounded half to even.
+
+    Raises:
+        ValueError: some ``x`` is negative.
+    """
+    out = np.empty(x.shape, np.int16)
+    if run(elementwise.sqrt, x.size, GRAIN, flattened(x), out.reshape(-1), fmt.bias, fmt.field_mask):
+        raise ValueError("square root of a negative number: LNS has no NaN; take the absolute value or clamp first")
+    return out

@@ -1,0 +1,119 @@
+"""Encoding of floating-point arrays to nearest or at random, and decoding, on the CPU."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lns_ops.cpu.arrays import GRAIN, Codes, flattened
+from lns_ops.cpu.compiler.thread_pool import run
+from lns_ops.cpu.kernels import elementwise
+from lns_ops.spec import reference
+from lns_ops.spec.format import (
+    MANTISSA_BITS,
+    LNSFormat,
+    NonFiniteError,
+    decode_significands,
+    encode_thresholds,
+    single_significands,
+    stochastic_steps,
+)
+
+
+@lru_cache(maxsize=32)
+def _encode_tables(fraction_bits: int) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
+    """For cells of ``2^-(f+1)``: the float32 shift, the float64 threshold in the cell (or beyond it), thresholds below it."""
+    thresholds = encode_thresholds(fraction_bits) - (1 << MANTISSA_BITS)
+    cells = np.arange(2 << fraction_bits, dtype=np.int64)
+    width = 1 << (MANTISSA_BITS - 1 - fraction_bits)
+    # A threshold equal to a cell's first fraction belongs to the cell: only larger fractions round up.
+    base = np.searchsorted(thresholds, cells * width, side="left").astype(np.int64)
+    inside = np.append(thresholds, 1 << MANTISSA_BITS)[base]
+    step = 1 << (22 - fraction_bits)
+    low = np.minimum(inside >> (MANTISSA_BITS - 23), (cells + 1) * step - 1) - cells * step
+    shift = (base - cells) * step + (step - 1 - low)
+    return shift.astype(np.int32), inside, base.astype(np.int32)
+
+
+def encode(x: NDArray[Any], fmt: LNSFormat) -> Codes:
+    """The codes nearest to ``x`` in logarithm: ``sign x round(2^f log2|x|)``; saturates above the range, zero below it.
+
+    Args:
+        x: any shape; float32 and float64 are read as they are, other real dtypes are converted to float64 first.
+        fmt: the format.
+
+    Raises:
+        NonFiniteError: (a ValueError) ``x`` holds a NaN or an infinity.
+    """
+    x = np.asarray(x)
+    if x.dtype not in (np.float32, np.float64):
+        x = x.astype(np.float64)
+    if not (x.flags.c_contiguous and x.flags.writeable and x.flags.aligned):
+        x = np.array(x, order="C", copy=True)
+    out, f = np.empty(x.shape, np.int16), fmt.fraction_bits
+    shift, threshold, base = _encode_tables(f)
+    if x.dtype == np.float32:
+        bad = run(elementwise.encode32, x.size, GRAIN, x.reshape(-1).view(np.int32), out.reshape(-1), shift, f, fmt.bias,
+                  fmt.field_mask)  # fmt: skip
+    else:
+        bad = run(elementwise.encode64, x.size, GRAIN, x.reshape(-1).view(np.int64), out.reshape(-1), threshold, base, f,
+                  fmt.bias, fmt.field_mask)  # fmt: skip
+    if bad:
+        raise NonFiniteError("NaN or infinity to encode: LNS has no code for either; clean the input first")
+    return out
+
+
+@lru_cache(maxsize=32)
+def _stochastic_tables(fraction_bits: int) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
+    """For cells of ``2^-(f+1)``: the last significand at or below the start; and both arrays of :func:`stochastic_steps`."""
+    mantissas, reciprocals = stochastic_steps(fraction_bits)
+    starts = np.arange(2 << fraction_bits, dtype=np.int64) << (22 - fraction_bits)
+    base = np.searchsorted(mantissas, starts, side="right") - 1
+    return base.astype(np.int32), mantissas.astype(np.int32), reciprocals.copy()
+
+
+def encode_stochastic(x: NDArray[np.float32], fmt: LNSFormat, bits: NDArray[np.uint16]) -> Codes:
+    """The code below or above each finite ``x`` in magnitude, at random, ``x`` being the expected value.
+
+    Args:
+        x: float32, any shape.
+        bits: uniform uint16, at least as many as ``x`` has elements.
+    """
+    x = np.ascontiguousarray(x, np.float32)
+    out = np.empty(x.shape, np.int16)
+    base, mantissas, reciprocals = _stochastic_tables(fmt.fraction_bits)
+    run(elementwise.encode32_stochastic, x.size, GRAIN, x.reshape(-1).view(np.int32), bits.reshape(-1), out.reshape(-1), base,
+        mantissas, reciprocals, fmt.fraction_bits, fmt.bias, fmt.field_mask)  # fmt: skip
+    return out
+
+
+@lru_cache(maxsize=32)
+def _decode_tables(fraction_bits: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Significand bit patterns: float32's with the results of exponents -128 and -127 after them, and float64's."""
+    single = single_significands(fraction_bits).view(np.int32).copy()
+    single[: 1 << fraction_bits] -= 127 << 23
+    return single, decode_significands(fraction_bits).view(np.int64).copy()
+
+
+def decode(codes: Codes, fmt: LNSFormat, dtype: type[np.floating[Any]] = np.float32) -> NDArray[Any]:
+    """``sign x 2^(log/2^f)``, rounded to ``dtype`` once.
+
+    Args:
+        codes: int16, any shape.
+        fmt: their format.
+        dtype: np.float32 (exact inverse of :func:`encode`) or np.float64; others go through the reference, slowly.
+    """
+    f, single = fmt.fraction_bits, np.dtype(dtype) == np.float32
+    if not single and np.dtype(dtype) != np.float64:
+        return np.asarray(reference.decode(codes, fmt, dtype))
+    out = np.empty(codes.shape, dtype)
+    table32, table64 = _decode_tables(f)
+    flat = out.reshape(-1).view(np.int32 if single else np.int64)
+    if single:
+        run(elementwise.decode32, codes.size, GRAIN, flattened(codes), flat, table32, f, fmt.bias, fmt.field_mask)
+    else:
+        run(elementwise.decode64, codes.size, GRAIN, flattened(codes), flat, table64, f, fmt.bias, fmt.field_mask)
+    return out

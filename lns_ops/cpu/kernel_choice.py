@@ -1,0 +1,76 @@
+"""Which kernel computes sums and matrix products on this processor, for operands of this range: vector lanes or gathers."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite.binding import get_host_cpu_features
+from numba import config as numba_config
+
+from lns_ops.cpu.arrays import Codes, flattened
+from lns_ops.cpu.compiler.thread_pool import run
+from lns_ops.cpu.kernels import gather_gemm
+from lns_ops.cpu.simd import gemm, reduce
+from lns_ops.spec.format import LNSFormat
+
+
+def lanes_plan(operands: tuple[Codes, ...], K: int, fmt: LNSFormat) -> tuple[Any, gemm.WordLayout] | None:
+    """How to add flat ``operands``, K at a time, on vector lanes; None where gathers must do, or will do."""
+    if operands[0].size < reduce.WORTH:
+        return None
+    kernel = kernel_info()["matmul"]
+    return None if kernel == "gather" else reduce.plan([survey(x, fmt).span for x in operands], K, fmt, kernel)
+
+
+class Survey(NamedTuple):
+    """What the choice of a kernel needs to know of an operand: smallest and largest field of its nonzero codes, their number."""
+
+    span: tuple[int, int]
+    nonzero: int
+
+
+def survey(x: Codes, fmt: LNSFormat) -> Survey:
+    """The :class:`Survey` of an operand, in one pass over it."""
+    flat = flattened(x.T if x.flags.f_contiguous else x)
+    found = np.empty(3, np.int64)
+    run(gather_gemm.survey, flat.size, flat.size, flat, found, fmt.field_mask)
+    low, high, nonzero = found.tolist()
+    return Survey((low, high), nonzero)
+
+
+def kernel_info() -> dict[str, str]:
+    """Which matrix-product kernel is in use and why: keys ``matmul`` (``simd avx512bw+vbmi``, ``simd avx2`` or ``gather``) and ``reason``.
+
+    The vector kernels serve 3 to 7 fraction bits and operands whose products span less than some 90 octaves; other calls use
+    gathers whatever this says.
+
+    Raises:
+        ValueError: LNS_OPS_CPU_KERNEL names no kernel, or one that this processor cannot run.
+    """
+    forced, no_avx512, no_avx2 = (
+        os.environ.get("LNS_OPS_CPU_KERNEL", ""),
+        missing_features("avx512bw", "avx512vbmi"),
+        missing_features("avx2"),
+    )
+    if forced not in ("", "gather", "simd", "avx2"):
+        raise ValueError(f"LNS_OPS_CPU_KERNEL={forced!r}: must be 'gather', 'simd', 'avx2' or unset")
+    if forced in ("simd", "avx2") and no_avx2:
+        raise ValueError(f"LNS_OPS_CPU_KERNEL={forced!r}: needs AVX2, and {no_avx2}; unset it or set it to 'gather'")
+    if forced == "gather" or no_avx2:
+        return {"matmul": "gather", "reason": no_avx2 or "LNS_OPS_CPU_KERNEL=gather"}
+    if forced == "avx2" or no_avx512:
+        return {"matmul": "simd avx2", "reason": no_avx512 or "LNS_OPS_CPU_KERNEL=avx2"}
+    return {"matmul": "simd avx512bw+vbmi", "reason": "the processor has AVX-512 BW and VBMI"}
+
+
+@lru_cache(maxsize=8)
+def missing_features(*features: str) -> str:
+    """Why a kernel that needs these features cannot run here; empty if it can."""
+    if numba_config.CPU_NAME or numba_config.CPU_FEATURES:
+        return "NUMBA_CPU_NAME or NUMBA_CPU_FEATURES overrides the processor's own features"
+    found = get_host_cpu_features()
+    lacking = [name for name in features if not found.get(name)]
+    return f"this processor lacks {' and '.join(lacking)}" if lacking else ""

@@ -1,0 +1,1 @@
+"""Portable kernels: loops with table look-ups that the compiler vectorizes."""

@@ -1,0 +1,205 @@
+"""The Gaussian-logarithm tables as straight lines whose coefficients lie in tables of 16 bytes, exact in every entry.
+
+:mod:`lns_ops.cpu.simd.piecewise_avx512` does the same for processors whose byte permutations reach 64 entries. AVX2 reaches 16, so every
+further 16 cells cost instructions, and here the cut is made to need few. Words and distances ``D`` (odd where the signs differ) are as
+there::
+
+    R      = scale max(reach - D, 0)
+    fourth = R^4, curve = R^8                 repeated squares, 16 bits kept of each: like 2^-d, so that G+ and G- of it are nearly straight
+    window = (fourth multiplier) >> 16        0 .. 127: the low ``fine`` bits inside one of 8 or 16 coarse windows
+    cell   = base[coarse, parity] + (window & mask[coarse, parity])
+    value  = (A[cell] + (B[cell] curve + 2^14 >> 15)) & -u
+
+A coarse window is halved as often as its lines need, which the mask says; bases interleave the cells without gaps. Where the signs
+differ and ``d < 16``, 16 bits of A are changed (XOR) by a table indexed by d, so that the value is right there too, with whatever
+cell and line. Its first entry makes -32768 of the value: cancellation.
+
+Tables longer than 16 bytes are looked up 16 at a time with an index that counts down from table to table. A look-up gives zero where
+the index is negative, and otherwise uses its low four bits only; so each table is kept as the XOR with the one before, and the XOR of
+all look-ups is the entry. Lines whose A has a high byte have cells at the end, so that the high bytes have fewer tables.
+
+``reach``, ``scale`` and ``multiplier`` come from a random search for few cells; lines are solved for here, and every entry of both
+tables is compared before use (some 0.1 s at f = 7). Fewest lines, with ends anywhere: G+ 7 and G- 13 beyond d = 16 at f = 6, 13 and 28
+at f = 7; as lines of D 13 and 19, 22 and 37.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lns_ops.cpu.simd.piecewise_avx512 import CANCEL_WORD, fit_line
+from lns_ops.spec.gaussian_log import gaussian_tables
+
+ENTRIES = 16
+"""Bytes that one look-up reaches; also the number of distances with a table of their own."""
+
+_I64 = NDArray[np.int64]
+
+
+class Cut(NamedTuple):
+    """How distances are cut; see the head of the file. ``cells`` is 32 or 64."""
+
+    unit_shift: int
+    reach: int
+    scale: int
+    multiplier: int
+    cells: int
+
+    @property
+    def large(self) -> bool:
+        """Whether there are 64 cells and 16 coarse windows, instead of 32 and 8."""
+        return self.cells == 64
+
+    @property
+    def fine(self) -> int:
+        """Bits of the window inside a coarse window."""
+        return 3 if self.large else 4
+
+    @property
+    def plain(self) -> int:
+        """In cells below this one A has no high byte."""
+        return HIGH_FROM[self.large]
+
+
+HIGH_FROM = {False: 16, True: 32}
+"""By whether a cut is large: the first cell that may have a high byte of A."""
+
+_CUTS = {
+    3: Cut(2, 336, 177, 164, 32),
+    4: Cut(2, 706, 84, 166, 32),
+    5: Cut(2, 1481, 39, 186, 32),
+    6: Cut(2, 4084, 13, 190, 32),
+    7: Cut(1, 4215, 12, 348, 64),
+}
+
+
+class Pieces(NamedTuple):
+    """One format's pieces.
+
+    Attributes:
+        cut: the cut.
+        base: first cell by (parity, coarse window), int64 (2, 16).
+        mask: bits of the window that count, as ``base``.
+        offset: A by cell, int64 in 16 bits.
+        slope: B by cell, as ``offset``.
+        change: what A is XORed with, by distance, where signs differ, int64 in 16 bits (near,).
+        length: from this distance on (in words) both corrections are 0.
+    """
+
+    cut: Cut
+    base: _I64
+    mask: _I64
+    offset: _I64
+    slope: _I64
+    change: _I64
+    length: int
+
+
+def supported(fraction_bits: int) -> bool:
+    """Whether exact pieces are known for this many fraction bits."""
+    return fraction_bits in _CUTS
+
+
+def _window_and_curve(cut: Cut, distance: _I64, parity: int) -> tuple[_I64, _I64]:
+    remaining = np.maximum(cut.reach - ((distance << cut.unit_shift) + parity), 0) * cut.scale
+    square = remaining * remaining >> 16
+    fourth = square * square >> 16
+    return fourth * cut.multiplier >> 16, fourth * fourth >> 16
+
+
+def _wanted(fraction_bits: int, cut: Cut, parity: int) -> _I64:
+    """The correction in words, by distance, to beyond where the pieces end."""
+    table = gaussian_tables(fraction_bits)[parity].astype(np.int64)
+    distance = np.arange(max(len(table), cut.reach >> cut.unit_shift) + 8)
+    values = np.where(distance < len(table), table[np.minimum(distance, len(table) - 1)], 0) << cut.unit_shift
+    wanted: _I64 = np.maximum(values, CANCEL_WORD)
+    return wanted
+
+
+class _Part(NamedTuple):
+    """A coarse window of one sign: the bits of the window that count, and a line for each value they take."""
+
+    parity: int
+    coarse: int
+    mask: int
+    lines: dict[int, tuple[int, int]]
+
+
+def _part(cut: Cut, parity: int, coarse: int, window: _I64, curve: _I64, wanted: _I64) -> _Part:
+    """The least divided cut of a coarse window that lines fit."""
+    for halvings in range(cut.fine + 1):
+        mask = (1 << cut.fine) - (1 << cut.fine - halvings)
+        chosen = window & mask
+        lines = {
+            int(cell): fit_line(curve[chosen == cell], wanted[chosen == cell], 1 << cut.unit_shift) for cell in np.unique(chosen)
+        }
+        fitting = {cell: found for cell, found in lines.items() if found is not None}
+        if len(fitting) == len(lines):
+            return _Part(parity, coarse, mask, fitting)
+    raise AssertionError("a cut in the list has a window that no line fits")
+
+
+def _parts(fraction_bits: int, cut: Cut) -> list[_Part]:
+    """All coarse windows of both signs, those with most cells first."""
+    found = []
+    for parity in (0, 1):
+        wanted = _wanted(fraction_bits, cut, parity)
+        distance = np.arange(len(wanted))
+        window, curve = _window_and_curve(cut, distance, parity)
+        on_line = distance >= (ENTRIES if parity else 0)
+        for coarse in np.unique(window[on_line] >> cut.fine):
+            here = on_line & (window >> cut.fine == coarse)
+            found.append(_part(cut, parity, int(coarse), window[here], curve[here], wanted[here]))
+    return sorted(found, key=lambda part: -len(part.lines))
+
+
+@lru_cache(maxsize=8)
+def pieces(fraction_bits: int) -> Pieces:
+    """The pieces for ``fraction_bits``, compared with every entry of the tables.
+
+    Raises:
+        KeyError: not :func:`supported`.
+    """
+    cut = _CUTS[fraction_bits]
+    base, mask = np.zeros((2, ENTRIES), np.int64), np.zeros((2, ENTRIES), np.int64)
+    offset, slope = np.zeros(cut.cells, np.int64), np.zeros(cut.cells, np.int64)
+    free = set(range(cut.cells))
+    for part in _parts(fraction_bits, cut):
+        lowest = 0 if all(0 <= offset < 256 for offset, _ in part.lines.values()) else cut.plain
+        first = next(cell for cell in range(lowest, cut.cells) if free.issuperset(cell + step for step in part.lines))
+        free.difference_update(first + step for step in part.lines)
+        base[part.parity, part.coarse], mask[part.parity, part.coarse] = first, part.mask
+        for step, found in part.lines.items():
+            offset[first + step], slope[first + step] = found
+    length = len(gaussian_tables(fraction_bits).plus) << cut.unit_shift
+    made = Pieces(cut, base, mask, offset, slope, np.zeros(ENTRIES, np.int64), length)
+    near = np.arange(ENTRIES)
+    cell, line_part = _cell_and_line(made, near, 1)
+    change = ((_wanted(fraction_bits, cut, 1)[:ENTRIES] - line_part) ^ offset[cell]) & 0xFFFF
+    made = made._replace(change=change)
+    for parity in (0, 1):
+        wanted = _wanted(fraction_bits, cut, parity)
+        assert np.array_equal(evaluate(made, np.arange(len(wanted)), parity), wanted)
+    return made
+
+
+def _cell_and_line(made: Pieces, distance: _I64, parity: int) -> tuple[_I64, _I64]:
+    """Cells, and ``B curve`` rounded."""
+    window, curve = _window_and_curve(made.cut, distance, parity)
+    coarse = window >> made.cut.fine
+    cell = made.base[parity][coarse] + (window & made.mask[parity][coarse])
+    return cell, (made.slope[cell] * curve + (1 << 14)) >> 15
+
+
+def evaluate(made: Pieces, distance: _I64, parity: int) -> _I64:
+    """What the vector kernel computes: ``u G+`` (parity 0) or ``u G-`` (parity 1) at each distance in ulps, int64."""
+    cell, line_part = _cell_and_line(made, distance, parity)
+    offset = made.offset[cell]
+    if parity:
+        offset = offset ^ np.where(distance < ENTRIES, made.change[np.minimum(distance, ENTRIES - 1)], 0)
+    value: _I64 = (offset + line_part).astype(np.int16).astype(np.int64) & -(1 << made.cut.unit_shift)
+    return value

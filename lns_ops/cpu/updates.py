@@ -1,0 +1,184 @@
+"""Optimizer updates of weights in place on the CPU: SGD and Adam, fused in LNS arithmetic, and with float32 in between."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lns_ops.cpu.arrays import GRAIN, Codes, flattened
+from lns_ops.cpu.compiler.thread_pool import run
+from lns_ops.cpu.elementwise import sum_table
+from lns_ops.cpu.encoding import decode, encode, encode_stochastic
+from lns_ops.cpu.kernels import philox, updates
+from lns_ops.spec import reference_updates
+from lns_ops.spec.format import LNSFormat
+from lns_ops.spec.gaussian_log import decay_table, stochastic_tables
+from lns_ops.spec.reference import ROOT_SLOT, WEIGHT_SLOT
+from lns_ops.spec.reference_updates import adam_codes
+
+
+def _in_place(name: str, x: Codes, shape: tuple[int, ...]) -> Codes:
+    """``x`` flat, without a copy."""
+    if x.dtype != np.int16 or x.shape != shape or not (x.flags.c_contiguous and x.flags.writeable):
+        raise ValueError(
+            f"{name} of dtype {x.dtype}, shape {x.shape}: an array updated in place must be writable, contiguous int16 codes "
+            f"of the weight's shape {shape}; pass the array itself, not a strided view"
+        )
+    return x.reshape(-1)
+
+
+@lru_cache(maxsize=32)
+def _fine_table(fraction_bits: int) -> NDArray[np.int32]:
+    """Both tables of additions that round at random, one after the other."""
+    return np.concatenate(stochastic_tables(fraction_bits))
+
+
+def random_bits(count: int, key: int, step: int, slot: int) -> NDArray[np.uint16]:
+    """As :func:`lns_ops.reference.random_bits`, up to seven more than ``count``."""
+    blocks = -(-count // 8)
+    out = np.empty(8 * blocks, np.uint16)
+    run(philox.random_bits, blocks, GRAIN // 16, out, out, key, step, slot)
+    return out
+
+
+def _absent(x: Codes | None, w: Codes) -> Codes:
+    """An array for a kernel that will not touch it: one of its own, because overlapping arguments would keep the loop from vectorizing."""
+    return np.empty(w.size, np.int16) if x is None else x
+
+
+def sgd_update(
+    weight: Codes,
+    grad: Codes,
+    fmt: LNSFormat,
+    *,
+    negative_lr: int,
+    momentum: int | None = None,
+    buffer: Codes | None = None,
+    compensation: Codes | None = None,
+    key: int | None = None,
+    step: int = 0,
+) -> None:
+    """One SGD step in LNS operations, fused, in place on ``weight``, ``buffer`` and ``compensation``.
+
+    ``buffer = momentum buffer + grad`` (where momentum and a buffer are given), ``update = -lr buffer``, then
+    ``weight += update`` or, with Kahan compensation (W. Kahan 1965)::
+
+        compensation = compensation + update
+        new = weight + compensation
+        compensation = compensation - (new - weight)
+
+    Args:
+        weight: int16 codes, contiguous, updated.
+        grad: int16 codes of the same shape; read only.
+        fmt: the format.
+        negative_lr: the code of ``-lr`` (an integer, or an array of one element).
+        momentum: the code of the momentum factor.
+        buffer: momentum buffer, like ``weight``, updated.
+        compensation: Kahan's running error, like ``weight``, updated.
+        key, step: round ``weight + update`` at random by the bits of (key, step); compensation is not used then.
+
+    Raises:
+        ValueError: an array to be updated is not writable contiguous int16 of the weight's shape, or ``grad``'s shape differs.
+    """
+    w, g = _in_place("weight", weight, weight.shape), _gradient(grad, weight)
+    use_momentum = momentum is not None and buffer is not None
+    b = _absent(_in_place("buffer", buffer, weight.shape) if use_momentum and buffer is not None else None, w)
+    table = sum_table(fmt.fraction_bits)
+    last = table.size // 2 - 1
+    scalars = (fmt.bias, fmt.field_mask, _scalar(negative_lr), _scalar(momentum), use_momentum)
+    if key is not None:
+        bits, fine = random_bits(w.size, key, step, WEIGHT_SLOT), _fine_table(fmt.fraction_bits)
+        run(updates.sgd_stochastic, w.size, GRAIN // 4, w, g, b, bits, table, fine, last, fine.size // 2 - 1, *scalars)
+    elif compensation is None:
+        run(updates.sgd_plain, w.size, GRAIN // 2, w, g, b, table, last, *scalars)
+    else:
+        c = _in_place("compensation", compensation, weight.shape)
+        run(updates.sgd_kahan, w.size, GRAIN // 4, w, g, b, c, table, last, *scalars)
+
+
+def _gradient(grad: Codes, weight: Codes) -> Codes:
+    if grad.shape != weight.shape:
+        raise ValueError(f"grad of shape {grad.shape}: must have the weight's shape {weight.shape}")
+    return flattened(grad)
+
+
+def adam_update(
+    weight: Codes, grad: Codes, fmt: LNSFormat, *, step: int, exp_avg: Codes, root: Codes, residue: Codes | None = None,
+    compensation: Codes | None = None, negative_lr: int, beta1: float, beta2: float, eps: float, weight_decay: int | None = None,
+    decoupled: bool = False, key: int | None = None,
+) -> None:  # fmt: skip
+    """One Adam or AdamW step in LNS operations, fused, in place; :func:`lns_ops.reference.adam_update` has the equations.
+
+    Args:
+        weight, exp_avg, root, compensation: int16 codes, contiguous, of one shape, updated.
+        grad: int16 codes of that shape; read only.
+        residue: the root's bits below the ulp, int16, updated; must be given unless ``key`` is.
+        step: 1 for the first one.
+        negative_lr, weight_decay: codes of scalars.
+        key: round weight and root at random by the bits of (key, step); residue and compensation are not used then.
+
+    Raises:
+        ValueError: an array to be updated is not writable contiguous int16 of the weight's shape, ``grad``'s shape differs, a
+            residue is needed, or a scalar is out of range.
+    """
+    codes, decay = adam_codes(beta1, beta2, eps, fmt), decay_table(beta2, fmt.fraction_bits)
+    w, g = _in_place("weight", weight, weight.shape), _gradient(grad, weight)
+    m, r = _in_place("exp_avg", exp_avg, weight.shape), _in_place("root", root, weight.shape)
+    now, table = min(step, len(codes.correction)) - 1, sum_table(fmt.fraction_bits)
+    last = table.size // 2 - 1
+    scalars = (
+        fmt.bias, fmt.field_mask, _scalar(negative_lr), codes.beta1, codes.one_minus_beta1, int(codes.correction[now]),
+        int(codes.eps_hat[now]), _scalar(weight_decay), weight_decay is not None and not decoupled, weight_decay is not None and decoupled,
+        decay.first, decay.keep, decay.take,
+    )  # fmt: skip
+    if key is not None:
+        bits, root_bits = (random_bits(w.size, key, step, slot) for slot in (WEIGHT_SLOT, ROOT_SLOT))
+        fine = _fine_table(fmt.fraction_bits)
+        run(updates.adam_stochastic, w.size, GRAIN // 8, w, g, m, r, bits, root_bits, table, decay.table, fine, last,
+            fine.size // 2 - 1, *scalars)  # fmt: skip
+        return
+    if residue is None:
+        raise ValueError(
+            "residue=None: without it or a key the second moment would never move; pass int16 zeros of the weight's shape"
+        )
+    e = _in_place("residue", residue, weight.shape)
+    if compensation is None:
+        run(updates.adam_plain, w.size, GRAIN // 8, w, g, m, r, e, table, decay.table, last, *scalars)
+    else:
+        c = _in_place("compensation", compensation, weight.shape)
+        run(updates.adam_kahan, w.size, GRAIN // 8, w, g, m, r, e, c, table, decay.table, last, *scalars)
+
+
+_CODEC = reference_updates.Float32Codec(decode, encode, lambda x, fmt, bits: encode_stochastic(x, fmt, bits.astype(np.uint16)))
+
+
+def sgd_update_float32(weight: Codes, grad: Codes, fmt: LNSFormat, *, buffer: Codes | None = None, compensation: Codes | None = None,
+                       **options: Any) -> None:  # fmt: skip
+    """:func:`lns_ops.reference.sgd_update_float32` in place on ``weight``, ``buffer`` and ``compensation``; not fused on a CPU."""
+    updated = reference_updates.sgd_update_float32(
+        weight, grad, fmt, buffer=buffer, compensation=compensation, codec=_CODEC, **options
+    )
+    _store((weight, buffer, compensation), updated)
+
+
+def adam_update_float32(
+    weight: Codes, grad: Codes, fmt: LNSFormat, *, exp_avg: Codes, root: Codes, residue: Codes | None = None,
+    compensation: Codes | None = None, **options: Any,
+) -> None:  # fmt: skip
+    """:func:`lns_ops.reference.adam_update_float32` in place on all arrays but ``grad``; not fused on a CPU."""
+    state: dict[str, Any] = {"exp_avg": exp_avg, "root": root, "residue": residue, "compensation": compensation}
+    updated = reference_updates.adam_update_float32(weight, grad, fmt, codec=_CODEC, **state, **options)
+    _store((weight, *state.values()), updated)
+
+
+def _store(arrays: tuple[Codes | None, ...], values: tuple[Codes | None, ...]) -> None:
+    for array, value in zip(arrays, values, strict=True):
+        if array is not None and value is not None and value is not array:
+            array[...] = value
+
+
+def _scalar(code: Any) -> int:
+    return 0 if code is None else int(np.asarray(code).reshape(()))

@@ -1,0 +1,233 @@
+"""Elementwise operations, sums, encoding and decoding on NVIDIA GPUs."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from lns_ops.cuda.runtime import (
+    REPLICATED_FRACTION_BITS,
+    THREADS,
+    Kernel,
+    alignment_flag,
+    compile_function,
+    compile_options,
+    device_tables,
+    fault_counts,
+    grid_of,
+    kernel_source,
+    multiprocessor_count,
+)
+from lns_ops.spec.format import LNSFormat
+from lns_ops.spec.gaussian_log import gaussian_tables, longest_decay_table, stochastic_tables
+from lns_ops.spec.reference import BLOCK
+
+_SHARED_FRACTION_BITS = 9
+"""Up to here eight copies fit, which the fast elementwise sums need."""
+
+_BINARY_LAYOUT = "PPPqqqiiPPP"
+_ELEMENTWISE: dict[str, str] = {
+    "add": _BINARY_LAYOUT,
+    "sub": _BINARY_LAYOUT,
+    "mul": _BINARY_LAYOUT,
+    "div": _BINARY_LAYOUT,
+    "square_root": "PPqiP",
+    **{
+        f"sgd{momentum}{rounding}": "PPPPPqqiiiPPP"
+        for momentum in ("", "_momentum")
+        for rounding in ("", "_kahan", "_stochastic")
+    },
+    **{
+        f"adam{decay}{rounding}": "PPPPPPPPPiqqiiiiPiiiiiPPP"
+        for decay in ("", "_l2", "_decoupled")
+        for rounding in ("", "_kahan", "_stochastic")
+    },
+    "sum": "PPqqiiP",
+    "encode": "PPqiPP",
+    "encode_double": "PPqPP",
+    "decode": "PPqiP",
+    "decode_double": "PPqiP",
+}
+WITH_TABLE = ("add", "sub", *(name for name in _ELEMENTWISE if name.startswith(("sgd", "adam"))))
+COPIES = 8
+
+
+@lru_cache(maxsize=512)
+def elementwise_kernel(name: str, bits: int, fraction_bits: int, device: int) -> Kernel:
+    """The kernel ``lns_NAME`` of ``elementwise.cu`` or ``updates.cu`` for a format and a device, compiled once."""
+    fmt = LNSFormat(bits, fraction_bits)
+    fast = fraction_bits <= _SHARED_FRACTION_BITS
+    shared = len(gaussian_tables(fraction_bits).plus) * 4 * COPIES if fast and name in WITH_TABLE else 0
+    defines = {"FAST": int(fast), "COPIES": COPIES}
+    updates, adam = name.startswith(("sgd", "adam")), name.startswith("adam")
+    if updates:
+        fine, behind = len(stochastic_tables(fraction_bits).plus), fraction_bits <= REPLICATED_FRACTION_BITS
+        defines |= {"ADAM_KERNELS": int(adam), "FINE_LAST": fine - 1, "SHARED_TABLES": int(behind)}
+        if behind:
+            shared += 8 * fine * name.endswith("stochastic") + 4 * longest_decay_table(fraction_bits) * adam
+    source = kernel_source("updates.cu" if updates else "elementwise.cu")
+    function = compile_function(source, f"lns_{name}", compile_options(fmt, device, **defines), device)
+    return Kernel(function, _ELEMENTWISE[name], shared)
+
+
+atexit.register(elementwise_kernel.cache_clear)  # before CuPy goes; see lns_ops.cuda.runtime
+
+
+def _repetition(y: Tensor, shape: Sequence[int]) -> tuple[int, int] | None:
+    """``(div, mod)`` such that element i of ``shape`` meets element ``i // div % mod`` of contiguous ``y``; None if there are none."""
+    sizes = [1] * (len(shape) - y.dim()) + list(y.shape)
+    full = [d for d, size in enumerate(shape) if size != 1]
+    kept = [d for d in full if sizes[d] != 1]
+    if not kept:
+        return None
+    run = [d for d in full if kept[0] <= d <= kept[-1]]
+    if run != kept:
+        return None
+    div = 1
+    for d in full:
+        if d > kept[-1]:
+            div *= shape[d]
+    return div, y.numel()
+
+
+def _binary(name: str, x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
+    shape = torch.broadcast_shapes(x.shape, y.shape)
+    cuda = x if x.is_cuda else y
+    device = cuda.get_device()
+    if not x.is_cuda:
+        x = torch.full(shape, int(x), dtype=torch.int16, device=cuda.device)
+    x = x.expand(shape).contiguous()
+    z = torch.empty(shape, dtype=torch.int16, device=cuda.device)
+    code, div, mod = 0, 1, x.numel()
+    if not y.is_cuda:
+        code, mod = int(y), 0
+    else:
+        repetition = _repetition(y, shape) if y.shape != shape else None
+        if repetition is None:
+            y = y.expand(shape).contiguous()
+        else:
+            y, (div, mod) = y.contiguous(), repetition
+    if x.numel():
+        tables, kernel = device_tables(fraction_bits, device), elementwise_kernel(name, bits, fraction_bits, device)
+        kernel(
+            grid_of(x.numel(), device, kernel=kernel), THREADS, device,
+            x.data_ptr(), y.data_ptr(), z.data_ptr(), x.numel(), div, mod, code, alignment_flag(x, y if mod else None, z),
+            tables.signed.data_ptr(), tables.gauss.data_ptr(), fault_counts(device).data_ptr(),
+        )  # fmt: skip
+    return z
+
+
+def add(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
+    """``x + y``, broadcast; one of them may be a 0-dim CPU tensor."""
+    return _binary("add", x, y, bits, fraction_bits) if x.is_cuda else _binary("add", y, x, bits, fraction_bits)
+
+
+def sub(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
+    """``x - y``, broadcast."""
+    return _binary("sub", x, y, bits, fraction_bits)
+
+
+def mul(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
+    """``x y``, broadcast."""
+    return _binary("mul", x, y, bits, fraction_bits) if x.is_cuda else _binary("mul", y, x, bits, fraction_bits)
+
+
+def div(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
+    """``x / y``, broadcast; zero divisors are counted (:func:`check_faults`) and give zero."""
+    return _binary("div", x, y, bits, fraction_bits)
+
+
+def sqrt(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
+    """Square root; negatives are counted and give zero."""
+    x, device = x.contiguous(), x.get_device()
+    z = torch.empty_like(x)
+    if x.numel():
+        elementwise_kernel("square_root", bits, fraction_bits, device)(
+            grid_of(x.numel(), device),
+            THREADS,
+            device,
+            x.data_ptr(),
+            z.data_ptr(),
+            x.numel(),
+            alignment_flag(x, z),
+            fault_counts(device).data_ptr(),
+        )
+    return z
+
+
+def sum(x: Tensor, dim: int, bits: int, fraction_bits: int, shift: int = 0) -> Tensor:
+    """Sum along ``dim`` in the contract's order; ``shift`` ulps are added to its logarithm before it is stored in the format."""
+    moved = x.movedim(dim, 0).contiguous()
+    device = x.get_device()
+    out = torch.empty(moved.shape[1:], dtype=torch.int16, device=x.device)
+    if out.numel():
+        K, N = moved.shape[0], out.numel()
+        columns = _sum_columns(K, N, multiprocessor_count(device))
+        elementwise_kernel("sum", bits, fraction_bits, device)(
+            (-(-N // columns), 1, 1), THREADS, device,
+            moved.data_ptr(), out.data_ptr(), K, N, columns, shift, device_tables(fraction_bits, device).gauss.data_ptr(),
+        )  # fmt: skip
+    return out
+
+
+def _sum_columns(K: int, N: int, multiprocessors: int) -> int:
+    """Columns that a thread block of the sum kernel takes, beside as many blocks of terms as its threads are left for.
+
+    32 for coalesced loads; more where that leaves threads without terms, as long as every multiprocessor has two thread blocks.
+    """
+    columns, blocks = min(32, 1 << (N - 1).bit_length()), -(-K // BLOCK)
+    while 2 * columns * blocks <= THREADS and 4 * columns * multiprocessors <= N:
+        columns *= 2
+    return columns
+
+
+def encode(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
+    """Codes nearest in logarithm; NaN and infinities are counted (:func:`check_faults`)."""
+    double = x.dtype == torch.float64 or not x.dtype.is_floating_point
+    x, device = x.contiguous().to(torch.float64 if double else torch.float32), x.get_device()
+    out = torch.empty(x.shape, dtype=torch.int16, device=x.device)
+    if x.numel():
+        tables, kernel = (
+            device_tables(fraction_bits, device),
+            elementwise_kernel("encode_double" if double else "encode", bits, fraction_bits, device),
+        )
+        grid = grid_of(x.numel(), device, per_thread=4, kernel=kernel)
+        if double:
+            kernel(
+                grid,
+                THREADS,
+                device,
+                x.data_ptr(),
+                out.data_ptr(),
+                x.numel(),
+                tables.thresholds.data_ptr(),
+                fault_counts(device).data_ptr(),
+            )
+        else:
+            kernel(
+                grid, THREADS, device, x.data_ptr(), out.data_ptr(), x.numel(), alignment_flag(x, out), tables.cells.data_ptr(),
+                fault_counts(device).data_ptr(),
+            )  # fmt: skip
+    return out
+
+
+def decode(codes: Tensor, bits: int, fraction_bits: int, dtype: torch.dtype) -> Tensor:
+    """Values of ``codes`` as float64 for ``dtype`` float64, else rounded to float32 and then to ``dtype``."""
+    double = dtype == torch.float64
+    codes, device = codes.contiguous(), codes.get_device()
+    out = torch.empty(codes.shape, dtype=torch.float64 if double else torch.float32, device=codes.device)
+    if codes.numel():
+        tables, kernel = (
+            device_tables(fraction_bits, device),
+            elementwise_kernel("decode_double" if double else "decode", bits, fraction_bits, device),
+        )
+        kernel(
+            grid_of(codes.numel(), device, per_thread=4, kernel=kernel), THREADS, device,
+            codes.data_ptr(), out.data_ptr(), codes.numel(), alignment_flag(codes, out),
+            (tables.significands_double if double else tables.significands).data_ptr(),
+        )  # fmt: skip
+    return out.to(dtype)

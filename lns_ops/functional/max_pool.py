@@ -1,0 +1,93 @@
+"""Maxima over windows of images as a custom operator: values and places, exact, of equal values the first.
+
+On a CPU a kernel of its own (:mod:`lns_ops.cpu.kernels.max_pool`); on a GPU torch's kernel for float32, which holds the order keys exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lns_ops.cpu.arrays import flattened
+from lns_ops.cpu.compiler.thread_pool import run
+from lns_ops.cpu.kernels import max_pool
+from lns_ops.functional.elementwise import order_key
+from lns_ops.functional.library import FORMAT, OPS, cached_format, define_operator
+from lns_ops.spec.format import LNSFormat
+
+_WINDOWS = "int[] kernel, int[] stride, int[] padding, int[] dilation, bool ceil_mode"
+_MOST_TAPS = 1 << 16
+
+
+def _places(x: Tensor, window: Any) -> Tensor:
+    """torch's own: indices of the maxima of float32 values (or their shape, for a tensor without values)."""
+    indices: Tensor = torch.ops.aten.max_pool2d_with_indices(x, *window)[1]
+    return indices
+
+
+def _from_floats(x: Tensor, window: Any, fmt: LNSFormat) -> tuple[Tensor, Tensor]:
+    indices = _places(order_key(x, fmt).to(torch.float32), window)
+    picked = x.reshape(*x.shape[:-2], -1).gather(-1, indices.reshape(*indices.shape[:-2], -1))
+    return picked.reshape(indices.shape), indices
+
+
+def _on_cpu(
+    x: Tensor,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    ceil_mode: bool,
+    bits: int,
+    fraction_bits: int,
+) -> tuple[Tensor, Tensor]:
+    fmt, window = cached_format(bits, fraction_bits), (kernel, stride, padding, dilation, ceil_mode)
+    shape = _places(torch.empty(x.shape, device="meta"), window).shape
+    if math.prod(kernel) >= _MOST_TAPS:
+        return _from_floats(x, window, fmt)
+    out, indices = np.empty(shape, np.int16), np.empty(shape, np.int64)
+    planes = math.prod(shape[:-2])
+    grain = max(1, (1 << 15) // max(1, math.prod(x.shape[-2:])))
+    empty = run(max_pool.max_pool, planes, grain, flattened(x.contiguous().numpy()), out.reshape(-1), indices.reshape(-1), *x.shape[-2:],
+        *shape[-2:], *kernel, *stride, *padding, *dilation, fmt.field_mask)  # fmt: skip
+    if empty:
+        raise ValueError(
+            f"max pooling of {x.shape[-2]} x {x.shape[-1]} values with kernel {kernel}, padding {padding}, dilation {dilation}: a window "
+            "lies in the padding alone, whose maximum is -infinity; use less padding or dilation"
+        )
+    return torch.from_numpy(out), torch.from_numpy(indices)
+
+
+def _on_cuda(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    *window, bits, fraction_bits = arguments
+    return _from_floats(x, window, cached_format(bits, fraction_bits))
+
+
+def _fake(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    indices = _places(x.new_empty(x.shape, dtype=torch.float32), arguments[:-2])
+    return x.new_empty(indices.shape), torch.empty_like(indices)
+
+
+define_operator("max_pool2d", f"(Tensor x, {_WINDOWS}, {FORMAT}) -> (Tensor, Tensor)", _on_cpu, _fake, _on_cuda)
+
+
+def max_pool2d(
+    x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil_mode: bool, fmt: LNSFormat
+) -> tuple[Tensor, Tensor]:
+    """Maxima over windows, and their places ``y W + x``.
+
+    Args:
+        x: int16 codes ``[..., H, W]`` of three or four dimensions.
+        kernel, stride, padding, dilation: two numbers each, as torch's.
+        ceil_mode: whether windows may begin within the last stride.
+        fmt: the format.
+
+    Raises:
+        RuntimeError: torch's, of arguments that do not fit.
+        ValueError: (on a CPU) a dilated window has no value at all, only padding.
+    """
+    return OPS.max_pool2d(x, kernel, stride, padding, dilation, ceil_mode, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]

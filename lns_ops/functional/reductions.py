@@ -1,0 +1,189 @@
+"""Sums, means, norms and matrix products of codes, in the contract's order of additions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from lns_ops import cpu
+from lns_ops.cuda.float32_matmul import matmul_cuda
+from lns_ops.functional.accumulation import check_accumulation
+from lns_ops.functional.elementwise import add, decode
+from lns_ops.functional.float32_matmul import matmul_cpu
+from lns_ops.functional.library import FORMAT, OPS, cached_format, define_operator
+from lns_ops.spec.format import LNSFormat, logarithm
+from lns_ops.spec.reference import LONG_SUM
+
+_LONG_SUM_OCTAVES = LONG_SUM.bit_length() - 1
+
+
+def _matmul_shape(x: Tensor, y: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], y.shape[-1]))
+
+
+def _sum_shape(x: Tensor, dim: int) -> Tensor:
+    shape = list(x.shape)
+    del shape[dim]
+    return x.new_empty(shape)
+
+
+def _sum_cpu(x: Tensor, dim: int, bits: int, fraction_bits: int, shift: int = 0) -> Tensor:
+    if x.stride(dim) == 1 and not x.is_contiguous():  # terms beside each other: no need to turn the array around
+        x, dim = x.movedim(dim, -1), -1
+    return torch.from_numpy(cpu.sum(x.contiguous().numpy(), dim, cached_format(bits, fraction_bits), shift))
+
+
+def _matmul_cpu(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
+    fmt = cached_format(bits, fraction_bits)
+    kernel = cpu.matmul if x.dim() == 2 else cpu.matmul_batched
+    return torch.from_numpy(kernel(x.numpy(), y.numpy(), fmt))
+
+
+def _linear_cpu(x: Tensor, y: Tensor, bias: Tensor, bits: int, fraction_bits: int) -> Tensor:
+    fmt = cached_format(bits, fraction_bits)
+    product = cpu.matmul(x.numpy(), y.numpy(), fmt)
+    return torch.from_numpy(cpu.add(product, bias.expand(product.shape).contiguous().numpy(), fmt))
+
+
+define_operator(
+    "sum",
+    f"(Tensor x, int dim, {FORMAT}, int shift=0) -> Tensor",
+    _sum_cpu,
+    lambda x, dim, bits, fraction_bits, shift=0: _sum_shape(x, dim),
+)
+define_operator(
+    "matmul", f"(Tensor x, Tensor y, {FORMAT}) -> Tensor", _matmul_cpu, lambda x, y, bits, fraction_bits: _matmul_shape(x, y)
+)
+define_operator(
+    "matmul_float32",
+    f"(Tensor x, Tensor y, {FORMAT}) -> Tensor",
+    matmul_cpu,
+    lambda x, y, bits, fraction_bits: _matmul_shape(x, y),
+    matmul_cuda,
+)
+define_operator(
+    "linear",
+    f"(Tensor x, Tensor y, Tensor bias, {FORMAT}) -> Tensor",
+    _linear_cpu,
+    lambda x, y, bias, bits, fraction_bits: _matmul_shape(x, y),
+)
+
+
+def sum(x: Tensor, dims: Sequence[int], fmt: LNSFormat, *, keepdim: bool = False) -> Tensor:
+    """Sum over ``dims``, taken together in row-major order, in blocks of 64 as the contract says.
+
+    More than ``LONG_SUM = 4096`` terms are cut into pieces of 4096, ascending, whose sums (codes of the format) are summed in turn: 64
+    terms a block and 64 blocks a piece are where adding one by one still keeps most of what is added. One sequence of the block totals
+    of 131,072 ones would stick at a tenth of them at f = 6. :func:`lns_ops.reference.long_sum` is the specification.
+    """
+    flat, shape = _reduced_first(x, dims, keepdim)
+    if flat is x:
+        return x.clone()
+    while flat.shape[0] > LONG_SUM:
+        flat = _pieces(flat, fmt, 0)
+    return OPS.sum(flat, 0, fmt.bits, fmt.fraction_bits).reshape(shape)  # type: ignore[no-any-return]
+
+
+def mean(x: Tensor, dims: Sequence[int], fmt: LNSFormat, *, keepdim: bool = False) -> Tensor:
+    """:func:`sum` divided by the encoded number of terms, without saturation in between: 1,000 times 100 leave lns12, their mean does not.
+
+    Raises:
+        ValueError: there are no terms.
+    """
+    flat, shape = _reduced_first(x, dims, keepdim)
+    if flat is x:
+        return x.clone()
+    terms, scale = flat.shape[0], 1
+    if terms == 0:
+        raise ValueError("a mean of 0 values: LNS has no NaN; leave empty reductions out")
+    while flat.shape[0] > LONG_SUM:  # every piece is divided by 4096, exactly
+        flat, scale = _pieces(flat, fmt, -_LONG_SUM_OCTAVES << fmt.fraction_bits), scale * LONG_SUM
+    log = logarithm(terms / scale, fmt.fraction_bits)
+    return OPS.sum(flat, 0, fmt.bits, fmt.fraction_bits, -log).reshape(shape)  # type: ignore[no-any-return]
+
+
+def _reduced_first(x: Tensor, dims: Sequence[int], keepdim: bool) -> tuple[Tensor, list[int]]:
+    """The terms along dimension 0, row-major; ``x`` itself if nothing is reduced. And the shape of the result."""
+    reduced = sorted({d % x.dim() for d in dims}) if x.dim() else []
+    kept = [d for d in range(x.dim()) if d not in reduced]
+    shape = [1 if d in reduced else x.shape[d] for d in range(x.dim())] if keepdim else [x.shape[d] for d in kept]
+    if not reduced:
+        return x, shape
+    terms = math.prod(x.shape[d] for d in reduced)
+    return x.permute(*reduced, *kept).reshape(terms, *(x.shape[d] for d in kept)), shape
+
+
+def _pieces(flat: Tensor, fmt: LNSFormat, shift: int) -> Tensor:
+    """The sums of pieces of ``LONG_SUM`` terms, and of what is left."""
+    whole = flat.shape[0] // LONG_SUM * LONG_SUM
+    sums = [OPS.sum(flat[:whole].reshape(-1, LONG_SUM, *flat.shape[1:]), 1, fmt.bits, fmt.fraction_bits, shift)]
+    if whole < flat.shape[0]:
+        sums.append(OPS.sum(flat[whole:], 0, fmt.bits, fmt.fraction_bits, shift)[None])
+    return torch.cat(sums)
+
+
+def matmul(x: Tensor, y: Tensor, fmt: LNSFormat, *, accumulation: str = "contract") -> Tensor:
+    """``x_MK @ y_KN`` or ``x_BMK @ y_BKN``: exact products; transposed views cost nothing.
+
+    More than ``LONG_SUM = 4096`` products are summed as :func:`sum` sums that many terms: in pieces of 4096, ascending, whose sums (codes
+    of the format) are summed in turn; :func:`lns_ops.reference.long_matmul` is the specification. Sums in float32 are not cut.
+
+    Args:
+        accumulation: of the sums over k: ``contract``, LNS additions in blocks of 64, or ``float32``; see :mod:`lns_ops.accumulation`.
+
+    Raises:
+        ValueError: the shapes do not fit, or no such accumulation.
+    """
+    if x.dim() != y.dim() or x.dim() not in (2, 3) or x.shape[-1] != y.shape[-2] or x.shape[:-2] != y.shape[:-2]:
+        raise ValueError(f"matmul of shapes {tuple(x.shape)} and {tuple(y.shape)}: need [M, K] @ [K, N] or [B, M, K] @ [B, K, N]")
+    if check_accumulation(accumulation) != "contract":
+        return OPS.matmul_float32(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+    if x.shape[-1] <= LONG_SUM:
+        return OPS.matmul(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+    cuts = zip(x.split(LONG_SUM, -1), y.split(LONG_SUM, -2), strict=True)
+    return sum(torch.stack([OPS.matmul(a, b, fmt.bits, fmt.fraction_bits) for a, b in cuts]), [0], fmt)
+
+
+def linear(x: Tensor, y: Tensor, bias: Tensor, fmt: LNSFormat, *, accumulation: str = "contract") -> Tensor:
+    """``x_MK @ y_KN + bias_N``: the product as in :func:`matmul`, then an LNS addition; of ``contract``, one kernel on a GPU.
+
+    Raises:
+        ValueError: the shapes do not fit, or no such accumulation.
+    """
+    if x.dim() != 2 or y.dim() != 2 or x.shape[1] != y.shape[0] or bias.shape != y.shape[1:]:
+        raise ValueError(
+            f"linear of shapes {tuple(x.shape)}, {tuple(y.shape)} and bias {tuple(bias.shape)}: need [M, K] @ [K, N] + [N]"
+        )
+    if check_accumulation(accumulation) == "contract" and x.shape[1] <= LONG_SUM:
+        return OPS.linear(x, y, bias, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+    return add(matmul(x, y, fmt, accumulation=accumulation), bias, fmt)
+
+
+@lru_cache(maxsize=32)
+def _squares(fmt: LNSFormat) -> Tensor:
+    """The square of every field's value, float64."""
+    values = decode(torch.arange(fmt.field_mask + 1, dtype=torch.int32).to(torch.int16), fmt, torch.float64)
+    return values * values
+
+
+def norm(x: Tensor, fmt: LNSFormat) -> Tensor:
+    """The Euclidean norm, a float64 0-dim tensor: how often each magnitude occurs, times its square.
+
+    Counts are exact in any order, so the result depends on the order of nothing but one float64 sum over the magnitudes of the format.
+    """
+    fields = (x & fmt.field_mask).reshape(-1)
+    if x.is_cuda:
+        counts = torch.zeros(fmt.field_mask + 1, dtype=torch.int64, device=x.device)
+        counts.index_add_(0, fields.long(), torch.ones((), dtype=torch.int64, device=x.device).expand(fields.numel()))
+    else:
+        counts = torch.bincount(fields, minlength=fmt.field_mask + 1)
+    return (counts.double() * _on_device(_squares, fmt, x.device)).sum().sqrt()
+
+
+@lru_cache(maxsize=64)
+def _on_device(make: Callable[[LNSFormat], Tensor], fmt: LNSFormat, device: torch.device) -> Tensor:
+    return make(fmt).to(device)

@@ -1,0 +1,205 @@
+"""Training in any number format, simulated: values lie on the format's grid, products and sums are float32.
+
+:func:`simulate_` puts a module's parameters on the grid and hooks its layers, so that what goes into a layer with parameters and what comes
+out of any layer is rounded to the grid, activations on the way forward, gradients on the way back. A product of grid values is summed
+in float32, which is what tensor cores do. :func:`lns_ops.optim.quantized_updates.quantize_updates_` does the rest: gradients of
+parameters are rounded before an optimizer's step, parameters after it.
+
+*Simulated* means that memory and time are float32's: what is studied is accuracy. Limits: what a module computes between its submodules
+(a residual addition, a functional call) stays float32 until it enters or leaves a layer; layers that call no ``forward`` of their
+children (``nn.MultiheadAttention``'s output projection) are rounded at their own border only; losses are float32. Linear layers in
+``float8_e4m3fn`` on a GPU that has them (Hopper) really multiply in 8 bits, see :mod:`lns_ops.nn.float8_linear`.
+
+*Loss scaling.* float16 gradients below 2^-24 vanish. Scaling the loss by S, which scales every gradient, moves them into range; here
+gradients are rounded as ``q(S g) / S``, the same values. S is dynamic as in torch.amp.GradScaler: halved after an overflow, whose step
+changes no weight, doubled after 2,000 steps without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from lns_ops.formats import NumberFormat, parse
+from lns_ops.nn.float8_linear import Float8Linear, real_format
+from lns_ops.tensor import LNSTensor
+
+INITIAL_LOSS_SCALE = 2.0**16
+GROWTH_INTERVAL = 2_000
+_EXACT = (nn.ReLU, nn.Flatten, nn.Unflatten, nn.Identity, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
+"""Layers whose outputs are among their inputs, which are on the grid already."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """In what a layer was put: kept as its attribute ``simulation``.
+
+    Attributes:
+        format: of parameters and activations.
+        gradient_format: of the gradients of both.
+        root: the module that :func:`simulate_` was called with; it has the buffers ``loss_scale`` and ``growth_tracker`` if gradients
+            are scaled.
+    """
+
+    format: NumberFormat
+    gradient_format: NumberFormat
+    root: nn.Module
+
+    @property
+    def scaled(self) -> bool:
+        """Whether gradients are scaled."""
+        return self.gradient_format.overflows
+
+    def gradient(self, grad: Tensor) -> Tensor:
+        """``grad`` on its grid, scaled meanwhile if it has to be."""
+        if not self.scaled:
+            return self.gradient_format.quantize(grad)
+        scale = self.root.get_buffer("loss_scale")
+        return self.gradient_format.quantize(grad * scale) / scale
+
+    def through(self, x: Any) -> Any:
+        """``x`` on the grid; its gradient on the gradient's."""
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        return _Quantize.apply(x, self)  # type: ignore[no-untyped-call]
+
+
+class _Quantize(torch.autograd.Function):
+    """Forward rounds values, backward gradients; the derivative of rounding is taken to be 1 (Y. Bengio et al. 2013, arXiv:1308.3432)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, simulation: Simulation) -> Tensor:
+        ctx.simulation = simulation
+        return simulation.format.quantize(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.simulation.gradient(grad), None
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """Forward pre-hook of layers with parameters."""
+
+    simulation: Simulation
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        named = {name: x if "mask" in name else tree_map(self.simulation.through, x) for name, x in kwargs.items()}
+        return tree_map(self.simulation.through, args), named
+
+
+@dataclass(frozen=True)
+class _Outputs:
+    """Forward hook."""
+
+    simulation: Simulation
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return tree_map(self.simulation.through, output)
+
+
+def _owners(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Layers: submodules with parameters of their own, and those without submodules."""
+    return [
+        (name, layer)
+        for name, layer in module.named_modules()
+        if any(p is not None for p in layer._parameters.values()) or not any(True for _ in layer.children())
+    ]
+
+
+def these(names: list[str]) -> str:
+    """What an error says of the layers that there are."""
+    shown = ", ".join(repr(name) for name in names[:20]) or "none"
+    return f"there are {shown}{f' and {len(names) - 20} more' if len(names) > 20 else ''} ('' is the module itself)"
+
+
+@torch.no_grad()
+def simulate_(
+    module: nn.Module,
+    fmt: NumberFormat | str,
+    *,
+    gradient_format: NumberFormat | str | None = None,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+) -> nn.Module:
+    """Put ``module`` into a number format in place: parameters rounded at once, activations and gradients as they come.
+
+    Args:
+        module: any torch module of float32 parameters.
+        fmt: the format, or its name (:func:`lns_ops.formats.parse`).
+        gradient_format: of gradients, where they need another one (``float8_e5m2`` for its range); None for ``fmt``.
+        filter_fn: ``filter_fn(layer, name)``: which layers; None for all.
+
+    Returns:
+        ``module``, which takes and returns float tensors. Its optimizer needs :func:`lns_ops.optim.quantized_updates.quantize_updates_`.
+
+    Raises:
+        ValueError: no such format, a filter that matches no layer, or a layer that is in one already; nothing has changed then.
+    """
+    chosen_format = parse(fmt) if isinstance(fmt, str) else fmt
+    chosen_gradient = chosen_format if gradient_format is None else gradient_format
+    gradients = parse(chosen_gradient) if isinstance(chosen_gradient, str) else chosen_gradient
+    owners = _owners(module)
+    layers = [(name, layer) for name, layer in owners if filter_fn is None or filter_fn(layer, name)]
+    if not layers:
+        raise ValueError(f"filter_fn matches no layer: {these([name for name, _ in owners])}")
+    for name, layer in layers:
+        if hasattr(layer, "simulation") or any(isinstance(p, LNSTensor) for p in layer.parameters(recurse=False)):
+            raise ValueError(
+                f"layer {name or '(root)'!r}: is in a number format already; convert a module once (or lns_ops.revert_ it), or leave the "
+                "layer out with filter_fn"
+            )
+    simulation = Simulation(format=chosen_format, gradient_format=gradients, root=module)
+    if simulation.scaled:
+        device = next((p.device for p in module.parameters()), None)
+        module.register_buffer("loss_scale", torch.tensor(INITIAL_LOSS_SCALE, device=device))
+        module.register_buffer("growth_tracker", torch.zeros((), dtype=torch.int32, device=device))
+    for _, layer in layers:
+        _attach(layer, simulation)
+    return module
+
+
+def _attach(layer: nn.Module, simulation: Simulation) -> None:
+    parameters = [p for p in layer._parameters.values() if p is not None]
+    for parameter in parameters:
+        simulation.format.quantize_(parameter)
+    if parameters:
+        layer.register_forward_pre_hook(_Inputs(simulation), with_kwargs=True)
+    if not isinstance(layer, _EXACT):
+        layer.register_forward_hook(_Outputs(simulation))
+    if type(layer) is nn.Linear and real_format(simulation.format, simulation.gradient_format):
+        layer.__class__ = Float8Linear
+    layer.simulation = simulation  # type: ignore[assignment]
+
+
+def stop_(module: nn.Module) -> nn.Module:
+    """Undo :func:`simulate_`: hooks go, parameters keep the values that they have."""
+    for layer in module.modules():
+        if not hasattr(layer, "simulation"):
+            continue
+        for hooks in (layer._forward_pre_hooks, layer._forward_hooks):
+            for key, hook in list(hooks.items()):
+                if isinstance(hook, _Inputs | _Outputs):
+                    del hooks[key]
+                    layer._forward_pre_hooks_with_kwargs.pop(key, None)
+        if type(layer) is Float8Linear:
+            layer.__class__ = nn.Linear  # type: ignore[assignment]
+        for name in ("loss_scale", "growth_tracker"):
+            layer.simulation.root._buffers.pop(name, None)  # type: ignore[union-attr]
+        del layer.simulation
+    return module
+
+
+@torch.no_grad()
+def update_loss_scale_(root: nn.Module, finite: Tensor) -> None:
+    """One step of dynamic loss scaling: halve after an overflow, double after :data:`GROWTH_INTERVAL` good steps."""
+    scale, tracker = root.get_buffer("loss_scale"), root.get_buffer("growth_tracker")
+    good = torch.where(finite, tracker + 1, torch.zeros_like(tracker))
+    grow = good >= GROWTH_INTERVAL
+    factor = torch.where(grow, 2.0, torch.where(finite, 1.0, 0.5))
+    scale.copy_((scale * factor).clamp(min=2.0**-24, max=2.0**100))
+    tracker.copy_(torch.where(grow, 0, good))

@@ -1,0 +1,309 @@
+"""The arithmetic contract, written to be read: plain integers, no speed. Every kernel equals it bit for bit.
+
+A code is unpacked into a sign (bool) and a logarithm (int64 ulps); zero has the logarithm ``NO_LOG``. Elementwise operations
+compute in unbounded integers and clamp once, in :func:`pack`: logarithms above the format's range saturate, below it become
+zero. Reductions (:func:`sum`, :func:`matmul`) go in the contract's order:
+
+1. the reduced index is cut into blocks of ``BLOCK = 64``, ascending;
+2. inside a block, terms are added one after another, ascending, into an accumulator that starts at zero;
+3. block totals are added, ascending, into a second accumulator that starts at zero.
+
+Sequential addition over long rows would stick (4,096 ones sum to 370 at f = 7); blocks make the error that of 64 + K/64 terms.
+Both accumulators hold a sign and a 16-bit logarithm in ``ACC_MIN .. ACC_MAX`` in every format: larger logarithms saturate at
+``ACC_MAX``, smaller ones are zero, so zero products and products below the range are skipped. The format's own range is
+applied once, when the result is stored.
+
+All functions take and return int16 numpy arrays of codes and broadcast like numpy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lns_ops.spec.format import (
+    MANTISSA_BITS,
+    LNSFormat,
+    NonFiniteError,
+    decode_significands,
+    encode_thresholds,
+    logarithm,
+    stochastic_steps,
+)
+from lns_ops.spec.gaussian_log import FINE_BITS, DecayTable, decay_table, gaussian_tables, stochastic_tables
+
+Codes = NDArray[np.int16]
+Logs = NDArray[np.int64]
+Signs = NDArray[np.bool_]
+
+BLOCK = 64
+LONG_SUM = BLOCK * BLOCK
+"""Terms that :func:`long_sum` adds up in one piece: as many blocks as a block has terms."""
+NO_LOG = -(1 << 40)
+"""Logarithm of zero: so far below every other that no comparison needs a special case."""
+ACC_MIN, ACC_MAX = 1 - (1 << 14), (1 << 15) + (1 << 14) - 1
+"""The accumulator's logarithms: 16 bits, starting at lns16's smallest and reaching twice as far up."""
+WEIGHT_SLOT, ROOT_SLOT = 0, 1
+"""What a step's random bits are for."""
+
+
+def unpack(codes: Codes, fmt: LNSFormat) -> tuple[Signs, Logs]:
+    """Sign (True for negative) and logarithm in ulps of each code; zero is ``(False, NO_LOG)``."""
+    field = np.asarray(codes).astype(np.int64) & fmt.field_mask
+    zero = field == 0
+    return (np.asarray(codes) < 0) & ~zero, np.where(zero, NO_LOG, field - fmt.bias)
+
+
+def pack(sign: Signs, log: Logs, fmt: LNSFormat) -> Codes:
+    """The code of ``sign x 2^(log/2^f)``: saturates above the format's range, zero below it."""
+    field = np.minimum(log, fmt.max_log) + fmt.bias
+    return np.where(log < fmt.min_log, 0, np.where(sign, field | fmt.sign_mask, field)).astype(np.int16)
+
+
+def add_unpacked(sx: Signs, lx: Logs, sy: Signs, ly: Logs, fraction_bits: int) -> tuple[Signs, Logs]:
+    """One LNS addition on unbounded logarithms: the larger magnitude keeps its sign and takes the correction."""
+    plus, minus = gaussian_tables(fraction_bits)
+    larger, distance = np.maximum(lx, ly), np.minimum(np.abs(lx - ly), len(plus) - 1)
+    correction = np.where(sx == sy, plus[distance], minus[distance])
+    log = larger + np.where(np.minimum(lx, ly) == NO_LOG, 0, correction)
+    cancelled = (sx != sy) & (lx == ly)
+    return np.where(lx >= ly, sx, sy) & ~cancelled, np.where(cancelled, NO_LOG, log)
+
+
+def _accumulator(sign: Signs, log: Logs) -> tuple[Signs, Logs]:
+    """Clamp to the accumulator's range."""
+    lost = log < ACC_MIN
+    return sign & ~lost, np.where(lost, NO_LOG, np.minimum(log, ACC_MAX))
+
+
+def _accumulate(signs: Signs, logs: Logs, fraction_bits: int) -> tuple[Signs, Logs]:
+    """Add up the terms along axis 0, ascending, in one accumulator that starts at zero."""
+    sign, log = np.zeros(signs.shape[1:], np.bool_), np.full(signs.shape[1:], NO_LOG, np.int64)
+    for term_sign, term_log in zip(signs, logs, strict=True):
+        term = _accumulator(term_sign, term_log)
+        sign, log = _accumulator(*add_unpacked(sign, log, *term, fraction_bits))
+    return sign, log
+
+
+def _reduce(signs: Signs, logs: Logs, fmt: LNSFormat, shift: int = 0) -> Codes:
+    """Reduce axis 0 in the contract's order and store the result, moved by ``shift`` ulps, in the format."""
+    starts = range(0, signs.shape[0], BLOCK)
+    totals = [_accumulate(signs[k : k + BLOCK], logs[k : k + BLOCK], fmt.fraction_bits) for k in starts]
+    shape = (len(totals), *signs.shape[1:])
+    total_signs = np.array([s for s, _ in totals], np.bool_).reshape(shape)
+    total_logs = np.array([log for _, log in totals], np.int64).reshape(shape)
+    sign, log = _accumulate(total_signs, total_logs, fmt.fraction_bits)
+    return pack(sign, np.where(log == NO_LOG, NO_LOG, log + shift), fmt)
+
+
+def add(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
+    """``x + y``: max + G+ where the signs agree, max + G- where they differ; ``x + (-x)`` is exact zero."""
+    return pack(*add_unpacked(*unpack(x, fmt), *unpack(y, fmt), fmt.fraction_bits), fmt)
+
+
+def neg(x: Codes, fmt: LNSFormat) -> Codes:
+    """``-x``, exact."""
+    sign, log = unpack(x, fmt)
+    return pack(~sign, log, fmt)
+
+
+def absolute(x: Codes, fmt: LNSFormat) -> Codes:
+    """``|x|``, exact."""
+    sign, log = unpack(x, fmt)
+    return pack(np.zeros_like(sign), log, fmt)
+
+
+def sub(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
+    """``x + (-y)``."""
+    return add(x, neg(y, fmt), fmt)
+
+
+def mul(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
+    """``x y``: logarithms add; exact but for saturation and underflow."""
+    (sx, lx), (sy, ly) = unpack(x, fmt), unpack(y, fmt)
+    return pack(sx ^ sy, lx + ly, fmt)
+
+
+def div(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
+    """``x / y``: logarithms subtract; exact but for saturation and underflow.
+
+    Raises:
+        ValueError: some ``y`` is zero; LNS has no infinity.
+    """
+    (sx, lx), (sy, ly) = unpack(x, fmt), unpack(y, fmt)
+    if np.any(ly == NO_LOG):
+        raise ValueError("division by zero: LNS has no infinity; mask zero divisors first")
+    return pack(sx ^ sy, np.where(lx == NO_LOG, NO_LOG, lx - ly), fmt)
+
+
+def sqrt(x: Codes, fmt: LNSFormat) -> Codes:
+    """Square root: half the logarithm, rounded half to even.
+
+    Raises:
+        ValueError: some ``x`` is negative.
+    """
+    sign, log = unpack(x, fmt)
+    if np.any(sign):
+        raise ValueError("square root of a negative number: LNS has no NaN; take the absolute value or clamp first")
+    half = log >> 1
+    return pack(sign, np.where(log == NO_LOG, NO_LOG, half + (log & 1) * (half & 1)), fmt)
+
+
+def order_key(x: Codes, fmt: LNSFormat) -> Logs:
+    """Integers that compare as the values do: ``key(x) < key(y)`` exactly if ``x < y``."""
+    sign, log = unpack(x, fmt)
+    field = np.where(log == NO_LOG, 0, log + fmt.bias)
+    return np.where(sign, -field, field)
+
+
+def sum(x: Codes, axis: int, fmt: LNSFormat, shift: int = 0) -> Codes:
+    """Sum along ``axis`` in the contract's order, its logarithm moved by ``shift`` ulps before it is stored; an empty sum is zero."""
+    sign, log = unpack(np.moveaxis(np.asarray(x), axis, 0), fmt)
+    return _reduce(sign, log, fmt, shift)
+
+
+def long_sum(x: Codes, axis: int, fmt: LNSFormat) -> Codes:
+    """Sums of any length: more than ``LONG_SUM`` terms are cut into pieces of so many, whose sums are stored and summed in turn."""
+    terms = np.moveaxis(np.asarray(x), axis, 0)
+    while len(terms) > LONG_SUM:
+        terms = np.stack([sum(terms[k : k + LONG_SUM], 0, fmt) for k in range(0, len(terms), LONG_SUM)])
+    return sum(terms, 0, fmt)
+
+
+def mean(x: Codes, axis: int, fmt: LNSFormat) -> Codes:
+    """The sum divided by its number of terms, which is rounded as encoding rounds; no saturation in between."""
+    return sum(x, axis, fmt, -logarithm(np.asarray(x).shape[axis], fmt.fraction_bits))
+
+
+def matmul(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes:
+    """``x @ y`` for 2-d operands: exact products, summed over k in the contract's order."""
+    (sx, lx), (sy, ly) = unpack(x_MK, fmt), unpack(y_KN, fmt)
+    signs = sx.T[:, :, None] ^ sy[:, None, :]
+    return _reduce(signs, lx.T[:, :, None] + ly[:, None, :], fmt)
+
+
+def long_matmul(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes:
+    """:func:`matmul` of any K: more than ``LONG_SUM`` products are cut as :func:`long_sum` cuts terms."""
+    cuts = range(0, x_MK.shape[1], LONG_SUM)
+    if len(cuts) < 2:
+        return matmul(x_MK, y_KN, fmt)
+    return long_sum(np.stack([matmul(x_MK[:, k : k + LONG_SUM], y_KN[k : k + LONG_SUM], fmt) for k in cuts]), 0, fmt)
+
+
+def random_bits(count: int, key: int, step: int, slot: int) -> NDArray[np.int64]:
+    """Uniform integers in ``0 .. 2^16 - 1``, element i from (key, step, slot, i) alone, so the same on every backend and in any order.
+
+    Philox4x32-10 (J. Salmon, M. Moraes, R. Dror, D. Shaw 2011, doi:10.1145/2063384.2063405) with the 64-bit ``key`` and the counter
+    ``(i // 8 low, i // 8 high, step mod 2^32, slot)``; element i takes the low (i even) or high half of word ``i % 8 // 2``.
+    """
+    block = np.arange(-(-count // 8), dtype=np.uint64)
+    low = np.uint64(0xFFFFFFFF)
+    words = [block & low, block >> np.uint64(32), *(np.full_like(block, value & 0xFFFFFFFF) for value in (step, slot))]
+    keys = [key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF]
+    for _ in range(10):
+        first, second = words[0] * np.uint64(0xD2511F53), words[2] * np.uint64(0xCD9E8D57)
+        words = [
+            second >> np.uint64(32) ^ words[1] ^ np.uint64(keys[0]),
+            second & low,
+            first >> np.uint64(32) ^ words[3] ^ np.uint64(keys[1]),
+            first & low,
+        ]
+        keys = [keys[0] + 0x9E3779B9 & 0xFFFFFFFF, keys[1] + 0xBB67AE85 & 0xFFFFFFFF]
+    halves = [half for word in words for half in (word & np.uint64(0xFFFF), word >> np.uint64(16))]
+    return np.stack(halves, axis=-1).astype(np.int64).reshape(-1)[:count]
+
+
+def add_stochastic(x: Codes, y: Codes, fmt: LNSFormat, bits: NDArray[np.int64]) -> Codes:
+    """``x + y`` rounded up or down at random so that the expected value is the exact sum; see :func:`stochastic_tables`.
+
+    Args:
+        bits: uniform in ``0 .. 2^16 - 1``, of the result's shape.
+    """
+    (sx, lx), (sy, ly) = unpack(x, fmt), unpack(y, fmt)
+    plus, minus = stochastic_tables(fmt.fraction_bits)
+    distance = np.minimum(np.abs(lx - ly), len(plus) - 1)
+    fine = np.where(sx == sy, plus[distance], minus[distance]).astype(np.int64)
+    correction = np.where(np.minimum(lx, ly) == NO_LOG, 0, fine + bits >> FINE_BITS)
+    return pack(np.where(lx >= ly, sx, sy), np.maximum(lx, ly) + correction, fmt)
+
+
+def root_mean_square(
+    root: Codes, x: Codes, fmt: LNSFormat, beta: float, *, residue: Codes | None = None, bits: NDArray[np.int64] | None = None
+) -> tuple[Codes, Codes | None]:
+    """``sqrt(beta root^2 + (1 - beta) x^2)`` of a nonnegative ``root``, one rounding; :class:`lns_ops.spec.gaussian_log.DecayTable` is
+    the definition.
+
+    The logarithm has 16 bits behind the ulp. They round to nearest and stay in ``residue`` (int16, in 2^-16 ulps, -2^15 .. 2^15
+    - 1), or round at random with ``bits``. Without one of the two an average with beta near 1 would never move.
+
+    Returns:
+        The new root, and the new residue where there was one; a root that is zero or saturates leaves none.
+    """
+    return followed(root, x, fmt, decay_table(beta, fmt.fraction_bits), residue=residue, bits=bits)
+
+
+def followed(
+    root: Codes,
+    x: Codes,
+    fmt: LNSFormat,
+    table: DecayTable,
+    *,
+    residue: Codes | None = None,
+    bits: NDArray[np.int64] | None = None,
+) -> tuple[Codes, Codes | None]:
+    """:func:`root_mean_square` of any table: sums of squares and maxima follow their input likewise."""
+    _, root_log = unpack(root, fmt)
+    _, x_log = unpack(x, fmt)
+    index = np.clip(x_log - root_log, table.first, table.first + len(table.table) - 1) - table.first
+    old = (root_log << FINE_BITS) + (0 if residue is None else residue.astype(np.int64))
+    both = (root_log != NO_LOG) & (x_log != NO_LOG)
+    fine = np.maximum(old + table.keep, (x_log << FINE_BITS) + table.take) + np.where(both, table.table[index], 0)
+    log = fine + (1 << FINE_BITS - 1 if bits is None else bits) >> FINE_BITS
+    new = pack(np.zeros(log.shape, np.bool_), log, fmt)
+    if residue is None:
+        return new, None
+    return new, np.where((new == 0) | (log > fmt.max_log), 0, fine - (log << FINE_BITS)).astype(np.int16)
+
+
+def encode(x: NDArray[Any], fmt: LNSFormat) -> Codes:
+    """The codes nearest to ``x`` (any float or integer dtype, computed from its float64 value) in logarithm.
+
+    Raises:
+        NonFiniteError: (a ValueError) ``x`` holds a NaN or an infinity.
+    """
+    value = np.asarray(x, np.float64)
+    if not np.all(np.isfinite(value)):
+        raise NonFiniteError("NaN or infinity to encode: LNS has no code for either; clean the input first")
+    fraction, exponent = np.frexp(np.abs(value))
+    significand = np.ldexp(fraction, MANTISSA_BITS + 1).astype(np.int64)
+    # `side="left"` counts the thresholds strictly below the significand.
+    rounded = np.searchsorted(encode_thresholds(fmt.fraction_bits), significand, side="left")
+    log = (exponent.astype(np.int64) - 1 << fmt.fraction_bits) + rounded
+    return pack(value < 0, np.where(value == 0, NO_LOG, log), fmt)
+
+
+def decode(codes: Codes, fmt: LNSFormat, dtype: type[np.floating[Any]] = np.float32) -> NDArray[Any]:
+    """``sign x 2^(log/2^f)``: the significand ``2^(j/2^f)`` times a power of two, rounded to ``dtype`` once."""
+    sign, log = unpack(codes, fmt)
+    safe = np.where(log == NO_LOG, 0, log)
+    significand = decode_significands(fmt.fraction_bits)[safe & ((1 << fmt.fraction_bits) - 1)]
+    magnitude = np.where(log == NO_LOG, 0.0, np.ldexp(significand, (safe >> fmt.fraction_bits).astype(np.int32)))
+    return np.where(sign, -magnitude, magnitude).astype(dtype)
+
+
+def encode_stochastic(x: NDArray[np.float32], fmt: LNSFormat, bits: NDArray[np.int64]) -> Codes:
+    """The code below or above ``x`` in magnitude, at random, ``x`` being the expected value; :func:`stochastic_steps` is the definition.
+
+    Args:
+        x: float32, finite.
+        bits: uniform in ``0 .. 2^16 - 1``, of ``x``'s shape.
+    """
+    mantissas, reciprocals = stochastic_steps(fmt.fraction_bits)
+    fraction, exponent = np.frexp(np.abs(x).astype(np.float64))
+    mantissa = np.where(x == 0, 0, np.ldexp(fraction, 24)).astype(np.int64) - (1 << 23) * (x != 0)
+    j = np.searchsorted(mantissas, mantissa, side="right") - 1
+    chance = (mantissa - mantissas[j]) * reciprocals[j] >> 24
+    log = (exponent.astype(np.int64) - 1 << fmt.fraction_bits) + j + (chance + bits >> 16)
+    return pack(x < 0, np.where(x == 0, NO_LOG, log), fmt)

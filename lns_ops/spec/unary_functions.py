@@ -1,0 +1,339 @@
+"""Functions of one number as tables: a format has at most 65,536 codes, so a table of results is the whole function.
+
+Why tables: exp, the logarithms, sigmoid, GELU, powers and their derivatives are then one memory access a value, rounded once, and the
+same on every device by construction. A table is built on the host when a (function, parameters, format) is first used, indexed by the
+low ``bits`` bits of a code, 2 bytes an entry: 8 KB for 12 bits, 128 KB for 16.
+
+Rounding. Every entry is the code nearest in logarithm to the exact value at the exact argument ``sign x 2^(log / 2^f)``. The value is
+computed in float64 and trusted to a relative error of ``2^-36``, some 10^4 times what these formulas err by; where both ends of that
+interval do not encode alike (an entry in some hundred tables), 60 digits decide. Powers are exact in integers, ``p log``. Only they and
+exponentials with a power of two for a base have ties, which go to even, as in :func:`lns_ops.functional.sqrt`. Results above the range
+saturate, below it are zero.
+
+Where a function has no value (log of zero or less, 0 to a negative power, fractional powers of negatives) the table holds
+:func:`undefined`, a word that no operation produces, and reading it is an error as division by zero is: raised on a CPU, counted on a GPU.
+
+A function is written once, against ``m``, which is :mod:`math` or :mod:`mpmath`; it raises ``ValueError`` or ``ZeroDivisionError`` where
+it has no value. Derivatives are functions of their own: ``d_gelu`` and so on, of the *argument*, since ``1 - y`` of a result rounded near
+1 has lost what the derivative of a sigmoid is made of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lns_ops.spec import reference
+from lns_ops.spec.format import LNSFormat
+
+TRUSTED = 2.0**-36
+"""Relative error that float64 formulas stay below; where it could matter, more digits decide."""
+_DIGITS = 60
+
+_Scalar = Callable[..., Any]
+FUNCTIONS: dict[str, _Scalar] = {}
+"""Functions by name, each ``f(m, x, *parameters)``."""
+
+
+def _function(f: _Scalar) -> _Scalar:
+    FUNCTIONS[f.__name__.strip("_")] = f
+    return f
+
+
+@_function
+def exp(m: Any, x: Any) -> Any:
+    """``e^x``."""
+    return m.exp(x)
+
+
+@_function
+def power_of(m: Any, x: Any, base: float) -> Any:
+    """``base^x`` for a positive base."""
+    return m.exp(x * m.log(base))
+
+
+@_function
+def expm1(m: Any, x: Any) -> Any:
+    """``e^x - 1``."""
+    return m.expm1(x)
+
+
+@_function
+def log(m: Any, x: Any) -> Any:
+    """``ln x``."""
+    if x == 0:
+        raise ValueError
+    return m.log(x) if x > 0 else m.sqrt(x)  # mpmath's logarithm of a negative is complex, and so is its root
+
+
+@_function
+def log2(m: Any, x: Any) -> Any:
+    """``ln x / ln 2``."""
+    return log(m, x) / m.log(2)
+
+
+@_function
+def log10(m: Any, x: Any) -> Any:
+    """``ln x / ln 10``."""
+    return log(m, x) / m.log(10)
+
+
+@_function
+def log1p(m: Any, x: Any) -> Any:
+    """``ln (1 + x)``."""
+    return m.log1p(x)
+
+
+@_function
+def sigmoid(m: Any, x: Any) -> Any:
+    """``1 / (1 + e^-x)``."""
+    e = m.exp(-abs(x))
+    return 1 / (1 + e) if x >= 0 else e / (1 + e)
+
+
+@_function
+def d_sigmoid(m: Any, x: Any) -> Any:
+    """``sigmoid(x) sigmoid(-x)``."""
+    return sigmoid(m, x) * sigmoid(m, -x)
+
+
+@_function
+def tanh(m: Any, x: Any) -> Any:
+    """Hyperbolic tangent."""
+    return m.tanh(x)
+
+
+@_function
+def d_tanh(m: Any, x: Any) -> Any:
+    """``1 - tanh^2 x``, as four times the sigmoid's derivative at 2x."""
+    return 4 * d_sigmoid(m, 2 * x)
+
+
+@_function
+def d_sigmoid_of_result(m: Any, y: Any) -> Any:
+    """``y (1 - y)``."""
+    return y * (1 - y)
+
+
+@_function
+def d_tanh_of_result(m: Any, y: Any) -> Any:
+    """``1 - y^2``."""
+    return (1 - y) * (1 + y)
+
+
+@_function
+def silu(m: Any, x: Any) -> Any:
+    """``x sigmoid(x)``; S. Elfwing et al. 2018 (arXiv:1702.03118), Swish with beta = 1."""
+    return x * sigmoid(m, x)
+
+
+@_function
+def d_silu(m: Any, x: Any) -> Any:
+    """``sigmoid(x) (1 + x sigmoid(-x))``."""
+    return sigmoid(m, x) * (1 + x * sigmoid(m, -x))
+
+
+def _normal(m: Any, x: Any) -> Any:
+    """The normal distribution function."""
+    return m.erfc(-x / m.sqrt(2)) / 2
+
+
+@_function
+def gelu(m: Any, x: Any) -> Any:
+    """``x Phi(x)``; D. Hendrycks, K. Gimpel 2016 (arXiv:1606.08415)."""
+    return x * _normal(m, x)
+
+
+@_function
+def d_gelu(m: Any, x: Any) -> Any:
+    """``Phi(x) + x phi(x)``."""
+    return _normal(m, x) + x * m.exp(-x * x / 2) / m.sqrt(2 * m.pi)
+
+
+_CUBIC = 0.044715
+
+
+def _cubic(m: Any, x: Any) -> Any:
+    return m.sqrt(2 / m.pi) * (x + _CUBIC * x * x * x)
+
+
+@_function
+def gelu_tanh(m: Any, x: Any) -> Any:
+    """``x (1 + tanh u) / 2 = x sigmoid(2 u)`` with ``u = sqrt(2 / pi) (x + 0.044715 x^3)``."""
+    return x * sigmoid(m, 2 * _cubic(m, x))
+
+
+@_function
+def d_gelu_tanh(m: Any, x: Any) -> Any:
+    """``sigmoid(2u) + 2 x u' sigmoid(2u) sigmoid(-2u)``."""
+    u, slope = _cubic(m, x), m.sqrt(2 / m.pi) * (1 + 3 * _CUBIC * x * x)
+    high, low = sigmoid(m, 2 * u), sigmoid(m, -2 * u)
+    return high * (1 + 2 * x * slope * low) if low else high
+
+
+@_function
+def softplus(m: Any, x: Any, beta: float, threshold: float) -> Any:
+    """``ln(1 + e^(beta x)) / beta``, and ``x`` where ``beta x`` exceeds the threshold, as torch's."""
+    return x if beta * x > threshold else (max(beta * x, 0) + m.log1p(m.exp(-abs(beta * x)))) / beta
+
+
+@_function
+def d_softplus(m: Any, x: Any, beta: float, threshold: float) -> Any:
+    """``sigmoid(beta x)``, and 1 beyond the threshold."""
+    return 1 if beta * x > threshold else sigmoid(m, beta * x)
+
+
+@_function
+def log_sigmoid(m: Any, x: Any) -> Any:
+    """``ln sigmoid(x)``."""
+    return min(x, 0) - m.log1p(m.exp(-abs(x)))
+
+
+@_function
+def d_log_sigmoid(m: Any, x: Any) -> Any:
+    """``sigmoid(-x)``."""
+    return sigmoid(m, -x)
+
+
+@_function
+def elu(m: Any, x: Any, alpha: float, scale: float, input_scale: float) -> Any:
+    """``scale x`` above zero, ``scale alpha (e^(input_scale x) - 1)`` below; D.-A. Clevert et al. 2016 (arXiv:1511.07289)."""
+    return scale * x if x > 0 else scale * alpha * m.expm1(input_scale * x)
+
+
+@_function
+def d_elu(m: Any, x: Any, alpha: float, scale: float, input_scale: float) -> Any:
+    """``scale`` above zero, ``scale alpha input_scale e^(input_scale x)`` below."""
+    return scale if x > 0 else scale * alpha * input_scale * m.exp(input_scale * x)
+
+
+@_function
+def d_elu_of_result(m: Any, y: Any, alpha: float, scale: float, input_scale: float) -> Any:
+    """``scale`` above zero, ``input_scale (y + scale alpha)`` below."""
+    return scale if y > 0 else input_scale * (y + scale * alpha)
+
+
+@_function
+def mish(m: Any, x: Any) -> Any:
+    """``x tanh(softplus x)``; D. Misra 2020 (arXiv:1908.08681)."""
+    return x * m.tanh(softplus(m, x, 1.0, math.inf))
+
+
+@_function
+def d_mish(m: Any, x: Any) -> Any:
+    """``t + x sigmoid(x) (1 - t^2)`` with ``t = tanh(softplus x)``."""
+    plus = softplus(m, x, 1.0, math.inf)
+    return m.tanh(plus) + x * sigmoid(m, x) * d_tanh(m, plus)
+
+
+@_function
+def hardsigmoid(m: Any, x: Any) -> Any:
+    """``(x + 3) / 6`` between 0 and 1."""
+    return min(max(x + 3, 0), 6) / 6
+
+
+@_function
+def d_hardsigmoid(m: Any, x: Any) -> Any:
+    """1/6 between -3 and 3."""
+    return m.exp(0) / 6 if abs(x) < 3 else 0
+
+
+@_function
+def hardswish(m: Any, x: Any) -> Any:
+    """``x hardsigmoid(x)``; A. Howard et al. 2019 (arXiv:1905.02244)."""
+    return x * hardsigmoid(m, x)
+
+
+@_function
+def d_hardswish(m: Any, x: Any) -> Any:
+    """0, then ``x / 3 + 1 / 2``, then 1."""
+    return 0 if x < -3 else 1 if x > 3 else (2 * x + 3) / 6
+
+
+def undefined(fmt: LNSFormat) -> int:
+    """The table's entry where a function has no value: the sign bit over a zero logarithm."""
+    return fmt.sign_mask
+
+
+@lru_cache(maxsize=256)
+def table(function: str, parameters: tuple[float, ...], fmt: LNSFormat) -> NDArray[np.int16]:
+    """Codes of ``function`` at every code: int16, ``2^bits`` entries, read-only, indexed by the low ``bits`` bits of the argument.
+
+    Args:
+        function: a name in :data:`FUNCTIONS`, or ``power`` with the exponent as its only parameter.
+        parameters: what the function takes besides its argument.
+        fmt: the format of argument and result.
+
+    Raises:
+        ValueError: no such function, or a parameter that is not finite.
+    """
+    if function != "power" and function not in FUNCTIONS:
+        raise ValueError(f"function {function!r}: must be power or one of {', '.join(sorted(FUNCTIONS))}")
+    if any(math.isnan(p) or (math.isinf(p) and function != "softplus") for p in parameters):
+        raise ValueError(f"{function} with parameters {parameters}: they must be finite numbers")
+    words = np.arange(1 << fmt.bits).astype(np.int64)
+    codes = np.where(words >> (fmt.bits - 1), words | fmt.sign_mask, words).astype(np.int16)
+    codes[codes & fmt.field_mask == 0] = 0
+    result = _power(codes, parameters[0], fmt) if function == "power" else _rounded(FUNCTIONS[function], parameters, codes, fmt)
+    result.setflags(write=False)
+    return result
+
+
+def _power(codes: NDArray[np.int16], p: float, fmt: LNSFormat) -> NDArray[np.int16]:
+    """Codes to the power of ``p``: ``p log`` in integers, half to even."""
+    exponent, signs_logs = Fraction(p), reference.unpack(codes, fmt)
+    whole = exponent.denominator == 1
+    sign = signs_logs[0] & (whole and exponent.numerator % 2 == 1)
+    lowest, highest = -(1 << 20), 1 << 20
+    logs = [min(max(round(exponent * log), lowest), highest) for log in signs_logs[1].tolist()]
+    result = reference.pack(sign, np.array(logs, np.int64), fmt)
+    if p <= 0:
+        result[codes == 0] = fmt.bias if p == 0 else undefined(fmt)
+    if not whole:
+        result[codes < 0] = undefined(fmt)
+    return result
+
+
+def _at(f: _Scalar, x: float, parameters: tuple[float, ...]) -> tuple[float, bool]:
+    """The float64 value and whether there is one; beyond float64 the largest number, which saturates every format."""
+    try:
+        value = float(f(math, x, *parameters))
+    except OverflowError:
+        value = math.inf
+    except (ValueError, ZeroDivisionError):
+        return 0.0, False
+    largest = np.finfo(np.float64).max / 2
+    return min(max(value, -largest), largest), True
+
+
+def _rounded(f: _Scalar, parameters: tuple[float, ...], codes: NDArray[np.int16], fmt: LNSFormat) -> NDArray[np.int16]:
+    values, exists = zip(*(_at(f, x, parameters) for x in reference.decode(codes, fmt, np.float64).tolist()), strict=True)
+    value = np.array(values)
+    low, high = (reference.encode(value * (1 + side * TRUSTED), fmt) for side in (-1, 1))
+    for i in np.flatnonzero(low != high):
+        low[i] = _with_digits(f, parameters, int(codes[i]), fmt)
+    low[~np.array(exists)] = undefined(fmt)
+    return low
+
+
+def _with_digits(f: _Scalar, parameters: tuple[float, ...], code: int, fmt: LNSFormat) -> int:
+    """The entry for one code, by arithmetic of 60 digits."""
+    import mpmath
+
+    sign, log = (int(part[0]) for part in reference.unpack(np.array([code], np.int16), fmt))
+    with mpmath.workdps(_DIGITS):
+        x = (-1) ** sign * mpmath.power(2, mpmath.mpf(log) / (1 << fmt.fraction_bits)) if code else mpmath.mpf(0)
+        y = mpmath.mpf(f(mpmath, x, *parameters))
+        if y == 0:
+            return 0
+        exact = mpmath.log(abs(y), 2) * (1 << fmt.fraction_bits)
+        doubled = mpmath.nint(2 * exact)
+        tie = abs(2 * exact - doubled) < mpmath.mpf(10) ** (20 - _DIGITS)
+        ulps = int(mpmath.nint(doubled / 2 if tie else exact))  # half to even
+    return int(reference.pack(np.array([y < 0]), np.array([ulps]), fmt)[0])

@@ -1,0 +1,37 @@
+"""The operations of LNSTensor, one topic a file; importing this package registers them (:func:`lns_ops.tensor.handles`)."""
+
+from lns_ops.tensor import autograd
+from lns_ops.tensor.ops import (
+    activations,
+    arithmetic,
+    attention,
+    convolution,
+    indexing,
+    linear,
+    losses,
+    normalization,
+    ordering,
+    padding,
+    pooling,
+    recurrent,
+    reductions,
+    structure,
+)
+
+__all__ = [
+    "activations",
+    "arithmetic",
+    "attention",
+    "autograd",
+    "convolution",
+    "indexing",
+    "linear",
+    "losses",
+    "normalization",
+    "ordering",
+    "padding",
+    "pooling",
+    "recurrent",
+    "reductions",
+    "structure",
+]

@@ -1,0 +1,213 @@
+"""Functions of one number: exponentials, logarithms, powers, activation functions and their gradients.
+
+Smooth functions are look-ups (:mod:`lns_ops.spec.unary_functions`), rounded once. Gradients: autograd's own formulas where they are
+products and quotients, which LNS has exactly (exp, log, sqrt, powers); the derivative's own table, times the incoming gradient, for
+activation functions, whose formulas would subtract nearly equal rounded numbers. ``sigmoid`` and ``tanh`` save their argument for that,
+instead of the result that torch saves: near 1 a result has lost its derivative. Where only the result is at hand (``torch.sigmoid_`` and
+torch's fused cells), the derivative is a table of the result: right for that result, zero where it rounded to 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from lns_ops import functional as lns
+from lns_ops.functional.indexed import lookup, power
+from lns_ops.tensor.lns_tensor import LNSTensor, operands
+from lns_ops.tensor.registry import aten, handles, replaces
+
+
+def _tabled(x: LNSTensor, function: str, *parameters: float) -> LNSTensor:
+    return LNSTensor(lookup(x.codes, function, x.fmt, *parameters), x.fmt)
+
+
+def _sloped(grad: LNSTensor, x: LNSTensor, function: str, *parameters: float) -> LNSTensor:
+    """The incoming gradient times a derivative at ``x``."""
+    slope, grad_codes, fmt = operands(function, _tabled(x, function, *parameters), grad)
+    return LNSTensor(lns.mul(slope, grad_codes, fmt), fmt)
+
+
+_PLAIN = {
+    aten.exp.default: "exp", aten.expm1.default: "expm1", aten.log.default: "log", aten.log2.default: "log2", aten.log10.default: "log10",
+    aten.log1p.default: "log1p", aten.sigmoid.default: "sigmoid", aten.tanh.default: "tanh", aten.silu.default: "silu",
+    aten.mish.default: "mish", aten.hardsigmoid.default: "hardsigmoid", aten.hardswish.default: "hardswish",
+}  # fmt: skip
+_SLOPES = {
+    aten.silu_backward.default: "d_silu", aten.mish_backward.default: "d_mish", aten.hardsigmoid_backward.default: "d_hardsigmoid",
+    aten.hardswish_backward.default: "d_hardswish", aten.sigmoid_backward.default: "d_sigmoid_of_result",
+    aten.tanh_backward.default: "d_tanh_of_result",
+}  # fmt: skip
+
+
+@handles(*_PLAIN)
+def _function(func: Any, x: LNSTensor) -> LNSTensor:
+    return _tabled(x, _PLAIN[func])
+
+
+@handles(*_SLOPES)
+def _slope(func: Any, grad: LNSTensor, x: LNSTensor) -> LNSTensor:
+    return _sloped(grad, x, _SLOPES[func])
+
+
+@handles(aten.exp2.default)
+def _exp2(func: Any, x: LNSTensor) -> LNSTensor:
+    return _tabled(x, "power_of", 2.0)
+
+
+@handles(aten.pow.Scalar)
+def _power_of(func: Any, base: float, x: LNSTensor) -> LNSTensor:
+    if base <= 0:
+        raise ValueError(f"{base} to the power of an LNSTensor: the base must be positive, LNS values are real")
+    return _tabled(x, "power_of", base)
+
+
+@handles(aten.pow.Tensor_Scalar)
+def _pow(func: Any, x: LNSTensor, exponent: float) -> LNSTensor:
+    return LNSTensor(power(x.codes, exponent, x.fmt), x.fmt)
+
+
+@handles(aten.pow.Tensor_Tensor)
+def _pow_of_each(func: Any, x: Any, y: Any) -> LNSTensor:
+    """``x^y``: the logarithm of x times the value of y, in float64, rounded half to even."""
+    x_codes, y_codes, fmt = operands("pow", x, y)
+    base, exponent = torch.broadcast_tensors(x_codes, lns.decode(y_codes, fmt, torch.float64).to(x_codes.device))
+    field, whole = base & fmt.field_mask, exponent == exponent.round()
+    undefined = ((base < 0) & ~whole) | ((field == 0) & (exponent < 0))
+    if not undefined.is_cuda and undefined.any():
+        raise ValueError(
+            "pow of a negative number to no whole power, or of zero to a negative one: LNS has no NaN; clamp or mask first"
+        )
+    log = ((field.double() - fmt.bias) * exponent).round().clamp(-(2.0**20), 2.0**20).long()
+    magnitude = torch.where(log < fmt.min_log, 0, log.clamp(max=fmt.max_log) + fmt.bias)
+    magnitude = torch.where(field == 0, torch.where(exponent == 0, fmt.bias, 0), magnitude)
+    odd = (base < 0) & (exponent.remainder(2) == 1) & (magnitude > 0)
+    result = torch.where(odd, magnitude | fmt.sign_mask, magnitude).to(torch.int16)
+    if undefined.is_cuda:  # a division by zero is counted there
+        one = torch.full_like(result, fmt.bias)
+        result = lns.select(undefined, torch.zeros_like(result), result) if undefined.numel() else result
+        lns.div(one, lns.select(undefined, torch.zeros_like(one), one), fmt)
+    return LNSTensor(result, fmt)
+
+
+@handles(aten.pow_.Scalar)
+def _pow_in_place(func: Any, x: LNSTensor, exponent: float) -> LNSTensor:
+    x.codes.copy_(power(x.codes, exponent, x.fmt))
+    return x
+
+
+@handles(aten.rsqrt.default)
+def _rsqrt(func: Any, x: LNSTensor) -> LNSTensor:
+    return LNSTensor(power(x.codes, -0.5, x.fmt), x.fmt)
+
+
+def _gelu_name(approximate: str) -> str:
+    return "gelu" if approximate == "none" else "gelu_tanh"
+
+
+@handles(aten.gelu.default)
+def _gelu(func: Any, x: LNSTensor, *, approximate: str = "none") -> LNSTensor:
+    return _tabled(x, _gelu_name(approximate))
+
+
+@handles(aten.gelu_backward.default)
+def _gelu_backward(func: Any, grad: LNSTensor, x: LNSTensor, *, approximate: str = "none") -> LNSTensor:
+    return _sloped(grad, x, f"d_{_gelu_name(approximate)}")
+
+
+@handles(aten.softplus.default)
+def _softplus(func: Any, x: LNSTensor, beta: float = 1, threshold: float = 20) -> LNSTensor:
+    return _tabled(x, "softplus", beta, threshold)
+
+
+@handles(aten.softplus_backward.default)
+def _softplus_backward(func: Any, grad: LNSTensor, x: LNSTensor, beta: float, threshold: float) -> LNSTensor:
+    return _sloped(grad, x, "d_softplus", beta, threshold)
+
+
+@handles(aten.log_sigmoid_forward.default)
+def _log_sigmoid(func: Any, x: LNSTensor) -> tuple[LNSTensor, Tensor]:
+    return _tabled(x, "log_sigmoid"), x.codes.new_empty(0, dtype=torch.float32)
+
+
+@handles(aten.log_sigmoid_backward.default)
+def _log_sigmoid_backward(func: Any, grad: LNSTensor, x: LNSTensor, buffer: Tensor) -> LNSTensor:
+    return _sloped(grad, x, "d_log_sigmoid")
+
+
+@handles(aten.elu.default)
+def _elu(func: Any, x: LNSTensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> LNSTensor:
+    return _tabled(x, "elu", alpha, scale, input_scale)
+
+
+@handles(aten.elu_backward.default)
+def _elu_backward(
+    func: Any, grad: Any, alpha: float, scale: float, input_scale: float, is_result: bool, x: LNSTensor
+) -> LNSTensor:
+    return _sloped(grad, x, "d_elu_of_result" if is_result else "d_elu", alpha, scale, input_scale)
+
+
+@handles(aten.celu.default)
+def _celu(func: Any, x: LNSTensor, alpha: float = 1) -> LNSTensor:
+    return _tabled(x, "elu", alpha, 1, 1 / alpha)
+
+
+@handles(aten.leaky_relu.default)
+def _leaky_relu(func: Any, x: LNSTensor, negative_slope: float = 0.01) -> LNSTensor:
+    codes, slope, fmt = operands("leaky_relu", x, negative_slope)
+    return LNSTensor(lns.select(codes > 0, codes, lns.mul(codes, slope, fmt)), fmt)
+
+
+@handles(aten.leaky_relu_backward.default)
+def _leaky_relu_backward(func: Any, grad: LNSTensor, x: LNSTensor, negative_slope: float, is_result: bool) -> LNSTensor:
+    codes, slope, fmt = operands("leaky_relu_backward", grad, negative_slope)
+    return LNSTensor(lns.select(x.codes > 0, codes, lns.mul(codes, slope, fmt)), fmt)
+
+
+@handles(aten._prelu_kernel.default)
+def _prelu(func: Any, x: LNSTensor, weight: LNSTensor) -> LNSTensor:
+    codes, slope, fmt = operands("prelu", x, weight)
+    return LNSTensor(lns.select(codes > 0, codes, lns.mul(codes, slope, fmt)), fmt)
+
+
+@handles(aten._prelu_kernel_backward.default)
+def _prelu_backward(func: Any, grad: LNSTensor, x: LNSTensor, weight: LNSTensor) -> tuple[LNSTensor, LNSTensor]:
+    fmt, positive = x.fmt, x.codes > 0
+    grad_x = lns.select(positive, grad.codes, lns.mul(grad.codes, weight.codes, fmt))
+    return LNSTensor(grad_x, fmt), LNSTensor(lns.select(~positive, lns.mul(grad.codes, x.codes, fmt), 0), fmt)
+
+
+class _FromArgument(torch.autograd.Function):
+    """A function of the table whose derivative is taken at the argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: LNSTensor, function: str) -> LNSTensor:
+        ctx.save_for_backward(x)
+        ctx.function = function
+        return _tabled(x, function)
+
+    @staticmethod
+    def backward(ctx: Any, grad: LNSTensor) -> tuple[LNSTensor, None]:
+        return _sloped(grad, ctx.saved_tensors[0], f"d_{ctx.function}"), None
+
+
+@replaces(torch.sigmoid, torch.Tensor.sigmoid, torch.special.expit, F.sigmoid)
+def sigmoid(x: LNSTensor) -> LNSTensor:
+    """``1 / (1 + e^-x)``, its derivative taken at ``x``."""
+    return _FromArgument.apply(x, "sigmoid")  # type: ignore[no-untyped-call, no-any-return]
+
+
+@replaces(torch.tanh, torch.Tensor.tanh, F.tanh)
+def tanh(x: LNSTensor) -> LNSTensor:
+    """Hyperbolic tangent, its derivative taken at ``x``."""
+    return _FromArgument.apply(x, "tanh")  # type: ignore[no-untyped-call, no-any-return]
+
+
+@replaces(F.glu)
+def glu(x: LNSTensor, dim: int = -1) -> Tensor:
+    """``a sigmoid(b)`` of the halves of ``x``."""
+    a, b = x.chunk(2, dim)
+    return a * torch.sigmoid(b)

@@ -1,0 +1,124 @@
+"""Addition, multiplication, division, signs and roots: one LNS operation each, exact or rounded once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lns_ops import functional as lns
+from lns_ops.spec.format import LNSFormat
+from lns_ops.tensor.lns_tensor import LNSTensor, operands
+from lns_ops.tensor.registry import aten, handles
+
+_BINARY: dict[str, Callable[[Tensor, Tensor, LNSFormat], Tensor]] = {
+    "add": lns.add,
+    "sub": lns.sub,
+    "mul": lns.mul,
+    "div": lns.div,
+}
+
+
+def _check_broadcast(name: str, x: Tensor, y: Tensor) -> None:
+    try:
+        torch.broadcast_shapes(x.shape, y.shape)
+    except RuntimeError:
+        raise ValueError(
+            f"{name} of shapes {tuple(x.shape)} and {tuple(y.shape)}: they do not broadcast; sizes must agree or be 1, from the last on"
+        ) from None
+
+
+@handles(*(getattr(getattr(aten, n), o) for n in _BINARY for o in ("Tensor", "Scalar")))
+def binary(func: Any, x: Any, y: Any, alpha: Any = 1) -> LNSTensor:
+    """The elementwise operation of two tensors, or a tensor and a number; ``alpha`` multiplies ``y`` first."""
+    name = func._schema.name.removeprefix("aten::")
+    x_codes, y_codes, fmt = operands(name, x, y)
+    if x_codes.shape != y_codes.shape:
+        _check_broadcast(name, x_codes, y_codes)
+    if alpha != 1:
+        return LNSTensor(_with_alpha(_BINARY[name], x_codes, y_codes, alpha, fmt), fmt)
+    return LNSTensor(_BINARY[name](x_codes, y_codes, fmt), fmt)
+
+
+def _with_alpha(
+    operation: Callable[[Tensor, Tensor, LNSFormat], Tensor], x: Tensor, y: Tensor, alpha: Any, fmt: LNSFormat
+) -> Tensor:
+    """``x +- alpha y``; where ``alpha y`` leaves the range, ``(x / alpha +- y) alpha``, whose terms are as far apart."""
+    factor = operands("alpha", LNSTensor(y, fmt), alpha)[1]
+    product = lns.mul(y, factor, fmt)
+    result = operation(x, product, fmt)
+    if abs(alpha) <= 1:
+        return result
+    beyond = lns.absolute(product, fmt) == fmt.field_mask
+    return torch.where(beyond, lns.mul(operation(lns.div(x, factor, fmt), y, fmt), factor, fmt), result)
+
+
+@handles(aten.rsub.Scalar, aten.rsub.Tensor)
+def _rsub(func: Any, x: LNSTensor, y: Any, alpha: Any = 1) -> LNSTensor:
+    return binary(aten.sub.Tensor, y, x, alpha)
+
+
+@handles(aten.reciprocal.default)
+def _reciprocal(func: Any, x: LNSTensor) -> LNSTensor:
+    return binary(aten.div.Tensor, 1.0, x)
+
+
+@handles(aten.neg.default)
+def _neg(func: Any, x: LNSTensor) -> LNSTensor:
+    return LNSTensor(lns.neg(x.codes, x.fmt), x.fmt)
+
+
+@handles(aten.abs.default)
+def _abs(func: Any, x: LNSTensor) -> LNSTensor:
+    return LNSTensor(lns.absolute(x.codes, x.fmt), x.fmt)
+
+
+@handles(aten.sgn.default, aten.sign.default)
+def _sign(func: Any, x: LNSTensor) -> LNSTensor:
+    return LNSTensor(lns.sign(x.codes, x.fmt), x.fmt)
+
+
+@handles(aten.sqrt.default)
+def _sqrt(func: Any, x: LNSTensor) -> LNSTensor:
+    return LNSTensor(lns.sqrt(x.codes, x.fmt), x.fmt)
+
+
+@handles(aten.relu.default)
+def _relu(func: Any, x: LNSTensor) -> LNSTensor:
+    return LNSTensor(lns.relu(x.codes), x.fmt)
+
+
+@handles(aten.addcmul.default)
+def _addcmul(func: Any, x: LNSTensor, y: Any, z: Any, *, value: Any = 1) -> LNSTensor:
+    return binary(aten.add.Tensor, x, binary(aten.mul.Tensor, y, z), value)
+
+
+@handles(aten.addcdiv.default)
+def _addcdiv(func: Any, x: LNSTensor, y: Any, z: Any, *, value: Any = 1) -> LNSTensor:
+    return binary(aten.add.Tensor, x, binary(aten.div.Tensor, y, z), value)
+
+
+@handles(aten.lerp.Scalar, aten.lerp.Tensor)
+def _lerp(func: Any, x: LNSTensor, y: LNSTensor, weight: Any) -> LNSTensor:
+    return binary(aten.add.Tensor, x, binary(aten.mul.Tensor, binary(aten.sub.Tensor, y, x), weight))
+
+
+def _for_each(operator: Any) -> Callable[..., Any]:
+    def handler(func: Any, tensors: list[LNSTensor], others: Any, *rest: Any, **kwargs: Any) -> list[LNSTensor]:
+        matched = others if isinstance(others, (list, tuple)) else [others] * len(tensors)
+        results = [binary(operator, x, y, *rest, **kwargs) for x, y in zip(tensors, matched, strict=True)]
+        if func._schema.name.endswith("_"):
+            for x, result in zip(tensors, results, strict=True):
+                x.codes.copy_(result.codes)
+        return results
+
+    return handler
+
+
+for _name in _BINARY:
+    for _overload in ("Scalar", "List", "ScalarList", "Tensor"):
+        for _packet in (getattr(aten, f"_foreach_{_name}"), getattr(aten, f"_foreach_{_name}_")):
+            if _overload in _packet.overloads():
+                handles(getattr(_packet, _overload))(_for_each(getattr(aten, _name).Tensor))

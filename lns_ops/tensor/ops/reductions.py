@@ -1,0 +1,304 @@
+"""Sums, means, variances, norms and matrix products, in the contract's order.
+
+A sum of more than ``LONG_SUM`` terms is cut (:func:`lns_ops.functional.sum`). A mean divides by the encoded count before its sum is stored,
+so it never saturates. The variance is two passes, ``mean (x - mean)^2 n / (n - correction)``: the one-pass formula subtracts numbers that
+rounding has made nearly equal.
+
+A norm squares: 0.003 leaves lns12 when squared, and 100,000 of it are 0.95. So a norm is summed in float64 and rounded once. That of a
+whole tensor counts how often each magnitude occurs (:func:`lns_ops.functional.norm`) and has the same bits on every device; the others
+depend on the order in which a device adds float64 numbers, which changes a code about once in 10^12 times.
+
+Gradients of norms and standard deviations at 0 are torch's: 0, though the formula divides by them. So they are formulas of their own, of
+the functions that users call; ``sqrt`` alone has an infinite one, which is refused as other divisions by zero are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from lns_ops import functional as lns
+from lns_ops.functional import reductions
+from lns_ops.functional.accumulation import get_matmul_accumulation
+from lns_ops.functional.indexed import lookup
+from lns_ops.spec.reference import LONG_SUM
+from lns_ops.tensor.lns_tensor import LNSTensor, operands
+from lns_ops.tensor.ops.arithmetic import binary
+from lns_ops.tensor.registry import aten, handles, replaces
+
+
+def dimensions(x: LNSTensor, dim: Any) -> list[int]:
+    dims = range(x.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
+    return [d % x.dim() for d in dims] if x.dim() else []
+
+
+def _total(x: LNSTensor, dim: Any, keepdim: bool = False) -> LNSTensor:
+    return LNSTensor(lns.sum(x.codes, dimensions(x, dim), x.fmt, keepdim=keepdim), x.fmt)
+
+
+@handles(aten.sum.default)
+def _sum_all(func: Any, x: LNSTensor, *, dtype: Any = None) -> LNSTensor:
+    return _total(x, None)
+
+
+@handles(aten.sum.dim_IntList)
+def _sum(func: Any, x: LNSTensor, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> LNSTensor:
+    return _total(x, dim, keepdim)
+
+
+@handles(aten.cumsum.default)
+def _cumsum(func: Any, x: LNSTensor, dim: int, *, dtype: Any = None) -> LNSTensor:
+    """Entry k is the sum of the first k + 1 terms, bit for bit: products with a triangle of ones, whose zeros are skipped."""
+    if not x.dim() or not x.numel():
+        return LNSTensor(x.codes.clone(), x.fmt)
+    terms = x.codes.movedim(dim, 0)
+    before: list[Tensor] = []
+    parts: list[Tensor] = []
+    for piece in terms.reshape(terms.shape[0], -1).split(LONG_SUM):
+        triangle = torch.full((len(piece), len(piece)), x.fmt.bias, dtype=torch.int16, device=piece.device).tril()
+        sums = lns.matmul(triangle, piece, x.fmt)
+        whole = sums[-1:]
+        if before:
+            earlier = torch.stack(before).expand(-1, len(sums), -1)
+            sums = lns.sum(torch.cat([earlier, sums[None]]), [0], x.fmt)
+        before.append(whole)
+        parts.append(sums)
+    return LNSTensor(torch.cat(parts).reshape(terms.shape).movedim(0, dim).contiguous(), x.fmt)
+
+
+def _count(x: LNSTensor, dim: Any) -> int:
+    return math.prod(x.shape[d] for d in dimensions(x, dim))
+
+
+@handles(aten.mean.default, aten.mean.dim)
+def _mean(func: Any, x: LNSTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> LNSTensor:
+    return LNSTensor(lns.mean(x.codes, dimensions(x, dim), x.fmt, keepdim=keepdim), x.fmt)
+
+
+def _variance(x: LNSTensor, dim: Any, correction: Any, keepdim: bool) -> tuple[LNSTensor, LNSTensor]:
+    count = _count(x, dim)
+    mean = _mean(None, x, dim, True)
+    deviation = binary(aten.sub.Tensor, x, mean)
+    squares = _mean(None, binary(aten.mul.Tensor, deviation, deviation), dim, keepdim)
+    freedom = count - (1 if correction is None else correction)
+    if freedom <= 0:
+        raise ValueError(f"a variance of {count} values, correction {correction}: LNS has no NaN; leave it out")
+    variance = binary(aten.mul.Tensor, squares, count / freedom)
+    return variance, mean if keepdim else LNSTensor(mean.codes.reshape(variance.shape), x.fmt)
+
+
+@handles(aten.var.correction)
+def _var(func: Any, x: LNSTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> LNSTensor:
+    return _variance(x, dim, correction, keepdim)[0]
+
+
+@handles(aten.var_mean.correction)
+def _var_mean(
+    func: Any, x: LNSTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> tuple[LNSTensor, LNSTensor]:
+    return _variance(x, dim, correction, keepdim)
+
+
+@handles(aten.std.correction)
+def _std(func: Any, x: LNSTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> LNSTensor:
+    variance = _variance(x, dim, correction, keepdim)[0]
+    return LNSTensor(lns.sqrt(variance.codes, x.fmt), x.fmt)
+
+
+@handles(aten.std_mean.correction)
+def _std_mean(
+    func: Any, x: LNSTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> tuple[LNSTensor, LNSTensor]:
+    variance, mean = _variance(x, dim, correction, keepdim)
+    return LNSTensor(lns.sqrt(variance.codes, x.fmt), x.fmt), mean
+
+
+@handles(aten.logsumexp.default)
+def _logsumexp(func: Any, x: LNSTensor, dim: Any, keepdim: bool = False) -> LNSTensor:
+    largest = LNSTensor(_largest(x, dim), x.fmt)
+    exponentials = LNSTensor(lookup(binary(aten.sub.Tensor, x, largest).codes, "exp", x.fmt), x.fmt)
+    logarithm = LNSTensor(lookup(_total(exponentials, dim, True).codes, "log", x.fmt), x.fmt)
+    result = binary(aten.add.Tensor, logarithm, largest)
+    return result if keepdim else LNSTensor(result.codes.squeeze(dimensions(x, dim)), x.fmt)
+
+
+def _largest(x: LNSTensor, dim: Any) -> Tensor:
+    key = lns.order_key(x.codes, x.fmt).amax(dimensions(x, dim), keepdim=True)
+    return lns.from_key(key, x.fmt)
+
+
+@handles(aten.mm.default, aten.bmm.default)
+def matmul(func: Any, x: Any, y: Any) -> LNSTensor:
+    """The product of two matrices or two batches of them."""
+    x_codes, y_codes, fmt = operands("matmul", x, y)
+    return LNSTensor(lns.matmul(x_codes, y_codes, fmt, accumulation=get_matmul_accumulation()), fmt)
+
+
+@handles(aten.mv.default, aten.dot.default)
+def _vector(func: Any, x: LNSTensor, y: LNSTensor) -> LNSTensor:
+    x_codes, y_codes, fmt = operands("matmul", x, y)
+    rows = x_codes if x.dim() == 2 else x_codes[None]
+    product = lns.matmul(rows, y_codes[:, None], fmt, accumulation=get_matmul_accumulation())
+    return LNSTensor(product[:, 0] if x.dim() == 2 else product[0, 0], fmt)
+
+
+@handles(aten.vdot.default)
+def _vdot(func: Any, x: LNSTensor, y: LNSTensor) -> LNSTensor:
+    return _vector(func, x, y)
+
+
+@handles(aten.addmv.default, aten.addr.default, aten.addbmm.default)
+def _add_product(func: Any, bias: Any, x: Any, y: Any, *, beta: Any = 1, alpha: Any = 1) -> LNSTensor:
+    if func is aten.addmv.default:
+        product = _vector(func, x, y)
+    elif func is aten.addr.default:
+        product = binary(aten.mul.Tensor, LNSTensor(x.codes[:, None], x.fmt), y)
+    else:
+        product = _total(matmul(func, x, y), 0)
+    product = _scaled(product, alpha)
+    return product if beta == 0 else binary(aten.add.Tensor, _scaled(bias, beta), product)
+
+
+def _scaled(x: Any, factor: Any) -> Any:
+    return x if factor == 1 else binary(aten.mul.Tensor, x, factor)
+
+
+@handles(aten.addmm.default, aten.baddbmm.default)
+def _addmm(func: Any, bias: Any, x: Any, y: Any, *, beta: Any = 1, alpha: Any = 1) -> LNSTensor:
+    x_codes, y_codes, fmt = operands("addmm", x, y)
+    if isinstance(bias, LNSTensor) and bias.shape == y.shape[1:] and x.dim() == 2 and beta == alpha == 1:
+        bias_codes, _, _ = operands("addmm", bias, LNSTensor(x_codes, fmt))
+        return LNSTensor(lns.linear(x_codes, y_codes, bias_codes, fmt, accumulation=get_matmul_accumulation()), fmt)
+    product = _scaled(matmul(func, x, y), alpha)
+    return product if beta == 0 else binary(aten.add.Tensor, _scaled(bias, beta), product)
+
+
+@handles(aten.linalg_vector_norm.default)
+def _norm(func: Any, x: LNSTensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> LNSTensor:
+    dims = dimensions(x, dim)
+    if ord == 2 and len(dims) == x.dim() and type(x.codes) is Tensor:
+        total = reductions.norm(x.codes, x.fmt).reshape([1] * (x.dim() if keepdim else 0))
+    else:
+        total = _summed(lns.decode(x.codes, x.fmt, torch.float64), ord, dims or None, keepdim)
+    return LNSTensor(lns.encode(total.clamp(max=x.fmt.largest), x.fmt), x.fmt)
+
+
+def _summed(x: Tensor, ord: float, dims: list[int] | None, keepdim: bool) -> Tensor:
+    """The norm in float64, of quotients by the largest number (the smallest for negative orders), so that no power leaves float64."""
+    if ord == 0 or not x.numel():
+        return torch.linalg.vector_norm(x, ord, dims, keepdim)  # type: ignore[no-any-return]
+    extremum = (torch.amax if ord > 0 else torch.amin)(x.abs(), dims or (), keepdim=True)
+    scale = torch.where(extremum == 0, 1.0, extremum)
+    total: Tensor = torch.linalg.vector_norm(x / scale, ord, dims, keepdim=True) * scale
+    return total if keepdim else total.squeeze(dims) if dims else total.reshape(())
+
+
+@handles(aten._foreach_norm.Scalar)
+def _norms(func: Any, tensors: list[LNSTensor], ord: Any = 2, dtype: Any = None) -> list[LNSTensor]:
+    return [_norm(func, x, ord) for x in tensors]
+
+
+class _Norm(torch.autograd.Function):
+    """``n = (sum |x|^p)^(1/p)`` with ``dn/dx = sign(x) (|x| / n)^(p - 1)``, 0 where n is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: LNSTensor, p: float, dims: list[int]) -> LNSTensor:
+        norm = _norm(None, x, p, dims, keepdim=True)
+        ctx.save_for_backward(x, norm)
+        ctx.p = p
+        return norm
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        x, norm = ctx.saved_tensors
+        sign = x.detach().sgn()
+        ratio = sign * x / norm.masked_fill(norm == 0, 1.0)
+        slope = sign * ratio.masked_fill(x == 0, 1.0).pow(ctx.p - 1)
+        return (slope * grad).masked_fill(norm == 0, 0.0), None, None
+
+
+def _torchs(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args, **kwargs)
+
+
+@replaces(torch.linalg.vector_norm)
+def vector_norm(x: LNSTensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, out: Any = None) -> Any:
+    """``torch.linalg.vector_norm``."""
+    if out is not None or ord == 0 or math.isinf(ord):
+        return _torchs(torch.linalg.vector_norm, x, ord, dim, keepdim, dtype=dtype, out=out)
+    dims = dimensions(x, dim)
+    result: Tensor = _Norm.apply(x, float(ord), dims)  # type: ignore[no-untyped-call]
+    return result if keepdim or not dims else result.squeeze(dims)
+
+
+@replaces(torch.norm, torch.Tensor.norm)
+def norm(input: LNSTensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None) -> Any:
+    """``torch.norm`` and ``Tensor.norm``."""
+    if p == "nuc":
+        return _torchs(torch.norm, input, p, dim, keepdim, out, dtype)
+    return vector_norm(input, 2 if p in ("fro", None) else p, dim, keepdim, out=out)
+
+
+@replaces(torch.linalg.norm)
+def linalg_norm(
+    A: LNSTensor, ord: Any = None, dim: Any = None, keepdim: bool = False, *, out: Any = None, dtype: Any = None
+) -> Any:
+    """``torch.linalg.norm``: matrix norms other than Frobenius' are torch's."""
+    reduced = A.dim() if dim is None else len(dimensions(A, dim))
+    if ord in (None, "fro") or reduced == 1:
+        return vector_norm(A, 2 if ord in (None, "fro") else ord, dim, keepdim, out=out)
+    return _torchs(torch.linalg.norm, A, ord, dim, keepdim, out=out, dtype=dtype)
+
+
+@replaces(torch.linalg.matrix_norm)
+def matrix_norm(
+    A: LNSTensor, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None, out: Any = None
+) -> Any:  # fmt: skip
+    """``torch.linalg.matrix_norm``, likewise."""
+    if ord == "fro":
+        return vector_norm(A, 2, dim, keepdim, out=out)
+    return _torchs(torch.linalg.matrix_norm, A, ord, dim, keepdim, out=out, dtype=dtype)
+
+
+@replaces(F.normalize)
+def normalize(input: LNSTensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> Any:
+    """``x / max(norm, eps)``, with ``eps`` at least the format's smallest magnitude."""
+    if out is not None:
+        return _torchs(F.normalize, input, p, dim, eps, out)
+    return input / vector_norm(input, p, dim, True).clamp_min(max(eps, input.fmt.smallest))
+
+
+class _Root(torch.autograd.Function):
+    """The root of a variance, whose gradient at 0 is 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: LNSTensor) -> LNSTensor:
+        root = LNSTensor(lns.sqrt(x.codes, x.fmt), x.fmt)
+        ctx.save_for_backward(root)
+        return root
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (root,) = ctx.saved_tensors
+        zero = root == 0
+        slope: Tensor = (grad / (2 * root.masked_fill(zero, 1.0))).masked_fill(zero, 0.0)
+        return slope
+
+
+@replaces(torch.std, torch.Tensor.std)
+def std(input: LNSTensor, *args: Any, **kwargs: Any) -> Any:
+    """``torch.std`` and ``Tensor.std``."""
+    return _Root.apply(torch.var(input, *args, **kwargs))  # type: ignore[no-untyped-call]
+
+
+@replaces(torch.std_mean)
+def std_mean(input: LNSTensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
+    """``torch.std_mean``."""
+    variance, mean = torch.var_mean(input, *args, **kwargs)
+    return _Root.apply(variance), mean  # type: ignore[no-untyped-call]

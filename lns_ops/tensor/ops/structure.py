@@ -1,0 +1,238 @@
+"""Operations that move values without changing them: they are torch's own, on the codes. Zero is code 0, so padding with zeros is too.
+
+What reaches for a tensor's memory comes to the codes as well: the float32 memory that torch takes an LNSTensor to have does not exist.
+Sharing it between processes and replacing it (``x.data = y``, ``x.set_(y)``, ``vector_to_parameters``) are done to the codes. Its storage,
+which safetensors' ``save_model`` and Accelerate's ``save_state`` ask for, is refused: 4 bytes a value would be read where there are 2.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
+
+from lns_ops import functional as lns
+from lns_ops.tensor.lns_tensor import LNSTensor, operands
+from lns_ops.tensor.ops.ordering import finite
+from lns_ops.tensor.registry import aten, handles, replaces_untraced
+
+
+@handles(
+    aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default, aten._unsafe_view.default, aten.expand.default,
+    aten.detach.default, aten.alias.default, aten.clone.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
+    aten.squeeze.dims, aten.select.int, aten.slice.Tensor, aten.index.Tensor, aten.index_select.default, aten.as_strided.default,
+    aten.lift_fresh.default, aten.unfold.default, aten.diagonal.default, aten.flip.default, aten.roll.default, aten.repeat.default,
+    aten.tril.default, aten.triu.default, aten.gather.default, aten.take.default, aten.masked_select.default, aten.select_backward.default,
+    aten.slice_backward.default, aten.diagonal_backward.default, aten.pixel_shuffle.default, aten.pixel_unshuffle.default,
+    aten._reshape_alias.default, aten.view_copy.default, aten.permute_copy.default, aten.expand_copy.default, aten.diag_embed.default,
+    aten._unsafe_index.Tensor, aten.rot90.default, aten.channel_shuffle.default, aten.diagonal_copy.default, aten.select_copy.int,
+    aten.slice_copy.Tensor, aten.squeeze_copy.default, aten.squeeze_copy.dim, aten.squeeze_copy.dims, aten.unsqueeze_copy.default,
+    aten.transpose_copy.int, aten.t_copy.default, aten.alias_copy.default, aten.unfold_copy.default, aten.as_strided_copy.default,
+    aten.detach_copy.default,
+)  # fmt: skip
+def _structural(func: Any, x: LNSTensor, *args: Any, **kwargs: Any) -> LNSTensor:
+    return LNSTensor(func(x.codes, *args, **kwargs), x.fmt)
+
+
+@handles(
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+)
+def _parts(func: Any, x: LNSTensor, *args: Any, **kwargs: Any) -> list[LNSTensor]:
+    return [LNSTensor(part, x.fmt) for part in func(x.codes, *args, **kwargs)]
+
+
+@handles(aten.cat.default, aten.stack.default)
+def _joined(func: Any, tensors: list[Tensor], dim: int = 0) -> LNSTensor:
+    fmt = next(t.fmt for t in tensors if isinstance(t, LNSTensor))
+    empty = LNSTensor(torch.zeros((), dtype=torch.int16), fmt)
+    codes = []
+    for tensor in tensors:
+        if tensor.numel() and not isinstance(tensor, LNSTensor):
+            operands(func, empty, tensor)
+        codes.append(operands(func, tensor, empty)[0] if isinstance(tensor, LNSTensor) else tensor.to(torch.int16))
+    return LNSTensor(func(codes, dim), fmt)
+
+
+@handles(aten.constant_pad_nd.default)
+def _padded(func: Any, x: LNSTensor, padding: list[int], value: Any = 0) -> LNSTensor:
+    codes, filling, fmt = operands("pad", x, finite(value, x.fmt)) if value else (x.codes, None, x.fmt)
+    return LNSTensor(func(codes, padding, 0 if filling is None else int(filling)), fmt)
+
+
+@handles(aten._to_copy.default)
+def _to_copy(func: Any, x: LNSTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> LNSTensor:
+    if dtype not in (None, torch.float32):
+        raise ValueError(f"LNSTensor to {dtype}: its dtype is its format ({x.fmt}); use x.to_float().to({dtype})")
+    return LNSTensor(func(x.codes, **kwargs), x.fmt)
+
+
+@handles(
+    aten.zeros_like.default,
+    aten.empty_like.default,
+    aten.new_zeros.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+)
+def _zeros(func: Any, x: LNSTensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
+    """Memory for results, never left uninitialized: not every word is a code."""
+    if dtype not in (None, torch.float32):
+        return func(x.codes, *args, dtype=dtype, **kwargs)
+    zeros = aten.zeros_like.default if func is aten.empty_like.default else func
+    return LNSTensor(zeros(x.codes, *args, dtype=torch.int16, **kwargs).zero_(), x.fmt)
+
+
+@handles(aten.ones_like.default, aten.new_ones.default, aten.full_like.default, aten.new_full.default)
+def _full(func: Any, x: LNSTensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
+    ones = func in (aten.ones_like.default, aten.new_ones.default)
+    *shape, value = (*args, 1.0) if ones else args
+    if dtype not in (None, torch.float32):
+        return func(x.codes, *args, dtype=dtype, **kwargs)
+    code = int(operands(func, x, finite(value, x.fmt))[1])
+    like = aten.full_like.default if func in (aten.ones_like.default, aten.full_like.default) else aten.new_full.default
+    return LNSTensor(like(x.codes, *shape, code, dtype=torch.int16, **kwargs), x.fmt)
+
+
+@handles(aten.copy_.default)
+def _copy(func: Any, x: Any, source: Any, non_blocking: bool = False) -> Any:
+    if not isinstance(x, LNSTensor):
+        x.copy_(lns.decode(source.codes, source.fmt))
+        return x
+    same = isinstance(source, LNSTensor) and source.fmt == x.fmt
+    value = lns.decode(source.codes, source.fmt) if isinstance(source, LNSTensor) and not same else source
+    x.codes.copy_(value.codes if isinstance(value, LNSTensor) else lns.encode(value, x.fmt))
+    return x
+
+
+@handles(aten.zero_.default)
+def _zero(func: Any, x: LNSTensor) -> LNSTensor:
+    x.codes.zero_()
+    return x
+
+
+@handles(aten.fill_.Scalar, aten.fill_.Tensor)
+def _fill(func: Any, x: LNSTensor, value: Any) -> LNSTensor:
+    x.codes.copy_(operands("fill_", x, finite(value, x.fmt))[1])
+    return x
+
+
+@handles(aten.uniform_.default, aten.normal_.default, aten.bernoulli_.float)
+def _random(func: Any, x: LNSTensor, *args: Any, **kwargs: Any) -> LNSTensor:
+    """Random numbers, drawn in float32 and encoded: initialization and dropout masks."""
+    x.codes.copy_(lns.encode(func(torch.empty(x.shape, device=x.codes.device), *args, **kwargs), x.fmt))
+    return x
+
+
+@handles(aten.bernoulli.p)
+def _bernoulli(func: Any, x: LNSTensor, p: float, *, generator: Any = None) -> LNSTensor:
+    return LNSTensor(lns.encode(func(torch.empty(x.shape, device=x.codes.device), p, generator=generator), x.fmt), x.fmt)
+
+
+@handles(aten.native_dropout.default)
+def _dropout(func: Any, x: LNSTensor, p: float, train: bool | None) -> tuple[LNSTensor, Tensor]:
+    """The mask, and the values that it leaves times the code of ``1 / (1 - p)``."""
+    if train is False or p == 0:
+        return LNSTensor(x.codes.clone(), x.fmt), torch.ones_like(x.codes, dtype=torch.bool)
+    mask = torch.rand(x.shape, device=x.codes.device) >= p
+    return _dropout_backward(func, x, mask, 1 / (1 - p) if p < 1 else 0.0), mask
+
+
+@handles(aten.native_dropout_backward.default)
+def _dropout_backward(func: Any, grad: LNSTensor, mask: Tensor, scale: float) -> LNSTensor:
+    codes, factor, fmt = operands("dropout", grad, scale)
+    return LNSTensor(lns.select(mask, lns.mul(codes, factor, fmt), 0), fmt)
+
+
+@handles(aten._local_scalar_dense.default)
+def _item(func: Any, x: LNSTensor) -> float:
+    return lns.decode(x.codes, x.fmt).item()
+
+
+@handles(aten.is_same_size.default)
+def _is_same_size(func: Any, x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape
+
+
+@handles(aten.slice_scatter.default, aten.select_scatter.default, aten.diagonal_scatter.default, aten.as_strided_scatter.default)
+def _scattered(func: Any, x: LNSTensor, source: Any, *args: Any, **kwargs: Any) -> LNSTensor:
+    x_codes, source_codes, fmt = operands(func, x, source)
+    return LNSTensor(func(x_codes, source_codes, *args, **kwargs), fmt)
+
+
+@replaces_untraced(torch.Tensor.share_memory_)
+def share_memory_(self: LNSTensor) -> LNSTensor:
+    """``Tensor.share_memory_``."""
+    self.codes.share_memory_()
+    return self
+
+
+@replaces_untraced(torch.Tensor.is_shared)
+def is_shared(self: LNSTensor) -> bool:
+    """``Tensor.is_shared``."""
+    shared: bool = self.codes.is_shared()
+    return shared
+
+
+def _source(name: str, x: Any, source: Any) -> LNSTensor:
+    """``source`` if ``x`` may take its memory.
+
+    Raises:
+        ValueError: it is no LNSTensor of the format of ``x``.
+    """
+    if isinstance(x, LNSTensor) and isinstance(source, LNSTensor) and source.fmt == x.fmt:
+        return source
+    target, kind = (f"an LNSTensor in {t.fmt}" if isinstance(t, LNSTensor) else f"a {t.dtype} tensor" for t in (x, source))
+    raise ValueError(
+        f"{name} of {target} to {kind}: memory changes hands between tensors of one format; convert first "
+        "(LNSTensor.from_float(value, x.fmt), x.to_float()), or write values with x.copy_(value)"
+    )
+
+
+@replaces_untraced(torch.Tensor.data.__set__)  # type: ignore[attr-defined]
+def set_data(self: LNSTensor, value: Tensor) -> None:
+    """``x.data = value``: shape, strides and memory are those of ``value`` from then on."""
+    source = _source("data", self, value)
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.Tensor.data.__set__(self, source)  # type: ignore[attr-defined]
+    self.codes = source.codes.detach()
+
+
+@handles(aten.set_.source_Tensor)
+def _set(func: Any, x: Any, value: Any) -> Any:
+    source = _source("set_", x, value)
+    func(x.codes, source.codes)
+    with no_dispatch():
+        func(x, source)  # shape and strides of the wrapper
+    return x
+
+
+@handles(
+    aten.set_.source_Storage,
+    aten.set_.source_Storage_storage_offset,
+    aten.set_.source_Tensor_storage_offset,
+    aten.resize_.default,
+    aten.resize_as_.default,
+)
+def _refused(func: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    raise ValueError(
+        f"{func} of an LNSTensor: not every word of memory is a code; make the codes (x.codes, int16) and LNSTensor(codes, x.fmt)"
+    )
+
+
+@replaces_untraced(torch.Tensor.storage)
+def storage(self: LNSTensor) -> NoReturn:
+    """``Tensor.storage``: what asks for the memory's address falls back to it; ``untyped_storage`` stays, as an identity for the compiler.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(
+        f"storage of an LNSTensor in {self.fmt}: it has no float32 memory. To save a model: lns_ops.serialization.save_file("
+        "model.state_dict(), path) instead of safetensors' functions or save_pretrained, or torch.save (for Accelerate "
+        "safe_serialization=False); its memory is that of x.codes"
+    )

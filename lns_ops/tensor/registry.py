@@ -1,0 +1,54 @@
+"""The tables of what aten operators and torch functions are on an LNSTensor, and the decorators that fill them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from lns_ops.tensor.dynamo import allow_in_graph
+
+aten = torch.ops.aten
+HANDLERS: dict[Any, Callable[..., Any]] = {}
+REPLACEMENTS: dict[Any, Callable[..., Any]] = {}
+
+_Handler = TypeVar("_Handler", bound=Callable[..., Any])
+
+
+def handles(*operators: Any) -> Callable[[_Handler], _Handler]:
+    """Register the decorated function, called as ``handler(operator, *args, **kwargs)``, as the LNS form of aten ``operators``.
+
+    It computes forward results only: autograd goes on recording torch's own formula, whose operators arrive here in turn.
+    """
+
+    def register(handler: _Handler) -> _Handler:
+        HANDLERS.update(dict.fromkeys(operators, handler))
+        return handler
+
+    return register
+
+
+def replaces(*functions: Any) -> Callable[[_Handler], _Handler]:
+    """Register the decorated function as what torch ``functions`` are when an argument is an LNSTensor; same signature, no operator.
+
+    For functions whose gradient formula would not do in LNS, or that are best composed of other operations; autograd sees what the
+    decorated function does, and so does ``torch.compile``, whose tracer of Python code is kept out of it: arguments and results must be
+    tensors, numbers, strings, None, or sequences of these.
+    """
+
+    def register(replacement: _Handler) -> _Handler:
+        allow_in_graph(replacement)
+        return replaces_untraced(*functions)(replacement)
+
+    return register
+
+
+def replaces_untraced(*functions: Any) -> Callable[[_Handler], _Handler]:
+    """:func:`replaces` for functions that no compiled code calls."""
+
+    def register(replacement: _Handler) -> _Handler:
+        REPLACEMENTS.update(dict.fromkeys(functions, replacement))
+        return replacement
+
+    return register

@@ -1,0 +1,429 @@
+"""Rounding at random, Adam, and their kernels: tables against exact arithmetic, kernels against the reference, optimizers against torch."""
+
+from __future__ import annotations
+
+import copy
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.datasets import load_digits
+from torch import nn
+
+import lns_ops
+from lns_ops import LNSFormat, LNSTensor, cpu, lns8, lns12, lns16, reference
+from lns_ops.optim import SGD, Adam, AdamW
+from lns_ops.spec.gaussian_log import decay_table, stochastic_tables
+from tests.lns_ops.lns_formats import FORMATS, IDS
+
+KEY = 5 << 32 | 77
+
+
+def codes_of(rng: np.random.Generator, fmt: LNSFormat, *shape: int) -> np.ndarray:
+    return rng.choice(fmt.codes(), shape)
+
+
+@pytest.mark.parametrize(
+    ("key", "step", "slot", "block", "words"),
+    [
+        (0, 0, 0, 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        (0x299F31D0A4093822, 0x13198A2E, 0x03707344, 0x85A308D3243F6A88, (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+    ],
+)
+def test_random_bits_are_philox(
+    key: int, step: int, slot: int, block: int, words: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Known answers of Random123's kat_vectors for philox4x32-10."""
+    monkeypatch.setattr(np, "arange", lambda *args, **kwargs: np.array([block], np.uint64))
+    got = reference.random_bits(8, key, step, slot)
+    assert tuple(int(low) | int(high) << 16 for low, high in got.reshape(4, 2)) == words
+
+
+@given(st.integers(1, 100), st.integers(0, (1 << 63) - 1), st.integers(0, 1 << 40), st.integers(0, 3))
+def test_random_bits_of_the_kernel(count: int, key: int, step: int, slot: int) -> None:
+    np.testing.assert_array_equal(cpu.random_bits(count, key, step, slot)[:count], reference.random_bits(count, key, step, slot))
+
+
+def test_random_bits_look_uniform_and_streams_differ() -> None:
+    streams = [reference.random_bits(100_000, *which) for which in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (1 << 32, 0, 0))]
+    for i, bits in enumerate(streams):
+        counts = np.bincount(bits >> 8, minlength=256)
+        assert np.sum((counts - 390.625) ** 2 / 390.625) < 360  # chi squared, 255 degrees: one in 10^5
+        assert all(abs(np.corrcoef(bits, other)[0, 1]) < 0.02 for other in streams[:i])
+
+
+@pytest.mark.parametrize("fraction_bits", [0, 3, 6, 7, 10])
+def test_stochastic_tables_have_the_exact_sum_as_expected_value(fraction_bits: int) -> None:
+    plus, minus = stochastic_tables(fraction_bits)
+    assert len(plus) == len(minus)
+    with mpmath.workdps(30):
+        ulp = mpmath.power(2, mpmath.mpf(1) / (1 << fraction_bits))
+        for sign, table in ((1, plus), (-1, minus)):
+            for distance in range(1, len(table), max(1, len(table) // 300)):
+                lower, chance = int(table[distance]) >> 16, (int(table[distance]) & 0xFFFF) / mpmath.mpf(1 << 16)
+                exact = 1 + sign * mpmath.power(ulp, -distance)
+                expected = mpmath.power(ulp, lower) * (1 + chance * (ulp - 1))
+                assert abs(expected - exact) <= mpmath.power(ulp, lower) * (ulp - 1) * mpmath.mpf("0.50001") / (1 << 16)
+    assert plus[-1] == minus[-1] == 0
+    assert minus[0] == -(1 << 31)
+
+
+@pytest.mark.parametrize("fmt", [lns16, lns12, LNSFormat(16, 10)], ids=str)
+@pytest.mark.parametrize("update", [1e-4, -3e-3, 0.7, -0.4])
+def test_stochastic_addition_is_unbiased(fmt: LNSFormat, update: float) -> None:
+    n = 200_000
+    x, y = (reference.encode(np.full(n, value), fmt) for value in (1.3, update))
+    total = reference.decode(reference.add_stochastic(x, y, fmt, reference.random_bits(n, KEY, 1, 0)), fmt, np.float64)
+    exact = reference.decode(x[:1], fmt, np.float64) + reference.decode(y[:1], fmt, np.float64)
+    assert len(np.unique(total)) <= 2
+    assert abs(total.mean() - exact) < 5 * total.std() / np.sqrt(n) + 1e-4 * fmt.epsilon
+
+
+def test_stochastic_addition_at_the_edges() -> None:
+    """Zeros and cancellation are exact whatever the bits; the range's end saturates."""
+    for bits in (0, 65535):
+        r = np.array([bits])
+        one, zero = np.array([lns12.bias], np.int16), np.zeros(1, np.int16)
+        assert reference.add_stochastic(one, zero, lns12, r) == one
+        assert reference.add_stochastic(zero, reference.neg(one, lns12), lns12, r) == reference.neg(one, lns12)
+        assert reference.add_stochastic(one, reference.neg(one, lns12), lns12, r) == 0
+        top = np.array([lns12.field_mask], np.int16)
+        assert reference.add_stochastic(top, top, lns12, r) == top
+
+
+@pytest.mark.parametrize("beta", [0.5, 0.9, 0.99, 0.999, 0.9999])
+@pytest.mark.parametrize("fraction_bits", [0, 6, 7, 10])
+def test_decay_table_is_the_root_of_the_average(beta: float, fraction_bits: int) -> None:
+    keep, take, first, table = decay_table(beta, fraction_bits)
+    scale = 1 << fraction_bits
+    k = np.arange(first - 5, first + len(table) + 5)
+    exact = 0.5 * np.log2(beta + (1 - beta) * np.exp2(2 * k / scale)) * scale
+    correction = table[np.clip(k - first, 0, len(table) - 1)]
+    got = (np.maximum(keep, k * 65536 + take) + correction) / 65536
+    assert np.abs(got - exact).max() <= 1.01 / 65536
+    assert table[0] == table[-1] == 0
+
+
+def test_the_second_moment_does_not_freeze() -> None:
+    """An average with beta 0.999 follows its input up and down, to within an ulp and a half of float64 (1.6 % at f = 6)."""
+    rng = np.random.default_rng(0)
+    nearest = at_random = residue = np.zeros(300, np.int16)
+    exact = np.zeros(300)
+    for step in range(6000):
+        x = reference.encode(rng.standard_normal(300) * (3.0 if step < 3000 else 0.3), lns12)
+        exact = 0.999 * exact + 0.001 * reference.decode(x, lns12, np.float64) ** 2
+        nearest, kept = reference.root_mean_square(nearest, x, lns12, 0.999, residue=residue)
+        assert kept is not None
+        residue = kept
+        at_random, _ = reference.root_mean_square(at_random, x, lns12, 0.999, bits=reference.random_bits(300, KEY, step, 1))
+        if step in (0, 10, 2999, 5999):
+            for root in (nearest, at_random):
+                ratio = reference.decode(root, lns12, np.float64) / np.sqrt(exact)
+                assert abs(ratio.mean() - 1) < 0.016
+    assert np.abs(reference.decode(nearest, lns12, np.float64) / np.sqrt(exact) - 1).max() < 0.012
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+@pytest.mark.parametrize("use_momentum", [False, True])
+def test_stochastic_sgd_kernel(fmt: LNSFormat, use_momentum: bool) -> None:
+    rng = np.random.default_rng(1)
+    weight, grad, buffer = (codes_of(rng, fmt, 71, 101) for _ in range(3))
+    grad[::5] = reference.neg(weight[::5], fmt)
+    rate, momentum = (int(reference.encode(np.array(value), fmt)) for value in (-0.1, 0.3))
+    options = {"momentum": momentum, "buffer": buffer} if use_momentum else {}
+    expected = reference.sgd_update(weight, grad, fmt, negative_lr=np.int16(rate), key=KEY, step=3, **options)  # type: ignore[arg-type]
+    cpu.sgd_update(weight, grad, fmt, negative_lr=rate, key=KEY, step=3, **options)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(weight, expected[0])
+    if use_momentum:
+        np.testing.assert_array_equal(buffer, expected[1])
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+@pytest.mark.parametrize("rounding", ["nearest", "kahan", "stochastic"])
+@pytest.mark.parametrize("decay", [None, "into the gradient", "decoupled"])
+@pytest.mark.parametrize("step", [1, 2, 100_000])
+def test_adam_kernels(fmt: LNSFormat, rounding: str, decay: str | None, step: int) -> None:
+    rng = np.random.default_rng(2)
+    weight, grad, average, compensation = (codes_of(rng, fmt, 3, 1001) for _ in range(4))
+    root = reference.absolute(codes_of(rng, fmt, 3, 1001), fmt)
+    residue = np.where(root == 0, 0, rng.integers(-(1 << 15), 1 << 15, root.shape)).astype(np.int16)
+    rate, decay_code = (int(reference.encode(np.array(value), fmt)) for value in (-0.1, 0.3))
+    common = {"step": step, "exp_avg": average, "root": root, "beta1": 0.3, "beta2": 0.99, "eps": 1e-8}
+    common |= {"decoupled": decay == "decoupled", "key": KEY if rounding == "stochastic" else None}
+    common |= {
+        "residue": None if rounding == "stochastic" else residue,
+        "compensation": compensation if rounding == "kahan" else None,
+    }
+    scalars = {"negative_lr": rate, "weight_decay": None if decay is None else decay_code}
+    as_codes = {name: None if value is None else np.int16(value) for name, value in scalars.items()}
+    expected = reference.adam_update(weight, grad, fmt, **common, **as_codes)  # type: ignore[arg-type]
+    cpu.adam_update(weight, grad, fmt, **common, **scalars)  # type: ignore[arg-type]
+    for got, wanted in zip((weight, average, root, residue, compensation), expected, strict=True):
+        if wanted is not None:
+            np.testing.assert_array_equal(got, wanted)
+
+
+def test_adam_refuses_what_it_cannot_change() -> None:
+    weight = np.ones((4, 6), np.int16)
+    options = {
+        "step": 1,
+        "exp_avg": weight.copy(),
+        "root": weight.copy(),
+        "negative_lr": 1,
+        "beta1": 0.9,
+        "beta2": 0.9,
+        "eps": 1e-8,
+    }
+    with pytest.raises(ValueError, match=r"residue=None: without it or a key"):
+        cpu.adam_update(weight, weight.copy(), lns16, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"root of dtype int16.*weight's shape"):
+        cpu.adam_update(weight, weight.copy(), lns16, **options | {"root": weight[0]})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"beta1 <= 0\.98"):
+        cpu.adam_update(weight, weight.copy(), lns12, **options | {"beta1": 0.999})  # type: ignore[arg-type]
+
+
+# --------------------------------------------------------------------------------------------- updates in float32
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+def test_stochastic_encoding_equals_the_reference(fmt: LNSFormat) -> None:
+    rng = np.random.default_rng(3)
+    normal = (rng.standard_normal(5000) * np.exp2(rng.uniform(-20, 20, 5000))).astype(np.float32)
+    special = np.array([0.0, -0.0, 1e-45, -3e-39, 1.1754944e-38, 3.4e38, -3.4e38, 1, 2, 1 - 2**-24], np.float32)
+    x = np.concatenate([normal, special, reference.decode(fmt.codes()[::7], fmt)])
+    for bits in (np.zeros(x.size, np.int64), np.full(x.size, 65535), reference.random_bits(x.size, KEY, 1, 0)):
+        np.testing.assert_array_equal(
+            cpu.encode_stochastic(x, fmt, bits.astype(np.uint16)), reference.encode_stochastic(x, fmt, bits)
+        )
+
+
+@pytest.mark.parametrize("fmt", [lns16, lns12, LNSFormat(16, 14)], ids=str)
+@pytest.mark.parametrize("value", [1.2345, -0.7, 0.5003])
+def test_stochastic_encoding_is_unbiased_and_keeps_codes(fmt: LNSFormat, value: float) -> None:
+    n = 200_000
+    x = np.full(n, value, np.float32)
+    got = reference.decode(reference.encode_stochastic(x, fmt, reference.random_bits(n, KEY, 1, 0)), fmt, np.float64)
+    assert len(np.unique(got)) <= 2
+    assert abs(got.mean() - np.float64(x[0])) < 5 * got.std() / np.sqrt(n) + 1e-4 * fmt.epsilon * abs(value)
+    codes = fmt.codes()[np.abs(reference.decode(fmt.codes(), fmt)) >= 2.0**-125]
+    for bits in (0, 65535):
+        kept = reference.encode_stochastic(reference.decode(codes, fmt), fmt, np.full(codes.shape, bits))
+        np.testing.assert_array_equal(kept, codes)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+@pytest.mark.parametrize("rounding", ["nearest", "kahan", "stochastic"])
+@pytest.mark.parametrize("use_momentum", [False, True])
+def test_sgd_in_float32(fmt: LNSFormat, rounding: str, use_momentum: bool) -> None:
+    rng = np.random.default_rng(4)
+    weight, grad, buffer, compensation = (codes_of(rng, fmt, 7, 101) for _ in range(4))
+    options = {"lr": 0.1, "momentum": 0.9 if use_momentum else None, "key": KEY if rounding == "stochastic" else None, "step": 3}
+    arrays = {"buffer": buffer if use_momentum else None, "compensation": compensation if rounding == "kahan" else None}
+    expected = reference.sgd_update_float32(weight, grad, fmt, **options, **arrays)  # type: ignore[arg-type]
+    cpu.sgd_update_float32(weight, grad, fmt, **options, **arrays)  # type: ignore[arg-type]
+    for got, wanted in zip((weight, *arrays.values()), expected, strict=True):
+        if got is not None:
+            np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+@pytest.mark.parametrize("rounding", ["nearest", "kahan", "stochastic"])
+@pytest.mark.parametrize("decay", [None, "into the gradient", "decoupled"])
+def test_adam_in_float32(fmt: LNSFormat, rounding: str, decay: str | None) -> None:
+    rng = np.random.default_rng(5)
+    weight, grad, average, compensation, residue = (codes_of(rng, fmt, 3, 101) for _ in range(5))
+    root = reference.absolute(codes_of(rng, fmt, 3, 101), fmt)
+    options = {"step": 2, "lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "decoupled": decay == "decoupled"}
+    options |= {"weight_decay": None if decay is None else 0.3, "key": KEY if rounding == "stochastic" else None}
+    arrays = {"exp_avg": average, "root": root, "residue": None if rounding == "stochastic" else residue}
+    arrays["compensation"] = compensation if rounding == "kahan" else None
+    expected = reference.adam_update_float32(weight, grad, fmt, **options, **arrays)  # type: ignore[arg-type]
+    cpu.adam_update_float32(weight, grad, fmt, **options, **arrays)  # type: ignore[arg-type]
+    for got, wanted in zip((weight, *arrays.values()), expected, strict=True):
+        if got is not None:
+            np.testing.assert_array_equal(got, wanted)
+
+
+def test_sums_that_leave_float32_saturate() -> None:
+    """Compensation and update are finite, their sum is not, and the weight flies to the other end: inf - inf would be no number."""
+    fmt = LNSFormat(9, 0)
+    far = np.array([fmt.field_mask, fmt.field_mask | fmt.sign_mask], np.int16)
+    zeros = np.zeros_like(far)
+    new, *_, kept = reference.adam_update_float32(
+        far ^ fmt.sign_mask, zeros, fmt, step=1, lr=3.8, beta1=0.9, beta2=0.99, eps=1e-8, decoupled=True, weight_decay=0.5, key=None,
+        compensation=far, exp_avg=zeros, root=zeros, residue=zeros,
+    )  # fmt: skip
+    np.testing.assert_array_equal(new, far)
+    assert (np.abs(reference.decode(kept, fmt)) <= fmt.largest).all()
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
+@pytest.mark.parametrize("options", [{"kahan_sum": True}, {"stochastic_rounding": True}], ids=str)
+def test_float32_updates_of_lns_weights_stay_near_float32(kind: type[SGD], options: dict[str, bool]) -> None:
+    torch.manual_seed(2)
+    start = LNSTensor.from_float(torch.randn(500), lns16).to_float()
+    grads = [LNSTensor.from_float(torch.randn(500) + 0.5, lns16).to_float() for _ in range(50)]
+    exact = nn.Parameter(start.clone())
+    steps(getattr(torch.optim, kind.__name__)([exact], lr=0.02), exact, grads)
+    weight = nn.Parameter(LNSTensor.from_float(start, lns16))
+    steps(kind([weight], lr=0.02, arithmetic="float32", **options), weight, grads)  # type: ignore[arg-type]
+    moved, wanted = weight.detach().to_float() - start, exact.detach() - start
+    assert torch.corrcoef(torch.stack([moved, wanted]))[0, 1] > 0.99
+    assert abs((moved - wanted).mean()) < 0.01 * wanted.abs().mean()
+
+
+# --------------------------------------------------------------------------------------------------- optimizers
+
+
+def steps(optimizer: torch.optim.Optimizer, weight: nn.Parameter, grads: list[torch.Tensor]) -> None:
+    for grad in grads:
+        weight.grad = LNSTensor.from_float(grad, weight.fmt) if isinstance(weight, LNSTensor) else grad.clone()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("fmt", [lns16, lns12], ids=str)
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+@pytest.mark.parametrize("options", [{}, {"kahan_sum": True}, {"stochastic_rounding": True, "seed": 5}], ids=str)
+def test_adam_equals_the_reference(fmt: LNSFormat, kind: type[Adam], options: dict[str, object]) -> None:
+    torch.manual_seed(0)
+    unused = nn.Parameter(LNSTensor.from_float(torch.ones(3), fmt))
+    weight = nn.Parameter(LNSTensor.from_float(torch.randn(7, 9), fmt))
+    optimizer = kind([unused, weight], lr=0.01, weight_decay=0.1, **options)  # type: ignore[arg-type]
+    grads = [torch.randn(7, 9) for _ in range(4)]
+    codes, key = weight.codes.numpy().copy(), 5 << 32 | 1 if "seed" in options else None
+    average = root = residue = np.zeros((7, 9), np.int16)
+    compensation = np.zeros((7, 9), np.int16) if "kahan_sum" in options else None
+    steps(optimizer, weight, grads)
+    for step, grad in enumerate(grads, 1):
+        codes, average, root, residue, compensation = reference.adam_update(  # type: ignore[assignment]
+            codes, reference.encode(grad.numpy(), fmt), fmt, step=step, exp_avg=average, root=root,
+            residue=None if key else residue, compensation=compensation, negative_lr=reference.encode(np.array(-0.01), fmt),
+            beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=reference.encode(np.array(0.1), fmt), decoupled=kind is AdamW, key=key,
+        )  # fmt: skip
+    state = optimizer.state[weight]
+    np.testing.assert_array_equal(weight.codes.numpy(), codes)
+    np.testing.assert_array_equal(state["exp_avg"].codes.numpy(), average)
+    np.testing.assert_array_equal(state["root_exp_avg_sq"].codes.numpy(), root)
+    assert ("compensation" in state, "root_residue" in state) == ("kahan_sum" in options, key is None)
+    assert unused not in optimizer.state or not optimizer.state[unused]
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_adam_on_floats_is_torchs(kind: str, weight_decay: float) -> None:
+    ours, theirs = (nn.Parameter(torch.linspace(-1, 1, 7)) for _ in range(2))
+    torch.manual_seed(1)
+    grads = [torch.randn(7) for _ in range(10)]
+    steps(getattr(lns_ops.optim, kind)([ours], lr=0.05, weight_decay=weight_decay), ours, grads)
+    steps(getattr(torch.optim, kind)([theirs], lr=0.05, weight_decay=weight_decay), theirs, grads)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_adam_in_lns16_stays_near_float32() -> None:
+    """Over fifty steps the LNS chain's weights differ from float32's by a few ulps (0.54 % each)."""
+    torch.manual_seed(2)
+    start, grads = torch.randn(500), [torch.randn(500) + 0.5 for _ in range(50)]
+    exact = nn.Parameter(start.clone())
+    steps(torch.optim.Adam([exact], lr=0.02), exact, grads)
+    for options in ({"kahan_sum": True}, {"stochastic_rounding": True}):
+        weight = nn.Parameter(LNSTensor.from_float(start, lns16))
+        steps(Adam([weight], lr=0.02, **options), weight, grads)  # type: ignore[arg-type]
+        moved, wanted = weight.detach().to_float() - start, exact.detach() - start
+        assert torch.corrcoef(torch.stack([moved, wanted]))[0, 1] > 0.97
+        assert abs((moved - wanted).mean()) < 0.02 * wanted.abs().mean()
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam])
+def test_small_updates_are_lost_to_nearest_and_kept_otherwise(kind: type[SGD]) -> None:
+    """A hundred updates of 10^-3 of the weight: half of them are below half an ulp of lns12."""
+    ended = {}
+    for options in ({}, {"kahan_sum": True}, {"stochastic_rounding": True}):
+        weight = nn.Parameter(LNSTensor.from_float(torch.ones(2000), lns12))
+        steps(kind([weight], lr=1e-3, **options), weight, [torch.ones(2000)] * 100)  # type: ignore[arg-type]
+        ended[next(iter(options), "nearest")] = weight.detach().to_float().mean().item()
+    assert ended["nearest"] == 1
+    assert ended["kahan_sum"] == pytest.approx(0.9, abs=0.012)
+    assert ended["stochastic_rounding"] == pytest.approx(0.9, abs=0.005)
+
+
+@pytest.mark.parametrize("options", [{}, {"kahan_sum": True}, {"stochastic_rounding": True, "seed": 4}], ids=str)
+def test_adam_state_survives_its_state_dict(options: dict[str, bool]) -> None:
+    torch.manual_seed(3)
+    grads = [torch.randn(40) for _ in range(6)]
+    weight = nn.Parameter(LNSTensor.from_float(torch.randn(40), lns12))
+    optimizer = Adam([weight], lr=0.1, **options)  # type: ignore[arg-type]
+    steps(optimizer, weight, grads[:3])
+    twin = nn.Parameter(LNSTensor(weight.codes.clone(), lns12))
+    other = Adam([twin], lr=0.3)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, parameter in ((optimizer, weight), (other, twin)):
+        steps(each, parameter, grads[3:])
+        assert int(each.state[parameter]["step"]) == 6
+    assert torch.equal(weight.codes, twin.codes)
+    assert optimizer.state[weight].keys() == other.state[twin].keys()
+    for name, value in optimizer.state[weight].items():
+        loaded = other.state[twin][name]
+        assert type(loaded) is type(value)
+        assert torch.equal(*(t.codes if isinstance(t, LNSTensor) else t for t in (loaded, value)))
+        assert loaded.dtype == value.dtype
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "said"),
+    [
+        (SGD, {"lr": 0.1, "momentum": 0.999}, "momentum=0.999: rounds to 1 in lns8"),
+        (SGD, {"lr": 0.1, "kahan_sum": True, "stochastic_rounding": True}, "choose one of them"),
+        (SGD, {"lr": 0.1, "stochastic_rounding": True, "seed": -1}, "seed=-1: must be a whole number"),
+        (Adam, {"betas": (0.999, 0.999), "lr": 0.1}, "beta1=0.999: rounds to 1 in lns8"),
+        (Adam, {"betas": (1.0, 0.999)}, "beta1=1.0"),
+        (Adam, {"betas": (0.9, 1.0)}, "beta2=1.0"),
+        (Adam, {"eps": 0.0}, "eps=0.0"),
+        (Adam, {"arithmetic": "float64"}, "arithmetic='float64': must be one of lns, float32"),
+        (Adam, {"weight_decay": -1}, "weight_decay=-1"),
+        (Adam, {"lr": 1e-9}, "lr=1e-09: underflows"),
+        (AdamW, {"lr": 0.1, "weight_decay": 1e-9}, "weight_decay=1e-09: underflows"),
+    ],
+)
+def test_bad_values_are_refused(kind: type[SGD], arguments: dict[str, float], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        kind([nn.Parameter(LNSTensor.from_float(torch.ones(1), lns8))], **arguments)
+
+
+def test_stochastic_rounding_is_for_lns_parameters() -> None:
+    with pytest.raises(ValueError, match=r"stochastic_rounding=True for a torch.float32 parameter: LNS parameters only"):
+        SGD([nn.Parameter(torch.ones(1))], lr=0.1, stochastic_rounding=True)
+
+
+def test_the_update_operators_are_proper_custom_operators() -> None:
+    weight, grad, average, root, residue = (torch.from_numpy(codes_of(np.random.default_rng(i), lns12, 20)) for i in range(5))
+    root &= lns12.field_mask
+    step, ops = torch.tensor(3), torch.ops.lns_ops
+    torch.library.opcheck(ops.sgd_update_, (weight, grad, None, None, step, -1000, None, KEY, 12, 6))
+    torch.library.opcheck(
+        ops.adam_update_, (weight, grad, average, root, residue, None, step, -1000, 0.9, 0.999, 1e-8, None, False, None, 12, 6)
+    )
+    torch.library.opcheck(ops.sgd_update_float32_, (weight, grad, None, None, step, 0.1, None, KEY, 12, 6))
+    torch.library.opcheck(
+        ops.adam_update_float32_,
+        (weight, grad, average, root, residue, None, step, 0.1, 0.9, 0.999, 1e-8, None, False, None, 12, 6),
+    )
+
+
+@pytest.mark.parametrize("options", [{"kahan_sum": True}, {"stochastic_rounding": True}], ids=str)
+def test_a_strangers_loop_trains_with_adam(options: dict[str, bool]) -> None:
+    pixels, labels = load_digits(return_X_y=True)
+    x, y = torch.from_numpy(pixels).float() / 16, torch.from_numpy(labels)
+    torch.manual_seed(0)
+    model = lns_ops.convert_(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)), lns12, scope="everywhere")
+    optimizer = lns_ops.optim.AdamW(model.parameters(), lr=0.005, **options)  # type: ignore[arg-type]
+    for _ in range(8):
+        for rows in torch.randperm(1500).split(50):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[rows]), y[rows], reduction="sum").backward()
+            optimizer.step()
+    wrong = (model(x[1500:]).argmax(1) != y[1500:]).float().mean()
+    assert wrong < 0.12
