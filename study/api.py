@@ -140,28 +140,18 @@ def _run(
 ) -> Outcome:
     failed = [trial.id for trial in plan.trials if trial.id in state.known and state.known[trial.id].status == FAILED]
     ledger.listen(state.apply)
-    ledger.append(
-        "planned",
-        ledger=ledger.id,
-        **plan.to_event(),
-        only=only,
-        data=data,
-        provenance=provenance(),
-        hardware=hardware(),
-    )
+    made_with = {"data": data, "provenance": provenance(), "hardware": hardware()}
+    ledger.append("planned", ledger=ledger.id, **plan.to_event(), only=only, **made_with)
     if longer := continuations(ledger, state):
         say(f"{longer} trials go on from the last checkpoint of the same trial with fewer epochs.")
     _say_what_is_left(state, say)
-    tracker = make_tracker(
-        plan.study.folder, plan.study.tracking, _artifacts(plan.study), say, lambda where: _say_where(plan, where, say)
-    )
+    folder = plan.study.folder
+    tracker = make_tracker(folder, plan.study.tracking, _artifacts(plan.study), say, lambda where: _say_where(plan, where, say))
     later = _Later(tracker.start)
     ledger.listen(later.hear)
     ledger.listen(view.listen)
     view.start(state)
-    control = Control(
-        plan.study.folder, state, plan.study.limits, lambda limits: _discard(ledger.append("edited", limits=limits))
-    )
+    control = Control(folder, state, plan.study.limits, lambda limits: _discard(ledger.append("edited", limits=limits)))
     outcome = "interrupted"
     try:
         run_plan(plan, ledger, state, control, failed if only == ONLY_FAILED else None, node, say)
@@ -177,10 +167,10 @@ def _run(
         view.stop()
         say("Writing the report, and to MLflow what it lacks ..." if plan.study.tracking != OFF else "Writing the report ...")
         with control.watch_storage():
-            report, error = _close(state, plan.study.folder / "report", tracker)
+            report, error = _close(state, folder / "report", tracker)
     if control.storage_error:
         raise UserError(
-            f"{control.storage_error}; free some space in {plan.study.folder.parent}, then give the same command again: trials that "
+            f"{control.storage_error}; free some space in {folder.parent}, then give the same command again: trials that "
             "finished are kept, the others continue from their last checkpoint"
         )
     if held := remark(state.runs[-1]):

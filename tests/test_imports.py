@@ -1,10 +1,13 @@
-"""The architecture as a test: study -> trainers -> lns_ops and never back, and each big library in one package."""
+"""The architecture as a test: study -> trainers -> lns_ops and never back, rooms in one order, and each big library in one package."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,32 @@ import pytest
 ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {"lns_ops": {"lns_ops"}, "trainers": {"trainers", "lns_ops"}, "study": {"study", "trainers", "lns_ops"}}
 OWNERS = {"mlflow": {"study"}, "omegaconf": {"study"}, "ray": {"study", "trainers"}}
+
+
+ORDER = {
+    "lns_ops": [
+        "spec", "cpu.compiler", "cpu.kernels", "cpu.simd", "cpu", "cuda", "functional", "formats", "tensor", "tensor.ops", "nn", "optim",
+        "analysis",
+    ],
+    "trainers": [
+        "config", "data", "models", "optim", "checkpoint", "telemetry", "comm", "sync", "parallel", "training", "workers",
+    ],
+    "study": [
+        "text", "tracking_uri", "program", "errors", "config", "ledger", "plan", "results", "search", "tracking", "manage", "execution",
+        "report.figures", "report", "serve", "api", "cli", "__main__",
+    ],
+}  # fmt: skip
+"""The rooms of each package; a room imports from those before it only. Not listed: modules that only pass names on."""
+LAZY = {("lns_ops.analysis.result", "lns_ops.analysis.plot")}
+"""``Analysis.plot`` imports what draws it, which names the type of what it draws."""
+LONGER = {
+    "lns_ops/cpu/simd/avx2.py:_addition",
+    "lns_ops/cpu/simd/avx512.py:product",
+    "lns_ops/cpu/simd/reduce.py:_kernels",
+}
+"""Kernels of more than :data:`FUNCTION` lines."""
+FILE, FUNCTION, FOLDER = 500, 50, 14
+"""Most lines of a file and of a function, and most files of a folder."""
 
 
 def imports_of(path: Path) -> set[str]:
@@ -42,6 +71,73 @@ def test_trainers_leave_tune_to_study(path: Path) -> None:
 @pytest.mark.parametrize("path", [p for _, p in SOURCES if _ == "study"], ids=lambda p: p.name)
 def test_study_leaves_train_to_trainers(path: Path) -> None:
     assert not any(name.startswith("ray.train.torch") for name in imports_of(path))
+
+
+FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for _, path in SOURCES}
+
+
+def executed(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of what runs: all but imports for annotations alone."""
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            yield node
+            yield from executed(node)
+
+
+def dependencies(module: str) -> set[str]:
+    """The modules of ours that a module imports, inside functions too."""
+    found = set()
+    for node in executed(ast.parse(FILES[module].read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {name if (name := f"{node.module}.{alias.name}") in FILES else node.module for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {name for name in found & set(FILES) - {module} if (module, name) not in LAZY}
+
+
+GRAPH = {module: dependencies(module) for module in FILES}
+
+
+def room(module: str) -> tuple[str, int] | None:
+    """The package of a module and the place of its room there; None for what only passes names on."""
+    package, _, inner = module.partition(".")
+    places = [(len(name), place) for place, name in enumerate(ORDER[package]) if f"{inner}.".startswith(f"{name}.")]
+    return (package, max(places)[1]) if places else None
+
+
+def test_no_module_is_in_a_cycle() -> None:
+    try:
+        TopologicalSorter(GRAPH).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_rooms_import_from_those_before_them() -> None:
+    """And from nowhere outside the rooms, whose modules may only pass names on."""
+    wrong = []
+    for module, targets in GRAPH.items():
+        if own := room(module):
+            for target in targets:
+                theirs = room(target)
+                if target.partition(".")[0] == own[0] and (theirs is None or theirs > own):
+                    wrong.append(f"{module} -> {target}")
+    assert wrong == []
+    assert {room(module) for module in FILES} - {None} == {
+        (package, place) for package, names in ORDER.items() for place in range(len(names))
+    }
+
+
+def test_files_functions_and_folders_are_small() -> None:
+    assert [name for name, path in FILES.items() if len(path.read_text().splitlines()) > FILE] == []
+    folders = Counter(path.parent for path in FILES.values() if path.name != "__init__.py")
+    assert [str(folder) for folder, count in folders.items() if count > FOLDER] == []
+    long = {
+        f"{path.relative_to(ROOT)}:{node.name}"
+        for path in FILES.values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= FUNCTION
+    }
+    assert long == LONGER
 
 
 def test_lns_ops_pulls_in_no_cluster_library() -> None:

@@ -19,6 +19,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
+from study.execution.schedulers import make_scheduler
 from study.ledger.state import FINISHED, StudyState
 from study.plan.identity import like
 from study.plan.plan import Plan, PlannedTrial
@@ -57,8 +58,6 @@ def simulate(plan: Plan, slots: int, seconds: Callable[[PlannedTrial], float], e
         error: of a trial after an epoch, the scheduler's metric.
         start_seconds: from one trial to the next in a slot.
     """
-    from study.execution.schedulers import make_scheduler
-
     search = plan.study.search
     state = StudyState()
     state.apply({"event": "planned", "time": 0.0, **plan.to_event(), "data": []})
