@@ -15,7 +15,7 @@ MOST = 32
 """Trials at once in a process: CUDA streams that torch gives one."""
 LANES = 6
 """Trials at once in a process where nothing else is asked for: two processes of six train small nets on an H200 a little faster than one
-of twelve, whose threads wait for Python's global lock (docs/benchmarks.md)."""
+of twelve, whose threads wait for Python's global lock (docs/benchmarks/studies.md)."""
 SHARES = ((200e6, 1 / 12), (2e9, 1 / 4))
 """Of a GPU that a trial takes by default, by the multiply-accumulates of a step below which it does: where so many at once were faster
 than fewer on an H200. A larger trial takes a whole one."""

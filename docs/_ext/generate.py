@@ -1,0 +1,106 @@
+"""Writes the reference pages that the code knows best: every config key, every command.
+
+The Sphinx build calls :func:`write` before it reads its sources (``docs/conf.py``). The pages are ``docs/reference/configuration.md``,
+from the dataclasses of ``StudyConfig`` and their ``Attributes:``, and ``docs/reference/commands.md``, from the help of ``lns-study``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import io
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from study.cli.entry import build_parser
+from study.config.study import RowConfig, StudyConfig
+
+Field = dataclasses.Field[Any]
+ROWS = "rows[]"
+
+
+def attributes(config: type) -> dict[str, str]:
+    """Return what the ``Attributes:`` of a docstring say, by name."""
+    _, _, listed = (inspect.getdoc(config) or "").partition("Attributes:\n")
+    entries = re.findall(r"^    (\w[\w, ]*): (.*\n?(?: {8}.*\n?)*)", listed, re.MULTILINE)
+    return {name: plain(text) for names, text in entries for name in names.split(", ")}
+
+
+def plain(text: str) -> str:
+    """Return reStructuredText of a docstring as one line of Markdown for a cell of a table."""
+    joined = " ".join(text.split())
+    without_roles = re.sub(r":\w+:(`[^`]*`)", r"\1", joined)
+    return without_roles.replace("``", "`").replace("|", r"\|")
+
+
+def is_config(default: object) -> bool:
+    return dataclasses.is_dataclass(default) and not isinstance(default, type)
+
+
+def default_of(field: Field) -> Any:
+    """Return a field's default; every key of a study has one."""
+    return field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
+
+
+def shown(default: object) -> str:
+    """Return a default as YAML spells it."""
+    if default is None or isinstance(default, bool):
+        return {None: "null", True: "true", False: "false"}[default]
+    return str(default) or "''"
+
+
+def row(prefix: str, field: Field, meanings: dict[str, str]) -> str:
+    kind = str(field.type).replace("|", r"\|")
+    return f"| `{prefix}{field.name}` | `{kind}` | `{shown(default_of(field))}` | {meanings.get(field.name, '')} |"
+
+
+def sections(config: type, prefix: str = "") -> Iterator[str]:
+    """Yield a table of the keys of a config, then the sections of the configs in it."""
+    fields = dataclasses.fields(config)
+    nested = [(field.name, type(default_of(field))) for field in fields if is_config(default_of(field))]
+    meanings = attributes(config)
+    summary = plain((inspect.getdoc(config) or "").split("\n\n")[0])
+    names = {name for name, _ in nested}
+    rows = [row(prefix, field, meanings) for field in fields if field.name not in names]
+    title = f"`{prefix.removesuffix('.')}`" if prefix else "A study"
+    yield "\n".join([f"## {title}", summary, "", "| key | type | default | meaning |", "|---|---|---|---|", *rows])
+    for name, inner in nested:
+        yield from sections(inner, f"{prefix}{name}.")
+
+
+def configuration() -> str:
+    """Return the page of config keys."""
+    head = (
+        "# Configuration\nEvery key of a study's YAML file, which a command may change by `key=value`, with its type and default."
+    )
+    return "\n\n".join([head, *sections(StudyConfig), *sections(RowConfig, f"{ROWS}.")]) + "\n"
+
+
+def help_of(*words: str) -> str:
+    """Return what ``lns-study WORDS --help`` prints."""
+    out = io.StringIO()
+    plain_terminal = mock.patch.dict(os.environ, {"COLUMNS": "100", "NO_COLOR": "1"})
+    with plain_terminal, contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        build_parser().parse_args([*words, "--help"])
+    return out.getvalue().strip()
+
+
+def commands() -> str:
+    """Return the page of commands."""
+    top = help_of()
+    names = re.findall(r"^    ([a-z]+)\b", top, re.MULTILINE)
+    parts = [f"## {name}\n```text\n{help_of(name)}\n```" for name in names]
+    return "\n\n".join([f"# Commands\n```text\n{top}\n```", *parts]) + "\n"
+
+
+def write(folder: Path) -> None:
+    """Write both pages into a folder, where they have changed."""
+    for name, text in {"configuration.md": configuration(), "commands.md": commands()}.items():
+        path = folder / name
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)

@@ -1,0 +1,23 @@
+"""How Sphinx makes the site: Markdown by MyST, the theme Furo, two reference pages written from the code."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent)]
+
+import generate  # noqa: E402 (found by the line above)
+
+generate.write(HERE / "reference")
+
+project = "lns-study"
+author = "the authors of lns-study"
+extensions = ["myst_parser"]
+myst_heading_anchors = 3
+exclude_patterns = ["_ext", "_build"]
+html_theme = "furo"
+html_title = "lns-study"
+html_copy_source = False
+nitpicky = True

@@ -1,0 +1,40 @@
+"""The pages of the repository: the first one's code runs, every link and every path leads somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lns_ops
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "lns_ops" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+GENERATED = {ROOT / "docs" / "reference" / name for name in ("configuration.md", "commands.md")}
+
+
+def test_the_first_pages_code_trains() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(block.removesuffix("optimizer.step()\n"), names)
+    weight = names["model"][0].weight
+    before = weight.codes.clone()
+    names["optimizer"].step()
+    assert isinstance(weight, lns_ops.LNSTensor)
+    assert not torch.equal(weight.codes, before)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_and_paths_lead_somewhere(page: Path) -> None:
+    if page in GENERATED:
+        return
+    text = page.read_text()
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link]
+    missing = [link for link in links if not (page.parent / link).exists() and (page.parent / link).resolve() not in GENERATED]
+    paths = re.findall(r"`((?:study|trainers|lns_ops|tests|scripts|conf|docs)/[\w./-]+)(?:::\w+)?`", text)
+    if "log" not in page.parts:
+        missing += [path for path in paths if not (ROOT / path).exists()]
+    assert missing == []
