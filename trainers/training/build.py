@@ -75,7 +75,7 @@ class Workers:
     device: torch.device
 
     def summed(self, values: list[float]) -> list[float]:
-        """``values`` summed over all workers, in float64."""
+        """Sum ``values`` over all workers, in float64."""
         if self.world_size == 1:
             return values
         sums = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -83,7 +83,7 @@ class Workers:
         return [float(value) for value in sums]
 
     def faultless(self) -> bool:
-        """Whether no worker has encoded a NaN or an infinity since this was asked last: a GPU counts them and goes on. Collective there."""
+        """Tell whether no worker has encoded a NaN or an infinity since the last call: a GPU counts them and goes on. Collective there."""
         if self.device.type != "cuda":
             return True
         try:
@@ -141,7 +141,7 @@ class Components:
         return sum(part.sent for part in (self.collectives, self.within, self.pipeline) if part is not None)
 
     def synchroniser(self) -> Synchroniser:
-        """What keeps this replica and the others together."""
+        """Make what keeps this replica and the others together."""
         if self.partition is not None:
             return self.partition.synchroniser()
         return make_synchroniser(self.config, self.model, self.optimizer, self.collectives)
@@ -175,14 +175,14 @@ def _check_batch(config: TrialConfig, examples: int) -> None:
 
 
 def make_trial_optimizer(config: TrialConfig, options: OptimizerConfig, kept: nn.Module, stage: int = 0) -> torch.optim.Optimizer:
-    """The optimizer that ``config`` asks for, with ``options``, of what a worker of a pipeline's ``stage`` keeps."""
+    """Make the optimizer that ``config`` asks for, with ``options``, of what a worker of a pipeline's ``stage`` keeps."""
     seed = (config.seed + stage * STAGE_SEED) % (1 << 31)
     scale = config.lr_schedule.scale(config.batch_size)
     return make_optimizer(kept, options, config.precision, config.update_examples, seed, scale)
 
 
 def build(config: TrialConfig, rank: int, world_size: int) -> Components:
-    """Build what worker ``rank`` of ``world_size`` needs of the trial; collective with more than one.
+    """Build the components of worker ``rank`` of ``world_size``; collective with more than one.
 
     Raises:
         ValueError: the data are not to be had, or the config asks for what cannot be (its message says what).

@@ -48,7 +48,7 @@ def save(components: Components, sync: Synchroniser, progress: Progress, origin:
 
 
 def restore(components: Components, sync: Synchroniser, folder: Path) -> Progress:
-    """Take over the state in ``folder``, of this layout or another; how far it has come.
+    """Take over the state in ``folder``, of this layout or another, and return how far that trial has come.
 
     Raises:
         ValueError: no whole checkpoint there, or one of another model or precision.
@@ -71,7 +71,7 @@ def restore(components: Components, sync: Synchroniser, folder: Path) -> Progres
 
 
 def _whole(components: Components, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The trial's tensors from every worker's, on rank 0; collective."""
+    """Make the trial's tensors of every worker's, on rank 0; collective."""
     workers = components.workers
     if components.partition is not None:
         tensors = components.partition.whole(tensors)

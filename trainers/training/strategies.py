@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def choose_step(components: Components) -> Step:
-    """The strategy for a trial: a step is captured where it runs on this GPU alone, and the same every time."""
+    """Choose the strategy of a trial: a step is captured where it runs on this GPU alone, and the same every time."""
     if components.pipeline is not None:
         return PipelineStep(components, components.pipeline)
     workers, config = components.workers, components.config
@@ -77,27 +77,37 @@ class Step:
         return tally, self._agree(sync.end_epoch(finite, last=epoch + 1 == self._config.epochs))
 
     def batches(self, split: Split, epoch: int, sync: Synchroniser) -> Iterator[tuple[int, Split]]:
-        """The steps of an epoch with this replica's shares of their batches; the last, incomplete batch is left out."""
+        """Yield an epoch's steps with this replica's shares of their batches; the last, incomplete batch is left out."""
         size, place = self._config.batch_size, self._place
         order = epoch_order(len(split.y), self._config.seed, epoch)
         for step, part in sync.shares(len(order) // size, place.dp_rank):
             yield step, share(split, order, batch_size=size, step=step, part=part, parts=place.dp)
 
     def train_step(self, batch: Split, sync: Synchroniser) -> Tally:
-        """Take one step with this replica's share of a batch; what this worker knows of it, with a NaN loss where one is not finite."""
+        """Take one step with this replica's share of a batch.
+
+        Returns:
+            What this worker knows of it; its loss is NaN where that of a worker it has heard of is not finite.
+        """
         own = self._components
         loss, wrong = train_step(own.model, own.updater, batch, sync, self._config.layout.micro_batches, own.spans)
         return Tally(loss, wrong, len(batch.y))
 
     def evaluate(self, split: Split, sync: Synchroniser, like: int | None) -> Tally:
-        """Evaluate on ``split``; what this worker knows of it. ``like``: see :func:`trainers.data.batches.evaluation_batches`."""
+        """Evaluate on ``split`` and return what this worker knows of it.
+
+        Args:
+            split: examples, on the worker's device.
+            sync: combines the logits of replicas that predict together.
+            like: see :func:`trainers.data.batches.evaluation_batches`.
+        """
         return evaluate(self._components.model, split, sync.combine, like)
 
     def forget(self) -> None:
         """Drop what was recorded of the optimizer and its state, which have changed."""
 
     def _agree(self, go: bool) -> bool:
-        """Whether all workers of this replica go on."""
+        """Tell whether all workers of this replica go on."""
         return go
 
 

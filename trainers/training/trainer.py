@@ -102,7 +102,7 @@ class Training:
         return metrics
 
     def test(self) -> dict[str, float]:
-        """``test/loss`` (nats) and ``test/error`` (fraction) of the weights as they are."""
+        """Report ``test/loss`` (nats) and ``test/error`` (fraction) of the weights as they are."""
         with matmul_accumulation(self.config.precision.accumulation):
             self.tested = self._evaluate(self.data.test, "test")
         return dict(self.tested)
@@ -161,14 +161,14 @@ class Training:
             return analysis_metrics(self.model, self.config, self.data.train)
 
     def _traffic(self, sent: int, steps: int) -> dict[str, float]:
-        """Bytes that the workers sent, a mean over them."""
+        """Report the bytes that the workers sent, a mean over them."""
         if self.world_size == 1:
             return {}
         mean = self._workers.summed([float(sent)])[0] / self.world_size
         return {"bytes/sent": mean, "bytes/parameter_step": mean / (self._components.parameters * steps) if steps else math.nan}
 
     def _evaluate(self, split: Split, name: str) -> dict[str, float]:
-        """``name/loss`` and ``name/error`` on ``split``, whose examples the replicas share where they can; collective."""
+        """Report ``name/loss`` and ``name/error`` on ``split``, whose examples the replicas share where they can; collective."""
         mine = slice(None) if self.sync.whole else slice(self.place.dp_rank, None, self.place.dp)
         own = Split(split.x[mine], split.y[mine])
         like = math.ceil(len(split.y) / self.place.dp) if self.sync.together else None
@@ -181,7 +181,7 @@ class Training:
         return self._over_workers(tally).metrics(name)
 
     def _over_workers(self, tally: Tally) -> Tally:
-        """The sum over the workers; of those that have computed the same examples together, the first counts."""
+        """Sum over the workers; of those that have computed the same examples together, the first counts."""
         if self.place.tp_rank:
             tally = Tally()
         loss, wrong, examples = self._workers.summed([tally.loss, float(tally.wrong), float(tally.examples)])
