@@ -8,6 +8,7 @@ import pytest
 
 from lns_ops import lns12
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
+from trainers.config.compatibility import RULES
 from trainers.config.layout import Layout
 from trainers.config.sync import SyncConfig
 from trainers.config.wire import WireConfig
@@ -121,3 +122,16 @@ def test_the_cnn_says_what_it_needs() -> None:
         TrialConfig(model=ModelConfig(name="cnn"), workers=2, layout=Layout(pp=2, micro_batches=2))
     with pytest.raises(ValueError, match="needs square images"):
         build(ModelConfig(name="cnn"), 50, 10)
+
+
+def test_every_rule_of_combinations_has_a_name_of_its_own() -> None:
+    names = [rule.name for rule in RULES]
+    assert len(set(names)) == len(names)
+
+
+def test_of_several_rules_that_apply_the_first_is_raised() -> None:
+    both = {"analysis_every": 1, "wire": WireConfig(name="int8")}
+    with pytest.raises(ValueError, match=r"analysis_every=1 with precision.format=float32"):
+        TrialConfig(**both)
+    with pytest.raises(ValueError, match=r"wire.name=int8 with one replica"):
+        TrialConfig(**both | {"analysis_every": 0})

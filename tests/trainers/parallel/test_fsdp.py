@@ -22,7 +22,7 @@ from trainers.config.memory import MemoryConfig
 from trainers.config.optimizer import OPTIMIZERS, WHOLE_TENSORS
 from trainers.config.sync import SyncConfig
 from trainers.config.wire import WireConfig
-from trainers.data import batches
+from trainers.data.batches import EVALUATION_BATCH
 from trainers.telemetry.metrics import PREFIX, repeatable
 from trainers.training.trainer import Training
 
@@ -73,7 +73,7 @@ def exchanged(config: TrialConfig, rank: int, folder: Path) -> list[dict[str, fl
 
 
 def in_worker(rank: int, folder: str) -> dict[str, Any]:
-    batches.EVALUATION_BATCH["cpu"] = 148  # of the 297 test examples rank 0 has 149 and rank 1 one batch less, unless they agree
+    EVALUATION_BATCH["cpu"] = 148  # of the 297 test examples rank 0 has 149 and rank 1 one batch less, unless they agree
     result: dict[str, Any] = {}
     for name, config in TRIALS.items():
         for kind, own in (("fsdp", config), ("whole", unsharded(config))):

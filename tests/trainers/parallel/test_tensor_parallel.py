@@ -78,7 +78,7 @@ def course(config: TrialConfig, rank: int, folder: Path) -> dict[str, Any]:
     training, metrics, resumed = broken_off(config, rank, config.workers, folder / "half")
     test = training.test()
     training.save(folder / "end")
-    own = {name: p.tolist() for name, p in training._own.named_parameters() if p.numel() < 2_000}
+    own = {name: p.tolist() for name, p in training._components.kept.named_parameters() if p.numel() < 2_000}
     return {"metrics": metrics, "resumed": resumed, "test": test, "history": training.history, "own": own}
 
 
@@ -138,9 +138,9 @@ class Collective(TorchDispatchMode):
 
 def collectives_of_a_step(training: Training) -> dict[str, int]:
     """By operation, all that torch calls in one training step."""
-    _, batch = next(iter(training._batches()))
+    _, batch = next(training._step.batches(training.data.train, 0, training.sync))
     with Collective() as mode:
-        training._train_step(batch)
+        training._step.train_step(batch, training.sync)
     return dict(mode.calls)
 
 

@@ -1,0 +1,249 @@
+"""Build what one process needs of a trial, from the trial's config and the process's rank.
+
+The order is part of the result: process groups are made by all ranks alike, weights are drawn for the whole model before it is cut,
+the precision is applied to what this worker holds, and the optimizer gets what this worker keeps.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+
+import lns_ops.cpu
+from lns_ops import NonFiniteError, check_faults
+from trainers.comm.collectives import Collectives
+from trainers.comm.mesh import Place, place
+from trainers.config import OptimizerConfig, TrialConfig
+from trainers.config.schedule_changes import optimizer_at
+from trainers.data import Dataset, DatasetInfo, Split, load
+from trainers.models import build as build_model
+from trainers.models.forward import set_forward_
+from trainers.models.init import initialize_
+from trainers.models.precision import apply_precision
+from trainers.optim.build import make_optimizer
+from trainers.optim.offload import Offload
+from trainers.optim.wrappers import OffloadedOptimizer, ScaledOptimizer
+from trainers.parallel.factory import make_parts
+from trainers.sync.factory import make_synchroniser
+from trainers.telemetry.metrics import Telemetry
+from trainers.telemetry.profiler import Profiler
+from trainers.telemetry.roofline import kernel_ceiling
+from trainers.telemetry.spans import Spans
+from trainers.training.device import check_device, resolve_device
+
+if TYPE_CHECKING:
+    from trainers.parallel.partitioned import PartitionedModel
+    from trainers.parallel.pipeline import Pipeline
+    from trainers.sync.base import Synchroniser, Updater
+
+STAGE_SEED = 1_000_003
+"""Between the seeds of stochastic rounding of two workers' stages."""
+
+
+class NoTelemetry:
+    """Measures nothing: what a trial without ``telemetry`` has in the place of a :class:`Telemetry`."""
+
+    def counting(self, steps: int = 1) -> AbstractContextManager[None]:
+        """Count nothing."""
+        return nullcontext()
+
+    def begin(self) -> None:
+        """Do nothing."""
+
+    def metrics(self, seconds: float) -> dict[str, float]:
+        """Report nothing."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Workers:
+    """All workers of a trial, as one of them reaches them.
+
+    Attributes:
+        rank, world_size: of this worker, and how many there are.
+        device: where it computes.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def summed(self, values: list[float]) -> list[float]:
+        """Sum ``values`` over all workers, in float64."""
+        if self.world_size == 1:
+            return values
+        sums = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(sums)
+        return [float(value) for value in sums]
+
+    def faultless(self) -> bool:
+        """Tell whether no worker has encoded a NaN or an infinity since the last call: a GPU counts them and goes on. Collective there."""
+        if self.device.type != "cuda":
+            return True
+        try:
+            check_faults(self.device)
+        except NonFiniteError:
+            return not self.summed([1.0])[0]
+        return not self.summed([0.0])[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Components:
+    """One worker's components of a trial.
+
+    Attributes:
+        config: the trial's.
+        workers: all of them, and which this one is.
+        place: where this one stands in the layout.
+        data: on the worker's device.
+        parameters: of the whole model, a count.
+        model: what this worker computes with.
+        kept: what it updates and keeps: the model, its parts of it, or a copy on the CPU of either.
+        optimizer: of ``kept``.
+        updater: what a training step calls as its optimizer.
+        collectives: between the replicas; None with one.
+        within: between the workers of one replica that cut tensors; None where each has one.
+        pipeline: this worker's stages; None where a replica has one.
+        partition: its parts of tensors; None where tensors are whole.
+        offload: the way between ``model`` and the copy on the CPU; None without one.
+        scaler: of the loss; None without float16.
+        spans, profiler, telemetry: that watch it.
+    """
+
+    config: TrialConfig
+    workers: Workers
+    place: Place
+    data: Dataset
+    parameters: int
+    model: nn.Module
+    kept: nn.Module
+    optimizer: torch.optim.Optimizer
+    updater: Updater
+    collectives: Collectives | None
+    within: Collectives | None
+    pipeline: Pipeline | None
+    partition: PartitionedModel | None
+    offload: Offload | None
+    scaler: GradScaler | None
+    spans: Spans
+    profiler: Profiler
+    telemetry: Telemetry | NoTelemetry
+
+    @property
+    def sent(self) -> int:
+        """Bytes that this worker has sent to others."""
+        return sum(part.sent for part in (self.collectives, self.within, self.pipeline) if part is not None)
+
+    def synchroniser(self) -> Synchroniser:
+        """Make what keeps this replica and the others together."""
+        if self.partition is not None:
+            return self.partition.synchroniser()
+        return make_synchroniser(self.config, self.model, self.optimizer, self.collectives)
+
+
+def set_threads(threads: int) -> None:
+    """Compute with so many CPU threads in this process, in torch and in the LNS kernels."""
+    torch.set_num_threads(threads)
+    lns_ops.cpu.set_num_threads(threads)
+
+
+def check(config: TrialConfig, info: DatasetInfo) -> None:
+    """Refuse what could only fail, before any process starts.
+
+    Args:
+        config: the trial.
+        info: its data, from :func:`trainers.data.prepare`.
+
+    Raises:
+        ValueError: a batch larger than the training set, or a learning rate or momentum that underflows in the LNS format.
+    """
+    _check_batch(config, info.train)
+    model = apply_precision(nn.Linear(1, 1), config.precision)
+    for epoch in (0, *(change["epoch"] for change in config.changes)):
+        make_trial_optimizer(config, optimizer_at(config, epoch), model)
+
+
+def _check_batch(config: TrialConfig, examples: int) -> None:
+    if examples < config.batch_size:
+        raise ValueError(f"batch_size={config.batch_size}: there are {examples} training examples; use a smaller batch")
+
+
+def make_trial_optimizer(config: TrialConfig, options: OptimizerConfig, kept: nn.Module, stage: int = 0) -> torch.optim.Optimizer:
+    """Make the optimizer that ``config`` asks for, with ``options``, of what a worker of a pipeline's ``stage`` keeps."""
+    seed = (config.seed + stage * STAGE_SEED) % (1 << 31)
+    scale = config.lr_schedule.scale(config.batch_size)
+    return make_optimizer(kept, options, config.precision, config.update_examples, seed, scale)
+
+
+def build(config: TrialConfig, rank: int, world_size: int) -> Components:
+    """Build the components of worker ``rank`` of ``world_size``; collective with more than one.
+
+    Raises:
+        ValueError: the data are not to be had, or the config asks for what cannot be (its message says what).
+    """
+    set_threads(config.threads)
+    device = torch.device(resolve_device(config.device) if world_size == 1 or config.device != "auto" else "cpu")
+    check_device(device.type)
+    data = load(config.data)
+    _check_batch(config, len(data.train.y))
+    inputs, classes = data.train.x.shape[1], int(data.train.y.max()) + 1
+    whole = initialize_(build_model(config.model, inputs, classes), config.seed)
+    parameters = sum(p.numel() for p in whole.parameters())
+    data = Dataset(*(Split(split.x.to(device), split.y.to(device)) for split in data))
+    here = place(config.layout, rank, world_size, device.type)
+    spans = Spans(device)
+    profiler = Profiler(config.profile, rank, device, spans)
+    pipeline = _make_pipeline(whole, config, here, spans, device) if here.pp > 1 else None
+    model = apply_precision((pipeline.own if pipeline else whole).to(device), config.precision)
+    scaler = GradScaler(device.type) if config.autocast == "float16" else None
+    if pipeline is None:
+        assert isinstance(model, nn.Sequential)
+        set_forward_(model, config.memory, config.autocast, scaler)
+    collectives = Collectives(here.dp_group, device, spans) if here.dp > 1 else None
+    within = Collectives(here.parts.get_group(), device, spans) if here.parts is not None else None
+    partition = make_parts(model, here, collectives, within, config.wire, config.seed)
+    own = partition.own if partition else model
+    offload = Offload(own) if config.memory.offload_optimizer else None
+    kept = offload.own if offload else own
+    optimizer = make_trial_optimizer(config, config.optimizer, kept, here.pp_rank)
+    telemetry = _make_telemetry(config, spans, device, world_size, partition) if config.telemetry else NoTelemetry()
+    return Components(
+        config=config, workers=Workers(rank, world_size, device), place=here, data=data, parameters=parameters, model=model,
+        kept=kept, optimizer=optimizer, updater=_make_updater(optimizer, offload, scaler), collectives=collectives, within=within,
+        pipeline=pipeline, partition=partition, offload=offload, scaler=scaler, spans=spans, profiler=profiler, telemetry=telemetry,
+    )  # fmt: skip
+
+
+def _make_pipeline(model: nn.Module, config: TrialConfig, here: Place, spans: Spans, device: torch.device) -> Pipeline:
+    from trainers.parallel.pipeline import Pipeline  # torch's brings its compiler along, seconds that other trials need not wait
+
+    assert isinstance(model, nn.Sequential)
+    precision, examples = config.precision, config.batch_size // here.dp
+    fmt = precision.lns_format if precision.scope == "everywhere" else None
+    return Pipeline(model, config.layout, here, examples, fmt, device, spans, config.memory)
+
+
+def _make_updater(optimizer: torch.optim.Optimizer, offload: Offload | None, scaler: GradScaler | None) -> Updater:
+    if offload is not None:
+        return OffloadedOptimizer(optimizer, offload)
+    return optimizer if scaler is None else ScaledOptimizer(optimizer, scaler)
+
+
+def _make_telemetry(
+    config: TrialConfig, spans: Spans, device: torch.device, world_size: int, partition: PartitionedModel | None
+) -> Telemetry:
+    precision = config.precision
+
+    def ceiling() -> float:
+        dtype = torch.float32 if config.autocast == "none" else getattr(torch, config.autocast)
+        return kernel_ceiling(precision.lns_format, precision.accumulation, dtype, device.type, config.threads)
+
+    aligned = config.sync.name != "asynchronous"
+    waits = not (config.layout.fsdp and device.type == "cuda")
+    return Telemetry(spans, device, world_size, aligned, ceiling, waits, partition.formulas if partition else None)

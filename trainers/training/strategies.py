@@ -1,0 +1,165 @@
+"""Strategies of training and evaluating: eager, from a CUDA graph, in pipeline stages. A trial has one, chosen when it is built.
+
+Sharded models need none of their own: their synchroniser and their tensors do what differs.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from trainers.data import Split, epoch_order, share
+from trainers.sync.base import Synchroniser
+from trainers.telemetry.tally import Tally
+from trainers.training.build import Components
+from trainers.training.cuda_graph import STEPS_TO_CAPTURE, GraphedEpochs
+from trainers.training.evaluate import evaluate
+from trainers.training.step import train_step
+
+if TYPE_CHECKING:
+    from trainers.parallel.pipeline import Pipeline
+
+
+def choose_step(components: Components) -> Step:
+    """Choose the strategy of a trial: a step is captured where it runs on this GPU alone, and the same every time."""
+    if components.pipeline is not None:
+        return PipelineStep(components, components.pipeline)
+    workers, config = components.workers, components.config
+    alone = workers.device.type == "cuda" and workers.world_size == 1 and components.offload is None
+    if alone and not config.lr_schedule.varies and components.scaler is None:
+        return GraphStep(components)
+    return Step(components)
+
+
+class Step:
+    """Eager steps, one after the other; the base of the other strategies.
+
+    Args:
+        components: of the trial.
+    """
+
+    def __init__(self, components: Components) -> None:
+        self._components, self._config, self._place = components, components.config, components.place
+        straggles = components.place.dp_rank == components.place.dp - 1
+        self._delay = components.config.sync.straggler_seconds if straggles else 0.0
+
+    def train_epoch(self, split: Split, epoch: int, sync: Synchroniser, before_step: Callable[[int], None]) -> tuple[Tally, bool]:
+        """Train once over ``split``.
+
+        Args:
+            split: the training examples, on the worker's device.
+            epoch: finished ones.
+            sync: of the replicas.
+            before_step: called with each step's number in the epoch.
+
+        Returns:
+            What this worker knows of losses and answers, and whether training goes on.
+        """
+        components, tally, finite = self._components, Tally(), True
+        sync.begin_epoch()
+        for step, batch in self.batches(split, epoch, sync):
+            before_step(step)
+            if finite:
+                with components.telemetry.counting():
+                    found = self.train_step(batch, sync)
+                finite = math.isfinite(found.loss)
+                tally.add(found.loss, found.wrong, found.examples)
+            if self._delay:
+                time.sleep(self._delay)  # injected for study
+            goes_on = self._agree(sync.after_step(finite))
+            components.spans.step()
+            if not goes_on:
+                return tally, False
+        if not components.workers.faultless():
+            finite, tally.loss = False, math.nan
+        return tally, self._agree(sync.end_epoch(finite, last=epoch + 1 == self._config.epochs))
+
+    def batches(self, split: Split, epoch: int, sync: Synchroniser) -> Iterator[tuple[int, Split]]:
+        """Yield an epoch's steps with this replica's shares of their batches; the last, incomplete batch is left out."""
+        size, place = self._config.batch_size, self._place
+        order = epoch_order(len(split.y), self._config.seed, epoch)
+        for step, part in sync.shares(len(order) // size, place.dp_rank):
+            yield step, share(split, order, batch_size=size, step=step, part=part, parts=place.dp)
+
+    def train_step(self, batch: Split, sync: Synchroniser) -> Tally:
+        """Take one step with this replica's share of a batch.
+
+        Returns:
+            What this worker knows of it; its loss is NaN where that of a worker it has heard of is not finite.
+        """
+        own = self._components
+        loss, wrong = train_step(own.model, own.updater, batch, sync, self._config.layout.micro_batches, own.spans)
+        return Tally(loss, wrong, len(batch.y))
+
+    def evaluate(self, split: Split, sync: Synchroniser, like: int | None) -> Tally:
+        """Evaluate on ``split`` and return what this worker knows of it.
+
+        Args:
+            split: examples, on the worker's device.
+            sync: combines the logits of replicas that predict together.
+            like: see :func:`trainers.data.batches.evaluation_batches`.
+        """
+        return evaluate(self._components.model, split, sync.combine, like)
+
+    def forget(self) -> None:
+        """Drop what was recorded of the optimizer and its state, which have changed."""
+
+    def _agree(self, go: bool) -> bool:
+        """Tell whether all workers of this replica go on."""
+        return go
+
+
+class PipelineStep(Step):
+    """Steps of all stages of a replica together; the last stage alone knows losses and answers.
+
+    Args:
+        components: of the trial.
+        pipeline: its stages here.
+    """
+
+    def __init__(self, components: Components, pipeline: Pipeline) -> None:
+        super().__init__(components)
+        self._pipeline = pipeline
+
+    def train_step(self, batch: Split, sync: Synchroniser) -> Tally:
+        """Take one step, as :meth:`Step.train_step`."""
+        loss, wrong = self._pipeline.train_step(self._components.updater, batch, sync)
+        return Tally(loss, wrong, len(batch.y) if self._pipeline.last else 0)
+
+    def evaluate(self, split: Split, sync: Synchroniser, like: int | None) -> Tally:
+        """Evaluate on ``split``, as :meth:`Step.evaluate`; no synchroniser combines the logits of stages."""
+        return self._pipeline.evaluate(split)
+
+    def _agree(self, go: bool) -> bool:
+        return self._pipeline.agree(go)
+
+
+class GraphStep(Step):
+    """Steps on one GPU, replayed from a CUDA graph that the first epoch captures.
+
+    Args:
+        components: of the trial.
+    """
+
+    def __init__(self, components: Components) -> None:
+        super().__init__(components)
+        self._graphed: GraphedEpochs | None = None
+
+    def train_epoch(self, split: Split, epoch: int, sync: Synchroniser, before_step: Callable[[int], None]) -> tuple[Tally, bool]:
+        """Train once over ``split``, as :meth:`Step.train_epoch`."""
+        own, config = self._components, self._config
+        if self._graphed is None:
+            with own.telemetry.counting(STEPS_TO_CAPTURE):
+                self._graphed = GraphedEpochs(own.model, own.optimizer, split, config.batch_size, config.layout.micro_batches)
+            own.spans.begin()
+        order = epoch_order(len(split.y), config.seed, epoch)
+        loss, wrong, counted = self._graphed.train(order.to(own.workers.device), before_step)
+        own.spans.step(self._graphed.steps)
+        goes_on = own.workers.faultless() and math.isfinite(loss)
+        return Tally(loss if goes_on else math.nan, wrong, counted * config.batch_size), goes_on
+
+    def forget(self) -> None:
+        """Capture anew in the next epoch."""
+        self._graphed = None
