@@ -35,6 +35,7 @@ from study.tracking.supervisor import Tracker
 from study.tracking.writer import connect, sync
 from tests.study.conftest import SilentView
 from tests.study.servers import Server
+from trainers.checkpoint.manifest import STATE
 from trainers.config import TrialConfig
 from trainers.training.trainer import Training
 from trainers.workers.worker_process import checkpoints_in
@@ -262,8 +263,9 @@ def test_a_damaged_checkpoint_is_passed_over(undisturbed: tuple[StudyConfig, Out
         run(study, interrupt_at(2))
     # Both trials may have come so far before the interrupt took hold; one of them is damaged.
     trial, *_ = [trial for trial in fold(read_ledger(study.folder)).trials if trial.epoch >= 2 and trial.status != FINISHED]
-    # There may be one more on disk than the ledger names: the interrupted process ends its epoch.
-    for path in checkpoints_in(study.folder / "checkpoints" / trial.id)[:damaged]:
+    # There may be one more on disk than the ledger names, and one that the interrupted process had only begun.
+    whole = [path for path in checkpoints_in(study.folder / "checkpoints" / trial.id) if (path / STATE).exists()]
+    for path in whole[:damaged]:
         (file,) = path.glob("*.safetensors")
         file.write_bytes(file.read_bytes() + b"x")
     outcome, view = run(study)
