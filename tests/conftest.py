@@ -26,7 +26,8 @@ SKIPS = (
     "no CUDA backend", "needs a CUDA device", "GPUs, needs two", "there is a GPU", "AVX", "needs fork", "simd is this kernel here",
     # programs and permissions that the machine need not have
     "Chromium is not installed", "playwright is not installed", "PostgreSQL is not installed", "pip install 'lns-study\\[team\\]'",
-    "torchao", "torch.s operation database needs it", "no file system can be mounted here", "a network namespace of our own is not permitted here",
+    "torchao", "torch.s operation database needs it",
+    "no file system can be mounted here", "a network namespace of our own is not permitted here",
     # combinations of parameters that there are not
     "scope matmul does not reach into an LSTM", "scope matmul has no transposed convolutions", "torch has no such mode",
     "torch takes one of them", "this process has a Ray with tokens already",

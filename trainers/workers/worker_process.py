@@ -27,7 +27,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from trainers.checkpoint.manifest import write_files  # fmt: skip
+from trainers.checkpoint.manifest import STATE, write_files  # fmt: skip
 from trainers.comm import process_group
 from trainers.config import TrialConfig
 from trainers.data import DatasetInfo
@@ -209,6 +209,9 @@ class Worker:
         executor.save(path)
         if self._place["rank"] == 0:
             for old in checkpoints_in(folder)[CHECKPOINTS_KEPT:]:
+                (old / STATE).unlink(
+                    missing_ok=True
+                )  # whoever is killed from here on leaves no checkpoint that lacks its tensors
                 shutil.rmtree(old, ignore_errors=True)
         return {"checkpoint_path": str(path)}
 
