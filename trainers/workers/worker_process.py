@@ -20,6 +20,7 @@ import shutil
 import socket
 import sys
 import threading
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
