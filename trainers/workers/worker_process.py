@@ -210,9 +210,8 @@ class Worker:
         executor.save(path)
         if self._place["rank"] == 0:
             for old in checkpoints_in(folder)[CHECKPOINTS_KEPT:]:
-                (old / STATE).unlink(
-                    missing_ok=True
-                )  # whoever is killed from here on leaves no checkpoint that lacks its tensors
+                with suppress(OSError):  # first of all, so that one that is half removed is no checkpoint
+                    (old / STATE).unlink()
                 shutil.rmtree(old, ignore_errors=True)
         return {"checkpoint_path": str(path)}
 
