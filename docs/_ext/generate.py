@@ -103,4 +103,5 @@ def write(folder: Path) -> None:
     for name, text in {"configuration.md": configuration(), "commands.md": commands()}.items():
         path = folder / name
         if not path.exists() or path.read_text() != text:
-            path.write_text(text)
+            path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
