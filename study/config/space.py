@@ -125,7 +125,7 @@ class Domain:
     def holds(self, value: Any) -> bool:
         """Whether ``value`` is one of the domain's."""
         if self.categorical:
-            return _canonical(value) in map(_canonical, self.values)
+            return canonical(value) in map(canonical, self.values)
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
         low, high, *step = self.values
@@ -273,7 +273,7 @@ def _parse_domain(key: str, spec: Any) -> Domain:
         raise ValueError(f"space.{key}.{kind}: {show(values)} must be a list; {EXAMPLE}")
     if kind in RANGES:
         _check_range(key, kind, values)
-    elif len({_canonical(value) for value in values}) < len(values):
+    elif len({canonical(value) for value in values}) < len(values):
         raise ValueError(f"space.{key}.{kind}: {show(list(values))} has a value twice; take one out")
     return Domain(key=key, kind=kind, values=tuple(values), when=_parse_when(key, spec.get("when")))
 
@@ -332,10 +332,11 @@ def _value_of(key: str, params: Mapping[str, Any]) -> Any:
 
 
 def _distinct(points: Iterator[Params]) -> list[Params]:
-    return list({_canonical(point): point for point in points}.values())
+    return list({canonical(point): point for point in points}.values())
 
 
-def _canonical(value: Any) -> str:
+def canonical(value: Any) -> str:
+    """Write a value such that equal ones have the same text."""
     return json.dumps(value, sort_keys=True)
 
 

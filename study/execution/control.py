@@ -25,6 +25,7 @@ from typing import Any
 
 from study.config import LimitsConfig
 from study.ledger.state import ENDED, FAILED, StudyState
+from study.ledger.storage import write_whole
 from trainers.workers.resources import gpus_of
 
 FILE = "control.json"
@@ -188,9 +189,7 @@ def ask(folder: Path, *, wish: Wish | None = None, limits: dict[str, Any] | None
         values["wish"] = wish.name.lower()
     if limits is not None:
         values["limits"] = limits
-    part = path.with_name(f".{FILE}.{os.getpid()}")
-    part.write_text(json.dumps(values))
-    part.replace(path)
+    write_whole(path, json.dumps(values).encode())
 
 
 def clear(folder: Path) -> None:

@@ -21,7 +21,7 @@ from study.ledger.log import Ledger
 from study.ledger.state import EXTRA, StudyState
 from study.manage.checkpoints import origin_of
 from study.plan.durations import expected_seconds
-from study.plan.identity import like
+from study.plan.identity import pace_key
 from study.plan.plan import PlannedTrial
 from study.search.agenda import Agenda
 from trainers.config import TrialConfig
@@ -214,7 +214,7 @@ class Loop:
         for trial in self._pool.running:
             known = self._state.known[trial]
             epochs = known.epochs - known.epoch
-            left.append((epochs * seconds.get(like(known.config), 0.0), trial))
+            left.append((epochs * seconds.get(pace_key(known.config), 0.0), trial))
         for until, trial in sorted(left):
             cpus, gpus = cpus + self._shapes[trial].cpus, gpus + self._shapes[trial].gpus_in_all
             if cpus + EPSILON >= shape.cpus and gpus + EPSILON >= shape.gpus_in_all:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 
 from study.execution.schedulers import make_scheduler
 from study.ledger.state import FINISHED, StudyState
-from study.plan.identity import like
+from study.plan.identity import pace_key
 from study.plan.plan import Plan, PlannedTrial
 
 REQUESTS_A_TRIAL = 3
@@ -106,8 +106,8 @@ def recorded_seconds(plan: Plan, states: Sequence[StudyState], default: float) -
     for state in states:
         for trial in state.known.values():
             if trial.status == FINISHED and trial.took:
-                found.setdefault(like(trial.config), []).append(trial.seconds / len(trial.took))
-    of_plan = {trial.id: found.get(like(trial.config.to_dict()), []) for trial in plan.trials}
+                found.setdefault(pace_key(trial.config), []).append(trial.seconds / len(trial.took))
+    of_plan = {trial.id: found.get(pace_key(trial.config.to_dict()), []) for trial in plan.trials}
     known = {key: statistics.median(values) for key, values in of_plan.items() if values}
     mean = statistics.fmean(known.values()) if known else default
     return lambda trial: known.get(trial.id, mean)

@@ -1,7 +1,8 @@
-"""The folder that studies are stored in."""
+"""The folder that studies are stored in, and how files in it are written."""
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -21,3 +22,10 @@ def check_writable(folder: Path, key: str, remedy: str = "") -> None:
             f"{key}={str(folder)!r}: must be a folder that can be written ({error.strerror}); "
             f"{remedy or f'choose another with {key}=/path/to/folder'}"
         ) from None
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file such that readers find all of it, or the one before, whenever the process dies; a lost machine may lose it."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_bytes(content)
+    part.replace(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from study.ledger.state import (
     TrialState,
 )
 from study.manage.studies import whole
+from study.plan.identity import beginning_key
 from study.program import lns_study
 
 # ----------------------------------------------------------------------------------------------------------- extend, import
@@ -50,13 +50,13 @@ def continuations(ledger: Ledger, state: StudyState, trials: Iterable[TrialState
         The number of trials that go on.
     """
     begun = [trial for trial in state.known.values() if trial.status == FINISHED and trial.epoch == trial.epochs]
-    shorter = {(trial.epochs, _beginning(trial.config, trial.epochs)): trial for trial in begun}
+    shorter = {(trial.epochs, beginning_key(trial.config, trial.epochs)): trial for trial in begun}
     lengths = sorted({epochs for epochs, _ in shorter}, reverse=True)
     found = 0
     for trial in state.trials if trials is None else trials:
         if trial.reports or trial.status in ENDED or not _independent(trial.config):
             continue
-        sources = (shorter.get((n, _beginning(trial.config, n))) for n in lengths if n < trial.epochs)
+        sources = (shorter.get((n, beginning_key(trial.config, n))) for n in lengths if n < trial.epochs)
         found += any(_go_on(ledger, trial, source) for source in sources if source is not None)
     return found
 
@@ -70,14 +70,6 @@ def _go_on(ledger: Ledger, trial: TrialState, source: TrialState) -> bool:
     for path in reversed(kept):
         ledger.append("checkpoint", trial=trial.id, epoch=source.epoch, path=path, source=source.id)
     return True
-
-
-def _beginning(config: dict[str, Any], epochs: int) -> str:
-    """What decides the first ``epochs`` epochs."""
-    values = {key: value for key, value in config.items() if key not in ("epochs", "gpus")}
-    values["data"] = {key: value for key, value in config["data"].items() if key != "root"}
-    values["changes"] = [change for change in config.get("changes", []) if change["epoch"] < epochs]
-    return json.dumps(values, sort_keys=True)
 
 
 def _independent(config: dict[str, Any]) -> bool:

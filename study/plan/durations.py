@@ -12,17 +12,17 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from study.ledger.state import StudyState, TrialState
-from study.plan.identity import like
+from study.plan.identity import pace_key
 from study.plan.plan import PlannedTrial
 
 
 def seconds_an_epoch(states: Iterable[StudyState]) -> dict[str, float]:
-    """Median seconds an epoch, by :func:`like`, over all trials that have reported two epochs."""
+    """Median seconds an epoch, by :func:`pace_key`, over all trials that have reported two epochs."""
     found: dict[str, list[float]] = defaultdict(list)
     for state in states:
         for trial in state.known.values():
             if trial.epoch > 1:
-                found[like(trial.config)] += _epochs(trial)
+                found[pace_key(trial.config)] += _epochs(trial)
     return {key: statistics.median(values) for key, values in found.items() if values}
 
 
@@ -33,4 +33,4 @@ def _epochs(trial: TrialState) -> list[float]:
 
 def expected_seconds(trial: PlannedTrial, seconds: dict[str, float]) -> float:
     """Of a trial by :func:`seconds_an_epoch`; infinite where no trial was like it."""
-    return trial.config.epochs * seconds.get(like(trial.config.to_dict()), math.inf)
+    return trial.config.epochs * seconds.get(pace_key(trial.config.to_dict()), math.inf)

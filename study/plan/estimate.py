@@ -13,7 +13,7 @@ from pathlib import Path
 from study.ledger.log import FILE, read_ledger
 from study.ledger.state import fold
 from study.plan.durations import seconds_an_epoch
-from study.plan.identity import like
+from study.plan.identity import pace_key
 from study.plan.plan import Plan, PlannedTrial
 from study.plan.resources import local_cpus
 from study.text import duration
@@ -81,7 +81,7 @@ def _describe_trial(trial: PlannedTrial, known: dict[str, float]) -> str:
     sampled = f" ({describe(trial.params)})" if trial.params else ""
     values = config.to_dict()
     resources = f"{cpus_of(values)} CPU" + (f", {gpus_of(values):g} GPU" if config.device == "cuda" else "")
-    seconds = known.get(like(values))
+    seconds = known.get(pace_key(values))
     time = f", about {duration(seconds * config.epochs)}" if seconds else ""
     size = f"{config.epochs} epochs, {config.workers} worker(s), {resources}{time}"
     return f"{trial.id}  {trial.row}{number}, seed {trial.seed}{sampled}: {size}"
@@ -91,8 +91,8 @@ def _describe_time(plan: Plan, known: dict[str, float]) -> str:
     """Summed over trials, divided by those that run at a time; longest first, no trial is shorter than itself."""
     study = plan.study
     values = [trial.config.to_dict() for trial in plan.trials]
-    like_known = [each for each in values if like(each) in known]
-    times = [known[like(each)] * each["epochs"] for each in like_known]
+    like_known = [each for each in values if pace_key(each) in known]
+    times = [known[pace_key(each)] * each["epochs"] for each in like_known]
     if not times:
         return "Expected time: unknown, no earlier trial in the storage is like these; after the first epochs a run shows it"
     total = sum(times) / len(times) * plan.size

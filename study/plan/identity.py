@@ -1,4 +1,8 @@
-"""What makes two trials the same: their config, minus what does not matter."""
+"""What makes trials the same: their config, minus what does not matter to the question.
+
+Four equivalences, from the finest: the same trial (:func:`trial_id`), the same results (:func:`results_key`), the same first epochs
+(:func:`beginning_key`), the same seconds an epoch (:func:`pace_key`).
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,38 @@ ID_LENGTH = 12
 
 
 def trial_id(config: TrialConfig) -> str:
-    """The id of a trial: the hash of what its config has other than the defaults, the data's folder and the share of a GPU left out."""
-    values = config.to_dict()
-    del values["data"]["root"], values["gpus"]
-    return digest(_departures(values, TrialConfig().to_dict()))
+    """Hash what a config has other than the defaults, what changes no result left out: the id of the trial."""
+    return digest(_departures(_deciding(config.to_dict()), TrialConfig().to_dict()))
+
+
+def results_key(config: dict[str, Any]) -> str:
+    """Return the key that trials share if their results have the same bits."""
+    return json.dumps(_deciding(config), sort_keys=True)
+
+
+def beginning_key(config: dict[str, Any], epochs: int) -> str:
+    """Return the key that trials share if their first ``epochs`` epochs have the same bits."""
+    changes = [change for change in config.get("changes", []) if change["epoch"] < epochs]
+    return json.dumps(_deciding(config, "epochs") | {"changes": changes}, sort_keys=True)
+
+
+def pace_key(config: dict[str, Any]) -> str:
+    """Return the key that trials share if their epochs take as long."""
+    optimizer = config["optimizer"]
+    kind = [optimizer["name"], bool(optimizer["momentum"]), bool(optimizer["weight_decay"])]
+    return json.dumps(_deciding(config, "epochs", "seed") | {"optimizer": kind}, sort_keys=True)
+
+
+def digest(values: Any) -> str:
+    """First :data:`ID_LENGTH` hex digits of the sha256 of ``values`` as canonical JSON."""
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:ID_LENGTH]
+
+
+def _deciding(config: dict[str, Any], *ignored: str) -> dict[str, Any]:
+    """Copy ``config`` without what changes no result (:data:`study.config.OUTSIDE`) and without the keys ``ignored``."""
+    values = {key: value for key, value in config.items() if key not in ("gpus", *ignored)}
+    return values | {"data": {key: value for key, value in config["data"].items() if key != "root"}}
 
 
 def _departures(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
@@ -26,21 +58,3 @@ def _departures(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, A
         if value != defaults[key]:
             found[key] = _departures(value, defaults[key]) if isinstance(value, dict) else value
     return found
-
-
-def digest(values: Any) -> str:
-    """First :data:`ID_LENGTH` hex digits of the sha256 of ``values`` as canonical JSON."""
-    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:ID_LENGTH]
-
-
-IGNORED = ("epochs", "seed", "gpus")
-
-
-def like(config: dict[str, Any]) -> str:
-    """What of a trial's config decides how long an epoch takes, as a key."""
-    values = {key: value for key, value in config.items() if key not in IGNORED}
-    values["data"] = {key: value for key, value in config["data"].items() if key != "root"}
-    optimizer = config["optimizer"]
-    values["optimizer"] = [optimizer["name"], bool(optimizer["momentum"]), bool(optimizer["weight_decay"])]
-    return json.dumps(values, sort_keys=True)

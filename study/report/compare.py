@@ -15,11 +15,11 @@ import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from study.ledger.state import FINISHED, StudyState, TrialState
+from study.plan.identity import results_key
 from study.report.figures.style import (
     COLOURS,
     LIGHT,
@@ -33,8 +33,6 @@ from study.report.figures.style import (
 )
 from study.results.contrasts import POWER, Contrast, paired
 from study.results.statistics import measure
-
-IGNORED = ("seed", "gpus")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +111,7 @@ def _contrast(pairs: Iterable[Pair]) -> Contrast | None:
 
 def _matched(first: StudyState, second: StudyState) -> tuple[dict[str, TrialState], dict[str, TrialState], str]:
     """The finished trials of both by what matches them, and what that is."""
-    for matched_by, key in (("config", _config_key), ("row", _row_key)):
+    for matched_by, key in (("config", lambda trial: results_key(trial.config)), ("row", _row_key)):
         ours, theirs = ({key(trial): trial for trial in state.trials if trial.status == FINISHED} for state in (first, second))
         if ours.keys() & theirs.keys():
             return ours, theirs, matched_by
@@ -126,12 +124,6 @@ def _matched(first: StudyState, second: StudyState) -> tuple[dict[str, TrialStat
 def _names(first: StudyState, second: StudyState) -> tuple[str, str]:
     a, b = first.config.name, second.config.name
     return (a, b) if a != b else (f"{a} (first)", f"{b} (second)")
-
-
-def _config_key(trial: TrialState) -> str:
-    values: dict[str, Any] = {key: value for key, value in trial.config.items() if key not in IGNORED}
-    values["data"] = {key: value for key, value in trial.config["data"].items() if key != "root"}
-    return json.dumps([values, trial.seed], sort_keys=True)
 
 
 def _row_key(trial: TrialState) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from study.ledger.state import StudyState
+from study.ledger.storage import write_whole
 from study.report.html import render_html
 from study.report.pictures import TITLES, links, parts
 from study.report.tables import render_csv, render_markdown
@@ -22,16 +22,9 @@ def write_report(state: StudyState, folder: Path) -> Path:
     for file in {f"{name}.png" for name in TITLES} - {picture.file for picture in made.pictures}:
         (folder / file).unlink(missing_ok=True)  # of an earlier report
     for picture in made.pictures:
-        _write(folder / picture.file, picture.light)
+        write_whole(folder / picture.file, picture.light)
     if state.config.space:
-        _write(folder / "configurations.csv", render_csv(state).encode())
-    _write(folder / "report.md", render_markdown(state, summary, [*use, *made.failed]).encode())
-    _write(folder / "report.html", render_html(state, summary, made, links(state, folder.parent)).encode())
+        write_whole(folder / "configurations.csv", render_csv(state).encode())
+    write_whole(folder / "report.md", render_markdown(state, summary, [*use, *made.failed]).encode())
+    write_whole(folder / "report.html", render_html(state, summary, made, links(state, folder.parent)).encode())
     return folder
-
-
-def _write(path: Path, content: bytes) -> None:
-    """The whole file or the old one, whenever the process dies."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_bytes(content)
-    part.replace(path)

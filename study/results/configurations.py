@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from study.config.space import Params
 from study.ledger.state import ENDED, FINISHED, TrialState
@@ -104,13 +106,15 @@ def best(found: Iterable[Configuration], objectives: dict[str, str]) -> Configur
 def pareto_front(found: Iterable[Configuration], objectives: dict[str, str]) -> list[Configuration]:
     """The finished configurations that no other equals or beats in every objective, best first objective first."""
     usable = [entry for entry in found if entry.finished and all(map(math.isfinite, entry.objectives.values()))]
-    points = [tuple(signed(entry.objectives[metric], mode) for metric, mode in objectives.items()) for entry in usable]
-    front = [
-        (point, entry)
-        for point, entry in zip(points, usable, strict=True)
-        if not any(other != point and all(a <= b for a, b in zip(other, point, strict=True)) for other in points)
-    ]
-    return [entry for _, entry in sorted(front, key=lambda pair: pair[0])]
+    points = [[signed(entry.objectives[metric], mode) for metric, mode in objectives.items()] for entry in usable]
+    return [usable[place] for place in undominated(points)]
+
+
+def undominated(points: Sequence[Sequence[float]]) -> list[int]:
+    """Find the points that no other equals or beats in every coordinate, smaller being better: their places, by coordinates."""
+    values = np.array(points)
+    beaten = (np.all(values <= point, axis=1) & np.any(values < point, axis=1) for point in values)
+    return sorted((place for place, others in enumerate(beaten) if not others.any()), key=lambda place: list(points[place]))
 
 
 def ranked(found: Iterable[Configuration], objectives: dict[str, str]) -> list[Configuration]:

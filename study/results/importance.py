@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from study.config.space import show
 from study.ledger.state import StudyState
 from study.results.statistics import (
     DEPTH,
@@ -16,7 +17,6 @@ from study.results.statistics import (
     PAIRED,
     TREES,
     Entry,
-    as_text,
     entries,
 )
 
@@ -95,13 +95,13 @@ def _distribution(domain: Any, values: Sequence[Any]) -> Any:
     if domain.categorical:
         # what was tried before the space was narrowed counts too
         return optuna.distributions.CategoricalDistribution(
-            list(dict.fromkeys(as_text(value) for value in (*domain.values, *values)))
+            list(dict.fromkeys(show(value) for value in (*domain.values, *values)))
         )
     return optuna.distributions.FloatDistribution(float(min(values)), float(max(values)), log=domain.kind.startswith("log"))
 
 
 def _plain(distribution: Any, value: Any) -> Any:
-    return as_text(value) if hasattr(distribution, "choices") else float(value)
+    return show(value) if hasattr(distribution, "choices") else float(value)
 
 
 def _pairs(study: Any, names: Sequence[str], of: Sequence[str]) -> dict[tuple[str, str], float]:

@@ -24,7 +24,7 @@ import numpy as np
 from study.config.keys import lookup
 from study.config.space import Params, today
 from study.ledger.state import FAILED, StudyState, TrialState
-from study.results.configurations import groups_of_seeds
+from study.results.configurations import groups_of_seeds, undominated
 from study.results.contrasts import Contrast, independent, paired
 from study.results.objectives import bits_of, objective
 from study.text import layout_of
@@ -139,19 +139,7 @@ def interval(values: Sequence[float], level: float = 0.95) -> float | None:
 
 def front(found: Sequence[Entry], measures: Sequence[str]) -> list[Entry]:
     """The entries that none other equals or beats in every measure (all smaller the better), by the first."""
-    points = np.array([[entry.values[name] for name in measures] for entry in found])
-    kept = [
-        entry
-        for entry, point in zip(found, points, strict=True)
-        if not (np.all(points <= point, axis=1) & np.any(points < point, axis=1)).any()
-    ]
-    return sorted(kept, key=lambda entry: [entry.values[name] for name in measures])
-
-
-def as_text(value: Any) -> str:
-    from study.config.space import show
-
-    return show(value)
+    return [found[place] for place in undominated([[entry.values[name] for name in measures] for entry in found])]
 
 
 # ---------------------------------------------------------------------------------------------------------------------- groups

@@ -9,7 +9,7 @@ once *from the command*, from the ``planned`` event to the end of the run, and o
 Before the first ``capacity`` event the run is taken to have had what that one says. A trial that starts, or tests, holds its slots.
 
 *Speed* sets epochs against those of trials that had the study's machines to themselves. Over the intervals ``i`` of the kinds of trial
-(:func:`study.plan.identity.like`) of which an epoch was timed while no other trial ran, on average ``a_i`` seconds::
+(:func:`study.plan.identity.pace_key`) of which an epoch was timed while no other trial ran, on average ``a_i`` seconds::
 
     speed = sum_i epochs_i a_i / sum_i seconds_i
 
@@ -30,7 +30,7 @@ from itertools import pairwise
 
 from study.ledger.slots import Capacity, Interval, Run
 from study.ledger.state import StudyState
-from study.plan.identity import like
+from study.plan.identity import pace_key
 
 RESOURCES = {"cpus": "CPUs", "gpus": "GPUs"}
 LOW, LEAST_SECONDS = 0.5, 60.0
@@ -192,7 +192,7 @@ def sentences(state: StudyState) -> list[str]:
     said = [f"Utilisation {_percent(use.share)} of the {name} from the command, {_percent(use.training)} from the first trial's start "
             "to the last one's end."]  # fmt: skip
     if rate := epochs_a_second(run):
-        alone = speed(run, lambda trial: like(state.known[trial].config))
+        alone = speed(run, lambda trial: pace_key(state.known[trial].config))
         compared = (
             f"{alone[0]:.2f} of the speed of a trial alone (of {alone[1]} of {len({i.trial for i in run.intervals})} trials: those like "
             "one that ran alone for an epoch)"

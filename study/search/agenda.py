@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 
 from study.config.keys import apply
+from study.config.space import canonical
 from study.errors import refusals
 from study.ledger.state import (
     ENDED,
@@ -40,7 +41,7 @@ from study.plan.plan import (
     refuse_twins,
 )
 from study.search.halving import Halving
-from study.search.optuna_proposer import Counter, Proposer, canonical
+from study.search.optuna_proposer import Counter, Proposer
 from study.search.population import Population
 from study.search.racing import make_confirmations
 from study.search.rounds import Rounds

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
 import warnings
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from study.config import SearchConfig
-from study.config.space import Domain, Params, Space
+from study.config.space import Domain, Params, Space, canonical
 from study.ledger.state import (
     ENDED,
     FAILED,
@@ -195,10 +194,6 @@ def suggest(asked: Any, domain: Domain) -> Any:
         value = asked.suggest_int(domain.key, shape.low, shape.high, log=shape.log)
         return float(value) if domain.real else value
     return asked.suggest_float(domain.key, shape.low, shape.high, step=shape.step, log=shape.log)
-
-
-def canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)
 
 
 def _place(domain: Domain, value: Any) -> int:

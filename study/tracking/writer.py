@@ -36,6 +36,7 @@ from study.ledger.log import (
     no_locks,
 )
 from study.ledger.state import PLANNED, StudyState
+from study.ledger.storage import write_whole
 from study.tracking.address import WHERE, is_server
 from study.tracking.runs import Runs
 from study.tracking.sqlite import use_write_ahead_log, write_statistics
@@ -245,11 +246,8 @@ def _noting(folder: Path, uri: str, say: Say) -> Say:
 
     def note(message: dict[str, Any]) -> None:
         if message["kind"] == "opened":
-            part = folder / f".{WHERE}.{os.getpid()}"
-            part.write_text(
-                json.dumps({"uri": without_login(uri), **{key: message[key] for key in ("experiment", "run", "view")}})
-            )
-            part.replace(folder / WHERE)
+            where = {"uri": without_login(uri), **{key: message[key] for key in ("experiment", "run", "view")}}
+            write_whole(folder / WHERE, json.dumps(where).encode())
         say(message)
 
     return note

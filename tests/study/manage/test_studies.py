@@ -39,7 +39,7 @@ from study.manage.rerun import differences
 from study.manage.studies import find_trial, overview, read
 from study.plan.durations import seconds_an_epoch
 from study.plan.estimate import describe_plan
-from study.plan.identity import like
+from study.plan.identity import pace_key
 from study.plan.plan import make_plan
 from study.report.tables import render_csv, render_text
 from study.results.objectives import objective
@@ -326,7 +326,7 @@ def test_an_import_of_an_earlier_version_says_what_it_does_not_know(local: Tiny)
     assert first.commits == ["unknown, taken over from /elsewhere"]
     assert "bits" in entries(fold(events))[0].values
     assert "seconds" not in entries(fold(events))[0].values
-    assert list(seconds_an_epoch([fold(events)])) == [like(second.config)]
+    assert list(seconds_an_epoch([fold(events)])) == [pace_key(second.config)]
 
 
 def test_studies_of_other_data_are_not_mixed(local: Tiny) -> None:
