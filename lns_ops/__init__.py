@@ -18,13 +18,7 @@ from lns_ops.nn import Conversion, convert_, revert_, summary
 from lns_ops.nn.float8_linear import product_kind
 from lns_ops.nn.simulate import simulate_
 from lns_ops.optim.quantized_updates import quantize_updates_
-from lns_ops.spec.format import (
-    LNSFormat,
-    NonFiniteError,
-    lns8,
-    lns12,
-    lns16,
-)
+from lns_ops.spec.format import LNSFormat, NonFiniteError, lns8, lns12, lns16
 from lns_ops.tensor import LNSTensor
 from lns_ops.tensor import ops as handlers
 from lns_ops.tensor.fallback import allow_float_fallback

@@ -30,12 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lns_ops import (
-    LNSTensor,
-    convert_,
-    cpu,
-    optim,
-)
+from lns_ops import LNSTensor, convert_, cpu, optim
 from lns_ops import functional as lns
 from lns_ops.format import LNSFormat, lns12, lns16
 from lns_ops.functional import convolution, indexed

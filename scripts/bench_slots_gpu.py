@@ -18,16 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trainers.config import ModelConfig, PrecisionConfig, TrialConfig
-from trainers.workers.messages import (
-    DIED,
-    ENDED,
-    HELLO,
-    IN_PROCESS,
-    PACKED,
-    REPORT,
-    TRAIN,
-    Message,
-)
+from trainers.workers.messages import DIED, ENDED, HELLO, IN_PROCESS, PACKED, REPORT, TRAIN, Message
 from trainers.workers.node import Node
 
 

@@ -19,15 +19,7 @@ from study.execution.runner import run_plan
 from study.ledger.lines import Event
 from study.ledger.log import FILE, Ledger, is_locked
 from study.ledger.provenance import hardware, provenance
-from study.ledger.state import (
-    ALL,
-    ENDED,
-    FAILED,
-    FINISHED,
-    ONLY_FAILED,
-    StudyState,
-    fold,
-)
+from study.ledger.state import ALL, ENDED, FAILED, FINISHED, ONLY_FAILED, StudyState, fold
 from study.ledger.storage import check_writable
 from study.manage.checkpoints import check_same_ledger
 from study.manage.extend import continuations
@@ -37,13 +29,7 @@ from study.program import lns_study
 from study.results.utilisation import remark
 from study.search.agenda import adopt
 from study.tracking.address import how_to_open, page
-from study.tracking.supervisor import (
-    OFF,
-    NoTracker,
-    Tracker,
-    check_tracking,
-    make_tracker,
-)
+from study.tracking.supervisor import OFF, NoTracker, Tracker, check_tracking, make_tracker
 from study.tracking.writer import sync
 from study.tracking_uri import REMEDY, stored
 from trainers.workers.node import Node

@@ -13,15 +13,7 @@ tensor([3.1250e-01, 4.4800e+02])
 
 from lns_ops.formats.base import Encoded, ErrorModel, NumberFormat
 from lns_ops.formats.fixed_point import FixedPoint, Integer
-from lns_ops.formats.floating_point import (
-    FloatFormat,
-    bfloat16,
-    float8_e4m3fn,
-    float8_e5m2,
-    float16,
-    float32,
-    tf32,
-)
+from lns_ops.formats.floating_point import FloatFormat, bfloat16, float8_e4m3fn, float8_e5m2, float16, float32, tf32
 from lns_ops.formats.logarithmic import Logarithmic
 from lns_ops.formats.microscaling import Microscaling
 from lns_ops.formats.registry import HELP, parse

@@ -30,12 +30,7 @@ compensations and residues, in their dtypes.
 
 from lns_ops.optim import step_check  # noqa: F401 (registers the check)
 from lns_ops.optim.adam import Adam, AdamW
-from lns_ops.optim.adam_variants import (
-    Adamax,
-    Lion,
-    NAdam,
-    RAdam,
-)
+from lns_ops.optim.adam_variants import Adamax, Lion, NAdam, RAdam
 from lns_ops.optim.adaptive import ASGD, Adadelta, Adagrad, RMSprop, Rprop
 from lns_ops.optim.base import ARITHMETICS, LNSOptimizer, parameters_by_format
 from lns_ops.optim.layerwise import LAMB, LARS

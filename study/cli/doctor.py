@@ -12,12 +12,7 @@ from pathlib import Path
 from study.config import StudyConfig, default_tracking_uri
 from study.errors import UserError, refusals
 from study.execution.preflight import check_address
-from study.ledger.log import (
-    LOCK,
-    how_to_repair,
-    open_ledger,
-    read_ledger,
-)
+from study.ledger.log import LOCK, how_to_repair, open_ledger, read_ledger
 from study.ledger.provenance import hardware, provenance
 from study.ledger.state import fold
 from study.ledger.storage import check_writable

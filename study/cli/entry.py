@@ -19,14 +19,7 @@ from study.errors import UserError
 if TYPE_CHECKING:
     pass
 from study.cli.doctor import add_doctor
-from study.cli.run import (
-    EXIT_CODES,
-    add_plan,
-    add_report,
-    add_run,
-    add_simulate,
-    run_config,
-)
+from study.cli.run import EXIT_CODES, add_plan, add_report, add_run, add_simulate, run_config
 from study.cli.serve import add_ui
 
 DESCRIPTION = """\

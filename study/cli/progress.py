@@ -20,17 +20,7 @@ from rich.text import Text
 
 from study.config.space import describe as describe_params
 from study.ledger.lines import Event
-from study.ledger.state import (
-    ENDED,
-    FAILED,
-    FINISHED,
-    PLANNED,
-    RUNNING,
-    STOPPED,
-    StudyState,
-    TrialState,
-    name_of,
-)
+from study.ledger.state import ENDED, FAILED, FINISHED, PLANNED, RUNNING, STOPPED, StudyState, TrialState, name_of
 from study.results.objectives import objective
 from study.results.utilisation import line as slots_line
 from study.text import duration, percent

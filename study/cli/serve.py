@@ -55,12 +55,7 @@ def _ui(options: argparse.Namespace) -> int:
 
 def _ui_of_team(options: argparse.Namespace, uri: str, storage: Path) -> int:
     from study.ledger.storage import check_writable
-    from study.serve.team import (
-        WORKERS,
-        Team,
-        check,
-        serve,
-    )
+    from study.serve.team import WORKERS, Team, check, serve
     from study.serve.ui import check_servable
     from study.tracking.address import HOST
 

@@ -44,12 +44,7 @@ def add_tracking_commands(commands: Commands) -> None:
 def _compare(options: argparse.Namespace) -> int:
     from study.cli.manage import print_table
     from study.manage.studies import find, read
-    from study.report.compare import (
-        compare,
-        draw,
-        lines,
-        verdict,
-    )
+    from study.report.compare import compare, draw, lines, verdict
 
     with refusals():
         folder, other = (find(name, options.storage) for name in (options.study, options.other))

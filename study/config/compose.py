@@ -27,14 +27,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from study.config.explain import (
-    explain,
-    first_line,
-    known_keys,
-    nearest,
-    schema,
-    unknown_key,
-)
+from study.config.explain import explain, first_line, known_keys, nearest, schema, unknown_key
 from study.config.keys import leaves
 from study.config.space import flatten_space
 from study.config.study import StudyConfig

@@ -41,12 +41,7 @@ from trainers.workers.messages import (
     Message,
 )
 from trainers.workers.out_of_memory import relief
-from trainers.workers.resources import (
-    WorkerResources,
-    cpus_of,
-    gpus_of,
-    lanes_of,
-)
+from trainers.workers.resources import WorkerResources, cpus_of, gpus_of, lanes_of
 
 TAIL = 3
 """The last so many trials a slot run longest first: within 1 to 6 % of sorting all of them, in simulations of 2 to 128 slots."""

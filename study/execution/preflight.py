@@ -15,21 +15,11 @@ from typing import TYPE_CHECKING, Any
 from study.config import StudyConfig
 from study.ledger.provenance import different_data
 from study.ledger.state import StudyState
-from study.plan.plan import (
-    Base,
-    Excluded,
-    Plan,
-    PlannedTrial,
-)
+from study.plan.plan import Base, Excluded, Plan, PlannedTrial
 from study.tracking.names import check_loggable
 from study.tracking.supervisor import OFF, check_tracking
 from trainers.config import DataConfig, TrialConfig
-from trainers.workers.messages import (
-    CHECK,
-    CHECKED,
-    DIED,
-    Message,
-)
+from trainers.workers.messages import CHECK, CHECKED, DIED, Message
 from trainers.workers.node import Node
 from trainers.workers.resources import MOST, cpus_of
 

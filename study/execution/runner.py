@@ -25,11 +25,7 @@ from typing import Any
 
 from study.config import StudyConfig
 from study.execution.control import Control
-from study.execution.leases import (
-    Cluster,
-    Local,
-    OfRay,
-)
+from study.execution.leases import Cluster, Local, OfRay
 from study.execution.loop import Loop
 from study.execution.pool import Machines, Pool
 from study.execution.ray_session import Session, ray_session
@@ -41,11 +37,7 @@ from study.plan.resources import local_cpus
 from study.search.agenda import Agenda
 from trainers.config import TrialConfig
 from trainers.workers.node import Node
-from trainers.workers.resources import (
-    WorkerResources,
-    cpus_of,
-    gpus_of,
-)
+from trainers.workers.resources import WorkerResources, cpus_of, gpus_of
 
 DATA_SETS = 4
 """So many are kept in memory."""

@@ -51,15 +51,7 @@ from types import TracebackType
 from typing import IO, Any, TypeAlias
 
 from study.errors import UserError
-from study.ledger.lines import (
-    HEADER,
-    VERSION,
-    Damage,
-    Event,
-    Lines,
-    seal,
-    unseal,
-)
+from study.ledger.lines import HEADER, VERSION, Damage, Event, Lines, seal, unseal
 from study.program import STORAGE, lns_study
 
 FILE = "ledger.jsonl"

@@ -15,7 +15,6 @@ from study.results.objectives import objective
 EXPORTS = ("csv", "json", "parquet")
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 """With these begins what spreadsheets compute, and may so run (OWASP, "CSV injection")."""
-# ------------------------------------------------------------------------------------------------------------------ export
 
 
 def export_rows(state: StudyState, *, epochs: bool = False) -> list[dict[str, Any]]:

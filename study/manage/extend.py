@@ -10,17 +10,10 @@ from study.config import StudyConfig
 from study.config.compose import change
 from study.ledger.log import Ledger
 from study.ledger.provenance import different_data
-from study.ledger.state import (
-    ENDED,
-    FINISHED,
-    StudyState,
-    TrialState,
-)
+from study.ledger.state import ENDED, FINISHED, StudyState, TrialState
 from study.manage.studies import whole
 from study.plan.identity import beginning_key
 from study.program import lns_study
-
-# ----------------------------------------------------------------------------------------------------------- extend, import
 
 
 def extended(state: StudyState, overrides: Sequence[str]) -> StudyConfig:

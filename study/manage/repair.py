@@ -25,31 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from study.ledger.lines import (
-    HEADER,
-    Damage,
-    Event,
-    seal,
-)
-from study.ledger.log import (
-    FILE,
-    Contents,
-    describe_damage,
-    make_header,
-    new_id,
-    open_ledger,
-    sync_folder,
-    take_lock,
-    write_lock,
-)
-from study.ledger.state import (
-    EXTRA,
-    FAILED,
-    FINISHED,
-    STOPPED,
-    fold,
-    shown,
-)
+from study.ledger.lines import HEADER, Damage, Event, seal
+from study.ledger.log import FILE, Contents, describe_damage, make_header, new_id, open_ledger, sync_folder, take_lock, write_lock
+from study.ledger.state import EXTRA, FAILED, FINISHED, STOPPED, fold, shown
 from study.manage.checkpoints import checkpoints_of
 
 ENDS = (FINISHED, STOPPED, FAILED)

@@ -16,7 +16,6 @@ from trainers.config import TrialConfig
 
 UNTIMED = ("samples_per_second",)
 """Metrics that depend on the machine's mood, left out where results are compared."""
-# -------------------------------------------------------------------------------------------------------------------- rerun
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,20 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from study.config import StudyConfig
-from study.ledger.log import (
-    FILE,
-    describe_damage,
-    how_to_repair,
-    is_locked,
-    open_ledger,
-)
-from study.ledger.state import (
-    ENDED,
-    FAILED,
-    StudyState,
-    TrialState,
-    fold,
-)
+from study.ledger.log import FILE, describe_damage, how_to_repair, is_locked, open_ledger
+from study.ledger.state import ENDED, FAILED, StudyState, TrialState, fold
 from study.program import lns_study
 from study.results.configurations import groups_of_seeds
 
@@ -109,9 +97,6 @@ def find_trial(state: StudyState, key: str) -> TrialState:
             f"trial {key!r}: {len(found)} trials match; give an id such as {some} (`{lns_study('status', 'STUDY')}` lists them)"
         )
     return found[0]
-
-
-# --------------------------------------------------------------------------------------------------------------------- list
 
 
 def overview(folder: Path) -> dict[str, Any]:

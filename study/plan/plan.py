@@ -19,20 +19,8 @@ from typing import Any
 from study.config import RowConfig, StudyConfig
 from study.config.compose import overridden, override_trial
 from study.config.keys import apply
-from study.config.space import (
-    Params,
-    Space,
-    describe,
-)
-from study.plan.candidates import (
-    bind_space,
-    candidates,
-    common_keys,
-    generation_ends,
-    halved,
-    is_history,
-    rows_of,
-)
+from study.config.space import Params, Space, describe
+from study.plan.candidates import bind_space, candidates, common_keys, generation_ends, halved, is_history, rows_of
 from study.plan.identity import digest, trial_id
 from trainers.config import DataConfig, TrialConfig
 from trainers.config.validation import fits

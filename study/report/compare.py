@@ -20,17 +20,7 @@ import numpy as np
 
 from study.ledger.state import FINISHED, StudyState, TrialState
 from study.plan.identity import results_key
-from study.report.figures.style import (
-    COLOURS,
-    LIGHT,
-    MOST_CURVES,
-    Theme,
-    canvas,
-    percent_axis,
-    plain,
-    png,
-    set_title,
-)
+from study.report.figures.style import COLOURS, LIGHT, MOST_CURVES, Theme, canvas, percent_axis, plain, png, set_title
 from study.results.contrasts import POWER, Contrast, paired
 from study.results.statistics import measure
 

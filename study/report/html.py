@@ -11,20 +11,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from study.config.space import describe, show
 from study.ledger.state import StudyState
 from study.report.pictures import Links, Parts
-from study.report.tables import (
-    cells,
-    facts,
-    headings,
-    protocol,
-    remarks,
-    shown_rows,
-)
-from study.results.configurations import (
-    condition,
-    configurations,
-    pareto_front,
-    ranked,
-)
+from study.report.tables import cells, facts, headings, protocol, remarks, shown_rows
+from study.results.configurations import condition, configurations, pareto_front, ranked
 from study.results.statistics import interval
 from study.results.summary import Summary, test_errors
 

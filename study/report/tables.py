@@ -20,23 +20,10 @@ import json
 import time
 
 from study.config.space import describe
-from study.ledger.state import (
-    ENDED,
-    FAILED,
-    STOPPED,
-    StudyState,
-    name_of,
-)
+from study.ledger.state import ENDED, FAILED, STOPPED, StudyState, name_of
 from study.manage.export import write_csv
-from study.results.configurations import (
-    configurations,
-    table,
-)
-from study.results.summary import (
-    Row,
-    Summary,
-    summarise,
-)
+from study.results.configurations import configurations, table
+from study.results.summary import Row, Summary, summarise
 from study.text import duration
 
 HEADINGS = ("row", "test error, %", "seeds", "published", "minus {baseline}", "required", "verdict")

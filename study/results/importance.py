@@ -11,18 +11,10 @@ import numpy as np
 
 from study.config.space import show
 from study.ledger.state import StudyState
-from study.results.statistics import (
-    DEPTH,
-    PAIR_DEPTH,
-    PAIRED,
-    TREES,
-    Entry,
-    entries,
-)
+from study.results.statistics import DEPTH, PAIR_DEPTH, PAIRED, TREES, Entry, entries
 
 FOREST = 500
 """Configurations that importance and dependence are computed from, at most: the first ones."""
-# ----------------------------------------------------------------------------------------------------------------- importance
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,12 +20,7 @@ from typing import Any
 from study.config import RowConfig, StudyConfig
 from study.config.keys import lookup
 from study.config.space import Params
-from study.ledger.state import (
-    FAILED,
-    FINISHED,
-    StudyState,
-    TrialState,
-)
+from study.ledger.state import FAILED, FINISHED, StudyState, TrialState
 from study.results.configurations import Configuration, best, configurations
 
 

@@ -25,21 +25,10 @@ from collections.abc import Callable, Collection
 from study.config.keys import apply
 from study.config.space import canonical
 from study.errors import refusals
-from study.ledger.state import (
-    ENDED,
-    FINISHED,
-    STOPPED,
-    StudyState,
-    TrialState,
-)
+from study.ledger.state import ENDED, FINISHED, STOPPED, StudyState, TrialState
 from study.plan.candidates import bind_space, is_history
 from study.plan.durations import expected_seconds, seconds_an_epoch
-from study.plan.plan import (
-    Base,
-    Plan,
-    PlannedTrial,
-    refuse_twins,
-)
+from study.plan.plan import Base, Plan, PlannedTrial, refuse_twins
 from study.search.halving import Halving
 from study.search.optuna_proposer import Counter, Proposer
 from study.search.population import Population

@@ -13,13 +13,7 @@ import numpy as np
 
 from study.config import SearchConfig
 from study.config.space import Domain, Params, Space, canonical
-from study.ledger.state import (
-    ENDED,
-    FAILED,
-    STOPPED,
-    StudyState,
-    TrialState,
-)
+from study.ledger.state import ENDED, FAILED, STOPPED, StudyState, TrialState
 from study.plan.candidates import CANDIDATES, is_history
 from study.plan.plan import Base, Excluded, PlannedTrial
 from study.results.objectives import mean_objective

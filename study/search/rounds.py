@@ -17,12 +17,7 @@ import numpy as np
 
 from study.config import SearchConfig
 from study.config.space import Params, Space, unit_points
-from study.ledger.state import (
-    ENDED,
-    FAILED,
-    StudyState,
-    TrialState,
-)
+from study.ledger.state import ENDED, FAILED, StudyState, TrialState
 from study.plan.candidates import CANDIDATES
 from study.plan.plan import Base, Excluded, PlannedTrial
 from study.results.configurations import signed

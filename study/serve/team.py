@@ -25,12 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from study.ledger.storage import check_writable
-from study.serve.ui import (
-    ENVIRONMENT,
-    check_port,
-    command,
-    run,
-)
+from study.serve.ui import ENVIRONMENT, check_port, command, run
 from study.tracking_uri import without_password
 
 PASSWORD = "MLFLOW_AUTH_ADMIN_PASSWORD"

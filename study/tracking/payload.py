@@ -11,24 +11,9 @@ from study.config import OUTSIDE
 from study.config.keys import flatten
 from study.config.space import describe
 from study.ledger.lines import Event
-from study.ledger.state import (
-    ENDED,
-    FAILED,
-    FINISHED,
-    PLANNED,
-    RUNNING,
-    STOPPED,
-    StudyState,
-    TrialState,
-)
+from study.ledger.state import ENDED, FAILED, FINISHED, PLANNED, RUNNING, STOPPED, StudyState, TrialState
 from study.text import layout_of
-from study.tracking.names import (
-    SETTING,
-    TAG_LENGTH,
-    nonfinite_tags,
-    sanitise,
-    settings_of,
-)
+from study.tracking.names import SETTING, TAG_LENGTH, nonfinite_tags, sanitise, settings_of
 
 KEY_TAG = "lns_study.key"
 PARENT_TAG = "mlflow.parentRunId"
@@ -43,7 +28,6 @@ RESULT_TAGS = ("status", "restarts", "stopped_by", "error")
 
 MLFLOW_STATUS = {RUNNING: "RUNNING", FINISHED: "FINISHED", STOPPED: "FINISHED", FAILED: "FAILED", PLANNED: "KILLED"}
 """A trial that a scheduler ended early did what it was to do; the tag ``stopped_by`` tells it apart."""
-# ------------------------------------------------------------------------------------------------------------ what a ledger says of a run
 
 
 def expected_points(trial: TrialState, plan: Event) -> set[tuple[str, int, int, float | None]]:

@@ -25,12 +25,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from study.ledger.log import Follower
-from study.ledger.state import (
-    ENDED,
-    StudyState,
-    TrialState,
-    fold,
-)
+from study.ledger.state import ENDED, StudyState, TrialState, fold
 from study.program import lns_study
 from study.tracking.address import is_server
 from study.tracking.names import NONFINITE, SETTING, sanitise

@@ -21,15 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from study.ledger.lines import Event
-from study.ledger.state import (
-    ENDED,
-    StudyState,
-    TrialState,
-    name_of,
-)
-from study.tracking.names import (
-    SETTING,
-)
+from study.ledger.state import ENDED, StudyState, TrialState, name_of
+from study.tracking.names import SETTING
 from study.tracking.payload import (
     KEY_TAG,
     KIND_TAG,

@@ -20,12 +20,7 @@ from typing import Any
 
 from study.config import OUTSIDE
 from study.config.keys import flatten
-from study.tracking.names import (
-    OF_ROW,
-    SETTING,
-    sanitise,
-    settings_of,
-)
+from study.tracking.names import OF_ROW, SETTING, sanitise, settings_of
 
 TAG = "mlflow.sharedViewState."
 SECTION = "study"

@@ -29,12 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from study.ledger.lines import Event
-from study.ledger.log import (
-    BUSY,
-    Follower,
-    is_locked,
-    no_locks,
-)
+from study.ledger.log import BUSY, Follower, is_locked, no_locks
 from study.ledger.state import PLANNED, StudyState
 from study.ledger.storage import write_whole
 from study.tracking.address import WHERE, is_server

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import lns_ops.optim as optim
-from lns_ops import (
-    LNSTensor,
-)
+from lns_ops import LNSTensor
 
 TORCHS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},

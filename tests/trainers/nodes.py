@@ -9,15 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
-from trainers.workers.messages import (
-    DIED,
-    ENDED,
-    HELLO,
-    IN_PROCESS,
-    REPORT,
-    TRAIN,
-    Message,
-)
+from trainers.workers.messages import DIED, ENDED, HELLO, IN_PROCESS, REPORT, TRAIN, Message
 from trainers.workers.node import Node
 
 SMALL = TrialConfig(

@@ -27,22 +27,8 @@ from typing import Any
 
 from trainers.config import DataConfig
 from trainers.data.digits import digits_table, load_digits
-from trainers.data.mnist import (
-    FILES,
-    DownloadError,
-    cache_folder,
-    download_mnist,
-    file_in,
-    find_mnist,
-    load_mnist,
-    mnist_arrays,
-)
-from trainers.data.split import (
-    CLASSES,
-    Dataset,
-    DatasetInfo,
-    Split,
-)
+from trainers.data.mnist import FILES, DownloadError, cache_folder, download_mnist, file_in, find_mnist, load_mnist, mnist_arrays
+from trainers.data.split import CLASSES, Dataset, DatasetInfo, Split
 
 
 def resolve(config: DataConfig, *, download: bool = True) -> DataConfig:

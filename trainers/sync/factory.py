@@ -9,12 +9,7 @@ from trainers.comm.collectives import Collectives
 from trainers.config import TrialConfig
 from trainers.sync.base import Synchroniser
 from trainers.sync.synchronous import Synchronous
-from trainers.sync.weight_averaging import (
-    Elastic,
-    Ensemble,
-    FinalAverage,
-    OuterStep,
-)
+from trainers.sync.weight_averaging import Elastic, Ensemble, FinalAverage, OuterStep
 
 
 def make_synchroniser(

@@ -32,12 +32,7 @@ from study.report.figures.style import (
     style_axes,
 )
 from study.results.importance import Importance
-from study.results.statistics import (
-    MEASURES,
-    Entry,
-    Groups,
-    front,
-)
+from study.results.statistics import MEASURES, Entry, Groups, front
 
 MOST_NAMES = 12
 """Points of a front that are named."""

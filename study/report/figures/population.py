@@ -8,16 +8,7 @@ from matplotlib.figure import Figure
 
 from study.config.space import today
 from study.ledger.state import StudyState
-from study.report.figures.style import (
-    COLOURS,
-    DPI,
-    SIZE,
-    Theme,
-    plain,
-    png,
-    set_title,
-    style_axes,
-)
+from study.report.figures.style import COLOURS, DPI, SIZE, Theme, plain, png, set_title, style_axes
 from study.results.configurations import best, configurations
 
 MOST = 6

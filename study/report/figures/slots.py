@@ -18,15 +18,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from study.ledger.slots import AGAIN, Run
-from study.report.figures.style import (
-    COLOURS,
-    MOST_CURVES,
-    Theme,
-    canvas,
-    plain,
-    png,
-    set_title,
-)
+from study.report.figures.style import COLOURS, MOST_CURVES, Theme, canvas, plain, png, set_title
 from study.results.utilisation import slots_over_time
 
 PALE = 0.4

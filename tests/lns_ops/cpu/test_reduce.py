@@ -9,14 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from lns_ops import (
-    LNSFormat,
-    cpu,
-    lns8,
-    lns12,
-    lns16,
-    reference,
-)
+from lns_ops import LNSFormat, cpu, lns8, lns12, lns16, reference
 from lns_ops.cpu import kernel_choice
 from lns_ops.cpu.simd import reduce
 from lns_ops.functional.elementwise import _whole

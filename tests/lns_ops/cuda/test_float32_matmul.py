@@ -10,14 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 import lns_ops
-from lns_ops import (
-    LNSFormat,
-    cuda,
-    lns8,
-    lns12,
-    lns16,
-    reference,
-)
+from lns_ops import LNSFormat, cuda, lns8, lns12, lns16, reference
 from lns_ops import functional as lns
 from lns_ops.cuda import float32_matmul
 from tests.lns_ops.cuda.test_kernels import assert_same, gpu, random_codes

@@ -11,15 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lns_ops
-from lns_ops import (
-    LNSFormat,
-    LNSTensor,
-    convert_,
-    cuda,
-    lns8,
-    lns12,
-    lns16,
-)
+from lns_ops import LNSFormat, LNSTensor, convert_, cuda, lns8, lns12, lns16
 from lns_ops import functional as lns
 from lns_ops.functional import convolution, indexed
 from lns_ops.functional.convolution import Geometry

@@ -13,13 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lns_ops import NonFiniteError, formats, reference
-from lns_ops.formats import (
-    FloatFormat,
-    NumberFormat,
-    microscaling,
-    parse,
-    random_bits,
-)
+from lns_ops.formats import FloatFormat, NumberFormat, microscaling, parse, random_bits
 from lns_ops.formats.stochastic_rounding import _philox
 
 MX = ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_e2m1"]

@@ -12,16 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lns_ops import (
-    LNSFormat,
-    LNSTensor,
-    convert_,
-    lns8,
-    lns12,
-    lns16,
-    matmul_accumulation,
-    reference,
-)
+from lns_ops import LNSFormat, LNSTensor, convert_, lns8, lns12, lns16, matmul_accumulation, reference
 from lns_ops import functional as lns
 from lns_ops.functional import convolution
 from lns_ops.functional.convolution import Geometry

@@ -10,14 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lns_ops.optim as optim
-from lns_ops import (
-    LNSFormat,
-    LNSTensor,
-    lns8,
-    lns12,
-    lns16,
-    reference,
-)
+from lns_ops import LNSFormat, LNSTensor, lns8, lns12, lns16, reference
 from lns_ops.functional import reductions
 from lns_ops.optim import SGD, Adam, moments
 from lns_ops.optim.backend_codes import Codes

@@ -10,11 +10,7 @@ import torch
 from torch import nn
 
 import lns_ops.optim as optim
-from lns_ops import (
-    LNSTensor,
-    convert_,
-    lns12,
-)
+from lns_ops import LNSTensor, convert_, lns12
 from lns_ops.optim import SGD, AdamW
 from tests.lns_ops.optimizers import ALL, FLOAT32, ROUNDINGS, gradients, make, run, start_of, values
 

@@ -9,14 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lns_ops import (
-    LNSFormat,
-    LNSTensor,
-    lns8,
-    lns12,
-    lns16,
-    reference,
-)
+from lns_ops import LNSFormat, LNSTensor, lns8, lns12, lns16, reference
 from lns_ops import functional as lns
 from lns_ops.functional import indexed
 from lns_ops.spec import unary_functions

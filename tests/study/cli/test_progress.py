@@ -8,13 +8,7 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from study.cli.progress import (
-    Clock,
-    LiveView,
-    PlainView,
-    describe,
-    render,
-)
+from study.cli.progress import Clock, LiveView, PlainView, describe, render
 from study.config import StudyConfig
 from study.ledger.state import fold
 from study.text import duration, percent

@@ -9,12 +9,7 @@ import pytest
 
 from study.api import run_study
 from study.config import StudyConfig
-from study.ledger.state import (
-    FAILED,
-    FINISHED,
-    PLANNED,
-    StudyState,
-)
+from study.ledger.state import FAILED, FINISHED, PLANNED, StudyState
 from study.plan.plan import make_plan
 from study.report.tables import remarks
 from study.results.summary import summarise

@@ -21,14 +21,7 @@ from study.config.compose import change
 from study.execution.control import POLL_SECONDS, Wish, ask
 from study.ledger.lines import Event
 from study.ledger.log import read_ledger
-from study.ledger.state import (
-    FAILED,
-    FINISHED,
-    PLANNED,
-    STOPPED,
-    TrialState,
-    fold,
-)
+from study.ledger.state import FAILED, FINISHED, PLANNED, STOPPED, TrialState, fold
 from study.results.summary import summarise
 from study.tracking.payload import data_of
 from study.tracking.supervisor import Tracker

@@ -10,12 +10,7 @@ import pytest
 from study.cli import main
 from study.config import StudyConfig
 from study.config.compose import load
-from study.execution.simulate import (
-    recorded_errors,
-    recorded_seconds,
-    simulate,
-    synthetic,
-)
+from study.execution.simulate import recorded_errors, recorded_seconds, simulate, synthetic
 from study.ledger.state import fold
 from study.plan.plan import make_plan
 from tests.study.conftest import TINY, made_up_events, write_ledger

@@ -17,26 +17,13 @@ from study.config import StudyConfig
 from study.execution.control import Control
 from study.execution.loop import Loop
 from study.ledger.log import Ledger, read_ledger
-from study.ledger.state import (
-    FAILED,
-    FINISHED,
-    StudyState,
-    fold,
-)
+from study.ledger.state import FAILED, FINISHED, StudyState, fold
 from study.plan.plan import make_plan
 from study.results.objectives import objective
 from study.search.agenda import Agenda
 from tests.study.conftest import SilentView
 from tests.study.sleeping import FAILS_ONCE, executor, most_at_once
-from trainers.workers.messages import (
-    BEGAN,
-    DIED,
-    DONE,
-    ENDED,
-    REPORT,
-    Beginning,
-    Message,
-)
+from trainers.workers.messages import BEGAN, DIED, DONE, ENDED, REPORT, Beginning, Message
 
 Make = Callable[..., StudyConfig]
 

@@ -20,15 +20,7 @@ from hypothesis import strategies as st
 
 from study.errors import UserError
 from study.ledger.lines import Event, seal
-from study.ledger.log import (
-    FILE,
-    LOCK,
-    Ledger,
-    is_locked,
-    make_header,
-    open_ledger,
-    read_ledger,
-)
+from study.ledger.log import FILE, LOCK, Ledger, is_locked, make_header, open_ledger, read_ledger
 from study.tracking.writer import tracking_lock
 
 REPORTS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5), st.floats(allow_nan=False)), max_size=30)

@@ -21,14 +21,7 @@ from study.config import StudyConfig
 from study.config.compose import change, load
 from study.errors import UserError
 from study.ledger.lines import HEADER, seal, unseal
-from study.ledger.log import (
-    FILE,
-    LOCK,
-    Ledger,
-    make_header,
-    open_ledger,
-    read_ledger,
-)
+from study.ledger.log import FILE, LOCK, Ledger, make_header, open_ledger, read_ledger
 from study.ledger.state import FINISHED, StudyState, fold
 from study.manage.checkpoints import checkpoints_of
 from study.manage.repair import repair

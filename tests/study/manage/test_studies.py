@@ -17,22 +17,10 @@ import pytest
 from study.cli import main
 from study.config import LimitsConfig, StudyConfig
 from study.execution.control import FILE as CONTROL
-from study.execution.control import (
-    Control,
-    Wish,
-    ask,
-    gpu_seconds,
-    reached,
-)
+from study.execution.control import Control, Wish, ask, gpu_seconds, reached
 from study.ledger.lines import Event
 from study.ledger.log import Ledger, is_locked, read_ledger
-from study.ledger.state import (
-    FAILED,
-    FINISHED,
-    PLANNED,
-    StudyState,
-    fold,
-)
+from study.ledger.state import FAILED, FINISHED, PLANNED, StudyState, fold
 from study.manage.export import export, write_csv
 from study.manage.extend import continuations, extended, take_over
 from study.manage.rerun import differences

@@ -25,13 +25,7 @@ from study.report.formats import escape, render_latex
 from study.report.interactive import explore_data
 from study.results.configurations import configurations, table
 from study.results.importance import _optuna_study, importance
-from study.results.statistics import (
-    best_of_budget,
-    entries,
-    front,
-    interval,
-    spread_measures,
-)
+from study.results.statistics import best_of_budget, entries, front, interval, spread_measures
 from study.results.summary import summarise
 from study.serve.dashboard import Page, make_app
 from tests.study.conftest import made_up_events, write_ledger

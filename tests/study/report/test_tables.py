@@ -20,12 +20,7 @@ from study.config import StudyConfig
 from study.ledger.state import fold
 from study.report import pictures
 from study.report.figures.slots import draw_slots
-from study.report.figures.style import (
-    COLOURS,
-    DARK,
-    LIGHT,
-    Theme,
-)
+from study.report.figures.style import COLOURS, DARK, LIGHT, Theme
 from study.report.tables import render_text
 from study.report.write import write_report
 from study.results.utilisation import sentences

@@ -13,13 +13,7 @@ from study.config import StudyConfig
 from study.ledger.state import StudyState, fold
 from study.plan.plan import make_plan
 from study.report.pictures import tables
-from study.results.contrasts import (
-    ALPHA,
-    POWER,
-    Contrast,
-    independent,
-    paired,
-)
+from study.results.contrasts import ALPHA, POWER, Contrast, independent, paired
 from study.results.statistics import groups
 from tests.study.conftest import made_up_events
 from tests.study.search.test_agenda import Pretend, bowl

@@ -26,23 +26,12 @@ from study.plan.identity import trial_id
 from study.plan.plan import make_plan
 from study.text import layout_of
 from study.tracking.address import page
-from study.tracking.names import (
-    NAME_LENGTH,
-    check_loggable,
-    restore,
-    sanitise,
-)
+from study.tracking.names import NAME_LENGTH, check_loggable, restore, sanitise
 from study.tracking.payload import KEY_TAG
 from study.tracking.reconcile import reconcile
 from study.tracking.runs import runs_with_key
 from study.tracking.supervisor import check_tracking
-from study.tracking.view import (
-    TAG,
-    read_view,
-    varied_keys,
-    view_key,
-    view_state,
-)
+from study.tracking.view import TAG, read_view, varied_keys, view_key, view_state
 from study.tracking.writer import connect, sync, tracking_lock
 from tests.study.conftest import made_up_events, write_ledger
 from tests.study.servers import Server

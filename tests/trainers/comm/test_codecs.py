@@ -16,12 +16,7 @@ from torch import Tensor, nn
 from lns_ops import LNSTensor, lns12, lns16
 from tests.trainers.courses import broken_off
 from tests.trainers.processes import spawned
-from trainers.comm.codecs import (
-    BLOCK,
-    Codec,
-    LNSCodec,
-    make_codec,
-)
+from trainers.comm.codecs import BLOCK, Codec, LNSCodec, make_codec
 from trainers.comm.collectives import Collectives
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.config.wire import FORMATS, WireConfig

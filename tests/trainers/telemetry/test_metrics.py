@@ -16,12 +16,7 @@ from trainers.config import DataConfig, ModelConfig, PrecisionConfig, TrialConfi
 from trainers.config.layout import Layout
 from trainers.config.sync import SyncConfig
 from trainers.models.precision import storage_of
-from trainers.telemetry.metrics import (
-    NAMES,
-    PREFIX,
-    Telemetry,
-    repeatable,
-)
+from trainers.telemetry.metrics import NAMES, PREFIX, Telemetry, repeatable
 from trainers.telemetry.nvml import GPM, GPUCounters
 from trainers.telemetry.roofline import kernel_ceiling
 from trainers.telemetry.spans import Spans

@@ -22,12 +22,7 @@ from trainers.config.sync import SyncConfig
 from trainers.config.wire import WireConfig
 from trainers.training.trainer import Training
 from trainers.workers.messages import HISTORY
-from trainers.workers.ray_train_worker import (
-    FailAtOnce,
-    build_trainer,
-    read_results,
-    train_loop,
-)
+from trainers.workers.ray_train_worker import FailAtOnce, build_trainer, read_results, train_loop
 from trainers.workers.resources import WorkerResources
 
 CONFIG = TrialConfig(
