@@ -48,7 +48,7 @@ from study.ledger.state import (
     FINISHED,
     STOPPED,
     fold,
-    shown,
+    study_without_password,
 )
 from study.manage.checkpoints import checkpoints_of
 
@@ -128,7 +128,7 @@ def repair(folder: Path, uri: str | None) -> Repaired:
         id_ = contents.id or _common_id(known) or new_id()
         if uri is not None:
             add_known_to_mlflow(known, _name(folder, contents), id_, uri, _all_names(contents, known))
-        work = _Work(contents, known)
+        work = _Restoration(contents, known)
         work.restore()
         write_lock(lock, {})
         kept = _replace(folder, id_, work)
@@ -239,8 +239,8 @@ def _merge(entry: Known, other: Known) -> None:
 # --------------------------------------------------------------------------------------------------------------- what is put where
 
 
-class _Work:
-    """The events of the new ledger, from the whole ones of the old.
+class _Restoration:
+    """Makes the events of the new ledger from the whole ones of the old.
 
     Attributes:
         events: in order, once :meth:`restore` has been called.
@@ -423,7 +423,7 @@ def _meaning(damage: Damage) -> str:
     return meanings.get(damage.hints.get("event", ""), "")
 
 
-def _replace(folder: Path, id_: str, work: _Work) -> Path | None:
+def _replace(folder: Path, id_: str, work: _Restoration) -> Path | None:
     """Write the new ledger, the old one kept beside it; at no moment is there none."""
     path = folder / FILE
     last = work.events[-1]["time"] if work.events else time.time()
@@ -433,7 +433,7 @@ def _replace(folder: Path, id_: str, work: _Work) -> Path | None:
     part = path.with_name(f"{FILE}.part")
     with part.open("wb") as file:
         for number, event in enumerate([make_header(id_, first), *work.events], 1):
-            file.write(seal(event | {"study": shown(event["study"])} if "study" in event else event, number))
+            file.write(seal(event | {"study": study_without_password(event["study"])} if "study" in event else event, number))
         file.flush()
         os.fsync(file.fileno())
     if kept is not None:

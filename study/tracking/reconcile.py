@@ -213,14 +213,14 @@ def _is_ours(name: str, reported: set[str]) -> bool:
 
 def _compare_points(trial: TrialState, wanted: set[Point], points: Sequence[Point]) -> tuple[list[str], list[str]]:
     """What is missing and what is false."""
-    ours, theirs = _timeless(wanted, trial), _timeless(points, trial)
+    ours, theirs = _comparable_points(wanted, trial), _comparable_points(points, trial)
     missing = [f"{name} at step {step}" for name, step, *_ in sorted(ours - theirs, key=str)]
     false = [f"{name} = {value} at step {step}" for name, step, _, value in sorted(theirs - ours, key=str)]
     twice = sum(count - 1 for point, count in Counter(points).items() if not is_setting(point))
     return missing, false + ([f"{twice} points twice"] if twice else [])
 
 
-def _timeless(points: Iterable[Point], trial: TrialState) -> set[Point]:
+def _comparable_points(points: Iterable[Point], trial: TrialState) -> set[Point]:
     """Points as they compare: settings without a time, and without those that may differ."""
     free = {f"{SETTING}{name}" for name in may_differ(trial)}
     return {

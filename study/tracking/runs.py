@@ -95,7 +95,7 @@ class Runs:
         self._experiment = self._ensure_experiment(artifacts)
         self._known = self._runs_of_ledger()
         self._parent = self._ensure_parent()
-        self._adopt()
+        self._attach_to_parent()
 
     @property
     def parent_ids(self) -> tuple[str, str]:
@@ -187,7 +187,7 @@ class Runs:
             known.status = "RUNNING"
         return known.run
 
-    def _adopt(self) -> None:
+    def _attach_to_parent(self) -> None:
         """Show every trial's run under the parent's, also those whose parent was deleted."""
         for key, known in self._known.items():
             if "/" in key and known.parent != self._parent:
