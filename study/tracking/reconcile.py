@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from study._compat import tracking_store
 from study.ledger.log import Follower
 from study.ledger.state import (
     ENDED,
@@ -254,7 +255,7 @@ def _history(client: Any, runs: list[str], name: str) -> Iterator[tuple[str, Poi
     """The points of one metric in several runs; run by run where that was refused or may have been cut off."""
     from mlflow.utils.rest_utils import http_request
 
-    store = client._tracking_client.store
+    store = tracking_store(client)
     metrics: list[dict[str, Any]] | None
     if hasattr(store, "get_metric_history_bulk"):
         metrics = [metric.to_dict() for metric in store.get_metric_history_bulk(runs, name, MOST_POINTS)]

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from study._compat import latest_metrics
 from study.ledger.lines import Event
 from study.ledger.state import (
     ENDED,
@@ -285,16 +286,15 @@ def runs_with_key(client: Any, experiment: str, key: str) -> Iterator[Any]:
 
 
 def _known(run: Any) -> _Known:
-    reported = [
-        metric for metric in run.data._metric_objs if metric.key != SECONDS and not metric.key.startswith((SETTING, "test/"))
-    ]
+    metrics = latest_metrics(run)
+    reported = [metric for metric in metrics if metric.key != SECONDS and not metric.key.startswith((SETTING, "test/"))]
     return _Known(
         run=run.info.run_id,
         status=run.info.status,
         end=run.info.end_time,
         last=max((metric.step for metric in reported), default=0),
         params=frozenset(run.data.params),
-        settings=any(metric.key.startswith(SETTING) for metric in run.data._metric_objs),
+        settings=any(metric.key.startswith(SETTING) for metric in metrics),
         inputs=bool(run.inputs and run.inputs.dataset_inputs),
         results={name: run.data.tags[name] for name in RESULT_TAGS if name in run.data.tags},
         parent=run.data.tags.get(PARENT_TAG, ""),
