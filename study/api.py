@@ -133,7 +133,7 @@ def _run(
     _say_what_is_left(state, say)
     folder = plan.study.folder
     tracker = make_tracker(folder, plan.study.tracking, _artifacts(plan.study), say, lambda where: _say_where(plan, where, say))
-    later = _Later(tracker.start)
+    later = _DeferredStart(tracker.start)
     ledger.listen(later.hear)
     ledger.listen(view.listen)
     view.start(state)
@@ -182,10 +182,10 @@ def write_report(state: StudyState, folder: Path) -> Path:
     return write_report(state, folder)
 
 
-class _Later:
-    """What no trial's first epoch should wait for: the process that feeds MLflow, and loading what draws the report.
+class _DeferredStart:
+    """Starts what no trial's first epoch should wait for: the process that feeds MLflow, and loading what draws the report.
 
-    Begun with the first report, or after :data:`LATER_SECONDS`; at once on a machine that has cores to spare.
+    Starts with the first report, or after :data:`LATER_SECONDS`; at once on a machine that has cores to spare.
 
     Args:
         start_tracker: called once.

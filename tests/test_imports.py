@@ -26,8 +26,8 @@ ORDER = {
         "config", "data", "models", "optim", "checkpoint", "telemetry", "comm", "sync", "parallel", "training", "workers",
     ],
     "study": [
-        "text", "tracking_uri", "program", "errors", "config", "ledger", "plan", "results", "search", "tracking", "manage", "execution",
-        "report.figures", "report", "serve", "api", "cli", "__main__",
+        "text", "tracking_uri", "program", "errors", "_compat", "config", "ledger", "plan", "results", "search", "tracking", "manage",
+        "execution", "report.figures", "report", "serve", "api", "cli", "__main__",
     ],
 }  # fmt: skip
 """The rooms of each package; a room imports from those before it only. Not listed: modules that only pass names on."""

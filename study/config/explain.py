@@ -40,8 +40,8 @@ def schema() -> DictConfig:
 
 def _thaw(node: DictConfig) -> None:
     OmegaConf.set_readonly(node, None)
-    for child in (node._get_node(key) for key in node):
-        if isinstance(child, DictConfig) and not child._is_none():
+    for child in node.values():
+        if isinstance(child, DictConfig):
             _thaw(child)
 
 
@@ -141,10 +141,9 @@ def _example(key: str) -> str:
 
 
 def known_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    for key in map(str, node):
-        child = node._get_node(key)
+    for key, child in zip(map(str, node), node.values(), strict=True):
         yield f"{prefix}{key}"
-        if isinstance(child, DictConfig) and not child._is_none():
+        if isinstance(child, DictConfig):
             yield from known_keys(child, f"{prefix}{key}.")
 
 

@@ -250,8 +250,8 @@ def show(value: Any) -> str:
     return {True: "true", False: "false", None: "null"}.get(value, str(value)) if isinstance(value, bool | None) else str(value)
 
 
-def today(params: Mapping[str, Any], epoch: float = math.inf) -> Params:
-    """Sampled values after ``epoch`` epochs, or in the end, where some change on the way (:mod:`trainers.config.schedule_changes`)."""
+def params_at(params: Mapping[str, Any], epoch: float = math.inf) -> Params:
+    """Return sampled values after ``epoch`` epochs, or at the end; some change on the way (:mod:`trainers.config.schedule_changes`)."""
     values = {key: value for key, value in params.items() if key != "changes"}
     for change in params.get("changes", []):
         if change["epoch"] <= epoch:

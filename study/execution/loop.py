@@ -331,7 +331,7 @@ class Loop:
             by_train=self._study.executor == "train"
         )
 
-    def _executor(self, config: TrialConfig) -> str:
+    def _executor_module(self, config: TrialConfig) -> str:
         """Where a worker process finds what trains the trial."""
         return RAY_TRAIN if self._study.executor == "train" else PACKED if self._shape(config).packed else IN_PROCESS
 
@@ -346,7 +346,7 @@ class Loop:
             "checkpoint_every": study.checkpoint_every,
             "resume_from": [] if by_train else self._state.known[trial.id].checkpoints_left(),
             "waits": self._scheduler is not None and trial.seed not in study.search.confirm_seeds,
-            "executor": self._executor(trial.config),
+            "executor": self._executor_module(trial.config),
             "storage": str(study.folder / "train"),
             "max_failures": study.max_failures,
             "ray": self._ray.address if self._ray and (by_train or trial.config.sync.name == "asynchronous") else "",

@@ -161,7 +161,7 @@ class Ledger:
             contents = open_ledger(folder)
             _refuse_damage(folder, contents.damage)
             self._file = _open_for_append(folder / FILE)
-            write_lock(self._lock, _ourselves())
+            write_lock(self._lock, _this_process())
         except BaseException:
             self._lock.close()
             raise
@@ -239,7 +239,7 @@ class Ledger:
             self._lock = take_lock(self.folder)
         except ValueError:
             raise stale from None
-        write_lock(self._lock, _ourselves())
+        write_lock(self._lock, _this_process())
         content = (self.folder / FILE).read_bytes()
         if not content[:end].endswith(self._last) or len(content) < end:
             raise stale
@@ -380,7 +380,7 @@ def no_locks(folder: Path, error: OSError) -> UserError:
     )
 
 
-def _ourselves() -> dict[str, Any]:
+def _this_process() -> dict[str, Any]:
     return {"pid": os.getpid(), "host": socket.gethostname()}
 
 

@@ -176,7 +176,7 @@ class StudyState:
 
     def _plan(self, event: Event) -> None:
         trials = {trial["id"]: trial for trial in event["trials"]}  # earlier versions let two rows plan the same trial
-        self.plan = event | {"trials": list(trials.values()), "study": shown(event["study"])}
+        self.plan = event | {"trials": list(trials.values()), "study": study_without_password(event["study"])}
         self.outcome = ""
         self.limits = None
         for trial in event["trials"]:
@@ -194,7 +194,7 @@ class StudyState:
             state.status, state.error = PLANNED, ""
 
 
-def shown(study: dict[str, Any]) -> dict[str, Any]:
+def study_without_password(study: dict[str, Any]) -> dict[str, Any]:
     """A study's config without the password that ledgers of earlier versions have in it."""
     uri = study.get("tracking_uri")
     return study | {"tracking_uri": without_password(uri)} if uri else study

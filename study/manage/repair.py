@@ -27,7 +27,7 @@ from typing import Any
 
 from study.ledger.lines import HEADER, Damage, Event, seal
 from study.ledger.log import FILE, Contents, describe_damage, make_header, new_id, open_ledger, sync_folder, take_lock, write_lock
-from study.ledger.state import EXTRA, FAILED, FINISHED, STOPPED, fold, shown
+from study.ledger.state import EXTRA, FAILED, FINISHED, STOPPED, fold, study_without_password
 from study.manage.checkpoints import checkpoints_of
 
 ENDS = (FINISHED, STOPPED, FAILED)
@@ -106,7 +106,7 @@ def repair(folder: Path, uri: str | None) -> Repaired:
         id_ = contents.id or _common_id(known) or new_id()
         if uri is not None:
             add_known_to_mlflow(known, _name(folder, contents), id_, uri, _all_names(contents, known))
-        work = _Work(contents, known)
+        work = _Restoration(contents, known)
         work.restore()
         write_lock(lock, {})
         kept = _replace(folder, id_, work)
@@ -217,8 +217,8 @@ def _merge(entry: Known, other: Known) -> None:
 # --------------------------------------------------------------------------------------------------------------- what is put where
 
 
-class _Work:
-    """The events of the new ledger, from the whole ones of the old.
+class _Restoration:
+    """Makes the events of the new ledger from the whole ones of the old.
 
     Attributes:
         events: in order, once :meth:`restore` has been called.
@@ -401,7 +401,7 @@ def _meaning(damage: Damage) -> str:
     return meanings.get(damage.hints.get("event", ""), "")
 
 
-def _replace(folder: Path, id_: str, work: _Work) -> Path | None:
+def _replace(folder: Path, id_: str, work: _Restoration) -> Path | None:
     """Write the new ledger, the old one kept beside it; at no moment is there none."""
     path = folder / FILE
     last = work.events[-1]["time"] if work.events else time.time()
@@ -411,7 +411,7 @@ def _replace(folder: Path, id_: str, work: _Work) -> Path | None:
     part = path.with_name(f"{FILE}.part")
     with part.open("wb") as file:
         for number, event in enumerate([make_header(id_, first), *work.events], 1):
-            file.write(seal(event | {"study": shown(event["study"])} if "study" in event else event, number))
+            file.write(seal(event | {"study": study_without_password(event["study"])} if "study" in event else event, number))
         file.flush()
         os.fsync(file.fileno())
     if kept is not None:

@@ -115,7 +115,7 @@ def parts(state: StudyState, summary: Summary, use: list[str]) -> Parts:
         summary: of its rows.
         use: how the slots were used, in sentences.
     """
-    attempt = _Attempts()
+    attempt = _PartMaker()
     made = [attempt(f"the picture {name}", drawing) for name, drawing in _drawings(state, summary, use).items()]
     return Parts(
         pictures=[picture for picture in made if picture is not None and picture.light],
@@ -126,8 +126,8 @@ def parts(state: StudyState, summary: Summary, use: list[str]) -> Parts:
 
 
 @dataclass
-class _Attempts:
-    """Makes parts; ``failed`` tells of those that it could not."""
+class _PartMaker:
+    """Makes parts of a report; ``failed`` tells of those that it could not make."""
 
     failed: list[str] = field(default_factory=list)
 

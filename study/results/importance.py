@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from study._compat import marginal_shares, search_space_transform
 from study.config.space import show
 from study.ledger.state import StudyState
 from study.results.statistics import DEPTH, PAIR_DEPTH, PAIRED, TREES, Entry, entries
@@ -104,22 +105,19 @@ def _pairs(study: Any, names: Sequence[str], of: Sequence[str]) -> dict[tuple[st
     varied = sorted(name for name in names if not distributions[name].single())  # the evaluator's columns
     evaluator = optuna.importance.FanovaImportanceEvaluator(n_trees=TREES, max_depth=PAIR_DEPTH, seed=0)
     single = evaluator.evaluate(study, params=list(names))
-    forest: Any = evaluator._evaluator
     found = {}
     for first, second in combinations([name for name in of if name in varied], 2):
-        columns = np.concatenate([forest._column_to_encoded_columns[varied.index(name)] for name in (first, second)])
-        shares = [tree.get_marginal_variance(columns) / tree.variance for tree in forest._trees if tree.variance > 0]
+        shares = marginal_shares(evaluator, [varied.index(first), varied.index(second)])
         found[first, second] = max(0.0, float(np.mean(shares)) - single[first] - single[second])
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def _dependence(study: Any, names: Sequence[str], points: int = 24) -> dict[str, tuple[list[Any], list[float]]]:
-    from optuna._transform import _SearchSpaceTransform
     from sklearn.ensemble import RandomForestRegressor
 
     trials = study.get_trials(deepcopy=False)  # Optuna's ``trials`` copies all of them each time
     distributions = trials[0].distributions
-    transform = _SearchSpaceTransform(distributions)
+    transform = search_space_transform(distributions)
     x = np.array([transform.transform(trial.params) for trial in trials])
     forest = RandomForestRegressor(n_estimators=64, min_samples_leaf=2, random_state=0)
     forest.fit(x, [trial.value for trial in trials])

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from study.config.keys import lookup
-from study.config.space import Params, today
+from study.config.space import Params, params_at
 from study.ledger.state import FAILED, StudyState, TrialState
 from study.results.configurations import groups_of_seeds, undominated
 from study.results.contrasts import Contrast, independent, paired
@@ -88,7 +88,7 @@ def entries(state: StudyState) -> list[Entry]:
                 Entry(
                     row=group.row,
                     number=group.number,
-                    params=today(group.params),
+                    params=params_at(group.params),
                     trials=group.trials,
                     values=values,
                     categories=categories_of(group.trials[0]),

@@ -146,7 +146,7 @@ def what_held(run: Run, now: float | None = None) -> dict[str, float]:
         for cause, amount in _causes(moment, name):
             idle[cause] += amount * seconds
     idle[STARTS] = _starts(run, name, now)
-    had = _had(run, name, run.begin, end)
+    had = _capacity_integral(run, name, run.begin, end)
     return dict(sorted(((cause, amount / had) for cause, amount in idle.items() if amount > 0), key=lambda item: -item[1]))
 
 
@@ -221,12 +221,12 @@ def _window(run: Run, now: float | None) -> tuple[float, float]:
 
 def _share(run: Run, name: str, begin: float, end: float, now: float | None) -> float | None:
     """Of a resource; None where there was none of it."""
-    had = _had(run, name, begin, end)
+    had = _capacity_integral(run, name, begin, end)
     held = sum(getattr(interval, name) * (_until(interval, _end(run, now)) - interval.begin) for interval in run.intervals)
     return min(1.0, held / had) if had > 0 else None
 
 
-def _had(run: Run, name: str, begin: float, end: float) -> float:
+def _capacity_integral(run: Run, name: str, begin: float, end: float) -> float:
     """The integral of the capacity."""
     steps = [(begin, run.capacity[0]), *((step.time, step) for step in run.capacity if begin < step.time < end)]
     steps[0] = (begin, _capacity_at(run.capacity, begin))

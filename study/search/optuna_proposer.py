@@ -50,7 +50,8 @@ class Proposer:
         self._base, self._space, self._point, self._search = base, space, point, search
         self._seeds, self._numbers = list(seeds), numbers
         directions = [{"min": "minimize", "max": "maximize"}[mode] for mode in search.objectives.values()]
-        self._study = optuna.create_study(directions=directions)
+        self._storage = optuna.storages.InMemoryStorage()
+        self._study = optuna.create_study(storage=self._storage, directions=directions)
         self._open: dict[int, list[str]] = {}
         self._known: set[str] = set()
         self.proposed = 0
@@ -147,8 +148,9 @@ class Proposer:
         if not usable:
             self._study.tell(number, state=state.FAIL)
         elif len(values) == 1 and any(trial.status == STOPPED for trial in trials):
-            frozen = self._study.trials[number]
-            self._study._storage.set_trial_intermediate_value(frozen._trial_id, min(trial.epoch for trial in trials), values[0])
+            study = self._storage.get_study_id_from_name(self._study.study_name)
+            pruned = self._storage.get_trial_id_from_study_id_trial_number(study, number)
+            self._storage.set_trial_intermediate_value(pruned, min(trial.epoch for trial in trials), values[0])
             self._study.tell(number, state=state.PRUNED)
         else:
             self._study.tell(number, values)

@@ -21,7 +21,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 
-from study.config.space import Domain, Params, today
+from study.config.space import Domain, Params, params_at
 from study.ledger.state import StudyState
 from study.plan.candidates import CANDIDATES, generation_ends
 from study.results.configurations import signed
@@ -95,7 +95,7 @@ class Population(Rounds):
 
 def _now(member: Member) -> Params:
     """A member's values today."""
-    return today(member.params | {"changes": member.changes})
+    return params_at(member.params | {"changes": member.changes})
 
 
 def _units(domains: Iterable[Domain], values: Params) -> dict[str, float]:

@@ -24,6 +24,7 @@ from http.cookies import CookieError, SimpleCookie
 from typing import Any
 from urllib.parse import parse_qs, urlencode
 
+from study._compat import MLFLOW_SERVED_BY, MLFLOW_SERVER_VARIABLES
 from study.serve.team_guard import refuse_places
 from study.tracking.sqlite import use_write_ahead_log, write_statistics
 
@@ -33,17 +34,6 @@ HEALTH = "/health"
 """Open to all: whether the server answers."""
 ROOT = "mlflow-artifacts:/"
 """Of new experiments: the server hands their artifacts out."""
-
-
-def _variables(uri: str, artifacts: str) -> dict[str, tuple[str, str]]:
-    """Variables that the application reads when it is imported or called: name in :mod:`mlflow.server.constants`, name, value."""
-    return {
-        "BACKEND_STORE_URI_ENV_VAR": ("_MLFLOW_SERVER_FILE_STORE", uri),
-        "REGISTRY_STORE_URI_ENV_VAR": ("_MLFLOW_SERVER_REGISTRY_STORE", uri),
-        "ARTIFACT_ROOT_ENV_VAR": ("_MLFLOW_SERVER_ARTIFACT_ROOT", ROOT),
-        "ARTIFACTS_DESTINATION_ENV_VAR": ("_MLFLOW_SERVER_ARTIFACT_DESTINATION", artifacts),
-        "SERVE_ARTIFACTS_ENV_VAR": ("_MLFLOW_SERVER_SERVE_ARTIFACTS", "true"),
-    }
 
 
 def mlflow_command(artifacts: str, host: str, port: int, workers: int, hosts: str, more: list[str], options: str) -> list[str]:
@@ -136,7 +126,7 @@ async def _answer(send: Send, status: int, text: str, headers: dict[str, str]) -
     await send({"type": "http.response.body", "body": text.encode()})
 
 
-def _application(uri: str, artifacts: str) -> Any:
+def _application(uri: str) -> Any:
     """MLflow's ASGI application over a database that is up to date, without artifacts at places that clients name.
 
     Raises:
@@ -147,7 +137,7 @@ def _application(uri: str, artifacts: str) -> Any:
     from mlflow.server import constants, handlers
     from mlflow.server.fastapi_app import app
 
-    for known, (name, _) in _variables(uri, artifacts).items():
+    for known, name in MLFLOW_SERVER_VARIABLES.items():
         if getattr(constants, known) != name:
             raise AttributeError(f"{known} is {getattr(constants, known)}, not {name}")
     pages.before_request(handlers.catch_mlflow_exception(refuse_places))
@@ -170,10 +160,10 @@ def main() -> None:
     if not token and not options.open:
         parser.error(f"{TOKEN} is not set; start it with `lns-study ui`, which makes one")
     uri = os.environ["MLFLOW_BACKEND_STORE_URI"]
-    os.environ |= {"MLFLOW_SERVER_ALLOWED_HOSTS": options.allowed_hosts, "_MLFLOW_SGI_NAME": "uvicorn"}
-    os.environ |= dict(_variables(uri, options.artifacts).values())
+    os.environ |= {"MLFLOW_SERVER_ALLOWED_HOSTS": options.allowed_hosts, MLFLOW_SERVED_BY: "uvicorn"}
+    os.environ |= dict(zip(MLFLOW_SERVER_VARIABLES.values(), (uri, uri, ROOT, options.artifacts, "true"), strict=True))
     try:
-        application = _application(uri, options.artifacts)
+        application = _application(uri)
     except (ImportError, AttributeError) as error:
         sys.exit(f"lns-study: error: {error}: this MLflow is none that lns-study knows; pip install 'mlflow>=3.17,<3.18'")
     import uvicorn

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from study._compat import request_message
+
 CREATE = "/mlflow/experiments/create"
 
 
@@ -38,11 +40,10 @@ def refuse_places() -> None:
     from flask import request
     from mlflow.exceptions import MlflowException
     from mlflow.protos.service_pb2 import CreateExperiment
-    from mlflow.server.handlers import _get_request_message
 
     if not request.path.endswith(CREATE):
         return
-    location = _get_request_message(CreateExperiment()).artifact_location
+    location = request_message(CreateExperiment()).artifact_location
     if location:
         raise MlflowException.invalid_parameter_value(
             f"artifact_location={location!r}: this server keeps artifacts in its own place; leave artifact_location out"

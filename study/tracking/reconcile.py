@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from study._compat import tracking_store
 from study.ledger.log import Follower
 from study.ledger.state import ENDED, StudyState, TrialState, fold
 from study.program import lns_study
@@ -208,14 +209,14 @@ def _is_ours(name: str, reported: set[str]) -> bool:
 
 def _compare_points(trial: TrialState, wanted: set[Point], points: Sequence[Point]) -> tuple[list[str], list[str]]:
     """What is missing and what is false."""
-    ours, theirs = _timeless(wanted, trial), _timeless(points, trial)
+    ours, theirs = _comparable_points(wanted, trial), _comparable_points(points, trial)
     missing = [f"{name} at step {step}" for name, step, *_ in sorted(ours - theirs, key=str)]
     false = [f"{name} = {value} at step {step}" for name, step, _, value in sorted(theirs - ours, key=str)]
     twice = sum(count - 1 for point, count in Counter(points).items() if not is_setting(point))
     return missing, false + ([f"{twice} points twice"] if twice else [])
 
 
-def _timeless(points: Iterable[Point], trial: TrialState) -> set[Point]:
+def _comparable_points(points: Iterable[Point], trial: TrialState) -> set[Point]:
     """Points as they compare: settings without a time, and without those that may differ."""
     free = {f"{SETTING}{name}" for name in may_differ(trial)}
     return {
@@ -249,7 +250,7 @@ def _history(client: Any, runs: list[str], name: str) -> Iterator[tuple[str, Poi
     """The points of one metric in several runs; run by run where that was refused or may have been cut off."""
     from mlflow.utils.rest_utils import http_request
 
-    store = client._tracking_client.store
+    store = tracking_store(client)
     metrics: list[dict[str, Any]] | None
     if hasattr(store, "get_metric_history_bulk"):
         metrics = [metric.to_dict() for metric in store.get_metric_history_bulk(runs, name, MOST_POINTS)]

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from study._compat import latest_metrics
 from study.ledger.lines import Event
 from study.ledger.state import ENDED, StudyState, TrialState, name_of
 from study.tracking.names import SETTING
@@ -88,7 +89,7 @@ class Runs:
         self._experiment = self._ensure_experiment(artifacts)
         self._known = self._runs_of_ledger()
         self._parent = self._ensure_parent()
-        self._adopt()
+        self._attach_to_parent()
 
     @property
     def parent_ids(self) -> tuple[str, str]:
@@ -180,7 +181,7 @@ class Runs:
             known.status = "RUNNING"
         return known.run
 
-    def _adopt(self) -> None:
+    def _attach_to_parent(self) -> None:
         """Show every trial's run under the parent's, also those whose parent was deleted."""
         for key, known in self._known.items():
             if "/" in key and known.parent != self._parent:
@@ -278,16 +279,15 @@ def runs_with_key(client: Any, experiment: str, key: str) -> Iterator[Any]:
 
 
 def _known(run: Any) -> _Known:
-    reported = [
-        metric for metric in run.data._metric_objs if metric.key != SECONDS and not metric.key.startswith((SETTING, "test/"))
-    ]
+    metrics = latest_metrics(run)
+    reported = [metric for metric in metrics if metric.key != SECONDS and not metric.key.startswith((SETTING, "test/"))]
     return _Known(
         run=run.info.run_id,
         status=run.info.status,
         end=run.info.end_time,
         last=max((metric.step for metric in reported), default=0),
         params=frozenset(run.data.params),
-        settings=any(metric.key.startswith(SETTING) for metric in run.data._metric_objs),
+        settings=any(metric.key.startswith(SETTING) for metric in metrics),
         inputs=bool(run.inputs and run.inputs.dataset_inputs),
         results={name: run.data.tags[name] for name in RESULT_TAGS if name in run.data.tags},
         parent=run.data.tags.get(PARENT_TAG, ""),

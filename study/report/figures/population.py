@@ -6,7 +6,7 @@ import math
 
 from matplotlib.figure import Figure
 
-from study.config.space import today
+from study.config.space import params_at
 from study.ledger.state import StudyState
 from study.report.figures.style import COLOURS, DPI, SIZE, Theme, plain, png, set_title, style_axes
 from study.results.configurations import best, configurations
@@ -36,7 +36,7 @@ def draw_population(state: StudyState, theme: Theme) -> bytes:
         style_axes(axes, theme)
         for entry in found:
             epochs = entry.trials[0].epochs
-            values = [today(entry.params, epoch).get(domain.key, math.nan) for epoch in range(epochs)]
+            values = [params_at(entry.params, epoch).get(domain.key, math.nan) for epoch in range(epochs)]
             wins, row = entry in winners, rows.index(entry.row)
             axes.step(
                 range(epochs + 1), [*values, values[-1]], where="post", color=COLOURS[row % len(COLOURS)],

@@ -16,7 +16,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from study.config.space import Domain, today
+from study.config.space import Domain, params_at
 from study.ledger.state import StudyState, TrialState
 from study.report.figures.style import (
     COLOURS,
@@ -167,7 +167,7 @@ def _with_history(domain: Domain, found: list[Configuration]) -> Domain:
 def _slice(axes: Any, domain: Domain, found: list[Configuration], rows: list[str], metric: str) -> None:
     scale = 100 if metric.endswith("/error") else 1
     for number, row in enumerate(rows):
-        mine = [(entry, today(entry.params)) for entry in found if entry.row == row and domain.key in entry.params]
+        mine = [(entry, params_at(entry.params)) for entry in found if entry.row == row and domain.key in entry.params]
         colour = COLOURS[number % len(COLOURS)]
         for finished in (False, True):
             points = [

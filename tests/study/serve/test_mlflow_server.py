@@ -20,7 +20,6 @@ import pytest
 from sqlalchemy import create_engine, event, text
 from sqlalchemy.engine import Engine
 
-from study.serve import mlflow_server
 from study.serve.mlflow_server import TOKEN
 from study.serve.ui import command, environment
 from study.tracking.sqlite import use_write_ahead_log, write_statistics
@@ -30,8 +29,7 @@ from tests.study.servers import Server, free_port
 
 OTHER_MLFLOW = """
 import study.serve.mlflow_server as server
-known = server._variables
-server._variables = lambda uri, artifacts: known(uri, artifacts) | {"ARTIFACT_ROOT_ENV_VAR": ("_ANOTHER_NAME", "x")}
+server.MLFLOW_SERVER_VARIABLES["ARTIFACT_ROOT_ENV_VAR"] = "_ANOTHER_NAME"
 server.main()
 """
 
@@ -213,13 +211,6 @@ def test_clients_cannot_name_a_place_for_artifacts(guarded: Server, tmp_path: Pa
 def test_the_token_is_in_no_command_line_and_no_child(guarded: Server) -> None:
     assert guarded._process is not None
     assert SECRET not in " ".join(psutil.Process(guarded._process.pid).cmdline())
-
-
-def test_names_are_those_of_the_mlflow_that_is_installed() -> None:
-    from mlflow.server import constants
-
-    for known, (name, _) in mlflow_server._variables("sqlite:///x", "y").items():
-        assert getattr(constants, known) == name
 
 
 def test_a_local_database_commits_to_its_log_and_another_to_the_disk(tmp_path: Path) -> None:

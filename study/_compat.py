@@ -1,0 +1,61 @@
+"""Every private name of another library that this package uses, each with its reason and the version it was seen with.
+
+None has a public counterpart as fast. ``tests/study/test_compat.py`` says which one a new version has changed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+MLFLOW_SERVER_VARIABLES = {
+    "BACKEND_STORE_URI_ENV_VAR": "_MLFLOW_SERVER_FILE_STORE",
+    "REGISTRY_STORE_URI_ENV_VAR": "_MLFLOW_SERVER_REGISTRY_STORE",
+    "ARTIFACT_ROOT_ENV_VAR": "_MLFLOW_SERVER_ARTIFACT_ROOT",
+    "ARTIFACTS_DESTINATION_ENV_VAR": "_MLFLOW_SERVER_ARTIFACT_DESTINATION",
+    "SERVE_ARTIFACTS_ENV_VAR": "_MLFLOW_SERVER_SERVE_ARTIFACTS",
+}
+"""Environment variables that MLflow's application reads when it is imported or called, by their names in
+:mod:`mlflow.server.constants`; ``mlflow server`` sets them too, but takes a second process and twice the time (MLflow 3.17)."""
+MLFLOW_SERVED_BY = "_MLFLOW_SGI_NAME"
+"""Environment variable that tells MLflow's application which server runs it (MLflow 3.17)."""
+
+
+def latest_metrics(run: Any) -> list[Any]:
+    """Return the last point of each metric of an MLflow run, with its step.
+
+    ``run.data.metrics`` has no steps, ``run.data.to_proto()`` takes fifty times as long (MLflow 3.17).
+    """
+    return list(run.data._metric_objs)
+
+
+def tracking_store(client: Any) -> Any:
+    """Return the store behind an MLflow client: only it reads a metric of many runs at once (MLflow 3.17)."""
+    return client._tracking_client.store
+
+
+def request_message(message: Any) -> Any:
+    """Fill a message from flask's current request as MLflow's server does, so that a guard sees what the server takes (MLflow 3.17)."""
+    from mlflow.server.handlers import _get_request_message
+
+    return _get_request_message(message)
+
+
+def search_space_transform(distributions: dict[str, Any]) -> Any:
+    """Make Optuna's encoding of params as numbers, one column a category (Optuna 5.0)."""
+    from optuna._transform import _SearchSpaceTransform
+
+    return _SearchSpaceTransform(distributions)
+
+
+def marginal_shares(evaluator: Any, columns: list[int]) -> list[float]:
+    """Compute the share of each tree's variance that params explain together; Optuna offers single ones (Optuna 5.0).
+
+    Args:
+        evaluator: of fANOVA, once it has evaluated.
+        columns: places of the params among those that vary, by name.
+    """
+    import numpy as np
+
+    forest = evaluator._evaluator
+    encoded = np.concatenate([forest._column_to_encoded_columns[column] for column in columns])
+    return [tree.get_marginal_variance(encoded) / tree.variance for tree in forest._trees if tree.variance > 0]
