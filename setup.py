@@ -1,4 +1,5 @@
-"""Which packages are installed; all else is in ``pyproject.toml``, which cannot say that ``conf/`` becomes the package ``study.conf``."""
+"""Which packages are installed; all else is in ``pyproject.toml``, which cannot say that ``conf/``
+becomes the package ``study.conf``."""
 
 from setuptools import find_packages, setup
 

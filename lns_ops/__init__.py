@@ -5,15 +5,19 @@
 >>> (x * x).sum()
 LNSTensor(14.0..., fmt=lns12)
 
-The arithmetic is specified in :mod:`lns_ops.reference`; formats in :mod:`lns_ops.format`; :func:`convert_` turns a torch module into an
-LNS one; :mod:`lns_ops.optim` steps it.
+The arithmetic is specified in :mod:`lns_ops.reference`; formats in :mod:`lns_ops.format`;
+:func:`convert_` turns a torch module into an LNS one; :mod:`lns_ops.optim` steps it.
 """
 
 from lns_ops import cpu, cuda, formats, optim, serialization
 from lns_ops.analysis import Analysis, analyze
 from lns_ops.cuda import check_faults
 from lns_ops.functional import decode, encode, flops
-from lns_ops.functional.accumulation import get_matmul_accumulation, matmul_accumulation, set_matmul_accumulation
+from lns_ops.functional.accumulation import (
+    get_matmul_accumulation,
+    matmul_accumulation,
+    set_matmul_accumulation,
+)
 from lns_ops.nn import Conversion, convert_, revert_, summary
 from lns_ops.nn.float8_linear import product_kind
 from lns_ops.nn.simulate import simulate_
@@ -55,8 +59,12 @@ __all__ = [
 
 
 def backends() -> dict[str, object]:
-    """Which kernels are in use on each device, and why: ``{"cpu": {"kernel": "simd avx512bw", ...}}``."""
+    """Which kernels are in use on each device, and why: ``{"cpu": {"kernel": "simd avx512bw",
+    ...}}``."""
     return {
         "cpu": {**cpu.kernel_info(), "float8_products": product_kind("cpu")},
-        "cuda": {**cuda.kernel_info(), **({} if cuda.unavailable() else {"float8_products": product_kind("cuda")})},
+        "cuda": {
+            **cuda.kernel_info(),
+            **({} if cuda.unavailable() else {"float8_products": product_kind("cuda")}),
+        },
     }

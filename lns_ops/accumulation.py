@@ -1,4 +1,5 @@
-"""How matrix products are summed, and the setting for it; defined in :mod:`lns_ops.functional.accumulation`."""
+"""How matrix products are summed, and the setting for it; defined in
+:mod:`lns_ops.functional.accumulation`."""
 
 from lns_ops.functional.accumulation import (
     ACCUMULATIONS,

@@ -1,4 +1,5 @@
-"""LNS formats, by the name under which files of LNS tensors know them; defined in :mod:`lns_ops.spec.format`."""
+"""LNS formats, by the name under which files of LNS tensors know them; defined in
+:mod:`lns_ops.spec.format`."""
 
 from lns_ops.spec.format import (
     MANTISSA_BITS,

@@ -1,9 +1,6 @@
-"""Table look-ups and sums by index on codes, for operations of one's own; defined in :mod:`lns_ops.functional.indexed`."""
+"""Table look-ups and sums by index on codes, for operations of one's own; defined in
+:mod:`lns_ops.functional.indexed`."""
 
 from lns_ops.functional.indexed import index_sum, lookup, power
 
-__all__ = [
-    "index_sum",
-    "lookup",
-    "power",
-]
+__all__ = ["index_sum", "lookup", "power"]

@@ -1,4 +1,5 @@
-"""The specification of the arithmetic in plain integers; defined in :mod:`lns_ops.spec.reference` and ``reference_updates`` beside it."""
+"""The specification of the arithmetic in plain integers; defined in :mod:`lns_ops.spec.reference`
+and ``reference_updates`` beside it."""
 
 from lns_ops.spec.reference import (
     ACC_MAX,

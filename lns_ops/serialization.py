@@ -1,10 +1,12 @@
 """Files of codes without pickle: state dicts with LNSTensors as safetensors.
 
-A safetensors file holds plain tensors, so an LNSTensor is written as its int16 codes and its format's name goes into the file's metadata
-(key ``lns_formats``, JSON). Any reader of safetensors sees the codes; :func:`load_file` makes LNSTensors of them again. Codes are written
-contiguous, and tensors that share memory once each, as safetensors asks for.
+A safetensors file holds plain tensors, so an LNSTensor is written as its int16 codes and its
+format's name goes into the file's metadata (key ``lns_formats``, JSON). Any reader of safetensors
+sees the codes; :func:`load_file` makes LNSTensors of them again. Codes are written contiguous, and
+tensors that share memory once each, as safetensors asks for.
 
-``torch.save`` and ``torch.load(weights_only=True)`` work on LNSTensors as they are; this is for files that other programs read.
+``torch.save`` and ``torch.load(weights_only=True)`` work on LNSTensors as they are; this is for
+files that other programs read.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 from torch import Tensor
 
@@ -23,19 +26,31 @@ METADATA_KEY = "lns_formats"
 
 def to_codes(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Plain tensors (codes for LNSTensors) and the metadata that :func:`from_codes` needs."""
-    formats = {name: value.fmt.name for name, value in state.items() if isinstance(value, LNSTensor)}
-    plain = {n: (v.detach().codes if isinstance(v, LNSTensor) else v).contiguous().clone() for n, v in state.items()}  # type: ignore[attr-defined]
+    formats = {
+        name: value.fmt.name for name, value in state.items() if isinstance(value, LNSTensor)
+    }
+    plain = {
+        name: (cast(LNSTensor, value.detach()).codes if isinstance(value, LNSTensor) else value)
+        for name, value in state.items()
+    }
+    plain = {name: value.contiguous().clone() for name, value in plain.items()}
     return plain, {METADATA_KEY: json.dumps(formats)}
 
 
-def from_codes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> dict[str, Tensor]:
+def from_codes(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None
+) -> dict[str, Tensor]:
     """The inverse of :func:`to_codes`; without metadata nothing is an LNSTensor.
 
     Raises:
-        ValueError: the metadata names a format that does not exist, or a tensor of another dtype than int16.
+        ValueError: the metadata names a format that does not exist, or a tensor of another dtype
+            than int16.
     """
     formats: dict[str, str] = json.loads((metadata or {}).get(METADATA_KEY, "{}"))
-    return {n: LNSTensor(t, LNSFormat.parse(formats[n])) if n in formats else t for n, t in tensors.items()}
+    return {
+        n: LNSTensor(t, LNSFormat.parse(formats[n])) if n in formats else t
+        for n, t in tensors.items()
+    }
 
 
 def save_file(state: Mapping[str, Tensor], path: str | Path) -> None:

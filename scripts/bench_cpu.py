@@ -1,14 +1,18 @@
 """Speed of the CPU backend, beside torch float32 and other LNS libraries measured in the same run.
 
-    python scripts/bench_cpu.py                      # everything but the peers, some 30 seconds once kernels are compiled
-    python scripts/bench_cpu.py --peers ~/lns-peers  # builds a virtual environment there with xlns and xlnstorch (minutes)
+    python scripts/bench_cpu.py                      # everything but the peers, some 30 seconds
+                                                     # once kernels are compiled
+    python scripts/bench_cpu.py --peers ~/lns-peers  # builds a virtual environment there with xlns
+                                                     # and xlnstorch (minutes)
 
-Figures are the best of many repetitions: other processes only ever make a run slower. ``G/s`` are 10^9 multiply-accumulates a
-second, ``M/s`` 10^6 elements (or parameters) a second. Operands are encoded standard normals, without zeros unless it says so.
-"full range" draws codes from the whole format; such products of lns16 leave 16 bits and take the gather kernel.
+Figures are the best of many repetitions: other processes only ever make a run slower. ``G/s`` are
+10^9 multiply-accumulates a second, ``M/s`` 10^6 elements (or parameters) a second. Operands are
+encoded standard normals, without zeros unless it says so. "full range" draws codes from the whole
+format; such products of lns16 leave 16 bits and take the gather kernel.
 
-Peers run in an interpreter of their own. xlnstorch loads its C++ part only if symbols are loaded globally (RTLD_GLOBAL) and
-otherwise falls back to Python without a word, so the flag is set and CSRC_AVAILABLE is printed. xlns is numpy-based.
+Peers run in an interpreter of their own. xlnstorch loads its C++ part only if symbols are loaded
+globally (RTLD_GLOBAL) and otherwise falls back to Python without a word, so the flag is set and
+CSRC_AVAILABLE is printed. xlns is numpy-based.
 """
 
 from __future__ import annotations
@@ -43,8 +47,15 @@ from trainers.optim.build import make_optimizer
 from trainers.training.step import train_step
 
 SHAPES = [(128, 784, 512), (512, 512, 512)]
-CONVOLUTIONS = [(8, 64, 64, 32, 1), (8, 128, 128, 16, 1), (16, 256, 256, 8, 1), (32, 512, 512, 4, 1), (8, 64, 128, 32, 2)]
-"""Images, channels, outputs, side of the image, stride: the 3x3 convolutions of a ResNet-18 on 32x32 images."""
+CONVOLUTIONS = [
+    (8, 64, 64, 32, 1),
+    (8, 128, 128, 16, 1),
+    (16, 256, 256, 8, 1),
+    (32, 512, 512, 4, 1),
+    (8, 64, 128, 32, 2),
+]
+"""Images, channels, outputs, side of the image, stride: the 3x3 convolutions of a ResNet-18 on
+32x32 images."""
 ELEMENTS = 1_000_000
 PARAMETERS = 400_000
 STEPS = {
@@ -69,7 +80,8 @@ results = {}
 rng = np.random.default_rng(0)
 for M, K, N in shapes:
     name = f"{M}x{K}x{N}"
-    x, y = rng.standard_normal((M, K)).astype(np.float32), rng.standard_normal((K, N)).astype(np.float32)
+    x = rng.standard_normal((M, K)).astype(np.float32)
+    y = rng.standard_normal((K, N)).astype(np.float32)
     if sys.argv[1] == "xlnstorch":
         import xlnstorch
         results["CSRC_AVAILABLE"] = str(getattr(xlnstorch, "CSRC_AVAILABLE", "unknown"))
@@ -126,7 +138,9 @@ def line(label: str, value: float, unit: str, float32: float | None = None) -> N
     print(f"  {label:<58}{value / scale:9.2f} {unit}{share}", flush=True)
 
 
-def codes(rng: np.random.Generator, fmt: LNSFormat, shape: tuple[int, ...], zeros: float = 0.0) -> np.ndarray[Any, Any]:
+def codes(
+    rng: np.random.Generator, fmt: LNSFormat, shape: tuple[int, ...], zeros: float = 0.0
+) -> np.ndarray[Any, Any]:
     """Encoded standard normals."""
     x = cpu.encode(rng.standard_normal(shape).astype(np.float32), fmt)
     x[x == 0] = 1
@@ -153,11 +167,19 @@ def products(threads: int) -> dict[str, float]:
             float32 = rate(partial(torch.matmul, a, b), work)
         line(f"{name} torch float32", float32, "G/s")
         for fmt in (lns12, lns16):
-            x, y, sparse = codes(rng, fmt, (M, K)), codes(rng, fmt, (K, N)), codes(rng, fmt, (M, K), zeros=0.8)
+            x, y, sparse = (
+                codes(rng, fmt, (M, K)),
+                codes(rng, fmt, (K, N)),
+                codes(rng, fmt, (M, K), zeros=0.8),
+            )
             wide_x, wide_y = (rng.choice(fmt.codes(), shape) for shape in ((M, K), (K, N)))
             for kernel in available_kernels():
                 with product_kernel(kernel):
-                    for label, left, right in (("dense", x, y), ("80 % zeros in x", sparse, y), ("full range", wide_x, wide_y)):
+                    for label, left, right in (
+                        ("dense", x, y),
+                        ("80 % zeros in x", sparse, y),
+                        ("full range", wide_x, wide_y),
+                    ):
                         got = rate(partial(cpu.matmul, left, right, fmt), work)
                         line(f"{name} {fmt} {kernel} {label}", got, "G/s", float32)
                         if label == "dense" and fmt == lns16:
@@ -198,22 +220,34 @@ def elementwise() -> None:
 
 
 def convolutions() -> None:
-    """3x3 convolutions and their gradients, and the product of matrices of the same sizes for one chunk of images."""
+    """3x3 convolutions and their gradients, and the product of matrices of the same sizes for one
+    chunk of images."""
     rng = np.random.default_rng(3)
     for n, c, o, side, stride in CONVOLUTIONS:
-        x, w = (torch.from_numpy(codes(rng, lns12, shape)) for shape in ((n, c, side, side), (o, c, 3, 3)))
+        x, w = (
+            torch.from_numpy(codes(rng, lns12, shape))
+            for shape in ((n, c, side, side), (o, c, 3, 3))
+        )
         geometry = convolution.Geometry((stride, stride), (1, 1), (1, 1))
         y = convolution.convolution(x, w, geometry, lns12)
         grad, work = torch.from_numpy(codes(rng, lns12, tuple(y.shape))), float(y.numel() * c * 9)
         columns = max(1, (1 << 20) // (c * 9 * y[0, 0].numel())) * y[0, 0].numel()
-        left, right = (torch.from_numpy(codes(rng, lns12, shape)) for shape in ((o, c * 9), (c * 9, columns)))
+        left, right = (
+            torch.from_numpy(codes(rng, lns12, shape)) for shape in ((o, c * 9), (c * 9, columns))
+        )
         name = f"conv {n}x{c}x{side}x{side} to {o}, stride {stride}"
-        product = rate(partial(lns.matmul, left, right, lns12), float(o * c * 9 * columns), seconds=1.5)
+        product = rate(
+            partial(lns.matmul, left, right, lns12), float(o * c * 9 * columns), seconds=1.5
+        )
         line(f"{name}: product {o}x{c * 9}x{columns}", product, "G/s")
         calls: dict[str, Callable[[], Any]] = {
             "forward": partial(convolution.convolution, x, w, geometry, lns12),
-            "gradient of the input": partial(convolution.input_gradient, grad, w, (side, side), geometry, lns12),
-            "gradient of the weight": partial(convolution.weight_gradient, grad, x, (3, 3), geometry, lns12),
+            "gradient of the input": partial(
+                convolution.input_gradient, grad, w, (side, side), geometry, lns12
+            ),
+            "gradient of the weight": partial(
+                convolution.weight_gradient, grad, x, (3, 3), geometry, lns12
+            ),
         }
         for part, call in calls.items():
             got = rate(call, work, seconds=1.5)
@@ -241,7 +275,8 @@ def functions() -> None:
 
 
 def saved_bytes() -> None:
-    """Bytes that autograd keeps for the backward pass of one step, for each value that it keeps in float32."""
+    """Bytes that autograd keeps for the backward pass of one step, for each value that it keeps in
+    float32."""
 
     def kept(model: torch.nn.Module, x: torch.Tensor) -> float:
         sizes: list[int] = []
@@ -270,18 +305,40 @@ def saved_bytes() -> None:
         ]
         return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
 
-    for name, make, x in (("784-512-10", mlp, torch.randn(128, 784)), ("small CNN", cnn, torch.randn(128, 1, 28, 28))):
+    for name, make, x in (
+        ("784-512-10", mlp, torch.randn(128, 784)),
+        ("small CNN", cnn, torch.randn(128, 1, 28, 28)),
+    ):
         figures = [kept(make(), x)]
         figures += [kept(convert_(make(), lns12, scope), x) for scope in ("matmul", "everywhere")]
         print(
-            f"  saved for backward, {name}, batch 128: float32 {figures[0]:.2f}, matmul {figures[1]:.2f}, everywhere {figures[2]:.2f} MiB"
+            f"  saved for backward, {name}, batch 128: float32 {figures[0]:.2f}, matmul"
+            f" {figures[1]:.2f}, everywhere {figures[2]:.2f} MiB"
         )
 
 
 def optimizers() -> None:
-    """A step of every optimizer with Kahan summation, lns12, and its share of the same optimizer's on float32."""
-    names = ("SGD", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD", "LARS", "LAMB", "Lion",
-             "Madam", "Mul", "SignMul", "HybridMul")  # fmt: skip
+    """A step of every optimizer with Kahan summation, lns12, and its share of the same optimizer's
+    on float32."""
+    names = (
+        "SGD",
+        "AdamW",
+        "RMSprop",
+        "Adagrad",
+        "Adadelta",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "Rprop",
+        "ASGD",
+        "LARS",
+        "LAMB",
+        "Lion",
+        "Madam",
+        "Mul",
+        "SignMul",
+        "HybridMul",
+    )
     recipes: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in names}
     recipes["SGD with Nesterov"] = ("SGD", {"momentum": 0.9, "nesterov": True})
     for label, (name, options) in recipes.items():
@@ -310,15 +367,22 @@ def updates() -> None:
             "SGD": {},
             "SGD with momentum": {"momentum": momentum, "buffer": buffer},
             "SGD with Kahan": {"compensation": compensation},
-            "SGD with momentum and Kahan": {"momentum": momentum, "buffer": buffer, "compensation": compensation},
+            "SGD with momentum and Kahan": {
+                "momentum": momentum,
+                "buffer": buffer,
+                "compensation": compensation,
+            },
         }
         for name, options in variants.items():
-            got = rate(partial(cpu.sgd_update, weight, grad, fmt, negative_lr=lr, **options), PARAMETERS)
+            got = rate(
+                partial(cpu.sgd_update, weight, grad, fmt, negative_lr=lr, **options), PARAMETERS
+            )
             line(f"{name}, {fmt}", got, "M/s", float32 if name == "SGD with momentum" else None)
 
 
 def steps() -> None:
-    """One training step of a 784-128-10 net on a batch of 128 random examples, forward to update."""
+    """One training step of a 784-128-10 net on a batch of 128 random examples, forward to
+    update."""
     batch = Split(torch.rand(128, 784), torch.randint(0, 10, (128,)))
     recipe, milliseconds = OptimizerConfig(lr=0.1), {}
     for label, precision in STEPS.items():
@@ -327,29 +391,38 @@ def steps() -> None:
         milliseconds[label] = 1e3 / rate(partial(train_step, model, optimizer, batch, None), 1.0)
         ratio = milliseconds[label] / milliseconds["float32"]
         print(
-            f"  step of 784-128-10, batch 128, {label:<27}{milliseconds[label]:9.2f} ms    {ratio:8.2f} times float32", flush=True
+            f"  step of 784-128-10, batch 128, {label:<27}{milliseconds[label]:9.2f} ms   "
+            f" {ratio:8.2f} times float32",
+            flush=True,
         )
 
 
 def start_up() -> None:
     """Import and first call, kernels already compiled, in fresh interpreters."""
     script = (
-        "import time, torch; t = time.perf_counter(); import numpy; from lns_ops import cpu; from lns_ops.format import lns12; "
-        "u = time.perf_counter(); x = numpy.ones((4, 4), numpy.int16); cpu.matmul(x, x, lns12); print(u - t, time.perf_counter() - u)"
+        "import time, torch; t = time.perf_counter(); import numpy; from lns_ops import cpu; from"
+        " lns_ops.format import lns12; u = time.perf_counter(); x = numpy.ones((4, 4),"
+        " numpy.int16); cpu.matmul(x, x, lns12); print(u - t, time.perf_counter() - u)"
     )
     command = [sys.executable, "-c", script]
-    runs = [subprocess.run(command, check=True, capture_output=True, text=True).stdout.split() for _ in range(5)]
+    runs = [
+        subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+        for _ in range(5)
+    ]
     load, first = (min(float(run[i]) for run in runs) for i in (0, 1))
     print(f"  import beyond torch {load:.2f} s, first product {first:.2f} s")
 
 
 def install_peers(folder: Path) -> Path:
-    """A virtual environment with the peers that sees this interpreter's packages (they need its torch); returns its python."""
+    """A virtual environment with the peers that sees this interpreter's packages (they need its
+    torch); returns its python."""
     python = folder / "bin" / "python"
     if not python.exists():
         venv.create(folder, with_pip=True)
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-        (folder / "lib" / version / "site-packages" / "parent.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+        (folder / "lib" / version / "site-packages" / "parent.pth").write_text(
+            sysconfig.get_paths()["purelib"] + "\n"
+        )
     pip = [str(python), "-m", "pip", "install", "-q"]
     subprocess.run([*pip, "-U", "setuptools>=77", "wheel"], check=False)
     for package in ("xlns", "xlnstorch"):
@@ -358,7 +431,8 @@ def install_peers(folder: Path) -> Path:
 
 
 def peers(folder: Path, ours: dict[str, float]) -> None:
-    """Matrix products of xlnstorch and xlns at f = 7 on one thread; a peer that cannot run is skipped with its last words."""
+    """Matrix products of xlnstorch and xlns at f = 7 on one thread; a peer that cannot run is
+    skipped with its last words."""
     python = install_peers(folder)
     for name in ("xlnstorch", "xlns"):
         command = [str(python), "-W", "ignore", "-c", PEER_SCRIPT, name, json.dumps(SHAPES)]
@@ -367,16 +441,32 @@ def peers(folder: Path, ours: dict[str, float]) -> None:
             print(f"  {name} skipped: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
             continue
         results = json.loads(done.stdout.strip().splitlines()[-1])
-        note = f" (CSRC_AVAILABLE={results.pop('CSRC_AVAILABLE')})" if "CSRC_AVAILABLE" in results else ""
+        note = (
+            f" (CSRC_AVAILABLE={results.pop('CSRC_AVAILABLE')})"
+            if "CSRC_AVAILABLE" in results
+            else ""
+        )
         for shape, value in results.items():
-            print(f"  {shape} {name}{note}: {value / 1e9:.4f} G/s; lns16 here is {ours[shape] / value:,.0f} times as fast")
+            print(
+                f"  {shape} {name}{note}: {value / 1e9:.4f} G/s; lns16 here is"
+                f" {ours[shape] / value:,.0f} times as fast"
+            )
 
 
 def main() -> None:
     """Run and print everything."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", type=Path, metavar="FOLDER", help="measure xlnstorch and xlns, installed in a venv there")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts to measure")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--peers",
+        type=Path,
+        metavar="FOLDER",
+        help="measure xlnstorch and xlns, installed in a venv there",
+    )
+    parser.add_argument(
+        "--threads", type=int, nargs="+", default=[1, 2], help="thread counts to measure"
+    )
     options = parser.parse_args()
     print(f"matrix product: {cpu.kernel_info()}; torch {torch.__version__}, {os.cpu_count()} CPUs")
     ours: dict[str, float] = {}

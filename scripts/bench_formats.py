@@ -1,9 +1,11 @@
 """CPU milliseconds of a training step in each number format and with each weight update.
 
-    python scripts/bench_formats.py               MLP 784-128-10 and CNN 8-16 channels, 28 x 28 pixels, batch 64, one thread
+    python scripts/bench_formats.py               MLP 784-128-10 and CNN 8-16 channels, 28 x 28
+                                                  pixels, batch 64, one thread
 
-CPU time of the process, the median of several steps, so that other work on the machine counts little. Formats other than float32 and LNS
-without a scale are simulated: what is timed is float32 and the rounding.
+CPU time of the process, the median of several steps, so that other work on the machine counts
+little. Formats other than float32 and LNS without a scale are simulated: what is timed is float32
+and the rounding.
 """
 
 from __future__ import annotations
@@ -25,12 +27,20 @@ from trainers.models.precision import apply_precision
 from trainers.optim.build import make_optimizer
 from trainers.training.step import train_step
 
-MODELS = {"MLP": ModelConfig(hidden=[128]), "CNN": ModelConfig(name="cnn", channels=[8, 16], hidden=[])}
+MODELS = {
+    "MLP": ModelConfig(hidden=[128]),
+    "CNN": ModelConfig(name="cnn", channels=[8, 16], hidden=[]),
+}
 FORMATS = [
-    "float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fn/channel", "fixed(16,10)", "fixed(12,8)",
-    "int8", "int8/channel", "mxfp8", "lns16", "lns12", "lns8", "lns8/channel",
+    "float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2",
+    "float8_e4m3fn/channel", "fixed(16,10)", "fixed(12,8)", "int8", "int8/channel", "mxfp8",
+    "lns16", "lns12", "lns8", "lns8/channel",
 ]  # fmt: skip
-UPDATES: dict[str, dict[str, Any]] = {"nearest": {}, "Kahan": {"kahan_sum": True}, "stochastic": {"stochastic_rounding": True}}
+UPDATES: dict[str, dict[str, Any]] = {
+    "nearest": {},
+    "Kahan": {"kahan_sum": True},
+    "stochastic": {"stochastic_rounding": True},
+}
 BATCH = 64
 
 
@@ -38,7 +48,9 @@ def step_ms(model_config: ModelConfig, precision: PrecisionConfig, repeats: int)
     """Median CPU time of a step, in ms."""
     model = apply_precision(initialize_(build(model_config, 784, 10), 0), precision)
     optimizer = make_optimizer(model, OptimizerConfig(lr=0.5), precision, BATCH)
-    batch = Split(torch.rand(BATCH, 784, generator=torch.Generator().manual_seed(0)), torch.arange(BATCH) % 10)
+    batch = Split(
+        torch.rand(BATCH, 784, generator=torch.Generator().manual_seed(0)), torch.arange(BATCH) % 10
+    )
     times = []
     for _ in range(repeats + 2):
         start = time.process_time()
@@ -49,12 +61,17 @@ def step_ms(model_config: ModelConfig, precision: PrecisionConfig, repeats: int)
 
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=15)
     repeats = parser.parse_args().repeats
     torch.set_num_threads(1)
     lns_ops.cpu.set_num_threads(1)
-    print(f"| ms a step | {' | '.join(f'{model}, {update}' for model in MODELS for update in UPDATES)} |")
+    print(
+        "| ms a step |"
+        f" {' | '.join(f'{model}, {update}' for model in MODELS for update in UPDATES)} |"
+    )
     print("|---" * (1 + len(MODELS) * len(UPDATES)) + "|")
     for name in FORMATS:
         if name.startswith("mx") and (reason := microscaling.unavailable()) is not None:
@@ -66,7 +83,9 @@ def main() -> None:
                 if name == "float32" and "stochastic_rounding" in options:
                     cells.append("-")
                 else:
-                    cells.append(f"{step_ms(model, PrecisionConfig(format=name, **options), repeats):.1f}")
+                    cells.append(
+                        f"{step_ms(model, PrecisionConfig(format=name, **options), repeats):.1f}"
+                    )
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 

@@ -1,13 +1,16 @@
-"""Times every CUDA kernel of lns_ops beside its peers and the ceilings of the chip, all measured in the same run.
+"""Times every CUDA kernel of lns_ops beside its peers and the ceilings of the chip, all measured in
+the same run.
 
     python scripts/bench_gpu.py [--quick] [--json FILE]
     python scripts/bench_gpu.py --draw FILE PICTURE        the roofline of such a file; needs no GPU
 
-Prints medians of CUDA-event times (warm-up first, rotating inputs larger than the L2 together) as a fraction of what bounds them:
+Prints medians of CUDA-event times (warm-up first, rotating inputs larger than the L2 together) as a
+fraction of what bounds them:
 
 - copy: bytes a second of a large device-to-device copy, read plus written, through torch;
-- issue: instructions a second that the multiprocessors issue, from a kernel of independent float additions. A multiply-add of the GEMM
-  takes 7 of them at least (lns_ops/cuda/src/arithmetic.cuh), so issue / 7 bounds it.
+- issue: instructions a second that the multiprocessors issue, from a kernel of independent float
+  additions. A multiply-add of the GEMM takes 7 of them at least (lns_ops/cuda/src/arithmetic.cuh),
+  so issue / 7 bounds it.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ _RESULTS: dict[str, Any] = {}
 
 
 def seconds(calls: list[Callable[[], Any]], *, repeats: int = 20, graph: bool = False) -> float:
-    """Median time of a call, over ``calls`` in rotation; short ones are captured in a graph, which leaves out launch overhead."""
+    """Median time of a call, over ``calls`` in rotation; short ones are captured in a graph, which
+    leaves out launch overhead."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -65,7 +69,8 @@ def copy_bandwidth() -> float:
 
 
 def issue_rate() -> float:
-    """Lane-instructions a second: independent float additions, 16 chains a thread, 2,048 threads a multiprocessor."""
+    """Lane-instructions a second: independent float additions, 16 chains a thread, 2,048 threads a
+    multiprocessor."""
     lines = "".join(f"x{i} += y;" for i in range(16))
     source = (
         'extern "C" __global__ void issue(float* out, int n, float y) {'
@@ -82,7 +87,8 @@ def issue_rate() -> float:
     return blocks * 1024 * 2000 * 256 / time
 
 
-NAIVE = r"""extern "C" __global__ void naive(const short* A, const short* B, short* C, const int* plus, const int* minus, int last,
+NAIVE = r"""extern "C" __global__ void naive(const short* A, const short* B, short* C,
+                                   const int* plus, const int* minus, int last,
                                    int M, int N, int K) {
     int n = blockIdx.x * 16 + threadIdx.x % 16, m = blockIdx.y * 16 + threadIdx.x / 16;
     int acc = -(1 << 28), sign = 0;
@@ -104,7 +110,8 @@ def codes(shape: tuple[int, ...], fmt: LNSFormat) -> torch.Tensor:
 
 
 def check() -> None:
-    """A wrong kernel's speed means nothing: products, updates and conversions against the CPU backend first."""
+    """A wrong kernel's speed means nothing: products, updates and conversions against the CPU
+    backend first."""
     from lns_ops import cpu
 
     for fmt in (lns16, lns12):
@@ -113,16 +120,28 @@ def check() -> None:
         for tile in cuda.TILES:
             got = cuda.matmul(x, y, fmt.bits, fmt.fraction_bits, tile=tile)
             assert torch.equal(got.cpu(), wanted), f"{fmt} {tile}: the product is wrong"
-        near = [lns.decode(lns.matmul(a, b, fmt, accumulation="float32"), fmt).cpu() for a, b in ((x, y), (x.cpu(), y.cpu()))]
-        assert (near[0] - near[1]).norm() < fmt.epsilon * near[1].norm(), f"{fmt}: the product with float32 sums is wrong"
+        near = [
+            lns.decode(lns.matmul(a, b, fmt, accumulation="float32"), fmt).cpu()
+            for a, b in ((x, y), (x.cpu(), y.cpu()))
+        ]
+        assert (near[0] - near[1]).norm() < fmt.epsilon * near[1].norm(), (
+            f"{fmt}: the product with float32 sums is wrong"
+        )
         floats = torch.randn(100_000, device="cuda")
-        assert torch.equal(lns.encode(floats, fmt).cpu(), lns.encode(floats.cpu(), fmt)), f"{fmt}: encode is wrong"
+        assert torch.equal(lns.encode(floats, fmt).cpu(), lns.encode(floats.cpu(), fmt)), (
+            f"{fmt}: encode is wrong"
+        )
 
 
-def report(name: str, seconds_: float, work: float, unit: str, ceiling: float | None = None, note: str = "") -> None:
+def report(
+    name: str, seconds_: float, work: float, unit: str, ceiling: float | None = None, note: str = ""
+) -> None:
     rate = work / seconds_
     fraction = "" if ceiling is None else f"{rate / ceiling:6.3f} of {ceiling / 1e12:.3g}"
-    print(f"{name:44s} {seconds_ * 1e6:10.1f} us  {rate / 1e12:8.3f} {unit}  {fraction} {note}", flush=True)
+    print(
+        f"{name:44s} {seconds_ * 1e6:10.1f} us  {rate / 1e12:8.3f} {unit}  {fraction} {note}",
+        flush=True,
+    )
     _RESULTS[name] = {"seconds": seconds_, "rate": rate, "unit": unit, "ceiling": ceiling}
 
 
@@ -136,8 +155,19 @@ def products(issue: float, quick: bool) -> None:
             report(f"gemm {fmt} {M}x{K}x{N}", seconds(calls, repeats=7), M * K * N, "TMAC/s", bound)
             if not quick and M == 1024:
                 for tile in cuda.TILES:
-                    calls = [lambda i=i, t=tile: cuda.matmul(x[i], y[i], fmt.bits, fmt.fraction_bits, tile=t) for i in range(2)]
-                    report(f"  tile {tuple(tile)}", seconds(calls, repeats=7), M * K * N, "TMAC/s", bound)
+                    calls = [
+                        lambda i=i, t=tile: cuda.matmul(
+                            x[i], y[i], fmt.bits, fmt.fraction_bits, tile=t
+                        )
+                        for i in range(2)
+                    ]
+                    report(
+                        f"  tile {tuple(tile)}",
+                        seconds(calls, repeats=7),
+                        M * K * N,
+                        "TMAC/s",
+                        bound,
+                    )
     M = 4096
     x, y = codes((M, M), lns16), codes((M, M), lns16)
     plus, minus = gaussian_tables(7)
@@ -145,7 +175,9 @@ def products(issue: float, quick: bool) -> None:
     naive = runtime.Kernel(runtime.compile_function(NAIVE, "naive", (), 0), "PPPPPiiii", 0)
     out = torch.empty_like(x)
     pointers = [t.data_ptr() for t in (x, y, out, *tables)]
-    time = seconds([lambda: naive((M // 16, M // 16, 1), 256, 0, *pointers, len(plus) - 1, M, M, M)], repeats=3)
+    time = seconds(
+        [lambda: naive((M // 16, M // 16, 1), 256, 0, *pointers, len(plus) - 1, M, M, M)], repeats=3
+    )
     report(f"naive gemm lns16 {M}^3 (sequential)", time, M**3, "TMAC/s", bound)
     for fmt in (lns16, lns12):
         for label, shape in {
@@ -159,12 +191,23 @@ def products(issue: float, quick: bool) -> None:
             y = codes((N, K), fmt).t() if label in ("forward", "output") else codes((K, N), fmt)
             time = seconds([lambda: lns.matmul(x, y, fmt)], graph=True)
             report(
-                f"gemm {fmt} {label} {M}x{K}x{N}", time, M * K * N, "TMAC/s", bound, str(tuple(gemm.choose_tile(1, M, N, K, 132)))
+                f"gemm {fmt} {label} {M}x{K}x{N}",
+                time,
+                M * K * N,
+                "TMAC/s",
+                bound,
+                str(tuple(gemm.choose_tile(1, M, N, K, 132))),
             )
             if not quick and fmt == lns16:
                 for tile in cuda.TILES[1:]:
                     call = lambda t=tile: cuda.matmul(x, y, fmt.bits, fmt.fraction_bits, tile=t)
-                    report(f"  tile {tuple(tile)}", seconds([call], graph=True), M * K * N, "TMAC/s", bound)
+                    report(
+                        f"  tile {tuple(tile)}",
+                        seconds([call], graph=True),
+                        M * K * N,
+                        "TMAC/s",
+                        bound,
+                    )
 
 
 FLOAT32_SHAPES = [
@@ -178,18 +221,30 @@ FLOAT32_SHAPES = [
 
 
 def float32_sums(copy: float) -> None:
-    """Products with float32 sums, step by step, as fractions of cuBLAS's product of the decoded operands alone."""
+    """Products with float32 sums, step by step, as fractions of cuBLAS's product of the decoded
+    operands alone."""
     for fmt in (lns12, lns16):
         kind = float32_matmul.operand_type(fmt.fraction_bits)
         for label, (M, K, N) in FLOAT32_SHAPES:
             x = [codes((K, M), fmt).t() if label == "dW" else codes((M, K), fmt) for _ in range(2)]
-            y = [codes((N, K), fmt).t() if label in ("forward", "output") else codes((K, N), fmt) for _ in range(2)]
-            decode = lambda i: float32_matmul.decoded_operands(x[i], y[i], fmt.bits, fmt.fraction_bits)
+            y = [
+                codes((N, K), fmt).t() if label in ("forward", "output") else codes((K, N), fmt)
+                for _ in range(2)
+            ]
+            decode = lambda i: float32_matmul.decoded_operands(
+                x[i], y[i], fmt.bits, fmt.fraction_bits
+            )
             pairs, work = [decode(i) for i in range(2)], M * K * N
             steps = {
-                f"cuBLAS {kind} to float32": lambda i: float32_matmul.float32_product(*pairs[i], kind),
-                f"{fmt} decode + product": lambda i: float32_matmul.float32_product(*decode(i), kind),
-                f"{fmt} decode + product + encode": lambda i: lns.matmul(x[i], y[i], fmt, accumulation="float32"),
+                f"cuBLAS {kind} to float32": lambda i: float32_matmul.float32_product(
+                    *pairs[i], kind
+                ),
+                f"{fmt} decode + product": lambda i: float32_matmul.float32_product(
+                    *decode(i), kind
+                ),
+                f"{fmt} decode + product + encode": lambda i: lns.matmul(
+                    x[i], y[i], fmt, accumulation="float32"
+                ),
             }
             if kind == "bf16":
                 steps["torch bf16 to bf16"] = lambda i: torch.mm(*pairs[i])
@@ -199,20 +254,52 @@ def float32_sums(copy: float) -> None:
                 report(f"{step} {label} {M}x{K}x{N}", time, work, "TMAC/s", alone)
                 alone = alone or work / time
         both = [codes((1 << 26,), fmt) for _ in range(4)]
-        calls = [lambda i=i: float32_matmul.decoded_operands(both[i], both[i + 1], fmt.bits, fmt.fraction_bits) for i in (0, 2)]
-        report(f"decode two operands {fmt} to {kind}", seconds(calls), (4 if kind == "bf16" else 6) * (1 << 27), "TB/s", copy)
+        calls = [
+            lambda i=i: float32_matmul.decoded_operands(
+                both[i], both[i + 1], fmt.bits, fmt.fraction_bits
+            )
+            for i in (0, 2)
+        ]
+        report(
+            f"decode two operands {fmt} to {kind}",
+            seconds(calls),
+            (4 if kind == "bf16" else 6) * (1 << 27),
+            "TB/s",
+            copy,
+        )
 
 
 def memory_bound(copy: float, n: int) -> None:
     for fmt in (lns16, lns12):
         x = [torch.randn(n, device="cuda") for _ in range(2)]
-        report(f"encode {fmt}", seconds([lambda i=i: lns.encode(x[i], fmt) for i in range(2)]), 6 * n, "TB/s", copy)
+        report(
+            f"encode {fmt}",
+            seconds([lambda i=i: lns.encode(x[i], fmt) for i in range(2)]),
+            6 * n,
+            "TB/s",
+            copy,
+        )
         c = [lns.encode(x[i], fmt) for i in range(2)]
-        report(f"decode {fmt}", seconds([lambda i=i: lns.decode(c[i], fmt) for i in range(2)]), 6 * n, "TB/s", copy)
+        report(
+            f"decode {fmt}",
+            seconds([lambda i=i: lns.decode(c[i], fmt) for i in range(2)]),
+            6 * n,
+            "TB/s",
+            copy,
+        )
         for name in ("add", "mul"):
             operation = getattr(lns, name)
-            report(f"{name} {fmt}", seconds([lambda i=i: operation(c[i], c[1 - i], fmt) for i in range(2)]), 6 * n, "TB/s", copy)
-        rate, decay = int(lns.encode(torch.tensor(-0.01), fmt)), int(lns.encode(torch.tensor(0.9), fmt))
+            report(
+                f"{name} {fmt}",
+                seconds([lambda i=i: operation(c[i], c[1 - i], fmt) for i in range(2)]),
+                6 * n,
+                "TB/s",
+                copy,
+            )
+        rate, decay = (
+            int(lns.encode(torch.tensor(-0.01), fmt)),
+            int(lns.encode(torch.tensor(0.9), fmt)),
+        )
         w, tick = [c[0].clone() for _ in range(5)], torch.ones((), dtype=torch.int64, device="cuda")
         at_random = {"step": tick, "key": 1}
         for label, bytes_, options in [
@@ -224,14 +311,28 @@ def memory_bound(copy: float, n: int) -> None:
             call = lambda: lns.sgd_update_(w[0], c[1], fmt, negative_lr=rate, **options)
             report(f"{label} {fmt}", seconds([call]), bytes_ * n, "TB/s", copy)
         root, residue = lns.absolute(w[3], fmt), torch.zeros_like(w[3])
-        scalars = {"negative_lr": rate, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": rate & fmt.field_mask}
+        scalars = {
+            "negative_lr": rate,
+            "beta1": 0.9,
+            "beta2": 0.999,
+            "eps": 1e-8,
+            "weight_decay": rate & fmt.field_mask,
+        }
         for label, bytes_, options in [
             ("AdamW", 18, {"residue": residue}),
             ("Kahan AdamW", 22, {"residue": residue, "compensation": w[1]}),
             ("stochastic AdamW", 14, {"key": 1}),
         ]:
             call = lambda: lns.adam_update_(
-                w[0], c[1], fmt, step=tick, exp_avg=w[2], root=root, decoupled=True, **scalars, **options
+                w[0],
+                c[1],
+                fmt,
+                step=tick,
+                exp_avg=w[2],
+                root=root,
+                decoupled=True,
+                **scalars,
+                **options,
             )
             report(f"{label} {fmt}", seconds([call]), bytes_ * n, "TB/s", copy)
         momentum = {"momentum": 0.9, "buffer": w[2]}
@@ -250,14 +351,26 @@ def memory_bound(copy: float, n: int) -> None:
             ("stochastic AdamW in float32", 14, {"key": 1}),
         ]:
             call = lambda: lns.adam_update_float32_(
-                w[0], c[1], fmt, step=tick, exp_avg=w[2], root=root, decoupled=True, **scalars, **options
+                w[0],
+                c[1],
+                fmt,
+                step=tick,
+                exp_avg=w[2],
+                root=root,
+                decoupled=True,
+                **scalars,
+                **options,
             )
             report(f"{label} {fmt}", seconds([call]), bytes_ * n, "TB/s", copy)
     p = torch.nn.Parameter(torch.randn(n, device="cuda"))
     p.grad = torch.randn(n, device="cuda")
     for label, bytes_, optimizer in [
         ("torch fused SGD float32", 12, torch.optim.SGD([p], lr=0.01, fused=True)),
-        ("torch fused momentum float32", 20, torch.optim.SGD([p], lr=0.01, momentum=0.9, fused=True)),
+        (
+            "torch fused momentum float32",
+            20,
+            torch.optim.SGD([p], lr=0.01, momentum=0.9, fused=True),
+        ),
         ("torch fused AdamW float32", 28, torch.optim.AdamW([p], lr=0.01, fused=True)),
     ]:
         report(label, seconds([optimizer.step]), bytes_ * n, "TB/s", copy)
@@ -320,7 +433,8 @@ ADDITIONS = {
 
 
 def _label(axes: Any, points: dict[str, tuple[float, float]]) -> None:
-    """Products beside their points; what memory bounds in a column of its own, since those points lie close together."""
+    """Products beside their points; what memory bounds in a column of its own, since those points
+    lie close together."""
     offsets = {"128x784x512": (7, 4), "512x128x784": (-7, -4), "128x512x784": (-7, -14)}
     style: dict[str, Any] = {"fontsize": 7, "textcoords": "offset points", "va": "center"}
     for label, (x, y) in points.items():
@@ -332,13 +446,21 @@ def _label(axes: Any, points: dict[str, tuple[float, float]]) -> None:
         place = {
             "fontsize": 7,
             "va": "center",
-            "arrowprops": {"arrowstyle": "-", "color": "0.6", "lw": 0.6, "relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 3},
+            "arrowprops": {
+                "arrowstyle": "-",
+                "color": "0.6",
+                "lw": 0.6,
+                "relpos": (0, 0.5),
+                "shrinkA": 1,
+                "shrinkB": 3,
+            },
         }
         axes.annotate(label, (x, y), (0.8, 0.22 * 1.28**row), **place)
 
 
 def draw(figures: Path, picture: Path) -> None:
-    """The roofline: LNS additions (a multiply-add counts as one) a second over additions a byte, under the two ceilings of the same run."""
+    """The roofline: LNS additions (a multiply-add counts as one) a second over additions a byte,
+    under the two ceilings of the same run."""
     from matplotlib.figure import Figure
 
     data = json.loads(figures.read_text())
@@ -346,23 +468,42 @@ def draw(figures: Path, picture: Path) -> None:
     figure = Figure(figsize=(8, 5), dpi=160, layout="constrained")
     axes = figure.add_subplot(xscale="log", yscale="log")
     ridge = bound / copy
-    axes.plot([0.08, ridge, 3000], [0.08 * copy / 1e12, bound / 1e12, bound / 1e12], color="0.3", lw=1.5)
-    axes.annotate(
-        f"copy bandwidth {copy / 1e12:.2f} TB/s", (0.09, 0.09 * copy / 1e12 * 1.5), rotation=43, fontsize=9, color="0.3"
+    axes.plot(
+        [0.08, ridge, 3000], [0.08 * copy / 1e12, bound / 1e12, bound / 1e12], color="0.3", lw=1.5
     )
-    axes.annotate(f"issue rate / {INSTRUCTIONS}: {bound / 1e12:.2f} T/s", (60, bound / 1e12 * 1.06), fontsize=9, color="0.3")
+    axes.annotate(
+        f"copy bandwidth {copy / 1e12:.2f} TB/s",
+        (0.09, 0.09 * copy / 1e12 * 1.5),
+        rotation=43,
+        fontsize=9,
+        color="0.3",
+    )
+    axes.annotate(
+        f"issue rate / {INSTRUCTIONS}: {bound / 1e12:.2f} T/s",
+        (60, bound / 1e12 * 1.06),
+        fontsize=9,
+        color="0.3",
+    )
     for fmt, colour, marker in ((lns16, "#0072B2", "o"), (lns12, "#D55E00", "s")):
         points: dict[str, tuple[float, float]] = {}
         for name, value in data["results"].items():
             words = name.split()
             if words[0] == "gemm" and words[1] == str(fmt):
                 M, K, N = map(int, words[-1].split("x"))
-                points["x".join(map(str, (M, K, N)))] = (M * K * N / (2 * (M * K + K * N + M * N)), value["rate"])
+                points["x".join(map(str, (M, K, N)))] = (
+                    M * K * N / (2 * (M * K + K * N + M * N)),
+                    value["rate"],
+                )
             elif words[-1] == str(fmt) and (label := name.removesuffix(f" {fmt}")) in ADDITIONS:
                 additions, bytes_ = ADDITIONS[label]
                 points[label] = (additions / bytes_, value["rate"] * additions / bytes_)
         axes.plot(
-            *zip(*((x, y / 1e12) for x, y in points.values()), strict=True), marker, ms=5, color=colour, label=str(fmt), alpha=0.8
+            *zip(*((x, y / 1e12) for x, y in points.values()), strict=True),
+            marker,
+            ms=5,
+            color=colour,
+            label=str(fmt),
+            alpha=0.8,
         )
         if fmt == lns12:
             _label(axes, points)
@@ -377,11 +518,17 @@ def draw(figures: Path, picture: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="fewer variants")
     parser.add_argument("--json", type=Path, help="write the figures to this file as well")
     parser.add_argument(
-        "--draw", type=Path, nargs=2, metavar=("JSON", "PICTURE"), help="only draw the roofline of earlier figures"
+        "--draw",
+        type=Path,
+        nargs=2,
+        metavar=("JSON", "PICTURE"),
+        help="only draw the roofline of earlier figures",
     )
     options = parser.parse_args()
     if options.draw:
@@ -391,12 +538,14 @@ def main() -> None:
     if reason is not None:
         raise SystemExit(f"no GPU to time: {reason}")
     print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {cuda.kernel_info()['why']}, Python {platform.python_version()}"
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {cuda.kernel_info()['why']},"
+        f" Python {platform.python_version()}"
     )
     check()
     copy, issue = copy_bandwidth(), issue_rate()
     print(
-        f"ceilings: copy {copy / 1e12:.3f} TB/s, issue {issue / 1e12:.2f} T instructions/s, GEMM {issue / INSTRUCTIONS / 1e12:.2f} TMAC/s"
+        f"ceilings: copy {copy / 1e12:.3f} TB/s, issue {issue / 1e12:.2f} T instructions/s, GEMM"
+        f" {issue / INSTRUCTIONS / 1e12:.2f} TMAC/s"
     )
     products(issue, options.quick)
     float32_sums(copy)
@@ -404,7 +553,9 @@ def main() -> None:
     memory_bound(copy, 1 << (26 if options.quick else 28))
     cuda.check_faults()
     if options.json:
-        options.json.write_text(json.dumps({"copy": copy, "issue": issue, "results": _RESULTS}, indent=1))
+        options.json.write_text(
+            json.dumps({"copy": copy, "issue": issue, "results": _RESULTS}, indent=1)
+        )
 
 
 if __name__ == "__main__":

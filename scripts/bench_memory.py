@@ -1,10 +1,12 @@
-"""Bytes that a training step keeps, by what keeps them: weights, gradients, optimizer state, tensors saved for backward.
+"""Bytes that a training step keeps, by what keeps them: weights, gradients, optimizer state,
+tensors saved for backward.
 
     python scripts/bench_memory.py                MLP and CNN, batch 128, 28 x 28 pixels
 
-Saved tensors are counted where autograd saves them (``torch.autograd.graph.saved_tensors_hooks``), every storage once, parameters left
-out; torch's indices of max pooling are int64 in every precision and have a column of their own. A peer that keeps 8 bytes a value, as
-xlnstorch does, would keep twice float32's columns.
+Saved tensors are counted where autograd saves them (``torch.autograd.graph.saved_tensors_hooks``),
+every storage once, parameters left out; torch's indices of max pooling are int64 in every precision
+and have a column of their own. A peer that keeps 8 bytes a value, as xlnstorch does, would keep
+twice float32's columns.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def plain(tensor: Tensor) -> Tensor:
 
 def size(tensors: Any) -> int:
     """Bytes of the storages of ``tensors``, each once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in map(plain, tensors)}
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in map(plain, tensors)
+    }
     return sum(storages.values())
 
 
@@ -61,19 +65,30 @@ def measure(config: ModelConfig, precision: str, batch: int) -> dict[str, int]:
     if precision != "float32":
         fmt, scope = precision.split()
         convert_(model, fmt, scope=scope)
-    x, y = torch.rand(batch, 784, generator=torch.Generator().manual_seed(0)), torch.arange(batch) % 10
+    x, y = (
+        torch.rand(batch, 784, generator=torch.Generator().manual_seed(0)),
+        torch.arange(batch) % 10,
+    )
     optimizer = SGD(model.parameters(), lr=0.001, momentum=0.9, kahan_sum=True)
     saved = saved_by(model, x, y)
     indices = size(t for t in saved if plain(t).dtype == torch.int64)
     gradients = size(p.grad for p in model.parameters())
     optimizer.step()
     state = size(value for entry in optimizer.state.values() for value in entry.values())
-    return dict(zip(PARTS, (size(model.parameters()), gradients, state, size(saved) - indices, indices), strict=True))
+    return dict(
+        zip(
+            PARTS,
+            (size(model.parameters()), gradients, state, size(saved) - indices, indices),
+            strict=True,
+        )
+    )
 
 
 def main() -> None:
     """Print a table of kilobytes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batch", type=int, default=128)
     batch = parser.parse_args().batch
     print(f"| kB, batch {batch} | {' | '.join(PARTS)} | all |")

@@ -1,11 +1,13 @@
-"""Times several small nets trained at once on one GPU: in threads of one process, beside one net alone and beside processes.
+"""Times several small nets trained at once on one GPU: in threads of one process, beside one net
+alone and beside processes.
 
     python scripts/bench_packed.py [--trials 1,4,12,30] [--processes 12] [--json FILE]
 
 Trains MNIST nets 784-512-10, batch 128, LNS everywhere with Kahan summation, for two epochs in
-:class:`trainers.workers.packed.Host`, and prints milliseconds a net and epoch of the second one (validation included), medians
-over three courses. All threads begin it together. Then the same in as many processes, each with a CUDA context of its own, as Ray
-packs them. Checks that each net has the same losses as alone.
+:class:`trainers.workers.packed.Host`, and prints milliseconds a net and epoch of the second one
+(validation included), medians over three courses. All threads begin it together. Then the same in
+as many processes, each with a CUDA context of its own, as Ray packs them. Checks that each net has
+the same losses as alone.
 """
 
 from __future__ import annotations
@@ -73,7 +75,9 @@ def in_processes(trials: int) -> float:
     """Seconds of the second epoch of all."""
     context = multiprocessing.get_context("spawn")
     ready, spans = context.Barrier(trials), context.Queue()
-    processes = [context.Process(target=_process, args=(seed, ready, spans)) for seed in range(trials)]
+    processes = [
+        context.Process(target=_process, args=(seed, ready, spans)) for seed in range(trials)
+    ]
     for process in processes:
         process.start()
     found = [spans.get(timeout=300) for _ in processes]
@@ -88,14 +92,19 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=12)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; ms a net and epoch, 784-512-10, lns12 everywhere + Kahan")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; ms a net and epoch,"
+        " 784-512-10, lns12 everywhere + Kahan"
+    )
     results: dict[str, float] = {}
     reference: list[float] = []
     for trials in [int(count) for count in options.trials.split(",")]:
         courses = [in_threads(trials) for _ in range(COURSES)]
         losses = courses[0][1]
         assert all(course[1] == losses for course in courses)
-        assert losses[: len(reference)] == reference[: len(losses)], "a net's losses depend on its company"
+        assert losses[: len(reference)] == reference[: len(losses)], (
+            "a net's losses depend on its company"
+        )
         reference = max(reference, losses, key=len)
         milliseconds = 1e3 * statistics.median(seconds for seconds, _ in courses) / trials
         results[f"threads {trials}"] = milliseconds

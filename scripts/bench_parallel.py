@@ -1,17 +1,24 @@
-"""What parallel training costs: bytes and time of every wire format, bubbles of every schedule, scaling over GPUs.
+"""What parallel training costs: bytes and time of every wire format, bubbles of every schedule,
+scaling over GPUs.
 
     python scripts/bench_parallel.py wire       two processes over gloo on this machine's CPUs
-    python scripts/bench_parallel.py overlap    two replicas whose gradients leave after backward, or in buckets while it runs
-    python scripts/bench_parallel.py bubble     pipelines of 2 and 4 stages that sleep instead of computing, in every schedule
-    python scripts/bench_parallel.py gpu        one GPU against two or more over NCCL, replicas and stages
-    python scripts/bench_parallel.py memory     GPUs again: time and memory of replicas, shards, cut layers, and state kept on the CPU
+    python scripts/bench_parallel.py overlap    two replicas whose gradients leave after backward,
+                                                or in buckets while it runs
+    python scripts/bench_parallel.py bubble     pipelines of 2 and 4 stages that sleep instead of
+                                                computing, in every schedule
+    python scripts/bench_parallel.py gpu        one GPU against two or more over NCCL, replicas and
+                                                stages
+    python scripts/bench_parallel.py memory     GPUs again: time and memory of replicas, shards, cut
+                                                layers, and state kept on the CPU
 
 A slow network for ``overlap``::
 
-    unshare -rn sh -c "ip link set lo up; tc qdisc add dev lo root tbf rate 1gbit burst 256kb latency 50ms;
+    unshare -rn sh -c "ip link set lo up;
+                       tc qdisc add dev lo root tbf rate 1gbit burst 256kb latency 50ms;
                        GLOO_SOCKET_IFNAME=lo python scripts/bench_parallel.py overlap"
 
-``--json FILE`` keeps the figures. Times are medians over repetitions after warm-up; every figure is of real processes.
+``--json FILE`` keeps the figures. Times are medians over repetitions after warm-up; every figure is
+of real processes.
 """
 
 from __future__ import annotations
@@ -59,7 +66,10 @@ FORWARD_SECONDS = INPUT_SECONDS = WEIGHT_SECONDS = 0.1
 WIDE = 4096
 DEPTH = 6
 GPU_BATCH = 4096
-PRECISIONS = {"float32": PrecisionConfig(), "lns12 + kahan": PrecisionConfig(format="lns12", kahan_sum=True)}
+PRECISIONS = {
+    "float32": PrecisionConfig(),
+    "lns12 + kahan": PrecisionConfig(format="lns12", kahan_sum=True),
+}
 
 
 @dataclass(frozen=True)
@@ -86,10 +96,15 @@ def in_process(rank: int, job: Job, folder: str) -> None:
 def run(job: Job) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(in_process, args=(job, folder), nprocs=job.world)
-        ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(job.world)]
+        ranks = [
+            json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(job.world)
+        ]
     for row in ranks[0]:
         print(
-            "  ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()),
+            "  ".join(
+                f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+                for key, value in row.items()
+            ),
             flush=True,
         )
     return list(ranks[0])
@@ -99,7 +114,9 @@ def median_ms(step: Callable[[], object], repetitions: int, wait: Callable[[], o
     return statistics.median(times_ms(step, repetitions, wait))
 
 
-def times_ms(step: Callable[[], object], repetitions: int, wait: Callable[[], object]) -> list[float]:
+def times_ms(
+    step: Callable[[], object], repetitions: int, wait: Callable[[], object]
+) -> list[float]:
     times = []
     for repetition in range(repetitions + 2):
         wait()
@@ -114,21 +131,36 @@ def times_ms(step: Callable[[], object], repetitions: int, wait: Callable[[], ob
 def wires(rank: int, world: int) -> list[dict[str, Any]]:
     """One sum of 407,050 gradients in every format."""
     rows = []
-    for name, kind in [(name, "float32") for name in FORMATS] + [("native", "lns12"), ("lns16", "lns12"), ("int8", "lns12")]:
+    for name, kind in [(name, "float32") for name in FORMATS] + [
+        ("native", "lns12"),
+        ("lns16", "lns12"),
+        ("int8", "lns12"),
+    ]:
         collectives = Collectives()
         sync = Synchronous(WireConfig(name=name), collectives, 0)
         values = torch.randn(512, MLP // 512, generator=torch.Generator().manual_seed(rank))
-        parameter = nn.Parameter(torch.zeros_like(values) if kind == "float32" else LNSTensor.from_float(values, lns12))
+        parameter = nn.Parameter(
+            torch.zeros_like(values) if kind == "float32" else LNSTensor.from_float(values, lns12)
+        )
 
         def step() -> None:
-            parameter.grad = values.clone() if kind == "float32" else LNSTensor.from_float(values, lns12)
+            parameter.grad = (
+                values.clone() if kind == "float32" else LNSTensor.from_float(values, lns12)
+            )
             sync.gradients([parameter], True)
 
         milliseconds = median_ms(step, 20, dist.barrier)
         before = collectives.sent
         step()
         sent = (collectives.sent - before) / parameter.numel()
-        rows.append({"gradients": kind, "wire": name, "bytes a parameter, rank and step": sent, "ms": milliseconds})
+        rows.append(
+            {
+                "gradients": kind,
+                "wire": name,
+                "bytes a parameter, rank and step": sent,
+                "ms": milliseconds,
+            }
+        )
     return rows
 
 
@@ -138,20 +170,34 @@ def overlaps(rank: int, world: int) -> list[dict[str, Any]]:
     batch = examples(rank, 128, "cpu")
     for kind, precision in PRECISIONS.items():
         for cap, overlap in ((None, True), (1.0, False), (1.0, True)):
-            model = apply_precision(initialize_(build(ModelConfig(hidden=[512] * 3), 784, 10), 0), precision)
+            model = apply_precision(
+                initialize_(build(ModelConfig(hidden=[512] * 3), 784, 10), 0), precision
+            )
             optimizer = make_optimizer(model, OptimizerConfig(lr=0.1), precision, 128 * world)
             wire = WireConfig(bucket_cap_mb=cap, overlap=overlap)
             sync = Synchronous(wire, Collectives(), 0, model.parameters())
-            milliseconds = median_ms(lambda: train_step(model, optimizer, batch, sync), 20, dist.barrier)
-            how = "at once" if cap is None else f"buckets of {cap:g} MB, {'while backward runs' if overlap else 'after backward'}"
+            milliseconds = median_ms(
+                lambda: train_step(model, optimizer, batch, sync), 20, dist.barrier
+            )
+            how = (
+                "at once"
+                if cap is None
+                else (
+                    f"buckets of {cap:g} MB,"
+                    f" {'while backward runs' if overlap else 'after backward'}"
+                )
+            )
             rows.append({"arithmetic": kind, "gradients": how, "ms a step": milliseconds})
-        alone = median_ms(lambda: train_step(model, optimizer, batch, Synchroniser()), 20, dist.barrier)
+        alone = median_ms(
+            lambda: train_step(model, optimizer, batch, Synchroniser()), 20, dist.barrier
+        )
         rows.append({"arithmetic": kind, "gradients": "stay", "ms a step": alone})
     return rows
 
 
 class Sleep(torch.autograd.Function):
-    """Takes its time in both directions; the weights' share of backward waits where there is a queue."""
+    """Takes its time in both directions; the weights' share of backward waits where there is a
+    queue."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Sleeper) -> Tensor:
@@ -182,12 +228,21 @@ class Sleeper(nn.Module):
         return Sleep.apply(x, self)
 
 
-BUBBLES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zero_bubble", 2), ("zbv", 2), ("dualpipev", 2))
+BUBBLES = (
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("interleaved", 2),
+    ("zero_bubble", 1),
+    ("zero_bubble", 2),
+    ("zbv", 2),
+    ("dualpipev", 2),
+)
 """Schedules and stages a worker."""
 
 
 def bubbles(rank: int, world: int) -> list[dict[str, Any]]:
-    """Time beyond that of the work itself, over it, beside (p - 1) / m, which is GPipe's and 1F1B's; divided by v interleaved.
+    """Time beyond that of the work itself, over it, beside (p - 1) / m, which is GPipe's and
+    1F1B's; divided by v interleaved.
 
     The fastest of four: other work on the machine can only add.
     """
@@ -196,50 +251,91 @@ def bubbles(rank: int, world: int) -> list[dict[str, Any]]:
         for parts in (4, 8, 16):
             if schedule == "dualpipev" and parts < 2 * world:
                 continue
-            layout = Layout(pp=world, schedule=schedule, micro_batches=parts, virtual_stages=virtual)
-            layers = [layer for _ in range(layout.stages) for layer in (nn.Linear(4, 4), Sleeper(1 / virtual))]
-            pipeline = Pipeline(nn.Sequential(*layers), layout, layout.place(rank, world), 2 * parts, None, torch.device("cpu"))
+            layout = Layout(
+                pp=world, schedule=schedule, micro_batches=parts, virtual_stages=virtual
+            )
+            layers = [
+                layer
+                for _ in range(layout.stages)
+                for layer in (nn.Linear(4, 4), Sleeper(1 / virtual))
+            ]
+            pipeline = Pipeline(
+                nn.Sequential(*layers),
+                layout,
+                layout.place(rank, world),
+                2 * parts,
+                None,
+                torch.device("cpu"),
+            )
             batch = Split(torch.ones(2 * parts, 4), torch.zeros(2 * parts, dtype=torch.int64))
-            seconds = min(times_ms(lambda: pipeline._forward_backward(batch), 4, dist.barrier)) / 1e3
+            seconds = (
+                min(times_ms(lambda: pipeline._forward_backward(batch), 4, dist.barrier)) / 1e3
+            )
             work = parts * (FORWARD_SECONDS + INPUT_SECONDS + WEIGHT_SECONDS)
             theory = (world - 1) / (parts * (virtual if schedule == "interleaved" else 1))
-            row: dict[str, Any] = {"p": world, "m": parts, "schedule": schedule, "stages a worker": virtual}
+            row: dict[str, Any] = {
+                "p": world,
+                "m": parts,
+                "schedule": schedule,
+                "stages a worker": virtual,
+            }
             rows.append(row | {"bubble": seconds / work - 1, "theory": theory})
     return rows
 
 
 def replicas(rank: int, world: int) -> list[dict[str, Any]]:
-    """Weak scaling: 4,096 examples a GPU and step, whatever their number; buckets where it says so."""
+    """Weak scaling: 4,096 examples a GPU and step, whatever their number; buckets where it says
+    so."""
     wanted = [(kind, WireConfig()) for kind in PRECISIONS]
     if world > 1:
         wanted += [("float32", WireConfig(name=name)) for name in FORMATS if name != "native"]
         wanted += [("lns12 + kahan", WireConfig(name="int8"))]
-        wanted += [(kind, WireConfig(bucket_cap_mb=25.0, overlap=overlap)) for kind in PRECISIONS for overlap in (False, True)]
+        wanted += [
+            (kind, WireConfig(bucket_cap_mb=25.0, overlap=overlap))
+            for kind in PRECISIONS
+            for overlap in (False, True)
+        ]
     return [replica(rank, world, kind, wire) for kind, wire in wanted]
 
 
 def replica(rank: int, world: int, kind: str, wire: WireConfig) -> dict[str, Any]:
     precision = PRECISIONS[kind]
-    model = apply_precision(initialize_(build(ModelConfig(hidden=[WIDE] * (DEPTH - 1)), 784, 10), 0).cuda(), precision)
+    model = apply_precision(
+        initialize_(build(ModelConfig(hidden=[WIDE] * (DEPTH - 1)), 784, 10), 0).cuda(), precision
+    )
     optimizer = make_optimizer(model, OptimizerConfig(lr=1.0), precision, GPU_BATCH * world)
     collectives = Collectives(device="cuda") if world > 1 else None
     sync = Synchronous(wire, collectives, 0, model.parameters()) if collectives else Synchroniser()
     batch = examples(rank)
-    milliseconds = median_ms(lambda: train_step(model, optimizer, batch, sync), 10, torch.cuda.synchronize)
-    row: dict[str, Any] = {"GPUs": world, "arithmetic": kind, "wire": wire.name, "ms a step": milliseconds}
+    milliseconds = median_ms(
+        lambda: train_step(model, optimizer, batch, sync), 10, torch.cuda.synchronize
+    )
+    row: dict[str, Any] = {
+        "GPUs": world,
+        "arithmetic": kind,
+        "wire": wire.name,
+        "ms a step": milliseconds,
+    }
     if wire.bucket_cap_mb is not None:
         row["buckets"] = "while backward runs" if wire.overlap else "after backward"
     if collectives is not None:
-        row["ms synchronising"] = median_ms(lambda: sync.gradients(model.parameters(), True), 10, torch.cuda.synchronize)
+        row["ms synchronising"] = median_ms(
+            lambda: sync.gradients(model.parameters(), True), 10, torch.cuda.synchronize
+        )
         before = collectives.sent
         train_step(model, optimizer, batch, sync)
-        row["bytes a parameter"] = (collectives.sent - before) / sum(p.numel() for p in model.parameters())
+        row["bytes a parameter"] = (collectives.sent - before) / sum(
+            p.numel() for p in model.parameters()
+        )
     return row
 
 
 def examples(rank: int, count: int = GPU_BATCH, device: str = "cuda") -> Split:
     generator = torch.Generator().manual_seed(rank)
-    x, y = torch.rand(count, 784, generator=generator), torch.randint(10, (count,), generator=generator)
+    x, y = (
+        torch.rand(count, 784, generator=generator),
+        torch.randint(10, (count,), generator=generator),
+    )
     return Split(x.to(device), y.to(device))
 
 
@@ -257,17 +353,27 @@ def stages(rank: int, world: int) -> list[dict[str, Any]]:
             else:
                 layout = Layout(pp=world, micro_batches=parts)
                 place = layout.place(rank, world, "cuda")
-                pipeline = Pipeline(model, layout, place, GPU_BATCH, precision.lns_format, torch.device("cuda"))
+                pipeline = Pipeline(
+                    model, layout, place, GPU_BATCH, precision.lns_format, torch.device("cuda")
+                )
                 own = apply_precision(pipeline.own.cuda(), precision)
                 optimizer = make_optimizer(own, OptimizerConfig(lr=1.0), precision, GPU_BATCH)
                 step = lambda: pipeline.train_step(optimizer, batch, Synchroniser())
             milliseconds = median_ms(step, 10, torch.cuda.synchronize)
-            rows.append({"stages": world, "arithmetic": kind, "micro-batches": parts, "ms a step": milliseconds})
+            rows.append(
+                {
+                    "stages": world,
+                    "arithmetic": kind,
+                    "micro-batches": parts,
+                    "ms a step": milliseconds,
+                }
+            )
     return rows
 
 
 def memories(rank: int, world: int) -> list[dict[str, Any]]:
-    """Adam's 4,096 examples of MNIST a replica and step, as trials train: who holds weights and state, and what it costs.
+    """Adam's 4,096 examples of MNIST a replica and step, as trials train: who holds weights and
+    state, and what it costs.
 
     Medians of three epochs after the first; the largest peak of all GPUs.
     """
@@ -293,7 +399,10 @@ def memories(rank: int, world: int) -> list[dict[str, Any]]:
             "tp": replace(wide, layout=Layout(tp=world)),
         }
     whole = {name: config for name, config in wanted.items() if config.layout == Layout()}
-    wanted |= {f"lns12 + kahan, {name}": replace(c, precision=PRECISIONS["lns12 + kahan"]) for name, c in whole.items()}
+    wanted |= {
+        f"lns12 + kahan, {name}": replace(c, precision=PRECISIONS["lns12 + kahan"])
+        for name, c in whole.items()
+    }
     return [remembered(rank, world, name, config) for name, config in wanted.items()]
 
 
@@ -309,7 +418,9 @@ def remembered(rank: int, world: int, name: str, config: TrialConfig) -> dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("wire", "overlap", "bubble", "gpu", "memory"))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -1,10 +1,13 @@
-"""Times ways to put many small nets on one GPU through the worker processes that a study uses: processes, lanes of one, and both.
+"""Times ways to put many small nets on one GPU through the worker processes that a study uses:
+processes, lanes of one, and both.
 
-    python scripts/bench_slots_gpu.py [--grid 1x12,2x6,4x3,12x1] [--epochs 12] [--hidden 512] [--json FILE]
+    python scripts/bench_slots_gpu.py [--grid 1x12,2x6,4x3,12x1] [--epochs 12] [--hidden 512]
+    [--json FILE]
 
-``2x6`` is two processes of six lanes each. All train MNIST nets 784-HIDDEN-10, batch 128, LNS everywhere with Kahan summation. Printed: the
-seconds until the forking process is ready, until all processes are up, until every net has reported its first epoch, and the
-epochs a second from then until the first net is done. Checks that equal seeds have equal losses, whatever they share.
+``2x6`` is two processes of six lanes each. All train MNIST nets 784-HIDDEN-10, batch 128, LNS
+everywhere with Kahan summation. Printed: the seconds until the forking process is ready, until all
+processes are up, until every net has reported its first epoch, and the epochs a second from then
+until the first net is done. Checks that equal seeds have equal losses, whatever they share.
 """
 
 from __future__ import annotations
@@ -24,7 +27,13 @@ from trainers.workers.node import Node
 
 def config(seed: int, epochs: int, hidden: list[int]) -> TrialConfig:
     precision = PrecisionConfig(format="lns12", kahan_sum=True)
-    return TrialConfig(model=ModelConfig(hidden=hidden), precision=precision, epochs=epochs, seed=seed, device="cuda")
+    return TrialConfig(
+        model=ModelConfig(hidden=hidden),
+        precision=precision,
+        epochs=epochs,
+        seed=seed,
+        device="cuda",
+    )
 
 
 def course(
@@ -52,8 +61,8 @@ def course(
                         plan: dict[str, Any] = {
                             "config": config(seed, epochs, hidden).to_dict(), "waits": False,
                             "executor": PACKED if lanes > 1 else IN_PROCESS,
-                            "checkpoints": str(folder / f"{processes}-{seed}"), "profile": "", "checkpoint_every": 10**6,
-                            "resume_from": [], "ray": "",
+                            "checkpoints": str(folder / f"{processes}-{seed}"), "profile": "",
+                            "checkpoint_every": 10**6, "resume_from": [], "ray": "",
                         }  # fmt: skip
                         node.send(key, pickle.dumps(Message(TRAIN, str(seed), plan)))
                 elif message.kind == REPORT:
@@ -75,7 +84,9 @@ def course(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--grid", default="1x12,2x6,3x4,4x3,12x1")
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--hidden", type=int, nargs="+", default=[512])
@@ -85,9 +96,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for way in options.grid.split(","):
             processes, lanes = map(int, way.split("x"))
-            figures, losses = course(processes, lanes, options.epochs, options.hidden, Path(folder) / way)
+            figures, losses = course(
+                processes, lanes, options.epochs, options.hidden, Path(folder) / way
+            )
             for seed, values in losses.items():
-                assert reference.setdefault(seed, values) == values, "a net's losses depend on its company"
+                assert reference.setdefault(seed, values) == values, (
+                    "a net's losses depend on its company"
+                )
             results[way] = figures
             print(way, {name: round(value, 2) for name, value in figures.items()}, flush=True)
     if options.json:

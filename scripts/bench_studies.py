@@ -1,11 +1,13 @@
 """Times whole studies from the command line, as a user waits for them.
 
-    python scripts/bench_studies.py [--storage FOLDER] [--json FILE] "table trial.device=cuda" "cover" ...
+    python scripts/bench_studies.py [--storage FOLDER] [--json FILE] "table trial.device=cuda"
+    "cover" ...
 
-Each argument is what comes after ``lns-study run``. From the ledger and the clock: seconds from the command to the first trial's start, to
-the first reported epoch, to the last trial's end and to the end of the command (report written, MLflow complete); trials that ended a
-second while more trials than slots were left; epochs a second from the first start to the last end; most trials at a time; and their
-seconds over those of the slots (``utilisation``; slots: the most at a time).
+Each argument is what comes after ``lns-study run``. From the ledger and the clock: seconds from the
+command to the first trial's start, to the first reported epoch, to the last trial's end and to the
+end of the command (report written, MLflow complete); trials that ended a second while more trials
+than slots were left; epochs a second from the first start to the last end; most trials at a time;
+and their seconds over those of the slots (``utilisation``; slots: the most at a time).
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ ENDS = ("finished", "stopped", "failed", "restarted", "relieved")
 
 def figures(events: list[Event], began: float, ended: float) -> dict[str, float]:
     """What a run's ledger says."""
-    times = {name: [event["time"] for event in events if event["event"] == name] for name in ("started", "report")}
+    times = {
+        name: [event["time"] for event in events if event["event"] == name]
+        for name in ("started", "report")
+    }
     ends = sorted(event["time"] for event in events if event["event"] in ENDS)
     changes = sorted([(at, 1) for at in times["started"]] + [(at, -1) for at in ends])
     running, most, held, last = 0, 0, 0.0, changes[0][0]
@@ -53,7 +58,9 @@ def figures(events: list[Event], began: float, ended: float) -> dict[str, float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("studies", nargs="+")
     parser.add_argument("--storage", type=Path)
     parser.add_argument("--json", type=Path)
@@ -72,7 +79,9 @@ def main() -> None:
             "--plain",
         ]
         began = time.time()
-        done = subprocess.run(command, env=os.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        done = subprocess.run(
+            command, env=os.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         ended = time.time()
         if done.returncode:
             print(done.stdout[-3000:])

@@ -2,18 +2,23 @@
 
     python scripts/bench_study.py [--trials N] [--only WORD ...] [--long] [--json FILE]
 
-Trials of :mod:`bench_executors` compute nothing, so that what is left is the engine's own cost: plan, ledger (fsynced), processes, MLflow.
+Trials of :mod:`bench_executors` compute nothing, so that what is left is the engine's own cost:
+plan, ledger (fsynced), processes, MLflow.
 
-    slots       utilisation of 32 declared CPUs by 640 trials that sleep 2 s, from the command to the last end, and from when all slots are
-                up; beside it Ray Tune with a class Trainable, reused actors and as many pending trials as CPUs (128 trials)
-    noop        trials a second, tracking off; beside it Ray Tune with a class Trainable and reused actors, and with a function
+    slots       utilisation of 32 declared CPUs by 640 trials that sleep 2 s, from the command to
+                the last end, and from when all slots are up; beside it Ray Tune with a class
+                Trainable, reused actors and as many pending trials as CPUs (128 trials)
+    noop        trials a second, tracking off; beside it Ray Tune with a class Trainable and reused
+                actors, and with a function
     tracked     the same, every trial a run in MLflow (sqlite)
-    metrics     30 trials x 10 reports x 10 metrics, tracked; beside it Ray Tune with MLflowLoggerCallback
-    gang        seconds of a two-worker trial of scikit-learn's digits: the first, and the median of those after it; beside it by Ray Train
+    metrics     30 trials x 10 reports x 10 metrics, tracked; beside it Ray Tune with
+                MLflowLoggerCallback
+    gang        seconds of a two-worker trial of scikit-learn's digits: the first, and the median of
+                those after it; beside it by Ray Train
     memory      of the driver: MB that 1,000 no-op trials add
     house       (by name only) utilisation of 300 slots by 900 trials that sleep 20 s
-    raylets     (by name only) utilisation of three Ray nodes of 16 declared CPUs each by 2,000 trials that sleep 5 s, from the first start
-                to the last end
+    raylets     (by name only) utilisation of three Ray nodes of 16 declared CPUs each by 2,000
+                trials that sleep 5 s, from the first start to the last end
     rate        cores that the driver uses while 300 and 1,000 trials report once a second
     --long      seconds a trial at 10,000 trials over those at 1,000
 """
@@ -48,7 +53,12 @@ from study.ledger.lines import Event
 from study.ledger.state import FINISHED, StudyState
 from trainers.config import DataConfig, ModelConfig, TrialConfig
 
-DIGITS = TrialConfig(data=DataConfig(name="digits", validation_size=300), model=ModelConfig(hidden=[16]), epochs=3, batch_size=32)
+DIGITS = TrialConfig(
+    data=DataConfig(name="digits", validation_size=300),
+    model=ModelConfig(hidden=[16]),
+    epochs=3,
+    batch_size=32,
+)
 _RESULTS: dict[str, float] = {}
 
 
@@ -72,7 +82,13 @@ class Sleep(tune.Trainable):  # type: ignore[misc]
         time.sleep(self.seconds)
         self._count += 1
         values = {f"validation/m{index}": 1.0 / self._count for index in range(self.metrics)}
-        return {"validation/error": 0.1, **values, "done": self._count >= self.reports, "began": began, "ended": time.time()}
+        return {
+            "validation/error": 0.1,
+            **values,
+            "done": self._count >= self.reports,
+            "began": began,
+            "ended": time.time(),
+        }
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Nothing to keep."""
@@ -117,9 +133,16 @@ def report(name: str, value: float, unit: str, note: str = "") -> None:
 
 
 def run(
-    trials: int, executor: str | None, /, *, tracked: bool, config: TrialConfig = DIGITS, **settings: Any
+    trials: int,
+    executor: str | None,
+    /,
+    *,
+    tracked: bool,
+    config: TrialConfig = DIGITS,
+    **settings: Any,
 ) -> tuple[float, View]:
-    """Seconds of a whole study through the engine, from plan to report, with trials by an executor of :mod:`bench_executors`."""
+    """Seconds of a whole study through the engine, from plan to report, with trials by an executor
+    of :mod:`bench_executors`."""
     with tempfile.TemporaryDirectory() as storage:
         study = StudyConfig(
             name="bench",
@@ -176,39 +199,80 @@ def function(config: dict[str, Any]) -> None:
 def slots(trials: int) -> None:
     began = time.time()
     _, view = run(640, "TwoSeconds", tracked=False, cpus=32)
-    times = {name: [event["time"] for event in view.events if event["event"] == name] for name in ("started", "finished")}
+    times = {
+        name: [event["time"] for event in view.events if event["event"] == name]
+        for name in ("started", "finished")
+    }
     ends = sorted(times["finished"])
-    report("32 slots, 640 trials of 2 s: utilisation, from the call to the last end", 640 * 2 / 32 / (ends[-1] - began), "")
-    up, waiting = ends[31], ends[640 - 32]  # all have ended a trial; until then a trial waited for every slot
-    report("the same, while all slots are up and trials wait", (640 - 64) * 2 / 32 / (waiting - up), "")
+    report(
+        "32 slots, 640 trials of 2 s: utilisation, from the call to the last end",
+        640 * 2 / 32 / (ends[-1] - began),
+        "",
+    )
+    # all have ended a trial; until then a trial waited for every slot
+    up, waiting = ends[31], ends[640 - 32]
+    report(
+        "the same, while all slots are up and trials wait", (640 - 64) * 2 / 32 / (waiting - up), ""
+    )
     os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = "32"
-    ray.init(address="local", num_cpus=32, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(
+        address="local",
+        num_cpus=32,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
     began = time.time()
     bare(128, SleepTwoSeconds, reuse=True)
-    report("Ray Tune, 128 trials of 2 s on 32 CPUs: utilisation", 128 * 2 / 32 / (time.time() - began), "")
+    report(
+        "Ray Tune, 128 trials of 2 s on 32 CPUs: utilisation",
+        128 * 2 / 32 / (time.time() - began),
+        "",
+    )
     ray.shutdown()
 
 
 def house(trials: int) -> None:
     _, view = run(900, "TwentySeconds", tracked=False, cpus=300)
-    times = {name: [event["time"] for event in view.events if event["event"] == name] for name in ("started", "finished")}
+    times = {
+        name: [event["time"] for event in view.events if event["event"] == name]
+        for name in ("started", "finished")
+    }
     span = max(times["finished"]) - min(times["started"])
-    report("300 slots, 900 trials of 20 s: utilisation, from the first start to the last end", 900 * 20 / 300 / span, "")
+    report(
+        "300 slots, 900 trials of 20 s: utilisation, from the first start to the last end",
+        900 * 20 / 300 / span,
+        "",
+    )
 
 
 def raylets(trials: int) -> None:
     from ray.cluster_utils import Cluster
 
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])  # where nodes find the trials' executor
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 16, "include_dashboard": False})
+    # where nodes find the trials' executor
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 16, "include_dashboard": False}
+    )
     for _ in range(2):
         cluster.add_node(num_cpus=16)
     cluster.wait_for_nodes()
     _, view = run(2000, "FiveSeconds", tracked=False, address=cluster.address, insecure=True)
-    times = {name: [event["time"] for event in view.events if event["event"] == name] for name in ("started", "finished")}
+    times = {
+        name: [event["time"] for event in view.events if event["event"] == name]
+        for name in ("started", "finished")
+    }
     span = max(times["finished"]) - min(times["started"])
-    report("3 nodes of 16 CPUs, 2,000 trials of 5 s: utilisation, from the first start to the last end", 2000 * 5 / 48 / span, "")
-    steps = sorted([(moment, 1) for moment in times["started"]] + [(moment, -1) for moment in times["finished"]])
+    report(
+        "3 nodes of 16 CPUs, 2,000 trials of 5 s: utilisation, from the first start to the"
+        " last end",
+        2000 * 5 / 48 / span,
+        "",
+    )
+    steps = sorted(
+        [(moment, 1) for moment in times["started"]]
+        + [(moment, -1) for moment in times["finished"]]
+    )
     report("the same: trials at a time, at most", max(accumulate(step for _, step in steps)), "")
     cluster.shutdown()
 
@@ -221,31 +285,73 @@ def rate(trials: int) -> None:
         used = process.cpu_times().user + process.cpu_times().system - before.user - before.system
         began = min(event["time"] for event in view.events if event["event"] == "started")
         ended = max(event["time"] for event in view.events if event["event"] == "finished")
-        report(f"{count} trials of 20 reports, one a second: cores that the driver used", used / (time.time() - start), "cores")
-        report("the same: utilisation, from the first start to the last end", 20 / (ended - began), "")
+        report(
+            f"{count} trials of 20 reports, one a second: cores that the driver used",
+            used / (time.time() - start),
+            "cores",
+        )
+        report(
+            "the same: utilisation, from the first start to the last end", 20 / (ended - began), ""
+        )
 
 
 def noop(trials: int) -> None:
-    report(f"{trials} no-op trials, engine", trials / run(trials, "Noop", tracked=False)[0], "trials/s")
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    report(f"{trials} no-op trials, Ray Tune, reused actors", trials / bare(trials, Sleep, reuse=True), "trials/s")
+    report(
+        f"{trials} no-op trials, engine", trials / run(trials, "Noop", tracked=False)[0], "trials/s"
+    )
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    report(
+        f"{trials} no-op trials, Ray Tune, reused actors",
+        trials / bare(trials, Sleep, reuse=True),
+        "trials/s",
+    )
     few = max(4, trials // 20)
-    report(f"{few} no-op trials, Ray Tune, a function each", few / bare(few, function, reuse=False), "trials/s")
+    report(
+        f"{few} no-op trials, Ray Tune, a function each",
+        few / bare(few, function, reuse=False),
+        "trials/s",
+    )
     ray.shutdown()
 
 
 def tracked(trials: int) -> None:
-    report(f"{trials} no-op trials, engine, every one in MLflow", trials / run(trials, "Noop", tracked=True)[0], "trials/s")
+    report(
+        f"{trials} no-op trials, engine, every one in MLflow",
+        trials / run(trials, "Noop", tracked=True)[0],
+        "trials/s",
+    )
 
 
 def metrics(trials: int) -> None:
     from ray.air.integrations.mlflow import MLflowLoggerCallback
 
-    report("30 trials x 10 reports x 10 metrics, engine, tracked", run(30, "Metrics", tracked=True)[0], "s")
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    report(
+        "30 trials x 10 reports x 10 metrics, engine, tracked",
+        run(30, "Metrics", tracked=True)[0],
+        "s",
+    )
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
     with tempfile.TemporaryDirectory() as folder:
-        callback = MLflowLoggerCallback(tracking_uri=f"sqlite:///{folder}/mlflow.db", experiment_name="bench")
-        report("the same, Ray Tune with MLflowLoggerCallback", bare(30, SleepMetrics, reuse=True, callbacks=[callback]), "s")
+        callback = MLflowLoggerCallback(
+            tracking_uri=f"sqlite:///{folder}/mlflow.db", experiment_name="bench"
+        )
+        report(
+            "the same, Ray Tune with MLflowLoggerCallback",
+            bare(30, SleepMetrics, reuse=True, callbacks=[callback]),
+            "s",
+        )
     ray.shutdown()
 
 
@@ -257,14 +363,22 @@ def gang(trials: int) -> None:
     ended = [event["time"] for event in view.events if event["event"] == "finished"]
     steps = [b - a for a, b in pairwise(ended)]
     report("two-worker trial of 3 epochs, those after the first", statistics.median(steps), "s")
-    report("two-worker trial of 3 epochs, the first, plan and start of its processes included", ended[0] - start, "s")
+    report(
+        "two-worker trial of 3 epochs, the first, plan and start of its processes included",
+        ended[0] - start,
+        "s",
+    )
     start = time.time()
     _, view = run(3, None, tracked=False, config=replace(DIGITS, workers=2), executor="train")
     ended = [event["time"] for event in view.events if event["event"] == "finished"]
     report(
-        "the same by Ray Train (executor=train), those after the first", statistics.median(b - a for a, b in pairwise(ended)), "s"
+        "the same by Ray Train (executor=train), those after the first",
+        statistics.median(b - a for a, b in pairwise(ended)),
+        "s",
     )
-    report("the same by Ray Train, the first, plan and start of Ray included", ended[0] - start, "s")
+    report(
+        "the same by Ray Train, the first, plan and start of Ray included", ended[0] - start, "s"
+    )
 
 
 def memory(trials: int) -> None:
@@ -273,9 +387,17 @@ def memory(trials: int) -> None:
     gc.collect()
     before = process.memory_info().rss
     run(1000, "Noop", tracked=False)
-    report("driver memory that 1,000 no-op trials add", (process.memory_info().rss - before) / 1e6, "MB")
+    report(
+        "driver memory that 1,000 no-op trials add",
+        (process.memory_info().rss - before) / 1e6,
+        "MB",
+    )
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    report("the same, without what the allocator keeps for later", (process.memory_info().rss - before) / 1e6, "MB")
+    report(
+        "the same, without what the allocator keeps for later",
+        (process.memory_info().rss - before) / 1e6,
+        "MB",
+    )
 
 
 def long() -> None:
@@ -287,9 +409,13 @@ def long() -> None:
 
 def main() -> None:
     """Run and print everything asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trials", type=int, default=300)
-    parser.add_argument("--only", nargs="+", help="of: slots noop tracked metrics gang memory rate house raylets")
+    parser.add_argument(
+        "--only", nargs="+", help="of: slots noop tracked metrics gang memory rate house raylets"
+    )
     parser.add_argument("--long", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -297,9 +423,8 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))
     print(f"Ray {ray.__version__}, Python {platform.python_version()}, {cores} cores")
     parts: dict[str, Callable[[int], None]] = {
-        "slots": slots, "noop": noop, "tracked": tracked, "metrics": metrics, "gang": gang, "memory": memory, "rate": rate,
-        "house": house,
-        "raylets": raylets,
+        "slots": slots, "noop": noop, "tracked": tracked, "metrics": metrics, "gang": gang,
+        "memory": memory, "rate": rate, "house": house, "raylets": raylets,
     }  # fmt: skip
     for name, part in parts.items():
         if name in (options.only or [name for name in parts if name not in ("house", "raylets")]):

@@ -1,15 +1,21 @@
-"""Times tracking beside Ray's MLflowLoggerCallback, both in the same run on the same machine and through the same kind of server.
+"""Times tracking beside Ray's MLflowLoggerCallback, both in the same run on the same machine and
+through the same kind of server.
 
 python scripts/bench_tracking.py [--only WORD ...] [--json FILE]
 
-requests    requests a report and seconds of 30 trials x 20 reports x 10 metrics, through a proxy that counts: the study engine with and
-            without tracking, Ray Tune with and without the callback
-fit         seconds of a study of eight trials that train (20,000 images of MNIST, LNS with Kahan summation, 4 epochs), tracked and not
+requests    requests a report and seconds of 30 trials x 20 reports x 10 metrics, through a proxy
+            that counts: the study engine with and without tracking, Ray Tune with and without the
+            callback
+fit         seconds of a study of eight trials that train (20,000 images of MNIST, LNS with Kahan
+            summation, 4 epochs), tracked and not
 stall       ledger lines while the server is down: the 99th percentile and the longest
 points      points a second through the embedded server, a ledger sent from its beginning
-postgres    the same through four workers over the PostgreSQL database $LNS_STUDY_BENCH_POSTGRES, four studies at once
-server      seconds until the embedded server answers, the first time (it makes its database) and the second, and its memory
-view        seconds until Chromium shows the prepared view of 3,000 runs, table and charts, nothing cached and the second time
+postgres    the same through four workers over the PostgreSQL database $LNS_STUDY_BENCH_POSTGRES,
+            four studies at once
+server      seconds until the embedded server answers, the first time (it makes its database) and
+            the second, and its memory
+view        seconds until Chromium shows the prepared view of 3,000 runs, table and charts, nothing
+            cached and the second time
 report      seconds and memory of the report of 1,000 trials
 """
 
@@ -50,7 +56,8 @@ _RESULTS: dict[str, float] = {}
 TRIALS, REPORTS, METRICS = 30, 20, 10
 VIEWED = 3000
 OF_CALLBACK = 5
-"""Trials with the callback: it makes some 18 requests a report, so all thirty would take many minutes."""
+"""Trials with the callback: it makes some 18 requests a report, so all thirty would take many
+minutes."""
 
 
 class Metrics(Sleep):
@@ -75,7 +82,11 @@ class Proxy(http.server.BaseHTTPRequestHandler):
         type(self).count += 1
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         there = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        headers = {name: value for name, value in self.headers.items() if name.lower() not in ("host", "connection")}
+        headers = {
+            name: value
+            for name, value in self.headers.items()
+            if name.lower() not in ("host", "connection")
+        }
         there.request(self.command, self.path, body, headers)
         answer = there.getresponse()
         content = answer.read()
@@ -93,9 +104,15 @@ class Proxy(http.server.BaseHTTPRequestHandler):
 
 
 @contextmanager
-def server(folder: Path, port: int, uri: str = "", workers: int = 1) -> Iterator[subprocess.Popen[bytes]]:
-    """The embedded server, or one of several workers over the database ``uri``, until it answers."""
-    words = [*command(str(folder / "artifacts"), port, workers=workers), *(["--open"] if workers == 1 else [])]
+def server(
+    folder: Path, port: int, uri: str = "", workers: int = 1
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The embedded server, or one of several workers over the database ``uri``, until it
+    answers."""
+    words = [
+        *command(str(folder / "artifacts"), port, workers=workers),
+        *(["--open"] if workers == 1 else []),
+    ]
     process = subprocess.Popen(
         words, env=os.environ | environment(uri or f"sqlite:///{folder}/mlflow.db"),
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
@@ -126,8 +143,15 @@ def engine(storage: str, uri: str) -> float:
     """Seconds of the trials through the study engine, tracking complete at the end."""
     from study.api import run_study
 
-    settings = StudyConfig(name="bench", trial=DIGITS, rows=[RowConfig(label="a")], seeds=list(range(TRIALS)), storage=storage,
-                           tracking_uri=uri, checkpoint_every=10**6)  # fmt: skip
+    settings = StudyConfig(
+        name="bench",
+        trial=DIGITS,
+        rows=[RowConfig(label="a")],
+        seeds=list(range(TRIALS)),
+        storage=storage,
+        tracking_uri=uri,
+        checkpoint_every=10**6,
+    )
     with executed_by("Twenty"):
         start = time.perf_counter()
         outcome = run_study(settings, View(), lambda line: None)
@@ -139,7 +163,13 @@ def bench_requests() -> None:
     import ray
     from bench_study import bare
 
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+    )
     with tempfile.TemporaryDirectory() as scratch, server(Path(scratch), port := free_port()):
         Proxy.port = port
         proxy = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
@@ -159,7 +189,10 @@ def bench_requests() -> None:
 
         bench_without = bare(OF_CALLBACK, Metrics, reuse=True)
         bench_callback = bare(
-            OF_CALLBACK, Metrics, reuse=True, callbacks=[MLflowLoggerCallback(tracking_uri=uri, experiment_name="callback")]
+            OF_CALLBACK,
+            Metrics,
+            reuse=True,
+            callbacks=[MLflowLoggerCallback(tracking_uri=uri, experiment_name="callback")],
         )
         report(f"Ray Tune alone, {OF_CALLBACK} trials", bench_without, "s")
         report(f"Ray Tune with MLflowLoggerCallback, {OF_CALLBACK} trials", bench_callback, "s")
@@ -179,13 +212,21 @@ def bench_fit() -> None:
         epochs=4,
         batch_size=128,
     )
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+    )
     seconds: dict[bool, list[float]] = {False: [], True: []}
     run_trials(2, None, tracked=True, config=config)  # compiles kernels, reads files
     for tracked in (False, True, True, False):
         seconds[tracked].append(run_trials(8, None, tracked=tracked, config=config)[0])
     ray.shutdown()
-    report("eight trials that train, tracking off, mean of two studies", sum(seconds[False]) / 2, "s")
+    report(
+        "eight trials that train, tracking off, mean of two studies", sum(seconds[False]) / 2, "s"
+    )
     report("tracked, all of it in MLflow at the end", sum(seconds[True]) / 2, "s")
     report("tracked over not tracked", sum(seconds[True]) / sum(seconds[False]), "")
 
@@ -193,25 +234,57 @@ def bench_fit() -> None:
 def made_up(folder: Path, trials: int, reports: int, metrics: int) -> None:
     """A ledger that nobody trained."""
     settings = StudyConfig(
-        name=folder.name, trial=DIGITS, rows=[RowConfig(label="a")], seeds=list(range(trials)), storage=str(folder.parent)
+        name=folder.name,
+        trial=DIGITS,
+        rows=[RowConfig(label="a")],
+        seeds=list(range(trials)),
+        storage=str(folder.parent),
     )
     plan = make_plan(settings)
-    data = [{"name": "digits", "source": "made up", "digest": "d" * 64, "root": None, "train": 1, "validation": 1, "test": 1}]
-    provenance = {"commit": "c0ffee", "dirty": False, "versions": {}, "python": "3", "platform": "Linux"}
+    data = [
+        {
+            "name": "digits",
+            "source": "made up",
+            "digest": "d" * 64,
+            "root": None,
+            "train": 1,
+            "validation": 1,
+            "test": 1,
+        }
+    ]
+    provenance = {
+        "commit": "c0ffee",
+        "dirty": False,
+        "versions": {},
+        "python": "3",
+        "platform": "Linux",
+    }
     now = time.time()
     events: list[dict[str, Any]] = [
-        {"event": "planned", "ledger": folder.name, **plan.to_event(), "data": data, "provenance": provenance}
+        {
+            "event": "planned",
+            "ledger": folder.name,
+            **plan.to_event(),
+            "data": data,
+            "provenance": provenance,
+        }
     ]
     for trial in plan.trials:
         events.append({"event": "started", "trial": trial.id})
         for epoch in range(1, reports + 1):
-            values = {"validation/error": 0.5 / epoch, **{f"train/m{index}": index / epoch for index in range(metrics - 1)}}
+            values = {
+                "validation/error": 0.5 / epoch,
+                **{f"train/m{index}": index / epoch for index in range(metrics - 1)},
+            }
             events.append({"event": "report", "trial": trial.id, "epoch": epoch, "metrics": values})
         events.append({"event": "finished", "trial": trial.id, "metrics": {"test/error": 0.1}})
     events.append({"event": "ended", "outcome": "finished"})
     folder.mkdir(parents=True, exist_ok=True)
     (folder / FILE).write_text(
-        "".join(json.dumps({**event, "time": now + place * 1e-3}) + "\n" for place, event in enumerate(events))
+        "".join(
+            json.dumps({**event, "time": now + place * 1e-3}) + "\n"
+            for place, event in enumerate(events)
+        )
     )
 
 
@@ -230,7 +303,10 @@ def bench_stall() -> None:
                 for epoch in range(1000):
                     start = time.perf_counter()
                     ledger.append(
-                        "report", trial=f"stall {name}", epoch=epoch, metrics={f"m{index}": 1.0 for index in range(METRICS)}
+                        "report",
+                        trial=f"stall {name}",
+                        epoch=epoch,
+                        metrics={f"m{index}": 1.0 for index in range(METRICS)},
                     )
                     times[name].append(time.perf_counter() - start)
                     time.sleep(0.002)
@@ -247,10 +323,18 @@ def bench_points() -> None:
         made_up(folder, 10, 400, 10)
         connect(f"http://127.0.0.1:{port}").search_experiments()  # imports MLflow
         start = time.perf_counter()
-        error = sync(folder, f"http://127.0.0.1:{port}", Path(scratch) / "artifacts", None, lambda message: None)
+        error = sync(
+            folder,
+            f"http://127.0.0.1:{port}",
+            Path(scratch) / "artifacts",
+            None,
+            lambda message: None,
+        )
         assert error == "", error
         report(
-            "points a second through the embedded server (10 trials x 4,000 points)", 40000 / (time.perf_counter() - start), "/s"
+            "points a second through the embedded server (10 trials x 4,000 points)",
+            40000 / (time.perf_counter() - start),
+            "/s",
         )
 
 
@@ -259,22 +343,32 @@ def send(folder: Path, port: int, ready: Any, begin: Any) -> None:
     connect(f"http://127.0.0.1:{port}").search_experiments()  # imports MLflow
     ready.release()
     begin.wait()
-    error = sync(folder, f"http://127.0.0.1:{port}", folder.parent / "artifacts", None, lambda message: None)
+    error = sync(
+        folder, f"http://127.0.0.1:{port}", folder.parent / "artifacts", None, lambda message: None
+    )
     assert error == "", error
 
 
 def bench_postgres() -> None:
     workers = 4
     if not (uri := os.environ.get("LNS_STUDY_BENCH_POSTGRES", "")):
-        print("postgres: left out; name an empty database, LNS_STUDY_BENCH_POSTGRES=postgresql://user@host/name")
+        print(
+            "postgres: left out; name an empty database,"
+            " LNS_STUDY_BENCH_POSTGRES=postgresql://user@host/name"
+        )
         return
     spawn = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as scratch, server(Path(scratch), port := free_port(), uri, workers):
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        server(Path(scratch), port := free_port(), uri, workers),
+    ):
         ready, begin = spawn.Semaphore(0), spawn.Event()
         folders = [Path(scratch) / f"bench-{index}" for index in range(workers)]
         for folder in folders:
             made_up(folder, 5, 400, 10)
-        senders = [spawn.Process(target=send, args=(folder, port, ready, begin)) for folder in folders]
+        senders = [
+            spawn.Process(target=send, args=(folder, port, ready, begin)) for folder in folders
+        ]
         for sender in senders:
             sender.start()
         for _ in senders:
@@ -285,7 +379,11 @@ def bench_postgres() -> None:
             sender.join()
             assert sender.exitcode == 0
         seconds = time.perf_counter() - start
-        report(f"points a second, PostgreSQL, {workers} workers, {workers} studies at once", workers * 20000 / seconds, "/s")
+        report(
+            f"points a second, PostgreSQL, {workers} workers, {workers} studies at once",
+            workers * 20000 / seconds,
+            "/s",
+        )
 
 
 def bench_server() -> None:
@@ -293,9 +391,20 @@ def bench_server() -> None:
         for which in ("first", "second"):
             start = time.perf_counter()
             with server(Path(scratch), free_port()) as process:
-                report(f"embedded server answers after, {which} start", time.perf_counter() - start, "s")
-                members = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-                report("its memory (proportional set size)", sum(member.memory_full_info().pss for member in members) / 1e9, "GB")
+                report(
+                    f"embedded server answers after, {which} start",
+                    time.perf_counter() - start,
+                    "s",
+                )
+                members = [
+                    psutil.Process(process.pid),
+                    *psutil.Process(process.pid).children(recursive=True),
+                ]
+                report(
+                    "its memory (proportional set size)",
+                    sum(member.memory_full_info().pss for member in members) / 1e9,
+                    "GB",
+                )
 
 
 def bench_view() -> None:
@@ -306,15 +415,36 @@ def bench_view() -> None:
         folder, opened = Path(scratch) / "bench", []
         made_up(folder, VIEWED, 2, 4)
         start = time.perf_counter()
-        error = sync(folder, f"sqlite:///{scratch}/mlflow.db", Path(scratch) / "artifacts", None, opened.append)
+        error = sync(
+            folder,
+            f"sqlite:///{scratch}/mlflow.db",
+            Path(scratch) / "artifacts",
+            None,
+            opened.append,
+        )
         assert error == "", error
-        report(f"{VIEWED} runs into sqlite, no server between", VIEWED / (time.perf_counter() - start), "runs/s")
+        report(
+            f"{VIEWED} runs into sqlite, no server between",
+            VIEWED / (time.perf_counter() - start),
+            "runs/s",
+        )
         with server(Path(scratch), port := free_port()), sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
             link = f"http://127.0.0.1:{port}/{page(opened[0]['experiment'], opened[0]['view'])}"
             for what, address, drawn in (
-                ("table", link, "[...document.querySelectorAll('a')].some((link) => / seed [0-9]/.test(link.innerText))"),
-                ("charts", f"{link}&compareRunsMode=CHART", "document.querySelectorAll('.scatterlayer .point').length >= 100"),
+                (
+                    "table",
+                    link,
+                    (
+                        "[...document.querySelectorAll('a')].some((link) => / seed"
+                        " [0-9]/.test(link.innerText))"
+                    ),
+                ),
+                (
+                    "charts",
+                    f"{link}&compareRunsMode=CHART",
+                    "document.querySelectorAll('.scatterlayer .point').length >= 100",
+                ),
             ):
                 context = browser.new_context(viewport={"width": 1280, "height": 900})
                 for which in ("nothing cached", "second time"):
@@ -322,7 +452,11 @@ def bench_view() -> None:
                     start = time.perf_counter()
                     tab.goto(address)
                     tab.wait_for_function(drawn, timeout=120_000)
-                    report(f"prepared view of {VIEWED} runs, {what}, {which}", time.perf_counter() - start, "s")
+                    report(
+                        f"prepared view of {VIEWED} runs, {what}, {which}",
+                        time.perf_counter() - start,
+                        "s",
+                    )
                     tab.close()
                 context.close()
             browser.close()
@@ -330,15 +464,18 @@ def bench_view() -> None:
 
 def bench_report() -> None:
     code = (
-        "import sys, time, resource; from pathlib import Path; from study.manage.studies import read\n"
-        "from study.report.write import write_report\n"
-        "start = time.perf_counter(); write_report(read(Path(sys.argv[1])), Path(sys.argv[1]) / 'report')\n"
-        "print(time.perf_counter() - start, time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6)"
+        "import sys, time, resource; from pathlib import Path; from study.manage.studies import"
+        " read\nfrom study.report.write import write_report\nstart = time.perf_counter();"
+        " write_report(read(Path(sys.argv[1])), Path(sys.argv[1]) /"
+        " 'report')\nprint(time.perf_counter() - start, time.process_time(),"
+        " resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6)"
     )
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "bench"
         made_up_search(folder)
-        done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True
+        )
         seconds, busy, memory = map(float, done.stdout.split())
         report("report of 1,000 trials", seconds, "s")
         report("its processor time, imports included", busy, "s")
@@ -355,8 +492,14 @@ def made_up_search(folder: Path) -> None:
     }
     from study.config import SearchConfig
 
-    settings = StudyConfig(name="bench", trial=DIGITS, rows=[RowConfig(label="a"), RowConfig(label="b", overrides={"epochs": 4})],
-                           storage=str(folder.parent), space=space, search=SearchConfig(num_samples=500))  # fmt: skip
+    settings = StudyConfig(
+        name="bench",
+        trial=DIGITS,
+        rows=[RowConfig(label="a"), RowConfig(label="b", overrides={"epochs": 4})],
+        storage=str(folder.parent),
+        space=space,
+        search=SearchConfig(num_samples=500),
+    )
     plan = make_plan(settings)
     made_up(folder, 1, 1, 1)
     first = json.loads((folder / FILE).read_text().splitlines()[0])
@@ -365,14 +508,26 @@ def made_up_search(folder: Path) -> None:
         rate = trial.config.optimizer.lr
         events.append({"event": "started", "trial": trial.id})
         for epoch in range(1, 10):
-            values = {"validation/error": 0.02 + 0.1 * abs(rate - 0.2) + 0.2 / epoch, "train/loss": 1 / epoch}
+            values = {
+                "validation/error": 0.02 + 0.1 * abs(rate - 0.2) + 0.2 / epoch,
+                "train/loss": 1 / epoch,
+            }
             events.append({"event": "report", "trial": trial.id, "epoch": epoch, "metrics": values})
-        events.append({"event": "finished", "trial": trial.id, "metrics": {"test/error": 0.1 + place * 1e-6}})
-    (folder / FILE).write_text("".join(json.dumps({**event, "time": first["time"] + n}) + "\n" for n, event in enumerate(events)))
+        events.append(
+            {"event": "finished", "trial": trial.id, "metrics": {"test/error": 0.1 + place * 1e-6}}
+        )
+    (folder / FILE).write_text(
+        "".join(
+            json.dumps({**event, "time": first["time"] + n}) + "\n"
+            for n, event in enumerate(events)
+        )
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     benches = {
         "report": bench_report,
         "fit": bench_fit,
@@ -389,7 +544,10 @@ def main() -> None:
     from study.execution.ray_session import ENVIRONMENT as OF_RAY
 
     os.environ |= {name: value for name, value in OF_RAY.items() if name not in os.environ}
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {resource.getpagesize()} bytes a page")
+    print(
+        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {resource.getpagesize()} bytes a"
+        " page"
+    )
     for name in options.only:
         benches[name]()
     if options.json:

@@ -1,11 +1,14 @@
-"""Counts the instructions of the fused updates' loops in machine code, and what an update can reach by them. Needs no GPU.
+"""Counts the instructions of the fused updates' loops in machine code, and what an update can reach
+by them. Needs no GPU.
 
     python scripts/count_instructions.py [--format lns12] [--copy 4.26e12] [--issue 32.9e12]
 
-Compiles lns_ops/cuda/src/updates.cu and updates_float32.cu for sm_90 with nvcc, reads the largest loop of each kernel by cuobjdump (both
-from CUDA 13; on PyPI in nvidia-cuda-nvcc and nvidia-cuda-cuobjdump), and prints instructions an element, bytes an element, the time that
-either takes at the measured rates (bytes a second of a copy, read plus written; thread instructions a second that the chip issues:
-scripts/bench_gpu.py measures both) and the fraction of the copy's rate at which the instructions alone would run.
+Compiles lns_ops/cuda/src/updates.cu and updates_float32.cu for sm_90 with nvcc, reads the largest
+loop of each kernel by cuobjdump (both from CUDA 13; on PyPI in nvidia-cuda-nvcc and
+nvidia-cuda-cuobjdump), and prints instructions an element, bytes an element, the time that either
+takes at the measured rates (bytes a second of a copy, read plus written; thread instructions a
+second that the chip issues: scripts/bench_gpu.py measures both) and the fraction of the copy's rate
+at which the instructions alone would run.
 """
 
 from __future__ import annotations
@@ -47,18 +50,28 @@ def loop(name: str, fmt: LNSFormat, folder: Path) -> Counter[str]:
         }
     source.write_text(runtime.kernel_source("updates.cu" if more["FAST"] else "updates_float32.cu"))
     defines = runtime.compile_options(fmt, 0, **more)
-    subprocess.run(["nvcc", "-std=c++17", "-arch=sm_90", "-w", "-cubin", *defines, "-o", binary, source], check=True)
+    subprocess.run(
+        ["nvcc", "-std=c++17", "-arch=sm_90", "-w", "-cubin", *defines, "-o", binary, source],
+        check=True,
+    )
     sass = subprocess.run(
-        ["cuobjdump", "-sass", "-fun", f"lns_{name}", binary], check=True, capture_output=True, text=True
+        ["cuobjdump", "-sass", "-fun", f"lns_{name}", binary],
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout
     pattern = r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+ )?([A-Z][A-Z0-9_]*)[A-Z0-9_.]*(.*?);"
-    instructions = [(int(at, 16), kind, rest) for at, kind, rest in re.findall(pattern, sass, re.MULTILINE)]
+    instructions = [
+        (int(at, 16), kind, rest) for at, kind, rest in re.findall(pattern, sass, re.MULTILINE)
+    ]
     back = [
         (at, int(target[1], 16))
         for at, kind, rest in instructions
         if kind == "BRA" and (target := re.search("0x([0-9a-f]+)", rest))
     ]
-    last, first = max(((at, target) for at, target in back if target < at), key=lambda jump: jump[0] - jump[1])
+    last, first = max(
+        ((at, target) for at, target in back if target < at), key=lambda jump: jump[0] - jump[1]
+    )
     return Counter(kind for at, kind, _ in instructions if first <= at <= last)
 
 
@@ -68,15 +81,24 @@ def main() -> None:
     parser.add_argument("--copy", type=float, default=4.26e12)
     parser.add_argument("--issue", type=float, default=32.9e12)
     options = parser.parse_args()
-    runtime.shared_base = lru_cache(lambda device: 1024)  # asked of the device elsewhere; any constant makes the same code
+    # asked of the device elsewhere; any constant makes the same code
+    runtime.shared_base = lru_cache(lambda device: 1024)
     print(f"{'update':28s} instructions  bytes   issue ps  copy ps   issue alone / copy")
     with tempfile.TemporaryDirectory() as folder:
         for name, (size, elements) in KERNELS.items():
             kinds = loop(name, LNSFormat.parse(options.format), Path(folder))
             count = kinds.total() / elements
             issue, copy = 1e12 * count / options.issue, 1e12 * size / options.copy
-            print(f"{name:28s} {count:8.1f} {size:9d} {issue:9.2f} {copy:9.2f} {copy / issue:12.2f}   ", end="")
-            print(", ".join(f"{kind} {number / elements:.1f}" for kind, number in kinds.most_common(8)))
+            print(
+                f"{name:28s} {count:8.1f} {size:9d} {issue:9.2f} {copy:9.2f}"
+                f" {copy / issue:12.2f}   ",
+                end="",
+            )
+            print(
+                ", ".join(
+                    f"{kind} {number / elements:.1f}" for kind, number in kinds.most_common(8)
+                )
+            )
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     python scripts/profile_resnet.py [--images N] [--threads N]
 
-ResNet-18 for 32 x 32 images, written in plain torch (``tests/lns_ops/nets.py``), converted with scope everywhere, lns12, SGD with Kahan
-summation; forward, backward and update of one batch, the second of two steps, by torch.profiler. Self time of the operators of
-``lns_ops``; gathering the columns of a convolution is counted with its product.
+ResNet-18 for 32 x 32 images, written in plain torch (``tests/lns_ops/nets.py``), converted with
+scope everywhere, lns12, SGD with Kahan summation; forward, backward and update of one batch, the
+second of two steps, by torch.profiler. Self time of the operators of ``lns_ops``; gathering the
+columns of a convolution is counted with its product.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ PRODUCTS = ("conv", "matmul", "linear", "bmm")
 
 
 def cifar(net: ResNet18) -> ResNet18:
-    """The net for small images: a 3 x 3 convolution without stride, no pooling before the blocks."""
+    """The net for small images: a 3 x 3 convolution without stride, no pooling before the
+    blocks."""
     net.conv1 = torch.nn.Conv2d(3, 64, 3, 1, 1, bias=False)
     net.maxpool = torch.nn.Identity()
     return net
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--images", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
@@ -52,7 +56,10 @@ def main() -> None:
     total = sum(times.values())
     products = sum(value for key, value in times.items() if any(word in key for word in PRODUCTS))
     share = 100 * products / total
-    print(f"{options.images} images, {options.threads} thread(s): {total:.0f} ms of processor time, {share:.0f} % in products")
+    print(
+        f"{options.images} images, {options.threads} thread(s): {total:.0f} ms of processor time,"
+        f" {share:.0f} % in products"
+    )
     for key, value in sorted(times.items(), key=lambda pair: -pair[1])[:14]:
         print(f"  {100 * value / total:5.1f} %  {value:8.1f} ms  {key}")
 

@@ -1,6 +1,8 @@
-"""Every private name of another library that this package uses, each with its reason and the version it was seen with.
+"""Every private name of another library that this package uses, each with its reason and the
+version it was seen with.
 
-None has a public counterpart as fast. ``tests/study/test_compat.py`` says which one a new version has changed.
+None has a public counterpart as fast. ``tests/study/test_compat.py`` says which one a new version
+has changed.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ MLFLOW_SERVER_VARIABLES = {
     "ARTIFACTS_DESTINATION_ENV_VAR": "_MLFLOW_SERVER_ARTIFACT_DESTINATION",
     "SERVE_ARTIFACTS_ENV_VAR": "_MLFLOW_SERVER_SERVE_ARTIFACTS",
 }
-"""Environment variables that MLflow's application reads when it is imported or called, by their names in
-:mod:`mlflow.server.constants`; ``mlflow server`` sets them too, but takes a second process and twice the time (MLflow 3.17)."""
+"""Environment variables that MLflow's application reads when it is imported or called, by their
+names in :mod:`mlflow.server.constants`; ``mlflow server`` sets them too, but takes a second process
+and twice the time (MLflow 3.17)."""
 MLFLOW_SERVED_BY = "_MLFLOW_SGI_NAME"
 """Environment variable that tells MLflow's application which server runs it (MLflow 3.17)."""
 
@@ -23,18 +26,21 @@ MLFLOW_SERVED_BY = "_MLFLOW_SGI_NAME"
 def latest_metrics(run: Any) -> list[Any]:
     """Return the last point of each metric of an MLflow run, with its step.
 
-    ``run.data.metrics`` has no steps, ``run.data.to_proto()`` takes fifty times as long (MLflow 3.17).
+    ``run.data.metrics`` has no steps, ``run.data.to_proto()`` takes fifty times as long (MLflow
+    3.17).
     """
     return list(run.data._metric_objs)
 
 
 def tracking_store(client: Any) -> Any:
-    """Return the store behind an MLflow client: only it reads a metric of many runs at once (MLflow 3.17)."""
+    """Return the store behind an MLflow client: only it reads a metric of many runs at once (MLflow
+    3.17)."""
     return client._tracking_client.store
 
 
 def request_message(message: Any) -> Any:
-    """Fill a message from flask's current request as MLflow's server does, so that a guard sees what the server takes (MLflow 3.17)."""
+    """Fill a message from flask's current request as MLflow's server does, so that a guard sees
+    what the server takes (MLflow 3.17)."""
     from mlflow.server.handlers import _get_request_message
 
     return _get_request_message(message)
@@ -48,7 +54,8 @@ def search_space_transform(distributions: dict[str, Any]) -> Any:
 
 
 def marginal_shares(evaluator: Any, columns: list[int]) -> list[float]:
-    """Compute the share of each tree's variance that params explain together; Optuna offers single ones (Optuna 5.0).
+    """Compute the share of each tree's variance that params explain together; Optuna offers single
+    ones (Optuna 5.0).
 
     Args:
         evaluator: of fANOVA, once it has evaluated.
@@ -58,4 +65,8 @@ def marginal_shares(evaluator: Any, columns: list[int]) -> list[float]:
 
     forest = evaluator._evaluator
     encoded = np.concatenate([forest._column_to_encoded_columns[column] for column in columns])
-    return [tree.get_marginal_variance(encoded) / tree.variance for tree in forest._trees if tree.variance > 0]
+    return [
+        tree.get_marginal_variance(encoded) / tree.variance
+        for tree in forest._trees
+        if tree.variance > 0
+    ]

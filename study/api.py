@@ -1,4 +1,5 @@
-"""One run of a study from config to report: plan, preflight, ledger, runner, tracking, report. The command line calls this."""
+"""One run of a study from config to report: plan, preflight, ledger, runner, tracking, report. The
+command line calls this."""
 
 from __future__ import annotations
 
@@ -78,18 +79,26 @@ class Outcome:
         return sum(trial.status == FAILED for trial in self.state.trials)
 
 
-def run_study(study: StudyConfig, view: View, say: Callable[[str], None], only: str = ALL, node: Node | None = None) -> Outcome:
+def run_study(
+    study: StudyConfig,
+    view: View,
+    say: Callable[[str], None],
+    only: str = ALL,
+    node: Node | None = None,
+) -> Outcome:
     """Run a study, or what is left of it.
 
     Args:
         study: the config.
-        only: ``all`` that has not finished, of that what is ``unfinished`` but has not failed, or what has ``failed``.
+        only: ``all`` that has not finished, of that what is ``unfinished`` but has not failed, or
+            what has ``failed``.
         view: shows progress.
         say: prints one line for the user: warnings and what was resumed.
         node: of this machine, where it has begun to load what trials need; ended with the study.
 
     Raises:
-        UserError: the study cannot start, and nothing was done; or its storage is full, and the same command goes on once it is not.
+        UserError: the study cannot start, and nothing was done; or its storage is full, and the
+            same command goes on once it is not.
         KeyboardInterrupt: after Ctrl-C, with ledger, MLflow runs and report closed.
     """
     with refusals():
@@ -110,7 +119,10 @@ def run_study(study: StudyConfig, view: View, say: Callable[[str], None], only: 
         for entry in plan.excluded[:EXCLUDED_SHOWN]:
             say(f"Left out: {entry}")
         if len(plan.excluded) > EXCLUDED_SHOWN:
-            say(f"Left out: {len(plan.excluded) - EXCLUDED_SHOWN} more; `{lns_study('plan', 'CONFIG')}` lists them")
+            say(
+                f"Left out: {len(plan.excluded) - EXCLUDED_SHOWN} more;"
+                f" `{lns_study('plan', 'CONFIG')}` lists them"
+            )
         return _run(plan, data, ledger, before, view, say, only, node)
 
 
@@ -124,7 +136,11 @@ def _run(
     only: str,
     node: Node | None,
 ) -> Outcome:
-    failed = [trial.id for trial in plan.trials if trial.id in state.known and state.known[trial.id].status == FAILED]
+    failed = [
+        trial.id
+        for trial in plan.trials
+        if trial.id in state.known and state.known[trial.id].status == FAILED
+    ]
     ledger.listen(state.apply)
     made_with = {"data": data, "provenance": provenance(), "hardware": hardware()}
     ledger.append("planned", ledger=ledger.id, **plan.to_event(), only=only, **made_with)
@@ -132,32 +148,52 @@ def _run(
         say(f"{longer} trials go on from the last checkpoint of the same trial with fewer epochs.")
     _say_what_is_left(state, say)
     folder = plan.study.folder
-    tracker = make_tracker(folder, plan.study.tracking, _artifacts(plan.study), say, lambda where: _say_where(plan, where, say))
+    tracker = make_tracker(
+        folder,
+        plan.study.tracking,
+        _artifacts(plan.study),
+        say,
+        lambda where: _say_where(plan, where, say),
+    )
     later = _DeferredStart(tracker.start)
     ledger.listen(later.hear)
     ledger.listen(view.listen)
     view.start(state)
-    control = Control(folder, state, plan.study.limits, lambda limits: _discard(ledger.append("edited", limits=limits)))
+    control = Control(
+        folder,
+        state,
+        plan.study.limits,
+        lambda limits: _discard(ledger.append("edited", limits=limits)),
+    )
     outcome = "interrupted"
     try:
         run_plan(plan, ledger, state, control, failed if only == ONLY_FAILED else None, node, say)
         decision = control.decide(fresh=True)
         outcome = _describe_end(plan, state, decision)
         if decision.reason and not control.storage_error:
-            left = "raise or drop it to go on" if decision.reason.startswith("limits.") else "the same command continues"
+            left = (
+                "raise or drop it to go on"
+                if decision.reason.startswith("limits.")
+                else "the same command continues"
+            )
             say(f"Ended early: {decision.reason}; {left}.")
     finally:
         later.start()
         with control.watch_storage():
             ledger.append("ended", outcome=outcome)
         view.stop()
-        say("Writing the report, and to MLflow what it lacks ..." if plan.study.tracking != OFF else "Writing the report ...")
+        say(
+            "Writing the report, and to MLflow what it lacks ..."
+            if plan.study.tracking != OFF
+            else "Writing the report ..."
+        )
         with control.watch_storage():
             report, error = _close(state, folder / "report", tracker)
     if control.storage_error:
         raise UserError(
-            f"{control.storage_error}; free some space in {folder.parent}, then give the same command again: trials that "
-            "finished are kept, the others continue from their last checkpoint"
+            f"{control.storage_error}; free some space in {folder.parent}, then give the same"
+            " command again: trials that finished are kept, the others continue from their last"
+            " checkpoint"
         )
     if held := remark(state.runs[-1]):
         say(held)
@@ -166,7 +202,9 @@ def _run(
 
 def _describe_end(plan: Plan, state: StudyState, decision: Decision) -> str:
     """``finished``, ``failed`` (some trials), or, before all have run, ``stopped``."""
-    if any(trial.status not in ENDED for trial in state.trials) or (decision.reason and len(state.trials) < plan.size):
+    if any(trial.status not in ENDED for trial in state.trials) or (
+        decision.reason and len(state.trials) < plan.size
+    ):
         return "stopped"
     return "failed" if any(trial.status == FAILED for trial in state.trials) else "finished"
 
@@ -176,16 +214,19 @@ def _discard(_: object) -> None:
 
 
 def write_report(state: StudyState, folder: Path) -> Path:
-    """See :func:`study.report.write.write_report`; what draws is loaded here, a second that no trial should wait for."""
+    """See :func:`study.report.write.write_report`; what draws is loaded here, a second that no
+    trial should wait for."""
     from study.report.write import write_report
 
     return write_report(state, folder)
 
 
 class _DeferredStart:
-    """Starts what no trial's first epoch should wait for: the process that feeds MLflow, and loading what draws the report.
+    """Starts what no trial's first epoch should wait for: the process that feeds MLflow, and
+    loading what draws the report.
 
-    Starts with the first report, or after :data:`LATER_SECONDS`; at once on a machine that has cores to spare.
+    Starts with the first report, or after :data:`LATER_SECONDS`; at once on a machine that has
+    cores to spare.
 
     Args:
         start_tracker: called once.
@@ -235,18 +276,25 @@ def _close(state: StudyState, folder: Path, tracker: Tracker | NoTracker) -> tup
     return report, error
 
 
-def report_study(folder: Path, say: Callable[[str], None], tracking_uri: str | None = None) -> Outcome:
-    """Make the report of a study again from its ledger, and send MLflow what it lacks. While the study runs its own process does
-    the latter.
+def report_study(
+    folder: Path, say: Callable[[str], None], tracking_uri: str | None = None
+) -> Outcome:
+    """Make the report of a study again from its ledger, and send MLflow what it lacks. While the
+    study runs its own process does the latter.
 
     Raises:
-        UserError: there is no study in ``folder``, the report cannot be written, or nothing answers at ``tracking_uri``; nothing
+        UserError: there is no study in ``folder``, the report cannot be written, or nothing answers
+            at ``tracking_uri``; nothing
         was written.
     """
     with refusals():
         state = _reportable(folder)
-        study = dataclasses.replace(state.config, tracking_uri=tracking_uri or state.config.tracking_uri)
-        check_writable(folder / "report", "report", "mend its permissions, or move what is in its place")
+        study = dataclasses.replace(
+            state.config, tracking_uri=tracking_uri or state.config.tracking_uri
+        )
+        check_writable(
+            folder / "report", "report", "mend its permissions, or move what is in its place"
+        )
         if tracking_uri:
             check_tracking(study.tracking)
     report = write_report(state, folder / "report")
@@ -259,27 +307,38 @@ def report_study(folder: Path, say: Callable[[str], None], tracking_uri: str | N
 
 
 def sync_study(folder: Path, study: StudyConfig, report: Path | None) -> tuple[str, dict[str, str]]:
-    """Send MLflow what it lacks of the ledger in ``folder``; why that failed or "", and where the runs are."""
+    """Send MLflow what it lacks of the ledger in ``folder``; why that failed or "", and where the
+    runs are."""
     where: dict[str, str] = {}
     error = sync(folder, study.tracking, _artifacts(study), report, where.update)
     return error, where
 
 
 def _say_where(plan: Plan, where: dict[str, str], say: Callable[[str], None]) -> None:
-    say(f"MLflow: {how_to_open(plan.study.tracking, plan.study.storage, page(where['experiment'], where['view']))}")
+    there = page(where["experiment"], where["view"])
+    say(f"MLflow: {how_to_open(plan.study.tracking, plan.study.storage, there)}")
 
 
-def _outcome(state: StudyState, report: Path, study: StudyConfig, error: str, where: dict[str, str]) -> Outcome:
+def _outcome(
+    state: StudyState, report: Path, study: StudyConfig, error: str, where: dict[str, str]
+) -> Outcome:
     parent = (where["experiment"], where["run"]) if "run" in where else None
     address = page(where["experiment"], where["view"]) if "view" in where else ""
-    return Outcome(state=state, report=report, tracking=study.tracking, tracking_error=error, parent_run=parent, page=address)
+    return Outcome(
+        state=state,
+        report=report,
+        tracking=study.tracking,
+        tracking_error=error,
+        parent_run=parent,
+        page=address,
+    )
 
 
 def _reportable(folder: Path) -> StudyState:
     if not (folder / FILE).exists():
         raise ValueError(
-            f"{folder}: holds no study (no ledger with a plan); run one with `{lns_study('run', 'CONFIG')}`, or name its storage with "
-            "--storage"
+            f"{folder}: holds no study (no ledger with a plan); run one with"
+            f" `{lns_study('run', 'CONFIG')}`, or name its storage with --storage"
         )
     state = read(folder)
     if not state.outcome and not is_locked(folder):
@@ -295,4 +354,7 @@ def _say_what_is_left(state: StudyState, say: Callable[[str], None]) -> None:
     finished = sum(trial.status == FINISHED for trial in state.trials)
     begun = sum(trial.status != FINISHED and trial.epoch > 0 for trial in state.trials)
     if finished or begun:
-        say(f"Resuming: {finished} of {len(state.trials)} trials are finished, {begun} continue from their last checkpoint.")
+        say(
+            f"Resuming: {finished} of {len(state.trials)} trials are finished, {begun} continue"
+            " from their last checkpoint."
+        )

@@ -1,4 +1,5 @@
-"""What the user can put right, told apart from what is our mistake: the first ends with exit code 2, the second with a traceback."""
+"""What the user can put right, told apart from what is our mistake: the first ends with exit code
+2, the second with a traceback."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from study.tracking_uri import without_password
 
 
 class UserError(ValueError):
-    """The user's input cannot work; the message names the value, the rule and the remedy, and no password of an address."""
+    """The user's input cannot work; the message names the value, the rule and the remedy, and no
+    password of an address."""
 
     def __init__(self, message: str) -> None:
         super().__init__(without_password(message))

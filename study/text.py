@@ -7,7 +7,8 @@ from typing import Any
 
 
 def layout_of(config: Mapping[str, Any]) -> str:
-    """How a trial is spread: ``1 worker``, ``dp 2``, ``dp 2 x pp 2``, ``tp 2``, ``dp 2 sharded``."""
+    """How a trial is spread: ``1 worker``, ``dp 2``, ``dp 2 x pp 2``, ``tp 2``, ``dp 2
+    sharded``."""
     layout = config.get("layout", {})
     workers, pp, tp = int(config["workers"]), int(layout.get("pp") or 1), int(layout.get("tp") or 1)
     if workers == 1:

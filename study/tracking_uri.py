@@ -1,11 +1,14 @@
-"""The address of a tracking store: as it may be stored and shown, and with its password at the moment of use.
+"""The address of a tracking store: as it may be stored and shown, and with its password at the
+moment of use.
 
-A password is taken out of an address where that enters (:func:`hide`): configs, ledgers and all that is made of them hold
-``https://ada:***@host`` alone. Who connects asks for the password (:func:`reveal`): what this process was given, else what the
-environment has. Text that may quote an address, an error's or a command to give next, goes through :func:`without_password`.
+A password is taken out of an address where that enters (:func:`hide`): configs, ledgers and all
+that is made of them hold ``https://ada:***@host`` alone. Who connects asks for the password
+(:func:`reveal`): what this process was given, else what the environment has. Text that may quote an
+address, an error's or a command to give next, goes through :func:`without_password`.
 
-Limits: of what stands in a query, a value is secret whose name says so (``password=``, ``token=``). How a password may look in an
-address, slashes and @ included, follows SQLAlchemy for databases and RFC 3986 for servers.
+Limits: of what stands in a query, a value is secret whose name says so (``password=``, ``token=``).
+How a password may look in an address, slashes and @ included, follows SQLAlchemy for databases and
+RFC 3986 for servers.
 """
 
 from __future__ import annotations
@@ -21,25 +24,33 @@ MARK = "***"
 """Stands for a password; SQLAlchemy shows it so, too."""
 WHOLE = "MLFLOW_TRACKING_URI"
 """The environment variable that may hold an address with its password."""
-USER, PASSWORD, TOKEN = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"
+USER, PASSWORD, TOKEN = (
+    "MLFLOW_TRACKING_USERNAME",
+    "MLFLOW_TRACKING_PASSWORD",
+    "MLFLOW_TRACKING_TOKEN",
+)
 """MLflow's client logs in with these by itself."""
 CREDENTIALS, PGPASS = "~/.mlflow/credentials", "~/.pgpass"
 """Files in which MLflow's and PostgreSQL's clients look for passwords by themselves."""
 
 REMEDY = (
-    "earlier versions wrote it there, into report.html and into MLflow's copies; change the password, give the new one in the environment "
-    "(docs/tracking.md), and make report and copies again with `lns-study report STUDY`"
+    "earlier versions wrote it there, into report.html and into MLflow's copies; change the"
+    " password, give the new one in the environment (docs/tracking.md), and make report and copies"
+    " again with `lns-study report STUDY`"
 )
 """Where a ledger holds a password."""
 
 _LOGIN = re.compile(
-    r"""(?<![\w+.-]) (?P<before> (?: https?:// (?![^\s:/?#@\[]* : \d+ (?:[/?#]|$))  # a port, and no login
+    r"""(?<![\w+.-]) (?P<before> (?: https?://
+                                   (?![^\s:/?#@\[]* : \d+ (?:[/?#]|$))  # a port, and no login
                                  | (?!https?:) [a-zA-Z][\w+.-]*:// )
                                [^\s:/?#@\[]* :)
         [^@\s]* (?:@[^@/?#\s]*)* @""",
     re.VERBOSE,
 )
-_QUERY = re.compile(r"(?P<before>[?&][^=&\s]*(?:password|passwd|pwd|token|secret)[^=&\s]*=)[^&\s]+", re.IGNORECASE)
+_QUERY = re.compile(
+    r"(?P<before>[?&][^=&\s]*(?:password|passwd|pwd|token|secret)[^=&\s]*=)[^&\s]+", re.IGNORECASE
+)
 _MARKED = re.compile(r":\*\*\*(?=@)|(?<==)\*\*\*")
 
 _given: dict[str, str] = {}
@@ -58,7 +69,8 @@ def without_login(uri: str) -> str:
 
 
 def hide(uri: str) -> str:
-    """How an address is stored and shown; its password is kept in this process for :func:`reveal`."""
+    """How an address is stored and shown; its password is kept in this process for
+    :func:`reveal`."""
     shown = without_password(uri)
     if shown != uri:
         _given[shown] = uri
@@ -76,15 +88,27 @@ def reveal(uri: str) -> str:
     """
     if not _MARKED.search(uri):
         return uri
-    found = _given.get(uri) or _whole(uri) or (_of_server(uri) if uri.startswith("http") else _of_database(uri))
+    found = (
+        _given.get(uri)
+        or _whole(uri)
+        or (_of_server(uri) if uri.startswith("http") else _of_database(uri))
+    )
     if not found:
-        raise ValueError(f"tracking_uri={uri!r}: its password is not stored; set {_variables(uri)} in the environment")
+        raise ValueError(
+            f"tracking_uri={uri!r}: its password is not stored; set {_variables(uri)} in the"
+            " environment"
+        )
     return found
 
 
 def stored(events: Iterable[dict[str, Any]]) -> list[str]:
-    """The addresses, as they may be shown, of which a ledger's events hold the password: earlier versions wrote it there."""
-    uris = [str(event["study"].get("tracking_uri")) for event in events if event["event"] == "planned" and "study" in event]
+    """The addresses, as they may be shown, of which a ledger's events hold the password: earlier
+    versions wrote it there."""
+    uris = [
+        str(event["study"].get("tracking_uri"))
+        for event in events
+        if event["event"] == "planned" and "study" in event
+    ]
     return list(dict.fromkeys(shown for uri in uris if (shown := without_password(uri)) != uri))
 
 
@@ -94,22 +118,40 @@ def _whole(uri: str) -> str:
 
 
 def _of_server(uri: str) -> str:
-    """With the login of MLflow's own variables, or without one where its client finds that by itself."""
+    """With the login of MLflow's own variables, or without one where its client finds that by
+    itself."""
     parts = urllib.parse.urlsplit(uri)
     if password := os.environ.get(PASSWORD):
-        user = urllib.parse.quote(os.environ.get(USER) or urllib.parse.unquote(parts.username or ""), safe="")
-        return uri.replace(f"//{parts.username or ''}:{MARK}@", f"//{user}:{urllib.parse.quote(password, safe='')}@", 1)
-    return without_login(uri) if os.environ.get(TOKEN) or Path(CREDENTIALS).expanduser().exists() else ""
+        user = urllib.parse.quote(
+            os.environ.get(USER) or urllib.parse.unquote(parts.username or ""), safe=""
+        )
+        return uri.replace(
+            f"//{parts.username or ''}:{MARK}@",
+            f"//{user}:{urllib.parse.quote(password, safe='')}@",
+            1,
+        )
+    return (
+        without_login(uri)
+        if os.environ.get(TOKEN) or Path(CREDENTIALS).expanduser().exists()
+        else ""
+    )
 
 
 def _of_database(uri: str) -> str:
     """Without a password, where PostgreSQL's client finds it by itself."""
     files = os.environ.get("PGPASSFILE") or Path(PGPASS).expanduser().exists()
     if uri.startswith("postgresql") and (os.environ.get("PGPASSWORD") or files):
-        return re.sub(r"(?<=[?&])[^=&]*=\*\*\*&?", "", uri.replace(f":{MARK}@", "@", 1)).rstrip("?&")
+        return re.sub(r"(?<=[?&])[^=&]*=\*\*\*&?", "", uri.replace(f":{MARK}@", "@", 1)).rstrip(
+            "?&"
+        )
     return ""
 
 
 def _variables(uri: str) -> str:
     own = {"http": f"{USER} and {PASSWORD}", "postgresql": "PGPASSWORD (or ~/.pgpass)"}
-    return " or ".join([*(text for scheme, text in own.items() if uri.startswith(scheme)), f"{WHOLE}=<the whole address>"])
+    return " or ".join(
+        [
+            *(text for scheme, text in own.items() if uri.startswith(scheme)),
+            f"{WHOLE}=<the whole address>",
+        ]
+    )

@@ -1,5 +1,6 @@
-"""Shared by all tests: one computing thread, hypothesis without deadlines (kernels compile at their first call), shares of the tests that
-take turns, and no test that is left out for a reason that nobody has agreed to.
+"""Shared by all tests: one computing thread, hypothesis without deadlines (kernels compile at their
+first call), shares of the tests that take turns, and no test that is left out for a reason that
+nobody has agreed to.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["LNS_STUDY_COMMAND"] = "lns-study"  # what messages call it, whichever way the tests were started
+# what messages call it, whichever way the tests were started
+os.environ["LNS_STUDY_COMMAND"] = "lns-study"
 
 import pytest
 import torch
@@ -23,21 +25,27 @@ torch.set_num_threads(1)
 
 SKIPS = (
     # the machine's devices and processor
-    "no CUDA backend", "needs a CUDA device", "GPUs, needs two", "there is a GPU", "AVX", "needs fork", "simd is this kernel here",
+    "no CUDA backend", "needs a CUDA device", "GPUs, needs two", "there is a GPU", "AVX",
+    "needs fork", "simd is this kernel here",
     # programs and permissions that the machine need not have
-    "Chromium is not installed", "playwright is not installed", "PostgreSQL is not installed", "pip install 'lns-study\\[team\\]'",
-    "torchao", "torch.s operation database needs it",
+    "Chromium is not installed", "playwright is not installed", "PostgreSQL is not installed",
+    "pip install 'lns-study\\[team\\]'", "torchao", "torch.s operation database needs it",
     "no file system can be mounted here", "a network namespace of our own is not permitted here",
     # combinations of parameters that there are not
-    "scope matmul does not reach into an LSTM", "scope matmul has no transposed convolutions", "torch has no such mode",
-    "torch takes one of them", "this process has a Ray with tokens already",
+    "scope matmul does not reach into an LSTM", "scope matmul has no transposed convolutions",
+    "torch has no such mode", "torch takes one of them",
+    "this process has a Ray with tokens already",
 )  # fmt: skip
 """Why a test may be left out; for any other reason it fails."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--share``."""
-    parser.addoption("--share", metavar="TURN/PARTS", help="only every PARTS-th of the chosen tests, another for every TURN")
+    parser.addoption(
+        "--share",
+        metavar="TURN/PARTS",
+        help="only every PARTS-th of the chosen tests, another for every TURN",
+    )
 
 
 @pytest.hookimpl(trylast=True)
@@ -63,7 +71,11 @@ def pytest_make_collect_report() -> Generator[None, Any, Any]:
 
 
 def _judged(report: Any) -> Any:
-    if report.skipped and isinstance(report.longrepr, tuple) and not any(re.search(known, report.longrepr[2]) for known in SKIPS):
+    if (
+        report.skipped
+        and isinstance(report.longrepr, tuple)
+        and not any(re.search(known, report.longrepr[2]) for known in SKIPS)
+    ):
         report.outcome, report.longrepr = (
             "failed",
             f"left out for a reason that is not in tests/conftest.py: {report.longrepr[2]}",
@@ -73,10 +85,17 @@ def _judged(report: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One local Ray cluster for the whole session: two CPUs, no dashboard, its own temporary folder."""
+    """One local Ray cluster for the whole session: two CPUs, no dashboard, its own temporary
+    folder."""
     import ray
 
     if not ray.is_initialized():
-        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+        ray.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+        )
     yield
     ray.shutdown()

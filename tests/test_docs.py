@@ -1,4 +1,5 @@
-"""The pages of the repository: the first one's code runs, every link and every path leads somewhere."""
+"""The pages of the repository: the first one's code runs, every link and every path leads
+somewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ import torch
 import lns_ops
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "lns_ops" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "lns_ops" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 GENERATED = {ROOT / "docs" / "reference" / name for name in ("configuration.md", "commands.md")}
 
 
@@ -33,8 +39,27 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
         return
     text = page.read_text()
     links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link]
-    missing = [link for link in links if not (page.parent / link).exists() and (page.parent / link).resolve() not in GENERATED]
-    paths = re.findall(r"`((?:study|trainers|lns_ops|tests|scripts|conf|docs)/[\w./-]+)(?:::\w+)?`", text)
+    missing = [
+        link
+        for link in links
+        if not (page.parent / link).exists() and (page.parent / link).resolve() not in GENERATED
+    ]
+    paths = re.findall(
+        r"`((?:study|trainers|lns_ops|tests|scripts|conf|docs)/[\w./-]+)(?:::\w+)?`", text
+    )
     if "log" not in page.parts:
         missing += [path for path in paths if not (ROOT / path).exists()]
     assert missing == []
+
+
+PROSE = 100
+"""Most characters of a line of prose; tables, code and links of their own may be longer."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_prose_is_as_narrow_as_code(page: Path) -> None:
+    if page in GENERATED:
+        return
+    text = re.sub(r"^( *)(`{3,}).*?^\1\2$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    long = [line for line in text.splitlines() if len(line) > PROSE]
+    assert [line for line in long if not line.lstrip().startswith("|") and " " in line] == []

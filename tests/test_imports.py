@@ -1,4 +1,5 @@
-"""The architecture as a test: study -> trainers -> lns_ops and never back, rooms in one order, and each big library in one package."""
+"""The architecture as a test: study -> trainers -> lns_ops and never back, rooms in one order, and
+each big library in one package."""
 
 from __future__ import annotations
 
@@ -13,24 +14,31 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-MAY_IMPORT = {"lns_ops": {"lns_ops"}, "trainers": {"trainers", "lns_ops"}, "study": {"study", "trainers", "lns_ops"}}
+MAY_IMPORT = {
+    "lns_ops": {"lns_ops"},
+    "trainers": {"trainers", "lns_ops"},
+    "study": {"study", "trainers", "lns_ops"},
+}
 OWNERS = {"mlflow": {"study"}, "omegaconf": {"study"}, "ray": {"study", "trainers"}}
 
 
 ORDER = {
     "lns_ops": [
-        "spec", "cpu.compiler", "cpu.kernels", "cpu.simd", "cpu", "cuda", "functional", "formats", "tensor", "tensor.ops", "nn", "optim",
-        "analysis",
+        "spec", "cpu.compiler", "cpu.kernels", "cpu.simd", "cpu", "cuda", "functional", "formats",
+        "tensor", "tensor.ops", "nn", "optim", "analysis",
     ],
     "trainers": [
-        "config", "data", "models", "optim", "checkpoint", "telemetry", "comm", "sync", "parallel", "training", "workers",
+        "config", "data", "models", "optim", "checkpoint", "telemetry", "comm", "sync", "parallel",
+        "training", "workers",
     ],
     "study": [
-        "text", "tracking_uri", "program", "errors", "_compat", "config", "ledger", "plan", "results", "search", "tracking", "manage",
-        "execution", "report.figures", "report", "serve", "api", "cli", "__main__",
+        "text", "tracking_uri", "program", "errors", "_compat", "config", "ledger", "plan",
+        "results", "search", "tracking", "manage", "execution", "report.figures", "report", "serve",
+        "api", "cli", "__main__",
     ],
 }  # fmt: skip
-"""The rooms of each package; a room imports from those before it only. Not listed: modules that only pass names on."""
+"""The rooms of each package; a room imports from those before it only. Not listed: modules that
+only pass names on."""
 LAZY = {("lns_ops.analysis.result", "lns_ops.analysis.plot")}
 """``Analysis.plot`` imports what draws it, which names the type of what it draws."""
 LONGER = {
@@ -53,10 +61,14 @@ def imports_of(path: Path) -> set[str]:
     return names
 
 
-SOURCES = [(package, path) for package in MAY_IMPORT for path in sorted((ROOT / package).rglob("*.py"))]
+SOURCES = [
+    (package, path) for package in MAY_IMPORT for path in sorted((ROOT / package).rglob("*.py"))
+]
 
 
-@pytest.mark.parametrize(("package", "path"), SOURCES, ids=[str(p.relative_to(ROOT)) for _, p in SOURCES])
+@pytest.mark.parametrize(
+    ("package", "path"), SOURCES, ids=[str(p.relative_to(ROOT)) for _, p in SOURCES]
+)
 def test_import_direction(package: str, path: Path) -> None:
     tops = {name.split(".")[0] for name in imports_of(path)}
     assert tops & set(MAY_IMPORT) <= MAY_IMPORT[package]
@@ -73,7 +85,10 @@ def test_study_leaves_train_to_trainers(path: Path) -> None:
     assert not any(name.startswith("ray.train.torch") for name in imports_of(path))
 
 
-FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for _, path in SOURCES}
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for _, path in SOURCES
+}
 
 
 def executed(tree: ast.AST) -> Iterator[ast.AST]:
@@ -89,7 +104,10 @@ def dependencies(module: str) -> set[str]:
     found = set()
     for node in executed(ast.parse(FILES[module].read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
-            found |= {name if (name := f"{node.module}.{alias.name}") in FILES else node.module for alias in node.names}
+            found |= {
+                name if (name := f"{node.module}.{alias.name}") in FILES else node.module
+                for alias in node.names
+            }
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
     return {name for name in found & set(FILES) - {module} if (module, name) not in LAZY}
@@ -99,9 +117,14 @@ GRAPH = {module: dependencies(module) for module in FILES}
 
 
 def room(module: str) -> tuple[str, int] | None:
-    """The package of a module and the place of its room there; None for what only passes names on."""
+    """The package of a module and the place of its room there; None for what only passes names
+    on."""
     package, _, inner = module.partition(".")
-    places = [(len(name), place) for place, name in enumerate(ORDER[package]) if f"{inner}.".startswith(f"{name}.")]
+    places = [
+        (len(name), place)
+        for place, name in enumerate(ORDER[package])
+        if f"{inner}.".startswith(f"{name}.")
+    ]
     return (package, max(places)[1]) if places else None
 
 
@@ -139,23 +162,45 @@ def test_files_functions_and_folders_are_small() -> None:
 
 
 def test_lns_ops_pulls_in_no_cluster_library() -> None:
-    code = "import sys, lns_ops; print([m for m in ('ray', 'mlflow', 'omegaconf', 'sklearn', 'matplotlib', 'pandas') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    code = (
+        "import sys, lns_ops; print([m for m in ('ray', 'mlflow', 'omegaconf', 'sklearn',"
+        " 'matplotlib', 'pandas') if m in sys.modules])"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )
 
 
 def test_import_leaves_torch_threads_alone() -> None:
     code = (
-        "import torch; torch.set_num_threads(1); n = torch.get_num_threads(); import lns_ops; print(n == torch.get_num_threads())"
+        "import torch; torch.set_num_threads(1); n = torch.get_num_threads(); import lns_ops;"
+        " print(n == torch.get_num_threads())"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "True"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "True"
+    )
 
 
-@pytest.mark.parametrize("precision", ["", "precision=PrecisionConfig(format='lns12', kahan_sum=True)"])
+@pytest.mark.parametrize(
+    "precision", ["", "precision=PrecisionConfig(format='lns12', kahan_sum=True)"]
+)
 def test_a_trial_loads_neither_torchs_compiler_nor_scikit_learn(precision: str) -> None:
     """Seconds that every process of a study would need before its first step."""
     code = (
-        "import sys; from trainers.config import *; from trainers.training.trainer import Training; "
-        f"training = Training(TrialConfig(data=DataConfig(name='digits', train_size=256), epochs=1, {precision})); "
-        "training.train_epoch(); training.test(); print([m for m in ('torch._dynamo', 'sklearn', 'ray', 'pandas') if m in sys.modules])"
+        "import sys; from trainers.config import *; from trainers.training.trainer import"
+        " Training; training = Training(TrialConfig(data=DataConfig(name='digits',"
+        f" train_size=256), epochs=1, {precision})); training.train_epoch(); training.test();"
+        " print([m for m in ('torch._dynamo', 'sklearn', 'ray', 'pandas') if m in sys.modules])"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )

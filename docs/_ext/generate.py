@@ -1,7 +1,8 @@
 """Writes the reference pages that the code knows best: every config key, every command.
 
-The Sphinx build calls :func:`write` before it reads its sources (``docs/conf.py``). The pages are ``docs/reference/configuration.md``,
-from the dataclasses of ``StudyConfig`` and their ``Attributes:``, and ``docs/reference/commands.md``, from the help of ``lns-study``.
+The Sphinx build calls :func:`write` before it reads its sources (``docs/conf.py``). The pages are
+``docs/reference/configuration.md``, from the dataclasses of ``StudyConfig`` and their
+``Attributes:``, and ``docs/reference/commands.md``, from the help of ``lns-study``.
 """
 
 from __future__ import annotations
@@ -56,19 +57,33 @@ def shown(default: object) -> str:
 
 def row(prefix: str, field: Field, meanings: dict[str, str]) -> str:
     kind = str(field.type).replace("|", r"\|")
-    return f"| `{prefix}{field.name}` | `{kind}` | `{shown(default_of(field))}` | {meanings.get(field.name, '')} |"
+    return (
+        f"| `{prefix}{field.name}` | `{kind}` | `{shown(default_of(field))}` |"
+        f" {meanings.get(field.name, '')} |"
+    )
 
 
 def sections(config: type, prefix: str = "") -> Iterator[str]:
     """Yield a table of the keys of a config, then the sections of the configs in it."""
     fields = dataclasses.fields(config)
-    nested = [(field.name, type(default_of(field))) for field in fields if is_config(default_of(field))]
+    nested = [
+        (field.name, type(default_of(field))) for field in fields if is_config(default_of(field))
+    ]
     meanings = attributes(config)
     summary = plain((inspect.getdoc(config) or "").split("\n\n")[0])
     names = {name for name, _ in nested}
     rows = [row(prefix, field, meanings) for field in fields if field.name not in names]
     title = f"`{prefix.removesuffix('.')}`" if prefix else "A study"
-    yield "\n".join([f"## {title}", summary, "", "| key | type | default | meaning |", "|---|---|---|---|", *rows])
+    yield "\n".join(
+        [
+            f"## {title}",
+            summary,
+            "",
+            "| key | type | default | meaning |",
+            "|---|---|---|---|",
+            *rows,
+        ]
+    )
     for name, inner in nested:
         yield from sections(inner, f"{prefix}{name}.")
 
@@ -76,7 +91,8 @@ def sections(config: type, prefix: str = "") -> Iterator[str]:
 def configuration() -> str:
     """Return the page of config keys."""
     head = (
-        "# Configuration\nEvery key of a study's YAML file, which a command may change by `key=value`, with its type and default."
+        "# Configuration\nEvery key of a study's YAML file, which a command may change by"
+        " `key=value`, with its type and default."
     )
     return "\n\n".join([head, *sections(StudyConfig), *sections(RowConfig, f"{ROWS}.")]) + "\n"
 

@@ -1,16 +1,21 @@
-"""What a number format does to a network, layer by layer: :func:`analyze`, the table that tells which format to try.
+"""What a number format does to a network, layer by layer: :func:`analyze`, the table that tells
+which format to try.
 
-The model runs forward and backward on one batch twice, in float32 and in the format (:func:`lns_ops.convert_`), and each layer is asked
+The model runs forward and backward on one batch twice, in float32 and in the format
+(:func:`lns_ops.convert_`), and each layer is asked
 
-- which *range* its weights, outputs and gradients use (octaves: log2 of the smallest and largest magnitude), and how many of its float32
-  values the format would lose: *underflow* (to zero) and *saturation* (beyond the largest magnitude);
-- the *signal-to-noise ratio* of its outputs (forward) and of the gradients of its outputs and weights (backward),
-  ``10 log10(sum x^2 / sum (x - x_format)^2)`` dB: everything lost from the input (or the loss) up to there, of this layer and those before;
-- the *updates lost*: the share of nonzero updates u of weights w with ``w + u = w`` in the format, for which |u / w| is under about half an
-  ulp (or u underflows). Kahan summation and stochastic rounding keep them.
+- which *range* its weights, outputs and gradients use (octaves: log2 of the smallest and largest
+  magnitude), and how many of its float32 values the format would lose: *underflow* (to zero) and
+  *saturation* (beyond the largest magnitude);
+- the *signal-to-noise ratio* of its outputs (forward) and of the gradients of its outputs and
+  weights (backward), ``10 log10(sum x^2 / sum (x - x_format)^2)`` dB: everything lost from the
+  input (or the loss) up to there, of this layer and those before;
+- the *updates lost*: the share of nonzero updates u of weights w with ``w + u = w`` in the format,
+  for which |u / w| is under about half an ulp (or u underflows). Kahan summation and stochastic
+  rounding keep them.
 
-One batch is one sample: the gradient's scale, and so what underflows, depends on the loss (a mean over the batch or its sum) and moves as
-training goes on.
+One batch is one sample: the gradient's scale, and so what underflows, depends on the loss (a mean
+over the batch or its sum) and moves as training goes on.
 """
 
 from __future__ import annotations
@@ -46,7 +51,9 @@ class _Trace:
         self.gradients: dict[str, list[Tensor]] = {}
         self.formats: dict[str, LNSFormat] = {}
         self.model = model
-        handles = [layer.register_forward_hook(self._watch(name)) for name, layer in layers_of(model)]
+        handles = [
+            layer.register_forward_hook(self._watch(name)) for name, layer in layers_of(model)
+        ]
         model.zero_grad(set_to_none=True)
         try:
             x, y = batch
@@ -64,13 +71,19 @@ class _Trace:
                 self.formats[name] = first.fmt
             self.outputs.setdefault(name, []).append(as_float(first))
             if first.requires_grad:
-                first.register_hook(lambda grad: self.gradients.setdefault(name, []).append(as_float(grad)))
+                first.register_hook(
+                    lambda grad: self.gradients.setdefault(name, []).append(as_float(grad))
+                )
 
         return hook
 
     def weights(self, name: str) -> list[nn.Parameter]:
         """The layer's own parameters that have gradients."""
-        return [p for p in self.model.get_submodule(name).parameters(recurse=False) if p.grad is not None]
+        return [
+            p
+            for p in self.model.get_submodule(name).parameters(recurse=False)
+            if p.grad is not None
+        ]
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
@@ -87,7 +100,8 @@ def as_float(x: Tensor) -> Tensor:
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules that have parameters of their own or no modules inside, but for those that only move values."""
+    """The modules that have parameters of their own or no modules inside, but for those that only
+    move values."""
     found = []
     for name, module in model.named_modules():
         owns = any(True for _ in module.parameters(recurse=False))
@@ -126,28 +140,50 @@ def _lost(weight: Tensor, update: Tensor, grid: Grid) -> tuple[int, float]:
 
 
 def _layer(
-    name: str, kind: str, grid: Grid, exact: _Trace, rounded: _Trace, updates: Mapping[nn.Parameter, Tensor] | None
+    name: str,
+    kind: str,
+    grid: Grid,
+    exact: _Trace,
+    rounded: _Trace,
+    updates: Mapping[nn.Parameter, Tensor] | None,
 ) -> LayerAnalysis:
     mine, theirs = exact.weights(name), rounded.weights(name)
-    grads = [[as_float(p.grad) for p in weights if p.grad is not None] for weights in (mine, theirs)]
+    grads = [
+        [as_float(p.grad) for p in weights if p.grad is not None] for weights in (mine, theirs)
+    ]
     pairs = {
         "output": (_joined(exact.outputs.get(name, [])), _joined(rounded.outputs.get(name, []))),
-        "gradient": (_joined(exact.gradients.get(name, [])), _joined(rounded.gradients.get(name, []))),
+        "gradient": (
+            _joined(exact.gradients.get(name, [])),
+            _joined(rounded.gradients.get(name, [])),
+        ),
         "weight_gradient": (_joined(grads[0]), _joined(grads[1])),
     }
     values = {key: None if x is None else Values.of(x, grid) for key, (x, _) in pairs.items()}
-    ratios = {key: None if x is None or y is None or x.shape != y.shape else decibels(x, y) for key, (x, y) in pairs.items()}
+    ratios = {
+        key: None if x is None or y is None or x.shape != y.shape else decibels(x, y)
+        for key, (x, y) in pairs.items()
+    }
     weight = _joined(p.detach() for p in mine)
-    moved = None if updates is None or weight is None else _lost(weight, torch.cat([updates[p].reshape(-1) for p in mine]), grid)
+    moved = (
+        None
+        if updates is None or weight is None
+        else _lost(weight, torch.cat([updates[p].reshape(-1) for p in mine]), grid)
+    )
     return LayerAnalysis(
-        name=name or "(root)", kind=kind, format=grid.name, weight=None if weight is None else Values.of(weight, grid), **values,
-        forward_db=ratios["output"], backward_db=ratios["gradient"], weight_gradient_db=ratios["weight_gradient"],
-        updates=None if moved is None else moved[0], updates_lost=None if moved is None else moved[1],
+        name=name or "(root)", kind=kind, format=grid.name,
+        weight=None if weight is None else Values.of(weight, grid), **values,
+        forward_db=ratios["output"], backward_db=ratios["gradient"],
+        weight_gradient_db=ratios["weight_gradient"], updates=None if moved is None else moved[0],
+        updates_lost=None if moved is None else moved[1],
     )  # fmt: skip
 
 
-def _twice(model: nn.Module, batch: Any, format: Any, loss: Loss, scope: str, filter_fn: Filter | None) -> tuple[_Trace, _Trace]:
-    """The float32 run and that in the format, of copies, with the same random numbers (dropout); the caller's generators stay."""
+def _twice(
+    model: nn.Module, batch: Any, format: Any, loss: Loss, scope: str, filter_fn: Filter | None
+) -> tuple[_Trace, _Trace]:
+    """The float32 run and that in the format, of copies, with the same random numbers (dropout);
+    the caller's generators stay."""
     exact = revert_(copy.deepcopy(model))
     if any(p.dtype != torch.float32 for p in exact.parameters()):
         exact = exact.float()
@@ -172,28 +208,35 @@ def analyze(
     scope: str = "everywhere",
     filter_fn: Filter | None = None,
 ) -> Analysis:
-    """What ``format`` does to every layer of ``model`` on one batch; see the head of this file. The model stays as it is.
+    """What ``format`` does to every layer of ``model`` on one batch; see the head of this file. The
+    model stays as it is.
 
     Args:
-        model: any torch module that :func:`lns_ops.convert_` takes, in float32 or converted already (its weights are decoded then).
+        model: any torch module that :func:`lns_ops.convert_` takes, in float32 or converted already
+            (its weights are decoded then).
         batch: inputs and targets, on the model's device.
-        format: an LNS format, its name, or names by patterns of layer names, as for ``convert_``; or any other of
-            :mod:`lns_ops.formats` (``bfloat16``, ``int8/channel``), which is simulated. Gradients of weights are then not rounded.
+        format: an LNS format, its name, or names by patterns of layer names, as for ``convert_``;
+            or any other of :mod:`lns_ops.formats` (``bfloat16``, ``int8/channel``), which is
+            simulated. Gradients of weights are then not rounded.
         loss: ``loss(model(inputs), targets)``, the scalar that training minimises.
         lr: of a plain SGD update, for ``updates_lost``.
-        optimizer: instead of ``lr``, a function of parameters that makes the optimizer whose first update is asked for, as
-            ``lambda parameters: lns_ops.optim.AdamW(parameters, lr=1e-3)``.
+        optimizer: instead of ``lr``, a function of parameters that makes the optimizer whose first
+            update is asked for, as ``lambda parameters: lns_ops.optim.AdamW(parameters, lr=1e-3)``.
         scope, filter_fn: as for ``convert_``.
 
     Raises:
-        ValueError: both ``lr`` and ``optimizer``, a batch that is no pair, or what ``convert_`` refuses.
+        ValueError: both ``lr`` and ``optimizer``, a batch that is no pair, or what ``convert_``
+            refuses.
 
     >>> print(lns_ops.analyze(net, (images, labels), "lns12", lr=0.1))
     """
     if lr is not None and optimizer is not None:
         raise ValueError(f"lr={lr} and an optimizer: both say what an update is; pass one of them")
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        raise ValueError(f"batch of type {type(batch).__name__}: must be a pair of inputs and targets; pass (inputs, targets)")
+        raise ValueError(
+            f"batch of type {type(batch).__name__}: must be a pair of inputs and targets; pass"
+            " (inputs, targets)"
+        )
     if lr is not None:
         optimizer = lambda parameters: SGD(parameters, lr=lr)  # noqa: E731
     exact, rounded = _twice(model, batch, format, loss, scope, filter_fn)
@@ -203,8 +246,15 @@ def analyze(
         updates = dict(zip(parameters, _updates(parameters, optimizer), strict=True))
     grids = _grids(rounded, format)
     kinds = {name: type(layer).__name__ for name, layer in layers_of(exact.model)}
-    met = [*exact.outputs, *(name for name in kinds if name not in exact.outputs and exact.weights(name))]
-    analysed = [_layer(name, kinds[name], grids[name], exact, rounded, updates) for name in met if name in grids]
+    met = [
+        *exact.outputs,
+        *(name for name in kinds if name not in exact.outputs and exact.weights(name)),
+    ]
+    analysed = [
+        _layer(name, kinds[name], grids[name], exact, rounded, updates)
+        for name in met
+        if name in grids
+    ]
     spans = {grid.span for grid in grids.values()}
     limits = next(iter(spans)) if len(spans) == 1 else None
     span = None if limits is None else (math.log2(limits[0]), math.log2(limits[1]))
@@ -223,7 +273,8 @@ def _common(format: Any) -> LNSFormat | NumberFormat | None:
 
 
 def _grids(rounded: _Trace, format: Any) -> dict[str, Grid]:
-    """The format of every layer: that of its outputs, else of its conversion, else the one that was asked for; float32 ones have none."""
+    """The format of every layer: that of its outputs, else of its conversion, else the one that was
+    asked for; float32 ones have none."""
     common, grids = _common(format), {}
     for name, layer in layers_of(rounded.model):
         conversion = getattr(layer, "lns_conversion", None)

@@ -1,4 +1,5 @@
-"""The picture of :func:`lns_ops.analyze`; the only file here that needs matplotlib, which is imported when it is drawn."""
+"""The picture of :func:`lns_ops.analyze`; the only file here that needs matplotlib, which is
+imported when it is drawn."""
 
 from __future__ import annotations
 
@@ -10,12 +11,17 @@ if TYPE_CHECKING:
     from lns_ops.analysis.result import Analysis
 
 
-_SERIES = (("weight", "weights", "#4c72b0"), ("output", "outputs", "#55a868"), ("gradient", "gradients of outputs", "#c44e52"),
-           ("weight_gradient", "gradients of weights", "#8172b3"))  # fmt: skip
+_SERIES = (
+    ("weight", "weights", "#4c72b0"),
+    ("output", "outputs", "#55a868"),
+    ("gradient", "gradients of outputs", "#c44e52"),
+    ("weight_gradient", "gradients of weights", "#8172b3"),
+)
 
 
 def draw(analysis: Analysis, path: str | Path | None = None) -> Any:
-    """Three panels, a row a layer: ranges over the format's own (shaded), signal-to-noise ratios, updates lost.
+    """Three panels, a row a layer: ranges over the format's own (shaded), signal-to-noise ratios,
+    updates lost.
 
     Args:
         analysis: what to draw.
@@ -57,7 +63,12 @@ def _ranges(axes: Any, analysis: Analysis) -> None:
             if values is not None and not math.isnan(values.low):
                 place = y + 0.18 * (offset - 1.5)
                 axes.plot(
-                    [values.low, values.high], [place, place], color=colour, linewidth=4, solid_capstyle="butt", label=label
+                    [values.low, values.high],
+                    [place, place],
+                    color=colour,
+                    linewidth=4,
+                    solid_capstyle="butt",
+                    label=label,
                 )
     axes.set(xlabel="magnitudes, octaves (log2)")
     handles, labels = axes.get_legend_handles_labels()
@@ -66,9 +77,22 @@ def _ranges(axes: Any, analysis: Analysis) -> None:
 
 
 def _ratios(axes: Any, analysis: Analysis) -> None:
-    for key, label, colour, marker in (("forward_db", "forward", "#55a868", "o"), ("backward_db", "backward", "#c44e52", "s")):
-        points = [(getattr(layer, key), y) for y, layer in enumerate(analysis.layers) if getattr(layer, key) is not None]
+    for key, label, colour, marker in (
+        ("forward_db", "forward", "#55a868", "o"),
+        ("backward_db", "backward", "#c44e52", "s"),
+    ):
+        points = [
+            (getattr(layer, key), y)
+            for y, layer in enumerate(analysis.layers)
+            if getattr(layer, key) is not None
+        ]
         finite = [(ratio, y) for ratio, y in points if math.isfinite(ratio)]
-        axes.plot([ratio for ratio, _ in finite], [y for _, y in finite], marker=marker, color=colour, label=label)
+        axes.plot(
+            [ratio for ratio, _ in finite],
+            [y for _, y in finite],
+            marker=marker,
+            color=colour,
+            label=label,
+        )
     axes.set(xlabel="signal to noise, dB")
     axes.legend(fontsize="small", loc="best")

@@ -1,4 +1,5 @@
-"""The results of an analysis: ranges and losses of values on a format's grid, a row a layer, and the table of all layers."""
+"""The results of an analysis: ranges and losses of values on a format's grid, a row a layer, and
+the table of all layers."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class Grid:
 
     @property
     def span(self) -> tuple[float, float] | None:
-        """The smallest and the largest magnitude; None where values share a scale, which moves both."""
+        """The smallest and the largest magnitude; None where values share a scale, which moves
+        both."""
         if isinstance(self.format, LNSFormat):
             return self.format.smallest, self.format.largest
         error = self.format.error
@@ -48,8 +50,10 @@ class Values:
     Attributes:
         count: how many there are.
         zeros: how many of them are zero.
-        low, high: log2 of the smallest and the largest nonzero magnitude, octaves; NaN where all are zero.
-        underflow, saturated: how many nonzero ones the format makes zero, how many lie beyond its largest magnitude.
+        low, high: log2 of the smallest and the largest nonzero magnitude, octaves; NaN where all
+            are zero.
+        underflow, saturated: how many nonzero ones the format makes zero, how many lie beyond its
+            largest magnitude.
         rounding_db: signal-to-noise ratio of rounding these values alone.
     """
 
@@ -66,7 +70,11 @@ class Values:
         """Of a float tensor."""
         x = x.detach().double().reshape(-1)
         magnitude = x[x != 0].abs()
-        low, high = (float(v.log2()) for v in (magnitude.min(), magnitude.max())) if magnitude.numel() else (math.nan, math.nan)
+        low, high = (
+            (float(v.log2()) for v in (magnitude.min(), magnitude.max()))
+            if magnitude.numel()
+            else (math.nan, math.nan)
+        )
         rounded, span = grid.quantize(x), grid.span
         return Values(
             count=x.numel(),
@@ -85,8 +93,10 @@ class LayerAnalysis:
 
     Attributes:
         name, kind: dotted path and class; ``format``: the format's name.
-        weight, output, gradient, weight_gradient: its parameters, its outputs, the gradients of outputs and of parameters.
-        forward_db, backward_db, weight_gradient_db: signal-to-noise ratios of ``output``, ``gradient`` and ``weight_gradient``.
+        weight, output, gradient, weight_gradient: its parameters, its outputs, the gradients of
+            outputs and of parameters.
+        forward_db, backward_db, weight_gradient_db: signal-to-noise ratios of ``output``,
+            ``gradient`` and ``weight_gradient``.
         updates, updates_lost: nonzero updates, and the share of them that the format loses.
     """
 
@@ -115,7 +125,8 @@ class LayerAnalysis:
 
 
 def decibels(x: Tensor, y: Tensor) -> float:
-    """``10 log10(sum x^2 / sum (x - y)^2)``; infinite where y is x, NaN where x is zero throughout."""
+    """``10 log10(sum x^2 / sum (x - y)^2)``; infinite where y is x, NaN where x is zero
+    throughout."""
     x, y = x.detach().double(), y.detach().double()
     signal, noise = float((x * x).sum()), float(((x - y) ** 2).sum())
     if signal == 0:
@@ -124,20 +135,23 @@ def decibels(x: Tensor, y: Tensor) -> float:
 
 
 _HEADROOM = 2
-"""Octaves that :attr:`Analysis.loss_scale` leaves above the largest gradient, for batches to come."""
+"""Octaves that :attr:`Analysis.loss_scale` leaves above the largest gradient, for batches to
+come."""
 _COLUMNS = (
-    ("layer", 0), ("kind", 0), ("weights", 1), ("outputs", 1), ("gradients", 1), ("underflow %", 2), ("saturated %", 2), ("forward dB", 2),
-    ("backward dB", 2), ("updates lost %", 2),
+    ("layer", 0), ("kind", 0), ("weights", 1), ("outputs", 1), ("gradients", 1), ("underflow %", 2),
+    ("saturated %", 2), ("forward dB", 2), ("backward dB", 2), ("updates lost %", 2),
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """The layers of a model in a format, in the order of the forward pass; ``print`` shows the table.
+    """The layers of a model in a format, in the order of the forward pass; ``print`` shows the
+    table.
 
     Attributes:
         format: name of the format.
-        span: its smallest and largest magnitude, octaves; None where layers or scales have different ones.
+        span: its smallest and largest magnitude, octaves; None where layers or scales have
+            different ones.
         layers: one entry a layer.
     """
 
@@ -147,12 +161,17 @@ class Analysis:
 
     @property
     def loss_scale(self) -> float:
-        """The power of two to multiply the loss by, so that the gradients of outputs underflow least and none saturates; 1 if none does.
+        """The power of two to multiply the loss by, so that the gradients of outputs underflow
+        least and none saturates; 1 if none does.
 
-        It costs nothing in LNS: logarithms move by a whole number of octaves. Adam and others that divide by the gradient's size take the
-        same rate, SGD one that is divided by it.
+        It costs nothing in LNS: logarithms move by a whole number of octaves. Adam and others that
+        divide by the gradient's size take the same rate, SGD one that is divided by it.
         """
-        met = [v for layer in self.layers if (v := layer.gradient) is not None and not math.isnan(v.low)]
+        met = [
+            v
+            for layer in self.layers
+            if (v := layer.gradient) is not None and not math.isnan(v.low)
+        ]
         if self.span is None or not any(v.underflow for v in met):
             return 1.0
         wanted = self.span[0] - min(v.low for v in met)
@@ -172,33 +191,54 @@ class Analysis:
     def __str__(self) -> str:
         rows = [tuple(title for title, _ in _COLUMNS), *(_row(layer) for layer in self.layers)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
-        aligned = [[cell.rjust(w) if kind == 2 else cell.ljust(w) for cell, w, (_, kind) in zip(row, widths, _COLUMNS, strict=True)]
-                   for row in rows]  # fmt: skip
+        aligned = [
+            [
+                cell.rjust(w) if kind == 2 else cell.ljust(w)
+                for cell, w, (_, kind) in zip(row, widths, _COLUMNS, strict=True)
+            ]
+            for row in rows
+        ]
         reach = "" if self.span is None else f", 2^{self.span[0]:.1f} .. 2^{self.span[1]:.1f}"
-        lines = [f"{self.format}{reach}; ranges in octaves", *("  ".join(cells).rstrip() for cells in aligned)]
+        lines = [
+            f"{self.format}{reach}; ranges in octaves",
+            *("  ".join(cells).rstrip() for cells in aligned),
+        ]
         if self.loss_scale > 1:
-            lines.append(f"gradients underflow: multiply the loss by {self.loss_scale:g} (and divide the rate of SGD by it)")
+            lines.append(
+                f"gradients underflow: multiply the loss by {self.loss_scale:g} (and divide the"
+                " rate of SGD by it)"
+            )
         return "\n".join(lines)
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """Ranges beside the format's, signal-to-noise ratios and lost updates, as a matplotlib figure (saved to ``path`` if given)."""
+        """Ranges beside the format's, signal-to-noise ratios and lost updates, as a matplotlib
+        figure (saved to ``path`` if given)."""
         from lns_ops.analysis.plot import draw
 
         return draw(self, path)
 
 
 def _row(layer: LayerAnalysis) -> tuple[str, ...]:
-    met = [v for v in (layer.weight, layer.output, layer.gradient, layer.weight_gradient) if v is not None]
+    met = [
+        v
+        for v in (layer.weight, layer.output, layer.gradient, layer.weight_gradient)
+        if v is not None
+    ]
     count = max(1, sum(v.count - v.zeros for v in met))
 
     def reach(values: Values | None) -> str:
-        return "-" if values is None or math.isnan(values.low) else f"{values.low:.1f} .. {values.high:.1f}"
+        return (
+            "-"
+            if values is None or math.isnan(values.low)
+            else f"{values.low:.1f} .. {values.high:.1f}"
+        )
 
     def number(value: float | None, scale: float = 1.0, digits: int = 1) -> str:
         return "-" if value is None or math.isnan(value) else f"{value * scale:.{digits}f}"
 
     lost, above = sum(v.underflow for v in met) / count, sum(v.saturated for v in met) / count
     return (
-        layer.name, layer.kind, reach(layer.weight), reach(layer.output), reach(layer.gradient), number(lost, 100, 2),
-        number(above, 100, 2), number(layer.forward_db), number(layer.backward_db), number(layer.updates_lost, 100),
+        layer.name, layer.kind, reach(layer.weight), reach(layer.output), reach(layer.gradient),
+        number(lost, 100, 2), number(above, 100, 2), number(layer.forward_db),
+        number(layer.backward_db), number(layer.updates_lost, 100),
     )  # fmt: skip

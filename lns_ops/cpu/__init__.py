@@ -1,13 +1,16 @@
 """LNS arithmetic on the CPU: every function equals :mod:`lns_ops.reference` bit for bit, at speed.
 
-Arrays are numpy int16 codes of an :class:`~lns_ops.format.LNSFormat`; results are C-contiguous. Operands may be strided,
-transposed or broadcast views. Work runs on ``get_num_threads()`` threads (OMP_NUM_THREADS, else the CPUs of the process),
-outside the GIL; torch's thread count is never touched.
+Arrays are numpy int16 codes of an :class:`~lns_ops.format.LNSFormat`; results are C-contiguous.
+Operands may be strided, transposed or broadcast views. Work runs on ``get_num_threads()`` threads
+(OMP_NUM_THREADS, else the CPUs of the process), outside the GIL; torch's thread count is never
+touched.
 
-Kernels are compiled by numba on first use and kept on disk (:mod:`lns_ops.cpu.compiler.object_cache` says where); nothing needs a C
-compiler. Matrix products have three kernels: 16-bit vectors with in-register tables (:mod:`lns_ops.cpu.simd.gemm`) where the processor
-has AVX-512 or AVX2, else gathers from a table (:mod:`lns_ops.cpu.kernels.gather_gemm`); :func:`kernel_info` says which and why, and the
-environment variable ``LNS_OPS_CPU_KERNEL`` (``gather``, ``simd`` for the better of the other two, or ``avx2``) forces one.
+Kernels are compiled by numba on first use and kept on disk
+(:mod:`lns_ops.cpu.compiler.object_cache` says where); nothing needs a C compiler. Matrix products
+have three kernels: 16-bit vectors with in-register tables (:mod:`lns_ops.cpu.simd.gemm`) where the
+processor has AVX-512 or AVX2, else gathers from a table (:mod:`lns_ops.cpu.kernels.gather_gemm`);
+:func:`kernel_info` says which and why, and the environment variable ``LNS_OPS_CPU_KERNEL``
+(``gather``, ``simd`` for the better of the other two, or ``avx2``) forces one.
 
 Shape suffixes: M, K, N of a product; B a batch.
 """
@@ -17,10 +20,16 @@ from lns_ops.cpu.elementwise import add, div, mul, repeat, sqrt, sub
 from lns_ops.cpu.encoding import decode, encode, encode_stochastic
 from lns_ops.cpu.kernel_choice import kernel_info
 from lns_ops.cpu.reductions import matmul, matmul_batched, sum
-from lns_ops.cpu.updates import adam_update, adam_update_float32, random_bits, sgd_update, sgd_update_float32
+from lns_ops.cpu.updates import (
+    adam_update,
+    adam_update_float32,
+    random_bits,
+    sgd_update,
+    sgd_update_float32,
+)
 
 __all__ = [
-    "adam_update", "adam_update_float32", "add", "decode", "div", "encode", "encode_stochastic", "get_num_threads", "kernel_info",
-    "matmul", "matmul_batched", "mul", "random_bits", "repeat", "set_num_threads", "sgd_update", "sgd_update_float32", "sqrt", "sub",
-    "sum",
+    "adam_update", "adam_update_float32", "add", "decode", "div", "encode", "encode_stochastic",
+    "get_num_threads", "kernel_info", "matmul", "matmul_batched", "mul", "random_bits", "repeat",
+    "set_num_threads", "sgd_update", "sgd_update_float32", "sqrt", "sub", "sum",
 ]  # fmt: skip

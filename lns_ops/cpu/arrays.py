@@ -1,4 +1,5 @@
-"""The arrays that CPU kernels take: flat, contiguous and writable int16 codes, and how many are worth a thread."""
+"""The arrays that CPU kernels take: flat, contiguous and writable int16 codes, and how many are
+worth a thread."""
 
 from __future__ import annotations
 
@@ -12,10 +13,14 @@ GRAIN = 1 << 15
 
 
 def checked_codes(x: Codes) -> Codes:
-    """``x`` as a contiguous, writable array, which is the one array type that kernels are compiled for."""
+    """``x`` as a contiguous, writable array, which is the one array type that kernels are compiled
+    for."""
     if not isinstance(x, np.ndarray) or x.dtype != np.int16:
         kind = getattr(x, "dtype", type(x).__name__)
-        raise ValueError(f"operand of type {kind}: LNS operations take numpy int16 codes; encode(x, fmt) makes them")
+        raise ValueError(
+            f"operand of type {kind}: LNS operations take numpy int16 codes; encode(x, fmt) makes"
+            " them"
+        )
     if x.flags.c_contiguous and x.flags.writeable and x.flags.aligned:
         return x
     return np.array(x, np.int16, order="C", copy=True)

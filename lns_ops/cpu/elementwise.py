@@ -28,18 +28,50 @@ def _add(x: Codes, y: Codes, fmt: LNSFormat, flip: int) -> Codes:
     chosen = lanes_plan((a, b), 2, fmt)
     if chosen is not None:
         kernels, plan = chosen
-        run(kernels.add, -(-a.size // avx512.PANEL), GRAIN // 128, a, b, out.reshape(-1), plan.constants, plan.extra, plan.mapped,
-            plan.zone, plan.top_field, plan.unit_shift, fmt.field_mask, flip & 1)  # fmt: skip
+        run(
+            kernels.add,
+            -(-a.size // avx512.PANEL),
+            GRAIN // 128,
+            a,
+            b,
+            out.reshape(-1),
+            plan.constants,
+            plan.extra,
+            plan.mapped,
+            plan.zone,
+            plan.top_field,
+            plan.unit_shift,
+            fmt.field_mask,
+            flip & 1,
+        )
         return out
     table = sum_table(fmt.fraction_bits)
-    run(elementwise.add, a.size, GRAIN, a, b, out.reshape(-1), table, table.size // 2 - 1, fmt.field_mask, flip)
+    run(
+        elementwise.add,
+        a.size,
+        GRAIN,
+        a,
+        b,
+        out.reshape(-1),
+        table,
+        table.size // 2 - 1,
+        fmt.field_mask,
+        flip,
+    )
     return out
 
 
 def repeat(x: Codes, size: int, run_length: int) -> Codes:
     """``size`` codes, flat: each of ``x`` ``run_length`` times, then all of that over again."""
     out = np.empty(size, np.int16)
-    run(elementwise.repeat, size // run_length, max(1, GRAIN // run_length), flattened(x), out, run_length)
+    run(
+        elementwise.repeat,
+        size // run_length,
+        max(1, GRAIN // run_length),
+        flattened(x),
+        out,
+        run_length,
+    )
     return out
 
 
@@ -86,6 +118,11 @@ def sqrt(x: Codes, fmt: LNSFormat) -> Codes:
         ValueError: some ``x`` is negative.
     """
     out = np.empty(x.shape, np.int16)
-    if run(elementwise.sqrt, x.size, GRAIN, flattened(x), out.reshape(-1), fmt.bias, fmt.field_mask):
-        raise ValueError("square root of a negative number: LNS has no NaN; take the absolute value or clamp first")
+    if run(
+        elementwise.sqrt, x.size, GRAIN, flattened(x), out.reshape(-1), fmt.bias, fmt.field_mask
+    ):
+        raise ValueError(
+            "square root of a negative number: LNS has no NaN; take the absolute value or clamp"
+            " first"
+        )
     return out

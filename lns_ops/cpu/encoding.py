@@ -24,12 +24,16 @@ from lns_ops.spec.format import (
 
 
 @lru_cache(maxsize=32)
-def _encode_tables(fraction_bits: int) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
-    """For cells of ``2^-(f+1)``: the float32 shift, the float64 threshold in the cell (or beyond it), thresholds below it."""
+def _encode_tables(
+    fraction_bits: int,
+) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
+    """For cells of ``2^-(f+1)``: the float32 shift, the float64 threshold in the cell (or beyond
+    it), thresholds below it."""
     thresholds = encode_thresholds(fraction_bits) - (1 << MANTISSA_BITS)
     cells = np.arange(2 << fraction_bits, dtype=np.int64)
     width = 1 << (MANTISSA_BITS - 1 - fraction_bits)
-    # A threshold equal to a cell's first fraction belongs to the cell: only larger fractions round up.
+    # A threshold equal to a cell's first fraction belongs to the cell: only larger fractions round
+    # up.
     base = np.searchsorted(thresholds, cells * width, side="left").astype(np.int64)
     inside = np.append(thresholds, 1 << MANTISSA_BITS)[base]
     step = 1 << (22 - fraction_bits)
@@ -39,10 +43,12 @@ def _encode_tables(fraction_bits: int) -> tuple[NDArray[np.int32], NDArray[np.in
 
 
 def encode(x: NDArray[Any], fmt: LNSFormat) -> Codes:
-    """The codes nearest to ``x`` in logarithm: ``sign x round(2^f log2|x|)``; saturates above the range, zero below it.
+    """The codes nearest to ``x`` in logarithm: ``sign x round(2^f log2|x|)``; saturates above the
+    range, zero below it.
 
     Args:
-        x: any shape; float32 and float64 are read as they are, other real dtypes are converted to float64 first.
+        x: any shape; float32 and float64 are read as they are, other real dtypes are converted to
+            float64 first.
         fmt: the format.
 
     Raises:
@@ -56,19 +62,43 @@ def encode(x: NDArray[Any], fmt: LNSFormat) -> Codes:
     out, f = np.empty(x.shape, np.int16), fmt.fraction_bits
     shift, threshold, base = _encode_tables(f)
     if x.dtype == np.float32:
-        bad = run(elementwise.encode32, x.size, GRAIN, x.reshape(-1).view(np.int32), out.reshape(-1), shift, f, fmt.bias,
-                  fmt.field_mask)  # fmt: skip
+        bad = run(
+            elementwise.encode32,
+            x.size,
+            GRAIN,
+            x.reshape(-1).view(np.int32),
+            out.reshape(-1),
+            shift,
+            f,
+            fmt.bias,
+            fmt.field_mask,
+        )
     else:
-        bad = run(elementwise.encode64, x.size, GRAIN, x.reshape(-1).view(np.int64), out.reshape(-1), threshold, base, f,
-                  fmt.bias, fmt.field_mask)  # fmt: skip
+        bad = run(
+            elementwise.encode64,
+            x.size,
+            GRAIN,
+            x.reshape(-1).view(np.int64),
+            out.reshape(-1),
+            threshold,
+            base,
+            f,
+            fmt.bias,
+            fmt.field_mask,
+        )
     if bad:
-        raise NonFiniteError("NaN or infinity to encode: LNS has no code for either; clean the input first")
+        raise NonFiniteError(
+            "NaN or infinity to encode: LNS has no code for either; clean the input first"
+        )
     return out
 
 
 @lru_cache(maxsize=32)
-def _stochastic_tables(fraction_bits: int) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
-    """For cells of ``2^-(f+1)``: the last significand at or below the start; and both arrays of :func:`stochastic_steps`."""
+def _stochastic_tables(
+    fraction_bits: int,
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
+    """For cells of ``2^-(f+1)``: the last significand at or below the start; and both arrays of
+    :func:`stochastic_steps`."""
     mantissas, reciprocals = stochastic_steps(fraction_bits)
     starts = np.arange(2 << fraction_bits, dtype=np.int64) << (22 - fraction_bits)
     base = np.searchsorted(mantissas, starts, side="right") - 1
@@ -76,7 +106,8 @@ def _stochastic_tables(fraction_bits: int) -> tuple[NDArray[np.int32], NDArray[n
 
 
 def encode_stochastic(x: NDArray[np.float32], fmt: LNSFormat, bits: NDArray[np.uint16]) -> Codes:
-    """The code below or above each finite ``x`` in magnitude, at random, ``x`` being the expected value.
+    """The code below or above each finite ``x`` in magnitude, at random, ``x`` being the expected
+    value.
 
     Args:
         x: float32, any shape.
@@ -85,26 +116,42 @@ def encode_stochastic(x: NDArray[np.float32], fmt: LNSFormat, bits: NDArray[np.u
     x = np.ascontiguousarray(x, np.float32)
     out = np.empty(x.shape, np.int16)
     base, mantissas, reciprocals = _stochastic_tables(fmt.fraction_bits)
-    run(elementwise.encode32_stochastic, x.size, GRAIN, x.reshape(-1).view(np.int32), bits.reshape(-1), out.reshape(-1), base,
-        mantissas, reciprocals, fmt.fraction_bits, fmt.bias, fmt.field_mask)  # fmt: skip
+    run(
+        elementwise.encode32_stochastic,
+        x.size,
+        GRAIN,
+        x.reshape(-1).view(np.int32),
+        bits.reshape(-1),
+        out.reshape(-1),
+        base,
+        mantissas,
+        reciprocals,
+        fmt.fraction_bits,
+        fmt.bias,
+        fmt.field_mask,
+    )
     return out
 
 
 @lru_cache(maxsize=32)
 def _decode_tables(fraction_bits: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Significand bit patterns: float32's with the results of exponents -128 and -127 after them, and float64's."""
+    """Significand bit patterns: float32's with the results of exponents -128 and -127 after them,
+    and float64's."""
     single = single_significands(fraction_bits).view(np.int32).copy()
     single[: 1 << fraction_bits] -= 127 << 23
     return single, decode_significands(fraction_bits).view(np.int64).copy()
 
 
-def decode(codes: Codes, fmt: LNSFormat, dtype: type[np.floating[Any]] = np.float32) -> NDArray[Any]:
+def decode(
+    codes: Codes, fmt: LNSFormat, dtype: type[np.floating[Any]] = np.float32
+) -> NDArray[Any]:
     """``sign x 2^(log/2^f)``, rounded to ``dtype`` once.
 
     Args:
         codes: int16, any shape.
         fmt: their format.
-        dtype: np.float32 (exact inverse of :func:`encode`) or np.float64; others go through the reference, slowly.
+        dtype: np.float32 (exact inverse of :func:`encode`) or np.float64; others go through the
+            reference, slowly.
     """
     f, single = fmt.fraction_bits, np.dtype(dtype) == np.float32
     if not single and np.dtype(dtype) != np.float64:
@@ -113,7 +160,27 @@ def decode(codes: Codes, fmt: LNSFormat, dtype: type[np.floating[Any]] = np.floa
     table32, table64 = _decode_tables(f)
     flat = out.reshape(-1).view(np.int32 if single else np.int64)
     if single:
-        run(elementwise.decode32, codes.size, GRAIN, flattened(codes), flat, table32, f, fmt.bias, fmt.field_mask)
+        run(
+            elementwise.decode32,
+            codes.size,
+            GRAIN,
+            flattened(codes),
+            flat,
+            table32,
+            f,
+            fmt.bias,
+            fmt.field_mask,
+        )
     else:
-        run(elementwise.decode64, codes.size, GRAIN, flattened(codes), flat, table64, f, fmt.bias, fmt.field_mask)
+        run(
+            elementwise.decode64,
+            codes.size,
+            GRAIN,
+            flattened(codes),
+            flat,
+            table64,
+            f,
+            fmt.bias,
+            fmt.field_mask,
+        )
     return out

@@ -1,4 +1,5 @@
-"""Which kernel computes sums and matrix products on this processor, for operands of this range: vector lanes or gathers."""
+"""Which kernel computes sums and matrix products on this processor, for operands of this range:
+vector lanes or gathers."""
 
 from __future__ import annotations
 
@@ -17,16 +18,24 @@ from lns_ops.cpu.simd import gemm, reduce
 from lns_ops.spec.format import LNSFormat
 
 
-def lanes_plan(operands: tuple[Codes, ...], K: int, fmt: LNSFormat) -> tuple[Any, gemm.WordLayout] | None:
-    """How to add flat ``operands``, K at a time, on vector lanes; None where gathers must do, or will do."""
+def lanes_plan(
+    operands: tuple[Codes, ...], K: int, fmt: LNSFormat
+) -> tuple[Any, gemm.WordLayout] | None:
+    """How to add flat ``operands``, K at a time, on vector lanes; None where gathers must do, or
+    will do."""
     if operands[0].size < reduce.WORTH:
         return None
     kernel = kernel_info()["matmul"]
-    return None if kernel == "gather" else reduce.plan([survey(x, fmt).span for x in operands], K, fmt, kernel)
+    return (
+        None
+        if kernel == "gather"
+        else reduce.plan([survey(x, fmt).span for x in operands], K, fmt, kernel)
+    )
 
 
 class Survey(NamedTuple):
-    """What the choice of a kernel needs to know of an operand: smallest and largest field of its nonzero codes, their number."""
+    """What the choice of a kernel needs to know of an operand: smallest and largest field of its
+    nonzero codes, their number."""
 
     span: tuple[int, int]
     nonzero: int
@@ -42,10 +51,11 @@ def survey(x: Codes, fmt: LNSFormat) -> Survey:
 
 
 def kernel_info() -> dict[str, str]:
-    """Which matrix-product kernel is in use and why: keys ``matmul`` (``simd avx512bw+vbmi``, ``simd avx2`` or ``gather``) and ``reason``.
+    """Which matrix-product kernel is in use and why: keys ``matmul`` (``simd avx512bw+vbmi``,
+    ``simd avx2`` or ``gather``) and ``reason``.
 
-    The vector kernels serve 3 to 7 fraction bits and operands whose products span less than some 90 octaves; other calls use
-    gathers whatever this says.
+    The vector kernels serve 3 to 7 fraction bits and operands whose products span less than some 90
+    octaves; other calls use gathers whatever this says.
 
     Raises:
         ValueError: LNS_OPS_CPU_KERNEL names no kernel, or one that this processor cannot run.
@@ -56,9 +66,14 @@ def kernel_info() -> dict[str, str]:
         missing_features("avx2"),
     )
     if forced not in ("", "gather", "simd", "avx2"):
-        raise ValueError(f"LNS_OPS_CPU_KERNEL={forced!r}: must be 'gather', 'simd', 'avx2' or unset")
+        raise ValueError(
+            f"LNS_OPS_CPU_KERNEL={forced!r}: must be 'gather', 'simd', 'avx2' or unset"
+        )
     if forced in ("simd", "avx2") and no_avx2:
-        raise ValueError(f"LNS_OPS_CPU_KERNEL={forced!r}: needs AVX2, and {no_avx2}; unset it or set it to 'gather'")
+        raise ValueError(
+            f"LNS_OPS_CPU_KERNEL={forced!r}: needs AVX2, and {no_avx2}; unset it or set it to"
+            " 'gather'"
+        )
     if forced == "gather" or no_avx2:
         return {"matmul": "gather", "reason": no_avx2 or "LNS_OPS_CPU_KERNEL=gather"}
     if forced == "avx2" or no_avx512:

@@ -1,4 +1,5 @@
-"""Optimizer updates of weights in place on the CPU: SGD and Adam, fused in LNS arithmetic, and with float32 in between."""
+"""Optimizer updates of weights in place on the CPU: SGD and Adam, fused in LNS arithmetic, and with
+float32 in between."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ def _in_place(name: str, x: Codes, shape: tuple[int, ...]) -> Codes:
     """``x`` flat, without a copy."""
     if x.dtype != np.int16 or x.shape != shape or not (x.flags.c_contiguous and x.flags.writeable):
         raise ValueError(
-            f"{name} of dtype {x.dtype}, shape {x.shape}: an array updated in place must be writable, contiguous int16 codes "
-            f"of the weight's shape {shape}; pass the array itself, not a strided view"
+            f"{name} of dtype {x.dtype}, shape {x.shape}: an array updated in place must be"
+            f" writable, contiguous int16 codes of the weight's shape {shape}; pass the array"
+            " itself, not a strided view"
         )
     return x.reshape(-1)
 
@@ -45,7 +47,8 @@ def random_bits(count: int, key: int, step: int, slot: int) -> NDArray[np.uint16
 
 
 def _absent(x: Codes | None, w: Codes) -> Codes:
-    """An array for a kernel that will not touch it: one of its own, because overlapping arguments would keep the loop from vectorizing."""
+    """An array for a kernel that will not touch it: one of its own, because overlapping arguments
+    would keep the loop from vectorizing."""
     return np.empty(w.size, np.int16) if x is None else x
 
 
@@ -61,10 +64,11 @@ def sgd_update(
     key: int | None = None,
     step: int = 0,
 ) -> None:
-    """One SGD step in LNS operations, fused, in place on ``weight``, ``buffer`` and ``compensation``.
+    """One SGD step in LNS operations, fused, in place on ``weight``, ``buffer`` and
+    ``compensation``.
 
-    ``buffer = momentum buffer + grad`` (where momentum and a buffer are given), ``update = -lr buffer``, then
-    ``weight += update`` or, with Kahan compensation (W. Kahan 1965)::
+    ``buffer = momentum buffer + grad`` (where momentum and a buffer are given), ``update = -lr
+    buffer``, then ``weight += update`` or, with Kahan compensation (W. Kahan 1965)::
 
         compensation = compensation + update
         new = weight + compensation
@@ -78,20 +82,38 @@ def sgd_update(
         momentum: the code of the momentum factor.
         buffer: momentum buffer, like ``weight``, updated.
         compensation: Kahan's running error, like ``weight``, updated.
-        key, step: round ``weight + update`` at random by the bits of (key, step); compensation is not used then.
+        key, step: round ``weight + update`` at random by the bits of (key, step); compensation is
+            not used then.
 
     Raises:
-        ValueError: an array to be updated is not writable contiguous int16 of the weight's shape, or ``grad``'s shape differs.
+        ValueError: an array to be updated is not writable contiguous int16 of the weight's shape,
+            or ``grad``'s shape differs.
     """
     w, g = _in_place("weight", weight, weight.shape), _gradient(grad, weight)
     use_momentum = momentum is not None and buffer is not None
-    b = _absent(_in_place("buffer", buffer, weight.shape) if use_momentum and buffer is not None else None, w)
+    b = _absent(
+        _in_place("buffer", buffer, weight.shape) if use_momentum and buffer is not None else None,
+        w,
+    )
     table = sum_table(fmt.fraction_bits)
     last = table.size // 2 - 1
     scalars = (fmt.bias, fmt.field_mask, _scalar(negative_lr), _scalar(momentum), use_momentum)
     if key is not None:
         bits, fine = random_bits(w.size, key, step, WEIGHT_SLOT), _fine_table(fmt.fraction_bits)
-        run(updates.sgd_stochastic, w.size, GRAIN // 4, w, g, b, bits, table, fine, last, fine.size // 2 - 1, *scalars)
+        run(
+            updates.sgd_stochastic,
+            w.size,
+            GRAIN // 4,
+            w,
+            g,
+            b,
+            bits,
+            table,
+            fine,
+            last,
+            fine.size // 2 - 1,
+            *scalars,
+        )
     elif compensation is None:
         run(updates.sgd_plain, w.size, GRAIN // 2, w, g, b, table, last, *scalars)
     else:
@@ -106,11 +128,13 @@ def _gradient(grad: Codes, weight: Codes) -> Codes:
 
 
 def adam_update(
-    weight: Codes, grad: Codes, fmt: LNSFormat, *, step: int, exp_avg: Codes, root: Codes, residue: Codes | None = None,
-    compensation: Codes | None = None, negative_lr: int, beta1: float, beta2: float, eps: float, weight_decay: int | None = None,
-    decoupled: bool = False, key: int | None = None,
+    weight: Codes, grad: Codes, fmt: LNSFormat, *, step: int, exp_avg: Codes, root: Codes,
+    residue: Codes | None = None, compensation: Codes | None = None, negative_lr: int, beta1: float,
+    beta2: float, eps: float, weight_decay: int | None = None, decoupled: bool = False,
+    key: int | None = None,
 ) -> None:  # fmt: skip
-    """One Adam or AdamW step in LNS operations, fused, in place; :func:`lns_ops.reference.adam_update` has the equations.
+    """One Adam or AdamW step in LNS operations, fused, in place;
+    :func:`lns_ops.reference.adam_update` has the equations.
 
     Args:
         weight, exp_avg, root, compensation: int16 codes, contiguous, of one shape, updated.
@@ -118,11 +142,12 @@ def adam_update(
         residue: the root's bits below the ulp, int16, updated; must be given unless ``key`` is.
         step: 1 for the first one.
         negative_lr, weight_decay: codes of scalars.
-        key: round weight and root at random by the bits of (key, step); residue and compensation are not used then.
+        key: round weight and root at random by the bits of (key, step); residue and compensation
+            are not used then.
 
     Raises:
-        ValueError: an array to be updated is not writable contiguous int16 of the weight's shape, ``grad``'s shape differs, a
-            residue is needed, or a scalar is out of range.
+        ValueError: an array to be updated is not writable contiguous int16 of the weight's shape,
+            ``grad``'s shape differs, a residue is needed, or a scalar is out of range.
     """
     codes, decay = adam_codes(beta1, beta2, eps, fmt), decay_table(beta2, fmt.fraction_bits)
     w, g = _in_place("weight", weight, weight.shape), _gradient(grad, weight)
@@ -130,34 +155,90 @@ def adam_update(
     now, table = min(step, len(codes.correction)) - 1, sum_table(fmt.fraction_bits)
     last = table.size // 2 - 1
     scalars = (
-        fmt.bias, fmt.field_mask, _scalar(negative_lr), codes.beta1, codes.one_minus_beta1, int(codes.correction[now]),
-        int(codes.eps_hat[now]), _scalar(weight_decay), weight_decay is not None and not decoupled, weight_decay is not None and decoupled,
+        fmt.bias, fmt.field_mask, _scalar(negative_lr), codes.beta1, codes.one_minus_beta1,
+        int(codes.correction[now]), int(codes.eps_hat[now]), _scalar(weight_decay),
+        weight_decay is not None and not decoupled, weight_decay is not None and decoupled,
         decay.first, decay.keep, decay.take,
     )  # fmt: skip
     if key is not None:
-        bits, root_bits = (random_bits(w.size, key, step, slot) for slot in (WEIGHT_SLOT, ROOT_SLOT))
+        bits, root_bits = (
+            random_bits(w.size, key, step, slot) for slot in (WEIGHT_SLOT, ROOT_SLOT)
+        )
         fine = _fine_table(fmt.fraction_bits)
-        run(updates.adam_stochastic, w.size, GRAIN // 8, w, g, m, r, bits, root_bits, table, decay.table, fine, last,
-            fine.size // 2 - 1, *scalars)  # fmt: skip
+        run(
+            updates.adam_stochastic,
+            w.size,
+            GRAIN // 8,
+            w,
+            g,
+            m,
+            r,
+            bits,
+            root_bits,
+            table,
+            decay.table,
+            fine,
+            last,
+            fine.size // 2 - 1,
+            *scalars,
+        )
         return
     if residue is None:
         raise ValueError(
-            "residue=None: without it or a key the second moment would never move; pass int16 zeros of the weight's shape"
+            "residue=None: without it or a key the second moment would never move; pass int16 zeros"
+            " of the weight's shape"
         )
     e = _in_place("residue", residue, weight.shape)
     if compensation is None:
-        run(updates.adam_plain, w.size, GRAIN // 8, w, g, m, r, e, table, decay.table, last, *scalars)
+        run(
+            updates.adam_plain,
+            w.size,
+            GRAIN // 8,
+            w,
+            g,
+            m,
+            r,
+            e,
+            table,
+            decay.table,
+            last,
+            *scalars,
+        )
     else:
         c = _in_place("compensation", compensation, weight.shape)
-        run(updates.adam_kahan, w.size, GRAIN // 8, w, g, m, r, e, c, table, decay.table, last, *scalars)
+        run(
+            updates.adam_kahan,
+            w.size,
+            GRAIN // 8,
+            w,
+            g,
+            m,
+            r,
+            e,
+            c,
+            table,
+            decay.table,
+            last,
+            *scalars,
+        )
 
 
-_CODEC = reference_updates.Float32Codec(decode, encode, lambda x, fmt, bits: encode_stochastic(x, fmt, bits.astype(np.uint16)))
+_CODEC = reference_updates.Float32Codec(
+    decode, encode, lambda x, fmt, bits: encode_stochastic(x, fmt, bits.astype(np.uint16))
+)
 
 
-def sgd_update_float32(weight: Codes, grad: Codes, fmt: LNSFormat, *, buffer: Codes | None = None, compensation: Codes | None = None,
-                       **options: Any) -> None:  # fmt: skip
-    """:func:`lns_ops.reference.sgd_update_float32` in place on ``weight``, ``buffer`` and ``compensation``; not fused on a CPU."""
+def sgd_update_float32(
+    weight: Codes,
+    grad: Codes,
+    fmt: LNSFormat,
+    *,
+    buffer: Codes | None = None,
+    compensation: Codes | None = None,
+    **options: Any,
+) -> None:
+    """:func:`lns_ops.reference.sgd_update_float32` in place on ``weight``, ``buffer`` and
+    ``compensation``; not fused on a CPU."""
     updated = reference_updates.sgd_update_float32(
         weight, grad, fmt, buffer=buffer, compensation=compensation, codec=_CODEC, **options
     )
@@ -165,12 +246,20 @@ def sgd_update_float32(weight: Codes, grad: Codes, fmt: LNSFormat, *, buffer: Co
 
 
 def adam_update_float32(
-    weight: Codes, grad: Codes, fmt: LNSFormat, *, exp_avg: Codes, root: Codes, residue: Codes | None = None,
-    compensation: Codes | None = None, **options: Any,
+    weight: Codes, grad: Codes, fmt: LNSFormat, *, exp_avg: Codes, root: Codes,
+    residue: Codes | None = None, compensation: Codes | None = None, **options: Any,
 ) -> None:  # fmt: skip
-    """:func:`lns_ops.reference.adam_update_float32` in place on all arrays but ``grad``; not fused on a CPU."""
-    state: dict[str, Any] = {"exp_avg": exp_avg, "root": root, "residue": residue, "compensation": compensation}
-    updated = reference_updates.adam_update_float32(weight, grad, fmt, codec=_CODEC, **state, **options)
+    """:func:`lns_ops.reference.adam_update_float32` in place on all arrays but ``grad``; not fused
+    on a CPU."""
+    state: dict[str, Any] = {
+        "exp_avg": exp_avg,
+        "root": root,
+        "residue": residue,
+        "compensation": compensation,
+    }
+    updated = reference_updates.adam_update_float32(
+        weight, grad, fmt, codec=_CODEC, **state, **options
+    )
     _store((weight, *state.values()), updated)
 
 

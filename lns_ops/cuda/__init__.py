@@ -1,22 +1,37 @@
-"""LNS arithmetic on NVIDIA GPUs: the kernels of ``lns_ops/cuda/src`` through CuPy, equal to :mod:`lns_ops.reference` bit for bit.
+"""LNS arithmetic on NVIDIA GPUs: the kernels of ``lns_ops/cuda/src`` through CuPy, equal to
+:mod:`lns_ops.reference` bit for bit.
 
-Functions take and return torch CUDA tensors of int16 codes, share memory with them and run on torch's current stream, so they can be
-captured in a CUDA graph (after one call outside, which compiles and uploads tables). Kernels are compiled by NVRTC for the device
-found and the format asked for, once; CuPy keeps the machine code on disk (CUPY_CACHE_DIR).
+Functions take and return torch CUDA tensors of int16 codes, share memory with them and run on
+torch's current stream, so they can be captured in a CUDA graph (after one call outside, which
+compiles and uploads tables). Kernels are compiled by NVRTC for the device found and the format
+asked for, once; CuPy keeps the machine code on disk (CUPY_CACHE_DIR).
 
-Nothing here waits for the GPU. What LNS has no code for (a NaN to encode, a zero divisor, the root of a negative) is counted on the
-device and becomes zero (an infinity the largest magnitude); :func:`check_faults` reads the counts and raises.
+Nothing here waits for the GPU. What LNS has no code for (a NaN to encode, a zero divisor, the root
+of a negative) is counted on the device and becomes zero (an infinity the largest magnitude);
+:func:`check_faults` reads the counts and raises.
 
-CuPy is optional. Without it, or without a device, :func:`unavailable` says why and every function raises; nothing falls back.
+CuPy is optional. Without it, or without a device, :func:`unavailable` says why and every function
+raises; nothing falls back.
 """
 
 from lns_ops.cuda.elementwise import add, decode, div, encode, mul, sqrt, sub, sum
 from lns_ops.cuda.gemm import TILES, Tile, linear, matmul
-from lns_ops.cuda.runtime import REPLICATED_FRACTION_BITS, check_faults, count_faults_apart, kernel_info, unavailable
-from lns_ops.cuda.updates import adam_update_, adam_update_float32_, sgd_update_, sgd_update_float32_
+from lns_ops.cuda.runtime import (
+    REPLICATED_FRACTION_BITS,
+    check_faults,
+    count_faults_apart,
+    kernel_info,
+    unavailable,
+)
+from lns_ops.cuda.updates import (
+    adam_update_,
+    adam_update_float32_,
+    sgd_update_,
+    sgd_update_float32_,
+)
 
 __all__ = [
-    "REPLICATED_FRACTION_BITS", "TILES", "Tile", "adam_update_", "adam_update_float32_", "add", "check_faults", "count_faults_apart",
-    "decode", "div", "encode", "kernel_info", "linear", "matmul", "mul", "sgd_update_", "sgd_update_float32_", "sqrt", "sub", "sum",
-    "unavailable",
+    "REPLICATED_FRACTION_BITS", "TILES", "Tile", "adam_update_", "adam_update_float32_", "add",
+    "check_faults", "count_faults_apart", "decode", "div", "encode", "kernel_info", "linear",
+    "matmul", "mul", "sgd_update_", "sgd_update_float32_", "sqrt", "sub", "sum", "unavailable",
 ]  # fmt: skip

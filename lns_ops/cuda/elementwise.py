@@ -58,19 +58,30 @@ COPIES = 8
 
 @lru_cache(maxsize=512)
 def elementwise_kernel(name: str, bits: int, fraction_bits: int, device: int) -> Kernel:
-    """The kernel ``lns_NAME`` of ``elementwise.cu`` or ``updates.cu`` for a format and a device, compiled once."""
+    """The kernel ``lns_NAME`` of ``elementwise.cu`` or ``updates.cu`` for a format and a device,
+    compiled once."""
     fmt = LNSFormat(bits, fraction_bits)
     fast = fraction_bits <= _SHARED_FRACTION_BITS
-    shared = len(gaussian_tables(fraction_bits).plus) * 4 * COPIES if fast and name in WITH_TABLE else 0
+    shared = (
+        len(gaussian_tables(fraction_bits).plus) * 4 * COPIES if fast and name in WITH_TABLE else 0
+    )
     defines = {"FAST": int(fast), "COPIES": COPIES}
     updates, adam = name.startswith(("sgd", "adam")), name.startswith("adam")
     if updates:
-        fine, behind = len(stochastic_tables(fraction_bits).plus), fraction_bits <= REPLICATED_FRACTION_BITS
+        fine, behind = (
+            len(stochastic_tables(fraction_bits).plus),
+            fraction_bits <= REPLICATED_FRACTION_BITS,
+        )
         defines |= {"ADAM_KERNELS": int(adam), "FINE_LAST": fine - 1, "SHARED_TABLES": int(behind)}
         if behind:
-            shared += 8 * fine * name.endswith("stochastic") + 4 * longest_decay_table(fraction_bits) * adam
+            shared += (
+                8 * fine * name.endswith("stochastic")
+                + 4 * longest_decay_table(fraction_bits) * adam
+            )
     source = kernel_source("updates.cu" if updates else "elementwise.cu")
-    function = compile_function(source, f"lns_{name}", compile_options(fmt, device, **defines), device)
+    function = compile_function(
+        source, f"lns_{name}", compile_options(fmt, device, **defines), device
+    )
     return Kernel(function, _ELEMENTWISE[name], shared)
 
 
@@ -78,7 +89,8 @@ atexit.register(elementwise_kernel.cache_clear)  # before CuPy goes; see lns_ops
 
 
 def _repetition(y: Tensor, shape: Sequence[int]) -> tuple[int, int] | None:
-    """``(div, mod)`` such that element i of ``shape`` meets element ``i // div % mod`` of contiguous ``y``; None if there are none."""
+    """``(div, mod)`` such that element i of ``shape`` meets element ``i // div % mod`` of
+    contiguous ``y``; None if there are none."""
     sizes = [1] * (len(shape) - y.dim()) + list(y.shape)
     full = [d for d, size in enumerate(shape) if size != 1]
     kept = [d for d in full if sizes[d] != 1]
@@ -112,10 +124,13 @@ def _binary(name: str, x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> T
         else:
             y, (div, mod) = y.contiguous(), repetition
     if x.numel():
-        tables, kernel = device_tables(fraction_bits, device), elementwise_kernel(name, bits, fraction_bits, device)
+        tables, kernel = (
+            device_tables(fraction_bits, device),
+            elementwise_kernel(name, bits, fraction_bits, device),
+        )
         kernel(
-            grid_of(x.numel(), device, kernel=kernel), THREADS, device,
-            x.data_ptr(), y.data_ptr(), z.data_ptr(), x.numel(), div, mod, code, alignment_flag(x, y if mod else None, z),
+            grid_of(x.numel(), device, kernel=kernel), THREADS, device, x.data_ptr(), y.data_ptr(),
+            z.data_ptr(), x.numel(), div, mod, code, alignment_flag(x, y if mod else None, z),
             tables.signed.data_ptr(), tables.gauss.data_ptr(), fault_counts(device).data_ptr(),
         )  # fmt: skip
     return z
@@ -123,7 +138,11 @@ def _binary(name: str, x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> T
 
 def add(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
     """``x + y``, broadcast; one of them may be a 0-dim CPU tensor."""
-    return _binary("add", x, y, bits, fraction_bits) if x.is_cuda else _binary("add", y, x, bits, fraction_bits)
+    return (
+        _binary("add", x, y, bits, fraction_bits)
+        if x.is_cuda
+        else _binary("add", y, x, bits, fraction_bits)
+    )
 
 
 def sub(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
@@ -133,7 +152,11 @@ def sub(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
 
 def mul(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
     """``x y``, broadcast."""
-    return _binary("mul", x, y, bits, fraction_bits) if x.is_cuda else _binary("mul", y, x, bits, fraction_bits)
+    return (
+        _binary("mul", x, y, bits, fraction_bits)
+        if x.is_cuda
+        else _binary("mul", y, x, bits, fraction_bits)
+    )
 
 
 def div(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
@@ -160,7 +183,8 @@ def sqrt(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
 
 
 def sum(x: Tensor, dim: int, bits: int, fraction_bits: int, shift: int = 0) -> Tensor:
-    """Sum along ``dim`` in the contract's order; ``shift`` ulps are added to its logarithm before it is stored in the format."""
+    """Sum along ``dim`` in the contract's order; ``shift`` ulps are added to its logarithm before
+    it is stored in the format."""
     moved = x.movedim(dim, 0).contiguous()
     device = x.get_device()
     out = torch.empty(moved.shape[1:], dtype=torch.int16, device=x.device)
@@ -168,16 +192,18 @@ def sum(x: Tensor, dim: int, bits: int, fraction_bits: int, shift: int = 0) -> T
         K, N = moved.shape[0], out.numel()
         columns = _sum_columns(K, N, multiprocessor_count(device))
         elementwise_kernel("sum", bits, fraction_bits, device)(
-            (-(-N // columns), 1, 1), THREADS, device,
-            moved.data_ptr(), out.data_ptr(), K, N, columns, shift, device_tables(fraction_bits, device).gauss.data_ptr(),
+            (-(-N // columns), 1, 1), THREADS, device, moved.data_ptr(), out.data_ptr(), K, N,
+            columns, shift, device_tables(fraction_bits, device).gauss.data_ptr(),
         )  # fmt: skip
     return out
 
 
 def _sum_columns(K: int, N: int, multiprocessors: int) -> int:
-    """Columns that a thread block of the sum kernel takes, beside as many blocks of terms as its threads are left for.
+    """Columns that a thread block of the sum kernel takes, beside as many blocks of terms as its
+    threads are left for.
 
-    32 for coalesced loads; more where that leaves threads without terms, as long as every multiprocessor has two thread blocks.
+    32 for coalesced loads; more where that leaves threads without terms, as long as every
+    multiprocessor has two thread blocks.
     """
     columns, blocks = min(32, 1 << (N - 1).bit_length()), -(-K // BLOCK)
     while 2 * columns * blocks <= THREADS and 4 * columns * multiprocessors <= N:
@@ -193,7 +219,9 @@ def encode(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
     if x.numel():
         tables, kernel = (
             device_tables(fraction_bits, device),
-            elementwise_kernel("encode_double" if double else "encode", bits, fraction_bits, device),
+            elementwise_kernel(
+                "encode_double" if double else "encode", bits, fraction_bits, device
+            ),
         )
         grid = grid_of(x.numel(), device, per_thread=4, kernel=kernel)
         if double:
@@ -209,21 +237,26 @@ def encode(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
             )
         else:
             kernel(
-                grid, THREADS, device, x.data_ptr(), out.data_ptr(), x.numel(), alignment_flag(x, out), tables.cells.data_ptr(),
-                fault_counts(device).data_ptr(),
+                grid, THREADS, device, x.data_ptr(), out.data_ptr(), x.numel(),
+                alignment_flag(x, out), tables.cells.data_ptr(), fault_counts(device).data_ptr(),
             )  # fmt: skip
     return out
 
 
 def decode(codes: Tensor, bits: int, fraction_bits: int, dtype: torch.dtype) -> Tensor:
-    """Values of ``codes`` as float64 for ``dtype`` float64, else rounded to float32 and then to ``dtype``."""
+    """Values of ``codes`` as float64 for ``dtype`` float64, else rounded to float32 and then to
+    ``dtype``."""
     double = dtype == torch.float64
     codes, device = codes.contiguous(), codes.get_device()
-    out = torch.empty(codes.shape, dtype=torch.float64 if double else torch.float32, device=codes.device)
+    out = torch.empty(
+        codes.shape, dtype=torch.float64 if double else torch.float32, device=codes.device
+    )
     if codes.numel():
         tables, kernel = (
             device_tables(fraction_bits, device),
-            elementwise_kernel("decode_double" if double else "decode", bits, fraction_bits, device),
+            elementwise_kernel(
+                "decode_double" if double else "decode", bits, fraction_bits, device
+            ),
         )
         kernel(
             grid_of(codes.numel(), device, per_thread=4, kernel=kernel), THREADS, device,

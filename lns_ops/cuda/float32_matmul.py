@@ -1,4 +1,5 @@
-"""Matrix products of codes with float32 sums on NVIDIA GPUs; :mod:`lns_ops.functional.float32_matmul` has the method and the CPU's.
+"""Matrix products of codes with float32 sums on NVIDIA GPUs;
+:mod:`lns_ops.functional.float32_matmul` has the method and the CPU's.
 
 Shape suffixes: M, K, N of a product; B a batch, which may be absent.
 """
@@ -20,32 +21,43 @@ from lns_ops.cuda import elementwise, runtime
 from lns_ops.spec.format import LNSFormat, decode_significands
 
 _BFLOAT16_FRACTION_BITS, _TF32_FRACTION_BITS = 6, 9
-"""Formats up to these fraction bits have steps wider than bfloat16's and tf32's, so that decoding into those keeps codes apart."""
+"""Formats up to these fraction bits have steps wider than bfloat16's and tf32's, so that decoding
+into those keeps codes apart."""
 _MANTISSAS = {"bf16": 7, "tf32": 10}
 """Bits of a significand behind the binary point."""
 
 
 def in_memory_order(x: Tensor) -> tuple[Tensor, bool]:
-    """``x`` or its transpose, whichever is contiguous, and whether it is the transpose; a contiguous copy if neither is."""
+    """``x`` or its transpose, whichever is contiguous, and whether it is the transpose; a
+    contiguous copy if neither is."""
     if x.is_contiguous():
         return x, False
     return (x.mT, True) if x.mT.is_contiguous() else (x.contiguous(), False)
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[None]:
-    """Inside, torch.autocast leaves the products of tensors like ``x`` alone; it would round float32 operands to 16 bits."""
+    """Inside, torch.autocast leaves the products of tensors like ``x`` alone; it would round
+    float32 operands to 16 bits."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
-_LAYOUTS = {"decode_bf16": "PPqPPqPii", "decode_tf32": "PPqPPqPii", "encode_sums": "PPqPPPPqqqqqqqqq"}
+_LAYOUTS = {
+    "decode_bf16": "PPqPPqPii",
+    "decode_tf32": "PPqPPqPii",
+    "encode_sums": "PPqPPPPqqqqqqqqq",
+}
 
 
 @lru_cache(maxsize=64)
 def _kernel(name: str, bits: int, fraction_bits: int, device: int) -> runtime.Kernel:
     defines = runtime.compile_options(LNSFormat(bits, fraction_bits), device)
     return runtime.Kernel(
-        runtime.compile_function(runtime.kernel_source("float32.cu"), f"lns_{name}", defines, device), _LAYOUTS[name], 0
+        runtime.compile_function(
+            runtime.kernel_source("float32.cu"), f"lns_{name}", defines, device
+        ),
+        _LAYOUTS[name],
+        0,
     )
 
 
@@ -60,18 +72,22 @@ def _mantissas(fraction_bits: int, bits: int, device: int) -> Tensor:
 
 
 def operand_type(fraction_bits: int) -> str:
-    """What a GPU multiplies codes of that many fraction bits as: ``bf16``, ``tf32`` or ``float32``."""
+    """What a GPU multiplies codes of that many fraction bits as: ``bf16``, ``tf32`` or
+    ``float32``."""
     if fraction_bits <= _BFLOAT16_FRACTION_BITS:
         return "bf16"
     return "tf32" if fraction_bits <= _TF32_FRACTION_BITS else "float32"
 
 
 def decoded_operands(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> tuple[Tensor, Tensor]:
-    """The values of ``x`` and ``y`` as :func:`operand_type` says, with their shapes; tf32 lies in float32 tensors."""
+    """The values of ``x`` and ``y`` as :func:`operand_type` says, with their shapes; tf32 lies in
+    float32 tensors."""
     (x, x_turned), (y, y_turned) = in_memory_order(x), in_memory_order(y)
     kind, device = operand_type(fraction_bits), x.get_device()
     if kind == "float32":
-        left, right = (elementwise.decode(codes, bits, fraction_bits, torch.float32) for codes in (x, y))
+        left, right = (
+            elementwise.decode(codes, bits, fraction_bits, torch.float32) for codes in (x, y)
+        )
     else:
         dtype = torch.bfloat16 if kind == "bf16" else torch.float32
         left, right = torch.empty_like(x, dtype=dtype), torch.empty_like(y, dtype=dtype)
@@ -79,8 +95,8 @@ def decoded_operands(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> tup
         kernel(
             runtime.grid_of(x.numel() + y.numel(), device, kernel=kernel), runtime.THREADS, device,
             x.data_ptr(), left.data_ptr(), x.numel(), y.data_ptr(), right.data_ptr(), y.numel(),
-            _mantissas(fraction_bits, _MANTISSAS[kind], device).data_ptr(), runtime.alignment_flag(x, left),
-            runtime.alignment_flag(y, right),
+            _mantissas(fraction_bits, _MANTISSAS[kind], device).data_ptr(),
+            runtime.alignment_flag(x, left), runtime.alignment_flag(y, right),
         )  # fmt: skip
     return left.mT if x_turned else left, right.mT if y_turned else right
 
@@ -92,8 +108,8 @@ _precision = threading.Lock()
 def _float32_precision(wanted: str) -> Iterator[None]:
     """cuBLAS multiplies float32 matrices as ``tf32`` or ``ieee`` float32 inside.
 
-    torch's setting is the whole process's: a float32 product that another thread launches meanwhile goes by it too. The lock keeps two
-    threads in here from restoring each other's.
+    torch's setting is the whole process's: a float32 product that another thread launches meanwhile
+    goes by it too. The lock keeps two threads in here from restoring each other's.
     """
     setting: Any = torch.backends.cuda.matmul
     with _precision:
@@ -109,7 +125,8 @@ def _float32_precision(wanted: str) -> Iterator[None]:
 
 
 def float32_product(left: Tensor, right: Tensor, kind: str) -> Tensor:
-    """``left @ right`` as contiguous float32, multiplied as ``kind`` (:func:`operand_type`) says."""
+    """``left @ right`` as contiguous float32, multiplied as ``kind`` (:func:`operand_type`)
+    says."""
     aten = torch.ops.aten
     product = aten.mm if left.dim() == 2 else aten.bmm
     if kind == "bf16":

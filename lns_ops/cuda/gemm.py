@@ -1,4 +1,5 @@
-"""Matrix products on NVIDIA GPUs: which tile of the fast kernel serves a shape, and the exact kernel for formats with large tables."""
+"""Matrix products on NVIDIA GPUs: which tile of the fast kernel serves a shape, and the exact
+kernel for formats with large tables."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def linear(x: Tensor, y: Tensor, bias: Tensor, bits: int, fraction_bits: int) ->
 
 
 class Tile(NamedTuple):
-    """A variant of the fast GEMM: ``TN`` columns a lane, ``WM x WN`` warps a tile, ``16 / (WM WN)`` groups over k."""
+    """A variant of the fast GEMM: ``TN`` columns a lane, ``WM x WN`` warps a tile, ``16 / (WM WN)``
+    groups over k."""
 
     TN: int
     WM: int
@@ -51,9 +53,11 @@ class Tile(NamedTuple):
         return 4 * self.TN * self.WN
 
     def cycles(self, batch: int, M: int, N: int, K: int, multiprocessors: int) -> float:
-        """Estimated cycles: waves of tiles, each with its rounds of 64 k a group, by the busiest of the four schedulers.
+        """Estimated cycles: waves of tiles, each with its rounds of 64 k a group, by the busiest of
+        the four schedulers.
 
-        A multiply-add takes seven instructions and its share of what surrounds it, which grows as tiles shrink.
+        A multiply-add takes seven instructions and its share of what surrounds it, which grows as
+        tiles shrink.
         """
         waves = -(-batch * (-(-M // self.rows)) * (-(-N // self.columns)) // multiprocessors)
         blocks = max(1, -(-K // BLOCK))
@@ -62,13 +66,26 @@ class Tile(NamedTuple):
         steps = rounds * BLOCK if self.groups > 1 else -(-K // (8 * self.WN)) * 8 * self.WN
         combine = 0 if self.groups == 1 else rounds * 60 * self.TN * 4
         instructions = 7.2 + 3.2 / self.TN
-        return waves * (-(-warps // 4) * steps * 4 * self.TN * instructions + combine + _CYCLES_PER_TILE)
+        return waves * (
+            -(-warps // 4) * steps * 4 * self.TN * instructions + combine + _CYCLES_PER_TILE
+        )
 
 
 _CYCLES_PER_TILE = 8000
 """Filling the table, the first loads and the last stores."""
 TILES = tuple(
-    Tile(*shape) for shape in [(8, 4, 4), (8, 4, 2), (8, 2, 2), (8, 2, 1), (4, 4, 4), (4, 2, 4), (4, 2, 2), (4, 1, 2), (4, 1, 1)]
+    Tile(*shape)
+    for shape in [
+        (8, 4, 4),
+        (8, 4, 2),
+        (8, 2, 2),
+        (8, 2, 1),
+        (4, 4, 4),
+        (4, 2, 4),
+        (4, 2, 2),
+        (4, 1, 2),
+        (4, 1, 1),
+    ]
 )
 _GEMM_LAYOUT = "PPPPPPiiiqqqqii"
 
@@ -83,7 +100,10 @@ def choose_tile(batch: int, M: int, N: int, K: int, multiprocessors: int) -> Til
 def _gemm(tile: Tile, a_k: bool, b_k: bool, bits: int, fraction_bits: int, device: int) -> Kernel:
     shape = {"TN": tile.TN, "WM": tile.WM, "WN": tile.WN, "A_K": int(a_k), "B_K": int(b_k)}
     function = compile_function(
-        kernel_source("gemm.cu"), "lns_gemm", compile_options(LNSFormat(bits, fraction_bits), device, **shape), device
+        kernel_source("gemm.cu"),
+        "lns_gemm",
+        compile_options(LNSFormat(bits, fraction_bits), device, **shape),
+        device,
     )
     table = len(gaussian_tables(fraction_bits).plus) * 128
     slabs = 2 * 4 * 8 * tile.WN * (tile.rows + tile.columns) * tile.groups
@@ -94,7 +114,10 @@ def _gemm(tile: Tile, a_k: bool, b_k: bool, bits: int, fraction_bits: int, devic
 @lru_cache(maxsize=64)
 def _gemm_exact(bits: int, fraction_bits: int, device: int) -> Kernel:
     function = compile_function(
-        kernel_source("gemm_exact.cu"), "lns_gemm", compile_options(LNSFormat(bits, fraction_bits), device), device
+        kernel_source("gemm_exact.cu"),
+        "lns_gemm",
+        compile_options(LNSFormat(bits, fraction_bits), device),
+        device,
     )
     return Kernel(function, "PPPPiiiqqqqqq", 0)
 
@@ -104,7 +127,8 @@ atexit.register(_gemm_exact.cache_clear)  # before CuPy goes; see lns_ops.cuda.r
 
 
 def _unit_stride(x: Tensor) -> tuple[Tensor, bool, int]:
-    """``x`` with a unit stride in one of its last two dimensions; whether it is the last one; and the other one's stride."""
+    """``x`` with a unit stride in one of its last two dimensions; whether it is the last one; and
+    the other one's stride."""
     rows, columns = x.shape[-2:]
     if x.stride(-1) == 1 or columns == 1:
         return x, True, x.stride(-2) if rows > 1 else columns
@@ -123,7 +147,8 @@ def matmul(
     relu: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
-    """``x_MK @ y_KN`` or ``x_BMK @ y_BKN``, then ``+ bias_N`` and ``max(0, .)`` where asked for, each an LNS operation.
+    """``x_MK @ y_KN`` or ``x_BMK @ y_BKN``, then ``+ bias_N`` and ``max(0, .)`` where asked for,
+    each an LNS operation.
 
     ``tile`` (one of :data:`TILES`) overrides the choice by shape; results do not depend on it.
     """
@@ -149,11 +174,13 @@ def matmul(
     batch_x, batch_y = (x.stride(0), y.stride(0)) if x.dim() == 3 else (0, 0)
     columns = _pieces(tile)
     aligned = int(lda % 8 == 0 and batch_x % 8 == 0 and x.data_ptr() % 16 == 0)
-    aligned |= 2 * int(ldb % columns == 0 and batch_y % columns == 0 and y.data_ptr() % (2 * columns) == 0)
+    aligned |= 2 * int(
+        ldb % columns == 0 and batch_y % columns == 0 and y.data_ptr() % (2 * columns) == 0
+    )
     _gemm(tile, x_k, not y_n, bits, fraction_bits, device)(
-        (-(-N // tile.columns), -(-M // tile.rows), batch), THREADS, device,
-        x.data_ptr(), y.data_ptr(), out.data_ptr(), pointer_of(bias), tables.packed.data_ptr(), tables.gauss.data_ptr(),
-        M, N, K, lda, ldb, batch_x, batch_y, aligned, int(relu),
+        (-(-N // tile.columns), -(-M // tile.rows), batch), THREADS, device, x.data_ptr(),
+        y.data_ptr(), out.data_ptr(), pointer_of(bias), tables.packed.data_ptr(),
+        tables.gauss.data_ptr(), M, N, K, lda, ldb, batch_x, batch_y, aligned, int(relu),
     )  # fmt: skip
     return out
 

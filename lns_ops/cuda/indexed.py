@@ -1,4 +1,5 @@
-"""Table look-ups and sums by destination on NVIDIA GPUs; the GPU's side of :mod:`lns_ops.functional.indexed`."""
+"""Table look-ups and sums by destination on NVIDIA GPUs; the GPU's side of
+:mod:`lns_ops.functional.indexed`."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ def _kernel(name: str, bits: int, fraction_bits: int, device: int) -> runtime.Ke
     fmt = LNSFormat(bits, fraction_bits)
     defines = runtime.compile_options(fmt, device, FAST=0, UNDEFINED=undefined(fmt))
     return runtime.Kernel(
-        runtime.compile_function(runtime.kernel_source("indexed.cu"), f"lns_{name}", defines, device), _LAYOUTS[name], 0
+        runtime.compile_function(
+            runtime.kernel_source("indexed.cu"), f"lns_{name}", defines, device
+        ),
+        _LAYOUTS[name],
+        0,
     )
 
 
@@ -34,8 +39,11 @@ def _table(function: str, parameters: tuple[float, ...], fmt: LNSFormat, device:
     return runtime.uploaded(table(function, parameters, fmt), device)
 
 
-def lookup(x: Tensor, function: str, parameters: list[float], bits: int, fraction_bits: int) -> Tensor:
-    """Results of ``function``; arguments without one are counted (:func:`lns_ops.check_faults`) and give zero."""
+def lookup(
+    x: Tensor, function: str, parameters: list[float], bits: int, fraction_bits: int
+) -> Tensor:
+    """Results of ``function``; arguments without one are counted (:func:`lns_ops.check_faults`) and
+    give zero."""
     x, device = x.contiguous(), x.get_device()
     out = torch.empty_like(x)
     results = _table(function, tuple(parameters), LNSFormat(bits, fraction_bits), device)
@@ -44,21 +52,28 @@ def lookup(x: Tensor, function: str, parameters: list[float], bits: int, fractio
         fault = runtime.fault_counts(device).data_ptr() + 4 * _DOMAIN_FAULT
         kernel(
             runtime.grid_of(x.numel(), device, kernel=kernel), runtime.THREADS, device,
-            x.data_ptr(), out.data_ptr(), x.numel(), runtime.alignment_flag(x, out), results.data_ptr(), fault,
+            x.data_ptr(), out.data_ptr(), x.numel(), runtime.alignment_flag(x, out),
+            results.data_ptr(), fault,
         )  # fmt: skip
     return out
 
 
 def segment_sum(x: Tensor, order: Tensor, starts: Tensor, bits: int, fraction_bits: int) -> Tensor:
-    """Row r: the sum of rows ``order[starts[r] : starts[r + 1]]`` of ``x``, in the contract's order."""
-    x, order, starts, device = x.contiguous(), order.contiguous(), starts.contiguous(), x.get_device()
+    """Row r: the sum of rows ``order[starts[r] : starts[r + 1]]`` of ``x``, in the contract's
+    order."""
+    x, order, starts, device = (
+        x.contiguous(),
+        order.contiguous(),
+        starts.contiguous(),
+        x.get_device(),
+    )
     rows, width = starts.numel() - 1, x.shape[1]
     out = torch.empty((rows, width), dtype=torch.int16, device=x.device)
     if out.numel():
         kernel = _kernel("segment_sum", bits, fraction_bits, device)
         kernel(
-            runtime.grid_of(out.numel(), device, per_thread=1, kernel=kernel), runtime.THREADS, device,
-            x.data_ptr(), out.data_ptr(), order.data_ptr(), starts.data_ptr(), rows, width,
+            runtime.grid_of(out.numel(), device, per_thread=1, kernel=kernel), runtime.THREADS,
+            device, x.data_ptr(), out.data_ptr(), order.data_ptr(), starts.data_ptr(), rows, width,
             runtime.device_tables(fraction_bits, device).gauss.data_ptr(),
         )  # fmt: skip
     return out

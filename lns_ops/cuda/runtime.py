@@ -1,7 +1,9 @@
-"""What the CUDA kernels share: CuPy and NVRTC, compiling and launching, tables on a device, and counters of faults.
+"""What the CUDA kernels share: CuPy and NVRTC, compiling and launching, tables on a device, and
+counters of faults.
 
-A kernel is compiled for a device and a format from ``lns_ops/cuda/src``, once; its arguments are packed as ``struct`` writes them, and it
-runs on torch's current stream. Results that LNS has no code for are counted on the device (:func:`check_faults`).
+A kernel is compiled for a device and a format from ``lns_ops/cuda/src``, once; its arguments are
+packed as ``struct`` writes them, and it runs on torch's current stream. Results that LNS has no
+code for are counted on the device (:func:`check_faults`).
 """
 
 from __future__ import annotations
@@ -30,14 +32,24 @@ from lns_ops.spec.format import (
 from lns_ops.spec.gaussian_log import gaussian_tables
 
 REPLICATED_FRACTION_BITS = 7
-"""Up to here 32 copies of the table of G fit in a multiprocessor's shared memory, which the fast GEMM needs."""
+"""Up to here 32 copies of the table of G fit in a multiprocessor's shared memory, which the fast
+GEMM needs."""
 THREADS = 512
 _FAULTS = (
-    ("NaN or infinity to encode: LNS has no code for either; clean the input first", NonFiniteError),
-    ("division by zero: LNS has no infinity; mask zero divisors first", ValueError),
-    ("square root of a negative number: LNS values are real; mask or clamp the input first", ValueError),
     (
-        "a function of a number for which it has no finite real value, such as log of zero: mask or clamp the input first",
+        "NaN or infinity to encode: LNS has no code for either; clean the input first",
+        NonFiniteError,
+    ),
+    ("division by zero: LNS has no infinity; mask zero divisors first", ValueError),
+    (
+        "square root of a negative number: LNS values are real; mask or clamp the input first",
+        ValueError,
+    ),
+    (
+        (
+            "a function of a number for which it has no finite real value, such as log of zero:"
+            " mask or clamp the input first"
+        ),
         ValueError,
     ),
 )
@@ -49,8 +61,8 @@ def _cupy() -> Any:
         import cupy
     except ImportError as error:
         raise RuntimeError(
-            f"LNS on a CUDA tensor needs CuPy, which does not import here ({error}): pip install 'lns-study[gpu]', or move the tensor "
-            "to the CPU"
+            f"LNS on a CUDA tensor needs CuPy, which does not import here ({error}): pip install"
+            " 'lns-study[gpu]', or move the tensor to the CPU"
         ) from error
     return cupy
 
@@ -74,11 +86,14 @@ def kernel_info() -> dict[str, str]:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "kernel": f"cupy sm_{properties.major}{properties.minor}",
-        "why": f"{properties.name}, CuPy {_cupy().__version__}, NVRTC {'.'.join(map(str, _cupy().cuda.nvrtc.getVersion()))}",
+        "why": (
+            f"{properties.name}, CuPy {_cupy().__version__}, NVRTC"
+            f" {'.'.join(map(str, _cupy().cuda.nvrtc.getVersion()))}"
+        ),
     }
 
 
-# --- compiling and launching ---------------------------------------------------------------------------------------------------
+# --- compiling and launching
 
 
 @lru_cache(maxsize=8)
@@ -86,7 +101,10 @@ def kernel_source(name: str) -> str:
     """The source of a kernel file, with what it includes in place."""
     file = resources.files("lns_ops.cuda") / "src" / name
     lines = file.read_text().replace("#pragma once\n", "").splitlines(keepends=True)
-    return "".join(kernel_source(line.split('"')[1]) if line.startswith('#include "') else line for line in lines)
+    return "".join(
+        kernel_source(line.split('"')[1]) if line.startswith('#include "') else line
+        for line in lines
+    )
 
 
 _thread = threading.local()
@@ -105,7 +123,9 @@ class Kernel:
         self._launch = _driver().launchKernel
         self._resident: dict[int, int] = {}
 
-    def __call__(self, grid: tuple[int, int, int], threads: int, device: int, *arguments: float) -> None:
+    def __call__(
+        self, grid: tuple[int, int, int], threads: int, device: int, *arguments: float
+    ) -> None:
         values = ctypes.create_string_buffer(self._arguments.size)
         self._arguments.pack_into(values, 0, *arguments)
         size = ctypes.c_size_t(self._arguments.size)
@@ -116,18 +136,23 @@ class Kernel:
                 self(grid, threads, device, *arguments)
             return
         if not getattr(_thread, "ready", False):
-            # A thread of torch's, such as autograd's, may not have met the runtime yet and have no context.
+            # A thread of torch's, such as autograd's, may not have met the runtime yet and have no
+            # context.
             _cupy().cuda.Device(device).use()
             _thread.ready = True
         stream = torch._C._cuda_getCurrentRawStream(device)
-        self._launch(self._pointer, *grid, threads, 1, 1, self._shared, stream, 0, ctypes.addressof(extra))
+        self._launch(
+            self._pointer, *grid, threads, 1, 1, self._shared, stream, 0, ctypes.addressof(extra)
+        )
 
     def resident(self, device: int) -> int:
         """Thread blocks of ``_THREADS`` that the device holds at once."""
         if device not in self._resident:
             with torch.cuda.device(device):
                 _cupy().cuda.Device(device).use()
-                a_multiprocessor = _driver().occupancyMaxActiveBlocksPerMultiprocessor(self._pointer, THREADS, self._shared)
+                a_multiprocessor = _driver().occupancyMaxActiveBlocksPerMultiprocessor(
+                    self._pointer, THREADS, self._shared
+                )
             self._resident[device] = a_multiprocessor * multiprocessor_count(device)
         return self._resident[device]
 
@@ -142,9 +167,11 @@ def _driver() -> Any:
 
 @atexit.register
 def _forget() -> None:
-    """Unload modules while CuPy is still whole: at the end of the interpreter its destructors would only complain.
+    """Unload modules while CuPy is still whole: at the end of the interpreter its destructors would
+    only complain.
 
-    Files that keep kernels register their caches' ``cache_clear`` after this one, so these go first.
+    Files that keep kernels register their caches' ``cache_clear`` after this one, so these go
+    first.
     """
     shared_base.cache_clear()
     if "cupy" in sys.modules:
@@ -162,13 +189,16 @@ def compile_function(source: str, name: str, options: tuple[str, ...], device: i
 
 @lru_cache(maxsize=16)
 def shared_base(device: int) -> int:
-    """Where dynamic shared memory begins in the shared window: a constant of the device that kernels are compiled with."""
+    """Where dynamic shared memory begins in the shared window: a constant of the device that
+    kernels are compiled with."""
     source = r"""extern "C" __global__ void base(unsigned* out) {
         extern __shared__ unsigned memory[];
         *out = (unsigned)__cvta_generic_to_shared(memory);
     }"""
     out = torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))
-    Kernel(compile_function(source, "base", (), device), "P", 16)((1, 1, 1), 1, device, out.data_ptr())
+    Kernel(compile_function(source, "base", (), device), "P", 16)(
+        (1, 1, 1), 1, device, out.data_ptr()
+    )
     return int(out)
 
 
@@ -217,14 +247,17 @@ def fault_counts(device: int) -> Tensor:
 
 
 def count_faults_apart(stream: torch.cuda.Stream) -> None:
-    """Count the faults of kernels on ``stream`` by themselves from now on: :func:`check_faults` called on it reads those alone.
+    """Count the faults of kernels on ``stream`` by themselves from now on: :func:`check_faults`
+    called on it reads those alone.
 
     For programs in which several threads compute on one device, each on a stream of its own.
     """
     key = stream.device.index, stream.cuda_stream
     if key not in _FAULTS_OF_STREAMS:
         with torch.cuda.stream(stream):
-            _FAULTS_OF_STREAMS[key] = torch.zeros(len(_FAULTS), dtype=torch.int32, device=stream.device)
+            _FAULTS_OF_STREAMS[key] = torch.zeros(
+                len(_FAULTS), dtype=torch.int32, device=stream.device
+            )
 
 
 def uploaded(table: np.ndarray[Any, Any], device: int) -> Tensor:
@@ -238,12 +271,15 @@ def device_tables(fraction_bits: int, device: int) -> _Tables:
     plus, minus = (table.astype(np.int64) for table in gaussian_tables(fraction_bits))
     drift = -int(minus[1:].min(initial=0))
     packed = ((plus + drift) & 0xFFFF) | ((minus + drift) << 16)
-    packed[0] = (plus[0] + drift) | (0x8000 << 16) - (1 << 32)  # G-(0): a negative half-word, which reads as NaN
+    # G-(0): a negative half-word, which reads as NaN
+    packed[0] = (plus[0] + drift) | (0x8000 << 16) - (1 << 32)
     signed = (plus & 0xFFFF) | (np.append(-0x8000, minus[1:]) << 16)
     thresholds = encode_thresholds(fraction_bits)
     starts = np.arange(2 << fraction_bits, dtype=np.int64) << (MANTISSA_BITS - fraction_bits - 1)
     below = np.searchsorted(thresholds, starts + (1 << MANTISSA_BITS), side="left")
-    mantissas = (np.append(thresholds, 2 << MANTISSA_BITS) - (1 << MANTISSA_BITS)) >> (MANTISSA_BITS - 23)
+    mantissas = (np.append(thresholds, 2 << MANTISSA_BITS) - (1 << MANTISSA_BITS)) >> (
+        MANTISSA_BITS - 23
+    )
     cells = np.stack([below, mantissas[below]], axis=1).astype(np.int32)
 
     def upload(table: np.ndarray[Any, Any]) -> Tensor:
@@ -261,9 +297,11 @@ def device_tables(fraction_bits: int, device: int) -> _Tables:
 
 
 def check_faults(device: int | torch.device | None = None) -> None:
-    """Wait for ``device`` (default: the current one) and raise what its LNS kernels have counted since the last call.
+    """Wait for ``device`` (default: the current one) and raise what its LNS kernels have counted
+    since the last call.
 
-    On a stream with counters of its own (:func:`lns_ops.cuda.count_faults_apart`): what the kernels on that stream have counted.
+    On a stream with counters of its own (:func:`lns_ops.cuda.count_faults_apart`): what the kernels
+    on that stream have counted.
 
     Raises:
         NonFiniteError: (a ValueError) a NaN or an infinity was encoded.
@@ -271,7 +309,9 @@ def check_faults(device: int | torch.device | None = None) -> None:
     """
     if unavailable() is not None:
         return
-    chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+    chosen = (
+        torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+    )
     if chosen.type != "cuda":
         return
     counts = fault_counts(torch.cuda.current_device() if chosen.index is None else chosen.index)
@@ -289,13 +329,21 @@ def multiprocessor_count(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def grid_of(n: int, device: int, *, per_thread: int = 8, kernel: Kernel | None = None, waves: int = 8) -> tuple[int, int, int]:
-    """Thread blocks for ``n`` elements; of a ``kernel`` that fills tables first no more than the device holds at once, ``waves`` times.
+def grid_of(
+    n: int, device: int, *, per_thread: int = 8, kernel: Kernel | None = None, waves: int = 8
+) -> tuple[int, int, int]:
+    """Thread blocks for ``n`` elements; of a ``kernel`` that fills tables first no more than the
+    device holds at once, ``waves`` times.
 
-    More than one wave keeps accesses that happen together closer together: 3 to 8 % more bandwidth on an H200.
+    More than one wave keeps accesses that happen together closer together: 3 to 8 % more bandwidth
+    on an H200.
     """
     blocks = -(-n // (per_thread * THREADS))
-    return min(blocks, waves * kernel.resident(device) if kernel is not None else (1 << 31) - 1), 1, 1
+    return (
+        min(blocks, waves * kernel.resident(device) if kernel is not None else (1 << 31) - 1),
+        1,
+        1,
+    )
 
 
 def alignment_flag(*tensors: Tensor | None) -> int:

@@ -1,4 +1,5 @@
-"""Optimizer updates of weights in place on NVIDIA GPUs: SGD and Adam, in LNS arithmetic or with float32 in between."""
+"""Optimizer updates of weights in place on NVIDIA GPUs: SGD and Adam, in LNS arithmetic or with
+float32 in between."""
 
 from __future__ import annotations
 
@@ -26,8 +27,16 @@ from lns_ops.spec.gaussian_log import decay_table, stochastic_tables
 from lns_ops.spec.reference_updates import adam_codes, adam_scalars
 
 _FLOAT32_UPDATES = {
-    **{name.replace("sgd", "sgd_float32"): "PPPPPqqffiPPPP" for name in WITH_TABLE if name.startswith("sgd")},
-    **{name.replace("adam", "adam_float32"): "PPPPPPPPiqqffffffiPPPP" for name in WITH_TABLE if name.startswith("adam")},
+    **{
+        name.replace("sgd", "sgd_float32"): "PPPPPqqffiPPPP"
+        for name in WITH_TABLE
+        if name.startswith("sgd")
+    },
+    **{
+        name.replace("adam", "adam_float32"): "PPPPPPPPiqqffffffiPPPP"
+        for name in WITH_TABLE
+        if name.startswith("adam")
+    },
 }
 
 
@@ -36,7 +45,9 @@ def _float32_update(name: str, bits: int, fraction_bits: int, device: int) -> Ke
     defines = {"FAST": 0, "ADAM_KERNELS": int(name.startswith("adam"))}
     options = compile_options(LNSFormat(bits, fraction_bits), device, **defines)
     return Kernel(
-        compile_function(kernel_source("updates_float32.cu"), f"lns_{name}", options, device), _FLOAT32_UPDATES[name], 0
+        compile_function(kernel_source("updates_float32.cu"), f"lns_{name}", options, device),
+        _FLOAT32_UPDATES[name],
+        0,
     )
 
 
@@ -45,12 +56,15 @@ atexit.register(_float32_update.cache_clear)  # before CuPy goes; see lns_ops.cu
 
 @lru_cache(maxsize=32)
 def _fine_table(fraction_bits: int, device: int) -> Tensor:
-    """Corrections of additions that round at random: G+ and G- of each distance, with 16 bits behind the ulp."""
+    """Corrections of additions that round at random: G+ and G- of each distance, with 16 bits
+    behind the ulp."""
     return uploaded(np.stack(stochastic_tables(fraction_bits), axis=1), device)
 
 
 @lru_cache(maxsize=32)
-def _adam_tables(beta1: float, beta2: float, eps: float, fmt: LNSFormat, device: int) -> tuple[Tensor, Tensor, Tensor]:
+def _adam_tables(
+    beta1: float, beta2: float, eps: float, fmt: LNSFormat, device: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """The corrections and eps of each step, and the decay table of the second moment."""
     codes = adam_codes(beta1, beta2, eps, fmt)
     tables = codes.correction, codes.eps_hat, decay_table(beta2, fmt.fraction_bits).table
@@ -62,11 +76,14 @@ def _check_in_place(weight: Tensor, grad: Tensor, **updated: Tensor | None) -> N
     for name, tensor in {"weight": weight, **updated}.items():
         if tensor is not None and (not tensor.is_contiguous() or tensor.shape != weight.shape):
             raise ValueError(
-                f"{name} of shape {tuple(tensor.shape)} and strides {tensor.stride()}: must be contiguous, of the weight's shape "
-                f"{tuple(weight.shape)}, to be updated in place"
+                f"{name} of shape {tuple(tensor.shape)} and strides {tensor.stride()}: must be"
+                f" contiguous, of the weight's shape {tuple(weight.shape)}, to be updated in place"
             )
     if grad.shape != weight.shape:
-        raise ValueError(f"gradient of shape {tuple(grad.shape)} for a weight of {tuple(weight.shape)}: the shapes must agree")
+        raise ValueError(
+            f"gradient of shape {tuple(grad.shape)} for a weight of {tuple(weight.shape)}: the"
+            " shapes must agree"
+        )
 
 
 @lru_cache(maxsize=32)
@@ -75,13 +92,23 @@ def _stochastic_encoding(fraction_bits: int, device: int) -> tuple[Tensor, Tenso
     mantissas, reciprocals = stochastic_steps(fraction_bits)
     starts = np.arange(2 << fraction_bits, dtype=np.int64) << (22 - fraction_bits)
     base = np.searchsorted(mantissas, starts, side="right") - 1
-    steps = np.stack([mantissas, np.append(reciprocals, 0)], axis=1).astype(np.uint32).view(np.int32)
+    steps = (
+        np.stack([mantissas, np.append(reciprocals, 0)], axis=1).astype(np.uint32).view(np.int32)
+    )
     return uploaded(base.astype(np.int32), device), uploaded(steps, device)
 
 
 def _codec(fraction_bits: int, device: int) -> tuple[int, int, int, int]:
-    tables, (base, steps) = device_tables(fraction_bits, device), _stochastic_encoding(fraction_bits, device)
-    return tables.significands.data_ptr(), tables.cells.data_ptr(), base.data_ptr(), steps.data_ptr()
+    tables, (base, steps) = (
+        device_tables(fraction_bits, device),
+        _stochastic_encoding(fraction_bits, device),
+    )
+    return (
+        tables.significands.data_ptr(),
+        tables.cells.data_ptr(),
+        base.data_ptr(),
+        steps.data_ptr(),
+    )
 
 
 @lru_cache(maxsize=32)
@@ -90,10 +117,12 @@ def _adam_scalars(beta1: float, beta2: float, eps: float, device: int) -> Tensor
 
 
 def sgd_update_float32_(
-    weight: Tensor, grad: Tensor, buffer: Tensor | None, compensation: Tensor | None, step: Tensor | None, lr: float,
-    momentum: float | None, key: int | None, bits: int, fraction_bits: int,
+    weight: Tensor, grad: Tensor, buffer: Tensor | None, compensation: Tensor | None,
+    step: Tensor | None, lr: float, momentum: float | None, key: int | None, bits: int,
+    fraction_bits: int,
 ) -> None:  # fmt: skip
-    """One SGD step in place, as :func:`lns_ops.reference.sgd_update_float32`; ``step`` is read on the device."""
+    """One SGD step in place, as :func:`lns_ops.reference.sgd_update_float32`; ``step`` is read on
+    the device."""
     _check_in_place(weight, grad, buffer=buffer, compensation=compensation)
     grad, device = grad.contiguous(), weight.get_device()
     if weight.numel():
@@ -101,30 +130,37 @@ def sgd_update_float32_(
         kernel = _float32_update(name, bits, fraction_bits, device)
         kernel(
             grid_of(weight.numel(), device, kernel=kernel, waves=2), THREADS, device,
-            weight.data_ptr(), grad.data_ptr(), pointer_of(None if momentum is None else buffer), pointer_of(compensation),
-            pointer_of(step), weight.numel(), key or 0, -lr, momentum or 0.0, alignment_flag(weight, grad, buffer, compensation),
+            weight.data_ptr(), grad.data_ptr(), pointer_of(None if momentum is None else buffer),
+            pointer_of(compensation), pointer_of(step), weight.numel(), key or 0, -lr,
+            momentum or 0.0, alignment_flag(weight, grad, buffer, compensation),
             *_codec(fraction_bits, device),
         )  # fmt: skip
 
 
 def adam_update_float32_(
-    weight: Tensor, grad: Tensor, exp_avg: Tensor, root: Tensor, residue: Tensor | None, compensation: Tensor | None, step: Tensor,
-    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float | None, decoupled: bool, key: int | None, bits: int,
-    fraction_bits: int,
+    weight: Tensor, grad: Tensor, exp_avg: Tensor, root: Tensor, residue: Tensor | None,
+    compensation: Tensor | None, step: Tensor, lr: float, beta1: float, beta2: float, eps: float,
+    weight_decay: float | None, decoupled: bool, key: int | None, bits: int, fraction_bits: int,
 ) -> None:  # fmt: skip
-    """One Adam or AdamW step in place, as :func:`lns_ops.reference.adam_update_float32`; ``step`` is read on the device."""
-    _check_in_place(weight, grad, exp_avg=exp_avg, root=root, residue=residue, compensation=compensation)
+    """One Adam or AdamW step in place, as :func:`lns_ops.reference.adam_update_float32`; ``step``
+    is read on the device."""
+    _check_in_place(
+        weight, grad, exp_avg=exp_avg, root=root, residue=residue, compensation=compensation
+    )
     grad, device = grad.contiguous(), weight.get_device()
     if weight.numel():
         scalars = _adam_scalars(beta1, beta2, eps, device)
         form = "" if weight_decay is None else "_decoupled" if decoupled else "_l2"
-        kernel = _float32_update(f"adam_float32{form}{_rounding(key, compensation)}", bits, fraction_bits, device)
+        kernel = _float32_update(
+            f"adam_float32{form}{_rounding(key, compensation)}", bits, fraction_bits, device
+        )
         kernel(
             grid_of(weight.numel(), device, kernel=kernel, waves=2), THREADS, device,
-            weight.data_ptr(), grad.data_ptr(), exp_avg.data_ptr(), root.data_ptr(), pointer_of(residue), pointer_of(compensation),
-            step.data_ptr(), scalars.data_ptr(), len(scalars), weight.numel(), key or 0,
-            -lr, beta1, 1 - beta1, beta2, 1 - beta2, weight_decay or 0.0,
-            alignment_flag(weight, grad, exp_avg, root, residue, compensation), *_codec(fraction_bits, device),
+            weight.data_ptr(), grad.data_ptr(), exp_avg.data_ptr(), root.data_ptr(),
+            pointer_of(residue), pointer_of(compensation), step.data_ptr(), scalars.data_ptr(),
+            len(scalars), weight.numel(), key or 0, -lr, beta1, 1 - beta1, beta2, 1 - beta2,
+            weight_decay or 0.0, alignment_flag(weight, grad, exp_avg, root, residue, compensation),
+            *_codec(fraction_bits, device),
         )  # fmt: skip
 
 
@@ -133,10 +169,12 @@ def _rounding(key: int | None, compensation: Tensor | None) -> str:
 
 
 def sgd_update_(
-    weight: Tensor, grad: Tensor, buffer: Tensor | None, compensation: Tensor | None, step: Tensor | None, negative_lr: int,
-    momentum: int | None, key: int | None, bits: int, fraction_bits: int,
+    weight: Tensor, grad: Tensor, buffer: Tensor | None, compensation: Tensor | None,
+    step: Tensor | None, negative_lr: int, momentum: int | None, key: int | None, bits: int,
+    fraction_bits: int,
 ) -> None:  # fmt: skip
-    """One SGD step in place, as :func:`lns_ops.reference.sgd_update`; ``step`` is read on the device."""
+    """One SGD step in place, as :func:`lns_ops.reference.sgd_update`; ``step`` is read on the
+    device."""
     _check_in_place(weight, grad, buffer=buffer, compensation=compensation)
     grad, device = grad.contiguous(), weight.get_device()
     if weight.numel():
@@ -146,19 +184,24 @@ def sgd_update_(
         kernel = elementwise_kernel(name, bits, fraction_bits, device)
         kernel(
             grid_of(weight.numel(), device, kernel=kernel, waves=2), THREADS, device,
-            weight.data_ptr(), grad.data_ptr(), pointer_of(None if momentum is None else buffer), pointer_of(compensation),
-            pointer_of(step), weight.numel(), key or 0, negative_lr, momentum or 0, alignment_flag(weight, grad, buffer, compensation),
+            weight.data_ptr(), grad.data_ptr(), pointer_of(None if momentum is None else buffer),
+            pointer_of(compensation), pointer_of(step), weight.numel(), key or 0, negative_lr,
+            momentum or 0, alignment_flag(weight, grad, buffer, compensation),
             tables.signed.data_ptr(), tables.gauss.data_ptr(), pointer_of(fine),
         )  # fmt: skip
 
 
 def adam_update_(
-    weight: Tensor, grad: Tensor, exp_avg: Tensor, root: Tensor, residue: Tensor | None, compensation: Tensor | None, step: Tensor,
-    negative_lr: int, beta1: float, beta2: float, eps: float, weight_decay: int | None, decoupled: bool, key: int | None, bits: int,
+    weight: Tensor, grad: Tensor, exp_avg: Tensor, root: Tensor, residue: Tensor | None,
+    compensation: Tensor | None, step: Tensor, negative_lr: int, beta1: float, beta2: float,
+    eps: float, weight_decay: int | None, decoupled: bool, key: int | None, bits: int,
     fraction_bits: int,
 ) -> None:  # fmt: skip
-    """One Adam or AdamW step in place, as :func:`lns_ops.reference.adam_update`; ``step`` is read on the device."""
-    _check_in_place(weight, grad, exp_avg=exp_avg, root=root, residue=residue, compensation=compensation)
+    """One Adam or AdamW step in place, as :func:`lns_ops.reference.adam_update`; ``step`` is read
+    on the device."""
+    _check_in_place(
+        weight, grad, exp_avg=exp_avg, root=root, residue=residue, compensation=compensation
+    )
     grad, device, fmt = grad.contiguous(), weight.get_device(), LNSFormat(bits, fraction_bits)
     if weight.numel():
         tables, codes, decay = (
@@ -169,13 +212,16 @@ def adam_update_(
         correction, eps_hat, moves = _adam_tables(beta1, beta2, eps, fmt, device)
         fine = _fine_table(fraction_bits, device) if key is not None else None
         form = "" if weight_decay is None else "_decoupled" if decoupled else "_l2"
-        kernel = elementwise_kernel(f"adam{form}{_rounding(key, compensation)}", bits, fraction_bits, device)
+        kernel = elementwise_kernel(
+            f"adam{form}{_rounding(key, compensation)}", bits, fraction_bits, device
+        )
         kernel(
             grid_of(weight.numel(), device, kernel=kernel, waves=2), THREADS, device,
-            weight.data_ptr(), grad.data_ptr(), exp_avg.data_ptr(), root.data_ptr(), pointer_of(residue), pointer_of(compensation),
-            step.data_ptr(), correction.data_ptr(), eps_hat.data_ptr(), len(codes.correction), weight.numel(), key or 0,
-            negative_lr, codes.beta1, codes.one_minus_beta1, weight_decay or 0,
-            moves.data_ptr(), decay.first, decay.first + len(decay.table) - 1, decay.keep, decay.take,
+            weight.data_ptr(), grad.data_ptr(), exp_avg.data_ptr(), root.data_ptr(),
+            pointer_of(residue), pointer_of(compensation), step.data_ptr(), correction.data_ptr(),
+            eps_hat.data_ptr(), len(codes.correction), weight.numel(), key or 0, negative_lr,
+            codes.beta1, codes.one_minus_beta1, weight_decay or 0, moves.data_ptr(), decay.first,
+            decay.first + len(decay.table) - 1, decay.keep, decay.take,
             alignment_flag(weight, grad, exp_avg, root, residue, compensation),
             tables.signed.data_ptr(), tables.gauss.data_ptr(), pointer_of(fine),
         )  # fmt: skip

@@ -1,4 +1,5 @@
-"""Number formats behind one interface, :class:`NumberFormat`: floating point, fixed point, scaled integers, MX blocks, LNS.
+"""Number formats behind one interface, :class:`NumberFormat`: floating point, fixed point, scaled
+integers, MX blocks, LNS.
 
 >>> import torch
 >>> from lns_ops import formats
@@ -8,12 +9,21 @@ tensor([3.1250e-01, 4.4800e+02])
 >>> fmt.bits, fmt.error.relative
 (8, 0.0625)
 
-:func:`lns_ops.nn.simulate.simulate_` trains networks in any of them; :func:`lns_ops.convert_` takes their names too.
+:func:`lns_ops.nn.simulate.simulate_` trains networks in any of them; :func:`lns_ops.convert_` takes
+their names too.
 """
 
 from lns_ops.formats.base import Encoded, ErrorModel, NumberFormat
 from lns_ops.formats.fixed_point import FixedPoint, Integer
-from lns_ops.formats.floating_point import FloatFormat, bfloat16, float8_e4m3fn, float8_e5m2, float16, float32, tf32
+from lns_ops.formats.floating_point import (
+    FloatFormat,
+    bfloat16,
+    float8_e4m3fn,
+    float8_e5m2,
+    float16,
+    float32,
+    tf32,
+)
 from lns_ops.formats.logarithmic import Logarithmic
 from lns_ops.formats.microscaling import Microscaling
 from lns_ops.formats.registry import HELP, parse

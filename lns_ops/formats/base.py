@@ -1,9 +1,11 @@
-"""What every number format is: a name, a width, encoding, decoding, rounding, and a statement of its error.
+"""What every number format is: a name, a width, encoding, decoding, rounding, and a statement of
+its error.
 
-A format maps float32 values to *codes* (and a scale, where values share one) and back. :meth:`NumberFormat.quantize` is both in one: the
-values of a tensor on the format's grid, as float32, which carries every value of every format here exactly. It is what training in a
-simulated format (:mod:`lns_ops.nn.simulate`) is made of, so its contract is tested for all formats alike: idempotent, monotone, within
-the error model, the same bits on every device.
+A format maps float32 values to *codes* (and a scale, where values share one) and back.
+:meth:`NumberFormat.quantize` is both in one: the values of a tensor on the format's grid, as
+float32, which carries every value of every format here exactly. It is what training in a simulated
+format (:mod:`lns_ops.nn.simulate`) is made of, so its contract is tested for all formats alike:
+idempotent, monotone, within the error model, the same bits on every device.
 """
 
 from __future__ import annotations
@@ -17,14 +19,19 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorModel:
-    """How far rounding to nearest moves a value: ``|q(x) - x| <= max(relative |x|, absolute)`` for ``|x| <= largest``.
+    """How far rounding to nearest moves a value: ``|q(x) - x| <= max(relative |x|, absolute)`` for
+    ``|x| <= largest``.
 
     Attributes:
-        relative: unit roundoff, of values that are neither tiny nor too large; 0 for formats with even steps.
-        absolute: half the smallest step, or the smallest magnitude where what is below it becomes zero.
+        relative: unit roundoff, of values that are neither tiny nor too large; 0 for formats with
+            even steps.
+        absolute: half the smallest step, or the smallest magnitude where what is below it becomes
+            zero.
         smallest: smallest positive magnitude.
-        largest: largest magnitude; what is above saturates (or is infinite, where the format has infinities).
-        scaled: ``absolute``, ``smallest`` and ``largest`` are in units of the largest magnitude among the values that share a scale.
+        largest: largest magnitude; what is above saturates (or is infinite, where the format has
+            infinities).
+        scaled: ``absolute``, ``smallest`` and ``largest`` are in units of the largest magnitude
+            among the values that share a scale.
     """
 
     relative: float
@@ -34,7 +41,8 @@ class ErrorModel:
     scaled: bool = False
 
     def bound(self, x: Tensor, group: Tensor | float = 1.0) -> Tensor:
-        """The largest error of each of ``x``, within the range; ``group`` is the largest magnitude that shares its scale (if scaled)."""
+        """The largest error of each of ``x``, within the range; ``group`` is the largest magnitude
+        that shares its scale (if scaled)."""
         unit = torch.as_tensor(group if self.scaled else 1.0, dtype=torch.float64, device=x.device)
         return torch.maximum(self.relative * x.double().abs(), self.absolute * unit)
 
@@ -45,8 +53,8 @@ class Encoded:
 
     Attributes:
         codes: in the format's :attr:`NumberFormat.storage`.
-        scale: float32, broadcasts over the codes: a value is the code's times it; None for formats without one. Of MX, one exponent
-            a block.
+        scale: float32, broadcasts over the codes: a value is the code's times it; None for formats
+            without one. Of MX, one exponent a block.
         shape: of the values, where codes are padded or packed (MX).
     """
 
@@ -56,7 +64,8 @@ class Encoded:
 
 
 class NumberFormat(ABC):
-    """A number format; :func:`lns_ops.formats.parse` makes one from its name. Immutable, equal by value, safe to share."""
+    """A number format; :func:`lns_ops.formats.parse` makes one from its name. Immutable, equal by
+    value, safe to share."""
 
     @property
     @abstractmethod
@@ -66,7 +75,8 @@ class NumberFormat(ABC):
     @property
     @abstractmethod
     def bits(self) -> float:
-        """Bits a value takes; with one scale a block, its share of that too (a scale a tensor or channel is not counted)."""
+        """Bits a value takes; with one scale a block, its share of that too (a scale a tensor or
+        channel is not counted)."""
 
     @property
     @abstractmethod
@@ -84,11 +94,13 @@ class NumberFormat(ABC):
 
         Args:
             x: float tensor of any shape.
-            random: integers uniform in 0 .. 2^16 - 1, of ``x``'s shape (:func:`lns_ops.formats.random_bits`): round to one of the two
-                neighbours, so that the expected value is ``x`` to 2^-16 of a step; None rounds to nearest.
+            random: integers uniform in 0 .. 2^16 - 1, of ``x``'s shape
+                (:func:`lns_ops.formats.random_bits`): round to one of the two neighbours, so that
+                the expected value is ``x`` to 2^-16 of a step; None rounds to nearest.
 
         Raises:
-            NonFiniteError: a NaN (everywhere) or an infinity (in LNS), where the format has no code for it; on a CPU.
+            NonFiniteError: a NaN (everywhere) or an infinity (in LNS), where the format has no code
+                for it; on a CPU.
             ValueError: ``x`` is not a float tensor.
         """
 
@@ -120,17 +132,22 @@ class NumberFormat(ABC):
 
 
 def as_float32(x: Tensor) -> Tensor:
-    """``x`` as float32, apart from any graph: rounding has no derivative (:mod:`lns_ops.nn.simulate` gives it one).
+    """``x`` as float32, apart from any graph: rounding has no derivative
+    (:mod:`lns_ops.nn.simulate` gives it one).
 
     Raises:
         ValueError: not a float tensor.
     """
     if not x.is_floating_point():
-        raise ValueError(f"x has dtype {str(x.dtype).removeprefix('torch.')}: must be a float tensor; use x.float()")
+        raise ValueError(
+            f"x has dtype {str(x.dtype).removeprefix('torch.')}: must be a float tensor; use"
+            " x.float()"
+        )
     return x.detach().to(torch.float32)
 
 
 def randomly_up(steps: Tensor, random: Tensor) -> Tensor:
-    """``steps`` (values in units of their own step) as whole numbers, up with the chance ``steps - floor(steps)``."""
+    """``steps`` (values in units of their own step) as whole numbers, up with the chance ``steps -
+    floor(steps)``."""
     low = steps.floor()
     return low + (((steps - low) * 65536).floor() + random >= 65536)

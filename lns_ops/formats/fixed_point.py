@@ -1,10 +1,12 @@
-"""Formats with even steps: fixed point, whose step is fixed once and for all, and integers, whose step is a scale found at run time.
+"""Formats with even steps: fixed point, whose step is fixed once and for all, and integers, whose
+step is a scale found at run time.
 
 Both round to nearest with ties to even, saturate, and have no code for a NaN.
 
-*Kahan in fixed point.* A sum of fixed-point numbers is exact, so there is nothing for a compensation of the same format to catch: what is
-lost is lost before, where an update below half a step becomes zero. :attr:`FixedPoint.compensation` is therefore a second word of the
-same width that continues the first: weight and compensation together are fixed point of nearly twice the width.
+*Kahan in fixed point.* A sum of fixed-point numbers is exact, so there is nothing for a
+compensation of the same format to catch: what is lost is lost before, where an update below half a
+step becomes zero. :attr:`FixedPoint.compensation` is therefore a second word of the same width that
+continues the first: weight and compensation together are fixed point of nearly twice the width.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ def _integer_dtype(bits: int) -> torch.dtype:
 def _to_codes(steps: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """Whole numbers as integers; what is no number has no code."""
     if steps.device.type == "cpu" and bool(steps.isnan().any()):
-        raise NonFiniteError(f"NaN to encode in {name}, which has no code for it; clean the input first")
+        raise NonFiniteError(
+            f"NaN to encode in {name}, which has no code for it; clean the input first"
+        )
     return steps.to(dtype)
 
 
@@ -51,11 +55,13 @@ class _WholeNumbers(NumberFormat):
 
 @dataclass(frozen=True)
 class FixedPoint(_WholeNumbers):
-    """Two's complement fixed point, ``Qm.n`` with ``n = fraction_bits`` and ``m = bits - 1 - n``: multiples of 2^-n in [-2^m, 2^m - 2^-n].
+    """Two's complement fixed point, ``Qm.n`` with ``n = fraction_bits`` and ``m = bits - 1 - n``:
+    multiples of 2^-n in [-2^m, 2^m - 2^-n].
 
     Args:
         width: bits, sign included, 2 to 24 (float32 carries all values exactly).
-        fraction_bits: behind the binary point, -126 + width to 126; 0 for integers, more than ``width - 1`` for fractions only.
+        fraction_bits: behind the binary point, -126 + width to 126; 0 for integers, more than
+            ``width - 1`` for fractions only.
 
     Raises:
         ValueError: no such format.
@@ -68,12 +74,14 @@ class FixedPoint(_WholeNumbers):
         low, high = FIXED_BITS
         if not low <= self.width <= high:
             raise ValueError(
-                f"bits={self.width}: fixed point has {low} to {high} bits here, which float32 carries exactly; use for example fixed(16,8)"
+                f"bits={self.width}: fixed point has {low} to {high} bits here, which float32"
+                " carries exactly; use for example fixed(16,8)"
             )
         if not self.width - 126 <= self.fraction_bits <= 126:
             raise ValueError(
-                f"fraction_bits={self.fraction_bits}: with bits={self.width} must lie from {self.width - 126} to 126, float32's range; use "
-                f"for example fixed({self.width},{self.width // 2})"
+                f"fraction_bits={self.fraction_bits}: with bits={self.width} must lie from"
+                f" {self.width - 126} to 126, float32's range; use for example"
+                f" fixed({self.width},{self.width // 2})"
             )
 
     @property
@@ -94,7 +102,8 @@ class FixedPoint(_WholeNumbers):
 
     @property
     def compensation(self) -> NumberFormat:
-        """A word that continues this one, from minus a step to a step; see the head of this file."""
+        """A word that continues this one, from minus a step to a step; see the head of this
+        file."""
         return FixedPoint(self.width, min(self.fraction_bits + self.width - 1, 126))
 
     def encode(self, x: Tensor, random: Tensor | None = None) -> Encoded:
@@ -117,10 +126,12 @@ class FixedPoint(_WholeNumbers):
 
 @dataclass(frozen=True)
 class Integer(_WholeNumbers):
-    """Symmetric integers with a scale: ``value = code scale``, codes ``-c .. c`` with ``c = 2^(bits - 1) - 1``.
+    """Symmetric integers with a scale: ``value = code scale``, codes ``-c .. c`` with ``c = 2^(bits
+    - 1) - 1``.
 
-    The scale is the largest magnitude that shares it over c, kept to 24 - (bits - 1) significant bits, so that ``code scale`` is exact in
-    float32 and encoding a decoded tensor gives it back bit for bit.
+    The scale is the largest magnitude that shares it over c, kept to 24 - (bits - 1) significant
+    bits, so that ``code scale`` is exact in float32 and encoding a decoded tensor gives it back bit
+    for bit.
 
     Args:
         width: bits, 2 to 12.
@@ -137,7 +148,8 @@ class Integer(_WholeNumbers):
         low, high = INTEGER_BITS
         if not low <= self.width <= high:
             raise ValueError(
-                f"int{self.width}: scaled integers have {low} to {high} bits; use int8, or fixed({max(self.width, 2)},8) for a fixed step"
+                f"int{self.width}: scaled integers have {low} to {high} bits; use int8, or"
+                f" fixed({max(self.width, 2)},8) for a fixed step"
             )
         check_granularity(self.granularity)
 
@@ -156,7 +168,9 @@ class Integer(_WholeNumbers):
         """Half a step, in units of the largest magnitude."""
         step = 1 / self.largest_code
         kept = 1 + 2.0 ** -(23 - self.width)  # the scale's own rounding
-        return ErrorModel(relative=0.0, absolute=step / 2 * kept, smallest=step, largest=1.0, scaled=True)
+        return ErrorModel(
+            relative=0.0, absolute=step / 2 * kept, smallest=step, largest=1.0, scaled=True
+        )
 
     def encode(self, x: Tensor, random: Tensor | None = None) -> Encoded:
         """Whole numbers of the scale."""
@@ -182,7 +196,8 @@ class Integer(_WholeNumbers):
 
     def _scale(self, x: Tensor) -> Tensor:
         largest = group_largest(x, self.granularity)
-        # Division by a constant is a multiplication by its reciprocal on a GPU, with another last bit.
+        # Division by a constant is a multiplication by its reciprocal on a GPU, with another last
+        # bit.
         ratio = largest / torch.full_like(largest, self.largest_code)
         drop = self.width - 1
         word = ratio.view(torch.int32) + (1 << drop - 1) & -(1 << drop)

@@ -1,11 +1,13 @@
 """Binary floating point: a sign, an exponent field, a mantissa field.
 
-A value is ``+-(1 + m / 2^M) 2^e`` for exponents from ``min_exponent``, below which steps stay as they are (subnormal numbers). Rounding is
-to nearest, ties to even: torch's own conversion where it has the dtype. ``float16`` and the wider ones overflow to infinity, as IEEE 754
-says; the two 8-bit formats saturate, as training recipes for them do (torch's bare conversion gives NaN or infinity).
+A value is ``+-(1 + m / 2^M) 2^e`` for exponents from ``min_exponent``, below which steps stay as
+they are (subnormal numbers). Rounding is to nearest, ties to even: torch's own conversion where it
+has the dtype. ``float16`` and the wider ones overflow to infinity, as IEEE 754 says; the two 8-bit
+formats saturate, as training recipes for them do (torch's bare conversion gives NaN or infinity).
 
-``tf32`` is what NVIDIA's tensor cores take of a float32 operand (8 exponent and 10 mantissa bits); it is 19 bits wide and stored in 32.
-Source of the 8-bit formats: P. Micikevicius et al., "FP8 formats for deep learning", 2022 (arXiv:2209.05433).
+``tf32`` is what NVIDIA's tensor cores take of a float32 operand (8 exponent and 10 mantissa bits);
+it is 19 bits wide and stored in 32. Source of the 8-bit formats: P. Micikevicius et al., "FP8
+formats for deep learning", 2022 (arXiv:2209.05433).
 """
 
 from __future__ import annotations
@@ -63,7 +65,12 @@ class FloatFormat(NumberFormat):
     def error(self) -> ErrorModel:
         """Half a unit of the last mantissa bit."""
         step = 2.0 ** (self.min_exponent - self.mantissa_bits)
-        return ErrorModel(relative=2.0 ** -(self.mantissa_bits + 1), absolute=step / 2, smallest=step, largest=self.largest)
+        return ErrorModel(
+            relative=2.0 ** -(self.mantissa_bits + 1),
+            absolute=step / 2,
+            smallest=step,
+            largest=self.largest,
+        )
 
     @property
     def overflows(self) -> bool:
@@ -91,15 +98,19 @@ class FloatFormat(NumberFormat):
         return out.clone() if out.data_ptr() == x.data_ptr() else out
 
     def _nearest(self, x: Tensor) -> Tensor:
-        """Without a dtype, for formats of float32's range: drop mantissa bits, to nearest, ties to even."""
+        """Without a dtype, for formats of float32's range: drop mantissa bits, to nearest, ties to
+        even."""
         drop, word = _MANTISSA - self.mantissa_bits, x.view(torch.int32)
         rounded = word + ((1 << drop - 1) - 1) + (word >> drop & 1) & -(1 << drop)
         return torch.where(x.isfinite(), rounded.view(torch.float32), x)
 
     def _stochastic(self, x: Tensor, random: Tensor) -> Tensor:
-        """One of the two neighbours in magnitude; overflow beyond the largest is left to the conversion."""
+        """One of the two neighbours in magnitude; overflow beyond the largest is left to the
+        conversion."""
         step = self.step(x)
-        return torch.where(x.isfinite(), (randomly_up(x.abs() / step, random) * step).copysign(x), x)
+        return torch.where(
+            x.isfinite(), (randomly_up(x.abs() / step, random) * step).copysign(x), x
+        )
 
     def step(self, x: Tensor) -> Tensor:
         """Distance of the neighbours at each magnitude, a power of two of at least 2^-126."""
@@ -109,18 +120,40 @@ class FloatFormat(NumberFormat):
 
 
 float32 = FloatFormat(
-    label="float32", exponent_bits=8, mantissa_bits=23, dtype=torch.float32, largest=torch.finfo(torch.float32).max
+    label="float32",
+    exponent_bits=8,
+    mantissa_bits=23,
+    dtype=torch.float32,
+    largest=torch.finfo(torch.float32).max,
 )
-tf32 = FloatFormat(label="tf32", exponent_bits=8, mantissa_bits=10, dtype=None, largest=(2 - 2.0**-10) * 2.0**127)
+tf32 = FloatFormat(
+    label="tf32", exponent_bits=8, mantissa_bits=10, dtype=None, largest=(2 - 2.0**-10) * 2.0**127
+)
 bfloat16 = FloatFormat(
-    label="bfloat16", exponent_bits=8, mantissa_bits=7, dtype=torch.bfloat16, largest=torch.finfo(torch.bfloat16).max
+    label="bfloat16",
+    exponent_bits=8,
+    mantissa_bits=7,
+    dtype=torch.bfloat16,
+    largest=torch.finfo(torch.bfloat16).max,
 )
-float16 = FloatFormat(label="float16", exponent_bits=5, mantissa_bits=10, dtype=torch.float16, largest=65504.0)
+float16 = FloatFormat(
+    label="float16", exponent_bits=5, mantissa_bits=10, dtype=torch.float16, largest=65504.0
+)
 float8_e4m3fn = FloatFormat(
-    label="float8_e4m3fn", exponent_bits=4, mantissa_bits=3, dtype=torch.float8_e4m3fn, largest=448.0, saturates=True
+    label="float8_e4m3fn",
+    exponent_bits=4,
+    mantissa_bits=3,
+    dtype=torch.float8_e4m3fn,
+    largest=448.0,
+    saturates=True,
 )
 float8_e5m2 = FloatFormat(
-    label="float8_e5m2", exponent_bits=5, mantissa_bits=2, dtype=torch.float8_e5m2, largest=57344.0, saturates=True
+    label="float8_e5m2",
+    exponent_bits=5,
+    mantissa_bits=2,
+    dtype=torch.float8_e5m2,
+    largest=57344.0,
+    saturates=True,
 )
 
 FLOATS = {fmt.name: fmt for fmt in (float32, tf32, bfloat16, float16, float8_e4m3fn, float8_e5m2)}

@@ -1,7 +1,8 @@
 """LNS behind the common interface; the format itself is :class:`lns_ops.format.LNSFormat`.
 
-Networks in it normally compute in LNS throughout (:func:`lns_ops.convert_`). Behind this interface it is a grid of values like any other:
-for comparing grids, and with a scale (``lns8/channel``), which LNS arithmetic does not have.
+Networks in it normally compute in LNS throughout (:func:`lns_ops.convert_`). Behind this interface
+it is a grid of values like any other: for comparing grids, and with a scale (``lns8/channel``),
+which LNS arithmetic does not have.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from lns_ops.spec.format import LNSFormat, NonFiniteError, stochastic_steps
 @lru_cache(maxsize=32)
 def _steps(fraction_bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Kept on the device: a CUDA graph cannot copy them there while it is captured."""
-    mantissas, reciprocals = (torch.tensor(table, device=device) for table in stochastic_steps(fraction_bits))
+    mantissas, reciprocals = (
+        torch.tensor(table, device=device) for table in stochastic_steps(fraction_bits)
+    )
     return mantissas, reciprocals
 
 
@@ -72,7 +75,8 @@ class Logarithmic(NumberFormat):
         return lns.decode(encoded.codes, self.lns)
 
     def quantize(self, x: Tensor, random: Tensor | None = None) -> Tensor:
-        """On the grid; what is not finite stays as it is (on a GPU: is counted, and reads as some value)."""
+        """On the grid; what is not finite stays as it is (on a GPU: is counted, and reads as some
+        value)."""
         x = as_float32(x)
         try:
             return super().quantize(x, random)
@@ -81,9 +85,12 @@ class Logarithmic(NumberFormat):
             return torch.where(finite, super().quantize(torch.where(finite, x, 0), random), x)
 
     def _stochastic(self, x: Tensor, random: Tensor) -> Tensor:
-        """:func:`lns_ops.reference.encode_stochastic`: by the kernel on a CPU, else in torch's operations."""
+        """:func:`lns_ops.reference.encode_stochastic`: by the kernel on a CPU, else in torch's
+        operations."""
         if x.device.type == "cpu":
-            return torch.from_numpy(cpu.encode_stochastic(x.detach().numpy(), self.lns, random.numpy().astype("uint16")))
+            return torch.from_numpy(
+                cpu.encode_stochastic(x.detach().numpy(), self.lns, random.numpy().astype("uint16"))
+            )
         return self._stochastic_anywhere(x, random)
 
     def _stochastic_anywhere(self, x: Tensor, random: Tensor) -> Tensor:

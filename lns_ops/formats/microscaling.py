@@ -1,8 +1,11 @@
-"""Microscaling (MX): blocks of 32 values of a narrow float format share a power of two of 8 bits. torchao converts, where it is installed.
+"""Microscaling (MX): blocks of 32 values of a narrow float format share a power of two of 8 bits.
+torchao converts, where it is installed.
 
-Source: Open Compute Project, "OCP Microscaling Formats (MX) Specification v1.0", 2023. Blocks lie along the last dimension, which is padded
-with zeros to a multiple of 32; the scale is the smallest with which nothing saturates (torchao's ``RCEIL``, NVIDIA's recipe). With the
-specification's own choice (``FLOOR``) a block's largest value may saturate by up to 1/8, at every update of a weight: networks train badly.
+Source: Open Compute Project, "OCP Microscaling Formats (MX) Specification v1.0", 2023. Blocks lie
+along the last dimension, which is padded with zeros to a multiple of 32; the scale is the smallest
+with which nothing saturates (torchao's ``RCEIL``, NVIDIA's recipe). With the specification's own
+choice (``FLOOR``) a block's largest value may saturate by up to 1/8, at every update of a weight:
+networks train badly.
 """
 
 from __future__ import annotations
@@ -26,14 +29,21 @@ _SCALE_BITS = 8
 def unavailable() -> str | None:
     """Why MX formats cannot be used here; None if they can."""
     if importlib.util.find_spec("torchao") is None:
-        return "torchao is not installed, whose conversion MX formats are; pip install 'lns-study[mx]'"
+        return (
+            "torchao is not installed, whose conversion MX formats are; pip install 'lns-study[mx]'"
+        )
     return None
 
 
 def _element(exponent_bits: int, mantissa_bits: int, largest: float) -> FloatFormat:
     label = f"e{exponent_bits}m{mantissa_bits}"
     return FloatFormat(
-        label=label, exponent_bits=exponent_bits, mantissa_bits=mantissa_bits, dtype=None, largest=largest, saturates=True
+        label=label,
+        exponent_bits=exponent_bits,
+        mantissa_bits=mantissa_bits,
+        dtype=None,
+        largest=largest,
+        saturates=True,
     )
 
 
@@ -100,7 +110,8 @@ class Microscaling(NumberFormat):
         )
 
     def encode(self, x: Tensor, random: Tensor | None = None) -> Encoded:
-        """torchao's codes and scales (float8_e8m0fnu, one a block); the last dimension is padded to whole blocks."""
+        """torchao's codes and scales (float8_e8m0fnu, one a block); the last dimension is padded to
+        whole blocks."""
         from torchao.prototype.mx_formats.config import ScaleCalculationMode
         from torchao.prototype.mx_formats.mx_tensor import to_mx
 
@@ -116,7 +127,9 @@ class Microscaling(NumberFormat):
         """Values of torchao's codes."""
         from torchao.prototype.mx_formats.mx_tensor import to_dtype
 
-        values: Tensor = to_dtype(encoded.codes, encoded.scale, ELEMENTS[self.label][0], BLOCK, torch.float32)
+        values: Tensor = to_dtype(
+            encoded.codes, encoded.scale, ELEMENTS[self.label][0], BLOCK, torch.float32
+        )
         shape = encoded.shape or ()
         return values[..., : shape[-1] if shape else 1].reshape(shape)
 
@@ -126,6 +139,7 @@ class Microscaling(NumberFormat):
         return F.pad(x, (0, -x.shape[-1] % BLOCK)).contiguous()
 
     def _stochastic(self, x: Tensor, random: Tensor) -> Tensor:
-        """Rounded at random on the grid of each block's scale: torchao's conversion is exact then."""
+        """Rounded at random on the grid of each block's scale: torchao's conversion is exact
+        then."""
         blocks = Scaled(self.element, CHANNEL)
         return blocks.quantize(x.reshape(-1, BLOCK), random.reshape(-1, BLOCK)).view_as(x)

@@ -13,10 +13,17 @@ from lns_ops.formats.microscaling import ALIASES, ELEMENTS, Microscaling
 from lns_ops.formats.scaling import GRANULARITIES, TENSOR, Scaled
 from lns_ops.spec.format import PRESETS, LNSFormat
 
-_WRITTEN = (*FLOATS, "fixed(bits,fraction_bits)", "int8", *ALIASES, *PRESETS, "lns(bits,fraction_bits)")
+_WRITTEN = (
+    *FLOATS,
+    "fixed(bits,fraction_bits)",
+    "int8",
+    *ALIASES,
+    *PRESETS,
+    "lns(bits,fraction_bits)",
+)
 HELP = (
-    f"{', '.join(_WRITTEN)}, with a scale for example int8/channel, float8_e4m3fn/tensor, lns8/channel "
-    f"({' or '.join('/' + g for g in GRANULARITIES)})"
+    f"{', '.join(_WRITTEN)}, with a scale for example int8/channel, float8_e4m3fn/tensor,"
+    f" lns8/channel ({' or '.join('/' + g for g in GRANULARITIES)})"
 )
 """What names there are, for messages."""
 
@@ -29,14 +36,16 @@ def parse(name: str) -> NumberFormat:
     (8, 127.99609375)
 
     Raises:
-        ValueError: no such name, no such format, a scale where there can be none, or MX formats without torchao.
+        ValueError: no such name, no such format, a scale where there can be none, or MX formats
+            without torchao.
     """
     if not isinstance(name, str):
         raise ValueError(f"format {name!r}: must be a name such as 'bfloat16'; there are {HELP}")
     stem, slash, granularity = name.partition("/")
     if slash and granularity not in GRANULARITIES:
         raise ValueError(
-            f"format {name!r}: what follows / must be one of {', '.join(GRANULARITIES)}; use for example {stem}/channel"
+            f"format {name!r}: what follows / must be one of {', '.join(GRANULARITIES)}; use for"
+            f" example {stem}/channel"
         )
     if match := re.fullmatch(r"int(\d+)", stem):
         return Integer(int(match[1]), granularity or TENSOR)

@@ -1,12 +1,15 @@
-"""Scales: values that share one use the whole range of a narrow format, however large or small they are.
+"""Scales: values that share one use the whole range of a narrow format, however large or small they
+are.
 
-Granularity ``tensor``: one scale for all values. ``channel``: one for each index of the first dimension, which is an output channel of a
-weight and an example of activations and gradients (tensors of fewer than two dimensions have one scale). A matrix product can take a scale
-out of its sum only if it is constant along it; with ``channel`` that holds for the forward product and not for both backward ones, which a
-device would have to encode anew.
+Granularity ``tensor``: one scale for all values. ``channel``: one for each index of the first
+dimension, which is an output channel of a weight and an example of activations and gradients
+(tensors of fewer than two dimensions have one scale). A matrix product can take a scale out of its
+sum only if it is constant along it; with ``channel`` that holds for the forward product and not for
+both backward ones, which a device would have to encode anew.
 
-:class:`Scaled` gives any format a scale that is a power of two, the largest with which nothing saturates: for LNS an offset of the
-logarithm, for floating point of the exponent. So decoding is exact and the scale itself costs no accuracy.
+:class:`Scaled` gives any format a scale that is a power of two, the largest with which nothing
+saturates: for LNS an offset of the logarithm, for floating point of the exponent. So decoding is
+exact and the scale itself costs no accuracy.
 """
 
 from __future__ import annotations
@@ -30,11 +33,15 @@ def check_granularity(granularity: str) -> None:
         ValueError: with those there are.
     """
     if granularity not in GRANULARITIES:
-        raise ValueError(f"granularity={granularity!r}: must be one of {', '.join(GRANULARITIES)}; use for example int8/channel")
+        raise ValueError(
+            f"granularity={granularity!r}: must be one of {', '.join(GRANULARITIES)}; use for"
+            " example int8/channel"
+        )
 
 
 def group_largest(x: Tensor, granularity: str) -> Tensor:
-    """Largest magnitude of each group that shares a scale, broadcasting over ``x``; of an empty tensor 0."""
+    """Largest magnitude of each group that shares a scale, broadcasting over ``x``; of an empty
+    tensor 0."""
     if x.numel() == 0:
         return x.new_zeros(())
     if granularity == TENSOR or x.dim() < 2:
@@ -65,10 +72,14 @@ class Scaled(NumberFormat):
     def __post_init__(self) -> None:
         check_granularity(self.granularity)
         if self.base.error.scaled:
-            raise ValueError(f"{self.base}/{self.granularity}: {self.base} has a scale of its own; use {self.base} as it is")
+            raise ValueError(
+                f"{self.base}/{self.granularity}: {self.base} has a scale of its own; use"
+                f" {self.base} as it is"
+            )
         if self.base.error.largest > 2.0**100:
             raise ValueError(
-                f"{self.base}/{self.granularity}: {self.base} has float32's range, a scale would change nothing; use {self.base}"
+                f"{self.base}/{self.granularity}: {self.base} has float32's range, a scale would"
+                f" change nothing; use {self.base}"
             )
 
     @property
@@ -92,7 +103,11 @@ class Scaled(NumberFormat):
         base = self.base.error
         half = base.largest / 2
         return ErrorModel(
-            relative=base.relative, absolute=base.absolute / half, smallest=base.smallest / half, largest=1.0, scaled=True
+            relative=base.relative,
+            absolute=base.absolute / half,
+            smallest=base.smallest / half,
+            largest=1.0,
+            scaled=True,
         )
 
     def encode(self, x: Tensor, random: Tensor | None = None) -> Encoded:
@@ -112,7 +127,8 @@ class Scaled(NumberFormat):
         return self.base.quantize(x * up, random).mul_(down)
 
     def _scales(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The power of two that takes a group into ``base``'s range, at most the largest, above half of it; and its inverse."""
+        """The power of two that takes a group into ``base``'s range, at most the largest, above
+        half of it; and its inverse."""
         limit, limit_exponent = math.frexp(self.base.error.largest)
         fraction, exponent = torch.frexp(group_largest(x, self.granularity))
         shift = limit_exponent - exponent - (fraction > limit).to(exponent.dtype)

@@ -1,7 +1,8 @@
 """Random integers for stochastic rounding: the same on every device, from a key and a step alone.
 
-The definition is :func:`lns_ops.reference.random_bits` (Philox4x32-10). CPUs compute it by the kernel that LNS updates use; elsewhere it
-is written in torch's int64 operations, some hundred of them, which a CUDA graph captures.
+The definition is :func:`lns_ops.reference.random_bits` (Philox4x32-10). CPUs compute it by the
+kernel that LNS updates use; elsewhere it is written in torch's int64 operations, some hundred of
+them, which a CUDA graph captures.
 """
 
 from __future__ import annotations
@@ -31,14 +32,20 @@ def random_bits(like: Tensor, key: int, step: Tensor, slot: int = 0) -> Tensor:
 
 
 def _philox(count: int, key: int, step: Tensor, slot: int) -> Tensor:
-    """As :func:`lns_ops.reference.random_bits`, up to seven more than ``count``, in operations of ``step``'s device."""
+    """As :func:`lns_ops.reference.random_bits`, up to seven more than ``count``, in operations of
+    ``step``'s device."""
     block = torch.arange(-(-count // 8), device=step.device)
     a, b = block & _LOW, block >> 32
     c, d = (step.to(torch.int64) & _LOW).expand_as(block), torch.full_like(block, slot)
     low, high = key & _LOW, key >> 32 & _LOW
     for _ in range(10):
         first, second = a * 0xD2511F53, c * 0xCD9E8D57  # their 64 bits; the sign bit is one of them
-        a, b, c, d = (second >> 32 & _LOW) ^ b ^ low, second & _LOW, (first >> 32 & _LOW) ^ d ^ high, first & _LOW
+        a, b, c, d = (
+            (second >> 32 & _LOW) ^ b ^ low,
+            second & _LOW,
+            (first >> 32 & _LOW) ^ d ^ high,
+            first & _LOW,
+        )
         low, high = low + 0x9E3779B9 & _LOW, high + 0xBB67AE85 & _LOW
     halves = [half for word in (a, b, c, d) for half in (word & 0xFFFF, word >> 16)]
     return torch.stack(halves, -1).to(torch.int32).view(-1)

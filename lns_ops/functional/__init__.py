@@ -1,13 +1,16 @@
-"""LNS operations on int16 codes as torch custom operators: the one interface between tensors and kernels.
+"""LNS operations on int16 codes as torch custom operators: the one interface between tensors and
+kernels.
 
-Every operator takes codes and a format as two integers (``bits``, ``fraction_bits``), has a fake kernel (shape and dtype, for
-``torch.compile`` and FakeTensor) and a kernel per device. They are registered through
-``torch.library.Library.define/impl`` rather than ``custom_op``, which costs a few microseconds less a call.
+Every operator takes codes and a format as two integers (``bits``, ``fraction_bits``), has a fake
+kernel (shape and dtype, for ``torch.compile`` and FakeTensor) and a kernel per device. They are
+registered through ``torch.library.Library.define/impl`` rather than ``custom_op``, which costs a
+few microseconds less a call.
 
-What needs no kernel is plain torch on codes: sign, magnitude and order can be read off a code, so ``neg``, ``absolute``, ``relu``
-and the comparisons run on any device as they are.
+What needs no kernel is plain torch on codes: sign, magnitude and order can be read off a code, so
+``neg``, ``absolute``, ``relu`` and the comparisons run on any device as they are.
 
-Shapes follow torch's broadcasting; results are contiguous. Errors are ``ValueError``; none leaves a result half written.
+Shapes follow torch's broadcasting; results are contiguous. Errors are ``ValueError``; none leaves a
+result half written.
 """
 
 from lns_ops.functional.elementwise import (
@@ -27,9 +30,15 @@ from lns_ops.functional.elementwise import (
     sub,
 )
 from lns_ops.functional.reductions import linear, matmul, mean, norm, sum
-from lns_ops.functional.updates import adam_update_, adam_update_float32_, sgd_update_, sgd_update_float32_
+from lns_ops.functional.updates import (
+    adam_update_,
+    adam_update_float32_,
+    sgd_update_,
+    sgd_update_float32_,
+)
 
 __all__ = [
-    "absolute", "adam_update_", "adam_update_float32_", "add", "decode", "div", "encode", "from_key", "linear", "matmul", "mean", "mul",
-    "neg", "norm", "order_key", "relu", "select", "sgd_update_", "sgd_update_float32_", "sign", "sqrt", "sub", "sum",
+    "absolute", "adam_update_", "adam_update_float32_", "add", "decode", "div", "encode",
+    "from_key", "linear", "matmul", "mean", "mul", "neg", "norm", "order_key", "relu", "select",
+    "sgd_update_", "sgd_update_float32_", "sign", "sqrt", "sub", "sum",
 ]  # fmt: skip

@@ -1,15 +1,18 @@
-"""How the sums of a matrix product are taken: ``contract``, in LNS, or ``float32``, in linear floating point.
+"""How the sums of a matrix product are taken: ``contract``, in LNS, or ``float32``, in linear
+floating point.
 
-``contract`` (the default): LNS additions over k in blocks of 64, as :mod:`lns_ops.reference` says; the same bits on every device.
+``contract`` (the default): LNS additions over k in blocks of 64, as :mod:`lns_ops.reference` says;
+the same bits on every device.
 
-``float32``: products are exact in the logarithm as values; sums over them are linear, in float32, and each is then rounded to the
-format::
+``float32``: products are exact in the logarithm as values; sums over them are linear, in float32,
+and each is then rounded to the format::
 
     z_mn = encode(fl(sum over k of fl(2^log x_mk) fl(2^log y_kn)))
 
-Both operands are decoded and multiplied as floating-point matrices, on a GPU by its tensor cores. Of ``K`` terms the number ``s`` that
-is encoded lies this close to the exact sum of the exact products, in whatever order they are added (Higham, Accuracy and Stability of
-Numerical Algorithms, 2nd ed., section 3.1)::
+Both operands are decoded and multiplied as floating-point matrices, on a GPU by its tensor cores.
+Of ``K`` terms the number ``s`` that is encoded lies this close to the exact sum of the exact
+products, in whatever order they are added (Higham, Accuracy and Stability of Numerical Algorithms,
+2nd ed., section 3.1)::
 
     |s - sum x_k y_k|  <=  ((1 + e)^2 (1 + K u / (1 - K u)) - 1) sum |x_k y_k|  +  K 2^-124
 
@@ -19,17 +22,20 @@ Numerical Algorithms, 2nd ed., section 3.1)::
          f = 7..9    2^-11 (tf32 operands)                    2^-22
          f >= 10     2^-24 (float32 operands)                 2^-24
 
-On the significands 2^(j / 2^f) that occur, ``e`` is at most 2^-8.3 for bfloat16 and 2^-11.1 for tf32. Tensor cores do not round every
-addition to nearest, hence their larger u. What lies below float32's normal range may be flushed to zero: that is the last term, and ``e``
-is 1 for operands below 2^-126; only formats with that range have any. Each operand encodes back to itself, so a product with an identity
-matrix is exact; of single products, all are exact on a CPU, and on a GPU all but those of 1 % of the pairs of significands of f = 6 and
-f = 9, which are one ulp off. CPU and GPU differ within the bound, and so may two processors or library versions; the same product on the
-same machine gives the same bits as far as its BLAS library does. The CPU's figures want torch's own float32 precision
-(``torch.set_float32_matmul_precision``) at its default.
+On the significands 2^(j / 2^f) that occur, ``e`` is at most 2^-8.3 for bfloat16 and 2^-11.1 for
+tf32. Tensor cores do not round every addition to nearest, hence their larger u. What lies below
+float32's normal range may be flushed to zero: that is the last term, and ``e`` is 1 for operands
+below 2^-126; only formats with that range have any. Each operand encodes back to itself, so a
+product with an identity matrix is exact; of single products, all are exact on a CPU, and on a GPU
+all but those of 1 % of the pairs of significands of f = 6 and f = 9, which are one ulp off. CPU and
+GPU differ within the bound, and so may two processors or library versions; the same product on the
+same machine gives the same bits as far as its BLAS library does. The CPU's figures want torch's own
+float32 precision (``torch.set_float32_matmul_precision``) at its default.
 
-A sum beyond float32's range is taken again in float64, which no sum of LNS products leaves; it saturates to the format's largest magnitude
-with its own sign. So there is neither an infinity nor a NaN, also where large terms of both signs meet. (Tensor cores may keep a sum of
-products beyond float32 that cancel finite; it is then any number within the bound.)
+A sum beyond float32's range is taken again in float64, which no sum of LNS products leaves; it
+saturates to the format's largest magnitude with its own sign. So there is neither an infinity nor a
+NaN, also where large terms of both signs meet. (Tensor cores may keep a sum of products beyond
+float32 that cancel finite; it is then any number within the bound.)
 """
 
 from __future__ import annotations
@@ -50,18 +56,21 @@ def check_accumulation(name: str) -> str:
     """
     if name not in ACCUMULATIONS:
         raise ValueError(
-            f"accumulation={name!r}: must be one of {', '.join(ACCUMULATIONS)}; use for example {ACCUMULATIONS[0]!r}"
+            f"accumulation={name!r}: must be one of {', '.join(ACCUMULATIONS)}; use for example"
+            f" {ACCUMULATIONS[0]!r}"
         )
     return name
 
 
 def set_matmul_accumulation(name: str) -> None:
-    """Choose how the sums of LNS matrix products are taken from now on, in all threads of this process.
+    """Choose how the sums of LNS matrix products are taken from now on, in all threads of this
+    process.
 
-    It governs the products of LNSTensors (``@``, mm, bmm, linear) and of the layers of :func:`lns_ops.convert_`. A layer of scope
-    ``matmul`` computes its backward products as it computed the forward one; the backward products of LNSTensors are products of their
-    own and go by the setting when they are computed. Code compiled by ``torch.compile`` may keep the setting under which it was
-    compiled: choose first.
+    It governs the products of LNSTensors (``@``, mm, bmm, linear) and of the layers of
+    :func:`lns_ops.convert_`. A layer of scope ``matmul`` computes its backward products as it
+    computed the forward one; the backward products of LNSTensors are products of their own and go
+    by the setting when they are computed. Code compiled by ``torch.compile`` may keep the setting
+    under which it was compiled: choose first.
 
     Args:
         name: ``contract`` or ``float32``; see the head of this file.
@@ -80,7 +89,8 @@ def get_matmul_accumulation() -> str:
 
 @contextmanager
 def matmul_accumulation(name: str) -> Iterator[None]:
-    """:func:`set_matmul_accumulation` for the length of a ``with`` block; it, too, holds for all threads.
+    """:func:`set_matmul_accumulation` for the length of a ``with`` block; it, too, holds for all
+    threads.
 
     Raises:
         ValueError: no such accumulation.

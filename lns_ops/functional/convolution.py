@@ -1,22 +1,29 @@
-"""Convolutions of codes as matrix products: implicit GEMM in one, two or three dimensions, with both gradients.
+"""Convolutions of codes as matrix products: implicit GEMM in one, two or three dimensions, with
+both gradients.
 
-Windows of the padded input are gathered into columns (zero is code 0, so padding is torch's own), and each output is one sum of a matrix
-product in the contract's order. What is summed, and in which order:
+Windows of the padded input are gathered into columns (zero is code 0, so padding is torch's own),
+and each output is one sum of a matrix product in the contract's order. What is summed, and in which
+order:
 
-- forward, ``out[n, o, p] = sum w[o, c, t] x[n, c, stride p + dilation t - padding]``: over (c, t), the channel slowest, t row-major;
-- gradient of the input: over (o, t), t from the last tap to the first, that is by ascending position in the gradient. With a stride each
-  residue of the position takes only the taps that reach it, so no zeros are multiplied. It is also the transposed convolution;
+- forward, ``out[n, o, p] = sum w[o, c, t] x[n, c, stride p + dilation t - padding]``: over (c, t),
+  the channel slowest, t row-major;
+- gradient of the input: over (o, t), t from the last tap to the first, that is by ascending
+  position in the gradient. With a stride each residue of the position takes only the taps that
+  reach it, so no zeros are multiplied. It is also the transposed convolution;
 - gradient of the bias: over the positions of each image, then over images;
-- gradient of the weight: over (n, p) in pieces of whole images, as many as have ``LONG_SUM = 4096`` positions together (at least one), and
-  the pieces are then added as :func:`lns_ops.functional.sum` does. One row of all positions of a batch would be far too long a sum.
+- gradient of the weight: over (n, p) in pieces of whole images, as many as have ``LONG_SUM = 4096``
+  positions together (at least one), and the pieces are then added as :func:`lns_ops.functional.sum`
+  does. One row of all positions of a batch would be far too long a sum.
 
-Sums of more than 4,096 products, be it over channels and taps or over the positions of one image, are cut as those of
-:func:`lns_ops.functional.matmul` are.
+Sums of more than 4,096 products, be it over channels and taps or over the positions of one image,
+are cut as those of :func:`lns_ops.functional.matmul` are.
 
-Columns are made for some images at a time, so they take a few megabytes whatever the batch; results do not depend on it. The columns are
-the vector operand of the product and the weights the scalar one: weights are few, positions many.
+Columns are made for some images at a time, so they take a few megabytes whatever the batch; results
+do not depend on it. The columns are the vector operand of the product and the weights the scalar
+one: weights are few, positions many.
 
-Shape suffixes: N images, G groups, C channels of a group, O outputs of a group, K = C times the taps, P positions.
+Shape suffixes: N images, G groups, C channels of a group, O outputs of a group, K = C times the
+taps, P positions.
 """
 
 from __future__ import annotations
@@ -50,7 +57,13 @@ class Geometry(NamedTuple):
     groups: int = 1
 
     @staticmethod
-    def of(dims: int, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int = 1) -> Geometry:
+    def of(
+        dims: int,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        groups: int = 1,
+    ) -> Geometry:
         """Each sequence has ``dims`` numbers, or one for all."""
         every = [tuple(v) * dims if len(v) == 1 else tuple(v) for v in (stride, padding, dilation)]
         return Geometry(every[0], every[1], every[2], groups)
@@ -61,17 +74,25 @@ class Geometry(NamedTuple):
         return [(s + 2 * p - d * (k - 1) - 1) // t + 1 for s, k, t, p, d in ends]
 
 
-def sliding_windows(x_NCS: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
+def sliding_windows(
+    x_NCS: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> Tensor:
     """A view ``[N, C, *kernel, *positions]`` of what each tap meets at each position."""
     n, c, *sizes = x_NCS.shape
     dims = list(zip(x_NCS.stride()[2:], sizes, kernel, stride, dilation, strict=True))
     positions = [(size - d * (k - 1) - 1) // t + 1 for _, size, k, t, d in dims]
-    strides = [*x_NCS.stride()[:2], *(s * d for s, _, _, _, d in dims), *(s * t for s, _, _, t, _ in dims)]
+    strides = [
+        *x_NCS.stride()[:2],
+        *(s * d for s, _, _, _, d in dims),
+        *(s * t for s, _, _, t, _ in dims),
+    ]
     return x_NCS.as_strided((n, c, *kernel, *positions), strides, x_NCS.storage_offset())
 
 
 def zero_padded(x_NCS: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:
-    amounts = [amount for pair in reversed(list(zip(before, after, strict=True))) for amount in pair]
+    amounts = [
+        amount for pair in reversed(list(zip(before, after, strict=True))) for amount in pair
+    ]
     return pad(x_NCS, amounts) if any(amounts) else x_NCS
 
 
@@ -84,12 +105,17 @@ def _matmul(x: Tensor, y: Tensor, accumulation: str, bits: int, fraction_bits: i
 
 
 def _correlate(
-    x_NCS: Tensor, w_GOK: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], accumulation: str, bits: int,
-    fraction_bits: int,
+    x_NCS: Tensor, w_GOK: Tensor, kernel: Sequence[int], stride: Sequence[int],
+    dilation: Sequence[int], accumulation: str, bits: int, fraction_bits: int,
 ) -> Tensor:  # fmt: skip
-    """The sums of a padded input ``[N, G C, *S]`` with weights ``[G, O, C taps]``: ``[N, G O, *positions]``."""
+    """The sums of a padded input ``[N, G C, *S]`` with weights ``[G, O, C taps]``: ``[N, G O,
+    *positions]``."""
     windows = sliding_windows(x_NCS, kernel, stride, dilation)
-    (n, channels), positions, (groups, outputs, K) = windows.shape[:2], windows.shape[2 + len(kernel) :], w_GOK.shape
+    (n, channels), positions, (groups, outputs, K) = (
+        windows.shape[:2],
+        windows.shape[2 + len(kernel) :],
+        w_GOK.shape,
+    )
     P = math.prod(positions)
     out = x_NCS.new_empty((n, groups, outputs, P))
     step = max(1, _COLUMNS[x_NCS.device.type] // max(1, channels * math.prod(kernel) * P))
@@ -102,18 +128,21 @@ def _correlate(
 
 
 def _forward(
-    x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int, accumulation: str, bits: int,
-    fraction_bits: int,
+    x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int],
+    groups: int, accumulation: str, bits: int, fraction_bits: int,
 ) -> Tensor:  # fmt: skip
     w_GOK = weight.reshape(groups, weight.shape[0] // groups, -1)
     padded = zero_padded(x, padding, padding).contiguous()
-    return _correlate(padded, w_GOK, weight.shape[2:], stride, dilation, accumulation, bits, fraction_bits)
+    return _correlate(
+        padded, w_GOK, weight.shape[2:], stride, dilation, accumulation, bits, fraction_bits
+    )
 
 
 class _Phase(NamedTuple):
     """What reaches the input positions ``first, first + stride, ...`` along one dimension.
 
-    Tap ``taps[n]`` meets the gradient at ``start + j + step n`` for the j-th of these positions; taps descend.
+    Tap ``taps[n]`` meets the gradient at ``start + j + step n`` for the j-th of these positions;
+    taps descend.
     """
 
     first: int
@@ -130,40 +159,57 @@ def _phases(size: int, k: int, stride: int, padding: int, dilation: int) -> list
         taps = [t for t in range(k) if (t * dilation - residue) % stride == 0][::-1]
         meets = [(first + padding - t * dilation) // stride for t in taps]
         step = meets[1] - meets[0] if len(taps) > 1 else 1
-        phases.append(_Phase(first, -(-(size - first) // stride), taps, meets[0] if taps else 0, step))
+        phases.append(
+            _Phase(first, -(-(size - first) // stride), taps, meets[0] if taps else 0, step)
+        )
     return phases
 
 
 def _input_gradient(
-    grad: Tensor, weight: Tensor, size: list[int], stride: list[int], padding: list[int], dilation: list[int], groups: int,
-    accumulation: str, bits: int, fraction_bits: int,
+    grad: Tensor, weight: Tensor, size: list[int], stride: list[int], padding: list[int],
+    dilation: list[int], groups: int, accumulation: str, bits: int, fraction_bits: int,
 ) -> Tensor:  # fmt: skip
     (outputs, C), dims = weight.shape[:2], len(size)
     w_GCO = weight.reshape(groups, outputs // groups, C, *weight.shape[2:]).transpose(1, 2)
     out = grad.new_zeros((grad.shape[0], groups * C, *size))
-    every = [_phases(*each) for each in zip(size, weight.shape[2:], stride, padding, dilation, strict=True)]
+    every = [
+        _phases(*each)
+        for each in zip(size, weight.shape[2:], stride, padding, dilation, strict=True)
+    ]
     for phases in product(*every):
         if not all(p.taps for p in phases):
             continue
         w = w_GCO
         for d, phase in enumerate(phases):
             distance = phase.taps[0] - phase.taps[1] if len(phase.taps) > 1 else 1
-            w = w[(slice(None),) * (3 + d) + (slice(phase.taps[-1], phase.taps[0] + 1, distance),)].flip(3 + d)
+            w = w[
+                (slice(None),) * (3 + d) + (slice(phase.taps[-1], phase.taps[0] + 1, distance),)
+            ].flip(3 + d)
         before = [-p.start for p in phases]
         after = [
-            p.start + p.positions + p.step * (len(p.taps) - 1) - length for p, length in zip(phases, grad.shape[2:], strict=True)
+            p.start + p.positions + p.step * (len(p.taps) - 1) - length
+            for p, length in zip(phases, grad.shape[2:], strict=True)
         ]
         padded = zero_padded(grad, before, after).contiguous()
         steps, kernel = [p.step for p in phases], [len(p.taps) for p in phases]
-        sums = _correlate(padded, w.reshape(groups, C, -1), kernel, [1] * dims, steps, accumulation, bits, fraction_bits)
+        sums = _correlate(
+            padded,
+            w.reshape(groups, C, -1),
+            kernel,
+            [1] * dims,
+            steps,
+            accumulation,
+            bits,
+            fraction_bits,
+        )
         places = tuple(slice(p.first, None, s) for p, s in zip(phases, stride, strict=True))
         out[(slice(None), slice(None), *places)] = sums
     return out
 
 
 def _weight_gradient(
-    grad: Tensor, x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], groups: int,
-    accumulation: str, bits: int, fraction_bits: int,
+    grad: Tensor, x: Tensor, kernel: list[int], stride: list[int], padding: list[int],
+    dilation: list[int], groups: int, accumulation: str, bits: int, fraction_bits: int,
 ) -> Tensor:  # fmt: skip
     n, channels, P = grad.shape[0], x.shape[1], math.prod(grad.shape[2:])
     outputs, C, dims = grad.shape[1] // groups, channels // groups, len(kernel)
@@ -181,31 +227,67 @@ def _weight_gradient(
             .permute(2, 0, 1, 3)
             .reshape(groups, some.shape[0] * P, -1)
         )
-        rows = grad[first : first + step].reshape(-1, groups, outputs, P).permute(1, 2, 0, 3).reshape(groups, outputs, -1)
+        rows = (
+            grad[first : first + step]
+            .reshape(-1, groups, outputs, P)
+            .permute(1, 2, 0, 3)
+            .reshape(groups, outputs, -1)
+        )
         pieces.append(_matmul(rows, columns, accumulation, bits, fraction_bits))
-    total = lns_sum(torch.stack(pieces), [0], cached_format(bits, fraction_bits)) if len(pieces) > 1 else pieces[0]
+    total = (
+        lns_sum(torch.stack(pieces), [0], cached_format(bits, fraction_bits))
+        if len(pieces) > 1
+        else pieces[0]
+    )
     return total.reshape(groups * outputs, *kernel, C).movedim(-1, 1).contiguous()
 
 
-def _forward_shape(x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int, *rest: Any) -> Tensor:
-    sizes = Geometry.of(x.dim() - 2, stride, padding, dilation).output_size(x.shape[2:], weight.shape[2:])
+def _forward_shape(
+    x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int, *rest: Any
+) -> Tensor:
+    sizes = Geometry.of(x.dim() - 2, stride, padding, dilation).output_size(
+        x.shape[2:], weight.shape[2:]
+    )
     return x.new_empty((x.shape[0], weight.shape[0], *sizes))
 
 
 def _input_shape(
-    grad: Tensor, weight: Tensor, size: Any, stride: Any, padding: Any, dilation: Any, groups: int, *rest: Any
+    grad: Tensor,
+    weight: Tensor,
+    size: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    groups: int,
+    *rest: Any,
 ) -> Tensor:
     return grad.new_empty((grad.shape[0], weight.shape[1] * groups, *size))
 
 
 def _weight_shape(
-    grad: Tensor, x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, groups: int, *rest: Any
+    grad: Tensor,
+    x: Tensor,
+    kernel: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    groups: int,
+    *rest: Any,
 ) -> Tensor:
     return x.new_empty((grad.shape[1], x.shape[1] // groups, *kernel))
 
 
-_GEOMETRY = f"SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups, str accumulation, {FORMAT}"
-define_operator("convolution", f"(Tensor x, Tensor weight, {_GEOMETRY}) -> Tensor", _forward, _forward_shape, _forward)
+_GEOMETRY = (
+    "SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups, str accumulation,"
+    f" {FORMAT}"
+)
+define_operator(
+    "convolution",
+    f"(Tensor x, Tensor weight, {_GEOMETRY}) -> Tensor",
+    _forward,
+    _forward_shape,
+    _forward,
+)
 define_operator(
     "convolution_input",
     f"(Tensor grad, Tensor weight, SymInt[] size, {_GEOMETRY}) -> Tensor",
@@ -224,14 +306,22 @@ define_operator(
 
 def _checked(x: Tensor, weight: Tensor, geometry: Geometry, outputs: bool) -> None:
     wanted = weight.shape[0] if outputs else weight.shape[1] * geometry.groups
-    if x.dim() != weight.dim() or x.dim() not in (3, 4, 5) or x.shape[1] != wanted or weight.shape[0] % geometry.groups:
+    if (
+        x.dim() != weight.dim()
+        or x.dim() not in (3, 4, 5)
+        or x.shape[1] != wanted
+        or weight.shape[0] % geometry.groups
+    ):
         raise ValueError(
-            f"convolution of shapes {tuple(x.shape)} and {tuple(weight.shape)} in {geometry.groups} groups: needs [N, G C, ...] and "
-            "[G O, C, ...] with one to three further dimensions and whole groups"
+            f"convolution of shapes {tuple(x.shape)} and {tuple(weight.shape)} in {geometry.groups}"
+            " groups: needs [N, G C, ...] and [G O, C, ...] with one to three further dimensions"
+            " and whole groups"
         )
 
 
-def convolution(x: Tensor, weight: Tensor, geometry: Geometry, fmt: LNSFormat, *, accumulation: str = "contract") -> Tensor:
+def convolution(
+    x: Tensor, weight: Tensor, geometry: Geometry, fmt: LNSFormat, *, accumulation: str = "contract"
+) -> Tensor:
     """The convolution (cross-correlation, as torch has it) of int16 codes.
 
     Args:
@@ -245,13 +335,15 @@ def convolution(x: Tensor, weight: Tensor, geometry: Geometry, fmt: LNSFormat, *
         ``[N, G O, *positions]``.
 
     Raises:
-        ValueError: shapes that do not fit, a kernel larger than the padded input, or no such accumulation.
+        ValueError: shapes that do not fit, a kernel larger than the padded input, or no such
+            accumulation.
     """
     _checked(x, weight, geometry, outputs=False)
     if min(geometry.output_size(x.shape[2:], weight.shape[2:])) < 1:
         raise ValueError(
-            f"convolution of a kernel of size {tuple(weight.shape[2:])} with an input of size {tuple(x.shape[2:])}, padding "
-            f"{geometry.padding}, dilation {geometry.dilation}: the kernel does not fit; pad the input more"
+            f"convolution of a kernel of size {tuple(weight.shape[2:])} with an input of size"
+            f" {tuple(x.shape[2:])}, padding {geometry.padding}, dilation {geometry.dilation}: the"
+            " kernel does not fit; pad the input more"
         )
     return OPS.convolution(  # type: ignore[no-any-return]
         x, weight, *geometry, check_accumulation(accumulation), fmt.bits, fmt.fraction_bits
@@ -259,23 +351,48 @@ def convolution(x: Tensor, weight: Tensor, geometry: Geometry, fmt: LNSFormat, *
 
 
 def input_gradient(
-    grad: Tensor, weight: Tensor, size: Sequence[int], geometry: Geometry, fmt: LNSFormat, *, accumulation: str = "contract"
+    grad: Tensor,
+    weight: Tensor,
+    size: Sequence[int],
+    geometry: Geometry,
+    fmt: LNSFormat,
+    *,
+    accumulation: str = "contract",
 ) -> Tensor:
-    """The gradient of :func:`convolution` to its input of spatial ``size``; as a function of ``grad`` the transposed convolution.
+    """The gradient of :func:`convolution` to its input of spatial ``size``; as a function of
+    ``grad`` the transposed convolution.
 
     Raises:
         ValueError: shapes that do not fit, or no such accumulation.
     """
     _checked(grad, weight, geometry, outputs=True)
     return OPS.convolution_input(  # type: ignore[no-any-return]
-        grad, weight, list(size), *geometry, check_accumulation(accumulation), fmt.bits, fmt.fraction_bits
+        grad,
+        weight,
+        list(size),
+        *geometry,
+        check_accumulation(accumulation),
+        fmt.bits,
+        fmt.fraction_bits,
     )
 
 
 def weight_gradient(
-    grad: Tensor, x: Tensor, kernel: Sequence[int], geometry: Geometry, fmt: LNSFormat, *, accumulation: str = "contract"
+    grad: Tensor,
+    x: Tensor,
+    kernel: Sequence[int],
+    geometry: Geometry,
+    fmt: LNSFormat,
+    *,
+    accumulation: str = "contract",
 ) -> Tensor:
     """The gradient of :func:`convolution` to its weight, whose kernel has size ``kernel``."""
     return OPS.convolution_weight(  # type: ignore[no-any-return]
-        grad, x, list(kernel), *geometry, check_accumulation(accumulation), fmt.bits, fmt.fraction_bits
+        grad,
+        x,
+        list(kernel),
+        *geometry,
+        check_accumulation(accumulation),
+        fmt.bits,
+        fmt.fraction_bits,
     )

@@ -1,9 +1,11 @@
-"""What the optimizers composed of LNS operations descend along, in one pass on a CPU; the bits are those of the composition.
+"""What the optimizers composed of LNS operations descend along, in one pass on a CPU; the bits are
+those of the composition.
 
-Elsewhere, and where an optimizer's options ask for more, the operations run one by one (:mod:`lns_ops.optim.backends`): they are the
-definition, and the tests compare both.
+Elsewhere, and where an optimizer's options ask for more, the operations run one by one
+(:mod:`lns_ops.optim.backends`): they are the definition, and the tests compare both.
 
-Tensors are int16 codes on a CPU, contiguous and of one shape; scalars are codes. Results are new tensors; state changes in place.
+Tensors are int16 codes on a CPU, contiguous and of one shape; scalars are codes. Results are new
+tensors; state changes in place.
 """
 
 from __future__ import annotations
@@ -34,8 +36,11 @@ def _tables(fmt: LNSFormat) -> tuple[Any, ...]:
     return table, table.size // 2 - 1, fmt.bias, fmt.field_mask
 
 
-def nesterov(weight: Tensor, grad: Tensor, buffer: Tensor, momentum: int, decay: int, fmt: LNSFormat) -> Tensor:
-    """``g + momentum buffer`` with ``g = grad + decay weight``, ``buffer = momentum buffer + g``."""
+def nesterov(
+    weight: Tensor, grad: Tensor, buffer: Tensor, momentum: int, decay: int, fmt: LNSFormat
+) -> Tensor:
+    """``g + momentum buffer`` with ``g = grad + decay weight``, ``buffer = momentum buffer +
+    g``."""
     out = torch.empty_like(grad, memory_format=torch.contiguous_format)
     run(
         updates.nesterov,
@@ -51,20 +56,38 @@ def nesterov(weight: Tensor, grad: Tensor, buffer: Tensor, momentum: int, decay:
 
 
 def lion(
-    weight: Tensor, grad: Tensor, average: Tensor, direction: tuple[int, int], kept: tuple[int, int], decay: int, fmt: LNSFormat
+    weight: Tensor,
+    grad: Tensor,
+    average: Tensor,
+    direction: tuple[int, int],
+    kept: tuple[int, int],
+    decay: int,
+    fmt: LNSFormat,
 ) -> Tensor:
-    """``sign(a average + b grad) + decay weight`` of ``direction = (a, b)``; then ``average = c average + d grad`` of ``kept = (c, d)``."""
+    """``sign(a average + b grad) + decay weight`` of ``direction = (a, b)``; then ``average = c
+    average + d grad`` of ``kept = (c, d)``."""
     out = torch.empty_like(grad, memory_format=torch.contiguous_format)
     arrays = _flat(weight, grad, average, out)
-    run(updates.lion, weight.numel(), _GRAIN, *arrays, *_tables(fmt), *direction, *kept, decay, decay != 0)
+    run(
+        updates.lion,
+        weight.numel(),
+        _GRAIN,
+        *arrays,
+        *_tables(fmt),
+        *direction,
+        *kept,
+        decay,
+        decay != 0,
+    )
     return out
 
 
 def normed(
-    weight: Tensor, grad: Tensor, root: Tensor, residue: Tensor, squares: DecayTable, decay: int, eps: int, fmt: LNSFormat, *,
-    factor: int | None = None, bound: int | None = None,
+    weight: Tensor, grad: Tensor, root: Tensor, residue: Tensor, squares: DecayTable, decay: int,
+    eps: int, fmt: LNSFormat, *, factor: int | None = None, bound: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """``(g / (root + eps)) factor``, at most ``bound`` in magnitude, with ``g = grad + decay weight`` and the root that followed it.
+    """``(g / (root + eps)) factor``, at most ``bound`` in magnitude, with ``g = grad + decay
+    weight`` and the root that followed it.
 
     Args:
         root, residue: as :func:`lns_ops.optim.moments.follow_` takes them.
@@ -72,9 +95,23 @@ def normed(
     """
     out = torch.empty_like(grad, memory_format=torch.contiguous_format)
     table, *constants = _tables(fmt)
-    run(updates.normed, weight.numel(), _GRAIN, *_flat(weight, grad, root, residue, out), table, squares.table, *constants, decay,
-        decay != 0, squares.first, squares.keep, squares.take, eps, fmt.bias if factor is None else factor,
-        fmt.field_mask if bound is None else bound)  # fmt: skip
+    run(
+        updates.normed,
+        weight.numel(),
+        _GRAIN,
+        *_flat(weight, grad, root, residue, out),
+        table,
+        squares.table,
+        *constants,
+        decay,
+        decay != 0,
+        squares.first,
+        squares.keep,
+        squares.take,
+        eps,
+        fmt.bias if factor is None else factor,
+        fmt.field_mask if bound is None else bound,
+    )
     return out
 
 
@@ -89,14 +126,30 @@ def multiply(
     key: int | None,
     step: int,
 ) -> None:
-    """``weight *= 2^(-sign(weight) octaves(x))`` in place, as :func:`lns_ops.optim.moments.multiply_`.
+    """``weight *= 2^(-sign(weight) octaves(x))`` in place, as
+    :func:`lns_ops.optim.moments.multiply_`.
 
     Args:
         table: the octaves of every word of ``fmt.bits`` bits, int64 in 2^-16 ulps.
         limit: a code that no magnitude exceeds.
     """
     n = weight.numel()
-    bits = cpu.random_bits(n, key, step, WEIGHT_SLOT) if key is not None else np.full(n, 1 << FINE_BITS - 1, np.uint16)
+    bits = (
+        cpu.random_bits(n, key, step, WEIGHT_SLOT)
+        if key is not None
+        else np.full(n, 1 << FINE_BITS - 1, np.uint16)
+    )
     lost = np.zeros(n, np.int16) if residue is None else residue.numpy().reshape(-1)
-    run(updates.multiply, n, _GRAIN, *_flat(weight, x), lost, bits, table.numpy(), (1 << fmt.bits) - 1, fmt.bias, fmt.field_mask,
-        fmt.field_mask if limit is None else limit)  # fmt: skip
+    run(
+        updates.multiply,
+        n,
+        _GRAIN,
+        *_flat(weight, x),
+        lost,
+        bits,
+        table.numpy(),
+        (1 << fmt.bits) - 1,
+        fmt.bias,
+        fmt.field_mask,
+        fmt.field_mask if limit is None else limit,
+    )

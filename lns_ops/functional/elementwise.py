@@ -1,7 +1,8 @@
-"""Elementwise operations on codes: encoding and decoding, arithmetic, and what can be read off a code without a kernel.
+"""Elementwise operations on codes: encoding and decoding, arithmetic, and what can be read off a
+code without a kernel.
 
-Sign, magnitude and order can be read off a code, so ``neg``, ``absolute``, ``relu`` and the comparisons are plain torch operations, which
-run on any device.
+Sign, magnitude and order can be read off a code, so ``neg``, ``absolute``, ``relu`` and the
+comparisons are plain torch operations, which run on any device.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def _broadcast(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _whole(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """``x`` broadcast to ``shape`` and contiguous: kernels want whole arrays. Repeating runs is several times faster than torch's copy."""
+    """``x`` broadcast to ``shape`` and contiguous: kernels want whole arrays. Repeating runs is
+    several times faster than torch's copy."""
     if x.shape == shape:
         return x
     total, sizes = math.prod(shape), [1] * (len(shape) - x.dim()) + list(x.shape)
@@ -41,20 +43,33 @@ def _binary(name: str) -> None:
         if x.shape != y.shape:
             shape = torch.broadcast_shapes(x.shape, y.shape)
             x, y = _whole(x, shape), _whole(y, shape)
-        return torch.from_numpy(kernel(x.contiguous().numpy(), y.contiguous().numpy(), cached_format(bits, fraction_bits)))
+        return torch.from_numpy(
+            kernel(
+                x.contiguous().numpy(), y.contiguous().numpy(), cached_format(bits, fraction_bits)
+            )
+        )
 
-    define_operator(name, f"(Tensor x, Tensor y, {FORMAT}) -> Tensor", on_cpu, lambda x, y, bits, fraction_bits: _broadcast(x, y))
+    define_operator(
+        name,
+        f"(Tensor x, Tensor y, {FORMAT}) -> Tensor",
+        on_cpu,
+        lambda x, y, bits, fraction_bits: _broadcast(x, y),
+    )
 
 
 def _encode_cpu(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
     exact = x if x.dtype in (torch.float32, torch.float64) else x.to(torch.float64)
-    return torch.from_numpy(cpu.encode(exact.contiguous().numpy(), cached_format(bits, fraction_bits)))
+    return torch.from_numpy(
+        cpu.encode(exact.contiguous().numpy(), cached_format(bits, fraction_bits))
+    )
 
 
 def _decode_cpu(codes: Tensor, bits: int, fraction_bits: int, dtype: torch.dtype) -> Tensor:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     numpy_dtype = torch.empty((), dtype=wide).numpy().dtype.type
-    return torch.from_numpy(cpu.decode(codes.contiguous().numpy(), cached_format(bits, fraction_bits), numpy_dtype)).to(dtype)
+    return torch.from_numpy(
+        cpu.decode(codes.contiguous().numpy(), cached_format(bits, fraction_bits), numpy_dtype)
+    ).to(dtype)
 
 
 def _sqrt_cpu(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
@@ -75,7 +90,12 @@ define_operator(
     _decode_cpu,
     lambda codes, bits, fraction_bits, dtype: torch.empty_like(codes, dtype=dtype),
 )
-define_operator("sqrt", f"(Tensor x, {FORMAT}) -> Tensor", _sqrt_cpu, lambda x, bits, fraction_bits: torch.empty_like(x))
+define_operator(
+    "sqrt",
+    f"(Tensor x, {FORMAT}) -> Tensor",
+    _sqrt_cpu,
+    lambda x, bits, fraction_bits: torch.empty_like(x),
+)
 
 
 def encode(x: Tensor, fmt: LNSFormat) -> Tensor:
@@ -85,12 +105,15 @@ def encode(x: Tensor, fmt: LNSFormat) -> Tensor:
         ValueError: ``x`` is complex, or holds a NaN or an infinity (``NonFiniteError``).
     """
     if x.is_complex():
-        raise ValueError(f"{x.dtype} tensor to encode: LNS values are real; encode x.real and x.imag apart")
+        raise ValueError(
+            f"{x.dtype} tensor to encode: LNS values are real; encode x.real and x.imag apart"
+        )
     return OPS.encode(x, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
 
 
 def decode(codes: Tensor, fmt: LNSFormat, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values of int16 ``codes``; float32 and float64 hold every code exactly enough to encode back to it."""
+    """The values of int16 ``codes``; float32 and float64 hold every code exactly enough to encode
+    back to it."""
     return OPS.decode(codes, fmt.bits, fmt.fraction_bits, dtype)  # type: ignore[no-any-return]
 
 
@@ -128,9 +151,11 @@ def sqrt(x: Tensor, fmt: LNSFormat) -> Tensor:
 
 
 def select(condition: Tensor, x: Tensor | int, y: Tensor | int) -> Tensor:
-    """``x`` where ``condition`` (boolean) holds, else ``y``; int16 codes, or 0. On a CPU in bit operations.
+    """``x`` where ``condition`` (boolean) holds, else ``y``; int16 codes, or 0. On a CPU in bit
+    operations.
 
-    torch's own selection there takes 4 ns a value when the condition is as good as random, these 0.4.
+    torch's own selection there takes 4 ns a value when the condition is as good as random, these
+    0.4.
     """
     if condition.is_cuda:
         return torch.where(condition, x, y).to(torch.int16)

@@ -1,9 +1,10 @@
 """Matrix products of codes with float32 sums; :mod:`lns_ops.accumulation` says what they guarantee.
 
-Decode, multiply, encode. Operands are decoded in the order in which they lie in memory and handed over as the view that they were, so
-that a transposed one costs nothing. On a GPU one kernel decodes both operands, straight into the narrowest type that carries every code
-so that it encodes back to itself; cuBLAS multiplies through torch with float32 results; one kernel encodes them and takes sums that left
-float32 again.
+Decode, multiply, encode. Operands are decoded in the order in which they lie in memory and handed
+over as the view that they were, so that a transposed one costs nothing. On a GPU one kernel decodes
+both operands, straight into the narrowest type that carries every code so that it encodes back to
+itself; cuBLAS multiplies through torch with float32 results; one kernel encodes them and takes sums
+that left float32 again.
 
 Shape suffixes: M, K, N of a product; B a batch, which may be absent.
 """
@@ -30,7 +31,8 @@ def _values(codes: Tensor, fmt: LNSFormat, dtype: type[np.floating[Any]]) -> Ten
 
 
 def matmul_cpu(x_BMK: Tensor, y_BKN: Tensor, bits: int, fraction_bits: int) -> Tensor:
-    """``x @ y`` with float32 sums: int16 codes ``[B, M, K]`` and ``[B, K, N]`` in, ``[B, M, N]`` out."""
+    """``x @ y`` with float32 sums: int16 codes ``[B, M, K]`` and ``[B, K, N]`` in, ``[B, M, N]``
+    out."""
     fmt = LNSFormat(bits, fraction_bits)
     with without_autocast(x_BMK):
         sums = torch.matmul(_values(x_BMK, fmt, np.float32), _values(y_BKN, fmt, np.float32))
@@ -38,5 +40,7 @@ def matmul_cpu(x_BMK: Tensor, y_BKN: Tensor, bits: int, fraction_bits: int) -> T
         return torch.from_numpy(cpu.encode(sums.numpy(), fmt))
     except NonFiniteError:
         wide = torch.matmul(_values(x_BMK, fmt, np.float64), _values(y_BKN, fmt, np.float64))
-        repaired = torch.where(sums.isfinite(), sums, wide.clamp(-_LARGEST, _LARGEST).to(torch.float32))
+        repaired = torch.where(
+            sums.isfinite(), sums, wide.clamp(-_LARGEST, _LARGEST).to(torch.float32)
+        )
         return torch.from_numpy(cpu.encode(repaired.numpy(), fmt))

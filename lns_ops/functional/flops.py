@@ -1,7 +1,8 @@
-"""FLOP formulas of the products, for ``torch.utils.flop_counter.FlopCounterMode``: two operations a multiply-accumulate, as torch counts.
+"""FLOP formulas of the products, for ``torch.utils.flop_counter.FlopCounterMode``: two operations a
+multiply-accumulate, as torch counts.
 
-LNSTensor's products are counted by torch's own formulas, since the counter sees aten operators; these are for the operators on codes, which
-layers of scope ``matmul`` call.
+LNSTensor's products are counted by torch's own formulas, since the counter sees aten operators;
+these are for the operators on codes, which layers of scope ``matmul`` call.
 """
 
 from __future__ import annotations
@@ -19,19 +20,26 @@ _OPS = torch.ops.lns_ops
 
 
 @register_flop_formula([_OPS.matmul, _OPS.matmul_float32, _OPS.linear])
-def matmul_flops(x_shape: Sequence[int], y_shape: Sequence[int], *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def matmul_flops(
+    x_shape: Sequence[int], y_shape: Sequence[int], *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
     """``2 M N K`` for every matrix of the batch."""
     return 2 * math.prod(x_shape) * y_shape[-1]
 
 
 def _positions(out: Sequence[int], weight: Sequence[int]) -> int:
-    """Two operations for each tap, channel and output position; ``out`` is ``[N, outputs, *positions]``."""
+    """Two operations for each tap, channel and output position; ``out`` is ``[N, outputs,
+    *positions]``."""
     return 2 * math.prod(out) * math.prod(weight[1:])
 
 
 @register_flop_formula(_OPS.convolution)
 def convolution_flops(
-    x_shape: Sequence[int], weight_shape: Sequence[int], *args: Any, out_shape: Any = None, **kwargs: Any
+    x_shape: Sequence[int],
+    weight_shape: Sequence[int],
+    *args: Any,
+    out_shape: Any = None,
+    **kwargs: Any,
 ) -> int:
     """``2 N O P K``."""
     return _positions(out_shape, weight_shape)
@@ -39,7 +47,11 @@ def convolution_flops(
 
 @register_flop_formula(_OPS.convolution_input)
 def input_gradient_flops(
-    grad_shape: Sequence[int], weight_shape: Sequence[int], *args: Any, out_shape: Any = None, **kwargs: Any
+    grad_shape: Sequence[int],
+    weight_shape: Sequence[int],
+    *args: Any,
+    out_shape: Any = None,
+    **kwargs: Any,
 ) -> int:
     """As many as the convolution's."""
     return _positions(grad_shape, weight_shape)
@@ -47,7 +59,11 @@ def input_gradient_flops(
 
 @register_flop_formula(_OPS.convolution_weight)
 def weight_gradient_flops(
-    grad_shape: Sequence[int], x_shape: Sequence[int], *args: Any, out_shape: Any = None, **kwargs: Any
+    grad_shape: Sequence[int],
+    x_shape: Sequence[int],
+    *args: Any,
+    out_shape: Any = None,
+    **kwargs: Any,
 ) -> int:
     """As many as the convolution's."""
     return _positions(grad_shape, out_shape)

@@ -1,9 +1,11 @@
-"""Operations on codes that go by an index: functions from tables and sums of the terms with one destination.
+"""Operations on codes that go by an index: functions from tables and sums of the terms with one
+destination.
 
 The tables are those of :mod:`lns_ops.spec.unary_functions`.
 
-``index_sum`` is what the gradients of gathers are made of (embedding, indexing, pooling), and it is deterministic on every device: the
-terms of a destination are added in ascending order of their position, in blocks of 64, as the contract's sum does, never by atomics.
+``index_sum`` is what the gradients of gathers are made of (embedding, indexing, pooling), and it is
+deterministic on every device: the terms of a destination are added in ascending order of their
+position, in blocks of 64, as the contract's sum does, never by atomics.
 """
 
 from __future__ import annotations
@@ -25,28 +27,55 @@ from lns_ops.spec.unary_functions import table, undefined
 _GRAIN = 1 << 15
 
 
-def _lookup_cpu(x: Tensor, function: str, parameters: list[float], bits: int, fraction_bits: int) -> Tensor:
+def _lookup_cpu(
+    x: Tensor, function: str, parameters: list[float], bits: int, fraction_bits: int
+) -> Tensor:
     fmt = cached_format(bits, fraction_bits)
     codes = flattened(x.contiguous().numpy())
     out = np.empty(x.shape, np.int16)
     results = table(function, tuple(parameters), fmt)
-    if run(segment_sum.lookup, codes.size, _GRAIN, codes, out.reshape(-1), results, results.size - 1, undefined(fmt)):
+    if run(
+        segment_sum.lookup,
+        codes.size,
+        _GRAIN,
+        codes,
+        out.reshape(-1),
+        results,
+        results.size - 1,
+        undefined(fmt),
+    ):
         raise ValueError(
-            f"{function}{tuple(parameters) or ''} of a number for which it has no finite real value: LNS has neither infinity nor NaN; "
-            "clamp or mask the input first"
+            f"{function}{tuple(parameters) or ''} of a number for which it has no finite real"
+            " value: LNS has neither infinity nor NaN; clamp or mask the input first"
         )
     return torch.from_numpy(out)
 
 
-def _segment_sum_cpu(x: Tensor, order: Tensor, starts: Tensor, bits: int, fraction_bits: int) -> Tensor:
+def _segment_sum_cpu(
+    x: Tensor, order: Tensor, starts: Tensor, bits: int, fraction_bits: int
+) -> Tensor:
     fmt, (n, width), rows = cached_format(bits, fraction_bits), x.shape, starts.numel() - 1
     out = np.zeros((rows, width), np.int16)
     if out.size:
         gauss = gather_gemm.distance_table(fraction_bits)
         grain = max(1, _GRAIN // 16 * rows // max(1, n * width))
         terms = flattened(x.contiguous().numpy())
-        run(segment_sum.segment_sum, rows, grain, terms, out.reshape(-1), order.numpy(), starts.numpy(), gauss, width, fmt.bias,
-            fmt.field_mask, LOWEST, HIGHEST, BLOCK)  # fmt: skip
+        run(
+            segment_sum.segment_sum,
+            rows,
+            grain,
+            terms,
+            out.reshape(-1),
+            order.numpy(),
+            starts.numpy(),
+            gauss,
+            width,
+            fmt.bias,
+            fmt.field_mask,
+            LOWEST,
+            HIGHEST,
+            BLOCK,
+        )
     return torch.from_numpy(out)
 
 
@@ -67,10 +96,12 @@ define_operator(
 
 
 def lookup(x: Tensor, function: str, fmt: LNSFormat, *parameters: float) -> Tensor:
-    """``function(x, *parameters)`` of int16 codes of any shape, rounded once; see :mod:`lns_ops.spec.unary_functions`.
+    """``function(x, *parameters)`` of int16 codes of any shape, rounded once; see
+    :mod:`lns_ops.spec.unary_functions`.
 
     Raises:
-        ValueError: no such function, or (on a CPU) an argument for which it has no finite real value.
+        ValueError: no such function, or (on a CPU) an argument for which it has no finite real
+            value.
     """
     return OPS.lookup(x, function, [float(p) for p in parameters], fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
 
@@ -79,13 +110,15 @@ def power(x: Tensor, exponent: float, fmt: LNSFormat) -> Tensor:
     """``x^exponent``: the logarithm times the exponent, rounded half to even.
 
     Raises:
-        ValueError: (on a CPU) zero to a negative power, or a negative number to one that is no integer.
+        ValueError: (on a CPU) zero to a negative power, or a negative number to one that is no
+            integer.
     """
     return lookup(x, "power", fmt, exponent)
 
 
 def index_sum(x: Tensor, index: Tensor, rows: int, fmt: LNSFormat) -> Tensor:
-    """``out[r] = sum of x[i] over the i with index[i] = r``, i ascending, in the contract's order; an empty sum is zero.
+    """``out[r] = sum of x[i] over the i with index[i] = r``, i ascending, in the contract's order;
+    an empty sum is zero.
 
     Args:
         x: int16 codes ``[n, ...]``.

@@ -1,4 +1,5 @@
-"""The torch library of the operators on codes, and how an operator is defined: schema, kernel per device, fake kernel."""
+"""The torch library of the operators on codes, and how an operator is defined: schema, kernel per
+device, fake kernel."""
 
 from __future__ import annotations
 
@@ -17,8 +18,11 @@ cached_format = lru_cache(LNSFormat)
 OPS = torch.ops.lns_ops
 
 
-def define_operator(name: str, signature: str, kernel: Any, fake: Any, cuda_kernel: Any = None) -> None:
-    """Define ``name``: its CPU kernel, its GPU kernel (that of the name in :mod:`lns_ops.cuda` unless given), shapes and dtypes."""
+def define_operator(
+    name: str, signature: str, kernel: Any, fake: Any, cuda_kernel: Any = None
+) -> None:
+    """Define ``name``: its CPU kernel, its GPU kernel (that of the name in :mod:`lns_ops.cuda`
+    unless given), shapes and dtypes."""
     LIBRARY.define(f"{name}{signature}")
     LIBRARY.impl(name, kernel, "CPU")
     LIBRARY.impl(name, cuda_kernel or getattr(cuda, name), "CUDA")

@@ -1,6 +1,8 @@
-"""Maxima over windows of images as a custom operator: values and places, exact, of equal values the first.
+"""Maxima over windows of images as a custom operator: values and places, exact, of equal values the
+first.
 
-On a CPU a kernel of its own (:mod:`lns_ops.cpu.kernels.max_pool`); on a GPU torch's kernel for float32, which holds the order keys exactly.
+On a CPU a kernel of its own (:mod:`lns_ops.cpu.kernels.max_pool`); on a GPU torch's kernel for
+float32, which holds the order keys exactly.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ _MOST_TAPS = 1 << 16
 
 
 def _places(x: Tensor, window: Any) -> Tensor:
-    """torch's own: indices of the maxima of float32 values (or their shape, for a tensor without values)."""
+    """torch's own: indices of the maxima of float32 values (or their shape, for a tensor without
+    values)."""
     indices: Tensor = torch.ops.aten.max_pool2d_with_indices(x, *window)[1]
     return indices
 
@@ -52,12 +55,26 @@ def _on_cpu(
     out, indices = np.empty(shape, np.int16), np.empty(shape, np.int64)
     planes = math.prod(shape[:-2])
     grain = max(1, (1 << 15) // max(1, math.prod(x.shape[-2:])))
-    empty = run(max_pool.max_pool, planes, grain, flattened(x.contiguous().numpy()), out.reshape(-1), indices.reshape(-1), *x.shape[-2:],
-        *shape[-2:], *kernel, *stride, *padding, *dilation, fmt.field_mask)  # fmt: skip
+    empty = run(
+        max_pool.max_pool,
+        planes,
+        grain,
+        flattened(x.contiguous().numpy()),
+        out.reshape(-1),
+        indices.reshape(-1),
+        *x.shape[-2:],
+        *shape[-2:],
+        *kernel,
+        *stride,
+        *padding,
+        *dilation,
+        fmt.field_mask,
+    )
     if empty:
         raise ValueError(
-            f"max pooling of {x.shape[-2]} x {x.shape[-1]} values with kernel {kernel}, padding {padding}, dilation {dilation}: a window "
-            "lies in the padding alone, whose maximum is -infinity; use less padding or dilation"
+            f"max pooling of {x.shape[-2]} x {x.shape[-1]} values with kernel {kernel}, padding"
+            f" {padding}, dilation {dilation}: a window lies in the padding alone, whose maximum is"
+            " -infinity; use less padding or dilation"
         )
     return torch.from_numpy(out), torch.from_numpy(indices)
 
@@ -72,11 +89,19 @@ def _fake(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(indices.shape), torch.empty_like(indices)
 
 
-define_operator("max_pool2d", f"(Tensor x, {_WINDOWS}, {FORMAT}) -> (Tensor, Tensor)", _on_cpu, _fake, _on_cuda)
+define_operator(
+    "max_pool2d", f"(Tensor x, {_WINDOWS}, {FORMAT}) -> (Tensor, Tensor)", _on_cpu, _fake, _on_cuda
+)
 
 
 def max_pool2d(
-    x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil_mode: bool, fmt: LNSFormat
+    x: Tensor,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    ceil_mode: bool,
+    fmt: LNSFormat,
 ) -> tuple[Tensor, Tensor]:
     """Maxima over windows, and their places ``y W + x``.
 
@@ -90,4 +115,5 @@ def max_pool2d(
         RuntimeError: torch's, of arguments that do not fit.
         ValueError: (on a CPU) a dilated window has no value at all, only padding.
     """
-    return OPS.max_pool2d(x, kernel, stride, padding, dilation, ceil_mode, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+    geometry = (kernel, stride, padding, dilation, ceil_mode)
+    return OPS.max_pool2d(x, *geometry, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]

@@ -32,9 +32,12 @@ def _sum_shape(x: Tensor, dim: int) -> Tensor:
 
 
 def _sum_cpu(x: Tensor, dim: int, bits: int, fraction_bits: int, shift: int = 0) -> Tensor:
-    if x.stride(dim) == 1 and not x.is_contiguous():  # terms beside each other: no need to turn the array around
+    # terms beside each other: no need to turn the array around
+    if x.stride(dim) == 1 and not x.is_contiguous():
         x, dim = x.movedim(dim, -1), -1
-    return torch.from_numpy(cpu.sum(x.contiguous().numpy(), dim, cached_format(bits, fraction_bits), shift))
+    return torch.from_numpy(
+        cpu.sum(x.contiguous().numpy(), dim, cached_format(bits, fraction_bits), shift)
+    )
 
 
 def _matmul_cpu(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
@@ -56,7 +59,10 @@ define_operator(
     lambda x, dim, bits, fraction_bits, shift=0: _sum_shape(x, dim),
 )
 define_operator(
-    "matmul", f"(Tensor x, Tensor y, {FORMAT}) -> Tensor", _matmul_cpu, lambda x, y, bits, fraction_bits: _matmul_shape(x, y)
+    "matmul",
+    f"(Tensor x, Tensor y, {FORMAT}) -> Tensor",
+    _matmul_cpu,
+    lambda x, y, bits, fraction_bits: _matmul_shape(x, y),
 )
 define_operator(
     "matmul_float32",
@@ -76,9 +82,10 @@ define_operator(
 def sum(x: Tensor, dims: Sequence[int], fmt: LNSFormat, *, keepdim: bool = False) -> Tensor:
     """Sum over ``dims``, taken together in row-major order, in blocks of 64 as the contract says.
 
-    More than ``LONG_SUM = 4096`` terms are cut into pieces of 4096, ascending, whose sums (codes of the format) are summed in turn: 64
-    terms a block and 64 blocks a piece are where adding one by one still keeps most of what is added. One sequence of the block totals
-    of 131,072 ones would stick at a tenth of them at f = 6. :func:`lns_ops.reference.long_sum` is the specification.
+    More than ``LONG_SUM = 4096`` terms are cut into pieces of 4096, ascending, whose sums (codes of
+    the format) are summed in turn: 64 terms a block and 64 blocks a piece are where adding one by
+    one still keeps most of what is added. One sequence of the block totals of 131,072 ones would
+    stick at a tenth of them at f = 6. :func:`lns_ops.reference.long_sum` is the specification.
     """
     flat, shape = _reduced_first(x, dims, keepdim)
     if flat is x:
@@ -89,7 +96,8 @@ def sum(x: Tensor, dims: Sequence[int], fmt: LNSFormat, *, keepdim: bool = False
 
 
 def mean(x: Tensor, dims: Sequence[int], fmt: LNSFormat, *, keepdim: bool = False) -> Tensor:
-    """:func:`sum` divided by the encoded number of terms, without saturation in between: 1,000 times 100 leave lns12, their mean does not.
+    """:func:`sum` divided by the encoded number of terms, without saturation in between: 1,000
+    times 100 leave lns12, their mean does not.
 
     Raises:
         ValueError: there are no terms.
@@ -107,10 +115,15 @@ def mean(x: Tensor, dims: Sequence[int], fmt: LNSFormat, *, keepdim: bool = Fals
 
 
 def _reduced_first(x: Tensor, dims: Sequence[int], keepdim: bool) -> tuple[Tensor, list[int]]:
-    """The terms along dimension 0, row-major; ``x`` itself if nothing is reduced. And the shape of the result."""
+    """The terms along dimension 0, row-major; ``x`` itself if nothing is reduced. And the shape of
+    the result."""
     reduced = sorted({d % x.dim() for d in dims}) if x.dim() else []
     kept = [d for d in range(x.dim()) if d not in reduced]
-    shape = [1 if d in reduced else x.shape[d] for d in range(x.dim())] if keepdim else [x.shape[d] for d in kept]
+    shape = (
+        [1 if d in reduced else x.shape[d] for d in range(x.dim())]
+        if keepdim
+        else [x.shape[d] for d in kept]
+    )
     if not reduced:
         return x, shape
     terms = math.prod(x.shape[d] for d in reduced)
@@ -120,7 +133,15 @@ def _reduced_first(x: Tensor, dims: Sequence[int], keepdim: bool) -> tuple[Tenso
 def _pieces(flat: Tensor, fmt: LNSFormat, shift: int) -> Tensor:
     """The sums of pieces of ``LONG_SUM`` terms, and of what is left."""
     whole = flat.shape[0] // LONG_SUM * LONG_SUM
-    sums = [OPS.sum(flat[:whole].reshape(-1, LONG_SUM, *flat.shape[1:]), 1, fmt.bits, fmt.fraction_bits, shift)]
+    sums = [
+        OPS.sum(
+            flat[:whole].reshape(-1, LONG_SUM, *flat.shape[1:]),
+            1,
+            fmt.bits,
+            fmt.fraction_bits,
+            shift,
+        )
+    ]
     if whole < flat.shape[0]:
         sums.append(OPS.sum(flat[whole:], 0, fmt.bits, fmt.fraction_bits, shift)[None])
     return torch.cat(sums)
@@ -129,34 +150,50 @@ def _pieces(flat: Tensor, fmt: LNSFormat, shift: int) -> Tensor:
 def matmul(x: Tensor, y: Tensor, fmt: LNSFormat, *, accumulation: str = "contract") -> Tensor:
     """``x_MK @ y_KN`` or ``x_BMK @ y_BKN``: exact products; transposed views cost nothing.
 
-    More than ``LONG_SUM = 4096`` products are summed as :func:`sum` sums that many terms: in pieces of 4096, ascending, whose sums (codes
-    of the format) are summed in turn; :func:`lns_ops.reference.long_matmul` is the specification. Sums in float32 are not cut.
+    More than ``LONG_SUM = 4096`` products are summed as :func:`sum` sums that many terms: in pieces
+    of 4096, ascending, whose sums (codes of the format) are summed in turn;
+    :func:`lns_ops.reference.long_matmul` is the specification. Sums in float32 are not cut.
 
     Args:
-        accumulation: of the sums over k: ``contract``, LNS additions in blocks of 64, or ``float32``; see :mod:`lns_ops.accumulation`.
+        accumulation: of the sums over k: ``contract``, LNS additions in blocks of 64, or
+            ``float32``; see :mod:`lns_ops.accumulation`.
 
     Raises:
         ValueError: the shapes do not fit, or no such accumulation.
     """
-    if x.dim() != y.dim() or x.dim() not in (2, 3) or x.shape[-1] != y.shape[-2] or x.shape[:-2] != y.shape[:-2]:
-        raise ValueError(f"matmul of shapes {tuple(x.shape)} and {tuple(y.shape)}: need [M, K] @ [K, N] or [B, M, K] @ [B, K, N]")
+    if (
+        x.dim() != y.dim()
+        or x.dim() not in (2, 3)
+        or x.shape[-1] != y.shape[-2]
+        or x.shape[:-2] != y.shape[:-2]
+    ):
+        raise ValueError(
+            f"matmul of shapes {tuple(x.shape)} and {tuple(y.shape)}: need [M, K] @ [K, N] or [B,"
+            " M, K] @ [B, K, N]"
+        )
     if check_accumulation(accumulation) != "contract":
         return OPS.matmul_float32(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
     if x.shape[-1] <= LONG_SUM:
         return OPS.matmul(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
     cuts = zip(x.split(LONG_SUM, -1), y.split(LONG_SUM, -2), strict=True)
-    return sum(torch.stack([OPS.matmul(a, b, fmt.bits, fmt.fraction_bits) for a, b in cuts]), [0], fmt)
+    return sum(
+        torch.stack([OPS.matmul(a, b, fmt.bits, fmt.fraction_bits) for a, b in cuts]), [0], fmt
+    )
 
 
-def linear(x: Tensor, y: Tensor, bias: Tensor, fmt: LNSFormat, *, accumulation: str = "contract") -> Tensor:
-    """``x_MK @ y_KN + bias_N``: the product as in :func:`matmul`, then an LNS addition; of ``contract``, one kernel on a GPU.
+def linear(
+    x: Tensor, y: Tensor, bias: Tensor, fmt: LNSFormat, *, accumulation: str = "contract"
+) -> Tensor:
+    """``x_MK @ y_KN + bias_N``: the product as in :func:`matmul`, then an LNS addition; of
+    ``contract``, one kernel on a GPU.
 
     Raises:
         ValueError: the shapes do not fit, or no such accumulation.
     """
     if x.dim() != 2 or y.dim() != 2 or x.shape[1] != y.shape[0] or bias.shape != y.shape[1:]:
         raise ValueError(
-            f"linear of shapes {tuple(x.shape)}, {tuple(y.shape)} and bias {tuple(bias.shape)}: need [M, K] @ [K, N] + [N]"
+            f"linear of shapes {tuple(x.shape)}, {tuple(y.shape)} and bias {tuple(bias.shape)}:"
+            " need [M, K] @ [K, N] + [N]"
         )
     if check_accumulation(accumulation) == "contract" and x.shape[1] <= LONG_SUM:
         return OPS.linear(x, y, bias, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
@@ -166,19 +203,27 @@ def linear(x: Tensor, y: Tensor, bias: Tensor, fmt: LNSFormat, *, accumulation: 
 @lru_cache(maxsize=32)
 def _squares(fmt: LNSFormat) -> Tensor:
     """The square of every field's value, float64."""
-    values = decode(torch.arange(fmt.field_mask + 1, dtype=torch.int32).to(torch.int16), fmt, torch.float64)
+    values = decode(
+        torch.arange(fmt.field_mask + 1, dtype=torch.int32).to(torch.int16), fmt, torch.float64
+    )
     return values * values
 
 
 def norm(x: Tensor, fmt: LNSFormat) -> Tensor:
-    """The Euclidean norm, a float64 0-dim tensor: how often each magnitude occurs, times its square.
+    """The Euclidean norm, a float64 0-dim tensor: how often each magnitude occurs, times its
+    square.
 
-    Counts are exact in any order, so the result depends on the order of nothing but one float64 sum over the magnitudes of the format.
+    Counts are exact in any order, so the result depends on the order of nothing but one float64 sum
+    over the magnitudes of the format.
     """
     fields = (x & fmt.field_mask).reshape(-1)
     if x.is_cuda:
         counts = torch.zeros(fmt.field_mask + 1, dtype=torch.int64, device=x.device)
-        counts.index_add_(0, fields.long(), torch.ones((), dtype=torch.int64, device=x.device).expand(fields.numel()))
+        counts.index_add_(
+            0,
+            fields.long(),
+            torch.ones((), dtype=torch.int64, device=x.device).expand(fields.numel()),
+        )
     else:
         counts = torch.bincount(fields, minlength=fmt.field_mask + 1)
     return (counts.double() * _on_device(_squares, fmt, x.device)).sum().sqrt()

@@ -1,4 +1,5 @@
-"""Optimizer updates in place as torch custom operators: SGD and Adam, in LNS arithmetic or with float32 in between."""
+"""Optimizer updates in place as torch custom operators: SGD and Adam, in LNS arithmetic or with
+float32 in between."""
 
 from __future__ import annotations
 
@@ -12,12 +13,15 @@ from lns_ops.spec.format import LNSFormat
 
 
 def _define_update(name: str, schema: str) -> None:
-    """An update in place, ``NAME_`` of torch and ``NAME`` of :mod:`lns_ops.cpu`, whose parameters have the names of ``schema``."""
+    """An update in place, ``NAME_`` of torch and ``NAME`` of :mod:`lns_ops.cpu`, whose parameters
+    have the names of ``schema``."""
     kernel, names = getattr(cpu, name), [parameter.split()[-1] for parameter in schema.split(", ")]
 
     def on_cpu(*arguments: Any) -> None:
         *values, bits, fraction_bits = arguments
-        options = {k: v.numpy() if isinstance(v, Tensor) else v for k, v in zip(names, values, strict=True)}
+        options = {
+            k: v.numpy() if isinstance(v, Tensor) else v for k, v in zip(names, values, strict=True)
+        }
         options["step"] = 0 if options["step"] is None else int(options["step"])
         kernel(fmt=cached_format(bits, fraction_bits), **options)
 
@@ -25,12 +29,21 @@ def _define_update(name: str, schema: str) -> None:
 
 
 _SGD = "Tensor(a!) weight, Tensor grad, Tensor(b!)? buffer, Tensor(c!)? compensation, Tensor? step"
-_ADAM = "Tensor(a!) weight, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) root, Tensor(d!)? residue, Tensor(e!)? compensation, Tensor step"
+_ADAM = (
+    "Tensor(a!) weight, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) root, Tensor(d!)? residue,"
+    " Tensor(e!)? compensation, Tensor step"
+)
 _BETAS = "float beta1, float beta2, float eps"
 _define_update("sgd_update", f"{_SGD}, int negative_lr, int? momentum, int? key")
 _define_update("sgd_update_float32", f"{_SGD}, float lr, float? momentum, int? key")
-_define_update("adam_update", f"{_ADAM}, int negative_lr, {_BETAS}, int? weight_decay, bool decoupled, int? key")
-_define_update("adam_update_float32", f"{_ADAM}, float lr, {_BETAS}, float? weight_decay, bool decoupled, int? key")
+_define_update(
+    "adam_update",
+    f"{_ADAM}, int negative_lr, {_BETAS}, int? weight_decay, bool decoupled, int? key",
+)
+_define_update(
+    "adam_update_float32",
+    f"{_ADAM}, float lr, {_BETAS}, float? weight_decay, bool decoupled, int? key",
+)
 
 
 def sgd_update_(
@@ -45,15 +58,29 @@ def sgd_update_(
     step: Tensor | None = None,
     key: int | None = None,
 ) -> None:
-    """One SGD step in place, every operation in LNS; see :func:`lns_ops.reference.sgd_update` for the equations.
+    """One SGD step in place, every operation in LNS; see :func:`lns_ops.reference.sgd_update` for
+    the equations.
 
-    ``negative_lr`` and ``momentum`` are codes; ``weight``, ``buffer`` and ``compensation`` are contiguous and change. With a
-    ``key`` the sum of weight and update rounds at random by the bits of (key, step); ``step`` is a 0-dim int64 tensor on the
-    weight's device.
+    ``negative_lr`` and ``momentum`` are codes; ``weight``, ``buffer`` and ``compensation`` are
+    contiguous and change. With a ``key`` the sum of weight and update rounds at random by the bits
+    of (key, step); ``step`` is a 0-dim int64 tensor on the weight's device.
     """
     if (step is None) != (key is None):
-        raise ValueError(f"step={step}, key={key}: rounding at random needs both; pass both or neither")
-    OPS.sgd_update_(weight, grad, buffer, compensation, step, negative_lr, momentum, key, fmt.bits, fmt.fraction_bits)
+        raise ValueError(
+            f"step={step}, key={key}: rounding at random needs both; pass both or neither"
+        )
+    OPS.sgd_update_(
+        weight,
+        grad,
+        buffer,
+        compensation,
+        step,
+        negative_lr,
+        momentum,
+        key,
+        fmt.bits,
+        fmt.fraction_bits,
+    )
 
 
 def adam_update_(
@@ -74,17 +101,21 @@ def adam_update_(
     decoupled: bool = False,
     key: int | None = None,
 ) -> None:
-    """One Adam or AdamW step in place, every operation in LNS; see :func:`lns_ops.reference.adam_update` for the equations.
+    """One Adam or AdamW step in place, every operation in LNS; see
+    :func:`lns_ops.reference.adam_update` for the equations.
 
-    ``weight``, ``exp_avg``, ``root``, ``residue`` and ``compensation`` are contiguous int16 of one shape and change; ``step``
-    is a 0-dim int64 tensor on the weight's device, 1 for the first step; ``negative_lr`` and ``weight_decay`` are codes. Either
-    ``residue`` or ``key`` must be given.
+    ``weight``, ``exp_avg``, ``root``, ``residue`` and ``compensation`` are contiguous int16 of one
+    shape and change; ``step`` is a 0-dim int64 tensor on the weight's device, 1 for the first step;
+    ``negative_lr`` and ``weight_decay`` are codes. Either ``residue`` or ``key`` must be given.
     """
     if residue is None and key is None:
-        raise ValueError("residue=None, key=None: the second moment would never move; pass a residue (int16 zeros) or a key")
+        raise ValueError(
+            "residue=None, key=None: the second moment would never move; pass a residue (int16"
+            " zeros) or a key"
+        )
     OPS.adam_update_(
-        weight, grad, exp_avg, root, residue, compensation, step, negative_lr, beta1, beta2, eps, weight_decay, decoupled, key,
-        fmt.bits, fmt.fraction_bits,
+        weight, grad, exp_avg, root, residue, compensation, step, negative_lr, beta1, beta2, eps,
+        weight_decay, decoupled, key, fmt.bits, fmt.fraction_bits,
     )  # fmt: skip
 
 
@@ -100,10 +131,15 @@ def sgd_update_float32_(
     step: Tensor | None = None,
     key: int | None = None,
 ) -> None:
-    """As :func:`sgd_update_`, with float32 operations between loads and stores; :func:`lns_ops.reference.sgd_update_float32`."""
+    """As :func:`sgd_update_`, with float32 operations between loads and stores;
+    :func:`lns_ops.reference.sgd_update_float32`."""
     if (step is None) != (key is None):
-        raise ValueError(f"step={step}, key={key}: rounding at random needs both; pass both or neither")
-    OPS.sgd_update_float32_(weight, grad, buffer, compensation, step, lr, momentum, key, fmt.bits, fmt.fraction_bits)
+        raise ValueError(
+            f"step={step}, key={key}: rounding at random needs both; pass both or neither"
+        )
+    OPS.sgd_update_float32_(
+        weight, grad, buffer, compensation, step, lr, momentum, key, fmt.bits, fmt.fraction_bits
+    )
 
 
 def adam_update_float32_(
@@ -124,10 +160,14 @@ def adam_update_float32_(
     decoupled: bool = False,
     key: int | None = None,
 ) -> None:
-    """As :func:`adam_update_`, with float32 operations between loads and stores; :func:`lns_ops.reference.adam_update_float32`."""
+    """As :func:`adam_update_`, with float32 operations between loads and stores;
+    :func:`lns_ops.reference.adam_update_float32`."""
     if residue is None and key is None:
-        raise ValueError("residue=None, key=None: the second moment would never move; pass a residue (int16 zeros) or a key")
+        raise ValueError(
+            "residue=None, key=None: the second moment would never move; pass a residue (int16"
+            " zeros) or a key"
+        )
     OPS.adam_update_float32_(
-        weight, grad, exp_avg, root, residue, compensation, step, lr, beta1, beta2, eps, weight_decay, decoupled, key, fmt.bits,
-        fmt.fraction_bits,
+        weight, grad, exp_avg, root, residue, compensation, step, lr, beta1, beta2, eps,
+        weight_decay, decoupled, key, fmt.bits, fmt.fraction_bits,
     )  # fmt: skip

@@ -1,9 +1,11 @@
-"""Torch modules in number formats: converted to LNS (:func:`convert_`), simulated in any format (:func:`simulate_`), and back."""
+"""Torch modules in number formats: converted to LNS (:func:`convert_`), simulated in any format
+(:func:`simulate_`), and back."""
 
 from lns_ops.nn.convert import SCOPES, Conversion, Filter, Format, convert_, revert_, summary
 from lns_ops.nn.matmul_layers import LNSMatmulLinear
 from lns_ops.nn.simulate import Simulation, simulate_
 
 __all__ = [
-    "SCOPES", "Conversion", "Filter", "Format", "LNSMatmulLinear", "Simulation", "convert_", "revert_", "simulate_", "summary",
+    "SCOPES", "Conversion", "Filter", "Format", "LNSMatmulLinear", "Simulation", "convert_",
+    "revert_", "simulate_", "summary",
 ]  # fmt: skip

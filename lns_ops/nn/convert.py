@@ -1,17 +1,22 @@
-"""convert_: an ordinary torch module becomes an LNS one, in place, keeping its weights; revert_ turns it back.
+"""convert_: an ordinary torch module becomes an LNS one, in place, keeping its weights; revert_
+turns it back.
 
 Two scopes:
 
-- ``matmul``: parameters, activations and gradients stay float32; the products of each linear and convolution layer, forward and both
-  backward ones, and their sums are LNS. The layer's class becomes one of :mod:`lns_ops.nn.matmul_layers`; its parameters are untouched.
-  Layers without products (normalization, embeddings) are left alone; layers with products inside that cannot be taken out are refused.
-- ``everywhere``: the parameters become :class:`~lns_ops.tensor.LNSTensor`, and so every operation of forward, backward and update is LNS.
-  Converted layers encode float inputs, so the module takes ordinary tensors; layers left out decode LNS inputs. Float buffers become LNS
-  too, except those of normalization layers (running statistics are float32, :mod:`lns_ops.tensor.ops.normalization`) and those that hold
-  infinities, which are masks.
+- ``matmul``: parameters, activations and gradients stay float32; the products of each linear and
+  convolution layer, forward and both backward ones, and their sums are LNS. The layer's class
+  becomes one of :mod:`lns_ops.nn.matmul_layers`; its parameters are untouched. Layers without
+  products (normalization, embeddings) are left alone; layers with products inside that cannot be
+  taken out are refused.
+- ``everywhere``: the parameters become :class:`~lns_ops.tensor.LNSTensor`, and so every operation
+  of forward, backward and update is LNS. Converted layers encode float inputs, so the module takes
+  ordinary tensors; layers left out decode LNS inputs. Float buffers become LNS too, except those of
+  normalization layers (running statistics are float32, :mod:`lns_ops.tensor.ops.normalization`) and
+  those that hold infinities, which are masks.
 
-Layers may have different formats, and a module may be converted in steps, one scope or format at a time; where one layer's output enters
-a layer of another format it is re-encoded. What two formats meet in outside of a layer (a residual addition) raises.
+Layers may have different formats, and a module may be converted in steps, one scope or format at a
+time; where one layer's output enters a layer of another format it is re-encoded. What two formats
+meet in outside of a layer (a residual addition) raises.
 """
 
 from __future__ import annotations
@@ -33,7 +38,14 @@ from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor import LNSTensor, in_float32, in_format
 
 SCOPES = ("matmul", "everywhere")
-_PRODUCTS_INSIDE = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.Bilinear, nn.modules.conv._ConvNd, nn.Linear)
+_PRODUCTS_INSIDE = (
+    nn.RNNBase,
+    nn.RNNCellBase,
+    nn.MultiheadAttention,
+    nn.Bilinear,
+    nn.modules.conv._ConvNd,
+    nn.Linear,
+)
 """Layers whose products scope ``matmul`` would have to compute."""
 _STATISTICS = (nn.modules.batchnorm._NormBase,)
 
@@ -56,12 +68,18 @@ class Conversion:
 
 @dataclass(frozen=True)
 class _Encode:
-    """Forward hook: float inputs of a converted layer become LNS; keyword arguments that are masks stay."""
+    """Forward hook: float inputs of a converted layer become LNS; keyword arguments that are masks
+    stay."""
 
     fmt: LNSFormat
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        named = {name: value if "mask" in name else tree_map(self._encoded, value) for name, value in kwargs.items()}
+    def __call__(
+        self, module: nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        named = {
+            name: value if "mask" in name else tree_map(self._encoded, value)
+            for name, value in kwargs.items()
+        }
         return tree_map(self._encoded, args), named
 
     def _encoded(self, x: Any) -> Any:
@@ -74,8 +92,12 @@ class _Encode:
 class _Decode:
     """Forward hook: LNS inputs of a float layer become float32."""
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        decoded: tuple[Any, dict[str, Any]] = tree_map(lambda x: in_float32(x) if isinstance(x, LNSTensor) else x, (args, kwargs))
+    def __call__(
+        self, module: nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        decoded: tuple[Any, dict[str, Any]] = tree_map(
+            lambda x: in_float32(x) if isinstance(x, LNSTensor) else x, (args, kwargs)
+        )
         return decoded
 
 
@@ -95,16 +117,25 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
     """The buffers that scope ``everywhere`` converts."""
     if isinstance(module, _STATISTICS):
         return {}
-    found = {n: b for n, b in module._buffers.items() if b is not None and b.dtype.is_floating_point}
-    return {n: b for n, b in found.items() if isinstance(b, LNSTensor) or bool(torch.isfinite(b).all())}
+    found = {
+        n: b for n, b in module._buffers.items() if b is not None and b.dtype.is_floating_point
+    }
+    return {
+        n: b for n, b in found.items() if isinstance(b, LNSTensor) or bool(torch.isfinite(b).all())
+    }
 
 
 def _owns_values(module: nn.Module, scope: str) -> bool:
-    return any(p is not None for p in module._parameters.values()) or (scope == "everywhere" and bool(_buffers(module)))
+    return any(p is not None for p in module._parameters.values()) or (
+        scope == "everywhere" and bool(_buffers(module))
+    )
 
 
-def _convert_everywhere(module: nn.Module, fmt: LNSFormat, encoded: dict[nn.Parameter, nn.Parameter]) -> None:
-    """``encoded`` maps parameters to their LNS forms, so that layers which share one go on sharing it."""
+def _convert_everywhere(
+    module: nn.Module, fmt: LNSFormat, encoded: dict[nn.Parameter, nn.Parameter]
+) -> None:
+    """``encoded`` maps parameters to their LNS forms, so that layers which share one go on sharing
+    it."""
     for name, parameter in list(module._parameters.items()):
         if parameter is None:
             continue
@@ -128,7 +159,9 @@ def _matched(formats: Mapping[str, Format], name: str) -> Format | None:
 
 
 def _choose(
-    owners: list[tuple[str, nn.Module]], fmt: Format | Mapping[str, Format], filter_fn: Filter | None
+    owners: list[tuple[str, nn.Module]],
+    fmt: Format | Mapping[str, Format],
+    filter_fn: Filter | None,
 ) -> list[tuple[str, nn.Module, LNSFormat]]:
     """Which layers to convert, and into what.
 
@@ -151,42 +184,53 @@ def _choose(
 
 
 def _check(name: str, layer: nn.Module, scope: str) -> None:
-    if hasattr(layer, "lns_conversion") or any(isinstance(p, LNSTensor) for p in layer.parameters(recurse=False)):
+    if hasattr(layer, "lns_conversion") or any(
+        isinstance(p, LNSTensor) for p in layer.parameters(recurse=False)
+    ):
         raise ValueError(
-            f"layer {name or '(root)'!r}: is LNS already; convert a module once (or revert_ it), or leave the layer out with filter_fn"
+            f"layer {name or '(root)'!r}: is LNS already; convert a module once (or revert_ it), or"
+            " leave the layer out with filter_fn"
         )
     if scope == "matmul" and type(layer) not in LAYERS:
         made = [t.__name__ for t in LAYERS if isinstance(layer, t)]  # type: ignore[arg-type]
         subclass = f", a subclass of {made[0]} that may compute something else" if made else ""
         raise ValueError(
-            f"layer {name or '(root)'!r} is a {type(layer).__name__}{subclass}: scope 'matmul' converts "
-            f"{', '.join(t.__name__ for t in LAYERS)} themselves; leave others out with "
-            "filter_fn=lambda module, name: type(module) in lns_ops.nn.matmul_layers.LAYERS, or use scope='everywhere'"
+            f"layer {name or '(root)'!r} is a {type(layer).__name__}{subclass}: scope 'matmul'"
+            f" converts {', '.join(t.__name__ for t in LAYERS)} themselves; leave others out with"
+            " filter_fn=lambda module, name: type(module) in lns_ops.nn.matmul_layers.LAYERS, or"
+            " use scope='everywhere'"
         )
 
 
-def _check_ties(owners: list[tuple[str, nn.Module]], chosen: list[tuple[str, nn.Module, LNSFormat]]) -> None:
+def _check_ties(
+    owners: list[tuple[str, nn.Module]], chosen: list[tuple[str, nn.Module, LNSFormat]]
+) -> None:
     """Refuse what would turn a parameter that layers share into two.
 
     Raises:
         ValueError: layers that share a parameter would not be converted alike, or were not.
     """
-    formats, first = {layer: fmt for _, layer, fmt in chosen}, dict[nn.Parameter, tuple[str, nn.Module]]()
+    formats, first = (
+        {layer: fmt for _, layer, fmt in chosen},
+        dict[nn.Parameter, tuple[str, nn.Module]](),
+    )
     for name, layer in owners:
         for its_name, parameter in layer._parameters.items():
             if parameter is None:
                 continue
             if layer in formats and hasattr(parameter, "lns_replaced"):
                 raise ValueError(
-                    f"layer {name!r}: its {its_name} was converted with another layer before, which would keep an own one from now on; "
-                    "convert layers that share a parameter in one call, or give the layer a parameter of its own"
+                    f"layer {name!r}: its {its_name} was converted with another layer before, which"
+                    " would keep an own one from now on; convert layers that share a parameter in"
+                    " one call, or give the layer a parameter of its own"
                 )
             other_name, other = first.setdefault(parameter, (name, layer))
             if formats.get(layer) != formats.get(other):
                 mine, theirs = (str(formats.get(each, "as it is")) for each in (layer, other))
                 raise ValueError(
-                    f"layers {other_name!r} and {name!r} share the parameter {its_name}, and would be {theirs} and {mine}: convert both "
-                    "alike or neither (filter_fn, formats by name), or give one of them a parameter of its own"
+                    f"layers {other_name!r} and {name!r} share the parameter {its_name}, and would"
+                    f" be {theirs} and {mine}: convert both alike or neither (filter_fn, formats by"
+                    " name), or give one of them a parameter of its own"
                 )
 
 
@@ -196,28 +240,35 @@ def convert_(
     scope: str = "matmul",
     filter_fn: Filter | None = None,
 ) -> nn.Module:
-    """Convert ``module`` and its submodules to LNS in place; weights are kept (rounded to ``fmt`` in scope ``everywhere``).
+    """Convert ``module`` and its submodules to LNS in place; weights are kept (rounded to ``fmt``
+    in scope ``everywhere``).
 
     Args:
-        module: any torch module; see the head of this file for what each scope does with its layers.
-        fmt: the LNS format, or its name; or a mapping from patterns of layer names (``{"layer1.*": "lns12", "*": "lns16"}``, the first
-            that matches counts, layers that none matches stay as they are). Any other number format, or its name (``bfloat16``,
-            ``int8/channel``), is simulated (:mod:`lns_ops.nn.simulate`), with scope ``everywhere``.
+        module: any torch module; see the head of this file for what each scope does with its
+            layers.
+        fmt: the LNS format, or its name; or a mapping from patterns of layer names (``{"layer1.*":
+            "lns12", "*": "lns16"}``, the first that matches counts, layers that none matches stay
+            as they are). Any other number format, or its name (``bfloat16``, ``int8/channel``), is
+            simulated (:mod:`lns_ops.nn.simulate`), with scope ``everywhere``.
         scope: ``matmul`` or ``everywhere``, see the head of this file.
-        filter_fn: ``filter_fn(submodule, name)``: True to convert, False or None to leave out, or a format for this layer; name is the
-            dotted path, "" for ``module`` itself.
+        filter_fn: ``filter_fn(submodule, name)``: True to convert, False or None to leave out, or a
+            format for this layer; name is the dotted path, "" for ``module`` itself.
 
     Returns:
-        ``module``, which takes and (in scope ``matmul``) returns float tensors; in scope ``everywhere`` it returns an LNSTensor, on which
+        ``module``, which takes and (in scope ``matmul``) returns float tensors; in scope
+            ``everywhere`` it returns an LNSTensor, on which
         ``F.cross_entropy``, ``argmax`` and ``to_float`` work.
 
     Raises:
-        ValueError: unknown scope or format, a filter or pattern that matches no layer, a layer that cannot be converted, or (in scope
-            ``everywhere``) layers that share a parameter and would not be converted alike; nothing has changed then.
+        ValueError: unknown scope or format, a filter or pattern that matches no layer, a layer that
+            cannot be converted, or (in scope ``everywhere``) layers that share a parameter and
+            would not be converted alike; nothing has changed then.
 
-    In scope ``everywhere`` the module has new parameters afterwards, so an optimizer is made after; one made before refuses to step.
+    In scope ``everywhere`` the module has new parameters afterwards, so an optimizer is made after;
+    one made before refuses to step.
 
-    >>> net = convert_(nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10)), lns12, scope="everywhere")
+    >>> net = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10))
+    >>> net = convert_(net, lns12, scope="everywhere")
     """
     if scope not in SCOPES:
         raise ValueError(f"scope={scope!r}: must be one of {', '.join(SCOPES)}")
@@ -225,12 +276,20 @@ def convert_(
         fmt = parse(fmt)
     if isinstance(fmt, NumberFormat):
         if scope != "everywhere":
-            raise ValueError(f"scope={scope!r} with format {fmt}: only LNS has scopes; use scope='everywhere'")
-        return simulate_(module, fmt, filter_fn=None if filter_fn is None else lambda m, name: bool(filter_fn(m, name)))
+            raise ValueError(
+                f"scope={scope!r} with format {fmt}: only LNS has scopes; use scope='everywhere'"
+            )
+        return simulate_(
+            module,
+            fmt,
+            filter_fn=None if filter_fn is None else lambda m, name: bool(filter_fn(m, name)),
+        )
     for each in fmt.values() if isinstance(fmt, Mapping) else [fmt]:
         LNSFormat.of(each)
     owners = [(name, m) for name, m in module.named_modules() if _owns_values(m, scope)]
-    relevant = [(n, m) for n, m in owners if scope == "everywhere" or isinstance(m, _PRODUCTS_INSIDE)]
+    relevant = [
+        (n, m) for n, m in owners if scope == "everywhere" or isinstance(m, _PRODUCTS_INSIDE)
+    ]
     chosen = _choose(relevant, fmt, filter_fn)
     for name, layer, _ in chosen:
         _check(name, layer, scope)
@@ -259,9 +318,11 @@ def _decode_at_float_layers(owners: list[tuple[str, nn.Module]]) -> None:
 
 
 def revert_(module: nn.Module) -> nn.Module:
-    """Undo :func:`convert_` in place: layers get their classes back, LNS parameters and buffers become the float32 values they stand for.
+    """Undo :func:`convert_` in place: layers get their classes back, LNS parameters and buffers
+    become the float32 values they stand for.
 
-    Weights of scope ``everywhere`` stay as rounded as they are; gradients are dropped; shared parameters stay shared.
+    Weights of scope ``everywhere`` stay as rounded as they are; gradients are dropped; shared
+    parameters stay shared.
 
     Returns:
         ``module``.
@@ -290,7 +351,8 @@ def revert_(module: nn.Module) -> nn.Module:
 
 
 def summary(module: nn.Module) -> str:
-    """One line for each layer that owns parameters: name, type, scope, format, number of parameters; and a total for each format.
+    """One line for each layer that owns parameters: name, type, scope, format, number of
+    parameters; and a total for each format.
 
     >>> print(summary(convert_(nn.Sequential(nn.Linear(4, 2)), "lns12")))
     layer  type             scope   format  parameters
@@ -302,10 +364,15 @@ def summary(module: nn.Module) -> str:
             continue
         conversion = getattr(layer, "lns_conversion", None)
         count = sum(p.numel() for p in layer.parameters(recurse=False))
-        scope, fmt = (conversion.scope, str(conversion.fmt)) if conversion is not None else ("-", "float32")
+        scope, fmt = (
+            (conversion.scope, str(conversion.fmt)) if conversion is not None else ("-", "float32")
+        )
         if hasattr(layer, "simulation"):
             scope, fmt = "simulated", str(layer.simulation.format)
         rows.append((name or "(root)", type(layer).__name__, scope, fmt, f"{count:,}"))
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    lines = ["  ".join([*(row[i].ljust(widths[i]) for i in range(4)), row[4].rjust(widths[4])]) for row in rows]
+    lines = [
+        "  ".join([*(row[i].ljust(widths[i]) for i in range(4)), row[4].rjust(widths[4])])
+        for row in rows
+    ]
     return "\n".join(lines)

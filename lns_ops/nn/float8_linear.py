@@ -1,9 +1,12 @@
-"""Linear layers that really multiply in 8 bits, by ``torch._scaled_mm``, on GPUs that have 8-bit floating point (Ada, Hopper and later).
+"""Linear layers that really multiply in 8 bits, by ``torch._scaled_mm``, on GPUs that have 8-bit
+floating point (Ada, Hopper and later).
 
-Everywhere else the same layer multiplies the same float8 values in float32, which differs by the order and precision of sums alone;
-:func:`product_kind` says which. Operands are on their grids already when the layer gets them, so conversion to float8 is exact.
-Sums are taken in float32 (``use_fast_accum=False``). cuBLAS multiplies e4m3 by e4m3 or e5m2, never e5m2 by e5m2, so a layer is eligible if
-weights and activations are ``float8_e4m3fn``, alone or with ``/tensor``, and gradients either of the two.
+Everywhere else the same layer multiplies the same float8 values in float32, which differs by the
+order and precision of sums alone; :func:`product_kind` says which. Operands are on their grids
+already when the layer gets them, so conversion to float8 is exact. Sums are taken in float32
+(``use_fast_accum=False``). cuBLAS multiplies e4m3 by e4m3 or e5m2, never e5m2 by e5m2, so a layer
+is eligible if weights and activations are ``float8_e4m3fn``, alone or with ``/tensor``, and
+gradients either of the two.
 """
 
 from __future__ import annotations
@@ -31,24 +34,31 @@ def real_format(fmt: NumberFormat, gradient_format: NumberFormat) -> bool:
 
 
 def product_kind(device: torch.device | str) -> str:
-    """How products of float8 values are computed on ``device``: ``torch._scaled_mm``, or ``emulated: `` and why."""
+    """How products of float8 values are computed on ``device``: ``torch._scaled_mm``, or
+    ``emulated: `` and why."""
     device = torch.device(device)
     if device.type != "cuda":
         return f"emulated: a {device.type} has no 8-bit products; float32 products of float8 values"
     capability = torch.cuda.get_device_capability(device)
     if capability < _CAPABILITY:
-        return f"emulated: compute capability {capability[0]}.{capability[1]} has no 8-bit products, 8.9 and later have"
+        return (
+            f"emulated: compute capability {capability[0]}.{capability[1]} has no 8-bit products,"
+            " 8.9 and later have"
+        )
     return "torch._scaled_mm"
 
 
 def scaled_product(x: Encoded, y: Encoded) -> Tensor:
-    """``x @ y`` of float8 codes ``[M, K]`` and ``[K, N]`` with one scale each (or none): ``[M, N]``, float32, by ``torch._scaled_mm``."""
+    """``x @ y`` of float8 codes ``[M, K]`` and ``[K, N]`` with one scale each (or none): ``[M,
+    N]``, float32, by ``torch._scaled_mm``."""
     (rows, inner), columns = x.codes.shape, y.codes.shape[1]
     left = _padded(x.codes)
     right = _padded(y.codes.t()).t()  # column-major, as the product wants it
     one = torch.ones((), dtype=torch.float32, device=left.device)
     scales = [one if e.scale is None else e.scale for e in (x, y)]
-    out = torch._scaled_mm(left, right, scales[0], scales[1], out_dtype=torch.float32, use_fast_accum=False)
+    out = torch._scaled_mm(
+        left, right, scales[0], scales[1], out_dtype=torch.float32, use_fast_accum=False
+    )
     assert inner == y.codes.shape[0]
     return out[:rows, :columns]
 
@@ -56,7 +66,9 @@ def scaled_product(x: Encoded, y: Encoded) -> Tensor:
 def _padded(codes: Tensor) -> Tensor:
     """Contiguous, both sizes multiples of 16; bytes, because padding knows no float8."""
     rows, columns = codes.shape
-    words = F.pad(codes.contiguous().view(torch.uint8), (0, -columns % _MULTIPLE, 0, -rows % _MULTIPLE))
+    words = F.pad(
+        codes.contiguous().view(torch.uint8), (0, -columns % _MULTIPLE, 0, -rows % _MULTIPLE)
+    )
     return words.contiguous().view(codes.dtype)
 
 
@@ -64,7 +76,9 @@ class _ScaledLinear(torch.autograd.Function):
     """``y = x w^T`` and both backward products in float8."""
 
     @staticmethod
-    def forward(ctx: Any, x_BI: Tensor, w_OI: Tensor, fmt: NumberFormat, gradient_format: NumberFormat) -> Tensor:
+    def forward(
+        ctx: Any, x_BI: Tensor, w_OI: Tensor, fmt: NumberFormat, gradient_format: NumberFormat
+    ) -> Tensor:
         x, w = fmt.encode(x_BI), fmt.encode(w_OI)
         ctx.save_for_backward(x.codes, x.scale, w.codes, w.scale)
         ctx.gradient_format = gradient_format
@@ -75,12 +89,17 @@ class _ScaledLinear(torch.autograd.Function):
         x, x_scale, w, w_scale = ctx.saved_tensors
         grad = ctx.gradient_format.encode(grad_BO)
         grad_x = scaled_product(grad, Encoded(w, w_scale)) if ctx.needs_input_grad[0] else None
-        grad_w = scaled_product(Encoded(grad.codes.t(), grad.scale), Encoded(x, x_scale)) if ctx.needs_input_grad[1] else None
+        grad_w = (
+            scaled_product(Encoded(grad.codes.t(), grad.scale), Encoded(x, x_scale))
+            if ctx.needs_input_grad[1]
+            else None
+        )
         return grad_x, grad_w, None, None
 
 
 class Float8Linear(nn.Linear):
-    """nn.Linear of float8 values; made by :func:`lns_ops.nn.simulate.simulate_`, not constructed. The bias is added in float32."""
+    """nn.Linear of float8 values; made by :func:`lns_ops.nn.simulate.simulate_`, not constructed.
+    The bias is added in float32."""
 
     def forward(self, input: Tensor) -> Tensor:
         """``input @ weight^T + bias``, the product in 8 bits where the device has it."""
@@ -88,6 +107,8 @@ class Float8Linear(nn.Linear):
             return super().forward(input)
         simulation: Any = self.simulation
         flat = input.reshape(-1, self.in_features)
-        out: Tensor = _ScaledLinear.apply(flat, self.weight, simulation.format, simulation.gradient_format)  # type: ignore[no-untyped-call]
+        out: Tensor = _ScaledLinear.apply(
+            flat, self.weight, simulation.format, simulation.gradient_format
+        )  # type: ignore[no-untyped-call]
         out = out if self.bias is None else out + self.bias
         return out.reshape(*input.shape[:-1], self.out_features)

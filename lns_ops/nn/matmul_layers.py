@@ -1,8 +1,10 @@
-"""Layers of scope ``matmul``: float32 parameters, inputs and outputs; the products, forward and both backward ones, and their sums are LNS.
+"""Layers of scope ``matmul``: float32 parameters, inputs and outputs; the products, forward and
+both backward ones, and their sums are LNS.
 
-A layer's class changes to one of these and back (:func:`lns_ops.convert_`, :func:`lns_ops.revert_`); nothing else of it does. Operands are
-encoded, the product's codes decoded, so results are rounded to the format whatever the accumulation. The bias is added in float32. What
-is saved for the backward pass are codes, 2 bytes a value.
+A layer's class changes to one of these and back (:func:`lns_ops.convert_`,
+:func:`lns_ops.revert_`); nothing else of it does. Operands are encoded, the product's codes
+decoded, so results are rounded to the format whatever the accumulation. The bias is added in
+float32. What is saved for the backward pass are codes, 2 bytes a value.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from lns_ops.spec.format import LNSFormat
 
 
 class _LinearMatmul(torch.autograd.Function):
-    """``y = x w^T`` with both products of the backward pass in LNS as well, all of one accumulation; float32 in and out."""
+    """``y = x w^T`` with both products of the backward pass in LNS as well, all of one
+    accumulation; float32 in and out."""
 
     @staticmethod
     def forward(ctx: Any, x_BI: Tensor, w_OI: Tensor, fmt: LNSFormat, accumulation: str) -> Tensor:
@@ -34,8 +37,14 @@ class _LinearMatmul(torch.autograd.Function):
     def backward(ctx: Any, grad_BO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x_codes, w_codes = ctx.saved_tensors
         grad = lns.encode(grad_BO, ctx.fmt)
-        grad_x = _product(grad, w_codes, ctx.fmt, ctx.accumulation) if ctx.needs_input_grad[0] else None
-        grad_w = _product(grad.t(), x_codes, ctx.fmt, ctx.accumulation) if ctx.needs_input_grad[1] else None
+        grad_x = (
+            _product(grad, w_codes, ctx.fmt, ctx.accumulation) if ctx.needs_input_grad[0] else None
+        )
+        grad_w = (
+            _product(grad.t(), x_codes, ctx.fmt, ctx.accumulation)
+            if ctx.needs_input_grad[1]
+            else None
+        )
         return grad_x, grad_w, None, None
 
 
@@ -45,11 +54,13 @@ def _product(x: Tensor, y: Tensor, fmt: LNSFormat, accumulation: str) -> Tensor:
 
 
 class LNSMatmulLinear(nn.Linear):
-    """nn.Linear whose matrix products are computed in LNS; parameters, bias addition, inputs and outputs are float32.
+    """nn.Linear whose matrix products are computed in LNS; parameters, bias addition, inputs and
+    outputs are float32.
 
-    Shapes: input ``[..., in_features]``, output ``[..., out_features]``. Made by :func:`lns_ops.convert_`, not constructed. Products of
-    either accumulation (:func:`~lns_ops.accumulation.set_matmul_accumulation`) are rounded to the format, backward ones are of the
-    forward's.
+    Shapes: input ``[..., in_features]``, output ``[..., out_features]``. Made by
+    :func:`lns_ops.convert_`, not constructed. Products of either accumulation
+    (:func:`~lns_ops.accumulation.set_matmul_accumulation`) are rounded to the format, backward ones
+    are of the forward's.
 
     Attributes:
         fmt: the LNS format of the products.
@@ -78,21 +89,44 @@ class _ConvolutionMatmul(torch.autograd.Function):
     """A convolution and its two gradients in LNS; float32 in and out."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, geometry: conv.Geometry, fmt: LNSFormat, accumulation: str) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        geometry: conv.Geometry,
+        fmt: LNSFormat,
+        accumulation: str,
+    ) -> Tensor:
         x_codes, w_codes = lns.encode(x, fmt), lns.encode(weight, fmt)
         ctx.save_for_backward(x_codes, w_codes)
         ctx.geometry, ctx.fmt, ctx.accumulation = geometry, fmt, accumulation
-        return lns.decode(conv.convolution(x_codes, w_codes, geometry, fmt, accumulation=accumulation), fmt)
+        return lns.decode(
+            conv.convolution(x_codes, w_codes, geometry, fmt, accumulation=accumulation), fmt
+        )
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(
+        ctx: Any, grad_out: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x_codes, w_codes = ctx.saved_tensors
-        grad, fmt, options = lns.encode(grad_out, ctx.fmt), ctx.fmt, {"accumulation": ctx.accumulation}
+        grad, fmt, options = (
+            lns.encode(grad_out, ctx.fmt),
+            ctx.fmt,
+            {"accumulation": ctx.accumulation},
+        )
         grad_x = grad_w = None
         if ctx.needs_input_grad[0]:
-            grad_x = lns.decode(conv.input_gradient(grad, w_codes, x_codes.shape[2:], ctx.geometry, fmt, **options), fmt)
+            grad_x = lns.decode(
+                conv.input_gradient(grad, w_codes, x_codes.shape[2:], ctx.geometry, fmt, **options),
+                fmt,
+            )
         if ctx.needs_input_grad[1]:
-            grad_w = lns.decode(conv.weight_gradient(grad, x_codes, w_codes.shape[2:], ctx.geometry, fmt, **options), fmt)
+            grad_w = lns.decode(
+                conv.weight_gradient(
+                    grad, x_codes, w_codes.shape[2:], ctx.geometry, fmt, **options
+                ),
+                fmt,
+            )
         return grad_x, grad_w, None, None, None
 
 
@@ -105,7 +139,9 @@ def _convolve(layer: Any, input: Tensor, weight: Tensor, bias: Tensor | None) ->
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
         x, padding = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode), (0,)
     geometry = conv.Geometry.of(dims, layer.stride, padding, layer.dilation, layer.groups)
-    out: Tensor = _ConvolutionMatmul.apply(x, weight, geometry, layer.fmt, get_matmul_accumulation())  # type: ignore[no-untyped-call]
+    out: Tensor = _ConvolutionMatmul.apply(
+        x, weight, geometry, layer.fmt, get_matmul_accumulation()
+    )  # type: ignore[no-untyped-call]
     if bias is not None:
         out = out + bias.reshape(-1, *[1] * dims)
     return out[0] if single else out
@@ -125,15 +161,18 @@ class _LNSMatmulConv:
 
 
 class LNSMatmulConv1d(_LNSMatmulConv, nn.Conv1d):
-    """nn.Conv1d whose products are computed in LNS; see :class:`LNSMatmulLinear` and :mod:`lns_ops.functional.convolution`."""
+    """nn.Conv1d whose products are computed in LNS; see :class:`LNSMatmulLinear` and
+    :mod:`lns_ops.functional.convolution`."""
 
 
 class LNSMatmulConv2d(_LNSMatmulConv, nn.Conv2d):
-    """nn.Conv2d whose products are computed in LNS; see :class:`LNSMatmulLinear` and :mod:`lns_ops.functional.convolution`."""
+    """nn.Conv2d whose products are computed in LNS; see :class:`LNSMatmulLinear` and
+    :mod:`lns_ops.functional.convolution`."""
 
 
 class LNSMatmulConv3d(_LNSMatmulConv, nn.Conv3d):
-    """nn.Conv3d whose products are computed in LNS; see :class:`LNSMatmulLinear` and :mod:`lns_ops.functional.convolution`."""
+    """nn.Conv3d whose products are computed in LNS; see :class:`LNSMatmulLinear` and
+    :mod:`lns_ops.functional.convolution`."""
 
 
 LAYERS: dict[Callable[..., nn.Module], type[nn.Module]] = {

@@ -1,18 +1,23 @@
-"""Training in any number format, simulated: values lie on the format's grid, products and sums are float32.
+"""Training in any number format, simulated: values lie on the format's grid, products and sums are
+float32.
 
-:func:`simulate_` puts a module's parameters on the grid and hooks its layers, so that what goes into a layer with parameters and what comes
-out of any layer is rounded to the grid, activations on the way forward, gradients on the way back. A product of grid values is summed
-in float32, which is what tensor cores do. :func:`lns_ops.optim.quantized_updates.quantize_updates_` does the rest: gradients of
-parameters are rounded before an optimizer's step, parameters after it.
+:func:`simulate_` puts a module's parameters on the grid and hooks its layers, so that what goes
+into a layer with parameters and what comes out of any layer is rounded to the grid, activations on
+the way forward, gradients on the way back. A product of grid values is summed in float32, which is
+what tensor cores do. :func:`lns_ops.optim.quantized_updates.quantize_updates_` does the rest:
+gradients of parameters are rounded before an optimizer's step, parameters after it.
 
-*Simulated* means that memory and time are float32's: what is studied is accuracy. Limits: what a module computes between its submodules
-(a residual addition, a functional call) stays float32 until it enters or leaves a layer; layers that call no ``forward`` of their
-children (``nn.MultiheadAttention``'s output projection) are rounded at their own border only; losses are float32. Linear layers in
-``float8_e4m3fn`` on a GPU that has them (Hopper) really multiply in 8 bits, see :mod:`lns_ops.nn.float8_linear`.
+*Simulated* means that memory and time are float32's: what is studied is accuracy. Limits: what a
+module computes between its submodules (a residual addition, a functional call) stays float32 until
+it enters or leaves a layer; layers that call no ``forward`` of their children
+(``nn.MultiheadAttention``'s output projection) are rounded at their own border only; losses are
+float32. Linear layers in ``float8_e4m3fn`` on a GPU that has them (Hopper) really multiply in 8
+bits, see :mod:`lns_ops.nn.float8_linear`.
 
-*Loss scaling.* float16 gradients below 2^-24 vanish. Scaling the loss by S, which scales every gradient, moves them into range; here
-gradients are rounded as ``q(S g) / S``, the same values. S is dynamic as in torch.amp.GradScaler: halved after an overflow, whose step
-changes no weight, doubled after 2,000 steps without one.
+*Loss scaling.* float16 gradients below 2^-24 vanish. Scaling the loss by S, which scales every
+gradient, moves them into range; here gradients are rounded as ``q(S g) / S``, the same values. S is
+dynamic as in torch.amp.GradScaler: halved after an overflow, whose step changes no weight, doubled
+after 2,000 steps without one.
 """
 
 from __future__ import annotations
@@ -42,8 +47,8 @@ class Simulation:
     Attributes:
         format: of parameters and activations.
         gradient_format: of the gradients of both.
-        root: the module that :func:`simulate_` was called with; it has the buffers ``loss_scale`` and ``growth_tracker`` if gradients
-            are scaled.
+        root: the module that :func:`simulate_` was called with; it has the buffers ``loss_scale``
+            and ``growth_tracker`` if gradients are scaled.
     """
 
     format: NumberFormat
@@ -70,7 +75,8 @@ class Simulation:
 
 
 class _Quantize(torch.autograd.Function):
-    """Forward rounds values, backward gradients; the derivative of rounding is taken to be 1 (Y. Bengio et al. 2013, arXiv:1308.3432)."""
+    """Forward rounds values, backward gradients; the derivative of rounding is taken to be 1 (Y.
+    Bengio et al. 2013, arXiv:1308.3432)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, simulation: Simulation) -> Tensor:
@@ -88,8 +94,13 @@ class _Inputs:
 
     simulation: Simulation
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        named = {name: x if "mask" in name else tree_map(self.simulation.through, x) for name, x in kwargs.items()}
+    def __call__(
+        self, module: nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        named = {
+            name: x if "mask" in name else tree_map(self.simulation.through, x)
+            for name, x in kwargs.items()
+        }
         return tree_map(self.simulation.through, args), named
 
 
@@ -108,14 +119,18 @@ def _owners(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [
         (name, layer)
         for name, layer in module.named_modules()
-        if any(p is not None for p in layer._parameters.values()) or not any(True for _ in layer.children())
+        if any(p is not None for p in layer._parameters.values())
+        or not any(True for _ in layer.children())
     ]
 
 
 def these(names: list[str]) -> str:
     """What an error says of the layers that there are."""
     shown = ", ".join(repr(name) for name in names[:20]) or "none"
-    return f"there are {shown}{f' and {len(names) - 20} more' if len(names) > 20 else ''} ('' is the module itself)"
+    return (
+        f"there are {shown}{f' and {len(names) - 20} more' if len(names) > 20 else ''} ('' is the"
+        " module itself)"
+    )
 
 
 @torch.no_grad()
@@ -126,32 +141,40 @@ def simulate_(
     gradient_format: NumberFormat | str | None = None,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
 ) -> nn.Module:
-    """Put ``module`` into a number format in place: parameters rounded at once, activations and gradients as they come.
+    """Put ``module`` into a number format in place: parameters rounded at once, activations and
+    gradients as they come.
 
     Args:
         module: any torch module of float32 parameters.
         fmt: the format, or its name (:func:`lns_ops.formats.parse`).
-        gradient_format: of gradients, where they need another one (``float8_e5m2`` for its range); None for ``fmt``.
+        gradient_format: of gradients, where they need another one (``float8_e5m2`` for its range);
+            None for ``fmt``.
         filter_fn: ``filter_fn(layer, name)``: which layers; None for all.
 
     Returns:
-        ``module``, which takes and returns float tensors. Its optimizer needs :func:`lns_ops.optim.quantized_updates.quantize_updates_`.
+        ``module``, which takes and returns float tensors. Its optimizer needs
+            :func:`lns_ops.optim.quantized_updates.quantize_updates_`.
 
     Raises:
-        ValueError: no such format, a filter that matches no layer, or a layer that is in one already; nothing has changed then.
+        ValueError: no such format, a filter that matches no layer, or a layer that is in one
+            already; nothing has changed then.
     """
     chosen_format = parse(fmt) if isinstance(fmt, str) else fmt
     chosen_gradient = chosen_format if gradient_format is None else gradient_format
     gradients = parse(chosen_gradient) if isinstance(chosen_gradient, str) else chosen_gradient
     owners = _owners(module)
-    layers = [(name, layer) for name, layer in owners if filter_fn is None or filter_fn(layer, name)]
+    layers = [
+        (name, layer) for name, layer in owners if filter_fn is None or filter_fn(layer, name)
+    ]
     if not layers:
         raise ValueError(f"filter_fn matches no layer: {these([name for name, _ in owners])}")
     for name, layer in layers:
-        if hasattr(layer, "simulation") or any(isinstance(p, LNSTensor) for p in layer.parameters(recurse=False)):
+        if hasattr(layer, "simulation") or any(
+            isinstance(p, LNSTensor) for p in layer.parameters(recurse=False)
+        ):
             raise ValueError(
-                f"layer {name or '(root)'!r}: is in a number format already; convert a module once (or lns_ops.revert_ it), or leave the "
-                "layer out with filter_fn"
+                f"layer {name or '(root)'!r}: is in a number format already; convert a module once"
+                " (or lns_ops.revert_ it), or leave the layer out with filter_fn"
             )
     simulation = Simulation(format=chosen_format, gradient_format=gradients, root=module)
     if simulation.scaled:
@@ -196,7 +219,8 @@ def stop_(module: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def update_loss_scale_(root: nn.Module, finite: Tensor) -> None:
-    """One step of dynamic loss scaling: halve after an overflow, double after :data:`GROWTH_INTERVAL` good steps."""
+    """One step of dynamic loss scaling: halve after an overflow, double after
+    :data:`GROWTH_INTERVAL` good steps."""
     scale, tracker = root.get_buffer("loss_scale"), root.get_buffer("growth_tracker")
     good = torch.where(finite, tracker + 1, torch.zeros_like(tracker))
     grow = good >= GROWTH_INTERVAL

@@ -9,7 +9,15 @@ from torch import Tensor
 from lns_ops import functional as lns
 from lns_ops.optim.backend_codes import math_of
 from lns_ops.optim.backends import ParameterMath
-from lns_ops.optim.base import LNSOptimizer, add_float, gradient, rate_code, scalar_code, state_codes, zeros
+from lns_ops.optim.base import (
+    LNSOptimizer,
+    add_float,
+    gradient,
+    rate_code,
+    scalar_code,
+    state_codes,
+    zeros,
+)
 from lns_ops.optim.composed import adam_direction
 from lns_ops.spec.format import LNSFormat
 from lns_ops.spec.reference_updates import adam_codes, check_adam
@@ -26,27 +34,31 @@ class Adam(LNSOptimizer):
         root = sqrt(beta2 root^2 + (1 - beta2) grad^2)
         w += -lr correction exp_avg / (root + eps_hat)
 
-    with ``correction = sqrt(1 - beta2^t) / (1 - beta1^t)`` and ``eps_hat = eps sqrt(1 - beta2^t)`` after t steps, which is
-    torch.optim.Adam's update. An LNS parameter keeps the *root* of the second moment, whose logarithm needs half the range, and
-    16 bits below its ulp: with beta2 = 0.999 the moment moves by a twentieth of an ulp a step at f = 6 and would otherwise
-    never move. With stochastic rounding those bits round at random instead (which makes the root about one ulp too large at f =
-    6, half of it at f = 7).
+    with ``correction = sqrt(1 - beta2^t) / (1 - beta1^t)`` and ``eps_hat = eps sqrt(1 - beta2^t)``
+    after t steps, which is torch.optim.Adam's update. An LNS parameter keeps the *root* of the
+    second moment, whose logarithm needs half the range, and 16 bits below its ulp: with beta2 =
+    0.999 the moment moves by a twentieth of an ulp a step at f = 6 and would otherwise never move.
+    With stochastic rounding those bits round at random instead (which makes the root about one ulp
+    too large at f = 6, half of it at f = 7).
 
     Args:
         params: LNSTensor or float parameters, or groups of them as in torch.optim.
         lr: step size, at least 0.
         betas: decays of the two averages, in [0, 1) and [10^-6, 1).
-        eps: added to the root; for an LNS parameter at least its format's smallest magnitude, which it takes instead.
+        eps: added to the root; for an LNS parameter at least its format's smallest magnitude, which
+            it takes instead.
         weight_decay: at least 0; L2, added to the gradient.
         kahan_sum, stochastic_rounding, seed, arithmetic, maximize: as for :class:`SGD`.
-        amsgrad: divide by the largest root so far (S. Reddi et al. 2018, arXiv:1904.09237); composed of the same operations in the same
-            order, not fused.
+        amsgrad: divide by the largest root so far (S. Reddi et al. 2018, arXiv:1904.09237);
+            composed of the same operations in the same order, not fused.
 
-    State per LNS parameter: ``step`` (int64), ``exp_avg``, ``root_exp_avg_sq``, ``root_residue`` (int16, in 2^-16 ulps; without
-    stochastic rounding), ``compensation``; per float parameter ``step``, ``exp_avg``, ``exp_avg_sq``, ``compensation``.
+    State per LNS parameter: ``step`` (int64), ``exp_avg``, ``root_exp_avg_sq``, ``root_residue``
+    (int16, in 2^-16 ulps; without stochastic rounding), ``compensation``; per float parameter
+    ``step``, ``exp_avg``, ``exp_avg_sq``, ``compensation``.
 
     Raises:
-        ValueError: a value out of range, one that underflows, or a beta1 that rounds to 1, in a parameter's format.
+        ValueError: a value out of range, one that underflows, or a beta1 that rounds to 1, in a
+            parameter's format.
 
     Source: D. Kingma, J. Ba, "Adam", 2015 (arXiv:1412.6980).
     """
@@ -92,13 +104,26 @@ class Adam(LNSOptimizer):
         scalar_code("weight_decay", group["weight_decay"], fmt)
         adam_codes(*group["betas"], group["eps"], fmt)
 
-    def _update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None) -> None:
+    def _update(
+        self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None
+    ) -> None:
         if group["amsgrad"]:
             self._amsgrad(math_of(parameter, state, group, key), group)
             return
         is_lns = isinstance(parameter, LNSTensor)
-        moments = ["root_exp_avg_sq", *([] if key is not None else ["root_residue"])] if is_lns else ["exp_avg_sq"]
-        zeros(state, parameter, "step", "exp_avg", *moments, *(["compensation"] if group["kahan_sum"] else []))
+        moments = (
+            ["root_exp_avg_sq", *([] if key is not None else ["root_residue"])]
+            if is_lns
+            else ["exp_avg_sq"]
+        )
+        zeros(
+            state,
+            parameter,
+            "step",
+            "exp_avg",
+            *moments,
+            *(["compensation"] if group["kahan_sum"] else []),
+        )
         state["step"].add_(1)
         if not isinstance(parameter, LNSTensor):
             _adam_float(parameter, state, group, self._decoupled)
@@ -119,14 +144,18 @@ class Adam(LNSOptimizer):
         }
         if group["arithmetic"] == "float32":
             decay = group["weight_decay"] or None
-            lns.adam_update_float32_(parameter.codes, grad, fmt, lr=group["lr"], weight_decay=decay, **common)
+            lns.adam_update_float32_(
+                parameter.codes, grad, fmt, lr=group["lr"], weight_decay=decay, **common
+            )
             return
         lns.adam_update_(
             parameter.codes,
             grad,
             fmt,
             negative_lr=rate_code(-group["lr"], fmt),
-            weight_decay=scalar_code("weight_decay", group["weight_decay"], fmt) if group["weight_decay"] else None,
+            weight_decay=scalar_code("weight_decay", group["weight_decay"], fmt)
+            if group["weight_decay"]
+            else None,
             **common,
         )
 
@@ -138,11 +167,13 @@ class Adam(LNSOptimizer):
 
 
 class AdamW(Adam):
-    """Adam with decoupled weight decay: ``w += -lr (correction exp_avg / (root + eps_hat) + weight_decay w)``.
+    """Adam with decoupled weight decay: ``w += -lr (correction exp_avg / (root + eps_hat) +
+    weight_decay w)``.
 
     Arguments, state and errors are those of :class:`Adam`; ``weight_decay`` is 0.01 unless given.
 
-    Source: I. Loshchilov, F. Hutter, "Decoupled weight decay regularization", 2019 (arXiv:1711.05101).
+    Source: I. Loshchilov, F. Hutter, "Decoupled weight decay regularization", 2019
+    (arXiv:1711.05101).
     """
 
     _decoupled = True
@@ -163,11 +194,25 @@ class AdamW(Adam):
         maximize: bool = False,
     ) -> None:
         more: dict[str, bool] = {"amsgrad": amsgrad, "maximize": maximize}
-        super().__init__(params, lr, betas, eps, weight_decay, kahan_sum, stochastic_rounding, seed, arithmetic, **more)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            kahan_sum,
+            stochastic_rounding,
+            seed,
+            arithmetic,
+            **more,
+        )
 
 
-def _adam_float(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any], decoupled: bool) -> None:
-    """torch.optim.Adam's equations in tensor operations that a CUDA graph can capture, the sum with Kahan compensation if asked for."""
+def _adam_float(
+    parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any], decoupled: bool
+) -> None:
+    """torch.optim.Adam's equations in tensor operations that a CUDA graph can capture, the sum with
+    Kahan compensation if asked for."""
     assert parameter.grad is not None
     grad, (beta1, beta2), decay = parameter.grad, group["betas"], group["weight_decay"]
     if group["maximize"]:
@@ -177,8 +222,15 @@ def _adam_float(parameter: Tensor, state: dict[str, Tensor], group: dict[str, An
     state["exp_avg"].lerp_(grad, 1 - beta1)
     state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     steps = state["step"].double()
-    root = state["exp_avg_sq"].sqrt().div_((1 - beta2**steps).sqrt_().to(parameter.dtype)).add_(group["eps"])
+    root = (
+        state["exp_avg_sq"]
+        .sqrt()
+        .div_((1 - beta2**steps).sqrt_().to(parameter.dtype))
+        .add_(group["eps"])
+    )
     direction = state["exp_avg"].div(root).div_((1 - beta1**steps).to(parameter.dtype))
     if decay and decoupled:
         direction.add_(parameter, alpha=decay)
-    add_float(parameter, direction, -group["lr"], state["compensation"] if group["kahan_sum"] else None)
+    add_float(
+        parameter, direction, -group["lr"], state["compensation"] if group["kahan_sum"] else None
+    )

@@ -1,4 +1,5 @@
-"""Kin of Adam: Adamax, NAdam, RAdam, and Lion. Equations are evaluated in the order written, as in :mod:`lns_ops.optim.adaptive`."""
+"""Kin of Adam: Adamax, NAdam, RAdam, and Lion. Equations are evaluated in the order written, as in
+:mod:`lns_ops.optim.adaptive`."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from lns_ops.optim.composed import WithBetas
 
 
 class Adamax(WithBetas):
-    """Adam with the largest gradient instead of the root mean square; the update is torch.optim.Adamax's.
+    """Adam with the largest gradient instead of the root mean square; the update is
+    torch.optim.Adamax's.
 
     ::
 
@@ -29,21 +31,25 @@ class Adamax(WithBetas):
         betas: decays, in [0, 1) and [10^-6, 1).
         eps: positive; in LNS at least the format's smallest magnitude.
         weight_decay: at least 0, added to the gradient.
-        rounding: ``kahan_sum``, ``stochastic_rounding``, ``seed``, ``arithmetic``, ``maximize``: :class:`lns_ops.optim.base.Rounding`.
+        rounding: ``kahan_sum``, ``stochastic_rounding``, ``seed``, ``arithmetic``, ``maximize``:
+            :class:`lns_ops.optim.base.Rounding`.
 
     State: ``step``, ``exp_avg``, ``exp_inf`` and, in LNS, its residue.
 
     Raises:
-        ValueError: a value out of range, one that underflows, or a beta1 that rounds to 1, in a parameter's format.
+        ValueError: a value out of range, one that underflows, or a beta1 that rounds to 1, in a
+            parameter's format.
 
     Source: D. Kingma, J. Ba 2015 (arXiv:1412.6980), section 7.1.
     """
 
     def __init__(
-        self, params: Any, lr: float = 2e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
-        **rounding: Unpack[Rounding],
+        self, params: Any, lr: float = 2e-3, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, weight_decay: float = 0.0, **rounding: Unpack[Rounding],
     ) -> None:  # fmt: skip
-        super().__init__(params, betas, {"lr": lr, "eps": eps, "weight_decay": weight_decay}, rounding)
+        super().__init__(
+            params, betas, {"lr": lr, "eps": eps, "weight_decay": weight_decay}, rounding
+        )
 
     def _step(self, x: ParameterMath, group: dict[str, Any]) -> None:
         grad, (beta1, beta2) = x.decayed(group["weight_decay"]), group["betas"]
@@ -70,25 +76,41 @@ class NAdam(WithBetas):
         momentum_decay: at least 0.
         decoupled_weight_decay: decay the weight beside the gradient, as AdamW.
 
-    State: ``step``, ``mu_product`` (float64), ``exp_avg``; ``exp_avg_sq`` (float parameters) or its root and residue.
+    State: ``step``, ``mu_product`` (float64), ``exp_avg``; ``exp_avg_sq`` (float parameters) or its
+    root and residue.
 
     Raises:
-        ValueError: a value out of range, one that underflows, or a beta1 that rounds to 1, in a parameter's format.
+        ValueError: a value out of range, one that underflows, or a beta1 that rounds to 1, in a
+            parameter's format.
 
     Source: T. Dozat 2016 (openreview.net/forum?id=OM0jvwB8jIp57ZJjtNEZ).
     """
 
     def __init__(
-        self, params: Any, lr: float = 2e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
-        momentum_decay: float = 4e-3, decoupled_weight_decay: bool = False, **rounding: Unpack[Rounding],
+        self, params: Any, lr: float = 2e-3, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, weight_decay: float = 0.0, momentum_decay: float = 4e-3,
+        decoupled_weight_decay: bool = False, **rounding: Unpack[Rounding],
     ) -> None:  # fmt: skip
         check_range("momentum_decay", momentum_decay, 0, math.inf, "4e-3")
-        options = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "momentum_decay": momentum_decay}
-        super().__init__(params, betas, options | {"decoupled_weight_decay": decoupled_weight_decay}, rounding)
+        options = {
+            "lr": lr,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "momentum_decay": momentum_decay,
+        }
+        super().__init__(
+            params, betas, options | {"decoupled_weight_decay": decoupled_weight_decay}, rounding
+        )
 
     def _step(self, x: ParameterMath, group: dict[str, Any]) -> None:
-        (beta1, beta2), decay, decoupled = group["betas"], group["weight_decay"], group["decoupled_weight_decay"]
-        now, after = (beta1 * (1 - 0.5 * 0.96 ** ((x.steps + k) * group["momentum_decay"])) for k in (0, 1))
+        (beta1, beta2), decay, decoupled = (
+            group["betas"],
+            group["weight_decay"],
+            group["decoupled_weight_decay"],
+        )
+        now, after = (
+            beta1 * (1 - 0.5 * 0.96 ** ((x.steps + k) * group["momentum_decay"])) for k in (0, 1)
+        )
         product = x.put("mu_product", x.first(1.0, x.get("mu_product")) * now)
         unbiased = (1 - beta2**x.steps).sqrt()
         grad = x.decayed(0.0 if decoupled else decay)
@@ -102,7 +124,8 @@ class NAdam(WithBetas):
 
 
 class RAdam(WithBetas):
-    """Adam whose first steps, while the variance of the root is not known, are SGD with momentum; torch.optim.RAdam's update.
+    """Adam whose first steps, while the variance of the root is not known, are SGD with momentum;
+    torch.optim.RAdam's update.
 
     ::
 
@@ -119,37 +142,59 @@ class RAdam(WithBetas):
     Args:
         params, lr, betas, eps, weight_decay, rounding: as for :class:`Adamax`.
         decoupled_weight_decay: decay the weight beside the gradient, as AdamW.
-        grad_scale: how many times too large the gradient is, as that of a loss summed over so many examples. The first steps, which are
-            in proportion to it, are divided by that; others do not depend on it.
+        grad_scale: how many times too large the gradient is, as that of a loss summed over so many
+            examples. The first steps, which are in proportion to it, are divided by that; others do
+            not depend on it.
 
     State: ``step``, ``exp_avg``; ``exp_avg_sq`` (float parameters) or its root and residue.
 
     Raises:
-        ValueError: a value out of range, one that underflows, or a beta1 that rounds to 1, in a parameter's format.
+        ValueError: a value out of range, one that underflows, or a beta1 that rounds to 1, in a
+            parameter's format.
 
     Source: L. Liu et al. 2020 (arXiv:1908.03265).
     """
 
     def __init__(
-        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
-        decoupled_weight_decay: bool = False, grad_scale: float = 1.0, **rounding: Unpack[Rounding],
+        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, weight_decay: float = 0.0, decoupled_weight_decay: bool = False,
+        grad_scale: float = 1.0, **rounding: Unpack[Rounding],
     ) -> None:  # fmt: skip
         if not 0 < grad_scale < math.inf:
             raise ValueError(f"grad_scale={grad_scale}: must be positive and finite, for example 1")
-        options = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "decoupled_weight_decay": decoupled_weight_decay}
+        options = {
+            "lr": lr,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "decoupled_weight_decay": decoupled_weight_decay,
+        }
         super().__init__(params, betas, options | {"grad_scale": grad_scale}, rounding)
 
     def _step(self, x: ParameterMath, group: dict[str, Any]) -> None:
-        (beta1, beta2), decay, decoupled = group["betas"], group["weight_decay"], group["decoupled_weight_decay"]
+        (beta1, beta2), decay, decoupled = (
+            group["betas"],
+            group["weight_decay"],
+            group["decoupled_weight_decay"],
+        )
         grad = x.decayed(0.0 if decoupled else decay)
         average, root = x.average("exp_avg", grad, beta1), x.root_average("exp_avg_sq", grad, beta2)
         first, second = (1 - beta**x.steps for beta in (beta1, beta2))
-        length, longest = 2 / (1 - beta2) - 1 - 2 * x.steps * (1 - second) / second, 2 / (1 - beta2) - 1
+        length, longest = (
+            2 / (1 - beta2) - 1 - 2 * x.steps * (1 - second) / second,
+            2 / (1 - beta2) - 1,
+        )
         known = length > 5
-        share = ((length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)).sqrt()
+        share = (
+            (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
+        ).sqrt()
         eps = x.at_least_smallest(torch.tensor(group["eps"], dtype=torch.float64))
-        rectified = x.mul(x.div(average, x.add(root, eps)), x.scalar(torch.where(known, share * second.sqrt() / first, 1.0)))
-        direction = torch.where(known, rectified, x.mul(average, x.scalar(1 / (first * group["grad_scale"]))))
+        rectified = x.mul(
+            x.div(average, x.add(root, eps)),
+            x.scalar(torch.where(known, share * second.sqrt() / first, 1.0)),
+        )
+        direction = torch.where(
+            known, rectified, x.mul(average, x.scalar(1 / (first * group["grad_scale"])))
+        )
         x.descend(x.with_decay(direction, decay if decoupled else 0.0), group["lr"])
 
 
@@ -170,14 +215,15 @@ class Lion(WithBetas):
     State: ``step``, ``exp_avg``.
 
     Raises:
-        ValueError: a value out of range, one that underflows, or a beta that rounds to 1, in a parameter's format.
+        ValueError: a value out of range, one that underflows, or a beta that rounds to 1, in a
+            parameter's format.
 
     Source: X. Chen et al. 2023 (arXiv:2302.06675).
     """
 
     def __init__(
-        self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0,
-        **rounding: Unpack[Rounding],
+        self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0, **rounding: Unpack[Rounding],
     ) -> None:  # fmt: skip
         super().__init__(params, betas, {"lr": lr, "weight_decay": weight_decay}, rounding)
 

@@ -1,7 +1,8 @@
 """Steps that adapt to each weight's gradients: RMSprop, Adagrad, Adadelta, Rprop, and averaged SGD.
 
-Equations are evaluated in the order written, one LNS operation each for LNS parameters (float ones: torch's operations). ``root(v)`` is the
-root of a second moment, kept with 16 bits below the ulp; ``eps`` is at least the format's smallest magnitude.
+Equations are evaluated in the order written, one LNS operation each for LNS parameters (float ones:
+torch's operations). ``root(v)`` is the root of a second moment, kept with 16 bits below the ulp;
+``eps`` is at least the format's smallest magnitude.
 """
 
 from __future__ import annotations
@@ -43,28 +44,42 @@ class RMSprop(ComposedOptimizer):
         weight_decay: at least 0, added to the gradient.
         momentum: in [0, 1).
         centered: divide by the deviation instead of the root mean square.
-        rounding: ``kahan_sum``, ``stochastic_rounding``, ``seed``, ``arithmetic``, ``maximize``: :class:`lns_ops.optim.base.Rounding`.
+        rounding: ``kahan_sum``, ``stochastic_rounding``, ``seed``, ``arithmetic``, ``maximize``:
+            :class:`lns_ops.optim.base.Rounding`.
 
-    State: ``step``; ``square_avg`` (float parameters) or ``root_square_avg`` and its residue; ``grad_avg``, ``momentum_buffer``.
+    State: ``step``; ``square_avg`` (float parameters) or ``root_square_avg`` and its residue;
+    ``grad_avg``, ``momentum_buffer``.
 
     Raises:
-        ValueError: a value out of range, or one that underflows, or a decay of signed numbers that rounds to 1, in a parameter's format.
+        ValueError: a value out of range, or one that underflows, or a decay of signed numbers that
+            rounds to 1, in a parameter's format.
 
-    Source: T. Tieleman, G. Hinton, lecture 6.5, 2012; A. Graves 2013 (arXiv:1308.0850) for the centred form.
+    Source: T. Tieleman, G. Hinton, lecture 6.5, 2012; A. Graves 2013 (arXiv:1308.0850) for the
+    centred form.
     """
 
     def __init__(
-        self, params: Any, lr: float = 1e-2, alpha: float = 0.99, eps: float = 1e-8, weight_decay: float = 0.0, momentum: float = 0.0,
-        centered: bool = False, **rounding: Unpack[Rounding],
+        self, params: Any, lr: float = 1e-2, alpha: float = 0.99, eps: float = 1e-8,
+        weight_decay: float = 0.0, momentum: float = 0.0, centered: bool = False,
+        **rounding: Unpack[Rounding],
     ) -> None:  # fmt: skip
         check_range("alpha", alpha, 1e-6, 1, "0.99")
         check_range("momentum", momentum, 0, 1, "0.9")
         _check_eps(eps)
-        options = {"lr": lr, "alpha": alpha, "eps": eps, "weight_decay": weight_decay, "momentum": momentum, "centered": centered}
+        options = {
+            "lr": lr,
+            "alpha": alpha,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "centered": centered,
+        }
         super().__init__(params, options, rounding)
 
     def _decays(self, group: dict[str, Any]) -> dict[str, float]:
-        return {"momentum": group["momentum"]} | ({"alpha": group["alpha"]} if group["centered"] else {})
+        return {"momentum": group["momentum"]} | (
+            {"alpha": group["alpha"]} if group["centered"] else {}
+        )
 
     def _step(self, x: ParameterMath, group: dict[str, Any]) -> None:
         grad = x.decayed(group["weight_decay"])
@@ -72,7 +87,9 @@ class RMSprop(ComposedOptimizer):
         if group["centered"]:
             mean = x.absolute(x.average("grad_avg", grad, group["alpha"]))
             root = x.mul(x.sqrt(x.sub(root, mean)), x.sqrt(x.add(root, mean)))
-        direction = x.div(grad, x.add(root, x.at_least_smallest(torch.tensor(group["eps"], dtype=torch.float64))))
+        direction = x.div(
+            grad, x.add(root, x.at_least_smallest(torch.tensor(group["eps"], dtype=torch.float64)))
+        )
         if group["momentum"]:
             decayed = x.mul(x.number(group["momentum"], "momentum"), x.get("momentum_buffer"))
             direction = x.put("momentum_buffer", x.add(decayed, direction))
@@ -81,8 +98,15 @@ class RMSprop(ComposedOptimizer):
     def _fused(self, x: Codes, group: dict[str, Any]) -> bool:
         if group["centered"]:
             return False
-        table, eps = moments.mean_square(group["alpha"], x.fmt.fraction_bits), torch.tensor(group["eps"], dtype=torch.float64)
-        x.descend(x.normed("square_avg", table, eps, group["weight_decay"]), group["lr"], group["momentum"])
+        table, eps = (
+            moments.mean_square(group["alpha"], x.fmt.fraction_bits),
+            torch.tensor(group["eps"], dtype=torch.float64),
+        )
+        x.descend(
+            x.normed("square_avg", table, eps, group["weight_decay"]),
+            group["lr"],
+            group["momentum"],
+        )
         return True
 
 
@@ -92,10 +116,12 @@ class Adagrad(ComposedOptimizer):
     ::
 
         g = grad + weight_decay w
-        root = root(v + g^2)                                  v begins with initial_accumulator_value
+        root = root(v + g^2)                                  v begins with
+                                                              initial_accumulator_value
         w += -lr ((g / (root + eps)) / (1 + (t - 1) lr_decay))
 
-    ``v`` grows and one more square becomes less than half an ulp of it (at f = 6 after 45 steps), which the bits below the ulp keep.
+    ``v`` grows and one more square becomes less than half an ulp of it (at f = 6 after 45 steps),
+    which the bits below the ulp keep.
 
     Args:
         params, lr, eps, weight_decay, rounding: as for :class:`RMSprop`.
@@ -111,19 +137,23 @@ class Adagrad(ComposedOptimizer):
     """
 
     def __init__(
-        self, params: Any, lr: float = 1e-2, lr_decay: float = 0.0, weight_decay: float = 0.0, initial_accumulator_value: float = 0.0,
-        eps: float = 1e-10, **rounding: Unpack[Rounding],
+        self, params: Any, lr: float = 1e-2, lr_decay: float = 0.0, weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0, eps: float = 1e-10, **rounding: Unpack[Rounding],
     ) -> None:  # fmt: skip
         check_range("lr_decay", lr_decay, 0, math.inf, "0.01")
         check_range("initial_accumulator_value", initial_accumulator_value, 0, math.inf, "0.1")
         _check_eps(eps)
         options = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
-        super().__init__(params, options | {"initial_accumulator_value": initial_accumulator_value}, rounding)
+        super().__init__(
+            params, options | {"initial_accumulator_value": initial_accumulator_value}, rounding
+        )
 
     def _step(self, x: ParameterMath, group: dict[str, Any]) -> None:
         grad = x.decayed(group["weight_decay"])
         root = x.root_sum("sum", grad, group["initial_accumulator_value"])
-        direction = x.div(grad, x.add(root, x.at_least_smallest(torch.tensor(group["eps"], dtype=torch.float64))))
+        direction = x.div(
+            grad, x.add(root, x.at_least_smallest(torch.tensor(group["eps"], dtype=torch.float64)))
+        )
         if group["lr_decay"]:
             direction = x.mul(direction, x.scalar(1 / (1 + (x.steps - 1) * group["lr_decay"])))
         x.descend(direction, group["lr"])
@@ -131,7 +161,10 @@ class Adagrad(ComposedOptimizer):
     def _fused(self, x: Codes, group: dict[str, Any]) -> bool:
         if group["lr_decay"] or group["initial_accumulator_value"]:
             return False
-        table, eps = moments.sum_square(x.fmt.fraction_bits), torch.tensor(group["eps"], dtype=torch.float64)
+        table, eps = (
+            moments.sum_square(x.fmt.fraction_bits),
+            torch.tensor(group["eps"], dtype=torch.float64),
+        )
         x.descend(x.normed("sum", table, eps, group["weight_decay"]), group["lr"])
         return True
 
@@ -153,7 +186,8 @@ class Adadelta(ComposedOptimizer):
         params, lr, eps, weight_decay, rounding: as for :class:`RMSprop`.
         rho: decay of both averages, in [10^-6, 1).
 
-    State: ``step``; ``square_avg`` and ``acc_delta`` (float parameters) or their roots and residues.
+    State: ``step``; ``square_avg`` and ``acc_delta`` (float parameters) or their roots and
+    residues.
 
     Raises:
         ValueError: a value out of range, or one that underflows in a parameter's format.
@@ -162,12 +196,14 @@ class Adadelta(ComposedOptimizer):
     """
 
     def __init__(
-        self, params: Any, lr: float = 1.0, rho: float = 0.9, eps: float = 1e-6, weight_decay: float = 0.0,
-        **rounding: Unpack[Rounding],
+        self, params: Any, lr: float = 1.0, rho: float = 0.9, eps: float = 1e-6,
+        weight_decay: float = 0.0, **rounding: Unpack[Rounding],
     ) -> None:  # fmt: skip
         check_range("rho", rho, 1e-6, 1, "0.9")
         _check_eps(eps)
-        super().__init__(params, {"lr": lr, "rho": rho, "eps": eps, "weight_decay": weight_decay}, rounding)
+        super().__init__(
+            params, {"lr": lr, "rho": rho, "eps": eps, "weight_decay": weight_decay}, rounding
+        )
 
     def _step(self, x: ParameterMath, group: dict[str, Any]) -> None:
         grad, rho, floor = x.decayed(group["weight_decay"]), group["rho"], math.sqrt(group["eps"])
@@ -183,14 +219,16 @@ class Rprop(ComposedOptimizer):
     ::
 
         agree = sign(grad) sign(previous)
-        size = clamp(size (etaplus, 1 or etaminus for agree = 1, 0, -1), step_sizes)     size begins with lr
+        size = clamp(size (etaplus, 1 or etaminus for agree = 1, 0, -1), step_sizes)     size begins
+                                                                                         with lr
         g = grad, 0 where agree = -1;  previous = g
         w += -sign(g) size
 
     Args:
         params, lr, rounding: as for :class:`RMSprop`.
         etas: (etaminus, etaplus), with 0 < etaminus < 1 < etaplus.
-        step_sizes: smallest and largest size; in LNS the smallest is at least the format's smallest magnitude.
+        step_sizes: smallest and largest size; in LNS the smallest is at least the format's smallest
+            magnitude.
 
     State: ``step``, ``prev``, ``step_size``.
 
@@ -203,20 +241,29 @@ class Rprop(ComposedOptimizer):
     _factors: ClassVar[tuple[str, ...]] = ("lr",)
 
     def __init__(
-        self, params: Any, lr: float = 1e-2, etas: tuple[float, float] = (0.5, 1.2), step_sizes: tuple[float, float] = (1e-6, 50.0),
-        **rounding: Unpack[Rounding],
+        self, params: Any, lr: float = 1e-2, etas: tuple[float, float] = (0.5, 1.2),
+        step_sizes: tuple[float, float] = (1e-6, 50.0), **rounding: Unpack[Rounding],
     ) -> None:  # fmt: skip
         if not 0 < etas[0] < 1 < etas[1] < math.inf:
-            raise ValueError(f"etas={etas}: must be a factor below 1 and one above it, for example (0.5, 1.2)")
+            raise ValueError(
+                f"etas={etas}: must be a factor below 1 and one above it, for example (0.5, 1.2)"
+            )
         if not 0 < step_sizes[0] < step_sizes[1] < math.inf:
-            raise ValueError(f"step_sizes={step_sizes}: must be positive and ascending, for example (1e-6, 50)")
+            raise ValueError(
+                f"step_sizes={step_sizes}: must be positive and ascending, for example (1e-6, 50)"
+            )
         super().__init__(params, {"lr": lr, "etas": etas, "step_sizes": step_sizes}, rounding)
 
     def _step(self, x: ParameterMath, group: dict[str, Any]) -> None:
         agree = x.mul(x.sign(x.grad), x.sign(x.get("prev")))
         down, up = (x.plain(eta, "etas") for eta in group["etas"])
-        factor = torch.where(agree > 0, up, torch.where(agree < 0, down, x.plain(1.0))).to(x.weight.dtype)
-        low, high = (x.at_least_smallest(torch.tensor(size, dtype=torch.float64)) for size in group["step_sizes"])
+        factor = torch.where(agree > 0, up, torch.where(agree < 0, down, x.plain(1.0))).to(
+            x.weight.dtype
+        )
+        low, high = (
+            x.at_least_smallest(torch.tensor(size, dtype=torch.float64))
+            for size in group["step_sizes"]
+        )
         size = x.mul(x.first(x.plain(group["lr"], "lr"), x.get("step_size")), factor)
         size = x.put("step_size", x.clamp(size, low, high))
         grad = x.put("prev", torch.where(agree < 0, 0, x.grad))
@@ -231,7 +278,8 @@ class ASGD(ComposedOptimizer):
         eta = lr / (1 + lambd lr (t - 1))^alpha,  mu = 1 / max(1, t - 1 - t0)
         g = (grad + weight_decay w) + lambd w
         w += -lr (g (eta / lr))
-        ax += mu (w - ax)                                    compensated by Kahan's sum in LNS; w itself while mu = 1
+        ax += mu (w - ax)                                    compensated by Kahan's sum in LNS; w
+                                                             itself while mu = 1
 
     Args:
         params, lr, weight_decay, rounding: as for :class:`RMSprop`.
@@ -250,8 +298,8 @@ class ASGD(ComposedOptimizer):
     _factors: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "lambd")
 
     def __init__(
-        self, params: Any, lr: float = 1e-2, lambd: float = 1e-4, alpha: float = 0.75, t0: float = 1e6, weight_decay: float = 0.0,
-        **rounding: Unpack[Rounding],
+        self, params: Any, lr: float = 1e-2, lambd: float = 1e-4, alpha: float = 0.75,
+        t0: float = 1e6, weight_decay: float = 0.0, **rounding: Unpack[Rounding],
     ) -> None:  # fmt: skip
         for name, value in (("lambd", lambd), ("alpha", alpha), ("t0", t0)):
             check_range(name, value, 0, math.inf, "1e-4")
@@ -263,6 +311,8 @@ class ASGD(ComposedOptimizer):
         direction = x.decayed(group["weight_decay"])
         if lambd:
             direction = x.add(direction, x.mul(x.number(lambd, "lambd"), x.weight))
-            direction = x.mul(direction, x.scalar((1 + lambd * lr * (x.steps - 1)) ** -group["alpha"]))
+            direction = x.mul(
+                direction, x.scalar((1 + lambd * lr * (x.steps - 1)) ** -group["alpha"])
+            )
         x.descend(direction, lr)
         x.follow("ax", x.weight, 1 / (x.steps - 1 - group["t0"]).clamp_min(1))

@@ -1,4 +1,5 @@
-"""ParameterMath of LNS parameters: operations on codes, or in float32 between loads and stores of codes."""
+"""ParameterMath of LNS parameters: operations on codes, or in float32 between loads and stores of
+codes."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def decay_codes(beta: float, name: str, fmt: LNSFormat) -> tuple[int, int]:
     held = float(lns.decode(torch.tensor(code, dtype=torch.int16), fmt, torch.float64))
     if held >= 1:
         raise ValueError(
-            f"{name}={beta}: rounds to 1 in {fmt}, so the average would never forget; use {name} <= {1 / (1 + fmt.epsilon):.3g}"
+            f"{name}={beta}: rounds to 1 in {fmt}, so the average would never forget; use {name} <="
+            f" {1 / (1 + fmt.epsilon):.3g}"
         )
     return code, int(lns.encode(torch.tensor(1 - held, dtype=torch.float64), fmt))
 
@@ -49,7 +51,9 @@ class Codes(ParameterMath):
         fmt: their format.
     """
 
-    def __init__(self, parameter: LNSTensor, state: dict[str, Any], group: dict[str, Any], key: int | None) -> None:
+    def __init__(
+        self, parameter: LNSTensor, state: dict[str, Any], group: dict[str, Any], key: int | None
+    ) -> None:
         super().__init__(parameter, state, group, key)
         self.fmt = parameter.fmt
         self.weight = parameter.codes
@@ -95,7 +99,9 @@ class Codes(ParameterMath):
         return self.put(name, self.blend(self.get(name), x, beta))
 
     def blend(self, x: Tensor, y: Tensor, beta: float) -> Tensor:
-        keep, rest = (torch.tensor(code, dtype=torch.int16) for code in decay_codes(beta, "beta", self.fmt))
+        keep, rest = (
+            torch.tensor(code, dtype=torch.int16) for code in decay_codes(beta, "beta", self.fmt)
+        )
         return self.add(self.mul(keep, x), self.mul(rest, y))
 
     def root_average(self, name: str, x: Tensor, beta: float) -> Tensor:
@@ -107,7 +113,10 @@ class Codes(ParameterMath):
     def root_sum(self, name: str, x: Tensor, start: float = 0.0) -> Tensor:
         if start:
             root = self.get(f"root_{name}")
-            self.put(f"root_{name}", self.first(self.plain(math.sqrt(start), "initial_accumulator_value"), root))
+            self.put(
+                f"root_{name}",
+                self.first(self.plain(math.sqrt(start), "initial_accumulator_value"), root),
+            )
         return self._root(name, x, moments.sum_square(self.fmt.fraction_bits))
 
     def largest(self, name: str, x: Tensor, beta: float) -> Tensor:
@@ -116,8 +125,12 @@ class Codes(ParameterMath):
 
     def hypotenuse(self, x: Tensor, y: float) -> Tensor:
         root, residue = x.clone(), torch.zeros_like(x)
-        other = torch.full_like(x, max(1, int(lns.encode(torch.tensor(y, dtype=torch.float64), self.fmt))))
-        return moments.follow_(root, residue, other, moments.sum_square(self.fmt.fraction_bits), self.fmt)
+        other = torch.full_like(
+            x, max(1, int(lns.encode(torch.tensor(y, dtype=torch.float64), self.fmt)))
+        )
+        return moments.follow_(
+            root, residue, other, moments.sum_square(self.fmt.fraction_bits), self.fmt
+        )
 
     def norm(self, x: Tensor) -> Tensor:
         return reductions.norm(x, self.fmt)
@@ -134,25 +147,39 @@ class Codes(ParameterMath):
         kahan, key = self._group["kahan_sum"], self._key
         lns.sgd_update_(
             self.weight, direction, self.fmt, negative_lr=rate_code(-lr, self.fmt), key=key,
-            momentum=self.plain(momentum, "momentum") if momentum else None, buffer=self.get("momentum_buffer") if momentum else None,
-            compensation=self.get("compensation") if kahan else None, step=None if key is None else self.step,
+            momentum=self.plain(momentum, "momentum") if momentum else None,
+            buffer=self.get("momentum_buffer") if momentum else None,
+            compensation=self.get("compensation") if kahan else None,
+            step=None if key is None else self.step,
         )  # fmt: skip
 
-    def octaves(self, x: Tensor, function: Callable[[Tensor], Tensor], of: tuple[Any, ...]) -> Tensor:
+    def octaves(
+        self, x: Tensor, function: Callable[[Tensor], Tensor], of: tuple[Any, ...]
+    ) -> Tensor:
         return moments.fine_logarithms(x, function, of, self.fmt)
 
     def multiply(self, octaves: Tensor, limit: Tensor | None) -> None:
         residue = self.get("weight_residue") if self._group["kahan_sum"] else None
-        moments.multiply_(self.weight, octaves, residue, limit, self.fmt, key=self._key, step=self.step)
+        moments.multiply_(
+            self.weight, octaves, residue, limit, self.fmt, key=self._key, step=self.step
+        )
 
-    def shrink(self, x: Tensor, function: Callable[[Tensor], Tensor], of: tuple[Any, ...], limit: Tensor | None) -> None:
+    def shrink(
+        self,
+        x: Tensor,
+        function: Callable[[Tensor], Tensor],
+        of: tuple[Any, ...],
+        limit: Tensor | None,
+    ) -> None:
         if not self.fused:
             super().shrink(x, function, of, limit)
             return
         table = moments.fine_table(function, of, self.fmt, self.weight.device)
         residue = self.get("weight_residue") if self._group["kahan_sum"] else None
         highest = None if limit is None else int(limit)
-        directions.multiply(self.weight, x, table, residue, highest, self.fmt, key=self._key, step=int(self.step))
+        directions.multiply(
+            self.weight, x, table, residue, highest, self.fmt, key=self._key, step=int(self.step)
+        )
 
     @property
     def fused(self) -> bool:
@@ -160,10 +187,13 @@ class Codes(ParameterMath):
         return self.weight.device.type == "cpu" and self.weight.is_contiguous()
 
     def lion(self, name: str, betas: tuple[float, float], decay: float) -> Tensor:
-        """``sign(blend(state, grad, beta1)) + decay weight``, while the state's average moves with beta2."""
+        """``sign(blend(state, grad, beta1)) + decay weight``, while the state's average moves with
+        beta2."""
         forward, kept = (decay_codes(beta, "beta", self.fmt) for beta in betas)
         code = self.plain(decay, "weight_decay")
-        return directions.lion(self.weight, self.grad, self.get(name), forward, kept, code, self.fmt)
+        return directions.lion(
+            self.weight, self.grad, self.get(name), forward, kept, code, self.fmt
+        )
 
     def normed(
         self,
@@ -174,29 +204,41 @@ class Codes(ParameterMath):
         factor: Tensor | None = None,
         bound: float | None = None,
     ) -> Tensor:
-        """``(g / (root + eps)) factor`` of ``g = decayed(decay)`` and the root that followed it, at most ``bound``."""
+        """``(g / (root + eps)) factor`` of ``g = decayed(decay)`` and the root that followed it, at
+        most ``bound``."""
         root, residue = self.get(f"root_{name}"), self.get(f"root_{name}_residue")
         return directions.normed(
-            self.weight, self.grad, root, residue, table, self.plain(decay, "weight_decay"), int(self.at_least_smallest(eps)), self.fmt,
-            factor=None if factor is None else int(self.scalar(factor)), bound=None if bound is None else self.plain(bound, "g_bound"),
+            self.weight, self.grad, root, residue, table, self.plain(decay, "weight_decay"),
+            int(self.at_least_smallest(eps)), self.fmt,
+            factor=None if factor is None else int(self.scalar(factor)),
+            bound=None if bound is None else self.plain(bound, "g_bound"),
         )  # fmt: skip
 
     def _root(self, name: str, x: Tensor, table: DecayTable) -> Tensor:
-        return moments.follow_(self.get(f"root_{name}"), self.get(f"root_{name}_residue"), x, table, self.fmt)
+        return moments.follow_(
+            self.get(f"root_{name}"), self.get(f"root_{name}_residue"), x, table, self.fmt
+        )
 
 
 class Decoded(Floats):
-    """Numbers of an LNS parameter whose update computes in float32: codes are decoded when read and rounded when stored.
+    """Numbers of an LNS parameter whose update computes in float32: codes are decoded when read and
+    rounded when stored.
 
-    As in :func:`lns_ops.reference.sgd_update_float32` and :func:`~lns_ops.reference.adam_update_float32`: every operation is one of
-    float32, what is stored is what the step goes on with, but rounded to the format, and what leaves float32 is its largest number.
-    State has the names that :class:`Codes` gives it; a residue holds codes, those of what the stored number lacks.
+    As in :func:`lns_ops.reference.sgd_update_float32` and
+    :func:`~lns_ops.reference.adam_update_float32`: every operation is one of float32, what is
+    stored is what the step goes on with, but rounded to the format, and what leaves float32 is its
+    largest number. State has the names that :class:`Codes` gives it; a residue holds codes, those
+    of what the stored number lacks.
     """
 
-    def __init__(self, parameter: LNSTensor, state: dict[str, Any], group: dict[str, Any], key: int | None) -> None:
+    def __init__(
+        self, parameter: LNSTensor, state: dict[str, Any], group: dict[str, Any], key: int | None
+    ) -> None:
         ParameterMath.__init__(self, parameter, state, group, key)
         self._codes, self._fmt = parameter.codes, parameter.fmt
-        self.weight, grad = (lns.decode(codes, self._fmt) for codes in (parameter.codes, gradient(parameter)))
+        self.weight, grad = (
+            lns.decode(codes, self._fmt) for codes in (parameter.codes, gradient(parameter))
+        )
         self.grad = -grad if group["maximize"] else grad
 
     def get(self, name: str) -> Tensor:
@@ -234,7 +276,11 @@ class Decoded(Floats):
     def follow(self, name: str, target: Tensor, factor: Tensor) -> None:
         lost = f"{name}_compensation"
         state = self._whole(name, lost)
-        self._put_whole(name, torch.where(factor >= 1, target, state + self.scalar(factor) * (target - state)), lost)
+        self._put_whole(
+            name,
+            torch.where(factor >= 1, target, state + self.scalar(factor) * (target - state)),
+            lost,
+        )
 
     def descend(self, direction: Tensor, lr: float) -> None:
         update = direction * -lr
@@ -249,13 +295,17 @@ class Decoded(Floats):
             self._codes.copy_(self._encoded(self.weight + update))
         self.weight = lns.decode(self._codes, self._fmt)
 
-    def octaves(self, x: Tensor, function: Callable[[Tensor], Tensor], of: tuple[Any, ...]) -> Tensor:
+    def octaves(
+        self, x: Tensor, function: Callable[[Tensor], Tensor], of: tuple[Any, ...]
+    ) -> Tensor:
         return moments.fine(function(x), self._fmt)
 
     def multiply(self, octaves: Tensor, limit: Tensor | None) -> None:
         residue = super().get("weight_residue") if self._group["kahan_sum"] else None
         code = None if limit is None else self._encoded(limit).clamp_min(1)
-        moments.multiply_(self._codes, octaves, residue, code, self._fmt, key=self._key, step=self.step)
+        moments.multiply_(
+            self._codes, octaves, residue, code, self._fmt, key=self._key, step=self.step
+        )
 
     def _encoded(self, x: Tensor, bits: Tensor | None = None) -> Tensor:
         return Logarithmic(self._fmt).encode(_inside(x), bits).codes
@@ -275,7 +325,9 @@ def _inside(x: Tensor) -> Tensor:
     return x.clamp(_FLOAT32.min, _FLOAT32.max)
 
 
-def math_of(parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None) -> ParameterMath:
+def math_of(
+    parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None
+) -> ParameterMath:
     """The numbers of a parameter that has a gradient."""
     if not isinstance(parameter, LNSTensor):
         return Floats(parameter, state, group, key)

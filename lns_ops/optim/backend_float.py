@@ -16,7 +16,9 @@ from lns_ops.optim.base import add_float
 class Floats(ParameterMath):
     """Numbers of a float parameter: torch operations that a CUDA graph can capture."""
 
-    def __init__(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None) -> None:
+    def __init__(
+        self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None
+    ) -> None:
         super().__init__(parameter, state, group, key)
         assert parameter.grad is not None
         self.weight = parameter.detach()
@@ -85,16 +87,25 @@ class Floats(ParameterMath):
 
     def follow(self, name: str, target: Tensor, factor: Tensor) -> None:
         state = self.get(name)
-        self.put(name, torch.where(factor >= 1, target, state + self.scalar(factor) * (target - state)))
+        self.put(
+            name, torch.where(factor >= 1, target, state + self.scalar(factor) * (target - state))
+        )
 
     def descend(self, direction: Tensor, lr: float) -> None:
         add_float(self._parameter, direction, -lr, self._compensation())
 
-    def octaves(self, x: Tensor, function: Callable[[Tensor], Tensor], of: tuple[Any, ...]) -> Tensor:
+    def octaves(
+        self, x: Tensor, function: Callable[[Tensor], Tensor], of: tuple[Any, ...]
+    ) -> Tensor:
         return function(x)
 
     def multiply(self, octaves: Tensor, limit: Tensor | None) -> None:
-        add_float(self._parameter, self.weight * torch.expm1(octaves * math.log(2)), 1.0, self._compensation())
+        add_float(
+            self._parameter,
+            self.weight * torch.expm1(octaves * math.log(2)),
+            1.0,
+            self._compensation(),
+        )
         if limit is not None:
             self._parameter.clamp_(-limit, limit)
 

@@ -1,16 +1,21 @@
-"""One parameter's numbers, LNS codes or floats, so that an optimizer is written once, as a sequence of operations.
+"""One parameter's numbers, LNS codes or floats, so that an optimizer is written once, as a sequence
+of operations.
 
-The operations of :class:`~lns_ops.optim.backend_codes.Codes` are those of :mod:`lns_ops.functional` on int16 codes, each an LNS operation
-of its own (rounded once), on any device with the same bits; those of :class:`~lns_ops.optim.backend_float.Floats` are torch's;
-:class:`~lns_ops.optim.backend_codes.Decoded` takes these in float32 and codes for what is kept from step to step. An optimizer composed
-of them *is* its own reference: the order in which it calls them is the contract.
+The operations of :class:`~lns_ops.optim.backend_codes.Codes` are those of :mod:`lns_ops.functional`
+on int16 codes, each an LNS operation of its own (rounded once), on any device with the same bits;
+those of :class:`~lns_ops.optim.backend_float.Floats` are torch's;
+:class:`~lns_ops.optim.backend_codes.Decoded` takes these in float32 and codes for what is kept from
+step to step. An optimizer composed of them *is* its own reference: the order in which it calls them
+is the contract.
 
-Averages that move by less than half an ulp a step would freeze. So what an LNS parameter keeps of a second moment is its *root* (half the
-range) with 16 bits below the ulp in a residue (:mod:`lns_ops.optim.moments`), as in :class:`lns_ops.optim.Adam`. Fresh state is zero
-everywhere: a CUDA graph is captured on zeroed state.
+Averages that move by less than half an ulp a step would freeze. So what an LNS parameter keeps of a
+second moment is its *root* (half the range) with 16 bits below the ulp in a residue
+(:mod:`lns_ops.optim.moments`), as in :class:`lns_ops.optim.Adam`. Fresh state is zero everywhere: a
+CUDA graph is captured on zeroed state.
 
-Scalars that depend on the step are float64 tensors on the parameter's device, encoded once; so a captured graph goes on counting. A device
-whose float64 power differs in its last of 53 bits can round such a scalar to the other code, about once in 10^12 steps.
+Scalars that depend on the step are float64 tensors on the parameter's device, encoded once; so a
+captured graph goes on counting. A device whose float64 power differs in its last of 53 bits can
+round such a scalar to the other code, about once in 10^12 steps.
 """
 
 from __future__ import annotations
@@ -38,7 +43,9 @@ class ParameterMath(ABC):
     weight: Tensor
     grad: Tensor
 
-    def __init__(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None) -> None:
+    def __init__(
+        self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None
+    ) -> None:
         self._parameter, self._state, self._group, self._key = parameter, state, group, key
         zeros(state, parameter, "step")
         self.step: Tensor = state["step"]
@@ -49,7 +56,8 @@ class ParameterMath(ABC):
         return self.step.double()
 
     def get(self, name: str) -> Tensor:
-        """State of that name, zeros of the parameter's format and shape at first; to be changed by :meth:`put` alone."""
+        """State of that name, zeros of the parameter's format and shape at first; to be changed by
+        :meth:`put` alone."""
         zeros(self._state, self._parameter, name)
         value: Tensor = self._state[name]
         return value.codes if isinstance(value, LNSTensor) else value
@@ -59,7 +67,8 @@ class ParameterMath(ABC):
         return self.get(name).copy_(value)
 
     def first(self, start: Tensor | float, value: Tensor) -> Tensor:
-        """``start`` in the first step, later ``value``; a start on the host must be a Python number, which a graph can capture."""
+        """``start`` in the first step, later ``value``; a start on the host must be a Python
+        number, which a graph can capture."""
         return torch.where(self.step == 1, start, value)
 
     @abstractmethod
@@ -67,7 +76,8 @@ class ParameterMath(ABC):
         """A constant; ``name`` is what an error calls it."""
 
     def plain(self, value: float, name: str = "") -> Any:
-        """:meth:`number` as a Python number: what selections take, also while a CUDA graph is captured."""
+        """:meth:`number` as a Python number: what selections take, also while a CUDA graph is
+        captured."""
         made = self.number(value, name)
         return int(made) if isinstance(made, Tensor) else made
 
@@ -113,7 +123,8 @@ class ParameterMath(ABC):
 
     @abstractmethod
     def average(self, name: str, x: Tensor, beta: float) -> Tensor:
-        """``state = beta state + (1 - beta) x``, returned; in LNS with the beta that the format has, so that its gain is 1."""
+        """``state = beta state + (1 - beta) x``, returned; in LNS with the beta that the format
+        has, so that its gain is 1."""
 
     @abstractmethod
     def blend(self, x: Tensor, y: Tensor, beta: float) -> Tensor:
@@ -145,31 +156,50 @@ class ParameterMath(ABC):
 
     @abstractmethod
     def follow(self, name: str, target: Tensor, factor: Tensor) -> None:
-        """``state += factor (target - state)``, the sum compensated; ``target`` itself where the factor (float64) is 1."""
+        """``state += factor (target - state)``, the sum compensated; ``target`` itself where the
+        factor (float64) is 1."""
 
     @abstractmethod
     def descend(self, direction: Tensor, lr: float) -> None:
         """``weight -= lr direction``, rounded as the group says."""
 
     @abstractmethod
-    def octaves(self, x: Tensor, function: Callable[[Tensor], Tensor], of: tuple[Any, ...]) -> Tensor:
-        """``function(x)`` of float64 as a change of a logarithm: in LNS int64 in 2^-16 ulps, from a table (kept under ``of``)."""
+    def octaves(
+        self, x: Tensor, function: Callable[[Tensor], Tensor], of: tuple[Any, ...]
+    ) -> Tensor:
+        """``function(x)`` of float64 as a change of a logarithm: in LNS int64 in 2^-16 ulps, from a
+        table (kept under ``of``)."""
 
     @abstractmethod
     def multiply(self, octaves: Tensor, limit: Tensor | None) -> None:
-        """``weight *= 2^octaves``, at most ``limit`` (a number of the format) in magnitude; a zero weight stays."""
+        """``weight *= 2^octaves``, at most ``limit`` (a number of the format) in magnitude; a zero
+        weight stays."""
 
-    def shrink(self, x: Tensor, function: Callable[[Tensor], Tensor], of: tuple[Any, ...], limit: Tensor | None) -> None:
+    def shrink(
+        self,
+        x: Tensor,
+        function: Callable[[Tensor], Tensor],
+        of: tuple[Any, ...],
+        limit: Tensor | None,
+    ) -> None:
         """``weight *= 2^(-sign(weight) function(x))``: :meth:`octaves` and :meth:`multiply`."""
         self.multiply(torch.where(self.weight < 0, 1, -1) * self.octaves(x, function, of), limit)
 
     def decayed(self, decay: float) -> Tensor:
         """``grad + decay weight``: decay in the gradient (L2)."""
-        return self.add(self.grad, self.mul(self.number(decay, "weight_decay"), self.weight)) if decay else self.grad
+        return (
+            self.add(self.grad, self.mul(self.number(decay, "weight_decay"), self.weight))
+            if decay
+            else self.grad
+        )
 
     def with_decay(self, direction: Tensor, decay: float) -> Tensor:
         """``direction + decay weight``: decoupled decay."""
-        return self.add(direction, self.mul(self.number(decay, "weight_decay"), self.weight)) if decay else direction
+        return (
+            self.add(direction, self.mul(self.number(decay, "weight_decay"), self.weight))
+            if decay
+            else direction
+        )
 
     def root_mean_square(self) -> Tensor:
         """Of the weight's elements, float64."""

@@ -1,4 +1,5 @@
-"""What the optimizers share: rounding options, the loop over parameters, state, Kahan sums of floats."""
+"""What the optimizers share: rounding options, the loop over parameters, state, Kahan sums of
+floats."""
 
 from __future__ import annotations
 
@@ -25,10 +26,11 @@ class Rounding(TypedDict, total=False):
 
     Attributes:
         kahan_sum: keep a Kahan compensation for each parameter.
-        stochastic_rounding: round ``w + update`` at random, its expected value exact; LNS parameters only.
+        stochastic_rounding: round ``w + update`` at random, its expected value exact; LNS
+            parameters only.
         seed: of the random rounding, 0 to 2^31 - 1.
-        arithmetic: of an LNS parameter's update: ``lns`` (every operation an LNS operation) or ``float32`` (codes are decoded when read
-            and rounded when stored).
+        arithmetic: of an LNS parameter's update: ``lns`` (every operation an LNS operation) or
+            ``float32`` (codes are decoded when read and rounded when stored).
         maximize: go up the gradient instead of down.
     """
 
@@ -40,10 +42,17 @@ class Rounding(TypedDict, total=False):
 
 
 def state_dtype(name: str) -> torch.dtype | None:
-    """The dtype of state that is not in the parameter's format: counters and bits below the ulp; None for other state."""
+    """The dtype of state that is not in the parameter's format: counters and bits below the ulp;
+    None for other state."""
     if name == "step":
         return torch.int64
-    return torch.int16 if name.endswith("_residue") else torch.float64 if name in ("mu_product", "max_weight") else None
+    return (
+        torch.int16
+        if name.endswith("_residue")
+        else torch.float64
+        if name in ("mu_product", "max_weight")
+        else None
+    )
 
 
 def check_range(name: str, value: float, low: float, high: float, example: str) -> None:
@@ -53,7 +62,9 @@ def check_range(name: str, value: float, low: float, high: float, example: str) 
         ValueError: with the value, the range and an example.
     """
     if not low <= value < high:
-        raise ValueError(f"{name}={value}: must be at least {low:g} and below {high:g}, for example {example}")
+        raise ValueError(
+            f"{name}={value}: must be at least {low:g} and below {high:g}, for example {example}"
+        )
 
 
 @lru_cache(maxsize=1024)
@@ -66,19 +77,22 @@ def scalar_code(name: str, value: float, fmt: LNSFormat) -> int:
     code = _code(value, fmt)
     if code == 0 and value != 0:
         raise ValueError(
-            f"{name}={abs(value):g}: underflows to zero in {fmt}, whose smallest magnitude is {fmt.smallest:.3g}; raise {name} "
-            "(sum the loss over fewer examples, or average it) or use a format with more integer bits"
+            f"{name}={abs(value):g}: underflows to zero in {fmt}, whose smallest magnitude is"
+            f" {fmt.smallest:.3g}; raise {name} (sum the loss over fewer examples, or average it)"
+            " or use a format with more integer bits"
         )
     return code
 
 
 def rate_code(rate: float, fmt: LNSFormat) -> int:
-    """The code of a step's learning rate: 0, with a warning, where a schedule has taken it below the format's smallest magnitude."""
+    """The code of a step's learning rate: 0, with a warning, where a schedule has taken it below
+    the format's smallest magnitude."""
     code = _code(rate, fmt)
     if code == 0 and rate != 0:
         warnings.warn(
-            f"a learning rate below {fmt.smallest:.3g}, the smallest magnitude of {fmt}, underflows: such steps leave weights as they "
-            "are; end the schedule above it, or use a format with more integer bits or arithmetic='float32'",
+            f"a learning rate below {fmt.smallest:.3g}, the smallest magnitude of {fmt},"
+            " underflows: such steps leave weights as they are; end the schedule above it, or use"
+            " a format with more integer bits or arithmetic='float32'",
             stacklevel=2,
         )
     return code
@@ -88,7 +102,8 @@ def gradient(parameter: LNSTensor) -> Tensor:
     grad, fmt = parameter.grad, parameter.fmt
     if not isinstance(grad, LNSTensor) or grad.fmt != fmt:
         raise ValueError(
-            f"gradient of type {type(grad).__name__} for an {fmt} parameter: must be an LNSTensor of the same format"
+            f"gradient of type {type(grad).__name__} for an {fmt} parameter: must be an LNSTensor"
+            " of the same format"
         )
     return grad.codes
 
@@ -99,7 +114,8 @@ def state_codes(state: dict[str, Tensor], name: str) -> Tensor | None:
 
 
 def _without_compiler(method: Any) -> Any:
-    """``method`` of torch's Optimizer without the wrapper that keeps the compiler out of it, where no compiler is loaded.
+    """``method`` of torch's Optimizer without the wrapper that keeps the compiler out of it, where
+    no compiler is loaded.
 
     The wrapper loads the compiler first, which takes a process two seconds.
     """
@@ -113,15 +129,22 @@ class LNSOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         if defaults["arithmetic"] not in ARITHMETICS:
-            raise ValueError(f"arithmetic={defaults['arithmetic']!r}: must be one of {', '.join(ARITHMETICS)}, for example 'lns'")
+            raise ValueError(
+                f"arithmetic={defaults['arithmetic']!r}: must be one of {', '.join(ARITHMETICS)},"
+                " for example 'lns'"
+            )
         if defaults["kahan_sum"] and defaults["stochastic_rounding"]:
             raise ValueError(
-                "kahan_sum=True, stochastic_rounding=True: each keeps what the other has nothing left of; choose one of them"
+                "kahan_sum=True, stochastic_rounding=True: each keeps what the other has nothing"
+                " left of; choose one of them"
             )
         if not 0 <= defaults["lr"] < float("inf"):
             raise ValueError(f"lr={defaults['lr']}: must be finite and at least 0")
         if not isinstance(defaults["seed"], int) or not 0 <= defaults["seed"] < 1 << 31:
-            raise ValueError(f"seed={defaults['seed']!r}: must be a whole number from 0 to 2^31 - 1, for example 0")
+            raise ValueError(
+                f"seed={defaults['seed']!r}: must be a whole number from 0 to 2^31 - 1, for"
+                " example 0"
+            )
         super().__init__(params, defaults)
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -129,8 +152,9 @@ class LNSOptimizer(torch.optim.Optimizer):
                     self._check(group, parameter.fmt)
                 elif group["stochastic_rounding"]:
                     raise ValueError(
-                        f"stochastic_rounding=True for a {parameter.dtype} parameter: LNS parameters only; use kahan_sum=True, or "
-                        "convert the module with scope='everywhere'"
+                        f"stochastic_rounding=True for a {parameter.dtype} parameter: LNS"
+                        " parameters only; use kahan_sum=True, or convert the module with"
+                        " scope='everywhere'"
                     )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -145,7 +169,9 @@ class LNSOptimizer(torch.optim.Optimizer):
         """Refuse hyperparameters that cannot be used in ``fmt``."""
         raise NotImplementedError
 
-    def _update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None) -> None:
+    def _update(
+        self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None
+    ) -> None:
         raise NotImplementedError
 
     @overload
@@ -178,39 +204,57 @@ class LNSOptimizer(torch.optim.Optimizer):
                 group.setdefault(name, value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; integer state stays integer (torch would turn it into the parameter's dtype)."""
+        """As torch's; integer state stays integer (torch would turn it into the parameter's
+        dtype)."""
         super().load_state_dict(state_dict)
-        saved, groups = state_dict["state"], zip(state_dict["param_groups"], self.param_groups, strict=True)
+        saved, groups = (
+            state_dict["state"],
+            zip(state_dict["param_groups"], self.param_groups, strict=True),
+        )
         for theirs, ours in groups:
             for key, parameter in zip(theirs["params"], ours["params"], strict=True):
                 for name in saved.get(key, {}):
                     if (dtype := state_dtype(name)) is not None:
-                        self.state[parameter][name] = torch.as_tensor(saved[key][name]).to(parameter.device, dtype, copy=True)
+                        self.state[parameter][name] = torch.as_tensor(saved[key][name]).to(
+                            parameter.device, dtype, copy=True
+                        )
 
     @torch.no_grad()
     def init_compensation(self, exact: Iterable[Tensor] | Mapping[str, Tensor]) -> None:
-        """Start from float weights: every weight becomes the nearest number of its format, its compensation what that lacks.
+        """Start from float weights: every weight becomes the nearest number of its format, its
+        compensation what that lacks.
 
         ::
 
-            exact = [p.detach().clone() for p in model.parameters()]  # or a float32 checkpoint's state dict
-            optimizer = SGD(convert_(model, "lns12", scope="everywhere").parameters(), lr=0.1, kahan_sum=True)
+            exact = [p.detach().clone() for p in model.parameters()]  # or a float32 checkpoint's
+                                                                      # state dict
+            convert_(model, "lns12", scope="everywhere")
+            optimizer = SGD(model.parameters(), lr=0.1, kahan_sum=True)
             optimizer.init_compensation(exact)
 
         Args:
-            exact: a float tensor for every parameter, in their order; or by name, if the optimizer was made of
-                ``model.named_parameters()``.
+            exact: a float tensor for every parameter, in their order; or by name, if the optimizer
+                was made of ``model.named_parameters()``.
 
         Raises:
-            ValueError: without ``kahan_sum``, or the tensors are not as many, or not of the shapes, of the parameters.
+            ValueError: without ``kahan_sum``, or the tensors are not as many, or not of the shapes,
+                of the parameters.
         """
         if not all(group["kahan_sum"] for group in self.param_groups):
-            raise ValueError("init_compensation of an optimizer with kahan_sum=False: it keeps none; make it with kahan_sum=True")
+            raise ValueError(
+                "init_compensation of an optimizer with kahan_sum=False: it keeps none; make it"
+                " with kahan_sum=True"
+            )
         parameters = [p for group in self.param_groups for p in group["params"]]
         values = self._by_name(exact) if isinstance(exact, Mapping) else list(exact)
-        shapes, wanted = [tuple(value.shape) for value in values], [tuple(p.shape) for p in parameters]
+        shapes, wanted = (
+            [tuple(value.shape) for value in values],
+            [tuple(p.shape) for p in parameters],
+        )
         if shapes != wanted:
-            raise ValueError(f"exact values of shapes {shapes}: must be those of the parameters, {wanted}")
+            raise ValueError(
+                f"exact values of shapes {shapes}: must be those of the parameters, {wanted}"
+            )
         for parameter, value in zip(parameters, values, strict=True):
             self._split(parameter, value.detach().to(parameter.device, torch.float64))
 
@@ -218,8 +262,9 @@ class LNSOptimizer(torch.optim.Optimizer):
         names = [name for group in self.param_groups for name in group.get("param_names", [])]
         if missing := [name for name in names if name not in exact] or not names:
             raise ValueError(
-                f"exact values by name, and none for {missing if names else 'parameters without names'}: make the optimizer of "
-                "model.named_parameters() and pass a value for each, or pass the values in order"
+                "exact values by name, and none for"
+                f" {missing if names else 'parameters without names'}: make the optimizer of"
+                " model.named_parameters() and pass a value for each, or pass the values in order"
             )
         return [exact[name] for name in names]
 
@@ -230,7 +275,9 @@ class LNSOptimizer(torch.optim.Optimizer):
         if isinstance(parameter, LNSTensor):
             fmt, weight = parameter.fmt, lns.encode(value, parameter.fmt)
             parameter.codes.copy_(weight)
-            state["compensation"].codes.copy_(lns.encode(value - lns.decode(weight, fmt, torch.float64), fmt))
+            state["compensation"].codes.copy_(
+                lns.encode(value - lns.decode(weight, fmt, torch.float64), fmt)
+            )
         else:
             parameter.copy_(value)
             state["compensation"].copy_(value - parameter.double())
@@ -248,7 +295,9 @@ def zeros(state: dict[str, Any], parameter: Tensor, *names: str) -> None:
             state[name] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
 
 
-def add_float(parameter: Tensor, direction: Tensor, alpha: float, compensation: Tensor | None) -> None:
+def add_float(
+    parameter: Tensor, direction: Tensor, alpha: float, compensation: Tensor | None
+) -> None:
     """``parameter += alpha direction``, with Kahan compensation where there is one."""
     if compensation is None:
         parameter.add_(direction, alpha=alpha)
@@ -260,9 +309,14 @@ def add_float(parameter: Tensor, direction: Tensor, alpha: float, compensation: 
 
 
 def parameters_by_format(params: Iterable[Tensor]) -> dict[str, int]:
-    """How many values are kept in each format: ``{"lns12": 407050}``; float dtypes under their torch names."""
+    """How many values are kept in each format: ``{"lns12": 407050}``; float dtypes under their
+    torch names."""
     counts: dict[str, int] = {}
     for parameter in params:
-        name = str(parameter.fmt) if isinstance(parameter, LNSTensor) else str(parameter.dtype).removeprefix("torch.")
+        name = (
+            str(parameter.fmt)
+            if isinstance(parameter, LNSTensor)
+            else str(parameter.dtype).removeprefix("torch.")
+        )
         counts[name] = counts.get(name, 0) + parameter.numel()
     return counts

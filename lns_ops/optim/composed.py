@@ -1,4 +1,5 @@
-"""What the optimizers composed of LNS operations share; :mod:`lns_ops.optim.backends` has the operations."""
+"""What the optimizers composed of LNS operations share; :mod:`lns_ops.optim.backends` has the
+operations."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ from lns_ops.optim.base import LNSOptimizer, Rounding, scalar_code
 from lns_ops.spec.format import LNSFormat
 from lns_ops.spec.reference_updates import check_adam
 
-ROUNDING: Rounding = {"kahan_sum": False, "stochastic_rounding": False, "seed": 0, "arithmetic": "lns", "maximize": False}
+ROUNDING: Rounding = {
+    "kahan_sum": False,
+    "stochastic_rounding": False,
+    "seed": 0,
+    "arithmetic": "lns",
+    "maximize": False,
+}
 """What :class:`Rounding` is unless given."""
 
 
@@ -24,23 +31,31 @@ def complete(rounding: Rounding) -> dict[str, Any]:
         TypeError: a name that is none of its names.
     """
     if unknown := sorted(rounding.keys() - ROUNDING.keys()):
-        raise TypeError(f"unexpected arguments {', '.join(unknown)}: optimizers here also take {', '.join(sorted(ROUNDING))}")
+        raise TypeError(
+            f"unexpected arguments {', '.join(unknown)}: optimizers here also take"
+            f" {', '.join(sorted(ROUNDING))}"
+        )
     return {**ROUNDING, **rounding}
 
 
 class ComposedOptimizer(LNSOptimizer):
     """An optimizer written as a sequence of operations, the same for LNS and float parameters.
 
-    Every operation on an LNS parameter is an LNS operation of its own, on any device with the same bits, or with ``arithmetic="float32"``
-    one of float32 between loads and stores; the sum of weight and update is rounded as :class:`~lns_ops.optim.SGD` rounds it.
+    Every operation on an LNS parameter is an LNS operation of its own, on any device with the same
+    bits, or with ``arithmetic="float32"`` one of float32 between loads and stores; the sum of
+    weight and update is rounded as :class:`~lns_ops.optim.SGD` rounds it.
     """
 
     _factors: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
-    """Options that the update multiplies by: they must not underflow in an LNS parameter's format."""
+    """Options that the update multiplies by: they must not underflow in an LNS parameter's
+    format."""
 
     def __init__(self, params: Any, options: dict[str, Any], rounding: Rounding) -> None:
         if not 0 <= options.get("weight_decay", 0.0) < float("inf"):
-            raise ValueError(f"weight_decay={options['weight_decay']}: must be finite and at least 0, for example 0.01")
+            raise ValueError(
+                f"weight_decay={options['weight_decay']}: must be finite and at least 0, for"
+                " example 0.01"
+            )
         super().__init__(params, options | complete(rounding))
 
     def _check(self, group: dict[str, Any], fmt: LNSFormat) -> None:
@@ -56,14 +71,17 @@ class ComposedOptimizer(LNSOptimizer):
         """Decays of averages of signed numbers, which must not round to 1."""
         return {}
 
-    def _update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None) -> None:
+    def _update(
+        self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None
+    ) -> None:
         x = math_of(parameter, state, group, key)
         x.step.add_(1)
         if not (isinstance(x, Codes) and x.fused and self._fused(x, group)):
             self._step(x, group)
 
     def _fused(self, x: Codes, group: dict[str, Any]) -> bool:
-        """:meth:`_step` by kernels of several operations, with the same bits; False where there are none for the group's options."""
+        """:meth:`_step` by kernels of several operations, with the same bits; False where there are
+        none for the group's options."""
         return False
 
     @abstractmethod
@@ -72,9 +90,12 @@ class ComposedOptimizer(LNSOptimizer):
 
 
 class WithBetas(ComposedOptimizer):
-    """A composed optimizer whose ``betas`` are a decay of the gradient's average and one of a second average, as Adam's."""
+    """A composed optimizer whose ``betas`` are a decay of the gradient's average and one of a
+    second average, as Adam's."""
 
-    def __init__(self, params: Any, betas: tuple[float, float], options: dict[str, Any], rounding: Rounding) -> None:
+    def __init__(
+        self, params: Any, betas: tuple[float, float], options: dict[str, Any], rounding: Rounding
+    ) -> None:
         if len(betas) != 2:
             raise ValueError(f"betas={betas}: must be two decays, for example (0.9, 0.999)")
         check_adam(*betas, options.get("eps", 1e-8))
@@ -85,7 +106,8 @@ class WithBetas(ComposedOptimizer):
 
 
 def adam_direction(x: ParameterMath, grad: Tensor, group: dict[str, Any]) -> Tensor:
-    """``correction (exp_avg / (root + eps_hat))`` of :class:`lns_ops.optim.Adam`; ``amsgrad``: of the largest root so far."""
+    """``correction (exp_avg / (root + eps_hat))`` of :class:`lns_ops.optim.Adam`; ``amsgrad``: of
+    the largest root so far."""
     beta1, beta2 = group["betas"]
     average, root = x.average("exp_avg", grad, beta1), x.root_average("exp_avg_sq", grad, beta2)
     if group.get("amsgrad"):

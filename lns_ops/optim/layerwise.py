@@ -1,8 +1,9 @@
 """Steps in proportion to the norm of a layer's weights, for large batches: LARS and LAMB.
 
-A tensor's norm is a float64 number from counts of magnitudes (:func:`lns_ops.functional.reductions.norm`), so no square leaves the range
-of a narrow format; only the ratio of two norms enters the format, rounded once. Groups with ``adapt=False`` (biases and the weights of
-norms, as both papers' authors do) take the ratio 1.
+A tensor's norm is a float64 number from counts of magnitudes
+(:func:`lns_ops.functional.reductions.norm`), so no square leaves the range of a narrow format; only
+the ratio of two norms enters the format, rounded once. Groups with ``adapt=False`` (biases and the
+weights of norms, as both papers' authors do) take the ratio 1.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class LARS(ComposedOptimizer):
     ::
 
         g = grad + weight_decay w
-        ratio = trust_coefficient ||w|| / (||grad|| + weight_decay ||w||)       1 where a norm is zero, or without adapt
+        ratio = trust_coefficient ||w|| / (||grad|| + weight_decay ||w||)       1 where a norm is
+                                                                                zero, or without
+                                                                                adapt
         buffer = momentum buffer + ratio g
         w += -lr buffer                                       (nesterov: ratio g + momentum buffer)
 
@@ -41,26 +44,40 @@ class LARS(ComposedOptimizer):
         trust_coefficient: positive.
         nesterov: look ahead.
         adapt: whether to take the ratio at all; an option of a group.
-        rounding: ``kahan_sum``, ``stochastic_rounding``, ``seed``, ``arithmetic``, ``maximize``: :class:`lns_ops.optim.base.Rounding`.
+        rounding: ``kahan_sum``, ``stochastic_rounding``, ``seed``, ``arithmetic``, ``maximize``:
+            :class:`lns_ops.optim.base.Rounding`.
 
     State: ``step``, ``momentum_buffer``.
 
     Raises:
-        ValueError: a value out of range, or one that underflows, or a momentum that rounds to 1, in a parameter's format.
+        ValueError: a value out of range, or one that underflows, or a momentum that rounds to 1, in
+            a parameter's format.
 
     Source: Y. You, I. Gitman, B. Ginsburg 2017 (arXiv:1708.03888).
     """
 
     def __init__(
-        self, params: Any, lr: float, momentum: float = 0.9, weight_decay: float = 0.0, trust_coefficient: float = 1e-3,
-        nesterov: bool = False, adapt: bool = True, **rounding: Unpack[Rounding],
+        self, params: Any, lr: float, momentum: float = 0.9, weight_decay: float = 0.0,
+        trust_coefficient: float = 1e-3, nesterov: bool = False, adapt: bool = True,
+        **rounding: Unpack[Rounding],
     ) -> None:  # fmt: skip
         check_range("momentum", momentum, 0, 1, "0.9")
         if not 0 < trust_coefficient < math.inf:
-            raise ValueError(f"trust_coefficient={trust_coefficient}: must be positive and finite, for example 0.001")
+            raise ValueError(
+                f"trust_coefficient={trust_coefficient}: must be positive and finite, for example"
+                " 0.001"
+            )
         if nesterov and not momentum:
-            raise ValueError("nesterov=True with momentum=0: there is nothing to look ahead with; use momentum=0.9")
-        options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust_coefficient": trust_coefficient}
+            raise ValueError(
+                "nesterov=True with momentum=0: there is nothing to look ahead with; use"
+                " momentum=0.9"
+            )
+        options = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "trust_coefficient": trust_coefficient,
+        }
         super().__init__(params, options | {"nesterov": nesterov, "adapt": adapt}, rounding)
 
     def _decays(self, group: dict[str, Any]) -> dict[str, float]:
@@ -74,7 +91,9 @@ class LARS(ComposedOptimizer):
             direction = _scaled(x, direction, ratio, (weight > 0) & (grad > 0))
         if group["momentum"]:
             momentum, step = x.number(group["momentum"], "momentum"), direction
-            direction = x.put("momentum_buffer", x.add(x.mul(momentum, x.get("momentum_buffer")), step))
+            direction = x.put(
+                "momentum_buffer", x.add(x.mul(momentum, x.get("momentum_buffer")), step)
+            )
             if group["nesterov"]:
                 direction = x.add(step, x.mul(momentum, direction))
         x.descend(direction, group["lr"])
@@ -85,8 +104,10 @@ class LAMB(WithBetas):
 
     ::
 
-        d = correction exp_avg / (root + eps_hat) + weight_decay w              Adam's direction, see there
-        w += -lr (d ||w|| / ||d||)                            ratio 1 where a norm is zero, or without adapt
+        d = correction exp_avg / (root + eps_hat) + weight_decay w              Adam's direction,
+                                                                                see there
+        w += -lr (d ||w|| / ||d||)                            ratio 1 where a norm is zero, or
+                                                              without adapt
 
     Args:
         params, lr, rounding: as for :class:`LARS`.
@@ -97,7 +118,8 @@ class LAMB(WithBetas):
     State: ``step``, ``exp_avg``; ``exp_avg_sq`` (float parameters) or its root and residue.
 
     Raises:
-        ValueError: a value out of range, one that underflows, or a beta1 that rounds to 1, in a parameter's format.
+        ValueError: a value out of range, one that underflows, or a beta1 that rounds to 1, in a
+            parameter's format.
 
     Source: Y. You et al. 2020 (arXiv:1904.00962).
     """
@@ -105,10 +127,16 @@ class LAMB(WithBetas):
     _factors: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
 
     def __init__(
-        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6, weight_decay: float = 0.0,
-        adapt: bool = True, **rounding: Unpack[Rounding],
+        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6, weight_decay: float = 0.0, adapt: bool = True,
+        **rounding: Unpack[Rounding],
     ) -> None:  # fmt: skip
-        super().__init__(params, betas, {"lr": lr, "eps": eps, "weight_decay": weight_decay, "adapt": adapt}, rounding)
+        super().__init__(
+            params,
+            betas,
+            {"lr": lr, "eps": eps, "weight_decay": weight_decay, "adapt": adapt},
+            rounding,
+        )
 
     def _step(self, x: ParameterMath, group: dict[str, Any]) -> None:
         direction = x.with_decay(adam_direction(x, x.grad, group), group["weight_decay"])

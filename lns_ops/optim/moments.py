@@ -1,11 +1,14 @@
-"""What optimizers need of codes beside arithmetic: averages with bits below the ulp, weights that are multiplied.
+"""What optimizers need of codes beside arithmetic: averages with bits below the ulp, weights that
+are multiplied.
 
-Everything here is integer arithmetic in torch operations, so it gives the same bits on every device without a kernel of its own; on a CPU
-the averages and the random bits come from compiled kernels instead (:mod:`lns_ops.cpu.kernels.updates`), equal to the integers here.
+Everything here is integer arithmetic in torch operations, so it gives the same bits on every device
+without a kernel of its own; on a CPU the averages and the random bits come from compiled kernels
+instead (:mod:`lns_ops.cpu.kernels.updates`), equal to the integers here.
 
-A *fine* logarithm has :data:`~lns_ops.spec.gaussian_log.FINE_BITS` = 16 bits behind the ulp. An average follows its input by
-``fine(r') = max(fine(r) + keep, fine(x) + take) + table[X - R]``, the table of :class:`lns_ops.spec.gaussian_log.DecayTable`; what the
-stored root has not of it stays in a residue (int16, -2^15 .. 2^15 - 1).
+A *fine* logarithm has :data:`~lns_ops.spec.gaussian_log.FINE_BITS` = 16 bits behind the ulp. An
+average follows its input by ``fine(r') = max(fine(r) + keep, fine(x) + take) + table[X - R]``, the
+table of :class:`lns_ops.spec.gaussian_log.DecayTable`; what the stored root has not of it stays in
+a residue (int16, -2^15 .. 2^15 - 1).
 """
 
 from __future__ import annotations
@@ -46,11 +49,14 @@ def sum_square(fraction_bits: int) -> DecayTable:
 @lru_cache(maxsize=64)
 def maximum(beta: float, fraction_bits: int) -> DecayTable:
     """``max(beta r, |x|)``, beta in (0, 1]."""
-    return DecayTable(round(math.log2(beta) * 2 ** (fraction_bits + FINE_BITS)), 0, 0, np.zeros(1, np.int32))
+    return DecayTable(
+        round(math.log2(beta) * 2 ** (fraction_bits + FINE_BITS)), 0, 0, np.zeros(1, np.int32)
+    )
 
 
 def follow_(root: Tensor, residue: Tensor, x: Tensor, table: DecayTable, fmt: LNSFormat) -> Tensor:
-    """Move the nonnegative ``root`` by one step of ``table``, in place with its ``residue``; returns it.
+    """Move the nonnegative ``root`` by one step of ``table``, in place with its ``residue``;
+    returns it.
 
     Args:
         root: int16 codes, nonnegative, contiguous.
@@ -78,19 +84,25 @@ def follow_(root: Tensor, residue: Tensor, x: Tensor, table: DecayTable, fmt: LN
     return root
 
 
-def followed(root: Tensor, residue: Tensor, x: Tensor, table: DecayTable, fmt: LNSFormat) -> tuple[Tensor, Tensor]:
-    """:func:`follow_` out of place in integers, :func:`lns_ops.reference.followed` of any device."""
+def followed(
+    root: Tensor, residue: Tensor, x: Tensor, table: DecayTable, fmt: LNSFormat
+) -> tuple[Tensor, Tensor]:
+    """:func:`follow_` out of place in integers, :func:`lns_ops.reference.followed` of any
+    device."""
     (root_log, _), (x_log, _) = _logarithm(root, fmt), _logarithm(x, fmt)
     entries = _on(table.table, root.device)
     index = (x_log - root_log).clamp(table.first, table.first + len(table.table) - 1) - table.first
     both = (root_log != NO_LOG) & (x_log != NO_LOG)
     old = (root_log << FINE_BITS) + residue + table.keep
-    fine = torch.maximum(old, (x_log << FINE_BITS) + table.take) + torch.where(both, entries[index].long(), 0)
+    fine = torch.maximum(old, (x_log << FINE_BITS) + table.take) + torch.where(
+        both, entries[index].long(), 0
+    )
     return _stored(fine, fmt)
 
 
 def _stored(fine: Tensor, fmt: LNSFormat) -> tuple[Tensor, Tensor]:
-    """The nonnegative code of a fine logarithm, and its residue; what is zero or saturates leaves none."""
+    """The nonnegative code of a fine logarithm, and its residue; what is zero or saturates leaves
+    none."""
     log = fine + _HALF >> FINE_BITS
     code = (log.clamp(max=fmt.max_log) + fmt.bias).clamp_min(0).to(torch.int16)
     code = torch.where(log < fmt.min_log, 0, code).to(torch.int16)
@@ -109,7 +121,8 @@ _TABLES: dict[tuple[int, torch.device], tuple[np.ndarray[Any, Any], Tensor]] = {
 
 
 def _on(table: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-    """A cached host table as a tensor on ``device``, uploaded once (a captured graph keeps reading it)."""
+    """A cached host table as a tensor on ``device``, uploaded once (a captured graph keeps reading
+    it)."""
     known = _TABLES.get((id(table), device))
     if known is None:
         known = _TABLES[id(table), device] = (table, torch.from_numpy(table.copy()).to(device))
@@ -122,8 +135,11 @@ _CAPTURED: list[Tensor] = []
 """Tables that CUDA graphs read: never given back, however many others come."""
 
 
-def fine_logarithms(x: Tensor, function: Callable[[Tensor], Tensor], of: tuple[Any, ...], fmt: LNSFormat) -> Tensor:
-    """``function`` of every code of ``x`` (float64 in octaves) in 2^-16 ulps, int64, rounded to nearest; a look-up.
+def fine_logarithms(
+    x: Tensor, function: Callable[[Tensor], Tensor], of: tuple[Any, ...], fmt: LNSFormat
+) -> Tensor:
+    """``function`` of every code of ``x`` (float64 in octaves) in 2^-16 ulps, int64, rounded to
+    nearest; a look-up.
 
     Args:
         x: int16 codes.
@@ -133,7 +149,9 @@ def fine_logarithms(x: Tensor, function: Callable[[Tensor], Tensor], of: tuple[A
     return fine_table(function, of, fmt, x.device)[x.long() & ((1 << fmt.bits) - 1)]
 
 
-def fine_table(function: Callable[[Tensor], Tensor], of: tuple[Any, ...], fmt: LNSFormat, device: torch.device) -> Tensor:
+def fine_table(
+    function: Callable[[Tensor], Tensor], of: tuple[Any, ...], fmt: LNSFormat, device: torch.device
+) -> Tensor:
     """The table of :func:`fine_logarithms`, for every word of ``fmt.bits`` bits."""
     key = (*of, fmt, device)
     table = _LOGARITHMS.get(key)
@@ -143,7 +161,9 @@ def fine_table(function: Callable[[Tensor], Tensor], of: tuple[Any, ...], fmt: L
         words = torch.arange(1 << fmt.bits)
         codes = torch.where(words > fmt.field_mask, words | fmt.sign_mask, words).to(torch.int16)
         codes = torch.where(codes & fmt.field_mask == 0, 0, codes)
-        table = _LOGARITHMS[key] = fine(function(lns.decode(codes, fmt, torch.float64)), fmt).to(device)
+        table = _LOGARITHMS[key] = fine(function(lns.decode(codes, fmt, torch.float64)), fmt).to(
+            device
+        )
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         _CAPTURED.append(table)
     return table
@@ -151,21 +171,29 @@ def fine_table(function: Callable[[Tensor], Tensor], of: tuple[Any, ...], fmt: L
 
 def fine(octaves: Tensor, fmt: LNSFormat) -> Tensor:
     """Octaves, floats, in 2^-16 ulps, int64, rounded to nearest; at most 2^40 of them."""
-    return (octaves.double() * 2.0 ** (fmt.fraction_bits + FINE_BITS)).round().clamp(-(2.0**40), 2.0**40).long()
+    return (
+        (octaves.double() * 2.0 ** (fmt.fraction_bits + FINE_BITS))
+        .round()
+        .clamp(-(2.0**40), 2.0**40)
+        .long()
+    )
 
 
 def multiply_(
-    weight: Tensor, fine: Tensor, residue: Tensor | None, limit: Tensor | None, fmt: LNSFormat, *, key: int | None = None,
-    step: Tensor | None = None,
+    weight: Tensor, fine: Tensor, residue: Tensor | None, limit: Tensor | None, fmt: LNSFormat, *,
+    key: int | None = None, step: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """``weight *= 2^fine`` in place: an integer addition to the logarithm, kept within the format's magnitudes above zero.
+    """``weight *= 2^fine`` in place: an integer addition to the logarithm, kept within the format's
+    magnitudes above zero.
 
     Args:
         weight: int16 codes; zeros stay.
         fine: int64, 2^-16 ulps.
-        residue: int16, what rounding lost, offered again next time; the logarithm rounds to nearest without it.
+        residue: int16, what rounding lost, offered again next time; the logarithm rounds to nearest
+            without it.
         limit: a positive code that no magnitude exceeds.
-        key, step: round the logarithm at random by the bits of (key, step), its expected value exact.
+        key, step: round the logarithm at random by the bits of (key, step), its expected value
+            exact.
     """
     log, zero = _logarithm(weight, fmt)
     moved = (torch.where(zero, 0, log) << FINE_BITS) + fine + (0 if residue is None else residue)

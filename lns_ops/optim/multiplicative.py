@@ -1,11 +1,15 @@
-"""Multiplicative updates, natural in LNS: the weight's logarithm moves, so the update is one integer addition and never cancels.
+"""Multiplicative updates, natural in LNS: the weight's logarithm moves, so the update is one
+integer addition and never cancels.
 
-``w *= 2^delta`` adds ``delta`` to ``log2 |w|``. In LNS ``delta`` is an integer in 2^-16 ulps, read from a table over the codes of its
-argument (float64 on the host, rounded to nearest), so CPU and GPU agree. What is below an ulp is kept in ``weight_residue`` (int16)
-with ``kahan_sum=True``, rounds at random with ``stochastic_rounding=True`` (the expected *logarithm* is exact), and is lost otherwise.
+``w *= 2^delta`` adds ``delta`` to ``log2 |w|``. In LNS ``delta`` is an integer in 2^-16 ulps, read
+from a table over the codes of its argument (float64 on the host, rounded to nearest), so CPU and
+GPU agree. What is below an ulp is kept in ``weight_residue`` (int16) with ``kahan_sum=True``,
+rounds at random with ``stochastic_rounding=True`` (the expected *logarithm* is exact), and is lost
+otherwise.
 
-A weight keeps its sign, and a zero one stays zero: begin with weights of both signs and biases that are not zero, or give the others to
-another optimizer. Magnitudes stay within the format's, above zero.
+A weight keeps its sign, and a zero one stays zero: begin with weights of both signs and biases that
+are not zero, or give the others to another optimizer. Magnitudes stay within the format's, above
+zero.
 """
 
 from __future__ import annotations
@@ -35,11 +39,15 @@ class MultiplicativeOptimizer(ComposedOptimizer):
     def __init__(self, params: Any, options: dict[str, Any], rounding: Rounding) -> None:
         scale = options.get("p_scale")
         if scale is not None and not 0 < scale < math.inf:
-            raise ValueError(f"p_scale={scale}: must be positive and finite, for example 3.0, or None for no bound")
+            raise ValueError(
+                f"p_scale={scale}: must be positive and finite, for example 3.0, or None for no"
+                " bound"
+            )
         super().__init__(params, options, rounding)
 
     def _limit(self, x: ParameterMath, group: dict[str, Any]) -> Tensor | None:
-        """The largest magnitude of the weights: ``p_scale`` times their root mean square before the first step."""
+        """The largest magnitude of the weights: ``p_scale`` times their root mean square before the
+        first step."""
         if group["p_scale"] is None:
             return None
         largest = x.get("max_weight")
@@ -58,7 +66,8 @@ class MultiplicativeOptimizer(ComposedOptimizer):
 
 
 def _residue(code: Tensor, value: Tensor, fmt: LNSFormat) -> Tensor:
-    """What the logarithm of a code lacks of that of the value, in 2^-16 ulps; 0 of zeros and what saturates."""
+    """What the logarithm of a code lacks of that of the value, in 2^-16 ulps; 0 of zeros and what
+    saturates."""
     unit = 2.0**fmt.fraction_bits
     log = (code & fmt.field_mask).double() - fmt.bias
     lacks = (torch.where(value == 0, 1.0, value).abs().log2() * unit - log) * 2.0**FINE_BITS
@@ -87,39 +96,52 @@ class Madam(MultiplicativeOptimizer):
         eps: positive; in LNS at least the format's smallest magnitude.
         p_scale: bound on weights; None for none.
         g_bound: bound on the normalised gradient, positive.
-        rounding: ``kahan_sum``, ``stochastic_rounding``, ``seed``, ``arithmetic``, ``maximize``: :class:`lns_ops.optim.base.Rounding`.
+        rounding: ``kahan_sum``, ``stochastic_rounding``, ``seed``, ``arithmetic``, ``maximize``:
+            :class:`lns_ops.optim.base.Rounding`.
 
-    State: ``step``, ``max_weight`` (float64); ``exp_avg_sq`` (float parameters) or its root and residue; ``weight_residue`` (LNS, with
-    ``kahan_sum``) or ``compensation``.
+    State: ``step``, ``max_weight`` (float64); ``exp_avg_sq`` (float parameters) or its root and
+    residue; ``weight_residue`` (LNS, with ``kahan_sum``) or ``compensation``.
 
     Raises:
         ValueError: a value out of range, or one that underflows in a parameter's format.
 
-    Source: J. Bernstein et al. 2020 (arXiv:2006.14560); J. Zhao et al., "LNS-Madam", 2022 (arXiv:2106.13914).
+    Source: J. Bernstein et al. 2020 (arXiv:2006.14560); J. Zhao et al., "LNS-Madam", 2022
+    (arXiv:2106.13914).
     """
 
     def __init__(
-        self, params: Any, lr: float = 0.01, beta: float = 0.999, eps: float = 1e-8, p_scale: float | None = 3.0, g_bound: float = 10.0,
-        **rounding: Unpack[Rounding],
+        self, params: Any, lr: float = 0.01, beta: float = 0.999, eps: float = 1e-8,
+        p_scale: float | None = 3.0, g_bound: float = 10.0, **rounding: Unpack[Rounding],
     ) -> None:  # fmt: skip
         check_range("beta", beta, 1e-6, 1, "0.999")
         if not 0 < eps < math.inf:
             raise ValueError(f"eps={eps}: must be positive and finite, for example 1e-8")
         if not 0 < g_bound < math.inf:
             raise ValueError(f"g_bound={g_bound}: must be positive and finite, for example 10")
-        super().__init__(params, {"lr": lr, "beta": beta, "eps": eps, "p_scale": p_scale, "g_bound": g_bound}, rounding)
+        super().__init__(
+            params,
+            {"lr": lr, "beta": beta, "eps": eps, "p_scale": p_scale, "g_bound": g_bound},
+            rounding,
+        )
 
     def _step(self, x: ParameterMath, group: dict[str, Any]) -> None:
         limit, unbiased = self._limit(x, group), self._unbiased(x, group)
         root = x.root_average("exp_avg_sq", x.grad, group["beta"])
         normed = x.div(x.grad, x.add(root, x.at_least_smallest(group["eps"] * unbiased)))
         bound = group["g_bound"]
-        normed = x.clamp(x.mul(normed, x.scalar(unbiased)), x.number(-bound, "g_bound"), x.number(bound, "g_bound"))
+        normed = x.clamp(
+            x.mul(normed, x.scalar(unbiased)),
+            x.number(-bound, "g_bound"),
+            x.number(bound, "g_bound"),
+        )
         self._shrink(x, normed, limit, group)
 
     def _fused(self, x: Codes, group: dict[str, Any]) -> bool:
         limit, unbiased = self._limit(x, group), self._unbiased(x, group)
-        table, eps = moments.mean_square(group["beta"], x.fmt.fraction_bits), group["eps"] * unbiased
+        table, eps = (
+            moments.mean_square(group["beta"], x.fmt.fraction_bits),
+            group["eps"] * unbiased,
+        )
         normed = x.normed("exp_avg_sq", table, eps, factor=unbiased, bound=group["g_bound"])
         self._shrink(x, normed, limit, group)
         return True
@@ -130,7 +152,9 @@ class Madam(MultiplicativeOptimizer):
         return left.sqrt()
 
     @staticmethod
-    def _shrink(x: ParameterMath, normed: Tensor, limit: Tensor | None, group: dict[str, Any]) -> None:
+    def _shrink(
+        x: ParameterMath, normed: Tensor, limit: Tensor | None, group: dict[str, Any]
+    ) -> None:
         rate = group["lr"] * math.log2(math.e)
         x.shrink(normed, lambda value: rate * value, ("madam", rate), limit)
 
@@ -152,10 +176,13 @@ class Mul(MultiplicativeOptimizer):
     Raises:
         ValueError: a value out of range.
 
-    Source: the optimizer of that name in xlnstorch 1.0; J. Kivinen, M. Warmuth 1997 (doi:10.1006/inco.1996.2612) for the idea.
+    Source: the optimizer of that name in xlnstorch 1.0; J. Kivinen, M. Warmuth 1997
+    (doi:10.1006/inco.1996.2612) for the idea.
     """
 
-    def __init__(self, params: Any, lr: float = 0.01, use_pow: bool = False, **rounding: Unpack[Rounding]) -> None:
+    def __init__(
+        self, params: Any, lr: float = 0.01, use_pow: bool = False, **rounding: Unpack[Rounding]
+    ) -> None:
         super().__init__(params, {"lr": lr, "use_pow": use_pow}, rounding)
 
     def _step(self, x: ParameterMath, group: dict[str, Any]) -> None:
@@ -180,7 +207,8 @@ class SignMul(MultiplicativeOptimizer):
         params, lr, p_scale, rounding: as for :class:`Madam`.
         use_pow: which of the two factors.
 
-    State: ``step``, ``max_weight`` (float64); ``weight_residue`` (LNS, with ``kahan_sum``) or ``compensation``.
+    State: ``step``, ``max_weight`` (float64); ``weight_residue`` (LNS, with ``kahan_sum``) or
+    ``compensation``.
 
     Raises:
         ValueError: a value out of range.
@@ -189,7 +217,12 @@ class SignMul(MultiplicativeOptimizer):
     """
 
     def __init__(
-        self, params: Any, lr: float = 0.01, p_scale: float | None = 10.0, use_pow: bool = False, **rounding: Unpack[Rounding]
+        self,
+        params: Any,
+        lr: float = 0.01,
+        p_scale: float | None = 10.0,
+        use_pow: bool = False,
+        **rounding: Unpack[Rounding],
     ) -> None:
         super().__init__(params, {"lr": lr, "p_scale": p_scale, "use_pow": use_pow}, rounding)
 
@@ -200,7 +233,8 @@ class SignMul(MultiplicativeOptimizer):
 
 
 class HybridMul(MultiplicativeOptimizer):
-    """Multiplicative where the gradient shrinks a weight, like gradient descent where it lets it grow.
+    """Multiplicative where the gradient shrinks a weight, like gradient descent where it lets it
+    grow.
 
     ::
 
@@ -229,5 +263,7 @@ class HybridMul(MultiplicativeOptimizer):
         shrink = (_sign(x.weight) == _sign(x.grad)) | (grad < rate) | (weight < rate)
         ratio = x.div(grad, torch.where(weight > 0, weight, x.plain(1.0)))
         less = x.octaves(grad, lambda value: -torch.log1p(lr * value) / math.log(2), ("less", lr))
-        more = x.octaves(ratio, lambda value: (torch.log1p(lr * value) / math.log(2)).clamp_min(lr), ("more", lr))
+        more = x.octaves(
+            ratio, lambda value: (torch.log1p(lr * value) / math.log(2)).clamp_min(lr), ("more", lr)
+        )
         x.multiply(torch.where(shrink, less, more), None)

@@ -1,4 +1,5 @@
-"""Weight updates in any number format: plain, with Kahan compensation, rounded at random, or on finer copies of the weights.
+"""Weight updates in any number format: plain, with Kahan compensation, rounded at random, or on
+finer copies of the weights.
 
 :func:`quantize_updates_` hooks an ordinary optimizer, so that each of its steps
 
@@ -10,11 +11,14 @@
     Kahan        new = q(w + (c + u));  c = q_c((c + u) - (new - w));  w = new
     stochastic   w = q(w + u), up or down at random with the exact sum as its expected value
 
-with ``u`` what the optimizer changed. ``q_c`` rounds to :attr:`~lns_ops.formats.NumberFormat.compensation`. With ``master_format`` the
-optimizer and the three lines work on *master* copies of the weights in that format, kept in the optimizer's state; the model has them
-rounded to its own (P. Micikevicius et al., "Mixed precision training", 2018, arXiv:1710.03740). Moments of the optimizer are float32.
+with ``u`` what the optimizer changed. ``q_c`` rounds to
+:attr:`~lns_ops.formats.NumberFormat.compensation`. With ``master_format`` the optimizer and the
+three lines work on *master* copies of the weights in that format, kept in the optimizer's state;
+the model has them rounded to its own (P. Micikevicius et al., "Mixed precision training", 2018,
+arXiv:1710.03740). Moments of the optimizer are float32.
 
-State added to the optimizer's, so that it travels in ``state_dict``: ``compensation``, ``master``, ``rounding_step``.
+State added to the optimizer's, so that it travels in ``state_dict``: ``compensation``, ``master``,
+``rounding_step``.
 """
 
 from __future__ import annotations
@@ -51,11 +55,13 @@ def quantize_updates_(
         ``optimizer``.
 
     Raises:
-        ValueError: no parameter of ``module`` is in a format, no such ``master_format``, or both ways of rounding at once.
+        ValueError: no parameter of ``module`` is in a format, no such ``master_format``, or both
+            ways of rounding at once.
     """
     if kahan_sum and stochastic_rounding:
         raise ValueError(
-            "kahan_sum=True, stochastic_rounding=True: each keeps what the other has nothing left of; choose one of them"
+            "kahan_sum=True, stochastic_rounding=True: each keeps what the other has nothing left"
+            " of; choose one of them"
         )
     master = parse(master_format) if isinstance(master_format, str) else master_format
     updates = _Updates(optimizer, module, kahan_sum, seed if stochastic_rounding else None, master)
@@ -68,7 +74,12 @@ class _Updates:
     """The two hooks, and what the first leaves for the second."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, module: nn.Module, kahan_sum: bool, seed: int | None, master: NumberFormat | None
+        self,
+        optimizer: torch.optim.Optimizer,
+        module: nn.Module,
+        kahan_sum: bool,
+        seed: int | None,
+        master: NumberFormat | None,
     ) -> None:
         self._kahan_sum, self._seed, self._master = kahan_sum, seed, master
         owners: dict[Tensor, Simulation] = {}
@@ -81,7 +92,8 @@ class _Updates:
         ]
         if not self._parameters:
             raise ValueError(
-                "module has no parameter in a number format that the optimizer steps; call lns_ops.nn.simulate.simulate_ first"
+                "module has no parameter in a number format that the optimizer steps; call"
+                " lns_ops.nn.simulate.simulate_ first"
             )
         self._old: dict[Tensor, Tensor] = {}
         self._finite: Tensor | None = None
@@ -94,7 +106,8 @@ class _Updates:
         """Gradients onto their grid, master copies into the parameters."""
         if any(value is not None for value in (*args[1:], *kwargs.values())):
             raise ValueError(
-                "step(closure): gradients are rounded before the step, a closure makes them within it; call backward() before step()"
+                "step(closure): gradients are rounded before the step, a closure makes them within"
+                " it; call backward() before step()"
             )
         active = [(p, simulation) for _, p, simulation in self._parameters if p.grad is not None]
         for parameter, simulation in active:
@@ -112,7 +125,9 @@ class _Updates:
     def _guard(self, active: list[tuple[Tensor, Simulation]]) -> None:
         """Where gradients are scaled: note whether one overflowed, and take zeros then."""
         gradients = [p.grad for p, simulation in active if simulation.scaled and p.grad is not None]
-        self._finite = torch.stack([grad.isfinite().all() for grad in gradients]).all() if gradients else None
+        self._finite = (
+            torch.stack([grad.isfinite().all() for grad in gradients]).all() if gradients else None
+        )
         if self._finite is not None:
             for grad in gradients:
                 grad.copy_(torch.where(self._finite, grad, 0))
@@ -124,7 +139,9 @@ class _Updates:
             if (old := self._old.pop(parameter, None)) is None:
                 continue
             state, fmt = optimizer.state[parameter], self._master or simulation.format
-            stepped = parameter if self._finite is None else torch.where(self._finite, parameter, old)
+            stepped = (
+                parameter if self._finite is None else torch.where(self._finite, parameter, old)
+            )
             new = self._rounded(index, fmt, old, stepped, state)
             if self._master is not None:
                 state["master"].copy_(new)
@@ -133,7 +150,9 @@ class _Updates:
         if self._finite is not None:
             update_loss_scale_(self._parameters[0][2].root, self._finite)
 
-    def _rounded(self, index: int, fmt: NumberFormat, old: Tensor, new: Tensor, state: dict[str, Any]) -> Tensor:
+    def _rounded(
+        self, index: int, fmt: NumberFormat, old: Tensor, new: Tensor, state: dict[str, Any]
+    ) -> Tensor:
         """``new``, computed from ``old`` in float32, on the grid of ``fmt``."""
         if self._kahan_sum:
             if "compensation" not in state:
@@ -146,5 +165,6 @@ class _Updates:
             return fmt.quantize(new)
         if "rounding_step" not in state:
             state["rounding_step"] = torch.zeros((), dtype=torch.int64, device=old.device)
-        step = state["rounding_step"].add_(1).to(torch.int64)  # torch's load_state_dict makes it a float
+        # torch's load_state_dict makes it a float
+        step = state["rounding_step"].add_(1).to(torch.int64)
         return fmt.quantize(new, random_bits(new, self._seed << 32 | index, step))

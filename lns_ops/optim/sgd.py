@@ -11,13 +11,22 @@ from lns_ops import functional as lns
 from lns_ops.functional import directions
 from lns_ops.optim.backend_codes import math_of
 from lns_ops.optim.backends import ParameterMath
-from lns_ops.optim.base import LNSOptimizer, add_float, gradient, rate_code, scalar_code, state_codes, zeros
+from lns_ops.optim.base import (
+    LNSOptimizer,
+    add_float,
+    gradient,
+    rate_code,
+    scalar_code,
+    state_codes,
+    zeros,
+)
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor import LNSTensor
 
 
 class SGD(LNSOptimizer):
-    """Stochastic gradient descent with heavy-ball or Nesterov momentum, Kahan compensation or stochastic rounding.
+    """Stochastic gradient descent with heavy-ball or Nesterov momentum, Kahan compensation or
+    stochastic rounding.
 
     ::
 
@@ -37,35 +46,45 @@ class SGD(LNSOptimizer):
         params: LNSTensor or float parameters, or groups of them as in torch.optim.
         lr: step size, at least 0.
         momentum: in [0, 1).
-        kahan_sum: keep a compensation for each parameter; updates below ``(2^(2^-f / 2) - 1)^2 |w|`` are lost all the same
-            (:mod:`lns_ops.optim`).
-        stochastic_rounding: round ``w + update`` at random, its expected value exact; LNS parameters only.
+        kahan_sum: keep a compensation for each parameter; updates below ``(2^(2^-f / 2) - 1)^2
+            |w|`` are lost all the same (:mod:`lns_ops.optim`).
+        stochastic_rounding: round ``w + update`` at random, its expected value exact; LNS
+            parameters only.
         seed: of the random rounding, 0 to 2^31 - 1.
-        arithmetic: of an LNS parameter's update: ``lns`` (every operation an LNS operation) or ``float32`` (between load and store).
+        arithmetic: of an LNS parameter's update: ``lns`` (every operation an LNS operation) or
+            ``float32`` (between load and store).
         weight_decay: at least 0, added to the gradient.
         nesterov: look ahead; needs a momentum.
         maximize: go up the gradient instead of down.
 
-    State per parameter, in the parameter's own format: ``momentum_buffer``, ``compensation``; ``step`` (int64) with stochastic rounding and
-    where float32 arithmetic meets weight decay or nesterov.
+    State per parameter, in the parameter's own format: ``momentum_buffer``, ``compensation``;
+    ``step`` (int64) with stochastic rounding and where float32 arithmetic meets weight decay or
+    nesterov.
 
     Raises:
-        ValueError: a value out of range, or one that underflows, or a momentum that rounds to 1, in a parameter's format.
+        ValueError: a value out of range, or one that underflows, or a momentum that rounds to 1, in
+            a parameter's format.
 
-    Source: W. Kahan 1965 (doi:10.1145/363707.363723); momentum as in Sutskever et al. 2013 with torch.optim's convention; stochastic
-    rounding: S. Gupta et al. 2015 (arXiv:1502.02551).
+    Source: W. Kahan 1965 (doi:10.1145/363707.363723); momentum as in Sutskever et al. 2013 with
+    torch.optim's convention; stochastic rounding: S. Gupta et al. 2015 (arXiv:1502.02551).
     """
 
     def __init__(
-        self, params: Any, lr: float, momentum: float = 0.0, kahan_sum: bool = False, stochastic_rounding: bool = False, seed: int = 0,
-        arithmetic: str = "lns", *, weight_decay: float = 0.0, nesterov: bool = False, maximize: bool = False,
+        self, params: Any, lr: float, momentum: float = 0.0, kahan_sum: bool = False,
+        stochastic_rounding: bool = False, seed: int = 0, arithmetic: str = "lns", *,
+        weight_decay: float = 0.0, nesterov: bool = False, maximize: bool = False,
     ) -> None:  # fmt: skip
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum={momentum}: must lie in [0, 1)")
         if not 0 <= weight_decay < float("inf"):
-            raise ValueError(f"weight_decay={weight_decay}: must be finite and at least 0, for example 1e-4")
+            raise ValueError(
+                f"weight_decay={weight_decay}: must be finite and at least 0, for example 1e-4"
+            )
         if nesterov and not momentum:
-            raise ValueError("nesterov=True with momentum=0: there is nothing to look ahead with; use momentum=0.9")
+            raise ValueError(
+                "nesterov=True with momentum=0: there is nothing to look ahead with; use"
+                " momentum=0.9"
+            )
         options: dict[str, Any] = {
             "lr": lr,
             "momentum": momentum,
@@ -88,16 +107,22 @@ class SGD(LNSOptimizer):
         scalar_code("weight_decay", group["weight_decay"], fmt)
         if scalar_code("momentum", group["momentum"], fmt) == fmt.bias:
             raise ValueError(
-                f"momentum={group['momentum']}: rounds to 1 in {fmt}, so the buffer would grow without bound; use "
-                f"momentum <= {1 / (1 + fmt.epsilon):.3g}"
+                f"momentum={group['momentum']}: rounds to 1 in {fmt}, so the buffer would grow"
+                f" without bound; use momentum <= {1 / (1 + fmt.epsilon):.3g}"
             )
 
-    def _update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None) -> None:
+    def _update(
+        self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None
+    ) -> None:
         in_float32 = isinstance(parameter, LNSTensor) and group["arithmetic"] == "float32"
         if in_float32 and (group["nesterov"] or group["weight_decay"]):
             _composed(math_of(parameter, state, group, key), group)
             return
-        wanted = {"momentum_buffer": group["momentum"] != 0, "compensation": group["kahan_sum"], "step": key is not None}
+        wanted = {
+            "momentum_buffer": group["momentum"] != 0,
+            "compensation": group["kahan_sum"],
+            "step": key is not None,
+        }
         zeros(state, parameter, *(name for name, want in wanted.items() if want))
         if not isinstance(parameter, LNSTensor):
             _sgd_float(parameter, state, group)
@@ -112,15 +137,30 @@ class SGD(LNSOptimizer):
             grad = lns.neg(grad, fmt)
         if group["arithmetic"] == "float32":
             momentum = group["momentum"] or None
-            lns.sgd_update_float32_(parameter.codes, grad, fmt, lr=group["lr"], momentum=momentum, buffer=buffer, **common)
+            lns.sgd_update_float32_(
+                parameter.codes,
+                grad,
+                fmt,
+                lr=group["lr"],
+                momentum=momentum,
+                buffer=buffer,
+                **common,
+            )
             return
         if group["nesterov"]:
             assert buffer is not None
             grad, buffer = _look_ahead(parameter.codes, grad, buffer, group, fmt), None
         elif group["weight_decay"]:
-            grad = lns.add(grad, lns.mul(_number("weight_decay", group, fmt), parameter.codes, fmt), fmt)
-        common |= {"momentum": None if buffer is None else scalar_code("momentum", group["momentum"], fmt), "buffer": buffer}
-        lns.sgd_update_(parameter.codes, grad, fmt, negative_lr=rate_code(-group["lr"], fmt), **common)
+            grad = lns.add(
+                grad, lns.mul(_number("weight_decay", group, fmt), parameter.codes, fmt), fmt
+            )
+        common |= {
+            "momentum": None if buffer is None else scalar_code("momentum", group["momentum"], fmt),
+            "buffer": buffer,
+        }
+        lns.sgd_update_(
+            parameter.codes, grad, fmt, negative_lr=rate_code(-group["lr"], fmt), **common
+        )
 
 
 def _composed(x: ParameterMath, group: dict[str, Any]) -> None:
@@ -133,10 +173,14 @@ def _composed(x: ParameterMath, group: dict[str, Any]) -> None:
     x.descend(direction, group["lr"])
 
 
-def _look_ahead(weight: Tensor, grad: Tensor, buffer: Tensor, group: dict[str, Any], fmt: LNSFormat) -> Tensor:
+def _look_ahead(
+    weight: Tensor, grad: Tensor, buffer: Tensor, group: dict[str, Any], fmt: LNSFormat
+) -> Tensor:
     """``g + momentum buffer`` with the buffer, in place, of ``g = grad + weight_decay w``."""
     if grad.device.type == "cpu":
-        momentum, decay = (scalar_code(name, group[name], fmt) for name in ("momentum", "weight_decay"))
+        momentum, decay = (
+            scalar_code(name, group[name], fmt) for name in ("momentum", "weight_decay")
+        )
         return directions.nesterov(weight, grad, buffer, momentum, decay, fmt)
     if group["weight_decay"]:
         grad = lns.add(grad, lns.mul(_number("weight_decay", group, fmt), weight, fmt), fmt)

@@ -1,4 +1,5 @@
-"""A check before every optimizer's step: of parameters that a conversion has replaced, and of LNS ones of torch's optimizers."""
+"""A check before every optimizer's step: of parameters that a conversion has replaced, and of LNS
+ones of torch's optimizers."""
 
 from __future__ import annotations
 
@@ -19,16 +20,19 @@ from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor import LNSTensor
 
 _OFFERED: tuple[type[LNSOptimizer], ...] = (
-    ASGD, LAMB, LARS, SGD, Adadelta, Adagrad, Adam, AdamW, Adamax, HybridMul, Lion, Madam, Mul, NAdam, RAdam, RMSprop, Rprop, SignMul,
+    ASGD, LAMB, LARS, SGD, Adadelta, Adagrad, Adam, AdamW, Adamax, HybridMul, Lion, Madam, Mul,
+    NAdam, RAdam, RMSprop, Rprop, SignMul,
 )  # fmt: skip
 _NAMES = [kind.__name__ for kind in _OFFERED]
 
 
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Before every optimizer's step: refuse parameters that no longer are a module's, and LNS ones of torch's optimizers.
+    """Before every optimizer's step: refuse parameters that no longer are a module's, and LNS ones
+    of torch's optimizers.
 
     Raises:
-        ValueError: a parameter was replaced by ``convert_`` or ``revert_``, or one is LNS and ``lns_ops.optim`` has this optimizer.
+        ValueError: a parameter was replaced by ``convert_`` or ``revert_``, or one is LNS and
+            ``lns_ops.optim`` has this optimizer.
     """
     if torch.compiler.is_compiling():
         return
@@ -37,19 +41,30 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         for parameter in group["params"]:
             if hasattr(parameter, "lns_replaced"):
                 raise ValueError(
-                    f"parameter of shape {tuple(parameter.shape)} was replaced when its module was converted or reverted, so this step "
-                    "would not reach the module: make the optimizer after convert_ or revert_. If it was, a layer outside of what was "
-                    "converted still has the parameter: convert the module that holds all its ties"
+                    f"parameter of shape {tuple(parameter.shape)} was replaced when its module was"
+                    " converted or reverted, so this step would not reach the module: make the"
+                    " optimizer after convert_ or revert_. If it was, a layer outside of what was"
+                    " converted still has the parameter: convert the module that holds all its"
+                    " ties"
                 )
             if not ours and isinstance(parameter, LNSTensor):
                 _refuse_stranger(type(optimizer), parameter.fmt)
 
 
 def _refuse_stranger(kind: type[torch.optim.Optimizer], fmt: LNSFormat) -> None:
-    why = f"steps {fmt} parameters, in which a decay such as 0.999 becomes 1 and an update below half an ulp is lost"
+    why = (
+        f"steps {fmt} parameters, in which a decay such as 0.999 becomes 1 and an update below half"
+        " an ulp is lost"
+    )
     if kind.__module__.startswith("torch.optim") and kind.__name__ in _NAMES:
-        raise ValueError(f"torch.optim.{kind.__name__} {why}: use lns_ops.optim.{kind.__name__}(..., kahan_sum=True)")
-    warnings.warn(f"{kind.__name__} {why}: prefer an optimizer of lns_ops.optim ({', '.join(_NAMES)})", stacklevel=4)
+        raise ValueError(
+            f"torch.optim.{kind.__name__} {why}: use lns_ops.optim.{kind.__name__}(...,"
+            " kahan_sum=True)"
+        )
+    warnings.warn(
+        f"{kind.__name__} {why}: prefer an optimizer of lns_ops.optim ({', '.join(_NAMES)})",
+        stacklevel=4,
+    )
 
 
 register_optimizer_step_pre_hook(_check_step)

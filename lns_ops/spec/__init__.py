@@ -1,1 +1,2 @@
-"""What the arithmetic is: formats, Gaussian logarithms and the reference in plain integers, on NumPy alone."""
+"""What the arithmetic is: formats, Gaussian logarithms and the reference in plain integers, on
+NumPy alone."""

@@ -1,23 +1,28 @@
 """Logarithmic number formats: what a code means, and where encoding rounds.
 
-A value of ``LNSFormat(bits, fraction_bits)`` is ``sign x 2^(log / 2^f)`` with ``f = fraction_bits`` and an integer ``log``:
-fixed-point base-2 logarithm, so one unit of ``log`` (one *ulp*) is a factor of ``2^(2^-f)``.
+A value of ``LNSFormat(bits, fraction_bits)`` is ``sign x 2^(log / 2^f)`` with ``f = fraction_bits``
+and an integer ``log``: fixed-point base-2 logarithm, so one unit of ``log`` (one *ulp*) is a factor
+of ``2^(2^-f)``.
 
 Code word (``bits`` wide, sign-extended to int16 whatever the width)::
 
     bit  bits-1          bits-2 ............ 0
-         sign            log + 2^(bits-2)         the biased logarithm, 1 .. 2^(bits-1) - 1; 0 means the value zero
+         sign            log + 2^(bits-2)         the biased logarithm, 1 .. 2^(bits-1) - 1; 0 means
+                                                  the value zero
 
-so ``code < 0`` tests the sign in every format, the low ``bits`` bits are the word a device would store, and zero is code 0.
-The word with the sign bit set and a zero logarithm is never produced and reads as zero.
+so ``code < 0`` tests the sign in every format, the low ``bits`` bits are the word a device would
+store, and zero is code 0. The word with the sign bit set and a zero logarithm is never produced and
+reads as zero.
 
-Encoding rounds the *logarithm* to the nearest integer. No float lies exactly between two logarithms (``2^((k + 1/2) / 2^f)``
-is irrational), so there are no ties, and the rule is a comparison with the thresholds below; every backend compares with the
-same integers, which is why they agree bit for bit. Magnitudes above the largest saturate, magnitudes whose rounded
-logarithm is below the smallest become zero, NaN and infinities are errors.
+Encoding rounds the *logarithm* to the nearest integer. No float lies exactly between two logarithms
+(``2^((k + 1/2) / 2^f)`` is irrational), so there are no ties, and the rule is a comparison with the
+thresholds below; every backend compares with the same integers, which is why they agree bit for
+bit. Magnitudes above the largest saturate, magnitudes whose rounded logarithm is below the smallest
+become zero, NaN and infinities are errors.
 
-Limits: 2 <= bits <= 16; at least one integer bit in the logarithm (fraction_bits <= bits - 2); the range must lie within
-float32's (fraction_bits >= bits - 9), so that ``encode(decode(code)) == code`` for every code.
+Limits: 2 <= bits <= 16; at least one integer bit in the logarithm (fraction_bits <= bits - 2); the
+range must lie within float32's (fraction_bits >= bits - 9), so that ``encode(decode(code)) ==
+code`` for every code.
 """
 
 from __future__ import annotations
@@ -32,20 +37,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 MANTISSA_BITS = 52
-"""Fraction bits of the thresholds: float64's, so float64 and float32 inputs are both compared exactly."""
+"""Fraction bits of the thresholds: float64's, so float64 and float32 inputs are both compared
+exactly."""
 
 
 class NonFiniteError(ValueError):
-    """A NaN or an infinity was to be encoded; in training, the sign that a float part of it has diverged."""
+    """A NaN or an infinity was to be encoded; in training, the sign that a float part of it has
+    diverged."""
 
 
 @dataclass(frozen=True)
 class LNSFormat:
-    """A logarithmic number format: one sign bit and a ``bits - 1`` bit base-2 logarithm with ``fraction_bits`` of fraction.
+    """A logarithmic number format: one sign bit and a ``bits - 1`` bit base-2 logarithm with
+    ``fraction_bits`` of fraction.
 
     Args:
         bits: width of the code word, 2 to 16, sign included.
-        fraction_bits: bits of the logarithm behind the binary point, ``max(0, bits - 9)`` to ``bits - 2``.
+        fraction_bits: bits of the logarithm behind the binary point, ``max(0, bits - 9)`` to ``bits
+            - 2``.
 
     Raises:
         ValueError: no such format exists; the message gives the value, the rule and a remedy.
@@ -60,19 +69,27 @@ class LNSFormat:
     def __post_init__(self) -> None:
         for name, value in (("bits", self.bits), ("fraction_bits", self.fraction_bits)):
             if not isinstance(value, int) or isinstance(value, bool):
-                raise ValueError(f"{name}={value!r}: must be an integer, for example LNSFormat(bits=12, fraction_bits=6)")
+                raise ValueError(
+                    f"{name}={value!r}: must be an integer, for example LNSFormat(bits=12,"
+                    " fraction_bits=6)"
+                )
         if not 2 <= self.bits <= 16:
-            raise ValueError(f"bits={self.bits}: an LNS code has 2 to 16 bits (sign included); lns12 is bits=12, fraction_bits=6")
+            raise ValueError(
+                f"bits={self.bits}: an LNS code has 2 to 16 bits (sign included); lns12 is bits=12,"
+                " fraction_bits=6"
+            )
         lowest, highest = max(0, self.bits - 9), self.bits - 2
         if self.fraction_bits > highest or self.fraction_bits < 0:
             raise ValueError(
-                f"fraction_bits={self.fraction_bits}: with bits={self.bits} at most {highest} (one bit is the sign, one the "
-                f"integer part of the logarithm) and at least {lowest}; lower fraction_bits or raise bits"
+                f"fraction_bits={self.fraction_bits}: with bits={self.bits} at most {highest} (one"
+                f" bit is the sign, one the integer part of the logarithm) and at least {lowest};"
+                " lower fraction_bits or raise bits"
             )
         if self.fraction_bits < lowest:
             raise ValueError(
-                f"fraction_bits={self.fraction_bits}: with bits={self.bits} the range would be "
-                f"2^+-{2.0 ** (highest - self.fraction_bits):g}, beyond float32's 2^+-128; use fraction_bits >= {lowest}"
+                f"fraction_bits={self.fraction_bits}: with bits={self.bits} the range would be"
+                f" 2^+-{2.0 ** (highest - self.fraction_bits):g}, beyond float32's 2^+-128; use"
+                f" fraction_bits >= {lowest}"
             )
 
     @property
@@ -112,12 +129,14 @@ class LNSFormat:
 
     @property
     def epsilon(self) -> float:
-        """Relative distance to the next value, ``2^(2^-f) - 1``; rounding errs by at most about half of it."""
+        """Relative distance to the next value, ``2^(2^-f) - 1``; rounding errs by at most about
+        half of it."""
         return float(2.0 ** (2.0**-self.fraction_bits) - 1)
 
     @property
     def name(self) -> str:
-        """``lns12`` for a preset, otherwise ``lns(bits,fraction_bits)``; :meth:`parse` reads both."""
+        """``lns12`` for a preset, otherwise ``lns(bits,fraction_bits)``; :meth:`parse` reads
+        both."""
         for name, preset in PRESETS.items():
             if preset == self:
                 return name
@@ -128,7 +147,8 @@ class LNSFormat:
 
     @staticmethod
     def parse(name: str) -> LNSFormat:
-        """The format called ``name``: a preset (``lns16``, ``lns12``, ``lns8``) or ``lns(bits,fraction_bits)``.
+        """The format called ``name``: a preset (``lns16``, ``lns12``, ``lns8``) or
+        ``lns(bits,fraction_bits)``.
 
         Raises:
             ValueError: not such a name, or no such format.
@@ -137,7 +157,10 @@ class LNSFormat:
             return PRESETS[name]
         match = re.fullmatch(r"lns\(\s*(-?\d+)\s*,\s*(-?\d+)\s*\)", name)
         if match is None:
-            raise ValueError(f"format {name!r}: not one of {', '.join(PRESETS)} and not of the form lns(bits,fraction_bits)")
+            raise ValueError(
+                f"format {name!r}: not one of {', '.join(PRESETS)} and not of the form"
+                " lns(bits,fraction_bits)"
+            )
         return LNSFormat(int(match[1]), int(match[2]))
 
     @staticmethod
@@ -150,13 +173,17 @@ class LNSFormat:
         if isinstance(fmt, LNSFormat):
             return fmt
         if not isinstance(fmt, str):
-            raise ValueError(f"format {fmt!r}: must be an LNSFormat such as lns_ops.lns12, or its name")
+            raise ValueError(
+                f"format {fmt!r}: must be an LNSFormat such as lns_ops.lns12, or its name"
+            )
         return LNSFormat.parse(fmt)
 
     def codes(self) -> NDArray[np.int16]:
         """Every code of the format in ascending order of value (int16, ``2^bits - 1`` of them)."""
         magnitudes = np.arange(1, self.field_mask + 1)
-        return np.concatenate([(magnitudes | self.sign_mask)[::-1], [0], magnitudes]).astype(np.int16)
+        return np.concatenate([(magnitudes | self.sign_mask)[::-1], [0], magnitudes]).astype(
+            np.int16
+        )
 
 
 LNSFormat.__module__ = "lns_ops.format"  # files name it by where it is public
@@ -182,8 +209,9 @@ def _power_of_two(numerator: int, denominator: int) -> Decimal:
 def encode_thresholds(fraction_bits: int) -> NDArray[np.int64]:
     """Where the fraction of the logarithm rounds up, as float64 significands.
 
-    Entry ``j`` is ``floor(2^((j + 1/2) / 2^f) * 2^52)``, int64, ``2^f`` entries. A significand ``m`` in ``[2^52, 2^53)`` has the
-    rounded fractional logarithm ``#{j : m > threshold[j]}``, 0 to ``2^f`` (the last means the next power of two).
+    Entry ``j`` is ``floor(2^((j + 1/2) / 2^f) * 2^52)``, int64, ``2^f`` entries. A significand
+    ``m`` in ``[2^52, 2^53)`` has the rounded fractional logarithm ``#{j : m > threshold[j]}``, 0 to
+    ``2^f`` (the last means the next power of two).
     """
     n = 1 << fraction_bits
     values = [int(_power_of_two(2 * j + 1, 2 * n) * (1 << MANTISSA_BITS)) for j in range(n)]
@@ -193,10 +221,13 @@ def encode_thresholds(fraction_bits: int) -> NDArray[np.int64]:
 
 
 def logarithm(value: float, fraction_bits: int) -> int:
-    """``round(2^f log2(value))`` of a positive number, rounded as encoding rounds, whatever the range of a format."""
+    """``round(2^f log2(value))`` of a positive number, rounded as encoding rounds, whatever the
+    range of a format."""
     fraction, exponent = math.frexp(value)
     significand = int(math.ldexp(fraction, MANTISSA_BITS + 1))
-    return (exponent - 1 << fraction_bits) + int(np.searchsorted(encode_thresholds(fraction_bits), significand, side="left"))
+    return (exponent - 1 << fraction_bits) + int(
+        np.searchsorted(encode_thresholds(fraction_bits), significand, side="left")
+    )
 
 
 @lru_cache(maxsize=32)
@@ -210,13 +241,19 @@ def decode_significands(fraction_bits: int) -> NDArray[np.float64]:
 
 @lru_cache(maxsize=32)
 def single_significands(fraction_bits: int) -> NDArray[np.float32]:
-    """``2^(j / 2^f)``, then ``2^(j / 2^f - 128)`` and ``2^(j / 2^f - 127)``, each rounded to float32 once; the latter two are subnormal.
+    """``2^(j / 2^f)``, then ``2^(j / 2^f - 128)`` and ``2^(j / 2^f - 127)``, each rounded to
+    float32 once; the latter two are subnormal.
 
     Made of integers, so that a processor that flushes subnormals to zero makes the same table.
     """
     significands = decode_significands(fraction_bits)
-    subnormal = [np.rint(np.ldexp(significands, 149 - octaves)).astype(np.int32) for octaves in (128, 127)]  # in units of 2^-149
-    table = np.concatenate([significands.astype(np.float32).view(np.int32), *subnormal]).view(np.float32)
+    # in units of 2^-149
+    subnormal = [
+        np.rint(np.ldexp(significands, 149 - octaves)).astype(np.int32) for octaves in (128, 127)
+    ]
+    table = np.concatenate([significands.astype(np.float32).view(np.int32), *subnormal]).view(
+        np.float32
+    )
     table.setflags(write=False)
     return table
 
@@ -225,9 +262,10 @@ def single_significands(fraction_bits: int) -> NDArray[np.float32]:
 def stochastic_steps(fraction_bits: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Between which codes a float32 lies, and how far: what encoding at random needs.
 
-    Entry j of the first array is ``s_j = (2^(j / 2^f) - 1) 2^23`` as :func:`decode_significands` rounds it to float32, ``2^f + 1`` of
-    them, the last 2^23; of the second ``floor(2^40 / (s_(j+1) - s_j))``, below 2^32. A mantissa m with ``s_j <= m < s_(j+1)`` goes up
-    with the chance ``((m - s_j) second[j] >> 24) / 2^16``.
+    Entry j of the first array is ``s_j = (2^(j / 2^f) - 1) 2^23`` as :func:`decode_significands`
+    rounds it to float32, ``2^f + 1`` of them, the last 2^23; of the second ``floor(2^40 / (s_(j+1)
+    - s_j))``, below 2^32. A mantissa m with ``s_j <= m < s_(j+1)`` goes up with the chance ``((m -
+    s_j) second[j] >> 24) / 2^16``.
     """
     single = decode_significands(fraction_bits).astype(np.float32).astype(np.float64)
     mantissas = np.append(((single - 1) * (1 << 23)).astype(np.int64), 1 << 23)

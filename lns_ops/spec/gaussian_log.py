@@ -1,20 +1,23 @@
 """The Gaussian logarithms G+ and G-: the only place where they are computed.
 
-The sum of two numbers in a logarithmic system is the larger one plus a correction of its logarithm::
+The sum of two numbers in a logarithmic system is the larger one plus a correction of its
+logarithm::
 
     log2(2^x + 2^y) = max(x, y) + G+(|x - y|)      G+(d) = log2(1 + 2^-d)
     log2(2^x - 2^y) = max(x, y) + G-(|x - y|)      G-(d) = log2(1 - 2^-d)
 
-In units of one ulp (``2^-f`` octaves), ``d`` is an integer and so is the correction, rounded to nearest; the correctly rounded
-table *is* the definition of addition here, and every backend reads it (or evaluates it by other means that equal it in
-every entry). No entry is a tie: ``2^f log2(1 +- 2^(-d/2^f))`` is an integer at ``d = 0`` and irrational or far from one half
-elsewhere, which the tests check exhaustively against arbitrary-precision arithmetic.
+In units of one ulp (``2^-f`` octaves), ``d`` is an integer and so is the correction, rounded to
+nearest; the correctly rounded table *is* the definition of addition here, and every backend reads
+it (or evaluates it by other means that equal it in every entry). No entry is a tie: ``2^f log2(1 +-
+2^(-d/2^f))`` is an integer at ``d = 0`` and irrational or far from one half elsewhere, which the
+tests check exhaustively against arbitrary-precision arithmetic.
 
-Source: J. N. Mitchell 1962 and N. G. Kingsbury, P. J. W. Rayner 1971 for the method; tables follow the "ideal" rounding of
-M. G. Arnold's xlns.
+Source: J. N. Mitchell 1962 and N. G. Kingsbury, P. J. W. Rayner 1971 for the method; tables follow
+the "ideal" rounding of M. G. Arnold's xlns.
 
-Two more tables for optimizers keep ``FINE_BITS = 16`` bits behind the ulp, so that what is below half an ulp is not lost:
-:func:`stochastic_tables` for additions that round at random, :func:`decay_table` for exponential averages of squares.
+Two more tables for optimizers keep ``FINE_BITS = 16`` bits behind the ulp, so that what is below
+half an ulp is not lost: :func:`stochastic_tables` for additions that round at random,
+:func:`decay_table` for exponential averages of squares.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from numpy.typing import NDArray
 FINE_BITS = 16
 """Bits behind one ulp in the fine tables."""
 CANCEL = -(1 << 30)
-"""G-(0): equal magnitudes of opposite sign cancel to exact zero. Below every logarithm, so adding it underflows."""
+"""G-(0): equal magnitudes of opposite sign cancel to exact zero. Below every logarithm, so adding
+it underflows."""
 
 
 class GaussianTables(NamedTuple):
@@ -43,7 +47,8 @@ class GaussianTables(NamedTuple):
 
 @lru_cache(maxsize=32)
 def gaussian_tables(fraction_bits: int) -> GaussianTables:
-    """Correctly rounded tables for ``fraction_bits``; about ``(f + 1.6) 2^f`` entries (484 at f = 6, 1,093 at f = 7)."""
+    """Correctly rounded tables for ``fraction_bits``; about ``(f + 1.6) 2^f`` entries (484 at f =
+    6, 1,093 at f = 7)."""
     scale = 1 << fraction_bits
     octaves = np.arange((fraction_bits + 3) * scale) / scale
     plus = np.log1p(np.exp2(-octaves)) * (scale / np.log(2.0))
@@ -59,12 +64,15 @@ def gaussian_tables(fraction_bits: int) -> GaussianTables:
 
 @lru_cache(maxsize=32)
 def stochastic_tables(fraction_bits: int) -> GaussianTables:
-    """Tables of the addition that rounds at random: ``(entry + r) >> 16`` with ``r`` uniform in ``0 .. 2^16 - 1`` is a correction.
+    """Tables of the addition that rounds at random: ``(entry + r) >> 16`` with ``r`` uniform in ``0
+    .. 2^16 - 1`` is a correction.
 
-    An entry is ``2^16 (lower + p)``: the next ulp below the exact correction ``g = 2^f G(d)``, and the chance to round up that makes
-    the expected *value* exact, ``p = (2^g - 2^lower) / (2^(lower + 1) - 2^lower)`` (powers of the ulp), to within 2^-17. Exact
-    corrections have p = 0. ``minus[0]`` and what is below every format saturate at -2^31, which any format turns into zero. The last
-    entry of both is 0 and stands for every larger distance; about ``(f + 17.6) 2^f`` entries (1,507 at f = 6).
+    An entry is ``2^16 (lower + p)``: the next ulp below the exact correction ``g = 2^f G(d)``, and
+    the chance to round up that makes the expected *value* exact, ``p = (2^g - 2^lower) / (2^(lower
+    + 1) - 2^lower)`` (powers of the ulp), to within 2^-17. Exact corrections have p = 0.
+    ``minus[0]`` and what is below every format saturate at -2^31, which any format turns into zero.
+    The last entry of both is 0 and stands for every larger distance; about ``(f + 17.6) 2^f``
+    entries (1,507 at f = 6).
     """
     scale, unit = 1 << fraction_bits, 1 << FINE_BITS
     octaves = np.arange((fraction_bits + FINE_BITS + 3) * scale) / scale
@@ -86,15 +94,18 @@ def stochastic_tables(fraction_bits: int) -> GaussianTables:
 
 
 class DecayTable(NamedTuple):
-    """One step of the root of an exponential average of squares, as an LNS operation with 16 bits behind the ulp.
+    """One step of the root of an exponential average of squares, as an LNS operation with 16 bits
+    behind the ulp.
 
     ``r' = sqrt(beta r^2 + (1 - beta) x^2)`` is, for logarithms in ulps ``R`` of r and ``X`` of x::
 
-        2^16 R' = max(2^16 R + keep, 2^16 X + take) + table[clamp(X - R, first, first + len - 1) - first]
+        2^16 R' = max(2^16 R + keep, 2^16 X + take)
+                  + table[clamp(X - R, first, first + len - 1) - first]
 
-    with ``keep = 2^16 2^f log2(beta) / 2``, ``take = 2^16 2^f log2(1 - beta) / 2``, rounded, and the table the Gaussian
-    logarithm G+ of the distance between the two, halved; its first and last entries are 0. A zero r or x has a logarithm below
-    every other. What is below every format saturates at -2^31.
+    with ``keep = 2^16 2^f log2(beta) / 2``, ``take = 2^16 2^f log2(1 - beta) / 2``, rounded, and
+    the table the Gaussian logarithm G+ of the distance between the two, halved; its first and last
+    entries are 0. A zero r or x has a logarithm below every other. What is below every format
+    saturates at -2^31.
     """
 
     keep: int
@@ -119,11 +130,14 @@ def decay_table(beta: float, fraction_bits: int) -> DecayTable:
         raise ValueError(f"beta={beta}: must be at least 1e-6 and below 1, for example 0.999")
     scale = 1 << fraction_bits
     keep, take = (0.5 * scale * np.log(b) / np.log(2.0) for b in (beta, 1 - beta))
-    # The distance of the two squares is 2 |k + take - keep| ulps; beyond `reach` the correction is below half a fine unit.
+    # The distance of the two squares is 2 |k + take - keep| ulps; beyond `reach` the correction is
+    # below half a fine unit.
     reach, centre = longest_decay_table(fraction_bits) // 2, round(keep - take)
     first = centre - reach
     octaves = 2 * np.abs(np.arange(first, centre + reach + 1) + take - keep) / scale
-    table = np.rint(0.5 * np.log1p(np.exp2(-octaves)) * (scale / np.log(2.0)) * (1 << FINE_BITS)).astype(np.int32)
+    table = np.rint(
+        0.5 * np.log1p(np.exp2(-octaves)) * (scale / np.log(2.0)) * (1 << FINE_BITS)
+    ).astype(np.int32)
     used = np.flatnonzero(table)
     low, high = int(used[0]) - 1, int(used[-1]) + 1
     table = table[low : high + 1].copy()

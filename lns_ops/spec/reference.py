@@ -1,17 +1,21 @@
-"""The arithmetic contract, written to be read: plain integers, no speed. Every kernel equals it bit for bit.
+"""The arithmetic contract, written to be read: plain integers, no speed. Every kernel equals it bit
+for bit.
 
-A code is unpacked into a sign (bool) and a logarithm (int64 ulps); zero has the logarithm ``NO_LOG``. Elementwise operations
-compute in unbounded integers and clamp once, in :func:`pack`: logarithms above the format's range saturate, below it become
-zero. Reductions (:func:`sum`, :func:`matmul`) go in the contract's order:
+A code is unpacked into a sign (bool) and a logarithm (int64 ulps); zero has the logarithm
+``NO_LOG``. Elementwise operations compute in unbounded integers and clamp once, in :func:`pack`:
+logarithms above the format's range saturate, below it become zero. Reductions (:func:`sum`,
+:func:`matmul`) go in the contract's order:
 
 1. the reduced index is cut into blocks of ``BLOCK = 64``, ascending;
-2. inside a block, terms are added one after another, ascending, into an accumulator that starts at zero;
+2. inside a block, terms are added one after another, ascending, into an accumulator that starts at
+   zero;
 3. block totals are added, ascending, into a second accumulator that starts at zero.
 
-Sequential addition over long rows would stick (4,096 ones sum to 370 at f = 7); blocks make the error that of 64 + K/64 terms.
-Both accumulators hold a sign and a 16-bit logarithm in ``ACC_MIN .. ACC_MAX`` in every format: larger logarithms saturate at
-``ACC_MAX``, smaller ones are zero, so zero products and products below the range are skipped. The format's own range is
-applied once, when the result is stored.
+Sequential addition over long rows would stick (4,096 ones sum to 370 at f = 7); blocks make the
+error that of 64 + K/64 terms. Both accumulators hold a sign and a 16-bit logarithm in ``ACC_MIN ..
+ACC_MAX`` in every format: larger logarithms saturate at ``ACC_MAX``, smaller ones are zero, so zero
+products and products below the range are skipped. The format's own range is applied once, when the
+result is stored.
 
 All functions take and return int16 numpy arrays of codes and broadcast like numpy.
 """
@@ -32,7 +36,13 @@ from lns_ops.spec.format import (
     logarithm,
     stochastic_steps,
 )
-from lns_ops.spec.gaussian_log import FINE_BITS, DecayTable, decay_table, gaussian_tables, stochastic_tables
+from lns_ops.spec.gaussian_log import (
+    FINE_BITS,
+    DecayTable,
+    decay_table,
+    gaussian_tables,
+    stochastic_tables,
+)
 
 Codes = NDArray[np.int16]
 Logs = NDArray[np.int64]
@@ -44,7 +54,8 @@ LONG_SUM = BLOCK * BLOCK
 NO_LOG = -(1 << 40)
 """Logarithm of zero: so far below every other that no comparison needs a special case."""
 ACC_MIN, ACC_MAX = 1 - (1 << 14), (1 << 15) + (1 << 14) - 1
-"""The accumulator's logarithms: 16 bits, starting at lns16's smallest and reaching twice as far up."""
+"""The accumulator's logarithms: 16 bits, starting at lns16's smallest and reaching twice as far
+up."""
 WEIGHT_SLOT, ROOT_SLOT = 0, 1
 """What a step's random bits are for."""
 
@@ -59,11 +70,16 @@ def unpack(codes: Codes, fmt: LNSFormat) -> tuple[Signs, Logs]:
 def pack(sign: Signs, log: Logs, fmt: LNSFormat) -> Codes:
     """The code of ``sign x 2^(log/2^f)``: saturates above the format's range, zero below it."""
     field = np.minimum(log, fmt.max_log) + fmt.bias
-    return np.where(log < fmt.min_log, 0, np.where(sign, field | fmt.sign_mask, field)).astype(np.int16)
+    return np.where(log < fmt.min_log, 0, np.where(sign, field | fmt.sign_mask, field)).astype(
+        np.int16
+    )
 
 
-def add_unpacked(sx: Signs, lx: Logs, sy: Signs, ly: Logs, fraction_bits: int) -> tuple[Signs, Logs]:
-    """One LNS addition on unbounded logarithms: the larger magnitude keeps its sign and takes the correction."""
+def add_unpacked(
+    sx: Signs, lx: Logs, sy: Signs, ly: Logs, fraction_bits: int
+) -> tuple[Signs, Logs]:
+    """One LNS addition on unbounded logarithms: the larger magnitude keeps its sign and takes the
+    correction."""
     plus, minus = gaussian_tables(fraction_bits)
     larger, distance = np.maximum(lx, ly), np.minimum(np.abs(lx - ly), len(plus) - 1)
     correction = np.where(sx == sy, plus[distance], minus[distance])
@@ -88,9 +104,12 @@ def _accumulate(signs: Signs, logs: Logs, fraction_bits: int) -> tuple[Signs, Lo
 
 
 def _reduce(signs: Signs, logs: Logs, fmt: LNSFormat, shift: int = 0) -> Codes:
-    """Reduce axis 0 in the contract's order and store the result, moved by ``shift`` ulps, in the format."""
+    """Reduce axis 0 in the contract's order and store the result, moved by ``shift`` ulps, in the
+    format."""
     starts = range(0, signs.shape[0], BLOCK)
-    totals = [_accumulate(signs[k : k + BLOCK], logs[k : k + BLOCK], fmt.fraction_bits) for k in starts]
+    totals = [
+        _accumulate(signs[k : k + BLOCK], logs[k : k + BLOCK], fmt.fraction_bits) for k in starts
+    ]
     shape = (len(totals), *signs.shape[1:])
     total_signs = np.array([s for s, _ in totals], np.bool_).reshape(shape)
     total_logs = np.array([log for _, log in totals], np.int64).reshape(shape)
@@ -99,7 +118,8 @@ def _reduce(signs: Signs, logs: Logs, fmt: LNSFormat, shift: int = 0) -> Codes:
 
 
 def add(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
-    """``x + y``: max + G+ where the signs agree, max + G- where they differ; ``x + (-x)`` is exact zero."""
+    """``x + y``: max + G+ where the signs agree, max + G- where they differ; ``x + (-x)`` is exact
+    zero."""
     return pack(*add_unpacked(*unpack(x, fmt), *unpack(y, fmt), fmt.fraction_bits), fmt)
 
 
@@ -146,7 +166,10 @@ def sqrt(x: Codes, fmt: LNSFormat) -> Codes:
     """
     sign, log = unpack(x, fmt)
     if np.any(sign):
-        raise ValueError("square root of a negative number: LNS has no NaN; take the absolute value or clamp first")
+        raise ValueError(
+            "square root of a negative number: LNS has no NaN; take the absolute value or clamp"
+            " first"
+        )
     half = log >> 1
     return pack(sign, np.where(log == NO_LOG, NO_LOG, half + (log & 1) * (half & 1)), fmt)
 
@@ -159,21 +182,26 @@ def order_key(x: Codes, fmt: LNSFormat) -> Logs:
 
 
 def sum(x: Codes, axis: int, fmt: LNSFormat, shift: int = 0) -> Codes:
-    """Sum along ``axis`` in the contract's order, its logarithm moved by ``shift`` ulps before it is stored; an empty sum is zero."""
+    """Sum along ``axis`` in the contract's order, its logarithm moved by ``shift`` ulps before it
+    is stored; an empty sum is zero."""
     sign, log = unpack(np.moveaxis(np.asarray(x), axis, 0), fmt)
     return _reduce(sign, log, fmt, shift)
 
 
 def long_sum(x: Codes, axis: int, fmt: LNSFormat) -> Codes:
-    """Sums of any length: more than ``LONG_SUM`` terms are cut into pieces of so many, whose sums are stored and summed in turn."""
+    """Sums of any length: more than ``LONG_SUM`` terms are cut into pieces of so many, whose sums
+    are stored and summed in turn."""
     terms = np.moveaxis(np.asarray(x), axis, 0)
     while len(terms) > LONG_SUM:
-        terms = np.stack([sum(terms[k : k + LONG_SUM], 0, fmt) for k in range(0, len(terms), LONG_SUM)])
+        terms = np.stack(
+            [sum(terms[k : k + LONG_SUM], 0, fmt) for k in range(0, len(terms), LONG_SUM)]
+        )
     return sum(terms, 0, fmt)
 
 
 def mean(x: Codes, axis: int, fmt: LNSFormat) -> Codes:
-    """The sum divided by its number of terms, which is rounded as encoding rounds; no saturation in between."""
+    """The sum divided by its number of terms, which is rounded as encoding rounds; no saturation in
+    between."""
     return sum(x, axis, fmt, -logarithm(np.asarray(x).shape[axis], fmt.fraction_bits))
 
 
@@ -185,22 +213,33 @@ def matmul(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes:
 
 
 def long_matmul(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes:
-    """:func:`matmul` of any K: more than ``LONG_SUM`` products are cut as :func:`long_sum` cuts terms."""
+    """:func:`matmul` of any K: more than ``LONG_SUM`` products are cut as :func:`long_sum` cuts
+    terms."""
     cuts = range(0, x_MK.shape[1], LONG_SUM)
     if len(cuts) < 2:
         return matmul(x_MK, y_KN, fmt)
-    return long_sum(np.stack([matmul(x_MK[:, k : k + LONG_SUM], y_KN[k : k + LONG_SUM], fmt) for k in cuts]), 0, fmt)
+    return long_sum(
+        np.stack([matmul(x_MK[:, k : k + LONG_SUM], y_KN[k : k + LONG_SUM], fmt) for k in cuts]),
+        0,
+        fmt,
+    )
 
 
 def random_bits(count: int, key: int, step: int, slot: int) -> NDArray[np.int64]:
-    """Uniform integers in ``0 .. 2^16 - 1``, element i from (key, step, slot, i) alone, so the same on every backend and in any order.
+    """Uniform integers in ``0 .. 2^16 - 1``, element i from (key, step, slot, i) alone, so the same
+    on every backend and in any order.
 
-    Philox4x32-10 (J. Salmon, M. Moraes, R. Dror, D. Shaw 2011, doi:10.1145/2063384.2063405) with the 64-bit ``key`` and the counter
-    ``(i // 8 low, i // 8 high, step mod 2^32, slot)``; element i takes the low (i even) or high half of word ``i % 8 // 2``.
+    Philox4x32-10 (J. Salmon, M. Moraes, R. Dror, D. Shaw 2011, doi:10.1145/2063384.2063405) with
+    the 64-bit ``key`` and the counter ``(i // 8 low, i // 8 high, step mod 2^32, slot)``; element i
+    takes the low (i even) or high half of word ``i % 8 // 2``.
     """
     block = np.arange(-(-count // 8), dtype=np.uint64)
     low = np.uint64(0xFFFFFFFF)
-    words = [block & low, block >> np.uint64(32), *(np.full_like(block, value & 0xFFFFFFFF) for value in (step, slot))]
+    words = [
+        block & low,
+        block >> np.uint64(32),
+        *(np.full_like(block, value & 0xFFFFFFFF) for value in (step, slot)),
+    ]
     keys = [key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF]
     for _ in range(10):
         first, second = words[0] * np.uint64(0xD2511F53), words[2] * np.uint64(0xCD9E8D57)
@@ -216,7 +255,8 @@ def random_bits(count: int, key: int, step: int, slot: int) -> NDArray[np.int64]
 
 
 def add_stochastic(x: Codes, y: Codes, fmt: LNSFormat, bits: NDArray[np.int64]) -> Codes:
-    """``x + y`` rounded up or down at random so that the expected value is the exact sum; see :func:`stochastic_tables`.
+    """``x + y`` rounded up or down at random so that the expected value is the exact sum; see
+    :func:`stochastic_tables`.
 
     Args:
         bits: uniform in ``0 .. 2^16 - 1``, of the result's shape.
@@ -230,16 +270,25 @@ def add_stochastic(x: Codes, y: Codes, fmt: LNSFormat, bits: NDArray[np.int64]) 
 
 
 def root_mean_square(
-    root: Codes, x: Codes, fmt: LNSFormat, beta: float, *, residue: Codes | None = None, bits: NDArray[np.int64] | None = None
+    root: Codes,
+    x: Codes,
+    fmt: LNSFormat,
+    beta: float,
+    *,
+    residue: Codes | None = None,
+    bits: NDArray[np.int64] | None = None,
 ) -> tuple[Codes, Codes | None]:
-    """``sqrt(beta root^2 + (1 - beta) x^2)`` of a nonnegative ``root``, one rounding; :class:`lns_ops.spec.gaussian_log.DecayTable` is
-    the definition.
+    """``sqrt(beta root^2 + (1 - beta) x^2)`` of a nonnegative ``root``, one rounding;
+    :class:`lns_ops.spec.gaussian_log.DecayTable` is the definition.
 
-    The logarithm has 16 bits behind the ulp. They round to nearest and stay in ``residue`` (int16, in 2^-16 ulps, -2^15 .. 2^15
-    - 1), or round at random with ``bits``. Without one of the two an average with beta near 1 would never move.
+    The logarithm has 16 bits behind the ulp. They round to nearest and stay in ``residue`` (int16,
+    in 2^-16 ulps, -2^15 .. 2^15
+    - 1), or round at random with ``bits``. Without one of the two an average with beta near 1 would
+      never move.
 
     Returns:
-        The new root, and the new residue where there was one; a root that is zero or saturates leaves none.
+        The new root, and the new residue where there was one; a root that is zero or saturates
+            leaves none.
     """
     return followed(root, x, fmt, decay_table(beta, fmt.fraction_bits), residue=residue, bits=bits)
 
@@ -253,29 +302,37 @@ def followed(
     residue: Codes | None = None,
     bits: NDArray[np.int64] | None = None,
 ) -> tuple[Codes, Codes | None]:
-    """:func:`root_mean_square` of any table: sums of squares and maxima follow their input likewise."""
+    """:func:`root_mean_square` of any table: sums of squares and maxima follow their input
+    likewise."""
     _, root_log = unpack(root, fmt)
     _, x_log = unpack(x, fmt)
     index = np.clip(x_log - root_log, table.first, table.first + len(table.table) - 1) - table.first
     old = (root_log << FINE_BITS) + (0 if residue is None else residue.astype(np.int64))
     both = (root_log != NO_LOG) & (x_log != NO_LOG)
-    fine = np.maximum(old + table.keep, (x_log << FINE_BITS) + table.take) + np.where(both, table.table[index], 0)
+    fine = np.maximum(old + table.keep, (x_log << FINE_BITS) + table.take) + np.where(
+        both, table.table[index], 0
+    )
     log = fine + (1 << FINE_BITS - 1 if bits is None else bits) >> FINE_BITS
     new = pack(np.zeros(log.shape, np.bool_), log, fmt)
     if residue is None:
         return new, None
-    return new, np.where((new == 0) | (log > fmt.max_log), 0, fine - (log << FINE_BITS)).astype(np.int16)
+    return new, np.where((new == 0) | (log > fmt.max_log), 0, fine - (log << FINE_BITS)).astype(
+        np.int16
+    )
 
 
 def encode(x: NDArray[Any], fmt: LNSFormat) -> Codes:
-    """The codes nearest to ``x`` (any float or integer dtype, computed from its float64 value) in logarithm.
+    """The codes nearest to ``x`` (any float or integer dtype, computed from its float64 value) in
+    logarithm.
 
     Raises:
         NonFiniteError: (a ValueError) ``x`` holds a NaN or an infinity.
     """
     value = np.asarray(x, np.float64)
     if not np.all(np.isfinite(value)):
-        raise NonFiniteError("NaN or infinity to encode: LNS has no code for either; clean the input first")
+        raise NonFiniteError(
+            "NaN or infinity to encode: LNS has no code for either; clean the input first"
+        )
     fraction, exponent = np.frexp(np.abs(value))
     significand = np.ldexp(fraction, MANTISSA_BITS + 1).astype(np.int64)
     # `side="left"` counts the thresholds strictly below the significand.
@@ -284,17 +341,23 @@ def encode(x: NDArray[Any], fmt: LNSFormat) -> Codes:
     return pack(value < 0, np.where(value == 0, NO_LOG, log), fmt)
 
 
-def decode(codes: Codes, fmt: LNSFormat, dtype: type[np.floating[Any]] = np.float32) -> NDArray[Any]:
-    """``sign x 2^(log/2^f)``: the significand ``2^(j/2^f)`` times a power of two, rounded to ``dtype`` once."""
+def decode(
+    codes: Codes, fmt: LNSFormat, dtype: type[np.floating[Any]] = np.float32
+) -> NDArray[Any]:
+    """``sign x 2^(log/2^f)``: the significand ``2^(j/2^f)`` times a power of two, rounded to
+    ``dtype`` once."""
     sign, log = unpack(codes, fmt)
     safe = np.where(log == NO_LOG, 0, log)
     significand = decode_significands(fmt.fraction_bits)[safe & ((1 << fmt.fraction_bits) - 1)]
-    magnitude = np.where(log == NO_LOG, 0.0, np.ldexp(significand, (safe >> fmt.fraction_bits).astype(np.int32)))
+    magnitude = np.where(
+        log == NO_LOG, 0.0, np.ldexp(significand, (safe >> fmt.fraction_bits).astype(np.int32))
+    )
     return np.where(sign, -magnitude, magnitude).astype(dtype)
 
 
 def encode_stochastic(x: NDArray[np.float32], fmt: LNSFormat, bits: NDArray[np.int64]) -> Codes:
-    """The code below or above ``x`` in magnitude, at random, ``x`` being the expected value; :func:`stochastic_steps` is the definition.
+    """The code below or above ``x`` in magnitude, at random, ``x`` being the expected value;
+    :func:`stochastic_steps` is the definition.
 
     Args:
         x: float32, finite.

@@ -1,4 +1,5 @@
-"""Optimizer updates in the reference: SGD and Adam in LNS operations, and the same with float32 operations between loads and stores.
+"""Optimizer updates in the reference: SGD and Adam in LNS operations, and the same with float32
+operations between loads and stores.
 
 Arrays are never changed: updates return new ones.
 """
@@ -31,7 +32,11 @@ from lns_ops.spec.reference import (
 
 
 def _updated(
-    weight: Codes, update: Codes, fmt: LNSFormat, compensation: Codes | None, bits: NDArray[np.int64] | None
+    weight: Codes,
+    update: Codes,
+    fmt: LNSFormat,
+    compensation: Codes | None,
+    bits: NDArray[np.int64] | None,
 ) -> tuple[Codes, Codes | None]:
     """``weight + update``: with Kahan compensation, rounded at random, or to nearest."""
     if bits is not None:
@@ -55,10 +60,11 @@ def sgd_update(
     key: int | None = None,
     step: int = 0,
 ) -> tuple[Codes, Codes | None, Codes | None]:
-    """One SGD step in which every operation is an LNS operation; returns weight, buffer, compensation.
+    """One SGD step in which every operation is an LNS operation; returns weight, buffer,
+    compensation.
 
-    ``buffer = momentum * buffer + grad`` (where momentum is given), ``update = -lr * buffer``, then ``weight + update`` or, with
-    Kahan compensation (W. Kahan 1965)::
+    ``buffer = momentum * buffer + grad`` (where momentum is given), ``update = -lr * buffer``, then
+    ``weight + update`` or, with Kahan compensation (W. Kahan 1965)::
 
         compensation = compensation + update
         new = weight + compensation
@@ -71,16 +77,21 @@ def sgd_update(
     direction = grad
     if momentum is not None and buffer is not None:
         direction = buffer = add(mul(momentum, buffer, fmt), grad, fmt)
-    bits = None if key is None else random_bits(weight.size, key, step, WEIGHT_SLOT).reshape(weight.shape)
+    bits = (
+        None
+        if key is None
+        else random_bits(weight.size, key, step, WEIGHT_SLOT).reshape(weight.shape)
+    )
     new, compensation = _updated(weight, mul(negative_lr, direction, fmt), fmt, compensation, bits)
     return new, buffer, compensation
 
 
 class AdamCodes(NamedTuple):
-    """Adam's scalars in a format. Bias correction after t steps is entry ``min(t, len) - 1``; later ones would be the same.
+    """Adam's scalars in a format. Bias correction after t steps is entry ``min(t, len) - 1``; later
+    ones would be the same.
 
-    ``correction = sqrt(1 - beta2^t) / (1 - beta1^t)``, ``eps_hat = eps sqrt(1 - beta2^t)`` (D. Kingma, J. Ba 2015, the end of
-    section 2), at least the format's smallest magnitude.
+    ``correction = sqrt(1 - beta2^t) / (1 - beta1^t)``, ``eps_hat = eps sqrt(1 - beta2^t)`` (D.
+    Kingma, J. Ba 2015, the end of section 2), at least the format's smallest magnitude.
     """
 
     beta1: int
@@ -105,7 +116,8 @@ def check_adam(beta1: float, beta2: float, eps: float) -> None:
 
 @lru_cache(maxsize=64)
 def adam_codes(beta1: float, beta2: float, eps: float, fmt: LNSFormat) -> AdamCodes:
-    """The codes of Adam's scalars; ``1 - beta1`` is that of the beta1 that the format has, so that the average has gain 1.
+    """The codes of Adam's scalars; ``1 - beta1`` is that of the beta1 that the format has, so that
+    the average has gain 1.
 
     Raises:
         ValueError: as :func:`check_adam`, or beta1 rounds to 1, which would never forget.
@@ -115,20 +127,35 @@ def adam_codes(beta1: float, beta2: float, eps: float, fmt: LNSFormat) -> AdamCo
     held = float(decode(first, fmt, np.float64))
     if held >= 1:
         raise ValueError(
-            f"beta1={beta1}: rounds to 1 in {fmt}, so the average would never forget; use beta1 <= {1 / (1 + fmt.epsilon):.3g}"
+            f"beta1={beta1}: rounds to 1 in {fmt}, so the average would never forget; use beta1 <="
+            f" {1 / (1 + fmt.epsilon):.3g}"
         )
     # 1 - beta^t is 1 to within 2^-40 after so many steps.
     steps = np.arange(1, 2 + int(28 / -np.log(max(beta1, beta2))), dtype=np.float64)
     root = np.sqrt(1 - beta2**steps)
     correction = encode(root / (1 - beta1**steps), fmt)
     eps_hat = np.maximum(encode(eps * root, fmt), 1)
-    length = 1 + int(np.flatnonzero((correction != correction[-1]) | (eps_hat != eps_hat[-1])).max(initial=-1)) + 1
-    return AdamCodes(int(first), int(encode(np.array(1 - held), fmt)), correction[:length], eps_hat[:length].astype(np.int16))
+    length = (
+        1
+        + int(
+            np.flatnonzero((correction != correction[-1]) | (eps_hat != eps_hat[-1])).max(
+                initial=-1
+            )
+        )
+        + 1
+    )
+    return AdamCodes(
+        int(first),
+        int(encode(np.array(1 - held), fmt)),
+        correction[:length],
+        eps_hat[:length].astype(np.int16),
+    )
 
 
 def adam_update(
-    weight: Codes, grad: Codes, fmt: LNSFormat, *, step: int, exp_avg: Codes, root: Codes, residue: Codes | None = None,
-    compensation: Codes | None = None, negative_lr: Codes, beta1: float, beta2: float, eps: float, weight_decay: Codes | None = None,
+    weight: Codes, grad: Codes, fmt: LNSFormat, *, step: int, exp_avg: Codes, root: Codes,
+    residue: Codes | None = None, compensation: Codes | None = None, negative_lr: Codes,
+    beta1: float, beta2: float, eps: float, weight_decay: Codes | None = None,
     decoupled: bool = False, key: int | None = None,
 ) -> tuple[Codes, Codes, Codes, Codes | None, Codes | None]:  # fmt: skip
     """One Adam step (D. Kingma, J. Ba 2015) in which every operation is an LNS operation.
@@ -137,14 +164,18 @@ def adam_update(
 
         grad = grad + weight_decay weight                      (where given and not decoupled)
         exp_avg = beta1 exp_avg + (1 - beta1) grad
-        root = sqrt(beta2 root^2 + (1 - beta2) grad^2)         root_mean_square: one operation, nothing squared leaves the range
+        root = sqrt(beta2 root^2 + (1 - beta2) grad^2)         root_mean_square: one operation,
+                                                               nothing squared leaves the range
         direction = correction exp_avg / (root + eps_hat)
-        direction = direction + weight_decay weight            (where given and decoupled: AdamW, I. Loshchilov, F. Hutter 2019)
-        weight = weight + (-lr) direction                      to nearest, with Kahan compensation, or at random
+        direction = direction + weight_decay weight            (where given and decoupled: AdamW, I.
+                                                               Loshchilov, F. Hutter 2019)
+        weight = weight + (-lr) direction                      to nearest, with Kahan compensation,
+                                                               or at random
 
     Args:
         step: 1 for the first one.
-        root: the root of the second moment; ``residue`` holds its bits below the ulp unless a ``key`` rounds it at random.
+        root: the root of the second moment; ``residue`` holds its bits below the ulp unless a
+            ``key`` rounds it at random.
         negative_lr, weight_decay: codes of scalars.
         key: of :func:`random_bits`, slot 0 for the weight and 1 for the root.
 
@@ -155,23 +186,32 @@ def adam_update(
     now = min(step, len(codes.correction)) - 1
     if weight_decay is not None and not decoupled:
         grad = add(grad, mul(weight_decay, weight, fmt), fmt)
-    exp_avg = add(mul(np.int16(codes.beta1), exp_avg, fmt), mul(np.int16(codes.one_minus_beta1), grad, fmt), fmt)  # type: ignore[arg-type]
+    keep, rest = np.array(codes.beta1, np.int16), np.array(codes.one_minus_beta1, np.int16)
+    exp_avg = add(mul(keep, exp_avg, fmt), mul(rest, grad, fmt), fmt)
     bits = [
-        None if key is None else random_bits(weight.size, key, step, s).reshape(weight.shape) for s in (WEIGHT_SLOT, ROOT_SLOT)
+        None if key is None else random_bits(weight.size, key, step, s).reshape(weight.shape)
+        for s in (WEIGHT_SLOT, ROOT_SLOT)
     ]
-    root, residue = root_mean_square(root, grad, fmt, beta2, residue=None if key is not None else residue, bits=bits[1])
-    direction = mul(codes.correction[now], div(exp_avg, add(root, codes.eps_hat[now], fmt), fmt), fmt)
+    root, residue = root_mean_square(
+        root, grad, fmt, beta2, residue=None if key is not None else residue, bits=bits[1]
+    )
+    direction = mul(
+        codes.correction[now], div(exp_avg, add(root, codes.eps_hat[now], fmt), fmt), fmt
+    )
     if weight_decay is not None and decoupled:
         direction = add(direction, mul(weight_decay, weight, fmt), fmt)
-    weight, compensation = _updated(weight, mul(negative_lr, direction, fmt), fmt, compensation, bits[0])
+    weight, compensation = _updated(
+        weight, mul(negative_lr, direction, fmt), fmt, compensation, bits[0]
+    )
     return weight, exp_avg, root, residue, compensation
 
 
-# --------------------------------------------------------------------------------------------- updates in float32
+# --------------------------------------------------------------------------------------------- upda
 
 
 class Float32Codec(NamedTuple):
-    """How updates in float32 load and store: ``decode(codes, fmt)``, ``encode(x, fmt)`` and ``encode_stochastic(x, fmt, bits)``."""
+    """How updates in float32 load and store: ``decode(codes, fmt)``, ``encode(x, fmt)`` and
+    ``encode_stochastic(x, fmt, bits)``."""
 
     decode: Callable[..., Any]
     encode: Callable[..., Any]
@@ -187,16 +227,23 @@ def _inside(x: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.clip(x, -_LARGEST, _LARGEST)
 
 
-def _stored(x: NDArray[np.float32], fmt: LNSFormat, codec: Float32Codec, bits: NDArray[np.int64] | None = None) -> Codes:
+def _stored(
+    x: NDArray[np.float32],
+    fmt: LNSFormat,
+    codec: Float32Codec,
+    bits: NDArray[np.int64] | None = None,
+) -> Codes:
     """The codes of ``x``; what has left float32 saturates."""
     inside = _inside(x)
-    codes: Codes = codec.encode(inside, fmt) if bits is None else codec.encode_stochastic(inside, fmt, bits)
+    codes: Codes = (
+        codec.encode(inside, fmt) if bits is None else codec.encode_stochastic(inside, fmt, bits)
+    )
     return codes
 
 
 def _updated_float32(
-    weight: NDArray[np.float32], update: NDArray[np.float32], fmt: LNSFormat, compensation: Codes | None,
-    bits: NDArray[np.int64] | None, codec: Float32Codec,
+    weight: NDArray[np.float32], update: NDArray[np.float32], fmt: LNSFormat,
+    compensation: Codes | None, bits: NDArray[np.int64] | None, codec: Float32Codec,
 ) -> tuple[Codes, Codes | None]:  # fmt: skip
     if bits is not None or compensation is None:
         return _stored(weight + update, fmt, codec, bits), compensation
@@ -218,10 +265,12 @@ def sgd_update_float32(
     step: int = 0,
     codec: Float32Codec | None = None,
 ) -> tuple[Codes, Codes | None, Codes | None]:
-    """:func:`sgd_update` with float32 in between: codes are decoded, every operation is one of float32 (rounded to nearest, none fused),
-    and what is stored is encoded. Kahan's compensation is that of the stored weight.
+    """:func:`sgd_update` with float32 in between: codes are decoded, every operation is one of
+    float32 (rounded to nearest, none fused), and what is stored is encoded. Kahan's compensation is
+    that of the stored weight.
 
-    ``buffer = momentum buffer + grad``; ``update = -lr buffer`` from the buffer before it is rounded to the format.
+    ``buffer = momentum buffer + grad``; ``update = -lr buffer`` from the buffer before it is
+    rounded to the format.
     """
     codec = codec or REFERENCE_CODEC
     with np.errstate(over="ignore"):
@@ -229,14 +278,21 @@ def sgd_update_float32(
         if momentum is not None and buffer is not None:
             direction = _inside(_F32(momentum) * codec.decode(buffer, fmt) + direction)
             buffer = _stored(direction, fmt, codec)
-        bits = None if key is None else random_bits(weight.size, key, step, WEIGHT_SLOT).reshape(weight.shape)
-        new, compensation = _updated_float32(codec.decode(weight, fmt), _F32(-lr) * direction, fmt, compensation, bits, codec)
+        bits = (
+            None
+            if key is None
+            else random_bits(weight.size, key, step, WEIGHT_SLOT).reshape(weight.shape)
+        )
+        new, compensation = _updated_float32(
+            codec.decode(weight, fmt), _F32(-lr) * direction, fmt, compensation, bits, codec
+        )
     return new, buffer, compensation
 
 
 @lru_cache(maxsize=64)
 def adam_scalars(beta1: float, beta2: float, eps: float) -> NDArray[np.float32]:
-    """``correction`` and ``eps_hat`` (:class:`AdamCodes`) of steps 1, 2, ..., float32 [steps, 2]; later ones are like the last.
+    """``correction`` and ``eps_hat`` (:class:`AdamCodes`) of steps 1, 2, ..., float32 [steps, 2];
+    later ones are like the last.
 
     Raises:
         ValueError: as :func:`check_adam`.
@@ -294,7 +350,9 @@ def adam_update_float32(
         direction = _inside(correction * (average / (r + eps_hat)))
         if weight_decay is not None and decoupled:
             direction = direction + _F32(weight_decay) * w
-        weight, compensation = _updated_float32(w, _F32(-lr) * direction, fmt, compensation, bits[0], codec)
+        weight, compensation = _updated_float32(
+            w, _F32(-lr) * direction, fmt, compensation, bits[0], codec
+        )
     return weight, _stored(average, fmt, codec), root, residue, compensation
 
 

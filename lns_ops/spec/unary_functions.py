@@ -1,21 +1,26 @@
-"""Functions of one number as tables: a format has at most 65,536 codes, so a table of results is the whole function.
+"""Functions of one number as tables: a format has at most 65,536 codes, so a table of results is
+the whole function.
 
-Why tables: exp, the logarithms, sigmoid, GELU, powers and their derivatives are then one memory access a value, rounded once, and the
-same on every device by construction. A table is built on the host when a (function, parameters, format) is first used, indexed by the
-low ``bits`` bits of a code, 2 bytes an entry: 8 KB for 12 bits, 128 KB for 16.
+Why tables: exp, the logarithms, sigmoid, GELU, powers and their derivatives are then one memory
+access a value, rounded once, and the same on every device by construction. A table is built on the
+host when a (function, parameters, format) is first used, indexed by the low ``bits`` bits of a
+code, 2 bytes an entry: 8 KB for 12 bits, 128 KB for 16.
 
-Rounding. Every entry is the code nearest in logarithm to the exact value at the exact argument ``sign x 2^(log / 2^f)``. The value is
-computed in float64 and trusted to a relative error of ``2^-36``, some 10^4 times what these formulas err by; where both ends of that
-interval do not encode alike (an entry in some hundred tables), 60 digits decide. Powers are exact in integers, ``p log``. Only they and
-exponentials with a power of two for a base have ties, which go to even, as in :func:`lns_ops.functional.sqrt`. Results above the range
-saturate, below it are zero.
+Rounding. Every entry is the code nearest in logarithm to the exact value at the exact argument
+``sign x 2^(log / 2^f)``. The value is computed in float64 and trusted to a relative error of
+``2^-36``, some 10^4 times what these formulas err by; where both ends of that interval do not
+encode alike (an entry in some hundred tables), 60 digits decide. Powers are exact in integers, ``p
+log``. Only they and exponentials with a power of two for a base have ties, which go to even, as in
+:func:`lns_ops.functional.sqrt`. Results above the range saturate, below it are zero.
 
-Where a function has no value (log of zero or less, 0 to a negative power, fractional powers of negatives) the table holds
-:func:`undefined`, a word that no operation produces, and reading it is an error as division by zero is: raised on a CPU, counted on a GPU.
+Where a function has no value (log of zero or less, 0 to a negative power, fractional powers of
+negatives) the table holds :func:`undefined`, a word that no operation produces, and reading it is
+an error as division by zero is: raised on a CPU, counted on a GPU.
 
-A function is written once, against ``m``, which is :mod:`math` or :mod:`mpmath`; it raises ``ValueError`` or ``ZeroDivisionError`` where
-it has no value. Derivatives are functions of their own: ``d_gelu`` and so on, of the *argument*, since ``1 - y`` of a result rounded near
-1 has lost what the derivative of a sigmoid is made of.
+A function is written once, against ``m``, which is :mod:`math` or :mod:`mpmath`; it raises
+``ValueError`` or ``ZeroDivisionError`` where it has no value. Derivatives are functions of their
+own: ``d_gelu`` and so on, of the *argument*, since ``1 - y`` of a result rounded near 1 has lost
+what the derivative of a sigmoid is made of.
 """
 
 from __future__ import annotations
@@ -69,7 +74,8 @@ def log(m: Any, x: Any) -> Any:
     """``ln x``."""
     if x == 0:
         raise ValueError
-    return m.log(x) if x > 0 else m.sqrt(x)  # mpmath's logarithm of a negative is complex, and so is its root
+    # mpmath's logarithm of a negative is complex, and so is its root
+    return m.log(x) if x > 0 else m.sqrt(x)
 
 
 @_function
@@ -179,7 +185,8 @@ def d_gelu_tanh(m: Any, x: Any) -> Any:
 
 @_function
 def softplus(m: Any, x: Any, beta: float, threshold: float) -> Any:
-    """``ln(1 + e^(beta x)) / beta``, and ``x`` where ``beta x`` exceeds the threshold, as torch's."""
+    """``ln(1 + e^(beta x)) / beta``, and ``x`` where ``beta x`` exceeds the threshold, as
+    torch's."""
     return x if beta * x > threshold else (max(beta * x, 0) + m.log1p(m.exp(-abs(beta * x)))) / beta
 
 
@@ -203,7 +210,8 @@ def d_log_sigmoid(m: Any, x: Any) -> Any:
 
 @_function
 def elu(m: Any, x: Any, alpha: float, scale: float, input_scale: float) -> Any:
-    """``scale x`` above zero, ``scale alpha (e^(input_scale x) - 1)`` below; D.-A. Clevert et al. 2016 (arXiv:1511.07289)."""
+    """``scale x`` above zero, ``scale alpha (e^(input_scale x) - 1)`` below; D.-A. Clevert et al.
+    2016 (arXiv:1511.07289)."""
     return scale * x if x > 0 else scale * alpha * m.expm1(input_scale * x)
 
 
@@ -263,7 +271,8 @@ def undefined(fmt: LNSFormat) -> int:
 
 @lru_cache(maxsize=256)
 def table(function: str, parameters: tuple[float, ...], fmt: LNSFormat) -> NDArray[np.int16]:
-    """Codes of ``function`` at every code: int16, ``2^bits`` entries, read-only, indexed by the low ``bits`` bits of the argument.
+    """Codes of ``function`` at every code: int16, ``2^bits`` entries, read-only, indexed by the low
+    ``bits`` bits of the argument.
 
     Args:
         function: a name in :data:`FUNCTIONS`, or ``power`` with the exponent as its only parameter.
@@ -274,13 +283,19 @@ def table(function: str, parameters: tuple[float, ...], fmt: LNSFormat) -> NDArr
         ValueError: no such function, or a parameter that is not finite.
     """
     if function != "power" and function not in FUNCTIONS:
-        raise ValueError(f"function {function!r}: must be power or one of {', '.join(sorted(FUNCTIONS))}")
+        raise ValueError(
+            f"function {function!r}: must be power or one of {', '.join(sorted(FUNCTIONS))}"
+        )
     if any(math.isnan(p) or (math.isinf(p) and function != "softplus") for p in parameters):
         raise ValueError(f"{function} with parameters {parameters}: they must be finite numbers")
     words = np.arange(1 << fmt.bits).astype(np.int64)
     codes = np.where(words >> (fmt.bits - 1), words | fmt.sign_mask, words).astype(np.int16)
     codes[codes & fmt.field_mask == 0] = 0
-    result = _power(codes, parameters[0], fmt) if function == "power" else _rounded(FUNCTIONS[function], parameters, codes, fmt)
+    result = (
+        _power(codes, parameters[0], fmt)
+        if function == "power"
+        else _rounded(FUNCTIONS[function], parameters, codes, fmt)
+    )
     result.setflags(write=False)
     return result
 
@@ -301,7 +316,8 @@ def _power(codes: NDArray[np.int16], p: float, fmt: LNSFormat) -> NDArray[np.int
 
 
 def _at(f: _Scalar, x: float, parameters: tuple[float, ...]) -> tuple[float, bool]:
-    """The float64 value and whether there is one; beyond float64 the largest number, which saturates every format."""
+    """The float64 value and whether there is one; beyond float64 the largest number, which
+    saturates every format."""
     try:
         value = float(f(math, x, *parameters))
     except OverflowError:
@@ -312,8 +328,13 @@ def _at(f: _Scalar, x: float, parameters: tuple[float, ...]) -> tuple[float, boo
     return min(max(value, -largest), largest), True
 
 
-def _rounded(f: _Scalar, parameters: tuple[float, ...], codes: NDArray[np.int16], fmt: LNSFormat) -> NDArray[np.int16]:
-    values, exists = zip(*(_at(f, x, parameters) for x in reference.decode(codes, fmt, np.float64).tolist()), strict=True)
+def _rounded(
+    f: _Scalar, parameters: tuple[float, ...], codes: NDArray[np.int16], fmt: LNSFormat
+) -> NDArray[np.int16]:
+    values, exists = zip(
+        *(_at(f, x, parameters) for x in reference.decode(codes, fmt, np.float64).tolist()),
+        strict=True,
+    )
     value = np.array(values)
     low, high = (reference.encode(value * (1 + side * TRUSTED), fmt) for side in (-1, 1))
     for i in np.flatnonzero(low != high):
@@ -328,7 +349,11 @@ def _with_digits(f: _Scalar, parameters: tuple[float, ...], code: int, fmt: LNSF
 
     sign, log = (int(part[0]) for part in reference.unpack(np.array([code], np.int16), fmt))
     with mpmath.workdps(_DIGITS):
-        x = (-1) ** sign * mpmath.power(2, mpmath.mpf(log) / (1 << fmt.fraction_bits)) if code else mpmath.mpf(0)
+        x = (
+            (-1) ** sign * mpmath.power(2, mpmath.mpf(log) / (1 << fmt.fraction_bits))
+            if code
+            else mpmath.mpf(0)
+        )
         y = mpmath.mpf(f(mpmath, x, *parameters))
         if y == 0:
             return 0

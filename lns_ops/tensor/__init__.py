@@ -1,22 +1,38 @@
-"""LNSTensor: a torch.Tensor whose values are LNS codes, two bytes each, and whose arithmetic is LNS arithmetic.
+"""LNSTensor: a torch.Tensor whose values are LNS codes, two bytes each, and whose arithmetic is LNS
+arithmetic.
 
-A wrapper subclass: torch sees a float32 tensor of the same shape, autograd runs its own formulas, and each aten operation
-that reaches ``__torch_dispatch__`` is looked up in a table of LNS kernels. nn.Module parameters, hooks, ``state_dict`` and deepcopy
-work unmodified. There is no hidden conversion: an operation without an LNS kernel raises with its name (or is computed in float32 and
-counted, inside :func:`lns_ops.allow_float_fallback`), and mixing with a float tensor raises too. Python numbers, 0-dim tensors, booleans
-and integers are encoded. At the edge of a network the losses (``cross_entropy``, ``log_softmax``, ``mse_loss``, ...: see
-:mod:`lns_ops.tensor.ops.losses`) take the values out to float32 first, so that the gradient of the loss is computed in float32 and enters
-the network as LNS codes.
+A wrapper subclass: torch sees a float32 tensor of the same shape, autograd runs its own formulas,
+and each aten operation that reaches ``__torch_dispatch__`` is looked up in a table of LNS kernels.
+nn.Module parameters, hooks, ``state_dict`` and deepcopy work unmodified. There is no hidden
+conversion: an operation without an LNS kernel raises with its name (or is computed in float32 and
+counted, inside :func:`lns_ops.allow_float_fallback`), and mixing with a float tensor raises too.
+Python numbers, 0-dim tensors, booleans and integers are encoded. At the edge of a network the
+losses (``cross_entropy``, ``log_softmax``, ``mse_loss``, ...: see :mod:`lns_ops.tensor.ops.losses`)
+take the values out to float32 first, so that the gradient of the loss is computed in float32 and
+enters the network as LNS codes.
 
-Operations live in :mod:`lns_ops.tensor.ops`, one topic a file, and register themselves in :mod:`lns_ops.tensor.registry`: :func:`handles`
-for aten operators, and :func:`replaces` for torch functions whose LNS form has gradient formulas of its own. An operator in place takes
-its form out of place; a composite one that arrives whole (under ``torch.inference_mode``) is taken apart by torch's own decomposition.
+Operations live in :mod:`lns_ops.tensor.ops`, one topic a file, and register themselves in
+:mod:`lns_ops.tensor.registry`: :func:`handles` for aten operators, and :func:`replaces` for torch
+functions whose LNS form has gradient formulas of its own. An operator in place takes its form out
+of place; a composite one that arrives whole (under ``torch.inference_mode``) is taken apart by
+torch's own decomposition.
 
-Two functions cross the border, differentiable both ways: :meth:`LNSTensor.from_float` and :meth:`LNSTensor.to_float`; the gradient crosses
-in the opposite direction by the opposite conversion.
+Two functions cross the border, differentiable both ways: :meth:`LNSTensor.from_float` and
+:meth:`LNSTensor.to_float`; the gradient crosses in the opposite direction by the opposite
+conversion.
 """
 
 from lns_ops.tensor.lns_tensor import LNSTensor, _rebuilt, in_float32, in_format, operands
 from lns_ops.tensor.registry import aten, handles, replaces, replaces_untraced
 
-__all__ = ["LNSTensor", "_rebuilt", "aten", "handles", "in_float32", "in_format", "operands", "replaces", "replaces_untraced"]
+__all__ = [
+    "LNSTensor",
+    "_rebuilt",
+    "aten",
+    "handles",
+    "in_float32",
+    "in_format",
+    "operands",
+    "replaces",
+    "replaces_untraced",
+]

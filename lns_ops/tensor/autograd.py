@@ -1,9 +1,10 @@
 """Backward passes started from an LNSTensor.
 
-torch runs a torch function of a tensor subclass with the subclass's ``__torch_function__`` switched off, all of a backward pass included
-when it was started as ``x.backward()``. What an activation checkpoint computes again in there would then miss its replacements
-(:func:`lns_ops.tensor.replaces`). So these start the pass from the edges of the graph instead of from tensors, which torch does not
-regard as a torch function.
+torch runs a torch function of a tensor subclass with the subclass's ``__torch_function__`` switched
+off, all of a backward pass included when it was started as ``x.backward()``. What an activation
+checkpoint computes again in there would then miss its replacements
+(:func:`lns_ops.tensor.replaces`). So these start the pass from the edges of the graph instead of
+from tensors, which torch does not regard as a torch function.
 """
 
 from __future__ import annotations
@@ -32,25 +33,35 @@ def _seeds(tensors: Sequence[Any], grads: Any) -> tuple[Any, ...]:
     for t, g in zip(tensors, given, strict=True):
         if g is None and isinstance(t, Tensor) and t.numel() != 1:
             raise RuntimeError(
-                f"gradient of an LNSTensor of shape {tuple(t.shape)}: only that of a scalar is 1; pass the gradient"
+                f"gradient of an LNSTensor of shape {tuple(t.shape)}: only that of a scalar is 1;"
+                " pass the gradient"
             )
-    return tuple(torch.ones_like(t) if g is None and isinstance(t, Tensor) else g for t, g in zip(tensors, given, strict=True))
+    return tuple(
+        torch.ones_like(t) if g is None and isinstance(t, Tensor) else g
+        for t, g in zip(tensors, given, strict=True)
+    )
 
 
 @replaces_untraced(torch.autograd.backward)
 def backward(
-    tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, create_graph: bool = False, grad_variables: Any = None,
-    inputs: Any = None,
+    tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None,
+    create_graph: bool = False, grad_variables: Any = None, inputs: Any = None,
 ) -> None:  # fmt: skip
     """``torch.autograd.backward``."""
     roots = _tuple(tensors)
     given = None if inputs is None else _edges(_tuple(inputs))
-    torch.autograd.backward(_edges(roots), _seeds(roots, grad_tensors), retain_graph, create_graph, inputs=given)
+    torch.autograd.backward(
+        _edges(roots), _seeds(roots, grad_tensors), retain_graph, create_graph, inputs=given
+    )
 
 
 @replaces_untraced(torch.Tensor.backward)
 def tensor_backward(
-    self: Tensor, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
+    self: Tensor,
+    gradient: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
 ) -> None:
     """``Tensor.backward``."""
     backward(self, gradient, retain_graph, create_graph, inputs=inputs)
@@ -58,8 +69,9 @@ def tensor_backward(
 
 @replaces_untraced(torch.autograd.grad)
 def grad(
-    outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool | None = None, create_graph: bool = False,
-    only_inputs: bool = True, allow_unused: bool | None = None, is_grads_batched: bool = False, materialize_grads: bool = False,
+    outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool | None = None,
+    create_graph: bool = False, only_inputs: bool = True, allow_unused: bool | None = None,
+    is_grads_batched: bool = False, materialize_grads: bool = False,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """``torch.autograd.grad``.
 
@@ -67,12 +79,22 @@ def grad(
         NotImplementedError: batched gradients.
     """
     if is_grads_batched:
-        raise NotImplementedError("is_grads_batched=True: LNS operations have no batching rule; call grad once for each gradient")
+        raise NotImplementedError(
+            "is_grads_batched=True: LNS operations have no batching rule; call grad once for each"
+            " gradient"
+        )
     roots, leaves = _tuple(outputs), _tuple(inputs)
     unused = materialize_grads if allow_unused is None else allow_unused
     found = torch.autograd.grad(
-        _edges(roots), _edges(leaves), _seeds(roots, grad_outputs), retain_graph, create_graph, allow_unused=unused
+        _edges(roots),
+        _edges(leaves),
+        _seeds(roots, grad_outputs),
+        retain_graph,
+        create_graph,
+        allow_unused=unused,
     )
     if materialize_grads:
-        return tuple(torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True))
+        return tuple(
+            torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True)
+        )
     return tuple(found)

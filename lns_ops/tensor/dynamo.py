@@ -1,7 +1,8 @@
 """Functions that ``torch.compile``'s tracer is to leave alone, told to it once it is there.
 
-``torch.compiler.allow_in_graph`` imports torch._dynamo, which takes as long as the rest of torch (1.6 s) and which only programs that
-compile need. So functions wait here until somebody else imports it.
+``torch.compiler.allow_in_graph`` imports torch._dynamo, which takes as long as the rest of torch
+(1.6 s) and which only programs that compile need. So functions wait here until somebody else
+imports it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def allow_in_graph(function: Callable[..., Any]) -> None:
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds the tracer as it would be found anyway, and has it told when it is imported."""
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         """See :class:`importlib.abc.MetaPathFinder`."""
         if fullname != _TRACER:
             return None

@@ -1,16 +1,18 @@
 """allow_float_fallback: operations without an LNS kernel, computed in float32 and counted.
 
-Inside the context such an operation decodes its LNS arguments, runs as torch's float32 operation, and encodes its floating-point results
-in the format of the first LNS argument: one rounding a value, but the operation's own arithmetic is float32, not LNS. Nothing happens
-silently: the context tells how often each operation was converted.
+Inside the context such an operation decodes its LNS arguments, runs as torch's float32 operation,
+and encodes its floating-point results in the format of the first LNS argument: one rounding a
+value, but the operation's own arithmetic is float32, not LNS. Nothing happens silently: the context
+tells how often each operation was converted.
 
 >>> with allow_float_fallback() as converted:
 ...     y = torch.erf(x)
 >>> converted.counts
 {'aten.erf.default': 1}
 
-Limits: views are refused, since a converted copy would not share memory; what is computed inside a compiled graph is counted when the
-graph is traced, not when it runs. The context holds for all threads of the process, as backward passes on a GPU run in torch's own.
+Limits: views are refused, since a converted copy would not share memory; what is computed inside a
+compiled graph is counted when the graph is traced, not when it runs. The context holds for all
+threads of the process, as backward passes on a GPU run in torch's own.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class FloatFallback:
 
 @contextmanager
 def allow_float_fallback() -> Iterator[FloatFallback]:
-    """Compute operations that have no LNS kernel in float32, counting them; see the head of this file."""
+    """Compute operations that have no LNS kernel in float32, counting them; see the head of this
+    file."""
     record = FloatFallback()
     _active.append(record)
     try:

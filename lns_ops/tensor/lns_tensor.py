@@ -1,7 +1,9 @@
-"""LNSTensor: the wrapper subclass, its dispatch, and the two functions that cross the border to float tensors.
+"""LNSTensor: the wrapper subclass, its dispatch, and the two functions that cross the border to
+float tensors.
 
-An operator in place takes its form out of place; a composite one that arrives whole (under ``torch.inference_mode``) is taken apart by
-torch's own decomposition; one without an LNS form raises, or is computed in float32 (:mod:`lns_ops.tensor.fallback`).
+An operator in place takes its form out of place; a composite one that arrives whole (under
+``torch.inference_mode``) is taken apart by torch's own decomposition; one without an LNS form
+raises, or is computed in float32 (:mod:`lns_ops.tensor.fallback`).
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class LNSTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, codes: Tensor, fmt: LNSFormat) -> LNSTensor:
-        if torch.is_inference_mode_enabled() and not codes.is_inference():  # a view of a tensor from outside is of its kind
+        # a view of a tensor from outside is of its kind
+        if torch.is_inference_mode_enabled() and not codes.is_inference():
             with torch.inference_mode(False):
                 return LNSTensor.__new__(cls, codes, fmt)
         return torch.Tensor._make_wrapper_subclass(
@@ -48,13 +51,17 @@ class LNSTensor(torch.Tensor):
 
     def __init__(self, codes: Tensor, fmt: LNSFormat) -> None:
         if codes.dtype != torch.int16:
-            raise ValueError(f"codes of dtype {codes.dtype}: LNS codes are int16; use LNSTensor.from_float for values")
+            raise ValueError(
+                f"codes of dtype {codes.dtype}: LNS codes are int16; use LNSTensor.from_float for"
+                " values"
+            )
         self.codes = codes
         self.fmt = fmt
 
     @staticmethod
     def from_float(x: Tensor, fmt: LNSFormat | str = lns16) -> LNSTensor:
-        """Encode ``x`` (any real dtype) in ``fmt`` (a format or its name); differentiable, the gradient comes back as float32.
+        """Encode ``x`` (any real dtype) in ``fmt`` (a format or its name); differentiable, the
+        gradient comes back as float32.
 
         Raises:
             ValueError: ``x`` holds a NaN or an infinity.
@@ -62,7 +69,8 @@ class LNSTensor(torch.Tensor):
         return _FromFloat.apply(x, LNSFormat.of(fmt))  # type: ignore[no-untyped-call, no-any-return]
 
     def to_float(self) -> Tensor:
-        """The values as float32; differentiable, the gradient is encoded in this tensor's format."""
+        """The values as float32; differentiable, the gradient is encoded in this tensor's
+        format."""
         return _ToFloat.apply(self)  # type: ignore[no-untyped-call, no-any-return]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -73,27 +81,40 @@ class LNSTensor(torch.Tensor):
         return f"LNSTensor({torch._tensor_str._tensor_str(values, 10)}, fmt={self.fmt}{grad})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LNSTensor:
-        """A copy with codes of its own, which shares memory with the copies of what this one shares it with."""
+        """A copy with codes of its own, which shares memory with the copies of what this one shares
+        it with."""
         if id(self) in memo:
             return cast(LNSTensor, memo[id(self)])
         if not self.is_leaf:
-            raise RuntimeError("deepcopy of an LNSTensor that was computed: only leaves of the graph are copied; use x.detach()")
-        rest = {name: value for name, value in self.__dict__.items() if name not in ("codes", "fmt")}
-        made = _rebuilt(deepcopy(self.codes, memo), self.fmt, self.requires_grad, deepcopy(rest, memo))
+            raise RuntimeError(
+                "deepcopy of an LNSTensor that was computed: only leaves of the graph are copied;"
+                " use x.detach()"
+            )
+        rest = {
+            name: value for name, value in self.__dict__.items() if name not in ("codes", "fmt")
+        }
+        made = _rebuilt(
+            deepcopy(self.codes, memo), self.fmt, self.requires_grad, deepcopy(rest, memo)
+        )
         memo[id(self)] = made
         made.grad = deepcopy(self.grad, memo)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """What pickle and torch.save keep: the codes, with the memory that they share, the format and attributes."""
-        rest = {name: value for name, value in self.__dict__.items() if name not in ("codes", "fmt")}
+        """What pickle and torch.save keep: the codes, with the memory that they share, the format
+        and attributes."""
+        rest = {
+            name: value for name, value in self.__dict__.items() if name not in ("codes", "fmt")
+        }
         return _rebuilt, (self.codes, self.fmt, self.requires_grad, rest)
 
     def __tensor_flatten__(self) -> tuple[list[str], LNSFormat]:
         return ["codes"], self.fmt
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], fmt: LNSFormat, size: object, stride: object) -> LNSTensor:
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], fmt: LNSFormat, size: object, stride: object
+    ) -> LNSTensor:
         return LNSTensor(inner["codes"], fmt)
 
     @classmethod
@@ -121,7 +142,8 @@ def _rebuilt(codes: Tensor, fmt: LNSFormat, requires_grad: bool, rest: dict[str,
 
 
 def _unhandled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """An operator without a handler of its own: in place of one that has, composite, or left to float32 where that is allowed."""
+    """An operator without a handler of its own: in place of one that has, composite, or left to
+    float32 where that is allowed."""
     if torch.Tag.inplace_view in func.tags:
         func(args[0].codes, *args[1:], **kwargs)
         with no_dispatch():
@@ -137,9 +159,10 @@ def _unhandled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if fallback.active() is not None:
         return _computed_in_float32(func, args, kwargs)
     raise NotImplementedError(
-        f"{func} has no LNS kernel. Compute it in float32 with x.to_float() and go back with LNSTensor.from_float(y, x.fmt), "
-        "or leave the module that calls it unconverted (filter_fn of lns_ops.convert_); `with lns_ops.allow_float_fallback():` does the "
-        "former for every such operation and counts them"
+        f"{func} has no LNS kernel. Compute it in float32 with x.to_float() and go back with"
+        " LNSTensor.from_float(y, x.fmt), or leave the module that calls it unconverted (filter_fn"
+        " of lns_ops.convert_); `with lns_ops.allow_float_fallback():` does the former for every"
+        " such operation and counts them"
     )
 
 
@@ -150,17 +173,26 @@ def _computed_in_float32(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         NotImplementedError: ``func`` returns a view, or writes to an ``out=`` argument.
         ValueError: a result is a NaN or an infinity (``NonFiniteError``).
     """
-    written = [a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    written = [
+        a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write
+    ]
     if func.is_view or any(a.kwarg_only for a in written):
         raise NotImplementedError(
-            f"{func} has no LNS kernel and {'returns a view' if func.is_view else 'writes to out='}, which float32 cannot stand in for: "
-            "call it on x.to_float(), or leave the module that calls it unconverted (filter_fn of lns_ops.convert_)"
+            f"{func} has no LNS kernel and"
+            f" {'returns a view' if func.is_view else 'writes to out='}, which float32 cannot stand"
+            " in for: call it on x.to_float(), or leave the module that calls it unconverted"
+            " (filter_fn of lns_ops.convert_)"
         )
     fmt = next(leaf.fmt for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LNSTensor))
-    decoded = tree_map(lambda leaf: lns.decode(leaf.codes, leaf.fmt) if isinstance(leaf, LNSTensor) else leaf, (args, kwargs))
+    decoded = tree_map(
+        lambda leaf: lns.decode(leaf.codes, leaf.fmt) if isinstance(leaf, LNSTensor) else leaf,
+        (args, kwargs),
+    )
     result = func(*decoded[0], **decoded[1])
     fallback.count(str(func))
-    encoded = tree_map(lambda leaf: LNSTensor(lns.encode(leaf, fmt), fmt) if _is_real(leaf) else leaf, result)
+    encoded = tree_map(
+        lambda leaf: LNSTensor(lns.encode(leaf, fmt), fmt) if _is_real(leaf) else leaf, result
+    )
     return args[0].copy_(encoded) if written else encoded
 
 
@@ -177,11 +209,13 @@ def _write(x: Any, result: LNSTensor, name: str) -> Any:
     if not isinstance(x, LNSTensor) or x.fmt != result.fmt:
         kind = str(x.fmt) if isinstance(x, LNSTensor) else f"a {x.dtype} tensor"
         raise ValueError(
-            f"{name} on {kind} with a result in {result.fmt}: writing in place keeps the format; convert one of them first"
+            f"{name} on {kind} with a result in {result.fmt}: writing in place keeps the format;"
+            " convert one of them first"
         )
     if x.shape != result.shape:
         raise ValueError(
-            f"{name} on shape {tuple(x.shape)} with a result of shape {tuple(result.shape)}: writing in place keeps the shape"
+            f"{name} on shape {tuple(x.shape)} with a result of shape {tuple(result.shape)}:"
+            " writing in place keeps the shape"
         )
     x.codes.copy_(result.codes)
     return x
@@ -209,7 +243,8 @@ class _ToFloat(torch.autograd.Function):
 
 
 def in_format(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
-    """``x``, a float tensor or an LNSTensor of any format, in the format of these numbers; differentiable. For traced code."""
+    """``x``, a float tensor or an LNSTensor of any format, in the format of these numbers;
+    differentiable. For traced code."""
     fmt = LNSFormat(bits, fraction_bits)
     if isinstance(x, LNSTensor):
         return x if x.fmt == fmt else LNSTensor.from_float(x.to_float(), fmt)
@@ -226,7 +261,8 @@ for _traced in (in_format, in_float32):
 
 
 def operands(name: Any, x: Any, y: Any) -> tuple[Tensor, Tensor, LNSFormat]:
-    """Codes of two operands in one format; Python numbers, 0-dim tensors, booleans and integers are encoded.
+    """Codes of two operands in one format; Python numbers, 0-dim tensors, booleans and integers are
+    encoded.
 
     Raises:
         ValueError: two formats, or an operand that is a floating-point tensor.
@@ -237,12 +273,14 @@ def operands(name: Any, x: Any, y: Any) -> tuple[Tensor, Tensor, LNSFormat]:
         if isinstance(operand, LNSTensor):
             if operand.fmt != fmt:
                 raise ValueError(
-                    f"{name} of {x.fmt} and {y.fmt}: both operands need one format; convert one with from_float(x.to_float(), fmt)"
+                    f"{name} of {x.fmt} and {y.fmt}: both operands need one format; convert one"
+                    " with from_float(x.to_float(), fmt)"
                 )
             codes.append(operand.codes)
         elif isinstance(operand, Tensor) and operand.dim() > 0 and operand.dtype.is_floating_point:
             raise ValueError(
-                f"{name} of an LNSTensor and a {operand.dtype} tensor: convert it first with LNSTensor.from_float(x, {fmt})"
+                f"{name} of an LNSTensor and a {operand.dtype} tensor: convert it first with"
+                f" LNSTensor.from_float(x, {fmt})"
             )
         else:
             codes.append(lns.encode(torch.as_tensor(operand, dtype=torch.float64), fmt))

@@ -1,4 +1,5 @@
-"""The tables of what aten operators and torch functions are on an LNSTensor, and the decorators that fill them."""
+"""The tables of what aten operators and torch functions are on an LNSTensor, and the decorators
+that fill them."""
 
 from __future__ import annotations
 
@@ -17,9 +18,11 @@ _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 
 
 def handles(*operators: Any) -> Callable[[_Handler], _Handler]:
-    """Register the decorated function, called as ``handler(operator, *args, **kwargs)``, as the LNS form of aten ``operators``.
+    """Register the decorated function, called as ``handler(operator, *args, **kwargs)``, as the LNS
+    form of aten ``operators``.
 
-    It computes forward results only: autograd goes on recording torch's own formula, whose operators arrive here in turn.
+    It computes forward results only: autograd goes on recording torch's own formula, whose
+    operators arrive here in turn.
     """
 
     def register(handler: _Handler) -> _Handler:
@@ -30,11 +33,13 @@ def handles(*operators: Any) -> Callable[[_Handler], _Handler]:
 
 
 def replaces(*functions: Any) -> Callable[[_Handler], _Handler]:
-    """Register the decorated function as what torch ``functions`` are when an argument is an LNSTensor; same signature, no operator.
+    """Register the decorated function as what torch ``functions`` are when an argument is an
+    LNSTensor; same signature, no operator.
 
-    For functions whose gradient formula would not do in LNS, or that are best composed of other operations; autograd sees what the
-    decorated function does, and so does ``torch.compile``, whose tracer of Python code is kept out of it: arguments and results must be
-    tensors, numbers, strings, None, or sequences of these.
+    For functions whose gradient formula would not do in LNS, or that are best composed of other
+    operations; autograd sees what the decorated function does, and so does ``torch.compile``, whose
+    tracer of Python code is kept out of it: arguments and results must be tensors, numbers,
+    strings, None, or sequences of these.
     """
 
     def register(replacement: _Handler) -> _Handler:

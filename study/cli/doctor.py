@@ -1,4 +1,5 @@
-"""``lns-study doctor``: what a study needs of this machine, or what there is of one, each with the remedy where it is not good."""
+"""``lns-study doctor``: what a study needs of this machine, or what there is of one, each with the
+remedy where it is not good."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ class Finding:
         return f"{mark} {self.name}: {self.text}" + (f"\n     {self.remedy}" if self.remedy else "")
 
 
-def examine(storage: str, tracking_uri: str | None, address: str | None, say: Callable[[str], None]) -> list[Finding]:
+def examine(
+    storage: str, tracking_uri: str | None, address: str | None, say: Callable[[str], None]
+) -> list[Finding]:
     """Look at everything, telling each finding as it is made."""
     findings = []
     for finding in _findings(storage, tracking_uri, address):
@@ -51,8 +54,11 @@ def examine(storage: str, tracking_uri: str | None, address: str | None, say: Ca
     return findings
 
 
-def examine_study(study: str, storage: str, tracking_uri: str | None, say: Callable[[str], None]) -> bool:
-    """Look at the ledger and the checkpoints of a study, telling what is found; whether all is good.
+def examine_study(
+    study: str, storage: str, tracking_uri: str | None, say: Callable[[str], None]
+) -> bool:
+    """Look at the ledger and the checkpoints of a study, telling what is found; whether all is
+    good.
 
     Raises:
         ValueError: there is no such study.
@@ -60,18 +66,37 @@ def examine_study(study: str, storage: str, tracking_uri: str | None, say: Calla
     folder = _folder(study, storage)
     wrong = needs_repair(folder)
     contents = open_ledger(folder)
-    text = wrong or f"{contents.number} lines, {'every one checked' if contents.checked else 'of version 1, which has no checks'}"
-    say(str(Finding(name="ledger", good=not wrong, text=text, remedy=f"to repair it: {how_to_repair(folder)}" if wrong else "")))
+    checks = "every one checked" if contents.checked else "of version 1, which has no checks"
+    text = wrong or f"{contents.number} lines, {checks}"
+    say(
+        str(
+            Finding(
+                name="ledger",
+                good=not wrong,
+                text=text,
+                remedy=f"to repair it: {how_to_repair(folder)}" if wrong else "",
+            )
+        )
+    )
     damaged = [str(path) for path in broken_checkpoints(folder)]
     whole = sum(1 for _ in checkpoints_of(folder))
-    text = f"{whole} whole" + (f", {len(damaged)} damaged ({', '.join(damaged[:DAMAGED_SHOWN])})" if damaged else "")
-    remedy = "trials go on from an earlier one or from the start, and end with the same figures" if damaged else ""
+    text = f"{whole} whole" + (
+        f", {len(damaged)} damaged ({', '.join(damaged[:DAMAGED_SHOWN])})" if damaged else ""
+    )
+    remedy = (
+        "trials go on from an earlier one or from the start, and end with the same figures"
+        if damaged
+        else ""
+    )
     say(str(Finding(name="checkpoints", good=not damaged, text=text, remedy=remedy)))
     return not wrong and not damaged
 
 
-def repair_study(study: str, storage: str, tracking_uri: str | None, say: Callable[[str], None]) -> bool:
-    """Repair the ledger of a study where it is damaged, telling what was done; whether nothing is lost.
+def repair_study(
+    study: str, storage: str, tracking_uri: str | None, say: Callable[[str], None]
+) -> bool:
+    """Repair the ledger of a study where it is damaged, telling what was done; whether nothing is
+    lost.
 
     Args:
         tracking_uri: the MLflow store to ask; None for the study's own, ``none`` for none.
@@ -93,21 +118,29 @@ def repair_study(study: str, storage: str, tracking_uri: str | None, say: Callab
     for event in done.recovered[:RECOVERED_SHOWN]:
         epoch = f", epoch {event['epoch']}" if "epoch" in event else ""
         say(
-            f"Restored: {event['event']} of trial {event.get('trial', event.get('planned', {}).get('id'))}{epoch} ({event['recovered']})"
+            f"Restored: {event['event']} of trial"
+            f" {event.get('trial', event.get('planned', {}).get('id'))}{epoch}"
+            f" ({event['recovered']})"
         )
     if len(done.recovered) > RECOVERED_SHOWN:
         say(f"Restored: {len(done.recovered) - RECOVERED_SHOWN} more events")
     for line in done.lost:
         say(f"Lost: {line}")
-    again = lns_study("resume", folder.name, storage=storage)
-    say(f"To go on: {again if done.planned else 'the command that ran the study, once more; what its trials have done counts'}")
+    again = "the command that ran the study, once more; what its trials have done counts"
+    if done.planned:
+        again = lns_study("resume", folder.name, storage=storage)
+    say(f"To go on: {again}")
     return not done.lost
 
 
 def _folder(study: str, storage: str) -> Path:
     """The folder of a study, also of one whose ledger is gone."""
     for folder in (Path(study), StudyConfig(name=study, storage=storage).folder):
-        if (folder / "checkpoints").is_dir() or (folder / "train").is_dir() or (folder / LOCK).exists():
+        if (
+            (folder / "checkpoints").is_dir()
+            or (folder / "train").is_dir()
+            or (folder / LOCK).exists()
+        ):
             return folder.resolve()
     return find(study, storage)
 
@@ -115,7 +148,13 @@ def _folder(study: str, storage: str) -> Path:
 def _store(folder: Path, tracking_uri: str | None) -> str | None:
     """The MLflow store that may know the study; None if there is none."""
     plan = fold(read_ledger(folder)).plan
-    own = dataclasses.replace(StudyConfig.from_dict(plan["study"]), storage=str(folder.parent)).tracking if plan else None
+    own = (
+        dataclasses.replace(
+            StudyConfig.from_dict(plan["study"]), storage=str(folder.parent)
+        ).tracking
+        if plan
+        else None
+    )
     uri = tracking_uri or own or default_tracking_uri(str(folder.parent))
     missing = uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists()
     return None if uri == OFF or missing else uri
@@ -133,16 +172,30 @@ def _findings(storage: str, tracking_uri: str | None, address: str | None) -> It
 
 def _packages() -> Finding:
     code = provenance()
-    missing = [name for name, version in code["versions"].items() if version == "not installed" and name != "lns-study"]
+    missing = [
+        name
+        for name, version in code["versions"].items()
+        if version == "not installed" and name != "lns-study"
+    ]
     text = ", ".join(f"{name} {version}" for name, version in code["versions"].items())
-    return Finding(name="packages", good=not missing, text=text, remedy=f"pip install {' '.join(missing)}" if missing else "")
+    return Finding(
+        name="packages",
+        good=not missing,
+        text=text,
+        remedy=f"pip install {' '.join(missing)}" if missing else "",
+    )
 
 
 def _machine() -> Finding:
     found = hardware()
     gpus = ", ".join(found["gpus"]) or "no GPU"
     return Finding(
-        name="machine", good=True, text=f"{found['processor']}, {found['cores']} cores, {found['memory'] / 2**30:.0f} GiB, {gpus}"
+        name="machine",
+        good=True,
+        text=(
+            f"{found['processor']}, {found['cores']} cores, {found['memory'] / 2**30:.0f} GiB,"
+            f" {gpus}"
+        ),
     )
 
 
@@ -150,7 +203,11 @@ def _kernels() -> Iterator[Finding]:
     import lns_ops
 
     for device, info in lns_ops.backends().items():
-        text = ", ".join(f"{key} {value}" for key, value in info.items()) if isinstance(info, dict) else str(info)
+        text = (
+            ", ".join(f"{key} {value}" for key, value in info.items())
+            if isinstance(info, dict)
+            else str(info)
+        )
         yield Finding(name=f"LNS kernels on {device}", good=True, text=text)
 
 
@@ -161,8 +218,17 @@ def _storage(storage: str) -> Finding:
     except ValueError as error:
         return Finding(name="storage", good=False, text=str(folder), remedy=str(error))
     free = shutil.disk_usage(folder).free
-    remedy = "free some space, or choose another folder with storage=..." if free < SHORT_OF_SPACE else ""
-    return Finding(name="storage", good=not remedy, text=f"{folder}, {free / 2**30:.1f} GiB free", remedy=remedy)
+    remedy = (
+        "free some space, or choose another folder with storage=..."
+        if free < SHORT_OF_SPACE
+        else ""
+    )
+    return Finding(
+        name="storage",
+        good=not remedy,
+        text=f"{folder}, {free / 2**30:.1f} GiB free",
+        remedy=remedy,
+    )
 
 
 def _passwords(storage: str) -> Iterator[Finding]:
@@ -172,7 +238,12 @@ def _passwords(storage: str) -> Iterator[Finding]:
 
     for folder in folders(storage):
         for uri in stored(read_ledger(folder)):
-            yield Finding(name=folder.name, good=False, text=f"its ledger holds the password of {uri}", remedy=REMEDY)
+            yield Finding(
+                name=folder.name,
+                good=False,
+                text=f"its ledger holds the password of {uri}",
+                remedy=REMEDY,
+            )
 
 
 def _tracking(uri: str) -> Finding:
@@ -204,16 +275,33 @@ def _ray(address: str | None) -> Finding:
 
 
 def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    doctor = commands.add_parser("doctor", help="check this machine, or a study's ledger and checkpoints, and repair these", description=(
-        "Check what studies need of this machine, or, of a study, its ledger and checkpoints, and say how to mend what is not as it "
-        "should be."))  # fmt: skip
-    doctor.add_argument(
-        "study", metavar="STUDY", nargs="?", help="look at this study (its name, or its folder), not at the machine"
+    doctor = commands.add_parser(
+        "doctor",
+        help="check this machine, or a study's ledger and checkpoints, and repair these",
+        description=(
+            "Check what studies need of this machine, or, of a study, its ledger and checkpoints,"
+            " and say how to mend what is not as it should be."
+        ),
     )
-    doctor.add_argument("--repair", action="store_true", help="make a damaged ledger again from what checkpoints and MLflow know")
-    doctor.add_argument("--storage", default="studies", help="folder of all studies (default: studies)")
     doctor.add_argument(
-        "--tracking-uri", help="MLflow store to ask (default: the study's, or the storage's database); none asks none"
+        "study",
+        metavar="STUDY",
+        nargs="?",
+        help="look at this study (its name, or its folder), not at the machine",
+    )
+    doctor.add_argument(
+        "--repair",
+        action="store_true",
+        help="make a damaged ledger again from what checkpoints and MLflow know",
+    )
+    doctor.add_argument(
+        "--storage", default="studies", help="folder of all studies (default: studies)"
+    )
+    doctor.add_argument(
+        "--tracking-uri",
+        help=(
+            "MLflow store to ask (default: the study's, or the storage's database); none asks none"
+        ),
     )
     doctor.add_argument("--address", help="Ray cluster to ask (default: start a local Ray)")
     doctor.set_defaults(command=_doctor)
@@ -226,7 +314,9 @@ def _doctor(options: argparse.Namespace) -> int:
         print(line, flush=True)
 
     if options.repair and options.study is None:
-        raise UserError("--repair: mends the ledger of one study; name it: lns-study doctor STUDY --repair")
+        raise UserError(
+            "--repair: mends the ledger of one study; name it: lns-study doctor STUDY --repair"
+        )
     if options.study is not None:
         with refusals():
             look = repair_study if options.repair else examine_study

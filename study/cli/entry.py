@@ -1,7 +1,8 @@
-"""The command line: ``lns-study run | plan | report | ui | ...``, also ``python -m study``; see :mod:`study.cli.manage` for the rest.
+"""The command line: ``lns-study run | plan | report | ui | ...``, also ``python -m study``; see
+:mod:`study.cli.manage` for the rest.
 
-Exit codes: see :data:`EXIT_CODES`, which ``--help`` prints. Heavy imports (torch, Ray, MLflow) wait until a command needs them, so
-``--help`` is quick.
+Exit codes: see :data:`EXIT_CODES`, which ``--help`` prints. Heavy imports (torch, Ray, MLflow) wait
+until a command needs them, so ``--help`` is quick.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ from study.cli.run import EXIT_CODES, add_plan, add_report, add_run, add_simulat
 from study.cli.serve import add_ui
 
 DESCRIPTION = """\
-Run a study: train the same network in several number formats, several seeds each, and compare the test errors.
+Run a study: train the same network in several number formats, several seeds each, and compare the
+test errors.
 
-  lns-study run quickstart              the four-row table with a small budget: two minutes, or seconds on digits
+  lns-study run quickstart              the four-row table with a small budget: two minutes, or
+                                        seconds on digits
   lns-study run table                   the full table on MNIST (12 trials of 20 epochs)
   lns-study run table 'seeds=[0,1,2,3,4]' more seeds; what has run is not run again
   lns-study plan search                 what a study would run, and how long it would take
   lns-study status table                where a study stands, also from another terminal
-  lns-study report table                print the table again, renew the report, send MLflow what it lacks
+  lns-study report table                print the table again, renew the report, send MLflow what it
+                                        lacks
   lns-study ui                          open the runs in MLflow's web interface
 """
 
@@ -50,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _interrupt(*_: object) -> None:
-    """End as cleanly as with Ctrl-C, also where a script's ``&`` made this process ignore SIGINT."""
+    """End as cleanly as with Ctrl-C, also where a script's ``&`` made this process ignore
+    SIGINT."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.raise_signal(signal.SIGINT)
@@ -59,7 +64,10 @@ def _interrupt(*_: object) -> None:
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every command."""
     parser = argparse.ArgumentParser(
-        prog="lns-study", description=DESCRIPTION, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="lns-study",
+        description=DESCRIPTION,
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_run(commands)
@@ -74,10 +82,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options; ``run CONFIG --plain key=value`` is understood too, which argparse alone refuses."""
+    """The options; ``run CONFIG --plain key=value`` is understood too, which argparse alone
+    refuses."""
     parser = build_parser()
     options, rest = parser.parse_known_args(arguments)
-    if [word for word in rest if word.startswith("-")] or (rest and not hasattr(options, "overrides")):
+    if [word for word in rest if word.startswith("-")] or (
+        rest and not hasattr(options, "overrides")
+    ):
         parser.error(f"unknown argument {rest[0]!r}; see lns-study --help")
     if rest:
         options.overrides = [*options.overrides, *rest]

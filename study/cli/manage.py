@@ -1,4 +1,5 @@
-"""The commands for studies that there are: ``list status show export resume extend retry pause stop cancel edit import rerun``."""
+"""The commands for studies that there are: ``list status show export resume extend retry pause stop
+cancel edit import rerun``."""
 
 from __future__ import annotations
 
@@ -24,36 +25,74 @@ Run = Callable[["StudyConfig", bool, str], int]
 
 
 def add_commands(commands: Commands, run: Run) -> None:
-    """Add the commands; ``run`` runs a config (plainly or not, all or some trials) and gives the exit code."""
+    """Add the commands; ``run`` runs a config (plainly or not, all or some trials) and gives the
+    exit code."""
     listing = add_command(commands, "list", _list, "list the studies of a storage", study=False)
     listing.add_argument("--plain", action="store_true", help="tabs instead of a table")
-    status = add_command(commands, "status", _status, "show where a study stands, also while it runs elsewhere")
-    status.add_argument("--watch", action="store_true", help="again every two seconds, until Ctrl-C")
+    status = add_command(
+        commands, "status", _status, "show where a study stands, also while it runs elsewhere"
+    )
+    status.add_argument(
+        "--watch", action="store_true", help="again every two seconds, until Ctrl-C"
+    )
     show = add_command(commands, "show", _show, "show everything about one trial")
     show.add_argument("trial", metavar="TRIAL", help="its id, or the beginning of it")
     export = add_command(commands, "export", _export, "write trials, or their epochs, as a table")
-    export.add_argument("--format", choices=("csv", "json", "parquet"), help="default: by the output's ending, else csv")
-    export.add_argument("--output", "-o", metavar="FILE", help="default: STUDY.csv and so on in the working folder")
-    export.add_argument("--epochs", action="store_true", help="one row an epoch instead of one a trial")
+    export.add_argument(
+        "--format",
+        choices=("csv", "json", "parquet"),
+        help="default: by the output's ending, else csv",
+    )
+    export.add_argument(
+        "--output", "-o", metavar="FILE", help="default: STUDY.csv and so on in the working folder"
+    )
+    export.add_argument(
+        "--epochs", action="store_true", help="one row an epoch instead of one a trial"
+    )
     _add_runs(commands, run)
     _add_wishes(commands)
-    take = add_command(commands, "import", _import, "take finished trials from another study instead of running them")
-    take.add_argument("source", metavar="FROM", help="the other study: its name in the same storage, or its folder")
-    rerun = add_command(commands, "rerun", _rerun, "train a trial again and say whether every figure has the same bits")
+    take = add_command(
+        commands,
+        "import",
+        _import,
+        "take finished trials from another study instead of running them",
+    )
+    take.add_argument(
+        "source",
+        metavar="FROM",
+        help="the other study: its name in the same storage, or its folder",
+    )
+    rerun = add_command(
+        commands,
+        "rerun",
+        _rerun,
+        "train a trial again and say whether every figure has the same bits",
+    )
     rerun.add_argument("trial", metavar="TRIAL", help="its id, or the beginning of it")
 
 
 def _add_runs(commands: Commands, run: Run) -> None:
     def command(name: str, text: str, only: str) -> argparse.ArgumentParser:
         parser = add_command(commands, name, lambda options: _again(options, run, only), text)
-        parser.add_argument("--plain", action="store_true", help="one line an epoch instead of a live table")
+        parser.add_argument(
+            "--plain", action="store_true", help="one line an epoch instead of a live table"
+        )
         return parser
 
-    command("resume", "go on with a study: a paused one, or what an interrupted one has left", "unfinished")
+    command(
+        "resume",
+        "go on with a study: a paused one, or what an interrupted one has left",
+        "unfinished",
+    )
     command("retry", "run the failed trials of a study again, and nothing else", "failed")
-    extend = command("extend", "change a study and run what that adds: seeds, rows, samples, epochs", "all")
+    extend = command(
+        "extend", "change a study and run what that adds: seeds, rows, samples, epochs", "all"
+    )
     extend.add_argument(
-        "overrides", metavar="key=value", nargs="+", help="for example seeds=[0,1,2,3,4] or search.num_samples=100"
+        "overrides",
+        metavar="key=value",
+        nargs="+",
+        help="for example seeds=[0,1,2,3,4] or search.num_samples=100",
     )
 
 
@@ -61,21 +100,38 @@ def _add_wishes(commands: Commands) -> None:
     for name, text in {
         "pause": "begin no more trials of a running study until `resume`; those that run go on",
         "stop": "begin no more trials of a running study, and end it when those that run are done",
-        "cancel": "end a running study and its trials now; they continue from their checkpoints when it is run again",
+        "cancel": (
+            "end a running study and its trials now; they continue from their checkpoints when it"
+            " is run again"
+        ),
     }.items():
         add_command(commands, name, functools.partial(_ask, name), text)
     edit = add_command(commands, "edit", _edit, "change the limits of a running study")
-    edit.add_argument("overrides", metavar="limits.KEY=VALUE", nargs="+", help="for example limits.hours=5 or limits.trials=null")
+    edit.add_argument(
+        "overrides",
+        metavar="limits.KEY=VALUE",
+        nargs="+",
+        help="for example limits.hours=5 or limits.trials=null",
+    )
 
 
 def add_command(
-    commands: Commands, name: str, command: Callable[[argparse.Namespace], int], text: str, *, study: bool = True
+    commands: Commands,
+    name: str,
+    command: Callable[[argparse.Namespace], int],
+    text: str,
+    *,
+    study: bool = True,
 ) -> argparse.ArgumentParser:
     """A command with ``--storage`` and, unless told otherwise, the positional ``STUDY``."""
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=text[0].upper() + text[1:] + "."
+    )
     if study:
         parser.add_argument("study", metavar="STUDY", help="the study's name, or its folder")
-    parser.add_argument("--storage", default="studies", help="folder of all studies (default: studies)")
+    parser.add_argument(
+        "--storage", default="studies", help="folder of all studies (default: studies)"
+    )
     parser.set_defaults(command=command)
     return parser
 
@@ -96,11 +152,19 @@ def _list(options: argparse.Namespace) -> int:
 
     lines = [overview(folder) for folder in folders(options.storage)]
     if not lines:
-        print(f"no studies in {Path(options.storage).resolve()}; run one with `{lns_study('run', 'quickstart')}`")
+        print(
+            f"no studies in {Path(options.storage).resolve()}; run one with"
+            f" `{lns_study('run', 'quickstart')}`"
+        )
         return 0
     lines.sort(key=lambda line: -float(line["time"]))
-    cells = [[str(line[key]) for key in ("name", "condition", "trials", "best")] + [_when(line["time"])] for line in lines]
-    print_table(["study", "condition", "trials", "best", "last heard of"], cells, plain=options.plain)
+    cells = [
+        [str(line[key]) for key in ("name", "condition", "trials", "best")] + [_when(line["time"])]
+        for line in lines
+    ]
+    print_table(
+        ["study", "condition", "trials", "best", "last heard of"], cells, plain=options.plain
+    )
     return 0
 
 
@@ -126,9 +190,15 @@ def _print_status(console: Any, folder: Path, state: StudyState) -> None:
     limits = state.limits or dataclasses.asdict(state.config.limits)
     set_limits = ", ".join(f"{key} {value}" for key, value in limits.items() if value is not None)
     summary = ", ".join(f"{count} {status}" for status, count in state.counts().items())
-    console.print(f"{state.config.name}: {now}; {summary}" + (f"; limits: {set_limits}" if set_limits else ""),
-                  markup=False, highlight=False)  # fmt: skip
-    console.print(render(state, Clock(), 1, bar=False, now=time.time() if now == "running" else None))
+    console.print(
+        f"{state.config.name}: {now}; {summary}"
+        + (f"; limits: {set_limits}" if set_limits else ""),
+        markup=False,
+        highlight=False,
+    )
+    console.print(
+        render(state, Clock(), 1, bar=False, now=time.time() if now == "running" else None)
+    )
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -148,7 +218,10 @@ def _print_trial(folder: Path, trial: TrialState) -> None:
     from study.results.objectives import objective
     from study.text import duration, percent
 
-    print(f"{trial.id}: {name_of(trial)}: {trial.status}" + (f" ({trial.error})" if trial.error else ""))
+    print(
+        f"{trial.id}: {name_of(trial)}: {trial.status}"
+        + (f" ({trial.error})" if trial.error else "")
+    )
     facts = {
         "sampled": trial.params or None,
         "test error": percent(trial.test["test/error"]) if "test/error" in trial.test else None,
@@ -158,9 +231,16 @@ def _print_trial(folder: Path, trial: TrialState) -> None:
         "checkpoints": [str(Path(path)) for path in trial.checkpoints_left()] or None,
         "study": str(folder),
     }
-    print(yaml.safe_dump({key: value for key, value in facts.items() if value is not None}, sort_keys=False), end="")
+    print(
+        yaml.safe_dump(
+            {key: value for key, value in facts.items() if value is not None}, sort_keys=False
+        ),
+        end="",
+    )
     print(yaml.safe_dump({"config": trial.config}, sort_keys=False))
-    names = list(dict.fromkeys(name for event in trial.reports.values() for name in event["metrics"]))
+    names = list(
+        dict.fromkeys(name for event in trial.reports.values() for name in event["metrics"])
+    )
     lines = [
         [str(epoch), *(f"{event['metrics'].get(name, float('nan')):.5g}" for name in names)]
         for epoch, event in sorted(trial.reports.items())
@@ -172,14 +252,21 @@ def _export(options: argparse.Namespace) -> int:
     from study.manage.export import EXPORTS, export
 
     _, state = _open(options)
-    form = options.format or (Path(options.output).suffix.removeprefix(".") if options.output else "csv")
+    form = options.format or (
+        Path(options.output).suffix.removeprefix(".") if options.output else "csv"
+    )
     if form not in EXPORTS:
-        raise UserError(f"--output {options.output}: the ending must be one of {', '.join(EXPORTS)}; or give --format")
+        raise UserError(
+            f"--output {options.output}: the ending must be one of {', '.join(EXPORTS)}; or give"
+            " --format"
+        )
     path = Path(options.output or f"{state.config.slug}.{form}")
     try:
         count = export(state, path, form, epochs=options.epochs)
     except OSError as error:
-        raise UserError(f"--output {path}: cannot be written ({error.strerror}); choose another file") from None
+        raise UserError(
+            f"--output {path}: cannot be written ({error.strerror}); choose another file"
+        ) from None
     print(f"{count} {'epochs' if options.epochs else 'trials'} in {path}")
     return 0
 
@@ -193,7 +280,9 @@ def _again(options: argparse.Namespace, run: Run, only: str) -> int:
     if is_locked(folder):
         if only != "unfinished":
             stop = lns_study("stop", options.study, storage=options.storage)
-            raise UserError(f"{state.config.name}: is running; wait for it, or stop it with `{stop}`")
+            raise UserError(
+                f"{state.config.name}: is running; wait for it, or stop it with `{stop}`"
+            )
         ask(folder, wish=Wish.RUN)
         print(f"{state.config.name}: runs; if it was paused it goes on")
         return 0
@@ -225,18 +314,22 @@ def _edit(options: argparse.Namespace) -> int:
     for override in options.overrides:
         if not override.startswith("limits."):
             extend = lns_study("extend", options.study, override, storage=options.storage)
-            raise UserError(f"edit {override}: only limits can be changed while a study runs; stop it and use `{extend}`")
+            raise UserError(
+                f"edit {override}: only limits can be changed while a study runs; stop it and use"
+                f" `{extend}`"
+            )
     with refusals():
         now = (
-            dataclasses.replace(state, plan=state.plan | {"study": state.plan["study"] | {"limits": state.limits}})
+            dataclasses.replace(
+                state, plan=state.plan | {"study": state.plan["study"] | {"limits": state.limits}}
+            )
             if state.limits
             else state
         )
         limits = dataclasses.asdict(extended(now, options.overrides).limits)
     ask(folder, limits=limits)
-    print(
-        f"{state.config.name}: limits are now {', '.join(f'{key} {value}' for key, value in limits.items() if value is not None) or 'none'}"
-    )
+    given = ", ".join(f"{key} {value}" for key, value in limits.items() if value is not None)
+    print(f"{state.config.name}: limits are now {given or 'none'}")
     return 0
 
 
@@ -259,7 +352,8 @@ def _import(options: argparse.Namespace) -> int:
         taken, left = take_over(folder, find(options.source, options.storage))
     again = lns_study("resume", options.study, storage=options.storage)
     print(
-        f"{state.config.name}: took {taken} finished trials over; {left} are left" + (f", run them with: {again}" if left else "")
+        f"{state.config.name}: took {taken} finished trials over; {left} are left"
+        + (f", run them with: {again}" if left else "")
     )
     return 0
 
@@ -277,9 +371,16 @@ def _rerun(options: argparse.Namespace) -> int:
     console = Console()
     with refusals():
         trial = find_trial(state, options.trial)
-        done = rerun(state, trial, lambda study: run_study(study, PlainView(console, 1), lambda line: None).state)
+        done = rerun(
+            state,
+            trial,
+            lambda study: run_study(study, PlainView(console, 1), lambda line: None).state,
+        )
     if not done.differences:
-        print(f"{trial.id} ({name_of(trial)}): every figure of {len(done.again.reports)} epochs came out bit-equal")
+        print(
+            f"{trial.id} ({name_of(trial)}): every figure of {len(done.again.reports)} epochs came"
+            " out bit-equal"
+        )
         return 0
     print(f"{trial.id} ({name_of(trial)}): NOT bit-equal:", file=sys.stderr)
     for line in done.differences[:20]:
@@ -297,6 +398,10 @@ def print_table(headings: list[str], lines: list[list[str]], *, plain: bool = Fa
         for line in lines:
             print("\t".join(line))
         return
-    widths = [max(len(line[column]) for line in [headings, *lines]) for column in range(len(headings))]
+    widths = [
+        max(len(line[column]) for line in [headings, *lines]) for column in range(len(headings))
+    ]
     for line in [headings, *lines]:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        )

@@ -1,7 +1,8 @@
 """What a study looks like while it runs: a live table on a terminal, one line an epoch in a log.
 
-Time left is the epochs to go of each row times that row's median seconds an epoch (rows differ tenfold; the median forgets a
-trial's first epoch, which includes its start), over the trials that run at a time. Before the first epoch there is no estimate.
+Time left is the epochs to go of each row times that row's median seconds an epoch (rows differ
+tenfold; the median forgets a trial's first epoch, which includes its start), over the trials that
+run at a time. Before the first epoch there is no estimate.
 """
 
 from __future__ import annotations
@@ -20,12 +21,28 @@ from rich.text import Text
 
 from study.config.space import describe as describe_params
 from study.ledger.lines import Event
-from study.ledger.state import ENDED, FAILED, FINISHED, PLANNED, RUNNING, STOPPED, StudyState, TrialState, name_of
+from study.ledger.state import (
+    ENDED,
+    FAILED,
+    FINISHED,
+    PLANNED,
+    RUNNING,
+    STOPPED,
+    StudyState,
+    TrialState,
+    name_of,
+)
 from study.results.objectives import objective
 from study.results.utilisation import line as slots_line
 from study.text import duration, percent
 
-STYLES = {PLANNED: "dim", RUNNING: "bold cyan", FINISHED: "green", FAILED: "bold red", STOPPED: "yellow"}
+STYLES = {
+    PLANNED: "dim",
+    RUNNING: "bold cyan",
+    FINISHED: "green",
+    FAILED: "bold red",
+    STOPPED: "yellow",
+}
 MAX_ROWS = 24
 
 
@@ -66,7 +83,9 @@ class LiveView:
     def __init__(self, console: Console, concurrent: int) -> None:
         self._state, self._concurrent, self._clock = StudyState(), concurrent, Clock()
         self._lock = threading.Lock()
-        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=2, transient=True)
+        self._live = Live(
+            console=console, get_renderable=self._render, refresh_per_second=2, transient=True
+        )
 
     def start(self, state: StudyState) -> None:
         """Begin to draw ``state``."""
@@ -107,13 +126,17 @@ class PlainView:
         text = describe(event, trial)
         if text:
             left = self._clock.left(self._state, self._concurrent)
-            self._line(text + (f" | {duration(left)} left" if left and event["event"] == "report" else ""))
+            self._line(
+                text + (f" | {duration(left)} left" if left and event["event"] == "report" else "")
+            )
 
     def stop(self) -> None:
         """Nothing to clear."""
 
     def _line(self, text: str) -> None:
-        self._console.print(f"{time.strftime('%H:%M:%S')} {text}", markup=False, highlight=False, soft_wrap=True)
+        self._console.print(
+            f"{time.strftime('%H:%M:%S')} {text}", markup=False, highlight=False, soft_wrap=True
+        )
 
 
 def describe(event: Event, trial: TrialState | None) -> str:
@@ -125,12 +148,21 @@ def describe(event: Event, trial: TrialState | None) -> str:
         error = event["metrics"].get("validation/error", float("nan"))
         return f"{name}: epoch {event['epoch']}/{trial.epochs}, validation error {percent(error)}"
     if event["event"] == "relieved":
-        return f"{name}: out of memory, once more with {describe_params(event['relief'])} ({event['error']})"
+        return (
+            f"{name}: out of memory, once more with {describe_params(event['relief'])}"
+            f" ({event['error']})"
+        )
     if event["event"] == "finished":
-        return f"{name}: finished, test error {percent(event['metrics'].get('test/error', float('nan')))}"
+        return (
+            f"{name}: finished, test error"
+            f" {percent(event['metrics'].get('test/error', float('nan')))}"
+        )
     phrases = {
         "restarted": "its process died, starting it again",
-        "damaged": "a checkpoint is damaged, going on from an earlier one or from the start; the result is the same",
+        "damaged": (
+            "a checkpoint is damaged, going on from an earlier one or from the start; the result is"
+            " the same"
+        ),
         "failed": "FAILED",
         "stopped": f"ended early by {event.get('by')} after epoch {trial.epoch}",
         "started": f"started{f' ({describe_params(trial.params)})' if trial.params else ''}",
@@ -140,11 +172,16 @@ def describe(event: Event, trial: TrialState | None) -> str:
     return f"{name}: {text}{reason}" if text else ""
 
 
-def render(state: StudyState, clock: Clock, concurrent: int, *, bar: bool = True, now: float | None = None) -> RenderableType:
-    """The live view of a state: trials, a summary, slots and, while it runs here, a ``bar`` with the time left; ``now`` while it runs."""
+def render(
+    state: StudyState, clock: Clock, concurrent: int, *, bar: bool = True, now: float | None = None
+) -> RenderableType:
+    """The live view of a state: trials, a summary, slots and, while it runs here, a ``bar`` with
+    the time left; ``now`` while it runs."""
     table = Table(box=None, pad_edge=False)
     for heading in ("trial", "seed", "state", "epoch", "validation error", "test error", "id"):
-        table.add_column(heading, justify="left" if heading in ("trial", "state", "id") else "right")
+        table.add_column(
+            heading, justify="left" if heading in ("trial", "state", "id") else "right"
+        )
     shown = _most_interesting(list(state.trials))
     for trial in shown:
         table.add_row(*_cells(trial), style=STYLES[trial.status])
@@ -160,15 +197,20 @@ def render(state: StudyState, clock: Clock, concurrent: int, *, bar: bool = True
 
 
 def summary(state: StudyState) -> str:
-    """Trials by status, and the best of those that have reported: ``3 running, 12 finished; best validation/error 4.33 % (lns #14)``."""
+    """Trials by status, and the best of those that have reported: ``3 running, 12 finished; best
+    validation/error 4.33 % (lns #14)``."""
     counted = state.counts()
     words = {STOPPED: "ended early"}
-    text = ", ".join(f"{counted[status]} {words.get(status, status)}" for status in STYLES if status in counted)
+    text = ", ".join(
+        f"{counted[status]} {words.get(status, status)}" for status in STYLES if status in counted
+    )
     if not state.plan:
         return text
     metric, mode = next(iter(state.config.search.objectives.items()))
     values = {
-        trial.id: value for trial in state.trials if (value := objective(trial, metric)) is not None and math.isfinite(value)
+        trial.id: value
+        for trial in state.trials
+        if (value := objective(trial, metric)) is not None and math.isfinite(value)
     }
     if not values:
         return text
@@ -178,7 +220,8 @@ def summary(state: StudyState) -> str:
 
 
 def _most_interesting(trials: list[TrialState]) -> list[TrialState]:
-    """All trials in their order, or the running, failed and next ones if there are too many for a screen."""
+    """All trials in their order, or the running, failed and next ones if there are too many for a
+    screen."""
     if len(trials) <= MAX_ROWS:
         return trials
     rank = {RUNNING: 0, FAILED: 1, PLANNED: 2, STOPPED: 3, FINISHED: 4}

@@ -24,22 +24,25 @@ LEFT = 3
 EXIT_CODES = """\
 exit codes:
   0    done
-  1    a trial failed, MLflow lacks something, figures differ (rerun, reconcile), doctor found a fault; or a mistake of ours (traceback)
+  1    a trial failed, MLflow lacks something, figures differ (rerun, reconcile), doctor found a
+       fault; or a mistake of ours (traceback)
   2    the input cannot work; nothing was started
   3    ended in order with trials left: stop, cancel or a limit; the same command goes on
   130  interrupted (Ctrl-C, SIGTERM); the same command goes on
 """
 
 RUN_DESCRIPTION = """\
-Run a study, or continue one: trials that have finished are not run again, interrupted ones go on from their last checkpoint.
+Run a study, or continue one: trials that have finished are not run again, interrupted ones go on
+from their last checkpoint.
 
 CONFIG is a YAML file, or the name of one in conf/study (table, quickstart). After it come changes:
 
-  key=value     set a key              trial.epochs=3   seeds=[0,1]   trial.data.train_size=6000   name=my-study
+  key=value     set a key              trial.epochs=3   seeds=[0,1]   name=my-study
                 trial. may be left out epochs=3         precision.format=lns12
   group=file    swap a file of conf/   model=mlp_128    data=digits   precision=lns16   budget=small
 
-Values are YAML: null, true, 0.1, [0,1], "text: with a colon". Quote brackets for shells that expand them: 'seeds=[0,1]'.
+Values are YAML: null, true, 0.1, [0,1], "text: with a colon". Quote brackets for shells that
+expand them: 'seeds=[0,1]'.
 
   --dry-run prints every key and every trial, and starts nothing.
 """
@@ -55,46 +58,83 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
     run.add_argument("config", metavar="CONFIG", help="YAML file, or a name in conf/study")
     run.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
-    run.add_argument("--dry-run", action="store_true", help="print the resolved config and trials, start nothing")
-    run.add_argument("--plain", action="store_true", help="one line an epoch instead of a live table (the default when piped)")
+    run.add_argument(
+        "--dry-run", action="store_true", help="print the resolved config and trials, start nothing"
+    )
+    run.add_argument(
+        "--plain",
+        action="store_true",
+        help="one line an epoch instead of a live table (the default when piped)",
+    )
     run.set_defaults(command=_run)
 
 
 def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    plan = commands.add_parser("plan", help="print the trials, resources and expected time of a study, start nothing", description=(
-        "Print what `lns-study run` with the same arguments would run: the trials, those left out and why, the resources of a trial, and, "
-        "from what earlier studies in the storage took, the expected time. Starts nothing."))  # fmt: skip
+    plan = commands.add_parser(
+        "plan",
+        help="print the trials, resources and expected time of a study, start nothing",
+        description=(
+            "Print what `lns-study run` with the same arguments would run: the trials, those left"
+            " out and why, the resources of a trial, and, from what earlier studies in the storage"
+            " took, the expected time. Starts nothing."
+        ),
+    )
     plan.add_argument("config", metavar="CONFIG", help="YAML file, or a name in conf/study")
     plan.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
     plan.set_defaults(command=_plan)
 
 
 def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    simulate = commands.add_parser("simulate", help="how long a study would take on more machines, without running it", description=(
-        "Simulate a study's trials and scheduler on numbers of slots (trials at a time): makespan, utilisation, what is ended early, load "
-        "on MLflow. Times and curves come from studies in the storage where they have like trials, else from --seconds and synthetic "
-        "curves."))  # fmt: skip
-    simulate.add_argument(
-        "config", metavar="CONFIG", help="YAML file, a name in conf/study, or a study that there is: its name or folder"
+    simulate = commands.add_parser(
+        "simulate",
+        help="how long a study would take on more machines, without running it",
+        description=(
+            "Simulate a study's trials and scheduler on numbers of slots (trials at a time):"
+            " makespan, utilisation, what is ended early, load on MLflow. Times and curves come"
+            " from studies in the storage where they have like trials, else from --seconds and"
+            " synthetic curves."
+        ),
     )
-    simulate.add_argument("--storage", help="folder of all studies, in which CONFIG is looked for first")
+    simulate.add_argument(
+        "config",
+        metavar="CONFIG",
+        help="YAML file, a name in conf/study, or a study that there is: its name or folder",
+    )
+    simulate.add_argument(
+        "--storage", help="folder of all studies, in which CONFIG is looked for first"
+    )
     simulate.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
     simulate.add_argument(
-        "--slots", type=int, nargs="+", default=[1, 10, 100, 1000], help="trials at a time (default: 1 10 100 1000)"
+        "--slots",
+        type=int,
+        nargs="+",
+        default=[1, 10, 100, 1000],
+        help="trials at a time (default: 1 10 100 1000)",
     )
-    simulate.add_argument("--seconds", type=float, default=10.0, help="an epoch where none was recorded (default: 10)")
+    simulate.add_argument(
+        "--seconds", type=float, default=10.0, help="an epoch where none was recorded (default: 10)"
+    )
     simulate.set_defaults(command=_simulate)
 
 
 def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    report = commands.add_parser("report", help="print a study's table and renew its report", description=(
-        "Print the table of a study, write its report again from its ledger, and send MLflow whatever it lacks "
-        "(after a tracking server was away)."))  # fmt: skip
+    report = commands.add_parser(
+        "report",
+        help="print a study's table and renew its report",
+        description=(
+            "Print the table of a study, write its report again from its ledger, and send MLflow"
+            " whatever it lacks (after a tracking server was away)."
+        ),
+    )
     report.add_argument("study", metavar="STUDY", help="the study's name, or its folder")
-    report.add_argument("--storage", default="studies", help="folder of all studies (default: studies)")
+    report.add_argument(
+        "--storage", default="studies", help="folder of all studies (default: studies)"
+    )
     report.add_argument("--tracking-uri", help="MLflow store to send to (default: the study's own)")
     forms = "the table as Markdown or LaTeX, or the trials as csv or parquet, besides the page"
-    report.add_argument("--format", choices=("html", "md", "csv", "parquet", "latex"), default="html", help=forms)
+    report.add_argument(
+        "--format", choices=("html", "md", "csv", "parquet", "latex"), default="html", help=forms
+    )
     report.set_defaults(command=_report)
 
 
@@ -103,19 +143,30 @@ def _run(options: argparse.Namespace) -> int:
 
     if not options.dry_run:
         print("Loading the study; checking its data and trials ...", flush=True)
-    with nullcontext() if options.dry_run else Node() as node:  # it loads torch for the trials while this process does
+    # it loads torch for the trials while this process does
+    with nullcontext() if options.dry_run else Node() as node:
         from study.config.compose import load
 
         with refusals():
             study = load(
-                options.config, options.overrides, lambda line: print(line, file=sys.stderr), download=not options.dry_run
+                options.config,
+                options.overrides,
+                lambda line: print(line, file=sys.stderr),
+                download=not options.dry_run,
             )
         if node is None:
             return _dry_run(study)
-        return run_config(study, options.plain, again=lns_study("run", options.config, *options.overrides), node=node)
+        return run_config(
+            study,
+            options.plain,
+            again=lns_study("run", options.config, *options.overrides),
+            node=node,
+        )
 
 
-def run_config(study: StudyConfig, plain: bool, only: str = "all", again: str = "", node: Node | None = None) -> int:
+def run_config(
+    study: StudyConfig, plain: bool, only: str = "all", again: str = "", node: Node | None = None
+) -> int:
     """Run a study's config; ``again`` is the command that continues it."""
     from rich.console import Console
 
@@ -124,9 +175,14 @@ def run_config(study: StudyConfig, plain: bool, only: str = "all", again: str = 
     console = Console()
     again = again or lns_study("resume", study.slug, storage=study.storage)
     try:
-        outcome = run_study(study, _view(study, console, plain), lambda line: _say(console, line), only, node)
+        outcome = run_study(
+            study, _view(study, console, plain), lambda line: _say(console, line), only, node
+        )
     except KeyboardInterrupt:
-        print(f"\nInterrupted. Finished epochs are kept; the same command continues: {again}", file=sys.stderr)
+        print(
+            f"\nInterrupted. Finished epochs are kept; the same command continues: {again}",
+            file=sys.stderr,
+        )
         return 130
     _print_outcome(outcome, study.storage)
     if outcome.failed or outcome.tracking_error:
@@ -140,7 +196,12 @@ def _plan(options: argparse.Namespace) -> int:
     from study.plan.plan import make_plan
 
     with refusals():
-        study = load(options.config, options.overrides, lambda line: print(line, file=sys.stderr), download=False)
+        study = load(
+            options.config,
+            options.overrides,
+            lambda line: print(line, file=sys.stderr),
+            download=False,
+        )
         plan = make_plan(study, download=False)
     for line in describe_plan(plan):
         print(line)
@@ -162,10 +223,13 @@ def _simulate(options: argparse.Namespace) -> int:
         study = _study_or_config(options)
         if min(options.slots) < 1 or not options.seconds > 0:
             raise UserError(
-                f"--slots {options.slots} --seconds {options.seconds}: must be positive; use for example --slots 8 64"
+                f"--slots {options.slots} --seconds {options.seconds}: must be positive; use for"
+                " example --slots 8 64"
             )
         if study.search.adaptive:
-            study = dataclasses.replace(study, search=dataclasses.replace(study.search, algorithm="random"))
+            study = dataclasses.replace(
+                study, search=dataclasses.replace(study.search, algorithm="random")
+            )
         plan = make_plan(study, download=False)
     states = [fold(read_ledger(folder)) for folder in folders(study.storage)]
     seconds = recorded_seconds(plan, states, options.seconds)
@@ -174,16 +238,35 @@ def _simulate(options: argparse.Namespace) -> int:
     for slots in options.slots:
         found = simulate(plan, slots, seconds, error)
         lines.append(
-            [str(slots), duration(found.makespan), f"{100 * (1 - found.idle):.0f} %", str(found.early), f"{found.epochs}", f"{found.saved}",
-             f"{found.requests:.2g}"]
-        )  # fmt: skip
+            [
+                str(slots),
+                duration(found.makespan),
+                f"{100 * (1 - found.idle):.0f} %",
+                str(found.early),
+                f"{found.epochs}",
+                f"{found.saved}",
+                f"{found.requests:.2g}",
+            ]
+        )
     print(f"{study.name}: {len(plan.trials)} trials")
-    print_table(["slots", "makespan", "utilisation", "ended early", "epochs", "epochs saved", "MLflow requests/s"], lines)
+    print_table(
+        [
+            "slots",
+            "makespan",
+            "utilisation",
+            "ended early",
+            "epochs",
+            "epochs saved",
+            "MLflow requests/s",
+        ],
+        lines,
+    )
     return 0
 
 
 def _study_or_config(options: argparse.Namespace) -> StudyConfig:
-    """The config of a file or in conf/study, else of a study that there is; the other way round where ``--storage`` says in which storage.
+    """The config of a file or in conf/study, else of a study that there is; the other way round
+    where ``--storage`` says in which storage.
 
     Raises:
         ValueError: there is none.
@@ -196,13 +279,24 @@ def _study_or_config(options: argparse.Namespace) -> StudyConfig:
     where = [f"storage={options.storage}"] if options.storage else []
     folder = None
     try:
-        folder = None if not where and find_study(options.config) else find(options.config, options.storage or STORAGE)
+        folder = (
+            None
+            if not where and find_study(options.config)
+            else find(options.config, options.storage or STORAGE)
+        )
     except ValueError:
         with suppress(ValueError):
             folder = find(options.config, options.storage or STORAGE)
     if folder is None:
-        return load(options.config, [*where, *options.overrides], lambda line: print(line, file=sys.stderr), download=False)
-    return dataclasses.replace(change(read(folder).config, options.overrides), storage=str(folder.parent))
+        return load(
+            options.config,
+            [*where, *options.overrides],
+            lambda line: print(line, file=sys.stderr),
+            download=False,
+        )
+    return dataclasses.replace(
+        change(read(folder).config, options.overrides), storage=str(folder.parent)
+    )
 
 
 def _dry_run(study: StudyConfig) -> int:
@@ -218,7 +312,10 @@ def _dry_run(study: StudyConfig) -> int:
         precision = trial.config.precision
         size = f"{trial.config.epochs} epochs, {trial.config.workers} worker(s)"
         print(f"#   {trial.id}  {trial.row}, seed {trial.seed}: {precision.format}, {size}")
-    if any(trial.config.data.name == "mnist" and trial.config.data.root is None for trial in plan.trials):
+    if any(
+        trial.config.data.name == "mnist" and trial.config.data.root is None
+        for trial in plan.trials
+    ):
         _print_download()
     return 0
 
@@ -234,8 +331,15 @@ def _view(study: StudyConfig, console: Console, plain: bool) -> View:
     from study.cli.progress import LiveView, PlainView
     from study.plan.resources import local_cpus
 
-    concurrent = min(study.max_concurrent or 10**6, max(1, local_cpus(study) // (study.trial.workers * study.trial.threads)))
-    return PlainView(console, concurrent) if plain or not console.is_terminal else LiveView(console, concurrent)
+    concurrent = min(
+        study.max_concurrent or 10**6,
+        max(1, local_cpus(study) // (study.trial.workers * study.trial.threads)),
+    )
+    return (
+        PlainView(console, concurrent)
+        if plain or not console.is_terminal
+        else LiveView(console, concurrent)
+    )
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -244,7 +348,11 @@ def _report(options: argparse.Namespace) -> int:
 
     direct = Path(options.study)
     with refusals():
-        folder = direct if (direct / "ledger.jsonl").exists() else StudyConfig(name=options.study, storage=options.storage).folder
+        folder = (
+            direct
+            if (direct / "ledger.jsonl").exists()
+            else StudyConfig(name=options.study, storage=options.storage).folder
+        )
     outcome = report_study(folder, lambda line: print(line, file=sys.stderr), options.tracking_uri)
     _print_outcome(outcome, str(folder.parent))
     if options.format != "html":
@@ -273,7 +381,10 @@ def _print_outcome(outcome: Outcome, storage: str) -> None:
     if outcome.tracking_error:
         to = [] if outcome.tracking == study.tracking else ["--tracking-uri", outcome.tracking]
         again = lns_study("sync", study.slug, *to, storage=storage)
-        print(f"MLflow lacks part of this study ({outcome.tracking_error}); send it with: {again}", file=sys.stderr)
+        print(
+            f"MLflow lacks part of this study ({outcome.tracking_error}); send it with: {again}",
+            file=sys.stderr,
+        )
 
 
 def _say(console: Console, line: str) -> None:

@@ -10,14 +10,26 @@ from study.errors import UserError, refusals
 
 
 def add_ui(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    ui = commands.add_parser("ui", help="open the studies in MLflow's web interface", description=(
-        "Serve MLflow's web interface for a storage folder on 127.0.0.1, until Ctrl-C."))  # fmt: skip
+    ui = commands.add_parser(
+        "ui",
+        help="open the studies in MLflow's web interface",
+        description=(
+            "Serve MLflow's web interface for a storage folder on 127.0.0.1, until Ctrl-C."
+        ),
+    )
     ui.add_argument("--storage", default="studies", help="folder of all studies (default: studies)")
-    store = "another MLflow database to serve, such as sqlite:////path/mlflow.db (default: the storage's)"
-    ui.add_argument("--tracking-uri", "--backend-store-uri", dest="tracking_uri", metavar="URI", help=store)
+    store = (
+        "another MLflow database to serve, such as sqlite:////path/mlflow.db (default: the"
+        " storage's)"
+    )
+    ui.add_argument(
+        "--tracking-uri", "--backend-store-uri", dest="tracking_uri", metavar="URI", help=store
+    )
     ui.add_argument("--port", type=int, default=5000, help="port to listen on (default: 5000)")
     team = ui.add_argument_group("for a team, with logins, over PostgreSQL (docs/tracking.md)")
-    team.add_argument("--team", action="store_true", help="ask for logins; the rest is for this only")
+    team.add_argument(
+        "--team", action="store_true", help="ask for logins; the rest is for this only"
+    )
     team.add_argument("--workers", type=int, help="processes that answer requests (default: 4)")
     team.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
     team.add_argument(
@@ -27,7 +39,9 @@ def add_ui(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="a name by which it may be called, beside 127.0.0.1; can be repeated",
     )
     team.add_argument(
-        "--artifacts", metavar="WHERE", help="folder, or s3://... , of artifacts (default: the storage's artifacts)"
+        "--artifacts",
+        metavar="WHERE",
+        help="folder, or s3://... , of artifacts (default: the storage's artifacts)",
     )
     ui.set_defaults(command=_ui)
 
@@ -46,7 +60,10 @@ def _ui(options: argparse.Namespace) -> int:
     with refusals():
         for name in ("workers", "host", "allow_host", "artifacts"):
             if getattr(options, name) is not None:
-                raise UserError(f"--{name.replace('_', '-')}: is for a team's server, which asks for logins; add --team")
+                raise UserError(
+                    f"--{name.replace('_', '-')}: is for a team's server, which asks for logins;"
+                    " add --team"
+                )
         check_servable(uri)
         check_writable(storage, "storage")
         check_port(options.port)

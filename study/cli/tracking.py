@@ -22,23 +22,48 @@ URI_HELP = "MLflow store (default: the study's own)"
 
 def add_tracking_commands(commands: Commands) -> None:
     """Add them to the command line."""
-    sync = add_command(commands, "sync", _sync, "send MLflow what it lacks of a study, from its ledger")
+    sync = add_command(
+        commands, "sync", _sync, "send MLflow what it lacks of a study, from its ledger"
+    )
     sync.add_argument("--tracking-uri", help=URI_HELP)
     reconcile = add_command(
-        commands, "reconcile", _reconcile, "compare MLflow with a study's ledger point by point, and mend what differs"
+        commands,
+        "reconcile",
+        _reconcile,
+        "compare MLflow with a study's ledger point by point, and mend what differs",
     )
     reconcile.add_argument("--tracking-uri", help=URI_HELP)
     reconcile.add_argument("--check", action="store_true", help="compare only, change nothing")
-    compare = add_command(commands, "compare", _compare, "compare two studies: matched trials, paired test, a picture")
-    compare.add_argument("other", metavar="OTHER", help="the other study: its name in the same storage, or its folder")
+    compare = add_command(
+        commands, "compare", _compare, "compare two studies: matched trials, paired test, a picture"
+    )
     compare.add_argument(
-        "--output", "-o", metavar="FILE", help="the picture (default: compared-with-OTHER.png in STUDY's report)"
+        "other",
+        metavar="OTHER",
+        help="the other study: its name in the same storage, or its folder",
+    )
+    compare.add_argument(
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="the picture (default: compared-with-OTHER.png in STUDY's report)",
     )
     dashboard = add_command(
-        commands, "dashboard", _dashboard, "serve a study's report on 127.0.0.1, renewed while it runs, until Ctrl-C"
+        commands,
+        "dashboard",
+        _dashboard,
+        "serve a study's report on 127.0.0.1, renewed while it runs, until Ctrl-C",
     )
-    dashboard.add_argument("--port", type=int, default=5001, help="port to listen on (default: 5001)")
-    dashboard.add_argument("--every", type=float, default=10.0, metavar="SECONDS", help="how often it is renewed (default: 10)")
+    dashboard.add_argument(
+        "--port", type=int, default=5001, help="port to listen on (default: 5001)"
+    )
+    dashboard.add_argument(
+        "--every",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="how often it is renewed (default: 10)",
+    )
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -61,7 +86,9 @@ def _compare(options: argparse.Namespace) -> int:
             path.parent.mkdir(exist_ok=True)
         path.write_bytes(draw(found))
     except OSError as error:
-        raise UserError(f"--output {path}: cannot be written ({error.strerror}); choose another file") from None
+        raise UserError(
+            f"--output {path}: cannot be written ({error.strerror}); choose another file"
+        ) from None
     print(f"Picture: {path}")
     return 0
 
@@ -76,12 +103,15 @@ def _dashboard(options: argparse.Namespace) -> int:
         read(folder)
         check_port(options.port)
         if not options.every > 0:
-            raise UserError(f"--every {options.every}: must be positive; use for example --every 10")
+            raise UserError(
+                f"--every {options.every}: must be positive; use for example --every 10"
+            )
     return serve(folder, options.port, options.every, lambda line: print(line, flush=True))
 
 
 def _study(options: argparse.Namespace) -> tuple[Path, StudyConfig]:
-    """Folder and config of a study that is not running, with the store to talk to; the store answers."""
+    """Folder and config of a study that is not running, with the store to talk to; the store
+    answers."""
     from study.ledger.log import is_locked
     from study.manage.studies import find, whole
     from study.tracking.supervisor import OFF, check_tracking
@@ -89,9 +119,16 @@ def _study(options: argparse.Namespace) -> tuple[Path, StudyConfig]:
     with refusals():
         folder = find(options.study, options.storage)
         study = whole(folder).config
-        study = dataclasses.replace(study, storage=str(folder.parent), tracking_uri=options.tracking_uri or study.tracking_uri)
+        study = dataclasses.replace(
+            study,
+            storage=str(folder.parent),
+            tracking_uri=options.tracking_uri or study.tracking_uri,
+        )
         if study.tracking == OFF:
-            raise UserError(f"{study.name}: has tracking_uri=none; name a store with --tracking-uri sqlite:///path/mlflow.db")
+            raise UserError(
+                f"{study.name}: has tracking_uri=none; name a store with --tracking-uri"
+                " sqlite:///path/mlflow.db"
+            )
         if is_locked(folder):
             raise UserError(f"{study.name}: is running, and feeds MLflow itself; wait for it")
         check_tracking(study.tracking)
@@ -116,7 +153,8 @@ def _sync(options: argparse.Namespace) -> int:
         print("\n".join([*audits[1].differences(), f"`{again}` mends that"]), file=sys.stderr)
         return 1
     print(
-        f"{study.name}: MLflow has everything: {how_to_open(study.tracking, study.storage, page(where['experiment'], where['view']))}"
+        f"{study.name}: MLflow has everything:"
+        f" {how_to_open(study.tracking, study.storage, page(where['experiment'], where['view']))}"
     )
     return 0
 
@@ -136,7 +174,8 @@ def _reconcile(options: argparse.Namespace) -> int:
 
 
 def _audit(folder: Path, study: StudyConfig, **how: bool) -> tuple[Audit, Audit] | None:
-    """See :func:`study.tracking.reconcile.reconcile`; None, and the reason printed, where the store fails."""
+    """See :func:`study.tracking.reconcile.reconcile`; None, and the reason printed, where the store
+    fails."""
     from study.tracking.reconcile import reconcile
     from study.tracking.writer import reason
 

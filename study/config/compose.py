@@ -1,18 +1,22 @@
-"""From a config's name and ``key=value`` overrides to one validated :class:`~study.config.StudyConfig`.
+"""From a config's name and ``key=value`` overrides to one validated
+:class:`~study.config.StudyConfig`.
 
-A study file is YAML. Its optional ``groups`` list names files under ``conf/`` that are merged in order, later over earlier; the
-file itself goes where ``_self_`` stands (last if nowhere)::
+A study file is YAML. Its optional ``groups`` list names files under ``conf/`` that are merged in
+order, later over earlier; the file itself goes where ``_self_`` stands (last if nowhere)::
 
     groups: [model/mlp_512, data/mnist, _self_, budget/full]
 
-On the command line ``model=mlp_128`` swaps the file of a group, and ``trial.epochs=3``, or ``epochs=3`` as in rows, sets a key; keys
-win over files. Values are YAML: ``seeds=[0,1]``, ``trial.data.train_size=null``. Files are looked for in the working folder first
-(``./conf``), then in those that are installed with this package, so a study needs no checkout.
+On the command line ``model=mlp_128`` swaps the file of a group, and ``trial.epochs=3``, or
+``epochs=3`` as in rows, sets a key; keys win over files. Values are YAML: ``seeds=[0,1]``,
+``trial.data.train_size=null``. Files are looked for in the working folder first (``./conf``), then
+in those that are installed with this package, so a study needs no checkout.
 
-A value may name another key, ``${trial.epochs}``, and nothing else: no resolver reads the environment (:mod:`study.config.yaml_loader`).
+A value may name another key, ``${trial.epochs}``, and nothing else: no resolver reads the
+environment (:mod:`study.config.yaml_loader`).
 
-The schema is the frozen dataclasses themselves, read by OmegaConf: unknown keys and values of the wrong type stop here. Values
-outside their range stop in the dataclasses. Both are ``ValueError`` with value, rule and remedy.
+The schema is the frozen dataclasses themselves, read by OmegaConf: unknown keys and values of the
+wrong type stop here. Values outside their range stop in the dataclasses. Both are ``ValueError``
+with value, rule and remedy.
 """
 
 from __future__ import annotations
@@ -38,11 +42,16 @@ SELF = "_self_"
 NAME_BYTES = 250
 """Longest name of a study, and label of a row: what file systems and MLflow take."""
 RESERVED = ("artifacts",)
-"""Folders of a storage that are no study's; beside them lie MLflow's database and its companions."""
+"""Folders of a storage that are no study's; beside them lie MLflow's database and its
+companions."""
 
 
 def load(
-    config: str, overrides: Sequence[str] = (), say: Callable[[str], None] = lambda line: None, *, download: bool = True
+    config: str,
+    overrides: Sequence[str] = (),
+    say: Callable[[str], None] = lambda line: None,
+    *,
+    download: bool = True,
 ) -> StudyConfig:
     """The study of a config file and overrides.
 
@@ -50,46 +59,67 @@ def load(
         config: path of a YAML file, or the name of one in ``conf/study``.
         overrides: ``key=value`` and ``group=file``.
         say: prints one line for the user: why ``data.name=auto`` is not MNIST.
-        download: whether MNIST may be downloaded to find out what ``data.name=auto`` is; if not, it is taken to be MNIST.
+        download: whether MNIST may be downloaded to find out what ``data.name=auto`` is; if not, it
+            is taken to be MNIST.
 
     Raises:
-        ValueError: no such file, unknown key or bad value; the message names the value, the rule and the remedy.
+        ValueError: no such file, unknown key or bad value; the message names the value, the rule
+            and the remedy.
     """
     path = find_study(config)
     groups, keys = _split_overrides(overrides)
     merged = schema()
     for source, values in _layers(path, groups):
         merged = _merge(merged, values, source)
-    swapped = [layer for group, file in groups.items() for layer in _expand(_find_group(group, file, path), groups, set())]
-    return _check_names(_check_trial_keys(_finish(_with_keys(_with_data(merged, swapped, keys, say, download), keys))))
+    swapped = [
+        layer
+        for group, file in groups.items()
+        for layer in _expand(_find_group(group, file, path), groups, set())
+    ]
+    return _check_names(
+        _check_trial_keys(
+            _finish(_with_keys(_with_data(merged, swapped, keys, say, download), keys))
+        )
+    )
 
 
 def _check_names(study: StudyConfig) -> StudyConfig:
-    """``study``, if its name and labels can stand in a storage, a table and MLflow; older studies keep theirs.
+    """``study``, if its name and labels can stand in a storage, a table and MLflow; older studies
+    keep theirs.
 
     Raises:
         ValueError: one cannot.
     """
-    for key, name in [("name", study.name), *((f"row {row.label!r}: label", row.label) for row in study.rows)]:
+    for key, name in [
+        ("name", study.name),
+        *((f"row {row.label!r}: label", row.label) for row in study.rows),
+    ]:
         if not name.isprintable():
-            raise ValueError(f"{key}={name!r}: must not hold control characters, it is shown on terminals; leave them out")
+            raise ValueError(
+                f"{key}={name!r}: must not hold control characters, it is shown on terminals; leave"
+                " them out"
+            )
         if (size := len(name.encode())) > NAME_BYTES:
             raise ValueError(
-                f"{key}={name[:40]!r}...: has {size} bytes, at most {NAME_BYTES} fit a file's name; use a shorter one"
+                f"{key}={name[:40]!r}...: has {size} bytes, at most {NAME_BYTES} fit a file's name;"
+                " use a shorter one"
             )
     if set(study.name) & set("/\\"):
         raise ValueError(
-            f"name={study.name!r}: must not hold / or \\, it names one folder in the storage; use for example name={study.slug}"
+            f"name={study.name!r}: must not hold / or \\, it names one folder in the storage; use"
+            f" for example name={study.slug}"
         )
     if study.slug.lower() in RESERVED or study.slug.lower().startswith("mlflow.db"):
         raise ValueError(
-            f"name={study.name!r}: the storage has a folder or file of that name for all studies; use for example name=my-{study.slug}"
+            f"name={study.name!r}: the storage has a folder or file of that name for all studies;"
+            f" use for example name=my-{study.slug}"
         )
     return study
 
 
 def change(study: StudyConfig, overrides: Sequence[str]) -> StudyConfig:
-    """A study that there is, with ``key=value`` changes (groups are files of configs that are no longer known).
+    """A study that there is, with ``key=value`` changes (groups are files of configs that are no
+    longer known).
 
     Raises:
         ValueError: unknown key or bad value.
@@ -98,20 +128,27 @@ def change(study: StudyConfig, overrides: Sequence[str]) -> StudyConfig:
     if groups:
         name, value = next(iter(groups.items()))
         raise ValueError(
-            f"override '{name}={value}': names a file of conf/{name}, which cannot be swapped any more; set its keys instead"
+            f"override '{name}={value}': names a file of conf/{name}, which cannot be swapped any"
+            " more; set its keys instead"
         )
     return _check_trial_keys(_finish(_with_keys(_merge(schema(), study.to_dict(), "study"), keys)))
 
 
 def _check_trial_keys(study: StudyConfig) -> StudyConfig:
-    """``study``, if the keys of ``digits`` and ``comparable`` are a trial's; else they would be without effect, or found at the end.
+    """``study``, if the keys of ``digits`` and ``comparable`` are a trial's; else they would be
+    without effect, or found at the end.
 
     Raises:
         ValueError: one is not.
     """
     override_trial(study.trial.to_dict(), study.digits, "digits")
-    known = {name.removeprefix("trial.") for name in known_keys(schema()) if name.startswith("trial.")}
-    for source, keys in [("", study.comparable), *((f"row {row.label!r}: ", row.comparable) for row in study.rows)]:
+    known = {
+        name.removeprefix("trial.") for name in known_keys(schema()) if name.startswith("trial.")
+    }
+    for source, keys in [
+        ("", study.comparable),
+        *((f"row {row.label!r}: ", row.comparable) for row in study.rows),
+    ]:
         for key in keys:
             if key not in known:
                 raise unknown_key(f"{source}comparable", f"trial.{key}", inside="trial.")
@@ -131,18 +168,26 @@ def _with_data(
     say: Callable[[str], None],
     download: bool,
 ) -> DictConfig:
-    """``data.name=auto`` made concrete; where the data are digits, with the study's ``digits`` overrides.
+    """``data.name=auto`` made concrete; where the data are digits, with the study's ``digits``
+    overrides.
 
-    What the command line says wins over those: the files of groups that it names here, its keys later.
+    What the command line says wins over those: the files of groups that it names here, its keys
+    later.
     """
     study = _finish(_with_keys(merged, keys))
     auto = study.trial.data.name == "auto"
     data = _resolve_auto(study.trial.data, say, download) if auto else study.trial.data
     if data.name == "digits" and study.digits:
-        merged = _merge(merged, {"trial": _undot(study.digits, "digits")}, "digits", inside="trial.")
+        merged = _merge(
+            merged, {"trial": _undot(study.digits, "digits")}, "digits", inside="trial."
+        )
         for source, values in swapped:
             merged = _merge(merged, values, source)
-    return _merge(merged, {"trial": {"data": {"name": data.name, "root": data.root}}}, "data") if auto else merged
+    return (
+        _merge(merged, {"trial": {"data": {"name": data.name, "root": data.root}}}, "data")
+        if auto
+        else merged
+    )
 
 
 def _resolve_auto(config: DataConfig, say: Callable[[str], None], download: bool) -> DataConfig:
@@ -157,7 +202,8 @@ def _resolve_auto(config: DataConfig, say: Callable[[str], None], download: bool
 
 
 def find_study(config: str) -> Path:
-    """The study file called ``config``: as given, with .yaml, in ./conf/study, or in the installed package.
+    """The study file called ``config``: as given, with .yaml, in ./conf/study, or in the installed
+    package.
 
     Raises:
         ValueError: there is none; the message lists the names there are.
@@ -168,8 +214,9 @@ def find_study(config: str) -> Path:
             return path
     known = sorted({path.stem for root in _roots() for path in root.glob("study/*.yaml")})
     raise ValueError(
-        f"config {config!r}: no such study; it must be a YAML file or one of {', '.join(known) or '(none)'}"
-        f"{nearest(config, known)}; copy one of those to write your own"
+        f"config {config!r}: no such study; it must be a YAML file or one of"
+        f" {', '.join(known) or '(none)'}{nearest(config, known)}; copy one of those to write"
+        " your own"
     )
 
 
@@ -198,11 +245,16 @@ def overridden(overrides: Any) -> set[str]:
 
 def group_options(group: str) -> list[str]:
     """Names of the files of a config group, sorted; empty if there is no such group."""
-    return sorted({path.stem for root in _roots() for path in root.glob(f"{group}/*.yaml")}) if group.isidentifier() else []
+    return (
+        sorted({path.stem for root in _roots() for path in root.glob(f"{group}/*.yaml")})
+        if group.isidentifier()
+        else []
+    )
 
 
 def _roots() -> list[Path]:
-    """Folders that hold ``study/``, ``model/`` ...: the working folder's ``conf``, then ours, in this package or a checkout, beside it."""
+    """Folders that hold ``study/``, ``model/`` ...: the working folder's ``conf``, then ours, in
+    this package or a checkout, beside it."""
     package = Path(__file__).resolve().parents[1]
     ours = package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
     return list(dict.fromkeys([Path("conf").resolve(), ours]))
@@ -216,18 +268,19 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, str], list[str
         name, equals, value = override.partition("=")
         if equals and re.fullmatch(r"[A-Za-z_][\w.]*\[.*", name):
             raise ValueError(
-                f"override {override!r}: the entries of a list cannot be set one by one; give the whole list, for example seeds=[0,1], or "
-                "change the study file"
+                f"override {override!r}: the entries of a list cannot be set one by one; give the"
+                " whole list, for example seeds=[0,1], or change the study file"
             )
         if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", name):
             raise ValueError(
-                f"override {override!r}: must be key=value; write for example trial.epochs=3, seeds=[0,1] or model=mlp_128"
+                f"override {override!r}: must be key=value; write for example trial.epochs=3,"
+                " seeds=[0,1] or model=mlp_128"
             )
         if name not in StudyConfig.__dataclass_fields__ and name != "study" and group_options(name):
             if "/" in value or ".." in value:
                 raise ValueError(
-                    f"override {override!r}: must be the name of a file in conf/{name}, without folders; use one of "
-                    f"{', '.join(group_options(name))}"
+                    f"override {override!r}: must be the name of a file in conf/{name}, without"
+                    f" folders; use one of {', '.join(group_options(name))}"
                 )
             groups[name] = value
         else:
@@ -236,9 +289,12 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, str], list[str
 
 
 def _of_trial(name: str) -> bool:
-    """Whether a key of the command line is a trial's, written as in rows and spaces: ``precision.format``."""
+    """Whether a key of the command line is a trial's, written as in rows and spaces:
+    ``precision.format``."""
     first = name.partition(".")[0]
-    return first in TrialConfig.__dataclass_fields__ and first not in StudyConfig.__dataclass_fields__
+    return (
+        first in TrialConfig.__dataclass_fields__ and first not in StudyConfig.__dataclass_fields__
+    )
 
 
 def _parse_override(override: str) -> dict[str, Any]:
@@ -249,12 +305,14 @@ def _parse_override(override: str) -> dict[str, Any]:
         return OmegaConf.to_container(OmegaConf.from_dotlist([f"{name}={value}"]))  # type: ignore[return-value]
     except (OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
         raise ValueError(
-            f"override {override!r}: the value is not YAML ({first_line(error)}); quote it, for example 'name=\"a: b\"'"
+            f"override {override!r}: the value is not YAML ({first_line(error)}); quote it, for"
+            " example 'name=\"a: b\"'"
         ) from None
 
 
 def _layers(path: Path, swaps: dict[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The files to merge, in order, each with its name for errors; groups that the study does not list come last."""
+    """The files to merge, in order, each with its name for errors; groups that the study does not
+    list come last."""
     named: set[str] = set()
     yield from _expand(path, swaps, named)
     for group, file in swaps.items():
@@ -265,13 +323,15 @@ def _layers(path: Path, swaps: dict[str, str]) -> Iterator[tuple[str, dict[str, 
 def _expand(
     path: Path, swaps: dict[str, str], named: set[str], chain: tuple[Path, ...] = ()
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A file's groups and, at ``_self_``, its own body; a group file may list groups too. Notes the groups in ``named``."""
+    """A file's groups and, at ``_self_``, its own body; a group file may list groups too. Notes the
+    groups in ``named``."""
     chain = _extend(chain, path)
     body = _read(path)
     groups = body.pop("groups", [])
     if not isinstance(groups, list) or not all(isinstance(entry, str) for entry in groups):
         raise ValueError(
-            f"{path}: groups={groups!r}: must be a list of group/file names, for example [model/mlp_512, data/mnist]"
+            f"{path}: groups={groups!r}: must be a list of group/file names, for example"
+            " [model/mlp_512, data/mnist]"
         )
     for entry in groups if SELF in groups else [*groups, SELF]:
         group, _, file = entry.partition("/")
@@ -279,7 +339,9 @@ def _expand(
             yield str(path), body
         else:
             named.add(group)
-            yield from _expand(_find_group(group, swaps.get(group, file), path), swaps, named, chain)
+            yield from _expand(
+                _find_group(group, swaps.get(group, file), path), swaps, named, chain
+            )
 
 
 def _extend(chain: tuple[Path, ...], path: Path) -> tuple[Path, ...]:
@@ -287,20 +349,25 @@ def _extend(chain: tuple[Path, ...], path: Path) -> tuple[Path, ...]:
     chain = (*chain, path.resolve())
     if path.resolve() in chain[:-1]:
         names = " -> ".join(f"{file.parent.name}/{file.stem}" for file in chain)
-        raise ValueError(f"{path}: groups must not lead back to their own file ({names}); take it out of one `groups` list")
+        raise ValueError(
+            f"{path}: groups must not lead back to their own file ({names}); take it out of one"
+            " `groups` list"
+        )
     return chain
 
 
 def _find_group(group: str, file: str, study: Path) -> Path:
-    """The file of a group: beside the study's own ``conf`` folder, in ./conf, or in the installed package."""
+    """The file of a group: beside the study's own ``conf`` folder, in ./conf, or in the installed
+    package."""
     for root in [study.resolve().parent.parent, *_roots()]:
         path = root / group / f"{file}.yaml"
         if path.is_file():
             return path
     options = group_options(group)
     raise ValueError(
-        f"{group}={file}: no such config; must be one of {', '.join(options) or '(none)'}{nearest(file, options)}; use one of those or "
-        f"write conf/{group}/{file or 'mine'}.yaml"
+        f"{group}={file}: no such config; must be one of"
+        f" {', '.join(options) or '(none)'}{nearest(file, options)}; use one of those or write"
+        f" conf/{group}/{file or 'mine'}.yaml"
     )
 
 
@@ -308,23 +375,32 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         values = parse(path.read_text(encoding="utf-8"))
     except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"{path}: must be YAML: {' '.join(str(error).split())}; correct the file") from None
+        raise ValueError(
+            f"{path}: must be YAML: {' '.join(str(error).split())}; correct the file"
+        ) from None
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}; check its permissions") from None
+        raise ValueError(
+            f"{path}: cannot be read: {error.strerror}; check its permissions"
+        ) from None
     if values is not None and not isinstance(values, dict):
-        raise ValueError(f"{path}: must be a mapping of keys to values, not {type(values).__name__}; start with `name: my-study`")
+        raise ValueError(
+            f"{path}: must be a mapping of keys to values, not {type(values).__name__}; start with"
+            " `name: my-study`"
+        )
     return values or {}
 
 
 def _merge(base: DictConfig, values: dict[str, Any], source: str, inside: str = "") -> DictConfig:
-    """``values`` over ``base``; ``source`` says in errors whence they come, ``inside`` is what the user need not write before keys.
+    """``values`` over ``base``; ``source`` says in errors whence they come, ``inside`` is what the
+    user need not write before keys.
 
     A domain of the space replaces the one before it as a whole: a choice over a range is a choice.
     """
     check_references(values, source)
     if isinstance(values.get("space"), dict):
         space = flatten_space(values["space"])
-        replaced = {key: space.pop(key, spec) for key, spec in base.space.items()}  # in its place: `when` looks back
+        # in its place: `when` looks back
+        replaced = {key: space.pop(key, spec) for key, spec in base.space.items()}
         values = values | {"space": space}
         base = base.copy()
         base.space = replaced
@@ -337,13 +413,14 @@ def _merge(base: DictConfig, values: dict[str, Any], source: str, inside: str = 
 
 
 def _undot(overrides: Any, name: str) -> dict[str, Any]:
-    """Overrides as one nested dict, whichever way they were written; ``name`` is the key that holds them."""
+    """Overrides as one nested dict, whichever way they were written; ``name`` is the key that holds
+    them."""
     if isinstance(overrides, list) and all("=" in str(item) for item in overrides):
         return OmegaConf.to_container(OmegaConf.from_dotlist([str(item) for item in overrides]))  # type: ignore[return-value]
     if not isinstance(overrides, dict):
         raise ValueError(
-            f"{name}={overrides!r}: must be a mapping or a list of key=value; use for example {{precision.scope: matmul}} or "
-            "[precision.scope=matmul]"
+            f"{name}={overrides!r}: must be a mapping or a list of key=value; use for example"
+            " {precision.scope: matmul} or [precision.scope=matmul]"
         )
     nested = OmegaConf.create({})
     for key, value in overrides.items():

@@ -32,7 +32,8 @@ EXAMPLES = {
 
 
 def schema() -> DictConfig:
-    """The structured schema. Frozen dataclasses become read-only nodes, so the flag is taken off each."""
+    """The structured schema. Frozen dataclasses become read-only nodes, so the flag is taken off
+    each."""
     schema: DictConfig = OmegaConf.structured(StudyConfig)
     _thaw(schema)
     return schema
@@ -64,7 +65,8 @@ def unknown_key(source: str, key: str, inside: str = "") -> ValueError:
     near = _nearest_key(key, known)
     near = near.replace(f"'{inside}", "'") if inside else near
     return ValueError(
-        f"{source}: {key.removeprefix(inside)}: unknown key{near}; `{lns_study('run', 'CONFIG', '--dry-run')}` prints every key"
+        f"{source}: {key.removeprefix(inside)}: unknown key{near};"
+        f" `{lns_study('run', 'CONFIG', '--dry-run')}` prints every key"
     )
 
 
@@ -78,7 +80,8 @@ def _innermost(values: Any) -> str:
 
 
 def _lookup(values: Any, key: str) -> Any:
-    """What a nested dict has under a key like ``trial.epochs`` or ``seeds[0]``; :data:`_ABSENT` if nothing."""
+    """What a nested dict has under a key like ``trial.epochs`` or ``seeds[0]``; :data:`_ABSENT` if
+    nothing."""
     for part in re.findall(r"[^.\[\]]+", key):
         try:
             values = values[int(part)] if isinstance(values, list) else values[part]
@@ -92,9 +95,15 @@ def _expected(key: str, inside: str) -> str:
     shown = key.removeprefix(inside)
     of_list = re.fullmatch(r"(.*)\[\d+\]", key)
     if of_list:
-        return f"every entry {_rule(_type_of(key))}, for example {of_list[1].removeprefix(inside)}={_example(of_list[1])}"
+        return (
+            f"every entry {_rule(_type_of(key))}, for example"
+            f" {of_list[1].removeprefix(inside)}={_example(of_list[1])}"
+        )
     if key.startswith("rows[]."):
-        return f"it {_rule(_type_of(key))}, for example `{key.removeprefix('rows[].')}: {_example(key)}`"
+        return (
+            f"it {_rule(_type_of(key))}, for example `{key.removeprefix('rows[].')}:"
+            f" {_example(key)}`"
+        )
     return f"it {_rule(_type_of(key))}, for example {shown}={_example(key)}"
 
 
@@ -105,7 +114,11 @@ def _type_of(key: str) -> Any:
         if part == "[":
             kind = next(iter(typing.get_args(kind)), Any)
         elif not part.isdigit():
-            kind = typing.get_type_hints(kind).get(part, Any) if dataclasses.is_dataclass(kind) else Any
+            kind = (
+                typing.get_type_hints(kind).get(part, Any)
+                if dataclasses.is_dataclass(kind)
+                else Any
+            )
     return kind
 
 
@@ -119,10 +132,16 @@ def _rule(kind: Any) -> str:
     if typing.get_origin(kind) is dict:
         return "must be a mapping of keys of a trial to values"
     if dataclasses.is_dataclass(kind):
-        return f"must be a mapping with the keys {', '.join(entry.name for entry in dataclasses.fields(kind))}"
-    return {int: "must be a whole number", float: "must be a number", bool: "must be true or false", str: "must be text"}.get(
-        kind, "must be what the key takes"
-    )
+        return (
+            "must be a mapping with the keys"
+            f" {', '.join(entry.name for entry in dataclasses.fields(kind))}"
+        )
+    return {
+        int: "must be a whole number",
+        float: "must be a number",
+        bool: "must be true or false",
+        str: "must be text",
+    }.get(kind, "must be what the key takes")
 
 
 def _example(key: str) -> str:
@@ -154,9 +173,11 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 
 def _nearest_key(key: str, known: Sequence[str]) -> str:
-    """The same for a dotted key, by how alike the last parts are, three times what the places before them are.
+    """The same for a dotted key, by how alike the last parts are, three times what the places
+    before them are.
 
-    Parts are as alike as ``difflib`` finds them (2 M / T), or nearly equal where one is the other's initials: ``learning_rate`` and ``lr``.
+    Parts are as alike as ``difflib`` finds them (2 M / T), or nearly equal where one is the other's
+    initials: ``learning_rate`` and ``lr``.
     """
     scores = {name: _likeness(key, name) for name in known}
     best = max(scores, key=lambda name: scores[name])
@@ -165,7 +186,9 @@ def _nearest_key(key: str, known: Sequence[str]) -> str:
 
 def _likeness(key: str, name: str) -> float:
     (place, _, last), (other_place, _, other) = key.rpartition("."), name.rpartition(".")
-    initials = {last, other} & {"".join(part[:1] for part in text.split("_")) for text in (last, other) if "_" in text}
+    initials = {last, other} & {
+        "".join(part[:1] for part in text.split("_")) for text in (last, other) if "_" in text
+    }
     alike = max(difflib.SequenceMatcher(None, last, other).ratio(), 0.9 if initials else 0.0)
     return 0.75 * alike + 0.25 * difflib.SequenceMatcher(None, place, other_place).ratio()
 

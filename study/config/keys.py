@@ -11,12 +11,17 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> set[str]:
     """The dotted keys of what is no mapping, in a nested mapping."""
     found: set[str] = set()
     for key, value in values.items():
-        found |= leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}"}
+        found |= (
+            leaves(value, f"{prefix}{key}.")
+            if isinstance(value, Mapping) and value
+            else {f"{prefix}{key}"}
+        )
     return found
 
 
 def apply(values: dict[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """A trial's nested dict with ``params`` set; ``values`` and what it shares with the result stay as they are."""
+    """A trial's nested dict with ``params`` set; ``values`` and what it shares with the result stay
+    as they are."""
     for key, value in params.items():
         values = _with(values, key.split("."), value)
     return values

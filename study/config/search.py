@@ -28,27 +28,31 @@ class SearchConfig:
     """How a space is searched, for every row alike.
 
     Attributes:
-        algorithm: ``random``, ``sobol`` (even cover of the space), ``grid`` (every point of lists), ``tpe`` (Bergstra et al.
-            2011), ``cmaes`` (Hansen 2016; ranges only) or ``nsga2`` (Deb et al. 2002; several objectives), the last three by
-            Optuna.
+        algorithm: ``random``, ``sobol`` (even cover of the space), ``grid`` (every point of lists),
+            ``tpe`` (Bergstra et al. 2011), ``cmaes`` (Hansen 2016; ranges only) or ``nsga2`` (Deb
+            et al. 2002; several objectives), the last three by Optuna.
         num_samples: configurations a row, at each point of its grids; without meaning for ``grid``.
         seed: of the search; the same seed proposes the same configurations.
-        objectives: metrics and ``min`` or ``max``: those a trial reports (``validation/error``, ``validation/loss``,
-            ``train/...``, ``samples_per_second``), ``seconds`` (of training), ``bits`` (of the number format). Several only with
-            tpe and nsga2. The first one picks a row's best configuration.
-        scheduler: ends trials early that fall behind in the first objective: ``none``, ``asha`` (successive halving without
-            waiting, Li et al. 2020), ``hyperband`` (asha with several brackets, the later ones with a longer grace), ``median``
-            (Golovin et al. 2017). ``halving`` compares all on a part of the training data first, the best on more
-            (:mod:`study.search.halving`). ``pbt`` and ``pb2`` train ``num_samples`` configurations as a population instead
-            (:mod:`study.search.population`): what is searched are options of the optimizer, which change on the way.
+        objectives: metrics and ``min`` or ``max``: those a trial reports (``validation/error``,
+            ``validation/loss``, ``train/...``, ``samples_per_second``), ``seconds`` (of training),
+            ``bits`` (of the number format). Several only with tpe and nsga2. The first one picks a
+            row's best configuration.
+        scheduler: ends trials early that fall behind in the first objective: ``none``, ``asha``
+            (successive halving without waiting, Li et al. 2020), ``hyperband`` (asha with several
+            brackets, the later ones with a longer grace), ``median`` (Golovin et al. 2017).
+            ``halving`` compares all on a part of the training data first, the best on more
+            (:mod:`study.search.halving`). ``pbt`` and ``pb2`` train ``num_samples`` configurations
+            as a population instead (:mod:`study.search.population`): what is searched are options
+            of the optimizer, which change on the way.
         grace_period: epochs that asha, hyperband and median leave every trial.
         reduction_factor: of asha, hyperband and halving: one of so many goes on.
         perturbation_interval: of pbt and pb2: epochs of a generation.
-        quantile_fraction: likewise: so many of the members, at the end of a generation, take over the weights of one of as many
-            best.
+        quantile_fraction: likewise: so many of the members, at the end of a generation, take over
+            the weights of one of as many best.
         resample_probability: of pbt: that a value is drawn anew instead of moved by a fifth.
-        confirm: how many of each row's best configurations run with more seeds once its search has ended; 0 for none. They race:
-            after each seed those drop out that are significantly worse than the leader (:mod:`study.search.racing`).
+        confirm: how many of each row's best configurations run with more seeds once its search has
+            ended; 0 for none. They race: after each seed those drop out that are significantly
+            worse than the leader (:mod:`study.search.racing`).
         confirm_seeds: those seeds, in turn; none of the study's own.
     """
 
@@ -75,34 +79,45 @@ class SearchConfig:
         at_least("search.perturbation_interval", self.perturbation_interval, 1, "use for example 4")
         for name, most in (("quantile_fraction", 0.5), ("resample_probability", 1.0)):
             if not 0 <= getattr(self, name) <= most:
-                raise ValueError(f"search.{name}={getattr(self, name)}: must lie in 0 .. {most:g}; use for example 0.25")
+                raise ValueError(
+                    f"search.{name}={getattr(self, name)}: must lie in 0 .. {most:g}; use for"
+                    " example 0.25"
+                )
         if self.in_rounds and self.algorithm not in ("random", "sobol"):
             raise ValueError(
-                f"search.scheduler={self.scheduler} with search.algorithm={self.algorithm}: the results of each round decide what comes "
-                "next; use search.algorithm=random or sobol, which draw the first one's configurations"
+                f"search.scheduler={self.scheduler} with search.algorithm={self.algorithm}: the"
+                " results of each round decide what comes next; use search.algorithm=random or"
+                " sobol, which draw the first one's configurations"
             )
         if self.in_rounds and (len(self.objectives) > 1 or self.num_samples < 2):
             raise ValueError(
-                f"search.scheduler={self.scheduler} with {len(self.objectives)} objectives and search.num_samples={self.num_samples}: "
-                "they are ranked by one objective, and there must be at least two; use for example search.num_samples=8"
+                f"search.scheduler={self.scheduler} with {len(self.objectives)} objectives and"
+                f" search.num_samples={self.num_samples}: they are ranked by one objective, and"
+                " there must be at least two; use for example search.num_samples=8"
             )
         at_least("search.confirm", self.confirm, 0, "0 repeats none")
         if bool(self.confirm) != bool(self.confirm_seeds):
             raise ValueError(
-                f"search.confirm={self.confirm} with search.confirm_seeds={self.confirm_seeds}: how many configurations to repeat, and "
-                "with which seeds, belong together; use for example search.confirm=3 search.confirm_seeds=[101,102,103,104]"
+                f"search.confirm={self.confirm} with search.confirm_seeds={self.confirm_seeds}: how"
+                " many configurations to repeat, and with which seeds, belong together; use for"
+                " example search.confirm=3 search.confirm_seeds=[101,102,103,104]"
             )
         if not self.objectives:
-            raise ValueError("search.objectives={}: needs at least one metric; use for example {validation/error: min}")
+            raise ValueError(
+                "search.objectives={}: needs at least one metric; use for example"
+                " {validation/error: min}"
+            )
         for metric, mode in self.objectives.items():
             if metric.startswith("test/"):
                 raise ValueError(
-                    f"search.objectives: {metric}: nothing may be chosen by the test set; use validation{metric.removeprefix('test')}"
+                    f"search.objectives: {metric}: nothing may be chosen by the test set; use"
+                    f" validation{metric.removeprefix('test')}"
                 )
             one_of(f"search.objectives.{metric}", mode, MODES)
         if len(self.objectives) > 1 and self.algorithm == "cmaes":
             raise ValueError(
-                f"search.algorithm=cmaes with {len(self.objectives)} objectives: it minimises one; use search.algorithm=nsga2 or tpe"
+                f"search.algorithm=cmaes with {len(self.objectives)} objectives: it minimises one;"
+                " use search.algorithm=nsga2 or tpe"
             )
 
     @property

@@ -6,7 +6,7 @@ A space maps dotted trial keys to domains, written with Ray Tune's names::
       optimizer.lr: {loguniform: [0.001, 1.0]}
       batch_size: {choice: [64, 128, 256]}
       optimizer.momentum: {uniform: [0.0, 0.95], when: {optimizer.name: sgd}}
-      precision:                                  # a key with a mapping below it: one choice sets several keys
+      precision:                # a key with a mapping below it: one choice sets several keys
         choice:
           - {format: float32}
           - {format: lns12, scope: everywhere, kahan_sum: true}
@@ -14,17 +14,20 @@ A space maps dotted trial keys to domains, written with Ray Tune's names::
 A domain is one of::
 
     {choice: [a, b, ...]}            any YAML values, each as likely
-    {grid: [a, b, ...]}              every value, multiplied out with the other grids; each point is searched by the rest
+    {grid: [a, b, ...]}              every value, multiplied out with the other grids; each point is
+                                     searched by the rest
     {uniform: [low, high]}           low <= x < high
     {loguniform: [low, high]}        its logarithm uniform
     {quniform: [low, high, step]}    multiples of step
     {randint: [low, high]}           whole numbers low <= n < high
     {lograndint: [low, high]}        their logarithm uniform
 
-``when`` ties a domain to others: the key varies only where every named key has the value given (or one of a list); elsewhere it keeps
-the value of the base trial. A named key is one of the space before it, or a key inside one of its mappings.
+``when`` ties a domain to others: the key varies only where every named key has the value given (or
+one of a list); elsewhere it keeps the value of the base trial. A named key is one of the space
+before it, or a key inside one of its mappings.
 
-Every domain maps a number of the unit interval to a value, so that random numbers, a Sobol sequence and a grid all read one definition.
+Every domain maps a number of the unit interval to a value, so that random numbers, a Sobol sequence
+and a grid all read one definition.
 """
 
 from __future__ import annotations
@@ -47,7 +50,9 @@ POINT_BYTES = 256
 
 CATEGORICAL = ("choice", "grid")
 RANGES = {"uniform": 2, "loguniform": 2, "quniform": 3, "randint": 2, "lograndint": 2}
-EXAMPLE = "use for example optimizer.lr: {loguniform: [0.001, 1.0]} or batch_size: {choice: [64, 128]}"
+EXAMPLE = (
+    "use for example optimizer.lr: {loguniform: [0.001, 1.0]} or batch_size: {choice: [64, 128]}"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,21 +98,28 @@ class Domain:
         if self.kind == "loguniform":
             return min(max(low * math.pow(high / low, unit), low), high)
         if self.kind == "quniform":
-            return _tidy(math.floor(unit * (math.floor((high - low) / step[0] + 1e-9) + 1)) * step[0] + low)
+            return _tidy(
+                math.floor(unit * (math.floor((high - low) / step[0] + 1e-9) + 1)) * step[0] + low
+            )
         if self.kind == "randint":
             return math.floor(low + unit * (high - low))
         return min(int(low * math.pow(high / low, unit)), int(high) - 1)
 
     def unit(self, value: Any) -> float:
-        """A number in [0, 1] for which :meth:`at` gives ``value``, or near it for a range of reals."""
+        """A number in [0, 1] for which :meth:`at` gives ``value``, or near it for a range of
+        reals."""
         if self.categorical:
             return (self.values.index(value) + 0.5) / len(self.values)
         low, high, *step = map(float, self.values)
         if self.kind == "quniform":
-            return (round((float(value) - low) / step[0]) + 0.5) / (math.floor((high - low) / step[0] + 1e-9) + 1)
+            return (round((float(value) - low) / step[0]) + 0.5) / (
+                math.floor((high - low) / step[0] + 1e-9) + 1
+            )
         middle = float(value) + (0.5 if self.kind.endswith("randint") else 0.0)
         unit: float = (
-            math.log(middle / low) / math.log(high / low) if self.kind.startswith("log") else (middle - low) / (high - low)
+            math.log(middle / low) / math.log(high / low)
+            if self.kind.startswith("log")
+            else (middle - low) / (high - low)
         )
         return min(max(unit, 0.0), 1.0)
 
@@ -131,7 +143,9 @@ class Domain:
         low, high, *step = self.values
         whole = self.kind.endswith("randint")
         steps = (value - low) / (step[0] if step else 1)
-        return bool(low <= value <= high - whole) and (abs(steps - round(steps)) < 1e-8 or not (step or whole))
+        return bool(low <= value <= high - whole) and (
+            abs(steps - round(steps)) < 1e-8 or not (step or whole)
+        )
 
     def applies(self, params: Mapping[str, Any]) -> bool:
         """Whether the key varies, given the values of those before it."""
@@ -140,7 +154,8 @@ class Domain:
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """All varying keys, in the config's order; grids are told apart because they multiply instead of being sampled."""
+    """All varying keys, in the config's order; grids are told apart because they multiply instead
+    of being sampled."""
 
     domains: tuple[Domain, ...] = ()
 
@@ -153,7 +168,8 @@ class Space:
         return tuple(domain for domain in self.domains if domain.kind != "grid")
 
     def grid_points(self) -> list[Params]:
-        """The product of the grids, later keys fastest; one empty point if there are none. A grid that does not apply is left out."""
+        """The product of the grids, later keys fastest; one empty point if there are none. A grid
+        that does not apply is left out."""
         return self._product([domain for domain in self.domains if domain.kind == "grid"])
 
     def all_points(self) -> list[Params]:
@@ -165,8 +181,8 @@ class Space:
         for domain in self.domains:
             if not domain.categorical:
                 raise ValueError(
-                    f"space.{domain.key}: {domain.kind} has no end of values, search.algorithm=grid needs lists; use {{grid: [a, b, c]}}, "
-                    "or search.algorithm=random"
+                    f"space.{domain.key}: {domain.kind} has no end of values, search.algorithm=grid"
+                    " needs lists; use {grid: [a, b, c]}, or search.algorithm=random"
                 )
         return self._product(self.domains)
 
@@ -177,7 +193,11 @@ class Space:
             ValueError: that is more than this machine can hold.
         """
         count = math.prod(len(domain.values) for domain in domains)
-        fits(f"space: {count:.3g} points", count * POINT_BYTES, "use fewer values or keys, or sample them with choice")
+        fits(
+            f"space: {count:.3g} points",
+            count * POINT_BYTES,
+            "use fewer values or keys, or sample them with choice",
+        )
         points: list[Params] = [{}]
         for domain in domains:
             points = [point | {domain.key: value} for point in points for value in domain.values]
@@ -185,7 +205,9 @@ class Space:
 
     def point(self, units: Sequence[float], grid: Params) -> Params:
         """The values for one number of [0, 1) per sampled domain, at one point of the grid."""
-        drawn = {domain.key: domain.at(unit) for domain, unit in zip(self.sampled, units, strict=True)}
+        drawn = {
+            domain.key: domain.at(unit) for domain, unit in zip(self.sampled, units, strict=True)
+        }
         return self.pruned(grid | drawn)
 
     def holds(self, params: Params) -> bool:
@@ -224,7 +246,11 @@ def flatten_space(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
     """A space with dotted keys, also where it was written nested: ``{optimizer: {lr: {...}}}``."""
     flat: dict[str, Any] = {}
     for key, spec in values.items():
-        nested = isinstance(spec, Mapping) and spec and not any(kind in spec for kind in (*CATEGORICAL, *RANGES, "when"))
+        nested = (
+            isinstance(spec, Mapping)
+            and spec
+            and not any(kind in spec for kind in (*CATEGORICAL, *RANGES, "when"))
+        )
         if nested and all(isinstance(entry, Mapping) for entry in spec.values()):
             flat |= flatten_space(spec, f"{prefix}{key}.")
         else:
@@ -233,25 +259,36 @@ def flatten_space(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
 
 
 def describe(params: Mapping[str, Any]) -> str:
-    """Sampled values in one line: ``optimizer.lr=0.0213, precision={format: lns12}``; keys by their last part where that is clear."""
+    """Sampled values in one line: ``optimizer.lr=0.0213, precision={format: lns12}``; keys by their
+    last part where that is clear."""
     last = [key.rpartition(".")[2] for key in params]
-    names = [short if last.count(short) == 1 else key for key, short in zip(params, last, strict=True)]
-    return ", ".join(f"{name}={show(value)}" for name, value in zip(names, params.values(), strict=True))
+    names = [
+        short if last.count(short) == 1 else key for key, short in zip(params, last, strict=True)
+    ]
+    return ", ".join(
+        f"{name}={show(value)}" for name, value in zip(names, params.values(), strict=True)
+    )
 
 
 def show(value: Any) -> str:
-    """A value as people write it: floats with four digits, mappings as YAML's flow style without quotes."""
+    """A value as people write it: floats with four digits, mappings as YAML's flow style without
+    quotes."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {show(entry)}" for key, entry in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(show, value)) + "]"
-    return {True: "true", False: "false", None: "null"}.get(value, str(value)) if isinstance(value, bool | None) else str(value)
+    return (
+        {True: "true", False: "false", None: "null"}.get(value, str(value))
+        if isinstance(value, bool | None)
+        else str(value)
+    )
 
 
 def params_at(params: Mapping[str, Any], epoch: float = math.inf) -> Params:
-    """Return sampled values after ``epoch`` epochs, or at the end; some change on the way (:mod:`trainers.config.schedule_changes`)."""
+    """Return sampled values after ``epoch`` epochs, or at the end; some change on the way
+    (:mod:`trainers.config.schedule_changes`)."""
     values = {key: value for key, value in params.items() if key != "changes"}
     for change in params.get("changes", []):
         if change["epoch"] <= epoch:
@@ -266,7 +303,8 @@ def _parse_domain(key: str, spec: Any) -> Domain:
     unknown = [name for name in spec if name not in kinds and name != "when"]
     if len(kinds) != 1 or unknown:
         raise ValueError(
-            f"space.{key}: {show(dict(spec))} must have exactly one of {', '.join((*CATEGORICAL, *RANGES))}, and may have when; {EXAMPLE}"
+            f"space.{key}: {show(dict(spec))} must have exactly one of"
+            f" {', '.join((*CATEGORICAL, *RANGES))}, and may have when; {EXAMPLE}"
         )
     kind, values = kinds[0], spec[kinds[0]]
     if not isinstance(values, Sequence) or isinstance(values, str) or not values:
@@ -274,32 +312,53 @@ def _parse_domain(key: str, spec: Any) -> Domain:
     if kind in RANGES:
         _check_range(key, kind, values)
     elif len({canonical(value) for value in values}) < len(values):
-        raise ValueError(f"space.{key}.{kind}: {show(list(values))} has a value twice; take one out")
+        raise ValueError(
+            f"space.{key}.{kind}: {show(list(values))} has a value twice; take one out"
+        )
     return Domain(key=key, kind=kind, values=tuple(values), when=_parse_when(key, spec.get("when")))
 
 
 def _check_range(key: str, kind: str, values: Sequence[Any]) -> None:
-    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) for value in values)
+    numbers = all(
+        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        for value in values
+    )
     if len(values) != RANGES[kind] or not numbers:
         wanted = "[low, high, step]" if kind == "quniform" else "[low, high]"
-        raise ValueError(f"space.{key}.{kind}: {show(list(values))} must be {wanted}, finite numbers; {EXAMPLE}")
+        raise ValueError(
+            f"space.{key}.{kind}: {show(list(values))} must be {wanted}, finite numbers; {EXAMPLE}"
+        )
     low, high = values[:2]
     if not low < high:
         raise ValueError(f"space.{key}.{kind}: low={low} must be below high={high}; swap them")
     if kind.startswith("log") and low <= 0:
-        raise ValueError(f"space.{key}.{kind}: low={low} must be positive, its logarithm is taken; use for example 0.001")
+        raise ValueError(
+            f"space.{key}.{kind}: low={low} must be positive, its logarithm is taken; use for"
+            " example 0.001"
+        )
     if kind.endswith("randint") and not all(isinstance(value, int) for value in values):
-        raise ValueError(f"space.{key}.{kind}: {show(list(values))} must be whole numbers; use uniform for others")
+        raise ValueError(
+            f"space.{key}.{kind}: {show(list(values))} must be whole numbers; use uniform for"
+            " others"
+        )
     if kind == "quniform" and values[2] <= 0:
-        raise ValueError(f"space.{key}.{kind}: step={values[2]} must be positive; use for example 0.1")
+        raise ValueError(
+            f"space.{key}.{kind}: step={values[2]} must be positive; use for example 0.1"
+        )
 
 
 def _parse_when(key: str, when: Any) -> tuple[tuple[str, tuple[Any, ...]], ...]:
     if when is None:
         return ()
     if not isinstance(when, Mapping) or not when:
-        raise ValueError(f"space.{key}.when: {show(when)} must map keys to values; use for example when: {{optimizer.name: sgd}}")
-    return tuple((str(name), tuple(value) if isinstance(value, list | tuple) else (value,)) for name, value in when.items())
+        raise ValueError(
+            f"space.{key}.when: {show(when)} must map keys to values; use for example when:"
+            " {optimizer.name: sgd}"
+        )
+    return tuple(
+        (str(name), tuple(value) if isinstance(value, list | tuple) else (value,))
+        for name, value in when.items()
+    )
 
 
 def _check_when(domains: list[Domain]) -> None:
@@ -309,8 +368,8 @@ def _check_when(domains: list[Domain]) -> None:
         if not any(_sets(other, name) for other in earlier):
             known = ", ".join(other.key for other in earlier) or "there is none"
             raise ValueError(
-                f"space.{domain.key}.when: {name} must be a key of the space before {domain.key} ({known}), or one inside its choices; "
-                f"put {name} first"
+                f"space.{domain.key}.when: {name} must be a key of the space before {domain.key}"
+                f" ({known}), or one inside its choices; put {name} first"
             )
 
 
@@ -318,11 +377,14 @@ def _sets(domain: Domain, key: str) -> bool:
     if domain.key == key:
         return True
     inner = key.removeprefix(f"{domain.key}.")
-    return inner != key and any(isinstance(value, Mapping) and lookup(value, inner) is not None for value in domain.values)
+    return inner != key and any(
+        isinstance(value, Mapping) and lookup(value, inner) is not None for value in domain.values
+    )
 
 
 def _value_of(key: str, params: Mapping[str, Any]) -> Any:
-    """What ``params`` say of ``key``, also inside the mapping of a shorter key; None where they say nothing."""
+    """What ``params`` say of ``key``, also inside the mapping of a shorter key; None where they say
+    nothing."""
     if key in params:
         return params[key]
     for name, value in params.items():
@@ -345,8 +407,11 @@ def _tidy(value: float) -> float:
     return float(f"{value:.12g}")
 
 
-def unit_points(algorithm: str, dimensions: int, count: int, seed: int) -> Iterator[Sequence[float]]:
-    """``count`` points of the unit cube; the first n do not depend on ``count``, so a study can be extended.
+def unit_points(
+    algorithm: str, dimensions: int, count: int, seed: int
+) -> Iterator[Sequence[float]]:
+    """``count`` points of the unit cube; the first n do not depend on ``count``, so a study can be
+    extended.
 
     Args:
         algorithm: ``random`` (independent) or ``sobol`` (scrambled, low discrepancy; Owen 1998).

@@ -1,11 +1,14 @@
-"""What a study is: one base trial, rows that change it, a space to search, seeds that repeat it, and where its files go.
+"""What a study is: one base trial, rows that change it, a space to search, seeds that repeat it,
+and where its files go.
 
-A study asks one question of several *rows* (for the table: four arithmetics). Every row is the base trial with a few overrides,
-and every row runs once per seed, so ``rows x seeds`` trials in all. With a *space*, every row is searched for its own best
-configuration, each with the same effort: ``rows x configurations x seeds`` trials. Configurations are chosen by the validation
-split; nothing is chosen by looking at the test set.
+A study asks one question of several *rows* (for the table: four arithmetics). Every row is the base
+trial with a few overrides, and every row runs once per seed, so ``rows x seeds`` trials in all.
+With a *space*, every row is searched for its own best configuration, each with the same effort:
+``rows x configurations x seeds`` trials. Configurations are chosen by the validation split; nothing
+is chosen by looking at the test set.
 
-Frozen dataclasses, validated once, where they are made. :mod:`study.config.compose` makes them from YAML and ``key=value``.
+Frozen dataclasses, validated once, where they are made. :mod:`study.config.compose` makes them from
+YAML and ``key=value``.
 """
 
 from __future__ import annotations
@@ -25,10 +28,18 @@ from trainers.config.validation import at_least, finite, one_of
 
 EXECUTORS = ("auto", "packed", "train")
 
-TRACKING_SCHEMES = ("sqlite:///", "http://", "https://", "postgresql://", "postgresql+psycopg2://", "mysql+pymysql://")
+TRACKING_SCHEMES = (
+    "sqlite:///",
+    "http://",
+    "https://",
+    "postgresql://",
+    "postgresql+psycopg2://",
+    "mysql+pymysql://",
+)
 
 OUTSIDE = ("data.root", "gpus")
-"""Trial keys that change no result, so that :func:`study.plan.identity.trial_id` leaves them out of a trial's identity."""
+"""Trial keys that change no result, so that :func:`study.plan.identity.trial_id` leaves them out of
+a trial's identity."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +48,16 @@ class RowConfig:
 
     Attributes:
         label: the row's name in tables, pictures and MLflow.
-        overrides: trial keys to change, nested (``{precision: {scope: matmul}}``) or dotted (``{precision.scope: matmul}``).
-        published: a published test error to print beside ours, in per cent; None where there is none.
-        within: the row passes if its mean test error is at most so many percentage points from the baseline row's.
-        worse_by: the row passes if its mean test error is at least so many percentage points above the baseline row's.
-        comparable: like the study's, for this row: what its trials must have for figures to be comparable.
+        overrides: trial keys to change, nested (``{precision: {scope: matmul}}``) or dotted
+            (``{precision.scope: matmul}``).
+        published: a published test error to print beside ours, in per cent; None where there is
+            none.
+        within: the row passes if its mean test error is at most so many percentage points from the
+            baseline row's.
+        worse_by: the row passes if its mean test error is at least so many percentage points above
+            the baseline row's.
+        comparable: like the study's, for this row: what its trials must have for figures to be
+            comparable.
     """
 
     label: str = ""
@@ -53,20 +69,28 @@ class RowConfig:
 
     def __post_init__(self) -> None:
         if not self.label.strip():
-            raise ValueError(f"rows: label={self.label!r}: every row needs a label; add `label: my row`")
-        finite(f"row {self.label!r}: within", self.within, 0.0, "use for example within: 0.2, percentage points")
+            raise ValueError(
+                f"rows: label={self.label!r}: every row needs a label; add `label: my row`"
+            )
+        finite(
+            f"row {self.label!r}: within",
+            self.within,
+            0.0,
+            "use for example within: 0.2, percentage points",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LimitsConfig:
-    """When a study stops by itself, as ``lns-study stop`` would: running trials end, no others begin. None is no limit.
+    """When a study stops by itself, as ``lns-study stop`` would: running trials end, no others
+    begin. None is no limit.
 
     Attributes:
         trials: trials that may finish or fail, those of earlier runs counted in.
         hours: wall time of this run.
         gpu_hours: hours times the share of a GPU, over all trials.
-        joules: energy of GPUs, over all trials, each with its share of one (``trial.gpus``); trials tell with
-            ``trial.telemetry=true``.
+        joules: energy of GPUs, over all trials, each with its share of one (``trial.gpus``); trials
+            tell with ``trial.telemetry=true``.
         failures: failed trials.
     """
 
@@ -97,26 +121,32 @@ class StudyConfig:
         space: what is searched, see :mod:`study.config.space`; nothing if empty.
         search: how.
         limits: when the study stops by itself.
-        digits: trial keys to change where the data are digits, a set 40 times smaller than MNIST: by name, or because
-            ``data.name=auto`` ended there.
+        digits: trial keys to change where the data are digits, a set 40 times smaller than MNIST:
+            by name, or because ``data.name=auto`` ended there.
         baseline: label of the row the others are compared with; None for no comparison.
-        comparable: dotted trial keys and the values they must have for figures to be comparable with the published ones.
+        comparable: dotted trial keys and the values they must have for figures to be comparable
+            with the published ones.
         comparable_seeds: seeds a row needs for the same.
-        storage: folder of all studies: ledgers, checkpoints, reports, the default tracking database.
-        tracking_uri: MLflow tracking server or database; None for ``sqlite`` in ``storage``, ``none`` to send nothing. A password
-            in it is taken out and kept in the process alone (:mod:`study.tracking_uri`).
-        address: Ray cluster to join: ``auto`` on one of its nodes, or host:port; None for this machine alone.
+        storage: folder of all studies: ledgers, checkpoints, reports, the default tracking
+            database.
+        tracking_uri: MLflow tracking server or database; None for ``sqlite`` in ``storage``,
+            ``none`` to send nothing. A password in it is taken out and kept in the process alone
+            (:mod:`study.tracking_uri`).
+        address: Ray cluster to join: ``auto`` on one of its nodes, or host:port; None for this
+            machine alone.
         insecure: join a cluster that asks nobody for a token (:mod:`study.execution.ray_session`).
         cpus: CPUs of this machine that trials may use, also more than it has; None for all.
         max_concurrent: trials at a time; None for as many as fit.
-        executor: ``auto``: a trial of one worker in a reused process, one of several in a reused gang of processes, small ones on
-            a GPU several to a process (:func:`trainers.workers.resources.packs`); ``packed``: trials of one worker share a
-            process a GPU (at most 32), or a machine where they compute on the CPU; ``train``: every trial by Ray Train, which
-            restarts a gang within the trial, at 10 to 30 s a start.
+        executor: ``auto``: a trial of one worker in a reused process, one of several in a reused
+            gang of processes, small ones on a GPU several to a process
+            (:func:`trainers.workers.resources.packs`); ``packed``: trials of one worker share a
+            process a GPU (at most 32), or a machine where they compute on the CPU; ``train``: every
+            trial by Ray Train, which restarts a gang within the trial, at 10 to 30 s a start.
         checkpoint_every: epochs between checkpoints.
         max_failures: how often a trial whose worker died is restarted from its last checkpoint.
-        heartbeat: seconds without a report after which a trial counts as hung: its processes are killed and it is restarted like
-            one that died. None waits for ever. Must be longer than the longest epoch, and its start.
+        heartbeat: seconds without a report after which a trial counts as hung: its processes are
+            killed and it is restarted like one that died. None waits for ever. Must be longer than
+            the longest epoch, and its start.
     """
 
     name: str = "study"
@@ -144,34 +174,46 @@ class StudyConfig:
 
     def __post_init__(self) -> None:
         self._check_name()
-        unique("rows", [row.label for row in self.rows] or [self.name], "give every row its own label")
+        unique(
+            "rows", [row.label for row in self.rows] or [self.name], "give every row its own label"
+        )
         unique("seeds", self.seeds, "use for example seeds=[0,1,2]")
         unique("search.confirm_seeds", self.search.confirm_seeds or [0], "name each once")
         for seed in [*self.seeds, *self.search.confirm_seeds]:
             at_least("seeds", seed, 0, "use for example seeds=[0,1,2]")
-        at_least("comparable_seeds", self.comparable_seeds, 1, "1 asks for no more than every study has")
+        at_least(
+            "comparable_seeds", self.comparable_seeds, 1, "1 asks for no more than every study has"
+        )
         at_least("cpus", self.cpus, 1, "leave it out to use all")
         at_least("max_concurrent", self.max_concurrent, 1, "leave it out to run as many as fit")
         if str(self.address).startswith("ray://"):
             raise ValueError(
-                f"address={self.address!r}: Ray Client has no part in a cluster's nodes; use `ray job submit "
-                "--address http://HEAD:8265 --working-dir . -- lns-study run CONFIG address=auto`, or address=auto on a node of the cluster"
+                f"address={self.address!r}: Ray Client has no part in a cluster's nodes; use `ray"
+                " job submit --address http://HEAD:8265 --working-dir . -- lns-study run CONFIG"
+                " address=auto`, or address=auto on a node of the cluster"
             )
         one_of("executor", self.executor, EXECUTORS)
         if self.executor == "train" and self.search.population:
             raise ValueError(
-                f"executor=train with search.scheduler={self.search.scheduler}: Ray Train's trials cannot go on from another's "
-                "checkpoints; use executor=auto"
+                f"executor=train with search.scheduler={self.search.scheduler}: Ray Train's trials"
+                " cannot go on from another's checkpoints; use executor=auto"
             )
         at_least("checkpoint_every", self.checkpoint_every, 1, "1 checkpoints every epoch")
         finite("heartbeat", self.heartbeat, 1.0, "leave it out to wait for ever")
         at_least("max_failures", self.max_failures, 0, "3 survives a killed worker")
         if self.limits.joules is not None and not self.trial.telemetry:
-            raise ValueError(f"limits.joules={self.limits.joules:g}: trials do not tell their energy; add trial.telemetry=true")
+            raise ValueError(
+                f"limits.joules={self.limits.joules:g}: trials do not tell their energy; add"
+                " trial.telemetry=true"
+            )
         self._check_baseline()
         self._check_space()
         check_tracking_uri(self.tracking_uri)
-        object.__setattr__(self, "tracking_uri", hide(self.tracking_uri) if self.tracking_uri else self.tracking_uri)
+        object.__setattr__(
+            self,
+            "tracking_uri",
+            hide(self.tracking_uri) if self.tracking_uri else self.tracking_uri,
+        )
 
     def _check_space(self) -> None:
         space = self.parsed_space
@@ -179,44 +221,56 @@ class StudyConfig:
             space.all_points()
         if not space and self.search != SearchConfig():
             raise ValueError(
-                "search: there is no space to search; add for example space: {optimizer.lr: {loguniform: [0.001, 1.0]}}, or leave "
-                "search out"
+                "search: there is no space to search; add for example space: {optimizer.lr:"
+                " {loguniform: [0.001, 1.0]}}, or leave search out"
             )
         if both := sorted({*self.search.confirm_seeds} & {*self.seeds}):
-            raise ValueError(f"search.confirm_seeds: {both[0]} is among the study's seeds; use others, for example 101, 102, 103")
+            raise ValueError(
+                f"search.confirm_seeds: {both[0]} is among the study's seeds; use others, for"
+                " example 101, 102, 103"
+            )
         if self.search.adaptive and not space.sampled:
             raise ValueError(
-                f"search.algorithm={self.search.algorithm}: the space has grids only, which are multiplied out; use "
-                "search.algorithm=grid, or choice instead of grid"
+                f"search.algorithm={self.search.algorithm}: the space has grids only, which are"
+                " multiplied out; use search.algorithm=grid, or choice instead of grid"
             )
         if self.search.population:
             self._check_population(space)
         if self.search.scheduler == "halving" and not space.sampled:
             raise ValueError(
-                "search.scheduler=halving: the space has grids only, each point a search of its own; use choice instead of grid"
+                "search.scheduler=halving: the space has grids only, each point a search of its"
+                " own; use choice instead of grid"
             )
         categorical = [domain.key for domain in space.sampled if domain.categorical]
         if self.search.algorithm == "cmaes" and categorical:
             raise ValueError(
-                f"search.algorithm=cmaes: space.{categorical[0]} is a choice, which has no distances; use {{grid: ...}} for it, or "
-                "search.algorithm=tpe"
+                f"search.algorithm=cmaes: space.{categorical[0]} is a choice, which has no"
+                " distances; use {grid: ...} for it, or search.algorithm=tpe"
             )
 
     def _check_population(self, space: Space) -> None:
-        """What changes on the way must be able to; what decides how long a trial is must not vary."""
+        """What changes on the way must be able to; what decides how long a trial is must not
+        vary."""
         scheduler = f"search.scheduler={self.search.scheduler}"
         for domain in space.domains:
             if domain.kind != "grid" and domain.key not in CHANGEABLE:
                 raise ValueError(
-                    f"space.{domain.key} with {scheduler}: cannot change in the middle of a trial; use {{grid: ...}} for it, which makes a "
-                    f"population for each value; what can change: {', '.join(CHANGEABLE)}"
+                    f"space.{domain.key} with {scheduler}: cannot change in the middle of a trial;"
+                    " use {grid: ...} for it, which makes a population for each value; what can"
+                    f" change: {', '.join(CHANGEABLE)}"
                 )
-        if self.trial.changes or any(domain.key in ("epochs", "changes") for domain in space.domains):
-            raise ValueError(f"{scheduler} with changes or epochs of its own: the population decides on both; leave them out")
+        if self.trial.changes or any(
+            domain.key in ("epochs", "changes") for domain in space.domains
+        ):
+            raise ValueError(
+                f"{scheduler} with changes or epochs of its own: the population decides on both;"
+                " leave them out"
+            )
         if self.trial.lr_schedule.decay != "constant":
             raise ValueError(
-                f"{scheduler} with trial.lr_schedule.decay={self.trial.lr_schedule.decay}: a generation would decay to its own end; use "
-                "trial.lr_schedule.decay=constant, the population finds its own schedule"
+                f"{scheduler} with trial.lr_schedule.decay={self.trial.lr_schedule.decay}: a"
+                " generation would decay to its own end; use trial.lr_schedule.decay=constant, the"
+                " population finds its own schedule"
             )
 
     @property
@@ -226,19 +280,23 @@ class StudyConfig:
 
     def _check_name(self) -> None:
         if not self.slug:
-            raise ValueError(f"name={self.name!r}: needs a letter or digit, it names a folder; use for example name=table")
+            raise ValueError(
+                f"name={self.name!r}: needs a letter or digit, it names a folder; use for example"
+                " name=table"
+            )
         if ".." in self.name or self.name.startswith("/"):
             raise ValueError(
-                f"name={self.name!r}: must not hold .. or begin with /, it names one folder in the storage; use for example "
-                f"name={self.slug}, and storage=... for another place"
+                f"name={self.name!r}: must not hold .. or begin with /, it names one folder in the"
+                f" storage; use for example name={self.slug}, and storage=... for another place"
             )
 
     def _check_baseline(self) -> None:
         labels = [row.label for row in self.rows]
         if self.baseline is not None and self.baseline not in labels:
             raise ValueError(
-                f"baseline={self.baseline!r}: must be the label of a row ({', '.join(labels) or 'there are none'}); correct it, or "
-                "use baseline=null for no comparison"
+                f"baseline={self.baseline!r}: must be the label of a row"
+                f" ({', '.join(labels) or 'there are none'}); correct it, or use baseline=null for"
+                " no comparison"
             )
 
     @property
@@ -280,20 +338,22 @@ def check_tracking_uri(uri: str | None) -> None:
     """Refuse what is no MLflow tracking URI; None, the default database, passes.
 
     Raises:
-        ValueError: with the schemes there are; or a server's address has no host and port that can be read.
+        ValueError: with the schemes there are; or a server's address has no host and port that can
+            be read.
     """
     shown = without_password(str(uri))
     if uri not in (None, "none") and not str(uri).startswith(TRACKING_SCHEMES):
         raise ValueError(
-            f"tracking_uri={shown!r}: must start with one of {', '.join(TRACKING_SCHEMES)}; for a local file use sqlite:///path/mlflow.db, "
-            "for a server http://127.0.0.1:5000, to send nothing none"
+            f"tracking_uri={shown!r}: must start with one of {', '.join(TRACKING_SCHEMES)}; for a"
+            " local file use sqlite:///path/mlflow.db, for a server http://127.0.0.1:5000, to send"
+            " nothing none"
         )
     try:
         _ = str(uri).startswith("http") and urllib.parse.urlsplit(str(uri)).port
     except ValueError:
         raise ValueError(
-            f"tracking_uri={shown!r}: must be http://host:port or http://user:password@host:port; in a password write / as %2F, ? as %3F "
-            "and # as %23"
+            f"tracking_uri={shown!r}: must be http://host:port or http://user:password@host:port;"
+            " in a password write / as %2F, ? as %3F and # as %23"
         ) from None
 
 

@@ -1,8 +1,10 @@
 """Study files as values: YAML's safe subset, without what it takes in silence.
 
-YAML lets a key stand twice and keeps the last value, an alias stand for so much that a few lines become gigabytes ("billion laughs"), and
-an anchor refer to itself. None of these is ever meant, so each is refused with its place. The ``${...}`` of OmegaConf may name another key
-of the study and nothing else: its resolvers read the environment or compute, and what they give would be stored and sent to MLflow.
+YAML lets a key stand twice and keeps the last value, an alias stand for so much that a few lines
+become gigabytes ("billion laughs"), and an anchor refer to itself. None of these is ever meant, so
+each is refused with its place. The ``${...}`` of OmegaConf may name another key of the study and
+nothing else: its resolvers read the environment or compute, and what they give would be stored and
+sent to MLflow.
 """
 
 from __future__ import annotations
@@ -23,13 +25,16 @@ def parse(text: str) -> Any:
 
     Raises:
         yaml.YAMLError: it is none, or a key stands twice in a mapping; the message has the line.
-        ValueError: an anchor refers to itself, or its aliases make more than :data:`MOST_VALUES` values.
+        ValueError: an anchor refers to itself, or its aliases make more than :data:`MOST_VALUES`
+            values.
     """
     try:
         values = yaml.load(text, _Loader)
         size = _size(values, {}, set())
     except RecursionError:
-        raise ValueError("nested too deeply, or an anchor (&) holds an alias (*) of itself; write the values out") from None
+        raise ValueError(
+            "nested too deeply, or an anchor (&) holds an alias (*) of itself; write the values out"
+        ) from None
     if size > max(MOST_VALUES, len(text)):
         raise _too_many(size)
     return values
@@ -52,8 +57,9 @@ def check_references(values: Any, source: str) -> None:
             check_references(value, source)
     elif isinstance(values, str) and "${" in _REFERENCE.sub("", values):
         raise ValueError(
-            f"{source}: {values!r}: ${{...}} may only name another key of the study, such as ${{trial.epochs}}, as what a study reads is "
-            'stored and sent to MLflow; write the value itself, or let the shell put it in: key="$NAME"'
+            f"{source}: {values!r}: ${{...}} may only name another key of the study, such as"
+            " ${trial.epochs}, as what a study reads is stored and sent to MLflow; write the"
+            ' value itself, or let the shell put it in: key="$NAME"'
         )
 
 
@@ -62,10 +68,16 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_mapping_node(anchor)
         seen: dict[tuple[str, Any], yaml.Node] = {}
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and seen.setdefault((key.tag, key.value), key) is not key:
+            if (
+                isinstance(key, yaml.ScalarNode)
+                and seen.setdefault((key.tag, key.value), key) is not key
+            ):
                 first = seen[key.tag, key.value].start_mark.line + 1
                 raise yaml.composer.ComposerError(
-                    None, None, f"key {key.value!r} stands twice, first in line {first}; keep one", key.start_mark
+                    None,
+                    None,
+                    f"key {key.value!r} stands twice, first in line {first}; keep one",
+                    key.start_mark,
                 )
         return node
 
@@ -76,7 +88,10 @@ class _Loader(yaml.SafeLoader):
 
 
 def _too_many(size: float) -> ValueError:
-    return ValueError(f"its aliases (*) make {size:.3g} values of it, at most {MOST_VALUES} may be; write out what is meant")
+    return ValueError(
+        f"its aliases (*) make {size:.3g} values of it, at most {MOST_VALUES} may be; write out"
+        " what is meant"
+    )
 
 
 def _size(value: Any, known: dict[int, int], open_: set[int]) -> int:

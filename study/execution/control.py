@@ -1,12 +1,14 @@
-"""When a study goes on, waits, winds down or ends: what the user asked for from another terminal, Ctrl-C, and the study's limits.
+"""When a study goes on, waits, winds down or ends: what the user asked for from another terminal,
+Ctrl-C, and the study's limits.
 
-``pause``, ``stop`` and ``cancel`` mean what they mean for a sweep of Weights & Biases: *pause* begins no more trials until ``resume``,
-*stop* begins no more and lets those that run end, *cancel* ends those too (they continue from their last checkpoint when the study is
-run again). A limit that is reached stops. The strongest wins.
+``pause``, ``stop`` and ``cancel`` mean what they mean for a sweep of Weights & Biases: *pause*
+begins no more trials until ``resume``, *stop* begins no more and lets those that run end, *cancel*
+ends those too (they continue from their last checkpoint when the study is run again). A limit that
+is reached stops. The strongest wins.
 
-The wish travels through a small file in the study's folder, ``control.json``, replaced as a whole; the process that runs the study looks at
-it twice a second. So any machine that sees the storage can steer a study. Limits edited on a running study travel the same way and are
-noted in its ledger.
+The wish travels through a small file in the study's folder, ``control.json``, replaced as a whole;
+the process that runs the study looks at it twice a second. So any machine that sees the storage can
+steer a study. Limits edited on a running study travel the same way and are noted in its ledger.
 """
 
 from __future__ import annotations
@@ -110,10 +112,17 @@ class Control:
     def full(self) -> bool:
         """Whether ``limits.trials`` leaves no room for another trial."""
         most = self._limits.trials
-        return most is not None and len(self._begun | {trial.id for trial in self._state.trials if trial.status in ENDED}) >= most
+        return (
+            most is not None
+            and len(
+                self._begun | {trial.id for trial in self._state.trials if trial.status in ENDED}
+            )
+            >= most
+        )
 
     def decide(self, *, fresh: bool = False) -> Decision:
-        """What to do now; cheap, it looks at the file and the limits twice a second at most, unless a ``fresh`` look is asked for."""
+        """What to do now; cheap, it looks at the file and the limits twice a second at most, unless
+        a ``fresh`` look is asked for."""
         if self.interrupted:
             return Decision(wish=Wish.CANCEL, reason="interrupted")
         if self.storage_error:
@@ -123,7 +132,11 @@ class Control:
             self._read()
             self._limit = reached(self._limits, self._state, time.monotonic() - self._began)
         asked = self._asked
-        return Decision(wish=Wish.STOP, reason=self._limit) if self._limit and asked.wish < Wish.STOP else asked
+        return (
+            Decision(wish=Wish.STOP, reason=self._limit)
+            if self._limit and asked.wish < Wish.STOP
+            else asked
+        )
 
     def _read(self) -> None:
         try:
@@ -135,7 +148,9 @@ class Control:
             return
         self._stamp = stamp
         wish = Wish[str(values.get("wish", "run")).upper()]
-        self._asked = Decision(wish=wish, reason="" if wish == Wish.RUN else f"asked to {wish.name.lower()}")
+        self._asked = Decision(
+            wish=wish, reason="" if wish == Wish.RUN else f"asked to {wish.name.lower()}"
+        )
         limits = values.get("limits")
         if limits is not None and LimitsConfig(**limits) != self._limits:
             self._limits = LimitsConfig(**limits)
@@ -165,7 +180,8 @@ def reached(limits: LimitsConfig, state: StudyState, seconds: float) -> str:
 
 
 def gpu_seconds(state: StudyState) -> float:
-    """Seconds times the GPUs, or the share of one, that a trial takes, over all trials; what was taken over was spent elsewhere."""
+    """Seconds times the GPUs, or the share of one, that a trial takes, over all trials; what was
+    taken over was spent elsewhere."""
     return sum(trial.spent * gpus_of(trial.config) for trial in state.trials)
 
 
@@ -173,13 +189,18 @@ def joules(state: StudyState) -> float:
     """Energy of GPUs that trials have told, each with its share of one."""
     total = 0.0
     for trial in state.trials:
-        told = sum(value for value in trial.metric("telemetry/joules", own=True).values() if math.isfinite(value))
+        told = sum(
+            value
+            for value in trial.metric("telemetry/joules", own=True).values()
+            if math.isfinite(value)
+        )
         total += min(1.0, gpus_of(trial.config)) * told
     return total
 
 
 def ask(folder: Path, *, wish: Wish | None = None, limits: dict[str, Any] | None = None) -> None:
-    """Write a wish or edited limits for the process that runs the study in ``folder``; what is left out stays as asked before."""
+    """Write a wish or edited limits for the process that runs the study in ``folder``; what is left
+    out stays as asked before."""
     path = folder / FILE
     try:
         values: dict[str, Any] = json.loads(path.read_text())

@@ -1,11 +1,13 @@
 """Machines and the parts of them that a study may use.
 
-A *lease* is a number of CPUs and some GPUs of one machine, with the :class:`~trainers.workers.node.Node` that runs worker processes
-there. A study on one machine has one, of all that it may use, and needs no Ray. On a Ray cluster a lease is an actor that holds
-these resources, so that Ray, its autoscaler and other users see them as taken: one a node, of all that the node has. Where others
-hold a part of the node such an actor waits; after :data:`PATIENCE_SECONDS` two for half as much take its place, and so on down to
-what one worker needs. Nodes that join get theirs within a second or so. Where trials wait and nothing is free, one more small
-lease waits anywhere, which an autoscaler takes as demand.
+A *lease* is a number of CPUs and some GPUs of one machine, with the
+:class:`~trainers.workers.node.Node` that runs worker processes there. A study on one machine has
+one, of all that it may use, and needs no Ray. On a Ray cluster a lease is an actor that holds these
+resources, so that Ray, its autoscaler and other users see them as taken: one a node, of all that
+the node has. Where others hold a part of the node such an actor waits; after
+:data:`PATIENCE_SECONDS` two for half as much take its place, and so on down to what one worker
+needs. Nodes that join get theirs within a second or so. Where trials wait and nothing is free, one
+more small lease waits anywhere, which an autoscaler takes as demand.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class Lease:
         address: where ranks of other machines find one of this.
         cpus, free: in all, and of them not in use.
         gpus: the free share of each.
-        names: of the GPUs, as CUDA_VISIBLE_DEVICES takes them; empty where processes see what they see.
+        names: of the GPUs, as CUDA_VISIBLE_DEVICES takes them; empty where processes see what they
+            see.
         call: passes calls on to the node, in order, without waiting.
     """
 
@@ -63,7 +66,9 @@ class Lease:
         found = {
             name: value for name, value in os.environ.items() if name.startswith("RAY_")
         }  # of a Ray that began after the server
-        return found | ({"CUDA_VISIBLE_DEVICES": "" if gpu is None else self.names[gpu]} if self.names else {})
+        return found | (
+            {"CUDA_VISIBLE_DEVICES": "" if gpu is None else self.names[gpu]} if self.names else {}
+        )
 
     @property
     def gpu_count(self) -> int:
@@ -84,7 +89,14 @@ class Local:
     def __init__(self, cpus: float, gpus: list[str], node: Node, said: Said) -> None:
         self._node = node
         self.leases = [
-            Lease(host=os.uname().nodename, address="127.0.0.1", cpus=cpus, gpus=[1.0] * len(gpus), names=gpus, call=node.call)
+            Lease(
+                host=os.uname().nodename,
+                address="127.0.0.1",
+                cpus=cpus,
+                gpus=[1.0] * len(gpus),
+                names=gpus,
+                call=node.call,
+            )
         ]
         self._ended = False
         self._said = said
@@ -108,7 +120,8 @@ class Local:
 
 
 class OfRay(Local):
-    """Everything that a Ray has, as one lease whose processes run here: for trials that Ray Train places.
+    """Everything that a Ray has, as one lease whose processes run here: for trials that Ray Train
+    places.
 
     Args:
         resources: says what there is.
@@ -190,14 +203,21 @@ class Cluster:
             if node["Alive"]:
                 self._claim(node["NodeID"], node["Resources"])
         for request in list(self._requests):
-            if request.lease is None and request.node and self._asked - request.since > PATIENCE_SECONDS:
+            if (
+                request.lease is None
+                and request.node
+                and self._asked - request.since > PATIENCE_SECONDS
+            ):
                 self._halve(request)
-        pending = [request for request in self._requests if request.lease is None and request.node is None]
+        pending = [
+            request for request in self._requests if request.lease is None and request.node is None
+        ]
         if waiting and not pending and self._wanted()[0] > EPSILON:
             self._request(None, *self._unit)
 
     def close(self) -> None:
-        """Give everything back. Nobody waits for an answer of Ray's afterwards, so that Ray may be left."""
+        """Give everything back. Nobody waits for an answer of Ray's afterwards, so that Ray may be
+        left."""
         import ray
 
         self._closed = True
@@ -212,19 +232,27 @@ class Cluster:
     def _wanted(self) -> tuple[float, float]:
         """CPUs and GPUs that could be used beyond those asked for."""
         held = [(request.cpus, request.gpus) for request in self._requests]
-        return self._most[0] - sum(cpus for cpus, _ in held), self._most[1] - sum(gpus for _, gpus in held)
+        return self._most[0] - sum(cpus for cpus, _ in held), self._most[1] - sum(
+            gpus for _, gpus in held
+        )
 
     def _claim(self, node: str, have: dict[str, float]) -> None:
         """Ask for what a node has and nobody of ours has asked for."""
         asked = [request for request in self._requests if request.node == node]
         cpus, gpus = self._wanted()
         cpus = min(have.get("CPU", 0.0) - sum(request.cpus for request in asked), cpus)
-        gpus = min(math.floor(have.get("GPU", 0.0)) - sum(request.gpus for request in asked), math.ceil(gpus))
-        if cpus + EPSILON >= self._unit[0] and (gpus + EPSILON >= self._unit[1] or not self._unit[1]):
+        gpus = min(
+            math.floor(have.get("GPU", 0.0)) - sum(request.gpus for request in asked),
+            math.ceil(gpus),
+        )
+        if cpus + EPSILON >= self._unit[0] and (
+            gpus + EPSILON >= self._unit[1] or not self._unit[1]
+        ):
             self._request(node, cpus, gpus if self._unit[1] else 0.0)
 
     def _halve(self, request: _Request) -> None:
-        """Two requests for half as much each; where that is too little for a worker, one for just that, which goes on waiting."""
+        """Two requests for half as much each; where that is too little for a worker, one for just
+        that, which goes on waiting."""
         cpus, gpus = math.floor(request.cpus / 2), math.floor(request.gpus / 2)
         if cpus + EPSILON >= self._unit[0] and gpus + EPSILON >= self._unit[1]:
             self._drop(request)
@@ -238,9 +266,17 @@ class Cluster:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        where = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)} if node else {}
+        where = (
+            {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+            if node
+            else {}
+        )
         groups = {"calls": 1, "events": 1}  # each in order, neither waits for the other
-        actor = ray.remote(concurrency_groups=groups)(Node).options(num_cpus=cpus, num_gpus=gpus, **where).remote(*self._make)
+        actor = (
+            ray.remote(concurrency_groups=groups)(Node)
+            .options(num_cpus=cpus, num_gpus=gpus, **where)
+            .remote(*self._make)
+        )
         request = _Request(node, cpus, gpus, actor, time.monotonic())
         with self._lock:
             self._requests.append(request)
@@ -287,9 +323,12 @@ class Cluster:
             request.lease = lease
             self._said(lease, [])
             while True:
-                if events := self._answer(request.actor.events.options(concurrency_group="events").remote(POLL_SECONDS)):
+                if events := self._answer(
+                    request.actor.events.options(concurrency_group="events").remote(POLL_SECONDS)
+                ):
                     self._said(lease, events)
-        except BaseException:  # the actor or its node has died, we have killed it, or (SystemExit) left Ray
+        # the actor or its node has died, we have killed it, or (SystemExit) left Ray
+        except BaseException:
             with self._lock:
                 if request in self._requests:
                     self._requests.remove(request)

@@ -1,4 +1,5 @@
-"""The loop of a study: trials are handed out, what processes say goes into the ledger, and only then is acted on."""
+"""The loop of a study: trials are handed out, what processes say goes into the ledger, and only
+then is acted on."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ from trainers.workers.out_of_memory import relief
 from trainers.workers.resources import WorkerResources, cpus_of, gpus_of, lanes_of
 
 TAIL = 3
-"""The last so many trials a slot run longest first: within 1 to 6 % of sorting all of them, in simulations of 2 to 128 slots."""
+"""The last so many trials a slot run longest first: within 1 to 6 % of sorting all of them, in
+simulations of 2 to 128 slots."""
 ROUND_SECONDS = 0.5
 """How often wishes, limits and heartbeats are looked at where no process says anything."""
 LOOK_AHEAD = 8
@@ -101,14 +103,18 @@ class Loop:
             there, fresh = self._has_ray()
             held = over or decision.wish == Wish.PAUSE
             waiting = not held and (self._hand_out() if there else self._agenda.peek() is not None)
-            if not self._pool.running and not waiting and (over or (decision.wish != Wish.PAUSE and self._agenda.peek() is None)):
+            if (
+                not self._pool.running
+                and not waiting
+                and (over or (decision.wish != Wish.PAUSE and self._agenda.peek() is None))
+            ):
                 return
             self._take_in(self._pool.wait(ROUND_SECONDS, waiting=waiting, poll=there and fresh))
             self._end_silent()
 
     def _has_ray(self) -> tuple[bool, bool]:
-        """Whether the study's Ray is there, or none is needed, and may be asked for more; one that was lost is had again, and the trials in
-        it begin again.
+        """Whether the study's Ray is there, or none is needed, and may be asked for more; one that
+        was lost is had again, and the trials in it begin again.
         """
         ray = self._ray
         if ray is None:
@@ -138,8 +144,9 @@ class Loop:
     def _hand_out(self) -> bool:
         """Start what there is room for; whether more is waiting.
 
-        Where the next trial waits for resources, as gangs do, those after it may use what it cannot, as long as they are expected to
-        end before it could begin anyway: it never waits behind small ones for ever (EASY backfilling, D. Lifka 1995).
+        Where the next trial waits for resources, as gangs do, those after it may use what it
+        cannot, as long as they are expected to end before it could begin anyway: it never waits
+        behind small ones for ever (EASY backfilling, D. Lifka 1995).
         """
         started: list[Event] = []
         waiting = False
@@ -155,7 +162,8 @@ class Loop:
         return waiting
 
     def _give_up(self, trial: PlannedTrial) -> Event | None:
-        """The end of a trial for which this machine is too small; a cluster may grow, so there it waits, and that is said once."""
+        """The end of a trial for which this machine is too small; a cluster may grow, so there it
+        waits, and that is said once."""
         shape = self._shape(trial.config)
         if self._pool.running or self._pool.could_fit(shape):
             self._lonely = None
@@ -163,14 +171,24 @@ class Loop:
         cpus, gpus, nodes = self._pool.capacity()
         on_gpu = f" and {shape.gpus_in_all:g} GPU(s) in all" if shape.gpus_in_all else ""
         needs = f"{shape.workers} worker(s) with {shape.threads} CPU(s) each{on_gpu}"
-        said = f"needs {needs}, and the {nodes} machine(s) of this study have {cpus:g} CPUs and {gpus} GPUs in all"
+        said = (
+            f"needs {needs}, and the {nodes} machine(s) of this study have {cpus:g} CPUs and {gpus}"
+            " GPUs in all"
+        )
         if self._study.address is None:
             self._agenda.take(trial)
-            return {"event": "failed", "trial": trial.id, "error": f"{said}; lower trial.workers or trial.threads, or raise cpus"}
+            return {
+                "event": "failed",
+                "trial": trial.id,
+                "error": f"{said}; lower trial.workers or trial.threads, or raise cpus",
+            }
         self._lonely = self._lonely or time.monotonic()
         if time.monotonic() - self._lonely > LONELY_SECONDS and trial.id not in self._told:
             self._told.add(trial.id)
-            self._say(f"Waiting: row {trial.row!r} {said}; add nodes, or lower trial.workers or trial.threads")
+            self._say(
+                f"Waiting: row {trial.row!r} {said}; add nodes, or lower trial.workers or"
+                " trial.threads"
+            )
         return None
 
     def _start(self, trial: PlannedTrial) -> Event | None:
@@ -187,7 +205,13 @@ class Loop:
         self._shapes[trial.id] = shape
         hosts = [lease.host for lease, _ in running.spots]
         held = {"cpus": shape.cpus, "gpus": shape.gpus_in_all}
-        return {"event": "started", "trial": trial.id, "slots": running.slots, "hosts": hosts, **held}
+        return {
+            "event": "started",
+            "trial": trial.id,
+            "slots": running.slots,
+            "hosts": hosts,
+            **held,
+        }
 
     def _has_room(self) -> bool:
         """Whether one more trial may run at all."""
@@ -199,11 +223,20 @@ class Loop:
             return []
         seconds = self._agenda.epoch_seconds()
         until = self._begins_in(self._shape(head.config), seconds)
-        short = (trial for trial in self._agenda.behind(head, LOOK_AHEAD) if expected_seconds(trial, seconds) <= until)
-        return [event for trial in short if not self._control.full and (event := self._start(trial)) is not None]
+        short = (
+            trial
+            for trial in self._agenda.behind(head, LOOK_AHEAD)
+            if expected_seconds(trial, seconds) <= until
+        )
+        return [
+            event
+            for trial in short
+            if not self._control.full and (event := self._start(trial)) is not None
+        ]
 
     def _begins_in(self, shape: WorkerResources, seconds: dict[str, float]) -> float:
-        """In how many seconds a trial of this shape is expected to find room; 0 where nobody knows."""
+        """In how many seconds a trial of this shape is expected to find room; 0 where nobody
+        knows."""
         cpus, gpus = self._pool.idle_resources
         left = []
         for trial in self._pool.running:
@@ -228,10 +261,16 @@ class Loop:
                 events += self._report(message.trial, message.payload)
             else:
                 self._heard.pop(message.trial, None)
-                how, text = (DIED, message.payload) if message.kind == DIED else (message.payload["how"], message.payload["text"])
+                how, text = (
+                    (DIED, message.payload)
+                    if message.kind == DIED
+                    else (message.payload["how"], message.payload["text"])
+                )
                 event = self._end(message.trial, how, text)
                 events += [event] if event else []
-                again += [message.trial] if event and event["event"] in ("restarted", "relieved") else []
+                again += (
+                    [message.trial] if event and event["event"] in ("restarted", "relieved") else []
+                )
         if not self._append(events):
             return
         for trial in again:
@@ -242,12 +281,18 @@ class Loop:
         self._pool.flush()
 
     def _began(self, trial: str, beginning: Beginning) -> list[Event]:
-        """A trial may come from a checkpoint that is newer than the last report; the ledger takes the epochs that it lacks."""
-        damaged = [{"event": "damaged", "trial": trial, "error": beginning.damaged}] if beginning.damaged else []
+        """A trial may come from a checkpoint that is newer than the last report; the ledger takes
+        the epochs that it lacks."""
+        damaged = (
+            [{"event": "damaged", "trial": trial, "error": beginning.damaged}]
+            if beginning.damaged
+            else []
+        )
         return [*damaged, *_past(trial, beginning.history)]
 
     def _report(self, trial: str, result: dict[str, Any]) -> list[Event]:
-        """An epoch is done; the last one's report also has the test figures, and one of a trial that only tested no others."""
+        """An epoch is done; the last one's report also has the test figures, and one of a trial
+        that only tested no others."""
         metrics = metrics_of(result)
         test = {name: value for name, value in metrics.items() if name.startswith("test/")}
         epoch = {name: value for name, value in metrics.items() if name not in test}
@@ -257,9 +302,18 @@ class Loop:
         number = int(result["epoch"])
         where = {name: result[name] for name in ("pid", "host")}
         if epoch:
-            events.append({"event": "report", "trial": trial, "epoch": number, "metrics": epoch, **where})
+            events.append(
+                {"event": "report", "trial": trial, "epoch": number, "metrics": epoch, **where}
+            )
         if result.get("checkpoint_path"):
-            events.append({"event": "checkpoint", "trial": trial, "epoch": number, "path": result["checkpoint_path"]})
+            events.append(
+                {
+                    "event": "checkpoint",
+                    "trial": trial,
+                    "epoch": number,
+                    "path": result["checkpoint_path"],
+                }
+            )
         return events
 
     def _end(self, trial: str, how: str, text: str) -> Event | None:
@@ -268,7 +322,11 @@ class Loop:
         if how == DONE and test is not None:
             return {"event": "finished", "trial": trial, "metrics": test}
         if how == DONE:
-            return {"event": "failed", "trial": trial, "error": "the trial ended without test figures"}
+            return {
+                "event": "failed",
+                "trial": trial,
+                "error": "the trial ended without test figures",
+            }
         if how == STOPPED:
             return {"event": "stopped", "trial": trial, "by": self._study.search.scheduler}
         if how == REFUSED:
@@ -287,8 +345,12 @@ class Loop:
         return {"event": "failed" if gone else "restarted", "trial": trial, "error": text}
 
     def _schedule(self, trial: str, result: dict[str, Any]) -> None:
-        """Ask the scheduler whether a trial goes on; where a configuration is confirmed it has no say."""
-        if self._scheduler is None or self._state.known[trial].seed in self._study.search.confirm_seeds:
+        """Ask the scheduler whether a trial goes on; where a configuration is confirmed it has no
+        say."""
+        if (
+            self._scheduler is None
+            or self._state.known[trial].seed in self._study.search.confirm_seeds
+        ):
             return
         metrics, epoch = metrics_of(result), int(result["epoch"])
         ends = not result["done"] and self._scheduler.ends(trial, epoch, metrics)
@@ -304,7 +366,9 @@ class Loop:
             return
         now = time.monotonic()
         for trial in [trial for trial, heard in self._heard.items() if now - heard > limit]:
-            self._pool.kill(trial, f"no report for {limit:g} s, so its process was killed (heartbeat)")
+            self._pool.kill(
+                trial, f"no report for {limit:g} s, so its process was killed (heartbeat)"
+            )
             self._heard[trial] = now
 
     def _note_capacity(self) -> None:
@@ -313,7 +377,16 @@ class Loop:
         if capacity != self._capacity and capacity[0]:
             self._capacity = capacity
             self._agenda.tail = TAIL * self._slots()
-            self._append([{"event": "capacity", "cpus": capacity[0], "gpus": capacity[1], "nodes": capacity[2]}])
+            self._append(
+                [
+                    {
+                        "event": "capacity",
+                        "cpus": capacity[0],
+                        "gpus": capacity[1],
+                        "nodes": capacity[2],
+                    }
+                ]
+            )
 
     def _slots(self) -> int:
         """How many of the waiting trials run at a time, about."""
@@ -333,7 +406,13 @@ class Loop:
 
     def _executor_module(self, config: TrialConfig) -> str:
         """Where a worker process finds what trains the trial."""
-        return RAY_TRAIN if self._study.executor == "train" else PACKED if self._shape(config).packed else IN_PROCESS
+        return (
+            RAY_TRAIN
+            if self._study.executor == "train"
+            else PACKED
+            if self._shape(config).packed
+            else IN_PROCESS
+        )
 
     def _plan(self, trial: PlannedTrial) -> dict[str, Any]:
         """What the trial's processes need; see :mod:`trainers.workers.worker_process`."""
@@ -349,7 +428,11 @@ class Loop:
             "executor": self._executor_module(trial.config),
             "storage": str(study.folder / "train"),
             "max_failures": study.max_failures,
-            "ray": self._ray.address if self._ray and (by_train or trial.config.sync.name == "asynchronous") else "",
+            "ray": (
+                self._ray.address
+                if self._ray and (by_train or trial.config.sync.name == "asynchronous")
+                else ""
+            ),
         }
 
     def _append(self, events: list[Event]) -> bool:
@@ -363,9 +446,16 @@ class Loop:
 
 
 def _past(trial: str, history: list[dict[str, Any]]) -> list[Event]:
-    """Reports of earlier epochs; the ledger takes those that it lacks. How long these took, nobody has noted."""
+    """Reports of earlier epochs; the ledger takes those that it lacks. How long these took, nobody
+    has noted."""
     return [
-        {"event": "report", "trial": trial, "epoch": int(metrics["epoch"]), "metrics": metrics_of(metrics), "seconds": None}
+        {
+            "event": "report",
+            "trial": trial,
+            "epoch": int(metrics["epoch"]),
+            "metrics": metrics_of(metrics),
+            "seconds": None,
+        }
         for metrics in history
     ]
 
@@ -374,5 +464,7 @@ def metrics_of(result: dict[str, Any]) -> dict[str, float]:
     return {
         name: float(value)
         for name, value in result.items()
-        if ("/" in name or name in EXTRA) and isinstance(value, int | float) and not isinstance(value, bool)
+        if ("/" in name or name in EXTRA)
+        and isinstance(value, int | float)
+        and not isinstance(value, bool)
     }

@@ -1,12 +1,15 @@
-"""The processes that train a study's trials, all its leases' together: where a trial fits, which process takes it, what comes of it.
+"""The processes that train a study's trials, all its leases' together: where a trial fits, which
+process takes it, what comes of it.
 
-A trial holds CPUs and a share of GPUs from when it is handed to processes until it has ended. A process is kept for the next
-trial of its shape, and ended where one of another shape takes its place; it costs milliseconds to make one
-(:mod:`trainers.workers.fork_server`). So as many trials run as there is room for, from the first moment on. A trial of several workers has
-a *gang*: a process a rank, started together, or not at all. Small trials may share a process, one a GPU (:mod:`trainers.workers.packed`).
+A trial holds CPUs and a share of GPUs from when it is handed to processes until it has ended. A
+process is kept for the next trial of its shape, and ended where one of another shape takes its
+place; it costs milliseconds to make one (:mod:`trainers.workers.fork_server`). So as many trials
+run as there is room for, from the first moment on. A trial of several workers has a *gang*: a
+process a rank, started together, or not at all. Small trials may share a process, one a GPU
+(:mod:`trainers.workers.packed`).
 
-Whatever ends a process, every trial in it is told as :data:`~trainers.workers.messages.DIED`, and its resources are free; a gang ends with
-the first of its processes.
+Whatever ends a process, every trial in it is told as :data:`~trainers.workers.messages.DIED`, and
+its resources are free; a gang ends with the first of its processes.
 """
 
 from __future__ import annotations
@@ -64,9 +67,11 @@ class Running:
     """A trial that processes train.
 
     Attributes:
-        slots: a number for every rank, the lowest that were free: the trial's place in a picture of the study.
+        slots: a number for every rank, the lowest that were free: the trial's place in a picture of
+            the study.
         spots: where each rank computes.
-        ended: processes in which it has ended; ``result`` is what the first of them said, ``retire`` why one of them ends with it.
+        ended: processes in which it has ended; ``result`` is what the first of them said,
+            ``retire`` why one of them ends with it.
     """
 
     trial: str
@@ -81,7 +86,8 @@ class Running:
 
 @dataclass(eq=False, kw_only=True)
 class _Group:
-    """Processes that train together: one, or a gang's, each at the spot of its rank. ``ready`` once they may be given trials."""
+    """Processes that train together: one, or a gang's, each at the spot of its rank. ``ready`` once
+    they may be given trials."""
 
     shape: WorkerResources
     spots: list[Spot]
@@ -95,10 +101,13 @@ class Pool:
     """See the module.
 
     Args:
-        said: what threads of leases put in: the lease, and what its processes said, or None where it has ended.
+        said: what threads of leases put in: the lease, and what its processes said, or None where
+            it has ended.
     """
 
-    def __init__(self, said: queue.SimpleQueue[tuple[Lease, list[tuple[int, bytes]] | None]]) -> None:
+    def __init__(
+        self, said: queue.SimpleQueue[tuple[Lease, list[tuple[int, bytes]] | None]]
+    ) -> None:
         self._said = said
         self._machines: Machines | None = None
         self._groups: dict[int, _Group] = {}
@@ -133,7 +142,9 @@ class Pool:
     @property
     def idle_resources(self) -> tuple[float, float]:
         """CPUs and GPUs that no trial holds."""
-        return sum(lease.free for lease in self.leases), sum(sum(lease.gpus) for lease in self.leases)
+        return sum(lease.free for lease in self.leases), sum(
+            sum(lease.gpus) for lease in self.leases
+        )
 
     def could_fit(self, shape: WorkerResources) -> bool:
         """Whether there would be room for a trial if no other ran."""
@@ -154,18 +165,27 @@ class Pool:
             len({lease.host for lease in leases}),
         )
 
-    def start(self, trial: str, shape: WorkerResources, make_plan: Callable[[], dict[str, Any]]) -> Running | None:
+    def start(
+        self, trial: str, shape: WorkerResources, make_plan: Callable[[], dict[str, Any]]
+    ) -> Running | None:
         """Have a trial trained, if there is room for it now.
 
         Args:
-            make_plan: makes what a worker process needs, see :mod:`trainers.workers.worker_process`.
+            make_plan: makes what a worker process needs, see
+                :mod:`trainers.workers.worker_process`.
         """
         group = None if shape.packed else self._idle_group(shape)
         spots = group.spots if group else self._place(shape)
         if spots is None:
             return None
         group = group or self._shared_group(shape, spots) or self._make(shape, spots)
-        running = Running(trial=trial, shape=shape, spots=spots, slots=self._take_slots(len(spots)), plan=make_plan())
+        running = Running(
+            trial=trial,
+            shape=shape,
+            spots=spots,
+            slots=self._take_slots(len(spots)),
+            plan=make_plan(),
+        )
         self._take(running, 1.0)
         group.running[trial] = running
         if group in self._idle:
@@ -200,7 +220,8 @@ class Pool:
         self.flush()
 
     def wait(self, seconds: float, *, waiting: bool, poll: bool = True) -> list[Message]:
-        """What came of trials: began, report, ended, died; as soon as there is something, or after ``seconds``.
+        """What came of trials: began, report, ended, died; as soon as there is something, or after
+        ``seconds``.
 
         A report also has ``pid`` and ``host`` of the process that speaks for the trial.
 
@@ -238,17 +259,28 @@ class Pool:
 
     def _idle_group(self, shape: WorkerResources) -> _Group | None:
         """Processes of this shape without a trial, where their resources are free."""
-        return next((group for group in self._idle if group.shape == shape and _fits(shape, group.spots)), None)
+        return next(
+            (group for group in self._idle if group.shape == shape and _fits(shape, group.spots)),
+            None,
+        )
 
     def _shared_group(self, shape: WorkerResources, spots: list[Spot]) -> _Group | None:
         """A process at this place that trains others of this shape and takes one more."""
         if not shape.packed:
             return None
         groups = self._groups.values()
-        return next((g for g in groups if g.shape == shape and g.spots == spots and len(g.running) < shape.lanes), None)
+        return next(
+            (
+                g
+                for g in groups
+                if g.shape == shape and g.spots == spots and len(g.running) < shape.lanes
+            ),
+            None,
+        )
 
     def _place(self, shape: WorkerResources) -> list[Spot] | None:
-        """Free places for all ranks, on one machine if any has room for them, else over several; None if there are none.
+        """Free places for all ranks, on one machine if any has room for them, else over several;
+        None if there are none.
 
         The emptiest machines and GPUs come first, so that few trials do not share what many could.
         """
@@ -269,7 +301,8 @@ class Pool:
         return group
 
     def _make_room(self, lease: Lease, gpu: int | None) -> None:
-        """End processes without trials on this machine, on this GPU first: one for each that is made, as many as there were."""
+        """End processes without trials on this machine, on this GPU first: one for each that is
+        made, as many as there were."""
         here = [group for group in self._idle if any(spot[0] is lease for spot in group.spots)]
         same = [group for group in here if gpu is not None and (lease, gpu) in group.spots]
         for group in same or here[:1]:
@@ -285,8 +318,14 @@ class Pool:
 
     def _hear(self, lease: Lease, events: list[tuple[int, bytes]] | None) -> list[Message]:
         if events is None:
-            groups = {id(g): g for g in self._groups.values() if any(spot[0] is lease for spot in g.spots)}.values()
-            return [message for group in groups for message in self._lose(group, f"the node {lease.host} is gone")]
+            groups = {
+                id(g): g for g in self._groups.values() if any(spot[0] is lease for spot in g.spots)
+            }.values()
+            return [
+                message
+                for group in groups
+                for message in self._lose(group, f"the node {lease.host} is gone")
+            ]
         found = []
         for key, content in events:
             group = self._groups.get(key)
@@ -325,11 +364,20 @@ class Pool:
         address = "127.0.0.1" if together else group.spots[0][0].address
         backend = "nccl" if group.shape.device == "cuda" else "gloo"
         for rank in ranks:
-            values = {"rank": rank, "workers": group.shape.processes, "address": address, "port": port, "backend": backend}
-            self._calls[group.spots[rank][0]].append(("send", (group.keys[rank], pickle.dumps(Message(JOIN, payload=values)))))
+            values = {
+                "rank": rank,
+                "workers": group.shape.processes,
+                "address": address,
+                "port": port,
+                "backend": backend,
+            }
+            self._calls[group.spots[rank][0]].append(
+                ("send", (group.keys[rank], pickle.dumps(Message(JOIN, payload=values))))
+            )
 
     def _note_end(self, group: _Group, key: int, message: Message) -> list[Message]:
-        """A trial has ended once it has in all its processes; where one failed, the others wait for it in vain."""
+        """A trial has ended once it has in all its processes; where one failed, the others wait for
+        it in vain."""
         running = group.running.get(message.trial)
         if running is None:
             return []
@@ -343,7 +391,10 @@ class Pool:
         self._reasons.pop(message.trial, None)
         ended = Message(ENDED, message.trial, running.result)
         if running.retire or (not well and group.shape.processes > 1):
-            return [ended, *self._lose(group, f"its process ended with another trial's: {running.retire}")]
+            return [
+                ended,
+                *self._lose(group, f"its process ended with another trial's: {running.retire}"),
+            ]
         if not group.running:
             self._idle.append(group)
         return [ended]
@@ -354,7 +405,10 @@ class Pool:
         self._end(group)
         for running in lost:
             self._release(group, running)
-        return [Message(DIED, running.trial, self._reasons.pop(running.trial, "") or why) for running in lost]
+        return [
+            Message(DIED, running.trial, self._reasons.pop(running.trial, "") or why)
+            for running in lost
+        ]
 
     def _end(self, group: _Group) -> None:
         """Kill the group's processes; what they say from now on is nobody's."""
@@ -390,7 +444,15 @@ def _find(shape: WorkerResources, leases: list[Lease]) -> list[Spot] | None:
     gpus = {id(lease): list(lease.gpus) for lease in leases}
     spots: list[Spot] = []
     for bundle in shape.bundles:
-        spot = next((spot for lease in leases for spot in [_spot(lease, bundle, cpus[id(lease)], gpus[id(lease)])] if spot), None)
+        spot = next(
+            (
+                spot
+                for lease in leases
+                for spot in [_spot(lease, bundle, cpus[id(lease)], gpus[id(lease)])]
+                if spot
+            ),
+            None,
+        )
         if spot is None:
             return None
         spots.append(spot)
@@ -418,6 +480,7 @@ def _fits(shape: WorkerResources, spots: list[Spot]) -> bool:
         if gpu is not None:
             need[id(lease), gpu] += bundle["GPU"]
     return all(
-        need[id(lease), None] <= lease.free + EPSILON and (gpu is None or need[id(lease), gpu] <= lease.gpus[gpu] + EPSILON)
+        need[id(lease), None] <= lease.free + EPSILON
+        and (gpu is None or need[id(lease), gpu] <= lease.gpus[gpu] + EPSILON)
         for lease, gpu in spots
     )

@@ -1,6 +1,8 @@
-"""Everything that can be known to fail is tried before any work starts: folder, data, trials, CPUs, tracking store.
+"""Everything that can be known to fail is tried before any work starts: folder, data, trials, CPUs,
+tracking store.
 
-Each check raises ``ValueError`` with the value, the rule and the remedy; the command line prints it and exits with code 2.
+Each check raises ``ValueError`` with the value, the rule and the remedy; the command line prints it
+and exits with code 2.
 """
 
 from __future__ import annotations
@@ -34,10 +36,12 @@ CHECKING = 0
 
 
 def preflight(plan: Plan, node: Node | None = None) -> tuple[Plan, list[dict[str, Any]]]:
-    """Run every check; the plan without the sampled configurations that the data or the format forbid, and the data sets that trials use.
+    """Run every check; the plan without the sampled configurations that the data or the format
+    forbid, and the data sets that trials use.
 
     Args:
-        node: this machine's, where one has begun to load what trials need: there trials are checked without loading it here.
+        node: this machine's, where one has begun to load what trials need: there trials are checked
+            without loading it here.
 
     Raises:
         ValueError: the first thing that would make the study fail.
@@ -67,8 +71,9 @@ def check_cpus(plan: Plan) -> None:
         need = cpus_of(trial.config.to_dict())
         if plan.study.address is None and need > have:
             raise ValueError(
-                f"row {trial.row!r}: workers={trial.config.workers} x threads={trial.config.threads} = {need} CPUs a trial, but Ray "
-                f"has cpus={have}; lower trial.workers or trial.threads, or set cpus={need} to share the cores"
+                f"row {trial.row!r}: workers={trial.config.workers} x"
+                f" threads={trial.config.threads} = {need} CPUs a trial, but Ray has cpus={have};"
+                f" lower trial.workers or trial.threads, or set cpus={need} to share the cores"
             )
 
 
@@ -94,8 +99,9 @@ def check_gpus(plan: Plan) -> None:
         have, need = torch.cuda.device_count(), largest.config.workers
         if need > max(have, 1):
             raise ValueError(
-                f"row {largest.row!r}: workers={need} with device=cuda: every worker computes on a GPU of its own, and this machine has "
-                f"{have}; use workers={have}, or address=... for a cluster that has more"
+                f"row {largest.row!r}: workers={need} with device=cuda: every worker computes on a"
+                f" GPU of its own, and this machine has {have}; use workers={have}, or address=..."
+                " for a cluster that has more"
             )
 
 
@@ -108,8 +114,9 @@ def check_elastic(plan: Plan) -> None:
     for trial in plan.trials:
         if trial.config.min_workers is not None and plan.study.executor != "train":
             raise ValueError(
-                f"row {trial.row!r}: min_workers={trial.config.min_workers}: only Ray Train changes the number of workers of a running "
-                "trial; use executor=train, or leave out trial.min_workers"
+                f"row {trial.row!r}: min_workers={trial.config.min_workers}: only Ray Train changes"
+                " the number of workers of a running trial; use executor=train, or leave out"
+                " trial.min_workers"
             )
 
 
@@ -117,8 +124,9 @@ def _check_shares(on_gpu: list[PlannedTrial]) -> None:
     for trial in on_gpu:
         if trial.config.gpus is not None and trial.config.gpus < 1 / MOST:
             raise ValueError(
-                f"row {trial.row!r}: gpus={trial.config.gpus:g} with executor=packed: at most {MOST} trials share a process; use "
-                f"trial.gpus={1 / MOST:g} or more, or executor=auto"
+                f"row {trial.row!r}: gpus={trial.config.gpus:g} with executor=packed: at most"
+                f" {MOST} trials share a process; use trial.gpus={1 / MOST:g} or more, or"
+                " executor=auto"
             )
 
 
@@ -135,26 +143,30 @@ def check_address(address: str | None) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
     except (OSError, OverflowError) as error:
         raise ValueError(
-            f"address={address!r}: no Ray cluster answers ({error}); start one with `ray start --head`, correct the address, or leave it "
-            "out for a local one"
+            f"address={address!r}: no Ray cluster answers ({error}); start one with `ray start"
+            " --head`, correct the address, or leave it out for a local one"
         ) from None
 
 
 def describe_data(plan: Plan) -> dict[DataConfig, DatasetInfo]:
-    """Check the files of each distinct data set and describe it (name, source, digest, sizes); a search without trials yet has its rows'.
+    """Check the files of each distinct data set and describe it (name, source, digest, sizes); a
+    search without trials yet has its rows'.
 
     Raises:
         ValueError: files are missing, corrupt or too few.
     """
     from trainers.data import prepare  # loads torch
 
-    used = [trial.config.data for trial in plan.trials] or [Base(plan.study, row).data for row in plan.rows]
+    used = [trial.config.data for trial in plan.trials] or [
+        Base(plan.study, row).data for row in plan.rows
+    ]
     distinct: dict[DataConfig, None] = dict.fromkeys(used)
     return {config: prepare(config) for config in distinct}
 
 
 def check_trials(plan: Plan, data: dict[DataConfig, DatasetInfo], node: Node | None = None) -> Plan:
-    """What the data and the number format forbid a trial: too large a batch, a learning rate that underflows.
+    """What the data and the number format forbid a trial: too large a batch, a learning rate that
+    underflows.
 
     Args:
         node: see :func:`preflight`.
@@ -163,7 +175,8 @@ def check_trials(plan: Plan, data: dict[DataConfig, DatasetInfo], node: Node | N
         The plan without the sampled configurations that are forbidden something.
 
     Raises:
-        ValueError: the first trial that could only fail, if it was not sampled, or if nothing is left.
+        ValueError: the first trial that could only fail, if it was not sampled, or if nothing is
+            left.
     """
     kept: list[PlannedTrial] = []
     excluded: dict[tuple[str, int], Excluded] = {}
@@ -174,14 +187,22 @@ def check_trials(plan: Plan, data: dict[DataConfig, DatasetInfo], node: Node | N
         elif trial.number is None:
             raise ValueError(f"row {trial.row!r}: {reason}")
         else:
-            excluded[trial.row, trial.number] = Excluded(row=trial.row, params=trial.params, reason=reason)
+            excluded[trial.row, trial.number] = Excluded(
+                row=trial.row, params=trial.params, reason=reason
+            )
     if plan.trials and not kept:
-        raise ValueError(f"no point of the space makes a trial that can run; the first: {next(iter(excluded.values()))}")
-    return dataclasses.replace(plan, trials=tuple(kept), excluded=(*plan.excluded, *excluded.values()))
+        raise ValueError(
+            "no point of the space makes a trial that can run; the first:"
+            f" {next(iter(excluded.values()))}"
+        )
+    return dataclasses.replace(
+        plan, trials=tuple(kept), excluded=(*plan.excluded, *excluded.values())
+    )
 
 
 def _why_not(trials: list[tuple[TrialConfig, DatasetInfo]], node: Node | None) -> list[str | None]:
-    """Why each could only fail, or None; asked of a worker process where there is a node, as it has loaded what that takes."""
+    """Why each could only fail, or None; asked of a worker process where there is a node, as it has
+    loaded what that takes."""
     if node is not None and trials:
         node.start(CHECKING, {"CUDA_VISIBLE_DEVICES": ""}, 1)
         node.send(CHECKING, pickle.dumps(Message(CHECK, payload=trials)))
@@ -198,7 +219,8 @@ def _why_not(trials: list[tuple[TrialConfig, DatasetInfo]], node: Node | None) -
 
 
 def check_same_name(study: StudyConfig, before: StudyState) -> None:
-    """The study's folder must not be that of a study with another name; names that differ only in what a folder cannot hold share one.
+    """The study's folder must not be that of a study with another name; names that differ only in
+    what a folder cannot hold share one.
 
     Raises:
         ValueError: it is.
@@ -206,8 +228,9 @@ def check_same_name(study: StudyConfig, before: StudyState) -> None:
     known = before.plan["study"]["name"] if before.plan else study.name
     if known != study.name:
         raise ValueError(
-            f"name={study.name!r}: its folder {study.folder} is that of the study {known!r}; two studies must not share one; choose "
-            f"another name, or continue that study with name={shlex.quote(known)}"
+            f"name={study.name!r}: its folder {study.folder} is that of the study {known!r}; two"
+            " studies must not share one; choose another name, or continue that study with"
+            f" name={shlex.quote(known)}"
         )
 
 
@@ -220,6 +243,7 @@ def check_same_data(data: list[dict[str, Any]], before: StudyState) -> None:
     if found := different_data(data, before.plan.get("data", [])):
         now, then = found
         raise ValueError(
-            f"data {now['name']!r} in {now['root']}: sha256 {now['digest'][:12]} differs from {then['digest'][:12]}, on which this study "
-            "began; restore the files, or start a new study with name=..."
+            f"data {now['name']!r} in {now['root']}: sha256 {now['digest'][:12]} differs from"
+            f" {then['digest'][:12]}, on which this study began; restore the files, or start a new"
+            " study with name=..."
         )

@@ -1,14 +1,17 @@
-"""Ray for the time of a study that needs it: the session there is, the cluster at ``address``, or one of this machine's own.
+"""Ray for the time of a study that needs it: the session there is, the cluster at ``address``, or
+one of this machine's own.
 
-A Ray of our own is made of processes of their own (``ray start --block``), and the process that drives the study does not join it: where a
-part of Ray dies, ``ray start`` ends all of it, we see that within a second and start it again, and only trials are lost, which begin again
-from their checkpoints. A process that has joined would be ended by Ray with its control store.
+A Ray of our own is made of processes of their own (``ray start --block``), and the process that
+drives the study does not join it: where a part of Ray dies, ``ray start`` ends all of it, we see
+that within a second and start it again, and only trials are lost, which begin again from their
+checkpoints. A process that has joined would be ended by Ray with its control store.
 
-Of a cluster the driver must be a part. Where the node that it has joined has died, it joins again; where the control store is silent, it
-ends in order before Ray would end it, after 60 s (``RAY_gcs_rpc_server_reconnect_timeout_s``).
+Of a cluster the driver must be a part. Where the node that it has joined has died, it joins again;
+where the control store is silent, it ends in order before Ray would end it, after 60 s
+(``RAY_gcs_rpc_server_reconnect_timeout_s``).
 
-Whoever may talk to Ray runs code as its user. A Ray of our own asks for a token that our processes alone inherit; a cluster that asks
-nobody for one is refused unless ``insecure=true``.
+Whoever may talk to Ray runs code as its user. A Ray of our own asks for a token that our processes
+alone inherit; a cluster that asks nobody for one is refused unless ``insecure=true``.
 """
 
 from __future__ import annotations
@@ -35,9 +38,11 @@ from study.plan.resources import local_cpus
 from trainers.workers.fork_server import PR_SET_PDEATHSIG
 
 ENVIRONMENT = {
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",  # Train polls its workers this often; the default adds 2 s to every report
+    # Train polls its workers this often; the default adds 2 s to every report
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_prestart_worker_first_driver": "0",  # a process a CPU, of which a study needs one a machine
+    # a process a CPU, of which a study needs one a machine
+    "RAY_prestart_worker_first_driver": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_DEDUP_LOGS": "1",
     "PYTHONWARNINGS": "ignore",
@@ -69,7 +74,8 @@ class Session:
 
     Attributes:
         address: of its control store.
-        silent: what does not answer now and may come back by itself; nothing may be asked of Ray meanwhile, since we would wait. Else "".
+        silent: what does not answer now and may come back by itself; nothing may be asked of Ray
+            meanwhile, since we would wait. Else "".
         lost: why Ray must be renewed; "" while it is there.
     """
 
@@ -79,7 +85,8 @@ class Session:
         self.address = address
 
     def look(self) -> bool:
-        """Set ``silent`` and ``lost``; whether that is as of now, so that Ray may be asked for more.
+        """Set ``silent`` and ``lost``; whether that is as of now, so that Ray may be asked for
+        more.
 
         Raises:
             UserError: Ray has been silent for too long.
@@ -111,8 +118,9 @@ class OwnRay(Session):
 
     Args:
         cpus, gpus: that it has.
-        dashboard: serve the State API (part of Ray's dashboard): by it Ray Train notices that a killed driver's workers still hold their
-            CPUs. Without it the restarted driver would wait for them for ever.
+        dashboard: serve the State API (part of Ray's dashboard): by it Ray Train notices that a
+            killed driver's workers still hold their CPUs. Without it the restarted driver would
+            wait for them for ever.
 
     Raises:
         UserError: it does not start.
@@ -147,14 +155,24 @@ class OwnRay(Session):
             self._folder.cleanup()
         self._folder = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)
         folder = Path(self._folder.name)
-        start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0", "--disable-usage-stats"]
+        start = [
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            "--head",
+            "--block",
+            "--port=0",
+            "--disable-usage-stats",
+        ]
         with (folder / "start.log").open("wb") as log:
             self._process = subprocess.Popen(
                 [*start, *self._options, f"--temp-dir={folder}"],
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # out of reach of signals to our process group, such as Ctrl-C
+                # out of reach of signals to our process group, such as Ctrl-C
+                start_new_session=True,
                 preexec_fn=_end_with_parent,
             )
         until = time.monotonic() + START_SECONDS
@@ -162,7 +180,10 @@ class OwnRay(Session):
             if self._process.poll() is not None or time.monotonic() > until:
                 said = _text(folder / "start.log")[-500:]
                 self.close()
-                raise UserError(f"Ray does not start on this machine: {said}; `ray start --head --block` shows why")
+                raise UserError(
+                    f"Ray does not start on this machine: {said}; `ray start --head --block`"
+                    " shows why"
+                )
             time.sleep(0.05)
         self.address = address
         return True
@@ -198,21 +219,23 @@ class Joined(Session):
             self._join()
         except (ConnectionError, ValueError) as error:
             raise UserError(
-                f"address={address!r}: no Ray cluster answers ({error}); start one with `ray start --head`, or leave address "
-                "out for this machine alone"
+                f"address={address!r}: no Ray cluster answers ({error}); start one with `ray start"
+                " --head`, or leave address out for this machine alone"
             ) from None
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts in one that aborts the process
         if not insecure and asks_nobody(self.address):
             self.close()
             raise UserError(
-                f"address={address!r}: this Ray cluster asks nobody for a token, so whoever reaches it runs code as its user and reads "
-                "the study's files; start it with RAY_AUTH_MODE=token (`ray get-auth-token --generate` makes the token), or use "
-                "insecure=true where only you reach it"
+                f"address={address!r}: this Ray cluster asks nobody for a token, so whoever reaches"
+                " it runs code as its user and reads the study's files; start it with"
+                " RAY_AUTH_MODE=token (`ray get-auth-token --generate` makes the token), or use"
+                " insecure=true where only you reach it"
             )
 
     def _join(self) -> None:
-        """Become a part of the cluster, and have a thread ask for its nodes: who asks a control store that has just died waits for ever."""
+        """Become a part of the cluster, and have a thread ask for its nodes: who asks a control
+        store that has just died waits for ever."""
         import ray
 
         ray.init(address=self._given, logging_level=logging.ERROR, log_to_driver=False)
@@ -228,7 +251,8 @@ class Joined(Session):
         import ray
 
         while not left.wait(LOOK_SECONDS):
-            with contextlib.suppress(Exception):  # of a cluster that ends; that nothing comes is noticed
+            # of a cluster that ends; that nothing comes is noticed
+            with contextlib.suppress(Exception):
                 nodes = ray.nodes()
                 if not left.is_set():
                     self._nodes, self._answered = nodes, time.monotonic()
@@ -251,7 +275,11 @@ class Joined(Session):
         self.silent = ""
         alive = {node["NodeID"] for node in self._nodes if node["Alive"]}
         self.lost = (
-            "" if self._node in alive else "this machine's node has left the cluster; `ray start --address ...` brings it back"
+            ""
+            if self._node in alive
+            else (
+                "this machine's node has left the cluster; `ray start --address ...` brings it back"
+            )
         )
         fresh, self._seen = answered > self._seen, answered
         return fresh
@@ -277,12 +305,14 @@ class Joined(Session):
         if not self.silent:
             ray.shutdown()
         elif sys.excepthook.__module__.startswith("ray."):
-            sys.excepthook = sys.__excepthook__  # Ray's tells the control store of an error first, and waits for its answer
+            # Ray's tells the control store of an error first, and waits for its answer
+            sys.excepthook = sys.__excepthook__
 
 
 @contextmanager
 def ray_session(study: StudyConfig, *, gpus: int = 0, dashboard: bool = False) -> Iterator[Session]:
-    """Ray for the time of a study: the session there is, the cluster at ``address``, or one of this machine's own.
+    """Ray for the time of a study: the session there is, the cluster at ``address``, or one of this
+    machine's own.
 
     Args:
         study: the config.
@@ -295,12 +325,15 @@ def ray_session(study: StudyConfig, *, gpus: int = 0, dashboard: bool = False) -
         os.environ.setdefault(name, value)
     ray: Any = sys.modules.get("ray")
     for logger in ("ray.tune", "ray.train"):
-        logging.getLogger(logger).setLevel(logging.CRITICAL)  # a trial's failure is in the ledger, not between the progress lines
+        # a trial's failure is in the ledger, not between the progress lines
+        logging.getLogger(logger).setLevel(logging.CRITICAL)
     if ray is not None and ray.is_initialized():
         yield Session(str(ray.get_runtime_context().gcs_address))
         return
     session: Session = (
-        OwnRay(local_cpus(study), gpus, dashboard) if study.address is None else Joined(study.address, study.insecure)
+        OwnRay(local_cpus(study), gpus, dashboard)
+        if study.address is None
+        else Joined(study.address, study.insecure)
     )
     try:
         yield session

@@ -1,13 +1,16 @@
-"""Run a plan: trials go from the agenda to processes wherever there is room, and what comes of them goes into the ledger.
+"""Run a plan: trials go from the agenda to processes wherever there is room, and what comes of them
+goes into the ledger.
 
-The loop (:class:`~study.execution.loop.Loop`) has one place where things happen: it hands trials out, hears what processes say,
-writes it into the ledger, and only then acts on it. What is left to do the ledger decides, what comes next the
-:class:`~study.search.agenda.Agenda`, which trials end early the :class:`~study.execution.schedulers.Scheduler` (Ray Tune's),
-where a trial fits the :class:`~study.execution.pool.Pool`, and when to hold or end it all the
-:class:`~study.execution.control.Control`. Trials that the ledger calls finished are left out, interrupted ones begin at the last
-whole checkpoint that is still on disk.
+The loop (:class:`~study.execution.loop.Loop`) has one place where things happen: it hands trials
+out, hears what processes say, writes it into the ledger, and only then acts on it. What is left to
+do the ledger decides, what comes next the :class:`~study.search.agenda.Agenda`, which trials end
+early the :class:`~study.execution.schedulers.Scheduler` (Ray Tune's), where a trial fits the
+:class:`~study.execution.pool.Pool`, and when to hold or end it all the
+:class:`~study.execution.control.Control`. Trials that the ledger calls finished are left out,
+interrupted ones begin at the last whole checkpoint that is still on disk.
 
-Ctrl-C asks the control to cancel, as ``lns-study cancel`` does: every process is ended, and checkpoints keep what they had done.
+Ctrl-C asks the control to cancel, as ``lns-study cancel`` does: every process is ended, and
+checkpoints keep what they had done.
 """
 
 from __future__ import annotations
@@ -54,7 +57,8 @@ def run_plan(
     node: Node | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Run what is left of a plan; returns when every trial has ended, or ``control`` ends the study before.
+    """Run what is left of a plan; returns when every trial has ended, or ``control`` ends the study
+    before.
 
     Args:
         plan: the trials.
@@ -77,7 +81,11 @@ def run_plan(
 
     agenda = Agenda(plan, state, enter, only)
     if not agenda.exhausted:
-        with _interrupts(control), control.watch_storage(), _pool(plan, agenda, node, say) as (pool, ray, find):
+        with (
+            _interrupts(control),
+            control.watch_storage(),
+            _pool(plan, agenda, node, say) as (pool, ray, find),
+        ):
             Loop(plan.study, agenda, ledger, state, control, pool, ray, find, say).run()
     if control.interrupted:
         raise KeyboardInterrupt
@@ -87,16 +95,22 @@ def run_plan(
 def _pool(
     plan: Plan, agenda: Agenda, node: Node | None, tell: Callable[[str], None]
 ) -> Iterator[tuple[Pool, Session | None, Callable[[], Machines] | None]]:
-    """What runs the study's trials, its Ray if it needs one, and what finds machines anew where Ray was lost, if they are
-    Ray's."""
+    """What runs the study's trials, its Ray if it needs one, and what finds machines anew where Ray
+    was lost, if they are Ray's."""
     study = plan.study
     with ExitStack() as stack:
         said: queue.SimpleQueue[Any] = queue.SimpleQueue()
         pool, session = Pool(said), None
         if needs_ray(study):
-            tell(f"Joining the Ray cluster at {study.address} ..." if study.address else "Starting Ray on this machine ...")
+            tell(
+                f"Joining the Ray cluster at {study.address} ..."
+                if study.address
+                else "Starting Ray on this machine ..."
+            )
             gpus = len(_local_gpus(agenda, study)) if study.address is None else 0
-            session = stack.enter_context(ray_session(study, gpus=gpus, dashboard=study.executor == "train"))
+            session = stack.enter_context(
+                ray_session(study, gpus=gpus, dashboard=study.executor == "train")
+            )
         stack.callback(pool.close)
         data = _data_of(agenda, study)
 
@@ -107,8 +121,13 @@ def _pool(
             assert session is not None
             trials = [trial.config.to_dict() for trial in agenda.trials] or [study.trial.to_dict()]
             count = min(study.max_concurrent or plan.size, plan.size)
-            largest = [WorkerResources.of(TrialConfig.from_dict(values)).bundles[0] for values in trials]
-            unit = max(each["CPU"] for each in largest), math.ceil(max(each.get("GPU", 0.0) for each in largest))
+            largest = [
+                WorkerResources.of(TrialConfig.from_dict(values)).bundles[0] for values in trials
+            ]
+            unit = (
+                max(each["CPU"] for each in largest),
+                math.ceil(max(each.get("GPU", 0.0) for each in largest)),
+            )
             most = count * max(map(cpus_of, trials)), count * max(map(gpus_of, trials))
             return Cluster(unit, most, (study.folder / LOG, data), heard, session.nodes)
 
@@ -132,13 +151,20 @@ def _data_of(agenda: Agenda, study: StudyConfig) -> list[dict[str, Any]]:
 
 
 def needs_ray(study: StudyConfig) -> bool:
-    """Whether anything of the study is Ray's: a cluster, Ray Train, or the actors of a parameter server."""
-    return study.address is not None or study.executor == "train" or '"asynchronous"' in json.dumps(study.to_dict())
+    """Whether anything of the study is Ray's: a cluster, Ray Train, or the actors of a parameter
+    server."""
+    return (
+        study.address is not None
+        or study.executor == "train"
+        or '"asynchronous"' in json.dumps(study.to_dict())
+    )
 
 
 def _local_gpus(agenda: Agenda, study: StudyConfig) -> list[str]:
     """Names of this machine's GPUs, where a trial may use them."""
-    if '"cuda"' not in json.dumps(study.to_dict()) and not any(trial.config.device == "cuda" for trial in agenda.trials):
+    if '"cuda"' not in json.dumps(study.to_dict()) and not any(
+        trial.config.device == "cuda" for trial in agenda.trials
+    ):
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:

@@ -1,8 +1,8 @@
-"""Which trials end early: Ray Tune's schedulers, asked after every epoch, and fed again from the ledger where a study is
-continued.
+"""Which trials end early: Ray Tune's schedulers, asked after every epoch, and fed again from the
+ledger where a study is continued.
 
-They decide and do nothing else: trials are stubs to them, and who asks (:mod:`study.execution.runner`,
-:mod:`study.execution.simulate`) acts.
+They decide and do nothing else: trials are stubs to them, and who asks
+(:mod:`study.execution.runner`, :mod:`study.execution.simulate`) acts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from study.config import SearchConfig
 from study.ledger.state import ENDED, StudyState
 
 BRACKETS = 3
-"""Of hyperband: how many ways of trading the number of trials for their length it mixes, as far as the epochs allow."""
+"""Of hyperband: how many ways of trading the number of trials for their length it mixes, as far as
+the epochs allow."""
 
 
 class Scheduler:
@@ -33,7 +34,8 @@ class Scheduler:
         self._stubs: dict[str, _Stub] = {}
 
     def ends(self, trial: str, epoch: int, metrics: dict[str, float], seconds: float = 0.0) -> bool:
-        """Whether a trial ends after this epoch; one whose metric is no longer a finite number does.
+        """Whether a trial ends after this epoch; one whose metric is no longer a finite number
+        does.
 
         Args:
             seconds: that the trial has trained.
@@ -46,7 +48,9 @@ class Scheduler:
         result = {"epoch": epoch, self._metric: value, "time_total_s": seconds}
         return str(self._tune.on_trial_result(_ALONE, self._stub(trial), result)) == "STOP"
 
-    def note_end(self, trial: str, epoch: int, metrics: dict[str, float], seconds: float = 0.0) -> None:
+    def note_end(
+        self, trial: str, epoch: int, metrics: dict[str, float], seconds: float = 0.0
+    ) -> None:
         """A trial has ended with this epoch, early or not."""
         if (value := metrics.get(self._metric)) is not None:
             result = {"epoch": epoch, self._metric: value, "time_total_s": seconds}
@@ -54,7 +58,8 @@ class Scheduler:
             del self._stubs[trial]
 
     def replay(self, state: StudyState) -> None:
-        """Take in every epoch of the trials that ended in earlier runs; the rest report again or go on."""
+        """Take in every epoch of the trials that ended in earlier runs; the rest report again or go
+        on."""
         for trial in state.trials:
             values = trial.metric(self._metric)
             if trial.status not in ENDED or not values:
@@ -82,14 +87,19 @@ class _Stub:
 
 
 _ALONE = SimpleNamespace(get_live_trials=list)
-"""Tune's controller, as far as a scheduler asks it: no trial waits for which another should be paused."""
+"""Tune's controller, as far as a scheduler asks it: no trial waits for which another should be
+paused."""
 
 
 def make_scheduler(search: SearchConfig, state: StudyState) -> Scheduler | None:
-    """For ``search.scheduler``, fed with what ``state`` holds; None where nothing ends trials early."""
+    """For ``search.scheduler``, fed with what ``state`` holds; None where nothing ends trials
+    early."""
     if not search.ends_early:
         return None
-    epochs = max((int(trial["config"]["epochs"]) for trial in state.plan["trials"]), default=state.config.trial.epochs)
+    epochs = max(
+        (int(trial["config"]["epochs"]) for trial in state.plan["trials"]),
+        default=state.config.trial.epochs,
+    )
     scheduler = Scheduler(search, epochs)
     scheduler.replay(state)
     return scheduler
@@ -103,7 +113,16 @@ def _make(search: SearchConfig, metric: str, mode: str, epochs: int) -> Any:
     if search.scheduler == "median":
         return MedianStoppingRule(**common, grace_period=grace, min_samples_required=3)
     eta = search.reduction_factor
-    brackets = max(1, min(BRACKETS, 1 + int(math.log(epochs / grace, eta)))) if search.scheduler == "hyperband" else 1
+    brackets = (
+        max(1, min(BRACKETS, 1 + int(math.log(epochs / grace, eta))))
+        if search.scheduler == "hyperband"
+        else 1
+    )
     return ASHAScheduler(
-        **common, max_t=epochs, grace_period=grace, reduction_factor=eta, brackets=brackets, stop_last_trials=False
+        **common,
+        max_t=epochs,
+        grace_period=grace,
+        reduction_factor=eta,
+        brackets=brackets,
+        stop_last_trials=False,
     )

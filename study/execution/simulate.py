@@ -1,12 +1,14 @@
-"""What a study would do on machines that one does not have: a discrete-event simulation of agenda, scheduler and trials.
+"""What a study would do on machines that one does not have: a discrete-event simulation of agenda,
+scheduler and trials.
 
-Trials start where a slot is free, take their seconds an epoch, report, and are ended by the study's own scheduler (Ray Tune's, fed by the
-same reports). Nothing trains: a trial's errors are those of a recorded one with the same id, or else of a synthetic curve
-``a + b epoch^-c`` whose a, b, c come from the trial's id alone. Reports at one time are taken in the order in which their trials began.
+Trials start where a slot is free, take their seconds an epoch, report, and are ended by the study's
+own scheduler (Ray Tune's, fed by the same reports). Nothing trains: a trial's errors are those of a
+recorded one with the same id, or else of a synthetic curve ``a + b epoch^-c`` whose a, b, c come
+from the trial's id alone. Reports at one time are taken in the order in which their trials began.
 
-Told: makespan, utilisation of the slots (or their idle share), trials ended early, epochs computed and saved, and the load on the tracking
-store (requests: three a trial, reports come with them). Not modelled: starting Ray, failures, adaptive proposals (trials are drawn at
-random instead).
+Told: makespan, utilisation of the slots (or their idle share), trials ended early, epochs computed
+and saved, and the load on the tracking store (requests: three a trial, reports come with them). Not
+modelled: starting Ray, failures, adaptive proposals (trials are drawn at random instead).
 """
 
 from __future__ import annotations
@@ -49,8 +51,13 @@ class Simulation:
     requests: float
 
 
-def simulate(plan: Plan, slots: int, seconds: Callable[[PlannedTrial], float], error: Callable[[PlannedTrial, int], float],
-             start_seconds: float = 0.05) -> Simulation:  # fmt: skip
+def simulate(
+    plan: Plan,
+    slots: int,
+    seconds: Callable[[PlannedTrial], float],
+    error: Callable[[PlannedTrial, int], float],
+    start_seconds: float = 0.05,
+) -> Simulation:
     """Run a plan's trials on ``slots``.
 
     Args:
@@ -100,8 +107,11 @@ def simulate(plan: Plan, slots: int, seconds: Callable[[PlannedTrial], float], e
     )
 
 
-def recorded_seconds(plan: Plan, states: Sequence[StudyState], default: float) -> Callable[[PlannedTrial], float]:
-    """Seconds an epoch from finished trials that computed alike; for trials unlike any, the mean of the plan's others, or ``default``."""
+def recorded_seconds(
+    plan: Plan, states: Sequence[StudyState], default: float
+) -> Callable[[PlannedTrial], float]:
+    """Seconds an epoch from finished trials that computed alike; for trials unlike any, the mean of
+    the plan's others, or ``default``."""
     found: dict[str, list[float]] = {}
     for state in states:
         for trial in state.known.values():
@@ -113,7 +123,9 @@ def recorded_seconds(plan: Plan, states: Sequence[StudyState], default: float) -
     return lambda trial: known.get(trial.id, mean)
 
 
-def recorded_errors(states: Sequence[StudyState], metric: str) -> Callable[[PlannedTrial, int], float]:
+def recorded_errors(
+    states: Sequence[StudyState], metric: str
+) -> Callable[[PlannedTrial, int], float]:
     """A trial's recorded metric, as far as it was recorded; a synthetic curve else."""
     known = {trial.id: trial.metric(metric) for state in states for trial in state.known.values()}
 
@@ -125,7 +137,8 @@ def recorded_errors(states: Sequence[StudyState], metric: str) -> Callable[[Plan
 
 
 def synthetic(key: str, epoch: int) -> float:
-    """``a + b epoch^-c`` with a in 0.02 .. 0.2, b in 0.1 .. 0.8, c in 0.3 .. 1.5, from the hash of ``key``."""
+    """``a + b epoch^-c`` with a in 0.02 .. 0.2, b in 0.1 .. 0.8, c in 0.3 .. 1.5, from the hash of
+    ``key``."""
     digest = hashlib.sha256(key.encode()).digest()
     a, b, c = (int.from_bytes(digest[4 * i : 4 * i + 4]) / 2**32 for i in range(3))
     return 0.02 + 0.18 * a + (0.1 + 0.7 * b) * math.pow(epoch, -(0.3 + 1.2 * c))

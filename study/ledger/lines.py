@@ -1,15 +1,19 @@
-"""A ledger's lines: numbered and checked, so that one that is damaged, cut out, swapped or doubled is seen, and named.
+"""A ledger's lines: numbered and checked, so that one that is damaged, cut out, swapped or doubled
+is seen, and named.
 
-Version 2. Every line is a JSON object whose last two keys are ``n``, the line's running number from 1, and ``check``, eight hex digits
-of the CRC-32 of all bytes before ``, "check"``. The first line is a header, ``{"event": "ledger", "version": 2, "id": ...}``; ``id`` is
-random and stays with the ledger for ever. A ledger is a concatenation of such lines: each can be checked alone, and a part of one may
-begin with a header of its own that names the same id and goes on with the numbers.
+Version 2. Every line is a JSON object whose last two keys are ``n``, the line's running number from
+1, and ``check``, eight hex digits of the CRC-32 of all bytes before ``, "check"``. The first line
+is a header, ``{"event": "ledger", "version": 2, "id": ...}``; ``id`` is random and stays with the
+ledger for ever. A ledger is a concatenation of such lines: each can be checked alone, and a part of
+one may begin with a header of its own that names the same id and goes on with the numbers.
 
-Version 1 had neither. Its lines count by their place in the file, up to the first that is checked; its id is what the first plan
-was stamped with. A crash then left torn lines in the middle, each followed by the next run's plan: those are no damage.
+Version 1 had neither. Its lines count by their place in the file, up to the first that is checked;
+its id is what the first plan was stamped with. A crash then left torn lines in the middle, each
+followed by the next run's plan: those are no damage.
 
-Limits: the CRC finds accidents, not forgery. A file cut between two lines is whole as far as the lines tell; the writer's note of how many
-there are (:mod:`study.ledger.log`) tells more. In version 1 only a line that is no JSON is seen.
+Limits: the CRC finds accidents, not forgery. A file cut between two lines is whole as far as the
+lines tell; the writer's note of how many there are (:mod:`study.ledger.log`) tells more. In version
+1 only a line that is no JSON is seen.
 """
 
 from __future__ import annotations
@@ -61,7 +65,8 @@ class Lines:
         id: the ledger's; "" until a line tells.
         number: the highest so far.
         checked: whether lines have checks by now.
-        damage: what is wrong so far; lines that cannot be read are in it once the next whole one has come, or :meth:`end`.
+        damage: what is wrong so far; lines that cannot be read are in it once the next whole one
+            has come, or :meth:`end`.
     """
 
     def __init__(self) -> None:
@@ -72,7 +77,8 @@ class Lines:
         self._missing: dict[int, Damage] = {}
 
     def read(self, line: bytes) -> tuple[int, Event] | None:
-        """The event of the next line and its number; None where there is none, or it has been read already."""
+        """The event of the next line and its number; None where there is none, or it has been read
+        already."""
         self._line += 1
         if not line.strip():
             return None
@@ -109,21 +115,34 @@ class Lines:
     def _late(self, number: int, event: Event) -> tuple[int, Event] | None:
         """A line whose number has been passed: the file has it twice, or in a wrong place."""
         missed = self._missing.pop(number, None)
-        self._note(f"is a second line {number}" if missed is None else f"is out of its place, {number}")
+        self._note(
+            f"is a second line {number}" if missed is None else f"is out of its place, {number}"
+        )
         if missed is None:
             return None
         self.damage.remove(missed)
         return None if event["event"] == HEADER else (number, event)
 
     def _resolve(self, number: int, kind: str) -> None:
-        """The next whole line has this number: what the broken ones before it were, and what is missing."""
+        """The next whole line has this number: what the broken ones before it were, and what is
+        missing."""
         broken, self._broken = self._broken, []
-        if not self.checked and kind in ("planned", HEADER) and len(broken) == 1 and not broken[0][1].rstrip().endswith(b"}"):
+        if (
+            not self.checked
+            and kind in ("planned", HEADER)
+            and len(broken) == 1
+            and not broken[0][1].rstrip().endswith(b"}")
+        ):
             return  # a crash of version 1
         expected = self.number + 1
         for line, text in broken:
             lost = expected if expected < number else None
-            entry = Damage(line=line, number=lost, text="is damaged" if lost else "is no line of this ledger", hints=hints(text))
+            entry = Damage(
+                line=line,
+                number=lost,
+                text="is damaged" if lost else "is no line of this ledger",
+                hints=hints(text),
+            )
             self.damage.append(entry)
             if lost:
                 self._missing[lost] = entry
@@ -132,7 +151,9 @@ class Lines:
 
     def _lose(self, numbers: range, line: int) -> None:
         for number in numbers:
-            entry = Damage(line=line, number=number, text=f"number {number} is missing here", hints={})
+            entry = Damage(
+                line=line, number=number, text=f"number {number} is missing here", hints={}
+            )
             self.damage.append(entry)
             self._missing[number] = entry
 
@@ -147,7 +168,8 @@ def seal(event: Event, number: int) -> bytes:
 
 
 def unseal(line: bytes) -> tuple[int | None, Event | None]:
-    """Number and event of a line; no number for one of version 1, and no event for one that is torn or damaged."""
+    """Number and event of a line; no number for one of version 1, and no event for one that is torn
+    or damaged."""
     body, end = line[:-SEAL], line[-SEAL:]
     sealed = end.startswith(MARK)
     if sealed and end != MARK + b'%08x"}' % zlib.crc32(body):
@@ -164,7 +186,14 @@ def unseal(line: bytes) -> tuple[int | None, Event | None]:
 
 
 def hints(line: bytes) -> dict[str, str]:
-    """What can be read of a damaged line: ``event``, ``trial`` and ``epoch``, as far as they are there."""
+    """What can be read of a damaged line: ``event``, ``trial`` and ``epoch``, as far as they are
+    there."""
     text = line.decode(errors="replace")
-    patterns = {"event": r'"event": "(\w+)"', "trial": r'"(?:trial": |planned": \{"id": )"(\w+)"', "epoch": r'"epoch": (\d+)\b'}
-    return {key: found[1] for key, pattern in patterns.items() if (found := re.search(pattern, text))}
+    patterns = {
+        "event": r'"event": "(\w+)"',
+        "trial": r'"(?:trial": |planned": \{"id": )"(\w+)"',
+        "epoch": r'"epoch": (\d+)\b',
+    }
+    return {
+        key: found[1] for key, pattern in patterns.items() if (found := re.search(pattern, text))
+    }

@@ -1,11 +1,13 @@
-"""The ledger: what happened in a study, one JSON object a line, appended and fsynced before anyone acts on it.
+"""The ledger: what happened in a study, one JSON object a line, appended and fsynced before anyone
+acts on it.
 
-It is the truth. MLflow and the report are made from it and can be made again. Events, each with ``event`` and ``time`` (seconds
-since 1970)::
+It is the truth. MLflow and the report are made from it and can be made again. Events, each with
+``event`` and ``time`` (seconds since 1970)::
 
     planned     a run of the study begins: config, trials, data, code
     capacity    CPUs, GPUs and machines that the run has now    cpus, gpus, nodes
-    started     a trial was given to processes, or again        trial, slots (one a rank), hosts, cpus, gpus
+    started     a trial was given to processes, or again        trial, slots (one a rank), hosts,
+                                                                cpus, gpus
     report      a trial finished an epoch                       trial, epoch, metrics, pid, host
     checkpoint  a trial's state is on disk                      trial, epoch, path
     restarted   a trial's process died and will be restarted    trial, error
@@ -16,20 +18,25 @@ since 1970)::
     failed      a trial is given up                             trial, error
     added       an adaptive search proposed a trial             planned
     edited      limits were changed while the study ran         limits
-    ended       the run is over                                 outcome: finished, failed, stopped or interrupted
-    repaired    `doctor --repair` wrote the ledger again        damaged (the file kept), lost (in words)
+    ended       the run is over                                 outcome: finished, failed, stopped
+                                                                or interrupted
+    repaired    `doctor --repair` wrote the ledger again        damaged (the file kept), lost (in
+                                                                words)
     lost        a plan was here that nobody knows any more      what
 
-What was taken over from another study or a shorter trial names it under ``source``, has the time at which it happened there, and says in
-which ``commits``; a report how many ``seconds`` the epoch took. What a repair restored names where it was found under ``recovered``.
-Times of one writer are as far apart as its events were, whatever the machine's clock is set to meanwhile.
+What was taken over from another study or a shorter trial names it under ``source``, has the time at
+which it happened there, and says in which ``commits``; a report how many ``seconds`` the epoch
+took. What a repair restored names where it was found under ``recovered``. Times of one writer are
+as far apart as its events were, whatever the machine's clock is set to meanwhile.
 
-A restarted trial repeats the epochs since its checkpoint, bit for bit; the ledger keeps the first report of each. A machine
-that dies while a line is written leaves a torn last line: readers skip it, the next writer drops it. Any other line that is not as it
-was written is damage (:mod:`study.ledger.lines`): readers leave it out and say so, and nobody writes on before it is repaired.
+A restarted trial repeats the epochs since its checkpoint, bit for bit; the ledger keeps the first
+report of each. A machine that dies while a line is written leaves a torn last line: readers skip
+it, the next writer drops it. Any other line that is not as it was written is damage
+(:mod:`study.ledger.lines`): readers leave it out and say so, and nobody writes on before it is
+repaired.
 
-Limits: one writer at a time: a lock file says who writes, on which host, or how many lines the last one left; local or NFS storage
-with working fsync and locks.
+Limits: one writer at a time: a lock file says who writes, on which host, or how many lines the last
+one left; local or NFS storage with working fsync and locks.
 """
 
 from __future__ import annotations
@@ -71,7 +78,8 @@ class Contents:
     """What a study's folder has of its ledger.
 
     Attributes:
-        events: the whole ones in order, headers and repeated reports left out; ``numbers`` are theirs.
+        events: the whole ones in order, headers and repeated reports left out; ``numbers`` are
+            theirs.
         damage: where the ledger is not as it was written.
         id: the ledger's, "" if no whole line tells.
         number: of the last line.
@@ -95,7 +103,8 @@ def open_ledger(folder: Path) -> Contents:
 
 
 def read_ledger(folder: Path) -> list[Event]:
-    """Every whole event of a study's folder, in order, repeated reports dropped; empty if there is no ledger."""
+    """Every whole event of a study's folder, in order, repeated reports dropped; empty if there is
+    no ledger."""
     return open_ledger(folder).events
 
 
@@ -108,11 +117,14 @@ def describe_damage(damage: list[Damage]) -> str:
 def how_to_repair(folder: Path) -> str:
     """The command that mends the ledger in ``folder``."""
     usual = folder.parent == Path(STORAGE).resolve()
-    return lns_study("doctor", folder.name, "--repair", storage=STORAGE if usual else str(folder.parent))
+    return lns_study(
+        "doctor", folder.name, "--repair", storage=STORAGE if usual else str(folder.parent)
+    )
 
 
 class Follower:
-    """Reads a ledger that another process writes, from its beginning and then whatever has been added.
+    """Reads a ledger that another process writes, from its beginning and then whatever has been
+    added.
 
     Args:
         folder: the study's; the ledger may not be there yet.
@@ -123,7 +135,8 @@ class Follower:
         self._seen: set[tuple[object, ...]] = set()
 
     def poll(self) -> list[Event]:
-        """The whole events since the last call, repeated reports dropped. A line without its end is left for the next call."""
+        """The whole events since the last call, repeated reports dropped. A line without its end is
+        left for the next call."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._position)
@@ -132,7 +145,11 @@ class Follower:
             return []
         whole = content.rfind(b"\n") + 1
         self._position += whole
-        read = [entry for line in content[:whole].split(b"\n")[:-1] if (entry := self._lines.read(line)) is not None]
+        read = [
+            entry
+            for line in content[:whole].split(b"\n")[:-1]
+            if (entry := self._lines.read(line)) is not None
+        ]
         return [event for _, event in read if _is_new(event, self._seen)]
 
 
@@ -143,12 +160,15 @@ class Ledger:
         folder: the study's; made if missing.
 
     Attributes:
-        broken: why the file could not be written; from then on nothing is, so that what it holds has no gaps.
-        id: random, made once a ledger; tells its checkpoints and MLflow runs from those of the same study run elsewhere.
+        broken: why the file could not be written; from then on nothing is, so that what it holds
+            has no gaps.
+        id: random, made once a ledger; tells its checkpoints and MLflow runs from those of the same
+            study run elsewhere.
         history: the events before this writer.
 
     Raises:
-        ValueError: another process is writing it, the storage has no locks, or the ledger is damaged.
+        ValueError: another process is writing it, the storage has no locks, or the ledger is
+            damaged.
         OSError: the folder cannot be written.
     """
 
@@ -175,11 +195,13 @@ class Ledger:
         self._since = time.time() - time.monotonic()  # a clock that is set meanwhile moves no event
 
     def listen(self, listener: Listener) -> None:
-        """Call ``listener`` with every event from now on, in the writer's thread; it must be quick and not raise."""
+        """Call ``listener`` with every event from now on, in the writer's thread; it must be quick
+        and not raise."""
         self._listeners.append(listener)
 
     def append(self, event: str, **values: Any) -> bool:
-        """Write one event, stamped with the time; False, and nothing written, if it repeats a known report.
+        """Write one event, stamped with the time; False, and nothing written, if it repeats a known
+        report.
 
         Raises:
             OSError: it cannot be written, or one before it could not.
@@ -187,7 +209,8 @@ class Ledger:
         return bool(self.append_all([{"event": event, **values}]))
 
     def append_all(self, events: list[Event]) -> list[Event]:
-        """Write several events at once, stamped with the time, and hear of them once all are on disk; those that were new.
+        """Write several events at once, stamped with the time, and hear of them once all are on
+        disk; those that were new.
 
         Raises:
             OSError: they cannot be written, or one before them could not.
@@ -195,12 +218,21 @@ class Ledger:
         if self.broken is not None:
             raise self.broken
         now = self._since + time.monotonic()
-        records = [record for event in events if _is_new(record := {"event": event["event"], "time": now, **event}, self._seen)]
+        records = [
+            record
+            for event in events
+            if _is_new(record := {"event": event["event"], "time": now, **event}, self._seen)
+        ]
         if not records:
             return []
         header = [] if self._headed else [make_header(self.id, now)]
         try:
-            self._write(b"".join(seal(record, self._number + place) for place, record in enumerate([*header, *records], 1)))
+            self._write(
+                b"".join(
+                    seal(record, self._number + place)
+                    for place, record in enumerate([*header, *records], 1)
+                )
+            )
         except OSError as error:
             self.broken = error
             raise
@@ -228,7 +260,8 @@ class Ledger:
         self._last = lines
 
     def _open_again(self, end: int, stale: OSError) -> None:
-        """The file anew after its server forgot it, where that is safe: the lock is ours again, and the file ends as we left it.
+        """The file anew after its server forgot it, where that is safe: the lock is ours again, and
+        the file ends as we left it.
 
         Raises:
             OSError: ``stale``: it is not.
@@ -247,7 +280,8 @@ class Ledger:
         self._file.truncate(end)
 
     def close(self) -> None:
-        """Close the file, note how many lines it has, and give the lock up; a second call does nothing."""
+        """Close the file, note how many lines it has, and give the lock up; a second call does
+        nothing."""
         self._file.close()
         if not self._lock.closed:
             with suppress(OSError):  # of a full storage: the note is missed by nobody else
@@ -257,7 +291,12 @@ class Ledger:
     def __enter__(self) -> Ledger:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
@@ -280,22 +319,32 @@ def make_header(id_: str, time_: float) -> Event:
 def _contents(content: bytes, closed: int) -> Contents:
     lines = Lines()
     whole = content.rfind(b"\n") + 1
-    last = [content[whole:]] if unseal(content[whole:])[1] is not None else []  # but for its end, which a crash took
-    read = [entry for line in [*content[:whole].split(b"\n")[:-1], *last] if (entry := lines.read(line)) is not None]
+    # but for its end, which a crash took
+    last = [content[whole:]] if unseal(content[whole:])[1] is not None else []
+    read = [
+        entry
+        for line in [*content[:whole].split(b"\n")[:-1], *last]
+        if (entry := lines.read(line)) is not None
+    ]
     lines.end(closed)
     seen: set[tuple[object, ...]] = set()
-    kept = [(number, event) for number, event in sorted(read, key=lambda entry: entry[0]) if _is_new(event, seen)]
+    kept = [
+        (number, event)
+        for number, event in sorted(read, key=lambda entry: entry[0])
+        if _is_new(event, seen)
+    ]
     return Contents(
-        events=[event for _, event in kept], numbers=[number for number, _ in kept], damage=lines.damage, id=lines.id,
-        number=lines.number, checked=lines.checked,
+        events=[event for _, event in kept], numbers=[number for number, _ in kept],
+        damage=lines.damage, id=lines.id, number=lines.number, checked=lines.checked,
     )  # fmt: skip
 
 
 def _refuse_damage(folder: Path, damage: list[Damage]) -> None:
     if damage:
         raise ValueError(
-            f"{folder / FILE} is damaged: {describe_damage(damage)}; nothing was started; `{how_to_repair(folder)}` keeps this file beside "
-            "the new one and restores what checkpoints and MLflow know"
+            f"{folder / FILE} is damaged: {describe_damage(damage)}; nothing was started;"
+            f" `{how_to_repair(folder)}` keeps this file beside the new one and restores what"
+            " checkpoints and MLflow know"
         )
 
 
@@ -336,11 +385,12 @@ def _write_all(file: io.FileIO, content: bytes) -> None:
     os.fsync(file.fileno())
 
 
-# -------------------------------------------------------------------------------------------------------------------- lock
+# --------------------------------------------------------------------------------------------------
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process writes the ledger in ``folder`` now, on this machine or, where the storage's locks reach that far, on another."""
+    """Whether a process writes the ledger in ``folder`` now, on this machine or, where the
+    storage's locks reach that far, on another."""
     try:
         with (folder / LOCK).open(encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -367,16 +417,17 @@ def take_lock(folder: Path) -> IO[str]:
         else:
             return lock
     raise ValueError(
-        f"{folder}: {_describe_owner(folder / LOCK)} is running this study; only one may write its ledger; wait for it, or give this one "
-        "another name with name=..."
+        f"{folder}: {_describe_owner(folder / LOCK)} is running this study; only one may write its"
+        " ledger; wait for it, or give this one another name with name=..."
     )
 
 
 def no_locks(folder: Path, error: OSError) -> UserError:
-    """What to tell where a lock in ``folder`` fails for another reason than that somebody has it."""
+    """What to tell where a lock in ``folder`` fails for another reason than that somebody has
+    it."""
     return UserError(
-        f"{folder}: its storage gives no lock ({error.strerror}), so that two processes could write one file; mount it with locks, or "
-        "choose another storage with storage=..."
+        f"{folder}: its storage gives no lock ({error.strerror}), so that two processes could write"
+        " one file; mount it with locks, or choose another storage with storage=..."
     )
 
 
@@ -385,7 +436,8 @@ def _this_process() -> dict[str, Any]:
 
 
 def write_lock(lock: IO[str], note: dict[str, Any]) -> None:
-    """Have the lock file say ``note``: ``pid`` and ``host`` of who writes, or how many ``lines`` were left."""
+    """Have the lock file say ``note``: ``pid`` and ``host`` of who writes, or how many ``lines``
+    were left."""
     lock.truncate(0)
     lock.write(json.dumps(note))
     lock.flush()
@@ -402,7 +454,9 @@ def _read_lock(path: Path) -> dict[str, Any]:
 
 def _describe_owner(path: Path) -> str:
     note = _read_lock(path)
-    return f"process {note.get('pid', 'unknown')}" + (f" on {note['host']}" if "host" in note else "")
+    return f"process {note.get('pid', 'unknown')}" + (
+        f" on {note['host']}" if "host" in note else ""
+    )
 
 
 def _closed_at(path: Path) -> int:

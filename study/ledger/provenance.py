@@ -1,7 +1,8 @@
 """Which code and which packages produced a study: enough to run it again.
 
-The git commit is that of the checkout this package is imported from: our ``pyproject.toml`` lies beside it, and git tracks this file.
-An installed copy has none and says so, also one in a virtual environment inside somebody else's repository.
+The git commit is that of the checkout this package is imported from: our ``pyproject.toml`` lies
+beside it, and git tracks this file. An installed copy has none and says so, also one in a virtual
+environment inside somebody else's repository.
 """
 
 from __future__ import annotations
@@ -16,15 +17,28 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve()
-REPOSITORY_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY", "GIT_PREFIX")
+REPOSITORY_VARIABLES = (
+    "GIT_DIR",
+    "GIT_WORK_TREE",
+    "GIT_INDEX_FILE",
+    "GIT_COMMON_DIR",
+    "GIT_OBJECT_DIRECTORY",
+    "GIT_PREFIX",
+)
 PACKAGES = ("lns-study", "torch", "numpy", "numba", "ray", "mlflow", "omegaconf", "optuna")
 
 
 @cache
 def provenance() -> dict[str, Any]:
-    """Git commit (or None), whether the checkout differs from it, package versions, Python, platform and CPU count."""
-    return {"commit": _git("rev-parse", "HEAD"), "dirty": _dirty(), "versions": _versions(), "python": platform.python_version(),
-            "platform": platform.platform()}  # fmt: skip
+    """Git commit (or None), whether the checkout differs from it, package versions, Python,
+    platform and CPU count."""
+    return {
+        "commit": _git("rev-parse", "HEAD"),
+        "dirty": _dirty(),
+        "versions": _versions(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
 
 
 @cache
@@ -38,7 +52,12 @@ def hardware() -> dict[str, Any]:
         import torch
 
         gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {"processor": _processor(), "cores": len(os.sched_getaffinity(0)), "memory": memory(), "gpus": gpus}
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": memory(),
+        "gpus": gpus,
+    }
 
 
 def _processor() -> str:
@@ -56,25 +75,36 @@ def _dirty() -> bool | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """Standard output of a git command in the checkout of this package; None outside one or without git."""
-    if not _is_ours(HERE.parents[2] / "pyproject.toml") or _run_git("ls-files", "--error-unmatch", HERE.name) is None:
+    """Standard output of a git command in the checkout of this package; None outside one or without
+    git."""
+    if (
+        not _is_ours(HERE.parents[2] / "pyproject.toml")
+        or _run_git("ls-files", "--error-unmatch", HERE.name) is None
+    ):
         return None
     return _run_git(*arguments)
 
 
 def _is_ours(project: Path) -> bool:
     try:
-        return bool(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["name"] == "lns-study")
+        return bool(
+            tomllib.loads(project.read_text(encoding="utf-8"))["project"]["name"] == "lns-study"
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
 def _run_git(*arguments: str) -> str | None:
-    """Standard output of a git command in this package's folder, whatever repository a git hook's environment names; None if it fails."""
-    environment = {name: value for name, value in os.environ.items() if name not in REPOSITORY_VARIABLES}
+    """Standard output of a git command in this package's folder, whatever repository a git hook's
+    environment names; None if it fails."""
+    environment = {
+        name: value for name, value in os.environ.items() if name not in REPOSITORY_VARIABLES
+    }
     command = ["git", "-C", str(HERE.parent), *arguments]
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=10, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
@@ -91,10 +121,14 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def different_data(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The first data set of ``ours`` that has other bytes in ``theirs``, and that; None if they agree.
+def different_data(
+    ours: list[dict[str, Any]], theirs: list[dict[str, Any]]
+) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The first data set of ``ours`` that has other bytes in ``theirs``, and that; None if they
+    agree.
 
-    Files are compared, whatever was chosen of them; where a ledger is too old to tell of files, the examples of choices of one size.
+    Files are compared, whatever was chosen of them; where a ledger is too old to tell of files, the
+    examples of choices of one size.
 
     Args:
         ours: :class:`trainers.data.DatasetInfo` as dicts, as in the ledger's ``planned`` events.
@@ -103,7 +137,9 @@ def different_data(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> 
     for one in ours:
         for other in (entry for entry in theirs if entry["name"] == one["name"]):
             key = "files" if "files" in one and "files" in other else "digest"
-            alike = key == "files" or all(one.get(size) == other.get(size) for size in ("train", "validation"))
+            alike = key == "files" or all(
+                one.get(size) == other.get(size) for size in ("train", "validation")
+            )
             if alike and one[key] != other[key]:
                 return one, other
     return None

@@ -1,13 +1,14 @@
 """Which trial held which slots when: one run of a study, folded from its ledger's events.
 
-A *slot* is the place of one process. A trial of several workers has several; they are told by the lowest numbers that were free.
-A trial holds its slots, and with them CPUs and a share of GPUs, from ``started`` to whichever comes first of its ``finished``,
-``stopped``, ``failed``, ``restarted`` and ``relieved``, or to the end of the run: ``ended``, or the last event of a run that was
-killed.
+A *slot* is the place of one process. A trial of several workers has several; they are told by the
+lowest numbers that were free. A trial holds its slots, and with them CPUs and a share of GPUs, from
+``started`` to whichever comes first of its ``finished``, ``stopped``, ``failed``, ``restarted`` and
+``relieved``, or to the end of the run: ``ended``, or the last event of a run that was killed.
 
-Each event costs the same however many came before. What the figures mean is in :mod:`study.results.utilisation`. Limits: reports
-of epochs that the ledger knows already (of a trial that was restarted) are not in it, so until the first new one a trial counts
-as starting; ledgers written before slots were noted have no intervals.
+Each event costs the same however many came before. What the figures mean is in
+:mod:`study.results.utilisation`. Limits: reports of epochs that the ledger knows already (of a
+trial that was restarted) are not in it, so until the first new one a trial counts as starting;
+ledgers written before slots were noted have no intervals.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Interval:
         how: the event that ended it, or ``interrupted``; "" while it holds them.
         first, last: its first and last report of an epoch; None before.
         epochs: reported.
-        alone, alone_seconds: epochs from one report to the next during which no other trial ran, and how long they took in all.
+        alone, alone_seconds: epochs from one report to the next during which no other trial ran,
+            and how long they took in all.
     """
 
     trial: str
@@ -102,13 +104,16 @@ class Run:
         )
 
     def apply(self, event: Event) -> None:
-        """Take in the next event of the run; what was taken over from elsewhere was no work of this run."""
+        """Take in the next event of the run; what was taken over from elsewhere was no work of this
+        run."""
         if "source" in event or self.over:
             return
         kind, time, trial = event["event"], event["time"], event.get("trial", "")
         self.end = time
         if kind == "capacity":
-            self.capacity.append(Capacity(time=time, cpus=event["cpus"], gpus=event["gpus"], nodes=event["nodes"]))
+            self.capacity.append(
+                Capacity(time=time, cpus=event["cpus"], gpus=event["gpus"], nodes=event["nodes"])
+            )
         elif kind == "added":
             self.rows[event["planned"]["id"]] = event["planned"]["row"]
             self._waiting[event["planned"]["id"]] = time
@@ -150,7 +155,10 @@ class Run:
         if interval.first is None or interval.last is None:
             interval.first = time
         elif self._alone_since is not None and self._alone_since <= interval.last:
-            interval.alone, interval.alone_seconds = interval.alone + 1, interval.alone_seconds + time - interval.last
+            interval.alone, interval.alone_seconds = (
+                interval.alone + 1,
+                interval.alone_seconds + time - interval.last,
+            )
         interval.last = time
 
     def _end(self, trial: str, time: float, how: str) -> None:

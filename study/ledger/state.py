@@ -1,7 +1,8 @@
-"""The state of a study, folded from its ledger's events: what progress, tracking and the report look at.
+"""The state of a study, folded from its ledger's events: what progress, tracking and the report
+look at.
 
-The last ``planned`` event says which trials belong to the study now; older ones stay in the ledger and count again if a later
-plan names them.
+The last ``planned`` event says which trials belong to the study now; older ones stay in the ledger
+and count again if a later plan names them.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from study.ledger.slots import Run, follow
 from study.tracking_uri import without_password
 
 ALL, UNFINISHED, ONLY_FAILED = "all", "unfinished", "failed"
-"""Which trials a run takes on: all that have not finished, those of them that have not failed, or the failed ones alone."""
+"""Which trials a run takes on: all that have not finished, those of them that have not failed, or
+the failed ones alone."""
 
 PLANNED, RUNNING, FINISHED, FAILED, STOPPED = "planned", "running", "finished", "failed", "stopped"
 ENDED = (FINISHED, FAILED, STOPPED)
-"""What a trial stays at in this run of the study: done, given up, or ended early by the scheduler."""
+"""What a trial stays at in this run of the study: done, given up, or ended early by the
+scheduler."""
 
 
 @dataclass(kw_only=True)
@@ -35,13 +38,16 @@ class TrialState:
         test: final metrics, ``test/loss`` and ``test/error`` (a fraction); empty until finished.
         checkpoints: paths, oldest first.
         restarts: how often its process died and was started again.
-        commits: git commits of the runs that trained it, also in the study that it was taken over from.
+        commits: git commits of the runs that trained it, also in the study that it was taken over
+            from.
         number: of the configuration in its row; None where nothing is searched.
         params: the sampled values by dotted key.
         asked: what an adaptive search noted when it proposed the trial.
         started, ended: seconds since 1970, or None.
-        ends: when it ended, and its ``seconds`` then, None where they are not known, each time: one that failed may have been retried.
-        took: seconds of each reported epoch, evaluation included; it lacks those of which nobody noted them.
+        ends: when it ended, and its ``seconds`` then, None where they are not known, each time: one
+            that failed may have been retried.
+        took: seconds of each reported epoch, evaluation included; it lacks those of which nobody
+            noted them.
         seconds: their sum; ``spent`` of them in this trial and study, not in what was taken over.
         source: the trial's id or the study's folder that epochs were taken over from, or "".
         stopped_by: the scheduler that ended it early, or "".
@@ -88,11 +94,13 @@ class TrialState:
         return sum(self.took.values())
 
     def metric(self, name: str, *, own: bool = False) -> dict[int, float]:
-        """One reported metric by epoch, ascending; ``own`` leaves out the epochs that were taken over."""
+        """One reported metric by epoch, ascending; ``own`` leaves out the epochs that were taken
+        over."""
         return {
             epoch: float(self.reports[epoch]["metrics"][name])
             for epoch in sorted(self.reports)
-            if name in self.reports[epoch]["metrics"] and not (own and "source" in self.reports[epoch])
+            if name in self.reports[epoch]["metrics"]
+            and not (own and "source" in self.reports[epoch])
         }
 
     def checkpoints_left(self) -> list[str]:
@@ -108,7 +116,8 @@ class StudyState:
         plan: the last ``planned`` event.
         known: every trial the ledger ever planned, by id.
         limits: the study's limits as last edited; None if they are the config's.
-        outcome: of the last run: finished, failed, stopped, interrupted, or "" while it runs or after it was killed.
+        outcome: of the last run: finished, failed, stopped, interrupted, or "" while it runs or
+            after it was killed.
         runs: which trials held which slots, the oldest run first.
         damage: what is wrong with the ledger, in words; "" if nothing is.
     """
@@ -133,7 +142,8 @@ class StudyState:
 
     @property
     def run(self) -> Run | None:
-        """The last run that had something to run on; None in ledgers written before that was noted."""
+        """The last run that had something to run on; None in ledgers written before that was
+        noted."""
         return next((run for run in reversed(self.runs) if run.capacity), None)
 
     def counts(self) -> dict[str, int]:
@@ -148,8 +158,8 @@ class StudyState:
         return rows
 
     def apply(self, event: Event) -> None:
-        """Fold one event in. Those of unknown kinds are ignored; those of unknown trials wait for the plan that names them, since the one
-        that did may have been lost."""
+        """Fold one event in. Those of unknown kinds are ignored; those of unknown trials wait for
+        the plan that names them, since the one that did may have been lost."""
         follow(self.runs, event)
         if event["event"] == "planned":
             self._plan(event)
@@ -159,7 +169,9 @@ class StudyState:
         elif event["event"] == "edited":
             self.limits = event["limits"]
         elif event["event"] == "lost" and self.plan:
-            self.plan |= {"provenance": self.plan["provenance"] | {"commit": "unknown", "dirty": None}}
+            self.plan |= {
+                "provenance": self.plan["provenance"] | {"commit": "unknown", "dirty": None}
+            }
         elif event["event"] == "ended":
             self.outcome = event["outcome"]
         elif (trial := self.known.get(event.get("trial", ""))) is not None:
@@ -168,15 +180,20 @@ class StudyState:
             self._early.setdefault(event["trial"], []).append(event)
 
     def _with_origin(self, event: Event) -> Event:
-        """An event with the seconds and the code of the trial that it was taken over from, which earlier versions did not write."""
+        """An event with the seconds and the code of the trial that it was taken over from, which
+        earlier versions did not write."""
         origin = self.known.get(event.get("source", ""))
         if origin is None or "commits" in event:
             return event
         return {"seconds": origin.took.get(event["epoch"]), "commits": origin.commits, **event}
 
     def _plan(self, event: Event) -> None:
-        trials = {trial["id"]: trial for trial in event["trials"]}  # earlier versions let two rows plan the same trial
-        self.plan = event | {"trials": list(trials.values()), "study": study_without_password(event["study"])}
+        # earlier versions let two rows plan the same trial
+        trials = {trial["id"]: trial for trial in event["trials"]}
+        self.plan = event | {
+            "trials": list(trials.values()),
+            "study": study_without_password(event["study"]),
+        }
         self.outcome = ""
         self.limits = None
         for trial in event["trials"]:
@@ -189,7 +206,11 @@ class StudyState:
                 _apply_to_trial(state, event, {})
         state = self.known[trial["id"]]
         state.row, state.config = trial["row"], apply(trial["config"], state.relief)
-        state.number, state.params, state.asked = trial.get("number"), trial.get("params", {}), trial.get("asked", {})
+        state.number, state.params, state.asked = (
+            trial.get("number"),
+            trial.get("params", {}),
+            trial.get("asked", {}),
+        )
         if state.status not in (FINISHED, STOPPED) and (retry or state.status != FAILED):
             state.status, state.error = PLANNED, ""
 
@@ -220,7 +241,9 @@ def _apply_to_trial(trial: TrialState, event: Event, plan: Event) -> None:
     if kind == "started":
         trial.status, trial.started, trial.last_heard = RUNNING, trial.started or time, time
         trained_by = (
-            [f"unknown, taken over from {event['source']}"] if "source" in event else [event.get("code") or code_of(plan)]
+            [f"unknown, taken over from {event['source']}"]
+            if "source" in event
+            else [event.get("code") or code_of(plan)]
         )
         trial.commits = list(dict.fromkeys([*trial.commits, *event.get("commits", trained_by)]))
     elif kind == "report":
@@ -243,11 +266,14 @@ def _apply_to_trial(trial: TrialState, event: Event, plan: Event) -> None:
     elif kind == "failed":
         trial.status, trial.error, trial.ended = FAILED, event["error"], time
     if kind in ENDED:
-        trial.ends.append((time, trial.seconds if trial.took.keys() == trial.reports.keys() else None))
+        trial.ends.append(
+            (time, trial.seconds if trial.took.keys() == trial.reports.keys() else None)
+        )
 
 
 def _take_time(trial: TrialState, event: Event) -> None:
-    """What an epoch took; of one that was taken over only what the event says, its time is that of the copy where it says nothing."""
+    """What an epoch took; of one that was taken over only what the event says, its time is that of
+    the copy where it says nothing."""
     here = (
         None if "source" in event else max(0.0, event["time"] - (trial.last_heard or event["time"]))
     )  # another writer's clock may lag

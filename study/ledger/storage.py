@@ -25,7 +25,8 @@ def check_writable(folder: Path, key: str, remedy: str = "") -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file such that readers find all of it, or the one before, whenever the process dies; a lost machine may lose it."""
+    """Write a file such that readers find all of it, or the one before, whenever the process dies;
+    a lost machine may lose it."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     part.write_bytes(content)
     part.replace(path)

@@ -1,7 +1,9 @@
-"""What a study's folder has of checkpoints: which ledger they belong to, and what they know of their trials. Reads no tensors.
+"""What a study's folder has of checkpoints: which ledger they belong to, and what they know of
+their trials. Reads no tensors.
 
-A checkpoint's state has, under ``origin``, the id of the ledger whose study trained it, the code that did (a git commit) and what was
-planned. So one that was left behind by another ledger, or by one that was deleted, is not taken for this study's work.
+A checkpoint's state has, under ``origin``, the id of the ledger whose study trained it, the code
+that did (a git commit) and what was planned. So one that was left behind by another ledger, or by
+one that was deleted, is not taken for this study's work.
 """
 
 from __future__ import annotations
@@ -20,24 +22,30 @@ from trainers.checkpoint.manifest import STATE, read_state
 
 
 def origin_of(trial: PlannedTrial, ledger: str, plan: Event) -> dict[str, Any]:
-    """What the checkpoints of a trial carry: the ledger's id, the code, and the trial's plan (its config they have anyway)."""
+    """What the checkpoints of a trial carry: the ledger's id, the code, and the trial's plan (its
+    config they have anyway)."""
     planned = {key: value for key, value in trial.to_dict().items() if key != "config"}
     return {"ledger": ledger, "code": code_of(plan), "trial": planned}
 
 
 def checkpoints_of(folder: Path) -> Iterator[tuple[str, Path, dict[str, Any]]]:
-    """Trial, folder and state of every whole checkpoint of the study in ``folder``, the newest of a trial first."""
+    """Trial, folder and state of every whole checkpoint of the study in ``folder``, the newest of a
+    trial first."""
     for path in _paths(folder):
         with suppress(ValueError):
             yield path.parent.name, path, read_state(path)
 
 
 def broken_checkpoints(folder: Path) -> Iterator[Path]:
-    """The checkpoints of the study in ``folder`` whose state or tensors are not as they were written."""
+    """The checkpoints of the study in ``folder`` whose state or tensors are not as they were
+    written."""
     for path in _paths(folder):
         try:
             state = read_state(path)
-            whole = hashlib.sha256((path / str(state["tensors"])).read_bytes()).hexdigest() == state["sha256"]
+            whole = (
+                hashlib.sha256((path / str(state["tensors"])).read_bytes()).hexdigest()
+                == state["sha256"]
+            )
         except (ValueError, KeyError, OSError):
             whole = False
         if not whole:
@@ -45,7 +53,8 @@ def broken_checkpoints(folder: Path) -> Iterator[Path]:
 
 
 def _paths(folder: Path) -> Iterator[Path]:
-    """Where checkpoints were written to the end: ours, and Ray Train's; the newest of a trial first."""
+    """Where checkpoints were written to the end: ours, and Ray Train's; the newest of a trial
+    first."""
     for trial in sorted([*(folder / "checkpoints").glob("*"), *(folder / "train").glob("*")]):
         yield from sorted((path.parent for path in trial.glob(f"*/{STATE}")), reverse=True)
 
@@ -54,7 +63,8 @@ def check_same_ledger(ledger: Ledger, before: StudyState) -> None:
     """Trials must not continue from what another ledger's study has left in this one's folder.
 
     Raises:
-        ValueError: there is a checkpoint of another ledger, or, where the ledger is new, of a version that did not say of which.
+        ValueError: there is a checkpoint of another ledger, or, where the ledger is new, of a
+            version that did not say of which.
     """
     done = {trial.id for trial in before.known.values() if trial.status in (FINISHED, STOPPED)}
     for trial, path, state in checkpoints_of(ledger.folder):
@@ -63,8 +73,9 @@ def check_same_ledger(ledger: Ledger, before: StudyState) -> None:
         if trial not in done and known != ledger.id and (known or not ledger.history):
             of = f"ledger {known}" if known else "a ledger that is gone"
             raise ValueError(
-                f"{path}: is a checkpoint of {of} (code: {origin.get('code', 'unknown')}), and this study's is "
-                f"{ledger.id if ledger.history else 'new'}: its figures would come back as newly trained; if the ledger was lost, "
-                f"`{how_to_repair(ledger.folder)}` makes it again; otherwise delete {ledger.folder}, or choose another name with name=... "
-                "and take finished trials over with import"
+                f"{path}: is a checkpoint of {of} (code: {origin.get('code', 'unknown')}), and this"
+                f" study's is {ledger.id if ledger.history else 'new'}: its figures would come back"
+                f" as newly trained; if the ledger was lost, `{how_to_repair(ledger.folder)}` makes"
+                f" it again; otherwise delete {ledger.folder}, or choose another name with name=..."
+                " and take finished trials over with import"
             )

@@ -18,24 +18,43 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 
 
 def export_rows(state: StudyState, *, epochs: bool = False) -> list[dict[str, Any]]:
-    """Flat dicts, one a trial of the last plan (or one an epoch): identity, config under dotted keys, status, times, metrics."""
+    """Flat dicts, one a trial of the last plan (or one an epoch): identity, config under dotted
+    keys, status, times, metrics."""
     rows = []
     for trial in state.trials:
         base = _identity(trial)
         if epochs:
-            rows += [base | {"epoch": epoch, **event["metrics"]} for epoch, event in sorted(trial.reports.items())]
+            rows += [
+                base | {"epoch": epoch, **event["metrics"]}
+                for epoch, event in sorted(trial.reports.items())
+            ]
         else:
             last = trial.reports[trial.epoch]["metrics"] if trial.reports else {}
             derived = {name: objective(trial, name) for name in ("bits", "seconds")}
             rows.append(
-                base | {"epoch": trial.epoch, **last, **trial.test, **derived, "restarts": trial.restarts, "error": trial.error}
+                base
+                | {
+                    "epoch": trial.epoch,
+                    **last,
+                    **trial.test,
+                    **derived,
+                    "restarts": trial.restarts,
+                    "error": trial.error,
+                }
             )
     return rows
 
 
 def _identity(trial: TrialState) -> dict[str, Any]:
     config = {f"config.{key}": value for key, value in flatten(trial.config).items()}
-    return {"id": trial.id, "row": trial.row, "number": trial.number, "seed": trial.seed, "status": trial.status, **config}
+    return {
+        "id": trial.id,
+        "row": trial.row,
+        "number": trial.number,
+        "seed": trial.seed,
+        "status": trial.status,
+        **config,
+    }
 
 
 def export(state: StudyState, path: Path, form: str, *, epochs: bool = False) -> int:

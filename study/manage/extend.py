@@ -20,7 +20,8 @@ def extended(state: StudyState, overrides: Sequence[str]) -> StudyConfig:
     """The study's config with ``key=value`` changes, for more seeds, rows, samples or epochs.
 
     Raises:
-        ValueError: a change that is no config, or one of the name or the storage, which would be another study.
+        ValueError: a change that is no config, or one of the name or the storage, which would be
+            another study.
     """
     for override in overrides:
         if override.partition("=")[0] in ("name", "storage"):
@@ -29,12 +30,16 @@ def extended(state: StudyState, overrides: Sequence[str]) -> StudyConfig:
     return change(state.config, overrides)
 
 
-def continuations(ledger: Ledger, state: StudyState, trials: Iterable[TrialState] | None = None) -> int:
-    """Enter in the ledger, for every trial that an earlier one differs from in fewer epochs alone, what that one has done.
+def continuations(
+    ledger: Ledger, state: StudyState, trials: Iterable[TrialState] | None = None
+) -> int:
+    """Enter in the ledger, for every trial that an earlier one differs from in fewer epochs alone,
+    what that one has done.
 
-    The longer trial goes on from the shorter one's last checkpoint, and ends with the bits it would have had from the start. What
-    changes after the shorter one's end (:mod:`trainers.config.schedule_changes`) may differ too. Only for trials whose epochs do
-    not depend on how many there are.
+    The longer trial goes on from the shorter one's last checkpoint, and ends with the bits it would
+    have had from the start. What changes after the shorter one's end
+    (:mod:`trainers.config.schedule_changes`) may differ too. Only for trials whose epochs do not
+    depend on how many there are.
 
     Args:
         trials: which; None for the plan's.
@@ -42,14 +47,20 @@ def continuations(ledger: Ledger, state: StudyState, trials: Iterable[TrialState
     Returns:
         The number of trials that go on.
     """
-    begun = [trial for trial in state.known.values() if trial.status == FINISHED and trial.epoch == trial.epochs]
+    begun = [
+        trial
+        for trial in state.known.values()
+        if trial.status == FINISHED and trial.epoch == trial.epochs
+    ]
     shorter = {(trial.epochs, beginning_key(trial.config, trial.epochs)): trial for trial in begun}
     lengths = sorted({epochs for epochs, _ in shorter}, reverse=True)
     found = 0
     for trial in state.trials if trials is None else trials:
         if trial.reports or trial.status in ENDED or not _independent(trial.config):
             continue
-        sources = (shorter.get((n, beginning_key(trial.config, n))) for n in lengths if n < trial.epochs)
+        sources = (
+            shorter.get((n, beginning_key(trial.config, n))) for n in lengths if n < trial.epochs
+        )
         found += any(_go_on(ledger, trial, source) for source in sources if source is not None)
     return found
 
@@ -66,19 +77,24 @@ def _go_on(ledger: Ledger, trial: TrialState, source: TrialState) -> bool:
 
 
 def _independent(config: dict[str, Any]) -> bool:
-    """Whether an epoch is the same however many follow: one process, and a learning rate that does not decay to the last one."""
-    return bool(config["workers"] == 1 and config.get("lr_schedule", {}).get("decay", "constant") == "constant")
+    """Whether an epoch is the same however many follow: one process, and a learning rate that does
+    not decay to the last one."""
+    return bool(
+        config["workers"] == 1
+        and config.get("lr_schedule", {}).get("decay", "constant") == "constant"
+    )
 
 
 def take_over(folder: Path, source: Path) -> tuple[int, int]:
-    """Enter finished trials of the study in ``source`` into the ledger of the one in ``folder``, where both planned the same
-    trial.
+    """Enter finished trials of the study in ``source`` into the ledger of the one in ``folder``,
+    where both planned the same trial.
 
     Returns:
         How many were taken, and how many trials the study still lacks.
 
     Raises:
-        ValueError: either has no plan or is damaged, they saw different data, or the study is running.
+        ValueError: either has no plan or is damaged, they saw different data, or the study is
+            running.
     """
     before, other = whole(folder), whole(source)
     _check_data(before, other)
@@ -107,7 +123,8 @@ def _copy(ledger: Ledger, known: TrialState, source: Path) -> None:
 
 
 def _copy_reports(ledger: Ledger, known: TrialState, source: str, trial: str) -> None:
-    """Enter the epochs of ``known`` as those of ``trial``, with when, how long and by which code they were trained."""
+    """Enter the epochs of ``known`` as those of ``trial``, with when, how long and by which code
+    they were trained."""
     for epoch, event in sorted(known.reports.items()):
         ledger.append(
             "report",
@@ -125,6 +142,6 @@ def _check_data(ours: StudyState, theirs: StudyState) -> None:
     if found := different_data(ours.plan.get("data", []), theirs.plan.get("data", [])):
         one, other = found
         raise ValueError(
-            f"data {one['name']!r}: the two studies saw different files (sha256 {one['digest'][:12]} and {other['digest'][:12]}); run the "
-            "trials again instead"
+            f"data {one['name']!r}: the two studies saw different files (sha256"
+            f" {one['digest'][:12]} and {other['digest'][:12]}); run the trials again instead"
         )

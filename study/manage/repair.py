@@ -1,15 +1,19 @@
-"""``lns-study doctor STUDY --repair``: a damaged ledger made again from what is whole of it and what checkpoints and MLflow still know.
+"""``lns-study doctor STUDY --repair``: a damaged ledger made again from what is whole of it and
+what checkpoints and MLflow still know.
 
-Every event that is whole stays, in its order. Where lines are lost, what a trial must have had there is put in: that it was started,
-its epochs (from the history that its newest whole checkpoint carries, else from MLflow), its checkpoints, its end. Such events say under
-``recovered`` where they are from. Their times are MLflow's, else those of the line before, so that the seconds of a trial still add up
-where its neighbours are whole. A finished trial with an epoch that nobody knows any more is set back: the next run trains it again.
+Every event that is whole stays, in its order. Where lines are lost, what a trial must have had
+there is put in: that it was started, its epochs (from the history that its newest whole checkpoint
+carries, else from MLflow), its checkpoints, its end. Such events say under ``recovered`` where they
+are from. Their times are MLflow's, else those of the line before, so that the seconds of a trial
+still add up where its neighbours are whole. A finished trial with an epoch that nobody knows any
+more is set back: the next run trains it again.
 
-The damaged file is kept beside the new one, which has no password that an earlier version left in the old. Where every plan is lost, the
-next ``lns-study run CONFIG`` plans anew, and what the ledger has of its trials counts.
+The damaged file is kept beside the new one, which has no password that an earlier version left in
+the old. Where every plan is lost, the next ``lns-study run CONFIG`` plans anew, and what the ledger
+has of its trials counts.
 
-Limits: what was neither in a checkpoint nor in MLflow stays lost: edited limits, restarts, how many CPUs there were, and, without
-MLflow, the seconds of a trial of which every line is lost.
+Limits: what was neither in a checkpoint nor in MLflow stays lost: edited limits, restarts, how many
+CPUs there were, and, without MLflow, the seconds of a trial of which every line is lost.
 """
 
 from __future__ import annotations
@@ -21,47 +25,30 @@ import time
 from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from study.ledger.lines import HEADER, Damage, Event, seal
-from study.ledger.log import FILE, Contents, describe_damage, make_header, new_id, open_ledger, sync_folder, take_lock, write_lock
-from study.ledger.state import EXTRA, FAILED, FINISHED, STOPPED, fold, study_without_password
+from study.ledger.log import (
+    FILE,
+    Contents,
+    describe_damage,
+    make_header,
+    new_id,
+    open_ledger,
+    sync_folder,
+    take_lock,
+    write_lock,
+)
+from study.ledger.state import FINISHED, fold, study_without_password
 from study.manage.checkpoints import checkpoints_of
+from study.manage.evidence import CHECKPOINT, ENDS, Known, add_known_to_mlflow, known_to_checkpoints
 
-ENDS = (FINISHED, STOPPED, FAILED)
-"""Events that end a trial."""
 KINDS = (*ENDS, "started", "report", "checkpoint", "added")
 """Events that can be restored."""
 BESIDE = ("planned", "capacity", "ended", "edited", "restarted", "relieved", "damaged", HEADER)
 """Those that cannot."""
-CHECKPOINT, MLFLOW, ELIMINATION = "checkpoint", "mlflow", "elimination"
-
-
-@dataclass(kw_only=True)
-class Known:
-    """What is known of one trial beside the ledger.
-
-    Attributes:
-        source: where from.
-        epochs: metrics by epoch.
-        times: when they were reported, seconds since 1970, as far as that is known.
-        end: the event of its end, without trial and time; None where it is not known.
-        ended: when.
-        paths: its checkpoints, by epoch.
-        origin: what its checkpoints carry.
-        config: theirs.
-    """
-
-    source: str = ""
-    epochs: dict[int, dict[str, float]] = field(default_factory=dict)
-    times: dict[int, float] = field(default_factory=dict)
-    end: Event | None = None
-    ended: float | None = None
-    paths: dict[int, Path] = field(default_factory=dict)
-    origin: dict[str, Any] = field(default_factory=dict)
-    config: dict[str, Any] = field(default_factory=dict)
+ELIMINATION = "elimination"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +92,9 @@ def repair(folder: Path, uri: str | None) -> Repaired:
         known = known_to_checkpoints(folder)
         id_ = contents.id or _common_id(known) or new_id()
         if uri is not None:
-            add_known_to_mlflow(known, _name(folder, contents), id_, uri, _all_names(contents, known))
+            add_known_to_mlflow(
+                known, _name(folder, contents), id_, uri, _all_names(contents, known)
+            )
         work = _Restoration(contents, known)
         work.restore()
         write_lock(lock, {})
@@ -117,7 +106,9 @@ def repair(folder: Path, uri: str | None) -> Repaired:
 
 def _common_id(known: dict[str, Known]) -> str:
     """The ledger that most checkpoints name; "" if none does."""
-    named = Counter(str(entry.origin["ledger"]) for entry in known.values() if entry.origin.get("ledger"))
+    named = Counter(
+        str(entry.origin["ledger"]) for entry in known.values() if entry.origin.get("ledger")
+    )
     return named.most_common(1)[0][0] if named else ""
 
 
@@ -129,92 +120,12 @@ def _name(folder: Path, contents: Contents) -> str:
 def _all_names(contents: Contents, known: dict[str, Known]) -> set[str]:
     """The names of all metrics."""
     metrics = [event["metrics"] for event in contents.events if "metrics" in event]
-    metrics += [values for entry in known.values() for values in (*entry.epochs.values(), (entry.end or {}).get("metrics", {}))]
+    metrics += [
+        values
+        for entry in known.values()
+        for values in (*entry.epochs.values(), (entry.end or {}).get("metrics", {}))
+    ]
     return {name for values in metrics for name in values}
-
-
-# ----------------------------------------------------------------------------------------------------------------- what is known
-
-
-def known_to_checkpoints(folder: Path) -> dict[str, Known]:
-    """What the checkpoints in a study's folder know, by trial."""
-    found: dict[str, Known] = {}
-    for trial, path, state in checkpoints_of(folder):
-        entry = found.setdefault(trial, Known(source=CHECKPOINT))
-        entry.paths.setdefault(int(state["epoch"]), path)
-        if entry.config:
-            continue  # an older one
-        entry.config, entry.origin = state.get("config", {}), state.get("origin", {})
-        entry.epochs = {int(metrics["epoch"]): _numbers(metrics) for metrics in state.get("history", [])}
-        if state.get("tested"):
-            entry.end = {"event": FINISHED, "metrics": {name: float(value) for name, value in state["tested"].items()}}
-    return found
-
-
-def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
-    """What a report has of an epoch's metrics."""
-    return {name: float(value) for name, value in metrics.items() if "/" in name or name in EXTRA}
-
-
-def add_known_to_mlflow(known: dict[str, Known], name: str, id_: str, uri: str, names: set[str]) -> None:
-    """Add what the store at ``uri`` knows of the ledger ``id_``: times, and where there is no checkpoint the figures too.
-
-    Raises:
-        ValueError: the store does not answer.
-    """
-    from study.tracking.names import sanitise
-    from study.tracking.payload import KEY_TAG
-    from study.tracking.runs import runs_with_key
-    from study.tracking.supervisor import check_tracking
-    from study.tracking.writer import connect
-
-    check_tracking(uri)
-    client = connect(uri)
-    experiment = client.get_experiment_by_name(name)
-    if experiment is None:
-        return
-    plain = {sanitise(name): name for name in names}
-    for run in runs_with_key(client, experiment.experiment_id, id_):
-        trial = run.data.tags[KEY_TAG].partition("/")[2]
-        if trial:
-            _merge(known.setdefault(trial, Known(source=MLFLOW)), _known_to_run(client, run, plain))
-
-
-def _known_to_run(client: Any, run: Any, plain: dict[str, str]) -> Known:
-    found = Known(source=MLFLOW)
-    test: dict[str, float] = {}
-    for key in set(run.data.metrics) & set(plain):
-        for metric in client.get_metric_history(run.info.run_id, key):
-            if plain[key].startswith("test/"):
-                test[plain[key]] = metric.value
-            else:
-                found.epochs.setdefault(metric.step, {})[plain[key]] = metric.value
-                found.times[metric.step] = (metric.timestamp + 0.5) / 1000  # as the ledger's time, cut to milliseconds
-    names = {name for values in found.epochs.values() for name in values}
-    found.epochs = {step: values for step, values in found.epochs.items() if set(values) == names}  # it has no infinite ones
-    status = run.data.tags.get("status", "")
-    if status in ENDS and run.info.end_time:
-        found.end, found.ended = _end(status, test, run.data.tags), (run.info.end_time + 0.5) / 1000
-    return found
-
-
-def _end(status: str, test: dict[str, float], tags: dict[str, str]) -> Event | None:
-    if status == FINISHED:
-        return {"event": FINISHED, "metrics": test} if test else None
-    return (
-        {"event": STOPPED, "by": tags.get("stopped_by", "")}
-        if status == STOPPED
-        else {"event": FAILED, "error": tags.get("error", "")}
-    )
-
-
-def _merge(entry: Known, other: Known) -> None:
-    """Take into ``entry`` what it lacks; figures of a checkpoint go before MLflow's."""
-    entry.epochs = other.epochs | entry.epochs
-    entry.times, entry.ended, entry.end = other.times, other.ended, entry.end or other.end
-
-
-# --------------------------------------------------------------------------------------------------------------- what is put where
 
 
 class _Restoration:
@@ -227,10 +138,13 @@ class _Restoration:
     """
 
     def __init__(self, contents: Contents, known: dict[str, Known]) -> None:
-        self._damage = {damage.number: damage for damage in contents.damage if damage.number is not None}
+        self._damage = {
+            damage.number: damage for damage in contents.damage if damage.number is not None
+        }
         self._whole = list(zip(contents.numbers, contents.events, strict=True))
         self._numbers, self._times = contents.numbers, [event["time"] for event in contents.events]
-        self._gaps = [gap for gap in sorted(self._damage) if gap > 1] if self._whole else [1]  # the first line is the header
+        # the first line is the header
+        self._gaps = [gap for gap in sorted(self._damage) if gap > 1] if self._whole else [1]
         self._known, self._state = known, fold(contents.events)
         self._of_trial: dict[str, list[tuple[int, Event]]] = defaultdict(list)
         for number, event in self._whole:
@@ -247,19 +161,31 @@ class _Restoration:
         """Fill the gaps, set back what cannot be filled, put all in order."""
         for gap in self._gaps:
             if self._is_plan(gap):
-                self._put[gap].append({"event": "lost", "time": self._between(gap), "what": "planned"})
+                self._put[gap].append(
+                    {"event": "lost", "time": self._between(gap), "what": "planned"}
+                )
         for trial in sorted({*self._of_trial, *self._known, *self._state.known}):
-            self._restore(trial, self._of_trial[trial], self._known.get(trial, Known(source=ELIMINATION)))
+            self._restore(
+                trial, self._of_trial[trial], self._known.get(trial, Known(source=ELIMINATION))
+            )
         if self._whole or not self._damage:
             self.lost += [
-                f"{damage}{_meaning(damage)}" for number, damage in sorted(self._damage.items()) if self._is_lost(number)
+                f"{damage}{_meaning(damage)}"
+                for number, damage in sorted(self._damage.items())
+                if self._is_lost(number)
             ]
         else:
             self.lost.append(f"all {len(self._damage)} lines; the next run plans anew")
         numbered = [(number, 1, event) for number, event in self._whole]
-        numbered += [(number, 0, event) for number, events in self._put.items() for event in sorted(events, key=_time)]
+        numbered += [
+            (number, 0, event)
+            for number, events in self._put.items()
+            for event in sorted(events, key=_time)
+        ]
         self.events = [event for *_, event in sorted(numbered, key=lambda entry: entry[:2])]
-        self.recovered = [event for events in self._put.values() for event in events if "recovered" in event]
+        self.recovered = [
+            event for events in self._put.values() for event in events if "recovered" in event
+        ]
 
     def _restore(self, trial: str, events: list[tuple[int, Event]], known: Known) -> None:
         """What a trial must have had where lines are lost."""
@@ -269,7 +195,10 @@ class _Restoration:
         begun = min((number for number, event in events if event["event"] == "started"), default=0)
         for number in self._not_started(events, known):
             at = self._insert(
-                {"event": "started", "trial": trial, **_code(known)}, self._before(events, number), number, ELIMINATION
+                {"event": "started", "trial": trial, **_code(known)},
+                self._before(events, number),
+                number,
+                ELIMINATION,
             )
             begun = begun or at or 0
         epochs = {event["epoch"]: number for number, event in events if event["event"] == "report"}
@@ -280,51 +209,84 @@ class _Restoration:
                 after = max((n for e, n in epochs.items() if e < epoch), default=begun)
                 before = min((n for e, n in epochs.items() if e > epoch), default=end)
                 report = {"event": "report", "trial": trial, "epoch": epoch, "metrics": metrics}
-                if (gap := self._insert(report, after, before, known.source, known.times.get(epoch))) is not None:
+                if (
+                    gap := self._insert(report, after, before, known.source, known.times.get(epoch))
+                ) is not None:
                     epochs[epoch] = gap
         told = {event["epoch"] for _, event in events if event["event"] == "checkpoint"}
         for epoch, path in sorted(known.paths.items()):
             if epoch not in told and epoch in epochs:
-                checkpoint = {"event": "checkpoint", "trial": trial, "epoch": epoch, "path": str(path)}
+                checkpoint = {
+                    "event": "checkpoint",
+                    "trial": trial,
+                    "epoch": epoch,
+                    "path": str(path),
+                }
                 self._insert(checkpoint, epochs[epoch], math.inf, CHECKPOINT)
         self._restore_end(trial, known, epochs, ends)
 
-    def _restore_end(self, trial: str, known: Known, epochs: dict[int, int], ends: list[int]) -> None:
+    def _restore_end(
+        self, trial: str, known: Known, epochs: dict[int, int], ends: list[int]
+    ) -> None:
         planned = self._state.known.get(trial)
         wanted = planned.epochs if planned else int(known.config.get("epochs", 0))
         missing = [epoch for epoch in range(1, wanted + 1) if epoch not in epochs]
         if not ends and known.end and not (known.end["event"] == FINISHED and missing):
-            self._insert({"trial": trial, **known.end}, max(epochs.values(), default=0), math.inf, known.source, known.ended)
+            self._insert(
+                {"trial": trial, **known.end},
+                max(epochs.values(), default=0),
+                math.inf,
+                known.source,
+                known.ended,
+            )
         finished = [number for number, event in self._of_trial[trial] if event["event"] == FINISHED]
         if not wanted and finished:  # how many it had to have, nobody knows
             report = {"event": "report", "trial": trial}
-            missing = [gap for gap in self._gaps if gap < finished[0] and self._may_hold(gap, report)]
+            missing = [
+                gap for gap in self._gaps if gap < finished[0] and self._may_hold(gap, report)
+            ]
         if finished and missing:
             self._whole = [entry for entry in self._whole if entry[0] not in finished]
-            epochs_ = f"epochs {', '.join(map(str, missing))}" if wanted else "some epochs, perhaps,"
+            epochs_ = (
+                f"epochs {', '.join(map(str, missing))}" if wanted else "some epochs, perhaps,"
+            )
             self.lost.append(f"trial {trial}: {epochs_} that nobody knows; it is trained again")
 
-    def _insert(self, event: Event, after: float, before: float, source: str, when: float | None = None) -> int | None:
+    def _insert(
+        self, event: Event, after: float, before: float, source: str, when: float | None = None
+    ) -> int | None:
         """Put an event into the first gap between two numbers; where, or None if there is none."""
-        gap = next((gap for gap in self._gaps if after <= gap <= before and self._may_hold(gap, event)), None)
+        gap = next(
+            (gap for gap in self._gaps if after <= gap <= before and self._may_hold(gap, event)),
+            None,
+        )
         if gap is None:
             return None
         trial = event.get("trial", "")
-        moment = self._between(gap, when if when is not None or self._whole else self._worked_on(trial))
+        moment = self._between(
+            gap, when if when is not None or self._whole else self._worked_on(trial)
+        )
         moment = self._latest[gap, trial] = max(moment, self._latest[gap, trial])
-        self._put[gap].append({"event": event["event"], "time": moment, **event, "recovered": source})
+        self._put[gap].append(
+            {"event": event["event"], "time": moment, **event, "recovered": source}
+        )
         return gap
 
     def _may_hold(self, gap: int, event: Event) -> bool:
-        """Whether what can still be read of a lost line speaks against its having been this event."""
+        """Whether what can still be read of a lost line speaks against its having been this
+        event."""
         said = self._damage[gap].hints if self._whole else {}
         other_kind = said.get("event") in (*KINDS, *BESIDE) and said["event"] != event["event"]
         trial = event.get("trial") or event["planned"]["id"]
-        other_trial = said.get("trial") in {*self._of_trial, *self._known, *self._state.known} and said["trial"] != trial
+        other_trial = (
+            said.get("trial") in {*self._of_trial, *self._known, *self._state.known}
+            and said["trial"] != trial
+        )
         return not (other_kind or other_trial or self._is_plan(gap))
 
     def _between(self, gap: int, when: float | None = None) -> float:
-        """``when``, or else as late as the line before the gap; not before that one, nor after the next."""
+        """``when``, or else as late as the line before the gap; not before that one, nor after the
+        next."""
         place = bisect(self._numbers, gap)
         before = self._times[place - 1] if place else -math.inf
         after = self._times[place] if place < len(self._times) else math.inf
@@ -332,11 +294,14 @@ class _Restoration:
         return moment if math.isfinite(moment) else after if math.isfinite(after) else time.time()
 
     def _is_plan(self, gap: int) -> bool:
-        """Whether the lost line was a plan: it says so, or comes after the end of a run, and what follows is none."""
+        """Whether the lost line was a plan: it says so, or comes after the end of a run, and what
+        follows is none."""
         place = bisect(self._numbers, gap)
         around = [event["event"] for _, event in self._whole[max(0, place - 1) : place + 1]]
         said = self._damage[gap].hints.get("event") if self._whole else None
-        return said == "planned" or (place > 0 and len(around) == 2 and around[0] == "ended" and around[1] != "planned")
+        return said == "planned" or (
+            place > 0 and len(around) == 2 and around[0] == "ended" and around[1] != "planned"
+        )
 
     def _is_lost(self, number: int) -> bool:
         """Whether nothing was put in for a line; of the header all is known."""
@@ -349,7 +314,8 @@ class _Restoration:
         return min((path.stat().st_mtime for path in paths), default=None)
 
     def _not_started(self, events: list[tuple[int, Event]], known: Known) -> Iterator[float]:
-        """Before which numbers, or the end, the trial must have been started and, as far as the whole lines tell, was not."""
+        """Before which numbers, or the end, the trial must have been started and, as far as the
+        whole lines tell, was not."""
         if not events and (known.epochs or known.end):
             yield math.inf
         begun = False
@@ -364,8 +330,11 @@ class _Restoration:
                 yield number
 
     def _before(self, events: list[tuple[int, Event]], number: float) -> int:
-        """What comes before a number in the life of a trial: its own last line, or the plan of that run."""
-        return max([0, *(n for n, _ in events if n < number), *(n for n in self._plans if n < number)])
+        """What comes before a number in the life of a trial: its own last line, or the plan of that
+        run."""
+        return max(
+            [0, *(n for n, _ in events if n < number), *(n for n in self._plans if n < number)]
+        )
 
     @property
     def _adaptive(self) -> bool:
@@ -376,7 +345,12 @@ class _Restoration:
     def _add(self, trial: str, known: Known, first: float) -> None:
         planned = known.origin.get("trial")
         if planned and known.config:
-            self._insert({"event": "added", "planned": {**planned, "config": known.config}}, self._plans[0], first, CHECKPOINT)
+            self._insert(
+                {"event": "added", "planned": {**planned, "config": known.config}},
+                self._plans[0],
+                first,
+                CHECKPOINT,
+            )
 
 
 def _time(event: Event) -> float:
@@ -405,13 +379,31 @@ def _replace(folder: Path, id_: str, work: _Restoration) -> Path | None:
     """Write the new ledger, the old one kept beside it; at no moment is there none."""
     path = folder / FILE
     last = work.events[-1]["time"] if work.events else time.time()
-    kept = path.with_name(f"{FILE}.damaged-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}") if path.exists() else None
-    work.events.append({"event": "repaired", "time": last, "damaged": kept.name if kept else None, "lost": work.lost})
+    kept = (
+        path.with_name(f"{FILE}.damaged-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}")
+        if path.exists()
+        else None
+    )
+    work.events.append(
+        {
+            "event": "repaired",
+            "time": last,
+            "damaged": kept.name if kept else None,
+            "lost": work.lost,
+        }
+    )
     first = work.events[0]["time"]
     part = path.with_name(f"{FILE}.part")
     with part.open("wb") as file:
         for number, event in enumerate([make_header(id_, first), *work.events], 1):
-            file.write(seal(event | {"study": study_without_password(event["study"])} if "study" in event else event, number))
+            file.write(
+                seal(
+                    event | {"study": study_without_password(event["study"])}
+                    if "study" in event
+                    else event,
+                    number,
+                )
+            )
         file.flush()
         os.fsync(file.fileno())
     if kept is not None:

@@ -20,15 +20,19 @@ UNTIMED = ("samples_per_second",)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Repetition:
-    """What came of repeating a trial: ``differences`` are empty if every figure had the same bits."""
+    """What came of repeating a trial: ``differences`` are empty if every figure had the same
+    bits."""
 
     trial: TrialState
     again: TrialState
     differences: list[str]
 
 
-def rerun(state: StudyState, trial: TrialState, run: Callable[[StudyConfig], StudyState]) -> Repetition:
-    """Train a trial again from the start, in a study of its own that is thrown away, and compare every figure.
+def rerun(
+    state: StudyState, trial: TrialState, run: Callable[[StudyConfig], StudyState]
+) -> Repetition:
+    """Train a trial again from the start, in a study of its own that is thrown away, and compare
+    every figure.
 
     Args:
         run: runs a study and returns its state.
@@ -37,33 +41,43 @@ def rerun(state: StudyState, trial: TrialState, run: Callable[[StudyConfig], Stu
         ValueError: the trial has no results to compare with.
     """
     if not trial.reports:
-        raise ValueError(f"trial {trial.id}: has no results to compare with; choose one that has reported")
+        raise ValueError(
+            f"trial {trial.id}: has no results to compare with; choose one that has reported"
+        )
     config = TrialConfig.from_dict(trial.config)
     with tempfile.TemporaryDirectory() as storage:
         study = dataclasses.replace(
-            state.config, name="rerun", trial=dataclasses.replace(config, seed=TrialConfig.seed), rows=[RowConfig(label=trial.row)],
-            seeds=[config.seed], space={}, search=type(state.config.search)(), baseline=None, digits={}, comparable={},
+            state.config, name="rerun", trial=dataclasses.replace(config, seed=TrialConfig.seed),
+            rows=[RowConfig(label=trial.row)], seeds=[config.seed], space={},
+            search=type(state.config.search)(), baseline=None, digits={}, comparable={},
             limits=type(state.config.limits)(), storage=storage, tracking_uri=None,
         )  # fmt: skip
         with refusals():
             (planned,) = make_plan(study).trials
         if planned.id != trial_id(config):
             raise UserError(
-                f"trial {trial.id}: this machine makes another trial of its config (device=auto?); run it where it ran"
+                f"trial {trial.id}: this machine makes another trial of its config (device=auto?);"
+                " run it where it ran"
             )
         (again,) = run(study).trials
     return Repetition(trial=trial, again=again, differences=differences(trial, again))
 
 
 def differences(trial: TrialState, again: TrialState) -> list[str]:
-    """Where two runs of a trial have different figures, times aside; epochs that only one reported count only if both
-    finished."""
+    """Where two runs of a trial have different figures, times aside; epochs that only one reported
+    count only if both finished."""
     found = []
     for epoch in sorted(set(trial.reports) & set(again.reports)):
         ours, theirs = (_comparable(t.reports[epoch]["metrics"]) for t in (trial, again))
-        found += [f"epoch {epoch}: {name}: {ours.get(name)} and {theirs.get(name)}" for name in _unequal(ours, theirs)]
+        found += [
+            f"epoch {epoch}: {name}: {ours.get(name)} and {theirs.get(name)}"
+            for name in _unequal(ours, theirs)
+        ]
     if trial.status == again.status == FINISHED:
-        found += [f"{name}: {trial.test.get(name)} and {again.test.get(name)}" for name in _unequal(trial.test, again.test)]
+        found += [
+            f"{name}: {trial.test.get(name)} and {again.test.get(name)}"
+            for name in _unequal(trial.test, again.test)
+        ]
     elif trial.status == FINISHED:
         found.append(f"the repetition {again.status}: {again.error}")
     return found

@@ -1,6 +1,8 @@
-"""What can be done with studies that there are: list, look at, export, extend, take finished trials from another, repeat a trial.
+"""What can be done with studies that there are: list, look at, export, extend, take finished trials
+from another, repeat a trial.
 
-Everything here reads ledgers; what must write one takes its lock first and so refuses while the study runs.
+Everything here reads ledgers; what must write one takes its lock first and so refuses while the
+study runs.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def find(study: str, storage: str) -> Path:
         return folder
     names = ", ".join(path.name for path in folders(storage)) or "none"
     raise ValueError(
-        f"study {study!r}: no such study in {Path(storage).resolve()} (there: {names}); name its storage with --storage"
+        f"study {study!r}: no such study in {Path(storage).resolve()} (there: {names}); name its"
+        " storage with --storage"
     )
 
 
@@ -40,7 +43,8 @@ def folders(storage: str) -> list[Path]:
 
 
 def read(folder: Path) -> StudyState:
-    """The state of the study in ``folder``, as far as its ledger is whole; ``damage`` says what is not.
+    """The state of the study in ``folder``, as far as its ledger is whole; ``damage`` says what is
+    not.
 
     Raises:
         ValueError: its ledger holds no plan.
@@ -48,12 +52,18 @@ def read(folder: Path) -> StudyState:
     contents = open_ledger(folder)
     state = fold(contents.events)
     if contents.damage:
-        state.damage = f"the ledger is damaged: {describe_damage(contents.damage)}; to repair it: {how_to_repair(folder)}"
+        state.damage = (
+            f"the ledger is damaged: {describe_damage(contents.damage)}; to repair it:"
+            f" {how_to_repair(folder)}"
+        )
     if not state.plan:
         raise ValueError(
             f"{folder}: {state.damage}"
             if state.damage
-            else f"{folder}: its ledger holds no plan; run the study first with `{lns_study('run', 'CONFIG')}`"
+            else (
+                f"{folder}: its ledger holds no plan; run the study first with"
+                f" `{lns_study('run', 'CONFIG')}`"
+            )
         )
     return state
 
@@ -89,18 +99,21 @@ def find_trial(state: StudyState, key: str) -> TrialState:
     found = exact or [
         trial
         for trial in state.known.values()
-        if trial.id.startswith(key) or key in (f"{trial.row} #{trial.number}", f"{trial.row}, seed {trial.seed}")
+        if trial.id.startswith(key)
+        or key in (f"{trial.row} #{trial.number}", f"{trial.row}, seed {trial.seed}")
     ]
     if len(found) != 1:
         some = ", ".join(trial.id for trial in list(state.known.values())[:5])
         raise ValueError(
-            f"trial {key!r}: {len(found)} trials match; give an id such as {some} (`{lns_study('status', 'STUDY')}` lists them)"
+            f"trial {key!r}: {len(found)} trials match; give an id such as {some}"
+            f" (`{lns_study('status', 'STUDY')}` lists them)"
         )
     return found[0]
 
 
 def overview(folder: Path) -> dict[str, Any]:
-    """One study in a list: name, condition, trials, the best first objective, when it was last heard of."""
+    """One study in a list: name, condition, trials, the best first objective, when it was last
+    heard of."""
     contents = open_ledger(folder)
     events, state = contents.events, fold(contents.events)
     state.damage = describe_damage(contents.damage)
@@ -113,14 +126,22 @@ def overview(folder: Path) -> dict[str, Any]:
             "time": events[-1]["time"] if events else 0.0,
         }
     metric, mode = next(iter(state.config.search.objectives.items()))
-    values = [group.objectives[metric] for group in groups_of_seeds(state.trials, [metric]) if group.finished]
+    values = [
+        group.objectives[metric]
+        for group in groups_of_seeds(state.trials, [metric])
+        if group.finished
+    ]
     usable = [value for value in values if math.isfinite(value)]
     best = (min if mode == "min" else max)(usable) if usable else None
-    ended, failed = sum(trial.status in ENDED for trial in state.trials), sum(trial.status == FAILED for trial in state.trials)
+    ended, failed = (
+        sum(trial.status in ENDED for trial in state.trials),
+        sum(trial.status == FAILED for trial in state.trials),
+    )
     return {
         "name": state.config.name,
         "condition": condition(folder, state),
         "trials": f"{ended}/{len(state.trials)}" + (f", {failed} failed" if failed else ""),
         "best": f"{metric} {best:.4g}" if best is not None else "-",
-        "time": max(event["time"] for event in events),  # what was taken over has the times of its source
+        # what was taken over has the times of its source
+        "time": max(event["time"] for event in events),
     }

@@ -1,7 +1,8 @@
 """How long a trial will take, by what trials like it took.
 
-The seconds an epoch takes are the median over trials that computed the same way: same model, data, precision, optimizer, batch size,
-workers, threads and device. Seeds, learning rates and the number of epochs change nothing.
+The seconds an epoch takes are the median over trials that computed the same way: same model, data,
+precision, optimizer, batch size, workers, threads and device. Seeds, learning rates and the number
+of epochs change nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from study.plan.plan import PlannedTrial
 
 
 def seconds_an_epoch(states: Iterable[StudyState]) -> dict[str, float]:
-    """Median seconds an epoch, by :func:`pace_key`, over all trials that have reported two epochs."""
+    """Median seconds an epoch, by :func:`pace_key`, over all trials that have reported two
+    epochs."""
     found: dict[str, list[float]] = defaultdict(list)
     for state in states:
         for trial in state.known.values():

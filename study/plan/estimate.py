@@ -1,4 +1,5 @@
-"""What a study would take: trials, resources, and time as earlier studies in the storage took it (:mod:`study.plan.durations`).
+"""What a study would take: trials, resources, and time as earlier studies in the storage took it
+(:mod:`study.plan.durations`).
 
 Where no earlier trial is like a planned one there is no estimate, and the plan says so.
 """
@@ -33,14 +34,20 @@ def describe_plan(plan: Plan) -> Iterator[str]:
     study = plan.study
     known = of_storage(study.storage)
     rows = ", ".join(row.label for row in plan.rows)
-    yield f"{study.name}: {plan.size} trials = {len(plan.rows)} rows ({rows}) x {_configurations(plan)} x {len(study.seeds)} seeds"
+    yield (
+        f"{study.name}: {plan.size} trials = {len(plan.rows)} rows ({rows}) x"
+        f" {_configurations(plan)} x {len(study.seeds)} seeds"
+    )
     for trial in plan.trials[:TRIALS_SHOWN]:
         yield f"  {_describe_trial(trial, known)}"
     if len(plan.trials) > TRIALS_SHOWN:
         yield f"  and {len(plan.trials) - TRIALS_SHOWN} more"
     if study.search.adaptive:
         search = study.search
-        yield f"  the rest is proposed by {search.scheduler if search.in_rounds else search.algorithm} as results come in"
+        yield (
+            "  the rest is proposed by"
+            f" {search.scheduler if search.in_rounds else search.algorithm} as results come in"
+        )
     yield from _describe_processes(plan)
     if plan.excluded:
         yield f"Left out, {len(plan.excluded)} configurations that make no valid trial:"
@@ -49,11 +56,14 @@ def describe_plan(plan: Plan) -> Iterator[str]:
 
 
 def _describe_processes(plan: Plan) -> Iterator[str]:
-    """How many trials train in which kind of process, and why; where all have one of their own there is nothing to say."""
+    """How many trials train in which kind of process, and why; where all have one of their own
+    there is nothing to say."""
     if plan.study.executor == "train":
         yield "Processes: by Ray Train, which restarts a gang within its trial (executor=train)"
         return
-    counts = Counter((trial.config.workers, lanes_of(plan.study.executor, trial.config)) for trial in plan.trials)
+    counts = Counter(
+        (trial.config.workers, lanes_of(plan.study.executor, trial.config)) for trial in plan.trials
+    )
     for (workers, lanes), count in sorted(counts.items()):
         if workers > 1:
             yield f"Processes: {count} trials in gangs of {workers}, a process a worker"
@@ -61,8 +71,9 @@ def _describe_processes(plan: Plan) -> Iterator[str]:
             yield f"Processes: {count} trials share processes, up to {lanes} each (executor=packed)"
         elif lanes > 1:
             yield (
-                f"Processes: {count} trials share processes, {lanes} each: small nets whose step is a CUDA graph train three times as fast "
-                "side by side as by turns (an H200), with the same bits; trial.gpus=1 gives each a process and a GPU"
+                f"Processes: {count} trials share processes, {lanes} each: small nets whose step is"
+                " a CUDA graph train three times as fast side by side as by turns (an H200), with"
+                " the same bits; trial.gpus=1 gives each a process and a GPU"
             )
 
 
@@ -80,7 +91,9 @@ def _describe_trial(trial: PlannedTrial, known: dict[str, float]) -> str:
     number = "" if trial.number is None else f" #{trial.number}"
     sampled = f" ({describe(trial.params)})" if trial.params else ""
     values = config.to_dict()
-    resources = f"{cpus_of(values)} CPU" + (f", {gpus_of(values):g} GPU" if config.device == "cuda" else "")
+    resources = f"{cpus_of(values)} CPU" + (
+        f", {gpus_of(values):g} GPU" if config.device == "cuda" else ""
+    )
     seconds = known.get(pace_key(values))
     time = f", about {duration(seconds * config.epochs)}" if seconds else ""
     size = f"{config.epochs} epochs, {config.workers} worker(s), {resources}{time}"
@@ -88,22 +101,38 @@ def _describe_trial(trial: PlannedTrial, known: dict[str, float]) -> str:
 
 
 def _describe_time(plan: Plan, known: dict[str, float]) -> str:
-    """Summed over trials, divided by those that run at a time; longest first, no trial is shorter than itself."""
+    """Summed over trials, divided by those that run at a time; longest first, no trial is shorter
+    than itself."""
     study = plan.study
     values = [trial.config.to_dict() for trial in plan.trials]
     like_known = [each for each in values if pace_key(each) in known]
     times = [known[pace_key(each)] * each["epochs"] for each in like_known]
     if not times:
-        return "Expected time: unknown, no earlier trial in the storage is like these; after the first epochs a run shows it"
+        return (
+            "Expected time: unknown, no earlier trial in the storage is like these; after the first"
+            " epochs a run shows it"
+        )
     total = sum(times) / len(times) * plan.size
     slots = [local_cpus(study) // cpus_of(each) for each in values]
-    concurrent = max(1, min([*slots, study.max_concurrent or 10**6])) if study.address is None else study.max_concurrent or 1
+    concurrent = (
+        max(1, min([*slots, study.max_concurrent or 10**6]))
+        if study.address is None
+        else study.max_concurrent or 1
+    )
     seconds = max(total / concurrent, *times)
     unknown = len(plan.trials) - len(times)
-    note = f"; {unknown} trials are unlike any earlier one and counted at the mean" if unknown else ""
+    note = (
+        f"; {unknown} trials are unlike any earlier one and counted at the mean" if unknown else ""
+    )
     cut = ", less with what the scheduler ends early" if study.search.ends_early else ""
     use = ""
     if study.address is None and not any(map(gpus_of, values)):
         held = sum(map(operator.mul, times, map(cpus_of, like_known))) / len(times) * plan.size
-        use = f", utilisation of the CPUs at most {100 * min(1.0, held / (local_cpus(study) * seconds)):.0f} %"
-    return f"Expected time: {duration(seconds)}, {concurrent} at a time ({duration(total)} of trial time){use}{cut}{note}"
+        use = (
+            ", utilisation of the CPUs at most"
+            f" {100 * min(1.0, held / (local_cpus(study) * seconds)):.0f} %"
+        )
+    return (
+        f"Expected time: {duration(seconds)}, {concurrent} at a time ({duration(total)} of trial"
+        f" time){use}{cut}{note}"
+    )

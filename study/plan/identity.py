@@ -1,7 +1,8 @@
 """What makes trials the same: their config, minus what does not matter to the question.
 
-Four equivalences, from the finest: the same trial (:func:`trial_id`), the same results (:func:`results_key`), the same first epochs
-(:func:`beginning_key`), the same seconds an epoch (:func:`pace_key`).
+Four equivalences, from the finest: the same trial (:func:`trial_id`), the same results
+(:func:`results_key`), the same first epochs (:func:`beginning_key`), the same seconds an epoch
+(:func:`pace_key`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ ID_LENGTH = 12
 
 
 def trial_id(config: TrialConfig) -> str:
-    """Hash what a config has other than the defaults, what changes no result left out: the id of the trial."""
+    """Hash what a config has other than the defaults, what changes no result left out: the id of
+    the trial."""
     return digest(_departures(_deciding(config.to_dict()), TrialConfig().to_dict()))
 
 
@@ -46,7 +48,8 @@ def digest(values: Any) -> str:
 
 
 def _deciding(config: dict[str, Any], *ignored: str) -> dict[str, Any]:
-    """Copy ``config`` without what changes no result (:data:`study.config.OUTSIDE`) and without the keys ``ignored``."""
+    """Copy ``config`` without what changes no result (:data:`study.config.OUTSIDE`) and without the
+    keys ``ignored``."""
     values = {key: value for key, value in config.items() if key not in ("gpus", *ignored)}
     return values | {"data": {key: value for key, value in config["data"].items() if key != "root"}}
 

@@ -1,12 +1,14 @@
 """From a study's config to its trials, each with an identity that survives restarts.
 
-A trial's id is a sha256 over what its resolved config has other than the defaults, so a key that a later version adds changes no id
-(and a default, once published, must not change). Equal ids mean equal work, so a study that is run again skips finished trials, and one
-extended by seeds or rows keeps what it has. Left out of the hash is what changes no result: the folder of the data files (the data's own
-digest is checked at resume instead) and the share of a GPU that a trial takes.
+A trial's id is a sha256 over what its resolved config has other than the defaults, so a key that a
+later version adds changes no id (and a default, once published, must not change). Equal ids mean
+equal work, so a study that is run again skips finished trials, and one extended by seeds or rows
+keeps what it has. Left out of the hash is what changes no result: the folder of the data files (the
+data's own digest is checked at resume instead) and the share of a GPU that a trial takes.
 
-Where a space is searched, a row has numbered *configurations*: the base trial, the row's overrides, then the sampled values. Those that
-make no valid trial are left out with the reason. Algorithms that learn from results propose later; see :mod:`study.search.agenda`.
+Where a space is searched, a row has numbered *configurations*: the base trial, the row's overrides,
+then the sampled values. Those that make no valid trial are left out with the reason. Algorithms
+that learn from results propose later; see :mod:`study.search.agenda`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,15 @@ from study.config import RowConfig, StudyConfig
 from study.config.compose import overridden, override_trial
 from study.config.keys import apply
 from study.config.space import Params, Space, describe
-from study.plan.candidates import bind_space, candidates, common_keys, generation_ends, halved, is_history, rows_of
+from study.plan.candidates import (
+    bind_space,
+    candidates,
+    common_keys,
+    generation_ends,
+    halved,
+    is_history,
+    rows_of,
+)
 from study.plan.identity import digest, trial_id
 from trainers.config import DataConfig, TrialConfig
 from trainers.config.validation import fits
@@ -37,7 +47,8 @@ class PlannedTrial:
     Attributes:
         number: of the configuration in its row, from 1; None where nothing is searched.
         params: the sampled values by dotted key.
-        asked: what an adaptive algorithm noted when it proposed them, and needs again where the study is continued.
+        asked: what an adaptive algorithm noted when it proposed them, and needs again where the
+            study is continued.
     """
 
     id: str
@@ -50,7 +61,12 @@ class PlannedTrial:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dict of JSON values."""
-        values: dict[str, Any] = {"id": self.id, "row": self.row, "seed": self.seed, "config": self.config.to_dict()}
+        values: dict[str, Any] = {
+            "id": self.id,
+            "row": self.row,
+            "seed": self.seed,
+            "config": self.config.to_dict(),
+        }
         if self.number is not None:
             values |= {"number": self.number, "params": self.params}
         return values | {"asked": self.asked} if self.asked else values
@@ -93,35 +109,48 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """Trials in all, those that an adaptive search has yet to propose, or proposed in another space, counted in."""
+        """Trials in all, those that an adaptive search has yet to propose, or proposed in another
+        space, counted in."""
         study = self.study
         if not study.search.adaptive:
             return len(self.trials)
         history = sum(is_history(trial.params, study.parsed_space) for trial in self.trials)
-        return history + len(self.rows) * len(study.parsed_space.grid_points()) * len(study.seeds) * _configurations_proposed(
-            study
-        )
+        return history + len(self.rows) * len(study.parsed_space.grid_points()) * len(
+            study.seeds
+        ) * _configurations_proposed(study)
 
     @property
     def key(self) -> str:
-        """Hash over the study's name and its trials: the same study planned twice has the same key."""
-        return digest({"name": self.study.name, "trials": [[trial.row, trial.seed, trial.id] for trial in self.trials]})
+        """Hash over the study's name and its trials: the same study planned twice has the same
+        key."""
+        return digest(
+            {
+                "name": self.study.name,
+                "trials": [[trial.row, trial.seed, trial.id] for trial in self.trials],
+            }
+        )
 
     def to_event(self) -> dict[str, Any]:
         """The part of the ledger's ``planned`` event that the plan knows."""
-        return {"key": self.key, "study": self.study.to_dict(), "trials": [trial.to_dict() for trial in self.trials]}
+        return {
+            "key": self.key,
+            "study": self.study.to_dict(),
+            "trials": [trial.to_dict() for trial in self.trials],
+        }
 
 
 def make_plan(study: StudyConfig, *, download: bool = True) -> Plan:
-    """Every row with every seed, data resolved to a concrete name and folder, ``device=auto`` to what this machine has.
+    """Every row with every seed, data resolved to a concrete name and folder, ``device=auto`` to
+    what this machine has.
 
     Args:
         study: the config.
-        download: whether MNIST may be downloaded; if not, trials for which it would be have ``data.root`` None.
+        download: whether MNIST may be downloaded; if not, trials for which it would be have
+            ``data.root`` None.
 
     Raises:
-        ValueError: a row's overrides give no valid trial or set a key that the space sets too, two rows are the same trial, or the
-            data cannot be found.
+        ValueError: a row's overrides give no valid trial or set a key that the space sets too, two
+            rows are the same trial, or the data cannot be found.
     """
     _refuse_seed("trial.seed", study.trial.seed)
     study = _resolve_data(study, download)
@@ -130,21 +159,29 @@ def make_plan(study: StudyConfig, *, download: bool = True) -> Plan:
     if space:
         return _plan_search(study, space, download)
     bases = [Base(study, row, download) for row in rows_of(study)]
-    return Plan(study=study, trials=tuple(base.trial(seed) for seed in study.seeds for base in bases))
+    return Plan(
+        study=study, trials=tuple(base.trial(seed) for seed in study.seeds for base in bases)
+    )
 
 
 def _check_count(study: StudyConfig, space: Space) -> None:
     """What is planned is kept in memory, and in the ledger."""
     each = study.search.num_samples if space.sampled else 1
     count = float(len(rows_of(study)) * len(study.seeds) * each * len(space.grid_points()))
-    fits(f"{count:.3g} trials", count * TRIAL_BYTES, "use fewer rows, seeds, grid points or search.num_samples")
+    fits(
+        f"{count:.3g} trials",
+        count * TRIAL_BYTES,
+        "use fewer rows, seeds, grid points or search.num_samples",
+    )
 
 
 def _configurations_proposed(study: StudyConfig) -> int:
     """How many an adaptive search proposes for a row at a point of the grids."""
     search = study.search
     if search.population:
-        return search.num_samples * len(generation_ends(study.trial.epochs, search.perturbation_interval))
+        return search.num_samples * len(
+            generation_ends(study.trial.epochs, search.perturbation_interval)
+        )
     if search.scheduler == "halving":
         return sum(halved(search.num_samples, search.reduction_factor))
     return search.num_samples
@@ -171,20 +208,22 @@ def _plan_search(study: StudyConfig, space: Space, download: bool) -> Plan:
 
 
 def _refuse_searched(row: RowConfig, space: Space, population: bool) -> None:
-    """A row's overrides set nothing that the search sets: its trials would be those of another row, under its label."""
+    """A row's overrides set nothing that the search sets: its trials would be those of another row,
+    under its label."""
     searched = {f"space.{domain.key}": domain.sets for domain in space.domains}
     if population:
         searched["the population"] = {"changes"}
     for name, keys in searched.items():
         if clash := common_keys(overridden(row.overrides), keys):
             raise ValueError(
-                f"row {row.label!r}: {clash[0]}: its overrides and {name} both set it, so that its trials would be another row's; "
-                "take it out of one of them"
+                f"row {row.label!r}: {clash[0]}: its overrides and {name} both set it, so that its"
+                " trials would be another row's; take it out of one of them"
             )
 
 
 def _first_points(study: StudyConfig, base: Base, space: Space) -> Iterator[PlannedTrial]:
-    """For each point of the grids the first one that makes a valid trial of a row: where two rows are the same, so are these."""
+    """For each point of the grids the first one that makes a valid trial of a row: where two rows
+    are the same, so are these."""
     for _, sampled in candidates(study, space):
         for params in sampled:
             try:
@@ -194,8 +233,11 @@ def _first_points(study: StudyConfig, base: Base, space: Space) -> Iterator[Plan
             break
 
 
-def _configurations(study: StudyConfig, base: Base, space: Space) -> tuple[list[PlannedTrial], list[Excluded]]:
-    """A row's trials over all seeds. Of random points, one that is invalid or known already is replaced by the next."""
+def _configurations(
+    study: StudyConfig, base: Base, space: Space
+) -> tuple[list[PlannedTrial], list[Excluded]]:
+    """A row's trials over all seeds. Of random points, one that is invalid or known already is
+    replaced by the next."""
     wanted = study.search.num_samples
     trials: list[PlannedTrial] = []
     excluded: list[Excluded] = []
@@ -217,13 +259,19 @@ def _configurations(study: StudyConfig, base: Base, space: Space) -> tuple[list[
                 number += 1
                 kept += 1
     if not trials:
-        raise ValueError(f"row {base.row.label!r}: no point of the space makes a valid trial; the first: {excluded[0].reason}")
+        raise ValueError(
+            f"row {base.row.label!r}: no point of the space makes a valid trial; the first:"
+            f" {excluded[0].reason}"
+        )
     return trials, excluded
 
 
 def _resolve_data(study: StudyConfig, download: bool) -> StudyConfig:
-    """The study with ``data.name=auto`` made concrete, once, in the base trial, before rows copy it."""
-    return dataclasses.replace(study, trial=dataclasses.replace(study.trial, data=resolve_data(study.trial.data, download)))
+    """The study with ``data.name=auto`` made concrete, once, in the base trial, before rows copy
+    it."""
+    return dataclasses.replace(
+        study, trial=dataclasses.replace(study.trial, data=resolve_data(study.trial.data, download))
+    )
 
 
 def resolve_data(config: DataConfig, download: bool = True) -> DataConfig:
@@ -256,7 +304,9 @@ class Base:
         """The row's data."""
         return DataConfig(**self._values["data"])
 
-    def trial(self, seed: int, number: int | None = None, params: Params | None = None) -> PlannedTrial:
+    def trial(
+        self, seed: int, number: int | None = None, params: Params | None = None
+    ) -> PlannedTrial:
         """One trial: the base, the sampled ``params``, the seed.
 
         Raises:
@@ -272,11 +322,22 @@ class Base:
             config = dataclasses.replace(config, device=_auto_device(config))
         if config.device == "cuda" and config.workers == 1 and config.gpus is None:
             config = dataclasses.replace(config, gpus=choose_share(config))
-        return PlannedTrial(id=trial_id(config), row=self.row.label, seed=seed, config=config, number=number, params=params or {})
+        return PlannedTrial(
+            id=trial_id(config),
+            row=self.row.label,
+            seed=seed,
+            config=config,
+            number=number,
+            params=params or {},
+        )
 
     def exclude(self, params: Params, error: ValueError) -> Excluded:
         """The note that ``params`` make no valid trial."""
-        return Excluded(row=self.row.label, params=params, reason=str(error).removeprefix(f"row {self.row.label!r}: "))
+        return Excluded(
+            row=self.row.label,
+            params=params,
+            reason=str(error).removeprefix(f"row {self.row.label!r}: "),
+        )
 
 
 def _check_memory(row: RowConfig, config: TrialConfig) -> None:
@@ -286,12 +347,14 @@ def _check_memory(row: RowConfig, config: TrialConfig) -> None:
     fits(
         f"row {row.label!r}: model.hidden={config.model.hidden}, {count:.3g} parameters",
         count * (4 if codes or config.device != "cpu" else 8),
-        "use a smaller model.hidden or model.channels, or address=... for a cluster with larger machines",
+        "use a smaller model.hidden or model.channels, or address=... for a cluster with larger"
+        " machines",
     )
 
 
 def _auto_device(config: TrialConfig) -> str:
-    """This machine's GPU if there is one, for trials that can use it; the import waits because it loads torch."""
+    """This machine's GPU if there is one, for trials that can use it; the import waits because it
+    loads torch."""
     from trainers.training.device import resolve_device
 
     return resolve_device("auto") if config.workers == 1 else "cpu"
@@ -299,11 +362,15 @@ def _auto_device(config: TrialConfig) -> str:
 
 def _refuse_seed(key: str, value: int) -> None:
     if value != TrialConfig.seed:
-        raise ValueError(f"{key}={value}: every row runs with every one of the study's seeds; use seeds=[{value}]")
+        raise ValueError(
+            f"{key}={value}: every row runs with every one of the study's seeds; use"
+            f" seeds=[{value}]"
+        )
 
 
 def refuse_twins(trials: Iterable[PlannedTrial], entered: dict[str, PlannedTrial]) -> None:
-    """Every trial once: equal ids are equal work, trained twice into one folder and counted as if it were two.
+    """Every trial once: equal ids are equal work, trained twice into one folder and counted as if
+    it were two.
 
     Args:
         trials: to enter.
@@ -316,6 +383,6 @@ def refuse_twins(trials: Iterable[PlannedTrial], entered: dict[str, PlannedTrial
         twin = entered.setdefault(trial.id, trial)
         if twin is not trial:
             raise ValueError(
-                f"rows {twin.row!r} and {trial.row!r} with seed {trial.seed}: both are the same trial; change the overrides of "
-                "one or drop it"
+                f"rows {twin.row!r} and {trial.row!r} with seed {trial.seed}: both are the same"
+                " trial; change the overrides of one or drop it"
             )

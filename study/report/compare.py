@@ -1,10 +1,12 @@
-"""Two studies side by side: the configurations that both ran, their errors paired by seed, and a test of the difference.
+"""Two studies side by side: the configurations that both ran, their errors paired by seed, and a
+test of the difference.
 
-A trial is matched by its whole config, what changes no result left out; where no trial is the same in both, by row, number and
-seed. A configuration counts with the seeds that finished in both studies. The test of a row, and of all together, is Student's t
-over the seeds (:mod:`study.results.contrasts`): the difference of a seed is the mean over the configurations, so that these do
-not count as if they were seeds. With one seed the test is over the configurations, and says so. One correction is over all that
-is told.
+A trial is matched by its whole config, what changes no result left out; where no trial is the same
+in both, by row, number and seed. A configuration counts with the seeds that finished in both
+studies. The test of a row, and of all together, is Student's t over the seeds
+(:mod:`study.results.contrasts`): the difference of a seed is the mean over the configurations, so
+that these do not count as if they were seeds. With one seed the test is over the configurations,
+and says so. One correction is over all that is told.
 """
 
 from __future__ import annotations
@@ -20,14 +22,25 @@ import numpy as np
 
 from study.ledger.state import FINISHED, StudyState, TrialState
 from study.plan.identity import results_key
-from study.report.figures.style import COLOURS, LIGHT, MOST_CURVES, Theme, canvas, percent_axis, plain, png, set_title
+from study.report.figures.style import (
+    COLOURS,
+    LIGHT,
+    MOST_CURVES,
+    Theme,
+    canvas,
+    percent_axis,
+    plain,
+    png,
+    set_title,
+)
 from study.results.contrasts import POWER, Contrast, paired
 from study.results.statistics import measure
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One matched trial of each study; errors in per cent. ``name`` is the row, ``number`` the configuration's in it."""
+    """One matched trial of each study; errors in per cent. ``name`` is the row, ``number`` the
+    configuration's in it."""
 
     name: str
     number: int | None
@@ -44,8 +57,8 @@ class Comparison:
         matched_by: ``config`` or ``row``.
         measured: ``test error`` or ``validation error``.
         difference: mean of second minus first over all pairs, in percentage points.
-        contrast: of that difference, over seeds, or over configurations where there is one seed; None where nothing can be
-            tested.
+        contrast: of that difference, over seeds, or over configurations where there is one seed;
+            None where nothing can be tested.
         rows: the same for each row.
     """
 
@@ -66,17 +79,30 @@ def compare(first: StudyState, second: StudyState) -> Comparison:
     """
     ours, theirs, matched_by = _matched(first, second)
     shared = [name for name in ours if name in theirs]
-    tested = all("test/error" in trial.test for name in shared for trial in (ours[name], theirs[name]))
+    tested = all(
+        "test/error" in trial.test for name in shared for trial in (ours[name], theirs[name])
+    )
     pairs = [
         Pair(name=ours[name].row, number=ours[name].number, seed=ours[name].seed, first=a, second=b)
         for name in shared
-        if (a := _error(ours[name], tested)) is not None and (b := _error(theirs[name], tested)) is not None
+        if (a := _error(ours[name], tested)) is not None
+        and (b := _error(theirs[name], tested)) is not None
     ]
     if not pairs:
-        raise ValueError(f"{first.config.name} and {second.config.name}: the matched trials have no finite errors to compare")
-    rows = {row: _contrast([pair for pair in pairs if pair.name == row]) for row in dict.fromkeys(pair.name for pair in pairs)}
+        raise ValueError(
+            f"{first.config.name} and {second.config.name}: the matched trials have no finite"
+            " errors to compare"
+        )
+    rows = {
+        row: _contrast([pair for pair in pairs if pair.name == row])
+        for row in dict.fromkeys(pair.name for pair in pairs)
+    }
     contrast = _contrast(pairs)
-    tests = sum(each is not None for each in rows.values()) + (contrast is not None) if len(rows) > 1 else 1
+    tests = (
+        sum(each is not None for each in rows.values()) + (contrast is not None)
+        if len(rows) > 1
+        else 1
+    )
     return Comparison(
         names=_names(first, second),
         pairs=pairs,
@@ -95,19 +121,33 @@ def _contrast(pairs: Iterable[Pair]) -> Contrast | None:
         gaps.setdefault((pair.name, pair.number), {})[pair.seed] = pair.second - pair.first
     seeds = set.intersection(*map(set, gaps.values()))
     if len(seeds) > 1:
-        return paired([statistics.fmean(of_seed[seed] for of_seed in gaps.values()) for seed in sorted(seeds)], "seeds")
-    return paired([statistics.fmean(of_seed.values()) for of_seed in gaps.values()], "configurations")
+        return paired(
+            [
+                statistics.fmean(of_seed[seed] for of_seed in gaps.values())
+                for seed in sorted(seeds)
+            ],
+            "seeds",
+        )
+    return paired(
+        [statistics.fmean(of_seed.values()) for of_seed in gaps.values()], "configurations"
+    )
 
 
-def _matched(first: StudyState, second: StudyState) -> tuple[dict[str, TrialState], dict[str, TrialState], str]:
+def _matched(
+    first: StudyState, second: StudyState
+) -> tuple[dict[str, TrialState], dict[str, TrialState], str]:
     """The finished trials of both by what matches them, and what that is."""
     for matched_by, key in (("config", lambda trial: results_key(trial.config)), ("row", _row_key)):
-        ours, theirs = ({key(trial): trial for trial in state.trials if trial.status == FINISHED} for state in (first, second))
+        ours, theirs = (
+            {key(trial): trial for trial in state.trials if trial.status == FINISHED}
+            for state in (first, second)
+        )
         if ours.keys() & theirs.keys():
             return ours, theirs, matched_by
     raise ValueError(
-        f"{first.config.name} and {second.config.name}: no finished trial of one matches one of the other, neither by config nor by "
-        "row and seed; give rows that mean the same the same label"
+        f"{first.config.name} and {second.config.name}: no finished trial of one matches one of the"
+        " other, neither by config nor by row and seed; give rows that mean the same the same"
+        " label"
     )
 
 
@@ -126,16 +166,24 @@ def _error(trial: TrialState, tested: bool) -> float | None:
 
 
 def lines(found: Comparison) -> list[list[str]]:
-    """One line a row: label, pairs, mean error in each study, mean difference in percentage points."""
+    """One line a row: label, pairs, mean error in each study, mean difference in percentage
+    points."""
     groups: dict[str, list[Pair]] = {}
     for pair in found.pairs:
         groups.setdefault(pair.name, []).append(pair)
     table = []
     for name, pairs in groups.items():
         contrast = found.rows[name]
-        difference = contrast.difference if contrast else statistics.fmean(pair.second - pair.first for pair in pairs)
+        difference = (
+            contrast.difference
+            if contrast
+            else statistics.fmean(pair.second - pair.first for pair in pairs)
+        )
         spread = f" ± {contrast.half:.2f}" if contrast else ""
-        means = (f"{statistics.fmean(values):.2f}" for values in ([p.first for p in pairs], [p.second for p in pairs]))
+        means = (
+            f"{statistics.fmean(values):.2f}"
+            for values in ([p.first for p in pairs], [p.second for p in pairs])
+        )
         table.append([name, str(len(pairs)), *means, f"{difference:+.2f}{spread}"])
     return table
 
@@ -144,20 +192,27 @@ def verdict(found: Comparison) -> str:
     """The overall difference in one sentence."""
     test = "; too few seeds to test"
     contrast = found.contrast
-    difference, half = (contrast.difference, f" ± {contrast.half:.3f} (95 %)") if contrast else (found.difference, "")
+    difference, half = (
+        (contrast.difference, f" ± {contrast.half:.3f} (95 %)")
+        if contrast
+        else (found.difference, "")
+    )
     if contrast is not None:
         rows = f", corrected for {contrast.tests} tests" if contrast.tests > 1 else ""
         test = f"; Student's t over {contrast.over}: p = {contrast.p:.2g}{rows}"
         test += (
             ""
             if contrast.decided
-            else f", undecided: a difference of {contrast.least:.2g} would have shown in {100 * POWER:.0f} %"
+            else (
+                f", undecided: a difference of {contrast.least:.2g} would have shown in"
+                f" {100 * POWER:.0f} %"
+            )
         )
     equal = sum(pair.first == pair.second for pair in found.pairs)
     same = f"; {equal} pairs are equal to the last bit" if equal else ""
     return (
-        f"{found.names[1]} minus {found.names[0]}: {difference:+.3f}{half} points of {found.measured} over {len(found.pairs)} pairs "
-        f"matched by {found.matched_by}{test}{same}"
+        f"{found.names[1]} minus {found.names[0]}: {difference:+.3f}{half} points of"
+        f" {found.measured} over {len(found.pairs)} pairs matched by {found.matched_by}{test}{same}"
     )
 
 
@@ -169,14 +224,22 @@ def draw(found: Comparison, theme: Theme = LIGHT) -> bytes:
         mine = [pair for pair in found.pairs if pair.name == row]
         colour = COLOURS[number % len(COLOURS)] if len(rows) <= MOST_CURVES else COLOURS[0]
         axes.scatter(
-            [p.first for p in mine], [p.second for p in mine], s=26, color=colour, alpha=0.8, linewidths=0, label=plain(row)
+            [p.first for p in mine],
+            [p.second for p in mine],
+            s=26,
+            color=colour,
+            alpha=0.8,
+            linewidths=0,
+            label=plain(row),
         )
     values = np.array([[pair.first, pair.second] for pair in found.pairs])
     ends = [values.min() * 0.9, values.max() * 1.1]
     axes.plot(ends, ends, color=theme.text, linewidth=1, zorder=1)
     percent_axis(axes)
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(axes.yaxis.get_major_locator().__class__(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
+    axes.xaxis.set_major_locator(
+        axes.yaxis.get_major_locator().__class__(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0))
+    )
     axes.xaxis.set_major_formatter(axes.yaxis.get_major_formatter())
     axes.set_xlim(*ends)
     axes.set_ylim(*ends)

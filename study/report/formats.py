@@ -1,4 +1,5 @@
-"""A study's results in other forms than the page: Markdown and LaTeX tables, csv and parquet of the trials."""
+"""A study's results in other forms than the page: Markdown and LaTeX tables, csv and parquet of the
+trials."""
 
 from __future__ import annotations
 
@@ -21,13 +22,18 @@ SPECIAL = {
 
 
 def write_format(state: StudyState, folder: Path, form: str) -> Path:
-    """Write the results into the report's folder as ``md``, ``csv``, ``parquet`` or ``latex``; the file."""
+    """Write the results into the report's folder as ``md``, ``csv``, ``parquet`` or ``latex``; the
+    file."""
     if form in ("csv", "parquet"):
         path = folder / f"trials.{form}"
         export(state, path, form)
         return path
     path = folder / ("report.md" if form == "md" else "table.tex")
-    text = render_markdown(state, summarise(state), sentences(state)) if form == "md" else render_latex(state)
+    text = (
+        render_markdown(state, summarise(state), sentences(state))
+        if form == "md"
+        else render_latex(state)
+    )
     path.write_text(text, encoding="utf-8")
     return path
 
@@ -37,14 +43,30 @@ def render_latex(state: StudyState) -> str:
     summary = summarise(state)
     names = headings(state, summary)
     lines = [names, *(cells(row) for row in summary.rows)]
-    kept = [place for place in range(len(names)) if place < 3 or any(line[place] != "-" for line in lines[1:])]
+    kept = [
+        place
+        for place in range(len(names))
+        if place < 3 or any(line[place] != "-" for line in lines[1:])
+    ]
     body = [" & ".join(escape(line[place]) for place in kept) + r" \\" for line in lines]
     columns = "l" + "r" * (len(kept) - 1)
     title = escape(state.config.question or state.config.name)
     return "\n".join(
-        [r"\begin{table}", r"\centering", rf"\begin{{tabular}}{{{columns}}}", r"\toprule", body[0], r"\midrule", *body[1:], r"\bottomrule",
-         r"\end{tabular}", rf"\caption{{{title} Mean \(\pm\) standard deviation over seeds.}}", r"\end{table}", ""]
-    )  # fmt: skip
+        [
+            r"\begin{table}",
+            r"\centering",
+            rf"\begin{{tabular}}{{{columns}}}",
+            r"\toprule",
+            body[0],
+            r"\midrule",
+            *body[1:],
+            r"\bottomrule",
+            r"\end{tabular}",
+            rf"\caption{{{title} Mean \(\pm\) standard deviation over seeds.}}",
+            r"\end{table}",
+            "",
+        ]
+    )
 
 
 def escape(text: str) -> str:

@@ -19,7 +19,9 @@ from study.results.summary import Summary, test_errors
 
 def render_html(state: StudyState, summary: Summary, made: Parts, where: Links) -> str:
     """The page, pictures inside."""
-    environment = Environment(loader=PackageLoader("study.report"), autoescape=True, undefined=StrictUndefined)
+    environment = Environment(
+        loader=PackageLoader("study.report"), autoescape=True, undefined=StrictUndefined
+    )
     return environment.get_template("report.html.j2").render(
         study=state.config,
         headings=headings(state, summary),
@@ -65,7 +67,13 @@ def _ranked_lines(state: StudyState) -> list[list[str]]:
     objectives = state.config.search.objectives
     found = [entry for entry in configurations(state.trials, objectives) if entry.whole]
     return [
-        [entry.row, str(entry.number), describe(entry.params), *map(show, entry.objectives.values()), condition(entry)]
+        [
+            entry.row,
+            str(entry.number),
+            describe(entry.params),
+            *map(show, entry.objectives.values()),
+            condition(entry),
+        ]
         for entry in ranked(found, objectives)[:SHOWN]
     ]
 
@@ -76,7 +84,15 @@ def _front_lines(state: StudyState) -> list[list[str]]:
     if len(objectives) < 2:
         return []
     front = pareto_front(configurations(state.trials, objectives), objectives)
-    return [[entry.row, str(entry.number), describe(entry.params), *map(show, entry.objectives.values())] for entry in front]
+    return [
+        [
+            entry.row,
+            str(entry.number),
+            describe(entry.params),
+            *map(show, entry.objectives.values()),
+        ]
+        for entry in front
+    ]
 
 
 @dataclass(frozen=True)
@@ -95,7 +111,13 @@ class _TrialLine:
 def _trial_lines(state: StudyState) -> list[_TrialLine]:
     return [
         _TrialLine(
-            trial.row, trial.seed, trial.status, f"{trial.epoch}/{trial.epochs}", _test(trial.test), trial.restarts, trial.id
+            trial.row,
+            trial.seed,
+            trial.status,
+            f"{trial.epoch}/{trial.epochs}",
+            _test(trial.test),
+            trial.restarts,
+            trial.id,
         )
         for trial in state.trials
     ]

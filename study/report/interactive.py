@@ -1,8 +1,10 @@
-"""The report's interactive part: plotly and the data it draws, inside the page, so that it works offline and from a file.
+"""The report's interactive part: plotly and the data it draws, inside the page, so that it works
+offline and from a file.
 
-plotly.js has 4.8 MB; packed with gzip it takes 1.9 MB of base64, which the browser unpacks (``DecompressionStream``). The page's
-content security policy admits two scripts by their hashes, plotly and our own, so that no text of a study can become a third. Data are JSON
-with ``<`` written as ``\\u003c``.
+plotly.js has 4.8 MB; packed with gzip it takes 1.9 MB of base64, which the browser unpacks
+(``DecompressionStream``). The page's content security policy admits two scripts by their hashes,
+plotly and our own, so that no text of a study can become a third. Data are JSON with ``<`` written
+as ``\\u003c``.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class Interactive:
 
 
 def interactive(state: StudyState) -> Interactive | None:
-    """The interactive part of a study's page; None before a trial has reported, and on a host without plotly."""
+    """The interactive part of a study's page; None before a trial has reported, and on a host
+    without plotly."""
     data = explore_data(state)
     if data is None or importlib.util.find_spec("plotly") is None:
         return None
@@ -73,37 +76,68 @@ def explore_data(state: StudyState) -> dict[str, Any] | None:
         return None
     rows = list(state.rows())
     keys = _settings(trials)
-    lines = [_line(trial, rows, keys, with_curve=place < MOST_CURVES) for place, trial in enumerate(trials)]
+    lines = [
+        _line(trial, rows, keys, with_curve=place < MOST_CURVES)
+        for place, trial in enumerate(trials)
+    ]
     names = [
         name
         for name in [*MEASURES.values(), "test error, %", *keys]
         if any(line["values"].get(name) is not None for line in lines)
     ]
     x = keys[0] if keys else next((name for name in names if name != MEASURES["error"]), names[0])
-    return {"rows": rows, "names": names, "trials": lines, "colours": COLOURS, "x": x, "y": MEASURES["error"]}
+    return {
+        "rows": rows,
+        "names": names,
+        "trials": lines,
+        "colours": COLOURS,
+        "x": x,
+        "y": MEASURES["error"],
+    }
 
 
 def _settings(trials: list[TrialState]) -> list[str]:
     """Numeric config keys with more than one value; the sampled ones first."""
     sampled = list(
-        dict.fromkeys(key for trial in trials for key, value in trial.params.items() if isinstance(value, int | float))
+        dict.fromkeys(
+            key
+            for trial in trials
+            for key, value in trial.params.items()
+            if isinstance(value, int | float)
+        )
     )
     values: dict[str, set[Any]] = {}
     for trial in trials:
         for key, value in flatten(trial.config).items():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 values.setdefault(key, set()).add(value)
-    return list(dict.fromkeys([*sampled, *(key for key, found in values.items() if len(found) > 1)]))[:MOST_SETTINGS]
+    return list(
+        dict.fromkeys([*sampled, *(key for key, found in values.items() if len(found) > 1)])
+    )[:MOST_SETTINGS]
 
 
-def _line(trial: TrialState, rows: list[str], keys: list[str], *, with_curve: bool) -> dict[str, Any]:
+def _line(
+    trial: TrialState, rows: list[str], keys: list[str], *, with_curve: bool
+) -> dict[str, Any]:
     config = flatten(trial.config)
-    values: dict[str, Any] = {label: _finite(measure(trial, name)) for name, label in MEASURES.items()}
-    values["test error, %"] = _finite(100 * trial.test["test/error"]) if "test/error" in trial.test else None
+    values: dict[str, Any] = {
+        label: _finite(measure(trial, name)) for name, label in MEASURES.items()
+    }
+    values["test error, %"] = (
+        _finite(100 * trial.test["test/error"]) if "test/error" in trial.test else None
+    )
     values |= {key: _finite(config.get(key)) for key in keys}
-    line: dict[str, Any] = {"row": rows.index(trial.row), "name": f"{name_of(trial)} ({trial.id})", "values": values}
+    line: dict[str, Any] = {
+        "row": rows.index(trial.row),
+        "name": f"{name_of(trial)} ({trial.id})",
+        "values": values,
+    }
     if with_curve:
-        curve = {epoch: 100 * value for epoch, value in trial.metric("validation/error").items() if math.isfinite(value)}
+        curve = {
+            epoch: 100 * value
+            for epoch, value in trial.metric("validation/error").items()
+            if math.isfinite(value)
+        }
         line["curve"] = [list(curve), [round(value, 4) for value in curve.values()]]
     return line
 

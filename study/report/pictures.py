@@ -1,7 +1,8 @@
 """The pictures and tables of a report's page beyond its first table, in their order.
 
-A picture is drawn twice, for light and dark; each says what it shows in words, for those who cannot see it, and links to the
-study's runs in MLflow where it is known where they are (``mlflow.json``, which the writer leaves in the study's folder).
+A picture is drawn twice, for light and dark; each says what it shows in words, for those who cannot
+see it, and links to the study's runs in MLflow where it is known where they are (``mlflow.json``,
+which the writer leaves in the study's folder).
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """One figure: ``file`` names its PNG, ``title`` stands over it, ``alt`` tells what it shows, ``note`` what it adds up to."""
+    """One figure: ``file`` names its PNG, ``title`` stands over it, ``alt`` tells what it shows,
+    ``note`` what it adds up to."""
 
     file: str
     title: str
@@ -67,31 +69,76 @@ class Picture:
     @property
     def sources(self) -> tuple[str, str]:
         """Both as data addresses."""
-        light, dark = (f"data:image/png;base64,{base64.b64encode(data).decode()}" for data in (self.light, self.dark))
+        light, dark = (
+            f"data:image/png;base64,{base64.b64encode(data).decode()}"
+            for data in (self.light, self.dark)
+        )
         return light, dark
 
 
 TITLES = {
-    "test_error": ("", "Bars: final test error of each row beside the published figures; the numbers are in the table above"),
+    "test_error": (
+        "",
+        (
+            "Bars: final test error of each row beside the published figures; the numbers are in"
+            " the table above"
+        ),
+    ),
     "error_per_epoch": (
         "Learning",
-        "Lines: validation error per epoch, mean over seeds, the band from lowest to highest, one line a row",
+        (
+            "Lines: validation error per epoch, mean over seeds, the band from lowest to highest,"
+            " one line a row"
+        ),
     ),
     "pareto": (
         "Error against bits, time, energy and bytes",
-        "Dots: validation error over each other measure; the line joins those that none beats in both",
+        (
+            "Dots: validation error over each other measure; the line joins those that none beats"
+            " in both"
+        ),
     ),
-    "heat_map": ("Formats and layouts", "Table in colours: lowest validation error by number format and layout"),
-    "categories": ("By category", "Box plots: validation error of the trials by category; the tests are in the tables below"),
-    "slices": ("Search", "Dots: the first objective of every configuration over each sampled key; see configurations.csv"),
-    "population": ("Population", "Steps: the hyperparameters of every member by epoch; the best of each row is thick"),
-    "importance": ("Importance", "Bars: share of the variance of the validation error that each sampled key explains"),
-    "dependence": ("Partial dependence", "Lines: validation error that a forest predicts as one key moves"),
-    "parallel": ("Parallel coordinates", "Lines: a configuration each, over its sampled keys and its error"),
-    "budget": ("Best of budget", "Steps: lowest validation error so far over the seconds of trials"),
+    "heat_map": (
+        "Formats and layouts",
+        "Table in colours: lowest validation error by number format and layout",
+    ),
+    "categories": (
+        "By category",
+        "Box plots: validation error of the trials by category; the tests are in the tables below",
+    ),
+    "slices": (
+        "Search",
+        (
+            "Dots: the first objective of every configuration over each sampled key; see"
+            " configurations.csv"
+        ),
+    ),
+    "population": (
+        "Population",
+        "Steps: the hyperparameters of every member by epoch; the best of each row is thick",
+    ),
+    "importance": (
+        "Importance",
+        "Bars: share of the variance of the validation error that each sampled key explains",
+    ),
+    "dependence": (
+        "Partial dependence",
+        "Lines: validation error that a forest predicts as one key moves",
+    ),
+    "parallel": (
+        "Parallel coordinates",
+        "Lines: a configuration each, over its sampled keys and its error",
+    ),
+    "budget": (
+        "Best of budget",
+        "Steps: lowest validation error so far over the seconds of trials",
+    ),
     "slots": (
         "Slots",
-        "Bars: which trial held which slot when in the last run, pale until its first report; what is empty was idle",
+        (
+            "Bars: which trial held which slot when in the last run, pale until its first report;"
+            " what is empty was idle"
+        ),
     ),
 }
 """Of each figure by the name of its file: the title, and what it shows in words."""
@@ -99,7 +146,8 @@ TITLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a page has beyond its first table; ``failed`` says of each part that could not be made why."""
+    """What a page has beyond its first table; ``failed`` says of each part that could not be made
+    why."""
 
     pictures: list[Picture]
     tables: list[Table]
@@ -108,7 +156,8 @@ class Parts:
 
 
 def parts(state: StudyState, summary: Summary, use: list[str]) -> Parts:
-    """Every part by itself: a mistake in one, or a library that has changed, leaves a note and the others.
+    """Every part by itself: a mistake in one, or a library that has changed, leaves a note and the
+    others.
 
     Args:
         state: the study's.
@@ -116,7 +165,10 @@ def parts(state: StudyState, summary: Summary, use: list[str]) -> Parts:
         use: how the slots were used, in sentences.
     """
     attempt = _PartMaker()
-    made = [attempt(f"the picture {name}", drawing) for name, drawing in _drawings(state, summary, use).items()]
+    made = [
+        attempt(f"the picture {name}", drawing)
+        for name, drawing in _drawings(state, summary, use).items()
+    ]
     return Parts(
         pictures=[picture for picture in made if picture is not None and picture.light],
         tables=attempt("the further tables", lambda: tables(state)) or [],
@@ -136,13 +188,18 @@ class _PartMaker:
         try:
             return make()
         except Exception as error:  # whatever it is, the rest of the report is right
-            self.failed.append(f"{what[0].upper()}{what[1:]} could not be made ({type(error).__name__}: {error}).")
+            self.failed.append(
+                f"{what[0].upper()}{what[1:]} could not be made ({type(error).__name__}: {error})."
+            )
             warnings.warn(f"Report: {self.failed[-1]}", RuntimeWarning, stacklevel=2)
             return None
 
 
-def _drawings(state: StudyState, summary: Summary, use: list[str]) -> dict[str, Callable[[], Picture]]:
-    """What draws every figure, by the name of its file; one that there is nothing to show in has no bytes."""
+def _drawings(
+    state: StudyState, summary: Summary, use: list[str]
+) -> dict[str, Callable[[], Picture]]:
+    """What draws every figure, by the name of its file; one that there is nothing to show in has no
+    bytes."""
 
     @cache
     def found() -> list[Entry]:
@@ -163,7 +220,9 @@ def _drawings(state: StudyState, summary: Summary, use: list[str]) -> dict[str, 
         "importance": lambda theme: draw_importance(weighed(), theme),
         "dependence": lambda theme: draw_dependence(weighed(), theme),
         "parallel": lambda theme: draw_parallel(found(), theme),
-        "budget": lambda theme: draw_budget(best_of_budget(state) if state.config.space else {}, theme),
+        "budget": lambda theme: draw_budget(
+            best_of_budget(state) if state.config.space else {}, theme
+        ),
         "slots": lambda theme: draw_slots(state.run, list(state.rows()), theme),
     }
     notes = {"slots": " ".join(use)}
@@ -171,7 +230,12 @@ def _drawings(state: StudyState, summary: Summary, use: list[str]) -> dict[str, 
     def drawing(name: str) -> Callable[[], Picture]:
         title, alt = TITLES[name]
         return lambda: Picture(
-            file=f"{name}.png", title=title, alt=alt, light=draw[name](LIGHT), dark=draw[name](DARK), note=notes.get(name, "")
+            file=f"{name}.png",
+            title=title,
+            alt=alt,
+            light=draw[name](LIGHT),
+            dark=draw[name](DARK),
+            note=notes.get(name, ""),
         )
 
     return {name: drawing(name) for name in TITLES}
@@ -196,14 +260,24 @@ def tables(state: StudyState) -> list[Table]:
 def _formats(found: list[Entry]) -> Table:
     ranked = rank_formats(found)
     lines = [
-        [line["format"], line["entry"], *(f"{line[key]:.4g} ({line[f'rank_{key}']})" if key in line else "-" for key in ("error",
-        "bits", "seconds"))] for line in ranked
-    ]  # fmt: skip
+        [
+            line["format"],
+            line["entry"],
+            *(
+                f"{line[key]:.4g} ({line[f'rank_{key}']})" if key in line else "-"
+                for key in ("error", "bits", "seconds")
+            ),
+        ]
+        for line in ranked
+    ]
     return Table(
         title="Number formats",
         headings=["format", "its best", "validation error, %", "bits", "seconds"],
         lines=lines if len(lines) > 1 else [],
-        note="Exploratory: the best of each format, chosen by the error that is shown; in brackets its rank.",
+        note=(
+            "Exploratory: the best of each format, chosen by the error that is shown; in brackets"
+            " its rank."
+        ),
     )
 
 
@@ -213,19 +287,45 @@ def _tests(group: Groups) -> Table:
         contrast = group.contrasts.get(name)
         said = ["-"] * 3
         if contrast is not None:
-            said = [f"{contrast.difference:+.2f} ± {contrast.half:.2f}", contrast.over, f"{contrast.p:.2g}"]
-        lines.append([name, str(len(errors)), f"{statistics.fmean(errors):.3g}", *said, _verdict(name, contrast, group)])
+            said = [
+                f"{contrast.difference:+.2f} ± {contrast.half:.2f}",
+                contrast.over,
+                f"{contrast.p:.2g}",
+            ]
+        lines.append(
+            [
+                name,
+                str(len(errors)),
+                f"{statistics.fmean(errors):.3g}",
+                *said,
+                _verdict(name, contrast, group),
+            ]
+        )
     tests = next((contrast.tests for contrast in group.contrasts.values() if contrast), 0)
     note = (
-        f"Student's t over what differs in the {group.category} alone, seed by seed; 95 % intervals and p are corrected for the report's "
-        f"{tests} tests (Bonferroni). Undecided: the interval holds 0; in brackets the smallest difference that would have shown in "
-        f"{100 * POWER:.0f} % of such studies."
+        f"Student's t over what differs in the {group.category} alone, seed by seed; 95 % intervals"
+        f" and p are corrected for the report's {tests} tests (Bonferroni). Undecided: the interval"
+        f" holds 0; in brackets the smallest difference that would have shown in {100 * POWER:.0f}"
+        " % of such studies."
     )
     return Table(
         title=f"By {group.category}" + (" (exploratory)" if group.exploratory else ""),
-        headings=[group.category, "trials", "mean error, %", f"minus {group.reference}", "tested over", "p", ""],
+        headings=[
+            group.category,
+            "trials",
+            "mean error, %",
+            f"minus {group.reference}",
+            "tested over",
+            "p",
+            "",
+        ],
         lines=lines,
-        note=" ".join([*([f"Exploratory: {group.exploratory}."] if group.exploratory else []), *([note] if tests else [])]),
+        note=" ".join(
+            [
+                *([f"Exploratory: {group.exploratory}."] if group.exploratory else []),
+                *([note] if tests else []),
+            ]
+        ),
     )
 
 
@@ -249,7 +349,11 @@ def _costs(state: StudyState) -> Table:
         seconds = name.endswith("seconds") or name.startswith("of them")
         return duration(value) if seconds else f"{value:,.4g}"
 
-    return Table(title="Cost", headings=["", "total"], lines=[[name, show(name, value)] for name, value in costs(state).items()])
+    return Table(
+        title="Cost",
+        headings=["", "total"],
+        lines=[[name, show(name, value)] for name, value in costs(state).items()],
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,12 +369,16 @@ def links(state: StudyState, folder: Path) -> Links:
     """Where the runs are, from what the writer left in the study's folder."""
     try:
         where: dict[str, Any] = json.loads((folder / WHERE).read_text())
-        base = f"{where['uri'].rstrip('/') if is_server(where['uri']) else f'http://{HOST}:{PORT}'}/"
+        base = (
+            f"{where['uri'].rstrip('/') if is_server(where['uri']) else f'http://{HOST}:{PORT}'}/"
+        )
     except (OSError, ValueError, KeyError):
         return Links()
 
     def search(condition: str) -> str:
-        query = urllib.parse.urlencode({"searchFilter": condition, "workflowType": "machine_learning"})
+        query = urllib.parse.urlencode(
+            {"searchFilter": condition, "workflowType": "machine_learning"}
+        )
         return f"{base}#/experiments/{where['experiment']}/runs?{query}"
 
     rows = {row: search(f"tags.row = {_quoted(row)}") for row in state.rows()}

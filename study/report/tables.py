@@ -1,4 +1,5 @@
-"""The report of a study, from its ledger's state alone: text for the terminal, Markdown, one self-contained HTML page, PNGs.
+"""The report of a study, from its ledger's state alone: text for the terminal, Markdown, one
+self-contained HTML page, PNGs.
 
 Files, written whole (a new file renamed over the old)::
 
@@ -6,11 +7,12 @@ Files, written whole (a new file renamed over the old)::
     report.md              the table and the protocol
     error_per_epoch.png    validation error per epoch
     test_error.png         final test errors beside the published ones
-    pareto.png ...         what :mod:`study.report.pictures` lists, as far as there is something to show
+    pareto.png ...         what :mod:`study.report.pictures` lists, as far as there is something to
+                           show
     configurations.csv     of a search: every configuration, ranked
 
-Labels and names come from configs, so the HTML template escapes everything; pictures, and the scripts of
-:mod:`study.report.interactive`, are the only raw values.
+Labels and names come from configs, so the HTML template escapes everything; pictures, and the
+scripts of :mod:`study.report.interactive`, are the only raw values.
 """
 
 from __future__ import annotations
@@ -40,12 +42,15 @@ def render_text(state: StudyState) -> str:
 
 
 def render_markdown(state: StudyState, summary: Summary, notes: list[str]) -> str:
-    """The table and the protocol as Markdown; ``notes`` say how the slots were used, and what could not be made."""
+    """The table and the protocol as Markdown; ``notes`` say how the slots were used, and what could
+    not be made."""
     names = headings(state, summary)
     table = [names, ["---"] * len(names), *(cells(row) for row in summary.rows)]
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in table]
     said = [f"- {remark}" for remark in (*remarks(state, summary), *facts(state).values(), *notes)]
-    return "\n".join([f"# {state.config.name}", "", state.config.question, "", *lines, "", *said, ""])
+    return "\n".join(
+        [f"# {state.config.name}", "", state.config.question, "", *lines, "", *said, ""]
+    )
 
 
 def render_csv(state: StudyState) -> str:
@@ -55,7 +60,11 @@ def render_csv(state: StudyState) -> str:
     names = list(dict.fromkeys(name for line in lines for name in line))
     buffer = io.StringIO()
     plain = (
-        {name: json.dumps(value) if isinstance(value, dict | list) else value for name, value in line.items()} for line in lines
+        {
+            name: json.dumps(value) if isinstance(value, dict | list) else value
+            for name, value in line.items()
+        }
+        for line in lines
     )
     write_csv(buffer, names, plain)
     return buffer.getvalue()
@@ -64,7 +73,11 @@ def render_csv(state: StudyState) -> str:
 def shown_rows(summary: Summary) -> list[int]:
     """The columns of the table in which any row has something, and the first three."""
     lines = [cells(row) for row in summary.rows]
-    return [place for place in range(max(map(len, lines), default=3)) if place < 3 or any(line[place] != "-" for line in lines)]
+    return [
+        place
+        for place in range(max(map(len, lines), default=3))
+        if place < 3 or any(line[place] != "-" for line in lines)
+    ]
 
 
 def headings(state: StudyState, summary: Summary) -> list[str]:
@@ -72,7 +85,10 @@ def headings(state: StudyState, summary: Summary) -> list[str]:
     metric = next(iter(state.config.search.objectives))
     count = max((row.searched for row in summary.rows), default=0)
     found = [BEST.format(count=count, metric=metric)] if state.config.space else []
-    return [*(heading.format(baseline=state.config.baseline or "baseline") for heading in HEADINGS), *found]
+    return [
+        *(heading.format(baseline=state.config.baseline or "baseline") for heading in HEADINGS),
+        *found,
+    ]
 
 
 def cells(row: Row) -> list[str]:
@@ -90,49 +106,68 @@ def remarks(state: StudyState, summary: Summary) -> list[str]:
     """What a reader must know before trusting the table."""
     said = [f"DAMAGED: {state.damage}; figures may lack what it had."] if state.damage else []
     if summary.departures:
-        said.append(f"SMALL BUDGET, not comparable with the published figures, so no verdicts: {'; '.join(summary.departures)}.")
+        said.append(
+            "SMALL BUDGET, not comparable with the published figures, so no verdicts:"
+            f" {'; '.join(summary.departures)}."
+        )
     unfinished = sum(trial.status not in ENDED for trial in state.trials)
     early = sum(trial.status == STOPPED for trial in state.trials)
     if early:
         said.append(
-            f"{early} of {len(state.trials)} trials were ended early by {state.config.search.scheduler}; they have no test error."
+            f"{early} of {len(state.trials)} trials were ended early by"
+            f" {state.config.search.scheduler}; they have no test error."
         )
     if unfinished:
         said.append(
-            f"INCOMPLETE: {unfinished} of {len(state.trials)} trials have not finished; run the same command again to continue."
+            f"INCOMPLETE: {unfinished} of {len(state.trials)} trials have not finished; run the"
+            " same command again to continue."
         )
     for trial in (trial for trial in state.trials if trial.relief):
-        said.append(f"{name_of(trial)} ran out of memory, and then ran with {describe(trial.relief)}.")
+        said.append(
+            f"{name_of(trial)} ran out of memory, and then ran with {describe(trial.relief)}."
+        )
     failed = [trial for trial in state.trials if trial.status == FAILED]
-    said += [f"FAILED: {trial.row}, seed {trial.seed}: {trial.error}" for trial in failed[:MOST_FAILURES]]
+    said += [
+        f"FAILED: {trial.row}, seed {trial.seed}: {trial.error}" for trial in failed[:MOST_FAILURES]
+    ]
     if len(failed) > MOST_FAILURES:
         said.append(
-            f"FAILED: {len(failed) - MOST_FAILURES} more; `lns-study show {state.config.slug} TRIAL` and the report have their causes."
+            f"FAILED: {len(failed) - MOST_FAILURES} more; `lns-study show {state.config.slug}"
+            " TRIAL` and the report have their causes."
         )
     commits = {commit for trial in state.trials for commit in trial.commits}
     if len(commits) > 1:
-        said.append(f"MIXED CODE: trials ran at {len(commits)} commits: {', '.join(sorted(commits))}.")
+        said.append(
+            f"MIXED CODE: trials ran at {len(commits)} commits: {', '.join(sorted(commits))}."
+        )
     return said
 
 
 def protocol(state: StudyState) -> str:
     """How the figures came about, in sentences."""
     data = state.plan["data"]
-    sizes = "; ".join(f"{d['name']}: {d['train']:,} train, {d['validation']:,} validation, {d['test']:,} test" for d in data)
+    sizes = "; ".join(
+        f"{d['name']}: {d['train']:,} train, {d['validation']:,} validation, {d['test']:,} test"
+        for d in data
+    )
     if state.config.space:
         search = state.config.search
-        how = f"{search.algorithm} search" + (f" with {search.scheduler}" if search.scheduler != "none" else "")
+        how = f"{search.algorithm} search" + (
+            f" with {search.scheduler}" if search.scheduler != "none" else ""
+        )
         choice = (
-            f"Each row is searched alike ({how}); its figures are those of the configuration with the best "
-            f"{next(iter(search.objectives))} after the last epoch, mean over seeds, so that gaps between rows are exploratory: they have "
-            "the luck of the choice in them. "
+            f"Each row is searched alike ({how}); its figures are those of the configuration with"
+            f" the best {next(iter(search.objectives))} after the last epoch, mean over seeds, so"
+            " that gaps between rows are exploratory: they have the luck of the choice in them. "
         )
     else:
         choice = ""
-    return choice + (
-        f"The recipe is fixed in the config before anything runs. The test error is that of the last epoch, over every seed "
-        f"({', '.join(map(str, state.config.seeds))}); spread is the sample standard deviation. Any choice uses the validation "
-        f"split, the last examples of the training set, which no trial trains on ({sizes})."
+    return (
+        choice
+        + "The recipe is fixed in the config before anything runs. The test error is that of the"
+        f" last epoch, over every seed ({', '.join(map(str, state.config.seeds))}); spread is the"
+        " sample standard deviation. Any choice uses the validation split, the last examples of"
+        f" the training set, which no trial trains on ({sizes})."
     )
 
 
@@ -144,13 +179,23 @@ def facts(state: StudyState) -> dict[str, str]:
     restarts = sum(trial.restarts for trial in state.trials)
     seconds = sum(trial.spent for trial in state.trials)
     return {
-        "Data": "; ".join(f"{entry['source']}, sha256 {entry['digest'][:16]}" for entry in state.plan["data"]),
-        "Code": ", ".join(sorted({commit for trial in state.trials for commit in trial.commits})) or "nothing trained yet",
+        "Data": "; ".join(
+            f"{entry['source']}, sha256 {entry['digest'][:16]}" for entry in state.plan["data"]
+        ),
+        "Code": (
+            ", ".join(sorted({commit for trial in state.trials for commit in trial.commits}))
+            or "nothing trained yet"
+        ),
         "Machine": f"{code['platform']}, Python {code['python']}",
-        "Time": f"{when(min(began))} to {when(max(ended))}, {duration(seconds)} of trial time"
-        if began and ended
-        else "not finished",
-        "Failures": f"{sum(trial.status == FAILED for trial in state.trials)} trials failed, {restarts} restarts after a dead process",
+        "Time": (
+            f"{when(min(began))} to {when(max(ended))}, {duration(seconds)} of trial time"
+            if began and ended
+            else "not finished"
+        ),
+        "Failures": (
+            f"{sum(trial.status == FAILED for trial in state.trials)} trials failed, {restarts}"
+            " restarts after a dead process"
+        ),
     }
 
 

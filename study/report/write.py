@@ -25,6 +25,11 @@ def write_report(state: StudyState, folder: Path) -> Path:
         write_whole(folder / picture.file, picture.light)
     if state.config.space:
         write_whole(folder / "configurations.csv", render_csv(state).encode())
-    write_whole(folder / "report.md", render_markdown(state, summary, [*use, *made.failed]).encode())
-    write_whole(folder / "report.html", render_html(state, summary, made, links(state, folder.parent)).encode())
+    write_whole(
+        folder / "report.md", render_markdown(state, summary, [*use, *made.failed]).encode()
+    )
+    write_whole(
+        folder / "report.html",
+        render_html(state, summary, made, links(state, folder.parent)).encode(),
+    )
     return folder

@@ -1,8 +1,10 @@
-"""The configurations of a searched row: their objectives, the best one, the ones that no other beats.
+"""The configurations of a searched row: their objectives, the best one, the ones that no other
+beats.
 
-A configuration is one set of sampled values with a trial for each seed. Its objectives are means over the seeds, of the last
-epoch; it counts once all its trials have finished, and where it is searched in rounds (:mod:`study.search.rounds`) only in the
-last one. The best has the lowest (or highest) first objective; the test set has no part in the choice.
+A configuration is one set of sampled values with a trial for each seed. Its objectives are means
+over the seeds, of the last epoch; it counts once all its trials have finished, and where it is
+searched in rounds (:mod:`study.search.rounds`) only in the last one. The best has the lowest (or
+highest) first objective; the test set has no part in the choice.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ class Configuration:
 
     Attributes:
         number: None for a row that is not searched.
-        whole: False for one of an earlier round (:mod:`study.search.rounds`), whose trials had fewer epochs or examples than the
-            row's last ones.
-        objectives: mean over seeds by metric; NaN where a trial has no value. Of trials that were ended early, those of their
-            last epoch.
+        whole: False for one of an earlier round (:mod:`study.search.rounds`), whose trials had
+            fewer epochs or examples than the row's last ones.
+        objectives: mean over seeds by metric; NaN where a trial has no value. Of trials that were
+            ended early, those of their last epoch.
     """
 
     row: str
@@ -51,18 +53,23 @@ class Configuration:
 
 
 def configurations(trials: Iterable[TrialState], metrics: Iterable[str]) -> list[Configuration]:
-    """The configurations among ``trials``, in order of row and number; trials of a row that is not searched are left out."""
+    """The configurations among ``trials``, in order of row and number; trials of a row that is not
+    searched are left out."""
     return [entry for entry in groups_of_seeds(trials, metrics) if entry.number is not None]
 
 
 def groups_of_seeds(trials: Iterable[TrialState], metrics: Iterable[str]) -> list[Configuration]:
-    """What differs in its seeds alone: the configurations among ``trials``, and every row that is not searched; by number.
+    """What differs in its seeds alone: the configurations among ``trials``, and every row that is
+    not searched; by number.
 
-    Numbers alone do not tell configurations apart: a study whose space was changed keeps what was tried before.
+    Numbers alone do not tell configurations apart: a study whose space was changed keeps what was
+    tried before.
     """
     groups: dict[tuple[str, int | None, str], list[TrialState]] = {}
     for trial in trials:
-        groups.setdefault((trial.row, trial.number, json.dumps(trial.params, sort_keys=True)), []).append(trial)
+        groups.setdefault(
+            (trial.row, trial.number, json.dumps(trial.params, sort_keys=True)), []
+        ).append(trial)
     wanted = list(metrics)
     budgets: dict[str, tuple[int, float]] = {}
     for (row, *_), group in groups.items():
@@ -81,10 +88,13 @@ def groups_of_seeds(trials: Iterable[TrialState], metrics: Iterable[str]) -> lis
 
 
 def _is_whole(trial: TrialState, budget: tuple[int, float]) -> bool:
-    """Whether a trial is of its search's last round; ledgers of earlier versions do not tell how many rounds there are."""
+    """Whether a trial is of its search's last round; ledgers of earlier versions do not tell how
+    many rounds there are."""
     if "round" not in trial.asked:
         return True
-    return _budget(trial) == budget and trial.asked["round"] + 1 == trial.asked.get("rounds", trial.asked["round"] + 1)
+    return _budget(trial) == budget and trial.asked["round"] + 1 == trial.asked.get(
+        "rounds", trial.asked["round"] + 1
+    )
 
 
 def _budget(trial: TrialState) -> tuple[int, float]:
@@ -93,28 +103,46 @@ def _budget(trial: TrialState) -> tuple[int, float]:
 
 
 def best(found: Iterable[Configuration], objectives: dict[str, str]) -> Configuration | None:
-    """The finished configuration with the best first objective, among those with most seeds; of equals the first. None if there
-    is none.
+    """The finished configuration with the best first objective, among those with most seeds; of
+    equals the first. None if there is none.
 
     Who ran with fewer seeds dropped out of a race (:mod:`study.search.racing`), or was never in it.
     """
     metric, mode = next(iter(objectives.items()))
-    usable = [entry for entry in found if entry.finished and math.isfinite(entry.objectives[metric])]
-    return min(usable, key=lambda entry: (-len(entry.trials), signed(entry.objectives[metric], mode)), default=None)
+    usable = [
+        entry for entry in found if entry.finished and math.isfinite(entry.objectives[metric])
+    ]
+    return min(
+        usable,
+        key=lambda entry: (-len(entry.trials), signed(entry.objectives[metric], mode)),
+        default=None,
+    )
 
 
 def pareto_front(found: Iterable[Configuration], objectives: dict[str, str]) -> list[Configuration]:
-    """The finished configurations that no other equals or beats in every objective, best first objective first."""
-    usable = [entry for entry in found if entry.finished and all(map(math.isfinite, entry.objectives.values()))]
-    points = [[signed(entry.objectives[metric], mode) for metric, mode in objectives.items()] for entry in usable]
+    """The finished configurations that no other equals or beats in every objective, best first
+    objective first."""
+    usable = [
+        entry
+        for entry in found
+        if entry.finished and all(map(math.isfinite, entry.objectives.values()))
+    ]
+    points = [
+        [signed(entry.objectives[metric], mode) for metric, mode in objectives.items()]
+        for entry in usable
+    ]
     return [usable[place] for place in undominated(points)]
 
 
 def undominated(points: Sequence[Sequence[float]]) -> list[int]:
-    """Find the points that no other equals or beats in every coordinate, smaller being better: their places, by coordinates."""
+    """Find the points that no other equals or beats in every coordinate, smaller being better:
+    their places, by coordinates."""
     values = np.array(points)
     beaten = (np.all(values <= point, axis=1) & np.any(values < point, axis=1) for point in values)
-    return sorted((place for place, others in enumerate(beaten) if not others.any()), key=lambda place: list(points[place]))
+    return sorted(
+        (place for place, others in enumerate(beaten) if not others.any()),
+        key=lambda place: list(points[place]),
+    )
 
 
 def ranked(found: Iterable[Configuration], objectives: dict[str, str]) -> list[Configuration]:
@@ -124,15 +152,26 @@ def ranked(found: Iterable[Configuration], objectives: dict[str, str]) -> list[C
     def rank(entry: Configuration) -> tuple[bool, int, float]:
         value = entry.objectives[metric]
         usable = entry.finished and math.isfinite(value)
-        return (not usable, -len(entry.trials), signed(value, mode) if math.isfinite(value) else math.inf)
+        return (
+            not usable,
+            -len(entry.trials),
+            signed(value, mode) if math.isfinite(value) else math.inf,
+        )
 
     return sorted(found, key=rank)
 
 
 def table(found: Iterable[Configuration], objectives: dict[str, str]) -> list[dict[str, Any]]:
-    """One flat dict a configuration, :func:`ranked`: row, number, sampled values, objectives, states."""
+    """One flat dict a configuration, :func:`ranked`: row, number, sampled values, objectives,
+    states."""
     return [
-        {"row": entry.row, "number": entry.number, **entry.params, **entry.objectives, "state": condition(entry)}
+        {
+            "row": entry.row,
+            "number": entry.number,
+            **entry.params,
+            **entry.objectives,
+            "state": condition(entry),
+        }
         for entry in ranked(found, objectives)
     ]
 

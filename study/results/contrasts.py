@@ -1,21 +1,27 @@
 """Whether two means differ, by Student's t, and what difference the replicates could have shown.
 
-A contrast is tested against no difference over replicates that are alike: seeds, each with one figure, or configurations drawn alike.
-Figures that belong together (the same seed) are paired, so that what they share does not count as noise::
+A contrast is tested against no difference over replicates that are alike: seeds, each with one
+figure, or configurations drawn alike. Figures that belong together (the same seed) are paired, so
+that what they share does not count as noise::
 
-    paired:       t = mean(d) / (s_d / sqrt(n)),  n - 1 degrees of freedom, d the differences        Student 1908
-    independent:  t = (mean(a) - mean(b)) / sqrt(s_a^2 / n_a + s_b^2 / n_b),  Welch 1947, his degrees of freedom
+    paired:       t = mean(d) / (s_d / sqrt(n)),  n - 1 degrees of freedom, d the differences
+                  Student 1908
+    independent:  t = (mean(a) - mean(b)) / sqrt(s_a^2 / n_a + s_b^2 / n_b),  Welch 1947, his
+                  degrees of freedom
 
-Where several are told together, each is tested at ``alpha / tests`` (Dunn 1961), and its interval has that level too, so that the interval
-holds 0 exactly where the corrected p is not below alpha; Holm's correction rejects more, but no intervals go with it.
+Where several are told together, each is tested at ``alpha / tests`` (Dunn 1961), and its interval
+has that level too, so that the interval holds 0 exactly where the corrected p is not below alpha;
+Holm's correction rejects more, but no intervals go with it.
 
-The smallest difference that could have been shown is the one that such a test finds with probability :data:`POWER` where the spread is the
-one that was seen: ``delta = ncp * se``, where the noncentral t with noncentrality ncp exceeds the critical value with that probability
-(J. Cohen, "Statistical Power Analysis for the Behavioral Sciences", 2nd ed. 1988, chapter 2)::
+The smallest difference that could have been shown is the one that such a test finds with
+probability :data:`POWER` where the spread is the one that was seen: ``delta = ncp * se``, where the
+noncentral t with noncentrality ncp exceeds the critical value with that probability (J. Cohen,
+"Statistical Power Analysis for the Behavioral Sciences", 2nd ed. 1988, chapter 2)::
 
     P(|Z + ncp| > t_crit sqrt(V / df)) = POWER,  Z normal, V chi-squared with df degrees of freedom
 
-Limits: normal differences are assumed, as everywhere with few seeds; without any spread there is nothing to measure against and no test.
+Limits: normal differences are assumed, as everywhere with few seeds; without any spread there is
+nothing to measure against and no test.
 """
 
 from __future__ import annotations
@@ -71,7 +77,8 @@ class Contrast:
 
     @property
     def least(self) -> float:
-        """The smallest difference that such a test shows with probability :data:`POWER`; see the module."""
+        """The smallest difference that such a test shows with probability :data:`POWER`; see the
+        module."""
         from scipy.optimize import brentq
         from scipy.special import gammaincinv, ndtr
 
@@ -91,21 +98,32 @@ class Contrast:
 
 
 def paired(differences: Sequence[float], of: str) -> Contrast | None:
-    """The contrast of figures that belong together pair by pair; None below two, or where all differences are equal."""
+    """The contrast of figures that belong together pair by pair; None below two, or where all
+    differences are equal."""
     n = len(differences)
     error = statistics.stdev(differences) / math.sqrt(n) if n > 1 else 0.0
     if error <= ROUNDING * max(map(abs, differences), default=0.0):
         return None
-    return Contrast(difference=statistics.fmean(differences), error=error, df=n - 1, over=f"{n} {of}")
+    return Contrast(
+        difference=statistics.fmean(differences), error=error, df=n - 1, over=f"{n} {of}"
+    )
 
 
 def independent(first: Sequence[float], second: Sequence[float], of: str) -> Contrast | None:
-    """The contrast of figures that do not belong together; None below two of either, or where all are equal."""
+    """The contrast of figures that do not belong together; None below two of either, or where all
+    are equal."""
     if min(len(first), len(second)) < 2:
         return None
     parts = [statistics.variance(values) / len(values) for values in (first, second)]
     if math.sqrt(sum(parts)) <= ROUNDING * max(map(abs, (*first, *second))):
         return None
-    df = sum(parts) ** 2 / sum(part**2 / (len(values) - 1) for part, values in zip(parts, (first, second), strict=True))
+    df = sum(parts) ** 2 / sum(
+        part**2 / (len(values) - 1) for part, values in zip(parts, (first, second), strict=True)
+    )
     difference = statistics.fmean(first) - statistics.fmean(second)
-    return Contrast(difference=difference, error=math.sqrt(sum(parts)), df=df, over=f"{len(first)} and {len(second)} {of}")
+    return Contrast(
+        difference=difference,
+        error=math.sqrt(sum(parts)),
+        df=df,
+        over=f"{len(first)} and {len(second)} {of}",
+    )

@@ -25,7 +25,8 @@ class Importance:
     Attributes:
         single: by key, largest first.
         pairs: by two keys: what they explain together beyond each alone, largest first.
-        curves: partial dependence by key: places and mean predicted errors in per cent; places are values, or texts of choices.
+        curves: partial dependence by key: places and mean predicted errors in per cent; places are
+            values, or texts of choices.
         configurations: how many it rests on.
     """
 
@@ -36,7 +37,8 @@ class Importance:
 
 
 def importance(state: StudyState) -> Importance | None:
-    """Which sampled keys the error depends on, all rows together (the row is a key too); None with fewer than ten configurations."""
+    """Which sampled keys the error depends on, all rows together (the row is a key too); None with
+    fewer than ten configurations."""
     found = [entry for entry in entries(state) if entry.number is not None][:FOREST]
     domains = {domain.key: domain for domain in state.config.parsed_space.domains}
     keys = [key for key in domains if all(key in entry.params for entry in found)]
@@ -48,7 +50,9 @@ def importance(state: StudyState) -> Importance | None:
     import optuna
 
     try:
-        single = optuna.importance.FanovaImportanceEvaluator(n_trees=TREES, max_depth=DEPTH, seed=0).evaluate(study, params=names)
+        single = optuna.importance.FanovaImportanceEvaluator(
+            n_trees=TREES, max_depth=DEPTH, seed=0
+        ).evaluate(study, params=names)
     except RuntimeError:  # no variance in any tree
         return None
     pairs = _pairs(study, names, list(single)[:PAIRED])
@@ -56,13 +60,17 @@ def importance(state: StudyState) -> Importance | None:
     return Importance(single=dict(single), pairs=pairs, curves=curves, configurations=len(found))
 
 
-def _optuna_study(found: Sequence[Entry], keys: Sequence[str], domains: Mapping[str, Any]) -> tuple[Any, list[str]]:
+def _optuna_study(
+    found: Sequence[Entry], keys: Sequence[str], domains: Mapping[str, Any]
+) -> tuple[Any, list[str]]:
     """The configurations as an Optuna study."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     rows = list(dict.fromkeys(entry.row for entry in found))
-    distributions: dict[str, Any] = {key: _distribution(domains[key], [entry.params[key] for entry in found]) for key in keys}
+    distributions: dict[str, Any] = {
+        key: _distribution(domains[key], [entry.params[key] for entry in found]) for key in keys
+    }
     if len(rows) > 1:
         distributions["row"] = optuna.distributions.CategoricalDistribution(rows)
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
@@ -70,7 +78,9 @@ def _optuna_study(found: Sequence[Entry], keys: Sequence[str], domains: Mapping[
         [
             optuna.trial.create_trial(
                 params={
-                    name: entry.row if name == "row" else _plain(distributions[name], entry.params[name])
+                    name: entry.row
+                    if name == "row"
+                    else _plain(distributions[name], entry.params[name])
                     for name in distributions
                 },
                 distributions=distributions,
@@ -90,7 +100,9 @@ def _distribution(domain: Any, values: Sequence[Any]) -> Any:
         return optuna.distributions.CategoricalDistribution(
             list(dict.fromkeys(show(value) for value in (*domain.values, *values)))
         )
-    return optuna.distributions.FloatDistribution(float(min(values)), float(max(values)), log=domain.kind.startswith("log"))
+    return optuna.distributions.FloatDistribution(
+        float(min(values)), float(max(values)), log=domain.kind.startswith("log")
+    )
 
 
 def _plain(distribution: Any, value: Any) -> Any:
@@ -98,12 +110,16 @@ def _plain(distribution: Any, value: Any) -> Any:
 
 
 def _pairs(study: Any, names: Sequence[str], of: Sequence[str]) -> dict[tuple[str, str], float]:
-    """What two keys explain together beyond each alone, from the trees of an evaluator of Optuna's, which itself offers single keys."""
+    """What two keys explain together beyond each alone, from the trees of an evaluator of Optuna's,
+    which itself offers single keys."""
     import optuna
 
     distributions = study.trials[0].distributions
-    varied = sorted(name for name in names if not distributions[name].single())  # the evaluator's columns
-    evaluator = optuna.importance.FanovaImportanceEvaluator(n_trees=TREES, max_depth=PAIR_DEPTH, seed=0)
+    # the evaluator's columns
+    varied = sorted(name for name in names if not distributions[name].single())
+    evaluator = optuna.importance.FanovaImportanceEvaluator(
+        n_trees=TREES, max_depth=PAIR_DEPTH, seed=0
+    )
     single = evaluator.evaluate(study, params=list(names))
     found = {}
     for first, second in combinations([name for name in of if name in varied], 2):
@@ -112,7 +128,9 @@ def _pairs(study: Any, names: Sequence[str], of: Sequence[str]) -> dict[tuple[st
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def _dependence(study: Any, names: Sequence[str], points: int = 24) -> dict[str, tuple[list[Any], list[float]]]:
+def _dependence(
+    study: Any, names: Sequence[str], points: int = 24
+) -> dict[str, tuple[list[Any], list[float]]]:
     from sklearn.ensemble import RandomForestRegressor
 
     trials = study.get_trials(deepcopy=False)  # Optuna's ``trials`` copies all of them each time

@@ -1,4 +1,5 @@
-"""What a search optimises: the values of a trial's objectives, and their means over a configuration's seeds."""
+"""What a search optimises: the values of a trial's objectives, and their means over a
+configuration's seeds."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from study.ledger.state import TrialState
 def objective(trial: TrialState, metric: str) -> float | None:
     """A trial's value of an objective; None if it has none.
 
-    ``seconds`` is the time spent in training, also before it was taken over from elsewhere (None where that is not known), ``bits`` the
-    width of the number format; all others are the last epoch's report.
+    ``seconds`` is the time spent in training, also before it was taken over from elsewhere (None
+    where that is not known), ``bits`` the width of the number format; all others are the last
+    epoch's report.
     """
     if metric == "bits":
         return float(bits_of(trial.config))
@@ -25,7 +27,8 @@ def objective(trial: TrialState, metric: str) -> float | None:
 
 
 def mean_objective(trials: Sequence[TrialState], metric: str) -> float:
-    """The mean of an objective over a configuration's trials, one a seed; NaN if one of them has no value."""
+    """The mean of an objective over a configuration's trials, one a seed; NaN if one of them has no
+    value."""
     values = [objective(trial, metric) for trial in trials]
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if len(known) == len(values) else math.nan

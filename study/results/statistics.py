@@ -1,13 +1,18 @@
-"""What a report says beyond its table: fronts, importance, dependence, tests, budgets, costs. Figures from a study's state, no drawing.
+"""What a report says beyond its table: fronts, importance, dependence, tests, budgets, costs.
+Figures from a study's state, no drawing.
 
-An :class:`Entry` is one configuration (of a searched row) or one row, with means over its seeds of what can be weighed against each other:
-error, bits of the format, seconds, joules, bytes sent. It counts once every seed's trial has finished, in the last round where there are
-rounds. Errors are validation errors, in per cent: the test set chooses nothing.
+An :class:`Entry` is one configuration (of a searched row) or one row, with means over its seeds of
+what can be weighed against each other: error, bits of the format, seconds, joules, bytes sent. It
+counts once every seed's trial has finished, in the last round where there are rounds. Errors are
+validation errors, in per cent: the test set chooses nothing.
 
 - Intervals: 95 %, Student's t over seeds.
-- Importance: fANOVA (Hutter, Hoos, Leyton-Brown 2014), Optuna's evaluator, single keys and pairs; fractions of the variance of the error.
-- Partial dependence (Friedman 2001): a random forest over the sampled keys (Optuna's encoding), the mean prediction as one key moves.
-- Tests between categories: :func:`groups`, by :mod:`study.results.contrasts`, one correction over all that a report tells.
+- Importance: fANOVA (Hutter, Hoos, Leyton-Brown 2014), Optuna's evaluator, single keys and pairs;
+  fractions of the variance of the error.
+- Partial dependence (Friedman 2001): a random forest over the sampled keys (Optuna's encoding), the
+  mean prediction as one key moves.
+- Tests between categories: :func:`groups`, by :mod:`study.results.contrasts`, one correction over
+  all that a report tells.
 """
 
 from __future__ import annotations
@@ -52,8 +57,9 @@ CONFIGURATIONS = "configurations"
 KEYS = {"format": ("precision.format",), "layout": ("layout", "workers")}
 """The trial keys that make a category, where they are not its name."""
 TREES, DEPTH, PAIR_DEPTH, PAIRED = 16, 8, 5, 4
-"""Of the forests behind importance. Optuna walks a tree once for every combination of its thresholds, in Python: its default of 64 trees
-of depth 64 takes minutes on 500 configurations. Pairs are those of the most important keys."""
+"""Of the forests behind importance. Optuna walks a tree once for every combination of its
+thresholds, in Python: its default of 64 trees of depth 64 takes minutes on 500 configurations.
+Pairs are those of the most important keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +85,15 @@ class Entry:
 
 
 def entries(state: StudyState) -> list[Entry]:
-    """The configurations and rows of which every seed has finished with a finite error, by number."""
+    """The configurations and rows of which every seed has finished with a finite error, by
+    number."""
     found = []
     for group in groups_of_seeds(state.trials, []):
-        values = {name: mean for name in MEASURES if (mean := _mean(group.trials, name)) is not None} if group.finished else {}
+        values = (
+            {name: mean for name in MEASURES if (mean := _mean(group.trials, name)) is not None}
+            if group.finished
+            else {}
+        )
         if "error" in values:
             found.append(
                 Entry(
@@ -118,14 +129,23 @@ def measure(trial: TrialState, name: str) -> float | None:
 
 def categories_of(trial: TrialState) -> dict[str, str]:
     """What a trial is, by name of :data:`CATEGORIES`."""
-    known = {"row": trial.row, "format": str(trial.config["precision"]["format"]), "layout": layout_of(trial.config)}
+    known = {
+        "row": trial.row,
+        "format": str(trial.config["precision"]["format"]),
+        "layout": layout_of(trial.config),
+    }
     others = {name: lookup(trial.config, name) for name in CATEGORIES if name not in known}
     return known | {name: str(value) for name, value in others.items() if value is not None}
 
 
 def spread_measures(found: Sequence[Entry]) -> list[str]:
-    """The measures in which entries differ; not every entry need have all (one worker sends no bytes)."""
-    return [name for name in MEASURES if len({entry.values[name] for entry in found if name in entry.values}) > 1]
+    """The measures in which entries differ; not every entry need have all (one worker sends no
+    bytes)."""
+    return [
+        name
+        for name in MEASURES
+        if len({entry.values[name] for entry in found if name in entry.values}) > 1
+    ]
 
 
 def interval(values: Sequence[float], level: float = 0.95) -> float | None:
@@ -134,15 +154,23 @@ def interval(values: Sequence[float], level: float = 0.95) -> float | None:
         return None
     from scipy.special import stdtrit  # scipy.stats takes a second to load
 
-    return float(stdtrit(len(values) - 1, 0.5 + level / 2)) * statistics.stdev(values) / math.sqrt(len(values))
+    return (
+        float(stdtrit(len(values) - 1, 0.5 + level / 2))
+        * statistics.stdev(values)
+        / math.sqrt(len(values))
+    )
 
 
 def front(found: Sequence[Entry], measures: Sequence[str]) -> list[Entry]:
-    """The entries that none other equals or beats in every measure (all smaller the better), by the first."""
-    return [found[place] for place in undominated([[entry.values[name] for name in measures] for entry in found])]
+    """The entries that none other equals or beats in every measure (all smaller the better), by the
+    first."""
+    return [
+        found[place]
+        for place in undominated([[entry.values[name] for name in measures] for entry in found])
+    ]
 
 
-# ---------------------------------------------------------------------------------------------------------------------- groups
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +180,8 @@ class Groups:
     Attributes:
         reference: the value that the others are set against: the baseline's, or the plan's first.
         errors: of the trials, per cent, by value of the category, the reference first.
-        contrasts: of each other value's mean error minus the reference's, percentage points; None where nothing can be tested.
+        contrasts: of each other value's mean error minus the reference's, percentage points; None
+            where nothing can be tested.
         exploratory: why the tests prove nothing by themselves; "" where they do.
     """
 
@@ -166,10 +195,12 @@ class Groups:
 def groups(state: StudyState) -> list[Groups]:
     """The categories that rows and configurations differ in, each with its errors and tests.
 
-    What is the same but for the category is compared, seed by seed: of every seed the mean difference over the configurations that two
-    values share, and the test is over the seeds. With one seed the configurations are what is tested over. Where no configuration has
-    its like, as of a random search over the category, the means of the configurations are independent figures. Searches that choose
-    configurations by their results leave nothing to test. One correction is over all contrasts of the study.
+    What is the same but for the category is compared, seed by seed: of every seed the mean
+    difference over the configurations that two values share, and the test is over the seeds. With
+    one seed the configurations are what is tested over. Where no configuration has its like, as of
+    a random search over the category, the means of the configurations are independent figures.
+    Searches that choose configurations by their results leave nothing to test. One correction is
+    over all contrasts of the study.
     """
     found, seen = [], set[frozenset[frozenset[str]]]()
     usable = entries(state)
@@ -178,33 +209,57 @@ def groups(state: StudyState) -> list[Groups]:
         for entry in usable:
             if category in entry.categories:
                 values.setdefault(entry.categories[category], []).append(entry)
-        partition = frozenset(frozenset(entry.trials[0].id for entry in of_value) for of_value in values.values())
+        partition = frozenset(
+            frozenset(entry.trials[0].id for entry in of_value) for of_value in values.values()
+        )
         if len(values) > 1 and partition not in seen:
             seen.add(partition)
             found.append(_groups(state, category, values))
     tests = sum(contrast is not None for group in found for contrast in group.contrasts.values())
     return [
-        replace(group, contrasts={name: each and replace(each, tests=tests) for name, each in group.contrasts.items()})
+        replace(
+            group,
+            contrasts={
+                name: each and replace(each, tests=tests) for name, each in group.contrasts.items()
+            },
+        )
         for group in found
     ]
 
 
 def _groups(state: StudyState, category: str, values: dict[str, list[Entry]]) -> Groups:
     study = state.config
-    baseline = (name for name, of_value in values.items() for entry in of_value if entry.row == study.baseline)
+    baseline = (
+        name
+        for name, of_value in values.items()
+        for entry in of_value
+        if entry.row == study.baseline
+    )
     reference = next(baseline, next(iter(values)))
     others = [name for name in values if name != reference]
     chosen, why = study.search.adaptive or study.search.ends_early, ""
-    contrasts = {name: None if chosen else _contrast(category, values[name], values[reference]) for name in others}
+    contrasts = {
+        name: None if chosen else _contrast(category, values[name], values[reference])
+        for name in others
+    }
     if chosen:
         why = "the search chose by results which configurations there are, so nothing is tested"
-    elif any(each is not None and each.over.endswith(CONFIGURATIONS) for each in contrasts.values()):
+    elif any(
+        each is not None and each.over.endswith(CONFIGURATIONS) for each in contrasts.values()
+    ):
         why = "tested over configurations, which says nothing of other seeds"
     errors = {
-        name: [error for entry in values[name] for trial in entry.trials if (error := measure(trial, "error")) is not None]
+        name: [
+            error
+            for entry in values[name]
+            for trial in entry.trials
+            if (error := measure(trial, "error")) is not None
+        ]
         for name in (reference, *others)
     }
-    return Groups(category=category, reference=reference, errors=errors, contrasts=contrasts, exploratory=why)
+    return Groups(
+        category=category, reference=reference, errors=errors, contrasts=contrasts, exploratory=why
+    )
 
 
 def _contrast(category: str, first: list[Entry], second: list[Entry]) -> Contrast | None:
@@ -222,8 +277,14 @@ def _by_likeness(category: str, found: Iterable[Entry], with_row: bool) -> dict[
     keys = KEYS.get(category, (category,))
     like: dict[str, list[Entry]] = {}
     for entry in found:
-        others = {name: value for name, value in entry.params.items() if not any(_overlap(name, key) for key in keys)}
-        like.setdefault(json.dumps([others, entry.row if with_row else ""], sort_keys=True), []).append(entry)
+        others = {
+            name: value
+            for name, value in entry.params.items()
+            if not any(_overlap(name, key) for key in keys)
+        }
+        like.setdefault(
+            json.dumps([others, entry.row if with_row else ""], sort_keys=True), []
+        ).append(entry)
     return like
 
 
@@ -232,8 +293,11 @@ def _overlap(name: str, key: str) -> bool:
 
 
 def _matched(first: Sequence[list[Entry]], second: Sequence[list[Entry]]) -> Contrast | None:
-    """The contrast of lists of entries that are alike pair by pair, over the seeds that all have; over the pairs with one seed."""
-    by_seed = [[_errors_by_seed(found) for found in pair] for pair in zip(first, second, strict=True)]
+    """The contrast of lists of entries that are alike pair by pair, over the seeds that all have;
+    over the pairs with one seed."""
+    by_seed = [
+        [_errors_by_seed(found) for found in pair] for pair in zip(first, second, strict=True)
+    ]
     seeds = sorted(set.intersection(*(set(errors) for pair in by_seed for errors in pair)))
     gaps = [[ours[seed] - theirs[seed] for seed in seeds] for ours, theirs in by_seed]
     if len(seeds) > 1:
@@ -243,13 +307,21 @@ def _matched(first: Sequence[list[Entry]], second: Sequence[list[Entry]]) -> Con
 
 def _errors_by_seed(found: Sequence[Entry]) -> dict[int, float]:
     """The mean error of entries by seed, for the seeds that all have; per cent."""
-    errors = [{trial.seed: error for trial in entry.trials if (error := measure(trial, "error")) is not None} for entry in found]
+    errors = [
+        {
+            trial.seed: error
+            for trial in entry.trials
+            if (error := measure(trial, "error")) is not None
+        }
+        for entry in found
+    ]
     shared = set.intersection(*map(set, errors))
     return {seed: statistics.fmean(of_entry[seed] for of_entry in errors) for seed in shared}
 
 
 def heat_map(found: Sequence[Entry]) -> tuple[list[str], list[str], np.ndarray] | None:
-    """Lowest error by format and layout (NaN where there is none): names down, names across, per cent. None unless both vary."""
+    """Lowest error by format and layout (NaN where there is none): names down, names across, per
+    cent. None unless both vary."""
     formats = list(dict.fromkeys(entry.categories["format"] for entry in found))
     layouts = list(dict.fromkeys(entry.categories["layout"] for entry in found))
     if len(formats) < 2 or len(layouts) < 2:
@@ -261,23 +333,30 @@ def heat_map(found: Sequence[Entry]) -> tuple[list[str], list[str], np.ndarray] 
     return formats, layouts, table
 
 
-# ------------------------------------------------------------------------------------------------------------ budgets and costs
+# --------------------------------------------------------------------------------------------------
 
 
 def best_of_budget(state: StudyState) -> dict[str, tuple[list[float], list[float]]]:
-    """Of each row, the lowest validation error so far (per cent) over the seconds its trials have taken, in the order they ended.
+    """Of each row, the lowest validation error so far (per cent) over the seconds its trials have
+    taken, in the order they ended.
 
     The error is that of a configuration, mean over its seeds, once the last of them has ended.
     """
     found, planned = entries(state), {trial.id for trial in state.trials}
-    last = {max(entry.trials, key=lambda trial: trial.ended or 0.0).id: entry.values["error"] for entry in found}
+    last = {
+        max(entry.trials, key=lambda trial: trial.ended or 0.0).id: entry.values["error"]
+        for entry in found
+    }
     curves = {}
     for row, trials in state.rows().items():
         spent, best = 0.0, math.inf
         xs: list[float] = []
         ys: list[float] = []
-        for trial in sorted((trial for trial in trials if trial.ended), key=lambda trial: trial.ended or 0.0):
-            spent += trial.spent if trial.source in planned else trial.seconds  # a population's members share their beginnings
+        for trial in sorted(
+            (trial for trial in trials if trial.ended), key=lambda trial: trial.ended or 0.0
+        ):
+            # a population's members share their beginnings
+            spent += trial.spent if trial.source in planned else trial.seconds
             best = min(best, last.get(trial.id, math.inf))
             if math.isfinite(best):
                 xs.append(spent)
@@ -294,7 +373,9 @@ def rank_formats(found: Iterable[Entry]) -> list[dict[str, Any]]:
         name = entry.categories["format"]
         if name not in best or entry.values["error"] < best[name].values["error"]:
             best[name] = entry
-    lines: list[dict[str, Any]] = [{"format": name, "entry": entry.name, **entry.values} for name, entry in best.items()]
+    lines: list[dict[str, Any]] = [
+        {"format": name, "entry": entry.name, **entry.values} for name, entry in best.items()
+    ]
     for key in ("error", "bits", "seconds"):
         order = sorted({float(line[key]) for line in lines if key in line})
         for line in lines:
@@ -303,29 +384,42 @@ def rank_formats(found: Iterable[Entry]) -> list[dict[str, Any]]:
 
 
 def failures(state: StudyState) -> list[tuple[str, int, list[str]]]:
-    """What ended trials for good: the message (numbers aside, alike ones together), how many trials, some of their ids."""
+    """What ended trials for good: the message (numbers aside, alike ones together), how many
+    trials, some of their ids."""
     import re
 
     found: dict[str, list[TrialState]] = {}
     for trial in state.trials:
         if trial.status == FAILED:
             found.setdefault(re.sub(r"\d+(\.\d+)?", "N", trial.error), []).append(trial)
-    lines = [(trials[0].error, len(trials), [trial.id for trial in trials[:5]]) for trials in found.values()]
+    lines = [
+        (trials[0].error, len(trials), [trial.id for trial in trials[:5]])
+        for trials in found.values()
+    ]
     return sorted(lines, key=lambda line: -line[1])
 
 
 def costs(state: StudyState) -> dict[str, float]:
-    """What the study has taken: trial seconds, seconds of trials that failed or were ended early, GPU hours, joules, bytes.
+    """What the study has taken: trial seconds, seconds of trials that failed or were ended early,
+    GPU hours, joules, bytes.
 
     Epochs that were taken over, from another study or trial, are not counted again.
     """
-    total: dict[str, float] = {"trials": float(len(state.trials)), "epochs": float(sum(len(t.reports) for t in state.trials))}
+    total: dict[str, float] = {
+        "trials": float(len(state.trials)),
+        "epochs": float(sum(len(t.reports) for t in state.trials)),
+    }
     total["trial seconds"] = sum(trial.spent for trial in state.trials)
-    total["of them in failed trials"] = _sum(state, lambda trial: trial.spent if trial.status == FAILED else 0.0)
-    total["of them in trials ended early"] = _sum(state, lambda trial: trial.spent if trial.stopped_by else 0.0)
+    total["of them in failed trials"] = _sum(
+        state, lambda trial: trial.spent if trial.status == FAILED else 0.0
+    )
+    total["of them in trials ended early"] = _sum(
+        state, lambda trial: trial.spent if trial.stopped_by else 0.0
+    )
     total["GPU hours"] = _sum(state, lambda trial: trial.spent / 3600 * gpus_of(trial.config))
     for name in ("joules", "bytes"):
-        total[name] = _sum(state, lambda trial, name=name: sum(trial.metric(TOLD[name], own=True).values()))  # type: ignore[misc]
+        key = TOLD[name]
+        total[name] = sum(sum(trial.metric(key, own=True).values()) for trial in state.trials)
     return {name: value for name, value in total.items() if value}
 
 

@@ -1,12 +1,16 @@
-"""From a study's state to its figures: mean and spread of each row's test error, gaps to the baseline, verdicts.
+"""From a study's state to its figures: mean and spread of each row's test error, gaps to the
+baseline, verdicts.
 
-The protocol: the recipe is fixed in the config before anything runs, the test error is that of the last epoch, and every seed
-counts, also one that diverged. Errors are in per cent; spread is the sample standard deviation over seeds (n - 1).
+The protocol: the recipe is fixed in the config before anything runs, the test error is that of the
+last epoch, and every seed counts, also one that diverged. Errors are in per cent; spread is the
+sample standard deviation over seeds (n - 1).
 
-Of a searched row the figures are those of its best configuration, chosen by the first objective, never by the test set.
+Of a searched row the figures are those of its best configuration, chosen by the first objective,
+never by the test set.
 
-The published figures are always shown, but verdicts are given only where the study has the published recipe (``comparable`` in the
-config, of the study and of each row); anything else says how it departs.
+The published figures are always shown, but verdicts are given only where the study has the
+published recipe (``comparable`` in the config, of the study and of each row); anything else says
+how it departs.
 """
 
 from __future__ import annotations
@@ -26,14 +30,16 @@ from study.results.configurations import Configuration, best, configurations
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the table; errors and gaps in per cent and percentage points, None where there is no figure.
+    """One line of the table; errors and gaps in per cent and percentage points, None where there is
+    no figure.
 
     Attributes:
         mean, sd: of the final test error over finished seeds; sd is None below two.
         gap: mean minus the baseline row's mean; None until every seed of both has finished.
         verdict: ``pass``, ``fail`` or "" where nothing is required or the study is not comparable.
         rule: what the verdict is about, in words.
-        trials: whose figures these are: all of the row, or those of its best configuration where the row was searched.
+        trials: whose figures these are: all of the row, or those of its best configuration where
+            the row was searched.
         searched: configurations of the row that have ended; 0 where nothing is searched.
         params: the best configuration's sampled values.
     """
@@ -59,7 +65,8 @@ class Summary:
 
     Attributes:
         rows: in the config's order.
-        departures: how the study departs from the published recipe, one sentence each; empty means comparable.
+        departures: how the study departs from the published recipe, one sentence each; empty means
+            comparable.
     """
 
     rows: list[Row]
@@ -80,7 +87,8 @@ def summarise(state: StudyState) -> Summary:
     chosen = {label: _chosen(label, of_row, found, study) for label, of_row in state.rows().items()}
     base = _mean_error(chosen[study.baseline].trials) if study.baseline in chosen else None
     rows = [
-        _row(wanted.get(label, RowConfig(label=label)), choice, base, study, not departures) for label, choice in chosen.items()
+        _row(wanted.get(label, RowConfig(label=label)), choice, base, study, not departures)
+        for label, choice in chosen.items()
     ]
     return Summary(rows=rows, departures=departures)
 
@@ -94,14 +102,21 @@ class _Choice:
     params: Params = field(default_factory=dict)
 
 
-def _chosen(label: str, of_row: list[TrialState], found: list[Configuration], study: StudyConfig) -> _Choice:
-    """All trials of a row; of a searched one those of its best configuration, of which there may be none yet."""
+def _chosen(
+    label: str, of_row: list[TrialState], found: list[Configuration], study: StudyConfig
+) -> _Choice:
+    """All trials of a row; of a searched one those of its best configuration, of which there may be
+    none yet."""
     mine = [entry for entry in found if entry.row == label]
     if not mine:
         return _Choice(trials=tuple(of_row))
     winner = best(mine, study.search.objectives)
     ended = sum(entry.ended and entry.whole for entry in mine)
-    return _Choice(trials=winner.trials, searched=ended, params=winner.params) if winner else _Choice(trials=(), searched=ended)
+    return (
+        _Choice(trials=winner.trials, searched=ended, params=winner.params)
+        if winner
+        else _Choice(trials=(), searched=ended)
+    )
 
 
 def find_departures(study: StudyConfig, state: StudyState) -> list[str]:
@@ -114,22 +129,32 @@ def find_departures(study: StudyConfig, state: StudyState) -> list[str]:
             if value != wanted:
                 found[f"{key} is {_show(value)}, not {_show(wanted)}"] = None
     if study.comparable and len(study.seeds) < study.comparable_seeds:
-        found[f"{len(study.seeds)} {'seed' if len(study.seeds) == 1 else 'seeds'} a row, not {study.comparable_seeds}"] = None
+        found[
+            f"{len(study.seeds)} {'seed' if len(study.seeds) == 1 else 'seeds'} a row, not"
+            f" {study.comparable_seeds}"
+        ] = None
     return list(found)
 
 
 def test_errors(trials: Iterable[TrialState]) -> list[float]:
     """Final test errors of the finished trials, per cent."""
-    return [100.0 * trial.test["test/error"] for trial in trials if trial.status == FINISHED and "test/error" in trial.test]
+    return [
+        100.0 * trial.test["test/error"]
+        for trial in trials
+        if trial.status == FINISHED and "test/error" in trial.test
+    ]
 
 
 def _mean_error(trials: Sequence[TrialState]) -> float | None:
-    """The mean once every seed has finished: a row that lost its worst seed would look better than it is."""
+    """The mean once every seed has finished: a row that lost its worst seed would look better than
+    it is."""
     errors = test_errors(trials)
     return statistics.fmean(errors) if errors and len(errors) == len(trials) else None
 
 
-def _row(wanted: RowConfig, choice: _Choice, base: float | None, study: StudyConfig, comparable: bool) -> Row:
+def _row(
+    wanted: RowConfig, choice: _Choice, base: float | None, study: StudyConfig, comparable: bool
+) -> Row:
     trials = list(choice.trials)
     errors = test_errors(trials)
     whole = _mean_error(trials)
@@ -162,7 +187,8 @@ def describe_rule(row: RowConfig, baseline: str | None) -> str:
 
 
 def judge(row: RowConfig, gap: float | None) -> str:
-    """``pass`` or ``fail`` for a row with a rule and a gap; "" otherwise. A gap that is not a number fails."""
+    """``pass`` or ``fail`` for a row with a rule and a gap; "" otherwise. A gap that is not a
+    number fails."""
     if gap is None or (row.within is None and row.worse_by is None):
         return ""
     near = row.within is None or abs(gap) <= row.within

@@ -1,23 +1,25 @@
 """How well a run used what it had, and what held it where it did not.
 
-*Utilisation* is measured in the resource that binds. With ``h_r(t)`` the CPUs (or GPUs) that trials held at a time and ``c_r(t)`` those
-that the run had, over a window from ``a`` to ``b``::
+*Utilisation* is measured in the resource that binds. With ``h_r(t)`` the CPUs (or GPUs) that trials
+held at a time and ``c_r(t)`` those that the run had, over a window from ``a`` to ``b``::
 
     share_r = integral_a^b h_r dt / integral_a^b c_r dt        utilisation = max over r of share_r
 
-once *from the command*, from the ``planned`` event to the end of the run, and once from the first trial's start to the last one's end.
-Before the first ``capacity`` event the run is taken to have had what that one says. A trial that starts, or tests, holds its slots.
+once *from the command*, from the ``planned`` event to the end of the run, and once from the first
+trial's start to the last one's end. Before the first ``capacity`` event the run is taken to have
+had what that one says. A trial that starts, or tests, holds its slots.
 
-*Speed* sets epochs against those of trials that had the study's machines to themselves. Over the intervals ``i`` of the kinds of trial
-(:func:`study.plan.identity.pace_key`) of which an epoch was timed while no other trial ran, on average ``a_i`` seconds::
+*Speed* sets epochs against those of trials that had the study's machines to themselves. Over the
+intervals ``i`` of the kinds of trial (:func:`study.plan.identity.pace_key`) of which an epoch was
+timed while no other trial ran, on average ``a_i`` seconds::
 
     speed = sum_i epochs_i a_i / sum_i seconds_i
 
-So 1 is as many epochs as if every slot in use trained as fast as one alone, and starts took no time. Without such an epoch there is no
-speed: nothing is invented.
+So 1 is as many epochs as if every slot in use trained as fast as one alone, and starts took no
+time. Without such an epoch there is no speed: nothing is invented.
 
-:func:`what_held` divides the idle part of ``integral c_r dt`` by cause, looking back: a trial that started later *waited* if it was
-known already.
+:func:`what_held` divides the idle part of ``integral c_r dt`` by cause, looking back: a trial that
+started later *waited* if it was known already.
 """
 
 from __future__ import annotations
@@ -39,12 +41,26 @@ MOST_CAUSES, LEAST_SHARE = 3, 0.05
 """Causes named, and the share of the capacity from which one is."""
 EPSILON = 1e-6
 
-BEFORE, LIMIT, DRIVER, RESULTS, FEW, TAIL, STARTS = "before", "limit", "driver", "results", "few", "tail", "starts"
+BEFORE, LIMIT, DRIVER, RESULTS, FEW, TAIL, STARTS = (
+    "before",
+    "limit",
+    "driver",
+    "results",
+    "few",
+    "tail",
+    "starts",
+)
 CAUSES = {
     BEFORE: "before the first trial started",
     LIMIT: "while max_concurrent={most} kept trials waiting",
-    **{name: f"while too few {shown} were free for the next trial" for name, shown in RESOURCES.items()},
-    DRIVER: "while trials waited that there was room for: starting them took long, or the study was paused",
+    **{
+        name: f"while too few {shown} were free for the next trial"
+        for name, shown in RESOURCES.items()
+    },
+    DRIVER: (
+        "while trials waited that there was room for: starting them took long, or the study was"
+        " paused"
+    ),
     RESULTS: "while the search waited for results",
     FEW: "because there were fewer trials than slots",
     TAIL: "at the end, when no trial was left to start",
@@ -78,7 +94,11 @@ def utilisation(run: Run, now: float | None = None) -> Use | None:
     end = _end(run, now)
     if not run.intervals or not run.capacity or end <= run.begin:
         return None
-    shares = {name: share for name in RESOURCES if (share := _share(run, name, run.begin, end, now)) is not None}
+    shares = {
+        name: share
+        for name in RESOURCES
+        if (share := _share(run, name, run.begin, end, now)) is not None
+    }
     if not shares:
         return None
     resource = max(shares, key=lambda name: shares[name])
@@ -87,7 +107,8 @@ def utilisation(run: Run, now: float | None = None) -> Use | None:
 
 
 def epochs_a_second(run: Run, now: float | None = None) -> float | None:
-    """Epochs that trials reported, from the first trial's start to the last one's end; None before there is one."""
+    """Epochs that trials reported, from the first trial's start to the last one's end; None before
+    there is one."""
     epochs = sum(interval.epochs for interval in run.intervals)
     begin, end = _window(run, now) if run.intervals else (0.0, 0.0)
     return epochs / (end - begin) if epochs and end > begin else None
@@ -104,7 +125,11 @@ def speed(run: Run, kind: Callable[[str], str]) -> tuple[float, int] | None:
         if interval.alone:
             sums = alone[kind(interval.trial)]
             sums[0], sums[1] = sums[0] + interval.alone, sums[1] + interval.alone_seconds
-    compared = [(found, alone[key]) for found in run.intervals if alone and (key := kind(found.trial)) in alone]
+    compared = [
+        (found, alone[key])
+        for found in run.intervals
+        if alone and (key := kind(found.trial)) in alone
+    ]
     held = sum(_until(found, run.end) - found.begin for found, _ in compared)
     if not held:
         return None
@@ -113,13 +138,18 @@ def speed(run: Run, kind: Callable[[str], str]) -> tuple[float, int] | None:
 
 
 def slots_over_time(run: Run) -> list[tuple[float, int]]:
-    """About how many slots there were from each time on: what there was by what a slot of the run's trials takes on average."""
+    """About how many slots there were from each time on: what there was by what a slot of the run's
+    trials takes on average."""
     count = sum(len(interval.slots) for interval in run.intervals)
     taken = {name: sum(getattr(interval, name) for interval in run.intervals) for name in RESOURCES}
 
     def fit(step: Capacity) -> int:
         return math.floor(
-            min((getattr(step, name) * count / held for name, held in taken.items() if held), default=0.0) + EPSILON
+            min(
+                (getattr(step, name) * count / held for name, held in taken.items() if held),
+                default=0.0,
+            )
+            + EPSILON
         )
 
     return [(step.time, fit(step)) for step in run.capacity]
@@ -132,10 +162,12 @@ def slots_in_use(run: Run) -> tuple[int, int]:
 
 
 def what_held(run: Run, now: float | None = None) -> dict[str, float]:
-    """Why a run's utilisation was not higher: keys of :data:`CAUSES` with the share of the run's capacity (of the resource that binds)
-    that lay idle for it, the largest first; with the utilisation they add up to 1.
+    """Why a run's utilisation was not higher: keys of :data:`CAUSES` with the share of the run's
+    capacity (of the resource that binds) that lay idle for it, the largest first; with the
+    utilisation they add up to 1.
 
-    Beside them under :data:`STARTS`: the share that trials held from their start to their first report, beyond the seconds of an epoch.
+    Beside them under :data:`STARTS`: the share that trials held from their start to their first
+    report, beyond the seconds of an epoch.
     """
     use = utilisation(run, now)
     if use is None:
@@ -147,27 +179,42 @@ def what_held(run: Run, now: float | None = None) -> dict[str, float]:
             idle[cause] += amount * seconds
     idle[STARTS] = _starts(run, name, now)
     had = _capacity_integral(run, name, run.begin, end)
-    return dict(sorted(((cause, amount / had) for cause, amount in idle.items() if amount > 0), key=lambda item: -item[1]))
+    return dict(
+        sorted(
+            ((cause, amount / had) for cause, amount in idle.items() if amount > 0),
+            key=lambda item: -item[1],
+        )
+    )
 
 
 def remark(run: Run | None) -> str:
-    """What held a run that lasted more than a minute and used less than half of what it had, in a sentence; "" of any other."""
+    """What held a run that lasted more than a minute and used less than half of what it had, in a
+    sentence; "" of any other."""
     use = utilisation(run) if run is not None and run.over else None
     if run is None or use is None or use.share >= LOW or run.end - run.begin <= LEAST_SECONDS:
         return ""
     found = {cause: share for cause, share in what_held(run).items() if share >= LEAST_SHARE}
     starts = found.pop(STARTS, 0.0)
-    parts = [f"{_percent(share)} {CAUSES[cause].format(most=run.most)}" for cause, share in list(found.items())[:MOST_CAUSES]]
+    parts = [
+        f"{_percent(share)} {CAUSES[cause].format(most=run.most)}"
+        for cause, share in list(found.items())[:MOST_CAUSES]
+    ]
     others = "".join(
-        f" (of the {RESOURCES[name]} {_percent(share)})" for name, share in use.shares.items() if name != use.resource
+        f" (of the {RESOURCES[name]} {_percent(share)})"
+        for name, share in use.shares.items()
+        if name != use.resource
     )
     idle = f"; idle: {'; '.join(parts)}" if parts else ""
     starting = f"; {_percent(starts)} went into starting trials" if starts else ""
-    return f"Slots were in use for {_percent(use.share)} of the {RESOURCES[use.resource]}' time{others}{idle}{starting}."
+    return (
+        f"Slots were in use for {_percent(use.share)} of the {RESOURCES[use.resource]}'"
+        f" time{others}{idle}{starting}."
+    )
 
 
 def line(state: StudyState, now: float | None = None) -> str:
-    """The last run in a line: ``3 of 4 slots in use, utilisation 91 % of the CPUs, 12.3 epochs/s``; "" where nothing was noted.
+    """The last run in a line: ``3 of 4 slots in use, utilisation 91 % of the CPUs, 12.3 epochs/s``;
+    "" where nothing was noted.
 
     Args:
         now: the time, while it runs.
@@ -184,18 +231,22 @@ def line(state: StudyState, now: float | None = None) -> str:
 
 
 def sentences(state: StudyState) -> list[str]:
-    """The figures beside the picture of a study's slots: utilisation, epochs a second, and what held it; none where nothing was noted."""
+    """The figures beside the picture of a study's slots: utilisation, epochs a second, and what
+    held it; none where nothing was noted."""
     run = state.run
     if run is None or (use := utilisation(run)) is None:
         return []
     name = RESOURCES[use.resource]
-    said = [f"Utilisation {_percent(use.share)} of the {name} from the command, {_percent(use.training)} from the first trial's start "
-            "to the last one's end."]  # fmt: skip
+    said = [
+        f"Utilisation {_percent(use.share)} of the {name} from the command,"
+        f" {_percent(use.training)} from the first trial's start to the last one's end."
+    ]
     if rate := epochs_a_second(run):
         alone = speed(run, lambda trial: pace_key(state.known[trial].config))
         compared = (
-            f"{alone[0]:.2f} of the speed of a trial alone (of {alone[1]} of {len({i.trial for i in run.intervals})} trials: those like "
-            "one that ran alone for an epoch)"
+            f"{alone[0]:.2f} of the speed of a trial alone (of {alone[1]} of"
+            f" {len({i.trial for i in run.intervals})} trials: those like one that ran alone for an"
+            " epoch)"
             if alone
             else "no trial ran alone for an epoch, so there is no speed to compare with"
         )
@@ -203,7 +254,7 @@ def sentences(state: StudyState) -> list[str]:
     return [*said, *filter(None, [remark(run)])]
 
 
-# --------------------------------------------------------------------------------------------------------- integrals and moments
+# --------------------------------------------------------------------------------------------------
 
 
 def _end(run: Run, now: float | None) -> float:
@@ -216,22 +267,35 @@ def _until(interval: Interval, end: float) -> float:
 
 def _window(run: Run, now: float | None) -> tuple[float, float]:
     """From the first trial's start to the last one's end."""
-    return run.intervals[0].begin, max(_until(interval, _end(run, now)) for interval in run.intervals)
+    return run.intervals[0].begin, max(
+        _until(interval, _end(run, now)) for interval in run.intervals
+    )
 
 
 def _share(run: Run, name: str, begin: float, end: float, now: float | None) -> float | None:
     """Of a resource; None where there was none of it."""
     had = _capacity_integral(run, name, begin, end)
-    held = sum(getattr(interval, name) * (_until(interval, _end(run, now)) - interval.begin) for interval in run.intervals)
+    held = sum(
+        getattr(interval, name) * (_until(interval, _end(run, now)) - interval.begin)
+        for interval in run.intervals
+    )
     return min(1.0, held / had) if had > 0 else None
 
 
 def _capacity_integral(run: Run, name: str, begin: float, end: float) -> float:
     """The integral of the capacity."""
-    steps = [(begin, run.capacity[0]), *((step.time, step) for step in run.capacity if begin < step.time < end)]
+    steps = [
+        (begin, run.capacity[0]),
+        *((step.time, step) for step in run.capacity if begin < step.time < end),
+    ]
     steps[0] = (begin, _capacity_at(run.capacity, begin))
     times = [*(time for time, _ in steps), end]
-    return float(sum(getattr(step, name) * (b - a) for (_, step), (a, b) in zip(steps, pairwise(times), strict=True)))
+    return float(
+        sum(
+            getattr(step, name) * (b - a)
+            for (_, step), (a, b) in zip(steps, pairwise(times), strict=True)
+        )
+    )
 
 
 def _capacity_at(capacity: Sequence[Capacity], time: float) -> Capacity:
@@ -268,7 +332,10 @@ def _causes(moment: _Moment, name: str) -> Iterator[tuple[str, float]]:
         yield LIMIT, idle
     elif moment.next is not None:
         free = {each: moment.have[each] - moment.held[each] + EPSILON for each in RESOURCES}
-        yield next((each for each in RESOURCES if getattr(moment.next, each) > free[each]), DRIVER), idle
+        yield (
+            next((each for each in RESOURCES if getattr(moment.next, each) > free[each]), DRIVER),
+            idle,
+        )
     elif moment.more:
         yield RESULTS, idle
     else:
@@ -281,13 +348,23 @@ def _moments(run: Run, now: float | None) -> Iterator[tuple[float, _Moment]]:
     """The run in pieces in which nothing changes, each with its seconds, in their order."""
     end = _end(run, now)
     trials = {interval.trial: interval for interval in run.intervals}.values()
-    needed = {name: float(sum(getattr(interval, name) for interval in trials)) for name in RESOURCES}
-    changes: list[tuple[float, int, Interval | None]] = [(time, 0, None) for time in (run.begin, end)]
+    needed = {
+        name: float(sum(getattr(interval, name) for interval in trials)) for name in RESOURCES
+    }
+    changes: list[tuple[float, int, Interval | None]] = [
+        (time, 0, None) for time in (run.begin, end)
+    ]
     changes += [(step.time, 0, None) for step in run.capacity]
     for interval in run.intervals:
-        changes += [(interval.waited, 1, interval), (interval.begin, 2, interval), (_until(interval, end), 3, interval)]
+        changes += [
+            (interval.waited, 1, interval),
+            (interval.begin, 2, interval),
+            (_until(interval, end), 3, interval),
+        ]
     held, running, waiting, started = dict.fromkeys(RESOURCES, 0.0), 0, 0, 0
-    for (time, what, change), (until, _, _) in pairwise(sorted(changes, key=lambda change: change[:2])):
+    for (time, what, change), (until, _, _) in pairwise(
+        sorted(changes, key=lambda change: change[:2])
+    ):
         if change is not None:
             waiting += (0, 1, -1, 0)[what]
             sign = (0, 0, 1, -1)[what]
@@ -295,14 +372,21 @@ def _moments(run: Run, now: float | None) -> Iterator[tuple[float, _Moment]]:
             held = {name: amount + sign * getattr(change, name) for name, amount in held.items()}
         if until <= time:
             continue
-        step, later = _capacity_at(run.capacity, time), (run.intervals[place] for place in range(started, len(run.intervals)))
+        step, later = (
+            _capacity_at(run.capacity, time),
+            (run.intervals[place] for place in range(started, len(run.intervals))),
+        )
         yield (
             until - time,
             _Moment(
                 have={name: getattr(step, name) for name in RESOURCES},
                 held=held,
                 needed=needed,
-                next=next((interval for interval in later if interval.waited <= time), None) if waiting else None,
+                next=(
+                    next((interval for interval in later if interval.waited <= time), None)
+                    if waiting
+                    else None
+                ),
                 full=run.most is not None and running >= run.most,
                 begun=started > 0,
                 more=started < len(run.intervals),
@@ -311,16 +395,20 @@ def _moments(run: Run, now: float | None) -> Iterator[tuple[float, _Moment]]:
 
 
 def _starts(run: Run, name: str, now: float | None) -> float:
-    """What trials held of a resource, times the seconds, while they started: until the first report, less an epoch.
+    """What trials held of a resource, times the seconds, while they started: until the first
+    report, less an epoch.
 
-    An epoch takes as long as from report to report in the same trial, or on average in its row; of a row without two reports in a row
-    nothing is known.
+    An epoch takes as long as from report to report in the same trial, or on average in its row; of
+    a row without two reports in a row nothing is known.
     """
     gaps: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for found in run.intervals:
         if found.epochs > 1:
             of_row = gaps[found.row]
-            of_row[0], of_row[1] = of_row[0] + (found.last or 0.0) - (found.first or 0.0), of_row[1] + found.epochs - 1
+            of_row[0], of_row[1] = (
+                of_row[0] + (found.last or 0.0) - (found.first or 0.0),
+                of_row[1] + found.epochs - 1,
+            )
     total = 0.0
     for found in run.intervals:
         if found.row in gaps:

@@ -1,14 +1,17 @@
-"""What runs next: the planned trials in order, and, where an algorithm learns from results, what it proposes when there is room.
+"""What runs next: the planned trials in order, and, where an algorithm learns from results, what it
+proposes when there is room.
 
-An :class:`Agenda` hands out trials one at a time. For adaptive algorithms it keeps one :class:`Proposer` a row and point of the grids,
-so that every row is searched with the same effort. A proposal becomes one trial a seed, entered in the ledger before it runs; once all
-of them have ended the proposer learns the mean of their objectives. Everything it learns is in the ledger, so a study that is continued
-proposes on from where it was: the proposals are told to a fresh Optuna study again, and each is drawn with a generator seeded by the
-search's seed and its own number. With one trial at a time tpe and cmaes then propose exactly what they would have; nsga2 goes on with
-its generations, but may draw other children.
+An :class:`Agenda` hands out trials one at a time. For adaptive algorithms it keeps one
+:class:`Proposer` a row and point of the grids, so that every row is searched with the same effort.
+A proposal becomes one trial a seed, entered in the ledger before it runs; once all of them have
+ended the proposer learns the mean of their objectives. Everything it learns is in the ledger, so a
+study that is continued proposes on from where it was: the proposals are told to a fresh Optuna
+study again, and each is drawn with a generator seeded by the search's seed and its own number. With
+one trial at a time tpe and cmaes then propose exactly what they would have; nsga2 goes on with its
+generations, but may draw other children.
 
-Objectives are taken from the last epoch. A trial that diverged or failed counts as failed, one that a scheduler ended early as pruned
-(with one objective) or with its last value (with several).
+Objectives are taken from the last epoch. A trial that diverged or failed counts as failed, one that
+a scheduler ended early as pruned (with one objective) or with its last value (with several).
 
 Source: T. Akiba et al., "Optuna", KDD 2019.
 """
@@ -42,8 +45,9 @@ ESTIMATE_SECONDS = 5.0
 class Agenda:
     """The trials still to run, in order; with an adaptive search also those not yet thought of.
 
-    Once no more than :attr:`tail` wait, the one that is expected to take longest comes first, so that no long one is left to run alone at
-    the end. Before that the plan's order holds, which gives every row a figure early.
+    Once no more than :attr:`tail` wait, the one that is expected to take longest comes first, so
+    that no long one is left to run alone at the end. Before that the plan's order holds, which
+    gives every row a figure early.
 
     Attributes:
         tail: set once it is known how many trials run at a time; 0 keeps the order to the end.
@@ -51,19 +55,27 @@ class Agenda:
     Args:
         plan: the study's.
         state: what has happened; kept up to date by the ledger.
-        added: told of every newly proposed trial before it is handed out; it must enter it in the ledger.
+        added: told of every newly proposed trial before it is handed out; it must enter it in the
+            ledger.
         only: ids of the trials to run, and nothing is proposed; None for all.
 
     Raises:
-        UserError: from :meth:`peek` and :meth:`next`, where a proposal is a trial that the study has.
+        UserError: from :meth:`peek` and :meth:`next`, where a proposal is a trial that the study
+            has.
     """
 
     def __init__(
-        self, plan: Plan, state: StudyState, added: Callable[[PlannedTrial], None], only: Collection[str] | None = None
+        self,
+        plan: Plan,
+        state: StudyState,
+        added: Callable[[PlannedTrial], None],
+        only: Collection[str] | None = None,
     ) -> None:
         self._state, self._added = state, added
         left = [
-            trial for trial in plan.trials if state.known[trial.id].status not in ENDED and (only is None or trial.id in only)
+            trial
+            for trial in plan.trials
+            if state.known[trial.id].status not in ENDED and (only is None or trial.id in only)
         ]
         self._todo = deque(relieved(trial, state) for trial in left)
         self._entered = {trial.id: trial for trial in plan.trials}
@@ -76,7 +88,8 @@ class Agenda:
         self.tail = 0
 
     def peek(self) -> PlannedTrial | None:
-        """The next trial to run, left on the agenda; None if there is none, now or (see :attr:`exhausted`) at all."""
+        """The next trial to run, left on the agenda; None if there is none, now or (see
+        :attr:`exhausted`) at all."""
         if not self._todo:
             self._propose()
         if not self._todo and self._all_proposed:
@@ -87,14 +100,18 @@ class Agenda:
         return self._todo[0] if self._todo else None
 
     def epoch_seconds(self) -> dict[str, float]:
-        """:func:`study.plan.durations.seconds_an_epoch` of this study, looked up anew every few seconds."""
+        """:func:`study.plan.durations.seconds_an_epoch` of this study, looked up anew every few
+        seconds."""
         if time.monotonic() - self._estimated > ESTIMATE_SECONDS:
             self._seconds, self._estimated = seconds_an_epoch([self._state]), time.monotonic()
         return self._seconds
 
     def behind(self, head: PlannedTrial, count: int) -> list[PlannedTrial]:
-        """So many of the trials that come after the next one, as far as they are known: nothing is proposed for want of results."""
-        return [trial for trial in itertools.islice(self._todo, count + 1) if trial is not head][:count]
+        """So many of the trials that come after the next one, as far as they are known: nothing is
+        proposed for want of results."""
+        return [trial for trial in itertools.islice(self._todo, count + 1) if trial is not head][
+            :count
+        ]
 
     def take(self, trial: PlannedTrial) -> None:
         """Take a trial off the agenda: it runs now."""
@@ -120,7 +137,11 @@ class Agenda:
     @property
     def exhausted(self) -> bool:
         """Whether nothing will come any more."""
-        return not self._todo and self._all_proposed and all(race.exhausted for race in self._confirmations)
+        return (
+            not self._todo
+            and self._all_proposed
+            and all(race.exhausted for race in self._confirmations)
+        )
 
     @property
     def _all_proposed(self) -> bool:
@@ -154,11 +175,18 @@ class Agenda:
 def relieved(trial: PlannedTrial, state: StudyState) -> PlannedTrial:
     """The trial as it is to run since it ran out of memory, if it did."""
     relief = state.known[trial.id].relief
-    return dataclasses.replace(trial, config=TrialConfig.from_dict(apply(trial.config.to_dict(), relief))) if relief else trial
+    return (
+        dataclasses.replace(
+            trial, config=TrialConfig.from_dict(apply(trial.config.to_dict(), relief))
+        )
+        if relief
+        else trial
+    )
 
 
 def make_proposers(plan: Plan, state: StudyState) -> list[Proposer | Rounds]:
-    """One a row and point of the grids, each knowing what ``state`` holds of its row; none where the search is not adaptive."""
+    """One a row and point of the grids, each knowing what ``state`` holds of its row; none where
+    the search is not adaptive."""
     study = plan.study
     if not study.search.adaptive:
         return []
@@ -168,7 +196,12 @@ def make_proposers(plan: Plan, state: StudyState) -> list[Proposer | Rounds]:
     kind = Population if study.search.population else Halving
     for row in plan.rows:
         base = Base(study, row)
-        numbers = Counter(max((trial.number or 0 for trial in state.known.values() if trial.row == row.label), default=0))
+        numbers = Counter(
+            max(
+                (trial.number or 0 for trial in state.known.values() if trial.row == row.label),
+                default=0,
+            )
+        )
         for place, point in enumerate(points):
             proposer: Proposer | Rounds = (
                 kind(base, space, point, study.search, study.seeds, place, len(points))
@@ -181,10 +214,12 @@ def make_proposers(plan: Plan, state: StudyState) -> list[Proposer | Rounds]:
 
 
 def adopt(plan: Plan, before: StudyState) -> Plan:
-    """A plan with the trials that earlier runs of the study proposed, as far as they are still what their sampled values say.
+    """A plan with the trials that earlier runs of the study proposed, as far as they are still what
+    their sampled values say.
 
-    An adaptive search has no trials of its own until it runs; what it proposed before is in the ledger, and so are the repetitions of the
-    best configurations (:mod:`study.search.racing`). Of what lies outside a space that was changed since, only what has ended stays.
+    An adaptive search has no trials of its own until it runs; what it proposed before is in the
+    ledger, and so are the repetitions of the best configurations (:mod:`study.search.racing`). Of
+    what lies outside a space that was changed since, only what has ended stays.
     """
     search = plan.study.search
     proposed = {*(plan.study.seeds if search.adaptive else []), *search.confirm_seeds}
@@ -195,11 +230,17 @@ def adopt(plan: Plan, before: StudyState) -> Plan:
     numbers = {(trial.row, canonical(trial.params)): trial.number for trial in plan.trials}
     kept = []
     for known in before.known.values():
-        number = known.number if search.adaptive else numbers.get((known.row, canonical(known.params)))
+        number = (
+            known.number if search.adaptive else numbers.get((known.row, canonical(known.params)))
+        )
         if number is None or known.row not in bases or known.seed not in proposed:
             continue
         over = known.status in (FINISHED, STOPPED)
-        trial = _again(bases[known.row], known, number) if over or not is_history(known.params, space) else None
+        trial = (
+            _again(bases[known.row], known, number)
+            if over or not is_history(known.params, space)
+            else None
+        )
         kept += [trial] if trial else []
     return dataclasses.replace(plan, trials=(*(() if search.adaptive else plan.trials), *kept))
 

@@ -1,11 +1,14 @@
-"""Successive halving over the training data: all configurations see a small part of it, the best of them more, the last ones all.
+"""Successive halving over the training data: all configurations see a small part of it, the best of
+them more, the last ones all.
 
-With ``search.reduction_factor`` r and n configurations there are ``1 + floor(log_r n)`` rounds; in round k a trial trains on
-``r^(k - last)`` of the examples, from scratch, with as many epochs as ever, and one of r goes on. So every round costs about the same.
-Rounds whose share has less than one batch are left out.
+With ``search.reduction_factor`` r and n configurations there are ``1 + floor(log_r n)`` rounds; in
+round k a trial trains on ``r^(k - last)`` of the examples, from scratch, with as many epochs as
+ever, and one of r goes on. So every round costs about the same. Rounds whose share has less than
+one batch are left out.
 
-Sources: K. Jamieson, A. Talwalkar 2016 (arXiv:1502.07943); A. Klein et al. 2017, "Fast Bayesian Optimization of Machine Learning
-Hyperparameters on Large Datasets" (arXiv:1605.07079), for the data as the budget.
+Sources: K. Jamieson, A. Talwalkar 2016 (arXiv:1502.07943); A. Klein et al. 2017, "Fast Bayesian
+Optimization of Machine Learning Hyperparameters on Large Datasets" (arXiv:1605.07079), for the data
+as the budget.
 """
 
 from __future__ import annotations
@@ -26,15 +29,25 @@ class Halving(Rounds):
 
         config = self._base.trial(self._seeds[0], None, self._point).config
         self._sizes = sizes(
-            prepare(config.data).train, self._search.num_samples, self._search.reduction_factor, config.batch_size
+            prepare(config.data).train,
+            self._search.num_samples,
+            self._search.reduction_factor,
+            config.batch_size,
         )
         return len(self._sizes) - 1
 
     def _params(self, member: Member) -> Params:
-        return member.params if self._round == self._last else member.params | {"data.train_size": self._sizes[self._round]}
+        return (
+            member.params
+            if self._round == self._last
+            else member.params | {"data.train_size": self._sizes[self._round]}
+        )
 
     def _next(self, state: StudyState, errors: list[float]) -> list[Member]:
-        order = sorted((number for number, error in enumerate(errors) if math.isfinite(error)), key=errors.__getitem__)
+        order = sorted(
+            (number for number, error in enumerate(errors) if math.isfinite(error)),
+            key=errors.__getitem__,
+        )
         kept = order[: max(1, len(errors) // self._search.reduction_factor)]
         return [self._members[number] for number in sorted(kept)]
 

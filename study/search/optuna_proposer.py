@@ -44,12 +44,20 @@ class Proposer:
     """
 
     def __init__(
-        self, base: Base, space: Space, point: Params, search: SearchConfig, seeds: Iterable[int], numbers: Counter
+        self,
+        base: Base,
+        space: Space,
+        point: Params,
+        search: SearchConfig,
+        seeds: Iterable[int],
+        numbers: Counter,
     ) -> None:
         optuna = _optuna()
         self._base, self._space, self._point, self._search = base, space, point, search
         self._seeds, self._numbers = list(seeds), numbers
-        directions = [{"min": "minimize", "max": "maximize"}[mode] for mode in search.objectives.values()]
+        directions = [
+            {"min": "minimize", "max": "maximize"}[mode] for mode in search.objectives.values()
+        ]
         self._storage = optuna.storages.InMemoryStorage()
         self._study = optuna.create_study(storage=self._storage, directions=directions)
         self._open: dict[int, list[str]] = {}
@@ -60,8 +68,12 @@ class Proposer:
 
     @property
     def exhausted(self) -> bool:
-        """Whether it will propose nothing more: it has proposed all it may, or tried long to find what is valid and new."""
-        return self.proposed >= self._search.num_samples or self._tries >= CANDIDATES * self._search.num_samples
+        """Whether it will propose nothing more: it has proposed all it may, or tried long to find
+        what is valid and new."""
+        return (
+            self.proposed >= self._search.num_samples
+            or self._tries >= CANDIDATES * self._search.num_samples
+        )
 
     def propose(self) -> list[PlannedTrial]:
         """The next configuration, one trial a seed; none if exhausted."""
@@ -70,7 +82,9 @@ class Proposer:
             asked, params = self._ask()
             self._tries += 1
             try:
-                trials = [self._base.trial(seed, self._numbers.last + 1, params) for seed in self._seeds]
+                trials = [
+                    self._base.trial(seed, self._numbers.last + 1, params) for seed in self._seeds
+                ]
             except ValueError as error:
                 self.excluded.append(self._base.exclude(params, error))
                 self._study.tell(asked, state=optuna.trial.TrialState.FAIL)
@@ -85,13 +99,17 @@ class Proposer:
         return []
 
     def recall(self, state: StudyState, trials: Iterable[TrialState]) -> None:
-        """Take in what was proposed at this point before, in its order, each with its result if it has one.
+        """Take in what was proposed at this point before, in its order, each with its result if it
+        has one.
 
-        What lies outside the space, which has been changed since, is history: Optuna does not hear of it.
+        What lies outside the space, which has been changed since, is history: Optuna does not hear
+        of it.
         """
         configurations: dict[int, list[TrialState]] = {}
         for trial in trials:
-            if trial.number is not None and all(trial.params.get(key) == value for key, value in self._point.items()):
+            if trial.number is not None and all(
+                trial.params.get(key) == value for key, value in self._point.items()
+            ):
                 configurations.setdefault(trial.number, []).append(trial)
         for number in sorted(configurations):
             of_seeds = configurations[number]
@@ -99,7 +117,9 @@ class Proposer:
                 self._known.add(of_seeds[0].id)
                 continue
             self._study.add_trial(self._again(of_seeds[0]))
-            self._enter(self._study.trials[-1].number, of_seeds[0].id, [trial.id for trial in of_seeds])
+            self._enter(
+                self._study.trials[-1].number, of_seeds[0].id, [trial.id for trial in of_seeds]
+            )
             self.learn(state)
 
     def learn(self, state: StudyState) -> None:
@@ -117,8 +137,11 @@ class Proposer:
         self._tries = 0
 
     def _ask(self) -> tuple[Any, Params]:
-        """A trial of Optuna's and its values; the generator depends on how many were proposed before, and on nothing else."""
-        seed = np.random.SeedSequence([self._search.seed, self.proposed, self._tries]).generate_state(1)[0]
+        """A trial of Optuna's and its values; the generator depends on how many were proposed
+        before, and on nothing else."""
+        seed = np.random.SeedSequence(
+            [self._search.seed, self.proposed, self._tries]
+        ).generate_state(1)[0]
         self._study.sampler = make_sampler(self._search, int(seed))
         asked = self._study.ask()
         params: Params = dict(self._point)
@@ -134,7 +157,9 @@ class Proposer:
         return optuna.trial.create_trial(
             state=optuna.trial.TrialState.RUNNING,
             params={
-                domain.key: _place(domain, trial.params[domain.key]) if domain.categorical else trial.params[domain.key]
+                domain.key: _place(domain, trial.params[domain.key])
+                if domain.categorical
+                else trial.params[domain.key]
                 for domain in drawn
             },
             distributions={domain.key: distribution(domain) for domain in drawn},
@@ -144,13 +169,17 @@ class Proposer:
     def _tell(self, number: int, trials: list[TrialState]) -> None:
         state = _optuna().trial.TrialState
         values = [mean_objective(trials, metric) for metric in self._search.objectives]
-        usable = all(trial.status != FAILED for trial in trials) and all(math.isfinite(value) for value in values)
+        usable = all(trial.status != FAILED for trial in trials) and all(
+            math.isfinite(value) for value in values
+        )
         if not usable:
             self._study.tell(number, state=state.FAIL)
         elif len(values) == 1 and any(trial.status == STOPPED for trial in trials):
             study = self._storage.get_study_id_from_name(self._study.study_name)
             pruned = self._storage.get_trial_id_from_study_id_trial_number(study, number)
-            self._storage.set_trial_intermediate_value(pruned, min(trial.epoch for trial in trials), values[0])
+            self._storage.set_trial_intermediate_value(
+                pruned, min(trial.epoch for trial in trials), values[0]
+            )
             self._study.tell(number, state=state.PRUNED)
         else:
             self._study.tell(number, values)
@@ -162,10 +191,14 @@ def make_sampler(search: SearchConfig, seed: int) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if search.algorithm == "tpe":
-            return optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True, constant_liar=True)
+            return optuna.samplers.TPESampler(
+                seed=seed, multivariate=True, group=True, constant_liar=True
+            )
         if search.algorithm == "cmaes":
             return optuna.samplers.CmaEsSampler(seed=seed)
-        return optuna.samplers.NSGAIISampler(seed=seed, population_size=min(50, max(4, search.num_samples // 4)))
+        return optuna.samplers.NSGAIISampler(
+            seed=seed, population_size=min(50, max(4, search.num_samples // 4))
+        )
 
 
 def distribution(domain: Domain) -> Any:

@@ -1,16 +1,20 @@
-"""How a population's hyperparameters move: by chance (``pbt``), or where a Gaussian process expects most (``pb2``).
+"""How a population's hyperparameters move: by chance (``pbt``), or where a Gaussian process expects
+most (``pb2``).
 
-For ``pb2`` the process is over (time, values) of what the last generations gained: how far the objective fell. Covariance between two
-observations, at generations t, t' and with values x, x' in the unit cube::
+For ``pb2`` the process is over (time, values) of what the last generations gained: how far the
+objective fell. Covariance between two observations, at generations t, t' and with values x, x' in
+the unit cube::
 
     k = variance exp(-|x - x'|^2 / (2 length^2)) (1 - forgetting)^(|t - t'| / 2) + noise [same]
 
-with variance, length, forgetting (as a length in time) and noise by maximum likelihood. The next values maximise
-``mean + sqrt(beta) deviation`` over random points of the space; what others of the same generation have just been given counts as
-observed at its mean (their deviation shrinks there, so that they do not all choose the same). ``beta`` is ``0.2 + max(0, log(0.4 t))``.
-Values from lists are moved as in ``pbt``.
+with variance, length, forgetting (as a length in time) and noise by maximum likelihood. The next
+values maximise ``mean + sqrt(beta) deviation`` over random points of the space; what others of the
+same generation have just been given counts as observed at its mean (their deviation shrinks there,
+so that they do not all choose the same). ``beta`` is ``0.2 + max(0, log(0.4 t))``. Values from
+lists are moved as in ``pbt``.
 
-Sources: J. Parker-Holder et al. 2020 (arXiv:2002.02518); I. Bogunovic et al. 2016, "Time-Varying Gaussian Process Bandit Optimization".
+Sources: J. Parker-Holder et al. 2020 (arXiv:2002.02518); I. Bogunovic et al. 2016, "Time-Varying
+Gaussian Process Bandit Optimization".
 """
 
 from __future__ import annotations
@@ -38,15 +42,19 @@ _FIXED = (1e6, 1e6 * (1 + 1e-9))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """A member's values in one generation, in the unit cube, and what they gained; NaN while that is not known."""
+    """A member's values in one generation, in the unit cube, and what they gained; NaN while that
+    is not known."""
 
     generation: int
     units: dict[str, float]
     gain: float
 
 
-def explored(domain: Domain, value: Any, resample_probability: float, generator: np.random.Generator) -> Any:
-    """A value near ``value``: a number times 0.8 or 1.2, within the domain; of a list, a neighbour; or, rarely, any of the domain."""
+def explored(
+    domain: Domain, value: Any, resample_probability: float, generator: np.random.Generator
+) -> Any:
+    """A value near ``value``: a number times 0.8 or 1.2, within the domain; of a list, a neighbour;
+    or, rarely, any of the domain."""
     if generator.random() < resample_probability:
         return domain.at(generator.random())
     up = bool(generator.integers(2))
@@ -57,7 +65,8 @@ def explored(domain: Domain, value: Any, resample_probability: float, generator:
 
 
 def propose_step(
-    known: Sequence[Step], chosen: Sequence[Step], domains: Sequence[Domain], now: Params, generation: int, generator: np.random.Generator
+    known: Sequence[Step], chosen: Sequence[Step], domains: Sequence[Domain], now: Params,
+    generation: int, generator: np.random.Generator
 ) -> Params:  # fmt: skip
     """Values for ``domains`` in ``generation``.
 
@@ -67,16 +76,32 @@ def propose_step(
         now: today's values; those of lists stay or move to a neighbour.
     """
     numbers = [domain for domain in domains if not domain.categorical]
-    lists = {domain.key: explored(domain, now[domain.key], 0.0, generator) for domain in domains if domain.categorical}
+    lists = {
+        domain.key: explored(domain, now[domain.key], 0.0, generator)
+        for domain in domains
+        if domain.categorical
+    }
     keys = [domain.key for domain in numbers]
     alike = [step for step in known if step.units.keys() == set(keys)]
     points = generator.random((POINTS, len(keys)))
     taken = [step for step in chosen if step.units.keys() == set(keys)]
-    best = _best(alike, taken, keys, points, generation) if keys and len(alike) >= FEWEST else points[0]
-    return lists | {domain.key: domain.at(float(unit)) for domain, unit in zip(numbers, best, strict=True)}
+    best = (
+        _best(alike, taken, keys, points, generation)
+        if keys and len(alike) >= FEWEST
+        else points[0]
+    )
+    return lists | {
+        domain.key: domain.at(float(unit)) for domain, unit in zip(numbers, best, strict=True)
+    }
 
 
-def _best(known: Sequence[Step], chosen: Sequence[Step], keys: list[str], points: NDArray[np.float64], generation: int) -> Any:
+def _best(
+    known: Sequence[Step],
+    chosen: Sequence[Step],
+    keys: list[str],
+    points: NDArray[np.float64],
+    generation: int,
+) -> Any:
     """The one of ``points`` with the highest bound."""
     from sklearn.gaussian_process import GaussianProcessRegressor
 
@@ -85,19 +110,25 @@ def _best(known: Sequence[Step], chosen: Sequence[Step], keys: list[str], points
     y = (y - y.mean()) / scale
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a length scale at its bound is an answer
-        process = GaussianProcessRegressor(_kernel(len(keys)), n_restarts_optimizer=2, random_state=generation).fit(x, y)
+        process = GaussianProcessRegressor(
+            _kernel(len(keys)), n_restarts_optimizer=2, random_state=generation
+        ).fit(x, y)
         if chosen:
             taken = _rows(chosen, keys)
             process = GaussianProcessRegressor(process.kernel_, optimizer=None).fit(
                 np.concatenate([x, taken]), np.concatenate([y, process.predict(taken)])
             )
-        mean, deviation = process.predict(np.column_stack([np.full(len(points), float(generation)), points]), return_std=True)
+        mean, deviation = process.predict(
+            np.column_stack([np.full(len(points), float(generation)), points]), return_std=True
+        )
     beta = 0.2 + max(0.0, math.log(0.4 * generation))
     return points[int(np.argmax(mean + math.sqrt(beta) * deviation))]
 
 
 def _rows(steps: Sequence[Step], keys: list[str]) -> NDArray[np.float64]:
-    return np.array([[float(step.generation), *(step.units[key] for key in keys)] for step in steps])
+    return np.array(
+        [[float(step.generation), *(step.units[key] for key in keys)] for step in steps]
+    )
 
 
 def _kernel(dimensions: int) -> Any:

@@ -1,18 +1,21 @@
-"""Population based training: members train side by side, and the worst take over the best one's weights with other
-hyperparameters.
+"""Population based training: members train side by side, and the worst take over the best one's
+weights with other hyperparameters.
 
-Every ``search.perturbation_interval`` epochs the members of a row are ranked by the first objective (the mean over the study's
-seeds). The worst ``quantile_fraction`` of them, and whoever diverged or failed, goes on from the weights of a random member of
-the best such fraction (*exploit*), with hyperparameters that :mod:`study.search.pb2` moves away from its: by chance (``pbt``) or
-by a bandit (``pb2``). The rest goes on as it is.
+Every ``search.perturbation_interval`` epochs the members of a row are ranked by the first objective
+(the mean over the study's seeds). The worst ``quantile_fraction`` of them, and whoever diverged or
+failed, goes on from the weights of a random member of the best such fraction (*exploit*), with
+hyperparameters that :mod:`study.search.pb2` moves away from its: by chance (``pbt``) or by a bandit
+(``pb2``). The rest goes on as it is.
 
-A member of a generation is an ordinary trial. Its config says what its whole line did, ``changes: [{epoch: 4, optimizer.lr:
-0.02}]``, so it trains again from the start to the same bits wherever that is wanted; here it continues from the last checkpoint
-of the trial that it is the continuation of (:func:`study.manage.extend.continuations`). The next generation begins once all of
-this one have ended, as with ``synch=True`` of Ray Tune's PopulationBasedTraining.
+A member of a generation is an ordinary trial. Its config says what its whole line did, ``changes:
+[{epoch: 4, optimizer.lr: 0.02}]``, so it trains again from the start to the same bits wherever that
+is wanted; here it continues from the last checkpoint of the trial that it is the continuation of
+(:func:`study.manage.extend.continuations`). The next generation begins once all of this one have
+ended, as with ``synch=True`` of Ray Tune's PopulationBasedTraining.
 
-Sources: M. Jaderberg et al. 2017, "Population Based Training of Neural Networks" (arXiv:1711.09846); J. Parker-Holder et al.
-2020, "Provably Efficient Online Hyperparameter Optimization with Population-Based Bandits" (arXiv:2002.02518).
+Sources: M. Jaderberg et al. 2017, "Population Based Training of Neural Networks"
+(arXiv:1711.09846); J. Parker-Holder et al. 2020, "Provably Efficient Online Hyperparameter
+Optimization with Population-Based Bandits" (arXiv:2002.02518).
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ from study.search.rounds import Member, Rounds
 
 
 class Population(Rounds):
-    """See the head of this file, and :class:`study.search.rounds.Rounds`, whose rounds are the generations."""
+    """See the head of this file, and :class:`study.search.rounds.Rounds`, whose rounds are the
+    generations."""
 
     def _prepare(self) -> int:
         epochs = self._base.trial(self._seeds[0], None, self._point).config.epochs
@@ -40,23 +44,35 @@ class Population(Rounds):
 
     def _params(self, member: Member) -> Params:
         params = member.params | {"epochs": self._ends[self._round]}
-        return params | {"changes": [dict(change) for change in member.changes]} if member.changes else params
+        return (
+            params | {"changes": [dict(change) for change in member.changes]}
+            if member.changes
+            else params
+        )
 
     def _next(self, state: StudyState, errors: list[float]) -> list[Member]:
         order = sorted(range(len(errors)), key=errors.__getitem__)
         usable = [number for number in order if math.isfinite(errors[number])]
         self._note(state, errors)
         few = min(math.ceil(len(order) * self._search.quantile_fraction), len(order) // 2)
-        best, worst = usable[: max(1, few)], {*order[len(order) - few :], *(set(order) - set(usable))} - {usable[0]}
+        best, worst = (
+            usable[: max(1, few)],
+            {*order[len(order) - few :], *(set(order) - set(usable))} - {usable[0]},
+        )
         chosen: list[Step] = []
         before, after = self._members, list[Member]()
         for number, member in enumerate(before):
             parent = before[best[self._generator(number).integers(len(best))]]
-            after.append(self._offspring(parent, number, chosen, after) if number in worst else member)
+            after.append(
+                self._offspring(parent, number, chosen, after) if number in worst else member
+            )
         return after
 
-    def _offspring(self, parent: Member, number: int, chosen: list[Step], others: list[Member]) -> Member:
-        """A new line that leaves ``parent``'s at the end of this generation; ``parent``'s own where no other is valid."""
+    def _offspring(
+        self, parent: Member, number: int, chosen: list[Step], others: list[Member]
+    ) -> Member:
+        """A new line that leaves ``parent``'s at the end of this generation; ``parent``'s own where
+        no other is valid."""
         generator = self._generator(number, 1)
         epoch = self._ends[self._round]
         domains = [domain for domain in self._space.sampled if domain.key in _now(parent)]
@@ -66,22 +82,34 @@ class Population(Rounds):
                 values = propose_step(self._steps, chosen, domains, now, self._round + 1, generator)
             else:
                 resample = self._search.resample_probability
-                values = {domain.key: explored(domain, now[domain.key], resample, generator) for domain in domains}
+                values = {
+                    domain.key: explored(domain, now[domain.key], resample, generator)
+                    for domain in domains
+                }
             new = {key: value for key, value in values.items() if value != now[key]}
             child = Member(params=parent.params, changes=(*parent.changes, {"epoch": epoch, **new}))
             if not new or child in others:
                 continue
             try:
-                self._base.trial(self._seeds[0], None, child.params | {"epochs": self._ends[-1], "changes": list(child.changes)})
+                self._base.trial(
+                    self._seeds[0],
+                    None,
+                    child.params | {"epochs": self._ends[-1], "changes": list(child.changes)},
+                )
             except ValueError as error:
                 self.excluded.append(self._base.exclude(now | new, error))
             else:
-                chosen.append(Step(generation=self._round + 1, units=_units(domains, now | new), gain=math.nan))
+                chosen.append(
+                    Step(
+                        generation=self._round + 1, units=_units(domains, now | new), gain=math.nan
+                    )
+                )
                 return child
         return parent
 
     def _note(self, state: StudyState, errors: Sequence[float]) -> None:
-        """What each member's values brought in this generation: how far the error fell, for the bandit."""
+        """What each member's values brought in this generation: how far the error fell, for the
+        bandit."""
         begin = self._ends[self._round - 1] if self._round else 1
         metric, mode = next(iter(self._search.objectives.items()))
         for member, trials, error in zip(self._members, self._trials, errors, strict=True):
@@ -90,7 +118,9 @@ class Population(Rounds):
             if math.isfinite(gain):
                 values = _now(member)
                 domains = [domain for domain in self._space.sampled if domain.key in values]
-                self._steps.append(Step(generation=self._round, units=_units(domains, values), gain=gain))
+                self._steps.append(
+                    Step(generation=self._round, units=_units(domains, values), gain=gain)
+                )
 
 
 def _now(member: Member) -> Params:
@@ -100,4 +130,6 @@ def _now(member: Member) -> Params:
 
 def _units(domains: Iterable[Domain], values: Params) -> dict[str, float]:
     """Values as numbers in [0, 1], those of lists left out."""
-    return {domain.key: domain.unit(values[domain.key]) for domain in domains if not domain.categorical}
+    return {
+        domain.key: domain.unit(values[domain.key]) for domain in domains if not domain.categorical
+    }

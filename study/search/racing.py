@@ -1,11 +1,15 @@
-"""More seeds for the promising: once a row's search has ended, its best configurations are repeated, as long as evidence is wanting.
+"""More seeds for the promising: once a row's search has ended, its best configurations are
+repeated, as long as evidence is wanting.
 
-A search compares many configurations on few seeds, so its best one owes its place partly to luck. With ``search.confirm: k`` the best ``k``
-of every row run with the seeds ``search.confirm_seeds``, one seed a round. After each round the leader stays, and so does whoever is not
-significantly worse: one-sided paired t-test over the seeds both have, p above :data:`ALPHA`. The rounds end when one is left (``k`` above
-1) or the seeds are used up. This is a race (O. Maron, A. Moore, "Hoeffding races", NIPS 1993) with the t-test of F-Race (M. Birattari et
-al. 2002). Everything that decides is in the ledger, so a study that is continued goes on with the same race. What lies outside a space that
-was changed since takes no part in it.
+A search compares many configurations on few seeds, so its best one owes its place partly to luck.
+With ``search.confirm: k`` the best ``k`` of every row run with the seeds ``search.confirm_seeds``,
+one seed a round. After each round the leader stays, and so does whoever is not significantly worse:
+one-sided paired t-test over the seeds both have, p above :data:`ALPHA`. The rounds end when one is
+left (``k`` above
+1) or the seeds are used up. This is a race (O. Maron, A. Moore, "Hoeffding races", NIPS 1993) with
+   the t-test of F-Race (M. Birattari et
+al. 2002). Everything that decides is in the ledger, so a study that is continued goes on with the
+same race. What lies outside a space that was changed since takes no part in it.
 """
 
 from __future__ import annotations
@@ -36,7 +40,11 @@ class Confirmation:
         study = base.study
         self._metric, self._mode = next(iter(study.search.objectives.items()))
         self._space = bind_space(study)
-        self._seeds, self._more, self._most = list(study.seeds), study.search.confirm_seeds, study.search.confirm
+        self._seeds, self._more, self._most = (
+            list(study.seeds),
+            study.search.confirm_seeds,
+            study.search.confirm,
+        )
         self.exhausted = False
         """Whether the race is over."""
 
@@ -45,12 +53,24 @@ class Confirmation:
 
         To be asked when no trial of the search itself is left to propose.
         """
-        trials = (trial for trial in state.trials if trial.row == self._row and not is_history(trial.params, self._space))
+        trials = (
+            trial
+            for trial in state.trials
+            if trial.row == self._row and not is_history(trial.params, self._space)
+        )
         found = configurations(trials, [self._metric])
-        if any(trial.seed in self._seeds and trial.status not in ENDED for entry in found for trial in entry.trials):
+        if any(
+            trial.seed in self._seeds and trial.status not in ENDED
+            for entry in found
+            for trial in entry.trials
+        ):
             return []
         first = [(self._errors(entry, self._seeds), entry) for entry in found if entry.whole]
-        usable = [(statistics.fmean(errors), entry) for errors, entry in first if len(errors) == len(self._seeds)]
+        usable = [
+            (statistics.fmean(errors), entry)
+            for errors, entry in first
+            if len(errors) == len(self._seeds)
+        ]
         racing = [entry for _, entry in sorted(usable, key=lambda pair: pair[0])[: self._most]]
         for round_, seed in enumerate(self._more):
             if not racing or (self._most > 1 and len(racing) == 1):
@@ -65,13 +85,23 @@ class Confirmation:
         return []
 
     def _errors(self, entry: Configuration, seeds: Sequence[int]) -> list[float]:
-        """The objective, the lower the better, of the trials that finished with these seeds, in their order."""
-        of_seed = {trial.seed: objective(trial, self._metric) for trial in entry.trials if trial.status == FINISHED}
+        """The objective, the lower the better, of the trials that finished with these seeds, in
+        their order."""
+        of_seed = {
+            trial.seed: objective(trial, self._metric)
+            for trial in entry.trials
+            if trial.status == FINISHED
+        }
         values = [of_seed.get(seed) for seed in seeds]
-        return [signed(value, self._mode) for value in values if value is not None and math.isfinite(value)]
+        return [
+            signed(value, self._mode)
+            for value in values
+            if value is not None and math.isfinite(value)
+        ]
 
     def _contenders(self, racing: list[Configuration], seeds: list[int]) -> list[Configuration]:
-        """Of ``racing``, the leader over ``seeds`` and those that are not significantly worse; who lost a trial is out."""
+        """Of ``racing``, the leader over ``seeds`` and those that are not significantly worse; who
+        lost a trial is out."""
         of_all = [(self._errors(entry, seeds), entry) for entry in racing]
         whole = [(errors, entry) for errors, entry in of_all if len(errors) == len(seeds)]
         if not whole:
@@ -81,7 +111,8 @@ class Confirmation:
 
 
 def worse(errors: Sequence[float], others: Sequence[float]) -> bool:
-    """Whether ``errors`` are significantly higher than ``others``, pair by pair; never with fewer than three pairs."""
+    """Whether ``errors`` are significantly higher than ``others``, pair by pair; never with fewer
+    than three pairs."""
     if len(errors) < 3:
         return False
     differences = [a - b for a, b in zip(errors, others, strict=True)]
@@ -94,4 +125,8 @@ def worse(errors: Sequence[float], others: Sequence[float]) -> bool:
 
 def make_confirmations(plan: Plan) -> list[Confirmation]:
     """One a row, where the study wants it."""
-    return [Confirmation(Base(plan.study, row), row.label) for row in plan.rows] if plan.study.search.confirm else []
+    return (
+        [Confirmation(Base(plan.study, row), row.label) for row in plan.rows]
+        if plan.study.search.confirm
+        else []
+    )

@@ -1,7 +1,8 @@
 """Searches in rounds: what the results of one round say decides which trials the next one has.
 
-Everything random comes from the search's seed, so the ledger's results alone say what comes next: a study that is continued goes through
-the same rounds to where it was. Rounds are synchronous, one begins once all trials of the one before have ended.
+Everything random comes from the search's seed, so the ledger's results alone say what comes next: a
+study that is continued goes through the same rounds to where it was. Rounds are synchronous, one
+begins once all trials of the one before have ended.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Member:
 
 
 class Rounds(ABC):
-    """The search of one row at one point of the grids; asked as a :class:`study.search.optuna_proposer.Proposer` is.
+    """The search of one row at one point of the grids; asked as a
+    :class:`study.search.optuna_proposer.Proposer` is.
 
     Args:
         base: the row's base trial.
@@ -47,7 +49,14 @@ class Rounds(ABC):
     """
 
     def __init__(
-        self, base: Base, space: Space, point: Params, search: SearchConfig, seeds: Iterable[int], place: int = 0, places: int = 1
+        self,
+        base: Base,
+        space: Space,
+        point: Params,
+        search: SearchConfig,
+        seeds: Iterable[int],
+        place: int = 0,
+        places: int = 1,
     ) -> None:
         self._base, self._space, self._point, self._search = base, space, point, search
         self._seeds, self._place, self._places = list(seeds), place, places
@@ -68,7 +77,8 @@ class Rounds(ABC):
 
     @abstractmethod
     def _next(self, state: StudyState, errors: list[float]) -> list[Member]:
-        """Who takes part in the next round, given every member's error in this one, infinite for those that are lost; one is not."""
+        """Who takes part in the next round, given every member's error in this one, infinite for
+        those that are lost; one is not."""
 
     @property
     def exhausted(self) -> bool:
@@ -81,7 +91,8 @@ class Rounds(ABC):
         self.learn(state)
 
     def learn(self, state: StudyState) -> None:
-        """Enter the next round if this one has ended; and the one after, where that is known already."""
+        """Enter the next round if this one has ended; and the one after, where that is known
+        already."""
         while self._members and self._round < self._last and self._ended(state):
             errors = [self._error(state, trials) for trials in self._trials]
             self._members = self._next(state, errors) if any(map(math.isfinite, errors)) else []
@@ -100,7 +111,9 @@ class Rounds(ABC):
     def _first(self) -> list[Member]:
         """As many valid points of the space as are to take part."""
         search, members, seen = self._search, list[Member](), set[str]()
-        for units in unit_points(search.algorithm, len(self._space.sampled), CANDIDATES * search.num_samples, search.seed):
+        for units in unit_points(
+            search.algorithm, len(self._space.sampled), CANDIDATES * search.num_samples, search.seed
+        ):
             params = self._space.point(units, self._point)
             try:
                 trial = self._base.trial(self._seeds[0], None, params)
@@ -120,7 +133,9 @@ class Rounds(ABC):
         asked = {"round": self._round, "rounds": self._last + 1}
         self._trials = [
             [
-                dataclasses.replace(self._base.trial(seed, first + number, self._params(member)), asked=asked)
+                dataclasses.replace(
+                    self._base.trial(seed, first + number, self._params(member)), asked=asked
+                )
                 for seed in self._seeds
             ]
             for number, member in enumerate(self._members)

@@ -1,8 +1,9 @@
-"""A live page: the study's report behind Flask (which MLflow brings along), written again every few seconds while the ledger grows.
+"""A live page: the study's report behind Flask (which MLflow brings along), written again every few
+seconds while the ledger grows.
 
-The page loads itself again while the study runs (a refresh in its head, no script). It listens on 127.0.0.1,
-answers to that name and localhost only, to browsers that have opened the printed link with its token, and shows nothing that the report
-does not.
+The page loads itself again while the study runs (a refresh in its head, no script). It listens on
+127.0.0.1, answers to that name and localhost only, to browsers that have opened the printed link
+with its token, and shows nothing that the report does not.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ RELOAD = """<meta http-equiv="refresh" content="{seconds:g}">"""
 
 
 class Page:
-    """The newest report of the study in ``folder``, written into a folder of its own when the ledger has grown, or the study has begun or
-    ended: its last event is written while it still holds the lock."""
+    """The newest report of the study in ``folder``, written into a folder of its own when the
+    ledger has grown, or the study has begun or ended: its last event is written while it still
+    holds the lock."""
 
     def __init__(self, folder: Path, every: float) -> None:
         self._folder, self._every = folder, every
@@ -53,18 +55,30 @@ class Page:
         with tempfile.TemporaryDirectory() as scratch:
             if (self._folder / WHERE).exists():
                 shutil.copy(self._folder / WHERE, scratch)  # the links to MLflow are made from it
-            text = (write_report(state, Path(scratch) / "report") / "report.html").read_text(encoding="utf-8")
+            text = (write_report(state, Path(scratch) / "report") / "report.html").read_text(
+                encoding="utf-8"
+            )
         done = sum(trial.status in ENDED for trial in state.trials)
-        running = sum(trial.status == "running" for trial in state.trials) if now == "running" else 0
-        head = f"{now}: {done} of {len(state.trials)} trials have ended, {running} run; {time.strftime('%H:%M:%S UTC', time.gmtime())}"
+        running = (
+            sum(trial.status == "running" for trial in state.trials) if now == "running" else 0
+        )
+        head = (
+            f"{now}: {done} of {len(state.trials)} trials have ended, {running} run;"
+            f" {time.strftime('%H:%M:%S UTC', time.gmtime())}"
+        )
         reload = RELOAD.format(seconds=max(1.0, self._every)) if now == "running" else ""
         text = text.replace("<meta charset", f"{reload}<meta charset", 1)
-        return text.replace("<body>", f'<body>\n<p id="progress"><progress max="{len(state.trials)}" value="{done}"></progress> '
-                                      f"{html.escape(head)}</p>", 1)  # fmt: skip
+        return text.replace(
+            "<body>",
+            f'<body>\n<p id="progress"><progress max="{len(state.trials)}"'
+            f' value="{done}"></progress> {html.escape(head)}</p>',
+            1,
+        )
 
 
 def make_app(page: Page, token: str, cookie: str = "lns_study_dashboard") -> Any:
-    """The Flask application, guarded like MLflow's pages (:class:`study.serve.mlflow_server.Guard`)."""
+    """The Flask application, guarded like MLflow's pages
+    (:class:`study.serve.mlflow_server.Guard`)."""
     from flask import Flask, Response, abort, redirect, request
 
     app = Flask("lns-study")
@@ -81,12 +95,20 @@ def make_app(page: Page, token: str, cookie: str = "lns_study_dashboard") -> Any
             answer.set_cookie(cookie, token, httponly=True, samesite="Lax")
             return answer
         if not hmac.compare_digest(request.cookies.get(cookie, "").encode(), token.encode()):
-            return Response("Open the link that `lns-study dashboard` has printed, with its token.\n", 401, mimetype="text/plain")
+            return Response(
+                "Open the link that `lns-study dashboard` has printed, with its token.\n",
+                401,
+                mimetype="text/plain",
+            )
         return None
 
     @app.get("/")
     def _page() -> Response:
-        return Response(page.text(), mimetype="text/html", headers={"Cache-Control": "no-store", "X-Frame-Options": "DENY"})
+        return Response(
+            page.text(),
+            mimetype="text/html",
+            headers={"Cache-Control": "no-store", "X-Frame-Options": "DENY"},
+        )
 
     return app
 
@@ -97,8 +119,13 @@ def serve(folder: Path, port: int, every: float, say: Callable[[str], None]) -> 
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     token = secrets.token_urlsafe(24)
-    server = make_server(HOST, port, make_app(Page(folder, every), token, f"lns_study_{port}"), threaded=True)
-    say(f"The report of {folder.name}, renewed every {every:g} s: http://{HOST}:{port}/?token={token} - Ctrl-C ends it.")
+    server = make_server(
+        HOST, port, make_app(Page(folder, every), token, f"lns_study_{port}"), threaded=True
+    )
+    say(
+        f"The report of {folder.name}, renewed every {every:g} s:"
+        f" http://{HOST}:{port}/?token={token} - Ctrl-C ends it."
+    )
     try:
         server.serve_forever()
     except KeyboardInterrupt:

@@ -1,14 +1,18 @@
-"""The process behind ``lns-study ui``: MLflow's server for one user, ``python -m study.serve.mlflow_server``.
+"""The process behind ``lns-study ui``: MLflow's server for one user, ``python -m
+study.serve.mlflow_server``.
 
-``mlflow server`` imports MLflow, makes or migrates the database, and starts uvicorn in a second process, which imports MLflow again:
-seconds and memory twice. Here one process does both. What MLflow's command tells that second process, it tells by environment variables
-whose names are its own affair; they are set here and compared with MLflow's before anything is served. Where they or the functions
-called here are not what they were, nothing is served.
+``mlflow server`` imports MLflow, makes or migrates the database, and starts uvicorn in a second
+process, which imports MLflow again: seconds and memory twice. Here one process does both. What
+MLflow's command tells that second process, it tells by environment variables whose names are its
+own affair; they are set here and compared with MLflow's before anything is served. Where they or
+the functions called here are not what they were, nothing is served.
 
-127.0.0.1 is every user's of the machine, so :class:`Guard` lets in only who has the token of ``lns-study ui``: a browser by the printed
-link, which leaves a cookie, and MLflow's clients by ``MLFLOW_TRACKING_TOKEN``.
+127.0.0.1 is every user's of the machine, so :class:`Guard` lets in only who has the token of
+``lns-study ui``: a browser by the printed link, which leaves a cookie, and MLflow's clients by
+``MLFLOW_TRACKING_TOKEN``.
 
-Standard input and output are not used; the database's address comes in ``MLFLOW_BACKEND_STORE_URI``, the token in :data:`TOKEN`.
+Standard input and output are not used; the database's address comes in
+``MLFLOW_BACKEND_STORE_URI``, the token in :data:`TOKEN`.
 """
 
 from __future__ import annotations
@@ -36,7 +40,9 @@ ROOT = "mlflow-artifacts:/"
 """Of new experiments: the server hands their artifacts out."""
 
 
-def mlflow_command(artifacts: str, host: str, port: int, workers: int, hosts: str, more: list[str], options: str) -> list[str]:
+def mlflow_command(
+    artifacts: str, host: str, port: int, workers: int, hosts: str, more: list[str], options: str
+) -> list[str]:
     """``mlflow server`` as a command line.
 
     Args:
@@ -48,7 +54,16 @@ def mlflow_command(artifacts: str, host: str, port: int, workers: int, hosts: st
         more: further arguments.
         options: of uvicorn.
     """
-    where = ["--host", host, "--port", str(port), "--workers", str(workers), "--allowed-hosts", hosts]
+    where = [
+        "--host",
+        host,
+        "--port",
+        str(port),
+        "--workers",
+        str(workers),
+        "--allowed-hosts",
+        hosts,
+    ]
     return [
         *(sys.executable, "-m", "mlflow", "server", *where, *more),
         *("--artifacts-destination", artifacts, "--uvicorn-opts", options),
@@ -62,13 +77,15 @@ Send = Callable[[Scope], Awaitable[None]]
 class Guard:
     """An ASGI application before another: who does not know the token gets 401.
 
-    It is taken from the query ``?token=``, which is answered with a cookie and a redirect to the page without it, from that cookie, as
-    password of HTTP's basic authentication, or as its bearer token.
+    It is taken from the query ``?token=``, which is answered with a cookie and a redirect to the
+    page without it, from that cookie, as password of HTTP's basic authentication, or as its bearer
+    token.
 
     Args:
         application: what is guarded.
         token: the secret.
-        port: that is served; cookies are a host's, whatever the port, so it is part of the cookie's name.
+        port: that is served; cookies are a host's, whatever the port, so it is part of the cookie's
+            name.
     """
 
     def __init__(self, application: Any, token: str, port: int) -> None:
@@ -80,7 +97,9 @@ class Guard:
             await self._application(scope, receive, send)
             return
         query = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-        if scope["type"] == "http" and any(self._is_token(given) for given in query.pop("token", [])):
+        if scope["type"] == "http" and any(
+            self._is_token(given) for given in query.pop("token", [])
+        ):
             left = f"?{urlencode(query, doseq=True)}" if query else ""
             place = "/" + scope["path"].lstrip("/")  # //host would lead elsewhere
             cookie = f"{self._cookie}={self._token}; Path=/; HttpOnly; SameSite=Lax"
@@ -90,7 +109,10 @@ class Guard:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            says = f"Open the link that `lns-study ui` has printed, with its token; MLflow's clients: MLFLOW_TRACKING_TOKEN or {TOKEN}.\n"
+            says = (
+                "Open the link that `lns-study ui` has printed, with its token; MLflow's clients:"
+                f" MLFLOW_TRACKING_TOKEN or {TOKEN}.\n"
+            )
             await _answer(send, 401, says, {"WWW-Authenticate": "Bearer"})
 
     def _is_token(self, given: str) -> bool:
@@ -127,7 +149,8 @@ async def _answer(send: Send, status: int, text: str, headers: dict[str, str]) -
 
 
 def _application(uri: str) -> Any:
-    """MLflow's ASGI application over a database that is up to date, without artifacts at places that clients name.
+    """MLflow's ASGI application over a database that is up to date, without artifacts at places
+    that clients name.
 
     Raises:
         ImportError, AttributeError: MLflow has other parts than this knows.
@@ -154,18 +177,34 @@ def main() -> None:
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--allowed-hosts", required=True)
-    parser.add_argument("--open", action="store_true", help="let everybody in who reaches the port: for tests and benchmarks")
+    parser.add_argument(
+        "--open",
+        action="store_true",
+        help="let everybody in who reaches the port: for tests and benchmarks",
+    )
     options = parser.parse_args()
     token = os.environ.pop(TOKEN, "")
     if not token and not options.open:
         parser.error(f"{TOKEN} is not set; start it with `lns-study ui`, which makes one")
     uri = os.environ["MLFLOW_BACKEND_STORE_URI"]
-    os.environ |= {"MLFLOW_SERVER_ALLOWED_HOSTS": options.allowed_hosts, MLFLOW_SERVED_BY: "uvicorn"}
-    os.environ |= dict(zip(MLFLOW_SERVER_VARIABLES.values(), (uri, uri, ROOT, options.artifacts, "true"), strict=True))
+    os.environ |= {
+        "MLFLOW_SERVER_ALLOWED_HOSTS": options.allowed_hosts,
+        MLFLOW_SERVED_BY: "uvicorn",
+    }
+    os.environ |= dict(
+        zip(
+            MLFLOW_SERVER_VARIABLES.values(),
+            (uri, uri, ROOT, options.artifacts, "true"),
+            strict=True,
+        )
+    )
     try:
         application = _application(uri)
     except (ImportError, AttributeError) as error:
-        sys.exit(f"lns-study: error: {error}: this MLflow is none that lns-study knows; pip install 'mlflow>=3.17,<3.18'")
+        sys.exit(
+            f"lns-study: error: {error}: this MLflow is none that lns-study knows; pip install"
+            " 'mlflow>=3.17,<3.18'"
+        )
     import uvicorn
 
     guarded = application if options.open else Guard(application, token, options.port)

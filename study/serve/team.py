@@ -1,14 +1,18 @@
-"""``lns-study ui --team``: MLflow for several people, with logins, over PostgreSQL, in several worker processes.
+"""``lns-study ui --team``: MLflow for several people, with logins, over PostgreSQL, in several
+worker processes.
 
-Beside what :mod:`study.serve.ui` does for one: MLflow's basic-auth app keeps users and what they may do in the same database (tables of
-its own), everybody who has logged in reads everything, and who makes an experiment manages it. A checked password is remembered for a
-minute, since checking it costs some 0.1 s. uvloop and httptools are named to uvicorn, which without them answers 44 ms later as soon
-as it has two workers. Artifacts go through the server into a folder (or bucket) that holds nothing else, and clients may not name another
-place for them (:mod:`study.serve.team_guard`). The server's working folder is an empty one of its own, gone at the end, with MLflow's
-settings, readable by its user only; neither passwords nor the database's address stand in a command line.
+Beside what :mod:`study.serve.ui` does for one: MLflow's basic-auth app keeps users and what they
+may do in the same database (tables of its own), everybody who has logged in reads everything, and
+who makes an experiment manages it. A checked password is remembered for a minute, since checking it
+costs some 0.1 s. uvloop and httptools are named to uvicorn, which without them answers 44 ms later
+as soon as it has two workers. Artifacts go through the server into a folder (or bucket) that holds
+nothing else, and clients may not name another place for them (:mod:`study.serve.team_guard`). The
+server's working folder is an empty one of its own, gone at the end, with MLflow's settings,
+readable by its user only; neither passwords nor the database's address stand in a command line.
 
-Limits: it speaks HTTP, so for other machines TLS is the business of a proxy before it, or of an ssh tunnel. A password that was changed
-is taken by other workers for up to :data:`AUTH_CACHE_SECONDS` more.
+Limits: it speaks HTTP, so for other machines TLS is the business of a proxy before it, or of an ssh
+tunnel. A password that was changed is taken by other workers for up to :data:`AUTH_CACHE_SECONDS`
+more.
 """
 
 from __future__ import annotations
@@ -35,7 +39,12 @@ SHORTEST_PASSWORD = 12
 """MLflow takes no shorter one."""
 AUTH_CACHE_SECONDS = 60
 WORKERS = 4
-PACKAGES = {"psycopg": "psycopg[binary]", "uvloop": "uvloop", "httptools": "httptools", "flask_wtf": "flask-wtf"}
+PACKAGES = {
+    "psycopg": "psycopg[binary]",
+    "uvloop": "uvloop",
+    "httptools": "httptools",
+    "flask_wtf": "flask-wtf",
+}
 """Modules that a team's server needs, and the packages that have them."""
 
 
@@ -50,7 +59,8 @@ class Team:
         host: to listen on.
         port: to listen on.
         workers: processes that answer requests.
-        names: host names, beside 127.0.0.1 and localhost, by which browsers and clients may call the server.
+        names: host names, beside 127.0.0.1 and localhost, by which browsers and clients may call
+            the server.
     """
 
     uri: str
@@ -76,9 +86,13 @@ def check(team: Team) -> None:
     Raises:
         ValueError: with the value, the rule and the remedy.
     """
-    missing = [package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None]
+    missing = [
+        package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None
+    ]
     if missing:
-        raise ValueError(f"--team: needs {', '.join(missing)}, not installed; pip install 'lns-study[team]'")
+        raise ValueError(
+            f"--team: needs {', '.join(missing)}, not installed; pip install 'lns-study[team]'"
+        )
     _check_store(team)
     _check_names(team)
     _check_artifacts(team)
@@ -87,19 +101,33 @@ def check(team: Team) -> None:
 
 
 def serve(team: Team, say: Callable[[str], None]) -> int:
-    """Run the server in the foreground until Ctrl-C or SIGTERM; its exit code, 0 if it was asked to end."""
+    """Run the server in the foreground until Ctrl-C or SIGTERM; its exit code, 0 if it was asked to
+    end."""
     if not team.local:
-        say(f"Listening on {team.host}: passwords travel as they are unless a proxy with TLS is before it.")
+        say(
+            f"Listening on {team.host}: passwords travel as they are unless a proxy with TLS is"
+            " before it."
+        )
     with tempfile.TemporaryDirectory(prefix="lns-study-team-") as folder:
         settings = Path(folder) / "basic_auth.ini"
         with open(settings, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             auth_settings(team.uri).write(file)
-        words = command(team.artifacts, team.port, host=team.host, workers=team.workers, names=team.names, team=True)
-        return run(words, environment(team.uri, settings), team.port, say, host=team.host, folder=folder)
+        words = command(
+            team.artifacts,
+            team.port,
+            host=team.host,
+            workers=team.workers,
+            names=team.names,
+            team=True,
+        )
+        return run(
+            words, environment(team.uri, settings), team.port, say, host=team.host, folder=folder
+        )
 
 
 def environment(uri: str, settings: Path) -> dict[str, str]:
-    """What the server's environment has beside ours; the key of its forms is new at every start unless the user set one."""
+    """What the server's environment has beside ours; the key of its forms is new at every start
+    unless the user set one."""
     return {
         **ENVIRONMENT,
         "MLFLOW_BACKEND_STORE_URI": uri,
@@ -110,11 +138,13 @@ def environment(uri: str, settings: Path) -> dict[str, str]:
 
 
 def auth_settings(uri: str) -> configparser.ConfigParser:
-    """MLflow's settings of logins; the first admin's password is none of them, it comes from the environment."""
+    """MLflow's settings of logins; the first admin's password is none of them, it comes from the
+    environment."""
     settings = configparser.ConfigParser()
     settings["mlflow"] = {
         "default_permission": "READ",
-        "database_uri": uri.replace("%", "%%"),  # configparser's own escape: MLflow reads the file with interpolation
+        # configparser's own escape: MLflow reads the file with interpolation
+        "database_uri": uri.replace("%", "%%"),
         "admin_username": os.environ.get(USER) or "admin",
         "authorization_function": "study.serve.team_guard:authenticate",
         "auth_cache_ttl_seconds": str(AUTH_CACHE_SECONDS),
@@ -124,30 +154,36 @@ def auth_settings(uri: str) -> configparser.ConfigParser:
 
 def _check_store(team: Team) -> None:
     if team.workers < 1:
-        raise ValueError(f"--workers {team.workers}: must be at least 1; leave it out for {WORKERS}")
+        raise ValueError(
+            f"--workers {team.workers}: must be at least 1; leave it out for {WORKERS}"
+        )
     if team.uri.startswith("sqlite:") and team.workers > 1:
         raise ValueError(
-            f"--workers {team.workers} over {team.uri}: sqlite lets one process write at a time and makes the others wait and fail "
-            "(database is locked); use PostgreSQL, --backend-store-uri postgresql://user@host/database, or --workers 1"
+            f"--workers {team.workers} over {team.uri}: sqlite lets one process write at a time and"
+            " makes the others wait and fail (database is locked); use PostgreSQL,"
+            " --backend-store-uri postgresql://user@host/database, or --workers 1"
         )
     if not team.uri.startswith(("sqlite:", "postgresql")):
         raise ValueError(
-            f"--backend-store-uri {without_password(team.uri)}: must be a PostgreSQL database for a team; use "
-            "postgresql://user@host/database"
+            f"--backend-store-uri {without_password(team.uri)}: must be a PostgreSQL database for a"
+            " team; use postgresql://user@host/database"
         )
 
 
 def _check_names(team: Team) -> None:
-    wrong = [name for name in team.names if not re.fullmatch(r"[A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\]", name)]
+    wrong = [
+        name for name in team.names if not re.fullmatch(r"[A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\]", name)
+    ]
     if wrong:
         raise ValueError(
-            f"--allow-host {wrong[0]!r}: must be a host's name or address, without scheme, port or *; for example --allow-host "
-            "mlflow.example.org"
+            f"--allow-host {wrong[0]!r}: must be a host's name or address, without scheme, port or"
+            " *; for example --allow-host mlflow.example.org"
         )
     if not team.local and not team.names:
         raise ValueError(
-            f"--host {team.host}: others call the server by a name that it must know, or web pages of strangers could reach it by "
-            "names of theirs; add --allow-host NAME, as in the address that browsers show"
+            f"--host {team.host}: others call the server by a name that it must know, or web pages"
+            " of strangers could reach it by names of theirs; add --allow-host NAME, as in the"
+            " address that browsers show"
         )
 
 
@@ -157,8 +193,8 @@ def _check_artifacts(team: Team) -> None:
     folder = Path(team.artifacts)
     if team.storage.is_relative_to(folder):
         raise ValueError(
-            f"--artifacts {team.artifacts}: must not hold the storage {team.storage}, since what lies there can be fetched from the "
-            "server; use a folder of its own"
+            f"--artifacts {team.artifacts}: must not hold the storage {team.storage}, since what"
+            " lies there can be fetched from the server; use a folder of its own"
         )
     check_writable(folder, "artifacts", "choose another with --artifacts /path/to/folder")
 
@@ -171,8 +207,9 @@ def _check_password(team: Team) -> None:
     if len(password) < SHORTEST_PASSWORD:
         state = f"has {len(password)} characters" if password else "is not set"
         raise ValueError(
-            f"{PASSWORD}: {state}, and the first start makes the user {os.environ.get(USER) or 'admin'} with that password, of at "
-            f"least {SHORTEST_PASSWORD} characters; there is no default: set it in the environment"
+            f"{PASSWORD}: {state}, and the first start makes the user"
+            f" {os.environ.get(USER) or 'admin'} with that password, of at least"
+            f" {SHORTEST_PASSWORD} characters; there is no default: set it in the environment"
         )
 
 
@@ -190,10 +227,13 @@ def _has_users(uri: str) -> bool:
     try:
         with engine.connect() as database:
             known = sql.inspect(database).has_table("users")
-            return known and database.execute(sql.text("SELECT 1 FROM users LIMIT 1")).first() is not None
+            return (
+                known
+                and database.execute(sql.text("SELECT 1 FROM users LIMIT 1")).first() is not None
+            )
     except sql.exc.SQLAlchemyError as error:
         cause = " ".join(str(getattr(error, "orig", None) or error).split())[:200]
         raise ValueError(
-            f"--backend-store-uri {without_password(uri)}: the database does not answer ({cause}); start it, correct the address, or give "
-            "the password in PGPASSWORD or ~/.pgpass"
+            f"--backend-store-uri {without_password(uri)}: the database does not answer ({cause});"
+            " start it, correct the address, or give the password in PGPASSWORD or ~/.pgpass"
         ) from None

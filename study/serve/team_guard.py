@@ -1,10 +1,13 @@
-"""What clients may do on our servers: on a team's, MLflow's basic authentication; on all, no artifacts at places that clients name.
+"""What clients may do on our servers: on a team's, MLflow's basic authentication; on all, no
+artifacts at places that clients name.
 
-MLflow lets whoever may make an experiment give it ``artifact_location=file:///any/folder`` and then read and write there through the
-server, with the rights of the server's user. On our servers every experiment's artifacts lie in the server's own root.
+MLflow lets whoever may make an experiment give it ``artifact_location=file:///any/folder`` and then
+read and write there through the server, with the rights of the server's user. On our servers every
+experiment's artifacts lie in the server's own root.
 
-Loaded by MLflow's server, a team's calls :func:`authenticate` for every request (``authorization_function``), a single user's
-:func:`refuse_places`; the request is read by MLflow's own parser, so that what is refused here is what it would have taken.
+Loaded by MLflow's server, a team's calls :func:`authenticate` for every request
+(``authorization_function``), a single user's :func:`refuse_places`; the request is read by MLflow's
+own parser, so that what is refused here is what it would have taken.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ def authenticate() -> Any:
 
 
 def refuse_places() -> None:
-    """Refuse flask's current request if it makes an experiment with a place for artifacts of its own.
+    """Refuse flask's current request if it makes an experiment with a place for artifacts of its
+    own.
 
     Raises:
         MlflowException: it does.
@@ -46,5 +50,6 @@ def refuse_places() -> None:
     location = request_message(CreateExperiment()).artifact_location
     if location:
         raise MlflowException.invalid_parameter_value(
-            f"artifact_location={location!r}: this server keeps artifacts in its own place; leave artifact_location out"
+            f"artifact_location={location!r}: this server keeps artifacts in its own place; leave"
+            " artifact_location out"
         )

@@ -1,11 +1,14 @@
-"""``lns-study ui``: MLflow's web interface over a storage folder, on this machine only; :mod:`study.serve.team` serves others.
+"""``lns-study ui``: MLflow's web interface over a storage folder, on this machine only;
+:mod:`study.serve.team` serves others.
 
-One worker and no job execution: one process (:mod:`study.serve.mlflow_server`) instead of fifteen and 2 GB. It listens on
-127.0.0.1, answers only to that name and localhost, and lets in who has the token in the printed link: 127.0.0.1 is every user's
-of the machine. To watch a remote machine, forward the port with ssh. The database's address, which may hold a password, and the
-token go through the environment: command lines are everybody's to read.
+One worker and no job execution: one process (:mod:`study.serve.mlflow_server`) instead of fifteen
+and 2 GB. It listens on 127.0.0.1, answers only to that name and localhost, and lets in who has the
+token in the printed link: 127.0.0.1 is every user's of the machine. To watch a remote machine,
+forward the port with ssh. The database's address, which may hold a password, and the token go
+through the environment: command lines are everybody's to read.
 
-The server runs in its own process group, so that Ctrl-C ends it and all of its children, and nothing else.
+The server runs in its own process group, so that Ctrl-C ends it and all of its children, and
+nothing else.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ ENVIRONMENT = {
 
 
 def serve(uri: str, artifacts: Path, port: int, say: Callable[[str], None]) -> int:
-    """Run the server in the foreground until Ctrl-C or SIGTERM; its exit code, 0 if it was asked to end.
+    """Run the server in the foreground until Ctrl-C or SIGTERM; its exit code, 0 if it was asked to
+    end.
 
     Args:
         uri: database of the tracking store.
@@ -84,12 +88,21 @@ def run(
         page: what to open there.
     """
     say("Starting MLflow, some seconds ...")
-    server = subprocess.Popen(words, env=os.environ | variables, stdout=subprocess.DEVNULL, start_new_session=True, cwd=folder)
+    server = subprocess.Popen(
+        words,
+        env=os.environ | variables,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+        cwd=folder,
+    )
     reached = HOST if host == EVERYWHERE else host
     try:
         if _wait_until_ready(server, reached, port):
             lets_in = ", which lets this browser in" if page else ""
-            say(f"MLflow is at http://{reached}:{port}{f'/{page}' if page else ''}{lets_in} - Ctrl-C ends it.")
+            say(
+                f"MLflow is at http://{reached}:{port}{f'/{page}' if page else ''}{lets_in} -"
+                " Ctrl-C ends it."
+            )
         return server.wait()
     except KeyboardInterrupt:
         return 0
@@ -106,8 +119,8 @@ def check_servable(uri: str) -> None:
     check_tracking_uri(uri)
     if is_server(uri):
         raise ValueError(
-            f"tracking_uri={without_password(uri)!r}: must be a database, and this is a server already; open {without_login(uri)} in a "
-            "browser"
+            f"tracking_uri={without_password(uri)!r}: must be a database, and this is a server"
+            f" already; open {without_login(uri)} in a browser"
         )
 
 
@@ -117,7 +130,13 @@ def environment(uri: str) -> dict[str, str]:
 
 
 def command(
-    artifacts: str, port: int, *, host: str = HOST, workers: int = 1, names: Sequence[str] = (), team: bool = False
+    artifacts: str,
+    port: int,
+    *,
+    host: str = HOST,
+    workers: int = 1,
+    names: Sequence[str] = (),
+    team: bool = False,
 ) -> list[str]:
     """The server's command line.
 
@@ -126,13 +145,30 @@ def command(
         port: to listen on.
         host: to listen on.
         workers: processes that answer requests; more than one need uvloop and httptools.
-        names: hosts, beside 127.0.0.1 and localhost, by which it may be called; their pages may change things too.
+        names: hosts, beside 127.0.0.1 and localhost, by which it may be called; their pages may
+            change things too.
         team: whether users must log in.
     """
-    hosts = ",".join(name for host_ in (HOST, "localhost", *names) for name in (host_, f"{host_}:{port}"))
-    origins = ",".join(f"{scheme}://{name}{end}" for name in names for scheme in ("http", "https") for end in ("", f":{port}"))
+    hosts = ",".join(
+        name for host_ in (HOST, "localhost", *names) for name in (host_, f"{host_}:{port}")
+    )
+    origins = ",".join(
+        f"{scheme}://{name}{end}"
+        for name in names
+        for scheme in ("http", "https")
+        for end in ("", f":{port}")
+    )
     if not team and workers == 1 and not names:
-        where = ["--artifacts", artifacts, "--host", host, "--port", str(port), "--allowed-hosts", hosts]
+        where = [
+            "--artifacts",
+            artifacts,
+            "--host",
+            host,
+            "--port",
+            str(port),
+            "--allowed-hosts",
+            hosts,
+        ]
         return [sys.executable, "-m", "study.serve.mlflow_server", *where]
     more = ["--cors-allowed-origins", origins] if names else []
     more += ["--app-name", "basic-auth"] if team else []
@@ -152,7 +188,8 @@ def check_port(port: int, host: str = HOST) -> None:
             probe.bind((host, port))
     except (OSError, OverflowError) as error:
         raise ValueError(
-            f"port={port}: cannot listen on {host}:{port} ({error}); choose a free port from 1024 to 65535 with --port"
+            f"port={port}: cannot listen on {host}:{port} ({error}); choose a free port from 1024"
+            " to 65535 with --port"
         ) from None
 
 

@@ -9,7 +9,8 @@ from study.program import lns_study
 from study.tracking_uri import without_login, without_password
 
 WHERE = "mlflow.json"
-"""In the study's folder: the store, and experiment, parent run and view in it; the report's links are made from it."""
+"""In the study's folder: the store, and experiment, parent run and view in it; the report's links
+are made from it."""
 
 
 def page(experiment: str, view: str) -> str:
@@ -39,5 +40,6 @@ def how_to_open(uri: str, storage: str, page: str) -> str:
 
 
 def is_server(uri: str) -> bool:
-    """Whether a tracking URI is that of a server, which has an interface of its own, and not of a database."""
+    """Whether a tracking URI is that of a server, which has an interface of its own, and not of a
+    database."""
     return uri.startswith(("http://", "https://"))

@@ -1,8 +1,9 @@
-"""The best model of each row as an MLflow LoggedModel: tensors in safetensors and a JSON, no pickle, so opening one runs no code.
+"""The best model of each row as an MLflow LoggedModel: tensors in safetensors and a JSON, no
+pickle, so opening one runs no code.
 
-A row's best finished trial by the last validation error gives its newest checkpoint that is still on disk. Nothing is logged twice:
-a model is found by its source run. Limit: a checkpoint of more than :data:`MOST_BYTES` stays where it is, and the run's checkpoints
-are in the ledger.
+A row's best finished trial by the last validation error gives its newest checkpoint that is still
+on disk. Nothing is logged twice: a model is found by its source run. Limit: a checkpoint of more
+than :data:`MOST_BYTES` stays where it is, and the run's checkpoints are in the ledger.
 """
 
 from __future__ import annotations
@@ -28,9 +29,17 @@ def log_models(client: Any, experiment: str, state: StudyState, runs: dict[str, 
         state: the study's.
         runs: run ids by trial id.
     """
-    best = {trial.id: trial for row in summarise(state).rows if (trial := _best(list(row.trials))) is not None}
+    best = {
+        trial.id: trial
+        for row in summarise(state).rows
+        if (trial := _best(list(row.trials))) is not None
+    }
     wanted = {runs[id_]: trial for id_, trial in best.items() if id_ in runs}
-    folders = {run: Path(trial.checkpoints_left()[0]) for run, trial in wanted.items() if trial.checkpoints_left()}
+    folders = {
+        run: Path(trial.checkpoints_left()[0])
+        for run, trial in wanted.items()
+        if trial.checkpoints_left()
+    }
     have = _sources(client, experiment) if folders else set()
     for run, folder in folders.items():
         if run not in have and sum(file.stat().st_size for file in folder.iterdir()) <= MOST_BYTES:
@@ -61,9 +70,15 @@ def _sources(client: Any, experiment: str) -> set[str]:
 
 def _log_model(client: Any, experiment: str, run: str, trial: TrialState, folder: Path) -> None:
     name = "".join(
-        character if character.isalnum() or character in "-_ " else "-" for character in f"{trial.row} seed {trial.seed}"
+        character if character.isalnum() or character in "-_ " else "-"
+        for character in f"{trial.row} seed {trial.seed}"
     )
-    tags = {"row": trial.row, "trial": trial.id, "epoch": str(trial.epoch), "checkpoint": str(folder)}
+    tags = {
+        "row": trial.row,
+        "trial": trial.id,
+        "epoch": str(trial.epoch),
+        "checkpoint": str(folder),
+    }
     params = {"precision.format": str(trial.config["precision"]["format"]), "seed": str(trial.seed)}
     model = client.create_logged_model(
         experiment,

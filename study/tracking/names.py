@@ -1,9 +1,11 @@
-"""What MLflow can hold: names, values and lengths; how ours become its own, and which are refused before anything runs.
+"""What MLflow can hold: names, values and lengths; how ours become its own, and which are refused
+before anything runs.
 
-Names of metrics and params may have letters, digits, ``_ - . space : /`` and must be normal paths, at most 250 characters. Any
-other character becomes its code point in hex between colons, ``dp=2`` is ``dp:3d:2``, and so does a colon itself, so
-:func:`restore` gives back exactly what went in and no two names meet. MLflow stores an infinite metric as 1.8e308, which is false:
-such points are left out and a tag says where they were (:func:`nonfinite_tags`). NaN is stored as NaN.
+Names of metrics and params may have letters, digits, ``_ - . space : /`` and must be normal paths,
+at most 250 characters. Any other character becomes its code point in hex between colons, ``dp=2``
+is ``dp:3d:2``, and so does a colon itself, so :func:`restore` gives back exactly what went in and
+no two names meet. MLflow stores an infinite metric as 1.8e308, which is false: such points are left
+out and a tag says where they were (:func:`nonfinite_tags`). NaN is stored as NaN.
 
 Source of the limits: ``mlflow/utils/validation.py`` of MLflow 3.17.
 """
@@ -29,7 +31,8 @@ EXPERIMENT_LENGTH = 500
 RUN_NAME_LENGTH = 250
 
 SETTING = "cfg/"
-"""Numeric settings are metrics as well, ``cfg/optimizer.lr``: MLflow can compare and plot metrics, params only for equality."""
+"""Numeric settings are metrics as well, ``cfg/optimizer.lr``: MLflow can compare and plot metrics,
+params only for equality."""
 NONFINITE = "nonfinite/"
 """Tags that tell where a metric was infinite."""
 OF_ROW = "/test_error_percent_sd"
@@ -66,7 +69,10 @@ def nonfinite_tags(history: Mapping[int, Mapping[str, float]]) -> dict[str, str]
         for name, value in metrics.items():
             if math.isinf(value):
                 places.setdefault(name, []).append(f"{'+' if value > 0 else '-'}inf at {epoch}")
-    return {f"{NONFINITE}{sanitise(name)}": ", ".join(found)[:TAG_LENGTH] for name, found in places.items()}
+    return {
+        f"{NONFINITE}{sanitise(name)}": ", ".join(found)[:TAG_LENGTH]
+        for name, found in places.items()
+    }
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, float]:
@@ -95,7 +101,8 @@ def check_loggable(plan: Plan) -> None:
 def _check(what: str, text: str, limit: int) -> None:
     if len(text) > limit:
         raise ValueError(
-            f"{what}: has {len(text)} characters as MLflow stores it, which takes {limit}; shorten it, or set tracking_uri=none"
+            f"{what}: has {len(text)} characters as MLflow stores it, which takes {limit}; shorten"
+            " it, or set tracking_uri=none"
         )
 
 

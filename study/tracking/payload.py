@@ -11,7 +11,16 @@ from study.config import OUTSIDE
 from study.config.keys import flatten
 from study.config.space import describe
 from study.ledger.lines import Event
-from study.ledger.state import ENDED, FAILED, FINISHED, PLANNED, RUNNING, STOPPED, StudyState, TrialState
+from study.ledger.state import (
+    ENDED,
+    FAILED,
+    FINISHED,
+    PLANNED,
+    RUNNING,
+    STOPPED,
+    StudyState,
+    TrialState,
+)
 from study.text import layout_of
 from study.tracking.names import SETTING, TAG_LENGTH, nonfinite_tags, sanitise, settings_of
 
@@ -19,32 +28,49 @@ KEY_TAG = "lns_study.key"
 PARENT_TAG = "mlflow.parentRunId"
 KIND_TAG = "mlflow.experimentKind"
 PROFILE = "profile"
-"""Among a trial's artifacts: what ``trial.profile.steps`` recorded. Sent before the run's end, so once; sent again it is the same files."""
+"""Among a trial's artifacts: what ``trial.profile.steps`` recorded. Sent before the run's end, so
+once; sent again it is the same files."""
 TEXT = 5000
 """Characters kept of an error or a description in a tag."""
 SECONDS, BITS = "seconds", "bits"
 RESULT_TAGS = ("status", "restarts", "stopped_by", "error")
 """Of a trial that has ended; one that is tried again loses them."""
 
-MLFLOW_STATUS = {RUNNING: "RUNNING", FINISHED: "FINISHED", STOPPED: "FINISHED", FAILED: "FAILED", PLANNED: "KILLED"}
-"""A trial that a scheduler ended early did what it was to do; the tag ``stopped_by`` tells it apart."""
+MLFLOW_STATUS = {
+    RUNNING: "RUNNING",
+    FINISHED: "FINISHED",
+    STOPPED: "FINISHED",
+    FAILED: "FAILED",
+    PLANNED: "KILLED",
+}
+"""A trial that a scheduler ended early did what it was to do; the tag ``stopped_by`` tells it
+apart."""
 
 
 def expected_points(trial: TrialState, plan: Event) -> set[tuple[str, int, int, float | None]]:
-    """Every metric point that the run of a trial should have: name, step, timestamp, value (None for NaN)."""
+    """Every metric point that the run of a trial should have: name, step, timestamp, value (None
+    for NaN)."""
     metrics = list(settings_metrics(trial, plan))
-    metrics += [metric for epoch, event in trial.reports.items() for metric in report_metrics(epoch, event)]
+    metrics += [
+        metric for epoch, event in trial.reports.items() for metric in report_metrics(epoch, event)
+    ]
     metrics += end_metrics(trial)
     return {point_of(metric) for metric in metrics}
 
 
 def point_of(metric: Any) -> tuple[str, int, int, float | None]:
     """A metric of MLflow's as it compares: NaN is None."""
-    return metric.key, metric.step, metric.timestamp, None if math.isnan(metric.value) else metric.value
+    return (
+        metric.key,
+        metric.step,
+        metric.timestamp,
+        None if math.isnan(metric.value) else metric.value,
+    )
 
 
 def is_setting(point: tuple[str, int, int, float | None]) -> bool:
-    """Whether a point tells how the trial began: its time says when it was sent, and nothing else."""
+    """Whether a point tells how the trial began: its time says when it was sent, and nothing
+    else."""
     name, step, *_ = point
     return step == 0 and (name == BITS or name.startswith(SETTING))
 
@@ -55,9 +81,14 @@ def expected_params(trial: TrialState) -> dict[str, str]:
 
 
 def may_differ(trial: TrialState) -> set[str]:
-    """The params that may be others than when the run was made, and the trial is the same: MLflow cannot change them."""
+    """The params that may be others than when the run was made, and the trial is the same: MLflow
+    cannot change them."""
     relieved = tuple(f"{key}." for key in trial.relief)
-    return {sanitise(key) for key in flatten(trial.config) if key in OUTSIDE or f"{key}.".startswith(relieved)}
+    return {
+        sanitise(key)
+        for key in flatten(trial.config)
+        if key in OUTSIDE or f"{key}.".startswith(relieved)
+    }
 
 
 def expected_tags(trial: TrialState) -> dict[str, str]:
@@ -70,22 +101,27 @@ def expected_tags(trial: TrialState) -> dict[str, str]:
         "stopped_by": trial.stopped_by,
         "error": trial.error[:TEXT],
     }
-    return nonfinite_tags(history) | {name: value for name, value in ended.items() if value and trial.status in ENDED}
+    return nonfinite_tags(history) | {
+        name: value for name, value in ended.items() if value and trial.status in ENDED
+    }
 
 
 def report_metrics(epoch: int, event: Event) -> Iterator[Any]:
-    """An epoch's metrics; settings that changed while the trial ran (``params`` of the event) are metrics too, since params are
-    immutable."""
+    """An epoch's metrics; settings that changed while the trial ran (``params`` of the event) are
+    metrics too, since params are immutable."""
     yield from metrics_of(event["metrics"], epoch, event["time"])
     if event.get("params"):
         yield from metrics_of(settings_of(event["params"]), epoch, event["time"])
 
 
 def settings_metrics(trial: TrialState, plan: Event) -> Iterator[Any]:
-    """Numeric settings and the width of the number format: MLflow compares and plots metrics only."""
+    """Numeric settings and the width of the number format: MLflow compares and plots metrics
+    only."""
     from study.results.objectives import bits_of
 
-    yield from metrics_of({**settings_of(trial.config), BITS: bits_of(trial.config)}, 0, trial.started or plan["time"])
+    yield from metrics_of(
+        {**settings_of(trial.config), BITS: bits_of(trial.config)}, 0, trial.started or plan["time"]
+    )
 
 
 def end_metrics(trial: TrialState) -> Iterator[Any]:
@@ -115,7 +151,10 @@ def row_figures(state: StudyState) -> dict[str, float]:
 
     figures: dict[str, float | None] = {}
     for row in summarise(state).rows:
-        figures |= {f"{row.label}/test_error_percent": row.mean, f"{row.label}/test_error_percent_sd": row.sd}
+        figures |= {
+            f"{row.label}/test_error_percent": row.mean,
+            f"{row.label}/test_error_percent_sd": row.sd,
+        }
     return {name: value for name, value in figures.items() if value is not None}
 
 
@@ -130,17 +169,23 @@ def datasets_of(plan: Event, trial: TrialState) -> Iterator[Any]:
         source = json.dumps({"source": entry["source"]})
         profile = json.dumps({"examples": sizes, "sha256": entry["digest"]})
         dataset = Dataset(entry["name"], entry["digest"][:36], "local", source, profile=profile)
-        yield DatasetInput(dataset, tags=[InputTag("mlflow.data.context", "train, validation, test")])
+        yield DatasetInput(
+            dataset, tags=[InputTag("mlflow.data.context", "train, validation, test")]
+        )
 
 
 def data_of(plan: Event, trial: TrialState) -> dict[str, Any] | None:
     """The plan's description of what a trial's data chose; None if it has none."""
     chosen = trial.config["data"]
     named = [entry for entry in plan["data"] if entry["name"] == chosen["name"]]
-    found = [entry for entry in named if entry.get("validation") == chosen["validation_size"]] or named
+    found = [
+        entry for entry in named if entry.get("validation") == chosen["validation_size"]
+    ] or named
     whole = max((entry.get("train", 0) for entry in found), default=0)
     wanted = chosen["train_size"] or whole
-    return next((entry for entry in found if entry.get("train", 0) == wanted), found[0] if found else None)
+    return next(
+        (entry for entry in found if entry.get("train", 0) == wanted), found[0] if found else None
+    )
 
 
 def documents_of(plan: Event) -> dict[str, str]:
@@ -150,32 +195,69 @@ def documents_of(plan: Event) -> dict[str, str]:
     def dump(values: Any) -> str:
         return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
-    trials = [{key: trial[key] for key in ("id", "row", "seed", "number", "params") if key in trial} for trial in plan["trials"]]
+    trials = [
+        {key: trial[key] for key in ("id", "row", "seed", "number", "params") if key in trial}
+        for trial in plan["trials"]
+    ]
     environment = {**plan["provenance"], "hardware": plan.get("hardware", {}), "data": plan["data"]}
-    return {"config.yaml": dump(plan["study"]), "plan.yaml": dump(trials), "environment.yaml": dump(environment)}
+    return {
+        "config.yaml": dump(plan["study"]),
+        "plan.yaml": dump(trials),
+        "environment.yaml": dump(environment),
+    }
 
 
 def _code_tags(plan: Event) -> dict[str, str]:
     code = plan["provenance"]
     versions = {f"version.{name}": version for name, version in code["versions"].items()}
-    return {"git.commit": str(code["commit"]), "git.dirty": str(code["dirty"]), "python": code["python"], **versions}
+    return {
+        "git.commit": str(code["commit"]),
+        "git.dirty": str(code["dirty"]),
+        "python": code["python"],
+        **versions,
+    }
 
 
 def parent_tags(plan: Event) -> dict[str, str]:
-    question = {"mlflow.note.content": plan["study"]["question"][:TAG_LENGTH]} if plan["study"]["question"] else {}
+    question = (
+        {"mlflow.note.content": plan["study"]["question"][:TAG_LENGTH]}
+        if plan["study"]["question"]
+        else {}
+    )
     data = "; ".join(f"{entry['source']} (sha256 {entry['digest'][:12]})" for entry in plan["data"])
-    return {"study": plan["study"]["name"], "kind": "study", "data": data[:TEXT], **question, **_code_tags(plan)}
+    return {
+        "study": plan["study"]["name"],
+        "kind": "study",
+        "data": data[:TEXT],
+        **question,
+        **_code_tags(plan),
+    }
 
 
 def trial_tags(trial: TrialState, plan: Event) -> dict[str, str]:
-    names = {"study": plan["study"]["name"], "kind": "trial", "row": trial.row, "seed": str(trial.seed), "trial": trial.id}
+    names = {
+        "study": plan["study"]["name"],
+        "kind": "trial",
+        "row": trial.row,
+        "seed": str(trial.seed),
+        "trial": trial.id,
+    }
     config = trial.config
-    names |= {"format": config["precision"]["format"], "workers": str(config["workers"]), "layout": layout_of(config)}
+    names |= {
+        "format": config["precision"]["format"],
+        "workers": str(config["workers"]),
+        "layout": layout_of(config),
+    }
     if trial.number is not None:
         names |= {"configuration": str(trial.number), "sampled": describe(trial.params)[:TEXT]}
     return names | _code_tags(plan)
 
 
 def profiles(folder: Path, trial: TrialState) -> list[Path]:
-    """Where the profile of a trial lies, if it has one: executors of their own storage keep it with that."""
-    return [path for path in (folder / "profiles" / trial.id, folder / "train" / trial.id / "profile") if path.is_dir()]
+    """Where the profile of a trial lies, if it has one: executors of their own storage keep it with
+    that."""
+    return [
+        path
+        for path in (folder / "profiles" / trial.id, folder / "train" / trial.id / "profile")
+        if path.is_dir()
+    ]

@@ -1,16 +1,20 @@
-"""Make an MLflow store equal a ledger, and prove it: every run, every point of every metric, every param, every status.
+"""Make an MLflow store equal a ledger, and prove it: every run, every point of every metric, every
+param, every status.
 
-An audit reads everything back from the store and compares it with what the ledger says, both ways: what is missing and what is too
-much. What is missing is sent; a run that has something false (a point or param that the ledger does not have: MLflow can take
-neither back) is deleted and made again, with the tags and the note that users gave it; runs that belong to no trial of the ledger, and
-twins, are deleted. Then everything is read and compared once more.
+An audit reads everything back from the store and compares it with what the ledger says, both ways:
+what is missing and what is too much. What is missing is sent; a run that has something false (a
+point or param that the ledger does not have: MLflow can take neither back) is deleted and made
+again, with the tags and the note that users gave it; runs that belong to no trial of the ledger,
+and twins, are deleted. Then everything is read and compared once more.
 
-Params and metrics of names that are none of ours, which users logged, and params that are no part of a trial's identity (the data's
-folder, the share of a GPU, what was changed when memory ran out) are no difference: a run is not deleted for them. Deleting is
-MLflow's: such runs are hidden, ``mlflow gc`` removes them.
+Params and metrics of names that are none of ours, which users logged, and params that are no part
+of a trial's identity (the data's folder, the share of a GPU, what was changed when memory ran out)
+are no difference: a run is not deleted for them. Deleting is MLflow's: such runs are hidden,
+``mlflow gc`` removes them.
 
-Cost: one request a thousand runs, and one a metric for a hundred runs: the history of one metric in many runs, which MLflow's own pages ask
-for (internal to MLflow 3.17, to which ``pyproject.toml`` pins it).
+Cost: one request a thousand runs, and one a metric for a hundred runs: the history of one metric in
+many runs, which MLflow's own pages ask for (internal to MLflow 3.17, to which ``pyproject.toml``
+pins it).
 """
 
 from __future__ import annotations
@@ -85,7 +89,10 @@ class Audit:
         return not (self.missing or self.false or self.strangers)
 
     def __str__(self) -> str:
-        return f"{self.runs} runs, {self.points} points, {self.params} params compared: {'equal' if self.equal else 'NOT equal'}"
+        return (
+            f"{self.runs} runs, {self.points} points, {self.params} params compared:"
+            f" {'equal' if self.equal else 'NOT equal'}"
+        )
 
     def differences(self) -> Iterator[str]:
         """The differences, one a line; of a run the first few."""
@@ -97,7 +104,9 @@ class Audit:
             yield f"run {run}: belongs to no trial of the ledger, or to one that has a run already"
 
 
-def reconcile(folder: Path, uri: str, artifacts: Path, *, repair: bool = True, delete: bool = True) -> tuple[Audit, Audit]:
+def reconcile(
+    folder: Path, uri: str, artifacts: Path, *, repair: bool = True, delete: bool = True
+) -> tuple[Audit, Audit]:
     """Compare a store with the ledger in ``folder``, mend it, compare again.
 
     Args:
@@ -105,10 +114,12 @@ def reconcile(folder: Path, uri: str, artifacts: Path, *, repair: bool = True, d
         uri: MLflow tracking URI.
         artifacts: folder for artifacts where the store is a database.
         repair: whether anything may be changed.
-        delete: whether what is too much may be deleted; if not, what is missing is sent all the same.
+        delete: whether what is too much may be deleted; if not, what is missing is sent all the
+            same.
 
     Returns:
-        The audits before and after; the same one twice where nothing was to be mended, or nothing may be.
+        The audits before and after; the same one twice where nothing was to be mended, or nothing
+            may be.
 
     Raises:
         ValueError: the ledger holds no plan, or another process sends it at the moment.
@@ -116,11 +127,15 @@ def reconcile(folder: Path, uri: str, artifacts: Path, *, repair: bool = True, d
     with tracking_lock(folder, patience=0.0) as free:
         if not free:
             raise ValueError(
-                f"{folder}: another process sends this ledger to MLflow at the moment; wait until the study has ended"
+                f"{folder}: another process sends this ledger to MLflow at the moment; wait until"
+                " the study has ended"
             )
         state = fold(Follower(folder).poll())
         if not state.plan:
-            raise ValueError(f"{folder}: its ledger holds no plan; run the study first with `{lns_study('run', 'CONFIG')}`")
+            raise ValueError(
+                f"{folder}: its ledger holds no plan; run the study first with"
+                f" `{lns_study('run', 'CONFIG')}`"
+            )
         client = connect(uri)
         before = audit(client, state)
         if before.equal or not repair or not (delete or before.missing):
@@ -151,7 +166,9 @@ def audit(client: Any, state: StudyState) -> Audit:
     pairs = [(trial, runs[trial.id]) for trial in trials if trial.id in runs]
     found.missing |= {trial.id: ["its run"] for trial in trials if trial.id not in runs}
     with ThreadPoolExecutor(READERS) as pool:
-        for entries in pool.map(lambda some: _compare(client, some, state, parent), _in_groups(pairs, RUNS)):
+        for entries in pool.map(
+            lambda some: _compare(client, some, state, parent), _in_groups(pairs, RUNS)
+        ):
             for entry in entries:
                 _enter(found, *entry)
     return found
@@ -162,7 +179,13 @@ def has_run(trial: TrialState) -> bool:
     return bool(trial.reports or trial.started or trial.status in ENDED)
 
 
-def _enter(found: Audit, trial: TrialState, counts: tuple[int, int, int], missing: list[str], false: list[str]) -> None:
+def _enter(
+    found: Audit,
+    trial: TrialState,
+    counts: tuple[int, int, int],
+    missing: list[str],
+    false: list[str],
+) -> None:
     found.runs, found.points, found.params = (
         a + b for a, b in zip((found.runs, found.points, found.params), counts, strict=True)
     )
@@ -172,13 +195,17 @@ def _enter(found: Audit, trial: TrialState, counts: tuple[int, int, int], missin
         found.false[trial.id] = false
 
 
-def _compare(client: Any, pairs: Sequence[tuple[TrialState, Any]], state: StudyState, parent: str) -> list[_Entry]:
+def _compare(
+    client: Any, pairs: Sequence[tuple[TrialState, Any]], state: StudyState, parent: str
+) -> list[_Entry]:
     """Some trials and their runs."""
     wanted = {run.info.run_id: expected_points(trial, state.plan) for trial, run in pairs}
     ours = _metric_names(state)
     names = {
-        run.info.run_id: {name for name, *_ in wanted[run.info.run_id]}
-        | {name for name in run.data.metrics if _is_ours(name, ours)}
+        run.info.run_id: (
+            {name for name, *_ in wanted[run.info.run_id]}
+            | {name for name in run.data.metrics if _is_ours(name, ours)}
+        )
         for _, run in pairs
     }
     have = _histories(client, names)
@@ -189,7 +216,10 @@ def _compare(client: Any, pairs: Sequence[tuple[TrialState, Any]], state: StudyS
         params = expected_params(trial)
         missing += [f"param {name}" for name in params if name not in run.data.params]
         wrong = [
-            name for name in params if name not in may_differ(trial) and run.data.params.get(name, params[name]) != params[name]
+            name
+            for name in params
+            if name not in may_differ(trial)
+            and run.data.params.get(name, params[name]) != params[name]
         ]
         false += [f"param {name} = {run.data.params[name]}" for name in wrong]
         missing += _compare_tags(trial, run, parent)
@@ -199,7 +229,9 @@ def _compare(client: Any, pairs: Sequence[tuple[TrialState, Any]], state: StudyS
 
 def _metric_names(state: StudyState) -> set[str]:
     """The metrics that trials of the study report."""
-    reports = (trial.reports[trial.epoch]["metrics"] for trial in state.known.values() if trial.reports)
+    reports = (
+        trial.reports[trial.epoch]["metrics"] for trial in state.known.values() if trial.reports
+    )
     return {sanitise(name) for metrics in reports for name in metrics}
 
 
@@ -207,11 +239,16 @@ def _is_ours(name: str, reported: set[str]) -> bool:
     return name in reported or name in (SECONDS, BITS) or name.startswith((SETTING, "test/"))
 
 
-def _compare_points(trial: TrialState, wanted: set[Point], points: Sequence[Point]) -> tuple[list[str], list[str]]:
+def _compare_points(
+    trial: TrialState, wanted: set[Point], points: Sequence[Point]
+) -> tuple[list[str], list[str]]:
     """What is missing and what is false."""
     ours, theirs = _comparable_points(wanted, trial), _comparable_points(points, trial)
     missing = [f"{name} at step {step}" for name, step, *_ in sorted(ours - theirs, key=str)]
-    false = [f"{name} = {value} at step {step}" for name, step, _, value in sorted(theirs - ours, key=str)]
+    false = [
+        f"{name} = {value} at step {step}"
+        for name, step, _, value in sorted(theirs - ours, key=str)
+    ]
     twice = sum(count - 1 for point, count in Counter(points).items() if not is_setting(point))
     return missing, false + ([f"{twice} points twice"] if twice else [])
 
@@ -220,7 +257,11 @@ def _comparable_points(points: Iterable[Point], trial: TrialState) -> set[Point]
     """Points as they compare: settings without a time, and without those that may differ."""
     free = {f"{SETTING}{name}" for name in may_differ(trial)}
     return {
-        (name, step, 0, value) if is_setting((name, step, time, value)) else (name, step, time, value)
+        (
+            (name, step, 0, value)
+            if is_setting((name, step, time, value))
+            else (name, step, time, value)
+        )
         for name, step, time, value in points
         if name not in free
     }
@@ -231,8 +272,16 @@ def _compare_tags(trial: TrialState, run: Any, parent: str) -> list[str]:
     tags, wanted = run.data.tags, expected_tags(trial)
     status = MLFLOW_STATUS[trial.status] if trial.status in ENDED else "KILLED"
     missing = [f"its end ({status}; it is {run.info.status})"] if run.info.status != status else []
-    missing += [f"the tag {name} = {value[:40]}" for name, value in wanted.items() if tags.get(name) != value]
-    missing += [f"an end without the tag {name}" for name in RESULT_TAGS if name in tags and name not in wanted]
+    missing += [
+        f"the tag {name} = {value[:40]}"
+        for name, value in wanted.items()
+        if tags.get(name) != value
+    ]
+    missing += [
+        f"an end without the tag {name}"
+        for name in RESULT_TAGS
+        if name in tags and name not in wanted
+    ]
     return missing + (["its place under the parent run"] if tags.get(PARENT_TAG) != parent else [])
 
 
@@ -247,21 +296,32 @@ def _histories(client: Any, names: Mapping[str, set[str]]) -> dict[str, list[Poi
 
 
 def _history(client: Any, runs: list[str], name: str) -> Iterator[tuple[str, Point]]:
-    """The points of one metric in several runs; run by run where that was refused or may have been cut off."""
+    """The points of one metric in several runs; run by run where that was refused or may have been
+    cut off."""
     from mlflow.utils.rest_utils import http_request
 
     store = tracking_store(client)
     metrics: list[dict[str, Any]] | None
     if hasattr(store, "get_metric_history_bulk"):
-        metrics = [metric.to_dict() for metric in store.get_metric_history_bulk(runs, name, MOST_POINTS)]
+        metrics = [
+            metric.to_dict() for metric in store.get_metric_history_bulk(runs, name, MOST_POINTS)
+        ]
     else:
-        query = [*(("run_id", run) for run in runs), ("metric_key", name), ("max_results", str(MOST_POINTS))]
+        query = [
+            *(("run_id", run) for run in runs),
+            ("metric_key", name),
+            ("max_results", str(MOST_POINTS)),
+        ]
         answer = http_request(store.get_host_creds(), BULK, "GET", params=query)
         metrics = answer.json()["metrics"] if answer.status_code == http.HTTPStatus.OK else None
     if metrics is not None and len(metrics) < MOST_POINTS:
         yield from ((entry["run_id"], _point(**entry)) for entry in metrics)
     else:
-        yield from ((run, point_of(metric)) for run in runs for metric in client.get_metric_history(run, name))
+        yield from (
+            (run, point_of(metric))
+            for run in runs
+            for metric in client.get_metric_history(run, name)
+        )
 
 
 def _point(key: str, value: float, timestamp: int, step: int, **_: Any) -> Point:
@@ -272,7 +332,14 @@ def _in_groups(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def _repair(client: Any, state: StudyState, before: Audit, artifacts: Path | None, folder: Path, delete: bool) -> None:
+def _repair(
+    client: Any,
+    state: StudyState,
+    before: Audit,
+    artifacts: Path | None,
+    folder: Path,
+    delete: bool,
+) -> None:
     theirs: dict[str, dict[str, str]] = {}
     if delete:
         for run in before.strangers:

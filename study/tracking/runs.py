@@ -1,13 +1,17 @@
-"""One ledger's runs in one MLflow store. Every method may be repeated: after a lost reply, by another process, years later.
+"""One ledger's runs in one MLflow store. Every method may be repeated: after a lost reply, by
+another process, years later.
 
-What makes it repeatable: a run is found by its tag ``lns_study.key`` before it is made (``create_run`` is not idempotent; twins that
-a lost reply left are deleted, the oldest stays); a metric with the same run, key, step, value and timestamp is the same row in MLflow, and
-timestamps are the ledger's. The store itself is the cursor: the last step that a run has says which epochs it lacks, so a database that
-was swapped or set back is completed as well.
+What makes it repeatable: a run is found by its tag ``lns_study.key`` before it is made
+(``create_run`` is not idempotent; twins that a lost reply left are deleted, the oldest stays); a
+metric with the same run, key, step, value and timestamp is the same row in MLflow, and timestamps
+are the ledger's. The store itself is the cursor: the last step that a run has says which epochs it
+lacks, so a database that was swapped or set back is completed as well.
 
-Layout: one experiment a study; one parent run a ledger with config, plan, environment and report; one child run a trial with params, tags,
-data sets, metrics. More seeds or rows keep the runs there are: keys are made of the ledger's id and the trial's, not of the plan.
-Requests: four a trial and one a file of its profile (make, params and metrics, data set, end) and one a batch of what came meanwhile.
+Layout: one experiment a study; one parent run a ledger with config, plan, environment and report;
+one child run a trial with params, tags, data sets, metrics. More seeds or rows keep the runs there
+are: keys are made of the ledger's id and the trial's, not of the plan. Requests: four a trial and
+one a file of its profile (make, params and metrics, data set, end) and one a batch of what came
+meanwhile.
 """
 
 from __future__ import annotations
@@ -98,7 +102,9 @@ class Runs:
 
     def run_ids(self) -> dict[str, str]:
         """Run id of every trial that the store knows, by trial id."""
-        return {key.partition("/")[2]: known.run for key, known in self._known.items() if "/" in key}
+        return {
+            key.partition("/")[2]: known.run for key, known in self._known.items() if "/" in key
+        }
 
     def push(self, trial: TrialState) -> None:
         """Send what the run of a trial lacks, and its end if it has ended."""
@@ -109,12 +115,18 @@ class Runs:
             self._client.update_run(known.run, status="RUNNING")
             known.status = "RUNNING"
         fresh = {
-            epoch: event for epoch, event in sorted(trial.reports.items()) if epoch not in known.sent and epoch >= known.last
+            epoch: event
+            for epoch, event in sorted(trial.reports.items())
+            if epoch not in known.sent and epoch >= known.last
         }
         metrics = [] if known.settings else list(settings_metrics(trial, self.plan))
-        metrics += [metric for epoch, event in fresh.items() for metric in report_metrics(epoch, event)]
+        metrics += [
+            metric for epoch, event in fresh.items() for metric in report_metrics(epoch, event)
+        ]
         metrics += end_metrics(trial)
-        params = [(name, value) for name, value in params_of(trial.config) if name not in known.params]
+        params = [
+            (name, value) for name, value in params_of(trial.config) if name not in known.params
+        ]
         self._log(known.run, metrics, params)
         self._tag(known, trial, fresh)
         known.params, known.settings = known.params | {name for name, _ in params}, True
@@ -126,11 +138,16 @@ class Runs:
             self._end(known, MLFLOW_STATUS[trial.status], trial.ended)
 
     def forget(self, trial: TrialState) -> None:
-        """Take none of the points that the store has of a trial for complete: the next :meth:`push` sends all of them."""
+        """Take none of the points that the store has of a trial for complete: the next :meth:`push`
+        sends all of them."""
         known = self._known.get(f"{self._key}/{trial.id}")
         if known is not None:
             self._known[f"{self._key}/{trial.id}"] = _Known(
-                run=known.run, status=known.status, params=known.params, results=known.results, parent=known.parent
+                run=known.run,
+                status=known.status,
+                params=known.params,
+                results=known.results,
+                parent=known.parent,
             )
 
     def settle(self, trial: TrialState) -> None:
@@ -140,7 +157,8 @@ class Runs:
             self._end(known, "KILLED", trial.last_heard or trial.started)
 
     def finish(self, state: StudyState, report: Path | None) -> None:
-        """Attach the report, write each row's mean and spread, keep the best models, close the parent run."""
+        """Attach the report, write each row's mean and spread, keep the best models, close the
+        parent run."""
         from study.tracking.models import log_models
 
         time_ = max((trial.ended or 0.0 for trial in state.trials), default=0.0)
@@ -152,7 +170,8 @@ class Runs:
         self._end(self._known[self._key], outcome, time_ or None)
 
     def describe(self, view: str) -> None:
-        """Give the experiment its saved view and the parent run its config, plan and environment; each once a plan."""
+        """Give the experiment its saved view and the parent run its config, plan and environment;
+        each once a plan."""
         from study.tracking.view import view_tag
 
         name, value = view_tag(self.plan, view)
@@ -161,7 +180,7 @@ class Runs:
         for file, text in documents_of(self.plan).items():
             self._client.log_text(self._parent, text, file)
 
-    # ------------------------------------------------------------------------------------------------------------- finding and making
+    # ----------------------------------------------------------------------------------------------
 
     def _ensure_experiment(self, artifacts: Path | None) -> str:
         found = self._client.get_experiment_by_name(self._name)
@@ -175,7 +194,9 @@ class Runs:
     def _ensure_parent(self) -> str:
         known = self._known.get(self._key)
         if known is None:
-            known = self._known[self._key] = self._make(self._key, self._name, self.plan["time"], parent_tags(self.plan))
+            known = self._known[self._key] = self._make(
+                self._key, self._name, self.plan["time"], parent_tags(self.plan)
+            )
         elif known.status != "RUNNING":
             self._client.update_run(known.run, status="RUNNING")
             known.status = "RUNNING"
@@ -189,7 +210,8 @@ class Runs:
                 known.parent = self._parent
 
     def _runs_of_ledger(self) -> dict[str, _Known]:
-        """What the store has of every run of this ledger, by key; of twins the oldest, the others deleted."""
+        """What the store has of every run of this ledger, by key; of twins the oldest, the others
+        deleted."""
         found: dict[str, _Known] = {}
         for run in runs_with_key(self._client, self._experiment, self._key):
             key = run.data.tags[KEY_TAG]
@@ -203,20 +225,27 @@ class Runs:
         key = f"{self._key}/{trial.id}"
         if key not in self._known:
             tags = trial_tags(trial, self.plan) | {PARENT_TAG: self._parent}
-            self._known[key] = self._make(key, name_of(trial), trial.started or self.plan["time"], tags)
+            self._known[key] = self._make(
+                key, name_of(trial), trial.started or self.plan["time"], tags
+            )
         return self._known[key]
 
     def _make(self, key: str, name: str, started: float, tags: Mapping[str, str]) -> _Known:
-        """A new run. After a lost reply it may be there already, so whoever repeats this looks first (:class:`Runs` is made anew)."""
+        """A new run. After a lost reply it may be there already, so whoever repeats this looks
+        first (:class:`Runs` is made anew)."""
         run = self._client.create_run(
-            self._experiment, start_time=int(started * 1000), tags={KEY_TAG: key, **tags}, run_name=name
+            self._experiment,
+            start_time=int(started * 1000),
+            tags={KEY_TAG: key, **tags},
+            run_name=name,
         )
         return _Known(run=run.info.run_id, parent=tags.get(PARENT_TAG, ""))
 
-    # ------------------------------------------------------------------------------------------------------------------------ sending
+    # ----------------------------------------------------------------------------------------------
 
     def _is_complete(self, known: _Known, trial: TrialState) -> bool:
-        """Whether the run ended as the trial did: its end is written last, so everything before it is there."""
+        """Whether the run ended as the trial did: its end is written last, so everything before it
+        is there."""
         if trial.status not in ENDED or trial.ended is None:
             return False
         return known.status == MLFLOW_STATUS[trial.status] and known.end == int(trial.ended * 1000)
@@ -227,10 +256,17 @@ class Runs:
         known.status, known.end = status, end
 
     def _tag(self, known: _Known, trial: TrialState, fresh: Mapping[int, Event]) -> None:
-        """Say how the trial ended, and no longer how it did before it was tried again; of infinite metrics, where they are."""
-        infinite = any(math.isinf(value) for event in fresh.values() for value in event["metrics"].values())
+        """Say how the trial ended, and no longer how it did before it was tried again; of infinite
+        metrics, where they are."""
+        infinite = any(
+            math.isinf(value) for event in fresh.values() for value in event["metrics"].values()
+        )
         tags = expected_tags(trial) if infinite or trial.status in ENDED else {}
-        self._log(known.run, [], tags={name: value for name, value in tags.items() if known.results.get(name) != value})
+        self._log(
+            known.run,
+            [],
+            tags={name: value for name, value in tags.items() if known.results.get(name) != value},
+        )
         for name in known.results.keys() - tags.keys():
             self._client.delete_tag(known.run, name)
         known.results = {name: value for name, value in tags.items() if name in RESULT_TAGS}
@@ -280,7 +316,11 @@ def runs_with_key(client: Any, experiment: str, key: str) -> Iterator[Any]:
 
 def _known(run: Any) -> _Known:
     metrics = latest_metrics(run)
-    reported = [metric for metric in metrics if metric.key != SECONDS and not metric.key.startswith((SETTING, "test/"))]
+    reported = [
+        metric
+        for metric in metrics
+        if metric.key != SECONDS and not metric.key.startswith((SETTING, "test/"))
+    ]
     return _Known(
         run=run.info.run_id,
         status=run.info.status,

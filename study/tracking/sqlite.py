@@ -1,9 +1,12 @@
-"""How an MLflow store in a sqlite file is kept: with a write-ahead log, to which transactions are committed without waiting for the disk.
+"""How an MLflow store in a sqlite file is kept: with a write-ahead log, to which transactions are
+committed without waiting for the disk.
 
-With the log readers (``lns-study ui``) and the writer work at the same time. ``synchronous=NORMAL`` keeps the database consistent
-whatever happens, and loses nothing where a process dies; where the machine does, the last transactions may be missing
-(https://www.sqlite.org/pragma.html#pragma_synchronous). The ledger has them: the next run, ``sync`` or ``reconcile`` sends them again. A
-file system of the network cannot share the log between machines, so there the database stays as MLflow makes it.
+With the log readers (``lns-study ui``) and the writer work at the same time. ``synchronous=NORMAL``
+keeps the database consistent whatever happens, and loses nothing where a process dies; where the
+machine does, the last transactions may be missing
+(https://www.sqlite.org/pragma.html#pragma_synchronous). The ledger has them: the next run, ``sync``
+or ``reconcile`` sends them again. A file system of the network cannot share the log between
+machines, so there the database stays as MLflow makes it.
 
 And with statistics for its query planner (:func:`write_statistics`).
 """
@@ -22,7 +25,8 @@ BY_KEY = ("latest_metrics", "params", "tags")
 
 
 def use_write_ahead_log(uri: str) -> None:
-    """Keep the local sqlite file of ``uri`` so, made here if it is missing; every engine of this process then commits to the log."""
+    """Keep the local sqlite file of ``uri`` so, made here if it is missing; every engine of this
+    process then commits to the log."""
     from sqlalchemy import event
     from sqlalchemy.engine import Engine
 
@@ -39,11 +43,13 @@ def use_write_ahead_log(uri: str) -> None:
 
 
 def write_statistics(uri: str) -> None:
-    """Tell sqlite's query planner that many runs share a key, where ``uri`` is a local sqlite file with MLflow's tables.
+    """Tell sqlite's query planner that many runs share a key, where ``uri`` is a local sqlite file
+    with MLflow's tables.
 
-    Without statistics it takes a key to be in ten rows, and looks for each run among those of the key from their beginning: sorting n runs
-    by a metric took time in n^2 (3,000 runs 0.45 s, 0.016 with statistics). Measured once, while runs are few, they would say the same;
-    so for these tables they are set by hand (https://www.sqlite.org/optoverview.html#manctrl).
+    Without statistics it takes a key to be in ten rows, and looks for each run among those of the
+    key from their beginning: sorting n runs by a metric took time in n^2 (3,000 runs 0.45 s, 0.016
+    with statistics). Measured once, while runs are few, they would say the same; so for these
+    tables they are set by hand (https://www.sqlite.org/optoverview.html#manctrl).
     """
     path = Path(uri.removeprefix(PREFIX))
     if not uri.startswith(PREFIX) or not path.is_file() or not _is_local(path):
@@ -54,14 +60,21 @@ def write_statistics(uri: str) -> None:
             database.execute("ANALYZE")
             for table in BY_KEY:
                 database.execute("DELETE FROM sqlite_stat1 WHERE tbl = ?", (table,))
-                many = (table, f"sqlite_autoindex_{table}_1", "1000000 1000 1"), (table, f"index_{table}_run_uuid", "1000000 50")
-                database.executemany("INSERT INTO sqlite_stat1 (tbl, idx, stat) VALUES (?, ?, ?)", many)
+                many = (
+                    (table, f"sqlite_autoindex_{table}_1", "1000000 1000 1"),
+                    (table, f"index_{table}_run_uuid", "1000000 50"),
+                )
+                database.executemany(
+                    "INSERT INTO sqlite_stat1 (tbl, idx, stat) VALUES (?, ?, ?)", many
+                )
     except sqlite3.Error:
         return  # busy, or no tables yet: the next start or study will
 
 
 def _commit_to_the_log(connection: Any, _: object) -> None:
-    if isinstance(connection, sqlite3.Connection) and connection.execute("PRAGMA journal_mode").fetchone() == ("wal",):
+    if isinstance(connection, sqlite3.Connection) and connection.execute(
+        "PRAGMA journal_mode"
+    ).fetchone() == ("wal",):
         connection.execute("PRAGMA synchronous=NORMAL")
 
 

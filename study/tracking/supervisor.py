@@ -1,8 +1,9 @@
-"""MLflow, seen from the process that runs a study: it starts the writer, hears of trouble, and waits for it at the end.
+"""MLflow, seen from the process that runs a study: it starts the writer, hears of trouble, and
+waits for it at the end.
 
-Nothing is sent from here and MLflow is not imported: :mod:`study.tracking.writer` reads the ledger in a process of its own. So
-logging costs training no more than the ledger's line, whatever the tracking server does. A writer that dies is started again and
-asks the store what it has.
+Nothing is sent from here and MLflow is not imported: :mod:`study.tracking.writer` reads the ledger
+in a process of its own. So logging costs training no more than the ledger's line, whatever the
+tracking server does. A writer that dies is started again and asks the store what it has.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ PROBE_SECONDS = 10.0
 
 
 def check_tracking(uri: str) -> None:
-    """Whether an MLflow tracking store can be where the URI says; a sqlite database that is not there yet is made later, by the
-    writer.
+    """Whether an MLflow tracking store can be where the URI says; a sqlite database that is not
+    there yet is made later, by the writer.
 
     Raises:
         ValueError: nothing answers there, or not MLflow, or its password is missing.
@@ -53,21 +54,24 @@ def check_tracking(uri: str) -> None:
     except Exception as error:
         if "error code 401" in str(error):
             raise ValueError(
-                f"tracking_uri={shown!r}: asks for a login and takes none of what it was given; set MLFLOW_TRACKING_USERNAME and "
-                "MLFLOW_TRACKING_PASSWORD in the environment, of the study too; for `lns-study ui` without --team, MLFLOW_TRACKING_TOKEN: "
-                "the token in its link"
+                f"tracking_uri={shown!r}: asks for a login and takes none of what it was given; set"
+                " MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment, of the"
+                " study too; for `lns-study ui` without --team, MLFLOW_TRACKING_TOKEN: the token"
+                " in its link"
             ) from None
         raise ValueError(
-            f"tracking_uri={shown!r}: no MLflow tracking store answers ({reason(error)}); start a server with `{lns_study('ui')}`, correct "
-            "the address, or leave tracking_uri out for a local sqlite file"
+            f"tracking_uri={shown!r}: no MLflow tracking store answers ({reason(error)}); start a"
+            f" server with `{lns_study('ui')}`, correct the address, or leave tracking_uri out for"
+            " a local sqlite file"
         ) from None
 
 
 def _check_sqlite(path: Path) -> None:
     """The file is a database, or its folder takes one.
 
-    It is opened by sqlite alone: closing a file that was opened otherwise drops the locks of every connection this process has to
-    it (POSIX), after which another process may delete the write-ahead log under them.
+    It is opened by sqlite alone: closing a file that was opened otherwise drops the locks of every
+    connection this process has to it (POSIX), after which another process may delete the
+    write-ahead log under them.
     """
     import sqlite3
 
@@ -81,10 +85,13 @@ def _check_sqlite(path: Path) -> None:
 
 
 def _probe(uri: str) -> None:
-    """One small request, as the client would send it; a server that asks for a login is left to the client, which knows it."""
+    """One small request, as the client would send it; a server that asks for a login is left to the
+    client, which knows it."""
     body = json.dumps({"max_results": 1}).encode()
     request = urllib.request.Request(
-        f"{uri.rstrip('/')}/api/2.0/mlflow/experiments/search", body, {"Content-Type": "application/json"}
+        f"{uri.rstrip('/')}/api/2.0/mlflow/experiments/search",
+        body,
+        {"Content-Type": "application/json"},
     )
     try:
         with urllib.request.urlopen(request, timeout=PROBE_SECONDS) as answer:
@@ -96,7 +103,8 @@ def _probe(uri: str) -> None:
 
 
 class NoTracker:
-    """Stands in for :class:`Tracker` where tracking is off; `lns-study sync --tracking-uri` can send the ledger later."""
+    """Stands in for :class:`Tracker` where tracking is off; `lns-study sync --tracking-uri` can
+    send the ledger later."""
 
     def start(self) -> None:
         """Nothing to begin."""
@@ -111,7 +119,11 @@ class NoTracker:
 
 
 def make_tracker(
-    folder: Path, uri: str, artifacts: Path, warn: Callable[[str], None], opened: Callable[[dict[str, str]], None]
+    folder: Path,
+    uri: str,
+    artifacts: Path,
+    warn: Callable[[str], None],
+    opened: Callable[[dict[str, str]], None],
 ) -> Tracker | NoTracker:
     """The tracker for a URI; see :class:`Tracker`."""
     return NoTracker() if uri == OFF else Tracker(folder, uri, artifacts, warn, opened)
@@ -136,7 +148,15 @@ class Tracker:
         warn: Callable[[str], None],
         opened: Callable[[dict[str, str]], None] = lambda where: None,
     ) -> None:
-        self._words = [sys.executable, "-m", "study.tracking.writer", "--folder", str(folder), "--artifacts", str(artifacts)]
+        self._words = [
+            sys.executable,
+            "-m",
+            "study.tracking.writer",
+            "--folder",
+            str(folder),
+            "--artifacts",
+            str(artifacts),
+        ]
         self._uri, self._folder, self._warn, self._tell = uri, folder, warn, opened
         self._where: dict[str, str] = {}
         self._process: subprocess.Popen[str] | None = None
@@ -207,7 +227,8 @@ class Tracker:
             if self._done is not None:
                 return
         self._warn(
-            f"the process that feeds MLflow died {MOST_STARTS} times; training goes on, `{self._sync_later()}` sends the ledger later"
+            f"the process that feeds MLflow died {MOST_STARTS} times; training goes on,"
+            f" `{self._sync_later()}` sends the ledger later"
         )
 
     def _sync_later(self) -> str:
@@ -221,8 +242,9 @@ class Tracker:
                 self._tell(self._where)
         elif message["kind"] == "trouble":
             self._warn(
-                f"MLflow at {without_password(self._uri)} does not answer ({message['reason']}); training goes on, the ledger keeps "
-                f"everything, and what is missing is sent when it answers, or by `{self._sync_later()}`"
+                f"MLflow at {without_password(self._uri)} does not answer ({message['reason']});"
+                " training goes on, the ledger keeps everything, and what is missing is sent when"
+                f" it answers, or by `{self._sync_later()}`"
             )
         elif message["kind"] == "recovered":
             self._warn("MLflow answers again; nothing was lost")

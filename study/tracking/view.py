@@ -1,12 +1,15 @@
 """The prepared view: what a user sees first in MLflow's interface, and the link that opens it.
 
-A saved view of MLflow 3.17 is a tag of the experiment, ``mlflow.sharedViewState.KEY``, holding ``{"name", "createdAt", "updatedAt",
-"state"}`` with ``state`` = ``deflate;`` + base64 of the zlib-compressed JSON of the runs page: columns, sort, charts. The format is
-internal to MLflow, hence the pin in ``pyproject.toml`` and the browser test; where it is not understood MLflow shows its plain
-table. ``workflowType`` keeps MLflow from opening its overview for GenAI, which has no columns.
+A saved view of MLflow 3.17 is a tag of the experiment, ``mlflow.sharedViewState.KEY``, holding
+``{"name", "createdAt", "updatedAt", "state"}`` with ``state`` = ``deflate;`` + base64 of the
+zlib-compressed JSON of the runs page: columns, sort, charts. The format is internal to MLflow,
+hence the pin in ``pyproject.toml`` and the browser test; where it is not understood MLflow shows
+its plain table. ``workflowType`` keeps MLflow from opening its overview for GenAI, which has no
+columns.
 
-MLflow adds a chart for every metric that has none, in sections by the part of its name before the last ``/``, and sorts the sections by
-name unless they count as reordered (``isAccordionReordered``). So ours comes first, and those of settings and of rows are there
+MLflow adds a chart for every metric that has none, in sections by the part of its name before the
+last ``/``, and sorts the sections by name unless they count as reordered
+(``isAccordionReordered``). So ours comes first, and those of settings and of rows are there
 beforehand, closed: a closed section draws nothing.
 """
 
@@ -38,14 +41,20 @@ def view_key(plan: Mapping[str, Any]) -> str:
 
 def view_tag(plan: Mapping[str, Any], view: str) -> tuple[str, str]:
     """Name and value of the experiment tag that holds the study's view."""
-    state = "deflate;" + base64.b64encode(zlib.compress(json.dumps(view_state(plan)).encode())).decode()
+    state = (
+        "deflate;" + base64.b64encode(zlib.compress(json.dumps(view_state(plan)).encode())).decode()
+    )
     when = int(plan["time"] * 1000)
-    return TAG + view, json.dumps({"name": plan["study"]["name"][:100], "createdAt": when, "updatedAt": when, "state": state})
+    return TAG + view, json.dumps(
+        {"name": plan["study"]["name"][:100], "createdAt": when, "updatedAt": when, "state": state}
+    )
 
 
 def read_view(value: str) -> dict[str, Any]:
     """The state that the tag's value holds."""
-    state: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(json.loads(value)["state"].removeprefix("deflate;"))))
+    state: dict[str, Any] = json.loads(
+        zlib.decompress(base64.b64decode(json.loads(value)["state"].removeprefix("deflate;")))
+    )
     return state
 
 
@@ -54,10 +63,15 @@ def view_state(plan: Mapping[str, Any]) -> dict[str, Any]:
     metric, mode = next(iter(plan["study"]["search"]["objectives"].items()))
     metric = metric if "/" in metric else ERROR
     varied = varied_keys(plan)
-    bytes_ = ["bytes/parameter_step"] if any(config["workers"] > 1 for config in _configs(plan)) else []
+    bytes_ = (
+        ["bytes/parameter_step"] if any(config["workers"] > 1 for config in _configs(plan)) else []
+    )
     columns = [_column("tags", name) for name in ("row", "format", "layout")]
     columns += [_column("params", sanitise(key)) for key in dict.fromkeys([*varied, "seed"])]
-    columns += [_column("metrics", name) for name in dict.fromkeys([metric, "test/error", ERROR, "bits", "seconds", *bytes_])]
+    columns += [
+        _column("metrics", name)
+        for name in dict.fromkeys([metric, "test/error", ERROR, "bits", "seconds", *bytes_])
+    ]
     return {
         "searchFilter": "",
         "orderByKey": _column("metrics", metric),
@@ -79,14 +93,20 @@ def view_state(plan: Mapping[str, Any]) -> dict[str, Any]:
         "hideEmptyCharts": True,
         "groupBy": None,
         "groupsExpanded": {},
-        "globalLineChartConfig": {"xAxisKey": "step", "lineSmoothness": 0, "selectedXAxisMetricKey": ""},
+        "globalLineChartConfig": {
+            "xAxisKey": "step",
+            "lineSmoothness": 0,
+            "selectedXAxisMetricKey": "",
+        },
     }
 
 
 def varied_keys(plan: Mapping[str, Any]) -> list[str]:
-    """Config keys with more than one value among the trials, those of the space first; seeds and what follows from others left out.
+    """Config keys with more than one value among the trials, those of the space first; seeds and
+    what follows from others left out.
 
-    A search that looks at its results has no trials yet when it is planned: what it varies is its space, and what its rows override.
+    A search that looks at its results has no trials yet when it is planned: what it varies is its
+    space, and what its rows override.
     """
     values: dict[str, set[str]] = {}
     for config in _configs(plan):
@@ -96,12 +116,20 @@ def varied_keys(plan: Mapping[str, Any]) -> list[str]:
     if plan["trials"]:
         others = [key for key, found in values.items() if len(found) > 1]
     else:
-        others = [key for row in plan["study"]["rows"] for key in flatten(row["overrides"]) if key in values]
-    return [key for key in dict.fromkeys([*space, *others]) if key not in ("seed", *OUTSIDE)][:MOST_PARAMS]
+        others = [
+            key
+            for row in plan["study"]["rows"]
+            for key in flatten(row["overrides"])
+            if key in values
+        ]
+    return [key for key in dict.fromkeys([*space, *others]) if key not in ("seed", *OUTSIDE)][
+        :MOST_PARAMS
+    ]
 
 
 def _configs(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Those of the trials; of a search that has none yet, the one that all of them are made from."""
+    """Those of the trials; of a search that has none yet, the one that all of them are made
+    from."""
     return [trial["config"] for trial in plan["trials"]] or [plan["study"]["trial"]]
 
 
@@ -111,7 +139,12 @@ def space_keys(space: Mapping[str, Any]) -> list[str]:
 
     keys: list[str] = []
     for domain in parse_space(space).domains:
-        inner = [f"{domain.key}.{key}" for value in domain.values if isinstance(value, Mapping) for key in flatten(dict(value))]
+        inner = [
+            f"{domain.key}.{key}"
+            for value in domain.values
+            if isinstance(value, Mapping)
+            for key in flatten(dict(value))
+        ]
         keys += inner or [domain.key]
     return list(dict.fromkeys(keys))
 
@@ -124,7 +157,8 @@ def _sections(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Ours, those of metrics as MLflow names them, and, closed, those of settings and of rows."""
     shown = {SECTION: "Study", "train": "train", "test": "test", "model": "Model metrics"}
     rows = {
-        f"row-{place}": sanitise(f"{row['label']}{OF_ROW}").rpartition("/")[0] for place, row in enumerate(plan["study"]["rows"])
+        f"row-{place}": sanitise(f"{row['label']}{OF_ROW}").rpartition("/")[0]
+        for place, row in enumerate(plan["study"]["rows"])
     }
     closed = {"cfg": SETTING.rstrip("/"), **rows}
     return [
@@ -148,15 +182,26 @@ def _charts(plan: Mapping[str, Any], metric: str, varied: list[str]) -> list[dic
             "selectedParams": params, "selectedMetrics": [metric], "showAllRuns": False},
         *(_scatter(f"error-{x}", x, metric) for x in ("bits", "seconds")),
     ]  # fmt: skip
-    charts += [_scatter(f"error-{key}", f"{SETTING}{key}", metric) for key in varied if f"{SETTING}{key}" in numeric][:2]
+    charts += [
+        _scatter(f"error-{key}", f"{SETTING}{key}", metric)
+        for key in varied
+        if f"{SETTING}{key}" in numeric
+    ][:2]
     for name in dict.fromkeys([metric, *LOSSES]):
         charts.append(_line(name))
     return charts
 
 
 def _chart(key: str, kind: str, title: str, runs: int) -> dict[str, Any]:
-    return {"uuid": key, "type": kind, "runsCountToCompare": runs, "metricSectionId": SECTION, "deleted": False, "isGenerated": False,
-            "displayName": title}  # fmt: skip
+    return {
+        "uuid": key,
+        "type": kind,
+        "runsCountToCompare": runs,
+        "metricSectionId": SECTION,
+        "deleted": False,
+        "isGenerated": False,
+        "displayName": title,
+    }
 
 
 def _scatter(key: str, x: str, y: str) -> dict[str, Any]:
@@ -166,6 +211,7 @@ def _scatter(key: str, x: str, y: str) -> dict[str, Any]:
 
 def _line(name: str) -> dict[str, Any]:
     return _chart(f"line-{name}", "LINE", name, 20) | {
-        "metricKey": name, "lineSmoothness": 0, "xAxisScaleType": "linear", "scaleType": "log", "range": {}, "xAxisKey": "step",
-        "selectedXAxisMetricKey": "", "yAxisKey": "metric", "yAxisExpressions": [], "ignoreOutliers": False,
+        "metricKey": name, "lineSmoothness": 0, "xAxisScaleType": "linear", "scaleType": "log",
+        "range": {}, "xAxisKey": "step", "selectedXAxisMetricKey": "", "yAxisKey": "metric",
+        "yAxisExpressions": [], "ignoreOutliers": False,
         "useGlobalXaxisKey": True, "useGlobalLineSmoothing": True}  # fmt: skip

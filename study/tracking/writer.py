@@ -1,16 +1,20 @@
-"""The process that feeds MLflow from a study's ledger: ``python -m study.tracking.writer``, started by the driver, one a study.
+"""The process that feeds MLflow from a study's ledger: ``python -m study.tracking.writer``, started
+by the driver, one a study.
 
-The ledger is the journal: every report is in it, fsynced, before anybody acts on it. So the driver sends nothing and imports no MLflow;
-this process reads the ledger's new lines every half second and sends what each trial's run lacks, in batches. A slow server costs
-fewer, larger requests. When it does not answer, the news wait, one warning is printed, and it is tried again every few seconds.
+The ledger is the journal: every report is in it, fsynced, before anybody acts on it. So the driver
+sends nothing and imports no MLflow; this process reads the ledger's new lines every half second and
+sends what each trial's run lacks, in batches. A slow server costs fewer, larger requests. When it
+does not answer, the news wait, one warning is printed, and it is tried again every few seconds.
 
-It has a session of its own, so Ctrl-C and a killed driver leave it alone: when its standard input closes it sends what the ledger
-has, closes the runs (KILLED, as the study was interrupted) and ends, at the latest after :data:`LINGER_SECONDS` without the server.
-If this process itself is killed the driver starts another, which asks the store what it has. What could not be sent is sent by
-``lns-study sync``, or by the next run of the study.
+It has a session of its own, so Ctrl-C and a killed driver leave it alone: when its standard input
+closes it sends what the ledger has, closes the runs (KILLED, as the study was interrupted) and
+ends, at the latest after :data:`LINGER_SECONDS` without the server. If this process itself is
+killed the driver starts another, which asks the store what it has. What could not be sent is sent
+by ``lns-study sync``, or by the next run of the study.
 
-Standard input: a line ``finish FOLDER`` (of the report; may be empty) asks it to end. Standard output: JSON lines, ``opened``
-(where the runs are), ``trouble`` (a sentence for the user), ``recovered``, ``done`` (with the error, or "").
+Standard input: a line ``finish FOLDER`` (of the report; may be empty) asks it to end. Standard
+output: JSON lines, ``opened`` (where the runs are), ``trouble`` (a sentence for the user),
+``recovered``, ``done`` (with the error, or "").
 """
 
 from __future__ import annotations
@@ -48,10 +52,12 @@ ENVIRONMENT = {
     "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
-"""Set before MLflow is imported, unless the user set them: no telemetry, a dead server is noticed in seconds, not minutes."""
+"""Set before MLflow is imported, unless the user set them: no telemetry, a dead server is noticed
+in seconds, not minutes."""
 
 URI_VARIABLE = "LNS_STUDY_WRITER_URI"
-"""Where the process gets the store's address from: it may hold a password, and everybody can read command lines."""
+"""Where the process gets the store's address from: it may hold a password, and everybody can read
+command lines."""
 LOCK = "tracking.lock"
 ROUND_SECONDS = 0.5
 RETRY_SECONDS = 2.0
@@ -106,7 +112,11 @@ class Sender:
         for event in events:
             self.state.apply(event)
             if event["event"] == "planned":
-                self._news |= {trial.id for trial in self.state.trials if trial.reports or trial.status != PLANNED}
+                self._news |= {
+                    trial.id
+                    for trial in self.state.trials
+                    if trial.reports or trial.status != PLANNED
+                }
             elif "trial" in event:
                 self._news.add(event["trial"])
 
@@ -156,7 +166,14 @@ class Sender:
             self._runs.describe(view_key(self.state.plan))
             self._described = self.state.plan
             experiment, run = self._runs.parent_ids
-            self._say({"kind": "opened", "experiment": experiment, "run": run, "view": view_key(self.state.plan)})
+            self._say(
+                {
+                    "kind": "opened",
+                    "experiment": experiment,
+                    "run": run,
+                    "view": view_key(self.state.plan),
+                }
+            )
 
     def _opened(self) -> Runs:
         assert self._runs is not None
@@ -181,7 +198,8 @@ class Sender:
 
 @contextmanager
 def tracking_lock(folder: Path, patience: float) -> Iterator[bool]:
-    """Whether this process is the only one that feeds MLflow from the ledger in ``folder``; waits so many seconds for another to end."""
+    """Whether this process is the only one that feeds MLflow from the ledger in ``folder``; waits
+    so many seconds for another to end."""
     deadline = time.monotonic() + patience
     with (folder / LOCK).open("a") as lock:
         while True:
@@ -199,8 +217,11 @@ def tracking_lock(folder: Path, patience: float) -> Iterator[bool]:
                 return
 
 
-def follow(folder: Path, uri: str, artifacts: Path, inbox: queue.SimpleQueue[str | None], say: Say) -> str:
-    """Send a ledger while it is written, until ``inbox`` says ``finish FOLDER`` or, as None, that the driver is gone.
+def follow(
+    folder: Path, uri: str, artifacts: Path, inbox: queue.SimpleQueue[str | None], say: Say
+) -> str:
+    """Send a ledger while it is written, until ``inbox`` says ``finish FOLDER`` or, as None, that
+    the driver is gone.
 
     Returns:
         Why something could not be sent, or "".
@@ -237,11 +258,15 @@ def sync(folder: Path, uri: str, artifacts: Path, report: Path | None, say: Say)
 
 
 def _noting(folder: Path, uri: str, say: Say) -> Say:
-    """``say``, which also leaves in the study's folder where its runs are; a password in the URI stays out."""
+    """``say``, which also leaves in the study's folder where its runs are; a password in the URI
+    stays out."""
 
     def note(message: dict[str, Any]) -> None:
         if message["kind"] == "opened":
-            where = {"uri": without_login(uri), **{key: message[key] for key in ("experiment", "run", "view")}}
+            where = {
+                "uri": without_login(uri),
+                **{key: message[key] for key in ("experiment", "run", "view")},
+            }
             write_whole(folder / WHERE, json.dumps(where).encode())
         say(message)
 
@@ -276,7 +301,11 @@ def main() -> int:
     threading.Thread(target=_read, args=(inbox,), daemon=True).start()
     folder = Path(options.folder)
     with tracking_lock(folder, LINGER_SECONDS) as free:
-        error = follow(folder, uri, Path(options.artifacts), inbox, say) if free else "another process sends this study's ledger"
+        error = (
+            follow(folder, uri, Path(options.artifacts), inbox, say)
+            if free
+            else "another process sends this study's ledger"
+        )
     say({"kind": "done", "error": error})
     return 0
 

@@ -1,14 +1,18 @@
-"""A campaign of faults: processes of a running study die at random moments, and the study loses nothing and repeats nothing.
+"""A campaign of faults: processes of a running study die at random moments, and the study loses
+nothing and repeats nothing.
 
-Every run is a real command line with eight slots, all of them in use. One process is killed (SIGKILL) at a moment that the seed
-chooses: the study's main process, a trial's process, a rank of a gang, the process that packed trials share, the one that forks
-workers, or, on a Ray cluster of three nodes, the raylet or the agents of one of them; or the storage, a file system of its own, is full
-from then on until the command has ended; or the main process is killed and a line of the ledger, a checkpoint or MLflow's database
-damaged. Where that ends the command, the same command is given again, until it ends by itself; a damaged ledger is repaired
-first, as the command asks. Then every trial must have finished once, with every epoch reported once and every figure as in a run
+Every run is a real command line with eight slots, all of them in use. One process is killed
+(SIGKILL) at a moment that the seed chooses: the study's main process, a trial's process, a rank of
+a gang, the process that packed trials share, the one that forks workers, or, on a Ray cluster of
+three nodes, the raylet or the agents of one of them; or the storage, a file system of its own, is
+full from then on until the command has ended; or the main process is killed and a line of the
+ledger, a checkpoint or MLflow's database damaged. Where that ends the command, the same command is
+given again, until it ends by itself; a damaged ledger is repaired first, as the command asks. Then
+every trial must have finished once, with every epoch reported once and every figure as in a run
 that nobody disturbed, and MLflow must have all of it.
 
-``LNS_STUDY_FAULTS=50 python -m pytest tests/faults -m slow`` runs seeds 0 to 49 instead of the first few, ``LNS_STUDY_FAULTS=20-39`` those.
+``LNS_STUDY_FAULTS=50 python -m pytest tests/faults -m slow`` runs seeds 0 to 49 instead of the
+first few, ``LNS_STUDY_FAULTS=20-39`` those.
 """
 
 from __future__ import annotations
@@ -37,10 +41,22 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 FIRST, _, LAST = os.environ.get("LNS_STUDY_FAULTS", "6").partition("-")
 SEEDS = range(int(FIRST), int(LAST) + 1) if LAST else range(int(FIRST))
 ON_CLUSTER, DAMAGE = ("raylet", "agents"), ("ledger", "checkpoint", "database")
-FAULTS = ("driver", "trial", "rank", "raylet", "forkserver", "driver twice", "host", "full", *DAMAGE, "agents")
+FAULTS = (
+    "driver",
+    "trial",
+    "rank",
+    "raylet",
+    "forkserver",
+    "driver twice",
+    "host",
+    "full",
+    *DAMAGE,
+    "agents",
+)
 STUDY = """
 name: faults
-trial: {data: {name: digits, validation_size: 300}, model: {hidden: [16]}, epochs: 6, batch_size: 32}
+trial:
+  {data: {name: digits, validation_size: 300}, model: {hidden: [16]}, epochs: 6, batch_size: 32}
 rows:
   - {label: float32, overrides: {precision.format: float32}}
   - {label: lns, overrides: {precision.format: lns12, precision.kahan_sum: true}}
@@ -52,8 +68,23 @@ PACKED = ["executor=packed"]
 
 
 def command(folder: Path, *overrides: str) -> subprocess.Popen[bytes]:
-    words = [sys.executable, "-m", "study", "run", "faults.yaml", "--plain", "tracking_uri=none", *overrides]
-    return subprocess.Popen(words, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    words = [
+        sys.executable,
+        "-m",
+        "study",
+        "run",
+        "faults.yaml",
+        "--plain",
+        "tracking_uri=none",
+        *overrides,
+    ]
+    return subprocess.Popen(
+        words,
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +100,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, StudySta
 
 
 def family(process: subprocess.Popen[bytes]) -> Iterator[psutil.Process]:
-    """A command's descendants that live; Ray's processes are among them, whatever group they are in."""
+    """A command's descendants that live; Ray's processes are among them, whatever group they are
+    in."""
     try:
         yield from psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -81,7 +113,11 @@ def small_storage(folder: Path) -> Iterator[None]:
     """A file system of 4 MB for the studies in ``folder``."""
     storage = folder / "studies"
     storage.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", storage], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", storage],
+        capture_output=True,
+        check=False,
+    )
     if mounted.returncode:
         pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
     try:
@@ -98,13 +134,18 @@ def fill(storage: Path) -> None:
 
 
 def damage(fault: str, chance: random.Random, storage: Path) -> None:
-    """What a disk does to a file: other bytes in a line of the ledger or in a checkpoint, or MLflow's database is gone."""
+    """What a disk does to a file: other bytes in a line of the ledger or in a checkpoint, or
+    MLflow's database is gone."""
     if fault == "database":
         for path in storage.parent.glob("mlflow.db*"):
             path.unlink()
         return
     ledger = storage / "faults" / "ledger.jsonl"
-    path = ledger if fault == "ledger" else chance.choice(sorted((storage / "faults" / "checkpoints").glob("*/*/tensors-*")))
+    path = (
+        ledger
+        if fault == "ledger"
+        else chance.choice(sorted((storage / "faults" / "checkpoints").glob("*/*/tensors-*")))
+    )
     content = bytearray(path.read_bytes())
     place = chance.randrange(len(content) - 1)
     content[place] = ord("#") if content[place] != ord("#") else ord("!")
@@ -113,18 +154,28 @@ def damage(fault: str, chance: random.Random, storage: Path) -> None:
 
 def study(folder: Path, *words: str) -> int:
     """Another command about the study; its exit code."""
-    done = subprocess.run([sys.executable, "-m", "study", *words], cwd=folder, capture_output=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "study", *words],
+        cwd=folder,
+        capture_output=True,
+        timeout=300,
+        check=False,
+    )
     return done.returncode
 
 
-def make(process: subprocess.Popen[bytes], fault: str, chance: random.Random, storage: Path, cluster: Any) -> bool:
+def make(
+    process: subprocess.Popen[bytes], fault: str, chance: random.Random, storage: Path, cluster: Any
+) -> bool:
     """Make the fault; False if what it wants to kill is not there now."""
     if fault in DAMAGE:
         end(process)
         damage(fault, chance, storage)
         return True
     if fault == "agents":
-        raylet = psutil.Process(chance.choice(list(cluster.worker_nodes)).all_processes["raylet"][0].process.pid)
+        raylet = psutil.Process(
+            chance.choice(list(cluster.worker_nodes)).all_processes["raylet"][0].process.pid
+        )
         for agent in raylet.children():
             if "agent" in " ".join(agent.cmdline()).lower():
                 agent.kill()
@@ -144,7 +195,11 @@ def kill(process: subprocess.Popen[bytes], fault: str, chance: random.Random) ->
         process.kill()
         return True
     servers = [child for child in family(process) if _forks(child)]
-    found = servers if fault == "forkserver" else [worker for server in servers for worker in server.children()]
+    found = (
+        servers
+        if fault == "forkserver"
+        else [worker for server in servers for worker in server.children()]
+    )
     if not found:
         return False
     chance.choice(found).kill()
@@ -154,13 +209,16 @@ def kill(process: subprocess.Popen[bytes], fault: str, chance: random.Random) ->
 def _forks(process: psutil.Process) -> bool:
     """Whether a process is the one that forks workers."""
     try:
-        return "from trainers.workers.fork_server" in " ".join(process.cmdline()) and not _forks(process.parent())
+        return "from trainers.workers.fork_server" in " ".join(process.cmdline()) and not _forks(
+            process.parent()
+        )
     except psutil.NoSuchProcess:
         return False
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """No process of a command that was killed stays behind; Ray's own end by themselves, in their time."""
+    """No process of a command that was killed stays behind; Ray's own end by themselves, in their
+    time."""
     left = list(family(process))
     if process.poll() is None:
         process.kill()
@@ -175,7 +233,9 @@ def three_nodes() -> Iterator[Any]:
     """A Ray cluster: a head without CPUs, two nodes of four declared ones each."""
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+    )
     for _ in range(2):
         cluster.add_node(num_cpus=4)
     cluster.wait_for_nodes()
@@ -185,14 +245,18 @@ def three_nodes() -> Iterator[Any]:
         cluster.shutdown()
 
 
-def run_with_fault(folder: Path, fault: str, chance: random.Random, overrides: list[str], cluster: Any) -> int:
+def run_with_fault(
+    folder: Path, fault: str, chance: random.Random, overrides: list[str], cluster: Any
+) -> int:
     """Give the command until it ends by itself; how many faults were made."""
     faults, planned = 0, 2 if "twice" in fault else 1
     for _ in range(6):
         process = command(folder, *overrides)
         children: dict[int, psutil.Process] = {}
         try:
-            if faults < planned and wait_for_reports(folder, process, chance.randrange(1, 50), children):
+            if faults < planned and wait_for_reports(
+                folder, process, chance.randrange(1, 50), children
+            ):
                 time.sleep(chance.random() * 0.3)
                 faults += make(process, fault, chance, folder / "studies", cluster)
             code = process.wait(300)
@@ -212,8 +276,11 @@ def run_with_fault(folder: Path, fault: str, chance: random.Random, overrides: l
     raise AssertionError(f"{fault}: the command did not end by itself")
 
 
-def wait_for_reports(folder: Path, process: subprocess.Popen[bytes], more: int, children: dict[int, psutil.Process]) -> bool:
-    """Whether so many more epochs were reported before the command ended; notes its descendants on the way."""
+def wait_for_reports(
+    folder: Path, process: subprocess.Popen[bytes], more: int, children: dict[int, psutil.Process]
+) -> bool:
+    """Whether so many more epochs were reported before the command ended; notes its descendants on
+    the way."""
     path = folder / "studies" / "faults" / "ledger.jsonl"
     begun = path.read_bytes().count(b'"report"') if path.exists() else 0
     while process.poll() is None:
@@ -227,7 +294,9 @@ def wait_for_reports(folder: Path, process: subprocess.Popen[bytes], more: int, 
 def lines(folder: Path) -> list[dict[str, Any]]:
     """The ledger's lines as they lie in the file, torn ones left out."""
     found = []
-    for line in (folder / "studies" / "faults" / "ledger.jsonl").read_text(errors="replace").splitlines():
+    for line in (
+        (folder / "studies" / "faults" / "ledger.jsonl").read_text(errors="replace").splitlines()
+    ):
         try:
             found.append(json.loads(line))
         except ValueError:
@@ -236,7 +305,9 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_nothing_is_lost_and_nothing_done_twice(seed: int, tmp_path: Path, undisturbed: dict[bool, StudyState]) -> None:
+def test_nothing_is_lost_and_nothing_done_twice(
+    seed: int, tmp_path: Path, undisturbed: dict[bool, StudyState]
+) -> None:
     chance = random.Random(seed)
     fault = FAULTS[seed % len(FAULTS)]
     gang = fault == "rank" or (fault not in ("trial", "host") and chance.random() < 0.3)
@@ -255,11 +326,14 @@ def test_nothing_is_lost_and_nothing_done_twice(seed: int, tmp_path: Path, undis
         check(tmp_path, fault, undisturbed[gang])
         if fault == "database":
             for words in (["sync"], ["reconcile", "--check"]):
-                assert study(tmp_path, words[0], "faults", *words[1:], "--tracking-uri", tracking) == 0
+                assert (
+                    study(tmp_path, words[0], "faults", *words[1:], "--tracking-uri", tracking) == 0
+                )
 
 
 def check(tmp_path: Path, fault: str, wanted: StudyState) -> None:
-    """Every trial has finished once, reported every epoch once, and its figures are those of an undisturbed run."""
+    """Every trial has finished once, reported every epoch once, and its figures are those of an
+    undisturbed run."""
     state = fold(read_ledger(tmp_path / "studies" / "faults"))
     assert [trial.id for trial in state.trials] == [trial.id for trial in wanted.trials]
     for trial, other in zip(state.trials, wanted.trials, strict=True):
@@ -268,6 +342,8 @@ def check(tmp_path: Path, fault: str, wanted: StudyState) -> None:
         assert differences(trial, other) == []
     written = lines(tmp_path)
     finished = Counter(event["trial"] for event in written if event["event"] == "finished")
-    reported = Counter((event["trial"], event["epoch"]) for event in written if event["event"] == "report")
+    reported = Counter(
+        (event["trial"], event["epoch"]) for event in written if event["event"] == "report"
+    )
     assert set(finished.values()) == {1}
     assert set(reported.values()) == {1}

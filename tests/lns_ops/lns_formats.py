@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from lns_ops import LNSFormat, lns8, lns12, lns16
 
-FORMATS = [lns16, lns12, lns8, LNSFormat(2, 0), LNSFormat(9, 0), LNSFormat(10, 7), LNSFormat(16, 10), LNSFormat(16, 14)]
+FORMATS = [
+    lns16,
+    lns12,
+    lns8,
+    LNSFormat(2, 0),
+    LNSFormat(9, 0),
+    LNSFormat(10, 7),
+    LNSFormat(16, 10),
+    LNSFormat(16, 14),
+]
 IDS = [str(f) for f in FORMATS]
 
 

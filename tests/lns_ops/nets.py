@@ -1,4 +1,5 @@
-"""Networks as their users write them, plain torch without a word of LNS: a ResNet, an LSTM classifier, a GPT."""
+"""Networks as their users write them, plain torch without a word of LNS: a ResNet, an LSTM
+classifier, a GPT."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ class BasicBlock(nn.Module):
         self.bn2 = nn.BatchNorm2d(outputs)
         self.downsample = None
         if stride != 1 or inputs != outputs:
-            self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+            self.downsample = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         identity = x if self.downsample is None else self.downsample(x)
@@ -59,7 +62,12 @@ class LSTMClassifier(nn.Module):
     """Tokens to a class by the last state of an LSTM."""
 
     def __init__(
-        self, vocabulary: int = 20, width: int = 16, classes: int = 4, layers: int = 1, bidirectional: bool = False
+        self,
+        vocabulary: int = 20,
+        width: int = 16,
+        classes: int = 4,
+        layers: int = 1,
+        bidirectional: bool = False,
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
@@ -78,11 +86,16 @@ class Attention(nn.Module):
         super().__init__()
         self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.heads, self.fused = heads, fused
-        self.register_buffer("causal", torch.tril(torch.ones(length, length)).view(1, 1, length, length))
+        self.register_buffer(
+            "causal", torch.tril(torch.ones(length, length)).view(1, 1, length, length)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in self.qkv(x).split(width, dim=2))
+        q, k, v = (
+            part.view(batch, length, self.heads, -1).transpose(1, 2)
+            for part in self.qkv(x).split(width, dim=2)
+        )
         if self.fused:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
@@ -93,10 +106,17 @@ class Attention(nn.Module):
 
 
 class GPT(nn.Module):
-    """A. Radford et al. 2019, small: learned positions, pre-norm blocks, GELU, tied output weights."""
+    """A. Radford et al. 2019, small: learned positions, pre-norm blocks, GELU, tied output
+    weights."""
 
     def __init__(
-        self, vocabulary: int = 20, width: int = 32, heads: int = 4, layers: int = 2, length: int = 16, fused: bool = True
+        self,
+        vocabulary: int = 20,
+        width: int = 32,
+        heads: int = 4,
+        layers: int = 2,
+        length: int = 16,
+        fused: bool = True,
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
@@ -108,7 +128,11 @@ class GPT(nn.Module):
                     "norm1": nn.LayerNorm(width),
                     "attention": Attention(width, heads, length, fused),
                     "norm2": nn.LayerNorm(width),
-                    "mlp": nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)),
+                    "mlp": nn.Sequential(
+                        nn.Linear(width, 4 * width),
+                        nn.GELU(approximate="tanh"),
+                        nn.Linear(4 * width, width),
+                    ),
                 }
             )
             for _ in range(layers)

@@ -1,7 +1,9 @@
-"""Which torch operations LNSTensor has and how exact each is: the table that the tests run and that docs/operations.md shows.
+"""Which torch operations LNSTensor has and how exact each is: the table that the tests run and that
+docs/operations.md shows.
 
-Names are those of torch's OpInfo database (``torch.testing._internal.common_methods_invocations.op_db``), whose sample inputs are the
-test bed.
+Names are those of torch's OpInfo database
+(``torch.testing._internal.common_methods_invocations.op_db``), whose sample inputs are the test
+bed.
 """
 
 from __future__ import annotations
@@ -12,59 +14,70 @@ def _names(text: str) -> list[str]:
 
 
 EXACT = _names("""
-abs neg positive sign sgn signbit clone contiguous isnan isinf isfinite isreal nan_to_num eq ne lt le gt ge logical_not
-logical_and logical_or logical_xor all any count_nonzero nonzero argwhere maximum minimum fmax fmin max.binary min.binary
-max.reduction_no_dim max.reduction_with_dim min.reduction_no_dim min.reduction_with_dim amax amin aminmax argmax argmin argsort
-sort msort topk kthvalue clamp clamp_min clamp_max where masked_fill masked_select masked_scatter nn.functional.relu
-nn.functional.relu6 nn.functional.hardtanh nn.functional.threshold nn.functional.hardshrink broadcast_to broadcast_tensors
-expand expand_as expand_copy flip fliplr flipud roll rot90 permute permute_copy transpose t T H mT mH movedim reshape reshape_as
-view view_as view_copy flatten ravel unflatten squeeze squeeze.multiple unsqueeze atleast_1d atleast_2d atleast_3d cat stack
-hstack vstack dstack column_stack chunk unsafe_chunk split split.list_args split_with_sizes unsafe_split tensor_split hsplit
-vsplit dsplit unbind narrow select slice select_scatter slice_scatter diagonal diagonal_copy diagonal_scatter diag_embed
-diagflat linalg.diagonal tril triu tile repeat repeat_interleave unfold unfold_copy as_strided as_strided_copy
-meshgrid.variadic_tensors meshgrid.list_of_tensors combinations cartesian_prod gather take take_along_dim index_select
-index_copy index_fill __getitem__ scatter constant_pad_nd nn.functional.pad.constant nn.functional.pad.circular
-nn.functional.pad.reflect nn.functional.pad.replicate nn.functional.pad.replicate_negative nn.functional.pixel_shuffle
-nn.functional.pixel_unshuffle nn.functional.channel_shuffle nn.functional.unfold nn.functional.embedding
-nn.functional.max_pool1d nn.functional.max_pool2d nn.functional.max_pool3d nn.functional.adaptive_max_pool1d
-nn.functional.adaptive_max_pool2d nn.functional.adaptive_max_pool3d nn.functional.interpolate.nearest
-nn.functional.interpolate.nearest-exact zeros_like ones_like full_like new_zeros new_ones new_full zero_
+abs neg positive sign sgn signbit clone contiguous isnan isinf isfinite isreal nan_to_num eq ne lt
+le gt ge logical_not logical_and logical_or logical_xor all any count_nonzero nonzero argwhere
+maximum minimum fmax fmin max.binary min.binary max.reduction_no_dim max.reduction_with_dim
+min.reduction_no_dim min.reduction_with_dim amax amin aminmax argmax argmin argsort sort msort topk
+kthvalue clamp clamp_min clamp_max where masked_fill masked_select masked_scatter nn.functional.relu
+nn.functional.relu6 nn.functional.hardtanh nn.functional.threshold nn.functional.hardshrink
+broadcast_to broadcast_tensors expand expand_as expand_copy flip fliplr flipud roll rot90 permute
+permute_copy transpose t T H mT mH movedim reshape reshape_as view view_as view_copy flatten ravel
+unflatten squeeze squeeze.multiple unsqueeze atleast_1d atleast_2d atleast_3d cat stack hstack
+vstack dstack column_stack chunk unsafe_chunk split split.list_args split_with_sizes unsafe_split
+tensor_split hsplit vsplit dsplit unbind narrow select slice select_scatter slice_scatter diagonal
+diagonal_copy diagonal_scatter diag_embed diagflat linalg.diagonal tril triu tile repeat
+repeat_interleave unfold unfold_copy as_strided as_strided_copy meshgrid.variadic_tensors
+meshgrid.list_of_tensors combinations cartesian_prod gather take take_along_dim index_select
+index_copy index_fill __getitem__ scatter constant_pad_nd nn.functional.pad.constant
+nn.functional.pad.circular nn.functional.pad.reflect nn.functional.pad.replicate
+nn.functional.pad.replicate_negative nn.functional.pixel_shuffle nn.functional.pixel_unshuffle
+nn.functional.channel_shuffle nn.functional.unfold nn.functional.embedding nn.functional.max_pool1d
+nn.functional.max_pool2d nn.functional.max_pool3d nn.functional.adaptive_max_pool1d
+nn.functional.adaptive_max_pool2d nn.functional.adaptive_max_pool3d
+nn.functional.interpolate.nearest nn.functional.interpolate.nearest-exact zeros_like ones_like
+full_like new_zeros new_ones new_full zero_
 """)
 """Results are the exact ones: only signs, order and places of the arguments."""
 
 ROUNDED = _names("""
-add sub rsub mul div.no_rounding_mode true_divide __radd__ __rsub__ __rmul__ __rdiv__ reciprocal square sqrt rsqrt outer kron
-exp exp2 expm1 pow __rpow__ log log2 log10 log1p sigmoid tanh nn.functional.silu
-nn.functional.gelu nn.functional.mish nn.functional.elu nn.functional.celu nn.functional.selu
-nn.functional.softplus nn.functional.logsigmoid nn.functional.hardswish
-nn.functional.hardsigmoid nn.functional.leaky_relu nn.functional.prelu nn.functional.softshrink norm norm.fro norm.inf linalg.norm
-linalg.vector_norm
+add sub rsub mul div.no_rounding_mode true_divide __radd__ __rsub__ __rmul__ __rdiv__ reciprocal
+square sqrt rsqrt outer kron exp exp2 expm1 pow __rpow__ log log2 log10 log1p sigmoid tanh
+nn.functional.silu nn.functional.gelu nn.functional.mish nn.functional.elu nn.functional.celu
+nn.functional.selu nn.functional.softplus nn.functional.logsigmoid nn.functional.hardswish
+nn.functional.hardsigmoid nn.functional.leaky_relu nn.functional.prelu nn.functional.softshrink norm
+norm.fro norm.inf linalg.norm linalg.vector_norm
 """)
 """One rounding: results are within half an ulp of float64's."""
 
 SUMS = _names("""
-sum mean cumsum sum_to_size mm bmm mv dot vdot inner matmul __rmatmul__ einsum tensordot addmm addmv addr addbmm baddbmm
-linalg.multi_dot linalg.vecdot nn.functional.linear nn.functional.bilinear nn.functional.conv1d nn.functional.conv2d
-nn.functional.conv3d nn.functional.conv_transpose1d nn.functional.conv_transpose2d nn.functional.conv_transpose3d
-nn.functional.avg_pool1d nn.functional.avg_pool2d nn.functional.avg_pool3d nn.functional.adaptive_avg_pool1d
+sum mean cumsum sum_to_size mm bmm mv dot vdot inner matmul __rmatmul__ einsum tensordot addmm addmv
+addr addbmm baddbmm linalg.multi_dot linalg.vecdot nn.functional.linear nn.functional.bilinear
+nn.functional.conv1d nn.functional.conv2d nn.functional.conv3d nn.functional.conv_transpose1d
+nn.functional.conv_transpose2d nn.functional.conv_transpose3d nn.functional.avg_pool1d
+nn.functional.avg_pool2d nn.functional.avg_pool3d nn.functional.adaptive_avg_pool1d
 nn.functional.adaptive_avg_pool2d nn.functional.adaptive_avg_pool3d nn.functional.interpolate.linear
-nn.functional.interpolate.bilinear nn.functional.interpolate.trilinear nn.functional.interpolate.area
-nn.functional.upsample_bilinear nn.functional.embedding_bag index_add scatter_add index_put lerp addcmul addcdiv
+nn.functional.interpolate.bilinear nn.functional.interpolate.trilinear
+nn.functional.interpolate.area nn.functional.upsample_bilinear nn.functional.embedding_bag index_add
+scatter_add index_put lerp addcmul addcdiv
 """)
-"""Sums in the contract's order: within ``SUM_HALF_ULPS`` half-ulps of the sum of magnitudes, ``f(|x|, ...)``."""
+"""Sums in the contract's order: within ``SUM_HALF_ULPS`` half-ulps of the sum of magnitudes,
+``f(|x|, ...)``."""
 
 COMPOSED = _names("""
-var var_mean std std_mean var.unbiased std.unbiased logsumexp softmax
-nn.functional.softmin nn.functional.layer_norm nn.functional.group_norm nn.functional.normalize nn.functional.softsign
-nn.functional.tanhshrink nn.functional.glu nn.functional.scaled_dot_product_attention nn.functional.local_response_norm
+var var_mean std std_mean var.unbiased std.unbiased logsumexp softmax nn.functional.softmin
+nn.functional.layer_norm nn.functional.group_norm nn.functional.normalize nn.functional.softsign
+nn.functional.tanhshrink nn.functional.glu nn.functional.scaled_dot_product_attention
+nn.functional.local_response_norm
 """)
-"""Several operations: the whole result is within ``COMPOSED_HALF_ULPS`` half-ulps of float64's, in the norm."""
+"""Several operations: the whole result is within ``COMPOSED_HALF_ULPS`` half-ulps of float64's, in
+the norm."""
 
 IN_FLOAT32 = _names("""
-log_softmax nn.functional.cross_entropy nn.functional.nll_loss nn.functional.mse_loss nn.functional.l1_loss
-nn.functional.smooth_l1_loss nn.functional.huber_loss nn.functional.kl_div nn.functional.binary_cross_entropy
-nn.functional.binary_cross_entropy_with_logits nn.functional.soft_margin_loss nn.functional.hinge_embedding_loss
-nn.functional.margin_ranking_loss nn.functional.multi_margin_loss nn.functional.poisson_nll_loss nn.functional.gaussian_nll_loss
+log_softmax nn.functional.cross_entropy nn.functional.nll_loss nn.functional.mse_loss
+nn.functional.l1_loss nn.functional.smooth_l1_loss nn.functional.huber_loss nn.functional.kl_div
+nn.functional.binary_cross_entropy nn.functional.binary_cross_entropy_with_logits
+nn.functional.soft_margin_loss nn.functional.hinge_embedding_loss nn.functional.margin_ranking_loss
+nn.functional.multi_margin_loss nn.functional.poisson_nll_loss nn.functional.gaussian_nll_loss
 nn.functional.ctc_loss nn.functional.cosine_embedding_loss nn.functional.triplet_margin_loss
 """)
 """Losses: torch's own, of the decoded values."""
@@ -73,8 +86,20 @@ SUM_HALF_ULPS, COMPOSED_HALF_ULPS = 16, 24
 GROUPS = {
     "exact": (EXACT, "the exact result: only signs, order and places"),
     "rounded once": (ROUNDED, "within half an ulp of float64"),
-    "sums": (SUMS, f"in the contract's order; within {SUM_HALF_ULPS} half-ulps of the sum of magnitudes on torch's samples"),
-    "composed": (COMPOSED, f"several of the above; within {COMPOSED_HALF_ULPS} half-ulps in the norm on torch's samples"),
+    "sums": (
+        SUMS,
+        (
+            f"in the contract's order; within {SUM_HALF_ULPS} half-ulps of the sum of magnitudes on"
+            " torch's samples"
+        ),
+    ),
+    "composed": (
+        COMPOSED,
+        (
+            f"several of the above; within {COMPOSED_HALF_ULPS} half-ulps in the norm on torch's"
+            " samples"
+        ),
+    ),
     "losses": (IN_FLOAT32, "torch's float32 result of the decoded values"),
 }
 
@@ -84,10 +109,22 @@ def document() -> str:
     lines = [
         "# Operations of LNSTensor",
         "",
-        "Generated by `python -m tests.lns_ops.operations` from the table that `tests/lns_ops/tensor/test_operations.py` runs on",
-        "torch's own sample inputs; names are those of torch's OpInfo database. What is not here, among layers: BatchNorm, InstanceNorm,",
-        "RMSNorm, dropout, LSTM (with `proj_size` too), GRU, RNN and their cells, packed sequences, MultiheadAttention and Transformer",
-        "layers (`tests/lns_ops/tensor/test_layers.py`). An operation without an LNS kernel raises with its name, or is computed in",
+        (
+            "Generated by `python -m tests.lns_ops.operations` from the table that"
+            " `tests/lns_ops/tensor/test_operations.py` runs on"
+        ),
+        (
+            "torch's own sample inputs; names are those of torch's OpInfo database. What is not"
+            " here, among layers: BatchNorm, InstanceNorm,"
+        ),
+        (
+            "RMSNorm, dropout, LSTM (with `proj_size` too), GRU, RNN and their cells, packed"
+            " sequences, MultiheadAttention and Transformer"
+        ),
+        (
+            "layers (`tests/lns_ops/tensor/test_layers.py`). An operation without an LNS kernel"
+            " raises with its name, or is computed in"
+        ),
         "float32 and counted under `lns_ops.allow_float_fallback()`.",
     ]
     for title, (names, meaning) in GROUPS.items():

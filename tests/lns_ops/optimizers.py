@@ -33,7 +33,11 @@ OURS: dict[str, dict[str, Any]] = {
     "HybridMul": {"lr": 0.02},
 }
 ALL = TORCHS | OURS
-ROUNDINGS: list[dict[str, Any]] = [{}, {"kahan_sum": True}, {"stochastic_rounding": True, "seed": 4}]
+ROUNDINGS: list[dict[str, Any]] = [
+    {},
+    {"kahan_sum": True},
+    {"stochastic_rounding": True, "seed": 4},
+]
 FLOAT32: dict[str, Any] = {"arithmetic": "float32"}
 
 
@@ -46,7 +50,9 @@ def make(name: str, params: Any, **more: Any) -> torch.optim.Optimizer:
 def run(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, grads: list[Tensor]) -> None:
     for grad in grads:
         parameter.grad = (
-            LNSTensor.from_float(grad, parameter.fmt) if isinstance(parameter, LNSTensor) else grad.to(parameter.dtype)
+            LNSTensor.from_float(grad, parameter.fmt)
+            if isinstance(parameter, LNSTensor)
+            else grad.to(parameter.dtype)
         )
         optimizer.step()
 
@@ -62,7 +68,10 @@ def start_of(n: int) -> Tensor:
 
 
 def values(state: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: value.codes if isinstance(value, LNSTensor) else value for name, value in state.items()}
+    return {
+        name: value.codes if isinstance(value, LNSTensor) else value
+        for name, value in state.items()
+    }
 
 
-# ------------------------------------------------------------------------------------------------- against torch
+# -------------------------------------------------------------------------------------------------

@@ -23,7 +23,9 @@ def handlers_kept() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("handlers_kept")
-def test_the_readmes_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_readmes_code_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     text = (Path(lns_ops.__file__).parent / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
@@ -35,5 +37,7 @@ def test_the_readmes_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert "lns12, 2^-16.0 .. 2^16.0; ranges in octaves" in printed
     assert "Conv2d     everywhere  lns16" in re.sub(r"(?<=Conv2d) +", "     ", printed)
     assert "Counter({'aten.erf.default': 1})" in printed
-    x, y = (lns_ops.LNSTensor.from_float(torch.tensor(v), "lns12") for v in ([1.0, -2.0], [-1.0, 1.0]))
+    x, y = (
+        lns_ops.LNSTensor.from_float(torch.tensor(v), "lns12") for v in ([1.0, -2.0], [-1.0, 1.0])
+    )
     assert torch.copysign(x, y).to_float().tolist() == [-1.0, 2.0]

@@ -1,4 +1,5 @@
-"""Shared by the study tests: one Ray session, one storage folder with its MLflow database, tiny studies, made-up ledgers."""
+"""Shared by the study tests: one Ray session, one storage folder with its MLflow database, tiny
+studies, made-up ledgers."""
 
 from __future__ import annotations
 
@@ -22,11 +23,15 @@ from tests.study.servers import Server, postgres_cluster, postgres_programs
 
 TINY = """
 name: tiny
-trial: {data: {name: digits, validation_size: 300}, model: {hidden: [16]}, epochs: 3, batch_size: 32}
+trial:
+  {data: {name: digits, validation_size: 300}, model: {hidden: [16]}, epochs: 3, batch_size: 32}
 baseline: float32
 rows:
   - {label: float32, overrides: {precision.format: float32}, published: 2.14}
-  - {label: lns matmul, overrides: {precision.format: lns12, precision.scope: matmul}, published: 2.12, within: 0.15}
+  - label: lns matmul
+    overrides: {precision.format: lns12, precision.scope: matmul}
+    published: 2.12
+    within: 0.15
 seeds: [0]
 cpus: 2
 """
@@ -45,16 +50,20 @@ def ray_session(_environment: None, ray_cluster: None) -> None:
 
 @pytest.fixture(scope="session")
 def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One storage folder, so that the MLflow database is made once; tests use studies of their own names in it."""
+    """One storage folder, so that the MLflow database is made once; tests use studies of their own
+    names in it."""
     return tmp_path_factory.mktemp("storage")
 
 
 @pytest.fixture
 def tiny(tmp_path: Path, storage: Path) -> Callable[..., StudyConfig]:
-    """A study that trains in a second, and sends nothing to MLflow: ``tiny("name", "trial.epochs=2")``."""
+    """A study that trains in a second, and sends nothing to MLflow: ``tiny("name",
+    "trial.epochs=2")``."""
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY)
-    return lambda name, *overrides: load(str(path), [f"name={name}", f"storage={storage}", "tracking_uri=none", *overrides])
+    return lambda name, *overrides: load(
+        str(path), [f"name={name}", f"storage={storage}", "tracking_uri=none", *overrides]
+    )
 
 
 @pytest.fixture
@@ -65,7 +74,8 @@ def tracked(tiny: Callable[..., StudyConfig]) -> Callable[..., StudyConfig]:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A real MLflow server on loopback over its own database, running; a test that stops it starts it again."""
+    """A real MLflow server on loopback over its own database, running; a test that stops it starts
+    it again."""
     server = Server(tmp_path_factory.mktemp("server"))
     server.start()
     yield server
@@ -109,14 +119,39 @@ def write_ledger(study: StudyConfig, events: list[Event]) -> Path:
     return study.folder
 
 
-def made_up_events(study: StudyConfig, errors: dict[str, float] | None = None, outcome: str = "finished") -> list[Event]:
+def made_up_events(
+    study: StudyConfig, errors: dict[str, float] | None = None, outcome: str = "finished"
+) -> list[Event]:
     """The ledger of a study that nobody trained; ``errors``: final test error by row, per cent."""
     plan = make_plan(study)
     began = time.time() - 1000
-    provenance = {"commit": "c0ffee", "dirty": False, "versions": {"ray": "2.60.0"}, "python": "3.11", "platform": "Linux"}
-    data = [{"name": "digits", "source": "made up", "digest": "d" * 64, "root": None, "train": 10, "validation": 5, "test": 5}]
+    provenance = {
+        "commit": "c0ffee",
+        "dirty": False,
+        "versions": {"ray": "2.60.0"},
+        "python": "3.11",
+        "platform": "Linux",
+    }
+    data = [
+        {
+            "name": "digits",
+            "source": "made up",
+            "digest": "d" * 64,
+            "root": None,
+            "train": 10,
+            "validation": 5,
+            "test": 5,
+        }
+    ]
     events: list[Event] = [
-        {"event": "planned", "time": began, "ledger": "abc123", **plan.to_event(), "data": data, "provenance": provenance}
+        {
+            "event": "planned",
+            "time": began,
+            "ledger": "abc123",
+            **plan.to_event(),
+            "data": data,
+            "provenance": provenance,
+        }
     ]
     for number, trial in enumerate(plan.trials):
         start = began + 10 * number
@@ -128,9 +163,22 @@ def made_up_events(study: StudyConfig, errors: dict[str, float] | None = None, o
                 "validation/loss": 1 / epoch,
                 "validation/error": 0.2 / epoch,
             }
-            events.append({"event": "report", "time": start + epoch, "trial": trial.id, "epoch": epoch, "metrics": metrics})
+            events.append(
+                {
+                    "event": "report",
+                    "time": start + epoch,
+                    "trial": trial.id,
+                    "epoch": epoch,
+                    "metrics": metrics,
+                }
+            )
         error = (errors or {}).get(trial.row, 2.0) / 100 + trial.seed * 1e-4
         events.append(
-            {"event": "finished", "time": start + 9, "trial": trial.id, "metrics": {"test/loss": 0.1, "test/error": error}}
+            {
+                "event": "finished",
+                "time": start + 9,
+                "trial": trial.id,
+                "metrics": {"test/loss": 0.1, "test/error": error},
+            }
         )
     return [*events, {"event": "ended", "time": began + 500, "outcome": outcome}]

@@ -35,15 +35,21 @@ def events_of(
     most: int | None = None,
     row: str = "row",
 ) -> list[Event]:
-    """A run's ledger: what trials held, what there was (time, CPUs, GPUs), and, where it ended, when."""
+    """A run's ledger: what trials held, what there was (time, CPUs, GPUs), and, where it ended,
+    when."""
     held = list(held)
     known = dict.fromkeys(each.trial for each in held if each.added is None)
     planned = [{"id": trial, "row": row} for trial in known]
-    found: list[Event] = [{"event": "capacity", "time": time, "cpus": c, "gpus": g, "nodes": 1} for time, c, g in capacity]
+    found: list[Event] = [
+        {"event": "capacity", "time": time, "cpus": c, "gpus": g, "nodes": 1}
+        for time, c, g in capacity
+    ]
     for each in held:
         of = {"trial": each.trial}
         if each.added is not None:
-            found.append({"event": "added", "time": each.added, "planned": {"id": each.trial, "row": row}})
+            found.append(
+                {"event": "added", "time": each.added, "planned": {"id": each.trial, "row": row}}
+            )
         takes: dict[str, Any] = {
             "slots": list(each.slots),
             "hosts": ["host"] * len(each.slots),
@@ -51,12 +57,18 @@ def events_of(
             "gpus": each.gpus,
         }
         found.append({"event": "started", "time": each.begin, **of, **takes})
-        found += [{"event": "report", "time": time, **of, "epoch": n, "metrics": {}} for n, time in enumerate(each.reports, 1)]
+        found += [
+            {"event": "report", "time": time, **of, "epoch": n, "metrics": {}}
+            for n, time in enumerate(each.reports, 1)
+        ]
         if each.end is not None:
             found.append({"event": each.how, "time": each.end, **of})
-    order = {"report": 0} | dict.fromkeys(ENDS, 1)  # at one moment; slots are free before they are held again
+    # at one moment; slots are free before they are held again
+    order = {"report": 0} | dict.fromkeys(ENDS, 1)
     found.sort(key=lambda event: (event["time"], order.get(event["event"], 2)))
-    found.insert(0, {"event": "planned", "time": 0.0, "study": {"max_concurrent": most}, "trials": planned})
+    found.insert(
+        0, {"event": "planned", "time": 0.0, "study": {"max_concurrent": most}, "trials": planned}
+    )
     if end is not None:
         found.append({"event": "ended", "time": end, "outcome": "finished"})
     return [{**event, "time": BEGAN + event["time"]} for event in found]
@@ -69,7 +81,12 @@ def run_of(*arguments: Any, **options: Any) -> Run:
 
 
 def with_slots(events: list[Event], cpus: float = 2.0) -> list[Event]:
-    """A ledger of :func:`tests.study.conftest.made_up_events` as it would be with slots noted: each trial on slot 0, with one CPU."""
+    """A ledger of :func:`tests.study.conftest.made_up_events` as it would be with slots noted: each
+    trial on slot 0, with one CPU."""
     slots = {"slots": [0], "hosts": ["host"], "cpus": 1.0, "gpus": 0.0}
     capacity = {"event": "capacity", "time": events[0]["time"], "cpus": cpus, "gpus": 0, "nodes": 1}
-    return [events[0], capacity, *({**event, **slots} if event["event"] == "started" else event for event in events[1:])]
+    return [
+        events[0],
+        capacity,
+        *({**event, **slots} if event["event"] == "started" else event for event in events[1:]),
+    ]

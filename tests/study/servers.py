@@ -1,4 +1,5 @@
-"""Real servers on loopback: MLflow's, that can be killed and started again at the same port, and PostgreSQL."""
+"""Real servers on loopback: MLflow's, that can be killed and started again at the same port, and
+PostgreSQL."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def free_port() -> int:
 
 
 class Server:
-    """One over its own database in ``folder``; ``uri`` says where. Not running until :meth:`start`; open to all without a ``token``."""
+    """One over its own database in ``folder``; ``uri`` says where. Not running until :meth:`start`;
+    open to all without a ``token``."""
 
     def __init__(self, folder: Path, database: str = "", token: str = "") -> None:
         self.port = free_port()
@@ -38,7 +40,10 @@ class Server:
     def start(self) -> None:
         """Returns when it answers."""
         self._process = subprocess.Popen(
-            [*command(str(self.folder / "artifacts"), self.port), *([] if self._token else ["--open"])],
+            [
+                *command(str(self.folder / "artifacts"), self.port),
+                *([] if self._token else ["--open"]),
+            ],
             env=os.environ | environment(self._database) | {TOKEN: self._token},
             stdout=subprocess.DEVNULL,
             start_new_session=True,
@@ -70,13 +75,18 @@ class Server:
 def postgres_programs() -> Path | None:
     """The folder of PostgreSQL's programs."""
     found = shutil.which("initdb")
-    here = [Path(found).resolve()] if found else sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+    here = (
+        [Path(found).resolve()]
+        if found
+        else sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+    )
     return here[-1].parent if here else None
 
 
 @contextmanager
 def postgres_cluster(programs: Path) -> Iterator[str]:
-    """A cluster of our own, by the URI of a database; PostgreSQL refuses to run as root, so root runs it as the user postgres."""
+    """A cluster of our own, by the URI of a database; PostgreSQL refuses to run as root, so root
+    runs it as the user postgres."""
     folder = Path(tempfile.mkdtemp(prefix="lns-study-postgres-"))
     who: list[str] = []
     if os.getuid() == 0:
@@ -86,10 +96,24 @@ def postgres_cluster(programs: Path) -> Iterator[str]:
     control = [*who, str(programs / "pg_ctl"), "-D", str(folder / "data"), "-w"]
     quiet = {"stdout": subprocess.DEVNULL, "check": True, "cwd": "/", "timeout": 300}
     try:
-        subprocess.run([*who, str(programs / "initdb"), "-D", str(folder / "data"), "-A", "trust", "-U", "study"], **quiet)  # type: ignore[call-overload]
+        subprocess.run(
+            [
+                *who,
+                str(programs / "initdb"),
+                "-D",
+                str(folder / "data"),
+                "-A",
+                "trust",
+                "-U",
+                "study",
+            ],
+            **quiet,
+        )  # type: ignore[call-overload]
         options = f"-c listen_addresses=127.0.0.1 -c port={port} -c unix_socket_directories=''"
         subprocess.run([*control, "-l", str(folder / "log"), "-o", options, "start"], **quiet)  # type: ignore[call-overload]
         yield f"postgresql://study@127.0.0.1:{port}/postgres"
     finally:
-        subprocess.run([*control, "-m", "immediate", "stop"], stdout=subprocess.DEVNULL, cwd="/", check=False)
+        subprocess.run(
+            [*control, "-m", "immediate", "stop"], stdout=subprocess.DEVNULL, cwd="/", check=False
+        )
         shutil.rmtree(folder, ignore_errors=True)

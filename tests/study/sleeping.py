@@ -30,7 +30,11 @@ class Sleeps:
         self._epoch += 1
         done = self._epoch == self._config.epochs
         test = {"test/error": 0.1, "test/loss": 0.1} if done else {}
-        return {"epoch": self._epoch, "validation/error": 1 / (1 + self._config.seed), "done": done} | test
+        return {
+            "epoch": self._epoch,
+            "validation/error": 1 / (1 + self._config.seed),
+            "done": done,
+        } | test
 
     def save(self, folder: Path) -> None:
         """Nothing to keep."""
@@ -75,7 +79,8 @@ def executor(name: str = SLEEPS) -> Iterator[None]:
 
 
 def most_at_once(events: list[dict[str, Any]]) -> int:
-    """How many trials overlap, by a ledger's events: from when they were started to when they ended."""
+    """How many trials overlap, by a ledger's events: from when they were started to when they
+    ended."""
     step = {"started": 1, "finished": -1, "restarted": -1}
     changes = [(event["time"], step[event["event"]]) for event in events if event["event"] in step]
     running = most = 0

@@ -1,4 +1,5 @@
-"""Private names of other libraries still are what this package takes them for; each failure names the library that changed."""
+"""Private names of other libraries still are what this package takes them for; each failure names
+the library that changed."""
 
 from __future__ import annotations
 
@@ -13,9 +14,13 @@ def test_mlflow_reads_the_variables_of_its_server() -> None:
     from mlflow.server import constants
 
     for name, variable in _compat.MLFLOW_SERVER_VARIABLES.items():
-        assert getattr(constants, name, None) == variable, f"MLflow: mlflow.server.constants.{name} is no longer {variable}"
+        assert getattr(constants, name, None) == variable, (
+            f"MLflow: mlflow.server.constants.{name} is no longer {variable}"
+        )
     sources = [path.read_text() for path in Path(constants.__file__).parent.glob("*.py")]
-    assert any(_compat.MLFLOW_SERVED_BY in text for text in sources), f"MLflow: its server reads no {_compat.MLFLOW_SERVED_BY}"
+    assert any(_compat.MLFLOW_SERVED_BY in text for text in sources), (
+        f"MLflow: its server reads no {_compat.MLFLOW_SERVED_BY}"
+    )
 
 
 def test_mlflow_runs_hold_the_steps_of_metrics() -> None:
@@ -34,14 +39,18 @@ def test_mlflow_clients_hold_a_store_that_reads_a_metric_of_many_runs() -> None:
 
     store = _compat.tracking_store(MlflowClient("http://127.0.0.1:9"))
     assert callable(store.get_host_creds), "MLflow: a server's store tells no credentials"
-    assert callable(SqlAlchemyStore.get_metric_history_bulk), "MLflow: a database's store reads one run at a time"
+    assert callable(SqlAlchemyStore.get_metric_history_bulk), (
+        "MLflow: a database's store reads one run at a time"
+    )
 
 
 def test_mlflow_reads_requests_into_messages() -> None:
     flask = pytest.importorskip("flask")
     from mlflow.protos.service_pb2 import CreateExperiment
 
-    with flask.Flask("test").test_request_context(json={"name": "a", "artifact_location": "file:///b"}, method="POST"):
+    with flask.Flask("test").test_request_context(
+        json={"name": "a", "artifact_location": "file:///b"}, method="POST"
+    ):
         message = _compat.request_message(CreateExperiment())
     assert message.artifact_location == "file:///b", "MLflow: its server reads requests otherwise"
 
@@ -64,14 +73,23 @@ def test_optuna_encodes_params_and_splits_variance() -> None:
         "b": optuna.distributions.CategoricalDistribution(["x", "y"]),
     }
     transform = _compat.search_space_transform(distributions)
-    assert list(transform.transform({"a": 0.5, "b": "y"})) == [0.5, 0.0, 1.0], "Optuna: params are encoded otherwise"
-    assert [list(columns) for columns in transform.column_to_encoded_columns] == [[0], [1, 2]], "Optuna: columns lie otherwise"
+    assert list(transform.transform({"a": 0.5, "b": "y"})) == [0.5, 0.0, 1.0], (
+        "Optuna: params are encoded otherwise"
+    )
+    assert [list(columns) for columns in transform.column_to_encoded_columns] == [[0], [1, 2]], (
+        "Optuna: columns lie otherwise"
+    )
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     study.optimize(
-        lambda trial: trial.suggest_float("a", 0, 1) + (trial.suggest_categorical("b", ["x", "y"]) == "x"), n_trials=20
+        lambda trial: (
+            trial.suggest_float("a", 0, 1) + (trial.suggest_categorical("b", ["x", "y"]) == "x")
+        ),
+        n_trials=20,
     )
     evaluator = optuna.importance.FanovaImportanceEvaluator(n_trees=4, max_depth=5, seed=0)
     evaluator.evaluate(study)
     shares = _compat.marginal_shares(evaluator, [0, 1])
-    assert shares == pytest.approx([1.0] * 4), "Optuna: two params that are all explain less than all of the variance"
+    assert shares == pytest.approx([1.0] * 4), (
+        "Optuna: two params that are all explain less than all of the variance"
+    )

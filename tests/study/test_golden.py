@@ -1,7 +1,8 @@
-"""A study, its checkpoints and a tensor that commit 8514989 wrote: read, continued and repeated with the same bits.
+"""A study, its checkpoints and a tensor that commit 8514989 wrote: read, continued and repeated
+with the same bits.
 
-``tests/golden`` holds ``golden.yaml``, what ``lns-study run golden.yaml tracking_uri=none`` left of it there, and a state dict of
-LNS tensors (``torch.save``).
+``tests/golden`` holds ``golden.yaml``, what ``lns-study run golden.yaml tracking_uri=none`` left of
+it there, and a state dict of LNS tensors (``torch.save``).
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ def test_its_ledger_and_checkpoints_are_gone_on_from(copied: Path) -> None:
     """Three epochs from the checkpoint of the second are those of three at once."""
     shutil.copytree(GOLDEN / "studies", copied / "studies")
     assert main(["run", "golden.yaml", *PLAIN]) == 0
-    assert sum(event["event"] == "started" for event in read_ledger(copied / "studies" / "golden")) == 2
+    assert (
+        sum(event["event"] == "started" for event in read_ledger(copied / "studies" / "golden"))
+        == 2
+    )
     assert main(["extend", "golden", "trial.epochs=3", "--plain"]) == 0
     extended = [trial for trial in state(copied).trials if trial.epochs == 3]
     assert [min(trial.reports) for trial in extended] == [1, 1]

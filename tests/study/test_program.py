@@ -1,4 +1,5 @@
-"""Commands that messages tell the user to give work as they are printed, in the shell that the program was started from."""
+"""Commands that messages tell the user to give work as they are printed, in the shell that the
+program was started from."""
 
 from __future__ import annotations
 
@@ -39,15 +40,21 @@ def test_the_bare_name_where_the_path_has_it_else_the_program_beside_the_interpr
 
 def test_the_storage_is_named_unless_it_is_the_usual_one() -> None:
     assert lns_study("resume", "table", storage="studies") == "lns-study resume table"
-    assert lns_study("resume", "table", storage="my studies") == "lns-study resume table --storage 'my studies'"
+    assert (
+        lns_study("resume", "table", storage="my studies")
+        == "lns-study resume table --storage 'my studies'"
+    )
 
 
 @pytest.fixture
 def venv(tmp_path: Path) -> Path:
-    """A venv that ``scripts/_env.sh`` takes to be whole, whose ``lns-study`` prints where it works and what it was given."""
+    """A venv that ``scripts/_env.sh`` takes to be whole, whose ``lns-study`` prints where it works
+    and what it was given."""
     folder = tmp_path / "a venv"
     an_executable(folder / "bin" / "lns-study", '#!/bin/sh\necho "$PWD" "$@"\n')
-    content = b"".join((ROOT / name).read_bytes() for name in ("pyproject.toml", "setup.py", "constraints.txt"))
+    content = b"".join(
+        (ROOT / name).read_bytes() for name in ("pyproject.toml", "setup.py", "constraints.txt")
+    )
     (folder / ".installed").write_text(f"{hashlib.sha256(content).hexdigest()} {sys.version}\n")
     return folder
 
@@ -63,7 +70,9 @@ def test_what_the_scripts_say_works_in_the_shell_that_called_them(
     script = shlex.quote(str(ROOT / "scripts" / "_env.sh"))
 
     def say(command: str) -> str:
-        done = subprocess.run(["bash", "-c", command], cwd=here, env=shell, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=here, env=shell, capture_output=True, text=True, timeout=60
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 

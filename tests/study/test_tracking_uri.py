@@ -1,4 +1,5 @@
-"""A password in a tracking URI: used where it is given, found in the environment later, stored and shown nowhere."""
+"""A password in a tracking URI: used where it is given, found in the environment later, stored and
+shown nowhere."""
 
 from __future__ import annotations
 
@@ -16,7 +17,17 @@ from study.config import StudyConfig
 from study.ledger.log import FILE, read_ledger
 from study.ledger.state import fold
 from study.program import lns_study
-from study.tracking_uri import PASSWORD, TOKEN, USER, WHOLE, hide, reveal, stored, without_login, without_password
+from study.tracking_uri import (
+    PASSWORD,
+    TOKEN,
+    USER,
+    WHOLE,
+    hide,
+    reveal,
+    stored,
+    without_login,
+    without_password,
+)
 from tests.study.conftest import TINY, made_up_events, write_ledger
 from tests.study.servers import Server
 from trainers.data import prepare
@@ -39,17 +50,31 @@ def _no_logins(monkeypatch: pytest.MonkeyPatch) -> None:
 def holders(*folders: Path) -> list[Path]:
     """The files that hold the password, as it was given or as it is."""
     files = [file for folder in folders for file in folder.rglob("*") if file.is_file()]
-    return [file for file in files if any(text.encode() in file.read_bytes() for text in (SECRET, PLAIN))]
+    return [
+        file
+        for file in files
+        if any(text.encode() in file.read_bytes() for text in (SECRET, PLAIN))
+    ]
 
 
 def test_a_password_in_the_uri_is_stored_and_shown_nowhere(
-    tmp_path: Path, server: Server, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    server: Server,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A real study over a real server, and every command that says something about it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.yaml").write_text(TINY)
     storage, uri = tmp_path / "studies", server.uri.replace("//", f"//ada:{SECRET}@")
-    run = ["run", "tiny.yaml", "name=secretive", "trial.epochs=1", f"tracking_uri={uri}", f"storage={storage}"]
+    run = [
+        "run",
+        "tiny.yaml",
+        "name=secretive",
+        "trial.epochs=1",
+        f"tracking_uri={uri}",
+        f"storage={storage}",
+    ]
     there = ["--storage", str(storage)]
     assert main([*run, "--plain"]) == 0
     codes = [
@@ -81,7 +106,10 @@ def test_a_password_in_the_uri_is_stored_and_shown_nowhere(
 
 
 def test_a_stored_study_goes_on_with_the_password_of_the_environment(
-    tracked: Tiny, server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tracked: Tiny,
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Without it, what is missing is said and nothing is done."""
     study = tracked("kept secret", f"tracking_uri={server.uri.replace('//', f'//ada:{SECRET}@')}")
@@ -109,14 +137,24 @@ def test_a_stored_study_goes_on_with_the_password_of_the_environment(
         ("https://ada:***@host", {WHOLE: "https://ada:y@host"}, "https://ada:y@host"),
         ("https://ada:***@host", {WHOLE: "https://ada:y@another"}, ""),
         ("postgresql://me:***@host/db", {"PGPASSWORD": "x"}, "postgresql://me@host/db"),
-        ("postgresql://host/db?user=me&password=***", {"PGPASSWORD": "x"}, "postgresql://host/db?user=me"),
-        ("postgresql://me:***@host/db", {WHOLE: "postgresql://me:x@host/db"}, "postgresql://me:x@host/db"),
+        (
+            "postgresql://host/db?user=me&password=***",
+            {"PGPASSWORD": "x"},
+            "postgresql://host/db?user=me",
+        ),
+        (
+            "postgresql://me:***@host/db",
+            {WHOLE: "postgresql://me:x@host/db"},
+            "postgresql://me:x@host/db",
+        ),
         ("postgresql://me:***@host/db", {PASSWORD: "x"}, ""),
         ("mysql+pymysql://me:***@host/db", {"PGPASSWORD": "x"}, ""),
         ("https://ada@host", {}, "https://ada@host"),
     ],
 )
-def test_where_a_password_comes_from(shown: str, variables: dict[str, str], found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_password_comes_from(
+    shown: str, variables: dict[str, str], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     if found:
@@ -126,7 +164,9 @@ def test_where_a_password_comes_from(shown: str, variables: dict[str, str], foun
             reveal(shown)
 
 
-def test_what_this_process_was_given_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_this_process_was_given_comes_before_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(PASSWORD, "old")
     assert reveal(hide("https://ada:new@host")) == "https://ada:new@host"
 
@@ -145,17 +185,26 @@ def test_what_this_process_was_given_comes_before_the_environment(monkeypatch: p
         ("postgresql+psycopg2://u:pw@/db?host=/tmp", "postgresql+psycopg2://u:***@/db?host=/tmp"),
         ("postgresql://h/db?user=x&password=pw&b=1", "postgresql://h/db?user=x&password=***&b=1"),
         ("mysql+pymysql://h/db?passwd=pw", "mysql+pymysql://h/db?passwd=***"),
-        ("API request to http://ada:pw@h/api failed; ask a@b", "API request to http://ada:***@h/api failed; ask a@b"),
+        (
+            "API request to http://ada:pw@h/api failed; ask a@b",
+            "API request to http://ada:***@h/api failed; ask a@b",
+        ),
         ("tracking_uri='http://ada:pw@h'", "tracking_uri='http://ada:***@h'"),
         *[
             (same, same)
             for same in (
-                "http://127.0.0.1:5000/a@b", "http://[::1]:5000/a@b", "http://ada@h", "http://ada:***@h", "sqlite:////home/a@b:c/m.db",
-                "postgresql://u@h/db?application_name=a:b@c", "s3://bucket/a:b@c", "none",
+                "http://127.0.0.1:5000/a@b",
+                "http://[::1]:5000/a@b",
+                "http://ada@h",
+                "http://ada:***@h",
+                "sqlite:////home/a@b:c/m.db",
+                "postgresql://u@h/db?application_name=a:b@c",
+                "s3://bucket/a:b@c",
+                "none",
             )
         ],
     ],
-)  # fmt: skip
+)
 def test_how_an_address_is_shown(uri: str, shown: str) -> None:
     assert without_password(uri) == shown
     assert without_login(uri).count("***") <= shown.count("=***")
@@ -167,11 +216,17 @@ def test_a_server_address_that_cannot_be_read_is_refused_without_its_password(ti
 
 
 def test_commands_to_give_next_and_links_have_no_password() -> None:
-    assert "'tracking_uri=http://ada:***@h'" in lns_study("run", "table", "tracking_uri=http://ada:pw@h")
+    assert "'tracking_uri=http://ada:***@h'" in lns_study(
+        "run", "table", "tracking_uri=http://ada:pw@h"
+    )
 
 
 def test_an_old_ledger_that_holds_a_password_is_named_and_the_password_not_repeated(
-    tracked: Tiny, server: Server, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tracked: Tiny,
+    server: Server,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     study = tracked("old ledger", f"storage={tmp_path}")
     events = made_up_events(study)

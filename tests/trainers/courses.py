@@ -1,4 +1,5 @@
-"""A trial on one rank of several: four epochs, and the last two again by new objects from the checkpoint after the second."""
+"""A trial on one rank of several: four epochs, and the last two again by new objects from the
+checkpoint after the second."""
 
 from __future__ import annotations
 
@@ -13,8 +14,11 @@ from trainers.training.trainer import Training
 Metrics = list[dict[str, float]]
 
 
-def broken_off(config: TrialConfig, rank: int, world_size: int, folder: Path) -> tuple[Training, Metrics, Metrics]:
-    """The trial after four epochs, their metrics, and those of the two that were trained again; times left out."""
+def broken_off(
+    config: TrialConfig, rank: int, world_size: int, folder: Path
+) -> tuple[Training, Metrics, Metrics]:
+    """The trial after four epochs, their metrics, and those of the two that were trained again;
+    times left out."""
     training = Training(config, rank=rank, world_size=world_size)
     metrics = [training.train_epoch() for _ in range(2)]
     training.save(folder)
@@ -23,4 +27,8 @@ def broken_off(config: TrialConfig, rank: int, world_size: int, folder: Path) ->
     again = Training(config, rank=rank, world_size=world_size)
     again.restore(folder)
     resumed = [again.train_epoch() for _ in range(2)]
-    return training, [repeatable(values) for values in metrics], [repeatable(values) for values in resumed]
+    return (
+        training,
+        [repeatable(values) for values in metrics],
+        [repeatable(values) for values in resumed],
+    )

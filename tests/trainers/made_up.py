@@ -53,7 +53,10 @@ class Limited(InProcess):
     """A process that may have 700 MB more than after its first, small trial."""
 
     def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
-        if max(config.model.hidden) > 1000 and resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
+        if (
+            max(config.model.hidden) > 1000
+            and resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+        ):
             size = psutil.Process().memory_info().vms + (700 << 20)
             resource.setrlimit(resource.RLIMIT_AS, (size, size))
         return super().begin(config, checkpoints)

@@ -23,9 +23,18 @@ SMALL = TrialConfig(
 MADE_UP = "tests.trainers.made_up:"
 
 
-def plan(config: TrialConfig, folder: Path, executor: str = IN_PROCESS, **values: Any) -> dict[str, Any]:
+def plan(
+    config: TrialConfig, folder: Path, executor: str = IN_PROCESS, **values: Any
+) -> dict[str, Any]:
     """What a worker process needs for a trial."""
-    defaults = {"checkpoint_every": 1, "resume_from": [], "waits": False, "storage": str(folder), "max_failures": 0, "ray": ""}
+    defaults = {
+        "checkpoint_every": 1,
+        "resume_from": [],
+        "waits": False,
+        "storage": str(folder),
+        "max_failures": 0,
+        "ray": "",
+    }
     places = {"checkpoints": str(folder / "checkpoints"), "profile": str(folder / "profile")}
     return {"config": config.to_dict(), "executor": executor, **defaults, **places, **values}
 
@@ -47,12 +56,16 @@ class Driver:
     def send(self, key: int, kind: str, trial: str = "", payload: Any = None) -> None:
         self.node.send(key, pickle.dumps(Message(kind, trial, payload)))
 
-    def train(self, key: int, trial: str, config: TrialConfig, folder: Path, *values: str, **more: Any) -> list[Message]:
+    def train(
+        self, key: int, trial: str, config: TrialConfig, folder: Path, *values: str, **more: Any
+    ) -> list[Message]:
         """Train a trial; what the process said of it."""
         self.send(key, TRAIN, trial, plan(config, folder, *values, **more))
         return self.until(key, lambda message: message.kind == ENDED or message.kind == DIED)
 
-    def until(self, key: int, wanted: Callable[[Message], bool], seconds: float = 60.0) -> list[Message]:
+    def until(
+        self, key: int, wanted: Callable[[Message], bool], seconds: float = 60.0
+    ) -> list[Message]:
         """What a process says up to what is wanted."""
         found: list[Message] = []
         deadline = time.monotonic() + seconds
@@ -63,8 +76,12 @@ class Driver:
                     found.append(entry[1])
                     if wanted(entry[1]):
                         return found
-            self.said += [(number, pickle.loads(content)) for number, content in self.node.events(0.2)]
-            self.pids |= {number: message.payload for number, message in self.said if message.kind == HELLO}
+            self.said += [
+                (number, pickle.loads(content)) for number, content in self.node.events(0.2)
+            ]
+            self.pids |= {
+                number: message.payload for number, message in self.said if message.kind == HELLO
+            }
         raise AssertionError(f"process {key} said only {found}")
 
 
@@ -73,7 +90,11 @@ def reports(said: list[Message]) -> list[dict[str, Any]]:
     from trainers.telemetry.metrics import repeatable
 
     return [
-        {name: value for name, value in repeatable(message.payload).items() if name != "checkpoint_path"}
+        {
+            name: value
+            for name, value in repeatable(message.payload).items()
+            if name != "checkpoint_path"
+        }
         for message in said
         if message.kind == REPORT
     ]

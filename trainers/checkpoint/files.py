@@ -1,8 +1,9 @@
-"""Checkpoints: tensors in a safetensors file, everything else in JSON; no pickle, so reading one runs no code.
+"""Checkpoints: tensors in a safetensors file, everything else in JSON; no pickle, so reading one
+runs no code.
 
-A folder holds ``state.json`` and one ``tensors-*.safetensors``. The JSON is written last and by rename, and carries its own digest and
-that of the tensor file it belongs to: a checkpoint is whole or absent, whenever the process dies. LNS values are stored as their int16
-codes.
+A folder holds ``state.json`` and one ``tensors-*.safetensors``. The JSON is written last and by
+rename, and carries its own digest and that of the tensor file it belongs to: a checkpoint is whole
+or absent, whenever the process dies. LNS values are stored as their int16 codes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def save_checkpoint(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-    """Write a checkpoint into ``folder``, replacing the one that may be there only once this one is whole.
+    """Write a checkpoint into ``folder``, replacing the one that may be there only once this one is
+    whole.
 
     Args:
         tensors: plain tensors; LNS ones as codes.
@@ -58,8 +60,11 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         digest = state.pop("sha256")
         if hashlib.sha256(content).hexdigest() != digest:
             raise ValueError(
-                f"{folder}: the tensor file does not match its digest; the checkpoint is damaged, use an earlier one"
+                f"{folder}: the tensor file does not match its digest; the checkpoint is damaged,"
+                " use an earlier one"
             )
         return load(content), state
     except (OSError, KeyError, SafetensorError) as error:
-        raise ValueError(f"{folder}: no whole checkpoint there ({error}); name a folder that Training.save wrote") from None
+        raise ValueError(
+            f"{folder}: no whole checkpoint there ({error}); name a folder that Training.save wrote"
+        ) from None

@@ -1,4 +1,5 @@
-"""state.json, the file of a checkpoint that is written last and says what it holds. Loads no torch."""
+"""state.json, the file of a checkpoint that is written last and says what it holds. Loads no
+torch."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def sealed(state: Mapping[str, Any]) -> str:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What the checkpoint in ``folder`` has beside its tensors; one of an earlier version has no digest, and is taken as it is.
+    """What the checkpoint in ``folder`` has beside its tensors; one of an earlier version has no
+    digest, and is taken as it is.
 
     Raises:
         ValueError: there is none, or it is not as it was written.
@@ -28,9 +30,14 @@ def read_state(folder: Path) -> dict[str, Any]:
         state: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))
         digest = state.pop("digest", None)
     except (OSError, AttributeError, ValueError) as error:
-        raise ValueError(f"{folder}: no whole checkpoint there ({error}); name a folder that Training.save wrote") from None
+        raise ValueError(
+            f"{folder}: no whole checkpoint there ({error}); name a folder that Training.save wrote"
+        ) from None
     if digest is not None and digest != _digest(state):
-        raise ValueError(f"{folder}: {STATE} does not match its digest; the checkpoint is damaged, use an earlier one")
+        raise ValueError(
+            f"{folder}: {STATE} does not match its digest; the checkpoint is damaged, use an"
+            " earlier one"
+        )
     return state
 
 

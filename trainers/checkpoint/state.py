@@ -1,7 +1,8 @@
 """A trial's tensors under their names, to and from a checkpoint.
 
-Parameters and buffers are ``model/NAME``; optimizer state in the parameter's format is ``optimizer/KEY/NAME``, other state
-``plain/KEY/NAME``; what belongs to one rank alone, such as the residues of error feedback, is ``rank/RANK/NAME``.
+Parameters and buffers are ``model/NAME``; optimizer state in the parameter's format is
+``optimizer/KEY/NAME``, other state ``plain/KEY/NAME``; what belongs to one rank alone, such as the
+residues of error feedback, is ``rank/RANK/NAME``.
 """
 
 from __future__ import annotations
@@ -21,14 +22,20 @@ def model_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     for name, parameter in model.named_parameters():
         tensors[f"model/{name}"] = parameter.detach()
         for key, value in optimizer.state.get(parameter, {}).items():
-            alike = isinstance(value, LNSTensor) == isinstance(parameter, LNSTensor) and value.dtype == parameter.dtype
+            alike = (
+                isinstance(value, LNSTensor) == isinstance(parameter, LNSTensor)
+                and value.dtype == parameter.dtype
+            )
             tensors[f"{'optimizer' if alike else 'plain'}/{key}/{name}"] = value
     return {name: storage_of(tensor).cpu() for name, tensor in tensors.items()}
 
 
 @torch.no_grad()
-def load_model_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Give ``model`` and ``optimizer`` what :func:`model_tensors` returned; names that the model has not are left out."""
+def load_model_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]
+) -> None:
+    """Give ``model`` and ``optimizer`` what :func:`model_tensors` returned; names that the model
+    has not are left out."""
     parameters = dict(model.named_parameters()) | dict(model.named_buffers())
     optimizer.state.clear()
     for path, tensor in tensors.items():
@@ -37,7 +44,11 @@ def load_model_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tenso
             continue
         parameter = parameters[name]
         saved = tensor.to(parameter.device)
-        value = LNSTensor(saved, parameter.fmt) if isinstance(parameter, LNSTensor) and kind != "plain" else saved
+        value = (
+            LNSTensor(saved, parameter.fmt)
+            if isinstance(parameter, LNSTensor) and kind != "plain"
+            else saved
+        )
         if kind == "model":
             parameter.copy_(value)
         else:
@@ -45,14 +56,18 @@ def load_model_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tenso
 
 
 def gather_ranks(own: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
-    """The ``own`` tensors of all ranks as ``rank/RANK/NAME``, on rank 0; collective, and empty on the others."""
+    """The ``own`` tensors of all ranks as ``rank/RANK/NAME``, on rank 0; collective, and empty on
+    the others."""
     if world_size == 1:
         return {}
-    return gather_stages({f"rank/{rank}/{name}": tensor.cpu() for name, tensor in own.items()}, rank, world_size)
+    return gather_stages(
+        {f"rank/{rank}/{name}": tensor.cpu() for name, tensor in own.items()}, rank, world_size
+    )
 
 
 def gather_stages(own: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
-    """All ranks' ``own`` tensors, whose names differ, on rank 0; collective, and empty on the others."""
+    """All ranks' ``own`` tensors, whose names differ, on rank 0; collective, and empty on the
+    others."""
     gathered: list[dict[str, Tensor]] | None = [{}] * world_size if rank == 0 else None
     dist.gather_object(own, gathered)
     return {name: tensor for part in gathered or [] for name, tensor in part.items()}
@@ -61,4 +76,8 @@ def gather_stages(own: dict[str, Tensor], rank: int, world_size: int) -> dict[st
 def of_rank(tensors: dict[str, Tensor], rank: int, device: torch.device) -> dict[str, Tensor]:
     """What :func:`gather_ranks` had from ``rank``, on ``device``."""
     prefix = f"rank/{rank}/"
-    return {name.removeprefix(prefix): tensor.to(device) for name, tensor in tensors.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): tensor.to(device)
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }

@@ -1,21 +1,24 @@
 """Wire formats: how float32 values are written into bytes before they travel, and read back.
 
-A codec writes rows of values into rows of bytes of a length that the row's alone decides, so that every rank knows what to expect::
+A codec writes rows of values into rows of bytes of a length that the row's alone decides, so that
+every rank knows what to expect::
 
     format     bytes for m values         error of a value
     float32    4 m                        none
     bfloat16   2 m                        2^-9 relative
     float16    2 m                        2^-11 relative within 6.1e-5 .. 65504 (saturates above)
     lns        2 m                        half an ulp: a factor of 2^(2^-(f+1))
-    lns8       m + 4 ceil(m / 1024)       a factor of 2^(1/16), from 2^-15 of the block's largest value up
+    lns8       m + 4 ceil(m / 1024)       a factor of 2^(1/16), from 2^-15 of the block's largest
+                                          value up
     int8       m + 4 ceil(m / 1024)       1/254 of the block's largest value
     topk       8 ceil(fraction m)         all values but the largest are lost
 
-lns8 and int8 scale each block of 1,024 values by its largest; the scale travels as float32. The last three lose so much that
-they are used with error feedback (:mod:`trainers.sync.all_reduce`). Ties and rounding are deterministic, so a run repeats bit for bit.
+lns8 and int8 scale each block of 1,024 values by its largest; the scale travels as float32. The
+last three lose so much that they are used with error feedback (:mod:`trainers.sync.all_reduce`).
+Ties and rounding are deterministic, so a run repeats bit for bit.
 
-Sources: 8-bit quantisation with error feedback: F. Seide et al. 2014 (1-bit SGD), S. P. Karimireddy et al. 2019 (arXiv:1901.09847);
-top-k: A. Aji, K. Heafield 2017 (arXiv:1704.05021).
+Sources: 8-bit quantisation with error feedback: F. Seide et al. 2014 (1-bit SGD), S. P. Karimireddy
+et al. 2019 (arXiv:1901.09847); top-k: A. Aji, K. Heafield 2017 (arXiv:1704.05021).
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ from trainers.config.wire import WireConfig
 BLOCK = 1024
 """Values that share a scale."""
 INVERSE = 1 / 127
-"""A factor: where a CPU divides by a constant, a GPU multiplies by its reciprocal, which may differ in the last bit."""
+"""A factor: where a CPU divides by a constant, a GPU multiplies by its reciprocal, which may differ
+in the last bit."""
 
 
 class Codec(ABC):
@@ -53,7 +57,8 @@ class Codec(ABC):
         """uint8 ``[N, size(values)]`` to float32 ``[N, values]``."""
 
     def sum(self, payload_NB: Tensor, values: int) -> Tensor:
-        """The rows' sum, float32 ``[values]``, added in row order; in LNS where the codec is told so."""
+        """The rows' sum, float32 ``[values]``, added in row order; in LNS where the codec is told
+        so."""
         total, *rest = self.decode(payload_NB, values).unbind(0)
         for row in rest:
             total = total + row
@@ -82,7 +87,11 @@ class FloatCodec(Codec):
     def encode(self, x_NM: Tensor) -> Tensor:
         """Rounded to nearest."""
         largest = torch.finfo(self.dtype).max
-        return _bytes(x_NM.clamp(-largest, largest).to(self.dtype) if self.dtype == torch.float16 else x_NM.to(self.dtype))
+        return _bytes(
+            x_NM.clamp(-largest, largest).to(self.dtype)
+            if self.dtype == torch.float16
+            else x_NM.to(self.dtype)
+        )
 
     def decode(self, payload_NB: Tensor, values: int) -> Tensor:
         """Exact."""
@@ -91,7 +100,8 @@ class FloatCodec(Codec):
 
 @dataclass(frozen=True)
 class LNSCodec(Codec):
-    """int16 codes of an LNS format of up to 16 bits; with ``lns_sum`` they are added as the arithmetic contract says."""
+    """int16 codes of an LNS format of up to 16 bits; with ``lns_sum`` they are added as the
+    arithmetic contract says."""
 
     fmt: LNSFormat = lns16
     lns_sum: bool = False
@@ -113,11 +123,14 @@ class LNSCodec(Codec):
         """In LNS or in float32."""
         if not self.lns_sum:
             return super().sum(payload_NB, values)
-        return lns.decode(lns.sum(payload_NB.contiguous().view(torch.int16), [0], self.fmt), self.fmt)
+        return lns.decode(
+            lns.sum(payload_NB.contiguous().view(torch.int16), [0], self.fmt), self.fmt
+        )
 
 
 class ScaledCodec(Codec):
-    """One byte a value and one float32 scale a block of :data:`BLOCK`; subclasses say what the byte means for a value of -1 .. 1."""
+    """One byte a value and one float32 scale a block of :data:`BLOCK`; subclasses say what the byte
+    means for a value of -1 .. 1."""
 
     def size(self, values: int) -> int:
         """``values + 4 ceil(values / 1024)``."""
@@ -158,7 +171,8 @@ class Int8Codec(ScaledCodec):
 
 
 class LNS8Codec(ScaledCodec):
-    """8-bit logarithms: eight steps an octave, from the block's largest value down; an lns8 code is a byte, sign-extended."""
+    """8-bit logarithms: eight steps an octave, from the block's largest value down; an lns8 code is
+    a byte, sign-extended."""
 
     def _quantise(self, unit_NM: Tensor) -> Tensor:
         return lns.encode(unit_NM * lns8.largest, lns8).to(torch.int8)
@@ -169,7 +183,8 @@ class LNS8Codec(ScaledCodec):
 
 @dataclass(frozen=True)
 class TopKCodec(Codec):
-    """The largest ``fraction`` of a row's values by magnitude, at least one, as float32 with their int32 places."""
+    """The largest ``fraction`` of a row's values by magnitude, at least one, as float32 with their
+    int32 places."""
 
     fraction: float = 0.01
 
@@ -189,12 +204,16 @@ class TopKCodec(Codec):
     def decode(self, payload_NB: Tensor, values: int) -> Tensor:
         """What was not sent is zero."""
         half = payload_NB.shape[1] // 2
-        sent, places = _values(payload_NB[:, :half], torch.float32), _values(payload_NB[:, half:], torch.int32)
+        sent, places = (
+            _values(payload_NB[:, :half], torch.float32),
+            _values(payload_NB[:, half:], torch.int32),
+        )
         return sent.new_zeros(len(sent), values).scatter_(1, places.long(), sent)
 
 
 def make_codec(wire: WireConfig, fmt: LNSFormat | None) -> Codec | None:
-    """The codec of ``wire`` for values of the LNS format ``fmt``, None for float32 ones; None for a plain float32 all-reduce.
+    """The codec of ``wire`` for values of the LNS format ``fmt``, None for float32 ones; None for a
+    plain float32 all-reduce.
 
     Raises:
         ValueError: LNS sums of float32 gradients in their native format.

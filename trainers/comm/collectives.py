@@ -1,8 +1,9 @@
 """The collectives of one process group, with every byte that this rank sends counted.
 
-What is counted is the payload that the algorithm has to move, in bytes sent by this rank: in a group of N, ``all_to_all``,
-``all_gather`` and a ring ``reduce_scatter`` send N - 1 parts, a ring ``all_reduce`` of B bytes sends ``2 (N - 1) / N B``, which
-is what gloo and NCCL do with large buffers. Headers of the transport are not in it (about 0.1 % over loopback;
+What is counted is the payload that the algorithm has to move, in bytes sent by this rank: in a
+group of N, ``all_to_all``, ``all_gather`` and a ring ``reduce_scatter`` send N - 1 parts, a ring
+``all_reduce`` of B bytes sends ``2 (N - 1) / N B``, which is what gloo and NCCL do with large
+buffers. Headers of the transport are not in it (about 0.1 % over loopback;
 ``tests/trainers/comm/test_wire_counters.py`` compares with the kernel's own counters).
 
 Payloads of codecs are uint8: neither gloo nor NCCL has collectives for int16.
@@ -24,7 +25,8 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 class Collectives:
-    """Collectives of ``group`` (the default one if None), which must exist, for tensors on ``device``; ``spans`` times them.
+    """Collectives of ``group`` (the default one if None), which must exist, for tensors on
+    ``device``; ``spans`` times them.
 
     Attributes:
         size, rank: of the group, and this process's place in it.
@@ -32,14 +34,18 @@ class Collectives:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu", spans: Spans | None = None
+        self,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cpu",
+        spans: Spans | None = None,
     ) -> None:
         self.group, self.device, self.spans = group, torch.device(device), spans or Spans()
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.sent = 0
 
     def all_to_all(self, parts_NB: Tensor) -> Tensor:
-        """Send row ``i`` to rank ``i``; the rows that the ranks have sent here, in rank order. uint8 ``[N, B]`` both."""
+        """Send row ``i`` to rank ``i``; the rows that the ranks have sent here, in rank order.
+        uint8 ``[N, B]`` both."""
         received = torch.empty_like(parts_NB)
         with self.spans("communication", "all_to_all"):
             dist.all_to_all_single(received, parts_NB, group=self.group)
@@ -55,15 +61,18 @@ class Collectives:
         return gathered_NB
 
     def all_gather_into(self, whole: Tensor, part: Tensor) -> None:
-        """``whole`` becomes the parts of all ranks in rank order, one after the other; floats ``[N M]`` and ``[M]``."""
+        """``whole`` becomes the parts of all ranks in rank order, one after the other; floats ``[N
+        M]`` and ``[M]``."""
         with self.spans("communication", "all_gather"):
             _all_gather(whole, part, group=self.group)
         self.sent += (self.size - 1) * part.nbytes
 
     def reduce_scatter_into(self, part: Tensor, whole: Tensor) -> None:
-        """``part`` becomes this rank's part of the sum of all ranks' ``whole``; floats ``[M]`` and ``[N M]``.
+        """``part`` becomes this rank's part of the sum of all ranks' ``whole``; floats ``[M]`` and
+        ``[N M]``.
 
-        On CPUs an all-to-all and a sum in rank order: gloo's own reduce-scatter sends as much as an all-reduce.
+        On CPUs an all-to-all and a sum in rank order: gloo's own reduce-scatter sends as much as an
+        all-reduce.
         """
         with self.spans("communication", "reduce_scatter"):
             if self.device.type == "cpu":

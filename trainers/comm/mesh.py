@@ -40,7 +40,8 @@ class Place:
 def place(layout: Layout, rank: int, workers: int, device_type: str = "cpu") -> Place:
     """Where ``rank`` of ``workers`` stands; makes the process groups, so every rank must call it.
 
-    With one worker, or one process that stands for all (``workers=1``), there is no group. At pp=1 the default group serves.
+    With one worker, or one process that stands for all (``workers=1``), there is no group. At pp=1
+    the default group serves.
     """
     if workers > 1 and layout.tp > 1:
         mesh = process_group.mesh(device_type, dp=layout.replicas(workers), tp=layout.tp)
@@ -52,8 +53,15 @@ def place(layout: Layout, rank: int, workers: int, device_type: str = "cpu") -> 
             parts=mesh["tp"],
         )
     if workers == 1 or layout.pp == 1:
-        shards = process_group.mesh(device_type, dp=workers) if layout.fsdp and workers > 1 else None
-        return Place(dp=workers, dp_rank=rank, dp_group=dist.group.WORLD if workers > 1 else None, shards=shards)
+        shards = (
+            process_group.mesh(device_type, dp=workers) if layout.fsdp and workers > 1 else None
+        )
+        return Place(
+            dp=workers,
+            dp_rank=rank,
+            dp_group=dist.group.WORLD if workers > 1 else None,
+            shards=shards,
+        )
     dp = layout.replicas(workers)
     mesh = process_group.mesh(device_type, pp=layout.pp, dp=dp)
     return Place(

@@ -1,4 +1,5 @@
-"""The configuration of one trial: frozen dataclasses that refuse what does not go together. Loads no process groups and no loop."""
+"""The configuration of one trial: frozen dataclasses that refuse what does not go together. Loads
+no process groups and no loop."""
 
 from trainers.config.layout import Layout
 from trainers.config.lr_schedule import LRSchedule

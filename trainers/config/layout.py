@@ -1,13 +1,16 @@
-"""Layout: how the workers of one trial share its model and its batches, and the only place that knows their ranks.
+"""Layout: how the workers of one trial share its model and its batches, and the only place that
+knows their ranks.
 
-``workers`` processes form a grid of ``pp`` pipeline stages by ``dp`` replicas, ``dp * pp = workers``. Rank ``r`` has stage ``r //
-dp`` of replica ``r % dp``: neighbours in rank are replicas of one stage, which exchange most. Or, with ``dp * tp = workers``, it
-has part ``r % tp`` of replica ``r // tp``: parts of one replica exchange more than replicas. Every replica takes ``batch_size /
-dp`` examples of a batch and goes through them in ``micro_batches`` equal parts, whose gradients it adds up in order; at ``pp=1``
-that is gradient accumulation, with stages it is what keeps them busy at the same time.
+``workers`` processes form a grid of ``pp`` pipeline stages by ``dp`` replicas, ``dp * pp =
+workers``. Rank ``r`` has stage ``r // dp`` of replica ``r % dp``: neighbours in rank are replicas
+of one stage, which exchange most. Or, with ``dp * tp = workers``, it has part ``r % tp`` of replica
+``r // tp``: parts of one replica exchange more than replicas. Every replica takes ``batch_size /
+dp`` examples of a batch and goes through them in ``micro_batches`` equal parts, whose gradients it
+adds up in order; at ``pp=1`` that is gradient accumulation, with stages it is what keeps them busy
+at the same time.
 
-Uneven micro-batches are refused: the summed loss would not mind, but stages agree on the shape of what they send once, at the
-start.
+Uneven micro-batches are refused: the summed loss would not mind, but stages agree on the shape of
+what they send once, at the start.
 """
 
 from __future__ import annotations
@@ -30,15 +33,19 @@ class Layout:
     Attributes:
         dp: replicas of the model; None for ``workers / (pp tp)``.
         pp: pipeline stages that each replica is cut into, one worker each.
-        schedule: order of a stage's work: ``1f1b`` (one forward, one backward in turn; holds the activations of at most ``pp``
-            micro-batches), ``gpipe`` (all forwards, then all backwards), ``interleaved`` (1f1b, every worker with
-            ``virtual_stages`` stages), or one that fills waiting with gradients of weights
-            (:mod:`trainers.parallel.pipeline_zero_bubble`): ``zero_bubble`` (1f1b or interleaved), ``zbv`` and ``dualpipev`` (two
-            stages a worker, the first and the last on one). All give the same gradients.
+        schedule: order of a stage's work: ``1f1b`` (one forward, one backward in turn; holds the
+            activations of at most ``pp`` micro-batches), ``gpipe`` (all forwards, then all
+            backwards), ``interleaved`` (1f1b, every worker with ``virtual_stages`` stages), or one
+            that fills waiting with gradients of weights
+            (:mod:`trainers.parallel.pipeline_zero_bubble`): ``zero_bubble`` (1f1b or interleaved),
+            ``zbv`` and ``dualpipev`` (two stages a worker, the first and the last on one). All give
+            the same gradients.
         micro_batches: equal parts that a replica's share of a batch is taken in.
         virtual_stages: stages a worker holds; 1 under 1f1b and gpipe, 2 under zbv and dualpipev.
-        fsdp: shard parameters, gradients and optimizer state over the replicas (:mod:`trainers.parallel.fsdp`); float32 alone.
-        tp: workers that each linear layer of a replica is cut over (:mod:`trainers.parallel.tensor_parallel`); float32 alone.
+        fsdp: shard parameters, gradients and optimizer state over the replicas
+            (:mod:`trainers.parallel.fsdp`); float32 alone.
+        tp: workers that each linear layer of a replica is cut over
+            (:mod:`trainers.parallel.tensor_parallel`); float32 alone.
     """
 
     dp: int | None = None
@@ -52,42 +59,50 @@ class Layout:
     def __post_init__(self) -> None:
         at_least("layout.dp", self.dp, 1, "leave it out for workers / (pp tp)")
         for name in ("pp", "micro_batches", "virtual_stages", "tp"):
-            at_least(f"layout.{name}", getattr(self, name), 1, f"use for example layout.{name}={getattr(Layout, name)}")
+            at_least(
+                f"layout.{name}",
+                getattr(self, name),
+                1,
+                f"use for example layout.{name}={getattr(Layout, name)}",
+            )
         one_of("layout.schedule", self.schedule, SCHEDULES)
         if self.pp > 1:
             self._check_schedule()
         if self.schedule in V_SHAPED and self.virtual_stages != 2:
             raise ValueError(
-                f"layout.virtual_stages={self.virtual_stages} with layout.schedule={self.schedule}: every worker holds two stages; use "
-                "layout.virtual_stages=2"
+                f"layout.virtual_stages={self.virtual_stages} with layout.schedule={self.schedule}:"
+                " every worker holds two stages; use layout.virtual_stages=2"
             )
         if (self.schedule in ("1f1b", "gpipe") and self.virtual_stages > 1) or (
             self.schedule == "interleaved" and self.virtual_stages == 1
         ):
             raise ValueError(
-                f"layout.virtual_stages={self.virtual_stages} with layout.schedule={self.schedule}: interleaved stages are two or more a "
-                "worker, 1f1b's and gpipe's one; use layout.schedule=interleaved layout.virtual_stages=2, or 1f1b and 1"
+                f"layout.virtual_stages={self.virtual_stages} with layout.schedule={self.schedule}:"
+                " interleaved stages are two or more a worker, 1f1b's and gpipe's one; use"
+                " layout.schedule=interleaved layout.virtual_stages=2, or 1f1b and 1"
             )
         if self.schedule not in ("1f1b", "gpipe") and self.pp == 1:
             raise ValueError(
-                f"layout.schedule={self.schedule} with layout.pp=1: there are no stages to schedule; use layout.pp=2"
+                f"layout.schedule={self.schedule} with layout.pp=1: there are no stages to"
+                " schedule; use layout.pp=2"
             )
 
     def _check_schedule(self) -> None:
         if self.schedule == "1f1b" and self.micro_batches < self.pp:
             raise ValueError(
-                f"layout.micro_batches={self.micro_batches}, layout.pp={self.pp}: 1f1b needs at least as many micro-batches as stages, or "
-                f"some never work; use layout.micro_batches={self.pp}"
+                f"layout.micro_batches={self.micro_batches}, layout.pp={self.pp}: 1f1b needs at"
+                " least as many micro-batches as stages, or some never work; use"
+                f" layout.micro_batches={self.pp}"
             )
         if self.schedule in ("interleaved", "zero_bubble") and self.micro_batches % self.pp:
             raise ValueError(
-                f"layout.micro_batches={self.micro_batches}, layout.pp={self.pp}: {self.schedule} takes micro-batches in rounds of pp; "
-                f"use a multiple of {self.pp}"
+                f"layout.micro_batches={self.micro_batches}, layout.pp={self.pp}: {self.schedule}"
+                f" takes micro-batches in rounds of pp; use a multiple of {self.pp}"
             )
         if self.schedule == "dualpipev" and self.micro_batches < self.stages:
             raise ValueError(
-                f"layout.micro_batches={self.micro_batches}, layout.pp={self.pp}: dualpipev needs at least as many micro-batches as "
-                f"stages; use layout.micro_batches={self.stages}"
+                f"layout.micro_batches={self.micro_batches}, layout.pp={self.pp}: dualpipev needs"
+                f" at least as many micro-batches as stages; use layout.micro_batches={self.stages}"
             )
 
     @property
@@ -119,21 +134,23 @@ class Layout:
         if dp * self.pp * self.tp != workers:
             cuts = f"pp {self.pp}" + (f" * tp {self.tp}" if self.tp > 1 else "")
             raise ValueError(
-                f"dp {dp} * {cuts} != workers {workers}: every worker is one part of one replica; use "
-                f"workers={max(dp, 1) * self.pp * self.tp}, or other degrees"
+                f"dp {dp} * {cuts} != workers {workers}: every worker is one part of one replica;"
+                f" use workers={max(dp, 1) * self.pp * self.tp}, or other degrees"
             )
         if batch_size % dp:
             raise ValueError(
-                f"batch_size={batch_size}, workers={workers}: {batch_size} / {dp} is no whole number of examples a replica; use a "
-                f"multiple of {dp}"
+                f"batch_size={batch_size}, workers={workers}: {batch_size} / {dp} is no whole"
+                f" number of examples a replica; use a multiple of {dp}"
             )
         if batch_size // dp % self.micro_batches:
             raise ValueError(
-                f"batch_size={batch_size}, layout.micro_batches={self.micro_batches}: batch_size {batch_size} / dp {dp} / micro_batches "
-                f"{self.micro_batches} is no whole number of examples; use a batch_size that is a multiple of {dp * self.micro_batches}"
+                f"batch_size={batch_size}, layout.micro_batches={self.micro_batches}: batch_size"
+                f" {batch_size} / dp {dp} / micro_batches {self.micro_batches} is no whole number"
+                f" of examples; use a batch_size that is a multiple of {dp * self.micro_batches}"
             )
         if self.stages > layers:
             raise ValueError(
-                f"layout.pp={self.pp}, layout.virtual_stages={self.virtual_stages}: {self.stages} stages, but the model has "
-                f"{layers} linear layers and a stage holds one at least; use fewer stages or more layers in model.hidden"
+                f"layout.pp={self.pp}, layout.virtual_stages={self.virtual_stages}: {self.stages}"
+                f" stages, but the model has {layers} linear layers and a stage holds one at least;"
+                " use fewer stages or more layers in model.hidden"
             )

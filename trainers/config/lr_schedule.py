@@ -5,13 +5,16 @@ With ``t`` the step, ``w`` the steps of the warm-up and ``T`` those of the trial
     lr_t = lr * scale * (t + 1) / w                                   for t < w
     lr_t = lr * scale * (end + (1 - end) * f((t - w) / (T - w)))      after it
 
-with ``f(u) = 1`` (constant), ``(1 - u)^power`` (polynomial; power 1 is linear) or ``(1 + cos(pi u)) / 2`` (cosine), and
-``scale = batch_size / reference_batch`` where a reference is given: a batch k times as large takes a step k times as long.
+with ``f(u) = 1`` (constant), ``(1 - u)^power`` (polynomial; power 1 is linear) or ``(1 + cos(pi u))
+/ 2`` (cosine), and ``scale = batch_size / reference_batch`` where a reference is given: a batch k
+times as large takes a step k times as long.
 
-A function of the step alone, so a trial that is broken off continues with the rate it had. In an LNS update the rate is a code of the
-format: it moves in steps of an ulp and does not go below the format's smallest magnitude.
+A function of the step alone, so a trial that is broken off continues with the rate it had. In an
+LNS update the rate is a code of the format: it moves in steps of an ulp and does not go below the
+format's smallest magnitude.
 
-Sources: P. Goyal et al. 2017 (arXiv:1706.02677) for scaling and warm-up; I. Loshchilov, F. Hutter 2017 (arXiv:1608.03983) for cosine.
+Sources: P. Goyal et al. 2017 (arXiv:1706.02677) for scaling and warm-up; I. Loshchilov, F. Hutter
+2017 (arXiv:1608.03983) for cosine.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ class LRSchedule:
         warmup_epochs: epochs (a fraction is possible) in which the rate rises to its full value.
         power: of polynomial decay; 1 is linear.
         end: share of the full rate at which the decay ends.
-        reference_batch: the batch size that ``optimizer.lr`` was found for; None if it is the trial's own.
+        reference_batch: the batch size that ``optimizer.lr`` was found for; None if it is the
+            trial's own.
     """
 
     decay: str = "constant"
@@ -47,17 +51,23 @@ class LRSchedule:
         finite("lr_schedule.warmup_epochs", self.warmup_epochs, 0.0, "0 begins with the full rate")
         finite("lr_schedule.power", self.power, 0.0, "1 is linear, 2 a parabola")
         finite("lr_schedule.end", self.end, 0.0, "0 decays to nothing")
-        at_least("lr_schedule.reference_batch", self.reference_batch, 1, "leave it out where optimizer.lr is for this batch size")
+        at_least(
+            "lr_schedule.reference_batch",
+            self.reference_batch,
+            1,
+            "leave it out where optimizer.lr is for this batch size",
+        )
         if self.end > 1:
             raise ValueError(
-                f"lr_schedule.end={self.end}: must be at most 1, it is a share of the full rate; use for example 0.01"
+                f"lr_schedule.end={self.end}: must be at most 1, it is a share of the full rate;"
+                " use for example 0.01"
             )
         for name, decays in (("power", ("polynomial",)), ("end", ("polynomial", "cosine"))):
             value = getattr(self, name)
             if value != getattr(LRSchedule, name) and self.decay not in decays:
                 raise ValueError(
-                    f"lr_schedule.{name}={value} with lr_schedule.decay={self.decay}: means nothing to it; leave it out, or use "
-                    f"lr_schedule.decay={decays[0]}"
+                    f"lr_schedule.{name}={value} with lr_schedule.decay={self.decay}: means nothing"
+                    f" to it; leave it out, or use lr_schedule.decay={decays[0]}"
                 )
 
     @property

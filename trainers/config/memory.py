@@ -14,9 +14,11 @@ class MemoryConfig:
     """Less memory for more computing.
 
     Attributes:
-        activation_checkpoints: keep only the inputs of segments of layers, compute the rest again in backward.
+        activation_checkpoints: keep only the inputs of segments of layers, compute the rest again
+            in backward.
         segments: of the model, or of a pipeline's stage; None for the root of its number of layers.
-        offload_optimizer: keep a GPU trial's optimizer state on the CPU, and update there (:mod:`trainers.optim.offload`).
+        offload_optimizer: keep a GPU trial's optimizer state on the CPU, and update there
+            (:mod:`trainers.optim.offload`).
     """
 
     activation_checkpoints: bool = False
@@ -24,9 +26,11 @@ class MemoryConfig:
     offload_optimizer: bool = False
 
     def __post_init__(self) -> None:
-        at_least("memory.segments", self.segments, 2, "leave it out for the root of the number of layers")
+        at_least(
+            "memory.segments", self.segments, 2, "leave it out for the root of the number of layers"
+        )
         if self.segments is not None and not self.activation_checkpoints:
             raise ValueError(
-                f"memory.segments={self.segments} with memory.activation_checkpoints=false: nothing is checkpointed; use "
-                "memory.activation_checkpoints=true"
+                f"memory.segments={self.segments} with memory.activation_checkpoints=false: nothing"
+                " is checkpointed; use memory.activation_checkpoints=true"
             )

@@ -1,4 +1,5 @@
-"""Which optimizer a trial takes, and what may be said of it; :mod:`trainers.optim.build` makes it."""
+"""Which optimizer a trial takes, and what may be said of it; :mod:`trainers.optim.build` makes
+it."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ OPTIMIZERS: dict[str, frozenset[str]] = {
     "mul": frozenset(),
     "signmul": frozenset(),
 }
-"""The optimizers of :mod:`lns_ops.optim` that a trial can take, and the options that mean something to each besides ``lr``."""
+"""The optimizers of :mod:`lns_ops.optim` that a trial can take, and the options that mean something
+to each besides ``lr``."""
 DECAYS = {"alpha": 0.99, "rho": 0.9, "beta": 0.999}
 WHOLE_TENSORS = ("lars", "lamb", "madam", "mul", "signmul")
 """Those whose step needs a norm of a whole tensor."""
@@ -37,7 +39,8 @@ SLICEABLE = ("sgd", "adam", "adamw")
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """How a step changes the weights, for the mean loss of a batch. An option that means nothing to the optimizer is refused.
+    """How a step changes the weights, for the mean loss of a batch. An option that means nothing to
+    the optimizer is refused.
 
     Attributes:
         name: a key of :data:`OPTIMIZERS`; the classes are those of :mod:`lns_ops.optim`.
@@ -46,11 +49,13 @@ class OptimizerConfig:
         nesterov: look ahead, for sgd and lars with momentum.
         betas: decays of the two averages of Adam's kin and of lion.
         eps: added to a root.
-        weight_decay: added to the gradient by sgd, adam and others, decoupled in adamw, lamb and lion.
+        weight_decay: added to the gradient by sgd, adam and others, decoupled in adamw, lamb and
+            lion.
         alpha, rho, beta: decay of the second moment of rmsprop, adadelta, madam.
         centered: rmsprop by the deviation.
         amsgrad: adam and adamw by the largest root so far.
-        trust_coefficient: of lars. lars and lamb leave biases and other vectors without ratio and without decay.
+        trust_coefficient: of lars. lars and lamb leave biases and other vectors without ratio and
+            without decay.
     """
 
     name: str = "sgd"
@@ -73,23 +78,32 @@ class OptimizerConfig:
         finite("optimizer.momentum", self.momentum, 0.0, "0 turns it off")
         finite("optimizer.weight_decay", self.weight_decay, 0.0, "0 turns it off")
         if self.momentum >= 1:
-            raise ValueError(f"optimizer.momentum={self.momentum}: must be below 1, or the buffer grows without bound; try 0.9")
+            raise ValueError(
+                f"optimizer.momentum={self.momentum}: must be below 1, or the buffer grows without"
+                " bound; try 0.9"
+            )
         if len(self.betas) != 2 or not all(1e-6 <= beta < 1 for beta in self.betas):
             raise ValueError(
-                f"optimizer.betas={list(self.betas)}: must be two numbers of at least 1e-6 and below 1; use for example [0.9, 0.999]"
+                f"optimizer.betas={list(self.betas)}: must be two numbers of at least 1e-6 and"
+                " below 1; use for example [0.9, 0.999]"
             )
         for name, usual in DECAYS.items():
             if not 1e-6 <= getattr(self, name) < 1:
                 raise ValueError(
-                    f"optimizer.{name}={getattr(self, name)}: must be at least 1e-6 and below 1; use for example {usual}"
+                    f"optimizer.{name}={getattr(self, name)}: must be at least 1e-6 and below 1;"
+                    f" use for example {usual}"
                 )
         for name, example in (("eps", "1e-8"), ("trust_coefficient", "0.001")):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(
-                    f"optimizer.{name}={getattr(self, name)}: must be positive and finite; use for example {example}"
+                    f"optimizer.{name}={getattr(self, name)}: must be positive and finite; use for"
+                    f" example {example}"
                 )
         if self.nesterov and not self.momentum:
-            raise ValueError("optimizer.nesterov=true with optimizer.momentum=0: there is nothing to look ahead with; use 0.9")
+            raise ValueError(
+                "optimizer.nesterov=true with optimizer.momentum=0: there is nothing to look ahead"
+                " with; use 0.9"
+            )
         self._refuse_what_means_nothing()
 
     def _refuse_what_means_nothing(self) -> None:
@@ -97,8 +111,10 @@ class OptimizerConfig:
         for option in sorted(frozenset().union(*OPTIMIZERS.values()) - OPTIMIZERS[self.name]):
             value, default = getattr(self, option), usual.get(option, 0)
             if value != default:
-                takers = ", ".join(name for name, options in OPTIMIZERS.items() if option in options)
+                takers = ", ".join(
+                    name for name, options in OPTIMIZERS.items() if option in options
+                )
                 raise ValueError(
-                    f"optimizer.{option}={value} with optimizer.name={self.name}: means nothing to it, but to {takers}; leave it out, or "
-                    "use one of those"
+                    f"optimizer.{option}={value} with optimizer.name={self.name}: means nothing to"
+                    f" it, but to {takers}; leave it out, or use one of those"
                 )

@@ -12,7 +12,8 @@ class ProfileConfig:
     """Which steps are recorded.
 
     Attributes:
-        steps: the first and the one after the last, counted from 0 over the whole trial; empty for none.
+        steps: the first and the one after the last, counted from 0 over the whole trial; empty for
+            none.
         ranks: workers that record; empty for all.
     """
 
@@ -26,6 +27,6 @@ class ProfileConfig:
             return
         if len(self.steps) != 2 or not 0 <= self.steps[0] < self.steps[1]:
             raise ValueError(
-                f"profile.steps={list(self.steps)}: must be the first step and the one after the last, counted from 0; use for example "
-                "[10, 14]"
+                f"profile.steps={list(self.steps)}: must be the first step and the one after the"
+                " last, counted from 0; use for example [10, 14]"
             )

@@ -1,7 +1,9 @@
-"""Hyperparameters that change in the middle of a trial: ``changes: [{epoch: 4, optimizer.lr: 0.02}]``.
+"""Hyperparameters that change in the middle of a trial: ``changes: [{epoch: 4, optimizer.lr:
+0.02}]``.
 
-An entry holds from the end of its epoch on, until a later one says otherwise. Weights and the optimizer's state stay as they are. So
-population based training (:mod:`study.search.population`) can write what it did as the config of a trial, which gives the same bits again.
+An entry holds from the end of its epoch on, until a later one says otherwise. Weights and the
+optimizer's state stay as they are. So population based training (:mod:`study.search.population`)
+can write what it did as the config of a trial, which gives the same bits again.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ if TYPE_CHECKING:
 
 
 PREFIX = "optimizer."
-CHANGEABLE = tuple(PREFIX + option.name for option in fields(OptimizerConfig) if option.name != "name")
+CHANGEABLE = tuple(
+    PREFIX + option.name for option in fields(OptimizerConfig) if option.name != "name"
+)
 """Keys that may change."""
 
 
@@ -30,7 +34,9 @@ def optimizer_at(config: TrialConfig, epoch: int) -> OptimizerConfig:
     options: dict[str, Any] = {}
     for change in config.changes:
         if change["epoch"] <= epoch:
-            options |= {key.removeprefix(PREFIX): value for key, value in change.items() if key != "epoch"}
+            options |= {
+                key.removeprefix(PREFIX): value for key, value in change.items() if key != "epoch"
+            }
     return replace(config.optimizer, **options)
 
 
@@ -50,18 +56,29 @@ def check_changes(config: TrialConfig) -> None:
             raise ValueError(f"changes, epoch {before}: {error}") from None
     if config.changes and config.sync.name == "asynchronous":
         raise ValueError(
-            "changes with sync.name=asynchronous: the parameter server has the optimizer, not the trial; leave one of them out"
+            "changes with sync.name=asynchronous: the parameter server has the optimizer, not the"
+            " trial; leave one of them out"
         )
 
 
 def _check_entry(change: Any, before: int, epochs: int) -> None:
     example = "use for example changes=[{epoch: 4, optimizer.lr: 0.02}]"
-    if not isinstance(change, Mapping) or not isinstance(change.get("epoch"), int) or len(change) < 2:
-        raise ValueError(f"changes: {change!r} must have an epoch and at least one key that changes; {example}")
+    if (
+        not isinstance(change, Mapping)
+        or not isinstance(change.get("epoch"), int)
+        or len(change) < 2
+    ):
+        raise ValueError(
+            f"changes: {change!r} must have an epoch and at least one key that changes; {example}"
+        )
     if not before < change["epoch"] < epochs:
         raise ValueError(
-            f"changes: epoch={change['epoch']} with epochs={epochs}: must be after epoch {before} and before the last; {example}"
+            f"changes: epoch={change['epoch']} with epochs={epochs}: must be after epoch {before}"
+            f" and before the last; {example}"
         )
     for key in change:
         if key != "epoch" and key not in CHANGEABLE:
-            raise ValueError(f"changes: {key} cannot change in the middle of a trial; what can: {', '.join(CHANGEABLE)}")
+            raise ValueError(
+                f"changes: {key} cannot change in the middle of a trial; what can:"
+                f" {', '.join(CHANGEABLE)}"
+            )

@@ -15,29 +15,34 @@ USES: dict[str, tuple[str, ...]] = {
     "ensemble": (),
     "asynchronous": ("staleness", "shards", "work", "staleness_aware"),
 }
-"""Every way and the keys that mean something to it, beside ``straggler_seconds``, which delays any."""
+"""Every way and the keys that mean something to it, beside ``straggler_seconds``, which delays
+any."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig:
-    """When the replicas exchange what; see :mod:`trainers.sync.weight_averaging` and :mod:`trainers.sync.async_client`.
+    """When the replicas exchange what; see :mod:`trainers.sync.weight_averaging` and
+    :mod:`trainers.sync.async_client`.
 
     Attributes:
-        name: ``synchronous`` (gradients, every step), ``local_sgd`` (weights, every ``period`` steps), ``diloco`` (the same with an outer
-            Nesterov step), ``elastic`` (replicas pulled towards a centre), ``final_average`` (weights, once, at the end), ``ensemble``
-            (nothing: the mean of the replicas' predictions is what counts) or ``asynchronous`` (gradients to a parameter server, weights
-            back, without waiting for all).
+        name: ``synchronous`` (gradients, every step), ``local_sgd`` (weights, every ``period``
+            steps), ``diloco`` (the same with an outer Nesterov step), ``elastic`` (replicas pulled
+            towards a centre), ``final_average`` (weights, once, at the end), ``ensemble`` (nothing:
+            the mean of the replicas' predictions is what counts) or ``asynchronous`` (gradients to
+            a parameter server, weights back, without waiting for all).
         period: steps between two exchanges.
         outer_lr, outer_momentum: of diloco's outer step.
-        moving_rate: of elastic averaging: the share of the way that the centre moves to the replicas' mean at an exchange.
-        staleness: of asynchronous: how many steps a replica may be ahead of the slowest one; 0 for none (bulk synchronous), None for
-            no bound.
-        shards: processes that the parameter server is divided over, equal parts of the weights each.
-        work: of asynchronous: ``fixed`` (every replica takes its part of every batch, so an epoch lasts as long as the slowest replica) or
-            ``shared`` (a replica that is ready takes the next part of the epoch; without a bound only, the slow shall not hold up
-            the fast).
-        staleness_aware: of asynchronous with a bound above 0 or none: divide the learning rate of a gradient by the updates that it
-            does not know of.
+        moving_rate: of elastic averaging: the share of the way that the centre moves to the
+            replicas' mean at an exchange.
+        staleness: of asynchronous: how many steps a replica may be ahead of the slowest one; 0 for
+            none (bulk synchronous), None for no bound.
+        shards: processes that the parameter server is divided over, equal parts of the weights
+            each.
+        work: of asynchronous: ``fixed`` (every replica takes its part of every batch, so an epoch
+            lasts as long as the slowest replica) or ``shared`` (a replica that is ready takes the
+            next part of the epoch; without a bound only, the slow shall not hold up the fast).
+        staleness_aware: of asynchronous with a bound above 0 or none: divide the learning rate of a
+            gradient by the updates that it does not know of.
         straggler_seconds: the last replica sleeps so long every step, for the study of stragglers.
     """
 
@@ -58,22 +63,28 @@ class SyncConfig:
         finite("sync.outer_lr", self.outer_lr, 0.0, "0.7 is a good start")
         finite("sync.outer_momentum", self.outer_momentum, 0.0, "0 turns it off")
         if self.outer_momentum >= 1:
-            raise ValueError(f"sync.outer_momentum={self.outer_momentum}: must be below 1, or it grows without bound; try 0.9")
+            raise ValueError(
+                f"sync.outer_momentum={self.outer_momentum}: must be below 1, or it grows without"
+                " bound; try 0.9"
+            )
         if not 0 < self.moving_rate <= 1:
-            raise ValueError(f"sync.moving_rate={self.moving_rate}: must be above 0 and at most 1; use for example 0.9")
+            raise ValueError(
+                f"sync.moving_rate={self.moving_rate}: must be above 0 and at most 1; use for"
+                " example 0.9"
+            )
         at_least("sync.staleness", self.staleness, 0, "0 waits for all every step, null never")
         at_least("sync.shards", self.shards, 1, "1 keeps all weights in one process")
         one_of("sync.work", self.work, ("fixed", "shared"))
         if self.work == "shared" and self.staleness is not None:
             raise ValueError(
-                f"sync.work=shared, sync.staleness={self.staleness}: a bound makes all replicas take as many steps as the slowest; use "
-                "sync.staleness=null, or sync.work=fixed"
+                f"sync.work=shared, sync.staleness={self.staleness}: a bound makes all replicas"
+                " take as many steps as the slowest; use sync.staleness=null, or sync.work=fixed"
             )
         finite("sync.straggler_seconds", self.straggler_seconds, 0.0, "0 delays no replica")
         if self.staleness_aware and self.staleness == 0:
             raise ValueError(
-                "sync.staleness_aware=true, sync.staleness=0: no gradient is stale; use sync.staleness=null or a bound above 0, or leave "
-                "it out"
+                "sync.staleness_aware=true, sync.staleness=0: no gradient is stale; use"
+                " sync.staleness=null or a bound above 0, or leave it out"
             )
         self._check_unused()
 
@@ -85,7 +96,8 @@ class SyncConfig:
             if not used and value != entry.default:
                 users = ", ".join(name for name, keys in USES.items() if entry.name in keys)
                 raise ValueError(
-                    f"sync.{entry.name}={value} with sync.name={self.name}: means nothing to it; leave it out, or use one of {users}"
+                    f"sync.{entry.name}={value} with sync.name={self.name}: means nothing to it;"
+                    f" leave it out, or use one of {users}"
                 )
 
     @property

@@ -1,9 +1,10 @@
 """What one trial is: data, model, precision, optimizer, length, seed, workers.
 
-Frozen dataclasses, validated once, where they are made; nothing checks them again. ``study`` builds them from YAML; a script
-may build them by hand::
+Frozen dataclasses, validated once, where they are made; nothing checks them again. ``study`` builds
+them from YAML; a script may build them by hand::
 
-    TrialConfig(precision=PrecisionConfig(format="lns12", scope="everywhere", kahan_sum=True), epochs=3)
+    precision = PrecisionConfig(format="lns12", scope="everywhere", kahan_sum=True)
+    TrialConfig(precision=precision, epochs=3)
 """
 
 from __future__ import annotations
@@ -40,12 +41,14 @@ class DataConfig:
     """Which examples a trial sees.
 
     Attributes:
-        name: ``mnist`` (28 x 28, 60,000 + 10,000), ``digits`` (8 x 8, scikit-learn's 1,797, the last 297 for testing), or
-            ``auto``: mnist where it is found or can be downloaded, otherwise digits.
+        name: ``mnist`` (28 x 28, 60,000 + 10,000), ``digits`` (8 x 8, scikit-learn's 1,797, the
+            last 297 for testing), or ``auto``: mnist where it is found or can be downloaded,
+            otherwise digits.
         root: folder of the four MNIST IDX files (plain or .gz); None looks in the usual places.
-        validation_size: examples taken from the end of the training set for validation, never trained on; None for 10,000 (mnist)
-            or 300 (digits).
-        train_size: train on the first so many of the rest; None for all. A budget, not part of the recipe.
+        validation_size: examples taken from the end of the training set for validation, never
+            trained on; None for 10,000 (mnist) or 300 (digits).
+        train_size: train on the first so many of the rest; None for all. A budget, not part of the
+            recipe.
     """
 
     name: str = "mnist"
@@ -64,8 +67,8 @@ class ModelConfig:
     """A feed-forward net; inputs and classes come from the data.
 
     Attributes:
-        name: ``mlp``: ``inputs - hidden... - classes`` with ReLU between; ``cnn``: convolutions of 3 x 3, each with ReLU and
-            pooling to half the size, before that.
+        name: ``mlp``: ``inputs - hidden... - classes`` with ReLU between; ``cnn``: convolutions of
+            3 x 3, each with ReLU and pooling to half the size, before that.
         hidden: widths of the linear layers before the last one.
         channels: of the cnn's convolutions; None for [8, 16].
     """
@@ -78,12 +81,13 @@ class ModelConfig:
         one_of("model.name", self.name, MODELS)
         if self.name != "cnn" and self.channels is not None:
             raise ValueError(
-                f"model.channels={self.channels} with model.name={self.name}: only the cnn has convolutions; leave it out, or use "
-                "model.name=cnn"
+                f"model.channels={self.channels} with model.name={self.name}: only the cnn has"
+                " convolutions; leave it out, or use model.name=cnn"
             )
         if self.channels is not None and not 1 <= len(self.channels) <= 3:
             raise ValueError(
-                f"model.channels={self.channels}: must be one to three widths, as 8 x 8 pixels can be halved three times; use [8, 16]"
+                f"model.channels={self.channels}: must be one to three widths, as 8 x 8 pixels can"
+                " be halved three times; use [8, 16]"
             )
         for width in self.channels or []:
             at_least("model.channels", width, 1, "use for example model.channels=[8,16]")
@@ -96,19 +100,25 @@ class PrecisionConfig:
     """In which arithmetic a trial trains.
 
     Attributes:
-        format: ``float32``; an LNS format, in whose arithmetic everything is computed: ``lns16``, ``lns12``, ``lns8``,
-            ``lns(bits,fraction_bits)``; or any other of :mod:`lns_ops.formats`, simulated (:mod:`lns_ops.nn.simulate`): values on
-            its grid, sums in float32.
-        scope: for LNS formats, ``matmul`` (products and their sums only) or ``everywhere`` (parameters, activations,
-            gradients and updates too). Ignored for float32; simulated formats are everywhere.
-        kahan_sum: keep a Kahan compensation for each parameter. With scope ``matmul`` the parameters are float32 and so is it.
-        stochastic_rounding: round weights at random, their expected value exact, where the update is added; not for float32
-            parameters. The random bits come from the trial's seed.
-        update_arithmetic: of LNS parameters' updates: ``lns``, or ``float32`` between loads and stores of codes.
-        accumulation: for LNS formats, how sums of matrix products are taken: ``contract`` (in LNS) or ``float32``; see
-            :mod:`lns_ops.accumulation`. Ignored for other formats, whose sums are float32.
+        format: ``float32``; an LNS format, in whose arithmetic everything is computed: ``lns16``,
+            ``lns12``, ``lns8``, ``lns(bits,fraction_bits)``; or any other of
+            :mod:`lns_ops.formats`, simulated (:mod:`lns_ops.nn.simulate`): values on its grid, sums
+            in float32.
+        scope: for LNS formats, ``matmul`` (products and their sums only) or ``everywhere``
+            (parameters, activations, gradients and updates too). Ignored for float32; simulated
+            formats are everywhere.
+        kahan_sum: keep a Kahan compensation for each parameter. With scope ``matmul`` the
+            parameters are float32 and so is it.
+        stochastic_rounding: round weights at random, their expected value exact, where the update
+            is added; not for float32 parameters. The random bits come from the trial's seed.
+        update_arithmetic: of LNS parameters' updates: ``lns``, or ``float32`` between loads and
+            stores of codes.
+        accumulation: for LNS formats, how sums of matrix products are taken: ``contract`` (in LNS)
+            or ``float32``; see :mod:`lns_ops.accumulation`. Ignored for other formats, whose sums
+            are float32.
         gradient_format: of gradients in a simulated format; None for ``format``.
-        master_format: of finer copies of the weights that updates are added to, in a simulated format; None for no copies.
+        master_format: of finer copies of the weights that updates are added to, in a simulated
+            format; None for no copies.
     """
 
     format: str = "float32"
@@ -126,15 +136,18 @@ class PrecisionConfig:
         one_of("precision.accumulation", self.accumulation, ACCUMULATIONS)
         if self.stochastic_rounding and self.kahan_sum:
             raise ValueError(
-                "precision.kahan_sum=true, precision.stochastic_rounding=true: each keeps what the other has nothing left of; choose one"
+                "precision.kahan_sum=true, precision.stochastic_rounding=true: each keeps what the"
+                " other has nothing left of; choose one"
             )
         for key in ("format", "gradient_format", "master_format"):
             self._check_format(key)
         rounds = self.simulated or (self.lns_format is not None and self.scope == "everywhere")
         if self.stochastic_rounding and not rounds:
             raise ValueError(
-                f"precision.stochastic_rounding=true with precision.format={self.format}, precision.scope={self.scope}: the parameters are "
-                "float32, which rounds to nearest; use another format with precision.scope=everywhere, or precision.kahan_sum=true"
+                f"precision.stochastic_rounding=true with precision.format={self.format},"
+                f" precision.scope={self.scope}: the parameters are float32, which rounds to"
+                " nearest; use another format with precision.scope=everywhere, or"
+                " precision.kahan_sum=true"
             )
         self._check_simulated()
 
@@ -145,7 +158,9 @@ class PrecisionConfig:
         try:
             parse(name)
         except ValueError as error:
-            raise ValueError(f"precision.{key}={name!r}: {error}; use for example precision.{key}=lns12") from None
+            raise ValueError(
+                f"precision.{key}={name!r}: {error}; use for example precision.{key}=lns12"
+            ) from None
 
     def _check_simulated(self) -> None:
         """What only simulated formats have, and what they have not."""
@@ -153,19 +168,22 @@ class PrecisionConfig:
             for key in ("gradient_format", "master_format"):
                 if (value := getattr(self, key)) is not None:
                     raise ValueError(
-                        f"precision.{key}={value} with precision.format={self.format}: computes in that one format; leave it out, or use a "
-                        "simulated format such as bfloat16 or lns8/channel"
+                        f"precision.{key}={value} with precision.format={self.format}: computes in"
+                        " that one format; leave it out, or use a simulated format such as"
+                        " bfloat16 or lns8/channel"
                     )
             return
         if self.scope != "everywhere":
             raise ValueError(
-                f"precision.scope={self.scope} with precision.format={self.format}: only LNS has scopes; use precision.scope=everywhere, "
-                "with precision.master_format=float32 if weights are to be kept in float32"
+                f"precision.scope={self.scope} with precision.format={self.format}: only LNS has"
+                " scopes; use precision.scope=everywhere, with precision.master_format=float32 if"
+                " weights are to be kept in float32"
             )
         if self.master_format is not None and parse(self.master_format) == self.number_format:
             raise ValueError(
-                f"precision.master_format={self.master_format} with precision.format={self.format}: copies of the weights in their own "
-                "format keep nothing; leave it out, or use a finer one such as bfloat16 or float32"
+                f"precision.master_format={self.master_format} with precision.format={self.format}:"
+                " copies of the weights in their own format keep nothing; leave it out, or use a"
+                " finer one such as bfloat16 or float32"
             )
 
     @property
@@ -194,23 +212,28 @@ class TrialConfig:
         batch_size: examples a step, over all workers together.
         seed: of the initial weights and the data order.
         workers: processes that train together, the layout's dp x pp x tp.
-        min_workers: with executor=train, go on with as few as so many data-parallel workers where there is no room for
-            ``workers``, and with more when there is; None for all or none.
+        min_workers: with executor=train, go on with as few as so many data-parallel workers where
+            there is no room for ``workers``, and with more when there is; None for all or none.
         threads: CPU threads a worker computes with.
-        device: ``cpu``, ``cuda`` (an NVIDIA GPU), or ``auto``: cuda where there is one and the trial has one worker, otherwise
-            cpu. LNS arithmetic gives the same bits
-            on both; float32 parts, such as the softmax at the loss, may round differently.
-        analysis_every: epochs between analyses of what the format does to each layer (:mod:`trainers.training.format_analysis`),
-            reported as ``analysis/LAYER/...``; 0 for none.
-        gpus: share of a GPU that the worker of a one-worker trial takes on device cuda, so that 0.25 lets four trials share one;
-            None for what the trial's size calls for (:data:`trainers.workers.resources.SHARES`). Each of several workers takes a
-            whole one.
-        telemetry: report where time, memory and energy go, as ``telemetry/...`` (:mod:`trainers.telemetry.metrics`).
-        profile: steps of which a trace is kept with the trial's files (:mod:`trainers.telemetry.profiler`).
+        device: ``cpu``, ``cuda`` (an NVIDIA GPU), or ``auto``: cuda where there is one and the
+            trial has one worker, otherwise cpu. LNS arithmetic gives the same bits on both; float32
+            parts, such as the softmax at the loss, may round differently.
+        analysis_every: epochs between analyses of what the format does to each layer
+            (:mod:`trainers.training.format_analysis`), reported as ``analysis/LAYER/...``; 0 for
+            none.
+        gpus: share of a GPU that the worker of a one-worker trial takes on device cuda, so that
+            0.25 lets four trials share one; None for what the trial's size calls for
+            (:data:`trainers.workers.resources.SHARES`). Each of several workers takes a whole one.
+        telemetry: report where time, memory and energy go, as ``telemetry/...``
+            (:mod:`trainers.telemetry.metrics`).
+        profile: steps of which a trace is kept with the trial's files
+            (:mod:`trainers.telemetry.profiler`).
         autocast: ``bfloat16`` or, on cuda, ``float16``: products of a float32 trial in that type
             (:mod:`trainers.models.forward`); or ``none``.
-        memory: activation checkpoints, likewise, and the optimizer's state on the CPU (:mod:`trainers.optim.offload`).
-        changes: options of the optimizer that change on the way (:mod:`trainers.config.schedule_changes`).
+        memory: activation checkpoints, likewise, and the optimizer's state on the CPU
+            (:mod:`trainers.optim.offload`).
+        changes: options of the optimizer that change on the way
+            (:mod:`trainers.config.schedule_changes`).
     """
 
     data: DataConfig = field(default_factory=DataConfig)
@@ -238,11 +261,14 @@ class TrialConfig:
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "workers", "threads"):
-            at_least(name, getattr(self, name), 1, f"use for example {name}={getattr(TrialConfig, name)}")
+            at_least(
+                name, getattr(self, name), 1, f"use for example {name}={getattr(TrialConfig, name)}"
+            )
         if self.epochs >= EPOCHS:
             raise ValueError(
-                f"epochs={self.epochs}: must be below 2^20 = {EPOCHS}, as an epoch's data order is drawn from seed x 2^20 + epoch and "
-                "would be that of another seed; use for example epochs=20"
+                f"epochs={self.epochs}: must be below 2^20 = {EPOCHS}, as an epoch's data order is"
+                " drawn from seed x 2^20 + epoch and would be that of another seed; use for"
+                " example epochs=20"
             )
         at_least("analysis_every", self.analysis_every, 0, "use 1 for every epoch, 0 for none")
         one_of("device", self.device, DEVICES)
@@ -250,17 +276,27 @@ class TrialConfig:
         one_of("autocast", self.autocast, AUTOCASTS)
         finite("gpus", self.gpus, 0.0, "1 for a whole GPU, 0.08 for twelve trials on one")
         if self.gpus is not None and not 0 < self.gpus <= 1:
-            raise ValueError(f"gpus={self.gpus}: must lie above 0 and be at most 1, a worker computes on one GPU; use gpus=1")
+            raise ValueError(
+                f"gpus={self.gpus}: must lie above 0 and be at most 1, a worker computes on one"
+                " GPU; use gpus=1"
+            )
         at_least("seed", self.seed, 0, "use for example 0, 1, 2")
         if self.seed >= 1 << 32:
-            raise ValueError(f"seed={self.seed}: must be below 2^32 = {1 << 32}; use for example 0, 1, 2")
+            raise ValueError(
+                f"seed={self.seed}: must be below 2^32 = {1 << 32}; use for example 0, 1, 2"
+            )
         check_combinations(self)
         check_changes(self)
 
     @property
     def update_examples(self) -> int:
-        """Over how many examples one update takes the mean gradient: the batch, or a replica's share where it steps by itself."""
-        return self.batch_size // self.layout.replicas(self.workers) if self.sync.local else self.batch_size
+        """Over how many examples one update takes the mean gradient: the batch, or a replica's
+        share where it steps by itself."""
+        return (
+            self.batch_size // self.layout.replicas(self.workers)
+            if self.sync.local
+            else self.batch_size
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dict of JSON values; :meth:`from_dict` reads it back."""
@@ -275,6 +311,14 @@ class TrialConfig:
             "precision": PrecisionConfig,
             "optimizer": OptimizerConfig,
         }
-        parts |= {"lr_schedule": LRSchedule, "layout": Layout, "wire": WireConfig, "sync": SyncConfig, "profile": ProfileConfig}
+        parts |= {
+            "lr_schedule": LRSchedule,
+            "layout": Layout,
+            "wire": WireConfig,
+            "sync": SyncConfig,
+            "profile": ProfileConfig,
+        }
         parts["memory"] = MemoryConfig
-        return TrialConfig(**{key: parts[key](**value) if key in parts else value for key, value in values.items()})
+        return TrialConfig(
+            **{key: parts[key](**value) if key in parts else value for key, value in values.items()}
+        )

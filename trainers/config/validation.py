@@ -1,4 +1,5 @@
-"""Checks of config values, used where the frozen dataclasses are made; every message has the value, the rule and the remedy."""
+"""Checks of config values, used where the frozen dataclasses are made; every message has the value,
+the rule and the remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
         ValueError: with ``name``, ``value``, what is allowed and an example.
     """
     if value not in allowed:
-        raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed)}; use for example {name}={allowed[0]}")
+        raise ValueError(
+            f"{name}={value!r}: must be one of {', '.join(allowed)}; use for example"
+            f" {name}={allowed[0]}"
+        )
 
 
 def at_least(name: str, value: int | None, low: int, remedy: str) -> None:
@@ -27,7 +31,8 @@ def at_least(name: str, value: int | None, low: int, remedy: str) -> None:
 
 
 def finite(name: str, value: float | None, low: float, remedy: str) -> None:
-    """Refuse a NaN, an infinity or what is below ``low``; None, where a key may be left out, passes.
+    """Refuse a NaN, an infinity or what is below ``low``; None, where a key may be left out,
+    passes.
 
     Raises:
         ValueError: with ``name``, ``value``, the rule and ``remedy``.
@@ -49,7 +54,8 @@ def fits(what: str, size: float, remedy: str) -> None:
     """
     if size > (have := memory()):
         raise ValueError(
-            f"{what}: needs {size / 2**30:,.0f} GiB at the least, and this machine has {have / 2**30:,.0f}; {remedy}"
+            f"{what}: needs {size / 2**30:,.0f} GiB at the least, and this machine has"
+            f" {have / 2**30:,.0f}; {remedy}"
         )
 
 

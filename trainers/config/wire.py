@@ -19,16 +19,19 @@ class WireConfig:
     """How gradients, or differences of weights, travel between replicas.
 
     Attributes:
-        name: ``native`` (float32 gradients as float32, LNS gradients as their own codes, 2 bytes), or a format of
-            :mod:`trainers.comm.codecs`, or ``powersgd`` (:mod:`trainers.sync.powersgd`).
-        sum: in which arithmetic the values of the replicas are added up: ``float32``, ``lns`` (codes of ``native`` LNS and ``lns16``
-            only), or ``auto``: LNS for ``native`` LNS gradients, else float32.
+        name: ``native`` (float32 gradients as float32, LNS gradients as their own codes, 2 bytes),
+            or a format of :mod:`trainers.comm.codecs`, or ``powersgd``
+            (:mod:`trainers.sync.powersgd`).
+        sum: in which arithmetic the values of the replicas are added up: ``float32``, ``lns``
+            (codes of ``native`` LNS and ``lns16`` only), or ``auto``: LNS for ``native`` LNS
+            gradients, else float32.
         topk: share of values that ``topk`` sends.
         rank: of ``powersgd``'s two factors.
-        error_feedback: for lns8, int8, topk and powersgd, add what a step's sending lost to the next step's values. The other
-            formats lose too little to need it and keep no residue.
-        bucket_cap_mb: of synchronous replicas: send gradients in buckets of about so many megabytes (of float32 values), while
-            backward still runs (:mod:`trainers.sync.buckets`); None sends all at once after it.
+        error_feedback: for lns8, int8, topk and powersgd, add what a step's sending lost to the
+            next step's values. The other formats lose too little to need it and keep no residue.
+        bucket_cap_mb: of synchronous replicas: send gradients in buckets of about so many megabytes
+            (of float32 values), while backward still runs (:mod:`trainers.sync.buckets`); None
+            sends all at once after it.
         overlap: of buckets; False sends them after backward, for comparison.
     """
 
@@ -45,26 +48,46 @@ class WireConfig:
         one_of("wire.sum", self.sum, SUMS)
         finite("wire.topk", self.topk, 0.0, "use for example wire.topk=0.01")
         if not 0 < self.topk <= 1:
-            raise ValueError(f"wire.topk={self.topk}: must be a share above 0 and at most 1; use for example wire.topk=0.01")
+            raise ValueError(
+                f"wire.topk={self.topk}: must be a share above 0 and at most 1; use for example"
+                " wire.topk=0.01"
+            )
         at_least("wire.rank", self.rank, 1, "use for example wire.rank=2")
         if self.sum == "lns" and self.name not in ("native", "lns16"):
-            raise ValueError(f"wire.sum=lns with wire.name={self.name}: only LNS codes can be added in LNS; use wire.name=lns16")
-        finite("wire.bucket_cap_mb", self.bucket_cap_mb, 1e-6, "25 is torch's default; leave it out to send all at once")
+            raise ValueError(
+                f"wire.sum=lns with wire.name={self.name}: only LNS codes can be added in LNS; use"
+                " wire.name=lns16"
+            )
+        finite(
+            "wire.bucket_cap_mb",
+            self.bucket_cap_mb,
+            1e-6,
+            "25 is torch's default; leave it out to send all at once",
+        )
         if self.bucket_cap_mb is not None and self.name == "powersgd":
             raise ValueError(
-                f"wire.bucket_cap_mb={self.bucket_cap_mb} with wire.name=powersgd: its factors travel a parameter at a time; leave it out"
+                f"wire.bucket_cap_mb={self.bucket_cap_mb} with wire.name=powersgd: its factors"
+                " travel a parameter at a time; leave it out"
             )
         if not self.overlap and self.bucket_cap_mb is None:
-            raise ValueError("wire.overlap=false without wire.bucket_cap_mb: without buckets nothing overlaps; leave it out")
+            raise ValueError(
+                "wire.overlap=false without wire.bucket_cap_mb: without buckets nothing overlaps;"
+                " leave it out"
+            )
         self._check_unused()
 
     def _check_unused(self) -> None:
         """A key that this format does not use would be without effect."""
-        for key, users in (("topk", ("topk",)), ("rank", ("powersgd",)), ("error_feedback", COMPRESSING)):
+        for key, users in (
+            ("topk", ("topk",)),
+            ("rank", ("powersgd",)),
+            ("error_feedback", COMPRESSING),
+        ):
             value = getattr(self, key)
             if self.name not in users and value != getattr(WireConfig, key):
                 raise ValueError(
-                    f"wire.{key}={value} with wire.name={self.name}: means nothing to it; leave it out, or use one of {', '.join(users)}"
+                    f"wire.{key}={value} with wire.name={self.name}: means nothing to it; leave it"
+                    f" out, or use one of {', '.join(users)}"
                 )
 
     @property

@@ -1,4 +1,5 @@
-"""The data of a trial, as tensors in memory: found, checked, read, split, and handed out in an order that the seed fixes."""
+"""The data of a trial, as tensors in memory: found, checked, read, split, and handed out in an
+order that the seed fixes."""
 
 from trainers.data.batches import batches, epoch_order, evaluation_batches, share
 from trainers.data.datasets import load, prepare, resolve

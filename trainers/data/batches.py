@@ -13,11 +13,14 @@ from trainers.data.split import Split
 
 
 def epoch_order(examples: int, seed: int, epoch: int) -> Tensor:
-    """The order in which an epoch visits its examples: a permutation of (seed, epoch) alone, int64 on the CPU."""
+    """The order in which an epoch visits its examples: a permutation of (seed, epoch) alone, int64
+    on the CPU."""
     return torch.randperm(examples, generator=torch.Generator().manual_seed(seed * EPOCHS + epoch))
 
 
-def share(split: Split, order: Tensor, *, batch_size: int, step: int, part: int, parts: int) -> Split:
+def share(
+    split: Split, order: Tensor, *, batch_size: int, step: int, part: int, parts: int
+) -> Split:
     """The ``part``-th of ``parts`` contiguous parts of batch ``step`` in ``order``."""
     size = batch_size // parts
     start = step * batch_size + part * size
@@ -25,10 +28,13 @@ def share(split: Split, order: Tensor, *, batch_size: int, step: int, part: int,
     return Split(split.x[chosen], split.y[chosen])
 
 
-def batches(split: Split, *, batch_size: int, seed: int, epoch: int, rank: int = 0, world_size: int = 1) -> Iterator[Split]:
+def batches(
+    split: Split, *, batch_size: int, seed: int, epoch: int, rank: int = 0, world_size: int = 1
+) -> Iterator[Split]:
     """The batches of one epoch in the order of (seed, epoch); the last, incomplete one is left out.
 
-    Rank ``r`` gets the ``r``-th contiguous part of every batch, ``batch_size / world_size`` examples.
+    Rank ``r`` gets the ``r``-th contiguous part of every batch, ``batch_size / world_size``
+    examples.
     """
     order = epoch_order(len(split.y), seed, epoch)
     for step in range(len(order) // batch_size):
@@ -40,7 +46,8 @@ EVALUATION_BATCH = {"cpu": 2_000, "cuda": 10_000}
 
 
 def evaluation_batches(split: Split, like: int | None = None) -> Iterator[Split]:
-    """``split`` in parts of :data:`EVALUATION_BATCH` examples, or in as many equal ones as ``like`` examples would take."""
+    """``split`` in parts of :data:`EVALUATION_BATCH` examples, or in as many equal ones as ``like``
+    examples would take."""
     size = EVALUATION_BATCH[split.y.device.type]
     if like is None:
         yield from map(Split, split.x.split(size), split.y.split(size))

@@ -1,17 +1,22 @@
-"""The data of a trial: MNIST from its four IDX files, or scikit-learn's handwritten digits, as tensors in memory.
+"""The data of a trial: MNIST from its four IDX files, or scikit-learn's handwritten digits, as
+tensors in memory.
 
-MNIST is looked for in ``root``, else in ``$LNS_STUDY_DATA`` (either the folder itself or its ``mnist/``): who names one means it, so
-it is an error if files are missing there. If neither is given, it is looked for in ``./data/mnist``, then in the download cache
-``~/.cache/lns-study/mnist``; otherwise it is downloaded there. Files may be gzipped or plain. Every file is checked (magic number, size,
-SHA-256 of its content) before it is used, wherever it came from.
+MNIST is looked for in ``root``, else in ``$LNS_STUDY_DATA`` (either the folder itself or its
+``mnist/``): who names one means it, so it is an error if files are missing there. If neither is
+given, it is looked for in ``./data/mnist``, then in the download cache
+``~/.cache/lns-study/mnist``; otherwise it is downloaded there. Files may be gzipped or plain. Every
+file is checked (magic number, size, SHA-256 of its content) before it is used, wherever it came
+from.
 
-Pixels are scaled to [0, 1], nothing else. Splits are by position, never shuffled: training first, the last ``validation_size`` of the
-training set for validation, the test set as published (digits: the last 297).
+Pixels are scaled to [0, 1], nothing else. Splits are by position, never shuffled: training first,
+the last ``validation_size`` of the training set for validation, the test set as published (digits:
+the last 297).
 
-The data order of an epoch is a permutation drawn from (seed, epoch) alone, so it is the same for any number of workers, before
-and after a restart.
+The data order of an epoch is a permutation drawn from (seed, epoch) alone, so it is the same for
+any number of workers, before and after a restart.
 
-Sources: Y. LeCun, C. Cortes, C. Burges, "The MNIST database of handwritten digits"; E. Alpaydin, C. Kaynak 1998 (digits, UCI).
+Sources: Y. LeCun, C. Cortes, C. Burges, "The MNIST database of handwritten digits"; E. Alpaydin, C.
+Kaynak 1998 (digits, UCI).
 """
 
 from __future__ import annotations
@@ -27,7 +32,16 @@ from typing import Any
 
 from trainers.config import DataConfig
 from trainers.data.digits import digits_table, load_digits
-from trainers.data.mnist import FILES, DownloadError, cache_folder, download_mnist, file_in, find_mnist, load_mnist, mnist_arrays
+from trainers.data.mnist import (
+    FILES,
+    DownloadError,
+    cache_folder,
+    download_mnist,
+    file_in,
+    find_mnist,
+    load_mnist,
+    mnist_arrays,
+)
 from trainers.data.split import CLASSES, Dataset, DatasetInfo, Split
 
 
@@ -38,7 +52,8 @@ def resolve(config: DataConfig, *, download: bool = True) -> DataConfig:
 
     Args:
         config: the data asked for.
-        download: where MNIST has to be downloaded, do so; otherwise ``root`` stays None, and ``auto`` becomes ``mnist`` on trust.
+        download: where MNIST has to be downloaded, do so; otherwise ``root`` stays None, and
+            ``auto`` becomes ``mnist`` on trust.
 
     Raises:
         ValueError: ``root`` or ``$LNS_STUDY_DATA`` names a folder that lacks files.
@@ -76,11 +91,13 @@ def load(config: DataConfig) -> Dataset:
     wanted = available if config.train_size is None else config.train_size
     if available < 1:
         raise ValueError(
-            f"data.validation_size={config.validation_size}: {config.name} has {len(whole.y)} training examples; leave some for training"
+            f"data.validation_size={config.validation_size}: {config.name} has {len(whole.y)}"
+            " training examples; leave some for training"
         )
     if wanted > available:
         raise ValueError(
-            f"data.train_size={wanted}: {available} examples are left after validation; use at most {available} or null for all"
+            f"data.train_size={wanted}: {available} examples are left after validation; use at most"
+            f" {available} or null for all"
         )
     validation = Split(whole.x[available:], whole.y[available:])
     return Dataset(Split(whole.x[:wanted], whole.y[:wanted]), validation, test)
@@ -89,7 +106,8 @@ def load(config: DataConfig) -> Dataset:
 def prepare(config: DataConfig) -> DatasetInfo:
     """Resolve, check and describe the data of ``config``, downloading them if need be.
 
-    Files that have not changed (by path, size and time of change) since they were described are not read again.
+    Files that have not changed (by path, size and time of change) since they were described are not
+    read again.
 
     Raises:
         ValueError: see :func:`load`.
@@ -108,8 +126,16 @@ def prepare(config: DataConfig) -> DatasetInfo:
 
 def _files_of(config: DataConfig) -> list[tuple[str, int, int]]:
     """Path, size and time of change of each file."""
-    paths = [file_in(Path(config.root), name) for name in FILES] if config.name == "mnist" and config.root else []
-    return [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths if path is not None]
+    paths = (
+        [file_in(Path(config.root), name) for name in FILES]
+        if config.name == "mnist" and config.root
+        else []
+    )
+    return [
+        (str(path), path.stat().st_size, path.stat().st_mtime_ns)
+        for path in paths
+        if path is not None
+    ]
 
 
 def _descriptions() -> Path:
@@ -146,7 +172,8 @@ def _describe(config: DataConfig) -> DatasetInfo:
         "digits": "scikit-learn's handwritten digits (1,797 images of 8 x 8)",
     }
     return DatasetInfo(
-        name=config.name, source=sources[config.name], digest=digest.hexdigest(), files=files.hexdigest(), root=config.root,
-        train=len(data.train.y), validation=len(data.validation.y), test=len(data.test.y),
-        inputs=data.train.x.shape[1], classes=CLASSES,
+        name=config.name, source=sources[config.name], digest=digest.hexdigest(),
+        files=files.hexdigest(), root=config.root, train=len(data.train.y),
+        validation=len(data.validation.y), test=len(data.test.y), inputs=data.train.x.shape[1],
+        classes=CLASSES,
     )  # fmt: skip

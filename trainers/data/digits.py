@@ -1,4 +1,5 @@
-"""The handwritten digits that scikit-learn brings along: 1,797 images of 8 x 8 pixels (UCI, E. Alpaydin and C. Kaynak 1998)."""
+"""The handwritten digits that scikit-learn brings along: 1,797 images of 8 x 8 pixels (UCI, E.
+Alpaydin and C. Kaynak 1998)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def load_digits() -> tuple[Split, Split]:
 def digits_table() -> NDArray[np.float64]:
     """64 pixels (0 to 16) and the label of each of scikit-learn's digits, ``[1797, 65]``.
 
-    From the file in its package where that is in its place: importing scikit-learn takes every process of a study seconds.
+    From the file in its package where that is in its place: importing scikit-learn takes every
+    process of a study seconds.
     """
     package = find_spec("sklearn")
     for folder in (package and package.submodule_search_locations) or []:

@@ -25,11 +25,13 @@ DATA_VARIABLE = "LNS_STUDY_DATA"
 
 
 class DownloadError(ValueError):
-    """MNIST is nowhere to be found and cannot be downloaded: where ``data.name=auto`` turns to digits."""
+    """MNIST is nowhere to be found and cannot be downloaded: where ``data.name=auto`` turns to
+    digits."""
 
 
 class _File(NamedTuple):
-    """One of the four files: expected magic number, items, and SHA-256 of the uncompressed content."""
+    """One of the four files: expected magic number, items, and SHA-256 of the uncompressed
+    content."""
 
     magic: int
     items: int
@@ -37,10 +39,18 @@ class _File(NamedTuple):
 
 
 FILES = {
-    "train-images-idx3-ubyte": _File(2051, 60_000, "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db"),
-    "train-labels-idx1-ubyte": _File(2049, 60_000, "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5"),
-    "t10k-images-idx3-ubyte": _File(2051, 10_000, "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7"),
-    "t10k-labels-idx1-ubyte": _File(2049, 10_000, "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"),
+    "train-images-idx3-ubyte": _File(
+        2051, 60_000, "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db"
+    ),
+    "train-labels-idx1-ubyte": _File(
+        2049, 60_000, "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5"
+    ),
+    "t10k-images-idx3-ubyte": _File(
+        2051, 10_000, "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7"
+    ),
+    "t10k-labels-idx1-ubyte": _File(
+        2049, 10_000, "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"
+    ),
 }
 
 
@@ -48,13 +58,17 @@ def _content(path: Path) -> bytes:
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
+        raise ValueError(
+            f"{path}: cannot be read ({error.strerror}); check its permissions"
+        ) from None
     if path.suffix != ".gz":
         return raw
     try:
         return gzip.decompress(raw)
     except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: not a whole gzip file ({error}); delete it and download it again") from None
+        raise ValueError(
+            f"{path}: not a whole gzip file ({error}); delete it and download it again"
+        ) from None
 
 
 def read_idx(path: Path, expected: _File) -> NDArray[np.uint8]:
@@ -70,21 +84,27 @@ def read_idx(path: Path, expected: _File) -> NDArray[np.uint8]:
     magic = struct.unpack(">i", content[:4])[0] if len(content) >= 4 else None
     if magic != expected.magic:
         raise ValueError(
-            f"{path}: magic number {magic}, must be {expected.magic} for this file; it is not the MNIST file of that name"
+            f"{path}: magic number {magic}, must be {expected.magic} for this file; it is not the"
+            " MNIST file of that name"
         )
     if len(content) != size:
-        raise ValueError(f"{path}: {len(content)} bytes, must be {size} for {expected.items} items; truncated? download it again")
+        raise ValueError(
+            f"{path}: {len(content)} bytes, must be {size} for {expected.items} items; truncated?"
+            " download it again"
+        )
     digest = hashlib.sha256(content).hexdigest()
     if digest != expected.sha256:
         raise ValueError(
-            f"{path}: SHA-256 {digest[:16]}..., must be {expected.sha256[:16]}...; the file is corrupt, download it again"
+            f"{path}: SHA-256 {digest[:16]}..., must be {expected.sha256[:16]}...; the file is"
+            " corrupt, download it again"
         )
     items = np.frombuffer(content, np.uint8, offset=header)
     return items.reshape(-1, PIXELS) if is_images else items
 
 
 def cache_folder() -> Path:
-    """Where downloads are kept: ``$XDG_CACHE_HOME/lns-study/mnist`` or ``~/.cache/lns-study/mnist``."""
+    """Where downloads are kept: ``$XDG_CACHE_HOME/lns-study/mnist`` or
+    ``~/.cache/lns-study/mnist``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lns-study" / "mnist"
 
 
@@ -107,18 +127,23 @@ def find_mnist(root: str | None) -> Path | None:
         return _mnist_in("data.root", root, "leave it out to download")
     if named:
         return _mnist_in(DATA_VARIABLE, named, "unset it to download")
-    return next((folder for folder in (Path("data") / "mnist", cache_folder()) if not _missing_in(folder)), None)
+    return next(
+        (folder for folder in (Path("data") / "mnist", cache_folder()) if not _missing_in(folder)),
+        None,
+    )
 
 
 def _mnist_in(key: str, value: str, remedy: str) -> Path:
-    """``value`` or its ``mnist/``, whichever holds the four files; the error names those missing in the one that holds more."""
+    """``value`` or its ``mnist/``, whichever holds the four files; the error names those missing in
+    the one that holds more."""
     folders = [Path(value), Path(value) / "mnist"]
     best = min(folders, key=lambda folder: len(_missing_in(folder)))
     if missing := _missing_in(best):
         where = "" if best == folders[0] else " in mnist/"
         raise ValueError(
-            f"{key}={value!r}: must hold MNIST's four IDX files (plain or .gz) and lacks {', '.join(missing)}{where}; point it to the "
-            f"folder that holds them, {remedy}, or use data.name=digits"
+            f"{key}={value!r}: must hold MNIST's four IDX files (plain or .gz) and lacks"
+            f" {', '.join(missing)}{where}; point it to the folder that holds them, {remedy}, or"
+            " use data.name=digits"
         )
     return best
 
@@ -141,15 +166,16 @@ def download_mnist(folder: Path) -> None:
                     part.write_bytes(reply.read())
             except (urllib.error.URLError, OSError) as error:
                 raise DownloadError(
-                    f"{url}: cannot be downloaded ({error}); put MNIST's four files in a folder and set LNS_STUDY_DATA to it, or use "
-                    "data.name=digits"
+                    f"{url}: cannot be downloaded ({error}); put MNIST's four files in a folder and"
+                    " set LNS_STUDY_DATA to it, or use data.name=digits"
                 ) from None
             try:
                 read_idx(part, FILES[name])
             except ValueError as error:
                 raise DownloadError(
-                    f"{url}: sent something else ({error}); name another mirror with LNS_STUDY_MNIST_URL, put MNIST's four files in a "
-                    "folder and set LNS_STUDY_DATA to it, or use data.name=digits"
+                    f"{url}: sent something else ({error}); name another mirror with"
+                    " LNS_STUDY_MNIST_URL, put MNIST's four files in a folder and set"
+                    " LNS_STUDY_DATA to it, or use data.name=digits"
                 ) from None
             part.replace(folder / part.name)
 
@@ -160,7 +186,10 @@ def _mirror() -> str:
 
 def describe_download() -> str:
     """What :func:`resolve` would download, from where and where to."""
-    return f"{', '.join(f'{name}.gz' for name in _missing_in(cache_folder()))} from {_mirror()}/ to {cache_folder()}"
+    return (
+        f"{', '.join(f'{name}.gz' for name in _missing_in(cache_folder()))} from {_mirror()}/ to"
+        f" {cache_folder()}"
+    )
 
 
 @lru_cache(maxsize=2)
@@ -170,7 +199,9 @@ def mnist_arrays(root: str) -> tuple[NDArray[np.uint8], ...]:
     for name, expected in FILES.items():
         path = file_in(folder, name)
         if path is None:
-            raise ValueError(f"{folder}: lacks {name}; MNIST needs all four files: {', '.join(FILES)}")
+            raise ValueError(
+                f"{folder}: lacks {name}; MNIST needs all four files: {', '.join(FILES)}"
+            )
         arrays.append(read_idx(path, expected))
     return tuple(arrays)
 

@@ -1,4 +1,5 @@
-"""Examples in memory: a split, the three splits of a data set, and what is known of it without them."""
+"""Examples in memory: a split, the three splits of a data set, and what is known of it without
+them."""
 
 from __future__ import annotations
 
@@ -50,4 +51,7 @@ class DatasetInfo:
 
 
 def scaled(pixels: NDArray[np.generic], labels: NDArray[np.generic], largest: int) -> Split:
-    return Split(torch.from_numpy(pixels.astype(np.float32)) / largest, torch.from_numpy(labels.astype(np.int64)))
+    return Split(
+        torch.from_numpy(pixels.astype(np.float32)) / largest,
+        torch.from_numpy(labels.astype(np.int64)),
+    )

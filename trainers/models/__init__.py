@@ -13,7 +13,8 @@ CHANNELS = [8, 16]
 
 
 def build(config: ModelConfig, inputs: int, classes: int) -> nn.Module:
-    """The model ``config`` names, for flat inputs ``[B, inputs]`` and logits ``[B, classes]``; weights are not yet drawn."""
+    """The model ``config`` names, for flat inputs ``[B, inputs]`` and logits ``[B, classes]``;
+    weights are not yet drawn."""
     if config.name == "cnn":
         return cnn(inputs, config.channels or CHANNELS, config.hidden, classes)
     return mlp(inputs, config.hidden, classes)

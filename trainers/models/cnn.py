@@ -1,4 +1,5 @@
-"""A small convolutional net: 3 x 3 convolutions, each with ReLU and pooling to half the size, then linear layers with ReLU between them."""
+"""A small convolutional net: 3 x 3 convolutions, each with ReLU and pooling to half the size, then
+linear layers with ReLU between them."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ def cnn(inputs: int, channels: Sequence[int], hidden: Sequence[int], classes: in
     side = math.isqrt(inputs)
     if side * side != inputs or side >> len(channels) == 0:
         raise ValueError(
-            f"model.name=cnn with {inputs} inputs and {len(channels)} convolutions: needs square images that can be halved so often; use "
-            "model.name=mlp, or fewer model.channels"
+            f"model.name=cnn with {inputs} inputs and {len(channels)} convolutions: needs square"
+            " images that can be halved so often; use model.name=mlp, or fewer model.channels"
         )
     layers: list[nn.Module] = [nn.Unflatten(1, (1, side, side))]
     for fan_in, fan_out in pairwise([1, *channels]):

@@ -1,17 +1,21 @@
 """How a model's forward pass is run: activation checkpoints, and mixed precision (AMP).
 
-**Activation checkpoints** (``memory.activation_checkpoints=true``): the layers are taken in segments; of all but the last only the input is
-kept, and backward computes a segment's activations again. With n layers in s segments some ``s + n / s`` activations are held
-instead of n, least at s = sqrt(n), the default; backward costs up to one more forward pass. The bits do not change: our layers draw no
-random numbers. Source: T. Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174).
+**Activation checkpoints** (``memory.activation_checkpoints=true``): the layers are taken in
+segments; of all but the last only the input is kept, and backward computes a segment's activations
+again. With n layers in s segments some ``s + n / s`` activations are held instead of n, least at s
+= sqrt(n), the default; backward costs up to one more forward pass. The bits do not change: our
+layers draw no random numbers. Source: T. Chen et al. 2016, "Training Deep Nets with Sublinear
+Memory Cost" (arXiv:1604.06174).
 
-**Mixed precision** (``autocast=bfloat16``, or ``float16`` on a GPU): products and convolutions in that type, parameters, gradients of
-parameters and the loss in float32, as ``torch.autocast`` chooses. Gradients in float16 underflow below 6e-8, so they are scaled: what
-enters the model backwards is multiplied, and before an update that of the parameters divided, by a factor that torch's GradScaler
-halves when a gradient overflowed (that update is left out) and doubles after 2,000 good ones. Every replica sums the same scaled
-gradients, so all decide alike.
+**Mixed precision** (``autocast=bfloat16``, or ``float16`` on a GPU): products and convolutions in
+that type, parameters, gradients of parameters and the loss in float32, as ``torch.autocast``
+chooses. Gradients in float16 underflow below 6e-8, so they are scaled: what enters the model
+backwards is multiplied, and before an update that of the parameters divided, by a factor that
+torch's GradScaler halves when a gradient overflowed (that update is left out) and doubles after
+2,000 good ones. Every replica sums the same scaled gradients, so all decide alike.
 
-A model keeps its type's layers and names; only how they are called changes, so that training, evaluation and CUDA graphs need not know.
+A model keeps its type's layers and names; only how they are called changes, so that training,
+evaluation and CUDA graphs need not know.
 """
 
 from __future__ import annotations
@@ -49,10 +53,16 @@ class _Forward(nn.Sequential):
     scaler: GradScaler | None
 
     def forward(self, x: Tensor) -> Tensor:
-        mixed = torch.autocast(x.device.type, self.autocast, cache_enabled=False) if self.autocast else nullcontext()
+        mixed = (
+            torch.autocast(x.device.type, self.autocast, cache_enabled=False)
+            if self.autocast
+            else nullcontext()
+        )
         with mixed:
             if self.segments > 1 and torch.is_grad_enabled():
-                y: Tensor = checkpoint_sequential(list(self), self.segments, x, use_reentrant=False, preserve_rng_state=False)
+                y: Tensor = checkpoint_sequential(
+                    list(self), self.segments, x, use_reentrant=False, preserve_rng_state=False
+                )
             else:
                 y = super().forward(x)  # type: ignore[no-untyped-call]
         if self.autocast is not None:
@@ -60,11 +70,21 @@ class _Forward(nn.Sequential):
         return y if self.scaler is None else _ScaledBackward.apply(y, self.scaler)  # type: ignore[no-untyped-call]
 
 
-def set_forward_(model: nn.Sequential, memory: MemoryConfig, autocast: str = "none", scaler: GradScaler | None = None) -> None:
-    """Run ``model``'s forward pass, from now on, in segments and in mixed precision, with gradients scaled by ``scaler``."""
+def set_forward_(
+    model: nn.Sequential,
+    memory: MemoryConfig,
+    autocast: str = "none",
+    scaler: GradScaler | None = None,
+) -> None:
+    """Run ``model``'s forward pass, from now on, in segments and in mixed precision, with gradients
+    scaled by ``scaler``."""
     if not memory.activation_checkpoints and autocast == "none":
         return
-    segments = (memory.segments or math.ceil(math.sqrt(len(model)))) if memory.activation_checkpoints else 1
+    segments = (
+        (memory.segments or math.ceil(math.sqrt(len(model))))
+        if memory.activation_checkpoints
+        else 1
+    )
     model.__class__ = _Forward
     assert isinstance(model, _Forward)
     model.segments = min(segments, len(model))

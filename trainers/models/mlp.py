@@ -9,7 +9,8 @@ from torch import nn
 
 
 def mlp(inputs: int, hidden: Sequence[int], classes: int) -> nn.Sequential:
-    """``inputs - hidden[0] - ... - classes``; input ``[B, inputs]``, output logits ``[B, classes]``."""
+    """``inputs - hidden[0] - ... - classes``; input ``[B, inputs]``, output logits ``[B,
+    classes]``."""
     layers: list[nn.Module] = []
     for fan_in, fan_out in pairwise([inputs, *hidden, classes]):
         layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]

@@ -15,11 +15,24 @@ if TYPE_CHECKING:
 class Rate:
     """The learning rate of ``optimizer`` as the trial's schedule has it."""
 
-    def __init__(self, config: TrialConfig, optimizer: torch.optim.Optimizer, steps_per_epoch: int) -> None:
-        self._schedule, self._epochs, self._steps = config.lr_schedule, config.epochs, steps_per_epoch
-        self._groups, self._full = optimizer.param_groups, [group["lr"] for group in optimizer.param_groups]
+    def __init__(
+        self, config: TrialConfig, optimizer: torch.optim.Optimizer, steps_per_epoch: int
+    ) -> None:
+        self._schedule, self._epochs, self._steps = (
+            config.lr_schedule,
+            config.epochs,
+            steps_per_epoch,
+        )
+        self._groups, self._full = (
+            optimizer.param_groups,
+            [group["lr"] for group in optimizer.param_groups],
+        )
         fmt, precision = config.precision.lns_format, config.precision
-        codes = fmt is not None and precision.scope == "everywhere" and precision.update_arithmetic == "lns"
+        codes = (
+            fmt is not None
+            and precision.scope == "everywhere"
+            and precision.update_arithmetic == "lns"
+        )
         self._smallest = fmt.smallest if codes and fmt is not None else 0.0
 
     def set(self, epoch: int, step: int) -> None:

@@ -1,12 +1,16 @@
-"""Optimizer state in the host's memory (``memory.offload_optimizer=true``): a GPU then holds weights, gradients and activations.
+"""Optimizer state in the host's memory (``memory.offload_optimizer=true``): a GPU then holds
+weights, gradients and activations.
 
-The optimizer's momenta, moments and Kahan compensations are one to three times as large as the weights, and are read once a step. Here
-they stay on the CPU, beside a copy of the weights, in page-locked memory: after backward the gradients are copied there, the optimizer
-steps with the kernels of a CPU on the trial's ``threads``, and the new weights are copied back. With w bytes of weights a step moves w
-down and w up. LNS trials end with the same bits as without, since the kernels of both devices agree bit for bit; float32 within its
-rounding. Checkpoints are the same as without, and each way can continue the other's.
+The optimizer's momenta, moments and Kahan compensations are one to three times as large as the
+weights, and are read once a step. Here they stay on the CPU, beside a copy of the weights, in
+page-locked memory: after backward the gradients are copied there, the optimizer steps with the
+kernels of a CPU on the trial's ``threads``, and the new weights are copied back. With w bytes of
+weights a step moves w down and w up. LNS trials end with the same bits as without, since the
+kernels of both devices agree bit for bit; float32 within its rounding. Checkpoints are the same as
+without, and each way can continue the other's.
 
-Source: J. Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training" (arXiv:2101.06840).
+Source: J. Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training"
+(arXiv:2101.06840).
 """
 
 from __future__ import annotations
@@ -22,8 +26,8 @@ class Offload:
     """A model's parameters once more, on the CPU, for an optimizer there.
 
     Args:
-        model: on any device; a parameter may be an LNSTensor. Nothing but :class:`OffloadedOptimizer` may change its weights, or
-            :meth:`push`.
+        model: on any device; a parameter may be an LNSTensor. Nothing but
+            :class:`OffloadedOptimizer` may change its weights, or :meth:`push`.
 
     Attributes:
         own: the copy, under the same names and with the model's own buffers; not to be called.
@@ -59,20 +63,27 @@ class Offload:
     def _pulled(self, gradient: Tensor, own: Tensor) -> Tensor:
         buffer = self._gradients.get(own)
         if buffer is None:
-            buffer = self._gradients[own] = _locked(torch.empty_like(storage_of(gradient), device="cpu"), gradient.device)
+            buffer = self._gradients[own] = _locked(
+                torch.empty_like(storage_of(gradient), device="cpu"), gradient.device
+            )
         buffer.copy_(storage_of(gradient), non_blocking=True)
         return LNSTensor(buffer, gradient.fmt) if isinstance(gradient, LNSTensor) else buffer
 
     def _wait(self) -> None:
-        for device in {parameter.device for parameter, _ in self._pairs if parameter.device.type == "cuda"}:
+        for device in {
+            parameter.device for parameter, _ in self._pairs if parameter.device.type == "cuda"
+        }:
             torch.cuda.current_stream(device).synchronize()
 
 
 def _copied(module: nn.Module) -> nn.Module:
-    """A module like ``module`` without its code: parameters on the CPU, buffers its own, and what number format its layers are in."""
+    """A module like ``module`` without its code: parameters on the CPU, buffers its own, and what
+    number format its layers are in."""
     own = nn.Module()
     for name, parameter in module.named_parameters(recurse=False):
-        own.register_parameter(name, nn.Parameter(_on_cpu(parameter.detach()), requires_grad=parameter.requires_grad))
+        own.register_parameter(
+            name, nn.Parameter(_on_cpu(parameter.detach()), requires_grad=parameter.requires_grad)
+        )
     for name, buffer in module.named_buffers(recurse=False):
         own.register_buffer(name, buffer)
     for name, child in module.named_children():

@@ -19,7 +19,8 @@ class ScaledOptimizer:
         self._optimizer.zero_grad(set_to_none=set_to_none)
 
     def step(self) -> None:
-        """Divide the gradients by the scale and update, or leave the update out where one has overflowed; then choose the next scale."""
+        """Divide the gradients by the scale and update, or leave the update out where one has
+        overflowed; then choose the next scale."""
         self._scaler.step(self._optimizer)
         self._scaler.update()
 
@@ -40,7 +41,8 @@ class OffloadedOptimizer:
         self._offload.forget_gradients(set_to_none)
 
     def step(self) -> None:
-        """Bring the gradients down, step, and bring the weights up; parameters without gradient are left out, as everywhere."""
+        """Bring the gradients down, step, and bring the weights up; parameters without gradient are
+        left out, as everywhere."""
         self._offload.pull_gradients()
         self._optimizer.step()
         self._offload.push()

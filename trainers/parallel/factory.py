@@ -1,4 +1,5 @@
-"""Which layouts cut tensors, and by what; loaded here and not sooner, since torch takes a while to load what they need."""
+"""Which layouts cut tensors, and by what; loaded here and not sooner, since torch takes a while to
+load what they need."""
 
 from __future__ import annotations
 
@@ -15,9 +16,15 @@ if TYPE_CHECKING:
 
 
 def make_parts(
-    model: nn.Module, place: Place, replicas: Collectives | None, within: Collectives | None, wire: WireConfig, seed: int
+    model: nn.Module,
+    place: Place,
+    replicas: Collectives | None,
+    within: Collectives | None,
+    wire: WireConfig,
+    seed: int,
 ) -> PartitionedModel | None:
-    """This worker's parts of ``model``, which is cut in place; None where the layout cuts no tensors.
+    """This worker's parts of ``model``, which is cut in place; None where the layout cuts no
+    tensors.
 
     Args:
         model: whole, the same on every worker.

@@ -1,20 +1,25 @@
-"""Fully sharded data parallelism (FSDP2): every replica keeps a part of the parameters, of their gradients and of the optimizer's state.
+"""Fully sharded data parallelism (FSDP2): every replica keeps a part of the parameters, of their
+gradients and of the optimizer's state.
 
-``layout.fsdp=true``. torch's ``fully_shard`` cuts every tensor of a layer along its first dimension, ``ceil(rows / N)`` rows to each of N
-replicas, fewer or none to the last ones. A layer's parameters are gathered before it computes, forwards and backwards, and given up
-after; what backward finds is summed over the replicas, each of which gets its own rows. So N replicas hold a model N times as large,
-beside one whole layer at a time. torch would take the mean of gradients; here losses and gradients are sums.
+``layout.fsdp=true``. torch's ``fully_shard`` cuts every tensor of a layer along its first
+dimension, ``ceil(rows / N)`` rows to each of N replicas, fewer or none to the last ones. A layer's
+parameters are gathered before it computes, forwards and backwards, and given up after; what
+backward finds is summed over the replicas, each of which gets its own rows. So N replicas hold a
+model N times as large, beside one whole layer at a time. torch would take the mean of gradients;
+here losses and gradients are sums.
 
-*Bytes.* With B the bytes of the parameters (rows rounded up to a multiple of N) and m micro-batches, a rank sends
-``3 m (N - 1) / N B`` a step: an all-gather forwards, one backwards and a reduce-scatter. With two ranks and m = 1 these are 6 bytes a
-parameter; replicas that keep everything send 4. They are counted where they are sent.
+*Bytes.* With B the bytes of the parameters (rows rounded up to a multiple of N) and m
+micro-batches, a rank sends ``3 m (N - 1) / N B`` a step: an all-gather forwards, one backwards and
+a reduce-scatter. With two ranks and m = 1 these are 6 bytes a parameter; replicas that keep
+everything send 4. They are counted where they are sent.
 
 Optimizer and checkpoints: :mod:`trainers.parallel.partitioned`.
 
-On a GPU transfers run beside the computation, on streams of torch's; telemetry cannot tell what is waited for there and leaves a
-step's time undivided.
+On a GPU transfers run beside the computation, on streams of torch's; telemetry cannot tell what is
+waited for there and leaves a step's time undivided.
 
-Source: Y. Zhao et al. 2023, "PyTorch FSDP" (arXiv:2304.11277); S. Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054).
+Source: Y. Zhao et al. 2023, "PyTorch FSDP" (arXiv:2304.11277); S. Rajbhandari et al. 2020, "ZeRO"
+(arXiv:1910.02054).
 """
 
 from __future__ import annotations
@@ -35,24 +40,38 @@ from trainers.sync.base import Synchroniser
 
 
 class _Allocating:
-    """How torch's own collectives of this kind get their memory, and the trial's collectives that count them."""
+    """How torch's own collectives of this kind get their memory, and the trial's collectives that
+    count them."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class _Gather(_Allocating, AllGather):
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> None:
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
         assert not async_op
         self._collectives.all_gather_into(output_tensor, input_tensor)
 
 
 class _SumScatter(_Allocating, ReduceScatter):
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
     ) -> None:
         assert not async_op
         assert op == dist.ReduceOp.SUM
@@ -95,7 +114,9 @@ class Sharding(PartitionedModel):
 
     def _gathered(self, name: str, part: Tensor) -> Tensor:
         shape = self._shapes[name]
-        padded = torch.zeros(self._rows(shape), *shape[1:], dtype=part.dtype, device=self._collectives.device)
+        padded = torch.zeros(
+            self._rows(shape), *shape[1:], dtype=part.dtype, device=self._collectives.device
+        )
         padded[: len(part)] = part
         gathered_NB = self._collectives.all_gather(padded.view(-1).view(torch.uint8))
         return gathered_NB.view(-1).view(part.dtype).view(-1, *shape[1:])[: shape[0]]
@@ -125,7 +146,8 @@ class ShardedSync(Synchroniser):
         self._model.zero_grad(set_to_none=True)
 
     def gradients(self, parameters: Iterable[Tensor], finite: bool) -> bool:
-        """Hand the optimizer its shards of the gradients; False on every rank where a loss is not finite."""
+        """Hand the optimizer its shards of the gradients; False on every rank where a loss is not
+        finite."""
         if not self._collectives.all_true(finite):
             return False
         hand_gradients_(self._own, parameters)
@@ -133,7 +155,8 @@ class ShardedSync(Synchroniser):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Forward passes without backward: afterwards torch forgets their order, or the next backward would gather layers ahead by it."""
+        """Forward passes without backward: afterwards torch forgets their order, or the next
+        backward would gather layers ahead by it."""
         try:
             yield
         finally:
@@ -141,7 +164,8 @@ class ShardedSync(Synchroniser):
 
 
 def _forget_forward(model: FSDPModule) -> None:
-    """``reset_iter_state``, which torch has since 2.13; before it, what that does after whole forward passes: give up what was gathered."""
+    """``reset_iter_state``, which torch has since 2.13; before it, what that does after whole
+    forward passes: give up what was gathered."""
     if hasattr(model, "reset_iter_state"):
         model.reset_iter_state()
         return

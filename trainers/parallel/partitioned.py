@@ -1,9 +1,11 @@
-"""Models of which a worker has parts: what its optimizer gets of them, and whole tensors for checkpoints.
+"""Models of which a worker has parts: what its optimizer gets of them, and whole tensors for
+checkpoints.
 
-:mod:`trainers.parallel.fsdp` cuts tensors over the replicas, :mod:`trainers.parallel.tensor_parallel` over the workers of one
-replica. Both leave a model whose parameters are torch's DTensors. An optimizer gets the local tensors beneath, plain ones over
-the same memory, so each of :mod:`lns_ops.optim` serves whose step takes elements one by one. Checkpoints have whole tensors, the
-same as of any other layout.
+:mod:`trainers.parallel.fsdp` cuts tensors over the replicas,
+:mod:`trainers.parallel.tensor_parallel` over the workers of one replica. Both leave a model whose
+parameters are torch's DTensors. An optimizer gets the local tensors beneath, plain ones over the
+same memory, so each of :mod:`lns_ops.optim` serves whose step takes elements one by one.
+Checkpoints have whole tensors, the same as of any other layout.
 """
 
 from __future__ import annotations
@@ -28,12 +30,15 @@ class PartitionedModel(ABC):
         collectives: of the workers whose parts make the whole.
 
     Attributes:
-        own: a module with the parts as its parameters, under the names they have in ``model``; for an optimizer, not to be
-            called.
-        formulas: of operations that torch's FLOP counter would take for those of whole tensors, by operation.
+        own: a module with the parts as its parameters, under the names they have in ``model``; for
+            an optimizer, not to be called.
+        formulas: of operations that torch's FLOP counter would take for those of whole tensors, by
+            operation.
     """
 
-    def __init__(self, model: nn.Module, shapes: dict[str, torch.Size], collectives: Collectives) -> None:
+    def __init__(
+        self, model: nn.Module, shapes: dict[str, torch.Size], collectives: Collectives
+    ) -> None:
         self._model, self._shapes, self._collectives = model, shapes, collectives
         self.own = _own(model)
         self.formulas: dict[Any, Callable[..., int]] = {}
@@ -43,8 +48,8 @@ class PartitionedModel(ABC):
         """What the training loop calls."""
 
     def whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What :func:`trainers.checkpoint.state.model_tensors` has of :attr:`own`, made whole, on rank 0; collective, and empty
-        on the others."""
+        """What :func:`trainers.checkpoint.state.model_tensors` has of :attr:`own`, made whole, on
+        rank 0; collective, and empty on the others."""
         own = dict(self.own.named_parameters())
         found: dict[str, Tensor] = {}
         for path, tensor in tensors.items():
@@ -55,10 +60,13 @@ class PartitionedModel(ABC):
         return found
 
     def parts(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This worker's parts of the ``tensors`` of a checkpoint; those without the shape of a parameter as they are."""
+        """This worker's parts of the ``tensors`` of a checkpoint; those without the shape of a
+        parameter as they are."""
         names = {path: path.split("/")[-1] for path in tensors}
         return {
-            path: self._part(names[path], tensor) if tensor.shape == self._shapes.get(names[path]) else tensor
+            path: self._part(names[path], tensor)
+            if tensor.shape == self._shapes.get(names[path])
+            else tensor
             for path, tensor in tensors.items()
         }
 

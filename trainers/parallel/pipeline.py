@@ -1,22 +1,28 @@
-"""Pipeline parallelism: a worker holds one stage of the model (or several, interleaved) and passes activations on.
+"""Pipeline parallelism: a worker holds one stage of the model (or several, interleaved) and passes
+activations on.
 
-torch.distributed.pipelining runs the schedules. What is ours: where to cut (:mod:`trainers.parallel.pipeline_partition`), stages
-that pass LNS values as codes, evaluation, and counting.
+torch.distributed.pipelining runs the schedules. What is ours: where to cut
+(:mod:`trainers.parallel.pipeline_partition`), stages that pass LNS values as codes, evaluation, and
+counting.
 
-- **Codes between stages.** LNS activations and gradients travel as 2-byte codes. The pipeline must see a floating type, or it
-  drops the gradient without a word (int16 has none); so codes are viewed as float16, never computed with, and two autograd
-  functions pack and unpack them in both directions. This is sound because an activation has one consumer: gradients viewed so
-  could not be added.
-- **Shapes are static**, given at the start. Left to find out, the pipeline would run a forward pass on uninitialised memory.
-- **Sums, not means**: the loss is summed, gradients of micro-batches are added up in their order and not scaled, so they are bit
-  for bit those of one process that takes the same micro-batches, in every schedule, for float32 and LNS.
+- **Codes between stages.** LNS activations and gradients travel as 2-byte codes. The pipeline must
+  see a floating type, or it drops the gradient without a word (int16 has none); so codes are viewed
+  as float16, never computed with, and two autograd functions pack and unpack them in both
+  directions. This is sound because an activation has one consumer: gradients viewed so could not be
+  added.
+- **Shapes are static**, given at the start. Left to find out, the pipeline would run a forward pass
+  on uninitialised memory.
+- **Sums, not means**: the loss is summed, gradients of micro-batches are added up in their order
+  and not scaled, so they are bit for bit those of one process that takes the same micro-batches, in
+  every schedule, for float32 and LNS.
 
-- **Zero-bubble schedules** compute gradients of weights later than those of inputs; :mod:`trainers.parallel.pipeline_zero_bubble`
-  has how. Under ``zbv`` and ``dualpipev`` the first worker holds the first and the last stage, so it is the one that knows the
-  loss.
+- **Zero-bubble schedules** compute gradients of weights later than those of inputs;
+  :mod:`trainers.parallel.pipeline_zero_bubble` has how. Under ``zbv`` and ``dualpipev`` the first
+  worker holds the first and the last stage, so it is the one that knows the loss.
 
-Source of the schedules: GPipe: Y. Huang et al. 2019 (arXiv:1811.06965); 1F1B and interleaved: D. Narayanan et al. 2021
-(arXiv:2104.04473); zero-bubble and ZBV: P. Qi et al. 2023 (arXiv:2401.10241); DualPipeV: DeepSeek-AI 2024 (arXiv:2412.19437).
+Source of the schedules: GPipe: Y. Huang et al. 2019 (arXiv:1811.06965); 1F1B and interleaved: D.
+Narayanan et al. 2021 (arXiv:2104.04473); zero-bubble and ZBV: P. Qi et al. 2023 (arXiv:2401.10241);
+DualPipeV: DeepSeek-AI 2024 (arXiv:2412.19437).
 """
 
 from __future__ import annotations
@@ -90,15 +96,19 @@ class _Unpack(torch.autograd.Function):
 
 
 class Stage(nn.Module):
-    """Consecutive layers; tensors that come from or go to another stage are float32, or codes viewed as float16 with ``fmt``.
+    """Consecutive layers; tensors that come from or go to another stage are float32, or codes
+    viewed as float16 with ``fmt``.
 
     Args:
         layers: of this stage.
         fmt: of activations, None for float32.
-        first, last: whether it takes the model's input and gives its output, which are what they are.
+        first, last: whether it takes the model's input and gives its output, which are what they
+            are.
     """
 
-    def __init__(self, layers: nn.Sequential, fmt: LNSFormat | None, *, first: bool, last: bool) -> None:
+    def __init__(
+        self, layers: nn.Sequential, fmt: LNSFormat | None, *, first: bool, last: bool
+    ) -> None:
         super().__init__()
         self.layers, self.fmt, self.first, self.last = layers, fmt, first, last
 
@@ -111,7 +121,8 @@ class Stage(nn.Module):
 
 
 class _TimedStage(PipelineStage):
-    """A stage whose computing is marked; everything else in a schedule is waiting for neighbours."""
+    """A stage whose computing is marked; everything else in a schedule is waiting for
+    neighbours."""
 
     spans: Spans
 
@@ -132,7 +143,8 @@ class Pipeline:
     """One worker's part of a replica.
 
     Args:
-        model: the whole model, initialised; its layers that this worker does not hold may be dropped afterwards.
+        model: the whole model, initialised; its layers that this worker does not hold may be
+            dropped afterwards.
         layout: pp, schedule, micro_batches.
         place: this worker's.
         share: examples of a step that a replica takes.
@@ -142,7 +154,8 @@ class Pipeline:
         memory: of every stage.
 
     Attributes:
-        own: this worker's layers under their names in ``model``; convert them to LNS before the first step.
+        own: this worker's layers under their names in ``model``; convert them to LNS before the
+            first step.
         sent: bytes of activations and gradients that this worker has sent to other stages.
     """
 
@@ -165,8 +178,13 @@ class Pipeline:
         names = split(model, layout.stages)
         self._widths = widths(model, names)
         self._layout = layout
-        self._indices = [index for index in range(layout.stages) if layout.owner(index) == place.pp_rank]
-        parts = [OrderedDict((name, model.get_submodule(name)) for name in names[index]) for index in self._indices]
+        self._indices = [
+            index for index in range(layout.stages) if layout.owner(index) == place.pp_rank
+        ]
+        parts = [
+            OrderedDict((name, model.get_submodule(name)) for name in names[index])
+            for index in self._indices
+        ]
         self.own = nn.Sequential(OrderedDict(item for part in parts for item in part.items()))
         last = layout.stages - 1
         self._stages = [
@@ -188,12 +206,15 @@ class Pipeline:
         """One step of all stages together, each with the whole share ``batch``.
 
         Returns:
-            Summed loss and wrong answers, on the last stage; (0, 0) on others; NaN on all where a loss is not finite.
+            Summed loss and wrong answers, on the last stage; (0, 0) on others; NaN on all where a
+                loss is not finite.
         """
         optimizer.zero_grad(set_to_none=True)
         loss = self._forward_backward(batch)
         with self._spans("synchronise"):
-            go = self._collectives.all_true(sync.gradients(self.own.parameters(), math.isfinite(loss)))
+            go = self._collectives.all_true(
+                sync.gradients(self.own.parameters(), math.isfinite(loss))
+            )
         with self._spans("update"):
             go = go and self._collectives.all_true(sync.update(optimizer))
         return loss if go else math.nan, self._wrong
@@ -229,23 +250,41 @@ class Pipeline:
             return F.cross_entropy(logits, target, reduction="sum")
 
     def _bytes_a_step(self, examples: int) -> int:
-        """Activations to the next stage and gradients to the one before, where another worker holds it."""
+        """Activations to the next stage and gradients to the one before, where another worker holds
+        it."""
         values = 0
         for index in self._indices:
-            for neighbour, width in ((index + 1, self._widths[index + 1]), (index - 1, self._widths[index])):
+            for neighbour, width in (
+                (index + 1, self._widths[index + 1]),
+                (index - 1, self._widths[index]),
+            ):
                 if 0 <= neighbour < self._layout.stages and neighbour not in self._indices:
                     values += width
         return examples * values * (4 if self._fmt is None else 2)
 
     def _example(self, index: int) -> Tensor:
-        """What enters stage ``index`` (or leaves the last): shape, type and whether it has a gradient."""
+        """What enters stage ``index`` (or leaves the last): shape, type and whether it has a
+        gradient."""
         inner = 0 < index < len(self._widths) - 1
         dtype = torch.float16 if inner and self._fmt is not None else torch.float32
-        return torch.empty(self._micro_batch, self._widths[index], dtype=dtype, device=self._device, requires_grad=index > 0)
+        return torch.empty(
+            self._micro_batch,
+            self._widths[index],
+            dtype=dtype,
+            device=self._device,
+            requires_grad=index > 0,
+        )
 
     def _make_schedule(self, layout: Layout) -> Any:
-        stages = [self._make_stage(index, stage) for index, stage in zip(self._indices, self._stages, strict=True)]
-        options: dict[str, Any] = {"n_microbatches": layout.micro_batches, "loss_fn": self._loss, "scale_grads": False}
+        stages = [
+            self._make_stage(index, stage)
+            for index, stage in zip(self._indices, self._stages, strict=True)
+        ]
+        options: dict[str, Any] = {
+            "n_microbatches": layout.micro_batches,
+            "loss_fn": self._loss,
+            "scale_grads": False,
+        }
         if layout.schedule in SINGLE:
             return SINGLE[layout.schedule](stages[0], **options)
         return MULTI[layout.schedule](stages, **options)
@@ -286,6 +325,10 @@ class Pipeline:
 
 
 def widths(model: nn.Sequential, names: list[list[str]]) -> list[int]:
-    """Values of an example that enter each stage, whose first layer is a linear one, and that leave the last."""
+    """Values of an example that enter each stage, whose first layer is a linear one, and that leave
+    the last."""
     linear = {name: layer for name, layer in model.named_children() if isinstance(layer, nn.Linear)}
-    return [*(linear[part[0]].in_features for part in names), list(linear.values())[-1].out_features]
+    return [
+        *(linear[part[0]].in_features for part in names),
+        list(linear.values())[-1].out_features,
+    ]

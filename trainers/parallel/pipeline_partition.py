@@ -1,8 +1,10 @@
-"""Where to cut a chain of layers into pipeline stages: contiguous parts whose largest cost is as small as can be.
+"""Where to cut a chain of layers into pipeline stages: contiguous parts whose largest cost is as
+small as can be.
 
-The time of a pipeline is that of its slowest stage, so the maximum is what counts. The cost of a layer is the multiply-adds of a training
-step an example: a linear layer of I inputs and O outputs takes I O forward, as many for its weight's gradient and as many for its input's,
-which the first layer does not need.
+The time of a pipeline is that of its slowest stage, so the maximum is what counts. The cost of a
+layer is the multiply-adds of a training step an example: a linear layer of I inputs and O outputs
+takes I O forward, as many for its weight's gradient and as many for its input's, which the first
+layer does not need.
 """
 
 from __future__ import annotations
@@ -13,20 +15,27 @@ from torch import nn
 
 
 def balanced(costs: Sequence[int], parts: int) -> list[slice]:
-    """``costs`` in ``parts`` contiguous, nonempty parts with the smallest possible largest sum; of equal ones, early parts are shortest.
+    """``costs`` in ``parts`` contiguous, nonempty parts with the smallest possible largest sum; of
+    equal ones, early parts are shortest.
 
     Raises:
         ValueError: fewer costs than parts.
     """
     if len(costs) < parts:
-        raise ValueError(f"{len(costs)} layers, {parts} stages: a stage holds one layer at least; use fewer stages")
+        raise ValueError(
+            f"{len(costs)} layers, {parts} stages: a stage holds one layer at least; use fewer"
+            " stages"
+        )
     best: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {
         (0, 0): (0, ())
     }  # (parts, layers): largest sum, where parts start
     for part in range(1, parts + 1):
         for end in range(part, len(costs) + 1):
             choices = (
-                (max(best[part - 1, start][0], sum(costs[start:end])), (*best[part - 1, start][1], start))
+                (
+                    max(best[part - 1, start][0], sum(costs[start:end])),
+                    (*best[part - 1, start][1], start),
+                )
                 for start in range(part - 1, end)
                 if (part - 1, start) in best
             )
@@ -36,7 +45,8 @@ def balanced(costs: Sequence[int], parts: int) -> list[slice]:
 
 
 def units(model: nn.Sequential) -> list[list[str]]:
-    """The names of the layers of ``model``, each linear one together with what follows it up to the next."""
+    """The names of the layers of ``model``, each linear one together with what follows it up to the
+    next."""
     found: list[list[str]] = []
     for name, layer in model.named_children():
         if isinstance(layer, nn.Linear) or not found:
@@ -48,10 +58,15 @@ def units(model: nn.Sequential) -> list[list[str]]:
 def costs(model: nn.Sequential) -> list[int]:
     """Multiply-adds of a training step an example, for each of :func:`units`."""
     linear = [layer for layer in model.children() if isinstance(layer, nn.Linear)]
-    return [(2 if place == 0 else 3) * layer.in_features * layer.out_features for place, layer in enumerate(linear)]
+    return [
+        (2 if place == 0 else 3) * layer.in_features * layer.out_features
+        for place, layer in enumerate(linear)
+    ]
 
 
 def split(model: nn.Sequential, stages: int) -> list[list[str]]:
     """The names of the layers of every stage, in order, balanced by counted cost."""
     names = units(model)
-    return [[name for unit in names[part] for name in unit] for part in balanced(costs(model), stages)]
+    return [
+        [name for unit in names[part] for name in unit] for part in balanced(costs(model), stages)
+    ]

@@ -1,14 +1,16 @@
 """Weight gradients that wait: what zero-bubble pipelines fill their bubbles with.
 
-The stage before waits for the gradient of a linear layer's input, ``dx = dy w``; nobody waits for ``dw = dy^T x`` and ``db = sum dy``.
-Zero-bubble schedules run them later. Torch's own way to split a backward pass asks autograd for the inputs' gradients first and the
-parameters' afterwards; a layer whose backward is one autograd function, as LNS layers' is, would compute everything twice. So a deferred
-layer's backward gives ``dx`` alone and puts ``(x, dy)`` into its stage's queue, from which the schedule (``dw_builder`` of
-torch.distributed.pipelining) takes a micro-batch's entries at a time, in their order. The products are those of the layer's usual
-backward on the same operands, so the gradients are the same bits.
+The stage before waits for the gradient of a linear layer's input, ``dx = dy w``; nobody waits for
+``dw = dy^T x`` and ``db = sum dy``. Zero-bubble schedules run them later. Torch's own way to split
+a backward pass asks autograd for the inputs' gradients first and the parameters' afterwards; a
+layer whose backward is one autograd function, as LNS layers' is, would compute everything twice. So
+a deferred layer's backward gives ``dx`` alone and puts ``(x, dy)`` into its stage's queue, from
+which the schedule (``dw_builder`` of torch.distributed.pipelining) takes a micro-batch's entries at
+a time, in their order. The products are those of the layer's usual backward on the same operands,
+so the gradients are the same bits.
 
-Limits: two-dimensional inputs; parameters must not be shared between layers. Source: P. Qi et al. 2023, "Zero Bubble Pipeline
-Parallelism" (arXiv:2401.10241).
+Limits: two-dimensional inputs; parameters must not be shared between layers. Source: P. Qi et al.
+2023, "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241).
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ class Deferred:
 
 class _DeferredFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred: Deferred) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred: Deferred
+    ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.deferred = weight, bias, deferred
         return F.linear(x, weight, bias)
@@ -82,7 +86,8 @@ class DeferredLinear(nn.Linear):
 
 
 def defer_(module: nn.Module, deferred: Deferred) -> None:
-    """Make the linear layers in ``module`` leave their weight gradients in ``deferred``; their class changes, names and parameters stay.
+    """Make the linear layers in ``module`` leave their weight gradients in ``deferred``; their
+    class changes, names and parameters stay.
 
     Layers of other kinds that do so by themselves have an attribute ``deferred``, which is set.
     """

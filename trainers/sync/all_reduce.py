@@ -1,18 +1,21 @@
-"""One synchroniser for every wire format: after backward, every rank ends with the sum over all ranks.
+"""One synchroniser for every wire format: after backward, every rank ends with the sum over all
+ranks.
 
-The gradients are laid end to end and cut into one shard a rank. Every rank encodes the shards and sends each to its owner (all-to-all);
-the owner adds up what it received in rank order, encodes the sum and sends it to all (all-gather), so all ranks decode the same bits.
-A rank sends ``2 (N - 1) / N`` times the encoded gradient: with two ranks 4 bytes a parameter and step in float32, 2 in the 16-bit
-formats, 1 in the 8-bit ones.
+The gradients are laid end to end and cut into one shard a rank. Every rank encodes the shards and
+sends each to its owner (all-to-all); the owner adds up what it received in rank order, encodes the
+sum and sends it to all (all-gather), so all ranks decode the same bits. A rank sends ``2 (N - 1) /
+N`` times the encoded gradient: with two ranks 4 bytes a parameter and step in float32, 2 in the
+16-bit formats, 1 in the 8-bit ones.
 
-*Native* LNS gradients travel as their own codes and are added with the contract's sum. With 64 examples a rank this is the order in which
-one process adds its blocks of 64, so the result is the same bits as without data parallelism. Native float32 gradients are summed by one
-all-reduce.
+*Native* LNS gradients travel as their own codes and are added with the contract's sum. With 64
+examples a rank this is the order in which one process adds its blocks of 64, so the result is the
+same bits as without data parallelism. Native float32 gradients are summed by one all-reduce.
 
-*Error feedback*: a format of 8 bits or less loses too much at once. What it lost of this rank's gradient, and of the sum that this rank
-owns, is kept and added to the next step's, so nothing is lost for good: ``sent = encode(g + e)``, ``e = g + e - decode(sent)``. Both
-residues are float32 and belong to the rank's state. Source: S. P. Karimireddy et al. 2019 (arXiv:1901.09847); both legs: H. Tang et al.
-2019, "DoubleSqueeze" (arXiv:1905.05957).
+*Error feedback*: a format of 8 bits or less loses too much at once. What it lost of this rank's
+gradient, and of the sum that this rank owns, is kept and added to the next step's, so nothing is
+lost for good: ``sent = encode(g + e)``, ``e = g + e - decode(sent)``. Both residues are float32 and
+belong to the rank's state. Source: S. P. Karimireddy et al. 2019 (arXiv:1901.09847); both legs: H.
+Tang et al. 2019, "DoubleSqueeze" (arXiv:1905.05957).
 """
 
 from __future__ import annotations
@@ -34,11 +37,12 @@ class ShardedSum:
     Args:
         collectives: of the group.
         codec: the wire format.
-        feedback: keep what the codec loses for the next call, whose tensor must have the same length.
+        feedback: keep what the codec loses for the next call, whose tensor must have the same
+            length.
 
     Attributes:
-        residues: ``own`` (what was lost of this rank's values, ``[N, M]``) and ``owned`` (of the sums of its shard, ``[M]``); empty without
-            feedback or before the first call.
+        residues: ``own`` (what was lost of this rank's values, ``[N, M]``) and ``owned`` (of the
+            sums of its shard, ``[M]``); empty without feedback or before the first call.
     """
 
     def __init__(self, collectives: Collectives, codec: Codec, feedback: bool = False) -> None:
@@ -49,7 +53,9 @@ class ShardedSum:
         """The sum of all ranks' ``flat``, which must be finite; the same bits on every rank."""
         ranks = self._collectives.size
         shard = -(-flat.numel() // ranks)
-        rows_NM = torch.nn.functional.pad(flat, (0, ranks * shard - flat.numel())).view(ranks, shard)
+        rows_NM = torch.nn.functional.pad(flat, (0, ranks * shard - flat.numel())).view(
+            ranks, shard
+        )
         received = self._collectives.all_to_all(self._encode("own", rows_NM))
         total_1M = self._codec.sum(received, shard).unsqueeze(0)
         gathered = self._collectives.all_gather(self._encode("owned", total_1M).view(-1))
@@ -85,12 +91,15 @@ class GradientSync:
             finite: False on a rank whose loss is not finite, which may have no gradients.
 
         Returns:
-            Whether all ranks were finite; where one was not, no gradient is touched. For encoded formats the gradients themselves must be
+            Whether all ranks were finite; where one was not, no gradient is touched. For encoded
+                formats the gradients themselves must be
             finite too: none of them can carry a NaN.
         """
         gradients = [p.grad for p in parameters if p.grad is not None]
         if self._wire.name != "native":
-            finite = finite and all(bool(g.isfinite().all()) for g in gradients if not isinstance(g, LNSTensor))
+            finite = finite and all(
+                bool(g.isfinite().all()) for g in gradients if not isinstance(g, LNSTensor)
+            )
         if not self._collectives.all_true(finite):
             return False
         for name, members in self._segments(gradients).items():
@@ -99,7 +108,11 @@ class GradientSync:
 
     def state(self) -> dict[str, Tensor]:
         """This rank's residues by name, empty where the format keeps none."""
-        return {f"{name}/{leg}": value for name, total in self._sums.items() for leg, value in total.residues.items()}
+        return {
+            f"{name}/{leg}": value
+            for name, total in self._sums.items()
+            for leg, value in total.residues.items()
+        }
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Continue with the residues that :meth:`state` gave."""
@@ -113,13 +126,19 @@ class GradientSync:
             return {"all": gradients} if gradients else {}
         codes: list[Tensor] = [g for g in gradients if isinstance(g, LNSTensor)]
         floats = [g for g in gradients if not isinstance(g, LNSTensor)]
-        return {name: members for name, members in (("codes", codes), ("floats", floats)) if members}
+        return {
+            name: members for name, members in (("codes", codes), ("floats", floats)) if members
+        }
 
     def _sum_(self, name: str, gradients: list[Tensor]) -> None:
         first = gradients[0]
         codec = make_codec(self._wire, first.fmt if isinstance(first, LNSTensor) else None)
         flat = flatten(gradients)
-        total = self._collectives.all_reduce_(flat) if codec is None else self._sharded(name, codec)(flat)
+        total = (
+            self._collectives.all_reduce_(flat)
+            if codec is None
+            else self._sharded(name, codec)(flat)
+        )
         unflatten_(gradients, total)
 
     def _sharded(self, name: str, codec: Codec | None) -> ShardedSum:
@@ -131,11 +150,14 @@ class GradientSync:
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """The values of ``tensors`` end to end, float32."""
-    return torch.cat([(t.to_float() if isinstance(t, LNSTensor) else t).reshape(-1) for t in tensors])
+    return torch.cat(
+        [(t.to_float() if isinstance(t, LNSTensor) else t).reshape(-1) for t in tensors]
+    )
 
 
 @torch.no_grad()
 def unflatten_(tensors: Sequence[Tensor], flat: Tensor) -> None:
-    """Write the values of ``flat``, laid end to end, into ``tensors``; LNS ones take the nearest codes."""
+    """Write the values of ``flat``, laid end to end, into ``tensors``; LNS ones take the nearest
+    codes."""
     for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(part.view(tensor.shape))

@@ -1,15 +1,18 @@
-"""Asynchronous data parallelism: a replica's side of the parameter server (:mod:`trainers.sync.parameter_server`).
+"""Asynchronous data parallelism: a replica's side of the parameter server
+(:mod:`trainers.sync.parameter_server`).
 
-Rank 0 starts the shards as Ray actors, which need no CPU of their own in Ray's books and end with it; the others find them by
-name. After every backward pass a replica pushes its gradient to all shards and pulls the weights for its next step. With fixed work
-every replica takes its share of every batch, so all make the same number of steps; with shared work who is ready asks the first shard for
-the next share, so a slow replica makes fewer. At the end of an epoch they wait for each other, and evaluate the same weights. Ray must
-be running in the process.
+Rank 0 starts the shards as Ray actors, which need no CPU of their own in Ray's books and end with
+it; the others find them by name. After every backward pass a replica pushes its gradient to all
+shards and pulls the weights for its next step. With fixed work every replica takes its share of
+every batch, so all make the same number of steps; with shared work who is ready asks the first
+shard for the next share, so a slow replica makes fewer. At the end of an epoch they wait for each
+other, and evaluate the same weights. Ray must be running in the process.
 
-Bytes: a push and a pull, the whole model each: with float32 8 bytes a parameter, replica and step, with LNS 4; what the server sends is
-counted for the replica that receives it.
+Bytes: a push and a pull, the whole model each: with float32 8 bytes a parameter, replica and step,
+with LNS 4; what the server sends is counted for the replica that receives it.
 
-The server keeps the weights and the optimizer's state; a checkpoint has both, end to end, so that another number of shards can continue it.
+The server keeps the weights and the optimizer's state; a checkpoint has both, end to end, so that
+another number of shards can continue it.
 """
 
 from __future__ import annotations
@@ -49,11 +52,17 @@ class Asynchronous(Synchroniser):
         ValueError: Ray does not run in this process.
     """
 
-    def __init__(self, config: TrialConfig, model: nn.Module, collectives: Collectives, shard: type[Shard] = Shard) -> None:
+    def __init__(
+        self,
+        config: TrialConfig,
+        model: nn.Module,
+        collectives: Collectives,
+        shard: type[Shard] = Shard,
+    ) -> None:
         if not ray.is_initialized():
             raise ValueError(
-                "sync.name=asynchronous: the parameter server is made of Ray actors and Ray does not run here; call ray.init(), or run the "
-                "trial through a study"
+                "sync.name=asynchronous: the parameter server is made of Ray actors and Ray does"
+                " not run here; call ray.init(), or run the trial through a study"
             )
         self._model, self._collectives = model, collectives
         values = self._flat([p.detach() for p in model.parameters()])
@@ -80,10 +89,12 @@ class Asynchronous(Synchroniser):
         self._pull()
 
     def update(self, optimizer: Updater) -> bool:
-        """Push the gradients, pull the weights of the next step; False where a replica has diverged."""
+        """Push the gradients, pull the weights of the next step; False where a replica has
+        diverged."""
         gradient = self._flat([p.grad for p in self._model.parameters() if p.grad is not None])
         pushed = [
-            s.push.remote(self._collectives.rank, gradient[part]) for s, part in zip(self._shards, self._slices, strict=True)
+            s.push.remote(self._collectives.rank, gradient[part])
+            for s, part in zip(self._shards, self._slices, strict=True)
         ]
         with self._collectives.spans("communication", "push"):
             ray.get(pushed)
@@ -93,7 +104,8 @@ class Asynchronous(Synchroniser):
         return self._good
 
     def after_step(self, finite: bool) -> bool:
-        """A replica that has diverged tells the server, so that nobody waits for it; the epoch's end ends the trial."""
+        """A replica that has diverged tells the server, so that nobody waits for it; the epoch's
+        end ends the trial."""
         if not finite and self._good:
             self._good = False
             ray.get([shard.give_up.remote() for shard in self._shards])
@@ -107,14 +119,18 @@ class Asynchronous(Synchroniser):
         return finite
 
     def metrics(self) -> dict[str, float]:
-        """``staleness/version_lag`` (updates) and ``staleness/clock_gap`` (steps): mean, ``_max``, and the shares of 0, 1, 2 ...;
-        ``staleness/steps_min`` and ``_max``: of the replicas with the fewest and the most steps.
+        """``staleness/version_lag`` (updates) and ``staleness/clock_gap`` (steps): mean, ``_max``,
+        and the shares of 0, 1, 2 ...; ``staleness/steps_min`` and ``_max``: of the replicas with
+        the fewest and the most steps.
         """
         recorded = ray.get([shard.recorded.remote() for shard in self._shards])
         self._collectives.all_true(True)
         lags, gaps = ([pair[i] for pair in recorded] for i in (0, 1))
         clocks = recorded[0][2]
-        steps = {"staleness/steps_min": float(min(clocks)), "staleness/steps_max": float(max(clocks))}
+        steps = {
+            "staleness/steps_min": float(min(clocks)),
+            "staleness/steps_max": float(max(clocks)),
+        }
         return describe("version_lag", merged(lags)) | describe("clock_gap", merged(gaps)) | steps
 
     def state(self) -> dict[str, Tensor]:
@@ -122,15 +138,33 @@ class Asynchronous(Synchroniser):
         if self._collectives.rank != 0:
             return {"rank": torch.tensor(self._collectives.rank)}
         states = ray.get([shard.state.remote() for shard in self._shards])
-        return {SERVER + name: torch.from_numpy(_joined([state[name] for state in states])) for name in states[0]}
+        return {
+            SERVER + name: torch.from_numpy(_joined([state[name] for state in states]))
+            for name in states[0]
+        }
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Rank 0 gives it back to the server; without the server's (a checkpoint of another layout) the model's weights, as they are."""
-        server = {name.removeprefix(SERVER): value.numpy() for name, value in state.items() if name.startswith(SERVER)}
+        """Rank 0 gives it back to the server; without the server's (a checkpoint of another layout)
+        the model's weights, as they are."""
+        server = {
+            name.removeprefix(SERVER): value.numpy()
+            for name, value in state.items()
+            if name.startswith(SERVER)
+        }
         if self._collectives.rank == 0:
-            server = server or {"weight": self._flat([p.detach() for p in self._model.parameters()])}
-            parts = [{name: value[part] if value.ndim else value for name, value in server.items()} for part in self._slices]
-            ray.get([shard.load_state.remote(part) for shard, part in zip(self._shards, parts, strict=True)])
+            server = server or {
+                "weight": self._flat([p.detach() for p in self._model.parameters()])
+            }
+            parts = [
+                {name: value[part] if value.ndim else value for name, value in server.items()}
+                for part in self._slices
+            ]
+            ray.get(
+                [
+                    shard.load_state.remote(part)
+                    for shard, part in zip(self._shards, parts, strict=True)
+                ]
+            )
         self._collectives.all_true(True)
 
     def _start(self, values: Values, config: TrialConfig, shard: type[Shard]) -> list[Any]:
@@ -148,7 +182,9 @@ class Asynchronous(Synchroniser):
 
     def _pull(self) -> None:
         with self._collectives.spans("communication", "pull"):
-            pulled = ray.get([shard.pull.remote(self._collectives.rank, self._clock) for shard in self._shards])
+            pulled = ray.get(
+                [shard.pull.remote(self._collectives.rank, self._clock) for shard in self._shards]
+            )
         self._good = self._good and all(part is not None for part in pulled)
         if self._good:
             self._write([{"weight": part} for part in pulled])
@@ -158,7 +194,9 @@ class Asynchronous(Synchroniser):
     def _write(self, states: list[dict[str, Values]]) -> None:
         flat = torch.from_numpy(np.concatenate([state["weight"] for state in states]))
         parameters = [storage_of(p.detach()) for p in self._model.parameters()]
-        for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        for parameter, part in zip(
+            parameters, flat.split([p.numel() for p in parameters]), strict=True
+        ):
             parameter.copy_(part.view(parameter.shape))
 
     def _flat(self, tensors: list[Tensor]) -> Values:
@@ -174,13 +212,21 @@ def _joined(parts: list[Values]) -> Values:
 
 def merged(counts: list[dict[int, int]]) -> dict[int, int]:
     """Counts of several shards added up."""
-    return {key: sum(count.get(key, 0) for count in counts) for key in sorted({key for count in counts for key in count})}
+    return {
+        key: sum(count.get(key, 0) for count in counts)
+        for key in sorted({key for count in counts for key in count})
+    }
 
 
 def describe(name: str, counts: dict[int, int]) -> dict[str, float]:
     """Mean, maximum and the shares of the small values of a histogram."""
     total = sum(counts.values()) or 1
-    values = {"": sum(key * count for key, count in counts.items()) / total, "_max": float(max(counts, default=0))}
+    values = {
+        "": sum(key * count for key, count in counts.items()) / total,
+        "_max": float(max(counts, default=0)),
+    }
     values |= {f"_{key}": counts.get(key, 0) / total for key in range(BUCKETS)}
-    values[f"_{BUCKETS}_or_more"] = sum(count for key, count in counts.items() if key >= BUCKETS) / total
+    values[f"_{BUCKETS}_or_more"] = (
+        sum(count for key, count in counts.items() if key >= BUCKETS) / total
+    )
     return {f"staleness/{name}{suffix}": value for suffix, value in values.items()}

@@ -1,8 +1,8 @@
 """What the replicas of one trial do to stay together, as the training loop sees it.
 
-The loop calls :meth:`Synchroniser.begin_step` before forward, :meth:`gradients` between backward and :meth:`update`, :meth:`after_step`
-after every step and :meth:`end_epoch` after the last of an epoch. Every rank makes the same calls in the same order, whether or not its
-own loss is still
+The loop calls :meth:`Synchroniser.begin_step` before forward, :meth:`gradients` between backward
+and :meth:`update`, :meth:`after_step` after every step and :meth:`end_epoch` after the last of an
+epoch. Every rank makes the same calls in the same order, whether or not its own loss is still
 finite, so that none waits for another: what is collective is decided by the count of steps alone.
 """
 
@@ -16,7 +16,8 @@ from torch import Tensor
 
 
 class Updater(Protocol):
-    """What a training step asks of an optimizer: torch's have it, and what stands between it and one."""
+    """What a training step asks of an optimizer: torch's have it, and what stands between it and
+    one."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
@@ -37,11 +38,13 @@ class Synchroniser:
     together = False
 
     def combine(self, logits: Tensor) -> Tensor:
-        """What the trial predicts where this replica has ``logits``, ``[B, classes]``; collective where replicas predict together."""
+        """What the trial predicts where this replica has ``logits``, ``[B, classes]``; collective
+        where replicas predict together."""
         return logits
 
     def gradients(self, parameters: Iterable[Tensor], finite: bool) -> bool:
-        """Make the gradients what this replica's update shall use; whether to update (False leaves the weights alone)."""
+        """Make the gradients what this replica's update shall use; whether to update (False leaves
+        the weights alone)."""
         return finite
 
     def begin_step(self, micro_batches: int) -> None:
@@ -51,7 +54,8 @@ class Synchroniser:
         """Before an epoch's first step."""
 
     def shares(self, steps: int, part: int) -> Iterator[tuple[int, int]]:
-        """Which parts of which batches of an epoch this replica takes: by default its own ``part`` of each of ``steps``."""
+        """Which parts of which batches of an epoch this replica takes: by default its own ``part``
+        of each of ``steps``."""
         for step in range(steps):
             yield step, part
 
@@ -65,11 +69,13 @@ class Synchroniser:
         return {}
 
     def after_step(self, finite: bool) -> bool:
-        """After a step, done or left out (``finite`` False); whether training goes on, the same on every rank that has been asked."""
+        """After a step, done or left out (``finite`` False); whether training goes on, the same on
+        every rank that has been asked."""
         return finite
 
     def end_epoch(self, finite: bool, last: bool = False) -> bool:
-        """After an epoch's last step (``last``: of the trial's last epoch); whether training goes on, the same on every rank."""
+        """After an epoch's last step (``last``: of the trial's last epoch); whether training goes
+        on, the same on every rank."""
         return finite
 
     @contextmanager

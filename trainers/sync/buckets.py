@@ -1,18 +1,23 @@
 """Gradients sent bucket by bucket while backward still runs.
 
-Backward makes the last layer's gradients first. With ``wire.bucket_cap_mb`` parameters are taken in that order into buckets of about so
-many megabytes of float32 values. As soon as all gradients of a bucket are there (after the last micro-batch's backward), it is summed
-over the replicas by the same code that :class:`~trainers.sync.all_reduce.GradientSync` runs after backward: on a CPU by a second thread, on
-a GPU in a second stream. The step waits for all buckets before it updates, so what is exposed of the transfer is the last bucket's and
-what backward did not cover.
+Backward makes the last layer's gradients first. With ``wire.bucket_cap_mb`` parameters are taken in
+that order into buckets of about so many megabytes of float32 values. As soon as all gradients of a
+bucket are there (after the last micro-batch's backward), it is summed over the replicas by the same
+code that :class:`~trainers.sync.all_reduce.GradientSync` runs after backward: on a CPU by a second
+thread, on a GPU in a second stream. The step waits for all buckets before it updates, so what is
+exposed of the transfer is the last bucket's and what backward did not cover.
 
-- **Same bits.** A bucket's sum depends on its own gradients alone, so the result is that of the same buckets sent after backward
-  (``wire.overlap=false``). It equals one bucket's of everything where a format treats every value alike (all but int8, lns8 and top-k,
-  whose blocks and choices are per bucket, and float32 all-reduces of more than two replicas, which add in an order by position).
-- **Same order on all ranks.** Buckets leave in their order, each after the one before it, whenever their gradients come.
-- **Divergence.** Buckets leave before anybody knows whether every replica is finite. A replica whose forward or backward raised sends
-  what it has (zeros for what it has not), values that are not finite go as zeros where the format cannot carry them, and the flag that
-  all exchange at the end discards the sums.
+- **Same bits.** A bucket's sum depends on its own gradients alone, so the result is that of the
+  same buckets sent after backward (``wire.overlap=false``). It equals one bucket's of everything
+  where a format treats every value alike (all but int8, lns8 and top-k, whose blocks and choices
+  are per bucket, and float32 all-reduces of more than two replicas, which add in an order by
+  position).
+- **Same order on all ranks.** Buckets leave in their order, each after the one before it, whenever
+  their gradients come.
+- **Divergence.** Buckets leave before anybody knows whether every replica is finite. A replica
+  whose forward or backward raised sends what it has (zeros for what it has not), values that are
+  not finite go as zeros where the format cannot carry them, and the flag that all exchange at the
+  end discards the sums.
 
 Source: S. Li et al. 2020, "PyTorch Distributed" (arXiv:2006.15704), section 3.2.3.
 """
@@ -37,14 +42,19 @@ MEGABYTE = 1 << 20
 
 
 def buckets(parameters: Sequence[Tensor], cap_mb: float) -> list[list[Tensor]]:
-    """``parameters`` from the last to the first, cut where a bucket reaches ``cap_mb`` megabytes of float32 values.
+    """``parameters`` from the last to the first, cut where a bucket reaches ``cap_mb`` megabytes of
+    float32 values.
 
     A bucket has LNS parameters or float ones, not both: in native form they travel differently.
     """
     found: list[list[Tensor]] = []
     size = 0.0
     for parameter in reversed(parameters):
-        new = not found or size >= cap_mb * MEGABYTE or isinstance(found[-1][0], LNSTensor) != isinstance(parameter, LNSTensor)
+        new = (
+            not found
+            or size >= cap_mb * MEGABYTE
+            or isinstance(found[-1][0], LNSTensor) != isinstance(parameter, LNSTensor)
+        )
         if new:
             found.append([])
             size = 0.0
@@ -54,18 +64,23 @@ def buckets(parameters: Sequence[Tensor], cap_mb: float) -> list[list[Tensor]]:
 
 
 class BucketSync(GradientSync):
-    """Sums gradients over the ranks bucket by bucket; called as :class:`trainers.sync.all_reduce.GradientSync` is.
+    """Sums gradients over the ranks bucket by bucket; called as
+    :class:`trainers.sync.all_reduce.GradientSync` is.
 
     Args:
-        wire: the wire format, with ``bucket_cap_mb``; while ``overlap``, between :meth:`begin_step` and the call buckets leave by
+        wire: the wire format, with ``bucket_cap_mb``; while ``overlap``, between :meth:`begin_step`
+            and the call buckets leave by
         themselves.
         collectives: of the replicas; nothing else may use their group in between.
         parameters: of the model, in its order.
     """
 
-    def __init__(self, wire: WireConfig, collectives: Collectives, parameters: Iterable[Tensor]) -> None:
+    def __init__(
+        self, wire: WireConfig, collectives: Collectives, parameters: Iterable[Tensor]
+    ) -> None:
         assert wire.bucket_cap_mb is not None
-        # Its own object: what runs beside backward is not exposed, and is counted when it has come back.
+        # Its own object: what runs beside backward is not exposed, and is counted when it has come
+        # back.
         super().__init__(wire, Collectives(collectives.group, collectives.device))
         self._agreement = collectives
         self._buckets = buckets([p for p in parameters if p.requires_grad], wire.bucket_cap_mb)
@@ -75,7 +90,9 @@ class BucketSync(GradientSync):
         cuda = torch.device(collectives.device).type == "cuda"
         self._stream = torch.cuda.Stream() if cuda and wire.overlap else None
         self._thread = (
-            ThreadPoolExecutor(max_workers=1, initializer=torch.set_num_threads, initargs=(1,)) if wire.overlap else None
+            ThreadPoolExecutor(max_workers=1, initializer=torch.set_num_threads, initargs=(1,))
+            if wire.overlap
+            else None
         )
         if wire.overlap:
             self._hook()
@@ -98,7 +115,8 @@ class BucketSync(GradientSync):
         return self._agreement.all_true(finite and all(arrived))
 
     def _hook(self) -> None:
-        """Hooks that do not keep this object: it keeps the parameters, they keep their hooks, and Python cannot collect that circle."""
+        """Hooks that do not keep this object: it keeps the parameters, they keep their hooks, and
+        Python cannot collect that circle."""
         this = weakref.ref(self)
         for number, bucket in enumerate(self._buckets):
             for parameter in bucket:
@@ -109,7 +127,12 @@ class BucketSync(GradientSync):
         if self._remaining:
             self._remaining[number] -= 1
             if number == self._next and not self._remaining[number]:
-                self._launch(next((i for i in range(number, len(self._buckets)) if self._remaining[i]), len(self._buckets)))
+                self._launch(
+                    next(
+                        (i for i in range(number, len(self._buckets)) if self._remaining[i]),
+                        len(self._buckets),
+                    )
+                )
 
     def _launch(self, end: int) -> None:
         """Send the buckets before ``end`` that have not left."""
@@ -130,18 +153,24 @@ class BucketSync(GradientSync):
 
     @torch.no_grad()
     def _sum_bucket(self, number: int, members: list[Tensor]) -> Tensor:
-        """Replace the members' gradients by their sums; whether this rank's could travel, a tensor so that a GPU is not waited for."""
+        """Replace the members' gradients by their sums; whether this rank's could travel, a tensor
+        so that a GPU is not waited for."""
         first = members[0]
         codec = make_codec(self._wire, first.fmt if isinstance(first, LNSTensor) else None)
-        flat = flatten([torch.zeros(p.shape, device=p.device) if p.grad is None else p.grad for p in members])
+        flat = flatten(
+            [torch.zeros(p.shape, device=p.device) if p.grad is None else p.grad for p in members]
+        )
         finite = flat.isfinite()
         total = (
-            self._collectives.all_reduce_(flat) if codec is None else self._sharded(str(number), codec)(flat.where(finite, 0.0))
+            self._collectives.all_reduce_(flat)
+            if codec is None
+            else self._sharded(str(number), codec)(flat.where(finite, 0.0))
         )
         for parameter, part in zip(members, total.split([p.numel() for p in members]), strict=True):
             if parameter.grad is not None:
                 unflatten_([parameter.grad], part)
-        return finite.all() if codec is not None else torch.ones((), dtype=torch.bool)  # a plain sum carries what is not finite
+        # a plain sum carries what is not finite
+        return finite.all() if codec is not None else torch.ones((), dtype=torch.bool)
 
     def _arrived(self, sent: Future[bool] | Tensor) -> bool:
         """Whether that bucket was finite here."""

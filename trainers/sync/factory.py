@@ -13,9 +13,13 @@ from trainers.sync.weight_averaging import Elastic, Ensemble, FinalAverage, Oute
 
 
 def make_synchroniser(
-    config: TrialConfig, model: nn.Module, optimizer: torch.optim.Optimizer, collectives: Collectives | None
+    config: TrialConfig,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    collectives: Collectives | None,
 ) -> Synchroniser:
-    """The synchroniser that ``config`` asks for, of the replicas in ``collectives``; None where there is only one."""
+    """The synchroniser that ``config`` asks for, of the replicas in ``collectives``; None where
+    there is only one."""
     if collectives is None:
         return Synchroniser()
     if config.sync.name == "synchronous":

@@ -1,24 +1,28 @@
-"""A parameter server's shard: a slice of the weights, their optimizer, and the rule how far replicas may run apart.
+"""A parameter server's shard: a slice of the weights, their optimizer, and the rule how far
+replicas may run apart.
 
-All weights lie end to end and are cut into equal slices, one a shard; every shard is a process of its own (a Ray actor) and keeps its
-slice, the optimizer's state of it, a *version* (updates so far) and a *clock* for every replica (steps whose gradients it has).
-A replica at clock ``c`` pulls the weights, computes, pushes its gradient and is then at ``c + 1``.
+All weights lie end to end and are cut into equal slices, one a shard; every shard is a process of
+its own (a Ray actor) and keeps its slice, the optimizer's state of it, a *version* (updates so far)
+and a *clock* for every replica (steps whose gradients it has). A replica at clock ``c`` pulls the
+weights, computes, pushes its gradient and is then at ``c + 1``.
 
-- **Staleness bound s** (Q. Ho et al. 2013, "stale synchronous parallel"): a pull at clock ``c`` waits until every replica's clock is
-  at least ``c - s``. None never waits.
-- **s = 0** is bulk synchronous: the gradients of a clock are added up in the order of ranks, as the synchronous way does, and make one
-  update.
-- **Otherwise** every gradient is an update at once, in order of arrival. It is the sum over the replica's share of the batch and the
-  learning rate is divided by the whole batch, so N pushes move the weights as far as one synchronous step; momentum decays with every
-  push.
+- **Staleness bound s** (Q. Ho et al. 2013, "stale synchronous parallel"): a pull at clock ``c``
+  waits until every replica's clock is at least ``c - s``. None never waits.
+- **s = 0** is bulk synchronous: the gradients of a clock are added up in the order of ranks, as the
+  synchronous way does, and make one update.
+- **Otherwise** every gradient is an update at once, in order of arrival. It is the sum over the
+  replica's share of the batch and the learning rate is divided by the whole batch, so N pushes move
+  the weights as far as one synchronous step; momentum decays with every push.
 
-- **Staleness-aware** (``sync.staleness_aware``): the learning rate of an update is divided by ``max(1, version lag)`` of its gradient, so
-  that old gradients count less (W. Zhang et al. 2016, arXiv:1511.05950).
+- **Staleness-aware** (``sync.staleness_aware``): the learning rate of an update is divided by
+  ``max(1, version lag)`` of its gradient, so that old gradients count less (W. Zhang et al. 2016,
+  arXiv:1511.05950).
 
-Recorded: *version lag*, updates between a replica's pull and its push, which its gradient does not know of; *clock gap*, steps by which a
-replica that begins one is ahead of the slowest.
+Recorded: *version lag*, updates between a replica's pull and its push, which its gradient does not
+know of; *clock gap*, steps by which a replica that begins one is ahead of the slowest.
 
-Limits: arrival decides, so with s > 0 a run does not repeat bit for bit; a checkpoint is exact, what follows is another course.
+Limits: arrival decides, so with s > 0 a run does not repeat bit for bit; a checkpoint is exact,
+what follows is another course.
 """
 
 from __future__ import annotations
@@ -44,7 +48,8 @@ Values = NDArray[Any]
 
 
 class Shard:
-    """One slice of the weights; methods are asynchronous, so that a pull that waits does not keep others from being served.
+    """One slice of the weights; methods are asynchronous, so that a pull that waits does not keep
+    others from being served.
 
     Args:
         values: the slice.
@@ -60,9 +65,15 @@ class Shard:
         holder.weight = nn.Parameter(self._tensor(values))
         self._weight: Tensor = holder.weight
         scale = trial.lr_schedule.scale(trial.batch_size)
-        self._optimizer = make_optimizer(holder, trial.optimizer, trial.precision, trial.update_examples, trial.seed, scale)
-        self._aware, self._lr = trial.sync.staleness_aware, float(self._optimizer.param_groups[0]["lr"])
-        self._smallest = self._fmt.smallest if self._fmt is not None else 0.0  # a rate that underflows would be refused
+        self._optimizer = make_optimizer(
+            holder, trial.optimizer, trial.precision, trial.update_examples, trial.seed, scale
+        )
+        self._aware, self._lr = (
+            trial.sync.staleness_aware,
+            float(self._optimizer.param_groups[0]["lr"]),
+        )
+        # a rate that underflows would be refused
+        self._smallest = self._fmt.smallest if self._fmt is not None else 0.0
         self._version = 0
         self._failed = False
         self._changed = asyncio.Condition()
@@ -74,7 +85,8 @@ class Shard:
         self._restart()
 
     async def pull(self, replica: int, clock: int) -> Values | None:
-        """The weights, once the bound lets ``replica`` begin step ``clock``; None where a replica has given up."""
+        """The weights, once the bound lets ``replica`` begin step ``clock``; None where a replica
+        has given up."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._failed or self.may_start(clock))
             self._pulled[replica] = self._version
@@ -102,19 +114,27 @@ class Shard:
             self._changed.notify_all()
 
     async def take(self) -> int:
-        """The next number from 0 on: which part of the epoch the replica that asks shall compute."""
+        """The next number from 0 on: which part of the epoch the replica that asks shall
+        compute."""
         self._taken += 1
         return self._taken - 1
 
     async def recorded(self) -> tuple[dict[int, int], dict[int, int], list[int]]:
-        """How often each version lag and each clock gap occurred since the restart, and the replicas' clocks."""
+        """How often each version lag and each clock gap occurred since the restart, and the
+        replicas' clocks."""
         return dict(self._lags), dict(self._gaps), list(self._clocks)
 
     async def state(self) -> dict[str, Values]:
-        """The slice as ``weight``, and the optimizer's state of it: ``codes/KEY`` for LNS values, ``plain/KEY`` for others."""
+        """The slice as ``weight``, and the optimizer's state of it: ``codes/KEY`` for LNS values,
+        ``plain/KEY`` for others."""
         states = self._optimizer.state.get(self._weight, {})
-        named = {f"{'codes' if isinstance(value, LNSTensor) else 'plain'}/{key}": value for key, value in states.items()}
-        return {"weight": self._values()} | {name: storage_of(value).numpy().copy() for name, value in named.items()}
+        named = {
+            f"{'codes' if isinstance(value, LNSTensor) else 'plain'}/{key}": value
+            for key, value in states.items()
+        }
+        return {"weight": self._values()} | {
+            name: storage_of(value).numpy().copy() for name, value in named.items()
+        }
 
     async def load_state(self, state: dict[str, Values]) -> None:
         """Continue with what :meth:`state` gave, from shards of other sizes too."""

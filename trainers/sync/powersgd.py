@@ -1,18 +1,20 @@
 """PowerSGD: a gradient matrix travels as two thin factors.
 
-For a parameter of shape ``[O, I]`` every rank keeps its residue ``E_OI`` and all share a factor ``Q_IR`` of rank ``r``. A step is one
-power iteration on the sum over ranks, of which only products with thin matrices travel::
+For a parameter of shape ``[O, I]`` every rank keeps its residue ``E_OI`` and all share a factor
+``Q_IR`` of rank ``r``. A step is one power iteration on the sum over ranks, of which only products
+with thin matrices travel::
 
     M = gradient + E
     P = orthonormal(all_reduce(M Q))          O r values
     Q = all_reduce(M^T P)                     I r values
     sum = P Q^T,   E = M - sum / N
 
-so ``sum`` plus all residues is the sum of all M: nothing is lost for good. The bytes that a rank sends are ``2 (N - 1) / N * 4 r (O + I)``
-instead of ``2 (N - 1) / N * 4 O I``. Vectors, and matrices whose factors would be no smaller, travel as float32.
+so ``sum`` plus all residues is the sum of all M: nothing is lost for good. The bytes that a rank
+sends are ``2 (N - 1) / N * 4 r (O + I)`` instead of ``2 (N - 1) / N * 4 O I``. Vectors, and
+matrices whose factors would be no smaller, travel as float32.
 
-Q starts from the trial's seed and the parameter's place, the same on every rank. Source: T. Vogels, S. P. Karimireddy, M. Jaggi 2019,
-"PowerSGD" (arXiv:1905.13727).
+Q starts from the trial's seed and the parameter's place, the same on every rank. Source: T. Vogels,
+S. P. Karimireddy, M. Jaggi 2019, "PowerSGD" (arXiv:1905.13727).
 """
 
 from __future__ import annotations
@@ -29,17 +31,26 @@ from trainers.sync.all_reduce import flatten, unflatten_
 
 
 class PowerSGD:
-    """Sums gradients of rank ``wire.rank`` over the ranks; called as :class:`trainers.sync.all_reduce.GradientSync` is."""
+    """Sums gradients of rank ``wire.rank`` over the ranks; called as
+    :class:`trainers.sync.all_reduce.GradientSync` is."""
 
     def __init__(self, wire: WireConfig, collectives: Collectives, seed: int = 0) -> None:
-        self._rank, self._feedback, self._collectives, self._seed = wire.rank, wire.feedback, collectives, seed
+        self._rank, self._feedback, self._collectives, self._seed = (
+            wire.rank,
+            wire.feedback,
+            collectives,
+            seed,
+        )
         self._factors: dict[str, Tensor] = {}
         self._residues: dict[str, Tensor] = {}
 
     def __call__(self, parameters: Iterable[Tensor], finite: bool = True) -> bool:
-        """Replace each gradient by (nearly) its sum over all ranks; False, and no gradient touched, where a rank is not finite."""
+        """Replace each gradient by (nearly) its sum over all ranks; False, and no gradient touched,
+        where a rank is not finite."""
         gradients = [p.grad for p in parameters if p.grad is not None]
-        finite = finite and all(bool(g.isfinite().all()) for g in gradients if not isinstance(g, LNSTensor))
+        finite = finite and all(
+            bool(g.isfinite().all()) for g in gradients if not isinstance(g, LNSTensor)
+        )
         if not self._collectives.all_true(finite):
             return False
         exact = [g for g in gradients if not self._thin(g)]
@@ -70,7 +81,9 @@ class PowerSGD:
         q_IR = self._factors.get(name)
         if q_IR is None:
             generator = torch.Generator().manual_seed(self._seed * 1_000 + int(name))
-            q_IR = torch.randn(matrix_OI.shape[1], self._rank, generator=generator).to(matrix_OI.device)
+            q_IR = torch.randn(matrix_OI.shape[1], self._rank, generator=generator).to(
+                matrix_OI.device
+            )
         p_OR = torch.linalg.qr(self._collectives.all_reduce_(matrix_OI @ q_IR)).Q.contiguous()
         q_IR = self._collectives.all_reduce_(matrix_OI.t() @ p_OR)
         total_OI: Tensor = p_OR @ q_IR.t()

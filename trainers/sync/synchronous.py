@@ -24,7 +24,13 @@ class Synchronous(Synchroniser):
         parameters: of the model, for buckets.
     """
 
-    def __init__(self, wire: WireConfig, collectives: Collectives, seed: int, parameters: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        wire: WireConfig,
+        collectives: Collectives,
+        seed: int,
+        parameters: Iterable[Tensor] = (),
+    ) -> None:
         self._sum: PowerSGD | GradientSync
         if wire.name == "powersgd":
             self._sum = PowerSGD(wire, collectives, seed)

@@ -1,25 +1,31 @@
-"""Replicas that step by themselves and exchange weights now and then, instead of gradients every step.
+"""Replicas that step by themselves and exchange weights now and then, instead of gradients every
+step.
 
-Every replica ``i`` of N updates by the mean gradient of its own share of the batch. With ``x_i`` its weights, every ``period`` = H steps:
+Every replica ``i`` of N updates by the mean gradient of its own share of the batch. With ``x_i``
+its weights, every ``period`` = H steps:
 
 - **local SGD** (S. Stich 2019, arXiv:1805.09767): ``x_i = mean(x)``.
-- **DiLoCo** (A. Douillard et al. 2023, arXiv:2311.08105), an outer Nesterov step on what the rounds changed, ``a`` the weights that
-  all began the round with: ``g = a - mean(x)``, ``v = mu v + g``, ``x_i = a - lr (g + mu v)``. Local SGD is DiLoCo with lr = 1 and
-  mu = 0, in the code too.
-- **elastic averaging** (S. Zhang et al. 2015, arXiv:1412.6651), replicas and a centre ``c`` pull each other: ``d_i = x_i - c``,
-  ``x_i -= alpha d_i``, ``c += alpha sum(d)`` with ``alpha = moving_rate / N``. The trial's figures are the centre's.
-- **final average**: the replicas never exchange anything; at the end ``x_i = mean(x)``. Figures of earlier epochs are those of the
-  mean so far.
-- **ensemble**: the same without an end: the trial's figures are those of the mean of the replicas' predicted probabilities (B.
-  Lakshminarayanan et al. 2017, arXiv:1612.01474; here every replica has seen its own share of the data). Predictions travel while figures
-  are taken, weights never; each replica's are in the checkpoint.
+- **DiLoCo** (A. Douillard et al. 2023, arXiv:2311.08105), an outer Nesterov step on what the rounds
+  changed, ``a`` the weights that all began the round with: ``g = a - mean(x)``, ``v = mu v + g``,
+  ``x_i = a - lr (g + mu v)``. Local SGD is DiLoCo with lr = 1 and mu = 0, in the code too.
+- **elastic averaging** (S. Zhang et al. 2015, arXiv:1412.6651), replicas and a centre ``c`` pull
+  each other: ``d_i = x_i - c``, ``x_i -= alpha d_i``, ``c += alpha sum(d)`` with ``alpha =
+  moving_rate / N``. The trial's figures are the centre's.
+- **final average**: the replicas never exchange anything; at the end ``x_i = mean(x)``. Figures of
+  earlier epochs are those of the mean so far.
+- **ensemble**: the same without an end: the trial's figures are those of the mean of the replicas'
+  predicted probabilities (B. Lakshminarayanan et al. 2017, arXiv:1612.01474; here every replica has
+  seen its own share of the data). Predictions travel while figures are taken, weights never; each
+  replica's are in the checkpoint.
 
-What travels is ``x_i - a`` (or ``d_i``) through the trial's wire format: 4 / H bytes a parameter, rank and step with two replicas
-and float32. Rounds of the first two also end with the epoch, so that replicas are equal where a checkpoint is written.
+What travels is ``x_i - a`` (or ``d_i``) through the trial's wire format: 4 / H bytes a parameter,
+rank and step with two replicas and float32. Rounds of the first two also end with the epoch, so
+that replicas are equal where a checkpoint is written.
 
-*Low precision.* Means are taken in float32 of the decoded weights and encoded to nearest; nothing is kept in float32 between rounds
-but elastic averaging's centre. A Kahan compensation is part of an LNS weight's value here: ``x = w + compensation`` is what travels,
-and what the mean has beyond the nearest weight becomes the new compensation. Optimizer state stays with its replica.
+*Low precision.* Means are taken in float32 of the decoded weights and encoded to nearest; nothing
+is kept in float32 between rounds but elastic averaging's centre. A Kahan compensation is part of an
+LNS weight's value here: ``x = w + compensation`` is what travels, and what the mean has beyond the
+nearest weight becomes the new compensation. Optimizer state stays with its replica.
 """
 
 from __future__ import annotations
@@ -45,7 +51,8 @@ REPLICA = "replica/"
 
 
 class Averaging(Synchroniser):
-    """What the ways to exchange weights share: reading and writing them, summing over the ranks, rounds, state.
+    """What the ways to exchange weights share: reading and writing them, summing over the ranks,
+    rounds, state.
 
     Args:
         config: the trial; its ``sync`` says when, its ``wire`` how.
@@ -53,10 +60,23 @@ class Averaging(Synchroniser):
         collectives: of the replicas.
     """
 
-    def __init__(self, config: TrialConfig, model: nn.Module, optimizer: torch.optim.Optimizer, collectives: Collectives) -> None:
-        self._sync, self._model, self._optimizer, self._collectives = config.sync, model, optimizer, collectives
+    def __init__(
+        self,
+        config: TrialConfig,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        collectives: Collectives,
+    ) -> None:
+        self._sync, self._model, self._optimizer, self._collectives = (
+            config.sync,
+            model,
+            optimizer,
+            collectives,
+        )
         codec = make_codec(config.wire, None)
-        self._sharded = ShardedSum(collectives, codec, config.wire.feedback) if codec is not None else None
+        self._sharded = (
+            ShardedSum(collectives, codec, config.wire.feedback) if codec is not None else None
+        )
         self._steps = 0
 
     def after_step(self, finite: bool) -> bool:
@@ -69,20 +89,37 @@ class Averaging(Synchroniser):
     def end_epoch(self, finite: bool, last: bool = False) -> bool:
         """A round for the steps since the last one, if any; steps are counted anew."""
         steps, self._steps = self._steps, 0
-        return self._agreed_round(finite) if steps % self._sync.period else self._collectives.all_true(finite)
+        return (
+            self._agreed_round(finite)
+            if steps % self._sync.period
+            else self._collectives.all_true(finite)
+        )
 
     def state(self) -> dict[str, Tensor]:
         """The replica's own weights and optimizer state, and residues of the wire format."""
-        replica = {REPLICA + name: value for name, value in model_tensors(self._model, self._optimizer).items()}
-        return replica | {f"residue/{leg}": value for leg, value in (self._sharded.residues if self._sharded else {}).items()}
+        replica = {
+            REPLICA + name: value
+            for name, value in model_tensors(self._model, self._optimizer).items()
+        }
+        return replica | {
+            f"residue/{leg}": value
+            for leg, value in (self._sharded.residues if self._sharded else {}).items()
+        }
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Continue with what :meth:`state` gave; without it (a checkpoint of other workers) all begin with the model as it is."""
-        replica = {name.removeprefix(REPLICA): value for name, value in state.items() if name.startswith(REPLICA)}
+        """Continue with what :meth:`state` gave; without it (a checkpoint of other workers) all
+        begin with the model as it is."""
+        replica = {
+            name.removeprefix(REPLICA): value
+            for name, value in state.items()
+            if name.startswith(REPLICA)
+        }
         if replica:
             load_model_tensors(self._model, self._optimizer, replica)
         if self._sharded is not None:
-            self._sharded.residues = {n.removeprefix("residue/"): v for n, v in state.items() if n.startswith("residue/")}
+            self._sharded.residues = {
+                n.removeprefix("residue/"): v for n, v in state.items() if n.startswith("residue/")
+            }
 
     @abstractmethod
     def _round(self, values: Tensor) -> None:
@@ -97,15 +134,22 @@ class Averaging(Synchroniser):
 
     def _sum(self, flat: Tensor) -> Tensor:
         """Over the ranks, through the wire format."""
-        return self._collectives.all_reduce_(flat.clone()) if self._sharded is None else self._sharded(flat)
+        return (
+            self._collectives.all_reduce_(flat.clone())
+            if self._sharded is None
+            else self._sharded(flat)
+        )
 
     def _parameters(self) -> list[Tensor]:
         return [p.detach() for p in self._model.parameters()]
 
     def _compensations(self) -> list[Tensor | None]:
-        """Of LNS parameters; a float32 one's is below what float32 sums keep, and stays where it is."""
+        """Of LNS parameters; a float32 one's is below what float32 sums keep, and stays where it
+        is."""
         states = ((p, self._optimizer.state.get(p, {})) for p in self._model.parameters())
-        return [state.get("compensation") if isinstance(p, LNSTensor) else None for p, state in states]
+        return [
+            state.get("compensation") if isinstance(p, LNSTensor) else None for p, state in states
+        ]
 
     @torch.no_grad()
     def _read(self) -> Tensor:
@@ -118,7 +162,8 @@ class Averaging(Synchroniser):
 
     @torch.no_grad()
     def _write(self, flat: Tensor) -> None:
-        """Make ``flat`` the replica's weights, rounded to their format; what rounding lost goes to the compensation."""
+        """Make ``flat`` the replica's weights, rounded to their format; what rounding lost goes to
+        the compensation."""
         unflatten_(self._parameters(), flat)
         for parameter, part, lost in self._with_parts(flat):
             if lost is not None:
@@ -146,10 +191,18 @@ class Averaging(Synchroniser):
 class OuterStep(Averaging):
     """Local SGD and DiLoCo: an outer step on the mean of what the replicas changed."""
 
-    def __init__(self, config: TrialConfig, model: nn.Module, optimizer: torch.optim.Optimizer, collectives: Collectives) -> None:
+    def __init__(
+        self,
+        config: TrialConfig,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        collectives: Collectives,
+    ) -> None:
         super().__init__(config, model, optimizer, collectives)
         diloco = config.sync.name == "diloco"
-        self._lr, self._momentum = (config.sync.outer_lr, config.sync.outer_momentum) if diloco else (1.0, 0.0)
+        self._lr, self._momentum = (
+            (config.sync.outer_lr, config.sync.outer_momentum) if diloco else (1.0, 0.0)
+        )
         self._anchor = self._read()
         self._velocity = torch.zeros_like(self._anchor)
 
@@ -173,7 +226,13 @@ class OuterStep(Averaging):
 class Elastic(Averaging):
     """Replicas and a centre that pull each other."""
 
-    def __init__(self, config: TrialConfig, model: nn.Module, optimizer: torch.optim.Optimizer, collectives: Collectives) -> None:
+    def __init__(
+        self,
+        config: TrialConfig,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        collectives: Collectives,
+    ) -> None:
         super().__init__(config, model, optimizer, collectives)
         self._alpha = config.sync.moving_rate / collectives.size
         self._centre = self._read()
@@ -246,6 +305,7 @@ class Ensemble(FinalAverage):
         yield
 
     def combine(self, logits: Tensor) -> Tensor:
-        """The logarithm of the mean of the replicas' probabilities, which as logits stand for themselves."""
+        """The logarithm of the mean of the replicas' probabilities, which as logits stand for
+        themselves."""
         values = logits.to_float() if isinstance(logits, LNSTensor) else logits.float()
         return (self._collectives.all_reduce_(values.softmax(1)) / self._collectives.size).log()

@@ -1,20 +1,26 @@
 """Telemetry: what an epoch of a trial cost, beside what it learned.
 
-With ``telemetry=true`` an epoch reports, over its training steps alone (:data:`NAMES` describes each):
+With ``telemetry=true`` an epoch reports, over its training steps alone (:data:`NAMES` describes
+each):
 
-- **where a step's time goes**. Every worker times its collectives (:mod:`trainers.telemetry.spans`). A collective lasts, on the
-  worker that comes to it last, as long as its transfer; the others wait for that one. So, step by step, the least time of all
-  workers is *communication* (exposed: nothing overlaps it, or it would not be waited for), and what a worker spends beyond is
-  *idle*. In a pipeline the time of its schedule in which a worker's stages do not compute is idle too: the bubble, transfers
-  between stages included. The rest is *compute*. The three add up to the step. The parameter server's replicas keep no common
-  steps; there all waiting for it is communication.
-- **memory**: of the process on a CPU (its resident set's peak, which Linux can reset), of torch's allocator on a GPU.
-- **multiply-accumulates** of matrix products and convolutions, counted by torch's FlopCounterMode over the trial's first step,
-  and their rate as a share of the kernel's measured ceiling (:mod:`trainers.telemetry.roofline`).
+- **where a step's time goes**. Every worker times its collectives
+  (:mod:`trainers.telemetry.spans`). A collective lasts, on the worker that comes to it last, as
+  long as its transfer; the others wait for that one. So, step by step, the least time of all
+  workers is *communication* (exposed: nothing overlaps it, or it would not be waited for), and what
+  a worker spends beyond is *idle*. In a pipeline the time of its schedule in which a worker's
+  stages do not compute is idle too: the bubble, transfers between stages included. The rest is
+  *compute*. The three add up to the step. The parameter server's replicas keep no common steps;
+  there all waiting for it is communication.
+- **memory**: of the process on a CPU (its resident set's peak, which Linux can reset), of torch's
+  allocator on a GPU.
+- **multiply-accumulates** of matrix products and convolutions, counted by torch's FlopCounterMode
+  over the trial's first step, and their rate as a share of the kernel's measured ceiling
+  (:mod:`trainers.telemetry.roofline`).
 - **energy and activity of GPUs** (:mod:`trainers.telemetry.nvml`), of whole devices.
 
-A metric that the hardware or the system does not tell is absent, never estimated. All names begin with :data:`PREFIX`: they
-depend on the machine and its mood, and are left out where results are compared.
+A metric that the hardware or the system does not tell is absent, never estimated. All names begin
+with :data:`PREFIX`: they depend on the machine and its mood, and are left out where results are
+compared.
 """
 
 from __future__ import annotations
@@ -39,9 +45,14 @@ NAMES = {
     "compute_seconds": "of it, computing (fetching the batch and Python included)",
     "communication_seconds": "of it, in collectives that nothing overlaps",
     "idle_seconds": "of it, waiting for other workers; in a pipeline the bubble",
-    "peak_memory_bytes": "largest of the workers: resident set (CPU) or torch's allocations (GPU), of the whole epoch",
+    "peak_memory_bytes": (
+        "largest of the workers: resident set (CPU) or torch's allocations (GPU), of the whole"
+        " epoch"
+    ),
     "macs_per_step": "multiply-accumulates of a step, all workers",
-    "ceiling_fraction": "multiply-accumulates a second over what the kernel reaches on a large product, a worker",
+    "ceiling_fraction": (
+        "multiply-accumulates a second over what the kernel reaches on a large product, a worker"
+    ),
     "joules": "energy of the workers' GPUs during the epoch's training, whole devices",
     "sm_busy": "share of multiprocessors that were busy, mean over time and GPUs",
     "sm_occupancy": "share of the possible warps that were resident",
@@ -52,12 +63,17 @@ NAMES = {
 _PARTS = ("step", "compute", "communication", "idle")
 SHARES = ("sm_busy", "sm_occupancy", "integer_busy", "tensor_busy")
 RESET_PEAK = "5"
-"""Written to ``/proc/self/clear_refs``: the resident set's peak becomes its present size (proc(5))."""
+"""Written to ``/proc/self/clear_refs``: the resident set's peak becomes its present size
+(proc(5))."""
 
 
 def repeatable(metrics: dict[str, float]) -> dict[str, float]:
     """``metrics`` without those that depend on the machine's mood: speed and telemetry."""
-    return {name: value for name, value in metrics.items() if name != "samples_per_second" and not name.startswith(PREFIX)}
+    return {
+        name: value
+        for name, value in metrics.items()
+        if name != "samples_per_second" and not name.startswith(PREFIX)
+    }
 
 
 class Telemetry:
@@ -83,7 +99,13 @@ class Telemetry:
         waits: bool = True,
         formulas: dict[Any, Callable[..., int]] | None = None,
     ) -> None:
-        self._spans, self._device, self._world_size, self._aligned, self._ceiling = spans, device, world_size, aligned, ceiling
+        self._spans, self._device, self._world_size, self._aligned, self._ceiling = (
+            spans,
+            device,
+            world_size,
+            aligned,
+            ceiling,
+        )
         self._told, self._formulas = _PARTS if waits else _PARTS[:1], formulas
         self._gpu = GPUCounters(torch.cuda.current_device() if device.type == "cuda" else None)
         self._ceiling_rate: float | None = None
@@ -93,7 +115,8 @@ class Telemetry:
 
     @contextmanager
     def counting(self, steps: int = 1) -> Iterator[None]:
-        """Inside runs the first training step, or ``steps`` equal ones: its multiply-accumulates are counted."""
+        """Inside runs the first training step, or ``steps`` equal ones: its multiply-accumulates
+        are counted."""
         if self._macs is not None:
             yield
             return
@@ -110,17 +133,26 @@ class Telemetry:
         self._spans.begin()
 
     def metrics(self, seconds: float) -> dict[str, float]:
-        """What to report of the epoch, whose training took ``seconds``; the same on every worker; collective."""
+        """What to report of the epoch, whose training took ``seconds``; the same on every worker;
+        collective."""
         self._spans.end()
         counted, peak = self._gpu.end(), self._peak()  # before what this allocates
-        steps, macs, possible = self._spans.steps, (self._macs or 0.0) * self._spans.steps, (self._ceiling_rate or 0.0) * seconds
+        steps, macs, possible = (
+            self._spans.steps,
+            (self._macs or 0.0) * self._spans.steps,
+            (self._ceiling_rate or 0.0) * seconds,
+        )
         parts = torch.stack(self._split(self._spans.seconds())).sum(1)
         counts = torch.tensor([steps, macs, possible], dtype=torch.float64)
-        *times, all_steps, all_macs, all_possible = self._summed(torch.cat([parts, counts])).tolist()
+        *times, all_steps, all_macs, all_possible = self._summed(
+            torch.cat([parts, counts])
+        ).tolist()
         found = {"peak_memory_bytes": self._over_all(peak, "MAX")}
         if all_steps:
             found |= {
-                f"{name}_seconds": value / all_steps for name, value in zip(_PARTS, times, strict=True) if name in self._told
+                f"{name}_seconds": value / all_steps
+                for name, value in zip(_PARTS, times, strict=True)
+                if name in self._told
             }
             found["macs_per_step"] = all_macs / all_steps * self._world_size
             found["ceiling_fraction"] = all_macs / all_possible
@@ -143,7 +175,11 @@ class Telemetry:
 
     def _over_all(self, value: float, how: str) -> float:
         """An infinity (absent) on one worker is one on all."""
-        return float(self._reduced(torch.tensor([value], dtype=torch.float64), how)) if self._world_size > 1 else value
+        return (
+            float(self._reduced(torch.tensor([value], dtype=torch.float64), how))
+            if self._world_size > 1
+            else value
+        )
 
     def _reduced(self, values: Tensor, how: str) -> Tensor:
         reduced = values.to(self._device)
@@ -167,4 +203,6 @@ class Telemetry:
         if not self._resettable:
             return math.inf
         lines = Path("/proc/self/status").read_text().splitlines()
-        return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), math.inf)
+        return next(
+            (1024.0 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), math.inf
+        )

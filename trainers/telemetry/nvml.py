@@ -1,10 +1,13 @@
-"""What an NVIDIA GPU tells of itself through NVML: energy from its counter, and how busy its multiprocessors were (GPM).
+"""What an NVIDIA GPU tells of itself through NVML: energy from its counter, and how busy its
+multiprocessors were (GPM).
 
-nvidia-smi's "utilisation" says only that some kernel ran; GPM (Hopper and later) counts, between two samples, the share of
-multiprocessors that were busy, of warps that were resident, and of time in tensor and integer operations. Where the library, the driver
-or the device has none of it, there is none: nothing is estimated. Counters are the whole device's, other processes on it included.
+nvidia-smi's "utilisation" says only that some kernel ran; GPM (Hopper and later) counts, between
+two samples, the share of multiprocessors that were busy, of warps that were resident, and of time
+in tensor and integer operations. Where the library, the driver or the device has none of it, there
+is none: nothing is estimated. Counters are the whole device's, other processes on it included.
 
-Source: NVML API reference, "GPM Functions" and ``nvmlDeviceGetTotalEnergyConsumption`` (Volta and later).
+Source: NVML API reference, "GPM Functions" and ``nvmlDeviceGetTotalEnergyConsumption`` (Volta and
+later).
 """
 
 from __future__ import annotations
@@ -13,7 +16,12 @@ from typing import Any
 
 import torch
 
-GPM = {"sm_busy": "SM_UTIL", "sm_occupancy": "SM_OCCUPANCY", "integer_busy": "INTEGER_UTIL", "tensor_busy": "ANY_TENSOR_UTIL"}
+GPM = {
+    "sm_busy": "SM_UTIL",
+    "sm_occupancy": "SM_OCCUPANCY",
+    "integer_busy": "INTEGER_UTIL",
+    "tensor_busy": "ANY_TENSOR_UTIL",
+}
 """Our names of GPM's metrics, which are percentages there and shares from 0 to 1 here."""
 
 
@@ -39,7 +47,8 @@ class GPUCounters:
             self._nvml.nvmlGpmSampleGet(self._handle, self._samples[0])
 
     def end(self) -> dict[str, float]:
-        """``joules`` and, where the device counts them, the shares of :data:`GPM` since :meth:`begin`; empty where it tells nothing."""
+        """``joules`` and, where the device counts them, the shares of :data:`GPM` since
+        :meth:`begin`; empty where it tells nothing."""
         found: dict[str, float] = {}
         energy = self._millijoules()
         if energy is not None and self._energy is not None:
@@ -56,7 +65,8 @@ class GPUCounters:
             return
         try:
             pynvml.nvmlInit()
-            # CUDA_VISIBLE_DEVICES renumbers what NVML does not: the UUID names the same device to both.
+            # CUDA_VISIBLE_DEVICES renumbers what NVML does not: the UUID names the same device to
+            # both.
             uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
             self._handle, self._nvml = pynvml.nvmlDeviceGetHandleByUUID(uuid), pynvml
         except pynvml.NVMLError:
@@ -87,4 +97,8 @@ class GPUCounters:
         except nvml.NVMLError:
             return {}
         values = zip(GPM, request.metrics, strict=False)
-        return {name: metric.value / 100 for name, metric in values if metric.nvmlReturn == nvml.NVML_SUCCESS}
+        return {
+            name: metric.value / 100
+            for name, metric in values
+            if metric.nvmlReturn == nvml.NVML_SUCCESS
+        }

@@ -1,16 +1,19 @@
-"""Profiles: a trace by torch.profiler of chosen steps of a trial, one file a rank, and a table that sums it up.
+"""Profiles: a trace by torch.profiler of chosen steps of a trial, one file a rank, and a table that
+sums it up.
 
-``profile.steps=[10, 14]`` records steps 10 to 13 (of the whole trial, counted from 0) of the ranks in ``profile.ranks``. A trace shows,
-on one time line, what the rank's code says it does (``communication``: the collectives by name; ``schedule`` and ``stage``: a pipeline,
-whose bubbles are the gaps between its stages; ``forward``, ``backward``, ``update``), torch's operators, the LNS operators by name
-(``lns_ops::matmul``), and on a GPU its kernels. https://ui.perfetto.dev and chrome://tracing open it as it is, gzip-compressed JSON. A
-study keeps the files in ``profiles/TRIAL`` of its folder, with ``executor: train`` in ``train/TRIAL/profile``.
+``profile.steps=[10, 14]`` records steps 10 to 13 (of the whole trial, counted from 0) of the ranks
+in ``profile.ranks``. A trace shows, on one time line, what the rank's code says it does
+(``communication``: the collectives by name; ``schedule`` and ``stage``: a pipeline, whose bubbles
+are the gaps between its stages; ``forward``, ``backward``, ``update``), torch's operators, the LNS
+operators by name (``lns_ops::matmul``), and on a GPU its kernels. https://ui.perfetto.dev and
+chrome://tracing open it as it is, gzip-compressed JSON. A study keeps the files in
+``profiles/TRIAL`` of its folder, with ``executor: train`` in ``train/TRIAL/profile``.
 
-A recording ends with its epoch at the latest. The table has a line for every name: calls, its own time on the CPU and on the GPU (without
-what it calls), and the share of all own time.
+A recording ends with its epoch at the latest. The table has a line for every name: calls, its own
+time on the CPU and on the GPU (without what it calls), and the share of all own time.
 
-torch's profiler belongs to the process: where several trials run in one, one at a time is recorded; a trial that finds it in use goes on
-without, and its table says so.
+torch's profiler belongs to the process: where several trials run in one, one at a time is recorded;
+a trial that finds it in use goes on without, and its table says so.
 """
 
 from __future__ import annotations
@@ -39,7 +42,9 @@ class Profiler:
         spans: whose names go into the trace.
     """
 
-    def __init__(self, config: ProfileConfig, rank: int, device: torch.device, spans: Spans) -> None:
+    def __init__(
+        self, config: ProfileConfig, rank: int, device: torch.device, spans: Spans
+    ) -> None:
         wanted = bool(config.steps) and (not config.ranks or rank in config.ranks)
         self._first, self._end = config.steps if wanted else (-1, -1)
         self._rank, self._device, self._spans = rank, device, spans
@@ -72,7 +77,9 @@ class Profiler:
 
     def _start(self) -> None:
         if not _IN_USE.acquire(blocking=False):
-            self._files[self._name("summary.txt")] = b"Not recorded: another trial of this process was using torch's profiler.\n"
+            self._files[self._name("summary.txt")] = (
+                b"Not recorded: another trial of this process was using torch's profiler.\n"
+            )
             return
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._device.type == "cuda":
@@ -95,12 +102,19 @@ class Profiler:
 
 def summary(profile: torch.profiler.profile, steps: int) -> str:
     """The table, the longest names first."""
-    rows = [(event.key, event.count, event.self_cpu_time_total, event.self_device_time_total) for event in profile.key_averages()]
+    rows = [
+        (event.key, event.count, event.self_cpu_time_total, event.self_device_time_total)
+        for event in profile.key_averages()
+    ]
     rows.sort(key=lambda row: -(row[2] + row[3]))
     everything = sum(row[2] + row[3] for row in rows) or 1.0
-    head = f"{steps} steps; own time, in milliseconds a step\n{'name':60} {'calls':>8} {'CPU':>10} {'GPU':>10} {'share':>7}\n"
+    head = (
+        f"{steps} steps; own time, in milliseconds a step\n{'name':60} {'calls':>8} {'CPU':>10}"
+        f" {'GPU':>10} {'share':>7}\n"
+    )
     lines = [
-        f"{name[:60]:60} {calls / steps:8.1f} {cpu / 1e3 / steps:10.3f} {gpu / 1e3 / steps:10.3f} {(cpu + gpu) / everything:7.1%}\n"
+        f"{name[:60]:60} {calls / steps:8.1f} {cpu / 1e3 / steps:10.3f} {gpu / 1e3 / steps:10.3f}"
+        f" {(cpu + gpu) / everything:7.1%}\n"
         for name, calls, cpu, gpu in rows[:TABLE_ROWS]
     ]
     return head + "".join(lines)

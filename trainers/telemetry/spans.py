@@ -1,11 +1,14 @@
-"""Spans: what a worker does when, for telemetry (seconds a step) and for profiles (names in a trace).
+"""Spans: what a worker does when, for telemetry (seconds a step) and for profiles (names in a
+trace).
 
-Code marks what it does, ``with spans("communication", "all_reduce"):``, and does not know whether anybody looks. With telemetry off and no
-profile running a span costs a function call. On a GPU a span is a pair of events in the stream: nothing waits for it until the epoch's end.
+Code marks what it does, ``with spans("communication", "all_reduce"):``, and does not know whether
+anybody looks. With telemetry off and no profile running a span costs a function call. On a GPU a
+span is a pair of events in the stream: nothing waits for it until the epoch's end.
 
-Kinds: ``communication`` (in a collective, or waiting for what a collective that ran beside the computation brings), ``schedule`` (in a
-pipeline's schedule) and ``stage`` (of that, computing); a stage's idle time is what the schedule has and its stages have not. Any other
-kind is a name in the trace only.
+Kinds: ``communication`` (in a collective, or waiting for what a collective that ran beside the
+computation brings), ``schedule`` (in a pipeline's schedule) and ``stage`` (of that, computing); a
+stage's idle time is what the schedule has and its stages have not. Any other kind is a name in the
+trace only.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ class Spans:
         steps: since :meth:`begin`.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, device: torch.device | str = "cpu", clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._clock = clock
         self._cuda = torch.device(device).type == "cuda"
         self.timing = self.naming = False
@@ -67,7 +72,8 @@ class Spans:
             self._marks[-1] = self._now()
 
     def seconds(self) -> Tensor:
-        """float64 ``[rows, 1 + kinds]`` on the CPU: every step's time, and of it that of :data:`KINDS`. Waits for the GPU."""
+        """float64 ``[rows, 1 + kinds]`` on the CPU: every step's time, and of it that of
+        :data:`KINDS`. Waits for the GPU."""
         if self._cuda:
             torch.cuda.current_stream().synchronize()
         table = torch.zeros(max(0, len(self._marks) - 1), 1 + len(KINDS), dtype=torch.float64)

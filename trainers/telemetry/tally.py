@@ -20,6 +20,7 @@ class Tally:
         self.examples += examples
 
     def metrics(self, split: str) -> dict[str, float]:
-        """``split/loss``, the mean in nats, and ``split/error``, a fraction in 0 .. 1; NaN where nothing was counted."""
+        """``split/loss``, the mean in nats, and ``split/error``, a fraction in 0 .. 1; NaN where
+        nothing was counted."""
         count = self.examples or float("nan")
         return {f"{split}/loss": self.loss / count, f"{split}/error": self.wrong / count}

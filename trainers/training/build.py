@@ -1,7 +1,8 @@
 """Build what one process needs of a trial, from the trial's config and the process's rank.
 
-The order is part of the result: process groups are made by all ranks alike, weights are drawn for the whole model before it is cut,
-the precision is applied to what this worker holds, and the optimizer gets what this worker keeps.
+The order is part of the result: process groups are made by all ranks alike, weights are drawn for
+the whole model before it is cut, the precision is applied to what this worker holds, and the
+optimizer gets what this worker keeps.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ STAGE_SEED = 1_000_003
 
 
 class NoTelemetry:
-    """Measures nothing: what a trial without ``telemetry`` has in the place of a :class:`Telemetry`."""
+    """Measures nothing: what a trial without ``telemetry`` has in the place of a
+    :class:`Telemetry`."""
 
     def counting(self, steps: int = 1) -> AbstractContextManager[None]:
         """Count nothing."""
@@ -83,7 +85,8 @@ class Workers:
         return [float(value) for value in sums]
 
     def faultless(self) -> bool:
-        """Tell whether no worker has encoded a NaN or an infinity since the last call: a GPU counts them and goes on. Collective there."""
+        """Tell whether no worker has encoded a NaN or an infinity since the last call: a GPU counts
+        them and goes on. Collective there."""
         if self.device.type != "cuda":
             return True
         try:
@@ -138,7 +141,9 @@ class Components:
     @property
     def sent(self) -> int:
         """Bytes that this worker has sent to others."""
-        return sum(part.sent for part in (self.collectives, self.within, self.pipeline) if part is not None)
+        return sum(
+            part.sent for part in (self.collectives, self.within, self.pipeline) if part is not None
+        )
 
     def synchroniser(self) -> Synchroniser:
         """Make what keeps this replica and the others together."""
@@ -161,7 +166,8 @@ def check(config: TrialConfig, info: DatasetInfo) -> None:
         info: its data, from :func:`trainers.data.prepare`.
 
     Raises:
-        ValueError: a batch larger than the training set, or a learning rate or momentum that underflows in the LNS format.
+        ValueError: a batch larger than the training set, or a learning rate or momentum that
+            underflows in the LNS format.
     """
     _check_batch(config, info.train)
     model = apply_precision(nn.Linear(1, 1), config.precision)
@@ -171,11 +177,17 @@ def check(config: TrialConfig, info: DatasetInfo) -> None:
 
 def _check_batch(config: TrialConfig, examples: int) -> None:
     if examples < config.batch_size:
-        raise ValueError(f"batch_size={config.batch_size}: there are {examples} training examples; use a smaller batch")
+        raise ValueError(
+            f"batch_size={config.batch_size}: there are {examples} training examples; use a smaller"
+            " batch"
+        )
 
 
-def make_trial_optimizer(config: TrialConfig, options: OptimizerConfig, kept: nn.Module, stage: int = 0) -> torch.optim.Optimizer:
-    """Make the optimizer that ``config`` asks for, with ``options``, of what a worker of a pipeline's ``stage`` keeps."""
+def make_trial_optimizer(
+    config: TrialConfig, options: OptimizerConfig, kept: nn.Module, stage: int = 0
+) -> torch.optim.Optimizer:
+    """Make the optimizer that ``config`` asks for, with ``options``, of what a worker of a
+    pipeline's ``stage`` keeps."""
     seed = (config.seed + stage * STAGE_SEED) % (1 << 31)
     scale = config.lr_schedule.scale(config.batch_size)
     return make_optimizer(kept, options, config.precision, config.update_examples, seed, scale)
@@ -185,10 +197,13 @@ def build(config: TrialConfig, rank: int, world_size: int) -> Components:
     """Build the components of worker ``rank`` of ``world_size``; collective with more than one.
 
     Raises:
-        ValueError: the data are not to be had, or the config asks for what cannot be (its message says what).
+        ValueError: the data are not to be had, or the config asks for what cannot be (its message
+            says what).
     """
     set_threads(config.threads)
-    device = torch.device(resolve_device(config.device) if world_size == 1 or config.device != "auto" else "cpu")
+    device = torch.device(
+        resolve_device(config.device) if world_size == 1 or config.device != "auto" else "cpu"
+    )
     check_device(device.type)
     data = load(config.data)
     _check_batch(config, len(data.train.y))
@@ -212,16 +227,25 @@ def build(config: TrialConfig, rank: int, world_size: int) -> Components:
     offload = Offload(own) if config.memory.offload_optimizer else None
     kept = offload.own if offload else own
     optimizer = make_trial_optimizer(config, config.optimizer, kept, here.pp_rank)
-    telemetry = _make_telemetry(config, spans, device, world_size, partition) if config.telemetry else NoTelemetry()
+    telemetry = (
+        _make_telemetry(config, spans, device, world_size, partition)
+        if config.telemetry
+        else NoTelemetry()
+    )
     return Components(
-        config=config, workers=Workers(rank, world_size, device), place=here, data=data, parameters=parameters, model=model,
-        kept=kept, optimizer=optimizer, updater=_make_updater(optimizer, offload, scaler), collectives=collectives, within=within,
-        pipeline=pipeline, partition=partition, offload=offload, scaler=scaler, spans=spans, profiler=profiler, telemetry=telemetry,
+        config=config, workers=Workers(rank, world_size, device), place=here, data=data,
+        parameters=parameters, model=model, kept=kept, optimizer=optimizer,
+        updater=_make_updater(optimizer, offload, scaler), collectives=collectives, within=within,
+        pipeline=pipeline, partition=partition, offload=offload, scaler=scaler, spans=spans,
+        profiler=profiler, telemetry=telemetry,
     )  # fmt: skip
 
 
-def _make_pipeline(model: nn.Module, config: TrialConfig, here: Place, spans: Spans, device: torch.device) -> Pipeline:
-    from trainers.parallel.pipeline import Pipeline  # torch's brings its compiler along, seconds that other trials need not wait
+def _make_pipeline(
+    model: nn.Module, config: TrialConfig, here: Place, spans: Spans, device: torch.device
+) -> Pipeline:
+    # torch's brings its compiler along, seconds that other trials need not wait
+    from trainers.parallel.pipeline import Pipeline
 
     assert isinstance(model, nn.Sequential)
     precision, examples = config.precision, config.batch_size // here.dp
@@ -229,21 +253,37 @@ def _make_pipeline(model: nn.Module, config: TrialConfig, here: Place, spans: Sp
     return Pipeline(model, config.layout, here, examples, fmt, device, spans, config.memory)
 
 
-def _make_updater(optimizer: torch.optim.Optimizer, offload: Offload | None, scaler: GradScaler | None) -> Updater:
+def _make_updater(
+    optimizer: torch.optim.Optimizer, offload: Offload | None, scaler: GradScaler | None
+) -> Updater:
     if offload is not None:
         return OffloadedOptimizer(optimizer, offload)
     return optimizer if scaler is None else ScaledOptimizer(optimizer, scaler)
 
 
 def _make_telemetry(
-    config: TrialConfig, spans: Spans, device: torch.device, world_size: int, partition: PartitionedModel | None
+    config: TrialConfig,
+    spans: Spans,
+    device: torch.device,
+    world_size: int,
+    partition: PartitionedModel | None,
 ) -> Telemetry:
     precision = config.precision
 
     def ceiling() -> float:
         dtype = torch.float32 if config.autocast == "none" else getattr(torch, config.autocast)
-        return kernel_ceiling(precision.lns_format, precision.accumulation, dtype, device.type, config.threads)
+        return kernel_ceiling(
+            precision.lns_format, precision.accumulation, dtype, device.type, config.threads
+        )
 
     aligned = config.sync.name != "asynchronous"
     waits = not (config.layout.fsdp and device.type == "cuda")
-    return Telemetry(spans, device, world_size, aligned, ceiling, waits, partition.formulas if partition else None)
+    return Telemetry(
+        spans,
+        device,
+        world_size,
+        aligned,
+        ceiling,
+        waits,
+        partition.formulas if partition else None,
+    )

@@ -1,8 +1,10 @@
-"""Where a trial computes: on the CPU, or on an NVIDIA GPU, where a whole training step is one CUDA graph.
+"""Where a trial computes: on the CPU, or on an NVIDIA GPU, where a whole training step is one CUDA
+graph.
 
-A step of a small net is some forty kernels of a few microseconds, which Python takes longer to launch than the GPU to run. Captured
-once in a CUDA graph and replayed, they run back to back. The graph reads its batch through a counter on the device, so an epoch is a
-row of replays without a word from the host; losses and wrong answers are tallied on the device and read once at the end.
+A step of a small net is some forty kernels of a few microseconds, which Python takes longer to
+launch than the GPU to run. Captured once in a CUDA graph and replayed, they run back to back. The
+graph reads its batch through a counter on the device, so an epoch is a row of replays without a
+word from the host; losses and wrong answers are tallied on the device and read once at the end.
 """
 
 from __future__ import annotations
@@ -24,15 +26,16 @@ STEPS_TO_CAPTURE = WARM_UP_STEPS + 1
 """Training steps that making a :class:`GraphedEpochs` goes through."""
 
 _capturing = threading.Lock()
-"""Held while a thread captures a graph: beginning another capture waits for the whole device, which a capture forbids."""
+"""Held while a thread captures a graph: beginning another capture waits for the whole device, which
+a capture forbids."""
 
 
 class GraphedEpochs:
     """Training steps on one GPU, replayed from a CUDA graph.
 
     Args:
-        model, optimizer: on the GPU; captured as they are, so replaced parameters or state need a new object. Capturing leaves
-            their values unchanged.
+        model, optimizer: on the GPU; captured as they are, so replaced parameters or state need a
+            new object. Capturing leaves their values unchanged.
         data: the training examples, on the GPU.
         batch_size: examples a step.
         micro_batches: equal parts of a batch, whose gradients are added up in order.
@@ -40,23 +43,41 @@ class GraphedEpochs:
     Attributes:
         steps: of an epoch.
 
-    Several threads may each have one, on a stream of their own that is current while they make and use it.
+    Several threads may each have one, on a stream of their own that is current while they make and
+    use it.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, data: Split, batch_size: int, micro_batches: int = 1
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        data: Split,
+        batch_size: int,
+        micro_batches: int = 1,
     ) -> None:
-        self._model, self._optimizer, self._data, self._micro_batches = model, optimizer, data, micro_batches
+        self._model, self._optimizer, self._data, self._micro_batches = (
+            model,
+            optimizer,
+            data,
+            micro_batches,
+        )
         device, examples = data.y.device, len(data.y)
         self.steps = examples // batch_size
-        self._order = torch.arange(self.steps * batch_size, device=device).view(self.steps, batch_size)
+        self._order = torch.arange(self.steps * batch_size, device=device).view(
+            self.steps, batch_size
+        )
         self._step = torch.zeros((), dtype=torch.int64, device=device)
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
-        self._counts = torch.zeros(2, dtype=torch.int64, device=device)  # wrong answers, batches counted
+        # wrong answers, batches counted
+        self._counts = torch.zeros(2, dtype=torch.int64, device=device)
         self._finite = torch.ones((), dtype=torch.bool, device=device)
         with _capturing, self._unchanged():
             current = torch.cuda.current_stream(device)
-            stream = torch.cuda.Stream(device) if current == torch.cuda.default_stream(device) else current
+            stream = (
+                torch.cuda.Stream(device)
+                if current == torch.cuda.default_stream(device)
+                else current
+            )
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
                 for _ in range(WARM_UP_STEPS):
@@ -67,14 +88,18 @@ class GraphedEpochs:
             with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
                 self._train_step()
 
-    def train(self, order: Tensor, before_step: Callable[[int], None] = lambda step: None) -> tuple[float, int, int]:
-        """Train once over the examples in ``order`` (int64, any device); the last, incomplete batch is left out.
+    def train(
+        self, order: Tensor, before_step: Callable[[int], None] = lambda step: None
+    ) -> tuple[float, int, int]:
+        """Train once over the examples in ``order`` (int64, any device); the last, incomplete batch
+        is left out.
 
         Args:
             before_step: called with each step's number in the epoch.
 
         Returns:
-            Summed loss (NaN once a batch's was not finite; what comes after that batch is not counted), wrong answers, and
+            Summed loss (NaN once a batch's was not finite; what comes after that batch is not
+                counted), wrong answers, and
             batches counted.
         """
         self._order.copy_(order[: self._order.numel()].view_as(self._order))
@@ -113,8 +138,11 @@ class GraphedEpochs:
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """Give parameters, buffers and optimizer state back the values that they had; new state is zero."""
-        parameters = [storage_of(p.detach()) for p in (*self._model.parameters(), *self._model.buffers())]
+        """Give parameters, buffers and optimizer state back the values that they had; new state is
+        zero."""
+        parameters = [
+            storage_of(p.detach()) for p in (*self._model.parameters(), *self._model.buffers())
+        ]
         before = [p.clone() for p in parameters]
         states = {id(t): t.clone() for t in self._states()}
         yield
@@ -127,4 +155,8 @@ class GraphedEpochs:
                 state.zero_()
 
     def _states(self) -> list[Tensor]:
-        return [storage_of(value) for state in self._optimizer.state.values() for value in state.values()]
+        return [
+            storage_of(value)
+            for state in self._optimizer.state.values()
+            for value in state.values()
+        ]

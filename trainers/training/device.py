@@ -6,7 +6,8 @@ from lns_ops import cuda
 
 
 def resolve_device(name: str) -> str:
-    """``cuda`` or ``cpu`` for ``auto``: the GPU where torch finds one and LNS kernels can run there."""
+    """``cuda`` or ``cpu`` for ``auto``: the GPU where torch finds one and LNS kernels can run
+    there."""
     if name != "auto":
         return name
     return "cpu" if cuda.unavailable() else "cuda"

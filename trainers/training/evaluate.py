@@ -15,9 +15,13 @@ from trainers.telemetry.tally import Tally
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, split: Split, combine: Callable[[Tensor], Tensor] = lambda logits: logits, like: int | None = None
+    model: nn.Module,
+    split: Split,
+    combine: Callable[[Tensor], Tensor] = lambda logits: logits,
+    like: int | None = None,
 ) -> Tally:
-    """Loss and errors of ``model`` on ``split``, in the model's own arithmetic, of what ``combine`` makes of its logits.
+    """Loss and errors of ``model`` on ``split``, in the model's own arithmetic, of what ``combine``
+    makes of its logits.
 
     ``like``: see :func:`evaluation_batches`.
     """

@@ -1,7 +1,9 @@
-"""What a trial's format does to each layer, as metrics of an epoch: :func:`lns_ops.analyze` on the first batch of training examples.
+"""What a trial's format does to each layer, as metrics of an epoch: :func:`lns_ops.analyze` on the
+first batch of training examples.
 
-The batch is the same every time, and so is the optimizer asked for its update: a fresh one with the trial's options. The model is
-copied, and the random numbers of training are left alone, so a trial with analyses trains the same bits as one without.
+The batch is the same every time, and so is the optimizer asked for its update: a fresh one with the
+trial's options. The model is copied, and the random numbers of training are left alone, so a trial
+with analyses trains the same bits as one without.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ _SHARES = ("underflow", "saturated")
 def analysis_metrics(model: nn.Module, config: TrialConfig, split: Split) -> dict[str, float]:
     """``analysis/LAYER/NAME`` of every layer.
 
-    NAME is ``forward_db``, ``backward_db``, ``weight_gradient_db`` (signal-to-noise against float32), ``underflow``, ``saturated``
-    (shares of the layer's nonzero weights, outputs and gradients) and ``updates_lost`` (share of nonzero updates). What is not finite is
-    left out, as are all of them where the network overflows.
+    NAME is ``forward_db``, ``backward_db``, ``weight_gradient_db`` (signal-to-noise against
+    float32), ``underflow``, ``saturated`` (shares of the layer's nonzero weights, outputs and
+    gradients) and ``updates_lost`` (share of nonzero updates). What is not finite is left out, as
+    are all of them where the network overflows.
     """
     precision = config.precision
     scope = "everywhere" if precision.simulated else precision.scope
@@ -35,12 +38,17 @@ def analysis_metrics(model: nn.Module, config: TrialConfig, split: Split) -> dic
         analysis = analyze(
             model, batch, precision.format, loss=_summed, scope=scope,
             optimizer=lambda weights: make_optimizer(
-                nn.ParameterList(weights), config.optimizer, PrecisionConfig(), config.update_examples, scale=scale
+                nn.ParameterList(weights), config.optimizer, PrecisionConfig(),
+                config.update_examples, scale=scale
             ),
         )  # fmt: skip
     except NonFiniteError:
         return {}
-    metrics = {f"analysis/{layer.name}/{name}": value for layer in analysis.layers for name, value in _figures(layer).items()}
+    metrics = {
+        f"analysis/{layer.name}/{name}": value
+        for layer in analysis.layers
+        for name, value in _figures(layer).items()
+    }
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
@@ -49,8 +57,17 @@ def _summed(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def _figures(layer: LayerAnalysis) -> dict[str, float]:
-    values = [v for v in (layer.weight, layer.output, layer.gradient, layer.weight_gradient) if v is not None]
+    values = [
+        v
+        for v in (layer.weight, layer.output, layer.gradient, layer.weight_gradient)
+        if v is not None
+    ]
     count = sum(v.count - v.zeros for v in values)
-    figures = {name: sum(getattr(v, name) for v in values) / count for name in _SHARES} if count else {}
-    ratios = {name: getattr(layer, name) for name in ("forward_db", "backward_db", "weight_gradient_db", "updates_lost")}
+    figures = (
+        {name: sum(getattr(v, name) for v in values) / count for name in _SHARES} if count else {}
+    )
+    ratios = {
+        name: getattr(layer, name)
+        for name in ("forward_db", "backward_db", "weight_gradient_db", "updates_lost")
+    }
     return figures | {name: value for name, value in ratios.items() if value is not None}

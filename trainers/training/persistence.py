@@ -13,20 +13,36 @@ from typing import Any
 from torch import Tensor
 
 from trainers.checkpoint.files import load_checkpoint, save_checkpoint
-from trainers.checkpoint.state import gather_ranks, gather_stages, load_model_tensors, model_tensors, of_rank
+from trainers.checkpoint.state import (
+    gather_ranks,
+    gather_stages,
+    load_model_tensors,
+    model_tensors,
+    of_rank,
+)
 from trainers.config import TrialConfig
 from trainers.sync.base import Synchroniser
 from trainers.training.build import Components
 
 SAME_TRIAL = ("model", "precision", "seed", "optimizer.name")
 """Keys in which two trials must agree for one to continue the other's checkpoint."""
-RANKS_SHARE = ("workers", "layout.pp", "layout.tp", "layout.dp", "layout.virtual_stages", "wire", "sync.name")
-"""Keys in which two trials must agree for a rank of one to take what belonged to the same rank of the other."""
+RANKS_SHARE = (
+    "workers",
+    "layout.pp",
+    "layout.tp",
+    "layout.dp",
+    "layout.virtual_stages",
+    "wire",
+    "sync.name",
+)
+"""Keys in which two trials must agree for a rank of one to take what belonged to the same rank of
+the other."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a trial has come; the attributes are those of :class:`trainers.training.trainer.Training`."""
+    """How far a trial has come; the attributes are those of
+    :class:`trainers.training.trainer.Training`."""
 
     epoch: int = 0
     diverged: bool = False
@@ -34,11 +50,19 @@ class Progress:
     tested: dict[str, float] = field(default_factory=dict)
 
 
-def save(components: Components, sync: Synchroniser, progress: Progress, origin: dict[str, Any], folder: Path) -> None:
-    """Write a trial's state into ``folder``; whole or absent, whenever the process dies. Collective: rank 0 writes."""
+def save(
+    components: Components,
+    sync: Synchroniser,
+    progress: Progress,
+    origin: dict[str, Any],
+    folder: Path,
+) -> None:
+    """Write a trial's state into ``folder``; whole or absent, whenever the process dies.
+    Collective: rank 0 writes."""
     config, workers, scaler = components.config, components.workers, components.scaler
     own = sync.state()
-    ranks = gather_ranks(own, workers.rank, workers.world_size) if own else {}  # on every rank or on none
+    # on every rank or on none
+    ranks = gather_ranks(own, workers.rank, workers.world_size) if own else {}
     scale = {} if scaler is None else {"scaler": scaler.state_dict()}
     with sync.evaluating():
         tensors = _whole(components, model_tensors(components.kept, components.optimizer))
@@ -48,7 +72,8 @@ def save(components: Components, sync: Synchroniser, progress: Progress, origin:
 
 
 def restore(components: Components, sync: Synchroniser, folder: Path) -> Progress:
-    """Take over the state in ``folder``, of this layout or another, and return how far that trial has come.
+    """Take over the state in ``folder``, of this layout or another, and return how far that trial
+    has come.
 
     Raises:
         ValueError: no whole checkpoint there, or one of another model or precision.
@@ -58,7 +83,10 @@ def restore(components: Components, sync: Synchroniser, folder: Path) -> Progres
     for key in SAME_TRIAL:
         saved_value, own = (attrgetter(key)(trial) for trial in (saved_config, config))
         if saved_value != own:
-            raise ValueError(f"{folder}: checkpoint of {key}={saved_value}, this trial has {own}; use its own config")
+            raise ValueError(
+                f"{folder}: checkpoint of {key}={saved_value}, this trial has {own}; use its own"
+                " config"
+            )
     if components.scaler is not None and "scaler" in state:
         components.scaler.load_state_dict(state["scaler"])
     own_tensors = components.partition.parts(tensors) if components.partition else tensors
@@ -66,8 +94,11 @@ def restore(components: Components, sync: Synchroniser, folder: Path) -> Progres
     if components.offload is not None:
         components.offload.push()
     alike = all(get(saved_config) == get(config) for get in map(attrgetter, RANKS_SHARE))
-    sync.load_state(of_rank(tensors, components.workers.rank, components.workers.device) if alike else {})
-    return Progress(**{name: state[name] for name in vars(Progress()) if name in state})  # older ones lack history and tested
+    sync.load_state(
+        of_rank(tensors, components.workers.rank, components.workers.device) if alike else {}
+    )
+    # older ones lack history and tested
+    return Progress(**{name: state[name] for name in vars(Progress()) if name in state})
 
 
 def _whole(components: Components, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

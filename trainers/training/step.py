@@ -21,10 +21,12 @@ def train_step(
     micro_batches: int = 1,
     spans: Spans | None = None,
 ) -> tuple[float, int]:
-    """Forward, backward, synchronise the replicas, update; returns the batch's summed loss and wrong answers before it.
+    """Forward, backward, synchronise the replicas, update; returns the batch's summed loss and
+    wrong answers before it.
 
-    Where a loss is not finite, no rank that knows of it updates and all of those return a NaN loss. The batch is taken in
-    ``micro_batches`` equal parts, whose gradients are added up in order, in the gradients' own arithmetic.
+    Where a loss is not finite, no rank that knows of it updates and all of those return a NaN loss.
+    The batch is taken in ``micro_batches`` equal parts, whose gradients are added up in order, in
+    the gradients' own arithmetic.
     """
     sync, spans = sync or Synchroniser(), spans or Spans()
     optimizer.zero_grad(set_to_none=True)
@@ -37,8 +39,11 @@ def train_step(
     return loss if updated else math.nan, wrong
 
 
-def accumulate(model: nn.Module, batch: Split, micro_batches: int, spans: Spans | None = None) -> tuple[float, int]:
-    """Add the gradients of ``micro_batches`` equal parts of ``batch`` to those there are; summed loss (NaN if one is) and wrong answers."""
+def accumulate(
+    model: nn.Module, batch: Split, micro_batches: int, spans: Spans | None = None
+) -> tuple[float, int]:
+    """Add the gradients of ``micro_batches`` equal parts of ``batch`` to those there are; summed
+    loss (NaN if one is) and wrong answers."""
     loss, wrong, size = 0.0, 0, len(batch.y) // micro_batches
     for x, y in zip(batch.x.split(size), batch.y.split(size), strict=True):
         part_loss, part_wrong = _forward_backward(model, Split(x, y), spans or Spans())
@@ -47,7 +52,8 @@ def accumulate(model: nn.Module, batch: Split, micro_batches: int, spans: Spans 
 
 
 def _forward_backward(model: nn.Module, batch: Split, spans: Spans) -> tuple[float, int]:
-    """Summed loss and wrong answers; NaN where a float part of the model has overflowed on its way into LNS."""
+    """Summed loss and wrong answers; NaN where a float part of the model has overflowed on its way
+    into LNS."""
     try:
         with spans("forward"):
             logits = model(batch.x)

@@ -1,4 +1,5 @@
-"""Strategies of training and evaluating: eager, from a CUDA graph, in pipeline stages. A trial has one, chosen when it is built.
+"""Strategies of training and evaluating: eager, from a CUDA graph, in pipeline stages. A trial has
+one, chosen when it is built.
 
 Sharded models need none of their own: their synchroniser and their tensors do what differs.
 """
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 
 def choose_step(components: Components) -> Step:
-    """Choose the strategy of a trial: a step is captured where it runs on this GPU alone, and the same every time."""
+    """Choose the strategy of a trial: a step is captured where it runs on this GPU alone, and the
+    same every time."""
     if components.pipeline is not None:
         return PipelineStep(components, components.pipeline)
     workers, config = components.workers, components.config
@@ -41,11 +43,17 @@ class Step:
     """
 
     def __init__(self, components: Components) -> None:
-        self._components, self._config, self._place = components, components.config, components.place
+        self._components, self._config, self._place = (
+            components,
+            components.config,
+            components.place,
+        )
         straggles = components.place.dp_rank == components.place.dp - 1
         self._delay = components.config.sync.straggler_seconds if straggles else 0.0
 
-    def train_epoch(self, split: Split, epoch: int, sync: Synchroniser, before_step: Callable[[int], None]) -> tuple[Tally, bool]:
+    def train_epoch(
+        self, split: Split, epoch: int, sync: Synchroniser, before_step: Callable[[int], None]
+    ) -> tuple[Tally, bool]:
         """Train once over ``split``.
 
         Args:
@@ -77,7 +85,8 @@ class Step:
         return tally, self._agree(sync.end_epoch(finite, last=epoch + 1 == self._config.epochs))
 
     def batches(self, split: Split, epoch: int, sync: Synchroniser) -> Iterator[tuple[int, Split]]:
-        """Yield an epoch's steps with this replica's shares of their batches; the last, incomplete batch is left out."""
+        """Yield an epoch's steps with this replica's shares of their batches; the last, incomplete
+        batch is left out."""
         size, place = self._config.batch_size, self._place
         order = epoch_order(len(split.y), self._config.seed, epoch)
         for step, part in sync.shares(len(order) // size, place.dp_rank):
@@ -87,10 +96,13 @@ class Step:
         """Take one step with this replica's share of a batch.
 
         Returns:
-            What this worker knows of it; its loss is NaN where that of a worker it has heard of is not finite.
+            What this worker knows of it; its loss is NaN where that of a worker it has heard of is
+                not finite.
         """
         own = self._components
-        loss, wrong = train_step(own.model, own.updater, batch, sync, self._config.layout.micro_batches, own.spans)
+        loss, wrong = train_step(
+            own.model, own.updater, batch, sync, self._config.layout.micro_batches, own.spans
+        )
         return Tally(loss, wrong, len(batch.y))
 
     def evaluate(self, split: Split, sync: Synchroniser, like: int | None) -> Tally:
@@ -129,7 +141,8 @@ class PipelineStep(Step):
         return Tally(loss, wrong, len(batch.y) if self._pipeline.last else 0)
 
     def evaluate(self, split: Split, sync: Synchroniser, like: int | None) -> Tally:
-        """Evaluate on ``split``, as :meth:`Step.evaluate`; no synchroniser combines the logits of stages."""
+        """Evaluate on ``split``, as :meth:`Step.evaluate`; no synchroniser combines the logits of
+        stages."""
         return self._pipeline.evaluate(split)
 
     def _agree(self, go: bool) -> bool:
@@ -147,12 +160,16 @@ class GraphStep(Step):
         super().__init__(components)
         self._graphed: GraphedEpochs | None = None
 
-    def train_epoch(self, split: Split, epoch: int, sync: Synchroniser, before_step: Callable[[int], None]) -> tuple[Tally, bool]:
+    def train_epoch(
+        self, split: Split, epoch: int, sync: Synchroniser, before_step: Callable[[int], None]
+    ) -> tuple[Tally, bool]:
         """Train once over ``split``, as :meth:`Step.train_epoch`."""
         own, config = self._components, self._config
         if self._graphed is None:
             with own.telemetry.counting(STEPS_TO_CAPTURE):
-                self._graphed = GraphedEpochs(own.model, own.optimizer, split, config.batch_size, config.layout.micro_batches)
+                self._graphed = GraphedEpochs(
+                    own.model, own.optimizer, split, config.batch_size, config.layout.micro_batches
+                )
             own.spans.begin()
         order = epoch_order(len(split.y), config.seed, epoch)
         loss, wrong, counted = self._graphed.train(order.to(own.workers.device), before_step)

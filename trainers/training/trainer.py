@@ -7,9 +7,10 @@ Both executors use it, the in-process one and the Ray Train worker, and so may a
         print(training.train_epoch())
     print(training.test())
 
-Everything that decides the result is in the config: weights come from (seed, name), the data order from (seed, epoch), so a run
-that is saved and restored continues bit for bit. Divergence is a result: once the loss is not finite, training stops computing and
-reports NaN losses and errors of the remaining epochs as they are.
+Everything that decides the result is in the config: weights come from (seed, name), the data order
+from (seed, epoch), so a run that is saved and restored continues bit for bit. Divergence is a
+result: once the loss is not finite, training stops computing and reports NaN losses and errors of
+the remaining epochs as they are.
 """
 
 from __future__ import annotations
@@ -38,25 +39,38 @@ class Training:
 
     Args:
         config: the trial.
-        rank, world_size: this worker's place; with more than one, the default torch.distributed group must exist.
+        rank, world_size: this worker's place; with more than one, the default torch.distributed
+            group must exist.
 
     Attributes:
         epoch: finished epochs.
-        history: the metrics of each, as :meth:`train_epoch` returned them. They travel in the checkpoint, so that whoever keeps a record
-            of a run can complete it from the state that the run continues from.
+        history: the metrics of each, as :meth:`train_epoch` returned them. They travel in the
+            checkpoint, so that whoever keeps a record of a run can complete it from the state that
+            the run continues from.
         tested: what :meth:`test` returned last, likewise; empty before.
-        origin: who trains it and with which code, in words of whoever drives it; :meth:`save` puts it into checkpoints.
+        origin: who trains it and with which code, in words of whoever drives it; :meth:`save` puts
+            it into checkpoints.
         profiler: has the files of a profile (:meth:`trainers.telemetry.profiler.Profiler.take`).
 
     Raises:
-        ValueError: the data are not to be had, or the config asks for what cannot be (its message says what).
+        ValueError: the data are not to be had, or the config asks for what cannot be (its message
+            says what).
     """
 
     def __init__(self, config: TrialConfig, *, rank: int = 0, world_size: int = 1) -> None:
         self._components = components = build(config, rank, world_size)
         self._workers = components.workers
-        self.config, self.rank, self.world_size, self.device = config, rank, world_size, components.workers.device
-        self.data, self.place, self.profiler = components.data, components.place, components.profiler
+        self.config, self.rank, self.world_size, self.device = (
+            config,
+            rank,
+            world_size,
+            components.workers.device,
+        )
+        self.data, self.place, self.profiler = (
+            components.data,
+            components.place,
+            components.profiler,
+        )
         self.model, self.optimizer = components.model, components.optimizer
         self.pipeline, self.collectives = components.pipeline, components.collectives
         self.sync = components.synchroniser()
@@ -74,10 +88,14 @@ class Training:
         """Train one epoch, then evaluate on the validation split.
 
         Returns:
-            ``epoch`` (finished ones), ``train/loss`` and ``train/error`` (as met during the epoch), ``validation/loss`` and
-            ``validation/error`` (losses in nats, errors as fractions), ``samples_per_second`` (training alone, all workers). With
-            several workers also ``bytes/sent`` (bytes that a worker sent while training this epoch, mean over the workers) and
-            ``bytes/parameter_step`` (the same over parameters and steps). Every ``analysis_every`` epochs ``analysis/LAYER/...``.
+            ``epoch`` (finished ones), ``train/loss`` and ``train/error`` (as met during the epoch),
+                ``validation/loss`` and
+            ``validation/error`` (losses in nats, errors as fractions), ``samples_per_second``
+                (training alone, all workers). With
+            several workers also ``bytes/sent`` (bytes that a worker sent while training this epoch,
+                mean over the workers) and
+            ``bytes/parameter_step`` (the same over parameters and steps). Every ``analysis_every``
+                epochs ``analysis/LAYER/...``.
             With telemetry also :data:`trainers.telemetry.metrics.NAMES`.
         """
         self._change_options()
@@ -94,8 +112,16 @@ class Training:
             costs = telemetry.metrics(seconds)
             self.epoch += 1
             total = self._over_workers(tally)
-            metrics = {"epoch": float(self.epoch), **total.metrics("train"), **self._evaluate(self.data.validation, "validation")}
-        metrics |= self._traffic(sent, total.examples // self.config.batch_size) | self.sync.metrics() | costs
+            metrics = {
+                "epoch": float(self.epoch),
+                **total.metrics("train"),
+                **self._evaluate(self.data.validation, "validation"),
+            }
+        metrics |= (
+            self._traffic(sent, total.examples // self.config.batch_size)
+            | self.sync.metrics()
+            | costs
+        )
         metrics["samples_per_second"] = total.examples / seconds
         metrics |= self._analysed()
         self.history.append(dict(metrics))
@@ -110,16 +136,18 @@ class Training:
     def save(self, folder: Path) -> None:
         """Write the state into ``folder``; whole or absent, whenever the process dies.
 
-        With several workers every one calls it: rank 0 writes, and has first from the others what is theirs alone.
+        With several workers every one calls it: rank 0 writes, and has first from the others what
+        is theirs alone.
         """
         progress = persistence.Progress(self.epoch, self.diverged, self.history, self.tested)
         persistence.save(self._components, self.sync, progress, self.origin, folder)
 
     def restore(self, folder: Path) -> None:
-        """Continue from the state in ``folder``; the next epoch comes out as if there had been no break.
+        """Continue from the state in ``folder``; the next epoch comes out as if there had been no
+        break.
 
-        A checkpoint of another layout is read too; what belonged to its ranks alone (residues of error feedback, replicas' own weights
-        and optimizer state) is then left out.
+        A checkpoint of another layout is read too; what belonged to its ranks alone (residues of
+        error feedback, replicas' own weights and optimizer state) is then left out.
 
         Raises:
             ValueError: no whole checkpoint there, or one of another model or precision.
@@ -130,13 +158,16 @@ class Training:
         self.history, self.tested = progress.history, progress.tested
 
     def _change_options(self) -> None:
-        """Give the optimizer the options that ``changes`` has after this epoch; its state stays, a captured graph does not."""
+        """Give the optimizer the options that ``changes`` has after this epoch; its state stays, a
+        captured graph does not."""
         wanted = optimizer_at(self.config, self.epoch)
         if wanted == self._options:
             return
         self._options = wanted
         self._step.forget()
-        changed = make_trial_optimizer(self.config, wanted, self._components.kept, self.place.pp_rank)
+        changed = make_trial_optimizer(
+            self.config, wanted, self._components.kept, self.place.pp_rank
+        )
         for group, new in zip(self.optimizer.param_groups, changed.param_groups, strict=True):
             group.update((name, value) for name, value in new.items() if name != "params")
         self._rate = Rate(self.config, self.optimizer, self._steps_per_epoch)
@@ -145,7 +176,9 @@ class Training:
         """Train the epoch; nothing where training has diverged before."""
         if self.diverged:
             return Tally()
-        tally, goes_on = self._step.train_epoch(self.data.train, self.epoch, self.sync, self._before_step)
+        tally, goes_on = self._step.train_epoch(
+            self.data.train, self.epoch, self.sync, self._before_step
+        )
         self.diverged = not goes_on
         return tally
 
@@ -165,10 +198,16 @@ class Training:
         if self.world_size == 1:
             return {}
         mean = self._workers.summed([float(sent)])[0] / self.world_size
-        return {"bytes/sent": mean, "bytes/parameter_step": mean / (self._components.parameters * steps) if steps else math.nan}
+        return {
+            "bytes/sent": mean,
+            "bytes/parameter_step": mean / (self._components.parameters * steps)
+            if steps
+            else math.nan,
+        }
 
     def _evaluate(self, split: Split, name: str) -> dict[str, float]:
-        """Report ``name/loss`` and ``name/error`` on ``split``, whose examples the replicas share where they can; collective."""
+        """Report ``name/loss`` and ``name/error`` on ``split``, whose examples the replicas share
+        where they can; collective."""
         mine = slice(None) if self.sync.whole else slice(self.place.dp_rank, None, self.place.dp)
         own = Split(split.x[mine], split.y[mine])
         like = math.ceil(len(split.y) / self.place.dp) if self.sync.together else None
@@ -181,8 +220,11 @@ class Training:
         return self._over_workers(tally).metrics(name)
 
     def _over_workers(self, tally: Tally) -> Tally:
-        """Sum over the workers; of those that have computed the same examples together, the first counts."""
+        """Sum over the workers; of those that have computed the same examples together, the first
+        counts."""
         if self.place.tp_rank:
             tally = Tally()
-        loss, wrong, examples = self._workers.summed([tally.loss, float(tally.wrong), float(tally.examples)])
+        loss, wrong, examples = self._workers.summed(
+            [tally.loss, float(tally.wrong), float(tally.examples)]
+        )
         return Tally(loss, int(wrong), int(examples))

@@ -1,18 +1,22 @@
-"""A process that has loaded torch and all that a trial needs, and forks worker processes from itself.
+"""A process that has loaded torch and all that a trial needs, and forks worker processes from
+itself.
 
-Loading torch, numba and this package takes two seconds of a core and 250 MB in every process that does it; a fork takes milliseconds,
-and its pages are shared until somebody writes to them. So each machine loads once, and a worker that dies is replaced at once.
+Loading torch, numba and this package takes two seconds of a core and 250 MB in every process that
+does it; a fork takes milliseconds, and its pages are shared until somebody writes to them. So each
+machine loads once, and a worker that dies is replaced at once.
 
-The server must stay forkable: it computes nothing, so it has neither threads of its own nor a CUDA context (a child of a process that has
-one cannot use the GPU). It runs in a session of its own, out of reach of Ctrl-C, and dies with whoever started it; its children die
-with it (``PR_SET_PDEATHSIG``, prctl(2)).
+The server must stay forkable: it computes nothing, so it has neither threads of its own nor a CUDA
+context (a child of a process that has one cannot use the GPU). It runs in a session of its own, out
+of reach of Ctrl-C, and dies with whoever started it; its children die with it
+(``PR_SET_PDEATHSIG``, prctl(2)).
 
-Method: as ``multiprocessing``'s forkserver, which however imports the main module of its parent in every child (a Ray worker's is Ray) and
-knows no environment for one child alone.
+Method: as ``multiprocessing``'s forkserver, which however imports the main module of its parent in
+every child (a Ray worker's is Ray) and knows no environment for one child alone.
 
-Messages on the socket, one JSON object each: ``{"ready": seconds}`` and, of children, ``{"forked": KEY, "pid": PID}``,
-``{"failed": KEY, "why": WHY}`` and ``{"exited": PID, "status": STATUS}`` (negative: the signal) from the server; to it
-``{"log": PATH}``, ``{"data": [...]}``, and ``{"key": KEY, "environment": {...}, "lanes": N}`` with the child's end of a socket.
+Messages on the socket, one JSON object each: ``{"ready": seconds}`` and, of children, ``{"forked":
+KEY, "pid": PID}``, ``{"failed": KEY, "why": WHY}`` and ``{"exited": PID, "status": STATUS}``
+(negative: the signal) from the server; to it ``{"log": PATH}``, ``{"data": [...]}``, and ``{"key":
+KEY, "environment": {...}, "lanes": N}`` with the child's end of a socket.
 """
 
 from __future__ import annotations
@@ -38,7 +42,8 @@ MESSAGE_BYTES = 1 << 16
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
-"""NumPy's library makes its threads when it is loaded; they would not survive the fork, and trials compute elsewhere."""
+"""NumPy's library makes its threads when it is loaded; they would not survive the fork, and trials
+compute elsewhere."""
 
 
 class ForkServer:
@@ -48,7 +53,8 @@ class ForkServer:
         log: file that takes what the server and its children print; None for nowhere.
 
     Attributes:
-        socket: readable where the server has a message, see :meth:`receive`; closed where it has died.
+        socket: readable where the server has a message, see :meth:`receive`; closed where it has
+            died.
     """
 
     def __init__(self, log: Path | None = None) -> None:
@@ -59,7 +65,10 @@ class ForkServer:
                 [
                     sys.executable,
                     "-c",
-                    "import sys; from trainers.workers.fork_server import main; main(int(sys.argv[1]))",
+                    (
+                        "import sys; from trainers.workers.fork_server import main;"
+                        " main(int(sys.argv[1]))"
+                    ),
                     str(theirs.fileno()),
                 ],
                 env=ENVIRONMENT | os.environ | {"PYTHONPATH": path},
@@ -76,8 +85,11 @@ class ForkServer:
         """The server's."""
         return self._process.pid
 
-    def fork(self, key: int, connection: socket.socket, environment: dict[str, str], lanes: int) -> None:
-        """Ask for a child that serves ``connection``, see :func:`trainers.workers.worker_process.serve`.
+    def fork(
+        self, key: int, connection: socket.socket, environment: dict[str, str], lanes: int
+    ) -> None:
+        """Ask for a child that serves ``connection``, see
+        :func:`trainers.workers.worker_process.serve`.
 
         Args:
             key: names it in the server's answers.
@@ -127,14 +139,16 @@ def main(descriptor: int) -> None:
 
 def _load() -> None:
     """Everything that a trial's first epoch would load."""
-    import torch.distributed.tensor  # torch loads it, half a second, with the first detach of a tensor subclass
+    # torch loads it, half a second, with the first detach of a tensor subclass
+    import torch.distributed.tensor
 
     import trainers.workers.worker_process  # noqa: F401
 
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork either
     faulthandler.enable()
     gc.collect()
-    gc.freeze()  # the children's collector never looks through the libraries' objects, whose pages stay shared
+    # the children's collector never looks through the libraries' objects, whose pages stay shared
+    gc.freeze()
 
 
 def _serve(control: socket.socket) -> None:
@@ -175,7 +189,8 @@ def _serve(control: socket.socket) -> None:
 
 
 def _load_data(configs: list[dict[str, Any]]) -> None:
-    """Load data sets for all children to come; what cannot be loaded the trials that want it will say."""
+    """Load data sets for all children to come; what cannot be loaded the trials that want it will
+    say."""
     from trainers.config import DataConfig
     from trainers.data import load
 
@@ -207,7 +222,9 @@ def send(control: socket.socket, message: dict[str, Any]) -> None:
         control.send(json.dumps(message).encode())
 
 
-def _become_worker(control: socket.socket, pipe: tuple[int, int], descriptor: int, request: dict[str, Any]) -> None:
+def _become_worker(
+    control: socket.socket, pipe: tuple[int, int], descriptor: int, request: dict[str, Any]
+) -> None:
     """In a child: serve its own connection, and end."""
     status = 1
     try:

@@ -1,4 +1,5 @@
-"""What processes tell each other of a trial. Loads no torch, so that who only passes it on need not wait for it."""
+"""What processes tell each other of a trial. Loads no torch, so that who only passes it on need not
+wait for it."""
 
 from __future__ import annotations
 
@@ -10,12 +11,20 @@ HISTORY = "history"
 NAMESPACE = "lns-study"
 """Ray's, of the actors that a trial's processes find by name."""
 
-DETERMINISTIC = (ValueError, ArithmeticError, TypeError, AttributeError, NameError, NotImplementedError)
-"""What a trial raises where a second try could only raise it again: the user's input, arithmetic, a mistake in code. What a dead process
-or a full disk leads to is none of these."""
+DETERMINISTIC = (
+    ValueError,
+    ArithmeticError,
+    TypeError,
+    AttributeError,
+    NameError,
+    NotImplementedError,
+)
+"""What a trial raises where a second try could only raise it again: the user's input, arithmetic, a
+mistake in code. What a dead process or a full disk leads to is none of these."""
 
 JOIN, TRAIN, GO, STOP, CHECK = "join", "train", "go", "stop", "check"
-"""To a worker process: become a rank; train a trial; go on after a report, or do not; say what data and format forbid trials."""
+"""To a worker process: become a rank; train a trial; go on after a report, or do not; say what data
+and format forbid trials."""
 HELLO, MEET, JOINED, BEGAN, REPORT, ENDED, DIED, CHECKED = (
     "hello",
     "meet",
@@ -26,11 +35,19 @@ HELLO, MEET, JOINED, BEGAN, REPORT, ENDED, DIED, CHECKED = (
     "died",
     "checked",
 )
-"""From a worker process: it is up (pid); where ranks meet (port); it is a rank; what forbids trials (a text or None each); a
-trial began (:class:`Beginning`); finished an epoch (metrics); ended (``how``, ``text``, and ``retire``: why the process ends
-with it); and of it, from its node: it died (why)."""
-DONE, STOPPED, REFUSED, OUT_OF_MEMORY, FAILED = "done", "stopped", "refused", "out of memory", "failed"
-"""How a trial ended: trained and tested; told to stop; cannot work, a second try would not either; memory ran out; anything else."""
+"""From a worker process: it is up (pid); where ranks meet (port); it is a rank; what forbids trials
+(a text or None each); a trial began (:class:`Beginning`); finished an epoch (metrics); ended
+(``how``, ``text``, and ``retire``: why the process ends with it); and of it, from its node: it died
+(why)."""
+DONE, STOPPED, REFUSED, OUT_OF_MEMORY, FAILED = (
+    "done",
+    "stopped",
+    "refused",
+    "out of memory",
+    "failed",
+)
+"""How a trial ended: trained and tested; told to stop; cannot work, a second try would not either;
+memory ran out; anything else."""
 
 IN_PROCESS, PACKED, RAY_TRAIN = (
     "trainers.workers.executors:InProcess",
@@ -62,6 +79,7 @@ class Beginning:
 
 
 def last_line(text: str) -> str:
-    """The last line of an error's text that says something, at most 500 characters; "" if none does."""
+    """The last line of an error's text that says something, at most 500 characters; "" if none
+    does."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:500] if lines else ""

@@ -1,8 +1,9 @@
 """The worker processes of one machine: made, spoken to, heard and ended.
 
-On the machine that runs a study a :class:`Node` lives in the study's own process; on the nodes of a Ray cluster it is a Ray actor, which
-holds the CPUs and GPUs that its processes use. What the processes say is passed on unread, and what has come together meanwhile in one
-piece, so that a machine with hundreds of processes costs whoever drives them one call for many reports.
+On the machine that runs a study a :class:`Node` lives in the study's own process; on the nodes of a
+Ray cluster it is a Ray actor, which holds the CPUs and GPUs that its processes use. What the
+processes say is passed on unread, and what has come together meanwhile in one piece, so that a
+machine with hundreds of processes costs whoever drives them one call for many reports.
 
 A process that has died is told after everything that it said before.
 """
@@ -87,7 +88,9 @@ class Node:
             try:
                 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             except OSError as error:
-                self._said.put((key, pickle.dumps(Message(DIED, payload=f"no process could be made: {error}"))))
+                self._said.put(
+                    (key, pickle.dumps(Message(DIED, payload=f"no process could be made: {error}")))
+                )
                 return
             self._processes[key] = _Process(Connection(ours.detach()))
             try:
@@ -120,7 +123,8 @@ class Node:
             getattr(self, method)(*arguments)
 
     def events(self, seconds: float) -> list[tuple[int, bytes]]:
-        """What processes have said, with their keys, as soon as there is something; nothing after ``seconds``, or where this is closed."""
+        """What processes have said, with their keys, as soon as there is something; nothing after
+        ``seconds``, or where this is closed."""
         try:
             found = [self._said.get(timeout=seconds)]
         except queue.Empty:
@@ -131,11 +135,17 @@ class Node:
         return found
 
     def describe(self) -> tuple[str, str, list[str], str]:
-        """As a Ray actor: the machine's name, its address, the GPUs that Ray gave, the Ray node's id."""
+        """As a Ray actor: the machine's name, its address, the GPUs that Ray gave, the Ray node's
+        id."""
         import ray
 
         gpus = [str(name) for name in ray.get_gpu_ids()]
-        return os.uname().nodename, str(ray.util.get_node_ip_address()), gpus, str(ray.get_runtime_context().get_node_id())
+        return (
+            os.uname().nodename,
+            str(ray.util.get_node_ip_address()),
+            gpus,
+            str(ray.get_runtime_context().get_node_id()),
+        )
 
     def __enter__(self) -> Node:
         return self
@@ -163,7 +173,9 @@ class Node:
 
     def _ready_server(self) -> ForkServer:
         if self._closed:
-            raise RuntimeError("this Node is closed: a study closes the one that it is given; make a new one")
+            raise RuntimeError(
+                "this Node is closed: a study closes the one that it is given; make a new one"
+            )
         if self._server is None:
             self._server = ForkServer(self._log)
             if self._data:
@@ -185,13 +197,16 @@ class Node:
                         self._hear_server()
                     else:
                         self._hear(ready.data)
-            except Exception:  # a mistake of ours: nobody would hear of the processes any more, so they end, and that is told
+            # a mistake of ours: nobody would hear of the processes any more, so they end, and that
+            # is told
+            except Exception:
                 traceback.print_exc()
                 with self._lock:
                     self._lose_all("the node lost its processes by a mistake; please report it")
 
     def _hear(self, key: int) -> None:
-        """One message of a process; where its connection has closed, its death is told by the server, maybe a moment ago."""
+        """One message of a process; where its connection has closed, its death is told by the
+        server, maybe a moment ago."""
         process = self._processes.get(key)
         if process is None:
             return
@@ -215,7 +230,11 @@ class Node:
             elif "failed" in message:
                 self._lose(message["failed"], f"no process could be made: {message['why']}")
             elif "exited" in message:
-                key = next(key for key, process in self._processes.items() if process.pid == message["exited"])
+                key = next(
+                    key
+                    for key, process in self._processes.items()
+                    if process.pid == message["exited"]
+                )
                 self._lose(key, _describe(message["status"]))
 
     def _lose_all(self, why: str) -> None:
@@ -246,6 +265,8 @@ class Node:
 
 def _describe(status: int) -> str:
     if status < 0:
-        name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+        name = (
+            signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+        )
         return f"the trial's process died ({name})"
     return f"the trial's process ended with exit code {status}"

@@ -1,8 +1,9 @@
 """A trial that runs out of memory: how to tell, and what to try once more.
 
-Whatever allocates says it in its own way: torch's ``OutOfMemoryError`` on a GPU, a ``RuntimeError`` of its allocator on a CPU, CuPy's
-error, Python's. What helps without another result: a whole GPU, where trials share one. Else smaller micro-batches, whose gradients add up
-to the batch's; sums are then rounded at other places.
+Whatever allocates says it in its own way: torch's ``OutOfMemoryError`` on a GPU, a ``RuntimeError``
+of its allocator on a CPU, CuPy's error, Python's. What helps without another result: a whole GPU,
+where trials share one. Else smaller micro-batches, whose gradients add up to the batch's; sums are
+then rounded at other places.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ if TYPE_CHECKING:
     from trainers.config import TrialConfig
 
 
-_SAID = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory", "unable to allocate")
+_SAID = (
+    "out of memory",
+    "not enough memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "unable to allocate",
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

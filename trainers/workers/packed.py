@@ -1,13 +1,15 @@
-"""A host: several one-worker trials at once in one process, each in a thread of its own and, on a GPU, on a stream of its own.
+"""A host: several one-worker trials at once in one process, each in a thread of its own and, on a
+GPU, on a stream of its own.
 
-Processes that share a GPU take turns on it; streams of one process run side by side, so that small nets fill the GPU together. An
-epoch is a row of CUDA graphs, launched without Python's global lock. Trials are free to differ in everything but what
-:func:`~trainers.workers.resources.key_of` names, which is the process's and not a thread's. What decides a result is the trial's
-own, so it comes out as in a process of its own, bit for bit.
+Processes that share a GPU take turns on it; streams of one process run side by side, so that small
+nets fill the GPU together. An epoch is a row of CUDA graphs, launched without Python's global lock.
+Trials are free to differ in everything but what :func:`~trainers.workers.resources.key_of` names,
+which is the process's and not a thread's. What decides a result is the trial's own, so it comes out
+as in a process of its own, bit for bit.
 
-A host is a worker process of several lanes (:mod:`trainers.workers.worker_process`), one a GPU, or one a machine for trials on
-the CPU. An error that is not the trial's own (CUDA's context is lost for all) ends the process; every trial in it begins again in
-a new one, at its last checkpoint.
+A host is a worker process of several lanes (:mod:`trainers.workers.worker_process`), one a GPU, or
+one a machine for trials on the CPU. An error that is not the trial's own (CUDA's context is lost
+for all) ends the process; every trial in it begins again in a new one, at its last checkpoint.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from trainers.workers.resources import MOST, key_of
 from trainers.workers.resume import begin, step
 
 SWITCH_SECONDS = 1e-4
-"""After how long a thread that computes in Python lets another one go on, which may only want to launch its next step."""
+"""After how long a thread that computes in Python lets another one go on, which may only want to
+launch its next step."""
 
 
 @dataclass
@@ -46,10 +49,12 @@ class _Trial:
 
 
 class Host:
-    """Trains several trials at once. Calls may come from any thread, those of different trials at the same time.
+    """Trains several trials at once. Calls may come from any thread, those of different trials at
+    the same time.
 
     Args:
-        config: of any trial that it will train; the others have the same :func:`~trainers.workers.resources.key_of`.
+        config: of any trial that it will train; the others have the same
+            :func:`~trainers.workers.resources.key_of`.
 
     Raises:
         ValueError: the trials' device is not there.
@@ -65,9 +70,15 @@ class Host:
         self._streams: list[torch.cuda.Stream] = []
         self._lock = threading.Lock()
 
-    def begin(self, name: str, config: TrialConfig, checkpoints: list[str], origin: dict[str, Any] | None = None) -> Beginning:
-        """Build the trial ``name``, continued from the first whole checkpoint; one of that name is replaced. ``origin`` goes into
-        its own.
+    def begin(
+        self,
+        name: str,
+        config: TrialConfig,
+        checkpoints: list[str],
+        origin: dict[str, Any] | None = None,
+    ) -> Beginning:
+        """Build the trial ``name``, continued from the first whole checkpoint; one of that name is
+        replaced. ``origin`` goes into its own.
 
         Raises:
             ValueError: the trial cannot be built, or differs from the host's others in what
@@ -76,7 +87,8 @@ class Host:
         """
         if key_of(config) != self._key:
             raise ValueError(
-                f"trial of {key_of(config)} (device, threads, accumulation) in a host of {self._key}: take another host"
+                f"trial of {key_of(config)} (device, threads, accumulation) in a host of"
+                f" {self._key}: take another host"
             )
         trial = self._enter(name)
         with trial.lock, trial.current():
@@ -121,7 +133,10 @@ class Host:
         with self._lock:
             if name not in self._trials:
                 if self._device == "cuda" and len(self._trials) >= MOST:
-                    raise ValueError(f"{len(self._trials)} trials on one GPU: at most {MOST}; use gpus={1 / MOST:g} or more")
+                    raise ValueError(
+                        f"{len(self._trials)} trials on one GPU: at most {MOST}; use"
+                        f" gpus={1 / MOST:g} or more"
+                    )
                 self._trials[name] = _Trial(self._stream())
             return self._trials[name]
 

@@ -1,8 +1,10 @@
 """What a trial leaves behind in a process that trains the next one, put back or noticed.
 
-Everything that decides a result is made anew for each trial; what lies outside of it, settings of the process, a trial's code (or a library
-it calls) may still change. Between two trials :class:`Leftovers` puts those settings back as they were before the first. What cannot be
-put back, threads and memory that are never given up, it refuses beyond a bound, so that the next trial gets a fresh process.
+Everything that decides a result is made anew for each trial; what lies outside of it, settings of
+the process, a trial's code (or a library it calls) may still change. Between two trials
+:class:`Leftovers` puts those settings back as they were before the first. What cannot be put back,
+threads and memory that are never given up, it refuses beyond a bound, so that the next trial gets a
+fresh process.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from lns_ops import get_matmul_accumulation, set_matmul_accumulation
 THREADS = 64
 """More Python threads than before the first trial are a leak."""
 MEMORY = max(2 << 30, psutil.virtual_memory().total // 16)
-"""More bytes of memory, of the process or on its GPU, than after the first trial are a leak; other shapes and formats add some."""
+"""More bytes of memory, of the process or on its GPU, than after the first trial are a leak; other
+shapes and formats add some."""
 
 
 class LeakError(RuntimeError):
@@ -38,7 +41,8 @@ class Leftovers:
         self._threads = threading.active_count()
         self._memory: tuple[int, int] | None = None
         gc.collect()
-        gc.freeze()  # what is there now is never looked through again, half a million objects of libraries
+        # what is there now is never looked through again, half a million objects of libraries
+        gc.freeze()
 
     def clear(self) -> None:
         """Put the process's settings back.
@@ -58,7 +62,8 @@ class Leftovers:
         more = threading.active_count() - self._threads
         if grown > MEMORY or more > THREADS:
             raise LeakError(
-                f"this process keeps {grown >> 20} MB and {more} threads more than after its first trial; the next one gets a new process"
+                f"this process keeps {grown >> 20} MB and {more} threads more than after its first"
+                " trial; the next one gets a new process"
             )
 
 
@@ -73,12 +78,16 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "grad": (torch.is_grad_enabled, torch.set_grad_enabled),
     "precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    "deterministic": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    "deterministic": (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+    ),
     "anomaly": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     "accumulation": (get_matmul_accumulation, set_matmul_accumulation),
     "random": (random.getstate, random.setstate),
 }
-"""What reads a setting, and what sets it. Set only where it has changed: torch loads its compiler, two seconds, to be told of some."""
+"""What reads a setting, and what sets it. Set only where it has changed: torch loads its compiler,
+two seconds, to be told of some."""
 
 
 def _settings() -> dict[str, Any]:

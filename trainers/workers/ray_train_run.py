@@ -1,11 +1,13 @@
-"""A trial by Ray Train (``executor: train``), behind the protocol of :mod:`trainers.workers.executors`: for long trials, since
-Ray Train restarts a gang within the trial.
+"""A trial by Ray Train (``executor: train``), behind the protocol of
+:mod:`trainers.workers.executors`: for long trials, since Ray Train restarts a gang within the
+trial.
 
-A worker process drives ``trainers.workers.ray_train_worker.build_trainer(...).fit()`` in a thread and does nothing else. Ray
-Train's controller is a process of its own, maybe on another machine; a callback in it connects back here, passes on what rank 0
-reports, and waits for the word to go on. Told to stop, it has the controller abort the run, as Ctrl-C in a script of one's own
-does. (An error raised in the callback does not end a run: Ray Train starts its controller's work again, by default without
-limit.)
+A worker process drives ``trainers.workers.ray_train_worker.build_trainer(...).fit()`` in a thread
+and does nothing else. Ray Train's controller is a process of its own, maybe on another machine; a
+callback in it connects back here, passes on what rank 0 reports, and waits for the word to go on.
+Told to stop, it has the controller abort the run, as Ctrl-C in a script of one's own does. (An
+error raised in the callback does not end a run: Ray Train starts its controller's work again, by
+default without limit.)
 
 The Ray Train run's name is the trial's id, so a driver that is started again continues the run.
 """
@@ -48,20 +50,24 @@ class Told(UserCallback):  # type: ignore[misc]
         self._address, self._key = address, key
         self._connection: Connection | None = None
 
-    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+    def after_report(
+        self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any
+    ) -> None:
         """Pass on what rank 0 reported; end the run where the answer is to stop."""
         if self._connection is None:
             self._connection = Client(self._address, authkey=self._key)
         path = {"checkpoint_path": checkpoint.path} if checkpoint is not None else {}
         self._connection.send(metrics[0] | path)
         if not self._connection.recv():
-            ray.get_runtime_context().current_actor.abort.remote()  # runs once this one has returned
+            # runs once this one has returned
+            ray.get_runtime_context().current_actor.abort.remote()
 
 
 class RayTrainRun:
     """See the module.
 
-    The plan has ``storage`` for Ray Train's files, and ``max_failures``: how often a gang with a dead worker starts again.
+    The plan has ``storage`` for Ray Train's files, and ``max_failures``: how often a gang with a
+    dead worker starts again.
     """
 
     def __init__(self, context: Context) -> None:
@@ -151,7 +157,8 @@ class RayTrainRun:
 
 
 def set_damaged_aside(run: Path) -> str:
-    """Move a Ray Train run whose newest checkpoint is damaged out of the way, so that the gang starts from scratch.
+    """Move a Ray Train run whose newest checkpoint is damaged out of the way, so that the gang
+    starts from scratch.
 
     Returns:
         What is wrong with the checkpoint; "" if it is whole or there is none.

@@ -1,15 +1,20 @@
-"""The Ray Train side: several workers train one trial together, over gloo on CPUs, over NCCL on GPUs.
+"""The Ray Train side: several workers train one trial together, over gloo on CPUs, over NCCL on
+GPUs.
 
-Each worker runs :func:`train_loop`: a :class:`~trainers.training.trainer.Training` with its rank, an epoch at a time; rank 0 saves a
-checkpoint with every report, so a group that Ray restarts continues after the last reported epoch and ends with the same bits.
+Each worker runs :func:`train_loop`: a :class:`~trainers.training.trainer.Training` with its rank,
+an epoch at a time; rank 0 saves a checkpoint with every report, so a group that Ray restarts
+continues after the last reported epoch and ends with the same bits.
 
-With ``min_workers`` the group is elastic: it begins with as many workers as there is room for, goes on with fewer where a node is lost
-and with more where one comes, each time from the last checkpoint. Batches and steps stay the same, a replica's share of them changes; the
-sums of gradients are then taken in another order, so such a run does not repeat to the last bit.
+With ``min_workers`` the group is elastic: it begins with as many workers as there is room for, goes
+on with fewer where a node is lost and with more where one comes, each time from the last
+checkpoint. Batches and steps stay the same, a replica's share of them changes; the sums of
+gradients are then taken in another order, so such a run does not repeat to the last bit.
 
-Ray Train keeps a checkpoint *before* it tells its callbacks of the report that came with it. If the driver dies in between, the run
-continues after an epoch that nobody has heard of. Therefore the first report after a restart repeats the metrics of all epochs before
-it, under :data:`~trainers.workers.messages.HISTORY`, and :func:`read_results` has them all once the run is complete.
+Ray Train keeps a checkpoint *before* it tells its callbacks of the report that came with it. If the
+driver dies in between, the run continues after an epoch that nobody has heard of. Therefore the
+first report after a restart repeats the metrics of all epochs before it, under
+:data:`~trainers.workers.messages.HISTORY`, and :func:`read_results` has them all once the run is
+complete.
 """
 
 from __future__ import annotations
@@ -21,7 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import ray.train
-from ray.train import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, UserCallback
+from ray.train import (
+    Checkpoint,
+    CheckpointConfig,
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+    UserCallback,
+)
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from trainers.checkpoint.files import load_checkpoint
@@ -33,7 +45,8 @@ from trainers.workers.resources import WorkerResources
 
 
 class FailAtOnce(UserCallback):  # type: ignore[misc]
-    """Ends a run at the first deterministic error. Ray Train retries the errors of workers; those of callbacks it does not."""
+    """Ends a run at the first deterministic error. Ray Train retries the errors of workers; those
+    of callbacks it does not."""
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Raise a worker's error here, in the controller, if it is deterministic."""
@@ -43,15 +56,22 @@ class FailAtOnce(UserCallback):  # type: ignore[misc]
 
 
 def train_loop(values: dict[str, Any]) -> None:
-    """What every worker runs; ``values`` is ``TrialConfig.to_dict()``, and may have the checkpoints' ``origin`` beside.
+    """What every worker runs; ``values`` is ``TrialConfig.to_dict()``, and may have the
+    checkpoints' ``origin`` beside.
 
-    Reports each epoch's metrics, the last one's with ``test/*``, the first one's after a restart with :data:`HISTORY`.
+    Reports each epoch's metrics, the last one's with ``test/*``, the first one's after a restart
+    with :data:`HISTORY`.
     """
     context = ray.train.get_context()
     if context.get_world_size() > 1:
         process_group.wait_in_training()
-    values, origin = {key: value for key, value in values.items() if key != "origin"}, values.get("origin", {})
-    config = replace(TrialConfig.from_dict(values), workers=context.get_world_size(), min_workers=None)
+    values, origin = (
+        {key: value for key, value in values.items() if key != "origin"},
+        values.get("origin", {}),
+    )
+    config = replace(
+        TrialConfig.from_dict(values), workers=context.get_world_size(), min_workers=None
+    )
     training = Training(config, rank=context.get_world_rank(), world_size=context.get_world_size())
     training.origin = origin
     checkpoint = ray.train.get_checkpoint()
@@ -84,9 +104,11 @@ def keep_profile(files: dict[str, bytes]) -> None:
 
 
 def read_results(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Everything a complete run has reported, from its last checkpoint: ``epoch``, ``test/*`` and :data:`HISTORY`.
+    """Everything a complete run has reported, from its last checkpoint: ``epoch``, ``test/*`` and
+    :data:`HISTORY`.
 
-    Ray Train's own copy in ``Result.metrics`` loses NaNs (a diverged run's) when the run is read back from disk.
+    Ray Train's own copy in ``Result.metrics`` loses NaNs (a diverged run's) when the run is read
+    back from disk.
     """
     with checkpoint.as_directory() as folder:
         _, state = load_checkpoint(Path(folder))
@@ -108,18 +130,21 @@ def build_trainer(
     Args:
         storage_path: absolute folder or URI where Ray Train keeps checkpoints.
         name: of the run below it; the same name continues an earlier run.
-        max_failures: how often a group with a dead worker starts again from its last checkpoint; after one of the errors in
-            :data:`DETERMINISTIC` none does.
+        max_failures: how often a group with a dead worker starts again from its last checkpoint;
+            after one of the errors in :data:`DETERMINISTIC` none does.
         resize_seconds: how often Ray asks whether a group with ``min_workers`` may be larger.
         origin: see :attr:`trainers.training.trainer.Training.origin`.
-        callbacks: ``ray.train.UserCallback``s, such as :class:`trainers.workers.ray_train_run.Told`.
+        callbacks: ``ray.train.UserCallback``s, such as
+            :class:`trainers.workers.ray_train_run.Told`.
     """
     return TorchTrainer(
         train_loop,
         train_loop_config=config.to_dict() | {"origin": origin or {}},
         torch_config=TorchConfig(backend="nccl" if config.device == "cuda" else "gloo"),
         scaling_config=ScalingConfig(
-            num_workers=config.workers if config.min_workers is None else (config.min_workers, config.workers),
+            num_workers=config.workers
+            if config.min_workers is None
+            else (config.min_workers, config.workers),
             use_gpu=config.device == "cuda",
             resources_per_worker=WorkerResources.of(config).bundles[0],
             elastic_resize_monitor_interval_s=resize_seconds,

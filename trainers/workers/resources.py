@@ -1,4 +1,5 @@
-"""What a trial's processes take of a cluster. Loads no torch: who starts processes need not wait for it."""
+"""What a trial's processes take of a cluster. Loads no torch: who starts processes need not wait
+for it."""
 
 from __future__ import annotations
 
@@ -14,19 +15,22 @@ if TYPE_CHECKING:
 MOST = 32
 """Trials at once in a process: CUDA streams that torch gives one."""
 LANES = 6
-"""Trials at once in a process where nothing else is asked for: two processes of six train small nets on an H200 a little faster than one
-of twelve, whose threads wait for Python's global lock (docs/benchmarks/studies.md)."""
+"""Trials at once in a process where nothing else is asked for: two processes of six train small
+nets on an H200 a little faster than one of twelve, whose threads wait for Python's global lock
+(docs/benchmarks/studies.md)."""
 SHARES = ((200e6, 1 / 12), (2e9, 1 / 4))
-"""Of a GPU that a trial takes by default, by the multiply-accumulates of a step below which it does: where so many at once were faster
-than fewer on an H200. A larger trial takes a whole one."""
+"""Of a GPU that a trial takes by default, by the multiply-accumulates of a step below which it
+does: where so many at once were faster than fewer on an H200. A larger trial takes a whole one."""
 INPUTS = {"mnist": 784, "digits": 64}
 CLASSES = 10
 
 
 class WorkerResources(NamedTuple):
-    """What two trials must share to run in the same processes: the keys of :class:`~trainers.config.TrialConfig` of these names, and
-    where several share one process at the same time, the settings that are a process's (``packed``; "" where a process is a trial's alone);
-    and whether Ray Train makes the ranks' processes (``by_train``), which one process drives.
+    """What two trials must share to run in the same processes: the keys of
+    :class:`~trainers.config.TrialConfig` of these names, and where several share one process at the
+    same time, the settings that are a process's (``packed``; "" where a process is a trial's
+    alone); and whether Ray Train makes the ranks' processes (``by_train``), which one process
+    drives.
     """
 
     workers: int
@@ -48,7 +52,8 @@ class WorkerResources(NamedTuple):
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """CPUs and GPUs of every rank: its threads and, on device cuda, a GPU, or a trial's share of one where it is alone."""
+        """CPUs and GPUs of every rank: its threads and, on device cuda, a GPU, or a trial's share
+        of one where it is alone."""
         bundle = {"CPU": float(self.threads)}
         if self.device == "cuda":
             bundle["GPU"] = 1.0 if self.gpus is None else self.gpus
@@ -71,12 +76,14 @@ class WorkerResources(NamedTuple):
 
 
 def key_of(config: TrialConfig) -> tuple[Any, ...]:
-    """What trials must share to run in one process at the same time: settings that are the process's."""
+    """What trials must share to run in one process at the same time: settings that are the
+    process's."""
     return (config.device, config.threads, config.precision.accumulation)
 
 
 def gpus_of(values: Mapping[str, Any]) -> float:
-    """GPUs, or the share of one, that all ranks of a trial take together; ``values`` as of ``TrialConfig.to_dict()``."""
+    """GPUs, or the share of one, that all ranks of a trial take together; ``values`` as of
+    ``TrialConfig.to_dict()``."""
     if values["device"] != "cuda":
         return 0.0
     if values["workers"] > 1:
@@ -91,8 +98,8 @@ def captured(config: TrialConfig) -> bool:
 
 
 def packs(config: TrialConfig) -> bool:
-    """Whether a trial is faster beside others in one process: small, so that processes would take turns on its GPU, and captured, so
-    that threads do not wait for each other's Python.
+    """Whether a trial is faster beside others in one process: small, so that processes would take
+    turns on its GPU, and captured, so that threads do not wait for each other's Python.
     """
     return captured(config) and config.gpus is not None and config.gpus <= SHARES[-1][1]
 
@@ -105,7 +112,8 @@ def lanes_of(executor: str, config: TrialConfig) -> int:
 
 
 def choose_share(config: TrialConfig) -> float:
-    """The share of a GPU that a trial of one worker takes where none is asked for, see :data:`SHARES`."""
+    """The share of a GPU that a trial of one worker takes where none is asked for, see
+    :data:`SHARES`."""
     if not captured(config):
         return 1.0
     macs = 3.0 * config.batch_size * _macs(config)
@@ -131,7 +139,10 @@ def _layers(config: TrialConfig) -> Iterator[tuple[float, float]]:
             yield 9.0 * fan_in * fan_out, float(side * side)
             side //= 2
         inputs = channels[-1] * side * side
-    yield from ((float(fan_in * fan_out), 1.0) for fan_in, fan_out in pairwise([inputs, *model.hidden, CLASSES]))
+    yield from (
+        (float(fan_in * fan_out), 1.0)
+        for fan_in, fan_out in pairwise([inputs, *model.hidden, CLASSES])
+    )
 
 
 def cpus_of(values: Mapping[str, Any]) -> int:

@@ -1,4 +1,5 @@
-"""What every executor does with a trial: begin it where an earlier attempt left off, and train it an epoch at a time."""
+"""What every executor does with a trial: begin it where an earlier attempt left off, and train it
+an epoch at a time."""
 
 from __future__ import annotations
 
@@ -15,11 +16,14 @@ from trainers.training.trainer import Training
 from trainers.workers.messages import Beginning
 
 
-def begin(config: TrialConfig, checkpoints: list[str], rank: int = 0, world_size: int = 1) -> tuple[Training, Beginning]:
-    """A trial continued from the first whole one of ``checkpoints``, from scratch if there is none; the result is the same.
+def begin(
+    config: TrialConfig, checkpoints: list[str], rank: int = 0, world_size: int = 1
+) -> tuple[Training, Beginning]:
+    """A trial continued from the first whole one of ``checkpoints``, from scratch if there is none;
+    the result is the same.
 
-    All ranks continue from one: the first in rank 0's list that every rank has read with the same content. A file system may show
-    the newest to some ranks only.
+    All ranks continue from one: the first in rank 0's list that every rank has read with the same
+    content. A file system may show the newest to some ranks only.
 
     Raises:
         ValueError: the trial cannot be built.
@@ -31,17 +35,21 @@ def begin(config: TrialConfig, checkpoints: list[str], rank: int = 0, world_size
         if not wrong:
             try:
                 training.restore(Path(path))
-            except Exception as error:  # whatever a damaged file leads to, the epochs can be computed again
+            # whatever a damaged file leads to, the epochs can be computed again
+            except Exception as error:
                 wrong = _in_a_line(error)
             wrong = _first_of(_gathered(wrong, world_size))
         if not wrong:
-            return training, Beginning(damaged="; ".join(damaged), history=[dict(metrics) for metrics in training.history])
+            return training, Beginning(
+                damaged="; ".join(damaged), history=[dict(metrics) for metrics in training.history]
+            )
         damaged.append(wrong)
     return Training(config, rank=rank, world_size=world_size), Beginning(damaged="; ".join(damaged))
 
 
 def _differing(path: str, world_size: int) -> str:
-    """Why the ranks cannot all continue from a checkpoint; "" if they can, or one rank alone will see."""
+    """Why the ranks cannot all continue from a checkpoint; "" if they can, or one rank alone will
+    see."""
     if world_size == 1:
         return ""
     digest = wrong = ""
@@ -52,7 +60,11 @@ def _differing(path: str, world_size: int) -> str:
         wrong = _in_a_line(error)
     found = _gathered((digest, wrong), world_size)
     wrong = _first_of([text for _, text in found])
-    return wrong or ("" if len(set(found)) == 1 else f"{path}: not the same checkpoint on every rank; the file system lags")
+    return wrong or (
+        ""
+        if len(set(found)) == 1
+        else f"{path}: not the same checkpoint on every rank; the file system lags"
+    )
 
 
 def _of_first(checkpoints: list[str], world_size: int) -> list[str]:
@@ -85,6 +97,8 @@ def step(training: Training) -> dict[str, Any]:
     A trial restored after its last epoch only tests.
     """
     epochs = training.config.epochs
-    metrics: dict[str, Any] = training.train_epoch() if training.epoch < epochs else {"epoch": float(epochs)}
+    metrics: dict[str, Any] = (
+        training.train_epoch() if training.epoch < epochs else {"epoch": float(epochs)}
+    )
     done = training.epoch >= epochs
     return {**metrics, **(training.test() if done else {}), "done": done}

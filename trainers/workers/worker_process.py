@@ -1,14 +1,18 @@
-"""What a worker process does: it trains the trials that it is told to, an epoch at a time, and tells what comes of them.
+"""What a worker process does: it trains the trials that it is told to, an epoch at a time, and
+tells what comes of them.
 
-It knows nothing of Ray or of a study. It hears :class:`Message`s from its node (:mod:`trainers.workers.node`) and answers with
-others; where the connection closes it ends at once. One trial after another runs in its main thread; a process of several *lanes*
-runs as many at once, in threads (:mod:`trainers.workers.packed`). A gang's processes are ranks of one torch.distributed group,
-which they join before their first trial; each runs the same trials in the same order, and rank 0 speaks for all.
+It knows nothing of Ray or of a study. It hears :class:`Message`s from its node
+(:mod:`trainers.workers.node`) and answers with others; where the connection closes it ends at once.
+One trial after another runs in its main thread; a process of several *lanes* runs as many at once,
+in threads (:mod:`trainers.workers.packed`). A gang's processes are ranks of one torch.distributed
+group, which they join before their first trial; each runs the same trials in the same order, and
+rank 0 speaks for all.
 
-A trial does not wait for anybody after an epoch, unless its plan says so (``waits``: a scheduler may end it then).
+A trial does not wait for anybody after an epoch, unless its plan says so (``waits``: a scheduler
+may end it then).
 
-Checkpoints are written here, after the epoch and before its report. One may be newer than the last report that anybody has heard
-of, so a trial that begins again says what its earlier epochs were.
+Checkpoints are written here, after the epoch and before its report. One may be newer than the last
+report that anybody has heard of, so a trial that begins again says what its earlier epochs were.
 """
 
 from __future__ import annotations
@@ -63,8 +67,12 @@ from trainers.workers.process_reset import LeakError, Leftovers
 
 CHECKPOINTS_KEPT = 2
 """The newest, and the one before it for a newest that is damaged."""
-INTERFACE, LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo"
-"""Variables of the libraries by which ranks talk, and what they are set to where all ranks are on one machine."""
+INTERFACE, LOOPBACK = (
+    ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
+    "lo0" if sys.platform == "darwin" else "lo",
+)
+"""Variables of the libraries by which ranks talk, and what they are set to where all ranks are on
+one machine."""
 MEET_SECONDS = 120
 """How long ranks wait for each other at the start."""
 
@@ -104,7 +112,9 @@ class Worker:
             elif self._lanes == 1:
                 self._train(message.trial, message.payload)
             else:
-                threading.Thread(target=self._train, args=(message.trial, message.payload), daemon=True).start()
+                threading.Thread(
+                    target=self._train, args=(message.trial, message.payload), daemon=True
+                ).start()
 
     def _listen(self) -> None:
         while True:
@@ -128,16 +138,19 @@ class Worker:
                 os._exit(0)
 
     def _join(self, rank: int, workers: int, address: str, port: int, backend: str) -> None:
-        """Become a rank. Rank 0 opens the store by which all meet, at a port that is free, and says which.
+        """Become a rank. Rank 0 opens the store by which all meet, at a port that is free, and says
+        which.
 
-        It listens at ``address`` alone, where torch would at all of the machine's; gloo and NCCL do so where all ranks are on one
-        machine.
+        It listens at ``address`` alone, where torch would at all of the machine's; gloo and NCCL do
+        so where all ranks are on one machine.
         """
         limit = timedelta(seconds=MEET_SECONDS)
         if address.startswith("127."):
             for name in INTERFACE:
                 os.environ.setdefault(name, LOOPBACK)
-        listener = socket.create_server((address, 0), family=_family(address)) if rank == 0 else None
+        listener = (
+            socket.create_server((address, 0), family=_family(address)) if rank == 0 else None
+        )
         store = TCPStore(
             address,
             listener.getsockname()[1] if listener else port,
@@ -162,12 +175,17 @@ class Worker:
         try:
             if plan["ray"]:
                 connect_to_ray(plan["ray"])
-            executor = make_executor(Context(trial=trial, plan=plan, **self._place, shared=self._shared, lock=self._lock))
+            executor = make_executor(
+                Context(trial=trial, plan=plan, **self._place, shared=self._shared, lock=self._lock)
+            )
             how = self._epochs(executor, trial, plan)
         except DETERMINISTIC as error:
             how, text = REFUSED, _describe(error)
         except Exception as error:
-            how, text = (OUT_OF_MEMORY if is_out_of_memory(error) else FAILED), last_line(str(error)) or type(error).__name__
+            how, text = (
+                (OUT_OF_MEMORY if is_out_of_memory(error) else FAILED),
+                last_line(str(error)) or type(error).__name__,
+            )
             if how == FAILED:
                 self._say(ENDED, trial, {"how": how, "text": text, "retire": text})
                 os._exit(1)  # what state the process is in, nobody knows
@@ -201,7 +219,9 @@ class Worker:
             if plan["waits"] and self._answers[trial].get() == STOP:
                 return STOPPED
 
-    def _keep(self, executor: Executor, folder: Path, metrics: dict[str, Any], every: int) -> dict[str, str]:
+    def _keep(
+        self, executor: Executor, folder: Path, metrics: dict[str, Any], every: int
+    ) -> dict[str, str]:
         """Write a checkpoint if one is due, and drop those before the last two."""
         epoch = int(metrics["epoch"])
         if not metrics["done"] and epoch % every:
@@ -210,7 +230,8 @@ class Worker:
         executor.save(path)
         if self._place["rank"] == 0:
             for old in checkpoints_in(folder)[CHECKPOINTS_KEPT:]:
-                with suppress(OSError):  # first of all, so that one that is half removed is no checkpoint
+                # first of all, so that one that is half removed is no checkpoint
+                with suppress(OSError):
                     (old / STATE).unlink()
                 shutil.rmtree(old, ignore_errors=True)
         return {"checkpoint_path": str(path)}
@@ -236,13 +257,16 @@ def why_not(config: TrialConfig, info: DatasetInfo) -> str | None:
 
 
 def connect_to_ray(address: str) -> None:
-    """Join the study's Ray as a driver of its own, for what is made of Ray actors; the second time does nothing."""
+    """Join the study's Ray as a driver of its own, for what is made of Ray actors; the second time
+    does nothing."""
     import logging
 
     import ray
 
     if not ray.is_initialized():
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(
+            address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR
+        )
 
 
 def _family(address: str) -> socket.AddressFamily:

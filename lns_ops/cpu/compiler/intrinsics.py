@@ -1,15 +1,19 @@
-"""The decorator of device functions and array accesses: numba intrinsics that kernels are written with.
+"""The decorator of device functions and array accesses: numba intrinsics that kernels are written
+with.
 
-A ``@kernel`` is an entry point: Python calls it, through :mod:`lns_ops.cpu.compiler.object_cache`, which keeps its machine code on disk.
-A ``@helper`` is called by kernels and other helpers only. Neither may allocate or raise; :func:`scratch` gives kernels their working
-memory. Tables are arguments.
+A ``@kernel`` is an entry point: Python calls it, through :mod:`lns_ops.cpu.compiler.object_cache`,
+which keeps its machine code on disk. A ``@helper`` is called by kernels and other helpers only.
+Neither may allocate or raise; :func:`scratch` gives kernels their working memory. Tables are
+arguments.
 
-:func:`get`, :func:`put` and :func:`look_up` replace ``x[i]``, ``out[i] = v`` and ``table[i]`` in loops that look into a table.
-LLVM turns such a loop into vector code only if it knows that ``out`` and ``table`` do not overlap, which it cannot see from
-their addresses; these accesses say so. They also allow gather instructions, which LLVM's tuning tables rule out for most
-processors (it prefers one load per lane, at a third of the speed where gathers are not slowed down by microcode).
+:func:`get`, :func:`put` and :func:`look_up` replace ``x[i]``, ``out[i] = v`` and ``table[i]`` in
+loops that look into a table. LLVM turns such a loop into vector code only if it knows that ``out``
+and ``table`` do not overlap, which it cannot see from their addresses; these accesses say so. They
+also allow gather instructions, which LLVM's tuning tables rule out for most processors (it prefers
+one load per lane, at a third of the speed where gathers are not slowed down by microcode).
 
-Limits: the target features are set by a string that llvmlite does not check; they apply to x86 with AVX2 only.
+Limits: the target features are set by a string that llvmlite does not check; they apply to x86 with
+AVX2 only.
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _label(module: Any, instruction: Any, kind: str) -> None:
-    """Mark an access as one of tables (``alias.scope``) or as never touching tables (``noalias``)."""
+    """Mark an access as one of tables (``alias.scope``) or as never touching tables
+    (``noalias``)."""
     domain = module.add_metadata([ir.MetaDataString(module, "lns_ops")])
     scope = module.add_metadata([ir.MetaDataString(module, "lns_ops tables"), domain])
     instruction.set_metadata(kind, module.add_metadata([scope]))
@@ -51,7 +56,10 @@ def _allow_gathers(context: Any, builder: Any) -> None:
     features = context.codegen()._tm_features
     if "+avx2" in features.split(","):
         # llvmlite's own `add` knows no attributes with values.
-        set.add(builder.function.attributes, f'"target-features"="{features},+fast-gather,-prefer-no-gather"')
+        set.add(
+            builder.function.attributes,
+            f'"target-features"="{features},+fast-gather,-prefer-no-gather"',
+        )
 
 
 def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
@@ -76,7 +84,9 @@ def put(typing_context: Any, array: Any, index: Any, value: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _allow_gathers(context, builder)
-        stored = builder.store(args[2], _address(context, builder, signature.args[0], args[0], args[1]))
+        stored = builder.store(
+            args[2], _address(context, builder, signature.args[0], args[0], args[1])
+        )
         _label(builder.module, stored, "noalias")
         return context.get_dummy_value()
 
@@ -90,7 +100,9 @@ def look_up(typing_context: Any, table: Any, index: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         # Clearing the sign lets LLVM see that 32 bits are enough for the address.
         positive = builder.and_(args[1], ir.Constant(ir.IntType(32), 0x7FFFFFFF))
-        address = _address(context, builder, signature.args[0], args[0], builder.zext(positive, ir.IntType(64)))
+        address = _address(
+            context, builder, signature.args[0], args[0], builder.zext(positive, ir.IntType(64))
+        )
         value = builder.load(address)
         _label(builder.module, value, "alias.scope")
         return value
@@ -102,14 +114,20 @@ def _flat_array(context: Any, builder: Any, array_type: Any, address: Any, size:
     """A contiguous array of ``size`` elements at ``address``, which nobody owns."""
     array = context.make_array(array_type)(context, builder)
     array.data, array.nitems = builder.bitcast(address, array.data.type), size
-    array.itemsize = ir.Constant(size.type, context.get_abi_sizeof(context.get_data_type(array_type.dtype)))
-    array.shape, array.strides = cgutils.pack_array(builder, [size]), cgutils.pack_array(builder, [array.itemsize])
+    array.itemsize = ir.Constant(
+        size.type, context.get_abi_sizeof(context.get_data_type(array_type.dtype))
+    )
+    array.shape, array.strides = (
+        cgutils.pack_array(builder, [size]),
+        cgutils.pack_array(builder, [array.itemsize]),
+    )
     return array._getvalue()
 
 
 @intrinsic
 def scratch(typing_context: Any, size: Any, dtype: Any) -> Any:
-    """An uninitialized array on the stack, as ``numpy.empty(size, dtype)``; to be called once, outside of loops."""
+    """An uninitialized array on the stack, as ``numpy.empty(size, dtype)``; to be called once,
+    outside of loops."""
     array_type = types.Array(dtype.instance_type, 1, "C")
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -127,16 +145,24 @@ def _word(builder: Any, address: Any, index: int) -> Any:
 
 
 def _array_parts(builder: Any, address: Any) -> tuple[Any, Any, Any, Any]:
-    """Data address, number of dimensions, first size and first stride of the array object at an address."""
+    """Data address, number of dimensions, first size and first stride of the array object at an
+    address."""
     fields = builder.add(address, ir.Constant(address.type, ARRAY_HEADER))
     data, dimensions, shape, strides = (_word(builder, fields, i) for i in range(4))
-    return data, builder.trunc(dimensions, ir.IntType(32)), _word(builder, shape, 0), _word(builder, strides, 0)
+    return (
+        data,
+        builder.trunc(dimensions, ir.IntType(32)),
+        _word(builder, shape, 0),
+        _word(builder, strides, 0),
+    )
 
 
 def argument_readers(kinds: list[Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Two functions of a pointer to the words that :mod:`lns_ops.cpu.compiler.object_cache` packs: the array objects, then the numbers.
+    """Two functions of a pointer to the words that :mod:`lns_ops.cpu.compiler.object_cache` packs:
+    the array objects, then the numbers.
 
-    The first says whether all arrays are contiguous and of one dimension, the second gives values of the types ``kinds``.
+    The first says whether all arrays are contiguous and of one dimension, the second gives values
+    of the types ``kinds``.
     """
     arrays = sum(isinstance(kind, types.Array) for kind in kinds)
 
@@ -144,11 +170,19 @@ def argument_readers(kinds: list[Any]) -> tuple[Callable[..., Any], Callable[...
     def fit(typing_context: Any, words: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             fits = ir.Constant(ir.IntType(1), 1)
-            sizes = [context.get_abi_sizeof(context.get_data_type(kind.dtype)) for kind in kinds if isinstance(kind, types.Array)]
+            sizes = [
+                context.get_abi_sizeof(context.get_data_type(kind.dtype))
+                for kind in kinds
+                if isinstance(kind, types.Array)
+            ]
             for i, item in enumerate(sizes):
-                _, dimensions, size, stride = _array_parts(builder, builder.load(cgutils.gep(builder, args[0], i)))
+                _, dimensions, size, stride = _array_parts(
+                    builder, builder.load(cgutils.gep(builder, args[0], i))
+                )
                 dense = builder.icmp_signed("==", stride, ir.Constant(stride.type, item))
-                dense = builder.or_(dense, builder.icmp_signed("<", size, ir.Constant(size.type, 2)))
+                dense = builder.or_(
+                    dense, builder.icmp_signed("<", size, ir.Constant(size.type, 2))
+                )
                 flat = builder.icmp_signed("==", dimensions, ir.Constant(dimensions.type, 1))
                 fits = builder.and_(fits, builder.and_(flat, dense))
             return fits

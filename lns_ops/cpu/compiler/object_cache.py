@@ -1,22 +1,28 @@
-"""Machine code of the kernels: compiled once by numba, kept as object files, loaded by llvmlite alone.
+"""Machine code of the kernels: compiled once by numba, kept as object files, loaded by llvmlite
+alone.
 
-Why not numba's own cache: before it loads anything, a process pays 0.4 s for numba's registries, and every call pays 3 microseconds
-for the types of its arguments. Here a kernel's signature is its annotations, so a call only gathers addresses and numbers, and
-what is loaded is plain machine code that needs nothing of numba.
+Why not numba's own cache: before it loads anything, a process pays 0.4 s for numba's registries,
+and every call pays 3 microseconds for the types of its arguments. Here a kernel's signature is its
+annotations, so a call only gathers addresses and numbers, and what is loaded is plain machine code
+that needs nothing of numba.
 
-Method. The entry of a kernel is a C function of one pointer, to 64-bit words: the arrays' objects, whose addresses and sizes it reads
-itself (asking numpy for an address costs more than many a kernel), then the numbers. numba compiles it (``numba.cfunc``), a few
-lines of LLVM around it return its result, or -1 should it ever raise, and everything it does not use is dropped. The object file that
-LLVM makes of this may refer to nothing outside, which holds for kernels that neither allocate nor raise
-(:func:`lns_ops.cpu.compiler.intrinsics.scratch` is their memory). ctypes calls it, without the GIL.
+Method. The entry of a kernel is a C function of one pointer, to 64-bit words: the arrays' objects,
+whose addresses and sizes it reads itself (asking numpy for an address costs more than many a
+kernel), then the numbers. numba compiles it (``numba.cfunc``), a few lines of LLVM around it return
+its result, or -1 should it ever raise, and everything it does not use is dropped. The object file
+that LLVM makes of this may refer to nothing outside, which holds for kernels that neither allocate
+nor raise (:func:`lns_ops.cpu.compiler.intrinsics.scratch` is their memory). ctypes calls it,
+without the GIL.
 
-Files: ``kernels-HASH/NAME.o`` in the first folder that can be used: $LNS_OPS_CACHE (this one only, if set), ``__pycache__`` beside this
-file, ``~/.cache/lns_ops``. HASH covers the sources that kernels may be made of (:func:`sources`), the versions of what compiles them, and
-the processor. A file starts with its own SHA-256; one that is damaged is made again. Writing is atomic, so processes may race. Where no
-folder can be written, every process compiles for itself.
+Files: ``kernels-HASH/NAME.o`` in the first folder that can be used: $LNS_OPS_CACHE (this one only,
+if set), ``__pycache__`` beside this file, ``~/.cache/lns_ops``. HASH covers the sources that
+kernels may be made of (:func:`sources`), the versions of what compiles them, and the processor. A
+file starts with its own SHA-256; one that is damaged is made again. Writing is atomic, so processes
+may race. Where no folder can be written, every process compiles for itself.
 
-Limits: of numba, llvmlite and numpy only public interfaces are used, but for numba's option ``_nrt`` (no reference counts). Should any
-of it change so that this fails, a kernel says so once and runs through numba's dispatcher and cache, with the same results.
+Limits: of numba, llvmlite and numpy only public interfaces are used, but for numba's option
+``_nrt`` (no reference counts). Should any of it change so that this fails, a kernel says so once
+and runs through numba's dispatcher and cache, with the same results.
 """
 
 from __future__ import annotations
@@ -67,7 +73,8 @@ define i64 @{entry}(ptr %arguments) {{
 
 
 class _Process:
-    """What this process has loaded. Machine code stays for good; a forked child owns its parent's."""
+    """What this process has loaded. Machine code stays for good; a forked child owns its
+    parent's."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -75,7 +82,8 @@ class _Process:
         self._libraries: list[Any] = []
 
     def after_fork(self) -> None:
-        """In a child: another thread of the parent may have held the lock at the moment of the fork."""
+        """In a child: another thread of the parent may have held the lock at the moment of the
+        fork."""
         self.lock = threading.RLock()
 
     def load(self, name: str, machine_code: bytes) -> int:
@@ -85,7 +93,12 @@ class _Process:
             llvm.initialize_native_asmprinter()
             self._engine = llvm.create_lljit_compiler(suppress_errors=True)
         # Memory is copied by functions of the C library, which the process has.
-        library = llvm.JITLibraryBuilder().add_object_img(machine_code).add_current_process().export_symbol(_ENTRY)
+        library = (
+            llvm.JITLibraryBuilder()
+            .add_object_img(machine_code)
+            .add_current_process()
+            .export_symbol(_ENTRY)
+        )
         self._libraries.append(library.link(self._engine, f"{name} {len(self._libraries)}"))
         return int(self._libraries[-1][_ENTRY])
 
@@ -98,9 +111,10 @@ if hasattr(os, "register_at_fork"):
 class Kernel:
     """A function on flat arrays and numbers, called through :meth:`code`.
 
-    Its annotations are its signature: ``NDArray[dtype]`` is a contiguous array of one dimension, ``int`` 64 bits, ``bool`` a truth
-    value. One parameter may be ``bool | None``: the kernel has machine code of its own for None, told apart by its type.
-    There are at least two arrays and two numbers; the result is a nonnegative integer.
+    Its annotations are its signature: ``NDArray[dtype]`` is a contiguous array of one dimension,
+    ``int`` 64 bits, ``bool`` a truth value. One parameter may be ``bool | None``: the kernel has
+    machine code of its own for None, told apart by its type. There are at least two arrays and two
+    numbers; the result is a nonnegative integer.
     """
 
     def __init__(self, function: Callable[..., int]) -> None:
@@ -109,7 +123,8 @@ class Kernel:
         self._code: dict[bool, Callable[..., int]] = {}
 
     def code(self, args: tuple[Any, ...]) -> Callable[..., int]:
-        """What to call with arguments such as ``args``, which may be only the first ones; loaded or compiled when first asked for.
+        """What to call with arguments such as ``args``, which may be only the first ones; loaded or
+        compiled when first asked for.
 
         A call raises ``TypeError`` where an array is not as the signature says.
         """
@@ -133,9 +148,12 @@ class Kernel:
             if absent not in self._code:
                 try:
                     self._code[absent] = self._native(absent)
-                except Exception as error:  # whatever a future numba, numpy or llvmlite does, or this platform lacks
+                # whatever a future numba, numpy or llvmlite does, or this platform lacks
+                except Exception as error:
                     warnings.warn(
-                        f"kernel {self.name} runs through numba's dispatcher, which starts slowly: {error!r}", stacklevel=2
+                        f"kernel {self.name} runs through numba's dispatcher, which starts slowly:"
+                        f" {error!r}",
+                        stacklevel=2,
                     )
                     self._code[absent] = numba.njit(nogil=True, cache=True)(self.function)
             return self._code[absent]
@@ -154,7 +172,8 @@ kernel = Kernel
 
 
 def _kind(hint: Any) -> Any:
-    """A hint's array dtype, or the hint: ``NDArray[T]`` is an alias of its own from numpy 2.5 on, before ``ndarray[..., dtype[T]]``."""
+    """A hint's array dtype, or the hint: ``NDArray[T]`` is an alias of its own from numpy 2.5 on,
+    before ``ndarray[..., dtype[T]]``."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is np.ndarray:
         return np.dtype(get_args(args[1])[0])
@@ -170,7 +189,8 @@ def call({parameters}):
         refuse({parameters})
     return result
 """
-"""Written out per kernel, as dataclasses write ``__init__``: loops over the arguments would cost more than many a call's work."""
+"""Written out per kernel, as dataclasses write ``__init__``: loops over the arguments would cost
+more than many a call's work."""
 
 
 def _caller(name: str, entry: Callable[[bytes], int], kinds: tuple[Any, ...]) -> Callable[..., int]:
@@ -181,10 +201,16 @@ def _caller(name: str, entry: Callable[[bytes], int], kinds: tuple[Any, ...]) ->
     def refuse(*args: Any) -> None:
         found = ", ".join(f"{args[i].dtype} of strides {args[i].strides}" for i in arrays)
         wanted = ", ".join(str(kinds[i]) for i in arrays)
-        raise TypeError(f"kernel {name}: arrays of {found}; needs contiguous ones of one dimension, of {wanted}")
+        raise TypeError(
+            f"kernel {name}: arrays of {found}; needs contiguous ones of one dimension, of {wanted}"
+        )
 
     names: dict[str, Any] = {f"t{i}": kinds[i] for i in arrays}
-    names |= {"entry": entry, "refuse": refuse, "pack": struct.Struct(f"{len(arrays) + len(numbers)}q").pack}
+    names |= {
+        "entry": entry,
+        "refuse": refuse,
+        "pack": struct.Struct(f"{len(arrays) + len(numbers)}q").pack,
+    }
     source = _CALLER.format(
         parameters=", ".join(f"x{i}" for i in range(len(kinds))),
         unlike=" or ".join(f"x{i}.dtype is not t{i}" for i in arrays),
@@ -197,39 +223,58 @@ def _caller(name: str, entry: Callable[[bytes], int], kinds: tuple[Any, ...]) ->
 
 @lru_cache(maxsize=1)
 def _check_array_layout() -> None:
-    """Entries read an array's address, dimension, shape and strides where numpy's ``PyArrayObject`` has them.
+    """Entries read an array's address, dimension, shape and strides where numpy's ``PyArrayObject``
+    has them.
 
     Raises:
         RuntimeError: they are elsewhere.
     """
     array = np.empty((3, 5), np.int16)
-    address, dimensions, shape, strides = struct.unpack("qi4xqq", string_at(id(array) + ARRAY_HEADER, 32))
+    address, dimensions, shape, strides = struct.unpack(
+        "qi4xqq", string_at(id(array) + ARRAY_HEADER, 32)
+    )
     # Pointers are followed only where the fields before them are right.
     right = (address, dimensions) == (array.ctypes.data, 2)
-    if not right or struct.unpack("4q", string_at(shape, 16) + string_at(strides, 16)) != (*array.shape, *array.strides):
+    if not right or struct.unpack("4q", string_at(shape, 16) + string_at(strides, 16)) != (
+        *array.shape,
+        *array.strides,
+    ):
         raise RuntimeError("numpy arrays have another layout in memory here")
 
 
-# ------------------------------------------------------------------------------------------------------- files
+# --------------------------------------------------------------------------------------------------
 
 
 def _processor() -> tuple[str, str]:
     """Name and features of the processor that numba compiles for, its settings considered."""
     features = llvm.get_host_cpu_features()
     if not numba.config.ENABLE_AVX:
-        features = type(features)({name: on and not name.startswith("avx") for name, on in features.items()})
+        features = type(features)(
+            {name: on and not name.startswith("avx") for name, on in features.items()}
+        )
     chosen = numba.config.CPU_FEATURES
-    return numba.config.CPU_NAME or llvm.get_host_cpu_name(), features.flatten() if chosen is None else chosen
+    return (
+        numba.config.CPU_NAME or llvm.get_host_cpu_name(),
+        features.flatten() if chosen is None else chosen,
+    )
 
 
 def sources() -> list[Path]:
-    """The files that kernels may be made of: with any of them changed, all machine code is made again."""
+    """The files that kernels may be made of: with any of them changed, all machine code is made
+    again."""
     return sorted(file for folder in _MADE_OF for file in (_PACKAGE / folder).glob("*.py"))
 
 
 @lru_cache(maxsize=1)
 def _folder_name() -> str:
-    parts = [sys.version, numba.__version__, llvmlite.__version__, np.__version__, llvm.get_default_triple(), *_processor()]
+    parts = [
+        sys.version,
+        numba.__version__,
+        llvmlite.__version__,
+        np.__version__,
+        llvm.get_default_triple(),
+        *_processor(),
+    ]
     digest = hashlib.sha256("\n".join(parts).encode())
     for source in sources():
         digest.update(source.read_bytes())
@@ -241,7 +286,11 @@ def _folders() -> Iterator[Path]:
         yield Path(chosen) / _folder_name()
         return
     yield Path(__file__).parent / "__pycache__" / _folder_name()
-    yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lns_ops" / _folder_name()
+    yield (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        / "lns_ops"
+        / _folder_name()
+    )
 
 
 def _load_or_compile(name: str, compiled: Callable[[], bytes]) -> int:
@@ -272,7 +321,7 @@ def _store(name: str, content: bytes) -> None:
         return
 
 
-# ------------------------------------------------------------------------------------------------- compilation
+# -------------------------------------------------------------------------------------------------
 
 
 def _compile(function: Callable[..., int], kinds: tuple[Any, ...]) -> bytes:
@@ -281,19 +330,27 @@ def _compile(function: Callable[..., int], kinds: tuple[Any, ...]) -> bytes:
     Raises:
         RuntimeError: it refers to symbols outside itself.
     """
-    kernel, (fit, arguments) = helper(function), argument_readers([_numba_type(kind) for kind in kinds])
+    kernel, (fit, arguments) = (
+        helper(function),
+        argument_readers([_numba_type(kind) for kind in kinds]),
+    )
 
     def entry(words: Any) -> Any:
         return kernel(*arguments(words)) if fit(words) else -1
 
     int64 = numba.types.int64
-    callback = numba.cfunc(int64(numba.types.CPointer(int64)), error_model="numpy", _nrt=False)(entry)
+    callback = numba.cfunc(int64(numba.types.CPointer(int64)), error_model="numpy", _nrt=False)(
+        entry
+    )
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     module = llvm.parse_assembly(callback.inspect_llvm())
-    # The callback calls numba's own form of the function and prints what it raises; only the inner function is wanted.
+    # The callback calls numba's own form of the function and prints what it raises; only the inner
+    # function is wanted.
     inner = callback.native_name.removeprefix("cfunc.")
-    wrapper = _WRAPPER.format(triple=module.triple, layout=module.data_layout, inner=inner, entry=_ENTRY)
+    wrapper = _WRAPPER.format(
+        triple=module.triple, layout=module.data_layout, inner=inner, entry=_ENTRY
+    )
     module.link_in(llvm.parse_assembly(wrapper))
     return _emit(module)
 
@@ -312,13 +369,21 @@ def _emit(module: Any) -> bytes:
         if not value.is_declaration and value.name != _ENTRY:
             value.linkage = "internal"
     name, features = _processor()
-    machine = llvm.Target.from_default_triple().create_target_machine(name, features, opt=3, jit=True)
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        name, features, opt=3, jit=True
+    )
     passes = llvm.create_new_module_pass_manager()
     passes.add_global_dead_code_eliminate_pass()
     passes.add_strip_dead_prototype_pass()
     passes.run(module, llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options()))
-    declared = (value.name for value in [*module.functions, *module.global_variables] if value.is_declaration)
+    declared = (
+        value.name
+        for value in [*module.functions, *module.global_variables]
+        if value.is_declaration
+    )
     missing = [symbol for symbol in declared if not symbol.startswith("llvm.")]
     if missing:
-        raise RuntimeError(f"the kernel needs {', '.join(missing)}: kernels must neither allocate nor raise")
+        raise RuntimeError(
+            f"the kernel needs {', '.join(missing)}: kernels must neither allocate nor raise"
+        )
     return bytes(machine.emit_object(module))

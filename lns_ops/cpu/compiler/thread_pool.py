@@ -1,12 +1,14 @@
 """A small pool of Python threads for kernels that release the GIL.
 
-Why not numba's own ``prange``: its threading layers change the thread count that torch sees, abort when two Python threads
-enter them at once, and do not survive ``fork``. A kernel here runs outside the GIL and takes a half-open range of
-work units, so ordinary threads are enough; handing out a range costs some ten microseconds.
+Why not numba's own ``prange``: its threading layers change the thread count that torch sees, abort
+when two Python threads enter them at once, and do not survive ``fork``. A kernel here runs outside
+the GIL and takes a half-open range of work units, so ordinary threads are enough; handing out a
+range costs some ten microseconds.
 
-Method: the caller's thread works too, so ``n`` threads are ``n - 1`` helpers. All of them draw ranges from one queue, which
-keeps them busy when another process takes one core for a while. Helpers never wait for each other, so kernels may be called
-from many threads at once. The pool is made on first use and again after a ``fork``: a child owns none of its parent's threads.
+Method: the caller's thread works too, so ``n`` threads are ``n - 1`` helpers. All of them draw
+ranges from one queue, which keeps them busy when another process takes one core for a while.
+Helpers never wait for each other, so kernels may be called from many threads at once. The pool is
+made on first use and again after a ``fork``: a child owns none of its parent's threads.
 
 Limits: the thread count is per process; there is no pinning.
 """
@@ -24,7 +26,8 @@ from lns_ops.cpu.compiler.object_cache import Kernel
 
 
 def _default_threads() -> int:
-    """OMP_NUM_THREADS where it is a positive integer (its first level), else the number of CPUs this process may use."""
+    """OMP_NUM_THREADS where it is a positive integer (its first level), else the number of CPUs
+    this process may use."""
     first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if first.isdigit() and int(first) > 0:
         return int(first)
@@ -41,18 +44,22 @@ class _Pool:
         self._owner: tuple[int, int] = (0, 0)
 
     def executor(self) -> ThreadPoolExecutor:
-        """The helpers of this process. A forked child drops its parent's executor without joining threads it does not have."""
+        """The helpers of this process. A forked child drops its parent's executor without joining
+        threads it does not have."""
         with self._lock:
             owner = (os.getpid(), self.threads)
             if self._executor is None or self._owner != owner:
                 if self._executor is not None and self._owner[0] == owner[0]:
                     self._executor.shutdown(wait=False)
-                self._executor = ThreadPoolExecutor(max(1, self.threads - 1), thread_name_prefix="lns_ops")
+                self._executor = ThreadPoolExecutor(
+                    max(1, self.threads - 1), thread_name_prefix="lns_ops"
+                )
                 self._owner = owner
             return self._executor
 
     def after_fork(self) -> None:
-        """In a child: another thread of the parent may have held the lock at the moment of the fork."""
+        """In a child: another thread of the parent may have held the lock at the moment of the
+        fork."""
         self._lock = threading.Lock()
         self._executor = None
 
@@ -68,18 +75,22 @@ def get_num_threads() -> int:
 
 
 def set_num_threads(threads: int) -> None:
-    """Use ``threads`` threads, the caller's included, from the next call on. torch's own count is untouched.
+    """Use ``threads`` threads, the caller's included, from the next call on. torch's own count is
+    untouched.
 
     Raises:
         ValueError: ``threads`` is not a positive integer.
     """
     if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
-        raise ValueError(f"threads={threads!r}: must be a positive integer, for example set_num_threads(2)")
+        raise ValueError(
+            f"threads={threads!r}: must be a positive integer, for example set_num_threads(2)"
+        )
     _POOL.threads = threads
 
 
 def _ranges(units: int, grain: int, threads: int) -> Iterator[tuple[int, int]]:
-    """Cover ``0 .. units`` by large ranges first and small ones last, so that the threads end together."""
+    """Cover ``0 .. units`` by large ranges first and small ones last, so that the threads end
+    together."""
     start = 0
     while start < units:
         stop = min(units, start + max(grain, (units - start) // (2 * threads)))
@@ -88,7 +99,8 @@ def _ranges(units: int, grain: int, threads: int) -> Iterator[tuple[int, int]]:
 
 
 def run(kernel: Kernel, units: int, grain: int, *args: Any) -> int:
-    """Call ``kernel(*args, start, stop)`` over ranges that cover ``0 .. units``; returns the OR of the kernels' results.
+    """Call ``kernel(*args, start, stop)`` over ranges that cover ``0 .. units``; returns the OR of
+    the kernels' results.
 
     Args:
         kernel: what to call; it releases the GIL.

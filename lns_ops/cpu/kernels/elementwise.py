@@ -1,18 +1,21 @@
 """Compiled elementwise kernels: LNS operations, encoding and decoding, on flat arrays.
 
-Each kernel takes contiguous one-dimensional arrays, format constants as integers, and a range ``start .. stop``; the compiler
-turns the loops into vector code, with one table look-up (a gather) where a Gaussian logarithm is needed. Tables and limits
-are arguments, never globals.
+Each kernel takes contiguous one-dimensional arrays, format constants as integers, and a range
+``start .. stop``; the compiler turns the loops into vector code, with one table look-up (a gather)
+where a Gaussian logarithm is needed. Tables and limits are arguments, never globals.
 
-Integers are kept at 32 bits by explicit casts (numba would widen every sum to 64 and halve the vector).
+Integers are kept at 32 bits by explicit casts (numba would widen every sum to 64 and halve the
+vector).
 
-Encoding and decoding are exact. A float32's fraction is cut into ``2^(f+1)`` cells, narrower than the distance of two
-thresholds, so a cell holds at most one; a single addition of ``shift[cell]`` carries into the rounded logarithm exactly when
-the fraction is above that threshold. All of it is integer arithmetic on bit patterns, subnormals included, so the processor's
-flush-to-zero mode makes no difference.
+Encoding and decoding are exact. A float32's fraction is cut into ``2^(f+1)`` cells, narrower than
+the distance of two thresholds, so a cell holds at most one; a single addition of ``shift[cell]``
+carries into the rounded logarithm exactly when the fraction is above that threshold. All of it is
+integer arithmetic on bit patterns, subnormals included, so the processor's flush-to-zero mode makes
+no difference.
 
-The primitives work on (sign, field) pairs, which the fused updates (:mod:`lns_ops.cpu.kernels.updates`) keep in registers from one
-operation to the next. The sign of a zero field is without meaning: it takes part in no sum and packs to code 0.
+The primitives work on (sign, field) pairs, which the fused updates
+(:mod:`lns_ops.cpu.kernels.updates`) keep in registers from one operation to the next. The sign of a
+zero field is without meaning: it takes part in no sum and packs to code 0.
 
 Kernels return 0, or 1 where the wrapper must raise.
 """
@@ -35,7 +38,8 @@ _I32 = NDArray[np.int32]
 
 @helper
 def add_fields(sx: Any, fx: Any, sy: Any, fy: Any, table: _I32, last: Any, mask: Any) -> Any:
-    """One LNS addition on (sign, field) pairs of int32: sign is 0 or -1, field is 0 for zero. Returns a pair."""
+    """One LNS addition on (sign, field) pairs of int32: sign is 0 or -1, field is 0 for zero.
+    Returns a pair."""
     larger, smaller = max(fx, fy), min(fx, fy)
     distance = min(int32(larger - smaller), last)
     index = int32(distance + ((sx ^ sy) & int32(last + 1)))
@@ -46,8 +50,11 @@ def add_fields(sx: Any, fx: Any, sy: Any, fy: Any, table: _I32, last: Any, mask:
 
 
 @helper
-def add_fields_stochastic(sx: Any, fx: Any, sy: Any, fy: Any, bits: Any, table: _I32, last: Any, mask: Any) -> Any:
-    """As :func:`add_fields`, rounded at random by 16 uniform ``bits``; ``table`` has 16 bits behind the ulp."""
+def add_fields_stochastic(
+    sx: Any, fx: Any, sy: Any, fy: Any, bits: Any, table: _I32, last: Any, mask: Any
+) -> Any:
+    """As :func:`add_fields`, rounded at random by 16 uniform ``bits``; ``table`` has 16 bits behind
+    the ulp."""
     larger, smaller = max(fx, fy), min(fx, fy)
     distance = min(int32(larger - smaller), last)
     looked_up = int32(look_up(table, int32(distance + ((sx ^ sy) & int32(last + 1)))) + bits) >> 16
@@ -70,12 +77,16 @@ def code_of(sign: Any, field: Any, mask: Any) -> Any:
 
 
 @kernel
-def add(x: _I16, y: _I16, out: _I16, table: _I32, last: int, mask: int, flip: int, start: int, stop: int) -> int:
+def add(
+    x: _I16, y: _I16, out: _I16, table: _I32, last: int, mask: int, flip: int, start: int, stop: int
+) -> int:
     """``out = x + y``, or ``x - y`` with ``flip = -1``."""
     last_, mask_, flip_ = int32(last), int32(mask), int32(flip)
     for i in range(start, stop):
         cx, cy = int32(get(x, i)), int32(get(y, i))
-        sign, field = add_fields(cx >> 31, cx & mask_, (cy >> 31) ^ flip_, cy & mask_, table, last_, mask_)
+        sign, field = add_fields(
+            cx >> 31, cx & mask_, (cy >> 31) ^ flip_, cy & mask_, table, last_, mask_
+        )
         put(out, i, code_of(sign, field, mask_))
     return 0
 
@@ -103,7 +114,11 @@ def mul(x: _I16, y: _I16, out: _I16, bias: int, mask: int, start: int, stop: int
     bias_, mask_ = int32(bias), int32(mask)
     for i in range(start, stop):
         cx, cy = int32(get(x, i)), int32(get(y, i))
-        put(out, i, code_of((cx ^ cy) >> 31, mul_fields(cx & mask_, cy & mask_, bias_, mask_), mask_))
+        put(
+            out,
+            i,
+            code_of((cx ^ cy) >> 31, mul_fields(cx & mask_, cy & mask_, bias_, mask_), mask_),
+        )
     return 0
 
 
@@ -123,7 +138,8 @@ def div(x: _I16, y: _I16, out: _I16, bias: int, mask: int, start: int, stop: int
 
 @kernel
 def sqrt(x: _I16, out: _I16, bias: int, mask: int, start: int, stop: int) -> int:
-    """``out = sqrt(x)``, half the logarithm rounded half to even; returns 1 where some ``x`` is negative."""
+    """``out = sqrt(x)``, half the logarithm rounded half to even; returns 1 where some ``x`` is
+    negative."""
     bias_, mask_ = int32(bias), int32(mask)
     bad = int32(0)
     for i in range(start, stop):
@@ -137,7 +153,9 @@ def sqrt(x: _I16, out: _I16, bias: int, mask: int, start: int, stop: int) -> int
 
 
 @kernel
-def encode32(x: _I32, out: _I16, shift: _I32, fraction_bits: int, bias: int, mask: int, start: int, stop: int) -> int:
+def encode32(
+    x: _I32, out: _I16, shift: _I32, fraction_bits: int, bias: int, mask: int, start: int, stop: int
+) -> int:
     """Codes of float32 bit patterns ``x``; returns 1 where one is NaN or infinite."""
     mask_, f = int32(mask), int32(fraction_bits)
     down = int32(22 - fraction_bits)
@@ -147,36 +165,52 @@ def encode32(x: _I32, out: _I16, shift: _I32, fraction_bits: int, bias: int, mas
         pattern = get(x, i)
         magnitude = int32(pattern & int32(0x7FFFFFFF))
         largest = max(largest, magnitude)
-        # Subnormals of 2^-127 and 2^-128 move into place by one and two bits; smaller ones are below every format.
-        once, twice = int32(int32(magnitude << 1) - int32(1 << 23)), int32(int32(magnitude << 2) - int32(2 << 23))
+        # Subnormals of 2^-127 and 2^-128 move into place by one and two bits; smaller ones are
+        # below every format.
+        once, twice = (
+            int32(int32(magnitude << 1) - int32(1 << 23)),
+            int32(int32(magnitude << 2) - int32(2 << 23)),
+        )
         subnormal = once if magnitude >= int32(0x400000) else twice
         normal = magnitude if magnitude >= int32(0x800000) else subnormal
         fraction = int32(normal & int32(0x7FFFFF))
         rounded = int32(fraction + look_up(shift, int32(fraction >> down))) >> down
         field = int32(int32(int32((normal >> 23) << f) + rounded) + offset)
-        # Zero comes out below the range too. A conditional expression here would be a branch, and the loop scalar.
+        # Zero comes out below the range too. A conditional expression here would be a branch, and
+        # the loop scalar.
         put(out, i, code_of(pattern >> 31, max(min(field, mask_), int32(0)), mask_))
     return int(largest >= int32(0x7F800000))
 
 
 @kernel
 def encode32_stochastic(
-    x: _I32, bits: _U16, out: _I16, base: _I32, mantissas: _I32, reciprocals: NDArray[np.int64], fraction_bits: int, bias: int, mask: int,
-    start: int, stop: int,
+    x: _I32, bits: _U16, out: _I16, base: _I32, mantissas: _I32, reciprocals: NDArray[np.int64],
+    fraction_bits: int, bias: int, mask: int, start: int, stop: int,
 ) -> int:  # fmt: skip
-    """Codes of finite float32 bit patterns ``x``, rounded at random; ``base``: the last significand at or below a cell's start."""
+    """Codes of finite float32 bit patterns ``x``, rounded at random; ``base``: the last significand
+    at or below a cell's start."""
     f, down = fraction_bits, 22 - fraction_bits
     for i in range(start, stop):
         pattern = get(x, i)
         magnitude = int64(pattern & int32(0x7FFFFFFF))
-        # Subnormals of 2^-127 and 2^-128 move into place by one and two bits; smaller ones are below every format.
-        shift = int64(0) if magnitude >= 0x800000 else int64(1) if magnitude >= 0x400000 else int64(2)
+        # Subnormals of 2^-127 and 2^-128 move into place by one and two bits; smaller ones are
+        # below every format.
+        shift = (
+            int64(0) if magnitude >= 0x800000 else int64(1) if magnitude >= 0x400000 else int64(2)
+        )
         magnitude = magnitude << shift
         fraction = magnitude & 0x7FFFFF
         j = int64(look_up(base, int32(fraction >> down)))
         j += int64(fraction >= int64(look_up(mantissas, int32(j + 1))))
-        chance = (fraction - int64(look_up(mantissas, int32(j)))) * look_up(reciprocals, int32(j)) >> 24
-        field = (((magnitude >> 23) - 127 - shift) << f) + j + ((chance + int64(get(bits, i))) >> 16) + bias
+        chance = (fraction - int64(look_up(mantissas, int32(j)))) * look_up(
+            reciprocals, int32(j)
+        ) >> 24
+        field = (
+            (((magnitude >> 23) - 127 - shift) << f)
+            + j
+            + ((chance + int64(get(bits, i))) >> 16)
+            + bias
+        )
         field = max(min(field, int64(mask)), int64(0)) if magnitude >= 0x800000 else int64(0)
         put(out, i, code_of(pattern >> 31, int32(field), int32(mask)))
     return 0
@@ -184,10 +218,11 @@ def encode32_stochastic(
 
 @kernel
 def encode64(
-    x: NDArray[np.int64], out: _I16, threshold: NDArray[np.int64], base: _I32, fraction_bits: int, bias: int, mask: int,
-    start: int, stop: int,
+    x: NDArray[np.int64], out: _I16, threshold: NDArray[np.int64], base: _I32, fraction_bits: int,
+    bias: int, mask: int, start: int, stop: int,
 ) -> int:  # fmt: skip
-    """Codes of float64 bit patterns ``x``; returns 1 where one is NaN or infinite. Subnormals underflow in every format."""
+    """Codes of float64 bit patterns ``x``; returns 1 where one is NaN or infinite. Subnormals
+    underflow in every format."""
     mask_ = int64(mask)
     down = int64(51 - fraction_bits)
     offset = int64(bias - (1023 << fraction_bits))
@@ -197,7 +232,9 @@ def encode64(
         bad |= int64(magnitude >= int64(0x7FF0000000000000))
         fraction = magnitude & int64(0xFFFFFFFFFFFFF)
         cell = fraction >> down
-        rounded = int64(look_up(base, int32(cell))) + int64(fraction > look_up(threshold, int32(cell)))
+        rounded = int64(look_up(base, int32(cell))) + int64(
+            fraction > look_up(threshold, int32(cell))
+        )
         field = ((magnitude >> 52) << fraction_bits) + rounded + offset
         field = max(min(field, mask_), int64(0))
         put(out, i, code_of(int32(get(x, i) >> 63), int32(field), int32(mask)))
@@ -205,11 +242,15 @@ def encode64(
 
 
 @kernel
-def decode32(x: _I16, out: _I32, table: _I32, fraction_bits: int, bias: int, mask: int, start: int, stop: int) -> int:
-    """float32 bit patterns of the codes. ``table``: significand fields, then the subnormal results of two exponents."""
+def decode32(
+    x: _I16, out: _I32, table: _I32, fraction_bits: int, bias: int, mask: int, start: int, stop: int
+) -> int:
+    """float32 bit patterns of the codes. ``table``: significand fields, then the subnormal results
+    of two exponents."""
     mask_, f = int32(mask), int32(fraction_bits)
     low = int32((1 << fraction_bits) - 1)
-    offset = int32((128 << fraction_bits) - bias)  # counts logarithms from 2^-128, where exponent 0 and 1 are subnormal
+    # counts logarithms from 2^-128, where exponent 0 and 1 are subnormal
+    offset = int32((128 << fraction_bits) - bias)
     for i in range(start, stop):
         code = int32(get(x, i))
         field = code & mask_
@@ -225,7 +266,14 @@ def decode32(x: _I16, out: _I32, table: _I32, fraction_bits: int, bias: int, mas
 
 @kernel
 def decode64(
-    x: _I16, out: NDArray[np.int64], table: NDArray[np.int64], fraction_bits: int, bias: int, mask: int, start: int, stop: int
+    x: _I16,
+    out: NDArray[np.int64],
+    table: NDArray[np.int64],
+    fraction_bits: int,
+    bias: int,
+    mask: int,
+    start: int,
+    stop: int,
 ) -> int:
     """float64 bit patterns of the codes; every format lies inside float64's normal range."""
     mask_ = int64(mask)

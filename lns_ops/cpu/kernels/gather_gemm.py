@@ -1,19 +1,22 @@
 """Compiled sums and matrix products in the contract's order, for any format on any processor.
 
-Word: a signed logarithm is held in one 32-bit integer ``w = 4 log + s`` (``s`` = 1 for negative), zero in a word far below
-every other (``NOTHING``). Then the larger of two words is the larger magnitude *with its sign*, and their distance is
-``4 |d| + {-1, 0, 1}``, odd exactly where the signs differ: one table indexed by that distance holds ``4 G+`` at ``4 d`` and
-``4 G-`` at ``4 d - 1`` and ``4 d + 1``, so an addition is max, min, subtract, gather, add, with no case for the signs. Exact
+Word: a signed logarithm is held in one 32-bit integer ``w = 4 log + s`` (``s`` = 1 for negative),
+zero in a word far below every other (``NOTHING``). Then the larger of two words is the larger
+magnitude *with its sign*, and their distance is ``4 |d| + {-1, 0, 1}``, odd exactly where the signs
+differ: one table indexed by that distance holds ``4 G+`` at ``4 d`` and ``4 G-`` at ``4 d - 1`` and
+``4 d + 1``, so an addition is max, min, subtract, gather, add, with no case for the signs. Exact
 cancellation sits at distance 1 and holds a number that throws the result below every logarithm.
 
-The accumulator's limits are applied after each addition: logarithms below ``ACC_MIN`` become NOTHING, those above
-``ACC_MAX`` saturate. Where a call's operands cannot reach the limits (``clamp`` false, decided by the caller from the largest
-and smallest logarithms) that work is left out; results are the same.
+The accumulator's limits are applied after each addition: logarithms below ``ACC_MIN`` become
+NOTHING, those above ``ACC_MAX`` saturate. Where a call's operands cannot reach the limits
+(``clamp`` false, decided by the caller from the largest and smallest logarithms) that work is left
+out; results are the same.
 
-Layout: in the products, ``y`` is widened once to words, a row of ``x`` is a scalar per step (zeros cost one branch), and a
-strip of ``STRIP`` columns of accumulators stays in the first-level cache.
+Layout: in the products, ``y`` is widened once to words, a row of ``x`` is a scalar per step (zeros
+cost one branch), and a strip of ``STRIP`` columns of accumulators stays in the first-level cache.
 
-Shapes: M rows, N columns, K the reduced index. Everything is contiguous; ranges ``start .. stop`` count work units.
+Shapes: M rows, N columns, K the reduced index. Everything is contiguous; ranges ``start .. stop``
+count work units.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ _CANCELLED = -(1 << 29)
 
 @lru_cache(maxsize=32)
 def distance_table(fraction_bits: int) -> _I32:
-    """``4 G(distance)`` by word distance, int32; the last entry is 0 and stands for every larger distance."""
+    """``4 G(distance)`` by word distance, int32; the last entry is 0 and stands for every larger
+    distance."""
     plus, minus = gaussian_tables(fraction_bits)
     table = np.zeros(4 * len(plus), np.int32)
     minus_words = np.where(minus == CANCEL, _CANCELLED, 4 * minus.astype(np.int64))
@@ -99,7 +103,8 @@ def narrow(x: _I32, out: _I16, bias: int, mask: int, start: int, stop: int) -> i
 
 @kernel
 def survey(x: _I16, found: _I64, mask: int, start: int, stop: int) -> int:
-    """``found`` = smallest and largest field among the nonzero codes (2^16 and 0 if there are none), and their number."""
+    """``found`` = smallest and largest field among the nonzero codes (2^16 and 0 if there are
+    none), and their number."""
     low, high, nonzero, mask_ = uint16(0xFFFF), int16(0), int64(0), int16(mask)
     for first in range(start, stop, _COUNTABLE):
         count = int16(0)  # 16 bits throughout, so that a vector holds 32 codes
@@ -115,10 +120,11 @@ def survey(x: _I16, found: _I64, mask: int, start: int, stop: int) -> int:
 
 @kernel
 def sum_columns(
-    x: _I16, out: _I32, K: int, inner: int, table: _I32, bias: int, mask: int, lowest: int, highest: int, block: int,
-    start: int, stop: int,
+    x: _I16, out: _I32, K: int, inner: int, table: _I32, bias: int, mask: int, lowest: int,
+    highest: int, block: int, start: int, stop: int,
 ) -> int:  # fmt: skip
-    """Sum a flat (outer, K, inner) array over K into words (outer, inner); a unit is one strip of one outer index."""
+    """Sum a flat (outer, K, inner) array over K into words (outer, inner); a unit is one strip of
+    one outer index."""
     last, low, high = int32(table.size - 1), int32(lowest), int32(highest)
     bias_, mask_ = int32(bias), int32(mask)
     strips = (inner + STRIP - 1) // STRIP
@@ -136,10 +142,23 @@ def sum_columns(
                     put(
                         part,
                         j,
-                        clamp_word(add_words(get(part, j), word_of_code(get(x, row + j), bias_, mask_), table, last), low, high),
+                        clamp_word(
+                            add_words(
+                                get(part, j),
+                                word_of_code(get(x, row + j), bias_, mask_),
+                                table,
+                                last,
+                            ),
+                            low,
+                            high,
+                        ),
                     )
             for j in range(width):
-                put(total, j, clamp_word(add_words(get(total, j), get(part, j), table, last), low, high))
+                put(
+                    total,
+                    j,
+                    clamp_word(add_words(get(total, j), get(part, j), table, last), low, high),
+                )
         place = unit // strips * inner + first
         for j in range(width):
             put(out, place + j, get(total, j))
@@ -148,11 +167,23 @@ def sum_columns(
 
 @kernel
 def sum_rows(
-    x: _I16, out: _I32, K: int, table: _I32, bias: int, mask: int, lowest: int, highest: int, block: int, start: int, stop: int
+    x: _I16,
+    out: _I32,
+    K: int,
+    table: _I32,
+    bias: int,
+    mask: int,
+    lowest: int,
+    highest: int,
+    block: int,
+    start: int,
+    stop: int,
 ) -> int:
-    """Block totals of a flat (rows, K) array: words (blocks, rows). A unit is a strip of STRIP (row, block) pairs.
+    """Block totals of a flat (rows, K) array: words (blocks, rows). A unit is a strip of STRIP
+    (row, block) pairs.
 
-    Adding within one row is a chain of dependent steps, so STRIP chains are transposed into columns and run side by side.
+    Adding within one row is a chain of dependent steps, so STRIP chains are transposed into columns
+    and run side by side.
     """
     last, low, high = int32(table.size - 1), int32(lowest), int32(highest)
     bias_, mask_ = int32(bias), int32(mask)
@@ -175,30 +206,43 @@ def sum_rows(
                 put(terms, k * STRIP + j, NOTHING)
         for k in range(longest):
             for j in range(width):
-                put(part, j, clamp_word(add_words(get(part, j), get(terms, k * STRIP + j), table, last), low, high))
+                put(
+                    part,
+                    j,
+                    clamp_word(
+                        add_words(get(part, j), get(terms, k * STRIP + j), table, last), low, high
+                    ),
+                )
         for j in range(width):
             put(out, first + j, get(part, j))
     return 0
 
 
 @kernel
-def sum_totals(x: _I32, out: _I32, rows: int, table: _I32, lowest: int, highest: int, start: int, stop: int) -> int:
+def sum_totals(
+    x: _I32, out: _I32, rows: int, table: _I32, lowest: int, highest: int, start: int, stop: int
+) -> int:
     """Add words (blocks, rows) over the blocks, ascending; a unit is one row."""
     last, low, high = int32(table.size - 1), int32(lowest), int32(highest)
     for j in range(start, stop):
         put(out, j, NOTHING)
     for b in range(x.size // rows):
         for j in range(start, stop):
-            put(out, j, clamp_word(add_words(get(out, j), get(x, b * rows + j), table, last), low, high))
+            put(
+                out,
+                j,
+                clamp_word(add_words(get(out, j), get(x, b * rows + j), table, last), low, high),
+            )
     return 0
 
 
 @kernel
 def matmul(
-    x: _I32, y: _I32, out: _I16, K: int, N: int, table: _I32, bias: int, mask: int, lowest: int, highest: int,
-    clamp: bool, block: int, start: int, stop: int,
+    x: _I32, y: _I32, out: _I16, K: int, N: int, table: _I32, bias: int, mask: int, lowest: int,
+    highest: int, clamp: bool, block: int, start: int, stop: int,
 ) -> int:  # fmt: skip
-    """Words ``x`` (M, K) times words ``y`` (K, N) to codes (M, N); a unit is one strip of one row."""
+    """Words ``x`` (M, K) times words ``y`` (K, N) to codes (M, N); a unit is one strip of one
+    row."""
     last, low, high = int32(table.size - 1), int32(lowest), int32(highest)
     rows = x.size // max(K, 1)
     total, part = scratch(STRIP, int32), scratch(STRIP, int32)
@@ -219,10 +263,23 @@ def matmul(
                     for j in range(width):
                         product = int32(int32(scalar + get(y, row + j)) ^ sign)
                         product = int32(NOTHING) if product < low else product
-                        put(part, j, clamp_word(add_words(get(part, j), product, table, last), low, high))
+                        put(
+                            part,
+                            j,
+                            clamp_word(add_words(get(part, j), product, table, last), low, high),
+                        )
                 else:
                     for j in range(width):
-                        put(part, j, add_words(get(part, j), int32(int32(scalar + get(y, row + j)) ^ sign), table, last))
+                        put(
+                            part,
+                            j,
+                            add_words(
+                                get(part, j),
+                                int32(int32(scalar + get(y, row + j)) ^ sign),
+                                table,
+                                last,
+                            ),
+                        )
             for j in range(width):
                 settled = clamp_word(get(part, j), low, high)
                 put(total, j, clamp_word(add_words(get(total, j), settled, table, last), low, high))

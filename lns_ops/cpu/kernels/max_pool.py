@@ -1,8 +1,9 @@
 """Compiled maximum over windows of images.
 
-The order key of a code and the number of the window's element share an int32, ``65536 key + 65535 - tap``, so one maximum finds both the
-largest value and, among equal ones, the first. All columns of a row are treated alike, whatever the stride, and every stride-th is taken at
-the end: contiguous vectors, two maxima too many at stride 2.
+The order key of a code and the number of the window's element share an int32, ``65536 key + 65535 -
+tap``, so one maximum finds both the largest value and, among equal ones, the first. All columns of
+a row are treated alike, whatever the stride, and every stride-th is taken at the end: contiguous
+vectors, two maxima too many at stride 2.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ _BELOW = -(1 << 31) + (1 << 16)
 
 @kernel
 def max_pool(
-    x: _I16, out: _I16, indices: NDArray[np.int64], H: int, W: int, OH: int, OW: int, KH: int, KW: int, SH: int, SW: int, PH: int, PW: int,
-    DH: int, DW: int, mask: int, start: int, stop: int,
+    x: _I16, out: _I16, indices: NDArray[np.int64], H: int, W: int, OH: int, OW: int, KH: int,
+    KW: int, SH: int, SW: int, PH: int, PW: int, DH: int, DW: int, mask: int, start: int, stop: int,
 ) -> int:  # fmt: skip
-    """Maxima (planes, OH, OW) of images (planes, H, W) and their places ``y W + x``; a unit is a plane. 1 where a window is empty."""
+    """Maxima (planes, OH, OW) of images (planes, H, W) and their places ``y W + x``; a unit is a
+    plane. 1 where a window is empty."""
     mask_ = int16(mask)
     columns = (OW - 1) * SW + 1
     reach = columns + (KW - 1) * DW

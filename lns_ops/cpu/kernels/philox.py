@@ -1,4 +1,5 @@
-"""Random bits for rounding: Philox4x32-10, a counter-based generator; :func:`lns_ops.reference.random_bits` is the definition."""
+"""Random bits for rounding: Philox4x32-10, a counter-based generator;
+:func:`lns_ops.reference.random_bits` is the definition."""
 
 from __future__ import annotations
 
@@ -26,7 +27,13 @@ def _round(a: Any, b: Any, c: Any, d: Any, low: Any, high: Any) -> Any:
 
 @kernel
 def random_bits(
-    out: NDArray[np.uint16], unused: NDArray[np.uint16], key: int, step: int, slot: int, start: int, stop: int
+    out: NDArray[np.uint16],
+    unused: NDArray[np.uint16],
+    key: int,
+    step: int,
+    slot: int,
+    start: int,
+    stop: int,
 ) -> int:
     """Blocks ``start .. stop`` of eight uniform 16-bit integers each."""
     for block in range(start, stop):

@@ -1,10 +1,13 @@
-"""Compiled kernels that go by an index: functions read from a table, and sums of the terms that share a destination.
+"""Compiled kernels that go by an index: functions read from a table, and sums of the terms that
+share a destination.
 
-A table of results has ``2^bits`` entries, indexed by the low bits of a code; it stays in the first or second level of the cache, so plain
-loads keep up with memory. The entry ``undefined`` marks arguments without a value.
+A table of results has ``2^bits`` entries, indexed by the low bits of a code; it stays in the first
+or second level of the cache, so plain loads keep up with memory. The entry ``undefined`` marks
+arguments without a value.
 
-Sums by destination follow the contract: the terms of one destination in ascending order of their position, in blocks of 64, then the block
-totals. Words, limits and their arithmetic are those of :mod:`lns_ops.cpu.kernels.gather_gemm`.
+Sums by destination follow the contract: the terms of one destination in ascending order of their
+position, in blocks of 64, then the block totals. Words, limits and their arithmetic are those of
+:mod:`lns_ops.cpu.kernels.gather_gemm`.
 """
 
 from __future__ import annotations
@@ -15,7 +18,14 @@ from numpy.typing import NDArray
 
 from lns_ops.cpu.compiler.intrinsics import get, look_up, put, scratch
 from lns_ops.cpu.compiler.object_cache import kernel
-from lns_ops.cpu.kernels.gather_gemm import NOTHING, STRIP, add_words, clamp_word, code_of_word, word_of_code
+from lns_ops.cpu.kernels.gather_gemm import (
+    NOTHING,
+    STRIP,
+    add_words,
+    clamp_word,
+    code_of_word,
+    word_of_code,
+)
 
 _I16 = NDArray[np.int16]
 _I32 = NDArray[np.int32]
@@ -23,7 +33,9 @@ _I64 = NDArray[np.int64]
 
 
 @kernel
-def lookup(x: _I16, out: _I16, table: _I16, word: int, undefined: int, start: int, stop: int) -> int:
+def lookup(
+    x: _I16, out: _I16, table: _I16, word: int, undefined: int, start: int, stop: int
+) -> int:
     """``out = table[x & word]``; returns 1 where an entry is ``undefined``."""
     word_, undefined_ = int32(word), int16(undefined)
     bad = int32(0)
@@ -36,10 +48,11 @@ def lookup(x: _I16, out: _I16, table: _I16, word: int, undefined: int, start: in
 
 @kernel
 def segment_sum(
-    x: _I16, out: _I16, order: _I64, starts: _I64, table: _I32, width: int, bias: int, mask: int, lowest: int, highest: int, block: int,
-    start: int, stop: int,
+    x: _I16, out: _I16, order: _I64, starts: _I64, table: _I32, width: int, bias: int, mask: int,
+    lowest: int, highest: int, block: int, start: int, stop: int,
 ) -> int:  # fmt: skip
-    """Row ``r`` of ``out`` (rows, width): the sum of the rows ``order[starts[r] : starts[r + 1]]`` of ``x``; a unit is one row."""
+    """Row ``r`` of ``out`` (rows, width): the sum of the rows ``order[starts[r] : starts[r + 1]]``
+    of ``x``; a unit is one row."""
     last, low, high = int32(table.size - 1), int32(lowest), int32(highest)
     bias_, mask_ = int32(bias), int32(mask)
     total, part = scratch(STRIP, int32), scratch(STRIP, int32)
@@ -56,11 +69,22 @@ def segment_sum(
                             part,
                             j,
                             clamp_word(
-                                add_words(get(part, j), word_of_code(get(x, row + j), bias_, mask_), table, last), low, high
+                                add_words(
+                                    get(part, j),
+                                    word_of_code(get(x, row + j), bias_, mask_),
+                                    table,
+                                    last,
+                                ),
+                                low,
+                                high,
                             ),
                         )
                 for j in range(columns):
-                    put(total, j, clamp_word(add_words(get(total, j), get(part, j), table, last), low, high))
+                    put(
+                        total,
+                        j,
+                        clamp_word(add_words(get(total, j), get(part, j), table, last), low, high),
+                    )
             for j in range(columns):
                 put(out, r * width + first + j, code_of_word(get(total, j), bias_, mask_))
     return 0

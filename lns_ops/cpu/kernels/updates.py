@@ -1,11 +1,14 @@
-"""Compiled kernels of optimizer updates: fused SGD and Adam steps, and the directions of composed optimizers in one pass.
+"""Compiled kernels of optimizer updates: fused SGD and Adam steps, and the directions of composed
+optimizers in one pass.
 
-A step composes the primitives of :mod:`lns_ops.cpu.kernels.elementwise` on signs and fields that stay in registers from one operation to
-the next; it reads and writes each array once. Every intermediate is clamped as the reference clamps it.
+A step composes the primitives of :mod:`lns_ops.cpu.kernels.elementwise` on signs and fields that
+stay in registers from one operation to the next; it reads and writes each array once. Every
+intermediate is clamped as the reference clamps it.
 
-The directions are the operations that :mod:`lns_ops.optim` composes, in its order; :mod:`lns_ops.functional.directions` calls them. A
-direction is stored, and SGD's kernel descends along it: one more pass over two bytes a weight, instead of each kernel three times, once for
-every rounding of a weight.
+The directions are the operations that :mod:`lns_ops.optim` composes, in its order;
+:mod:`lns_ops.functional.directions` calls them. A direction is stored, and SGD's kernel descends
+along it: one more pass over two bytes a weight, instead of each kernel three times, once for every
+rounding of a weight.
 
 Kernels return 0.
 """
@@ -30,9 +33,11 @@ _I64 = NDArray[np.int64]
 
 @helper
 def _direction(
-    grad: Any, buffer: Any, i: Any, table: Any, last: Any, bias: Any, mask: Any, momentum: Any, use_momentum: Any
+    grad: Any, buffer: Any, i: Any, table: Any, last: Any, bias: Any, mask: Any, momentum: Any,
+    use_momentum: Any
 ) -> Any:  # fmt: skip
-    """The pair of ``grad``, or with momentum of ``momentum buffer + grad``, which becomes the buffer."""
+    """The pair of ``grad``, or with momentum of ``momentum buffer + grad``, which becomes the
+    buffer."""
     g = int32(get(grad, i))
     sign, field = g >> 31, g & mask
     if use_momentum:
@@ -43,67 +48,93 @@ def _direction(
     return sign, field
 
 
+@helper
+def _add_plain(weight: Any, i: Any, su: Any, fu: Any, table: Any, last: Any, mask: Any) -> None:
+    """``weight += update``, the update a pair, to nearest."""
+    w = int32(get(weight, i))
+    sn, fn = add_fields(w >> 31, w & mask, su, fu, table, last, mask)
+    put(weight, i, code_of(sn, fn, mask))
+
+
+@helper
+def _add_kahan(
+    weight: Any, compensation: Any, i: Any, su: Any, fu: Any, table: Any, last: Any, mask: Any
+) -> None:
+    """``c += update; new = w + c; c -= new - w; w = new``."""
+    c, w = int32(get(compensation, i)), int32(get(weight, i))
+    sw, fw = w >> 31, w & mask
+    sc, fc = add_fields(c >> 31, c & mask, su, fu, table, last, mask)
+    sn, fn = add_fields(sw, fw, sc, fc, table, last, mask)
+    sd, fd = add_fields(sn, fn, ~sw, fw, table, last, mask)
+    sc, fc = add_fields(sc, fc, ~sd, fd, table, last, mask)
+    put(weight, i, code_of(sn, fn, mask))
+    put(compensation, i, code_of(sc, fc, mask))
+
+
+@helper
+def _add_stochastic(
+    weight: Any, bits: Any, i: Any, su: Any, fu: Any, fine: Any, last: Any, mask: Any
+) -> None:
+    """``weight += update``, the sum rounded at random."""
+    w, chance = int32(get(weight, i)), int32(get(bits, i))
+    sn, fn = add_fields_stochastic(w >> 31, w & mask, su, fu, chance, fine, last, mask)
+    put(weight, i, code_of(sn, fn, mask))
+
+
 @kernel
 def sgd_plain(
     weight: _I16, grad: _I16, buffer: _I16, table: _I32, last: int, bias: int, mask: int,
     negative_lr: int, momentum: int, use_momentum: bool, start: int, stop: int,
 ) -> int:  # fmt: skip
-    """``buffer = momentum buffer + grad; weight += negative_lr buffer`` (``grad`` itself without momentum)."""
+    """``buffer = momentum buffer + grad; weight += negative_lr buffer`` (``grad`` itself without
+    momentum)."""
     last_, bias_, mask_ = int32(last), int32(bias), int32(mask)
     lr, mu = int32(negative_lr), int32(momentum)
     for i in range(start, stop):
         ss, fs = _direction(grad, buffer, i, table, last_, bias_, mask_, mu, use_momentum)
-        w = int32(get(weight, i))
         fu = mul_fields(fs, lr & mask_, bias_, mask_)
-        sn, fn = add_fields(w >> 31, w & mask_, ss ^ (lr >> 31), fu, table, last_, mask_)
-        put(weight, i, code_of(sn, fn, mask_))
+        _add_plain(weight, i, ss ^ (lr >> 31), fu, table, last_, mask_)
     return 0
 
 
 @kernel
 def sgd_kahan(
-    weight: _I16, grad: _I16, buffer: _I16, compensation: _I16, table: _I32, last: int, bias: int, mask: int,
-    negative_lr: int, momentum: int, use_momentum: bool, start: int, stop: int,
+    weight: _I16, grad: _I16, buffer: _I16, compensation: _I16, table: _I32, last: int, bias: int,
+    mask: int, negative_lr: int, momentum: int, use_momentum: bool, start: int, stop: int,
 ) -> int:  # fmt: skip
     """As :func:`sgd_plain`, with ``c += update; new = w + c; c -= new - w; w = new``."""
     last_, bias_, mask_ = int32(last), int32(bias), int32(mask)
     lr, mu = int32(negative_lr), int32(momentum)
     for i in range(start, stop):
         ss, fs = _direction(grad, buffer, i, table, last_, bias_, mask_, mu, use_momentum)
-        c, w = int32(get(compensation, i)), int32(get(weight, i))
-        sw, fw = w >> 31, w & mask_
         fu = mul_fields(fs, lr & mask_, bias_, mask_)
-        sc, fc = add_fields(c >> 31, c & mask_, ss ^ (lr >> 31), fu, table, last_, mask_)
-        sn, fn = add_fields(sw, fw, sc, fc, table, last_, mask_)
-        sd, fd = add_fields(sn, fn, ~sw, fw, table, last_, mask_)
-        sc, fc = add_fields(sc, fc, ~sd, fd, table, last_, mask_)
-        put(weight, i, code_of(sn, fn, mask_))
-        put(compensation, i, code_of(sc, fc, mask_))
+        _add_kahan(weight, compensation, i, ss ^ (lr >> 31), fu, table, last_, mask_)
     return 0
 
 
 @kernel
 def sgd_stochastic(
-    weight: _I16, grad: _I16, buffer: _I16, bits: _U16, table: _I32, fine: _I32, last: int, fine_last: int, bias: int, mask: int,
-    negative_lr: int, momentum: int, use_momentum: bool, start: int, stop: int,
+    weight: _I16, grad: _I16, buffer: _I16, bits: _U16, table: _I32, fine: _I32, last: int,
+    fine_last: int, bias: int, mask: int, negative_lr: int, momentum: int, use_momentum: bool,
+    start: int, stop: int,
 ) -> int:  # fmt: skip
     """As :func:`sgd_plain`, the sum of weight and update rounded at random."""
     last_, fine_last_, bias_, mask_ = int32(last), int32(fine_last), int32(bias), int32(mask)
     lr, mu = int32(negative_lr), int32(momentum)
     for i in range(start, stop):
         ss, fs = _direction(grad, buffer, i, table, last_, bias_, mask_, mu, use_momentum)
-        w = int32(get(weight, i))
         fu = mul_fields(fs, lr & mask_, bias_, mask_)
-        sn, fn = add_fields_stochastic(w >> 31, w & mask_, ss ^ (lr >> 31), fu, int32(get(bits, i)), fine, fine_last_, mask_)
-        put(weight, i, code_of(sn, fn, mask_))
+        _add_stochastic(weight, bits, i, ss ^ (lr >> 31), fu, fine, fine_last_, mask_)
     return 0
 
 
 @helper
 def _root(
-    root: Any, x: Any, residue: Any, added: Any, decay: _I32, first: Any, last: Any, keep: Any, take: Any, bias: Any
-) -> Any:
-    """Logarithm of ``sqrt(beta root^2 + (1 - beta) x^2)`` with 16 bits behind the ulp, ``added`` to it; of fields, 0 for zero."""
+    root: Any, x: Any, residue: Any, added: Any, decay: _I32, first: Any, last: Any, keep: Any,
+    take: Any, bias: Any
+) -> Any:  # fmt: skip
+    """Logarithm of ``sqrt(beta root^2 + (1 - beta) x^2)`` with 16 bits behind the ulp, ``added`` to
+    it; of fields, 0 for zero."""
     index = max(min(int32(x - root), last), first)
     correction = int64(look_up(decay, int32(index - first)))
     nothing = int64(-(1 << 40))
@@ -119,165 +150,161 @@ def _bounded(fine: Any, bias: Any, mask: Any) -> Any:
 
 
 @helper
-def _decayed(grad: Any, weight: Any, i: Any, table: Any, last: Any, bias: Any, mask: Any, decay: Any, use: Any) -> Any:
+def _advance(
+    root: Any, residue: Any, i: Any, field: Any, decay: _I32, first: Any, last: Any, keep: Any,
+    take: Any, bias: Any, mask: Any
+) -> Any:  # fmt: skip
+    """The root's field after it follows ``field``, stored with what rounding it left over."""
+    lacks, half = int64(get(residue, i)), int64(1 << 15)
+    old = int32(get(root, i))
+    rounded = _root(old, field, lacks, half, decay, first, last, keep, take, bias)
+    new = _bounded(rounded, int64(bias), mask)
+    inside = (new > 0) & ((rounded >> 16) + int64(bias) <= int64(mask))
+    put(root, i, int16(new))
+    put(residue, i, int16((rounded & 0xFFFF) - half) if inside else int16(0))
+    return new
+
+
+@helper
+def _decayed(
+    grad: Any, weight: Any, i: Any, table: Any, last: Any, bias: Any, mask: Any, decay: Any,
+    use: Any
+) -> Any:  # fmt: skip
     """The pair of ``grad``, or of ``grad + decay weight``."""
     g = int32(get(grad, i))
     sign, field = g >> 31, g & mask
     if use:
         w = int32(get(weight, i))
-        sign, field = add_fields(
-            sign, field, (w ^ decay) >> 31, mul_fields(w & mask, decay & mask, bias, mask), table, last, mask
-        )
+        fw = mul_fields(w & mask, decay & mask, bias, mask)
+        sign, field = add_fields(sign, field, (w ^ decay) >> 31, fw, table, last, mask)
     return sign, field
 
 
 @helper
-def _average(average: Any, i: Any, sg: Any, fg: Any, table: Any, last: Any, bias: Any, mask: Any, beta: Any, rest: Any) -> Any:
+def _average(
+    average: Any, i: Any, sg: Any, fg: Any, table: Any, last: Any, bias: Any, mask: Any, beta: Any,
+    rest: Any
+) -> Any:  # fmt: skip
     """``average = beta average + rest x``, both factors positive; returns the pair."""
     m = int32(get(average, i))
-    sign, field = add_fields(
-        m >> 31, mul_fields(m & mask, beta, bias, mask), sg, mul_fields(fg, rest, bias, mask), table, last, mask
-    )
+    fm, fx = mul_fields(m & mask, beta, bias, mask), mul_fields(fg, rest, bias, mask)
+    sign, field = add_fields(m >> 31, fm, sg, fx, table, last, mask)
     put(average, i, code_of(sign, field, mask))
     return sign, field
 
 
 @helper
+def _ratio(x: Any, y: Any, bias: Any, mask: Any) -> Any:
+    """The field of ``x / y``, of fields; y is not zero."""
+    return max(min(int32(int32(x - y) + bias), mask), int32(0)) if x > 0 else int32(0)
+
+
+@helper
 def _adam_update(
-    weight: Any, i: Any, sm: Any, fm: Any, root: Any, table: Any, last: Any, bias: Any, mask: Any, negative_lr: Any, correction: Any,
-    eps: Any, decay: Any, use: Any,
+    weight: Any, i: Any, sm: Any, fm: Any, root: Any, table: Any, last: Any, bias: Any, mask: Any,
+    negative_lr: Any, correction: Any, eps: Any, decay: Any, use: Any,
 ) -> Any:  # fmt: skip
     """The pair of ``-lr (correction average / (root + eps) + decay weight)``; eps is positive."""
     _, below = add_fields(int32(0), root, int32(0), eps, table, last, mask)
-    quotient = max(min(int32(int32(fm - below) + bias), mask), int32(0)) if fm > 0 else int32(0)
-    sign, field = sm, mul_fields(quotient, correction, bias, mask)
+    sign, field = sm, mul_fields(_ratio(fm, below, bias, mask), correction, bias, mask)
     if use:
         w = int32(get(weight, i))
-        sign, field = add_fields(
-            sign, field, (w ^ decay) >> 31, mul_fields(w & mask, decay & mask, bias, mask), table, last, mask
-        )
+        fw = mul_fields(w & mask, decay & mask, bias, mask)
+        sign, field = add_fields(sign, field, (w ^ decay) >> 31, fw, table, last, mask)
     return sign ^ (negative_lr >> 31), mul_fields(field, negative_lr & mask, bias, mask)
 
 
 @kernel
 def follow(
-    root: _I16, residue: _I16, x: _I16, decay: _I32, first: int, keep: int, take: int, bias: int, mask: int, start: int, stop: int
-) -> int:
+    root: _I16, residue: _I16, x: _I16, decay: _I32, first: int, keep: int, take: int, bias: int,
+    mask: int, start: int, stop: int
+) -> int:  # fmt: skip
     """One step of :func:`lns_ops.reference.followed`, in place on ``root`` and ``residue``."""
-    bias_, mask_, first_, end = int32(bias), int32(mask), int32(first), int32(first + len(decay) - 1)
+    bias_, mask_, first_ = int32(bias), int32(mask), int32(first)
+    end, keep_, take_ = int32(first + len(decay) - 1), int64(keep), int64(take)
     for i in range(start, stop):
         field = int32(get(x, i)) & mask_
-        rounded = _root(
-            int32(get(root, i)),
-            field,
-            int64(get(residue, i)),
-            int64(1 << 15),
-            decay,
-            first_,
-            end,
-            int64(keep),
-            int64(take),
-            bias_,
-        )
-        new = _bounded(rounded, int64(bias), mask_)
-        inside = (new > 0) & ((rounded >> 16) + bias <= mask)
-        put(root, i, int16(new))
-        put(residue, i, int16((rounded & 0xFFFF) - (1 << 15)) if inside else int16(0))
+        _advance(root, residue, i, field, decay, first_, end, keep_, take_, bias_, mask_)
     return 0
 
 
 @kernel
 def adam_plain(
-    weight: _I16, grad: _I16, average: _I16, root: _I16, residue: _I16, table: _I32, decay: _I32, last: int, bias: int, mask: int,
-    negative_lr: int, beta: int, rest: int, correction: int, eps: int, weight_decay: int, into_grad: bool, decoupled: bool,
-    first: int, keep: int, take: int, start: int, stop: int,
+    weight: _I16, grad: _I16, average: _I16, root: _I16, residue: _I16, table: _I32, decay: _I32,
+    last: int, bias: int, mask: int, negative_lr: int, beta: int, rest: int, correction: int,
+    eps: int, weight_decay: int, into_grad: bool, decoupled: bool, first: int, keep: int, take: int,
+    start: int, stop: int,
 ) -> int:  # fmt: skip
-    """One Adam step, :func:`lns_ops.reference.adam_update`, the sum of weight and update rounded to nearest."""
+    """One Adam step, :func:`lns_ops.reference.adam_update`, the sum of weight and update rounded to
+    nearest."""
     last_, bias_, mask_ = int32(last), int32(bias), int32(mask)
-    lr, wd, first_, end = int32(negative_lr), int32(weight_decay), int32(first), int32(first + len(decay) - 1)
+    lr, wd, first_ = int32(negative_lr), int32(weight_decay), int32(first)
+    end, keep_, take_ = int32(first + len(decay) - 1), int64(keep), int64(take)
     for i in range(start, stop):
         sg, fg = _decayed(grad, weight, i, table, last_, bias_, mask_, wd, into_grad)
         sm, fm = _average(average, i, sg, fg, table, last_, bias_, mask_, int32(beta), int32(rest))
-        rounded = _root(
-            int32(get(root, i)), fg, int64(get(residue, i)), int64(1 << 15), decay, first_, end, int64(keep), int64(take), bias_
-        )
-        fr = _bounded(rounded, int64(bias), mask_)
-        inside = (fr > 0) & ((rounded >> 16) + bias <= mask)
-        put(root, i, int16(fr))
-        put(residue, i, int16((rounded & 0xFFFF) - (1 << 15)) if inside else int16(0))
-        su, fu = _adam_update(weight, i, sm, fm, fr, table, last_, bias_, mask_, lr, int32(correction), int32(eps), wd, decoupled)
-        w = int32(get(weight, i))
-        sn, fn = add_fields(w >> 31, w & mask_, su, fu, table, last_, mask_)
-        put(weight, i, code_of(sn, fn, mask_))
+        fr = _advance(root, residue, i, fg, decay, first_, end, keep_, take_, bias_, mask_)
+        su, fu = _adam_update(
+            weight, i, sm, fm, fr, table, last_, bias_, mask_, lr, int32(correction), int32(eps),
+            wd, decoupled,
+        )  # fmt: skip
+        _add_plain(weight, i, su, fu, table, last_, mask_)
     return 0
 
 
 @kernel
 def adam_kahan(
-    weight: _I16, grad: _I16, average: _I16, root: _I16, residue: _I16, compensation: _I16, table: _I32, decay: _I32, last: int,
-    bias: int, mask: int, negative_lr: int, beta: int, rest: int, correction: int, eps: int, weight_decay: int, into_grad: bool,
-    decoupled: bool, first: int, keep: int, take: int, start: int, stop: int,
+    weight: _I16, grad: _I16, average: _I16, root: _I16, residue: _I16, compensation: _I16,
+    table: _I32, decay: _I32, last: int, bias: int, mask: int, negative_lr: int, beta: int,
+    rest: int, correction: int, eps: int, weight_decay: int, into_grad: bool, decoupled: bool,
+    first: int, keep: int, take: int, start: int, stop: int,
 ) -> int:  # fmt: skip
     """As :func:`adam_plain`, with Kahan compensation."""
     last_, bias_, mask_ = int32(last), int32(bias), int32(mask)
-    lr, wd, first_, end = int32(negative_lr), int32(weight_decay), int32(first), int32(first + len(decay) - 1)
+    lr, wd, first_ = int32(negative_lr), int32(weight_decay), int32(first)
+    end, keep_, take_ = int32(first + len(decay) - 1), int64(keep), int64(take)
     for i in range(start, stop):
         sg, fg = _decayed(grad, weight, i, table, last_, bias_, mask_, wd, into_grad)
         sm, fm = _average(average, i, sg, fg, table, last_, bias_, mask_, int32(beta), int32(rest))
-        rounded = _root(
-            int32(get(root, i)), fg, int64(get(residue, i)), int64(1 << 15), decay, first_, end, int64(keep), int64(take), bias_
-        )
-        fr = _bounded(rounded, int64(bias), mask_)
-        inside = (fr > 0) & ((rounded >> 16) + bias <= mask)
-        put(root, i, int16(fr))
-        put(residue, i, int16((rounded & 0xFFFF) - (1 << 15)) if inside else int16(0))
-        su, fu = _adam_update(weight, i, sm, fm, fr, table, last_, bias_, mask_, lr, int32(correction), int32(eps), wd, decoupled)
-        c, w = int32(get(compensation, i)), int32(get(weight, i))
-        sw, fw = w >> 31, w & mask_
-        sc, fc = add_fields(c >> 31, c & mask_, su, fu, table, last_, mask_)
-        sn, fn = add_fields(sw, fw, sc, fc, table, last_, mask_)
-        sd, fd = add_fields(sn, fn, ~sw, fw, table, last_, mask_)
-        sc, fc = add_fields(sc, fc, ~sd, fd, table, last_, mask_)
-        put(weight, i, code_of(sn, fn, mask_))
-        put(compensation, i, code_of(sc, fc, mask_))
+        fr = _advance(root, residue, i, fg, decay, first_, end, keep_, take_, bias_, mask_)
+        su, fu = _adam_update(
+            weight, i, sm, fm, fr, table, last_, bias_, mask_, lr, int32(correction), int32(eps),
+            wd, decoupled,
+        )  # fmt: skip
+        _add_kahan(weight, compensation, i, su, fu, table, last_, mask_)
     return 0
 
 
 @kernel
 def adam_stochastic(
-    weight: _I16, grad: _I16, average: _I16, root: _I16, bits: _U16, root_bits: _U16, table: _I32, decay: _I32, fine: _I32, last: int,
-    fine_last: int, bias: int, mask: int, negative_lr: int, beta: int, rest: int, correction: int, eps: int, weight_decay: int,
-    into_grad: bool, decoupled: bool, first: int, keep: int, take: int, start: int, stop: int,
+    weight: _I16, grad: _I16, average: _I16, root: _I16, bits: _U16, root_bits: _U16, table: _I32,
+    decay: _I32, fine: _I32, last: int, fine_last: int, bias: int, mask: int, negative_lr: int,
+    beta: int, rest: int, correction: int, eps: int, weight_decay: int, into_grad: bool,
+    decoupled: bool, first: int, keep: int, take: int, start: int, stop: int,
 ) -> int:  # fmt: skip
     """As :func:`adam_plain`, weight and root rounded at random."""
     last_, fine_last_, bias_, mask_ = int32(last), int32(fine_last), int32(bias), int32(mask)
-    lr, wd, first_, end = int32(negative_lr), int32(weight_decay), int32(first), int32(first + len(decay) - 1)
+    lr, wd, first_ = int32(negative_lr), int32(weight_decay), int32(first)
+    end, keep_, take_ = int32(first + len(decay) - 1), int64(keep), int64(take)
     for i in range(start, stop):
         sg, fg = _decayed(grad, weight, i, table, last_, bias_, mask_, wd, into_grad)
         sm, fm = _average(average, i, sg, fg, table, last_, bias_, mask_, int32(beta), int32(rest))
-        rounded = _root(
-            int32(get(root, i)),
-            fg,
-            int64(0),
-            int64(int32(get(root_bits, i))),
-            decay,
-            first_,
-            end,
-            int64(keep),
-            int64(take),
-            bias_,
-        )
+        old, chance = int32(get(root, i)), int64(int32(get(root_bits, i)))
+        rounded = _root(old, fg, int64(0), chance, decay, first_, end, keep_, take_, bias_)
         fr = _bounded(rounded, int64(bias), mask_)
         put(root, i, int16(fr))
-        su, fu = _adam_update(weight, i, sm, fm, fr, table, last_, bias_, mask_, lr, int32(correction), int32(eps), wd, decoupled)
-        w = int32(get(weight, i))
-        sn, fn = add_fields_stochastic(w >> 31, w & mask_, su, fu, int32(get(bits, i)), fine, fine_last_, mask_)
-        put(weight, i, code_of(sn, fn, mask_))
+        su, fu = _adam_update(
+            weight, i, sm, fm, fr, table, last_, bias_, mask_, lr, int32(correction), int32(eps),
+            wd, decoupled,
+        )  # fmt: skip
+        _add_stochastic(weight, bits, i, su, fu, fine, fine_last_, mask_)
     return 0
 
 
 @helper
-def _blend(x: Any, y: Any, table: _I32, last: Any, bias: Any, mask: Any, keep: Any, rest: Any) -> Any:
+def _blend(
+    x: Any, y: Any, table: _I32, last: Any, bias: Any, mask: Any, keep: Any, rest: Any
+) -> Any:
     """The pair of ``keep x + rest y`` of codes, both factors positive."""
     fx, fy = mul_fields(x & mask, keep, bias, mask), mul_fields(y & mask, rest, bias, mask)
     return add_fields(x >> 31, fx, y >> 31, fy, table, last, mask)
@@ -285,8 +312,8 @@ def _blend(x: Any, y: Any, table: _I32, last: Any, bias: Any, mask: Any, keep: A
 
 @kernel
 def nesterov(
-    weight: _I16, grad: _I16, buffer: _I16, out: _I16, table: _I32, last: int, bias: int, mask: int, momentum: int, decay: int,
-    use_decay: bool, start: int, stop: int,
+    weight: _I16, grad: _I16, buffer: _I16, out: _I16, table: _I32, last: int, bias: int, mask: int,
+    momentum: int, decay: int, use_decay: bool, start: int, stop: int,
 ) -> int:  # fmt: skip
     """``g = grad + decay weight; buffer = momentum buffer + g; out = g + momentum buffer``."""
     last_, bias_, mask_, mu = int32(last), int32(bias), int32(mask), int32(momentum)
@@ -300,10 +327,12 @@ def nesterov(
 
 @kernel
 def lion(
-    weight: _I16, grad: _I16, average: _I16, out: _I16, table: _I32, last: int, bias: int, mask: int, keep: int, rest: int,
-    average_keep: int, average_rest: int, decay: int, use_decay: bool, start: int, stop: int,
+    weight: _I16, grad: _I16, average: _I16, out: _I16, table: _I32, last: int, bias: int,
+    mask: int, keep: int, rest: int, average_keep: int, average_rest: int, decay: int,
+    use_decay: bool, start: int, stop: int,
 ) -> int:  # fmt: skip
-    """``out = sign(keep average + rest grad) + decay weight; average = average_keep average + average_rest grad``."""
+    """``out = sign(keep average + rest grad) + decay weight; average = average_keep average +
+    average_rest grad``."""
     last_, bias_, mask_ = int32(last), int32(bias), int32(mask)
     for i in range(start, stop):
         g, m = int32(get(grad, i)), int32(get(average, i))
@@ -311,7 +340,8 @@ def lion(
         fo = bias_ if field > 0 else int32(0)
         if use_decay:
             w = int32(get(weight, i))
-            so, fo = add_fields(so, fo, w >> 31, mul_fields(w & mask_, int32(decay), bias_, mask_), table, last_, mask_)
+            fw = mul_fields(w & mask_, int32(decay), bias_, mask_)
+            so, fo = add_fields(so, fo, w >> 31, fw, table, last_, mask_)
         put(out, i, code_of(so, fo, mask_))
         sm, fm = _blend(m, g, table, last_, bias_, mask_, int32(average_keep), int32(average_rest))
         put(average, i, code_of(sm, fm, mask_))
@@ -320,41 +350,31 @@ def lion(
 
 @kernel
 def normed(
-    weight: _I16, grad: _I16, root: _I16, residue: _I16, out: _I16, table: _I32, squares: _I32, last: int, bias: int, mask: int,
-    decay: int, use_decay: bool, first: int, keep: int, take: int, eps: int, factor: int, bound: int, start: int, stop: int,
+    weight: _I16, grad: _I16, root: _I16, residue: _I16, out: _I16, table: _I32, squares: _I32,
+    last: int, bias: int, mask: int, decay: int, use_decay: bool, first: int, keep: int, take: int,
+    eps: int, factor: int, bound: int, start: int, stop: int,
 ) -> int:  # fmt: skip
-    """``g = grad + decay weight``; the root follows it by the table ``squares``; ``out = (g / (root + eps)) factor``, at most ``bound``."""
+    """``g = grad + decay weight``; the root follows it by the table ``squares``; ``out = (g / (root
+    + eps)) factor``, at most ``bound``."""
     last_, bias_, mask_ = int32(last), int32(bias), int32(mask)
     first_, end = int32(first), int32(first + len(squares) - 1)
+    keep_, take_ = int64(keep), int64(take)
     for i in range(start, stop):
         sg, fg = _decayed(grad, weight, i, table, last_, bias_, mask_, int32(decay), use_decay)
-        old, lacks = int32(get(root, i)), int64(get(residue, i))
-        rounded = _root(old, fg, lacks, int64(1 << 15), squares, first_, end, int64(keep), int64(take), bias_)
-        fr = _bounded(rounded, int64(bias), mask_)
-        inside = (fr > 0) & ((rounded >> 16) + bias <= mask)
-        put(root, i, int16(fr))
-        put(residue, i, int16((rounded & 0xFFFF) - (1 << 15)) if inside else int16(0))
+        fr = _advance(root, residue, i, fg, squares, first_, end, keep_, take_, bias_, mask_)
         _, below = add_fields(int32(0), fr, int32(0), int32(eps), table, last_, mask_)
-        quotient = max(min(int32(int32(fg - below) + bias_), mask_), int32(0)) if fg > 0 else int32(0)
-        put(out, i, code_of(sg, min(mul_fields(quotient, int32(factor), bias_, mask_), int32(bound)), mask_))
+        fo = mul_fields(_ratio(fg, below, bias_, mask_), int32(factor), bias_, mask_)
+        put(out, i, code_of(sg, min(fo, int32(bound)), mask_))
     return 0
 
 
 @kernel
 def multiply(
-    weight: _I16,
-    x: _I16,
-    residue: _I16,
-    bits: _U16,
-    table: _I64,
-    words: int,
-    bias: int,
-    mask: int,
-    highest: int,
-    start: int,
-    stop: int,
-) -> int:
-    """``weight *= 2^(-sign(weight) table[x])``, as :func:`lns_ops.optim.moments.multiply_`; ``highest`` is a field, zero weights stay."""
+    weight: _I16, x: _I16, residue: _I16, bits: _U16, table: _I64, words: int, bias: int, mask: int,
+    highest: int, start: int, stop: int
+) -> int:  # fmt: skip
+    """``weight *= 2^(-sign(weight) table[x])``, as :func:`lns_ops.optim.moments.multiply_`;
+    ``highest`` is a field, zero weights stay."""
     for i in range(start, stop):
         w = int64(get(weight, i))
         field = w & mask
@@ -362,6 +382,10 @@ def multiply(
         moved = ((field - bias) << 16) + (octaves if w < 0 else -octaves) + int64(get(residue, i))
         rounded = ((moved + int64(get(bits, i))) >> 16) + bias
         new = min(max(rounded, int64(1)), int64(highest))
-        put(residue, i, int16(moved - ((rounded - bias) << 16)) if (new == rounded) & (field > 0) else int16(0))
+        put(
+            residue,
+            i,
+            int16(moved - ((rounded - bias) << 16)) if (new == rounded) & (field > 0) else int16(0),
+        )
         put(weight, i, int16(new | (w & ~int64(mask))) if field > 0 else int16(0))
     return 0

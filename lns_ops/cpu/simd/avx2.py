@@ -1,13 +1,16 @@
-"""The LNS addition of :mod:`lns_ops.cpu.simd.avx512` for processors with AVX2 but not AVX-512: byte permutations of 16 entries.
+"""The LNS addition of :mod:`lns_ops.cpu.simd.avx512` for processors with AVX2 but not AVX-512: byte
+permutations of 16 entries.
 
-A vector of 32 lanes is two registers here. LLVM splits what both instruction sets have in common; :func:`add` works on the halves. Their
-windows are packed into the bytes of one register, so that a look-up serves 32 additions, and the low and high bytes that it finds are
-interleaved to words again. :mod:`lns_ops.cpu.simd.piecewise_avx2` has the formulas. 68 instructions for 32 products at f <= 6 and 87 at f
-= 7, not counting loads and stores.
+A vector of 32 lanes is two registers here. LLVM splits what both instruction sets have in common;
+:func:`add` works on the halves. Their windows are packed into the bytes of one register, so that a
+look-up serves 32 additions, and the low and high bytes that it finds are interleaved to words
+again. :mod:`lns_ops.cpu.simd.piecewise_avx2` has the formulas. 68 instructions for 32 products at f
+<= 6 and 87 at f = 7, not counting loads and stores.
 
-Sixteen registers hold neither sums nor tables: both come from memory. So several additions take turns at every step, and a table that
-is loaded serves them all; without that, and without hiding the tables' address once per group, LLVM would load all of them before the
-loop, and load them again from the stack.
+Sixteen registers hold neither sums nor tables: both come from memory. So several additions take
+turns at every step, and a table that is loaded serves them all; without that, and without hiding
+the tables' address once per group, LLVM would load all of them before the loop, and load them again
+from the stack.
 """
 
 from __future__ import annotations
@@ -25,14 +28,17 @@ from lns_ops.cpu.simd import avx512
 from lns_ops.cpu.simd.piecewise_avx2 import ENTRIES, Cut
 
 MULTIPLIER = avx512.SPREAD
-"""This row of the constants holds the window's multiplier; the rows REACH, ONE, SCALE, UNITS, NOTHING and ZONE are as there."""
+"""This row of the constants holds the window's multiplier; the rows REACH, ONE, SCALE, UNITS,
+NOTHING and ZONE are as there."""
 SIDE_BY_SIDE = 4
-"""Additions of 32 products whose instructions take turns: they hide each other's latency and share the loads of tables."""
+"""Additions of 32 products whose instructions take turns: they hide each other's latency and share
+the loads of tables."""
 FORMS = {large: Cut(1 if large else 2, 0, 0, 0, 64 if large else 32) for large in (False, True)}
 """What cuts have in common that one form of the addition serves."""
 
 COARSE, SIXTEEN, HALVES, BASE, MASK, CHANGE, CELLS = 0, 1, 2, 4, 6, 8, 10
-"""Where constants and tables start, in registers of 32 bytes; at CELLS the low bytes of A, its high bytes, and both of B."""
+"""Where constants and tables start, in registers of 32 bytes; at CELLS the low bytes of A, its high
+bytes, and both of B."""
 OFFSET_HIGH = 1
 
 _HALF, _BYTES = ir.VectorType(ir.IntType(16), 16), ir.VectorType(ir.IntType(8), 32)
@@ -40,8 +46,13 @@ _HALF, _BYTES = ir.VectorType(ir.IntType(16), 16), ir.VectorType(ir.IntType(8), 
 
 def _halves(builder: Any, value: Any) -> list[Any]:
     """The two registers of a vector of 32 words."""
-    parts = (ir.Constant(ir.VectorType(ir.IntType(32), 16), list(range(16 * i, 16 * i + 16))) for i in (0, 1))
-    return [builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), part) for part in parts]
+    parts = (
+        ir.Constant(ir.VectorType(ir.IntType(32), 16), list(range(16 * i, 16 * i + 16)))
+        for i in (0, 1)
+    )
+    return [
+        builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), part) for part in parts
+    ]
 
 
 class _Emit:
@@ -57,17 +68,23 @@ class _Emit:
 
     def call(self, name: str, *values: Any, result: Any = _HALF) -> Any:
         kind = ir.FunctionType(result, [value.type for value in values])
-        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), values)
+        return self.builder.call(
+            cgutils.get_or_insert_function(self.builder.module, kind, name), values
+        )
 
     def table(self, index: int) -> Any:
         """32 bytes, loaded once: a table of 16 twice, or a constant."""
         if index not in self.loaded:
-            self.loaded[index] = self.builder.load(self.builder.gep(self.tables, [ir.Constant(ir.IntType(64), index)]), align=1)
+            self.loaded[index] = self.builder.load(
+                self.builder.gep(self.tables, [ir.Constant(ir.IntType(64), index)]), align=1
+            )
         return self.loaded[index]
 
     def joined(self, low: Any, high: Any) -> Any:
         """The inverse of :func:`_halves`."""
-        return self.builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(ir.IntType(32), 32), list(range(32))))
+        return self.builder.shuffle_vector(
+            low, high, ir.Constant(ir.VectorType(ir.IntType(32), 32), list(range(32)))
+        )
 
     def packed(self, low: Any, high: Any) -> Any:
         """Words of two registers as bytes, saturating: from each 128 bits of both in turn."""
@@ -75,17 +92,28 @@ class _Emit:
 
     def words(self, low: Any, high: Any) -> list[Any]:
         """Two registers of words, in the order of :meth:`packed`, from their low and high bytes."""
-        orders = ([16 * lane + 8 * half + i // 2 + 32 * (i % 2) for lane in (0, 1) for i in range(16)] for half in (0, 1))
+        orders = (
+            [16 * lane + 8 * half + i // 2 + 32 * (i % 2) for lane in (0, 1) for i in range(16)]
+            for half in (0, 1)
+        )
         kind = ir.VectorType(ir.IntType(32), 32)
-        return [self.builder.bitcast(self.builder.shuffle_vector(low, high, ir.Constant(kind, o)), _HALF) for o in orders]
+        return [
+            self.builder.bitcast(
+                self.builder.shuffle_vector(low, high, ir.Constant(kind, o)), _HALF
+            )
+            for o in orders
+        ]
 
     def shifted(self, value: Any, bits: int) -> Any:
         """Bytes shifted right as words: bits cross from byte to byte."""
-        words = self.builder.lshr(self.builder.bitcast(value, _HALF), ir.Constant(_HALF, [bits] * 16))
+        words = self.builder.lshr(
+            self.builder.bitcast(value, _HALF), ir.Constant(_HALF, [bits] * 16)
+        )
         return self.builder.bitcast(words, _BYTES)
 
     def look_up(self, table: int, index: Any, found: Any = None) -> Any:
-        """Bytes of a table of 16, or zero where the index is negative; XORed with what was found before."""
+        """Bytes of a table of 16, or zero where the index is negative; XORed with what was found
+        before."""
         part = self.call("llvm.x86.avx2.pshuf.b", self.table(table), index, result=_BYTES)
         return part if found is None else self.builder.xor(found, part)
 
@@ -101,7 +129,8 @@ def _addition(emit: _Emit, x: Any, y: Any, c: dict[int, Any], form: Cut) -> Iter
     for u, v in zip(_halves(b, x), _halves(b, y), strict=True):
         larger.append(emit.call("llvm.smax.v16i16", u, v))
         odd = b.or_(larger[-1], c[avx512.ONE])
-        # x ^ y ^ larger is the smaller word; with `odd` its sign bit becomes "signs agree", so the difference ends in "differ".
+        # x ^ y ^ larger is the smaller word; with `odd` its sign bit becomes "signs agree", so the
+        # difference ends in "differ".
         distance.append(b.sub(odd, b.xor(b.xor(u, v), odd)))
         yield None
     power = []
@@ -115,7 +144,9 @@ def _addition(emit: _Emit, x: Any, y: Any, c: dict[int, Any], form: Cut) -> Iter
         power[i] = high_product(power[i], power[i])
         yield None
     # Bytes: 0 where the signs differ, else 255.
-    agree = b.add(emit.packed(*(b.and_(d, c[avx512.ONE]) for d in distance)), ir.Constant(_BYTES, [-1] * 32))
+    agree = b.add(
+        emit.packed(*(b.and_(d, c[avx512.ONE]) for d in distance)), ir.Constant(_BYTES, [-1] * 32)
+    )
     yield None
     for i in halves:
         power[i] = high_product(power[i], power[i])
@@ -131,9 +162,10 @@ def _addition(emit: _Emit, x: Any, y: Any, c: dict[int, Any], form: Cut) -> Iter
     window = emit.packed(*window)
     coarse = b.and_(emit.shifted(window, 3), emit.table(COARSE))
     yield None
-    # A small cut has a register for the coarse windows (here even numbers) of unlike signs, each with that of like signs after it. A
-    # large one has like signs in the first register; in the second an index finds nothing (255 is negative) where signs agree, else
-    # what makes the entry of unlike signs of it.
+    # A small cut has a register for the coarse windows (here even numbers) of unlike signs, each
+    # with that of like signs after it. A large one has like signs in the first register; in the
+    # second an index finds nothing (255 is negative) where signs agree, else what makes the entry
+    # of unlike signs of it.
     indices = [coarse, b.or_(coarse, agree)] if form.large else [b.sub(coarse, agree)]
     yield None
     base = mask = None
@@ -153,7 +185,10 @@ def _addition(emit: _Emit, x: Any, y: Any, c: dict[int, Any], form: Cut) -> Iter
                 found[part] = emit.look_up(CELLS + part * registers + r, index, found[part])
                 yield None
     offset_low, offset_high, *slope = found
-    line = [emit.call("llvm.x86.avx2.pmul.hr.sw", w, p) for w, p in zip(emit.words(*slope), curve, strict=True)]
+    line = [
+        emit.call("llvm.x86.avx2.pmul.hr.sw", w, p)
+        for w, p in zip(emit.words(*slope), curve, strict=True)
+    ]
     yield None
     offset_low = emit.look_up(CHANGE, near, offset_low)
     yield None

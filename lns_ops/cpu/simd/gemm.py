@@ -1,22 +1,28 @@
-"""Matrix products on 16-bit vector lanes: 32 multiply-accumulates at a time, no memory look-ups, exact.
+"""Matrix products on 16-bit vector lanes: 32 multiply-accumulates at a time, no memory look-ups,
+exact.
 
-Words. A signed logarithm is one int16, ``w = u (log - top - 1) + s``: ``u`` is a power of two that leaves room for the sign bit
-``s`` (:mod:`lns_ops.cpu.simd.piecewise_avx512`), and ``top`` an upper bound of everything the call can produce, so words are negative.
-The larger of two words is the larger magnitude with its sign; a product is one addition, because ``y`` is packed twice, with its sign and
-with the sign flipped, and a row of ``x`` says which to read. About 23 instructions on 32 products at f = 6 and 26 at f = 7 with AVX-512
-(:mod:`lns_ops.cpu.simd.avx512`), 68 and 87 with AVX2 (:mod:`lns_ops.cpu.simd.avx2`), which has half the width and no large tables.
+Words. A signed logarithm is one int16, ``w = u (log - top - 1) + s``: ``u`` is a power of two that
+leaves room for the sign bit ``s`` (:mod:`lns_ops.cpu.simd.piecewise_avx512`), and ``top`` an upper
+bound of everything the call can produce, so words are negative. The larger of two words is the
+larger magnitude with its sign; a product is one addition, because ``y`` is packed twice, with its
+sign and with the sign flipped, and a row of ``x`` says which to read. About 23 instructions on 32
+products at f = 6 and 26 at f = 7 with AVX-512 (:mod:`lns_ops.cpu.simd.avx512`), 68 and 87 with AVX2
+(:mod:`lns_ops.cpu.simd.avx2`), which has half the width and no large tables.
 
-Zero is the lowest word, -32768. Saturation keeps products with zero there; the sum of cancelling words saturates there too. Sums
-of zeros may creep up a few octaves (the *zone*) before the end of a block, where :func:`~lns_ops.cpu.simd.avx512.settle` resets them. All
-true words lie above the zone by more than the length of the G tables, so a zero never changes a sum.
+Zero is the lowest word, -32768. Saturation keeps products with zero there; the sum of cancelling
+words saturates there too. Sums of zeros may creep up a few octaves (the *zone*) before the end of a
+block, where :func:`~lns_ops.cpu.simd.avx512.settle` resets them. All true words lie above the zone
+by more than the length of the G tables, so a zero never changes a sum.
 
-That must fit 32,768 words, and the accumulator's limits must be out of reach: :func:`plan` decides it from the largest and
-smallest logarithms of the operands. It always holds for lns12, and for lns16 while the products span less than some 90 octaves;
-otherwise the caller falls back to gathers, which take any range.
+That must fit 32,768 words, and the accumulator's limits must be out of reach: :func:`plan` decides
+it from the largest and smallest logarithms of the operands. It always holds for lns12, and for
+lns16 while the products span less than some 90 octaves; otherwise the caller falls back to gathers,
+which take any range.
 
-Layout: ``y`` in panels of 256 columns (8 vectors), each step of k holding both signs; ``x`` as lists of its nonzero elements
-per row and block, so zeros cost nothing. A unit of work is a panel times 8 rows, block by block, so that the rows share a
-block of the panel in the nearest caches. Panels of at most 128 or 32 columns at the right edge take fewer vectors.
+Layout: ``y`` in panels of 256 columns (8 vectors), each step of k holding both signs; ``x`` as
+lists of its nonzero elements per row and block, so zeros cost nothing. A unit of work is a panel
+times 8 rows, block by block, so that the rows share a block of the panel in the nearest caches.
+Panels of at most 128 or 32 columns at the right edge take fewer vectors.
 
 Shapes: M rows, K the reduced index, N columns.
 """
@@ -56,9 +62,12 @@ class WordLayout(NamedTuple):
         y_top: field of ``y`` whose word would be 0.
         top_field: field (of the result's format, unclamped) that a result word of 0 stands for.
         zone: words below it are zero.
-        constants: rows of :mod:`lns_ops.cpu.simd.avx512`, int16 (ROWS * 32,), and the tables of :mod:`lns_ops.cpu.simd.avx2`.
-        extra: what the addition needs beside them: a mask for AVX-512, the address of the tables for AVX2.
-        mapped: which form of it to use: None for direct, True for mapped (their types select the compiled kernel).
+        constants: rows of :mod:`lns_ops.cpu.simd.avx512`, int16 (ROWS * 32,), and the tables of
+            :mod:`lns_ops.cpu.simd.avx2`.
+        extra: what the addition needs beside them: a mask for AVX-512, the address of the tables
+            for AVX2.
+        mapped: which form of it to use: None for direct, True for mapped (their types select the
+            compiled kernel).
         kernel: the product.
     """
 
@@ -90,7 +99,8 @@ def _constants(fraction_bits: int) -> _I16:
     pieces = segments(fraction_bits)
     shape = pieces.shape
     rows = np.zeros((avx512.ROWS, 32), np.int64)
-    # For multishift: byte i of a register takes eight bits from bit `window` of its own 16-bit lane on.
+    # For multishift: byte i of a register takes eight bits from bit `window` of its own 16-bit lane
+    # on.
     lanes = np.arange(64) % 8 // 2 * 16 + max(shape.window, 0)
     rows[avx512.REACH] = shape.reach
     rows[avx512.ONE] = 1
@@ -102,14 +112,17 @@ def _constants(fraction_bits: int) -> _I16:
     rows[avx512.TO_DISTANCE] = 1 << (16 - shape.unit_shift)
     rows[avx512.NEAR] = pieces.near << shape.unit_shift
     rows[avx512.UNITS] = -(1 << shape.unit_shift)
-    rows[avx512.CELL_PLUS], rows[avx512.CELL_MINUS] = (_bytes_as_words(cells) for cells in pieces.cell_of)
+    rows[avx512.CELL_PLUS], rows[avx512.CELL_MINUS] = (
+        _bytes_as_words(cells) for cells in pieces.cell_of
+    )
     rows[avx512.NOTHING] = CANCEL_WORD
     rows[avx512.ZONE] = _zone(fraction_bits, shape.unit_shift)
     return rows.astype(np.int16).reshape(-1)
 
 
 def _registers(table: _I64) -> _I16:
-    """A table in bytes, 16 to a register of 32 and each there twice, all but the first XORed with the 16 before."""
+    """A table in bytes, 16 to a register of 32 and each there twice, all but the first XORed with
+    the 16 before."""
     parts = (table & 0xFF).astype(np.uint8).reshape(-1, 1, ENTRIES)
     parts[1:] ^= parts[:-1].copy()
     return np.ascontiguousarray(np.repeat(parts, 2, axis=1)).reshape(-1).view(np.int16)
@@ -122,23 +135,35 @@ def _constants_avx2(fraction_bits: int) -> _I16:
     cut, unit = made.cut, 1 << made.cut.unit_shift
     rows = np.zeros((avx512.ROWS, 32), np.int64)
     values = {
-        avx512.REACH: cut.reach, avx512.ONE: 1, avx512.SCALE: cut.scale, avx2.MULTIPLIER: cut.multiplier,
-        avx512.UNITS: -unit, avx512.NOTHING: CANCEL_WORD,
+        avx512.REACH: cut.reach, avx512.ONE: 1, avx512.SCALE: cut.scale,
+        avx2.MULTIPLIER: cut.multiplier, avx512.UNITS: -unit, avx512.NOTHING: CANCEL_WORD,
         avx512.ZONE: _zone(fraction_bits, cut.unit_shift),
     }  # fmt: skip
     for row, value in values.items():
         rows[row] = value
-    # (D + 222 + 1 >> 1) is d + 112 for D = 2 d + 1, and at least 128 where d >= 16; for D = 4 d + 1, D is halved before.
+    # (D + 222 + 1 >> 1) is d + 112 for D = 2 d + 1, and at least 128 where d >= 16; for D = 4 d +
+    # 1, D is halved before.
     masks = [
-        np.full(ENTRIES, value) for value in (15 if cut.large else 14, ENTRIES, *((222, 0) if cut.unit_shift == 1 else (0, 222)))
+        np.full(ENTRIES, value)
+        for value in (
+            15 if cut.large else 14,
+            ENTRIES,
+            *((222, 0) if cut.unit_shift == 1 else (0, 222)),
+        )
     ]
-    # Coarse windows of a large cut have a register for each sign, those of a small one every other place in one register.
+    # Coarse windows of a large cut have a register for each sign, those of a small one every other
+    # place in one register.
     coarse = [
-        t.reshape(-1) if cut.large else np.append(t[::-1, :8].T, np.zeros(ENTRIES, np.int64)) for t in (made.base, made.mask)
+        t.reshape(-1) if cut.large else np.append(t[::-1, :8].T, np.zeros(ENTRIES, np.int64))
+        for t in (made.base, made.mask)
     ]
-    words = (part for table in (made.change, made.offset, made.slope) for part in (table, table >> 8))
+    words = (
+        part for table in (made.change, made.offset, made.slope) for part in (table, table >> 8)
+    )
     tables = [*masks, *coarse, *words]
-    return np.concatenate([rows.astype(np.int16).reshape(-1), *(_registers(table) for table in tables)])
+    return np.concatenate(
+        [rows.astype(np.int16).reshape(-1), *(_registers(table) for table in tables)]
+    )
 
 
 class _Method(NamedTuple):
@@ -161,29 +186,47 @@ def _method(fraction_bits: int, use_avx2: bool) -> _Method:
         return _Method(made.cut.unit_shift, made.length, constants, address, large, avx2.matmul)
     shape = segments(fraction_bits).shape
     mapped = True if shape.window >= 0 else None
-    return _Method(shape.unit_shift, shape.reach, _constants(fraction_bits), avx512.HIGH_BYTES, mapped, avx512.matmul)
+    return _Method(
+        shape.unit_shift,
+        shape.reach,
+        _constants(fraction_bits),
+        avx512.HIGH_BYTES,
+        mapped,
+        avx512.matmul,
+    )
 
 
-def _bounds(x_span: tuple[int, int], y_span: tuple[int, int], K: int, fmt: LNSFormat) -> tuple[int, int]:
-    """The smallest and largest logarithm that products and sums can take, for nonzero fields in the spans (inclusive).
+def _bounds(
+    x_span: tuple[int, int], y_span: tuple[int, int], K: int, fmt: LNSFormat
+) -> tuple[int, int]:
+    """The smallest and largest logarithm that products and sums can take, for nonzero fields in the
+    spans (inclusive).
 
-    A sum lies at most ``G-(1)`` below its larger term, so block totals and their sum lie at most ``2 G-(1)`` below the smallest
-    product. A sum of n terms lies at most log2(n) octaves above the largest, plus half an ulp of rounding per term.
+    A sum lies at most ``G-(1)`` below its larger term, so block totals and their sum lie at most
+    ``2 G-(1)`` below the smallest product. A sum of n terms lies at most log2(n) octaves above the
+    largest, plus half an ulp of rounding per term.
     """
     octave, blocks = 1 << fmt.fraction_bits, -(-K // BLOCK)
     growth = 6 * octave + BLOCK // 2 + (blocks - 1).bit_length() * octave + (blocks + 1) // 2
-    lowest = x_span[0] + y_span[0] - 2 * fmt.bias + 2 * int(gaussian_tables(fmt.fraction_bits).minus[1])
+    lowest = (
+        x_span[0] + y_span[0] - 2 * fmt.bias + 2 * int(gaussian_tables(fmt.fraction_bits).minus[1])
+    )
     return lowest, x_span[1] + y_span[1] - 2 * fmt.bias + growth
 
 
-def within_accumulator(x_span: tuple[int, int], y_span: tuple[int, int], K: int, fmt: LNSFormat) -> bool:
+def within_accumulator(
+    x_span: tuple[int, int], y_span: tuple[int, int], K: int, fmt: LNSFormat
+) -> bool:
     """Whether the accumulator's limits are out of reach, so that a kernel need not apply them."""
     lowest, highest = _bounds(x_span, y_span, K, fmt)
     return lowest >= ACC_MIN and highest <= ACC_MAX
 
 
-def plan(x_span: tuple[int, int], y_span: tuple[int, int], K: int, fmt: LNSFormat, use_avx2: bool = False) -> WordLayout | None:
-    """The words for operands whose nonzero fields lie in the spans (inclusive), or None where 16 bits do not do.
+def plan(
+    x_span: tuple[int, int], y_span: tuple[int, int], K: int, fmt: LNSFormat, use_avx2: bool = False
+) -> WordLayout | None:
+    """The words for operands whose nonzero fields lie in the spans (inclusive), or None where 16
+    bits do not do.
 
     ``use_avx2`` says which instruction set to plan for.
     """
@@ -210,12 +253,14 @@ def plan(x_span: tuple[int, int], y_span: tuple[int, int], K: int, fmt: LNSForma
 
 @kernel
 def pack_x(
-    x: _I16, K: int, mask: int, top: int, unit_shift: int, block: int, counts: _I32, steps: _I32, words: _I32,
-    start: int, stop: int,
+    x: _I16, K: int, mask: int, top: int, unit_shift: int, block: int, counts: _I32, steps: _I32,
+    words: _I32, start: int, stop: int,
 ) -> int:  # fmt: skip
-    """List the nonzero elements of rows ``start .. stop``, packed to the front of each block's place.
+    """List the nonzero elements of rows ``start .. stop``, packed to the front of each block's
+    place.
 
-    ``counts`` (M, blocks) says how many; ``steps`` holds offsets into a panel, ``words`` the word twice (both (M, K)).
+    ``counts`` (M, blocks) says how many; ``steps`` holds offsets into a panel, ``words`` the word
+    twice (both (M, K)).
     """
     mask_, top_, shift_ = int32(mask), int32(top), int32(unit_shift)
     blocks = (K + block - 1) // block
@@ -229,9 +274,20 @@ def pack_x(
                 code = int32(get(x, first + k))
                 field = int32(code & mask_)
                 word = int32(int32(field - top_) << shift_)
-                put(block_steps, k, int32(int32((b * block + k) * _STEP) + (int32(PANEL) if code < 0 else int32(0))))
-                # The low bit marks zeros until they are dropped; words of x are multiples of the unit.
-                put(block_words, k, int32((word & 0xFFFE) | (word << 16) | (int32(1) if field == 0 else int32(0))))
+                put(
+                    block_steps,
+                    k,
+                    int32(
+                        int32((b * block + k) * _STEP) + (int32(PANEL) if code < 0 else int32(0))
+                    ),
+                )
+                # The low bit marks zeros until they are dropped; words of x are multiples of the
+                # unit.
+                put(
+                    block_words,
+                    k,
+                    int32((word & 0xFFFE) | (word << 16) | (int32(1) if field == 0 else int32(0))),
+                )
                 zeros += int32(1) if field == 0 else int32(0)
             place = 0
             if zeros == 0:
@@ -249,7 +305,17 @@ def pack_x(
 
 
 @kernel
-def pack_y(y: _I16, K: int, N: int, mask: int, top: int, unit_shift: int, panels: _I16, start: int, stop: int) -> int:
+def pack_y(
+    y: _I16,
+    K: int,
+    N: int,
+    mask: int,
+    top: int,
+    unit_shift: int,
+    panels: _I16,
+    start: int,
+    stop: int,
+) -> int:
     """Words of panels ``start .. stop``: (panel, K, sign plane, 256); columns beyond N are zero."""
     mask_, top_, shift_ = int32(mask), int32(top), int32(unit_shift)
     for panel in range(start, stop):
@@ -261,8 +327,16 @@ def pack_y(y: _I16, K: int, N: int, mask: int, top: int, unit_shift: int, panels
                 field = int32(code & mask_)
                 word = int32(int32(field - top_) << shift_)
                 sign = int32(1) if code < 0 else int32(0)
-                put(panels, target + j, int16(int32(word + sign)) if field > 0 else int16(CANCEL_WORD))
-                put(panels, target + PANEL + j, int16(int32(word + 1 - sign)) if field > 0 else int16(CANCEL_WORD))
+                put(
+                    panels,
+                    target + j,
+                    int16(int32(word + sign)) if field > 0 else int16(CANCEL_WORD),
+                )
+                put(
+                    panels,
+                    target + PANEL + j,
+                    int16(int32(word + 1 - sign)) if field > 0 else int16(CANCEL_WORD),
+                )
             for j in range(width, PANEL):
                 put(panels, target + j, int16(CANCEL_WORD))
                 put(panels, target + PANEL + j, int16(CANCEL_WORD))

@@ -1,26 +1,32 @@
-"""The Gaussian-logarithm tables as straight lines whose coefficients lie in tables of 16 bytes, exact in every entry.
+"""The Gaussian-logarithm tables as straight lines whose coefficients lie in tables of 16 bytes,
+exact in every entry.
 
-:mod:`lns_ops.cpu.simd.piecewise_avx512` does the same for processors whose byte permutations reach 64 entries. AVX2 reaches 16, so every
-further 16 cells cost instructions, and here the cut is made to need few. Words and distances ``D`` (odd where the signs differ) are as
-there::
+:mod:`lns_ops.cpu.simd.piecewise_avx512` does the same for processors whose byte permutations reach
+64 entries. AVX2 reaches 16, so every further 16 cells cost instructions, and here the cut is made
+to need few. Words and distances ``D`` (odd where the signs differ) are as there::
 
     R      = scale max(reach - D, 0)
-    fourth = R^4, curve = R^8                 repeated squares, 16 bits kept of each: like 2^-d, so that G+ and G- of it are nearly straight
-    window = (fourth multiplier) >> 16        0 .. 127: the low ``fine`` bits inside one of 8 or 16 coarse windows
+    fourth = R^4, curve = R^8                 repeated squares, 16 bits kept of each: like 2^-d, so
+                                              that G+ and G- of it are nearly straight
+    window = (fourth multiplier) >> 16        0 .. 127: the low ``fine`` bits inside one of 8 or 16
+                                              coarse windows
     cell   = base[coarse, parity] + (window & mask[coarse, parity])
     value  = (A[cell] + (B[cell] curve + 2^14 >> 15)) & -u
 
-A coarse window is halved as often as its lines need, which the mask says; bases interleave the cells without gaps. Where the signs
-differ and ``d < 16``, 16 bits of A are changed (XOR) by a table indexed by d, so that the value is right there too, with whatever
-cell and line. Its first entry makes -32768 of the value: cancellation.
+A coarse window is halved as often as its lines need, which the mask says; bases interleave the
+cells without gaps. Where the signs differ and ``d < 16``, 16 bits of A are changed (XOR) by a table
+indexed by d, so that the value is right there too, with whatever cell and line. Its first entry
+makes -32768 of the value: cancellation.
 
-Tables longer than 16 bytes are looked up 16 at a time with an index that counts down from table to table. A look-up gives zero where
-the index is negative, and otherwise uses its low four bits only; so each table is kept as the XOR with the one before, and the XOR of
-all look-ups is the entry. Lines whose A has a high byte have cells at the end, so that the high bytes have fewer tables.
+Tables longer than 16 bytes are looked up 16 at a time with an index that counts down from table to
+table. A look-up gives zero where the index is negative, and otherwise uses its low four bits only;
+so each table is kept as the XOR with the one before, and the XOR of all look-ups is the entry.
+Lines whose A has a high byte have cells at the end, so that the high bytes have fewer tables.
 
-``reach``, ``scale`` and ``multiplier`` come from a random search for few cells; lines are solved for here, and every entry of both
-tables is compared before use (some 0.1 s at f = 7). Fewest lines, with ends anywhere: G+ 7 and G- 13 beyond d = 16 at f = 6, 13 and 28
-at f = 7; as lines of D 13 and 19, 22 and 37.
+``reach``, ``scale`` and ``multiplier`` come from a random search for few cells; lines are solved
+for here, and every entry of both tables is compared before use (some 0.1 s at f = 7). Fewest lines,
+with ends anywhere: G+ 7 and G- 13 beyond d = 16 at f = 6, 13 and 28 at f = 7; as lines of D 13 and
+19, 22 and 37.
 """
 
 from __future__ import annotations
@@ -115,13 +121,17 @@ def _wanted(fraction_bits: int, cut: Cut, parity: int) -> _I64:
     """The correction in words, by distance, to beyond where the pieces end."""
     table = gaussian_tables(fraction_bits)[parity].astype(np.int64)
     distance = np.arange(max(len(table), cut.reach >> cut.unit_shift) + 8)
-    values = np.where(distance < len(table), table[np.minimum(distance, len(table) - 1)], 0) << cut.unit_shift
+    values = (
+        np.where(distance < len(table), table[np.minimum(distance, len(table) - 1)], 0)
+        << cut.unit_shift
+    )
     wanted: _I64 = np.maximum(values, CANCEL_WORD)
     return wanted
 
 
 class _Part(NamedTuple):
-    """A coarse window of one sign: the bits of the window that count, and a line for each value they take."""
+    """A coarse window of one sign: the bits of the window that count, and a line for each value
+    they take."""
 
     parity: int
     coarse: int
@@ -135,7 +145,8 @@ def _part(cut: Cut, parity: int, coarse: int, window: _I64, curve: _I64, wanted:
         mask = (1 << cut.fine) - (1 << cut.fine - halvings)
         chosen = window & mask
         lines = {
-            int(cell): fit_line(curve[chosen == cell], wanted[chosen == cell], 1 << cut.unit_shift) for cell in np.unique(chosen)
+            int(cell): fit_line(curve[chosen == cell], wanted[chosen == cell], 1 << cut.unit_shift)
+            for cell in np.unique(chosen)
         }
         fitting = {cell: found for cell, found in lines.items() if found is not None}
         if len(fitting) == len(lines):
@@ -170,7 +181,11 @@ def pieces(fraction_bits: int) -> Pieces:
     free = set(range(cut.cells))
     for part in _parts(fraction_bits, cut):
         lowest = 0 if all(0 <= offset < 256 for offset, _ in part.lines.values()) else cut.plain
-        first = next(cell for cell in range(lowest, cut.cells) if free.issuperset(cell + step for step in part.lines))
+        first = next(
+            cell
+            for cell in range(lowest, cut.cells)
+            if free.issuperset(cell + step for step in part.lines)
+        )
         free.difference_update(first + step for step in part.lines)
         base[part.parity, part.coarse], mask[part.parity, part.coarse] = first, part.mask
         for step, found in part.lines.items():
@@ -196,10 +211,15 @@ def _cell_and_line(made: Pieces, distance: _I64, parity: int) -> tuple[_I64, _I6
 
 
 def evaluate(made: Pieces, distance: _I64, parity: int) -> _I64:
-    """What the vector kernel computes: ``u G+`` (parity 0) or ``u G-`` (parity 1) at each distance in ulps, int64."""
+    """What the vector kernel computes: ``u G+`` (parity 0) or ``u G-`` (parity 1) at each distance
+    in ulps, int64."""
     cell, line_part = _cell_and_line(made, distance, parity)
     offset = made.offset[cell]
     if parity:
-        offset = offset ^ np.where(distance < ENTRIES, made.change[np.minimum(distance, ENTRIES - 1)], 0)
-    value: _I64 = (offset + line_part).astype(np.int16).astype(np.int64) & -(1 << made.cut.unit_shift)
+        offset = offset ^ np.where(
+            distance < ENTRIES, made.change[np.minimum(distance, ENTRIES - 1)], 0
+        )
+    value: _I64 = (offset + line_part).astype(np.int16).astype(np.int64) & -(
+        1 << made.cut.unit_shift
+    )
     return value

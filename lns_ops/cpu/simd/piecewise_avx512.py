@@ -1,27 +1,32 @@
-"""The Gaussian-logarithm tables as short tables of straight lines that fit in vector registers, exact in every entry.
+"""The Gaussian-logarithm tables as short tables of straight lines that fit in vector registers,
+exact in every entry.
 
-A vector kernel has no room for a table of a thousand entries, but G+ and G- are smooth: cut into pieces, each rounded curve
-equals a rounded straight line *exactly*. This file builds those pieces and checks them against the tables; the vector kernel
-(:mod:`lns_ops.cpu.simd.gemm`) evaluates them on 16-bit lanes.
+A vector kernel has no room for a table of a thousand entries, but G+ and G- are smooth: cut into
+pieces, each rounded curve equals a rounded straight line *exactly*. This file builds those pieces
+and checks them against the tables; the vector kernel (:mod:`lns_ops.cpu.simd.gemm`) evaluates them
+on 16-bit lanes.
 
-Words. A number is ``w = u log + s`` with the unit ``u = 2^unit_shift`` and ``s`` = 1 for negative. The distance of two words is
-``D = u d + (1 if the signs differ else 0)``, and the correction wanted is ``u G+(d)`` or ``u G-(d)``. With 16-bit arithmetic::
+Words. A number is ``w = u log + s`` with the unit ``u = 2^unit_shift`` and ``s`` = 1 for negative.
+The distance of two words is ``D = u d + (1 if the signs differ else 0)``, and the correction wanted
+is ``u G+(d)`` or ``u G-(d)``. With 16-bit arithmetic::
 
     R     = max(reach - D, 0)                 counted from the far end, where both curves are flat
-    square = (scale R)^2 >> 16                grows fastest at small distances: narrow pieces there, wide ones far out
+    square = (scale R)^2 >> 16                grows fastest at small distances: narrow pieces there,
+                                              wide ones far out
     cell  = one of 64, from the top bits of ``square`` and the parity of D
     value = (A[cell] + (B[cell] scale R + 2^14 >> 15)) & -u
 
-and, where the signs differ and ``d < near``, an exact table of 64 entries, because G- is too steep for a line near zero. Its
-first entry, -32768, drives the sum of two cancelling numbers down to the word of zero.
+and, where the signs differ and ``d < near``, an exact table of 64 entries, because G- is too steep
+for a line near zero. Its first entry, -32768, drives the sum of two cancelling numbers down to the
+word of zero.
 
-Two ways from square to cell. *Direct* (f <= 6): ``square`` has at most 64 values and its lowest bit is replaced by the parity.
-*Mapped* (f = 7): six bits of ``square`` index one of two byte tables (one per parity), which merge pieces so that both signs
-together need at most 64 cells.
+Two ways from square to cell. *Direct* (f <= 6): ``square`` has at most 64 values and its lowest bit
+is replaced by the parity. *Mapped* (f = 7): six bits of ``square`` index one of two byte tables
+(one per parity), which merge pieces so that both signs together need at most 64 cells.
 
-``reach``, ``scale`` and the window were found by exhaustive search over their values; A and B are solved for here, per piece, and
-every entry of both tables is compared before use. Limits: 3 <= f <= 7. At f = 8, G- alone needs 58 pieces beyond distance 64
-and G+ 39, however they are placed.
+``reach``, ``scale`` and the window were found by exhaustive search over their values; A and B are
+solved for here, per piece, and every entry of both tables is compared before use. Limits: 3 <= f <=
+7. At f = 8, G- alone needs 58 pieces beyond distance 64 and G+ 39, however they are placed.
 """
 
 from __future__ import annotations
@@ -44,7 +49,8 @@ _I64 = NDArray[np.int64]
 
 
 class Cells(NamedTuple):
-    """How distances are cut: see the head of the file. ``window`` is the lowest bit of ``square`` used, or -1 for direct."""
+    """How distances are cut: see the head of the file. ``window`` is the lowest bit of ``square``
+    used, or -1 for direct."""
 
     unit_shift: int
     reach: int
@@ -87,7 +93,8 @@ def supported(fraction_bits: int) -> bool:
 
 
 def fit_line(remaining: _I64, wanted: _I64, unit: int) -> tuple[int, int] | None:
-    """``A, B`` with ``A + (B remaining + 2^14 >> 15)`` in ``wanted .. wanted + unit - 1`` throughout, or None."""
+    """``A, B`` with ``A + (B remaining + 2^14 >> 15)`` in ``wanted .. wanted + unit - 1``
+    throughout, or None."""
     if np.all(wanted == wanted[0]):
         return int(wanted[0]), 0
     span = int(remaining[0] - remaining[-1])
@@ -106,7 +113,8 @@ def fit_line(remaining: _I64, wanted: _I64, unit: int) -> tuple[int, int] | None
 
 
 class _Curve(NamedTuple):
-    """One sign's distances: remaining (scale R), window, wanted correction; ``first`` is the first distance on a line."""
+    """One sign's distances: remaining (scale R), window, wanted correction; ``first`` is the first
+    distance on a line."""
 
     remaining: _I64
     window: _I64
@@ -136,7 +144,11 @@ def _pieces(curve: _Curve, unit: int, merge: bool) -> list[tuple[int, int, int, 
     pieces: list[tuple[int, int, int, int]] = []
     start = int(edges[0])
     for left, right in itertools.pairwise(edges):
-        line = fit_line(curve.remaining[start:right], curve.wanted[start:right], unit) if merge and pieces else None
+        line = (
+            fit_line(curve.remaining[start:right], curve.wanted[start:right], unit)
+            if merge and pieces
+            else None
+        )
         if line is not None:
             pieces.pop()
         else:
@@ -169,20 +181,31 @@ def segments(fraction_bits: int) -> Segments:
             cell_of[parity, low : high + 1] = cell
     exact = np.zeros(NEAR_ENTRIES, np.int16)
     exact[: curves[1].first] = np.maximum(curves[1].wanted[: curves[1].first], CANCEL_WORD)
-    found = Segments(shape, curves[1].first, offset, slope, exact, cell_of if mapped else np.zeros_like(cell_of))
+    found = Segments(
+        shape, curves[1].first, offset, slope, exact, cell_of if mapped else np.zeros_like(cell_of)
+    )
     for parity, curve in enumerate(curves):
         distance = np.arange(len(curve.wanted))
-        assert np.array_equal(evaluate(found, distance, parity), np.maximum(curve.wanted, CANCEL_WORD))
+        assert np.array_equal(
+            evaluate(found, distance, parity), np.maximum(curve.wanted, CANCEL_WORD)
+        )
     return found
 
 
 def evaluate(pieces: Segments, distance: _I64, parity: int) -> _I64:
-    """What the vector kernel computes: ``u G+`` (parity 0) or ``u G-`` (parity 1) at each distance in ulps, int64."""
+    """What the vector kernel computes: ``u G+`` (parity 0) or ``u G-`` (parity 1) at each distance
+    in ulps, int64."""
     shape = pieces.shape
     remaining = np.maximum(shape.reach - ((distance << shape.unit_shift) + parity), 0) * shape.scale
     window = _square_window(remaining, shape)
-    cell = pieces.cell_of[parity][window & 63].astype(np.int64) if shape.window >= 0 else 2 * window + parity
-    line = pieces.offset[cell].astype(np.int64) + ((pieces.slope[cell] * remaining + (1 << 14)) >> 15)
+    cell = (
+        pieces.cell_of[parity][window & 63].astype(np.int64)
+        if shape.window >= 0
+        else 2 * window + parity
+    )
+    line = pieces.offset[cell].astype(np.int64) + (
+        (pieces.slope[cell] * remaining + (1 << 14)) >> 15
+    )
     value: _I64 = line & -(1 << shape.unit_shift)
     if parity:
         value |= np.where(distance < pieces.near, pieces.exact[distance & 63].astype(np.int64), 0)

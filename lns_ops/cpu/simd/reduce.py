@@ -1,12 +1,16 @@
-"""Elementwise sums and reductions on 16-bit vector lanes: the addition of :mod:`lns_ops.cpu.simd.avx512`, operands in plain arrays.
+"""Elementwise sums and reductions on 16-bit vector lanes: the addition of
+:mod:`lns_ops.cpu.simd.avx512`, operands in plain arrays.
 
-The words are those of the matrix product (:mod:`lns_ops.cpu.simd.gemm`), with products by one: :func:`plan` says whether the operands'
-logarithms fit 16 bits; where they do not, or on processors without vectors, the gathers of :mod:`lns_ops.cpu.kernels.elementwise` and
+The words are those of the matrix product (:mod:`lns_ops.cpu.simd.gemm`), with products by one:
+:func:`plan` says whether the operands' logarithms fit 16 bits; where they do not, or on processors
+without vectors, the gathers of :mod:`lns_ops.cpu.kernels.elementwise` and
 :mod:`lns_ops.cpu.kernels.gather_gemm` take over, with the same results.
 
-Work goes by chunks of 256 elements: codes become words in a few kilobytes of scratch, eight vectors are added at once, and what
-comes out becomes codes again (or the words of :mod:`lns_ops.cpu.kernels.gather_gemm`, for sums whose block totals it adds up). Sums along
-a row run 256 rows or blocks side by side: 32 x 32 codes at a time are transposed in registers, five stages of two-operand permutations.
+Work goes by chunks of 256 elements: codes become words in a few kilobytes of scratch, eight vectors
+are added at once, and what comes out becomes codes again (or the words of
+:mod:`lns_ops.cpu.kernels.gather_gemm`, for sums whose block totals it adds up). Sums along a row
+run 256 rows or blocks side by side: 32 x 32 codes at a time are transposed in registers, five
+stages of two-operand permutations.
 """
 
 from __future__ import annotations
@@ -35,8 +39,11 @@ WORTH = 1 << 13
 
 
 @helper
-def _to_words(x: Any, at: Any, words: Any, to: Any, count: Any, top: Any, unit: Any, mask: Any, flip: Any) -> None:
-    """Words of ``count`` codes, their signs flipped if ``flip`` is 1; ``top`` is the field whose word would be 0."""
+def _to_words(
+    x: Any, at: Any, words: Any, to: Any, count: Any, top: Any, unit: Any, mask: Any, flip: Any
+) -> None:
+    """Words of ``count`` codes, their signs flipped if ``flip`` is 1; ``top`` is the field whose
+    word would be 0."""
     top_, unit_, mask_, flip_ = int16(top), int16(unit), int16(mask), int16(flip)
     for j in range(count):
         code = get(x, at + j)
@@ -47,7 +54,9 @@ def _to_words(x: Any, at: Any, words: Any, to: Any, count: Any, top: Any, unit: 
 
 
 @helper
-def _from_words(words: Any, out: Any, to: Any, count: Any, zone: Any, top: Any, shift: Any, mask: Any) -> None:
+def _from_words(
+    words: Any, out: Any, to: Any, count: Any, zone: Any, top: Any, shift: Any, mask: Any
+) -> None:
     """Codes of ``count`` words: saturate above the format's range, zero below it."""
     zone_, mask_, top_ = int16(zone), int16(mask), int16(top)
     above, below = int16(min(mask - top, 32767)), int16(max(-top, -32768))
@@ -59,11 +68,13 @@ def _from_words(words: Any, out: Any, to: Any, count: Any, zone: Any, top: Any, 
         ulps = (
             int16(word >> 4)
             if shift == 4
-            else int16(word >> 3)
-            if two & (one << 1)
-            else int16(word >> 2)
-            if two
-            else int16(word >> 1)
+            else (
+                int16(word >> 3)
+                if two & (one << 1)
+                else int16(word >> 2)
+                if two
+                else int16(word >> 1)
+            )
         )
         field = mask_ if ulps >= above else int16(ulps + top_)
         code = int16(field | (negative if word & 1 else int16(0)))
@@ -72,7 +83,8 @@ def _from_words(words: Any, out: Any, to: Any, count: Any, zone: Any, top: Any, 
 
 @helper
 def _to_gathers(words: Any, out: Any, to: Any, count: Any, zone: Any, top: Any, shift: Any) -> None:
-    """Words of :mod:`lns_ops.cpu.kernels.gather_gemm` (``4 log + s``); ``top`` is the logarithm whose word here would be 0."""
+    """Words of :mod:`lns_ops.cpu.kernels.gather_gemm` (``4 log + s``); ``top`` is the logarithm
+    whose word here would be 0."""
     for j in range(count):
         word = int32(get(words, j))
         log = int32((word >> int32(shift)) + int32(top))
@@ -80,7 +92,9 @@ def _to_gathers(words: Any, out: Any, to: Any, count: Any, zone: Any, top: Any, 
 
 
 @intrinsic
-def _transpose(typing_context: Any, x: Any, origins: Any, first: Any, k: Any, out: Any, to: Any) -> Any:
+def _transpose(
+    typing_context: Any, x: Any, origins: Any, first: Any, k: Any, out: Any, to: Any
+) -> Any:
     """``out[to + 256 j + i] = x[origins[first + i] + k + j]`` for i and j below 32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -119,7 +133,8 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
 
 @helper
 def _block(x: Any, origins: Any, terms: Any, lengths: Any, longest: Any, furthest: Any) -> None:
-    """The codes of 256 blocks of at most 64 terms, term by term: ``terms[256 k + i]``; what a shorter block lacks is zero."""
+    """The codes of 256 blocks of at most 64 terms, term by term: ``terms[256 k + i]``; what a
+    shorter block lacks is zero."""
     for k in range(0, longest, LANES):
         for first in range(0, PANEL, LANES):
             if furthest + k + LANES <= x.size:
@@ -145,14 +160,15 @@ def _kernels(addition: Callable[..., Any], suffix: str) -> _Kernels:
     @helper
     def constants_of(constants: Any) -> Any:
         return (
-            load(constants, 0), load(constants, 32), load(constants, 64), load(constants, 96), load(constants, 128),
-            load(constants, 160), load(constants, 192), load(constants, 224), load(constants, 256), load(constants, 288),
-            load(constants, 320), load(constants, 352), load(constants, 384), load(constants, 416), load(constants, 448),
+            load(constants, 0), load(constants, 32), load(constants, 64), load(constants, 96),
+            load(constants, 128), load(constants, 160), load(constants, 192), load(constants, 224),
+            load(constants, 256), load(constants, 288), load(constants, 320), load(constants, 352),
+            load(constants, 384), load(constants, 416), load(constants, 448),
         )  # fmt: skip
 
     def add(
-        x: _I16, y: _I16, out: _I16, constants: _I16, extra: int, mapped: bool | None, zone: int, top: int, shift: int, mask: int,
-        flip: int, start: int, stop: int,
+        x: _I16, y: _I16, out: _I16, constants: _I16, extra: int, mapped: bool | None, zone: int,
+        top: int, shift: int, mask: int, flip: int, start: int, stop: int,
     ) -> int:  # fmt: skip
         """``out = x + y``, or ``x - y`` with ``flip = 1``; a unit is 256 elements."""
         c, none = constants_of(constants), load(constants, 480)
@@ -166,18 +182,26 @@ def _kernels(addition: Callable[..., Any], suffix: str) -> _Kernels:
             count = min(PANEL, x.size - at)
             _to_words(x, at, left, 0, count, top, unit, mask, 0)
             _to_words(y, at, right, 0, count, top, unit, mask, flip)
-            store_all(left, 0, addition(load_like(left, 0, empty), load_like(right, 0, empty), c, extra, mapped))
+            store_all(
+                left,
+                0,
+                addition(load_like(left, 0, empty), load_like(right, 0, empty), c, extra, mapped),
+            )
             _from_words(left, out, at, count, zone, top, shift, mask)
         return 0
 
     def sum_rows(
-        x: _I16, out: _I32, K: int, constants: _I16, extra: int, mapped: bool | None, zone: int, top: int, shift: int, bias: int,
-        mask: int, block: int, start: int, stop: int,
+        x: _I16, out: _I32, K: int, constants: _I16, extra: int, mapped: bool | None, zone: int,
+        top: int, shift: int, bias: int, mask: int, block: int, start: int, stop: int,
     ) -> int:  # fmt: skip
         """As :func:`lns_ops.cpu.kernels.gather_gemm.sum_rows`; a unit is 256 (row, block) pairs."""
         c, none, floor = constants_of(constants), load(constants, 480), load(constants, 512)
         empty = (none, none, none, none, none, none, none, none)
-        terms, line, totals = scratch(block * PANEL, int16), scratch(PANEL, int16), scratch(PANEL, int16)
+        terms, line, totals = (
+            scratch(block * PANEL, int16),
+            scratch(PANEL, int16),
+            scratch(PANEL, int16),
+        )
         origins, lengths = scratch(PANEL, int64), scratch(PANEL, int64)
         rows = x.size // K
         pairs = rows * ((K + block - 1) // block)
@@ -189,7 +213,8 @@ def _kernels(addition: Callable[..., Any], suffix: str) -> _Kernels:
                 origins[i], lengths[i] = row * K + k0, min(block, K - k0)
                 longest, furthest = max(longest, lengths[i]), max(furthest, origins[i])
                 row += 1
-                if row == rows:  # the next block of the first row; at the very end the last one again
+                # the next block of the first row; at the very end the last one again
+                if row == rows:
                     row, k0 = 0, min(k0 + block, (K - 1) // block * block)
             _block(x, origins, terms, lengths, longest, furthest)
             sums = empty
@@ -201,10 +226,11 @@ def _kernels(addition: Callable[..., Any], suffix: str) -> _Kernels:
         return 0
 
     def sum_columns(
-        x: _I16, out: _I32, K: int, inner: int, constants: _I16, extra: int, mapped: bool | None, zone: int, top: int, shift: int,
-        bias: int, mask: int, block: int, start: int, stop: int,
+        x: _I16, out: _I32, K: int, inner: int, constants: _I16, extra: int, mapped: bool | None,
+        zone: int, top: int, shift: int, bias: int, mask: int, block: int, start: int, stop: int,
     ) -> int:  # fmt: skip
-        """As :func:`lns_ops.cpu.kernels.gather_gemm.sum_columns`; a unit is 256 columns of one outer index."""
+        """As :func:`lns_ops.cpu.kernels.gather_gemm.sum_columns`; a unit is 256 columns of one
+        outer index."""
         c, none, floor = constants_of(constants), load(constants, 480), load(constants, 512)
         empty = (none, none, none, none, none, none, none, none)
         line, totals = scratch(PANEL, int16), scratch(PANEL, int16)
@@ -221,9 +247,13 @@ def _kernels(addition: Callable[..., Any], suffix: str) -> _Kernels:
                 for k in range(k0, k0 + count):
                     _to_words(x, origin + k * inner, line, 0, width, top, 1 << shift, mask, 0)
                     sums = addition(sums, load_like(line, 0, sums), c, extra, mapped)
-                sums = addition(load_like(totals, 0, empty), settle(sums, floor, none), c, extra, mapped)
+                sums = addition(
+                    load_like(totals, 0, empty), settle(sums, floor, none), c, extra, mapped
+                )
                 store_all(totals, 0, settle(sums, floor, none))
-            _to_gathers(totals, out, strip // strips * inner + first, width, zone, top - bias, shift)
+            _to_gathers(
+                totals, out, strip // strips * inner + first, width, zone, top - bias, shift
+            )
         return 0
 
     made = []
@@ -236,15 +266,20 @@ def _kernels(addition: Callable[..., Any], suffix: str) -> _Kernels:
 AVX512, AVX2 = _kernels(avx512.add, ""), _kernels(avx2.add, "_avx2")
 
 
-def plan(spans: list[tuple[int, int]], K: int, fmt: LNSFormat, kernel: str) -> tuple[_Kernels, gemm.WordLayout] | None:
-    """Kernels and words for sums of K operands whose nonzero fields lie in the spans; None where gathers must do.
+def plan(
+    spans: list[tuple[int, int]], K: int, fmt: LNSFormat, kernel: str
+) -> tuple[_Kernels, gemm.WordLayout] | None:
+    """Kernels and words for sums of K operands whose nonzero fields lie in the spans; None where
+    gathers must do.
 
     Args:
         spans: smallest and largest field of each operand's nonzero codes.
         kernel: ``matmul`` of :func:`lns_ops.cpu.kernel_info`.
     """
     narrow = kernel == "simd avx2"
-    if kernel == "gather" or not (piecewise_avx2 if narrow else piecewise_avx512).supported(fmt.fraction_bits):
+    if kernel == "gather" or not (piecewise_avx2 if narrow else piecewise_avx512).supported(
+        fmt.fraction_bits
+    ):
         return None
     span = min(low for low, _ in spans), max(high for _, high in spans)
     if span[0] > span[1]:  # nothing but zeros

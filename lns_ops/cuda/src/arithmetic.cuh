@@ -1,24 +1,37 @@
 // LNS addition in seven instructions on float registers.
 //
-// A logarithm of `e` ulps and a sign `s` are carried in one float register as the integer  n = PITCH * e + 2 * s  in units of 2^-149,
-// float32's smallest step. Sums and differences of such numbers are exact while |n| < 2^24, they run on the pipe that has twice the
-// rate of integer instructions, and a nonnegative one *is* its own bit pattern, so it can address memory. The LNS zero is NaN:
+// A logarithm of `e` ulps and a sign `s` are carried in one float register as the integer  n =
+//                                                                                          PITCH *
+//                                                                                          e + 2 *
+//                                                                                          s  in
+//                                                                                          units of
+//                                                                                          2^-149,
+// float32's smallest step. Sums and differences of such numbers are exact while |n| < 2^24, they
+// run on the pipe that has twice the rate of integer instructions, and a nonnegative one *is* its
+// own bit pattern, so it can address memory. The LNS zero is NaN:
 //
-//   p   = a + b                       product: logarithms add, sign parities add in bit 1 (a carry into bit 2 does no harm)
+//   p   = a + b                       product: logarithms add, sign parities add in bit 1 (a carry
+//                                     into bit 2 does no harm)
 //   d   = acc - p                     signed distance; bit 1 of |d| says whether the signs differ
-//   t   = sat(TOP - |d|)              row of the table, largest distance first; too far, or a NaN, gives row 0, whose correction is 0
-//   at  = (t & MASK) | own column     PITCH bytes a row: one word for each copy of the table, so that a lane meets its own bank
-//   g   = table[at]                   G+ or G- plus DRIFT, which makes it nonnegative; exact cancellation is a NaN
+//   t   = sat(TOP - |d|)              row of the table, largest distance first; too far, or a NaN,
+//                                     gives row 0, whose correction is 0
+//   at  = (t & MASK) | own column     PITCH bytes a row: one word for each copy of the table, so
+//                                     that a lane meets its own bank
+//   g   = table[at]                   G+ or G- plus DRIFT, which makes it nonnegative; exact
+//                                     cancellation is a NaN
 //   acc = max(acc, p) + PITCH * g     max takes the other operand where one is NaN
 //
-// Every addition moves the logarithm up by DRIFT = -min G-. Whoever adds repeatedly adds DRIFT to the k-th term k times as well, and
-// takes the sum off at the end; see `drift`. It equals lns_ops.reference.add on unbounded logarithms; clamping is the caller's.
+// Every addition moves the logarithm up by DRIFT = -min G-. Whoever adds repeatedly adds DRIFT to
+// the k-th term k times as well, and takes the sum off at the end; see `drift`. It equals
+// lns_ops.reference.add on unbounded logarithms; clamping is the caller's.
 //
-// The float instructions are written in PTX, because compilers that are told -ftz=true (as CuPy tells them) would flush all of it to zero.
+// The float instructions are written in PTX, because compilers that are told -ftz=true (as CuPy
+// tells them) would flush all of it to zero.
 //
-// Needs -D BITS, FRACTION_BITS, LAST (index of the last table entry), DRIFT (both from lns_ops.spec.gaussian_log), and SHARED_BASE: where dynamic
-// shared memory begins in the shared window, a constant of the device that saves an addition a lookup. Kernels that use an Adder
-// have the table at the very beginning of dynamic shared memory and no static shared memory.
+// Needs -D BITS, FRACTION_BITS, LAST (index of the last table entry), DRIFT (both from
+// lns_ops.spec.gaussian_log), and SHARED_BASE: where dynamic shared memory begins in the shared
+// window, a constant of the device that saves an addition a lookup. Kernels that use an Adder have
+// the table at the very beginning of dynamic shared memory and no static shared memory.
 #pragma once
 
 #ifndef SHARED_BASE
@@ -37,8 +50,9 @@ constexpr int BLOCK = 64;
 
 constexpr int bit_length(u32 n) { return n ? 1 + bit_length(n >> 1) : 0; }
 
-// A value straight from the definition: lns_ops.reference on integers. For what is rare, and for formats whose tables are too long
-// for shared memory. `gauss[d]` holds G+(d) and G-(d), d = 0 .. LAST.
+// A value straight from the definition: lns_ops.reference on integers. For what is rare, and for
+// formats whose tables are too long for shared memory. `gauss[d]` holds G+(d) and G-(d), d = 0 ..
+// LAST.
 struct Exact {
     int log, sign;
     bool zero;
@@ -54,12 +68,14 @@ struct Exact {
         if (y.zero) return x;
         int distance = min(abs(x.log - y.log), LAST);
         int2 g = __ldg(gauss + distance);
-        return {max(x.log, y.log) + (x.sign == y.sign ? g.x : g.y), x.log >= y.log ? x.sign : y.sign,
-                distance == 0 && x.sign != y.sign};
+        return {max(x.log, y.log) + (x.sign == y.sign ? g.x : g.y),
+                x.log >= y.log ? x.sign : y.sign, distance == 0 && x.sign != y.sign};
     }
 
     // In the accumulator's range: saturated above, zero below.
-    __device__ __forceinline__ Exact accumulator() const { return {min(log, ACC_MAX), sign, zero || log < ACC_MIN}; }
+    __device__ __forceinline__ Exact accumulator() const {
+        return {min(log, ACC_MAX), sign, zero || log < ACC_MIN};
+    }
 
     __device__ __forceinline__ int code() const {
         int field = min(log, BIAS - 1) + BIAS;
@@ -128,12 +144,17 @@ struct Adder {
     u32 column;  // bytes to this lane's copy
 
     // n units as a float.
-    static __device__ __forceinline__ float units(int n) { return __int_as_float(n < 0 ? -n | 0x80000000 : n); }
+    static __device__ __forceinline__ float units(int n) {
+        return __int_as_float(n < 0 ? -n | 0x80000000 : n);
+    }
 
     // What `additions` additions have moved a logarithm up by.
-    static __device__ __forceinline__ float drift(int additions) { return units(additions * DRIFT * PITCH); }
+    static __device__ __forceinline__ float drift(int additions) {
+        return units(additions * DRIFT * PITCH);
+    }
 
-    // Copy the packed table (G+ low half, G- high half, row = LAST - distance) to shared memory; the caller synchronises.
+    // Copy the packed table (G+ low half, G- high half, row = LAST - distance) to shared memory;
+    // the caller synchronises.
     static __device__ __forceinline__ void fill(u32* shared, const u32* __restrict__ packed) {
 #pragma unroll 8
         for (int i = threadIdx.x; i < (LAST + 1) * Copies / 4; i += blockDim.x) {
@@ -147,10 +168,14 @@ struct Adder {
     // Bytes from the table's start to the correction of x + y.
     static __device__ __forceinline__ int row(float x, float y, u32 column) {
         float t;
-        asm("{\n\t.reg .f32 d;\n\tsub.f32 d, %1, %2;\n\tabs.f32 d, d;\n\tneg.f32 d, d;\n\tadd.sat.f32 %0, d, %3;\n\t}"
-            : "=f"(t) : "f"(x), "f"(y), "f"(__int_as_float(TOP)));
+        asm("{\n\t.reg .f32 d;\n\tsub.f32 d, %1, %2;\n\tabs.f32 d, d;\n\tneg.f32 d, "
+            "d;\n\tadd.sat.f32 %0, d, %3;\n\t}"
+            : "=f"(t)
+            : "f"(x), "f"(y), "f"(__int_as_float(TOP)));
         int at;  // (t & MASK) | column, written out because the compiler prefers two instructions
-        asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(at) : "r"(__float_as_int(t)), "n"(MASK), "r"(column));
+        asm("lop3.b32 %0, %1, %2, %3, 0xEA;"
+            : "=r"(at)
+            : "r"(__float_as_int(t)), "n"(MASK), "r"(column));
         return at;
     }
 
@@ -159,14 +184,17 @@ struct Adder {
         int g;
         float z;
         asm("ld.shared.s16 %0, [%1 + %2];" : "=r"(g) : "r"(row(x, y, column)), "n"(SHARED_BASE));
-        asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(z) : "f"(__int_as_float(g)), "f"((float)PITCH), "f"(larger(x, y)));
+        asm("fma.rn.f32 %0, %1, %2, %3;"
+            : "=f"(z)
+            : "f"(__int_as_float(g)), "f"((float)PITCH), "f"(larger(x, y)));
         return z;
     }
 
     // The value of a code (sign-extended) with its logarithm moved up by `additions` drifts.
     static __device__ __forceinline__ float widen(int code, int additions = 0) {
         int field = code & FIELD_MASK;
-        float n = plus(__int_as_float(field * PITCH + (((u32)code >> 30) & 2)), units((additions * DRIFT - BIAS) * PITCH));
+        float n = plus(__int_as_float(field * PITCH + (((u32)code >> 30) & 2)),
+                       units((additions * DRIFT - BIAS) * PITCH));
         return field == 0 ? __int_as_float(NAN_BITS) : n;
     }
 

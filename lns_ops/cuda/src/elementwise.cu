@@ -1,13 +1,16 @@
-// Elementwise operations, reductions and conversions on codes; memory-bound. Arrays are contiguous; a second operand may be repeated:
-// element i of the result takes y[i / y_div % y_mod] (y_mod = 0: the scalar `y_code`).
+// Elementwise operations, reductions and conversions on codes; memory-bound. Arrays are contiguous;
+// a second operand may be repeated: element i of the result takes y[i / y_div % y_mod] (y_mod = 0:
+// the scalar `y_code`).
 //
-// What LNS has no code for is counted in `faults` (0: NaN or infinity encoded, 1: zero divisor, 2: root of a negative) and read later
-// by the host, so that no kernel waits for it; the result is zero there (the largest magnitude for an infinity).
+// What LNS has no code for is counted in `faults` (0: NaN or infinity encoded, 1: zero divisor, 2:
+// root of a negative) and read later by the host, so that no kernel waits for it; the result is
+// zero there (the largest magnitude for an infinity).
 #include "elementwise.cuh"
 #include "encoding.cuh"
 
 template <class F>
-__device__ __forceinline__ void binary(const short* x, const short* y, short* z, i64 n, i64 y_div, i64 y_mod, int y_code, int aligned, F f) {
+__device__ __forceinline__ void binary(const short* x, const short* y, short* z, i64 n, i64 y_div,
+                                       i64 y_mod, int y_code, int aligned, F f) {
     const bool flat = y_mod == n && y_div == 1;
     struct Operands {
         Codes x, y;
@@ -30,17 +33,19 @@ __device__ __forceinline__ void binary(const short* x, const short* y, short* z,
         });
 }
 
-#define BINARY(name, ...)                                                                                                              \
-    extern "C" __global__ void __launch_bounds__(512)                                                                                  \
-    lns_##name(const short* __restrict__ x, const short* __restrict__ y, short* __restrict__ z, i64 n, i64 y_div, i64 y_mod, int y_code,     \
-         int aligned, const u32* __restrict__ packed, const int2* __restrict__ gauss, int* faults) {                                   \
-        __VA_ARGS__                                                                                                                    \
+#define BINARY(name, ...)                                                                         \
+    extern "C" __global__ void __launch_bounds__(512)                                             \
+        lns_##name(const short* __restrict__ x, const short* __restrict__ y,                      \
+                   short* __restrict__ z, i64 n, i64 y_div, i64 y_mod, int y_code, int aligned,   \
+                   const u32* __restrict__ packed, const int2* __restrict__ gauss, int* faults) { \
+        __VA_ARGS__                                                                               \
     }
 
 template <class A>
 __device__ __forceinline__ int added(A& arithmetic, int x, int y, bool subtract) {
     typename A::Number other = arithmetic.of(y);
-    return arithmetic.code(arithmetic.watched(arithmetic.sum(arithmetic.of(x), subtract ? arithmetic.negated(other) : other)));
+    return arithmetic.code(arithmetic.watched(
+        arithmetic.sum(arithmetic.of(x), subtract ? arithmetic.negated(other) : other)));
 }
 
 __device__ __noinline__ int added_exactly(int x, int y, bool subtract, const int2* gauss) {
@@ -52,7 +57,7 @@ __device__ __noinline__ int added_exactly(int x, int y, bool subtract, const int
     SETUP binary(x, y, z, n, y_div, y_mod, y_code, aligned, [&](int a, int b) {              \
         Arithmetic arithmetic = ARITHMETIC;                                                  \
         int code = added(arithmetic, a, b, subtract);                                        \
-        if (arithmetic.template saturated<0>()) code = added_exactly(a, b, subtract, gauss);             \
+        if (arithmetic.template saturated<0>()) code = added_exactly(a, b, subtract, gauss); \
         return code;                                                                         \
     });
 BINARY(add, SUM(false))
@@ -69,7 +74,8 @@ BINARY(div, binary(x, y, z, n, y_div, y_mod, y_code, aligned, [&](int a, int b) 
        });)
 
 extern "C" __global__ void __launch_bounds__(512)
-lns_square_root(const short* __restrict__ x, short* __restrict__ z, i64 n, int aligned, int* faults) {
+    lns_square_root(const short* __restrict__ x, short* __restrict__ z, i64 n, int aligned,
+                    int* faults) {
     each(n, aligned, [&](i64 i, auto count) {
         Codes a = get(x, i, count), out;
 #pragma unroll
@@ -87,10 +93,12 @@ lns_square_root(const short* __restrict__ x, short* __restrict__ z, i64 n, int a
 
 constexpr int AHEAD = 32;
 
-// out[n] = sum over k of x[k][n] in the contract's order. A thread takes one block of 64 of one column; `columns` (a power of two) of
-// them and 512 / columns blocks at a time in a thread block. `shift` ulps are added to the logarithm before it is stored in the format.
+// out[n] = sum over k of x[k][n] in the contract's order. A thread takes one block of 64 of one
+// column; `columns` (a power of two) of them and 512 / columns blocks at a time in a thread block.
+// `shift` ulps are added to the logarithm before it is stored in the format.
 extern "C" __global__ void __launch_bounds__(512)
-lns_sum(const short* __restrict__ x, short* __restrict__ out, i64 K, i64 N, int columns, int shift, const int2* __restrict__ gauss) {
+    lns_sum(const short* __restrict__ x, short* __restrict__ out, i64 K, i64 N, int columns,
+            int shift, const int2* __restrict__ gauss) {
     __shared__ Exact totals[512];
     const int column = threadIdx.x % columns, slot = threadIdx.x / columns, slots = 512 / columns;
     const i64 n = blockIdx.x * (i64)columns + column, blocks = (K + BLOCK - 1) / BLOCK;
@@ -101,13 +109,18 @@ lns_sum(const short* __restrict__ x, short* __restrict__ out, i64 K, i64 N, int 
         if (n < N) {
             i64 k = (first + slot) * BLOCK;
             for (; k + AHEAD <= end; k += AHEAD) {
-                short terms[AHEAD];  // loaded together: one by one, each addition would wait for memory
+                short terms
+                    [AHEAD];  // loaded together: one by one, each addition would wait for memory
 #pragma unroll
                 for (int j = 0; j < AHEAD; j++) terms[j] = x[(k + j) * N + n];
 #pragma unroll
-                for (int j = 0; j < AHEAD; j++) block = Exact::add(block, Exact::of(terms[j]).accumulator(), gauss).accumulator();
+                for (int j = 0; j < AHEAD; j++)
+                    block =
+                        Exact::add(block, Exact::of(terms[j]).accumulator(), gauss).accumulator();
             }
-            for (; k < end; k++) block = Exact::add(block, Exact::of(x[k * N + n]).accumulator(), gauss).accumulator();
+            for (; k < end; k++)
+                block =
+                    Exact::add(block, Exact::of(x[k * N + n]).accumulator(), gauss).accumulator();
         }
         totals[threadIdx.x] = block;
         __syncthreads();
@@ -122,7 +135,8 @@ lns_sum(const short* __restrict__ x, short* __restrict__ out, i64 K, i64 N, int 
 
 // The code nearest to x in logarithm.
 extern "C" __global__ void __launch_bounds__(512)
-lns_encode(const float* __restrict__ x, short* __restrict__ out, i64 n, int aligned, const int2* __restrict__ cells, int* faults) {
+    lns_encode(const float* __restrict__ x, short* __restrict__ out, i64 n, int aligned,
+               const int2* __restrict__ cells, int* faults) {
     __shared__ int2 near[Encoder::ROOM];
     const Encoder encoded(cells, near);
     struct Values {
@@ -132,8 +146,10 @@ lns_encode(const float* __restrict__ x, short* __restrict__ out, i64 n, int alig
         n, aligned,
         [&](i64 i, auto count) {
             Values values;
-            if (count == 4) *(float4*)values.v = *(const float4*)(x + i);
-            else values.v[0] = x[i];
+            if (count == 4)
+                *(float4*)values.v = *(const float4*)(x + i);
+            else
+                values.v[0] = x[i];
             return values;
         },
         [&](i64 i, auto count, const Values& values) {
@@ -161,7 +177,8 @@ lns_encode(const float* __restrict__ x, short* __restrict__ out, i64 n, int alig
 
 // The same for float64; thresholds in units of 2^-52.
 extern "C" __global__ void __launch_bounds__(512)
-lns_encode_double(const double* __restrict__ x, short* __restrict__ out, i64 n, const i64* __restrict__ thresholds, int* faults) {
+    lns_encode_double(const double* __restrict__ x, short* __restrict__ out, i64 n,
+                      const i64* __restrict__ thresholds, int* faults) {
     each(n, false, [&](i64 i, auto) {
         int exponent;
         double fraction = frexp(fabs(x[i]), &exponent);
@@ -172,10 +189,13 @@ lns_encode_double(const double* __restrict__ x, short* __restrict__ out, i64 n, 
             int low = 0, high = 1 << FRACTION_BITS;  // thresholds strictly below the significand
             while (low < high) {
                 int middle = (low + high) / 2;
-                if (__ldg(thresholds + middle) < significand) low = middle + 1;
-                else high = middle;
+                if (__ldg(thresholds + middle) < significand)
+                    low = middle + 1;
+                else
+                    high = middle;
             }
-            code = isinf(x[i]) ? FIELD_MASK : packed_code(((exponent - 1) << FRACTION_BITS) + low + BIAS, 0);
+            code = isinf(x[i]) ? FIELD_MASK
+                               : packed_code(((exponent - 1) << FRACTION_BITS) + low + BIAS, 0);
             if (x[i] < 0 && code != 0) code |= SIGN_MASK;
         }
         out[i] = code;
@@ -193,7 +213,8 @@ __device__ __forceinline__ void decoded(const short* codes, T* out, i64 n, bool 
             for (int j = 0; j < count; j++) v[j] = value(c.code[j]);
             if (count == 4) {
 #pragma unroll
-                for (int j = 0; j < (int)sizeof(T) / 4; j++) ((float4*)(out + i))[j] = ((float4*)v)[j];
+                for (int j = 0; j < (int)sizeof(T) / 4; j++)
+                    ((float4*)(out + i))[j] = ((float4*)v)[j];
             } else {
                 out[i] = v[0];
             }
@@ -201,7 +222,8 @@ __device__ __forceinline__ void decoded(const short* codes, T* out, i64 n, bool 
 }
 
 extern "C" __global__ void __launch_bounds__(512)
-lns_decode(const short* __restrict__ codes, float* __restrict__ out, i64 n, int aligned, const float* __restrict__ significands) {
+    lns_decode(const short* __restrict__ codes, float* __restrict__ out, i64 n, int aligned,
+               const float* __restrict__ significands) {
     __shared__ float near[Decoder::ROOM];
     const Decoder decoder(significands, near);
     __syncthreads();
@@ -209,10 +231,13 @@ lns_decode(const short* __restrict__ codes, float* __restrict__ out, i64 n, int 
 }
 
 extern "C" __global__ void __launch_bounds__(512)
-lns_decode_double(const short* __restrict__ codes, double* __restrict__ out, i64 n, int aligned, const double* __restrict__ significands) {
+    lns_decode_double(const short* __restrict__ codes, double* __restrict__ out, i64 n, int aligned,
+                      const double* __restrict__ significands) {
     decoded(codes, out, n, aligned, [&](int code) {
         int field = code & FIELD_MASK, log = field - BIAS;
-        double v = field == 0 ? 0.0 : ldexp(__ldg(significands + (log & ((1 << FRACTION_BITS) - 1))), log >> FRACTION_BITS);
+        double v = field == 0 ? 0.0
+                              : ldexp(__ldg(significands + (log & ((1 << FRACTION_BITS) - 1))),
+                                      log >> FRACTION_BITS);
         return code < 0 && field != 0 ? -v : v;
     });
 }

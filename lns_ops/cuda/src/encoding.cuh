@@ -1,5 +1,6 @@
-// From float32 to codes. A cell of 2^-(f+1) of the significand holds at most one threshold; `cells` gives the rounded logarithm at the
-// cell's start and the threshold's float32 mantissa. Include after arithmetic.cuh.
+// From float32 to codes. A cell of 2^-(f+1) of the significand holds at most one threshold; `cells`
+// gives the rounded logarithm at the cell's start and the threshold's float32 mantissa. Include
+// after arithmetic.cuh.
 #pragma once
 
 constexpr int CELL_SHIFT = 22 - FRACTION_BITS, CELLS = 1 << (FRACTION_BITS + 1);
@@ -16,7 +17,8 @@ struct Encoder {
     const int2 *cells, *near;
 
     // `shared`: ROOM elements of shared memory, filled here.
-    __device__ __forceinline__ Encoder(const int2* __restrict__ cells, int2* shared) : cells(cells), near(shared) {
+    __device__ __forceinline__ Encoder(const int2* __restrict__ cells, int2* shared)
+        : cells(cells), near(shared) {
         if (SHARED) {
             for (int i = threadIdx.x; i < CELLS; i += blockDim.x) shared[i] = cells[i];
             __syncthreads();
@@ -30,34 +32,42 @@ struct Encoder {
         }
         int mantissa = magnitude & 0x7fffff;
         int2 cell = SHARED ? near[mantissa >> CELL_SHIFT] : __ldg(cells + (mantissa >> CELL_SHIFT));
-        int log = (((magnitude >> 23) - 127 - shift) << FRACTION_BITS) + cell.x + (mantissa > cell.y);
+        int log =
+            (((magnitude >> 23) - 127 - shift) << FRACTION_BITS) + cell.x + (mantissa > cell.y);
         return packed_code(log + BIAS, bits < 0);
     }
 };
 
-// float32 of a code: its significand from a table, rounded to float32, times a power of two. What is subnormal has entries of its own, of the
-// exponents -128 and -127, rounded once (lns_ops.format.single_significands).
+// float32 of a code: its significand from a table, rounded to float32, times a power of two. What
+// is subnormal has entries of its own, of the exponents -128 and -127, rounded once
+// (lns_ops.format.single_significands).
 struct Decoder {
     static constexpr bool SHARED = FRACTION_BITS <= 9, SUBNORMAL = BIAS > 126 << FRACTION_BITS;
-    static constexpr int FRACTIONS = 1 << FRACTION_BITS, ENTRIES = SUBNORMAL ? 3 * FRACTIONS : FRACTIONS, ROOM = SHARED ? ENTRIES : 1;
+    static constexpr int FRACTIONS = 1 << FRACTION_BITS,
+                         ENTRIES = SUBNORMAL ? 3 * FRACTIONS : FRACTIONS,
+                         ROOM = SHARED ? ENTRIES : 1;
     const float *significands, *near;
 
     // `shared`: ROOM elements of shared memory, filled here; the caller synchronises.
-    __device__ __forceinline__ Decoder(const float* __restrict__ significands, float* shared) : significands(significands), near(shared) {
+    __device__ __forceinline__ Decoder(const float* __restrict__ significands, float* shared)
+        : significands(significands), near(shared) {
         if (SHARED)
             for (int i = threadIdx.x; i < ENTRIES; i += blockDim.x) shared[i] = significands[i];
     }
     __device__ __forceinline__ float operator()(int code) const {
-        const int field = code & FIELD_MASK, log = field - BIAS, exponent = log >> FRACTION_BITS, fraction = log & (FRACTIONS - 1);
+        const int field = code & FIELD_MASK, log = field - BIAS, exponent = log >> FRACTION_BITS,
+                  fraction = log & (FRACTIONS - 1);
         const bool subnormal = SUBNORMAL && exponent < -126;
         const int entry = subnormal ? fraction + (exponent + 129) * FRACTIONS : fraction;
-        const int bits = __float_as_int(SHARED ? near[entry] : __ldg(significands + entry)) + (subnormal ? 0 : exponent << 23);
+        const int bits = __float_as_int(SHARED ? near[entry] : __ldg(significands + entry)) +
+                         (subnormal ? 0 : exponent << 23);
         return field == 0 ? 0.0f : __int_as_float(bits | (code & 0x80000000));
     }
 };
 
-// The code below or above a float32 in magnitude, at random: lns_ops.reference.encode_stochastic. An infinity saturates. `base` gives the last
-// significand at or below the start of a cell, `steps` each significand's mantissa and the reciprocal of the distance to the next.
+// The code below or above a float32 in magnitude, at random: lns_ops.reference.encode_stochastic.
+// An infinity saturates. `base` gives the last significand at or below the start of a cell, `steps`
+// each significand's mantissa and the reciprocal of the distance to the next.
 struct StochasticEncoder {
     const int* __restrict__ base;
     const int2* __restrict__ steps;
@@ -74,6 +84,8 @@ struct StochasticEncoder {
         int2 step = __ldg(steps + j), next = __ldg(steps + j + 1);
         if (mantissa >= next.x) j++, step = next;
         const int chance = (int)((i64)(mantissa - step.x) * (u32)step.y >> 24);
-        return packed_code((((magnitude >> 23) - 127 - shift) << FRACTION_BITS) + j + ((chance + bits) >> 16) + BIAS, sign);
+        return packed_code((((magnitude >> 23) - 127 - shift) << FRACTION_BITS) + j +
+                               ((chance + bits) >> 16) + BIAS,
+                           sign);
     }
 };

@@ -1,5 +1,6 @@
-// What surrounds a matrix product with float32 sums: decoding of both operands, encoding of the sums. Bound by memory.
-// Arrays are contiguous except where strides are given. -D: the format (arithmetic.cuh).
+// What surrounds a matrix product with float32 sums: decoding of both operands, encoding of the
+// sums. Bound by memory. Arrays are contiguous except where strides are given. -D: the format
+// (arithmetic.cuh).
 #include "arithmetic.cuh"
 #include "encoding.cuh"
 
@@ -7,7 +8,8 @@ constexpr int FRACTIONS = 1 << FRACTION_BITS;
 constexpr int LOWEST_EXPONENT = -(BIAS >> FRACTION_BITS);  // BIAS is a multiple of FRACTIONS
 constexpr bool SUBNORMAL = LOWEST_EXPONENT < -126;
 
-// bfloat16 of a code in the low half-word: `mantissas` holds round((2^(j / 2^f) - 1) 2^7). Zero may keep a sign.
+// bfloat16 of a code in the low half-word: `mantissas` holds round((2^(j / 2^f) - 1) 2^7). Zero may
+// keep a sign.
 struct Bfloat16 {
     typedef unsigned short Value;
     static constexpr int MANTISSA = 7;
@@ -21,11 +23,13 @@ struct Bfloat16 {
         }
         return (field == 0 ? 0 : bits) | (code & 0x8000);
     }
-    __device__ __forceinline__ static void put(Value* out, uint4 c, const unsigned short* mantissas) {
+    __device__ __forceinline__ static void put(Value* out, uint4 c,
+                                               const unsigned short* mantissas) {
         u32 word[4] = {c.x, c.y, c.z, c.w};
 #pragma unroll
         for (int j = 0; j < 4; j++)
-            word[j] = __byte_perm(of(word[j] & 0xffff, mantissas), of(word[j] >> 16, mantissas), 0x5410);
+            word[j] =
+                __byte_perm(of(word[j] & 0xffff, mantissas), of(word[j] >> 16, mantissas), 0x5410);
         *(uint4*)out = make_uint4(word[0], word[1], word[2], word[3]);
     }
     __device__ __forceinline__ static Value one(short code, const unsigned short* mantissas) {
@@ -33,7 +37,8 @@ struct Bfloat16 {
     }
 };
 
-// float32 of a code, its significand rounded to tf32: `mantissas` holds round((2^(j / 2^f) - 1) 2^10).
+// float32 of a code, its significand rounded to tf32: `mantissas` holds round((2^(j / 2^f) - 1)
+// 2^10).
 struct Tf32 {
     typedef float Value;
     static constexpr int MANTISSA = 10;
@@ -41,33 +46,44 @@ struct Tf32 {
     __device__ __forceinline__ static float of(u32 code, const unsigned short* mantissas) {
         int field = code & FIELD_MASK, exponent = (field >> FRACTION_BITS) + LOWEST_EXPONENT;
         int bits = (mantissas[field % FRACTIONS] << (23 - MANTISSA)) + ((exponent + 127) << 23);
-        if (SUBNORMAL && exponent < -126) bits = __float_as_int(times(__int_as_float(bits + (64 << 23)), 0x1p-64f));
+        if (SUBNORMAL && exponent < -126)
+            bits = __float_as_int(times(__int_as_float(bits + (64 << 23)), 0x1p-64f));
         return __int_as_float((field == 0 ? 0 : bits) | (code & 0x8000) << 16);
     }
-    __device__ __forceinline__ static void put(Value* out, uint4 c, const unsigned short* mantissas) {
+    __device__ __forceinline__ static void put(Value* out, uint4 c,
+                                               const unsigned short* mantissas) {
         u32 word[4] = {c.x, c.y, c.z, c.w};
 #pragma unroll
         for (int j = 0; j < 4; j += 2)
-            ((float4*)out)[j / 2] = make_float4(of(word[j] & 0xffff, mantissas), of(word[j] >> 16, mantissas),
-                                                of(word[j + 1] & 0xffff, mantissas), of(word[j + 1] >> 16, mantissas));
+            ((float4*)out)[j / 2] =
+                make_float4(of(word[j] & 0xffff, mantissas), of(word[j] >> 16, mantissas),
+                            of(word[j + 1] & 0xffff, mantissas), of(word[j + 1] >> 16, mantissas));
     }
     __device__ __forceinline__ static Value one(short code, const unsigned short* mantissas) {
         return of((unsigned short)code, mantissas);
     }
 };
 
-// Two arrays in one launch, 8 codes an access where an array is aligned. Codes are not needed again, values are, by the product that
-// follows: the loads are marked so that they leave the L2 first.
+// Two arrays in one launch, 8 codes an access where an array is aligned. Codes are not needed
+// again, values are, by the product that follows: the loads are marked so that they leave the L2
+// first.
 template <class T>
-__device__ __forceinline__ void decode_both(const short* __restrict__ x, typename T::Value* __restrict__ x_out, i64 x_n,
-                                            const short* __restrict__ y, typename T::Value* __restrict__ y_out, i64 y_n,
-                                            const unsigned short* __restrict__ significands, bool x_aligned, bool y_aligned) {
-    __shared__ unsigned short mantissas[FRACTIONS];  // 64 half-words fill the 32 banks: no conflicts up to f = 6
+__device__ __forceinline__ void decode_both(const short* __restrict__ x,
+                                            typename T::Value* __restrict__ x_out, i64 x_n,
+                                            const short* __restrict__ y,
+                                            typename T::Value* __restrict__ y_out, i64 y_n,
+                                            const unsigned short* __restrict__ significands,
+                                            bool x_aligned, bool y_aligned) {
+    __shared__ unsigned short
+        mantissas[FRACTIONS];  // 64 half-words fill the 32 banks: no conflicts up to f = 6
     for (int i = threadIdx.x; i < FRACTIONS; i += blockDim.x) mantissas[i] = significands[i];
     __syncthreads();
-    const i64 first = blockIdx.x * (i64)blockDim.x + threadIdx.x, stride = (i64)gridDim.x * blockDim.x;
+    const i64 first = blockIdx.x * (i64)blockDim.x + threadIdx.x,
+              stride = (i64)gridDim.x * blockDim.x;
     const i64 x_vectors = x_aligned ? x_n / 8 : 0, y_vectors = y_aligned ? y_n / 8 : 0;
-    auto in = [&](i64 i) { return __ldcs((const uint4*)(i < x_vectors ? x + i * 8 : y + (i - x_vectors) * 8)); };
+    auto in = [&](i64 i) {
+        return __ldcs((const uint4*)(i < x_vectors ? x + i * 8 : y + (i - x_vectors) * 8));
+    };
     auto out = [&](i64 i) { return i < x_vectors ? x_out + i * 8 : y_out + (i - x_vectors) * 8; };
     for (i64 i = first; i < x_vectors + y_vectors; i += 2 * stride) {
         const bool another = i + stride < x_vectors + y_vectors;
@@ -80,12 +96,12 @@ __device__ __forceinline__ void decode_both(const short* __restrict__ x, typenam
     for (i64 i = y_vectors * 8 + first; i < y_n; i += stride) y_out[i] = T::one(y[i], mantissas);
 }
 
-#define DECODE(name, T)                                                                                                               \
-    extern "C" __global__ void __launch_bounds__(512, 4)                                                                              \
-    lns_decode_##name(const short* __restrict__ x, T::Value* __restrict__ x_out, i64 x_n, const short* __restrict__ y,                \
-                      T::Value* __restrict__ y_out, i64 y_n, const unsigned short* __restrict__ significands, int x_aligned,          \
-                      int y_aligned) {                                                                                                \
-        decode_both<T>(x, x_out, x_n, y, y_out, y_n, significands, x_aligned, y_aligned);                                             \
+#define DECODE(name, T)                                                                   \
+    extern "C" __global__ void __launch_bounds__(512, 4) lns_decode_##name(               \
+        const short* __restrict__ x, T::Value* __restrict__ x_out, i64 x_n,               \
+        const short* __restrict__ y, T::Value* __restrict__ y_out, i64 y_n,               \
+        const unsigned short* __restrict__ significands, int x_aligned, int y_aligned) {  \
+        decode_both<T>(x, x_out, x_n, y, y_out, y_n, significands, x_aligned, y_aligned); \
     }
 DECODE(bf16, Bfloat16)
 DECODE(tf32, Tf32)
@@ -109,16 +125,20 @@ __device__ __forceinline__ float sum_again(i64 i, const Operands& p) {
     const short* row = p.x + i / (p.M * p.N) * p.x_b + i / p.N % p.M * p.x_m;
     const short* column = p.y + i / (p.M * p.N) * p.y_b + i % p.N * p.y_n;
     double total = 0;
-    for (i64 k = 0; k < p.K; k++) total += value(row[k * p.x_k], p.significands) * value(column[k * p.y_k], p.significands);
+    for (i64 k = 0; k < p.K; k++)
+        total += value(row[k * p.x_k], p.significands) * value(column[k * p.y_k], p.significands);
     constexpr double LARGEST = 0x1.fffffep127;
     return (float)fmin(fmax(total, -LARGEST), LARGEST);
 }
 
-__device__ __forceinline__ bool finite(float v) { return (__float_as_int(v) & 0x7f800000) != 0x7f800000; }
+__device__ __forceinline__ bool finite(float v) {
+    return (__float_as_int(v) & 0x7f800000) != 0x7f800000;
+}
 
-// The elements of one thread once more, those that left float32 on their way. Rare, and a function so as not to cost the kernel registers.
-__device__ __noinline__ void encode_again(const float* sums, short* out, i64 n, i64 first, i64 stride, Encoder encoded,
-                                          const Operands& operands) {
+// The elements of one thread once more, those that left float32 on their way. Rare, and a function
+// so as not to cost the kernel registers.
+__device__ __noinline__ void encode_again(const float* sums, short* out, i64 n, i64 first,
+                                          i64 stride, Encoder encoded, const Operands& operands) {
     for (i64 i = first; i < n / 4; i += stride)
         for (i64 j = 4 * i; j < 4 * i + 4; j++)
             if (!finite(sums[j])) out[j] = encoded(sum_again(j, operands));
@@ -126,13 +146,15 @@ __device__ __noinline__ void encode_again(const float* sums, short* out, i64 n, 
         if (!finite(sums[i])) out[i] = encoded(sum_again(i, operands));
 }
 
-// As lns_encode of elementwise.cu, of memory aligned to 16 bytes; but what is not finite is no fault.
+// As lns_encode of elementwise.cu, of memory aligned to 16 bytes; but what is not finite is no
+// fault.
 extern "C" __global__ void __launch_bounds__(512, 4)
-lns_encode_sums(const float* __restrict__ sums, short* __restrict__ out, i64 n, const int2* __restrict__ cells,
-                const __grid_constant__ Operands operands) {
+    lns_encode_sums(const float* __restrict__ sums, short* __restrict__ out, i64 n,
+                    const int2* __restrict__ cells, const __grid_constant__ Operands operands) {
     __shared__ int2 near[Encoder::ROOM];
     const Encoder encoded(cells, near);
-    const i64 first = blockIdx.x * (i64)blockDim.x + threadIdx.x, stride = (i64)gridDim.x * blockDim.x;
+    const i64 first = blockIdx.x * (i64)blockDim.x + threadIdx.x,
+              stride = (i64)gridDim.x * blockDim.x;
     bool all_finite = true;
 #pragma unroll 2
     for (i64 i = first; i < n / 4; i += stride) {

@@ -1,10 +1,13 @@
-// Functions read from a table of results, and sums of the terms that share a destination. Arrays are contiguous.
+// Functions read from a table of results, and sums of the terms that share a destination. Arrays
+// are contiguous.
 //
-// -D: the format (arithmetic.cuh), FAST 0, UNDEFINED: the table's entry for arguments without a value, which gives zero and is counted.
+// -D: the format (arithmetic.cuh), FAST 0, UNDEFINED: the table's entry for arguments without a
+// value, which gives zero and is counted.
 #include "elementwise.cuh"
 
 extern "C" __global__ void __launch_bounds__(512)
-lns_lookup(const short* __restrict__ x, short* __restrict__ z, i64 n, int aligned, const short* __restrict__ results, int* fault) {
+    lns_lookup(const short* __restrict__ x, short* __restrict__ z, i64 n, int aligned,
+               const short* __restrict__ results, int* fault) {
     each(
         n, aligned, [&](i64 i, auto count) { return get(x, i, count); },
         [&](i64 i, auto count, const Codes& c) {
@@ -19,10 +22,12 @@ lns_lookup(const short* __restrict__ x, short* __restrict__ z, i64 n, int aligne
         });
 }
 
-// out[r][c] = sum over k in starts[r] .. starts[r + 1] of x[order[k]][c], in the contract's order; a thread takes one of them.
+// out[r][c] = sum over k in starts[r] .. starts[r + 1] of x[order[k]][c], in the contract's order;
+// a thread takes one of them.
 extern "C" __global__ void __launch_bounds__(512)
-lns_segment_sum(const short* __restrict__ x, short* __restrict__ out, const i64* __restrict__ order, const i64* __restrict__ starts,
-                i64 rows, i64 width, const int2* __restrict__ gauss) {
+    lns_segment_sum(const short* __restrict__ x, short* __restrict__ out,
+                    const i64* __restrict__ order, const i64* __restrict__ starts, i64 rows,
+                    i64 width, const int2* __restrict__ gauss) {
     const i64 stride = (i64)gridDim.x * blockDim.x;
     for (i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x; i < rows * width; i += stride) {
         const i64 r = i / width, c = i % width, stop = starts[r + 1];

@@ -3,14 +3,15 @@
 // How a weight takes its update: rounded to nearest, with Kahan compensation, or rounded at random.
 enum Rounding { NEAREST, KAHAN, STOCHASTIC };
 
-// Uniform 16-bit integers for elements 8 b .. 8 b + 7: Philox4x32-10 of the key and the counter (b low, b high, step, slot);
-// lns_ops.reference.random_bits.
+// Uniform 16-bit integers for elements 8 b .. 8 b + 7: Philox4x32-10 of the key and the counter (b
+// low, b high, step, slot); lns_ops.reference.random_bits.
 struct Random {
     u32 word[4];
 
     __device__ __forceinline__ Random() {}
     __device__ __forceinline__ Random(i64 key, i64 step, u32 slot, i64 block) {
-        u32 a = (u32)block, b = (u32)(block >> 32), c = (u32)step, d = slot, low = (u32)key, high = (u32)(key >> 32);
+        u32 a = (u32)block, b = (u32)(block >> 32), c = (u32)step, d = slot, low = (u32)key,
+            high = (u32)(key >> 32);
 #pragma unroll
         for (int round = 0; round < 10; round++) {
             u32 first = 0xD2511F53u * a, second = 0xCD9E8D57u * c;
@@ -20,7 +21,8 @@ struct Random {
         }
         word[0] = a, word[1] = b, word[2] = c, word[3] = d;
     }
-    __device__ __forceinline__ int operator[](int lane) const {  // selected by comparisons: an array indexed at run time lives in memory
+    __device__ __forceinline__ int operator[](
+        int lane) const {  // selected by comparisons: an array indexed at run time lives in memory
         u32 w = lane < 4 ? lane < 2 ? word[0] : word[1] : lane < 6 ? word[2] : word[3];
         return lane & 1 ? w >> 16 : w & 0xffff;
     }

@@ -1,13 +1,17 @@
-// Optimizer steps, fused: each array is read and written once, every operation in between is an LNS operation.
+// Optimizer steps, fused: each array is read and written once, every operation in between is an LNS
+// operation.
 //
-// -D: as elementwise.cuh; FINE_LAST: last index of the table for additions that round at random; ADAM_KERNELS 1: those of Adam, 0: of SGD;
-// SHARED_TABLES 1: that table and Adam's table of decays are copied to shared memory behind the Adder's, where a gather costs a few cycles
-// instead of some twenty.
+// -D: as elementwise.cuh; FINE_LAST: last index of the table for additions that round at random;
+// ADAM_KERNELS 1: those of Adam, 0: of SGD; SHARED_TABLES 1: that table and Adam's table of decays
+// are copied to shared memory behind the Adder's, where a gather costs a few cycles instead of some
+// twenty.
 #include "elementwise.cuh"
 #include "rounding.cuh"
 
-// The code of x + y rounded at random; fine[d] holds G+(d) and G-(d) with 16 bits behind the ulp, d = 0 .. FINE_LAST.
-__device__ __forceinline__ int stochastic_sum(int x, int y, int bits, const int* __restrict__ fine) {
+// The code of x + y rounded at random; fine[d] holds G+(d) and G-(d) with 16 bits behind the ulp, d
+// = 0 .. FINE_LAST.
+__device__ __forceinline__ int stochastic_sum(int x, int y, int bits,
+                                              const int* __restrict__ fine) {
     const int fx = x & FIELD_MASK, fy = y & FIELD_MASK;
     const int entry = __ldg(fine + 2 * min(abs(fx - fy), FINE_LAST) + ((x ^ y) < 0));
     const int field = min(max(fx, fy) + (min(fx, fy) == 0 ? 0 : (entry + bits) >> 16), FIELD_MASK);
@@ -17,43 +21,59 @@ __device__ __forceinline__ int stochastic_sum(int x, int y, int bits, const int*
 #if SHARED_TABLES
 constexpr int FINE_AT = Arithmetic::Add::BYTES / 4, FINE_WORDS = 2 * (FINE_LAST + 1);
 
-// `table` behind the Adder's own: the fine corrections, largest distance first, G+ and G- side by side.
+// `table` behind the Adder's own: the fine corrections, largest distance first, G+ and G- side by
+// side.
 __device__ __forceinline__ void copy_fine(const int* __restrict__ fine) {
-    for (int i = threadIdx.x; i < FINE_WORDS; i += blockDim.x) table[FINE_AT + (FINE_WORDS - 2 - i / 2 * 2) + i % 2] = __ldg(fine + i);
+    for (int i = threadIdx.x; i < FINE_WORDS; i += blockDim.x)
+        table[FINE_AT + (FINE_WORDS - 2 - i / 2 * 2) + i % 2] = __ldg(fine + i);
 }
 
 __device__ __forceinline__ void copy_moves(int at, const int* __restrict__ moves, int count) {
     for (int i = threadIdx.x; i < count; i += blockDim.x) table[at + i] = __ldg(moves + i);
 }
 
-// The same sum by the Adder's method: a distance beyond the table, or from a zero, is row 0, whose corrections are 0.
-__device__ __forceinline__ float stochastic_sum(const FastArithmetic&, float x, float y, int bits, const int*) {
+// The same sum by the Adder's method: a distance beyond the table, or from a zero, is row 0, whose
+// corrections are 0.
+__device__ __forceinline__ float stochastic_sum(const FastArithmetic&, float x, float y, int bits,
+                                                const int*) {
     typedef FastArithmetic::Add Add;
     float t;
-    asm("{\n\t.reg .f32 d;\n\tsub.f32 d, %1, %2;\n\tabs.f32 d, d;\n\tneg.f32 d, d;\n\tadd.sat.f32 %0, d, %3;\n\t}"
-        : "=f"(t) : "f"(x), "f"(y), "f"(__int_as_float(FINE_LAST * Add::PITCH + Add::PITCH / 2)));
+    asm("{\n\t.reg .f32 d;\n\tsub.f32 d, %1, %2;\n\tabs.f32 d, d;\n\tneg.f32 d, d;\n\tadd.sat.f32 "
+        "%0, d, %3;\n\t}"
+        : "=f"(t)
+        : "f"(x), "f"(y), "f"(__int_as_float(FINE_LAST * Add::PITCH + Add::PITCH / 2)));
     const u32 row = __float_as_uint(t);
-    const int entry = *(const int*)((const char*)(table + FINE_AT) + (row & 2) * 2 + (row >> (Add::PITCH_BITS - 3) & ~7u));
-    return FastArithmetic::without_underflow(__int_as_float(((entry + bits) >> 16) * Add::PITCH + __float_as_int(larger(x, y))));
+    const int entry = *(const int*)((const char*)(table + FINE_AT) + (row & 2) * 2 +
+                                    (row >> (Add::PITCH_BITS - 3) & ~7u));
+    return FastArithmetic::without_underflow(
+        __int_as_float(((entry + bits) >> 16) * Add::PITCH + __float_as_int(larger(x, y))));
 }
 #endif
 
 // Without that table, and for the definition: by way of codes.
 template <class A>
-__device__ __forceinline__ typename A::Number stochastic_sum(const A& arithmetic, typename A::Number x, typename A::Number y, int bits, const int* fine) {
-    return arithmetic.of(stochastic_sum((short)arithmetic.code(x), (short)arithmetic.code(y), bits, fine));
+__device__ __forceinline__ typename A::Number stochastic_sum(const A& arithmetic,
+                                                             typename A::Number x,
+                                                             typename A::Number y, int bits,
+                                                             const int* fine) {
+    return arithmetic.of(
+        stochastic_sum((short)arithmetic.code(x), (short)arithmetic.code(y), bits, fine));
 }
 
-// weight + update in a weight's place, for element j; `bits` are random ones. Kahan's sums grow by four octaves at most.
+// weight + update in a weight's place, for element j; `bits` are random ones. Kahan's sums grow by
+// four octaves at most.
 constexpr int GROWTH = 4;
 template <Rounding ROUNDING, class A>
-__device__ __forceinline__ void take(A& arithmetic, Codes& weight, typename A::Number update, Codes& compensation, int j, int bits, const int* fine) {
+__device__ __forceinline__ void take(A& arithmetic, Codes& weight, typename A::Number update,
+                                     Codes& compensation, int j, int bits, const int* fine) {
     typedef typename A::Number Number;
     const Number old = arithmetic.watched(arithmetic.of(weight, j));
     if (ROUNDING == STOCHASTIC) {
         weight.code[j] = arithmetic.code(stochastic_sum(arithmetic, old, update, bits, fine));
     } else if (ROUNDING == KAHAN) {
-        const Number kept = arithmetic.sum(arithmetic.watched(arithmetic.of(compensation, j)), update), fresh = arithmetic.sum(old, kept);
+        const Number kept =
+                         arithmetic.sum(arithmetic.watched(arithmetic.of(compensation, j)), update),
+                     fresh = arithmetic.sum(old, kept);
         weight.code[j] = arithmetic.code(fresh);
         const Number taken = arithmetic.sum(fresh, arithmetic.negated(old));
         compensation.code[j] = arithmetic.code(arithmetic.sum(kept, arithmetic.negated(taken)));
@@ -64,14 +84,17 @@ __device__ __forceinline__ void take(A& arithmetic, Codes& weight, typename A::N
 
 // One SGD step of element j, every operation an LNS operation; see lns_ops.reference.sgd_update.
 template <bool MOMENTUM, Rounding ROUNDING, class A>
-__device__ __forceinline__ void sgd(A& arithmetic, int rate, int decay, Codes& weight, const Codes& grad, Codes& buffer, Codes& compensation, int j,
+__device__ __forceinline__ void sgd(A& arithmetic, int rate, int decay, Codes& weight,
+                                    const Codes& grad, Codes& buffer, Codes& compensation, int j,
                                     int bits, const int* fine) {
     typename A::Number step = arithmetic.of(grad, j);
     if (MOMENTUM) {
-        step = arithmetic.sum(arithmetic.product(arithmetic.of(buffer, j), arithmetic.of(decay)), arithmetic.watched(step));
+        step = arithmetic.sum(arithmetic.product(arithmetic.of(buffer, j), arithmetic.of(decay)),
+                              arithmetic.watched(step));
         buffer.code[j] = arithmetic.code(step);
     }
-    take<ROUNDING>(arithmetic, weight, arithmetic.product(step, arithmetic.of(rate)), compensation, j, bits, fine);
+    take<ROUNDING>(arithmetic, weight, arithmetic.product(step, arithmetic.of(rate)), compensation,
+                   j, bits, fine);
 }
 
 // What the elements of an update share.
@@ -86,7 +109,8 @@ struct SgdArguments {
 };
 
 template <bool MOMENTUM, Rounding ROUNDING>
-__device__ __noinline__ void sgd_exactly(i64 i, int count, SgdArguments a, Random random, const int2* gauss) {
+__device__ __noinline__ void sgd_exactly(i64 i, int count, SgdArguments a, Random random,
+                                         const int2* gauss) {
     ExactArithmetic exact{gauss};
     const Count<1> one;
     for (i64 end = i + count; i < end; i++) {
@@ -101,7 +125,8 @@ __device__ __noinline__ void sgd_exactly(i64 i, int count, SgdArguments a, Rando
 }
 
 template <bool MOMENTUM, Rounding ROUNDING>
-__device__ __forceinline__ void sgd_update(const SgdArguments& a, i64 n, int aligned, const u32* packed, const int2* gauss) {
+__device__ __forceinline__ void sgd_update(const SgdArguments& a, i64 n, int aligned,
+                                           const u32* packed, const int2* gauss) {
     const i64 step = ROUNDING == STOCHASTIC ? *a.step : 0;
     struct Arrays {
         Codes g, w, b, c;
@@ -120,8 +145,9 @@ __device__ __forceinline__ void sgd_update(const SgdArguments& a, i64 n, int ali
             Arithmetic arithmetic = ARITHMETIC;
 #pragma unroll
             for (int j = 0; j < count; j++)
-                sgd<MOMENTUM, ROUNDING>(arithmetic, a.rate, a.decay, x.w, x.g, x.b, x.c, j,
-                                        ROUNDING == STOCHASTIC ? random[count == 1 ? (int)(i % WIDE) : j] : 0, a.fine);
+                sgd<MOMENTUM, ROUNDING>(
+                    arithmetic, a.rate, a.decay, x.w, x.g, x.b, x.c, j,
+                    ROUNDING == STOCHASTIC ? random[count == 1 ? (int)(i % WIDE) : j] : 0, a.fine);
             if (arithmetic.template saturated<GROWTH>()) {  // nothing is written yet
                 sgd_exactly<MOMENTUM, ROUNDING>(i, count, a, random, gauss);
                 return;
@@ -133,10 +159,10 @@ __device__ __forceinline__ void sgd_update(const SgdArguments& a, i64 n, int ali
 }
 
 #if SHARED_TABLES
-#define SETUP_UPDATE(rounding)                                                 \
+#define SETUP_UPDATE(rounding)                   \
     if (rounding == STOCHASTIC) copy_fine(fine); \
     SETUP
-#define SETUP_ADAM(rounding)                                                                              \
+#define SETUP_ADAM(rounding)                                                                  \
     copy_moves(FINE_AT + (rounding == STOCHASTIC ? FINE_WORDS : 0), moves, last - first + 1); \
     SETUP_UPDATE(rounding)
 #else
@@ -145,12 +171,16 @@ __device__ __forceinline__ void sgd_update(const SgdArguments& a, i64 n, int ali
 #endif
 
 #if !ADAM_KERNELS
-#define SGD(name, momentum, rounding)                                                                                               \
-    extern "C" __global__ void __launch_bounds__(512, 2)                                                                            \
-    lns_##name(short* __restrict__ weight, const short* __restrict__ grad, short* __restrict__ buffer,                              \
-               short* __restrict__ compensation, const i64* __restrict__ step, i64 n, i64 key, int rate, int decay, int aligned,    \
-               const u32* __restrict__ packed, const int2* __restrict__ gauss, const int* __restrict__ fine) {                      \
-        SETUP_UPDATE(rounding) sgd_update<momentum, rounding>({weight, grad, buffer, compensation, key, step, rate, decay, fine}, n, aligned, packed, gauss); \
+#define SGD(name, momentum, rounding)                                                             \
+    extern "C" __global__ void __launch_bounds__(512, 2) lns_##name(                              \
+        short* __restrict__ weight, const short* __restrict__ grad, short* __restrict__ buffer,   \
+        short* __restrict__ compensation, const i64* __restrict__ step, i64 n, i64 key, int rate, \
+        int decay, int aligned, const u32* __restrict__ packed, const int2* __restrict__ gauss,   \
+        const int* __restrict__ fine) {                                                           \
+        SETUP_UPDATE(rounding)                                                                    \
+        sgd_update<momentum, rounding>(                                                           \
+            {weight, grad, buffer, compensation, key, step, rate, decay, fine}, n, aligned,       \
+            packed, gauss);                                                                       \
     }
 SGD(sgd, false, NEAREST)
 SGD(sgd_kahan, false, KAHAN)
@@ -161,13 +191,15 @@ SGD(sgd_momentum_stochastic, true, STOCHASTIC)
 #endif
 
 #if ADAM_KERNELS
-// The code of sqrt(beta root^2 + (1 - beta) x^2), root not negative: lns_ops.reference.root_mean_square. The logarithm has 16 bits behind the
-// ulp, which round to nearest and become `residue`, or round at random by `bits`.
+// The code of sqrt(beta root^2 + (1 - beta) x^2), root not negative:
+// lns_ops.reference.root_mean_square. The logarithm has 16 bits behind the ulp, which round to
+// nearest and become `residue`, or round at random by `bits`.
 struct Decay {
     const int* __restrict__ moves;
     int first, last, keep, take;
 
-    // 32 bits are enough where keep and take are above -2^30, which the smallest beta that is allowed grants.
+    // 32 bits are enough where keep and take are above -2^30, which the smallest beta that is
+    // allowed grants.
     template <bool RANDOM>
     __device__ __forceinline__ int operator()(int root, int x, short& residue, int bits) const {
 #if FAST
@@ -183,11 +215,14 @@ struct Decay {
 #else
         const int moved = __ldg(moves + index);
 #endif
-        const Wide kept = root > 0 ? (Wide)((root - BIAS) << 16) + (RANDOM ? 0 : residue) + keep : NOTHING;
+        const Wide kept =
+            root > 0 ? (Wide)((root - BIAS) << 16) + (RANDOM ? 0 : residue) + keep : NOTHING;
         const Wide taken = fx > 0 ? (Wide)((fx - BIAS) << 16) + take : NOTHING;
-        const Wide sum = max(kept, taken) + (min(root, fx) > 0 ? moved : 0) + (RANDOM ? bits : 1 << 15);
+        const Wide sum =
+            max(kept, taken) + (min(root, fx) > 0 ? moved : 0) + (RANDOM ? bits : 1 << 15);
         const int field = (int)(sum >> 16) + BIAS;
-        if (!RANDOM) residue = field > 0 && field <= FIELD_MASK ? (int)(sum & 0xffff) - (1 << 15) : 0;
+        if (!RANDOM)
+            residue = field > 0 && field <= FIELD_MASK ? (int)(sum & 0xffff) - (1 << 15) : 0;
         return max(min(field, FIELD_MASK), 0);
     }
 };
@@ -205,30 +240,45 @@ struct AdamArguments {
 
 // One Adam step of element j, every operation an LNS operation; see lns_ops.reference.adam_update.
 template <Rounding ROUNDING, WeightDecay DECAY, class A>
-__device__ __forceinline__ void adam(A& arithmetic, const AdamArguments& a, int correction, int eps, Codes& weight, const Codes& grad, Codes& average,
-                                     Codes& root, Codes& residue, Codes& compensation, int j, int bits, int root_bits) {
+__device__ __forceinline__ void adam(A& arithmetic, const AdamArguments& a, int correction, int eps,
+                                     Codes& weight, const Codes& grad, Codes& average, Codes& root,
+                                     Codes& residue, Codes& compensation, int j, int bits,
+                                     int root_bits) {
     typedef typename A::Number Number;
     Number g = arithmetic.of(grad, j);
-    if (DECAY == INTO_GRADIENT) g = arithmetic.sum(arithmetic.watched(g), arithmetic.product(arithmetic.of(weight, j), arithmetic.of(a.weight_decay)));
-    const Number m = arithmetic.sum(arithmetic.product(arithmetic.of(average, j), arithmetic.of(a.beta)), arithmetic.product(g, arithmetic.of(a.rest)));
+    if (DECAY == INTO_GRADIENT)
+        g = arithmetic.sum(
+            arithmetic.watched(g),
+            arithmetic.product(arithmetic.of(weight, j), arithmetic.of(a.weight_decay)));
+    const Number m =
+        arithmetic.sum(arithmetic.product(arithmetic.of(average, j), arithmetic.of(a.beta)),
+                       arithmetic.product(g, arithmetic.of(a.rest)));
     average.code[j] = arithmetic.code(m);
-    root.code[j] = a.decay.template operator()<ROUNDING == STOCHASTIC>(root.code[j], arithmetic.code(g), residue.code[j], root_bits);
-    const Number below = arithmetic.sum(arithmetic.watched(arithmetic.of(root, j)), arithmetic.of(eps));
+    root.code[j] = a.decay.template operator()<ROUNDING == STOCHASTIC>(
+        root.code[j], arithmetic.code(g), residue.code[j], root_bits);
+    const Number below =
+        arithmetic.sum(arithmetic.watched(arithmetic.of(root, j)), arithmetic.of(eps));
     Number direction = arithmetic.product(arithmetic.quotient(m, below), arithmetic.of(correction));
-    if (DECAY == DECOUPLED) direction = arithmetic.sum(direction, arithmetic.product(arithmetic.of(weight, j), arithmetic.of(a.weight_decay)));
-    take<ROUNDING>(arithmetic, weight, arithmetic.product(direction, arithmetic.of(a.rate)), compensation, j, bits, a.fine);
+    if (DECAY == DECOUPLED)
+        direction = arithmetic.sum(
+            direction, arithmetic.product(arithmetic.of(weight, j), arithmetic.of(a.weight_decay)));
+    take<ROUNDING>(arithmetic, weight, arithmetic.product(direction, arithmetic.of(a.rate)),
+                   compensation, j, bits, a.fine);
 }
 
 template <Rounding ROUNDING, WeightDecay DECAY>
-__device__ __noinline__ void adam_exactly(i64 i, int count, AdamArguments a, int correction, int eps, Random random, Random root_random,
+__device__ __noinline__ void adam_exactly(i64 i, int count, AdamArguments a, int correction,
+                                          int eps, Random random, Random root_random,
                                           const int2* gauss) {
     ExactArithmetic exact{gauss};
     const Count<1> one;
     for (i64 end = i + count; i < end; i++) {
-        Codes g = get(a.grad, i, one), w = get(a.weight, i, one), m = get(a.average, i, one), r = get(a.root, i, one), e, c;
+        Codes g = get(a.grad, i, one), w = get(a.weight, i, one), m = get(a.average, i, one),
+              r = get(a.root, i, one), e, c;
         if (ROUNDING != STOCHASTIC) e = get(a.residue, i, one);
         if (ROUNDING == KAHAN) c = get(a.compensation, i, one);
-        adam<ROUNDING, DECAY>(exact, a, correction, eps, w, g, m, r, e, c, 0, random[i % WIDE], root_random[i % WIDE]);
+        adam<ROUNDING, DECAY>(exact, a, correction, eps, w, g, m, r, e, c, 0, random[i % WIDE],
+                              root_random[i % WIDE]);
         put(a.weight, i, one, w);
         put(a.average, i, one, m);
         put(a.root, i, one, r);
@@ -238,7 +288,8 @@ __device__ __noinline__ void adam_exactly(i64 i, int count, AdamArguments a, int
 }
 
 template <Rounding ROUNDING, WeightDecay DECAY, int W>
-__device__ __forceinline__ void adam_update(const AdamArguments& a, const short* corrections, const short* eps_hats, int steps, i64 n, int aligned,
+__device__ __forceinline__ void adam_update(const AdamArguments& a, const short* corrections,
+                                            const short* eps_hats, int steps, i64 n, int aligned,
                                             const u32* packed, const int2* gauss) {
     const i64 step = *a.step, now = min(step, (i64)steps) - 1;
     const int correction = corrections[now], eps = eps_hats[now];
@@ -248,23 +299,28 @@ __device__ __forceinline__ void adam_update(const AdamArguments& a, const short*
     each<W>(
         n, aligned,
         [&](i64 i, auto count) {
-            Arrays x = {get(a.grad, i, count), get(a.weight, i, count), get(a.average, i, count), get(a.root, i, count)};
+            Arrays x = {get(a.grad, i, count), get(a.weight, i, count), get(a.average, i, count),
+                        get(a.root, i, count)};
             if (ROUNDING != STOCHASTIC) x.e = get(a.residue, i, count);
             if (ROUNDING == KAHAN) x.c = get(a.compensation, i, count);
             return x;
         },
         [&](i64 i, auto count, Arrays x) {
             Random random, root_random;
-            if (ROUNDING == STOCHASTIC) random = Random(a.key, step, 0, i / WIDE), root_random = Random(a.key, step, 1, i / WIDE);
+            if (ROUNDING == STOCHASTIC)
+                random = Random(a.key, step, 0, i / WIDE),
+                root_random = Random(a.key, step, 1, i / WIDE);
             Arithmetic arithmetic = ARITHMETIC;
 #pragma unroll
             for (int j = 0; j < count; j++) {
                 const int lane = count == WIDE ? j : (int)(i % WIDE) + j;
-                adam<ROUNDING, DECAY>(arithmetic, a, correction, eps, x.w, x.g, x.m, x.r, x.e, x.c, j,
-                                      ROUNDING == STOCHASTIC ? random[lane] : 0, ROUNDING == STOCHASTIC ? root_random[lane] : 0);
+                adam<ROUNDING, DECAY>(arithmetic, a, correction, eps, x.w, x.g, x.m, x.r, x.e, x.c,
+                                      j, ROUNDING == STOCHASTIC ? random[lane] : 0,
+                                      ROUNDING == STOCHASTIC ? root_random[lane] : 0);
             }
             if (arithmetic.template saturated<GROWTH>()) {  // nothing is written yet
-                adam_exactly<ROUNDING, DECAY>(i, count, a, correction, eps, random, root_random, gauss);
+                adam_exactly<ROUNDING, DECAY>(i, count, a, correction, eps, random, root_random,
+                                              gauss);
                 return;
             }
             put(a.weight, i, count, x.w);
@@ -276,20 +332,36 @@ __device__ __forceinline__ void adam_update(const AdamArguments& a, const short*
 }
 
 // W codes at a time, and so many thread blocks a multiprocessor, as registers allow.
-#define ADAM(name, rounding, weight_decay, W, blocks)                                                                               \
-    extern "C" __global__ void __launch_bounds__(512, blocks)                                                                       \
-    lns_##name(short* __restrict__ weight, const short* __restrict__ grad, short* __restrict__ average, short* __restrict__ root,   \
-               short* __restrict__ residue, short* __restrict__ compensation, const i64* __restrict__ step,                         \
-               const short* __restrict__ corrections, const short* __restrict__ eps_hats, int steps, i64 n, i64 key, int rate,      \
-               int beta, int rest, int decay, const int* __restrict__ moves, int first, int last, int keep, int take_in,            \
-               int aligned, const u32* __restrict__ packed, const int2* __restrict__ gauss, const int* __restrict__ fine) {         \
-        SETUP_ADAM(rounding) adam_update<rounding, weight_decay, W>({weight, grad, average, root, residue, compensation, key, step, rate, beta, rest, \
-                                                      decay, {moves, first, last, keep, take_in}, fine},                            \
-                                                     corrections, eps_hats, steps, n, aligned, packed, gauss);                      \
+#define ADAM(name, rounding, weight_decay, W, blocks)                                             \
+    extern "C" __global__ void __launch_bounds__(512, blocks) lns_##name(                         \
+        short* __restrict__ weight, const short* __restrict__ grad, short* __restrict__ average,  \
+        short* __restrict__ root, short* __restrict__ residue, short* __restrict__ compensation,  \
+        const i64* __restrict__ step, const short* __restrict__ corrections,                      \
+        const short* __restrict__ eps_hats, int steps, i64 n, i64 key, int rate, int beta,        \
+        int rest, int decay, const int* __restrict__ moves, int first, int last, int keep,        \
+        int take_in, int aligned, const u32* __restrict__ packed, const int2* __restrict__ gauss, \
+        const int* __restrict__ fine) {                                                           \
+        SETUP_ADAM(rounding)                                                                      \
+        adam_update<rounding, weight_decay, W>({weight,                                           \
+                                                grad,                                             \
+                                                average,                                          \
+                                                root,                                             \
+                                                residue,                                          \
+                                                compensation,                                     \
+                                                key,                                              \
+                                                step,                                             \
+                                                rate,                                             \
+                                                beta,                                             \
+                                                rest,                                             \
+                                                decay,                                            \
+                                                {moves, first, last, keep, take_in},              \
+                                                fine},                                            \
+                                               corrections, eps_hats, steps, n, aligned, packed,  \
+                                               gauss);                                            \
     }
-#define ADAMS(suffix, weight_decay)                              \
-    ADAM(adam##suffix, NEAREST, weight_decay, 8, 1)              \
-    ADAM(adam##suffix##_kahan, KAHAN, weight_decay, 4, 1)        \
+#define ADAMS(suffix, weight_decay)                       \
+    ADAM(adam##suffix, NEAREST, weight_decay, 8, 1)       \
+    ADAM(adam##suffix##_kahan, KAHAN, weight_decay, 4, 1) \
     ADAM(adam##suffix##_stochastic, STOCHASTIC, weight_decay, 8, 1)
 ADAMS(, NONE)
 ADAMS(_l2, INTO_GRADIENT)

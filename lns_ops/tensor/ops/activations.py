@@ -1,10 +1,13 @@
-"""Functions of one number: exponentials, logarithms, powers, activation functions and their gradients.
+"""Functions of one number: exponentials, logarithms, powers, activation functions and their
+gradients.
 
-Smooth functions are look-ups (:mod:`lns_ops.spec.unary_functions`), rounded once. Gradients: autograd's own formulas where they are
-products and quotients, which LNS has exactly (exp, log, sqrt, powers); the derivative's own table, times the incoming gradient, for
-activation functions, whose formulas would subtract nearly equal rounded numbers. ``sigmoid`` and ``tanh`` save their argument for that,
-instead of the result that torch saves: near 1 a result has lost its derivative. Where only the result is at hand (``torch.sigmoid_`` and
-torch's fused cells), the derivative is a table of the result: right for that result, zero where it rounded to 1.
+Smooth functions are look-ups (:mod:`lns_ops.spec.unary_functions`), rounded once. Gradients:
+autograd's own formulas where they are products and quotients, which LNS has exactly (exp, log,
+sqrt, powers); the derivative's own table, times the incoming gradient, for activation functions,
+whose formulas would subtract nearly equal rounded numbers. ``sigmoid`` and ``tanh`` save their
+argument for that, instead of the result that torch saves: near 1 a result has lost its derivative.
+Where only the result is at hand (``torch.sigmoid_`` and torch's fused cells), the derivative is a
+table of the result: right for that result, zero where it rounded to 1.
 """
 
 from __future__ import annotations
@@ -32,13 +35,17 @@ def _sloped(grad: LNSTensor, x: LNSTensor, function: str, *parameters: float) ->
 
 
 _PLAIN = {
-    aten.exp.default: "exp", aten.expm1.default: "expm1", aten.log.default: "log", aten.log2.default: "log2", aten.log10.default: "log10",
-    aten.log1p.default: "log1p", aten.sigmoid.default: "sigmoid", aten.tanh.default: "tanh", aten.silu.default: "silu",
-    aten.mish.default: "mish", aten.hardsigmoid.default: "hardsigmoid", aten.hardswish.default: "hardswish",
+    aten.exp.default: "exp", aten.expm1.default: "expm1", aten.log.default: "log",
+    aten.log2.default: "log2", aten.log10.default: "log10", aten.log1p.default: "log1p",
+    aten.sigmoid.default: "sigmoid", aten.tanh.default: "tanh", aten.silu.default: "silu",
+    aten.mish.default: "mish", aten.hardsigmoid.default: "hardsigmoid",
+    aten.hardswish.default: "hardswish",
 }  # fmt: skip
 _SLOPES = {
-    aten.silu_backward.default: "d_silu", aten.mish_backward.default: "d_mish", aten.hardsigmoid_backward.default: "d_hardsigmoid",
-    aten.hardswish_backward.default: "d_hardswish", aten.sigmoid_backward.default: "d_sigmoid_of_result",
+    aten.silu_backward.default: "d_silu", aten.mish_backward.default: "d_mish",
+    aten.hardsigmoid_backward.default: "d_hardsigmoid",
+    aten.hardswish_backward.default: "d_hardswish",
+    aten.sigmoid_backward.default: "d_sigmoid_of_result",
     aten.tanh_backward.default: "d_tanh_of_result",
 }  # fmt: skip
 
@@ -61,7 +68,9 @@ def _exp2(func: Any, x: LNSTensor) -> LNSTensor:
 @handles(aten.pow.Scalar)
 def _power_of(func: Any, base: float, x: LNSTensor) -> LNSTensor:
     if base <= 0:
-        raise ValueError(f"{base} to the power of an LNSTensor: the base must be positive, LNS values are real")
+        raise ValueError(
+            f"{base} to the power of an LNSTensor: the base must be positive, LNS values are real"
+        )
     return _tabled(x, "power_of", base)
 
 
@@ -74,12 +83,15 @@ def _pow(func: Any, x: LNSTensor, exponent: float) -> LNSTensor:
 def _pow_of_each(func: Any, x: Any, y: Any) -> LNSTensor:
     """``x^y``: the logarithm of x times the value of y, in float64, rounded half to even."""
     x_codes, y_codes, fmt = operands("pow", x, y)
-    base, exponent = torch.broadcast_tensors(x_codes, lns.decode(y_codes, fmt, torch.float64).to(x_codes.device))
+    base, exponent = torch.broadcast_tensors(
+        x_codes, lns.decode(y_codes, fmt, torch.float64).to(x_codes.device)
+    )
     field, whole = base & fmt.field_mask, exponent == exponent.round()
     undefined = ((base < 0) & ~whole) | ((field == 0) & (exponent < 0))
     if not undefined.is_cuda and undefined.any():
         raise ValueError(
-            "pow of a negative number to no whole power, or of zero to a negative one: LNS has no NaN; clamp or mask first"
+            "pow of a negative number to no whole power, or of zero to a negative one: LNS has no"
+            " NaN; clamp or mask first"
         )
     log = ((field.double() - fmt.bias) * exponent).round().clamp(-(2.0**20), 2.0**20).long()
     magnitude = torch.where(log < fmt.min_log, 0, log.clamp(max=fmt.max_log) + fmt.bias)
@@ -88,7 +100,9 @@ def _pow_of_each(func: Any, x: Any, y: Any) -> LNSTensor:
     result = torch.where(odd, magnitude | fmt.sign_mask, magnitude).to(torch.int16)
     if undefined.is_cuda:  # a division by zero is counted there
         one = torch.full_like(result, fmt.bias)
-        result = lns.select(undefined, torch.zeros_like(result), result) if undefined.numel() else result
+        result = (
+            lns.select(undefined, torch.zeros_like(result), result) if undefined.numel() else result
+        )
         lns.div(one, lns.select(undefined, torch.zeros_like(one), one), fmt)
     return LNSTensor(result, fmt)
 
@@ -114,7 +128,9 @@ def _gelu(func: Any, x: LNSTensor, *, approximate: str = "none") -> LNSTensor:
 
 
 @handles(aten.gelu_backward.default)
-def _gelu_backward(func: Any, grad: LNSTensor, x: LNSTensor, *, approximate: str = "none") -> LNSTensor:
+def _gelu_backward(
+    func: Any, grad: LNSTensor, x: LNSTensor, *, approximate: str = "none"
+) -> LNSTensor:
     return _sloped(grad, x, f"d_{_gelu_name(approximate)}")
 
 
@@ -124,7 +140,9 @@ def _softplus(func: Any, x: LNSTensor, beta: float = 1, threshold: float = 20) -
 
 
 @handles(aten.softplus_backward.default)
-def _softplus_backward(func: Any, grad: LNSTensor, x: LNSTensor, beta: float, threshold: float) -> LNSTensor:
+def _softplus_backward(
+    func: Any, grad: LNSTensor, x: LNSTensor, beta: float, threshold: float
+) -> LNSTensor:
     return _sloped(grad, x, "d_softplus", beta, threshold)
 
 
@@ -139,13 +157,21 @@ def _log_sigmoid_backward(func: Any, grad: LNSTensor, x: LNSTensor, buffer: Tens
 
 
 @handles(aten.elu.default)
-def _elu(func: Any, x: LNSTensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> LNSTensor:
+def _elu(
+    func: Any, x: LNSTensor, alpha: float = 1, scale: float = 1, input_scale: float = 1
+) -> LNSTensor:
     return _tabled(x, "elu", alpha, scale, input_scale)
 
 
 @handles(aten.elu_backward.default)
 def _elu_backward(
-    func: Any, grad: Any, alpha: float, scale: float, input_scale: float, is_result: bool, x: LNSTensor
+    func: Any,
+    grad: Any,
+    alpha: float,
+    scale: float,
+    input_scale: float,
+    is_result: bool,
+    x: LNSTensor,
 ) -> LNSTensor:
     return _sloped(grad, x, "d_elu_of_result" if is_result else "d_elu", alpha, scale, input_scale)
 
@@ -162,7 +188,9 @@ def _leaky_relu(func: Any, x: LNSTensor, negative_slope: float = 0.01) -> LNSTen
 
 
 @handles(aten.leaky_relu_backward.default)
-def _leaky_relu_backward(func: Any, grad: LNSTensor, x: LNSTensor, negative_slope: float, is_result: bool) -> LNSTensor:
+def _leaky_relu_backward(
+    func: Any, grad: LNSTensor, x: LNSTensor, negative_slope: float, is_result: bool
+) -> LNSTensor:
     codes, slope, fmt = operands("leaky_relu_backward", grad, negative_slope)
     return LNSTensor(lns.select(x.codes > 0, codes, lns.mul(codes, slope, fmt)), fmt)
 
@@ -174,10 +202,14 @@ def _prelu(func: Any, x: LNSTensor, weight: LNSTensor) -> LNSTensor:
 
 
 @handles(aten._prelu_kernel_backward.default)
-def _prelu_backward(func: Any, grad: LNSTensor, x: LNSTensor, weight: LNSTensor) -> tuple[LNSTensor, LNSTensor]:
+def _prelu_backward(
+    func: Any, grad: LNSTensor, x: LNSTensor, weight: LNSTensor
+) -> tuple[LNSTensor, LNSTensor]:
     fmt, positive = x.fmt, x.codes > 0
     grad_x = lns.select(positive, grad.codes, lns.mul(grad.codes, weight.codes, fmt))
-    return LNSTensor(grad_x, fmt), LNSTensor(lns.select(~positive, lns.mul(grad.codes, x.codes, fmt), 0), fmt)
+    return LNSTensor(grad_x, fmt), LNSTensor(
+        lns.select(~positive, lns.mul(grad.codes, x.codes, fmt), 0), fmt
+    )
 
 
 class _FromArgument(torch.autograd.Function):

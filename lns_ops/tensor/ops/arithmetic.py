@@ -1,4 +1,5 @@
-"""Addition, multiplication, division, signs and roots: one LNS operation each, exact or rounded once."""
+"""Addition, multiplication, division, signs and roots: one LNS operation each, exact or rounded
+once."""
 
 from __future__ import annotations
 
@@ -26,13 +27,15 @@ def _check_broadcast(name: str, x: Tensor, y: Tensor) -> None:
         torch.broadcast_shapes(x.shape, y.shape)
     except RuntimeError:
         raise ValueError(
-            f"{name} of shapes {tuple(x.shape)} and {tuple(y.shape)}: they do not broadcast; sizes must agree or be 1, from the last on"
+            f"{name} of shapes {tuple(x.shape)} and {tuple(y.shape)}: they do not broadcast; sizes"
+            " must agree or be 1, from the last on"
         ) from None
 
 
 @handles(*(getattr(getattr(aten, n), o) for n in _BINARY for o in ("Tensor", "Scalar")))
 def binary(func: Any, x: Any, y: Any, alpha: Any = 1) -> LNSTensor:
-    """The elementwise operation of two tensors, or a tensor and a number; ``alpha`` multiplies ``y`` first."""
+    """The elementwise operation of two tensors, or a tensor and a number; ``alpha`` multiplies
+    ``y`` first."""
     name = func._schema.name.removeprefix("aten::")
     x_codes, y_codes, fmt = operands(name, x, y)
     if x_codes.shape != y_codes.shape:
@@ -43,16 +46,23 @@ def binary(func: Any, x: Any, y: Any, alpha: Any = 1) -> LNSTensor:
 
 
 def _with_alpha(
-    operation: Callable[[Tensor, Tensor, LNSFormat], Tensor], x: Tensor, y: Tensor, alpha: Any, fmt: LNSFormat
+    operation: Callable[[Tensor, Tensor, LNSFormat], Tensor],
+    x: Tensor,
+    y: Tensor,
+    alpha: Any,
+    fmt: LNSFormat,
 ) -> Tensor:
-    """``x +- alpha y``; where ``alpha y`` leaves the range, ``(x / alpha +- y) alpha``, whose terms are as far apart."""
+    """``x +- alpha y``; where ``alpha y`` leaves the range, ``(x / alpha +- y) alpha``, whose terms
+    are as far apart."""
     factor = operands("alpha", LNSTensor(y, fmt), alpha)[1]
     product = lns.mul(y, factor, fmt)
     result = operation(x, product, fmt)
     if abs(alpha) <= 1:
         return result
     beyond = lns.absolute(product, fmt) == fmt.field_mask
-    return torch.where(beyond, lns.mul(operation(lns.div(x, factor, fmt), y, fmt), factor, fmt), result)
+    return torch.where(
+        beyond, lns.mul(operation(lns.div(x, factor, fmt), y, fmt), factor, fmt), result
+    )
 
 
 @handles(aten.rsub.Scalar, aten.rsub.Tensor)
@@ -102,13 +112,19 @@ def _addcdiv(func: Any, x: LNSTensor, y: Any, z: Any, *, value: Any = 1) -> LNST
 
 @handles(aten.lerp.Scalar, aten.lerp.Tensor)
 def _lerp(func: Any, x: LNSTensor, y: LNSTensor, weight: Any) -> LNSTensor:
-    return binary(aten.add.Tensor, x, binary(aten.mul.Tensor, binary(aten.sub.Tensor, y, x), weight))
+    return binary(
+        aten.add.Tensor, x, binary(aten.mul.Tensor, binary(aten.sub.Tensor, y, x), weight)
+    )
 
 
 def _for_each(operator: Any) -> Callable[..., Any]:
-    def handler(func: Any, tensors: list[LNSTensor], others: Any, *rest: Any, **kwargs: Any) -> list[LNSTensor]:
+    def handler(
+        func: Any, tensors: list[LNSTensor], others: Any, *rest: Any, **kwargs: Any
+    ) -> list[LNSTensor]:
         matched = others if isinstance(others, (list, tuple)) else [others] * len(tensors)
-        results = [binary(operator, x, y, *rest, **kwargs) for x, y in zip(tensors, matched, strict=True)]
+        results = [
+            binary(operator, x, y, *rest, **kwargs) for x, y in zip(tensors, matched, strict=True)
+        ]
         if func._schema.name.endswith("_"):
             for x, result in zip(tensors, results, strict=True):
                 x.codes.copy_(result.codes)

@@ -1,11 +1,14 @@
-"""Softmax and attention inside a network, in LNS: the softmax at a loss is :mod:`lns_ops.tensor.ops.losses`.
+"""Softmax and attention inside a network, in LNS: the softmax at a loss is
+:mod:`lns_ops.tensor.ops.losses`.
 
-``softmax(x) = e / sum(e)`` with ``e = exp(x - max x)``: a difference, a table, a sum in the contract's order, an exact division. Its
-error is that of the difference: a score of 8 is kept to half an ulp of 8, some 4 % of e at f = 6. Computing it in float32 would not
-recover what the score has lost already, and inside a network nothing else leaves LNS.
+``softmax(x) = e / sum(e)`` with ``e = exp(x - max x)``: a difference, a table, a sum in the
+contract's order, an exact division. Its error is that of the difference: a score of 8 is kept to
+half an ulp of 8, some 4 % of e at f = 6. Computing it in float32 would not recover what the score
+has lost already, and inside a network nothing else leaves LNS.
 
-A masked score takes no part: its e is zero, exactly. A row with all scores masked is zero (torch's is NaN). ``-inf`` is no
-LNS value: ``masked_fill(mask, -inf)`` stores the largest magnitude, whose e is zero as well.
+A masked score takes no part: its e is zero, exactly. A row with all scores masked is zero (torch's
+is NaN). ``-inf`` is no LNS value: ``masked_fill(mask, -inf)`` stores the largest magnitude, whose e
+is zero as well.
 """
 
 from __future__ import annotations
@@ -68,7 +71,9 @@ class _MaskedSoftmax(torch.autograd.Function):
         return _softmax_backward(None, grad, ctx.saved_tensors[0], -1, None), None
 
 
-def _masks(mask: Tensor | None, is_causal: bool, scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _masks(
+    mask: Tensor | None, is_causal: bool, scores: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
     """Which scores to keep, and what to add to them."""
     kept = None
     if is_causal:
@@ -97,13 +102,15 @@ def _weights_of(scores: Tensor, kept: Tensor | None) -> Tensor:
 
 @replaces(F.scaled_dot_product_attention)
 def scaled_dot_product_attention(
-    query: LNSTensor, key: LNSTensor, value: LNSTensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False,
+    query: LNSTensor, key: LNSTensor, value: LNSTensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """``softmax(scale q k^T + mask) v``, the scale (``1 / sqrt(d)``) applied to the queries as one LNS product.
+    """``softmax(scale q k^T + mask) v``, the scale (``1 / sqrt(d)``) applied to the queries as one
+    LNS product.
 
-    Shapes: query ``[..., L, D]``, key ``[..., S, D]``, value ``[..., S, E]``, output ``[..., L, E]``. A mask is boolean (True is kept), or
-    is added, where ``-inf`` masks.
+    Shapes: query ``[..., L, D]``, key ``[..., S, D]``, value ``[..., S, E]``, output ``[..., L,
+    E]``. A mask is boolean (True is kept), or is added, where ``-inf`` masks.
     """
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
@@ -119,15 +126,20 @@ def _heads(x: Tensor, heads: int) -> Tensor:
     return x.reshape(length, batch, heads, width // heads).permute(1, 2, 0, 3)
 
 
-def _projected(query: Tensor, key: Tensor, value: Tensor, weights: Any, bias: Tensor | None) -> list[Tensor]:
+def _projected(
+    query: Tensor, key: Tensor, value: Tensor, weights: Any, bias: Tensor | None
+) -> list[Tensor]:
     """Query, key and value, each by its third of the stacked weight or by its own."""
     each = weights.chunk(3) if isinstance(weights, Tensor) else weights
     biases = bias.chunk(3) if bias is not None else (None, None, None)
     return [F.linear(x, w, b) for x, w, b in zip((query, key, value), each, biases, strict=True)]
 
 
-def _padding_mask(mask: Tensor | None, key_padding: Tensor | None, heads: int, fmt: LNSFormat) -> Tensor | None:
-    """torch's two masks, True is *left out*, as one of which True is kept; float masks as one that is added."""
+def _padding_mask(
+    mask: Tensor | None, key_padding: Tensor | None, heads: int, fmt: LNSFormat
+) -> Tensor | None:
+    """torch's two masks, True is *left out*, as one of which True is kept; float masks as one that
+    is added."""
     if mask is not None and mask.dim() == 3:
         mask = mask.reshape(-1, heads, *mask.shape[1:])
     if key_padding is not None:
@@ -137,39 +149,59 @@ def _padding_mask(mask: Tensor | None, key_padding: Tensor | None, heads: int, f
         return None
     if all(m.dtype == torch.bool for m in parts):
         return ~parts[0] if len(parts) == 1 else ~(parts[0] | parts[1])
-    added = [torch.zeros(m.shape, device=m.device).masked_fill(m, -math.inf) if m.dtype == torch.bool else m for m in parts]
+    added = [
+        (
+            torch.zeros(m.shape, device=m.device).masked_fill(m, -math.inf)
+            if m.dtype == torch.bool
+            else m
+        )
+        for m in parts
+    ]
     return added[0] if len(added) == 1 else added[0] + added[1]
 
 
 @replaces(F.multi_head_attention_forward)
 def multi_head_attention_forward(
-    query: Tensor, key: Tensor, value: Tensor, embed_dim_to_check: int, num_heads: int, in_proj_weight: Tensor | None,
-    in_proj_bias: Tensor | None, bias_k: Tensor | None, bias_v: Tensor | None, add_zero_attn: bool, dropout_p: float,
-    out_proj_weight: Tensor, out_proj_bias: Tensor | None, training: bool = True, key_padding_mask: Tensor | None = None,
-    need_weights: bool = True, attn_mask: Tensor | None = None, use_separate_proj_weight: bool = False, q_proj_weight: Tensor | None = None,
-    k_proj_weight: Tensor | None = None, v_proj_weight: Tensor | None = None, static_k: Tensor | None = None,
-    static_v: Tensor | None = None, average_attn_weights: bool = True, is_causal: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, embed_dim_to_check: int, num_heads: int,
+    in_proj_weight: Tensor | None, in_proj_bias: Tensor | None, bias_k: Tensor | None,
+    bias_v: Tensor | None, add_zero_attn: bool, dropout_p: float, out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None, training: bool = True, key_padding_mask: Tensor | None = None,
+    need_weights: bool = True, attn_mask: Tensor | None = None,
+    use_separate_proj_weight: bool = False, q_proj_weight: Tensor | None = None,
+    k_proj_weight: Tensor | None = None, v_proj_weight: Tensor | None = None,
+    static_k: Tensor | None = None, static_v: Tensor | None = None,
+    average_attn_weights: bool = True, is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """nn.MultiheadAttention: projections, attention of each head, output projection; A. Vaswani et al. 2017 (arXiv:1706.03762).
+    """nn.MultiheadAttention: projections, attention of each head, output projection; A. Vaswani et
+    al. 2017 (arXiv:1706.03762).
 
     Raises:
         NotImplementedError: bias_k, bias_v, add_zero_attn or static keys, which few networks have.
     """
     if any(given is not None for given in (bias_k, bias_v, static_k, static_v)) or add_zero_attn:
         raise NotImplementedError(
-            "multi-head attention with bias_k, bias_v, add_zero_attn or static keys has no LNS form: leave them out"
+            "multi-head attention with bias_k, bias_v, add_zero_attn or static keys has no LNS"
+            " form: leave them out"
         )
     unbatched = query.dim() == 2
     if unbatched:
         query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         key_padding_mask = key_padding_mask[None] if key_padding_mask is not None else None
-    weights: Any = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else in_proj_weight
+    weights: Any = (
+        (q_proj_weight, k_proj_weight, v_proj_weight)
+        if use_separate_proj_weight
+        else in_proj_weight
+    )
     q, k, v = (_heads(x, num_heads) for x in _projected(query, key, value, weights, in_proj_bias))
     mask = _padding_mask(attn_mask, key_padding_mask, num_heads, out_proj_weight.fmt)  # type: ignore[attr-defined]
     causal = is_causal and mask is None and not need_weights
     probabilities = _weights((q * (1 / math.sqrt(q.shape[-1]))) @ k.transpose(-2, -1), mask, causal)  # type: ignore[arg-type]
     mixed = (F.dropout(probabilities, dropout_p) if training and dropout_p else probabilities) @ v
-    out = F.linear(mixed.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1), out_proj_weight, out_proj_bias)
+    out = F.linear(
+        mixed.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1),
+        out_proj_weight,
+        out_proj_bias,
+    )
     shown = None
     if need_weights:
         shown = probabilities.mean(1) if average_attn_weights else probabilities

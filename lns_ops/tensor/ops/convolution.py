@@ -1,4 +1,5 @@
-"""Convolutions and transposed convolutions with their gradients (:mod:`lns_ops.functional.convolution`), plus the bias as in linear."""
+"""Convolutions and transposed convolutions with their gradients
+(:mod:`lns_ops.functional.convolution`), plus the bias as in linear."""
 
 from __future__ import annotations
 
@@ -37,7 +38,10 @@ def _convolution(
     groups: int,
 ) -> LNSTensor:
     x_codes, w_codes, fmt = operands("convolution", x, weight)
-    geometry, accumulation = conv.Geometry.of(x.dim() - 2, stride, padding, dilation, groups), get_matmul_accumulation()
+    geometry, accumulation = (
+        conv.Geometry.of(x.dim() - 2, stride, padding, dilation, groups),
+        get_matmul_accumulation(),
+    )
     if transposed:
         size = _transposed_size(x_codes, w_codes, geometry, output_padding)
         out = conv.input_gradient(x_codes, w_codes, size, geometry, fmt, accumulation=accumulation)
@@ -51,8 +55,8 @@ def _convolution(
 
 @handles(aten.convolution_backward.default)
 def _convolution_backward(
-    func: Any, grad: Any, x: Any, weight: Any, bias_sizes: Any, stride: Any, padding: Any, dilation: Any, transposed: bool,
-    output_padding: Any, groups: int, output_mask: Any,
+    func: Any, grad: Any, x: Any, weight: Any, bias_sizes: Any, stride: Any, padding: Any,
+    dilation: Any, transposed: bool, output_padding: Any, groups: int, output_mask: Any,
 ) -> tuple[LNSTensor | None, LNSTensor | None, LNSTensor | None]:  # fmt: skip
     x_codes, w_codes, fmt = operands("convolution", x, weight)
     grad_codes, _, _ = operands("convolution_backward", grad, weight)
@@ -69,30 +73,41 @@ def _convolution_backward(
         small, large = (x_codes, grad_codes) if transposed else (grad_codes, x_codes)
         grads[1] = conv.weight_gradient(small, large, weight.shape[2:], geometry, fmt, **options)
     if output_mask[2]:
-        grads[2] = lns.sum(lns.sum(grad_codes, range(2, grad.dim()), fmt), [0], fmt)  # positions, then images
+        # positions, then images
+        grads[2] = lns.sum(lns.sum(grad_codes, range(2, grad.dim()), fmt), [0], fmt)
     first, second, third = (None if g is None else LNSTensor(g, fmt) for g in grads)
     return first, second, third
 
 
-def _columns(x: Tensor, kernel: list[int], dilation: list[int], padding: list[int], stride: list[int]) -> Tensor:
+def _columns(
+    x: Tensor, kernel: list[int], dilation: list[int], padding: list[int], stride: list[int]
+) -> Tensor:
     """``[..., C, H, W]`` to ``[..., C taps, positions]``: what ``F.unfold`` gathers."""
     single = x.dim() == 3
     padded = conv.zero_padded(x[None] if single else x, padding, padding).contiguous()
     windows = conv.sliding_windows(padded, kernel, stride, dilation)
-    columns = windows.reshape(padded.shape[0], padded.shape[1] * math.prod(kernel), math.prod(windows.shape[4:]))
+    columns = windows.reshape(
+        padded.shape[0], padded.shape[1] * math.prod(kernel), math.prod(windows.shape[4:])
+    )
     return columns[0] if single else columns
 
 
 @handles(aten.im2col.default)
-def _im2col(func: Any, x: LNSTensor, kernel: Any, dilation: Any, padding: Any, stride: Any) -> LNSTensor:
+def _im2col(
+    func: Any, x: LNSTensor, kernel: Any, dilation: Any, padding: Any, stride: Any
+) -> LNSTensor:
     return LNSTensor(_columns(x.codes, kernel, dilation, padding, stride), x.fmt)
 
 
 @handles(aten.col2im.default)
-def _col2im(func: Any, x: LNSTensor, size: Any, kernel: Any, dilation: Any, padding: Any, stride: Any) -> LNSTensor:
+def _col2im(
+    func: Any, x: LNSTensor, size: Any, kernel: Any, dilation: Any, padding: Any, stride: Any
+) -> LNSTensor:
     """``F.fold``: sums of what overlaps, in the contract's order."""
     planes = x.codes.shape[:-2].numel() * (x.shape[-2] // math.prod(kernel))
-    places = torch.arange(1, planes * math.prod(size) + 1, device=x.codes.device).reshape(planes, 1, *size)
+    places = torch.arange(1, planes * math.prod(size) + 1, device=x.codes.device).reshape(
+        planes, 1, *size
+    )
     columns = _columns(places, kernel, dilation, padding, stride)  # 0 in the padding
     total = index_sum(x.codes.reshape(-1), columns.reshape(-1) - 1, places.numel(), x.fmt)
     return LNSTensor(total.reshape(*x.shape[:-2], -1, *size), x.fmt)

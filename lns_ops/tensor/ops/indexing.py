@@ -1,7 +1,8 @@
-"""Gathers by index have scatters as gradients; sums of what meets at one place are in the contract's order, on every device.
+"""Gathers by index have scatters as gradients; sums of what meets at one place are in the
+contract's order, on every device.
 
-torch's own kernels add such terms with atomics or in the order of threads; here :func:`lns_ops.functional.indexed.index_sum` sorts them
-first.
+torch's own kernels add such terms with atomics or in the order of threads; here
+:func:`lns_ops.functional.indexed.index_sum` sorts them first.
 """
 
 from __future__ import annotations
@@ -23,11 +24,16 @@ from lns_ops.tensor.registry import aten, handles
 
 @handles(aten.embedding.default)
 def _embedding(func: Any, weight: LNSTensor, indices: Tensor, *args: Any) -> LNSTensor:
-    return LNSTensor(weight.codes.index_select(0, indices.reshape(-1)).reshape(*indices.shape, weight.shape[1]), weight.fmt)
+    return LNSTensor(
+        weight.codes.index_select(0, indices.reshape(-1)).reshape(*indices.shape, weight.shape[1]),
+        weight.fmt,
+    )
 
 
 @handles(aten.embedding_dense_backward.default)
-def _embedding_backward(func: Any, grad: LNSTensor, indices: Tensor, rows: int, padding: int, by_frequency: bool) -> LNSTensor:
+def _embedding_backward(
+    func: Any, grad: LNSTensor, indices: Tensor, rows: int, padding: int, by_frequency: bool
+) -> LNSTensor:
     flat, fmt = indices.reshape(-1), grad.fmt
     if padding >= 0:
         flat = torch.where(flat == padding, rows, flat)  # beyond the last row: left out
@@ -44,17 +50,23 @@ _MEAN, _MAX = 1, 2
 
 @handles(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
 def _embedding_bag(
-    func: Any, weight: LNSTensor, indices: Tensor, offsets: Tensor, by_frequency: bool = False, mode: int = 0, sparse: bool = False,
-    factors: Any = None, include_last_offset: bool = False, padding: int = -1,
+    func: Any, weight: LNSTensor, indices: Tensor, offsets: Tensor, by_frequency: bool = False,
+    mode: int = 0, sparse: bool = False, factors: Any = None, include_last_offset: bool = False,
+    padding: int = -1,
 ) -> tuple[LNSTensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Sums, means or maxima over bags ``[B, D]``; the bag of each index, B for those left out; indices a bag; rows of the maxima."""
+    """Sums, means or maxima over bags ``[B, D]``; the bag of each index, B for those left out;
+    indices a bag; rows of the maxima."""
     if type(offsets) is Tensor and not offsets.is_cuda and offsets.numel() and offsets[0] != 0:
-        raise ValueError(f"embedding_bag with offsets[0]={int(offsets[0])}: the first bag begins at 0; make it 0")
+        raise ValueError(
+            f"embedding_bag with offsets[0]={int(offsets[0])}: the first bag begins at 0; make it 0"
+        )
     fmt, bags, count = weight.fmt, len(offsets) - include_last_offset, len(indices)
     places = torch.arange(count, device=indices.device, dtype=offsets.dtype)
     bag = torch.searchsorted(offsets, places, right=True).sub_(1)
     bag = torch.where(indices == padding, bags, bag)
-    sizes = torch.zeros(bags + 1, dtype=torch.int64, device=bag.device).index_add(0, bag, torch.ones_like(bag))[:-1]
+    sizes = torch.zeros(bags + 1, dtype=torch.int64, device=bag.device).index_add(
+        0, bag, torch.ones_like(bag)
+    )[:-1]
     rows = weight.codes.index_select(0, indices)
     if mode == _MAX:
         out, largest = _largest_of_bags(rows, bag, bags, fmt)
@@ -72,23 +84,29 @@ def _divisors(sizes: Tensor, fmt: LNSFormat) -> Tensor:
 
 
 def _largest_of_bags(rows: Tensor, bag: Tensor, bags: int, fmt: LNSFormat) -> tuple[Tensor, Tensor]:
-    """The largest value of each bag and column, 0 of an empty bag, and its place among the rows: the first, or their number if empty."""
+    """The largest value of each bag and column, 0 of an empty bag, and its place among the rows:
+    the first, or their number if empty."""
     keys, at, count = lns.order_key(rows, fmt), bag[:, None].expand(rows.shape), len(rows)
     lowest = keys.new_full((bags + 1, rows.shape[1]), torch.iinfo(torch.int16).min)
     largest = lowest.scatter_reduce(0, at, keys, "amax")
     places = torch.arange(count, device=rows.device)[:, None].expand(rows.shape)
     places = torch.where(keys == largest.gather(0, at), places, count)
-    first = torch.full_like(largest, count, dtype=torch.int64).scatter_reduce(0, at, places, "amin")[:-1]
+    first = torch.full_like(largest, count, dtype=torch.int64).scatter_reduce(
+        0, at, places, "amin"
+    )[:-1]
     return lns.select(first < count, lns.from_key(largest[:-1], fmt), 0), first
 
 
 @handles(aten._embedding_bag_backward.default)
 def _embedding_bag_backward(
-    func: Any, grad: LNSTensor, indices: Tensor, offsets: Tensor, bag: Tensor, sizes: Tensor, largest: Tensor, rows: int,
-    by_frequency: bool, mode: int, sparse: bool, factors: Any, padding: int = -1,
+    func: Any, grad: LNSTensor, indices: Tensor, offsets: Tensor, bag: Tensor, sizes: Tensor,
+    largest: Tensor, rows: int, by_frequency: bool, mode: int, sparse: bool, factors: Any,
+    padding: int = -1,
 ) -> LNSTensor:  # fmt: skip
     if sparse:
-        raise NotImplementedError("embedding_bag with sparse=True: LNS gradients are dense; use sparse=False")
+        raise NotImplementedError(
+            "embedding_bag with sparse=True: LNS gradients are dense; use sparse=False"
+        )
     codes, fmt = grad.codes, grad.fmt
     if mode == _MAX:
         columns = torch.arange(codes.shape[1], device=codes.device)
@@ -106,15 +124,26 @@ def _embedding_bag_backward(
 
 @handles(aten._embedding_bag_per_sample_weights_backward.default)
 def _embedding_bag_factors_backward(
-    func: Any, grad: LNSTensor, weight: LNSTensor, indices: Tensor, offsets: Tensor, bag: Tensor, mode: int, padding: int = -1
+    func: Any,
+    grad: LNSTensor,
+    weight: LNSTensor,
+    indices: Tensor,
+    offsets: Tensor,
+    bag: Tensor,
+    mode: int,
+    padding: int = -1,
 ) -> LNSTensor:
     """Of each factor: its row times the gradient of its bag, 0 where it is left out."""
     codes, rows, fmt = operands("embedding_bag", grad, weight)
-    products = lns.mul(codes.index_select(0, bag.clamp(max=len(codes) - 1)), rows.index_select(0, indices), fmt)
+    products = lns.mul(
+        codes.index_select(0, bag.clamp(max=len(codes) - 1)), rows.index_select(0, indices), fmt
+    )
     return LNSTensor(lns.select(bag < len(codes), lns.sum(products, [1], fmt), 0), fmt)
 
 
-def _destinations(shape: Sequence[int], indices: Sequence[Tensor | None], device: torch.device) -> Tensor:
+def _destinations(
+    shape: Sequence[int], indices: Sequence[Tensor | None], device: torch.device
+) -> Tensor:
     """The flat positions that ``x[indices]`` reads of a tensor of ``shape``."""
     return torch.arange(math.prod(shape), device=device).reshape(tuple(shape))[
         tuple(slice(None) if i is None else i for i in indices)
@@ -129,14 +158,28 @@ def _added(x: Tensor, source: Tensor, positions: Tensor, fmt: LNSFormat) -> Tens
 
 
 @handles(aten.index_put.default, aten._unsafe_index_put.default, aten._index_put_impl_.default)
-def _index_put(func: Any, x: LNSTensor, indices: Any, values: Any, accumulate: bool = False, unsafe: bool = False) -> LNSTensor:
+def _index_put(
+    func: Any,
+    x: LNSTensor,
+    indices: Any,
+    values: Any,
+    accumulate: bool = False,
+    unsafe: bool = False,
+) -> LNSTensor:
     codes, source, fmt = operands("index_put", x, values)
     if not accumulate:
         result = aten.index_put.default(codes, indices, source)
-    elif len(indices) == 1 and indices[0] is not None and indices[0].dtype == torch.int64 and codes.dim() > 1:
+    elif (
+        len(indices) == 1
+        and indices[0] is not None
+        and indices[0].dtype == torch.int64
+        and codes.dim() > 1
+    ):
         rows = torch.where(indices[0] < 0, indices[0] + codes.shape[0], indices[0])
         terms = source.expand(*rows.shape, *codes.shape[1:]).reshape(rows.numel(), -1)
-        result = lns.add(codes, index_sum(terms, rows, codes.shape[0], fmt).reshape(codes.shape), fmt)
+        result = lns.add(
+            codes, index_sum(terms, rows, codes.shape[0], fmt).reshape(codes.shape), fmt
+        )
     else:
         result = _added(codes, source, _destinations(codes.shape, indices, codes.device), fmt)
     if func is aten._index_put_impl_.default:
@@ -152,7 +195,9 @@ def _along(shape: Sequence[int], dim: int, index: Tensor) -> Tensor:
     positions = torch.zeros_like(index)
     stride = 1
     for d in reversed(range(len(shape))):
-        place = torch.arange(index.shape[d], device=index.device).reshape(-1, *[1] * (len(shape) - 1 - d))
+        place = torch.arange(index.shape[d], device=index.device).reshape(
+            -1, *[1] * (len(shape) - 1 - d)
+        )
         positions = positions + (index if d == dim % len(shape) else place) * stride
         stride *= shape[d]
     return positions
@@ -163,13 +208,18 @@ def _scatter_add(func: Any, x: LNSTensor, dim: int, index: Tensor, source: LNSTe
     codes, terms, fmt = operands("scatter_add", x, source)
     if codes.dim() and index.dim():
         terms = terms[tuple(slice(0, size) for size in index.shape)]
-    return LNSTensor(_added(codes, terms.reshape(index.shape), _along(codes.shape, dim, index), fmt), fmt)
+    return LNSTensor(
+        _added(codes, terms.reshape(index.shape), _along(codes.shape, dim, index), fmt), fmt
+    )
 
 
 @handles(aten.scatter.src, aten.scatter.value)
 def _scatter(func: Any, x: LNSTensor, dim: int, index: Tensor, source: Any) -> LNSTensor:
     codes, terms, fmt = operands("scatter", x, source)
-    return LNSTensor(torch.scatter(codes, dim, index, terms.expand(index.shape) if terms.dim() == 0 else terms), fmt)
+    return LNSTensor(
+        torch.scatter(codes, dim, index, terms.expand(index.shape) if terms.dim() == 0 else terms),
+        fmt,
+    )
 
 
 @handles(aten.index_copy.default)
@@ -186,23 +236,35 @@ def _index_fill(func: Any, x: LNSTensor, dim: int, index: Tensor, value: Any) ->
 
 @handles(aten.scatter_reduce.two)
 def _scatter_reduce(
-    func: Any, x: LNSTensor, dim: int, index: Tensor, source: LNSTensor, reduce: str, *, include_self: bool = True
+    func: Any,
+    x: LNSTensor,
+    dim: int,
+    index: Tensor,
+    source: LNSTensor,
+    reduce: str,
+    *,
+    include_self: bool = True,
 ) -> Any:
     """Of ``sum`` that includes the tensor itself."""
     if reduce != "sum" or not include_self:
         raise NotImplementedError(
-            f"scatter_reduce of {reduce!r}, include_self={include_self} has no LNS form: 'sum' with itself has"
+            f"scatter_reduce of {reduce!r}, include_self={include_self} has no LNS form: 'sum' with"
+            " itself has"
         )
     return _scatter_add(func, x, dim, index, source)
 
 
 @handles(aten.index_add.default)
-def _index_add(func: Any, x: LNSTensor, dim: int, index: Tensor, source: LNSTensor, *, alpha: Any = 1) -> LNSTensor:
+def _index_add(
+    func: Any, x: LNSTensor, dim: int, index: Tensor, source: LNSTensor, *, alpha: Any = 1
+) -> LNSTensor:
     codes, terms, fmt = operands("index_add", x, source)
     if alpha != 1:
         terms = lns.mul(*operands("index_add", LNSTensor(terms, fmt), alpha))
     if not codes.dim():
-        return LNSTensor(_added(codes.reshape(1), terms.reshape(-1), index.reshape(-1), fmt).reshape(()), fmt)
+        return LNSTensor(
+            _added(codes.reshape(1), terms.reshape(-1), index.reshape(-1), fmt).reshape(()), fmt
+        )
     moved = codes.movedim(dim, 0)
     rows = terms.reshape(terms.shape or (1,)).movedim(dim, 0).reshape(index.numel(), -1)
     total = index_sum(rows, index.reshape(-1), moved.shape[0], fmt).reshape(moved.shape)
@@ -210,9 +272,13 @@ def _index_add(func: Any, x: LNSTensor, dim: int, index: Tensor, source: LNSTens
 
 
 @handles(aten.unfold_backward.default)
-def _unfold_backward(func: Any, grad: LNSTensor, sizes: list[int], dim: int, size: int, step: int) -> LNSTensor:
+def _unfold_backward(
+    func: Any, grad: LNSTensor, sizes: list[int], dim: int, size: int, step: int
+) -> LNSTensor:
     zeros = torch.zeros(sizes, dtype=torch.int16, device=grad.codes.device)
-    positions = torch.arange(zeros.numel(), device=zeros.device).reshape(sizes).unfold(dim, size, step)
+    positions = (
+        torch.arange(zeros.numel(), device=zeros.device).reshape(sizes).unfold(dim, size, step)
+    )
     return LNSTensor(_added(zeros, grad.codes, positions, grad.fmt), grad.fmt)
 
 

@@ -1,9 +1,11 @@
 """``linear`` of LNSTensors as one step of the graph, forward and backward.
 
-Left to torch, a linear layer is a product, an addition, two transpositions and as many views, each of which comes back to LNSTensor by
-itself, some 25 microseconds of Python every time. Here the forward pass and the backward pass take one step each, on codes::
+Left to torch, a linear layer is a product, an addition, two transpositions and as many views, each
+of which comes back to LNSTensor by itself, some 25 microseconds of Python every time. Here the
+forward pass and the backward pass take one step each, on codes::
 
-    forward   y = x w^T + b        backward   dx = dy w,   dw = dy^T x,   db = sum of dy over the examples
+    forward   y = x w^T + b        backward   dx = dy w,   dw = dy^T x,   db = sum of dy over the
+                                                                          examples
 
 the same kernels on the same operands as torch's own formula, so the same bits.
 """
@@ -51,9 +53,14 @@ class _Linear(torch.autograd.Function):
         codes = grad.codes.reshape(-1, grad.codes.shape[-1])
         dx = dw = db = None
         if wanted_x:
-            dx = LNSTensor(lns.matmul(codes, weight.codes, fmt, accumulation=sums).view(inputs.shape), fmt)
+            dx = LNSTensor(
+                lns.matmul(codes, weight.codes, fmt, accumulation=sums).view(inputs.shape), fmt
+            )
         if wanted_weight:
-            dw = LNSTensor(lns.matmul(codes.t(), inputs.reshape(-1, inputs.shape[-1]), fmt, accumulation=sums), fmt)
+            dw = LNSTensor(
+                lns.matmul(codes.t(), inputs.reshape(-1, inputs.shape[-1]), fmt, accumulation=sums),
+                fmt,
+            )
         if wanted_bias:
             db = LNSTensor(lns.sum(codes, [0], fmt), fmt)
         return dx, dw, db
@@ -61,7 +68,8 @@ class _Linear(torch.autograd.Function):
 
 @replaces(F.linear)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``torch.nn.functional.linear``; operands that torch's own formula must sort out, or refuse, are left to it."""
+    """``torch.nn.functional.linear``; operands that torch's own formula must sort out, or refuse,
+    are left to it."""
     if _plain(input, weight, bias):
         return _Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
     with torch._C.DisableTorchFunctionSubclass():
@@ -69,10 +77,15 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _plain(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether these are LNSTensors of one format, of at least two, of two and of one dimensions, that fit."""
-    if not (isinstance(input, LNSTensor) and isinstance(weight, LNSTensor) and input.fmt == weight.fmt):
+    """Whether these are LNSTensors of one format, of at least two, of two and of one dimensions,
+    that fit."""
+    if not (
+        isinstance(input, LNSTensor) and isinstance(weight, LNSTensor) and input.fmt == weight.fmt
+    ):
         return False
     x, w = input.codes, weight.codes
-    if bias is not None and not (isinstance(bias, LNSTensor) and bias.fmt == weight.fmt and bias.codes.shape == w.shape[:1]):
+    if bias is not None and not (
+        isinstance(bias, LNSTensor) and bias.fmt == weight.fmt and bias.codes.shape == w.shape[:1]
+    ):
         return False
     return x.dim() >= 2 and w.dim() == 2 and x.shape[-1] == w.shape[1]

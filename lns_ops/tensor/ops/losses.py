@@ -1,11 +1,13 @@
 """Losses leave LNS: they decode their arguments, and the gradient they give back is encoded.
 
-A loss is a number for people and for the first gradient; its softmax spans more octaves than a narrow format has, and the literature's
-recipes compute it in float32. So these functions of an LNSTensor return float32 tensors. ``softmax`` itself is not among them: inside a
-network it is LNS (:mod:`lns_ops.tensor.ops.attention`).
+A loss is a number for people and for the first gradient; its softmax spans more octaves than a
+narrow format has, and the literature's recipes compute it in float32. So these functions of an
+LNSTensor return float32 tensors. ``softmax`` itself is not among them: inside a network it is LNS
+(:mod:`lns_ops.tensor.ops.attention`).
 
-The gradient of a mean over n terms is n times smaller, and what is encoded on the way back underflows sooner: in lns12 entries below
-``n 2^-16`` of a term's own gradient are lost. Where that is more than :data:`LOST` a warning says so.
+The gradient of a mean over n terms is n times smaller, and what is encoded on the way back
+underflows sooner: in lns12 entries below ``n 2^-16`` of a term's own gradient are lost. Where that
+is more than :data:`LOST` a warning says so.
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ from lns_ops.tensor.lns_tensor import LNSTensor
 from lns_ops.tensor.registry import replaces
 
 LOSSES = (
-    F.cross_entropy, F.log_softmax, torch.log_softmax, torch.Tensor.log_softmax, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss,
-    F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.kl_div, F.soft_margin_loss, F.hinge_embedding_loss,
-    F.margin_ranking_loss, F.cosine_embedding_loss, F.triplet_margin_loss, F.multi_margin_loss, F.poisson_nll_loss, F.gaussian_nll_loss,
-    F.ctc_loss,
+    F.cross_entropy, F.log_softmax, torch.log_softmax, torch.Tensor.log_softmax, F.nll_loss,
+    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits, F.kl_div, F.soft_margin_loss, F.hinge_embedding_loss,
+    F.margin_ranking_loss, F.cosine_embedding_loss, F.triplet_margin_loss, F.multi_margin_loss,
+    F.poisson_nll_loss, F.gaussian_nll_loss, F.ctc_loss,
 )  # fmt: skip
 """Functions computed in float32."""
 
@@ -39,12 +42,16 @@ _OF_CLASSES = (F.cross_entropy, F.nll_loss, F.multi_margin_loss)
 def _warn_of_mean(function: Callable[..., Any], x: Any, reduction: str) -> None:
     if reduction != "mean" or not isinstance(x, LNSTensor) or not x.requires_grad:
         return
-    terms = x.numel() // (x.shape[min(1, x.dim() - 1)] if function in _OF_CLASSES and x.numel() else 1)
-    if isinstance(terms, int) and terms > 1 and terms * x.fmt.smallest > LOST:  # not while shapes are symbols
+    terms = x.numel() // (
+        x.shape[min(1, x.dim() - 1)] if function in _OF_CLASSES and x.numel() else 1
+    )
+    # not while shapes are symbols
+    if isinstance(terms, int) and terms > 1 and terms * x.fmt.smallest > LOST:
         warnings.warn(
-            f"{function.__name__}: the gradient of a mean over {terms:,} terms loses what is below {terms * x.fmt.smallest:.2g} of a "
-            f"term's own to underflow in {x.fmt}: use reduction='sum' with lr / {terms}, or multiply the loss by a power of two (Adam "
-            "needs no other lr, SGD one that is as many times smaller)",
+            f"{function.__name__}: the gradient of a mean over {terms:,} terms loses what is below"
+            f" {terms * x.fmt.smallest:.2g} of a term's own to underflow in {x.fmt}: use"
+            f" reduction='sum' with lr / {terms}, or multiply the loss by a power of two (Adam"
+            " needs no other lr, SGD one that is as many times smaller)",
             stacklevel=4,
         )
 
@@ -54,9 +61,13 @@ def _in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def loss(*args: Any, **kwargs: Any) -> Any:
         if reduces:
-            reduction = next((a for a in args if isinstance(a, str)), kwargs.get("reduction", "mean"))
+            reduction = next(
+                (a for a in args if isinstance(a, str)), kwargs.get("reduction", "mean")
+            )
             _warn_of_mean(function, args[0] if args else kwargs.get("input"), reduction)
-        decoded = tree_map(lambda leaf: leaf.to_float() if isinstance(leaf, LNSTensor) else leaf, (args, kwargs))
+        decoded = tree_map(
+            lambda leaf: leaf.to_float() if isinstance(leaf, LNSTensor) else leaf, (args, kwargs)
+        )
         return function(*decoded[0], **decoded[1])
 
     return loss

@@ -1,18 +1,22 @@
-"""Batch, layer, group, instance and root-mean-square normalization, every operation in LNS, with one gradient for all.
+"""Batch, layer, group, instance and root-mean-square normalization, every operation in LNS, with
+one gradient for all.
 
-Over the dimensions that are averaged, ``n`` values (the last dimensions first, so for images: positions, then examples)::
+Over the dimensions that are averaged, ``n`` values (the last dimensions first, so for images:
+positions, then examples)::
 
     d = x - sum(x) / n        v = sum(d^2) / n        s = (v + eps)^(-1/2)        y = d s
     dx = s (g - sum(g) / n - y sum(g y) / n)
 
-(without ``d`` and the first mean for RMSNorm), sums in the contract's order, the root a power of one rounding. ``eps`` is at least the
-format's smallest magnitude. Weight and bias are an LNS product and an LNS sum behind it.
+(without ``d`` and the first mean for RMSNorm), sums in the contract's order, the root a power of
+one rounding. ``eps`` is at least the format's smallest magnitude. Weight and bias are an LNS
+product and an LNS sum behind it.
 
-Running statistics of BatchNorm stay float32 buffers: they are averages over steps with a factor of 0.1, which an LNS update would stop
-following within some per cent, and nothing of the gradient passes through them. In evaluation they are encoded.
+Running statistics of BatchNorm stay float32 buffers: they are averages over steps with a factor of
+0.1, which an LNS update would stop following within some per cent, and nothing of the gradient
+passes through them. In evaluation they are encoded.
 
-Sources: S. Ioffe, C. Szegedy 2015 (arXiv:1502.03167); J. L. Ba et al. 2016 (arXiv:1607.06450); Y. Wu, K. He 2018 (arXiv:1803.08494);
-B. Zhang, R. Sennrich 2019 (arXiv:1910.07467).
+Sources: S. Ioffe, C. Szegedy 2015 (arXiv:1502.03167); J. L. Ba et al. 2016 (arXiv:1607.06450); Y.
+Wu, K. He 2018 (arXiv:1803.08494); B. Zhang, R. Sennrich 2019 (arXiv:1910.07467).
 """
 
 from __future__ import annotations
@@ -38,7 +42,8 @@ def _number(value: float, fmt: LNSFormat) -> Tensor:
 
 
 def _mean(x: Tensor, dims: Sequence[int], fmt: LNSFormat) -> Tensor:
-    """Of the last dimensions first, then of the others: means of means, of equal numbers of values, without moving any."""
+    """Of the last dimensions first, then of the others: means of means, of equal numbers of values,
+    without moving any."""
     trailing = [d for d in dims if set(range(d, x.dim())) <= set(dims)]
     rest = [d for d in dims if d not in trailing]
     inner = lns.mean(x, trailing, fmt, keepdim=True) if trailing else x
@@ -46,11 +51,14 @@ def _mean(x: Tensor, dims: Sequence[int], fmt: LNSFormat) -> Tensor:
 
 
 def _inverse_root(variance: Tensor, eps: float, fmt: LNSFormat) -> Tensor:
-    return power(lns.add(variance, _number(max(eps, fmt.smallest) if eps >= 0 else eps, fmt), fmt), -0.5, fmt)
+    return power(
+        lns.add(variance, _number(max(eps, fmt.smallest) if eps >= 0 else eps, fmt), fmt), -0.5, fmt
+    )
 
 
 class _Normalize(torch.autograd.Function):
-    """``y`` of the head of this file; also the mean (None for RMSNorm) and the variance, without gradients."""
+    """``y`` of the head of this file; also the mean (None for RMSNorm) and the variance, without
+    gradients."""
 
     @staticmethod
     def forward(
@@ -64,7 +72,11 @@ class _Normalize(torch.autograd.Function):
         y = lns.mul(deviation, scale, fmt)
         ctx.save_for_backward(LNSTensor(y, fmt), LNSTensor(scale, fmt))
         ctx.dims, ctx.centred = dims, centred
-        results = LNSTensor(y, fmt), None if mean is None else LNSTensor(mean, fmt), LNSTensor(variance, fmt)
+        results = (
+            LNSTensor(y, fmt),
+            None if mean is None else LNSTensor(mean, fmt),
+            LNSTensor(variance, fmt),
+        )
         ctx.mark_non_differentiable(*(r for r in results[1:] if r is not None))
         return results
 
@@ -77,10 +89,16 @@ class _Normalize(torch.autograd.Function):
         return LNSTensor(lns.mul(lns.sub(rest, along, fmt), scale, fmt), fmt), None, None, None
 
 
-def normalize(x: Tensor, dims: Sequence[int], eps: float, centred: bool = True) -> tuple[Tensor, Tensor | None, Tensor]:
-    """``x`` less its mean (if ``centred``) over ``dims``, divided by the root of its variance plus ``eps``; the mean; the variance."""
+def normalize(
+    x: Tensor, dims: Sequence[int], eps: float, centred: bool = True
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """``x`` less its mean (if ``centred``) over ``dims``, divided by the root of its variance plus
+    ``eps``; the mean; the variance."""
     if not x.numel():
-        raise ValueError(f"normalization of an empty tensor of shape {tuple(x.shape)}: it has no mean; leave it out")
+        raise ValueError(
+            f"normalization of an empty tensor of shape {tuple(x.shape)}: it has no mean; leave"
+            " it out"
+        )
     return _Normalize.apply(x, list(dims), eps, centred)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -105,7 +123,9 @@ def layer_norm(
 
 
 @replaces(F.rms_norm, torch.rms_norm)
-def rms_norm(input: LNSTensor, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Tensor:
+def rms_norm(
+    input: LNSTensor, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
+) -> Tensor:
     """RMSNorm over the last dimensions; ``eps`` is float32's epsilon unless given."""
     dims = range(input.dim() - len(normalized_shape), input.dim())
     eps = torch.finfo(torch.float32).eps if eps is None else eps
@@ -114,7 +134,12 @@ def rms_norm(input: LNSTensor, normalized_shape: Sequence[int], weight: Any = No
 
 @replaces(F.group_norm, torch.group_norm)
 def group_norm(
-    input: LNSTensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn: bool = False
+    input: LNSTensor,
+    num_groups: int,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    cudnn: bool = False,
 ) -> Tensor:
     """GroupNorm: over the channels of a group and all positions of an example."""
     n, channels = input.shape[:2]
@@ -132,7 +157,9 @@ def _track(running: Tensor | None, batch: Any, factor: float) -> None:
 
 def _with_statistics(x: LNSTensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
     shape = [1, -1, *[1] * (x.dim() - 2)]
-    encoded = [LNSTensor.from_float(v.detach(), x.fmt).codes.reshape(shape) for v in (mean, variance)]
+    encoded = [
+        LNSTensor.from_float(v.detach(), x.fmt).codes.reshape(shape) for v in (mean, variance)
+    ]
     scale = LNSTensor(_inverse_root(encoded[1], eps, x.fmt), x.fmt)
     return (x - LNSTensor(encoded[0], x.fmt)) * scale
 
@@ -142,7 +169,8 @@ def _batch(x: LNSTensor, mean: Any, variance: Any, factor: float, eps: float) ->
     count = x.numel() // x.shape[1]
     if count < 2:
         raise ValueError(
-            f"batch norm of {count} value per channel in training: needs more than one; use a larger batch or eval()"
+            f"batch norm of {count} value per channel in training: needs more than one; use a"
+            " larger batch or eval()"
         )
     y, batch_mean, batch_variance = normalize(x, dims, eps)
     assert batch_mean is not None
@@ -153,12 +181,16 @@ def _batch(x: LNSTensor, mean: Any, variance: Any, factor: float, eps: float) ->
 
 @replaces(F.batch_norm)
 def batch_norm(
-    input: LNSTensor, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None, training: bool = False,
-    momentum: float = 0.1, eps: float = 1e-5, cudnn: bool = False,
+    input: LNSTensor, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,
+    training: bool = False, momentum: float = 0.1, eps: float = 1e-5, cudnn: bool = False,
 ) -> Tensor:  # fmt: skip
-    """BatchNorm over examples and positions; running statistics are float32 tensors, updated in training. F's and torch's signature."""
+    """BatchNorm over examples and positions; running statistics are float32 tensors, updated in
+    training. F's and torch's signature."""
     if isinstance(running_mean, LNSTensor) or isinstance(running_var, LNSTensor):
-        raise ValueError("running statistics as LNSTensors: they are float32; convert_ leaves buffers alone, keep them so")
+        raise ValueError(
+            "running statistics as LNSTensors: they are float32; convert_ leaves buffers alone,"
+            " keep them so"
+        )
     if training or running_mean is None:
         y = _batch(input, running_mean, running_var, momentum, eps)
     else:
@@ -183,8 +215,8 @@ def _torch_batch_norm(
 
 @replaces(F.instance_norm)
 def instance_norm(
-    input: LNSTensor, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None, use_input_stats: bool = True,
-    momentum: float = 0.1, eps: float = 1e-5,
+    input: LNSTensor, running_mean: Any = None, running_var: Any = None, weight: Any = None,
+    bias: Any = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
     """InstanceNorm: over the positions of each channel of each example."""
     if not use_input_stats:

@@ -1,9 +1,10 @@
 """Operations that only compare: maxima, minima, clamping, sorting, selection. All are exact.
 
-A code has an integer key that compares as its value does (:func:`lns_ops.functional.order_key`), so torch's own integer operations do the
-work, and :func:`_from_key` turns keys back into codes.
+A code has an integer key that compares as its value does (:func:`lns_ops.functional.order_key`), so
+torch's own integer operations do the work, and :func:`_from_key` turns keys back into codes.
 
-An infinite limit, threshold or fill stands for the largest magnitude, as in ``scores.masked_fill(mask, -inf)`` before a softmax.
+An infinite limit, threshold or fill stands for the largest magnitude, as in
+``scores.masked_fill(mask, -inf)`` before a softmax.
 """
 
 from __future__ import annotations
@@ -32,7 +33,12 @@ def finite(value: Any, fmt: LNSFormat) -> Any:
     """``value``, an infinite number replaced by the format's largest magnitude."""
     if isinstance(value, float) and math.isinf(value):
         return math.copysign(fmt.largest, value)
-    if isinstance(value, Tensor) and not isinstance(value, LNSTensor) and value.dim() == 0 and value.dtype.is_floating_point:
+    if (
+        isinstance(value, Tensor)
+        and not isinstance(value, LNSTensor)
+        and value.dim() == 0
+        and value.dtype.is_floating_point
+    ):
         return value.clamp(-fmt.largest, fmt.largest)
     return value
 
@@ -49,10 +55,28 @@ def _extremum(func: Any, x: Any, y: Any) -> LNSTensor:
     return _from_key(func(_key(x), _key(y)), x.fmt)
 
 
-@handles(aten.clamp.default, aten.clamp.Tensor, aten.hardtanh.default, aten.clamp_min.default, aten.clamp_max.default,
-         aten.clamp_min.Tensor, aten.clamp_max.Tensor)  # fmt: skip
-def _clamp(func: Any, x: LNSTensor, first: Any = None, second: Any = None, *, min: Any = None, max: Any = None) -> LNSTensor:
-    hardtanh, upper = func is aten.hardtanh.default, func in (aten.clamp_max.default, aten.clamp_max.Tensor)
+@handles(
+    aten.clamp.default,
+    aten.clamp.Tensor,
+    aten.hardtanh.default,
+    aten.clamp_min.default,
+    aten.clamp_max.default,
+    aten.clamp_min.Tensor,
+    aten.clamp_max.Tensor,
+)
+def _clamp(
+    func: Any,
+    x: LNSTensor,
+    first: Any = None,
+    second: Any = None,
+    *,
+    min: Any = None,
+    max: Any = None,
+) -> LNSTensor:
+    hardtanh, upper = (
+        func is aten.hardtanh.default,
+        func in (aten.clamp_max.default, aten.clamp_max.Tensor),
+    )
     low, high = (first, second) if not upper else (None, first)
     low, high = low if min is None else min, high if max is None else max
     if hardtanh:
@@ -66,7 +90,9 @@ def _clamp(func: Any, x: LNSTensor, first: Any = None, second: Any = None, *, mi
 
 
 @handles(aten.hardtanh_backward.default)
-def _hardtanh_backward(func: Any, grad: LNSTensor, x: LNSTensor, low: float, high: float) -> LNSTensor:
+def _hardtanh_backward(
+    func: Any, grad: LNSTensor, x: LNSTensor, low: float, high: float
+) -> LNSTensor:
     inside = (_key(x) > _key(_pair(func, x, low)[1])) & (_key(x) < _key(_pair(func, x, high)[1]))
     return LNSTensor(lns.select(inside, grad.codes, 0), grad.fmt)
 
@@ -95,11 +121,18 @@ def _masked_fill(func: Any, x: LNSTensor, mask: Tensor, value: Any) -> LNSTensor
     return LNSTensor(lns.select(mask, filling.codes, x.codes), x.fmt)
 
 
-@handles(*(getattr(getattr(aten, n), o) for n in ("eq", "ne", "lt", "le", "gt", "ge") for o in ("Tensor", "Scalar")))
+@handles(
+    *(
+        getattr(getattr(aten, n), o)
+        for n in ("eq", "ne", "lt", "le", "gt", "ge")
+        for o in ("Tensor", "Scalar")
+    )
+)
 def _compare(func: Any, x: Any, y: Any) -> Tensor:
     comparison = getattr(func.overloadpacket, "Tensor")  # noqa: B009
     if isinstance(y, float) and math.isinf(y):  # beyond every key
-        return comparison(_key(x).to(torch.int32), torch.tensor(int(math.copysign(1 << 20, y)), device=x.device))  # type: ignore[no-any-return]
+        beyond = torch.tensor(int(math.copysign(1 << 20, y)), device=x.device)
+        return comparison(_key(x).to(torch.int32), beyond)  # type: ignore[no-any-return]
     x_codes, y_codes, fmt = operands(func, x, y)
     return comparison(lns.order_key(x_codes, fmt), lns.order_key(y_codes, fmt))  # type: ignore[no-any-return]
 
@@ -115,7 +148,13 @@ def _extrema(func: Any, x: LNSTensor, *args: Any, **kwargs: Any) -> LNSTensor:
 
 
 @handles(
-    aten.max.dim, aten.min.dim, aten.sort.default, aten.sort.stable, aten.topk.default, aten.kthvalue.default, aten.median.dim
+    aten.max.dim,
+    aten.min.dim,
+    aten.sort.default,
+    aten.sort.stable,
+    aten.topk.default,
+    aten.kthvalue.default,
+    aten.median.dim,
 )
 def _with_indices(func: Any, x: LNSTensor, *args: Any, **kwargs: Any) -> tuple[LNSTensor, Tensor]:
     values, indices = func(_key(x), *args, **kwargs)
@@ -123,7 +162,9 @@ def _with_indices(func: Any, x: LNSTensor, *args: Any, **kwargs: Any) -> tuple[L
 
 
 @handles(aten.aminmax.default)
-def _aminmax(func: Any, x: LNSTensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[LNSTensor, LNSTensor]:
+def _aminmax(
+    func: Any, x: LNSTensor, *, dim: int | None = None, keepdim: bool = False
+) -> tuple[LNSTensor, LNSTensor]:
     smallest, largest = func(_key(x), dim=dim, keepdim=keepdim)
     return _from_key(smallest, x.fmt), _from_key(largest, x.fmt)
 
@@ -167,7 +208,18 @@ def _equal(func: Any, x: LNSTensor, y: Any) -> bool:
     return isinstance(y, LNSTensor) and x.fmt == y.fmt and torch.equal(_key(x), _key(y))
 
 
-@handles(aten.all.default, aten.any.default, aten.all.dim, aten.any.dim, aten.all.dims, aten.any.dims, aten.logical_not.default,
-         aten.count_nonzero.default, aten.count_nonzero.dim_IntList, aten.nonzero.default, aten.signbit.default)  # fmt: skip
+@handles(
+    aten.all.default,
+    aten.any.default,
+    aten.all.dim,
+    aten.any.dim,
+    aten.all.dims,
+    aten.any.dims,
+    aten.logical_not.default,
+    aten.count_nonzero.default,
+    aten.count_nonzero.dim_IntList,
+    aten.nonzero.default,
+    aten.signbit.default,
+)
 def _truth(func: Any, x: LNSTensor, *args: Any, **kwargs: Any) -> Tensor:
     return func(_key(x), *args, **kwargs)  # type: ignore[no-any-return]

@@ -1,7 +1,8 @@
 """Padding by reflection and replication, and interpolation.
 
-Padding gathers along one dimension after the other; its gradient adds up what was gathered from one place, in the contract's order.
-Nearest-neighbour interpolation is a gather as well; linear interpolation is a product with encoded weights along each dimension.
+Padding gathers along one dimension after the other; its gradient adds up what was gathered from one
+place, in the contract's order. Nearest-neighbour interpolation is a gather as well; linear
+interpolation is a product with encoded weights along each dimension.
 """
 
 from __future__ import annotations
@@ -28,11 +29,16 @@ def _replicated(at: Tensor, length: int) -> Tensor:
     return at.clamp(0, length - 1)
 
 
-def _places(x: Tensor, padding: Sequence[int], rule: Callable[[Tensor, int], Tensor]) -> list[tuple[int, Tensor]]:
+def _places(
+    x: Tensor, padding: Sequence[int], rule: Callable[[Tensor, int], Tensor]
+) -> list[tuple[int, Tensor]]:
     """For each padded dimension, the last first, which of its positions each of the result's is."""
     pairs = list(zip(padding[::2], padding[1::2], strict=True))
     each = [(-1 - i, x.shape[-1 - i], before, after) for i, (before, after) in enumerate(pairs)]
-    return [(d, rule(torch.arange(-before, length + after, device=x.device), length)) for d, length, before, after in each]
+    return [
+        (d, rule(torch.arange(-before, length + after, device=x.device), length))
+        for d, length, before, after in each
+    ]
 
 
 _RULES: dict[Any, Callable[[Tensor, int], Tensor]] = {}
@@ -55,7 +61,9 @@ def _padded(func: Any, x: LNSTensor, padding: list[int]) -> LNSTensor:
 def _padded_backward(func: Any, grad: LNSTensor, x: LNSTensor, padding: list[int]) -> LNSTensor:
     codes = grad.codes
     for dim, at in _places(x.codes, padding, _BACKWARD[func]):
-        codes = index_sum(codes.movedim(dim, 0).contiguous(), at, x.shape[dim], grad.fmt).movedim(0, dim)
+        codes = index_sum(codes.movedim(dim, 0).contiguous(), at, x.shape[dim], grad.fmt).movedim(
+            0, dim
+        )
     return LNSTensor(codes.contiguous(), grad.fmt)
 
 
@@ -63,26 +71,34 @@ def _sizes(x: Tensor, size: Any, scale_factor: Any) -> list[int]:
     dims = x.dim() - 2
     if size is not None:
         return [size] * dims if isinstance(size, int) else list(size)
-    factors = [scale_factor] * dims if isinstance(scale_factor, (int, float)) else list(scale_factor)
+    factors = (
+        [scale_factor] * dims if isinstance(scale_factor, (int, float)) else list(scale_factor)
+    )
     return [int(length * factor) for length, factor in zip(x.shape[2:], factors, strict=True)]
 
 
-def _linear(x: LNSTensor, sizes: list[int], align_corners: bool | None, scales: list[float | None]) -> Tensor:
+def _linear(
+    x: LNSTensor, sizes: list[int], align_corners: bool | None, scales: list[float | None]
+) -> Tensor:
     result: Tensor = x
     for d, (wanted, scale) in enumerate(zip(sizes, scales, strict=True), start=2):
         unit = torch.eye(x.shape[d])[None]  # on the CPU, so that weights are the same everywhere
         how: Any = {"size": wanted} if scale is None else {"scale_factor": scale}
         weights = F.interpolate(unit, mode="linear", align_corners=align_corners, **how)[0]
-        result = (result.movedim(d, -1) @ LNSTensor.from_float(weights, x.fmt).to(x.device)).movedim(-1, d)
+        result = (
+            result.movedim(d, -1) @ LNSTensor.from_float(weights, x.fmt).to(x.device)
+        ).movedim(-1, d)
     return result
 
 
 @replaces(F.interpolate)
 def interpolate(
-    input: LNSTensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest", align_corners: bool | None = None,
-    recompute_scale_factor: bool | None = None, antialias: bool = False,
+    input: LNSTensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest",
+    align_corners: bool | None = None, recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
 ) -> Tensor:  # fmt: skip
-    """``nearest``, ``nearest-exact``, ``linear``, ``bilinear``, ``trilinear`` and ``area``, as torch has them.
+    """``nearest``, ``nearest-exact``, ``linear``, ``bilinear``, ``trilinear`` and ``area``, as
+    torch has them.
 
     Raises:
         NotImplementedError: another mode, or antialiasing.
@@ -91,19 +107,26 @@ def interpolate(
     if mode == "area" and not antialias:
         return adaptive_average(input, sizes, len(sizes))
     if mode in ("linear", "bilinear", "trilinear") and not antialias:
-        factors = [None] * len(sizes) if size is not None or recompute_scale_factor else scale_factor
+        factors = (
+            [None] * len(sizes) if size is not None or recompute_scale_factor else scale_factor
+        )
         each = [factors] * len(sizes) if isinstance(factors, (int, float)) else list(factors)
         return _linear(input, sizes, align_corners, each)
     if mode not in ("nearest", "nearest-exact"):
         raise NotImplementedError(
-            f"interpolate with mode={mode!r}, antialias={antialias} has no LNS form: use 'nearest' or 'bilinear'"
+            f"interpolate with mode={mode!r}, antialias={antialias} has no LNS form: use 'nearest'"
+            " or 'bilinear'"
         )
     result: Tensor = input
     factors = None if size is not None or recompute_scale_factor else scale_factor
     for d, wanted in enumerate(sizes, start=2):
-        positions = torch.arange(input.shape[d], dtype=torch.float64, device=input.device)[None, None]
+        positions = torch.arange(input.shape[d], dtype=torch.float64, device=input.device)[
+            None, None
+        ]
         how: Any = {"size": wanted}
         if factors is not None:
             how = {"scale_factor": factors if isinstance(factors, (int, float)) else factors[d - 2]}
-        result = result.index_select(d, F.interpolate(positions, mode=mode, **how)[0, 0].to(torch.int64))
+        result = result.index_select(
+            d, F.interpolate(positions, mode=mode, **how)[0, 0].to(torch.int64)
+        )
     return result

@@ -1,7 +1,9 @@
-"""Pooling. Maxima are exact; averages are a sum in the contract's order, divided by the encoded count.
+"""Pooling. Maxima are exact; averages are a sum in the contract's order, divided by the encoded
+count.
 
-Gradients of maxima go to the position that was chosen, sums of several in the contract's order. An adaptive average is a product with a
-matrix of zeros and ones along each dimension, so its gradient is one too.
+Gradients of maxima go to the position that was chosen, sums of several in the contract's order. An
+adaptive average is a product with a matrix of zeros and ones along each dimension, so its gradient
+is one too.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor.lns_tensor import LNSTensor
 from lns_ops.tensor.registry import aten, handles, replaces
 
-# ------------------------------------------------------------------------------------------------------------- maxima
+# --------------------------------------------------------------------------------------------------
 
 
 def _chosen(codes: Tensor, indices: Tensor, dims: int) -> Tensor:
@@ -34,9 +36,17 @@ def _chosen(codes: Tensor, indices: Tensor, dims: int) -> Tensor:
 
 @handles(aten.max_pool2d_with_indices.default)
 def _max_pool2d(
-    func: Any, x: LNSTensor, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+    func: Any,
+    x: LNSTensor,
+    kernel: Any,
+    stride: Any = (),
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
 ) -> tuple[LNSTensor, Tensor]:
-    size, step, pad, spread = (list(_full(value, 2)) for value in (kernel, stride or kernel, padding, dilation))
+    size, step, pad, spread = (
+        list(_full(value, 2)) for value in (kernel, stride or kernel, padding, dilation)
+    )
     codes, indices = max_pool2d(x.codes, size, step, pad, spread, ceil_mode, x.fmt)
     return LNSTensor(codes, x.fmt), indices
 
@@ -56,10 +66,18 @@ def _max_pool(func: Any, x: LNSTensor, *args: Any, **kwargs: Any) -> tuple[LNSTe
 
 @handles(aten.max_pool1d.default)
 def _max_pool1d(
-    func: Any, x: LNSTensor, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+    func: Any,
+    x: LNSTensor,
+    kernel: Any,
+    stride: Any = (),
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
 ) -> LNSTensor:
     keys = lns.order_key(x.codes, x.fmt).to(torch.float32)
-    _, indices = F.max_pool1d_with_indices(keys, kernel, stride or kernel, padding, dilation, ceil_mode)
+    _, indices = F.max_pool1d_with_indices(
+        keys, kernel, stride or kernel, padding, dilation, ceil_mode
+    )
     return LNSTensor(_chosen(x.codes, indices, 1), x.fmt)
 
 
@@ -73,10 +91,12 @@ def _max_pool_backward(func: Any, grad: LNSTensor, x: LNSTensor, *args: Any) -> 
     size = math.prod(x.shape[-dims:])
     first = torch.arange(planes, device=indices.device) * size
     places = (indices.reshape(planes, -1) + first[:, None]).reshape(-1)
-    return LNSTensor(index_sum(grad.codes.reshape(-1), places, planes * size, x.fmt).reshape(x.shape), x.fmt)
+    return LNSTensor(
+        index_sum(grad.codes.reshape(-1), places, planes * size, x.fmt).reshape(x.shape), x.fmt
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------- averages
+# --------------------------------------------------------------------------------------------------
 
 
 def _full(value: Any, dims: int) -> tuple[int, ...]:
@@ -84,13 +104,22 @@ def _full(value: Any, dims: int) -> tuple[int, ...]:
     return values * dims if len(values) == 1 else values
 
 
-def _extra(size: Sequence[int], positions: Sequence[int], kernel: Any, stride: Any, padding: Any) -> list[int]:
+def _extra(
+    size: Sequence[int], positions: Sequence[int], kernel: Any, stride: Any, padding: Any
+) -> list[int]:
     """Padding behind the input, beyond the symmetric one, that ``ceil_mode`` may ask for."""
     each = zip(size, positions, kernel, stride, padding, strict=True)
     return [max(0, (n - 1) * s + k - length - p) for length, n, k, s, p in each]
 
 
-def _counts(size: Sequence[int], positions: Sequence[int], kernel: Any, stride: Any, padding: Any, include_pad: bool) -> Tensor:
+def _counts(
+    size: Sequence[int],
+    positions: Sequence[int],
+    kernel: Any,
+    stride: Any,
+    padding: Any,
+    include_pad: bool,
+) -> Tensor:
     """How many values each position averages, float64 of shape ``positions``."""
     lengths = []
     for length, n, k, s, p in zip(size, positions, kernel, stride, padding, strict=True):
@@ -98,24 +127,43 @@ def _counts(size: Sequence[int], positions: Sequence[int], kernel: Any, stride: 
         ends = [min(start + k, length + p) for start in starts]
         if not include_pad:
             starts, ends = [max(start, 0) for start in starts], [min(end, length) for end in ends]
-        lengths.append(torch.tensor([end - start for start, end in zip(starts, ends, strict=True)], dtype=torch.float64))
+        lengths.append(
+            torch.tensor(
+                [end - start for start, end in zip(starts, ends, strict=True)], dtype=torch.float64
+            )
+        )
     total = lengths[0]
     for further in lengths[1:]:
         total = total[..., None] * further
     return total
 
 
-def _pool_arguments(x: Tensor, kernel: Any, stride: Any, padding: Any, ceil: bool, dims: int) -> tuple[Any, ...]:
+def _pool_arguments(
+    x: Tensor, kernel: Any, stride: Any, padding: Any, ceil: bool, dims: int
+) -> tuple[Any, ...]:
     kernel, padding = _full(kernel, dims), _full(padding, dims)
     stride = _full(stride, dims) if stride not in ((), [], None) else kernel
     shape = torch.empty((1, *x.shape[-dims:]), device="meta")
     pool = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}[dims]
     positions = pool(shape[None], kernel, stride, padding, ceil).shape[-dims:]
-    return kernel, stride, padding, positions, _extra(x.shape[-dims:], positions, kernel, stride, padding)
+    return (
+        kernel,
+        stride,
+        padding,
+        positions,
+        _extra(x.shape[-dims:], positions, kernel, stride, padding),
+    )
 
 
 def _divisor(
-    x: Tensor, positions: Any, kernel: Any, stride: Any, padding: Any, include_pad: bool, override: Any, fmt: LNSFormat
+    x: Tensor,
+    positions: Any,
+    kernel: Any,
+    stride: Any,
+    padding: Any,
+    include_pad: bool,
+    override: Any,
+    fmt: LNSFormat,
 ) -> Tensor:
     if override:
         return lns.encode(torch.tensor(float(override), dtype=torch.float64), fmt)
@@ -128,43 +176,58 @@ def _divisor(
 
 @handles(aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default)
 def _avg_pool(
-    func: Any, x: LNSTensor, kernel: Any, stride: Any = (), padding: Any = 0, ceil_mode: bool = False, count_include_pad: bool = True,
-    divisor_override: int | None = None,
+    func: Any, x: LNSTensor, kernel: Any, stride: Any = (), padding: Any = 0,
+    ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
 ) -> LNSTensor:  # fmt: skip
     dims = int(func._schema.name[-2])
-    kernel, stride, padding, positions, extra = _pool_arguments(x, kernel, stride, padding, ceil_mode, dims)
+    kernel, stride, padding, positions, extra = _pool_arguments(
+        x, kernel, stride, padding, ceil_mode, dims
+    )
     codes = x.codes.reshape(-1, 1, *x.shape[-dims:])
     padded = conv.zero_padded(codes, padding, extra).contiguous()
     windows = conv.sliding_windows(padded, kernel, stride, [1] * dims)
     windows = windows[tuple(slice(n) for n in (*windows.shape[: 2 + dims], *positions))]
-    taps = windows.movedim(list(range(2, 2 + dims)), list(range(dims))).reshape(math.prod(kernel), -1, *positions)
+    taps = windows.movedim(list(range(2, 2 + dims)), list(range(dims))).reshape(
+        math.prod(kernel), -1, *positions
+    )
     total = lns.sum(taps, [0], x.fmt)
-    divisor = _divisor(x.codes, positions, kernel, stride, padding, count_include_pad, divisor_override, x.fmt)
+    divisor = _divisor(
+        x.codes, positions, kernel, stride, padding, count_include_pad, divisor_override, x.fmt
+    )
     return LNSTensor(lns.div(total, divisor, x.fmt).reshape(*x.shape[:-dims], *positions), x.fmt)
 
 
 @handles(aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)
 def _avg_pool_backward(
-    func: Any, grad: LNSTensor, x: LNSTensor, kernel: Any, stride: Any, padding: Any, ceil_mode: bool, count_include_pad: bool,
-    divisor_override: int | None,
+    func: Any, grad: LNSTensor, x: LNSTensor, kernel: Any, stride: Any, padding: Any,
+    ceil_mode: bool, count_include_pad: bool, divisor_override: int | None,
 ) -> LNSTensor:  # fmt: skip
     dims, fmt = 3 if "3d" in func._schema.name else 2, grad.fmt
-    kernel, stride, padding, positions, _ = _pool_arguments(x, kernel, stride, padding, ceil_mode, dims)
-    divisor = _divisor(x.codes, positions, kernel, stride, padding, count_include_pad, divisor_override, fmt)
+    kernel, stride, padding, positions, _ = _pool_arguments(
+        x, kernel, stride, padding, ceil_mode, dims
+    )
+    divisor = _divisor(
+        x.codes, positions, kernel, stride, padding, count_include_pad, divisor_override, fmt
+    )
     share = lns.div(grad.codes, divisor, fmt).reshape(-1, 1, *positions)
     ones = torch.full((1, 1, *kernel), fmt.bias, dtype=torch.int16, device=share.device)
     geometry = conv.Geometry(stride, padding, (1,) * dims)
-    return LNSTensor(conv.input_gradient(share, ones, x.shape[-dims:], geometry, fmt).reshape(x.shape), fmt)
+    return LNSTensor(
+        conv.input_gradient(share, ones, x.shape[-dims:], geometry, fmt).reshape(x.shape), fmt
+    )
 
 
 def _belongs(length: int, outputs: int) -> tuple[list[list[int]], list[int]]:
     """For each output of an adaptive average the inputs that it takes, and their number."""
     spans = [range(i * length // outputs, -(-(i + 1) * length // outputs)) for i in range(outputs)]
-    return [[int(j in span) for j in range(length)] for span in spans], [len(span) for span in spans]
+    return [[int(j in span) for j in range(length)] for span in spans], [
+        len(span) for span in spans
+    ]
 
 
 def adaptive_average(x: LNSTensor, output_size: Any, dims: int) -> Tensor:
-    """The average over as many nearly equal, maybe overlapping parts of each of the last ``dims`` dimensions."""
+    """The average over as many nearly equal, maybe overlapping parts of each of the last ``dims``
+    dimensions."""
     sizes = _full(output_size, dims) if isinstance(output_size, int) else tuple(output_size)
     result: Tensor = x
     for d, wanted in zip(range(-dims, 0), sizes, strict=True):
@@ -174,14 +237,19 @@ def adaptive_average(x: LNSTensor, output_size: Any, dims: int) -> Tensor:
             result = result.mean(d, keepdim=True)
         elif wanted != length:
             matrix, counts = _belongs(length, wanted)
-            ones = LNSTensor.from_float(torch.tensor(matrix, dtype=torch.float32, device=x.device).t(), x.fmt)
-            share = LNSTensor.from_float(torch.tensor(counts, dtype=torch.float32, device=x.device), x.fmt)
+            ones = LNSTensor.from_float(
+                torch.tensor(matrix, dtype=torch.float32, device=x.device).t(), x.fmt
+            )
+            share = LNSTensor.from_float(
+                torch.tensor(counts, dtype=torch.float32, device=x.device), x.fmt
+            )
             result = ((result.movedim(d, -1) @ ones) / share).movedim(-1, d)
     return result
 
 
 for _dims, _functions in {
-    1: (F.adaptive_avg_pool1d, torch.adaptive_avg_pool1d), 2: (F.adaptive_avg_pool2d,), 3: (F.adaptive_avg_pool3d,)
+    1: (F.adaptive_avg_pool1d, torch.adaptive_avg_pool1d), 2: (F.adaptive_avg_pool2d,),
+    3: (F.adaptive_avg_pool3d,)
 }.items():  # fmt: skip
 
     def _adaptive_avg_pool(input: LNSTensor, output_size: Any, dims: int = _dims) -> Tensor:

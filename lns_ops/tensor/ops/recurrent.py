@@ -1,16 +1,21 @@
-"""LSTM, GRU and plain recurrent networks and their cells, composed of LNS products, sums, sigmoids and tanhs.
+"""LSTM, GRU and plain recurrent networks and their cells, composed of LNS products, sums, sigmoids
+and tanhs.
 
-torch's own are written in C++ and would take the derivatives of sigmoid and tanh from their rounded results; these take them from their
-arguments. The products of the input with its weights are one matrix product for all steps. Equations and the order of the gates are
-those of torch.nn.LSTM, GRU and RNN; initial states that are plain tensors are encoded. A batch of sequences is worked on as a packed one:
-step by step, each as many sequences as have not ended, the longest first.
+torch's own are written in C++ and would take the derivatives of sigmoid and tanh from their rounded
+results; these take them from their arguments. The products of the input with its weights are one
+matrix product for all steps. Equations and the order of the gates are those of torch.nn.LSTM, GRU
+and RNN; initial states that are plain tensors are encoded. A batch of sequences is worked on as a
+packed one: step by step, each as many sequences as have not ended, the longest first.
 
-Sequences of several lengths (torch.nn.utils.rnn) are padded to one, or packed: torch's own write values into a new float tensor, which
-would turn LNS into float32 unasked. Here torch moves places instead of values, integers whose order is read by index.
+Sequences of several lengths (torch.nn.utils.rnn) are padded to one, or packed: torch's own write
+values into a new float tensor, which would turn LNS into float32 unasked. Here torch moves places
+instead of values, integers whose order is read by index.
 
-Sources: S. Hochreiter, J. Schmidhuber 1997; K. Cho et al. 2014 (arXiv:1406.1078); projections: H. Sak et al. 2014 (arXiv:1402.1128).
+Sources: S. Hochreiter, J. Schmidhuber 1997; K. Cho et al. 2014 (arXiv:1406.1078); projections: H.
+Sak et al. 2014 (arXiv:1402.1128).
 
-Shape suffixes: N terms of all steps, one step after the other; B sequences; H, I features of states and inputs.
+Shape suffixes: N terms of all steps, one step after the other; B sequences; H, I features of states
+and inputs.
 """
 
 from __future__ import annotations
@@ -28,24 +33,32 @@ from lns_ops.tensor.registry import replaces
 _Step = Callable[..., tuple[Tensor, ...]]
 
 
-def _lstm_step(from_input: Tensor, from_state: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _lstm_step(
+    from_input: Tensor, from_state: Tensor, state: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
     i, f, g, o = (from_input + from_state).chunk(4, -1)
     cell = torch.sigmoid(f) * state[1] + torch.sigmoid(i) * torch.tanh(g)
     return torch.sigmoid(o) * torch.tanh(cell), cell
 
 
-def _gru_step(from_input: Tensor, from_state: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _gru_step(
+    from_input: Tensor, from_state: Tensor, state: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
     (r_x, z_x, n_x), (r_h, z_h, n_h) = from_input.chunk(3, -1), from_state.chunk(3, -1)
     update = torch.sigmoid(z_x + z_h)
     new = torch.tanh(n_x + torch.sigmoid(r_x + r_h) * n_h)
     return ((state[0] - new) * update + new,)
 
 
-def _tanh_step(from_input: Tensor, from_state: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _tanh_step(
+    from_input: Tensor, from_state: Tensor, state: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
     return (torch.tanh(from_input + from_state),)
 
 
-def _relu_step(from_input: Tensor, from_state: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _relu_step(
+    from_input: Tensor, from_state: Tensor, state: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
     return (torch.relu(from_input + from_state),)
 
 
@@ -54,9 +67,15 @@ def _encoded(x: Tensor, like: LNSTensor) -> Tensor:
 
 
 def _direction(
-    x_NI: Tensor, sizes: list[int], first: tuple[Tensor, ...], weights: Sequence[Tensor], step: _Step, reverse: bool
+    x_NI: Tensor,
+    sizes: list[int],
+    first: tuple[Tensor, ...],
+    weights: Sequence[Tensor],
+    step: _Step,
+    reverse: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """One layer in one direction over steps of ``sizes`` sequences: all outputs ``[N, H]``, and every sequence's last states ``[B, H]``."""
+    """One layer in one direction over steps of ``sizes`` sequences: all outputs ``[N, H]``, and
+    every sequence's last states ``[B, H]``."""
     w_x, w_h, *rest = weights
     b_x, b_h = rest[:2] if len(rest) > 1 else (None, None)
     projection = rest[-1] if len(rest) % 2 else None
@@ -66,7 +85,9 @@ def _direction(
     for t in reversed(range(len(sizes))) if reverse else range(len(sizes)):
         running = len(state[0])
         if sizes[t] > running:  # backwards: sequences begin
-            state = tuple(torch.cat([s, f[running : sizes[t]]]) for s, f in zip(state, first, strict=True))
+            state = tuple(
+                torch.cat([s, f[running : sizes[t]]]) for s, f in zip(state, first, strict=True)
+            )
         elif sizes[t] < running:  # forwards: sequences have ended
             ended.append(tuple(s[sizes[t] :] for s in state))
             state = tuple(s[: sizes[t]] for s in state)
@@ -74,15 +95,19 @@ def _direction(
         if projection is not None:
             state = F.linear(state[0], projection), *state[1:]
         outputs.append(state[0])
-    last = tuple(torch.cat(parts) if ended else parts[0] for parts in zip(state, *reversed(ended), strict=True))
+    last = tuple(
+        torch.cat(parts) if ended else parts[0]
+        for parts in zip(state, *reversed(ended), strict=True)
+    )
     return torch.cat(outputs[::-1] if reverse else outputs), last
 
 
 def _run(
-    x_NI: Tensor, sizes: list[int], states: tuple[Tensor, ...], params: Any, step: _Step, has_biases: bool, num_layers: int,
-    dropout: float, train: bool, bidirectional: bool,
+    x_NI: Tensor, sizes: list[int], states: tuple[Tensor, ...], params: Any, step: _Step,
+    has_biases: bool, num_layers: int, dropout: float, train: bool, bidirectional: bool,
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-    """Outputs ``[N, directions H]`` and last states ``[layers directions, B, H]`` of steps of ``sizes`` sequences."""
+    """Outputs ``[N, directions H]`` and last states ``[layers directions, B, H]`` of steps of
+    ``sizes`` sequences."""
     directions = 2 if bidirectional else 1
     per = len(params) // (num_layers * directions)
     ends: list[tuple[Tensor, ...]] = []
@@ -91,7 +116,9 @@ def _run(
         for d in range(directions):
             at = layer * directions + d
             weights = params[at * per : (at + 1) * per]
-            out, end = _direction(x_NI, sizes, tuple(s[at] for s in states), weights, step, reverse=d == 1)
+            out, end = _direction(
+                x_NI, sizes, tuple(s[at] for s in states), weights, step, reverse=d == 1
+            )
             outputs.append(out)
             ends.append(end)
         x_NI = outputs[0] if directions == 1 else torch.cat(outputs, -1)
@@ -101,9 +128,15 @@ def _run(
 
 
 def _padded(
-    x: Tensor, states: tuple[Tensor, ...], params: Any, step: _Step, *options: Any, batch_first: bool
+    x: Tensor,
+    states: tuple[Tensor, ...],
+    params: Any,
+    step: _Step,
+    *options: Any,
+    batch_first: bool,
 ) -> tuple[Tensor, list[Tensor]]:
-    """:func:`_run` for ``[T, B, I]``, ``[B, T, I]`` with ``batch_first``, or one sequence ``[T, I]``."""
+    """:func:`_run` for ``[T, B, I]``, ``[B, T, I]`` with ``batch_first``, or one sequence ``[T,
+    I]``."""
     single = x.dim() == 2
     if single:
         x, states = x.unsqueeze(1), tuple(s.unsqueeze(1) for s in states)
@@ -119,10 +152,14 @@ def _padded(
 def _network(function: Any, step: _Step, states: int) -> None:
     @replaces(function)
     def network(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        packed = isinstance(args[0], Tensor) and not args[0].dtype.is_floating_point  # the batch sizes of a packed sequence
+        # the batch sizes of a packed sequence
+        packed = isinstance(args[0], Tensor) and not args[0].dtype.is_floating_point
         hx, params, *options = args[packed:]
         like = next(p for p in params if isinstance(p, LNSTensor))
-        x, first = _encoded(x, like), tuple(_encoded(s, like) for s in (hx if states == 2 else (hx,)))
+        x, first = (
+            _encoded(x, like),
+            tuple(_encoded(s, like) for s in (hx if states == 2 else (hx,))),
+        )
         if packed:
             outputs, last = _run(x, args[0].tolist(), first, params, step, *options)
         else:
@@ -133,7 +170,9 @@ def _network(function: Any, step: _Step, states: int) -> None:
 
 def _cell(function: Any, step: _Step, states: int) -> None:
     @replaces(function)
-    def cell(x: Tensor, hx: Any, w_x: LNSTensor, w_h: LNSTensor, b_x: Any = None, b_h: Any = None) -> Any:
+    def cell(
+        x: Tensor, hx: Any, w_x: LNSTensor, w_h: LNSTensor, b_x: Any = None, b_h: Any = None
+    ) -> Any:
         state = tuple(_encoded(s, w_x) for s in (hx if states == 2 else (hx,)))
         new = step(F.linear(_encoded(x, w_x), w_x, b_x), F.linear(state[0], w_h, b_h), state)
         return new if states == 2 else new[0]
@@ -151,16 +190,22 @@ _cell(torch.rnn_relu_cell, _relu_step, 1)
 
 @replaces(torch.bilinear, F.bilinear)
 def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``y_o = sum over i, j of x1_i w_oij x2_j + b_o``: the sum over i as a product, then that over j."""
+    """``y_o = sum over i, j of x1_i w_oij x2_j + b_o``: the sum over i as a product, then that over
+    j."""
     outputs, first, second = weight.shape
     rows = input1.reshape(-1, first) @ weight.permute(1, 0, 2).reshape(first, -1)
-    y = (rows.reshape(-1, outputs, second) * input2.reshape(-1, 1, second)).sum(-1).reshape(*input1.shape[:-1], outputs)
+    y = (
+        (rows.reshape(-1, outputs, second) * input2.reshape(-1, 1, second))
+        .sum(-1)
+        .reshape(*input1.shape[:-1], outputs)
+    )
     return y if bias is None else y + bias
 
 
 @replaces(torch._pack_padded_sequence)
 def pack_padded_sequence(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """``[T, B, ...]`` (``[B, T, ...]`` if ``batch_first``) of descending lengths to ``[N, ...]`` and the number of sequences a step."""
+    """``[T, B, ...]`` (``[B, T, ...]`` if ``batch_first``) of descending lengths to ``[N, ...]``
+    and the number of sequences a step."""
     places = torch.arange(x.shape[0] * x.shape[1]).reshape(*x.shape[:2], 1)
     packed, sizes = torch._pack_padded_sequence(places, lengths, batch_first)
     return x.flatten(0, 1).index_select(0, packed.reshape(-1).to(x.device)), sizes
@@ -171,7 +216,9 @@ def pad_packed_sequence(
     data: Tensor, sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
     """What :func:`pack_padded_sequence` undoes, and the lengths."""
-    places, lengths = torch._pad_packed_sequence(torch.arange(len(data))[:, None], sizes, batch_first, -1, total_length)
+    places, lengths = torch._pad_packed_sequence(
+        torch.arange(len(data))[:, None], sizes, batch_first, -1, total_length
+    )
     places = places[..., 0].to(data.device)
     padded = data.index_select(0, places.reshape(-1).clamp_min(0)).unflatten(0, places.shape)
     missing = (places < 0).reshape(*places.shape, *[1] * (data.dim() - 1))
@@ -180,12 +227,21 @@ def pad_packed_sequence(
 
 @replaces(torch._C._nn.pad_sequence)
 def pad_sequence(
-    sequences: Sequence[Tensor], batch_first: bool = False, padding_value: float = 0.0, padding_side: str = "right"
+    sequences: Sequence[Tensor],
+    batch_first: bool = False,
+    padding_value: float = 0.0,
+    padding_side: str = "right",
 ) -> Any:
     """Sequences ``[T_i, ...]`` beside each other, filled up to the longest."""
     if padding_side not in ("left", "right"):
         raise ValueError(f"padding_side={padding_side!r}: must be 'right' or 'left'")
     longest = max(len(s) for s in sequences)
-    amounts = [(longest - len(s), 0) if padding_side == "left" else (0, longest - len(s)) for s in sequences]
-    padded = [F.pad(s, [0, 0] * (s.dim() - 1) + list(a), value=padding_value) for s, a in zip(sequences, amounts, strict=True)]
+    amounts = [
+        (longest - len(s), 0) if padding_side == "left" else (0, longest - len(s))
+        for s in sequences
+    ]
+    padded = [
+        F.pad(s, [0, 0] * (s.dim() - 1) + list(a), value=padding_value)
+        for s, a in zip(sequences, amounts, strict=True)
+    ]
     return torch.stack(padded, 0 if batch_first else 1)

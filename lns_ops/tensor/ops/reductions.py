@@ -1,15 +1,18 @@
 """Sums, means, variances, norms and matrix products, in the contract's order.
 
-A sum of more than ``LONG_SUM`` terms is cut (:func:`lns_ops.functional.sum`). A mean divides by the encoded count before its sum is stored,
-so it never saturates. The variance is two passes, ``mean (x - mean)^2 n / (n - correction)``: the one-pass formula subtracts numbers that
-rounding has made nearly equal.
+A sum of more than ``LONG_SUM`` terms is cut (:func:`lns_ops.functional.sum`). A mean divides by the
+encoded count before its sum is stored, so it never saturates. The variance is two passes, ``mean (x
+- mean)^2 n / (n - correction)``: the one-pass formula subtracts numbers that rounding has made
+nearly equal.
 
-A norm squares: 0.003 leaves lns12 when squared, and 100,000 of it are 0.95. So a norm is summed in float64 and rounded once. That of a
-whole tensor counts how often each magnitude occurs (:func:`lns_ops.functional.norm`) and has the same bits on every device; the others
-depend on the order in which a device adds float64 numbers, which changes a code about once in 10^12 times.
+A norm squares: 0.003 leaves lns12 when squared, and 100,000 of it are 0.95. So a norm is summed in
+float64 and rounded once. That of a whole tensor counts how often each magnitude occurs
+(:func:`lns_ops.functional.norm`) and has the same bits on every device; the others depend on the
+order in which a device adds float64 numbers, which changes a code about once in 10^12 times.
 
-Gradients of norms and standard deviations at 0 are torch's: 0, though the formula divides by them. So they are formulas of their own, of
-the functions that users call; ``sqrt`` alone has an infinite one, which is refused as other divisions by zero are.
+Gradients of norms and standard deviations at 0 are torch's: 0, though the formula divides by them.
+So they are formulas of their own, of the functions that users call; ``sqrt`` alone has an infinite
+one, which is refused as other divisions by zero are.
 """
 
 from __future__ import annotations
@@ -47,20 +50,25 @@ def _sum_all(func: Any, x: LNSTensor, *, dtype: Any = None) -> LNSTensor:
 
 
 @handles(aten.sum.dim_IntList)
-def _sum(func: Any, x: LNSTensor, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> LNSTensor:
+def _sum(
+    func: Any, x: LNSTensor, dim: Any, keepdim: bool = False, *, dtype: Any = None
+) -> LNSTensor:
     return _total(x, dim, keepdim)
 
 
 @handles(aten.cumsum.default)
 def _cumsum(func: Any, x: LNSTensor, dim: int, *, dtype: Any = None) -> LNSTensor:
-    """Entry k is the sum of the first k + 1 terms, bit for bit: products with a triangle of ones, whose zeros are skipped."""
+    """Entry k is the sum of the first k + 1 terms, bit for bit: products with a triangle of ones,
+    whose zeros are skipped."""
     if not x.dim() or not x.numel():
         return LNSTensor(x.codes.clone(), x.fmt)
     terms = x.codes.movedim(dim, 0)
     before: list[Tensor] = []
     parts: list[Tensor] = []
     for piece in terms.reshape(terms.shape[0], -1).split(LONG_SUM):
-        triangle = torch.full((len(piece), len(piece)), x.fmt.bias, dtype=torch.int16, device=piece.device).tril()
+        triangle = torch.full(
+            (len(piece), len(piece)), x.fmt.bias, dtype=torch.int16, device=piece.device
+        ).tril()
         sums = lns.matmul(triangle, piece, x.fmt)
         whole = sums[-1:]
         if before:
@@ -76,24 +84,32 @@ def _count(x: LNSTensor, dim: Any) -> int:
 
 
 @handles(aten.mean.default, aten.mean.dim)
-def _mean(func: Any, x: LNSTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> LNSTensor:
+def _mean(
+    func: Any, x: LNSTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> LNSTensor:
     return LNSTensor(lns.mean(x.codes, dimensions(x, dim), x.fmt, keepdim=keepdim), x.fmt)
 
 
-def _variance(x: LNSTensor, dim: Any, correction: Any, keepdim: bool) -> tuple[LNSTensor, LNSTensor]:
+def _variance(
+    x: LNSTensor, dim: Any, correction: Any, keepdim: bool
+) -> tuple[LNSTensor, LNSTensor]:
     count = _count(x, dim)
     mean = _mean(None, x, dim, True)
     deviation = binary(aten.sub.Tensor, x, mean)
     squares = _mean(None, binary(aten.mul.Tensor, deviation, deviation), dim, keepdim)
     freedom = count - (1 if correction is None else correction)
     if freedom <= 0:
-        raise ValueError(f"a variance of {count} values, correction {correction}: LNS has no NaN; leave it out")
+        raise ValueError(
+            f"a variance of {count} values, correction {correction}: LNS has no NaN; leave it out"
+        )
     variance = binary(aten.mul.Tensor, squares, count / freedom)
     return variance, mean if keepdim else LNSTensor(mean.codes.reshape(variance.shape), x.fmt)
 
 
 @handles(aten.var.correction)
-def _var(func: Any, x: LNSTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> LNSTensor:
+def _var(
+    func: Any, x: LNSTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> LNSTensor:
     return _variance(x, dim, correction, keepdim)[0]
 
 
@@ -105,7 +121,9 @@ def _var_mean(
 
 
 @handles(aten.std.correction)
-def _std(func: Any, x: LNSTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> LNSTensor:
+def _std(
+    func: Any, x: LNSTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> LNSTensor:
     variance = _variance(x, dim, correction, keepdim)[0]
     return LNSTensor(lns.sqrt(variance.codes, x.fmt), x.fmt)
 
@@ -153,7 +171,9 @@ def _vdot(func: Any, x: LNSTensor, y: LNSTensor) -> LNSTensor:
 
 
 @handles(aten.addmv.default, aten.addr.default, aten.addbmm.default)
-def _add_product(func: Any, bias: Any, x: Any, y: Any, *, beta: Any = 1, alpha: Any = 1) -> LNSTensor:
+def _add_product(
+    func: Any, bias: Any, x: Any, y: Any, *, beta: Any = 1, alpha: Any = 1
+) -> LNSTensor:
     if func is aten.addmv.default:
         product = _vector(func, x, y)
     elif func is aten.addr.default:
@@ -171,15 +191,31 @@ def _scaled(x: Any, factor: Any) -> Any:
 @handles(aten.addmm.default, aten.baddbmm.default)
 def _addmm(func: Any, bias: Any, x: Any, y: Any, *, beta: Any = 1, alpha: Any = 1) -> LNSTensor:
     x_codes, y_codes, fmt = operands("addmm", x, y)
-    if isinstance(bias, LNSTensor) and bias.shape == y.shape[1:] and x.dim() == 2 and beta == alpha == 1:
+    if (
+        isinstance(bias, LNSTensor)
+        and bias.shape == y.shape[1:]
+        and x.dim() == 2
+        and beta == alpha == 1
+    ):
         bias_codes, _, _ = operands("addmm", bias, LNSTensor(x_codes, fmt))
-        return LNSTensor(lns.linear(x_codes, y_codes, bias_codes, fmt, accumulation=get_matmul_accumulation()), fmt)
+        return LNSTensor(
+            lns.linear(x_codes, y_codes, bias_codes, fmt, accumulation=get_matmul_accumulation()),
+            fmt,
+        )
     product = _scaled(matmul(func, x, y), alpha)
     return product if beta == 0 else binary(aten.add.Tensor, _scaled(bias, beta), product)
 
 
 @handles(aten.linalg_vector_norm.default)
-def _norm(func: Any, x: LNSTensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> LNSTensor:
+def _norm(
+    func: Any,
+    x: LNSTensor,
+    ord: Any = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+) -> LNSTensor:
     dims = dimensions(x, dim)
     if ord == 2 and len(dims) == x.dim() and type(x.codes) is Tensor:
         total = reductions.norm(x.codes, x.fmt).reshape([1] * (x.dim() if keepdim else 0))
@@ -189,7 +225,8 @@ def _norm(func: Any, x: LNSTensor, ord: Any = 2, dim: Any = None, keepdim: bool 
 
 
 def _summed(x: Tensor, ord: float, dims: list[int] | None, keepdim: bool) -> Tensor:
-    """The norm in float64, of quotients by the largest number (the smallest for negative orders), so that no power leaves float64."""
+    """The norm in float64, of quotients by the largest number (the smallest for negative orders),
+    so that no power leaves float64."""
     if ord == 0 or not x.numel():
         return torch.linalg.vector_norm(x, ord, dims, keepdim)  # type: ignore[no-any-return]
     extremum = (torch.amax if ord > 0 else torch.amin)(x.abs(), dims or (), keepdim=True)
@@ -228,7 +265,15 @@ def _torchs(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 @replaces(torch.linalg.vector_norm)
-def vector_norm(x: LNSTensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, out: Any = None) -> Any:
+def vector_norm(
+    x: LNSTensor,
+    ord: Any = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+    out: Any = None,
+) -> Any:
     """``torch.linalg.vector_norm``."""
     if out is not None or ord == 0 or math.isinf(ord):
         return _torchs(torch.linalg.vector_norm, x, ord, dim, keepdim, dtype=dtype, out=out)
@@ -238,7 +283,14 @@ def vector_norm(x: LNSTensor, ord: Any = 2, dim: Any = None, keepdim: bool = Fal
 
 
 @replaces(torch.norm, torch.Tensor.norm)
-def norm(input: LNSTensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None) -> Any:
+def norm(
+    input: LNSTensor,
+    p: Any = "fro",
+    dim: Any = None,
+    keepdim: bool = False,
+    out: Any = None,
+    dtype: Any = None,
+) -> Any:
     """``torch.norm`` and ``Tensor.norm``."""
     if p == "nuc":
         return _torchs(torch.norm, input, p, dim, keepdim, out, dtype)
@@ -247,7 +299,13 @@ def norm(input: LNSTensor, p: Any = "fro", dim: Any = None, keepdim: bool = Fals
 
 @replaces(torch.linalg.norm)
 def linalg_norm(
-    A: LNSTensor, ord: Any = None, dim: Any = None, keepdim: bool = False, *, out: Any = None, dtype: Any = None
+    A: LNSTensor,
+    ord: Any = None,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    out: Any = None,
+    dtype: Any = None,
 ) -> Any:
     """``torch.linalg.norm``: matrix norms other than Frobenius' are torch's."""
     reduced = A.dim() if dim is None else len(dimensions(A, dim))
@@ -258,7 +316,8 @@ def linalg_norm(
 
 @replaces(torch.linalg.matrix_norm)
 def matrix_norm(
-    A: LNSTensor, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None, out: Any = None
+    A: LNSTensor, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *,
+    dtype: Any = None, out: Any = None
 ) -> Any:  # fmt: skip
     """``torch.linalg.matrix_norm``, likewise."""
     if ord == "fro":
@@ -267,7 +326,9 @@ def matrix_norm(
 
 
 @replaces(F.normalize)
-def normalize(input: LNSTensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> Any:
+def normalize(
+    input: LNSTensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None
+) -> Any:
     """``x / max(norm, eps)``, with ``eps`` at least the format's smallest magnitude."""
     if out is not None:
         return _torchs(F.normalize, input, p, dim, eps, out)

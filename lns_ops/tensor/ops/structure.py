@@ -1,8 +1,11 @@
-"""Operations that move values without changing them: they are torch's own, on the codes. Zero is code 0, so padding with zeros is too.
+"""Operations that move values without changing them: they are torch's own, on the codes. Zero is
+code 0, so padding with zeros is too.
 
-What reaches for a tensor's memory comes to the codes as well: the float32 memory that torch takes an LNSTensor to have does not exist.
-Sharing it between processes and replacing it (``x.data = y``, ``x.set_(y)``, ``vector_to_parameters``) are done to the codes. Its storage,
-which safetensors' ``save_model`` and Accelerate's ``save_state`` ask for, is refused: 4 bytes a value would be read where there are 2.
+What reaches for a tensor's memory comes to the codes as well: the float32 memory that torch takes
+an LNSTensor to have does not exist. Sharing it between processes and replacing it (``x.data = y``,
+``x.set_(y)``, ``vector_to_parameters``) are done to the codes. Its storage, which safetensors'
+``save_model`` and Accelerate's ``save_state`` ask for, is refused: 4 bytes a value would be read
+where there are 2.
 """
 
 from __future__ import annotations
@@ -20,16 +23,22 @@ from lns_ops.tensor.registry import aten, handles, replaces_untraced
 
 
 @handles(
-    aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default, aten._unsafe_view.default, aten.expand.default,
-    aten.detach.default, aten.alias.default, aten.clone.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
-    aten.squeeze.dims, aten.select.int, aten.slice.Tensor, aten.index.Tensor, aten.index_select.default, aten.as_strided.default,
-    aten.lift_fresh.default, aten.unfold.default, aten.diagonal.default, aten.flip.default, aten.roll.default, aten.repeat.default,
-    aten.tril.default, aten.triu.default, aten.gather.default, aten.take.default, aten.masked_select.default, aten.select_backward.default,
-    aten.slice_backward.default, aten.diagonal_backward.default, aten.pixel_shuffle.default, aten.pixel_unshuffle.default,
-    aten._reshape_alias.default, aten.view_copy.default, aten.permute_copy.default, aten.expand_copy.default, aten.diag_embed.default,
-    aten._unsafe_index.Tensor, aten.rot90.default, aten.channel_shuffle.default, aten.diagonal_copy.default, aten.select_copy.int,
-    aten.slice_copy.Tensor, aten.squeeze_copy.default, aten.squeeze_copy.dim, aten.squeeze_copy.dims, aten.unsqueeze_copy.default,
-    aten.transpose_copy.int, aten.t_copy.default, aten.alias_copy.default, aten.unfold_copy.default, aten.as_strided_copy.default,
+    aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default,
+    aten._unsafe_view.default, aten.expand.default, aten.detach.default, aten.alias.default,
+    aten.clone.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
+    aten.squeeze.dims, aten.select.int, aten.slice.Tensor, aten.index.Tensor,
+    aten.index_select.default, aten.as_strided.default, aten.lift_fresh.default,
+    aten.unfold.default, aten.diagonal.default, aten.flip.default, aten.roll.default,
+    aten.repeat.default, aten.tril.default, aten.triu.default, aten.gather.default,
+    aten.take.default, aten.masked_select.default, aten.select_backward.default,
+    aten.slice_backward.default, aten.diagonal_backward.default, aten.pixel_shuffle.default,
+    aten.pixel_unshuffle.default, aten._reshape_alias.default, aten.view_copy.default,
+    aten.permute_copy.default, aten.expand_copy.default, aten.diag_embed.default,
+    aten._unsafe_index.Tensor, aten.rot90.default, aten.channel_shuffle.default,
+    aten.diagonal_copy.default, aten.select_copy.int, aten.slice_copy.Tensor,
+    aten.squeeze_copy.default, aten.squeeze_copy.dim, aten.squeeze_copy.dims,
+    aten.unsqueeze_copy.default, aten.transpose_copy.int, aten.t_copy.default,
+    aten.alias_copy.default, aten.unfold_copy.default, aten.as_strided_copy.default,
     aten.detach_copy.default,
 )  # fmt: skip
 def _structural(func: Any, x: LNSTensor, *args: Any, **kwargs: Any) -> LNSTensor:
@@ -55,20 +64,30 @@ def _joined(func: Any, tensors: list[Tensor], dim: int = 0) -> LNSTensor:
     for tensor in tensors:
         if tensor.numel() and not isinstance(tensor, LNSTensor):
             operands(func, empty, tensor)
-        codes.append(operands(func, tensor, empty)[0] if isinstance(tensor, LNSTensor) else tensor.to(torch.int16))
+        codes.append(
+            operands(func, tensor, empty)[0]
+            if isinstance(tensor, LNSTensor)
+            else tensor.to(torch.int16)
+        )
     return LNSTensor(func(codes, dim), fmt)
 
 
 @handles(aten.constant_pad_nd.default)
 def _padded(func: Any, x: LNSTensor, padding: list[int], value: Any = 0) -> LNSTensor:
-    codes, filling, fmt = operands("pad", x, finite(value, x.fmt)) if value else (x.codes, None, x.fmt)
+    codes, filling, fmt = (
+        operands("pad", x, finite(value, x.fmt)) if value else (x.codes, None, x.fmt)
+    )
     return LNSTensor(func(codes, padding, 0 if filling is None else int(filling)), fmt)
 
 
 @handles(aten._to_copy.default)
-def _to_copy(func: Any, x: LNSTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> LNSTensor:
+def _to_copy(
+    func: Any, x: LNSTensor, *, dtype: torch.dtype | None = None, **kwargs: Any
+) -> LNSTensor:
     if dtype not in (None, torch.float32):
-        raise ValueError(f"LNSTensor to {dtype}: its dtype is its format ({x.fmt}); use x.to_float().to({dtype})")
+        raise ValueError(
+            f"LNSTensor to {dtype}: its dtype is its format ({x.fmt}); use x.to_float().to({dtype})"
+        )
     return LNSTensor(func(x.codes, **kwargs), x.fmt)
 
 
@@ -87,14 +106,20 @@ def _zeros(func: Any, x: LNSTensor, *args: Any, dtype: Any = None, **kwargs: Any
     return LNSTensor(zeros(x.codes, *args, dtype=torch.int16, **kwargs).zero_(), x.fmt)
 
 
-@handles(aten.ones_like.default, aten.new_ones.default, aten.full_like.default, aten.new_full.default)
+@handles(
+    aten.ones_like.default, aten.new_ones.default, aten.full_like.default, aten.new_full.default
+)
 def _full(func: Any, x: LNSTensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
     ones = func in (aten.ones_like.default, aten.new_ones.default)
     *shape, value = (*args, 1.0) if ones else args
     if dtype not in (None, torch.float32):
         return func(x.codes, *args, dtype=dtype, **kwargs)
     code = int(operands(func, x, finite(value, x.fmt))[1])
-    like = aten.full_like.default if func in (aten.ones_like.default, aten.full_like.default) else aten.new_full.default
+    like = (
+        aten.full_like.default
+        if func in (aten.ones_like.default, aten.full_like.default)
+        else aten.new_full.default
+    )
     return LNSTensor(like(x.codes, *shape, code, dtype=torch.int16, **kwargs), x.fmt)
 
 
@@ -104,7 +129,11 @@ def _copy(func: Any, x: Any, source: Any, non_blocking: bool = False) -> Any:
         x.copy_(lns.decode(source.codes, source.fmt))
         return x
     same = isinstance(source, LNSTensor) and source.fmt == x.fmt
-    value = lns.decode(source.codes, source.fmt) if isinstance(source, LNSTensor) and not same else source
+    value = (
+        lns.decode(source.codes, source.fmt)
+        if isinstance(source, LNSTensor) and not same
+        else source
+    )
     x.codes.copy_(value.codes if isinstance(value, LNSTensor) else lns.encode(value, x.fmt))
     return x
 
@@ -124,13 +153,20 @@ def _fill(func: Any, x: LNSTensor, value: Any) -> LNSTensor:
 @handles(aten.uniform_.default, aten.normal_.default, aten.bernoulli_.float)
 def _random(func: Any, x: LNSTensor, *args: Any, **kwargs: Any) -> LNSTensor:
     """Random numbers, drawn in float32 and encoded: initialization and dropout masks."""
-    x.codes.copy_(lns.encode(func(torch.empty(x.shape, device=x.codes.device), *args, **kwargs), x.fmt))
+    x.codes.copy_(
+        lns.encode(func(torch.empty(x.shape, device=x.codes.device), *args, **kwargs), x.fmt)
+    )
     return x
 
 
 @handles(aten.bernoulli.p)
 def _bernoulli(func: Any, x: LNSTensor, p: float, *, generator: Any = None) -> LNSTensor:
-    return LNSTensor(lns.encode(func(torch.empty(x.shape, device=x.codes.device), p, generator=generator), x.fmt), x.fmt)
+    return LNSTensor(
+        lns.encode(
+            func(torch.empty(x.shape, device=x.codes.device), p, generator=generator), x.fmt
+        ),
+        x.fmt,
+    )
 
 
 @handles(aten.native_dropout.default)
@@ -158,7 +194,12 @@ def _is_same_size(func: Any, x: Tensor, y: Tensor) -> bool:
     return x.shape == y.shape
 
 
-@handles(aten.slice_scatter.default, aten.select_scatter.default, aten.diagonal_scatter.default, aten.as_strided_scatter.default)
+@handles(
+    aten.slice_scatter.default,
+    aten.select_scatter.default,
+    aten.diagonal_scatter.default,
+    aten.as_strided_scatter.default,
+)
 def _scattered(func: Any, x: LNSTensor, source: Any, *args: Any, **kwargs: Any) -> LNSTensor:
     x_codes, source_codes, fmt = operands(func, x, source)
     return LNSTensor(func(x_codes, source_codes, *args, **kwargs), fmt)
@@ -186,10 +227,14 @@ def _source(name: str, x: Any, source: Any) -> LNSTensor:
     """
     if isinstance(x, LNSTensor) and isinstance(source, LNSTensor) and source.fmt == x.fmt:
         return source
-    target, kind = (f"an LNSTensor in {t.fmt}" if isinstance(t, LNSTensor) else f"a {t.dtype} tensor" for t in (x, source))
+    target, kind = (
+        f"an LNSTensor in {t.fmt}" if isinstance(t, LNSTensor) else f"a {t.dtype} tensor"
+        for t in (x, source)
+    )
     raise ValueError(
-        f"{name} of {target} to {kind}: memory changes hands between tensors of one format; convert first "
-        "(LNSTensor.from_float(value, x.fmt), x.to_float()), or write values with x.copy_(value)"
+        f"{name} of {target} to {kind}: memory changes hands between tensors of one format; convert"
+        " first (LNSTensor.from_float(value, x.fmt), x.to_float()), or write values with"
+        " x.copy_(value)"
     )
 
 
@@ -220,19 +265,22 @@ def _set(func: Any, x: Any, value: Any) -> Any:
 )
 def _refused(func: Any, *args: Any, **kwargs: Any) -> NoReturn:
     raise ValueError(
-        f"{func} of an LNSTensor: not every word of memory is a code; make the codes (x.codes, int16) and LNSTensor(codes, x.fmt)"
+        f"{func} of an LNSTensor: not every word of memory is a code; make the codes (x.codes,"
+        " int16) and LNSTensor(codes, x.fmt)"
     )
 
 
 @replaces_untraced(torch.Tensor.storage)
 def storage(self: LNSTensor) -> NoReturn:
-    """``Tensor.storage``: what asks for the memory's address falls back to it; ``untyped_storage`` stays, as an identity for the compiler.
+    """``Tensor.storage``: what asks for the memory's address falls back to it; ``untyped_storage``
+    stays, as an identity for the compiler.
 
     Raises:
         ValueError: always.
     """
     raise ValueError(
-        f"storage of an LNSTensor in {self.fmt}: it has no float32 memory. To save a model: lns_ops.serialization.save_file("
-        "model.state_dict(), path) instead of safetensors' functions or save_pretrained, or torch.save (for Accelerate "
-        "safe_serialization=False); its memory is that of x.codes"
+        f"storage of an LNSTensor in {self.fmt}: it has no float32 memory. To save a model:"
+        " lns_ops.serialization.save_file(model.state_dict(), path) instead of safetensors'"
+        " functions or save_pretrained, or torch.save (for Accelerate safe_serialization=False);"
+        " its memory is that of x.codes"
     )

@@ -1,8 +1,8 @@
-"""The report's pictures of what :mod:`study.results.statistics` finds: fronts, importance, dependence, parallel coordinates,
-boxes, budgets, heat map.
+"""The report's pictures of what :mod:`study.results.statistics` finds: fronts, importance,
+dependence, parallel coordinates, boxes, budgets, heat map.
 
-Each is drawn for a light and a dark page, in the colours and sizes of :mod:`study.report.figures.results`; b"" where there is
-nothing to show.
+Each is drawn for a light and a dark page, in the colours and sizes of
+:mod:`study.report.figures.results`; b"" where there is nothing to show.
 """
 
 from __future__ import annotations
@@ -40,13 +40,16 @@ MOST_BOXES = 24
 
 
 def draw_front(found: Sequence[Entry], measures: Sequence[str], theme: Theme) -> bytes:
-    """PNG: error over every other measure, a dot an entry; the line joins those that none beats in both."""
+    """PNG: error over every other measure, a dot an entry; the line joins those that none beats in
+    both."""
     others = [name for name in measures if name != "error"]
     if "error" not in measures or not others:
         return b""
     columns = min(2, len(others))
     lines = math.ceil(len(others) / columns)
-    figure = Figure(figsize=(SIZE[0], 0.6 + 3.3 * lines), dpi=DPI, facecolor=theme.page, layout="constrained")
+    figure = Figure(
+        figsize=(SIZE[0], 0.6 + 3.3 * lines), dpi=DPI, facecolor=theme.page, layout="constrained"
+    )
     rows = list(dict.fromkeys(entry.row for entry in found))
     for place, other in enumerate(others):
         axes = figure.add_subplot(lines, columns, place + 1, facecolor=theme.page)
@@ -56,23 +59,59 @@ def draw_front(found: Sequence[Entry], measures: Sequence[str], theme: Theme) ->
             axes.set_ylabel(MEASURES["error"])
     if 1 < len(rows) <= MOST_CURVES:
         handles, labels = figure.axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper left", ncols=4, frameon=False, labelcolor=theme.text, fontsize=9)
+        figure.legend(
+            handles,
+            labels,
+            loc="outside upper left",
+            ncols=4,
+            frameon=False,
+            labelcolor=theme.text,
+            fontsize=9,
+        )
     return png(figure)
 
 
-def _front_axes(axes: Any, found: Sequence[Entry], rows: Sequence[str], other: str, theme: Theme) -> None:
+def _front_axes(
+    axes: Any, found: Sequence[Entry], rows: Sequence[str], other: str, theme: Theme
+) -> None:
     many = len(rows) > MOST_CURVES
     for number, row in enumerate(rows):
         mine = [entry for entry in found if entry.row == row]
-        colour, marker = (COLOURS[0], "o") if many else (COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)])
+        colour, marker = (
+            (COLOURS[0], "o")
+            if many
+            else (COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)])
+        )
         xs, ys = [entry.values[other] for entry in mine], [entry.values["error"] for entry in mine]
-        axes.scatter(xs, ys, s=20, color=colour, marker=marker, alpha=0.75, linewidths=0, label=plain(row), zorder=2)
+        axes.scatter(
+            xs,
+            ys,
+            s=20,
+            color=colour,
+            marker=marker,
+            alpha=0.75,
+            linewidths=0,
+            label=plain(row),
+            zorder=2,
+        )
     best = front(found, [other, "error"])
-    axes.plot([e.values[other] for e in best], [e.values["error"] for e in best], color=theme.text, linewidth=1, zorder=1)
+    axes.plot(
+        [e.values[other] for e in best],
+        [e.values["error"] for e in best],
+        color=theme.text,
+        linewidth=1,
+        zorder=1,
+    )
     if many:
         for entry in best[:MOST_NAMES]:
-            axes.annotate(plain(entry.name), (entry.values[other], entry.values["error"]), (3, 3), textcoords="offset points", fontsize=6.5,
-                          color=theme.text)  # fmt: skip
+            axes.annotate(
+                plain(entry.name),
+                (entry.values[other], entry.values["error"]),
+                (3, 3),
+                textcoords="offset points",
+                fontsize=6.5,
+                color=theme.text,
+            )
     axes.set_xlabel(MEASURES[other])
     values = [entry.values[other] for entry in found]
     if other == "bits":
@@ -87,17 +126,28 @@ def draw_importance(found: Importance | None, theme: Theme) -> bytes:
     if found is None:
         return b""
     bars = [(key, share, 0) for key, share in found.single.items()]
-    bars += [(f"{a} x {b}", share, 1) for (a, b), share in list(found.pairs.items())[:5] if share >= 0.01]
+    bars += [
+        (f"{a} x {b}", share, 1) for (a, b), share in list(found.pairs.items())[:5] if share >= 0.01
+    ]
     figure, axes = canvas(theme, height=1.1 + 0.34 * len(bars))
     for place, (_, share, kind) in enumerate(bars):
         axes.barh(place, 100 * share, 0.7, color=COLOURS[kind], zorder=2)
         axes.annotate(
-            f"{100 * share:.0f}", (100 * share, place), (4, 0), textcoords="offset points", va="center", color=theme.text
+            f"{100 * share:.0f}",
+            (100 * share, place),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+            color=theme.text,
         )
     axes.set_yticks(range(len(bars)), [plain(name) for name, *_ in bars])
     axes.invert_yaxis()
     axes.set_xlabel("share of the variance of the validation error, %")
-    set_title(axes, f"fANOVA of {found.configurations} configurations; pairs (orange) beyond their keys", theme)
+    set_title(
+        axes,
+        f"fANOVA of {found.configurations} configurations; pairs (orange) beyond their keys",
+        theme,
+    )
     return png(figure)
 
 
@@ -107,10 +157,14 @@ def draw_dependence(found: Importance | None, theme: Theme) -> bytes:
         return b""
     columns = min(2, len(found.curves))
     lines = math.ceil(len(found.curves) / columns)
-    figure = Figure(figsize=(SIZE[0], 0.4 + 2.9 * lines), dpi=DPI, facecolor=theme.page, layout="constrained")
+    figure = Figure(
+        figsize=(SIZE[0], 0.4 + 2.9 * lines), dpi=DPI, facecolor=theme.page, layout="constrained"
+    )
     shared = None
     for place, (key, (xs, ys)) in enumerate(found.curves.items()):
-        shared = axes = figure.add_subplot(lines, columns, place + 1, facecolor=theme.page, sharey=shared)
+        shared = axes = figure.add_subplot(
+            lines, columns, place + 1, facecolor=theme.page, sharey=shared
+        )
         style_axes(axes, theme)
         if isinstance(xs[0], str):
             axes.bar(range(len(xs)), ys, 0.6, color=COLOURS[0], zorder=2)
@@ -126,9 +180,14 @@ def draw_dependence(found: Importance | None, theme: Theme) -> bytes:
 
 
 def draw_parallel(found: Sequence[Entry], theme: Theme) -> bytes:
-    """PNG: parallel coordinates, a line a configuration over the sampled keys and its error; dark lines have low errors."""
+    """PNG: parallel coordinates, a line a configuration over the sampled keys and its error; dark
+    lines have low errors."""
     usable = [entry for entry in found if entry.params]
-    keys = [key for key in dict.fromkeys(key for entry in usable for key in entry.params) if all(key in e.params for e in usable)]
+    keys = [
+        key
+        for key in dict.fromkeys(key for entry in usable for key in entry.params)
+        if all(key in e.params for e in usable)
+    ]
     if len(usable) < 2 or not keys:
         return b""
     figure, axes = canvas(theme)
@@ -139,11 +198,23 @@ def draw_parallel(found: Sequence[Entry], theme: Theme) -> bytes:
     shades = np.argsort(np.argsort(errors)) / max(1, len(errors) - 1)
     colours = mpl.colormaps["viridis"](0.05 + 0.9 * shades)
     for index in order:
-        axes.plot(range(len(columns)), [column[0][index] for column in columns], color=colours[index], linewidth=1.1, alpha=0.65)
+        axes.plot(
+            range(len(columns)),
+            [column[0][index] for column in columns],
+            color=colours[index],
+            linewidth=1.1,
+            alpha=0.65,
+        )
     for place, (_, ticks) in enumerate(columns):
         for height, text in ticks:
             axes.annotate(
-                plain(text), (place, height), (3, 0), textcoords="offset points", fontsize=8, color=theme.text, va="center"
+                plain(text),
+                (place, height),
+                (3, 0),
+                textcoords="offset points",
+                fontsize=8,
+                color=theme.text,
+                va="center",
             )
     axes.set_xticks(range(len(columns)), [*(plain(key) for key in keys), "error, %"], fontsize=9)
     axes.set_yticks([])
@@ -165,7 +236,9 @@ def _column(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]]
         ]
     names = sorted({short(value) for value in values})
     steps = max(1, len(names) - 1)
-    return [names.index(short(value)) / steps for value in values], [(n / steps, name) for n, name in enumerate(names)]
+    return [names.index(short(value)) / steps for value in values], [
+        (n / steps, name) for n, name in enumerate(names)
+    ]
 
 
 def draw_groups(found: Sequence[Groups], theme: Theme) -> bytes:
@@ -174,18 +247,26 @@ def draw_groups(found: Sequence[Groups], theme: Theme) -> bytes:
     if not shown:
         return b""
     heights = [0.7 + 0.3 * len(group.errors) for group in shown]
-    figure = Figure(figsize=(SIZE[0], 0.3 + sum(heights)), dpi=DPI, facecolor=theme.page, layout="constrained")
-    for axes, group in zip(np.ravel(figure.subplots(len(shown), 1, height_ratios=heights)), shown, strict=True):
+    figure = Figure(
+        figsize=(SIZE[0], 0.3 + sum(heights)), dpi=DPI, facecolor=theme.page, layout="constrained"
+    )
+    for axes, group in zip(
+        np.ravel(figure.subplots(len(shown), 1, height_ratios=heights)), shown, strict=True
+    ):
         axes.set_facecolor(theme.page)
         style_axes(axes, theme)
         line = {"color": theme.text}
         axes.boxplot(
-            list(group.errors.values()), orientation="horizontal", widths=0.6, patch_artist=True, whiskerprops=line, capprops=line,
-            boxprops={"facecolor": COLOURS[5], "edgecolor": theme.text}, medianprops={"color": theme.text, "linewidth": 2},
+            list(group.errors.values()), orientation="horizontal", widths=0.6, patch_artist=True,
+            whiskerprops=line, capprops=line,
+            boxprops={"facecolor": COLOURS[5], "edgecolor": theme.text},
+            medianprops={"color": theme.text, "linewidth": 2},
             flierprops={"markeredgecolor": theme.text, "markersize": 4},
         )  # fmt: skip
         axes.set_yticks(
-            range(1, len(group.errors) + 1), [f"{short(name)} ({len(v)})" for name, v in group.errors.items()], fontsize=9
+            range(1, len(group.errors) + 1),
+            [f"{short(name)} ({len(v)})" for name, v in group.errors.items()],
+            fontsize=9,
         )
         axes.invert_yaxis()
         axes.set_xscale("log")
@@ -206,7 +287,13 @@ def draw_budget(curves: Mapping[str, tuple[list[float], list[float]]], theme: Th
     for number, row in enumerate(row for row in curves if row in chosen):
         xs, ys = curves[row]
         axes.step(
-            xs, ys, where="post", color=COLOURS[number], linestyle=DASHES[number % len(DASHES)], linewidth=2, label=plain(row)
+            xs,
+            ys,
+            where="post",
+            color=COLOURS[number],
+            linestyle=DASHES[number % len(DASHES)],
+            linewidth=2,
+            label=plain(row),
         )
         axes.plot(xs[-1:], ys[-1:], color=COLOURS[number], marker=MARKERS[number])
     axes.set_xlabel("seconds of trials, as they ended")
@@ -228,7 +315,9 @@ def draw_heat_map(table: tuple[list[str], list[str], np.ndarray] | None, theme: 
     for (down, across), value in np.ndenumerate(values):
         if not math.isnan(value):
             ink = "#ffffff" if math.log(value) > middle else "#000000"
-            axes.text(across, down, f"{value:.2f}", ha="center", va="center", color=ink, fontsize=10)
+            axes.text(
+                across, down, f"{value:.2f}", ha="center", va="center", color=ink, fontsize=10
+            )
     axes.set_xticks(range(len(layouts)), [short(name) for name in layouts], rotation=20, ha="right")
     axes.set_yticks(range(len(formats)), [short(name) for name in formats])
     axes.grid(visible=False)

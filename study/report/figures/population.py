@@ -16,36 +16,48 @@ MOST = 6
 
 
 def draw_population(state: StudyState, theme: Theme) -> bytes:
-    """PNG: a panel for each key that changes on the way, a line a member that trained to the end, the best of each row thick; b"" without
-    a population.
+    """PNG: a panel for each key that changes on the way, a line a member that trained to the end,
+    the best of each row thick; b"" without a population.
     """
     study = state.config
     if not study.search.population:
         return b""
-    found = [entry for entry in configurations(state.trials, study.search.objectives) if entry.finished]
+    found = [
+        entry for entry in configurations(state.trials, study.search.objectives) if entry.finished
+    ]
     domains = [domain for domain in study.parsed_space.sampled if not domain.categorical][:MOST]
     if not found or not domains:
         return b""
     rows = list(state.rows())
-    winners = [best([entry for entry in found if entry.row == row], study.search.objectives) for row in rows]
+    winners = [
+        best([entry for entry in found if entry.row == row], study.search.objectives)
+        for row in rows
+    ]
     columns = min(3, len(domains))
     lines = math.ceil(len(domains) / columns)
-    figure = Figure(figsize=(SIZE[0], 0.6 + 2.9 * lines), dpi=DPI, facecolor=theme.page, layout="constrained")
+    figure = Figure(
+        figsize=(SIZE[0], 0.6 + 2.9 * lines), dpi=DPI, facecolor=theme.page, layout="constrained"
+    )
     for place, domain in enumerate(domains):
         axes = figure.add_subplot(lines, columns, place + 1, facecolor=theme.page)
         style_axes(axes, theme)
         for entry in found:
             epochs = entry.trials[0].epochs
-            values = [params_at(entry.params, epoch).get(domain.key, math.nan) for epoch in range(epochs)]
+            values = [
+                params_at(entry.params, epoch).get(domain.key, math.nan) for epoch in range(epochs)
+            ]
             wins, row = entry in winners, rows.index(entry.row)
             axes.step(
-                range(epochs + 1), [*values, values[-1]], where="post", color=COLOURS[row % len(COLOURS)],
-                linewidth=2.4 if wins else 0.9, alpha=1.0 if wins else 0.45, label=plain(entry.row) if wins else None,
+                range(epochs + 1), [*values, values[-1]], where="post",
+                color=COLOURS[row % len(COLOURS)], linewidth=2.4 if wins else 0.9,
+                alpha=1.0 if wins else 0.45, label=plain(entry.row) if wins else None,
             )  # fmt: skip
         if domain.kind.startswith("log"):
             axes.set_yscale("log")
         axes.set_xlabel("epoch")
         set_title(axes, plain(domain.key), theme)
         if place == 0 and len(rows) > 1:
-            axes.legend(fontsize=8, labelcolor=theme.text, facecolor=theme.page, edgecolor=theme.grid)
+            axes.legend(
+                fontsize=8, labelcolor=theme.text, facecolor=theme.page, edgecolor=theme.grid
+            )
     return png(figure)

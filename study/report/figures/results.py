@@ -1,8 +1,9 @@
-"""The report's two pictures: error per epoch with spread, and the final errors beside the published ones.
+"""The report's two pictures: error per epoch with spread, and the final errors beside the published
+ones.
 
-Each is drawn for a light and a dark page. Colours are Okabe and Ito's (2008), told apart with every common colour blindness;
-lines also differ in dash and marker, published bars in hatch. Errors are in per cent; bands span the lowest and highest seed,
-error bars are one sample standard deviation.
+Each is drawn for a light and a dark page. Colours are Okabe and Ito's (2008), told apart with every
+common colour blindness; lines also differ in dash and marker, published bars in hatch. Errors are
+in per cent; bands span the lowest and highest seed, error bars are one sample standard deviation.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ mpl.use("Agg")
 
 
 def draw_epochs(state: StudyState, summary: Summary, theme: Theme) -> bytes:
-    """PNG: validation error by epoch, one line a row (mean over seeds), the band from the lowest to the highest seed.
+    """PNG: validation error by epoch, one line a row (mean over seeds), the band from the lowest to
+    the highest seed.
 
     Of a searched row, its best configuration; before there is one, nothing.
     """
@@ -57,7 +59,9 @@ def draw_epochs(state: StudyState, summary: Summary, theme: Theme) -> bytes:
         _draw_row(axes, number, plain(row.label), list(row.trials))
     axes.set_xlabel("epoch")
     axes.set_ylabel("validation error, %")
-    set_title(axes, "Validation error per epoch: mean over seeds, band from lowest to highest", theme)
+    set_title(
+        axes, "Validation error per epoch: mean over seeds, band from lowest to highest", theme
+    )
     percent_axis(axes)
     axes.xaxis.get_major_locator().set_params(integer=True)
     if axes.lines:
@@ -69,17 +73,24 @@ def _most_telling(summary: Summary) -> list[Row]:
     """The first :data:`MOST_CURVES` rows, or of more those with the lowest test error."""
     if len(summary.rows) <= MOST_CURVES:
         return list(summary.rows)
-    return sorted(summary.rows, key=lambda row: math.inf if row.mean is None else row.mean)[:MOST_CURVES]
+    return sorted(summary.rows, key=lambda row: math.inf if row.mean is None else row.mean)[
+        :MOST_CURVES
+    ]
 
 
 def _draw_faint(axes: Any, trials: list[TrialState], theme: Theme) -> None:
     for trial in trials:
-        curve = {epoch: 100 * value for epoch, value in trial.metric("validation/error").items() if not math.isnan(value)}
+        curve = {
+            epoch: 100 * value
+            for epoch, value in trial.metric("validation/error").items()
+            if not math.isnan(value)
+        }
         axes.plot(list(curve), list(curve.values()), color=theme.grid, linewidth=0.8, zorder=1)
 
 
 def draw_bars(state: StudyState, summary: Summary, theme: Theme) -> bytes:
-    """PNG: final test error of each row (bar: mean, whisker: sd, dots: seeds) beside the published figure (hatched)."""
+    """PNG: final test error of each row (bar: mean, whisker: sd, dots: seeds) beside the published
+    figure (hatched)."""
     if len(summary.rows) > MOST_BARS:
         return _draw_lying_bars(summary, theme)
     figure, axes = canvas(theme)
@@ -90,7 +101,15 @@ def draw_bars(state: StudyState, summary: Summary, theme: Theme) -> bytes:
         if row.mean is not None:
             _bar(axes, here, row.mean, row.sd, width, number, theme)
             errors = test_errors(list(row.trials))
-            axes.scatter([here] * len(errors), errors, s=14, color=theme.text, zorder=4, alpha=0.7, linewidths=0)
+            axes.scatter(
+                [here] * len(errors),
+                errors,
+                s=14,
+                color=theme.text,
+                zorder=4,
+                alpha=0.7,
+                linewidths=0,
+            )
         if row.published is not None:
             hatched: dict[str, Any] = {
                 "facecolor": "none",
@@ -100,7 +119,9 @@ def draw_bars(state: StudyState, summary: Summary, theme: Theme) -> bytes:
             }
             axes.bar(number + 0.2, row.published, width, **hatched, zorder=2)
             _value(axes, number + 0.2, row.published, theme)
-    axes.set_xticks(range(len(summary.rows)), [wrap_label(plain(row.label)) for row in summary.rows])
+    axes.set_xticks(
+        range(len(summary.rows)), [wrap_label(plain(row.label)) for row in summary.rows]
+    )
     axes.set_ylabel("test error, %")
     set_title(axes, _bars_title(summary, published), theme)
     axes.margins(y=0.14)
@@ -115,9 +136,17 @@ def _draw_lying_bars(summary: Summary, theme: Theme) -> bytes:
     for place, row in enumerate(rows):
         errors = test_errors(list(row.trials))
         axes.barh(place, row.mean, 0.7, color=COLOURS[0], zorder=2)
-        axes.scatter(errors, [place] * len(errors), s=9, color=theme.text, zorder=4, alpha=0.7, linewidths=0)
+        axes.scatter(
+            errors, [place] * len(errors), s=9, color=theme.text, zorder=4, alpha=0.7, linewidths=0
+        )
         axes.annotate(
-            f"{row.mean:.2f}", (row.mean, place), (4, 0), textcoords="offset points", va="center", color=theme.text, fontsize=8
+            f"{row.mean:.2f}",
+            (row.mean, place),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+            color=theme.text,
+            fontsize=8,
         )
     axes.set_yticks(range(len(rows)), [plain(row.label) for row in rows], fontsize=8)
     axes.invert_yaxis()
@@ -127,19 +156,26 @@ def _draw_lying_bars(summary: Summary, theme: Theme) -> bytes:
 
 
 def draw_slices(state: StudyState, theme: Theme) -> bytes:
-    """PNG: the first objective over each sampled key, a dot a configuration, rows by colour and marker; b"" where nothing was searched.
+    """PNG: the first objective over each sampled key, a dot a configuration, rows by colour and
+    marker; b"" where nothing was searched.
 
-    Filled dots ran to their end; hollow ones were ended early, or are a population's earlier generations. Lists are spread over the axis
-    in their order.
+    Filled dots ran to their end; hollow ones were ended early, or are a population's earlier
+    generations. Lists are spread over the axis in their order.
     """
     metric = next(iter(state.config.search.objectives))
-    found = [entry for entry in configurations(state.trials, [metric]) if math.isfinite(entry.objectives[metric])]
+    found = [
+        entry
+        for entry in configurations(state.trials, [metric])
+        if math.isfinite(entry.objectives[metric])
+    ]
     domains = [_with_history(domain, found) for domain in state.config.parsed_space.domains]
     if not found or not domains:
         return b""
     columns = min(3, len(domains))
     lines = math.ceil(len(domains) / columns)
-    figure = Figure(figsize=(SIZE[0], 0.6 + 2.9 * lines), dpi=DPI, facecolor=theme.page, layout="constrained")
+    figure = Figure(
+        figsize=(SIZE[0], 0.6 + 2.9 * lines), dpi=DPI, facecolor=theme.page, layout="constrained"
+    )
     first = None
     for place, domain in enumerate(domains):
         axes = figure.add_subplot(lines, columns, place + 1, facecolor=theme.page, sharey=first)
@@ -164,14 +200,23 @@ def _with_history(domain: Domain, found: list[Configuration]) -> Domain:
     return dataclasses.replace(domain, values=tuple(values))
 
 
-def _slice(axes: Any, domain: Domain, found: list[Configuration], rows: list[str], metric: str) -> None:
+def _slice(
+    axes: Any, domain: Domain, found: list[Configuration], rows: list[str], metric: str
+) -> None:
     scale = 100 if metric.endswith("/error") else 1
     for number, row in enumerate(rows):
-        mine = [(entry, params_at(entry.params)) for entry in found if entry.row == row and domain.key in entry.params]
+        mine = [
+            (entry, params_at(entry.params))
+            for entry in found
+            if entry.row == row and domain.key in entry.params
+        ]
         colour = COLOURS[number % len(COLOURS)]
         for finished in (False, True):
             points = [
-                (_place(domain, values[domain.key], number, len(rows)), scale * entry.objectives[metric])
+                (
+                    _place(domain, values[domain.key], number, len(rows)),
+                    scale * entry.objectives[metric],
+                )
                 for entry, values in mine
                 if entry.finished == finished
             ]
@@ -182,10 +227,18 @@ def _slice(axes: Any, domain: Domain, found: list[Configuration], rows: list[str
                 "edgecolors": colour,
             }
             axes.scatter(
-                *zip(*points, strict=True) if points else ((), ()), s=22, facecolors=colour if finished else "none", **style
+                *zip(*points, strict=True) if points else ((), ()),
+                s=22,
+                facecolors=colour if finished else "none",
+                **style,
             )
     if domain.categorical:
-        axes.set_xticks(range(len(domain.values)), [short(value) for value in domain.values], rotation=20, ha="right")
+        axes.set_xticks(
+            range(len(domain.values)),
+            [short(value) for value in domain.values],
+            rotation=20,
+            ha="right",
+        )
     elif domain.kind.startswith("log"):
         axes.set_xscale("log")
     if scale == 100:
@@ -200,32 +253,63 @@ def _place(domain: Domain, value: Any, row: int, rows: int) -> float:
 
 def _slice_legend(figure: Figure, rows: list[str], theme: Theme) -> None:
     handles = [
-        Line2D([], [], color=COLOURS[n % len(COLOURS)], marker=MARKERS[n % len(MARKERS)], linestyle="", label=plain(row))
+        Line2D(
+            [],
+            [],
+            color=COLOURS[n % len(COLOURS)],
+            marker=MARKERS[n % len(MARKERS)],
+            linestyle="",
+            label=plain(row),
+        )
         for n, row in enumerate(rows)
     ]
-    figure.legend(handles=handles, loc="outside upper left", ncols=4, frameon=False, labelcolor=theme.text, fontsize=9)
+    figure.legend(
+        handles=handles,
+        loc="outside upper left",
+        ncols=4,
+        frameon=False,
+        labelcolor=theme.text,
+        fontsize=9,
+    )
 
 
 def _draw_row(axes: Any, number: int, label: str, trials: list[TrialState]) -> None:
-    curves = [{epoch: 100 * value for epoch, value in trial.metric("validation/error").items()} for trial in trials]
+    curves = [
+        {epoch: 100 * value for epoch, value in trial.metric("validation/error").items()}
+        for trial in trials
+    ]
     by_epoch = {
-        epoch: [c[epoch] for c in curves if epoch in c and not math.isnan(c[epoch])] for epoch in sorted(set().union(*curves))
+        epoch: [c[epoch] for c in curves if epoch in c and not math.isnan(c[epoch])]
+        for epoch in sorted(set().union(*curves))
     }
     by_epoch = {epoch: values for epoch, values in by_epoch.items() if values}
     if not by_epoch:
         return
     epochs, colour = list(by_epoch), COLOURS[number % len(COLOURS)]
     means = [statistics.fmean(values) for values in by_epoch.values()]
-    style: dict[str, Any] = {"linestyle": DASHES[number % len(DASHES)], "marker": MARKERS[number % len(MARKERS)], "markersize": 5}
+    style: dict[str, Any] = {
+        "linestyle": DASHES[number % len(DASHES)],
+        "marker": MARKERS[number % len(MARKERS)],
+        "markersize": 5,
+    }
     axes.plot(epochs, means, color=colour, linewidth=2, label=label, zorder=3, **style)
     axes.fill_between(
-        epochs, [min(v) for v in by_epoch.values()], [max(v) for v in by_epoch.values()], color=colour, alpha=0.18, linewidth=0
+        epochs,
+        [min(v) for v in by_epoch.values()],
+        [max(v) for v in by_epoch.values()],
+        color=colour,
+        alpha=0.18,
+        linewidth=0,
     )
 
 
-def _bar(axes: Any, x: float, mean: float, sd: float | None, width: float, number: int, theme: Theme) -> None:
+def _bar(
+    axes: Any, x: float, mean: float, sd: float | None, width: float, number: int, theme: Theme
+) -> None:
     whisker: dict[str, Any] = (
-        {"yerr": sd, "error_kw": {"ecolor": theme.text, "capsize": 4, "linewidth": 1.4}} if sd is not None else {}
+        {"yerr": sd, "error_kw": {"ecolor": theme.text, "capsize": 4, "linewidth": 1.4}}
+        if sd is not None
+        else {}
     )
     axes.bar(x, mean, width, color=COLOURS[number % len(COLOURS)], zorder=2, **whisker)
     _value(axes, x, mean + (sd or 0.0), theme, text=f"{mean:.2f}")
@@ -233,7 +317,13 @@ def _bar(axes: Any, x: float, mean: float, sd: float | None, width: float, numbe
 
 def _value(axes: Any, x: float, top: float, theme: Theme, text: str = "") -> None:
     axes.annotate(
-        text or f"{top:.2f}", (x, top), (0, 4), textcoords="offset points", ha="center", color=theme.text, fontsize=10.5
+        text or f"{top:.2f}",
+        (x, top),
+        (0, 4),
+        textcoords="offset points",
+        ha="center",
+        color=theme.text,
+        fontsize=10.5,
     )
 
 

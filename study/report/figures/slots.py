@@ -1,7 +1,7 @@
 """The picture of a run's slots: which trial held which slot when, and what lay idle.
 
-Drawn for a light and a dark page in the colours of :mod:`study.report.figures.results`. All bars are one collection of
-rectangles, so thousands of trials are drawn as fast as ten.
+Drawn for a light and a dark page in the colours of :mod:`study.report.figures.results`. All bars
+are one collection of rectangles, so thousands of trials are drawn as fast as ten.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ PALE = 0.4
 """How much of its colour a bar has until the first report."""
 UNITS = ((7200.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
 """From how many seconds on time is told in what."""
-MARKS = {("stopped",): ("|", 2.0, "ended early"), ("failed",): ("x", 5.0, "failed"), AGAIN: ("3", 5.0, "started again")}
+MARKS = {
+    ("stopped",): ("|", 2.0, "ended early"),
+    ("failed",): ("x", 5.0, "failed"),
+    AGAIN: ("3", 5.0, "started again"),
+}
 """By how an interval ended; with the least size, so that what is rare is found among many."""
 HEIGHTS, SLOT = (2.4, 4.8), 0.25
 """Inches: of the picture, and of a slot as far as they allow."""
@@ -34,8 +38,8 @@ MARGINS = 1.5
 
 
 def draw_slots(run: Run | None, rows: Sequence[str], theme: Theme) -> bytes:
-    """PNG: a bar for every trial in every slot that it held, in its row's colour, pale until the first report; the line is how
-    many slots there were. b"" where nothing was noted.
+    """PNG: a bar for every trial in every slot that it held, in its row's colour, pale until the
+    first report; the line is how many slots there were. b"" where nothing was noted.
 
     Args:
         rows: labels, in the order of their colours.
@@ -43,20 +47,39 @@ def draw_slots(run: Run | None, rows: Sequence[str], theme: Theme) -> bytes:
     if run is None or not run.intervals or not run.capacity or run.end <= run.begin:
         return b""
     there = slots_over_time(run)
-    count = max(1 + max(slot for interval in run.intervals for slot in interval.slots), *(slots for _, slots in there))
+    count = max(
+        1 + max(slot for interval in run.intervals for slot in interval.slots),
+        *(slots for _, slots in there),
+    )
     height = min(HEIGHTS[1], max(HEIGHTS[0], MARGINS + SLOT * count))
     points = 72 * (height - MARGINS) / count
-    divisor, unit = next((divisor, unit) for least, divisor, unit in UNITS if run.end - run.begin >= least)
+    divisor, unit = next(
+        (divisor, unit) for least, divisor, unit in UNITS if run.end - run.begin >= least
+    )
     figure, axes = canvas(theme, height=height)
-    axes.add_collection(_bars(run, rows, divisor, 0.86 if points > 4 else 1.0, theme), autolim=False)
+    axes.add_collection(
+        _bars(run, rows, divisor, 0.86 if points > 4 else 1.0, theme), autolim=False
+    )
     axes.step(
-        [0.0, *((time - run.begin) / divisor for time, _ in there[1:]), (run.end - run.begin) / divisor],
+        [
+            0.0,
+            *((time - run.begin) / divisor for time, _ in there[1:]),
+            (run.end - run.begin) / divisor,
+        ],
         [*(slots for _, slots in there), there[-1][1]],
-        where="post", color=theme.text, linewidth=1.2, linestyle="--",
-    )  # fmt: skip
-    handles = [*_row_handles(rows), Patch(color=_pale(theme.text, theme), label="until its first report")]
+        where="post",
+        color=theme.text,
+        linewidth=1.2,
+        linestyle="--",
+    )
+    handles = [
+        *_row_handles(rows),
+        Patch(color=_pale(theme.text, theme), label="until its first report"),
+    ]
     handles += _marks(axes, run, divisor, min(7.0, 0.8 * points), theme)
-    handles.append(Line2D([], [], color=theme.text, linewidth=1.2, linestyle="--", label="slots in all"))
+    handles.append(
+        Line2D([], [], color=theme.text, linewidth=1.2, linestyle="--", label="slots in all")
+    )
     axes.set_xlim(0, (run.end - run.begin) / divisor)
     axes.set_ylim(0, count * 1.02)
     axes.grid(visible=False)
@@ -64,11 +87,20 @@ def draw_slots(run: Run | None, rows: Sequence[str], theme: Theme) -> bytes:
     axes.set_xlabel(f"{unit} since the command")
     axes.set_ylabel("slot")
     set_title(axes, "Trials by slot; what is empty was idle", theme)
-    figure.legend(handles=handles, loc="outside lower left", ncols=4, frameon=False, labelcolor=theme.text, fontsize=9)
+    figure.legend(
+        handles=handles,
+        loc="outside lower left",
+        ncols=4,
+        frameon=False,
+        labelcolor=theme.text,
+        fontsize=9,
+    )
     return png(figure)
 
 
-def _bars(run: Run, rows: Sequence[str], divisor: float, thickness: float, theme: Theme) -> PolyCollection:
+def _bars(
+    run: Run, rows: Sequence[str], divisor: float, thickness: float, theme: Theme
+) -> PolyCollection:
     """Two rectangles for every slot of a trial, one of them pale."""
     colours = {row: COLOURS[number % len(COLOURS)] for number, row in enumerate(rows)}
     shades = {row: (_pale(colour, theme), to_rgb(colour)) for row, colour in colours.items()}
@@ -76,19 +108,34 @@ def _bars(run: Run, rows: Sequence[str], divisor: float, thickness: float, theme
     boxes, filled = [], []
     for interval in run.intervals:
         end = run.end if interval.end is None else interval.end
-        times = [time - run.begin for time in (interval.begin, end if interval.first is None else interval.first, end)]
+        times = [
+            time - run.begin
+            for time in (interval.begin, end if interval.first is None else interval.first, end)
+        ]
         parts = list(zip(pairwise(times), shades.get(interval.row, other), strict=True))
         for slot in interval.slots:
             low, high = slot + (1 - thickness) / 2, slot + (1 + thickness) / 2
             boxes += [(left, low, right, high) for (left, right), _ in parts]
             filled += [(*shade, 1.0) for _, shade in parts]
     left, low, right, high = np.array(boxes).T
-    corners: Any = np.stack([left / divisor, low, left / divisor, high, right / divisor, high, right / divisor, low], axis=1)
-    return PolyCollection(corners.reshape(-1, 4, 2), facecolors=np.array(filled), linewidths=0, zorder=2, in_layout=False)
+    corners: Any = np.stack(
+        [left / divisor, low, left / divisor, high, right / divisor, high, right / divisor, low],
+        axis=1,
+    )
+    return PolyCollection(
+        corners.reshape(-1, 4, 2),
+        facecolors=np.array(filled),
+        linewidths=0,
+        zorder=2,
+        in_layout=False,
+    )
 
 
 def _pale(colour: Any, theme: Theme) -> Any:
-    return tuple(PALE * own + (1 - PALE) * page for own, page in zip(to_rgb(colour), to_rgb(theme.page), strict=True))
+    return tuple(
+        PALE * own + (1 - PALE) * page
+        for own, page in zip(to_rgb(colour), to_rgb(theme.page), strict=True)
+    )
 
 
 def _row_handles(rows: Sequence[str]) -> list[Any]:
@@ -101,7 +148,11 @@ def _marks(axes: Any, run: Run, divisor: float, size: float, theme: Theme) -> li
     """Marks at the ends of bars; the legend's handles of those there are."""
     handles = []
     for ends, (marker, least, label) in MARKS.items():
-        found = [interval for interval in run.intervals if interval.how in ends and interval.end is not None]
+        found = [
+            interval
+            for interval in run.intervals
+            if interval.how in ends and interval.end is not None
+        ]
         if found:
             xs = [((interval.end or 0.0) - run.begin) / divisor for interval in found]
             style: dict[str, Any] = {
@@ -112,7 +163,12 @@ def _marks(axes: Any, run: Run, divisor: float, size: float, theme: Theme) -> li
                 "label": label,
             }
             axes.plot(
-                xs, [interval.slots[0] + 0.5 for interval in found], markersize=max(least, size), clip_on=False, zorder=4, **style
+                xs,
+                [interval.slots[0] + 0.5 for interval in found],
+                markersize=max(least, size),
+                clip_on=False,
+                zorder=4,
+                **style,
             )
             handles.append(Line2D([], [], markersize=7, **style))
     return handles

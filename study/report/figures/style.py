@@ -93,5 +93,7 @@ def png(figure: Figure) -> bytes:
     drawn.draw()
     image = Image.fromarray(np.asarray(drawn.buffer_rgba())).convert("RGB")
     small = io.BytesIO()
-    image.quantize(COLOURS_KEPT, dither=Image.Dither.NONE).save(small, format="png", compress_level=8)
+    image.quantize(COLOURS_KEPT, dither=Image.Dither.NONE).save(
+        small, format="png", compress_level=8
+    )
     return small.getvalue()

@@ -1,4 +1,5 @@
-"""analyze: counts and ratios against their definitions, layers of all kinds, a model left as it is."""
+"""analyze: counts and ratios against their definitions, layers of all kinds, a model left as it
+is."""
 
 from __future__ import annotations
 
@@ -18,12 +19,16 @@ from lns_ops.analysis import Grid, Values, decibels
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(0.2), nn.Linear(36, 3)
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Dropout(0.2), nn.Linear(36, 3)
     )  # fmt: skip
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    return torch.randn(16, 1, 8, 8, generator=torch.Generator().manual_seed(1)), torch.arange(16) % 3
+    return (
+        torch.randn(16, 1, 8, 8, generator=torch.Generator().manual_seed(1)),
+        torch.arange(16) % 3,
+    )
 
 
 def test_values_are_counted_as_defined() -> None:
@@ -32,9 +37,15 @@ def test_values_are_counted_as_defined() -> None:
     assert (values.count, values.zeros, values.underflow, values.saturated) == (7, 1, 2, 2)
     assert (values.low, values.high) == (-20, 20)
     rounded = LNSTensor.from_float(x, lns12).to_float().double()
-    assert values.rounding_db == pytest.approx(10 * math.log10((x.double() ** 2).sum() / ((x - rounded) ** 2).sum()))
+    assert values.rounding_db == pytest.approx(
+        10 * math.log10((x.double() ** 2).sum() / ((x - rounded) ** 2).sum())
+    )
     nothing = Values.of(torch.zeros(3), Grid(lns12))
-    assert (nothing.zeros, math.isnan(nothing.low), math.isnan(nothing.rounding_db)) == (3, True, True)
+    assert (nothing.zeros, math.isnan(nothing.low), math.isnan(nothing.rounding_db)) == (
+        3,
+        True,
+        True,
+    )
 
 
 def test_decibels() -> None:
@@ -45,9 +56,14 @@ def test_decibels() -> None:
 
 def test_ratios_are_those_of_two_networks_run_by_hand() -> None:
     torch.manual_seed(0)
-    model, (x, y) = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), (torch.randn(10, 6), torch.arange(10) % 3)
+    model, (x, y) = (
+        nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)),
+        (torch.randn(10, 6), torch.arange(10) % 3),
+    )
     analysis = analyze(model, (x, y), lns12)
-    other = convert_(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), lns12, scope="everywhere")
+    other = convert_(
+        nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), lns12, scope="everywhere"
+    )
     with torch.no_grad():
         for own, theirs in zip(other.parameters(), model.parameters(), strict=True):
             own.copy_(LNSTensor.from_float(theirs, lns12))
@@ -57,7 +73,9 @@ def test_ratios_are_those_of_two_networks_run_by_hand() -> None:
     last = analysis.layers[-1]
     assert last.forward_db == pytest.approx(decibels(exact, got.to_float()))
     theirs, own = (
-        torch.cat([p.grad.to_float().flatten() if lns else p.grad.flatten() for p in m[0].parameters()])  # type: ignore[union-attr]
+        torch.cat(
+            [p.grad.to_float().flatten() if lns else p.grad.flatten() for p in m[0].parameters()]
+        )  # type: ignore[union-attr]
         for m, lns in ((model, False), (other, True))
     )
     assert analysis.layers[0].weight_gradient_db == pytest.approx(decibels(theirs, own))
@@ -82,7 +100,9 @@ def test_updates_are_lost_below_half_an_ulp(lr: float, lost: float) -> None:
     """Weights and gradients of 1: half an ulp of lns12 is 0.0054."""
     model = nn.Linear(4, 2, bias=False)
     nn.init.ones_(model.weight)
-    analysis = analyze(model, (torch.ones(1, 4), None), lns12, loss=lambda output, _: output.sum(), lr=lr)
+    analysis = analyze(
+        model, (torch.ones(1, 4), None), lns12, loss=lambda output, _: output.sum(), lr=lr
+    )
     assert analysis.layers[0].updates_lost == lost
     assert analysis.layers[0].updates == 8
     made = analyze(
@@ -96,7 +116,10 @@ def test_updates_are_lost_below_half_an_ulp(lr: float, lost: float) -> None:
 def test_the_model_and_the_generator_stay_as_they_are(scope: str) -> None:
     model, converted = net(), convert_(net(), lns12, scope=scope)
     for each in (model, converted):
-        before = {k: (v.codes if isinstance(v, LNSTensor) else v).clone() for k, v in each.state_dict().items()}
+        before = {
+            k: (v.codes if isinstance(v, LNSTensor) else v).clone()
+            for k, v in each.state_dict().items()
+        }
         state = torch.random.get_rng_state()
         first, again = (analyze(each, batch(), lns12, scope=scope) for _ in range(2))
         assert first.to_dict().keys() == again.to_dict().keys()
@@ -115,7 +138,9 @@ def test_layers_may_have_formats_of_their_own() -> None:
     assert analysis.span is None
 
 
-@pytest.mark.parametrize(("name", "low"), [("bfloat16", -133), ("fixed(16,12)", -12), ("int8/channel", None)])
+@pytest.mark.parametrize(
+    ("name", "low"), [("bfloat16", -133), ("fixed(16,12)", -12), ("int8/channel", None)]
+)
 def test_other_formats(name: str, low: float | None) -> None:
     analysis = analyze(net(), batch(), name, lr=0.1)
     assert analysis.format == name
@@ -136,13 +161,19 @@ def test_recurrent_layers_and_shared_ones() -> None:
     class Tagger(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embed, self.lstm, self.head = nn.Embedding(7, 6), nn.LSTM(6, 5, batch_first=True), nn.Linear(5, 7)
+            self.embed, self.lstm, self.head = (
+                nn.Embedding(7, 6),
+                nn.LSTM(6, 5, batch_first=True),
+                nn.Linear(5, 7),
+            )
 
         def forward(self, tokens: Tensor) -> Tensor:
             hidden = self.lstm(self.embed(tokens))[0]
             return self.head(self.head(hidden)[..., :5]).mean(1)  # type: ignore[no-any-return]
 
-    analysis = analyze(Tagger(), (torch.arange(12).view(3, 4) % 7, torch.tensor([0, 1, 2])), lns16, lr=0.1)
+    analysis = analyze(
+        Tagger(), (torch.arange(12).view(3, 4) % 7, torch.tensor([0, 1, 2])), lns16, lr=0.1
+    )
     layers = {layer.name: layer for layer in analysis.layers}
     assert layers.keys() == {"embed", "lstm", "head"}
     assert layers["head"].output.count == 2 * 3 * 4 * 7  # type: ignore[union-attr]
@@ -154,7 +185,15 @@ def test_table_frame_and_picture(tmp_path: Path) -> None:
     analysis = analyze(net(), batch(), lns12, lr=0.1)
     lines = str(analysis).splitlines()
     assert lines[0] == "lns12, 2^-16.0 .. 2^16.0; ranges in octaves"
-    assert [line.split()[0] for line in lines[1:]] == ["layer", "0", "1", "2", "3", "6", "gradients"]
+    assert [line.split()[0] for line in lines[1:]] == [
+        "layer",
+        "0",
+        "1",
+        "2",
+        "3",
+        "6",
+        "gradients",
+    ]
     frame = analysis.to_pandas()
     assert isinstance(frame, pandas.DataFrame)
     assert frame.loc["0", "output.count"] == analysis.layers[0].output.count  # type: ignore[union-attr]
@@ -167,7 +206,13 @@ def test_table_frame_and_picture(tmp_path: Path) -> None:
 
 def test_bad_input() -> None:
     with pytest.raises(ValueError, match=r"lr=0.1 and an optimizer: both say what an update is"):
-        analyze(net(), batch(), lns12, lr=0.1, optimizer=lambda parameters: lns_ops.optim.SGD(parameters, lr=0.1))
+        analyze(
+            net(),
+            batch(),
+            lns12,
+            lr=0.1,
+            optimizer=lambda parameters: lns_ops.optim.SGD(parameters, lr=0.1),
+        )
     with pytest.raises(ValueError, match=r"batch of type Tensor: must be a pair"):
         analyze(net(), torch.ones(3), lns12)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="format 'lns99'"):

@@ -1,4 +1,5 @@
-"""The CPU kernels equal the reference bit for bit: random codes, extremes, exact cancellation, odd shapes, every layout."""
+"""The CPU kernels equal the reference bit for bit: random codes, extremes, exact cancellation, odd
+shapes, every layout."""
 
 from __future__ import annotations
 
@@ -22,21 +23,37 @@ from lns_ops.cpu.simd.piecewise_avx512 import evaluate, segments
 from lns_ops.format import MANTISSA_BITS, LNSFormat, encode_thresholds, lns8, lns12, lns16
 from lns_ops.spec.gaussian_log import gaussian_tables
 
-FORMATS = [lns16, lns12, lns8, LNSFormat(16, 14), LNSFormat(16, 9), LNSFormat(14, 5), LNSFormat(2, 0), LNSFormat(3, 1)]
+FORMATS = [
+    lns16,
+    lns12,
+    lns8,
+    LNSFormat(16, 14),
+    LNSFormat(16, 9),
+    LNSFormat(14, 5),
+    LNSFormat(2, 0),
+    LNSFormat(3, 1),
+]
 every_format = pytest.mark.parametrize("fmt", FORMATS, ids=str)
 Codes = NDArray[np.int16]
 
 
-def random_codes(rng: np.random.Generator, fmt: LNSFormat, *shape: int, zeros: float = 0.1) -> Codes:
+def random_codes(
+    rng: np.random.Generator, fmt: LNSFormat, *shape: int, zeros: float = 0.1
+) -> Codes:
     """Codes spread over the whole format, extremes included, a share of them zero."""
     codes = rng.choice(fmt.codes(), shape)
-    extremes = np.array([fmt.field_mask, fmt.field_mask | fmt.sign_mask, 1, 1 | fmt.sign_mask], np.int16)
+    extremes = np.array(
+        [fmt.field_mask, fmt.field_mask | fmt.sign_mask, 1, 1 | fmt.sign_mask], np.int16
+    )
     codes = np.where(rng.random(shape) < 0.1, rng.choice(extremes, shape), codes)
     return np.where(rng.random(shape) < zeros, np.int16(0), codes).astype(np.int16)
 
 
-def gaussian_codes(rng: np.random.Generator, fmt: LNSFormat, *shape: int, zeros: float = 0.1) -> Codes:
-    """Codes of normally distributed numbers: the magnitudes of weights and activations, which take the narrow kernel."""
+def gaussian_codes(
+    rng: np.random.Generator, fmt: LNSFormat, *shape: int, zeros: float = 0.1
+) -> Codes:
+    """Codes of normally distributed numbers: the magnitudes of weights and activations, which take
+    the narrow kernel."""
     codes = ref.encode(rng.standard_normal(shape), fmt)
     return np.where(rng.random(shape) < zeros, np.int16(0), codes).astype(np.int16)
 
@@ -46,7 +63,9 @@ def cancelling_pair(rng: np.random.Generator, fmt: LNSFormat, *shape: int) -> tu
     x, y = random_codes(rng, fmt, *shape), random_codes(rng, fmt, *shape)
     kind = rng.integers(0, 3, shape)
     y = np.where(kind == 0, ref.neg(x, fmt), y)
-    near = ref.pack(rng.random(shape) < 0.5, ref.unpack(x, fmt)[1] + rng.integers(-5, 6, shape), fmt)
+    near = ref.pack(
+        rng.random(shape) < 0.5, ref.unpack(x, fmt)[1] + rng.integers(-5, 6, shape), fmt
+    )
     return x, np.where(kind == 1, near, y).astype(np.int16)
 
 
@@ -56,7 +75,7 @@ def assert_same(actual: NDArray[Any], expected: NDArray[Any]) -> None:
     np.testing.assert_array_equal(actual, expected, strict=True)
 
 
-# ------------------------------------------------------------------------------------------------- elementwise
+# -------------------------------------------------------------------------------------------------
 
 
 @every_format
@@ -89,8 +108,12 @@ def test_sign_without_magnitude_reads_as_zero(fmt: LNSFormat) -> None:
     negative_zero = np.array([fmt.sign_mask], np.int16)
     one = np.array([fmt.bias], np.int16)
     for name in ("add", "sub", "mul"):
-        assert_same(getattr(cpu, name)(negative_zero, one, fmt), getattr(ref, name)(negative_zero, one, fmt))
-        assert_same(getattr(cpu, name)(one, negative_zero, fmt), getattr(ref, name)(one, negative_zero, fmt))
+        assert_same(
+            getattr(cpu, name)(negative_zero, one, fmt), getattr(ref, name)(negative_zero, one, fmt)
+        )
+        assert_same(
+            getattr(cpu, name)(one, negative_zero, fmt), getattr(ref, name)(one, negative_zero, fmt)
+        )
     assert cpu.decode(negative_zero, fmt)[0] == 0
     assert cpu.sqrt(negative_zero, fmt)[0] == 0
     assert cpu.matmul(negative_zero[:, None], one[:, None], fmt)[0, 0] == 0
@@ -122,20 +145,25 @@ def test_operands_broadcast_and_stride() -> None:
         cpu.add(x.astype(np.int32), x.astype(np.int32), lns16)
 
 
-# ----------------------------------------------------------------------------------------------- encode, decode
+# ----------------------------------------------------------------------------------------------- en
 
 
 def threshold_neighbours() -> NDArray[np.float32]:
-    """float32 values at, just below and just above the thresholds of f = 7, at every exponent down to the subnormals."""
+    """float32 values at, just below and just above the thresholds of f = 7, at every exponent down
+    to the subnormals."""
     significands = np.concatenate([[1.0], encode_thresholds(7) / 2.0**MANTISSA_BITS])
     values = np.ldexp(significands[:, None], np.arange(-150, 128)).astype(np.float32).ravel()
-    return np.concatenate([values, np.nextafter(values, np.float32(0)), np.nextafter(values, np.float32(3.4e38))])
+    return np.concatenate(
+        [values, np.nextafter(values, np.float32(0)), np.nextafter(values, np.float32(3.4e38))]
+    )
 
 
 @every_format
 def test_encode_at_thresholds(fmt: LNSFormat) -> None:
     significands = encode_thresholds(fmt.fraction_bits)[:, None] + np.arange(-1, 2)
-    exact = np.ldexp(significands.astype(np.float64).ravel()[:, None], np.arange(-150, 128) - MANTISSA_BITS).ravel()[:200_000]
+    exact = np.ldexp(
+        significands.astype(np.float64).ravel()[:, None], np.arange(-150, 128) - MANTISSA_BITS
+    ).ravel()[:200_000]
     single = exact.astype(np.float32)
     upward, downward = np.nextafter(single, np.float32(3.4e38)), np.nextafter(single, np.float32(0))
     for values in (exact, single, upward, downward, threshold_neighbours()):
@@ -147,8 +175,13 @@ def test_encode_at_thresholds(fmt: LNSFormat) -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_encode_any_finite_bit_pattern(fmt: LNSFormat, dtype: type[np.floating[Any]]) -> None:
     rng = np.random.default_rng(5)
-    patterns = rng.integers(0, 256, (200_000, np.dtype(dtype).itemsize), np.uint8).view(dtype).ravel()
-    limits = np.array([0, -0.0, np.finfo(dtype).max, np.finfo(dtype).tiny, np.finfo(dtype).smallest_subnormal], dtype)
+    patterns = (
+        rng.integers(0, 256, (200_000, np.dtype(dtype).itemsize), np.uint8).view(dtype).ravel()
+    )
+    limits = np.array(
+        [0, -0.0, np.finfo(dtype).max, np.finfo(dtype).tiny, np.finfo(dtype).smallest_subnormal],
+        dtype,
+    )
     values = np.concatenate([patterns[np.isfinite(patterns)], limits, -limits])
     assert_same(cpu.encode(values, fmt), ref.encode(values, fmt))
 
@@ -156,7 +189,8 @@ def test_encode_any_finite_bit_pattern(fmt: LNSFormat, dtype: type[np.floating[A
 @pytest.mark.slow
 @pytest.mark.parametrize("exponent", [0, 1, 2, 127, 254])
 def test_encode_every_fraction(exponent: int) -> None:
-    """All 2^23 fractions of float32 at some exponents, subnormals (0) among them; other exponents only add whole octaves."""
+    """All 2^23 fractions of float32 at some exponents, subnormals (0) among them; other exponents
+    only add whole octaves."""
     values = np.arange(exponent << 23, exponent + 1 << 23, dtype=np.uint32).view(np.float32)
     for fmt in (lns16, lns12, LNSFormat(16, 14)):
         assert_same(cpu.encode(values, fmt), ref.encode(values, fmt))
@@ -188,9 +222,20 @@ def test_encode_takes_integers_and_views() -> None:
     assert cpu.encode(np.float32(1.5), lns16).shape == ()
 
 
-# --------------------------------------------------------------------------------------------------- reductions
+# --------------------------------------------------------------------------------------------------
 
-SUM_SHAPES = [(1, 5), (200, 3), (3, 200), (5, 129, 4), (64, 130), (65, 1), (1, 1000), (2, 0), (0, 2), (300,)]
+SUM_SHAPES = [
+    (1, 5),
+    (200, 3),
+    (3, 200),
+    (5, 129, 4),
+    (64, 130),
+    (65, 1),
+    (1, 1000),
+    (2, 0),
+    (0, 2),
+    (300,),
+]
 
 
 @every_format
@@ -205,7 +250,16 @@ def test_sum_along_each_axis(fmt: LNSFormat, make: Any) -> None:
         cpu.sum(x, 1, fmt)
 
 
-MATMUL_SHAPES = [(1, 1, 1), (3, 130, 5), (17, 64, 129), (9, 65, 300), (2, 1, 128), (33, 200, 257), (0, 3, 2), (2, 0, 3)]
+MATMUL_SHAPES = [
+    (1, 1, 1),
+    (3, 130, 5),
+    (17, 64, 129),
+    (9, 65, 300),
+    (2, 1, 128),
+    (33, 200, 257),
+    (0, 3, 2),
+    (2, 0, 3),
+]
 
 
 @pytest.fixture(params=["gather", "simd", "avx2"])
@@ -231,7 +285,9 @@ def test_matmul(fmt: LNSFormat, make: Any, kernel: str) -> None:
         assert_same(cpu.matmul(x_MK, y_KN, fmt), expected)
         x_view, y_view = np.ascontiguousarray(x_MK.T).T, np.ascontiguousarray(y_KN.T).T
         assert_same(cpu.matmul(x_view, y_view, fmt), expected)
-        assert_same(cpu.matmul(x_MK[:, ::-1], y_KN[::-1], fmt), ref.matmul(x_MK[:, ::-1], y_KN[::-1], fmt))
+        assert_same(
+            cpu.matmul(x_MK[:, ::-1], y_KN[::-1], fmt), ref.matmul(x_MK[:, ::-1], y_KN[::-1], fmt)
+        )
 
 
 @every_format
@@ -257,15 +313,20 @@ def test_matmul_that_saturates(fmt: LNSFormat, kernel: str) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    fmt=st.sampled_from([lns16, lns12]), M=st.integers(1, 9), K=st.integers(1, 140), N=st.integers(1, 140),
-    seed=st.integers(0, 1 << 32), spread=st.integers(0, 60), zeros=st.sampled_from([0.0, 0.1, 0.8]),
+    fmt=st.sampled_from([lns16, lns12]), M=st.integers(1, 9), K=st.integers(1, 140),
+    N=st.integers(1, 140), seed=st.integers(0, 1 << 32), spread=st.integers(0, 60),
+    zeros=st.sampled_from([0.0, 0.1, 0.8]),
 )  # fmt: skip
-def test_matmul_of_any_shape_and_spread(fmt: LNSFormat, M: int, K: int, N: int, seed: int, spread: int, zeros: float) -> None:
+def test_matmul_of_any_shape_and_spread(
+    fmt: LNSFormat, M: int, K: int, N: int, seed: int, spread: int, zeros: float
+) -> None:
     rng = np.random.default_rng(seed)
 
     def operand(*shape: int) -> Codes:
         scale = np.exp2(rng.uniform(-spread, spread, shape) / 2)
-        return np.where(rng.random(shape) < zeros, 0, ref.encode(rng.choice([-1, 1], shape) * scale, fmt)).astype(np.int16)
+        return np.where(
+            rng.random(shape) < zeros, 0, ref.encode(rng.choice([-1, 1], shape) * scale, fmt)
+        ).astype(np.int16)
 
     x_MK, y_KN = operand(M, K), operand(K, N)
     assert_same(cpu.matmul(x_MK, y_KN, fmt), ref.matmul(x_MK, y_KN, fmt))
@@ -279,7 +340,9 @@ def test_segments_equal_the_tables_everywhere(fraction_bits: int) -> None:
     distance = np.arange(4 * len(plus))
     for parity, table in ((0, plus), (1, minus)):
         wanted = table[np.minimum(distance, len(table) - 1)] << pieces.shape.unit_shift
-        np.testing.assert_array_equal(evaluate(pieces, distance, parity), np.maximum(wanted, -32768))
+        np.testing.assert_array_equal(
+            evaluate(pieces, distance, parity), np.maximum(wanted, -32768)
+        )
 
 
 @pytest.mark.parametrize("fraction_bits", range(3, 8))
@@ -290,7 +353,9 @@ def test_pieces_equal_the_tables_everywhere(fraction_bits: int) -> None:
     distance = np.arange((1 << 15) >> made.cut.unit_shift)
     for parity, table in ((0, plus), (1, minus)):
         wanted = table[np.minimum(distance, len(table) - 1)] << made.cut.unit_shift
-        np.testing.assert_array_equal(piecewise_avx2.evaluate(made, distance, parity), np.maximum(wanted, -32768))
+        np.testing.assert_array_equal(
+            piecewise_avx2.evaluate(made, distance, parity), np.maximum(wanted, -32768)
+        )
 
 
 @pytest.mark.parametrize("avx2", [False, True])
@@ -302,14 +367,17 @@ def test_lns12_always_takes_the_vector_kernel(avx2: bool) -> None:
 
 @pytest.mark.parametrize("fmt", [lns12, lns16], ids=str)
 def test_every_distance_of_two_terms(fmt: LNSFormat, kernel: str) -> None:
-    """Two products at every distance, of equal and of opposite signs, the larger one first and last."""
+    """Two products at every distance, of equal and of opposite signs, the larger one first and
+    last."""
     span = np.arange(len(gaussian_tables(fmt.fraction_bits).plus) + 40)
     one = fmt.bias
     for swap in (False, True):
         for sign in (0, fmt.sign_mask):
             terms = np.array([np.full_like(span, one), (one - span) | sign])
             y_KN = terms[:: -1 if swap else 1].astype(np.int16)
-            x_MK = np.array([[one, one], [one | fmt.sign_mask, one | fmt.sign_mask]]).astype(np.int16)
+            x_MK = np.array([[one, one], [one | fmt.sign_mask, one | fmt.sign_mask]]).astype(
+                np.int16
+            )
             assert_same(cpu.matmul(x_MK, y_KN, fmt), ref.matmul(x_MK, y_KN, fmt))
 
 
@@ -323,7 +391,10 @@ def test_matmul_at_panel_edges(columns: int, kernel: str) -> None:
 
 def test_matmul_of_sparse_rows(kernel: str) -> None:
     rng = np.random.default_rng(13)
-    x_MK, y_KN = gaussian_codes(rng, lns16, 20, 200, zeros=0.8), gaussian_codes(rng, lns16, 200, 260)
+    x_MK, y_KN = (
+        gaussian_codes(rng, lns16, 20, 200, zeros=0.8),
+        gaussian_codes(rng, lns16, 200, 260),
+    )
     x_MK[3] = 0
     x_MK[:, 64:128] = 0
     assert_same(cpu.matmul(x_MK, y_KN, lns16), ref.matmul(x_MK, y_KN, lns16))
@@ -348,7 +419,7 @@ def test_matmul_batched() -> None:
         cpu.matmul(x_BMK[0], x_BMK[0], lns12)
 
 
-# ---------------------------------------------------------------------------------------------------- optimizer
+# --------------------------------------------------------------------------------------------------
 
 
 @every_format
@@ -365,7 +436,10 @@ def test_sgd_update(fmt: LNSFormat, use_momentum: bool, use_kahan: bool) -> None
         "buffer": buffer if use_momentum else None,
         "compensation": compensation if use_kahan else None,
     }
-    codes = {name: np.int16(value) if isinstance(value, int) else value for name, value in options.items()}
+    codes = {
+        name: np.int16(value) if isinstance(value, int) else value
+        for name, value in options.items()
+    }
     expected = ref.sgd_update(weight, grad, fmt, **codes)  # type: ignore[arg-type]
     before = grad.copy()
     cpu.sgd_update(weight, grad, fmt, **options)  # type: ignore[arg-type]
@@ -383,7 +457,7 @@ def test_sgd_update_refuses_what_it_cannot_change() -> None:
         cpu.sgd_update(weight, weight[0], lns16, negative_lr=1)
 
 
-# ------------------------------------------------------------------------------------------- threads, processes
+# ------------------------------------------------------------------------------------------- thread
 
 
 def test_thread_count_does_not_change_results() -> None:
@@ -431,7 +505,9 @@ def test_kernels_work_after_fork_and_leave_torch_alone() -> None:
 def test_thread_count_comes_from_the_environment() -> None:
     command = [sys.executable, "-c", "from lns_ops import cpu; print(cpu.get_num_threads())"]
     environment = {**os.environ, "OMP_NUM_THREADS": "3"}
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, env=environment, check=True, capture_output=True, text=True, timeout=300
+    )
     assert done.stdout.strip() == "3"
 
 

@@ -1,4 +1,5 @@
-"""Machine code of kernels: kept in files, shared by processes, made again when damaged, and done without where that fails."""
+"""Machine code of kernels: kept in files, shared by processes, made again when damaged, and done
+without where that fails."""
 
 from __future__ import annotations
 
@@ -73,8 +74,12 @@ def test_a_kernel_is_compiled_once_and_then_loaded(folder: Path, compilations: l
     np.testing.assert_array_equal(second, expected)
 
 
-@pytest.mark.parametrize("damage", [lambda b: b"", lambda b: b[:100], lambda b: b[:500] + bytes([b[500] ^ 1]) + b[501:]])
-def test_a_damaged_file_is_made_again(folder: Path, compilations: list[str], damage: Callable[[bytes], bytes]) -> None:
+@pytest.mark.parametrize(
+    "damage", [lambda b: b"", lambda b: b[:100], lambda b: b[:500] + bytes([b[500] ^ 1]) + b[501:]]
+)
+def test_a_damaged_file_is_made_again(
+    folder: Path, compilations: list[str], damage: Callable[[bytes], bytes]
+) -> None:
     expected = widened(fresh())
     file = folder / "gather_gemm.widen.o"
     whole = file.read_bytes()
@@ -119,21 +124,27 @@ def imported(path: Path) -> set[Path]:
             names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-    files = (PACKAGE.parent / Path(*name.split(".")).with_suffix(".py") for name in names if name.startswith("lns_ops."))
+    files = (
+        PACKAGE.parent / Path(*name.split(".")).with_suffix(".py")
+        for name in names
+        if name.startswith("lns_ops.")
+    )
     return {file for file in files if file.exists()}
 
 
 def makers_of_kernels() -> list[Path]:
     """The files that import the decorator of kernels, or its class."""
-    made = re.compile(r"^from lns_ops\.cpu\.compiler\.object_cache import .*\b(?:kernel|Kernel)\b", re.MULTILINE)
+    made = re.compile(
+        r"^from lns_ops\.cpu\.compiler\.object_cache import .*\b(?:kernel|Kernel)\b", re.MULTILINE
+    )
     return [file for file in sorted(PACKAGE.rglob("*.py")) if made.search(file.read_text())]
 
 
 def test_all_that_a_kernel_may_be_made_of_names_its_folder() -> None:
     makers = makers_of_kernels()
-    assert {kernel.function.__module__ for kernel in gc.get_objects() if type(kernel) is Kernel} - {__name__} <= {
-        ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts) for file in makers
-    }
+    assert {kernel.function.__module__ for kernel in gc.get_objects() if type(kernel) is Kernel} - {
+        __name__
+    } <= {".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts) for file in makers}
     reached, new = set(makers), set(makers)
     while new:
         new = {file for maker in new for file in imported(maker)} - reached
@@ -142,7 +153,9 @@ def test_all_that_a_kernel_may_be_made_of_names_its_folder() -> None:
     assert sorted(reached - set(object_cache.sources())) == []
 
 
-def test_a_changed_source_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_source_has_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copy = tmp_path / "lns_ops"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(object_cache, "_PACKAGE", copy)
@@ -166,11 +179,17 @@ print(cpu.matmul(x, x, lns12).astype(np.int64).sum(), cpu.add(x, x, lns12).astyp
 @pytest.mark.slow
 def test_two_processes_may_compile_at_once(folder: Path) -> None:
     command = [sys.executable, "-W", "error", "-c", PRODUCT]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) for _ in range(2)]
+    running = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+        for _ in range(2)
+    ]
     printed = [process.communicate(timeout=500)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0]
     x = np.arange(400, dtype=np.int16).reshape(20, 20)
-    sums = [int(result.astype(np.int64).sum()) for result in (ref.matmul(x, x, lns12), ref.add(x, x, lns12))]
+    sums = [
+        int(result.astype(np.int64).sum())
+        for result in (ref.matmul(x, x, lns12), ref.add(x, x, lns12))
+    ]
     assert printed == [f"{sums[0]} {sums[1]}\n"] * 2
     assert all(file.suffix == ".o" for file in folder.iterdir())
 
@@ -184,7 +203,8 @@ def test_threads_that_meet_at_the_first_use(folder: Path, compilations: list[str
         np.testing.assert_array_equal(result, results[0])
 
 
-@pytest.mark.parametrize("fmt", [lns12, lns16], ids=str)  # each has its own form of the vector kernel
+# each has its own form of the vector kernel
+@pytest.mark.parametrize("fmt", [lns12, lns16], ids=str)
 def test_numbas_dispatcher_takes_over_with_the_same_results(
     fmt: LNSFormat, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,8 +228,16 @@ def test_numbas_dispatcher_takes_over_with_the_same_results(
 def test_arrays_unlike_the_signature_are_refused() -> None:
     out = np.zeros(CODES.size, np.int32)
     numbers = (lns12.bias, lns12.field_mask, 0, 10)
-    for x in (CODES.astype(np.int32), CODES.astype(">i2"), CODES[::2], CODES.reshape(10, 10), CODES[:1].reshape(1, 1)):
-        with pytest.raises(TypeError, match=r"kernel gather_gemm.widen: arrays of .*; needs contiguous ones"):
+    for x in (
+        CODES.astype(np.int32),
+        CODES.astype(">i2"),
+        CODES[::2],
+        CODES.reshape(10, 10),
+        CODES[:1].reshape(1, 1),
+    ):
+        with pytest.raises(
+            TypeError, match=r"kernel gather_gemm.widen: arrays of .*; needs contiguous ones"
+        ):
             gather_gemm.widen.code((x, out))(x, out, *numbers)
     assert not out.any()
 

@@ -1,4 +1,5 @@
-"""Sums on vector lanes: the reference's bits for every kernel, at odd shapes, with zeros and cancellation; and when gathers take over."""
+"""Sums on vector lanes: the reference's bits for every kernel, at odd shapes, with zeros and
+cancellation; and when gathers take over."""
 
 from __future__ import annotations
 
@@ -31,7 +32,11 @@ def held(fmt: LNSFormat) -> Codes:
     """The format's codes in ascending order, but for what lanes leave to gathers."""
     codes = fmt.codes()
     magnitude = np.abs(reference.decode(codes, fmt))
-    return codes if fmt.bits < 16 else codes[(codes == 0) | (magnitude > 2.0**-30) & (magnitude < 2.0**30)]
+    return (
+        codes
+        if fmt.bits < 16
+        else codes[(codes == 0) | (magnitude > 2.0**-30) & (magnitude < 2.0**30)]
+    )
 
 
 def on_lanes(fmt: LNSFormat, K: int, *operands: Codes) -> bool:
@@ -40,12 +45,16 @@ def on_lanes(fmt: LNSFormat, K: int, *operands: Codes) -> bool:
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_additions(fmt: LNSFormat, kernel: str) -> None:
-    """Any two codes, equal magnitudes, neighbours of unlike sign, zeros; a length that is no multiple of a chunk."""
+    """Any two codes, equal magnitudes, neighbours of unlike sign, zeros; a length that is no
+    multiple of a chunk."""
     rng, codes = np.random.default_rng(0), held(fmt)
     x, y = (rng.choice(codes, (61, 777)) for _ in range(2))
     y[::3] = reference.neg(x[::3], fmt)
     place = rng.integers(0, len(codes) - 40, x[1::3].shape)
-    x[1::3], y[1::3] = codes[place], reference.neg(codes[place + rng.integers(0, 40, place.shape)], fmt)
+    x[1::3], y[1::3] = (
+        codes[place],
+        reference.neg(codes[place + rng.integers(0, 40, place.shape)], fmt),
+    )
     x[5], y[8] = 0, 0
     assert on_lanes(fmt, 2, x, y)
     np.testing.assert_array_equal(cpu.add(x, y, fmt), reference.add(x, y, fmt))
@@ -60,13 +69,18 @@ def test_sums(fmt: LNSFormat, shift: int, kernel: str) -> None:
     x[rng.random(x.shape) < 0.3] = 0
     assert on_lanes(fmt, 137, x)
     for axis in range(3):
-        np.testing.assert_array_equal(cpu.sum(x, axis, fmt, shift), reference.sum(x, axis, fmt, shift))
+        np.testing.assert_array_equal(
+            cpu.sum(x, axis, fmt, shift), reference.sum(x, axis, fmt, shift)
+        )
 
 
 @pytest.mark.parametrize("K", [1, 3, 25, 31, 32, 33, 49, 63, 64, 65, 96, 129, 4000])
 def test_rows_of_any_length(K: int, kernel: str) -> None:
-    """Tiles of the transposition that reach beyond a row, and beyond the array; blocks of two lengths side by side."""
-    x = reference.encode(np.random.default_rng(2).standard_normal(max(9000 // K, 5) * K), lns12).reshape(-1, K)
+    """Tiles of the transposition that reach beyond a row, and beyond the array; blocks of two
+    lengths side by side."""
+    x = reference.encode(
+        np.random.default_rng(2).standard_normal(max(9000 // K, 5) * K), lns12
+    ).reshape(-1, K)
     assert on_lanes(lns12, K, x)
     np.testing.assert_array_equal(cpu.sum(x, 1, lns12), reference.sum(x, 1, lns12))
 
@@ -76,10 +90,20 @@ def test_threads_divide_the_work(kernel: str) -> None:
     before = cpu.get_num_threads()
     try:
         cpu.set_num_threads(3)
-        several = cpu.add(x, x[::-1], lns12), cpu.sum(x, 1, lns12), cpu.sum(x, 0, lns12), cpu.repeat(x[0], 280_000, 1)
+        several = (
+            cpu.add(x, x[::-1], lns12),
+            cpu.sum(x, 1, lns12),
+            cpu.sum(x, 0, lns12),
+            cpu.repeat(x[0], 280_000, 1),
+        )
     finally:
         cpu.set_num_threads(before)
-    alone = cpu.add(x, x[::-1], lns12), cpu.sum(x, 1, lns12), cpu.sum(x, 0, lns12), cpu.repeat(x[0], 280_000, 1)
+    alone = (
+        cpu.add(x, x[::-1], lns12),
+        cpu.sum(x, 1, lns12),
+        cpu.sum(x, 0, lns12),
+        cpu.repeat(x[0], 280_000, 1),
+    )
     for got, wanted in zip(several, alone, strict=True):
         np.testing.assert_array_equal(got, wanted)
 
@@ -87,7 +111,9 @@ def test_threads_divide_the_work(kernel: str) -> None:
 def test_what_does_not_fit_sixteen_bits_is_gathered(kernel: str) -> None:
     x = np.random.default_rng(4).choice(lns16.codes(), (100, 100))
     assert not on_lanes(lns16, 2, x, x)
-    assert not on_lanes(LNSFormat(16, 10), 2, *(reference.encode(np.ones((100, 100)), LNSFormat(16, 10)),) * 2)
+    assert not on_lanes(
+        LNSFormat(16, 10), 2, *(reference.encode(np.ones((100, 100)), LNSFormat(16, 10)),) * 2
+    )
     assert not on_lanes(lns12, 2, np.zeros((100, 100), np.int16), np.zeros((100, 100), np.int16))
     assert not on_lanes(lns12, 2, x[:2, :2], x[:2, :2])
     assert reduce.plan([(1, 5)], 2, lns12, "gather") is None

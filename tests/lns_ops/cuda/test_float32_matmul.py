@@ -1,4 +1,5 @@
-"""Products with float32 sums on a GPU: operands as decoded, the stated bound, what is exact, saturation, streams, graphs, training."""
+"""Products with float32 sums on a GPU: operands as decoded, the stated bound, what is exact,
+saturation, streams, graphs, training."""
 
 from __future__ import annotations
 
@@ -20,13 +21,35 @@ from trainers.training.trainer import Training
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}"),
+    pytest.mark.skipif(
+        cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}"
+    ),
 ]
 
-FORMATS = [lns16, lns12, lns8, LNSFormat(2, 0), LNSFormat(9, 0), LNSFormat(10, 1), LNSFormat(15, 6), LNSFormat(14, 8),
-           LNSFormat(16, 9), LNSFormat(16, 12), LNSFormat(16, 14)]  # fmt: skip
+FORMATS = [
+    lns16,
+    lns12,
+    lns8,
+    LNSFormat(2, 0),
+    LNSFormat(9, 0),
+    LNSFormat(10, 1),
+    LNSFormat(15, 6),
+    LNSFormat(14, 8),
+    LNSFormat(16, 9),
+    LNSFormat(16, 12),
+    LNSFormat(16, 14),
+]
 """Every type of operand; formats that reach float32's limits, and bfloat16's subnormal numbers."""
-SHAPES = [(1, 1, 1), (3, 5, 2), (17, 64, 33), (128, 784, 512), (128, 512, 10), (10, 128, 512), (100, 1000, 130), (257, 4096, 129)]
+SHAPES = [
+    (1, 1, 1),
+    (3, 5, 2),
+    (17, 64, 33),
+    (128, 784, 512),
+    (128, 512, 10),
+    (10, 128, 512),
+    (100, 1000, 130),
+    (257, 4096, 129),
+]
 OPERAND_ERROR = {"bf16": 2.0**-8, "tf32": 2.0**-11, "float32": 2.0**-24}
 UNIT = {"bf16": 2.0**-22, "tf32": 2.0**-22, "float32": 2.0**-24}
 """e and u of lns_ops.accumulation."""
@@ -39,18 +62,25 @@ def product(x: torch.Tensor, y: torch.Tensor, fmt: LNSFormat) -> torch.Tensor:
 def assert_bounded(got: torch.Tensor, x: np.ndarray, y: np.ndarray, fmt: LNSFormat) -> None:
     kind = float32_matmul.operand_type(fmt.fraction_bits)
     bad = outside(got.cpu().numpy(), x, y, fmt, OPERAND_ERROR[kind], UNIT[kind])
-    assert not bad.any(), f"{bad.sum()} of {bad.size} outside the bound, first at {np.argwhere(bad)[0]}"
+    assert not bad.any(), (
+        f"{bad.sum()} of {bad.size} outside the bound, first at {np.argwhere(bad)[0]}"
+    )
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 @pytest.mark.parametrize("offset", [0, 3])
 def test_operands_of_every_code(fmt: LNSFormat, offset: int) -> None:
-    """bfloat16 and tf32 are the exact values rounded to nearest, two arrays of different length and alignment in one launch."""
-    codes = np.concatenate([np.zeros(offset, np.int16), fmt.codes(), [fmt.sign_mask]]).astype(np.int16)
+    """bfloat16 and tf32 are the exact values rounded to nearest, two arrays of different length and
+    alignment in one launch."""
+    codes = np.concatenate([np.zeros(offset, np.int16), fmt.codes(), [fmt.sign_mask]]).astype(
+        np.int16
+    )
     exact = reference.decode(codes, fmt, np.float64)
     x, y = gpu(codes)[offset:], gpu(codes)
     for got, wanted in zip(
-        float32_matmul.decoded_operands(x, y, fmt.bits, fmt.fraction_bits), (exact[offset:], exact), strict=True
+        float32_matmul.decoded_operands(x, y, fmt.bits, fmt.fraction_bits),
+        (exact[offset:], exact),
+        strict=True,
     ):
         values, kind = got.double().cpu().numpy(), float32_matmul.operand_type(fmt.fraction_bits)
         assert got.dtype == (torch.bfloat16 if kind == "bf16" else torch.float32)
@@ -60,10 +90,15 @@ def test_operands_of_every_code(fmt: LNSFormat, offset: int) -> None:
             assert np.array_equal(values[normal], rounded[normal])
         elif kind == "tf32":
             assert not (got.view(torch.int32).cpu().numpy()[normal] & 0x1FFF).any()
-        assert (np.abs(values - wanted)[normal] <= OPERAND_ERROR[kind] * np.abs(wanted)[normal]).all()
+        assert (
+            np.abs(values - wanted)[normal] <= OPERAND_ERROR[kind] * np.abs(wanted)[normal]
+        ).all()
         assert (np.abs(values - wanted)[~normal] <= 2.0**-133).all()
         assert np.array_equal(np.signbit(values[values != 0]), wanted[values != 0] < 0)
-        assert_same(lns.encode(got.float(), fmt)[gpu(normal)], (codes[offset:] if len(wanted) < len(codes) else codes)[normal])
+        assert_same(
+            lns.encode(got.float(), fmt)[gpu(normal)],
+            (codes[offset:] if len(wanted) < len(codes) else codes)[normal],
+        )
 
 
 def test_large_arrays_in_one_launch() -> None:
@@ -71,8 +106,15 @@ def test_large_arrays_in_one_launch() -> None:
     for fmt in (lns12, lns16):
         x, y = gpu(random_codes((3_000_001,), fmt, 1)), gpu(random_codes((17,), fmt, 2))
         for pair in ((x, y), (y, x), (x[1:], y), (x, y[1:])):
-            for got, codes in zip(float32_matmul.decoded_operands(*pair, fmt.bits, fmt.fraction_bits), pair, strict=True):
-                assert_same(lns.encode(got.float(), fmt), (codes * (codes & fmt.field_mask != 0)).cpu().numpy())
+            for got, codes in zip(
+                float32_matmul.decoded_operands(*pair, fmt.bits, fmt.fraction_bits),
+                pair,
+                strict=True,
+            ):
+                assert_same(
+                    lns.encode(got.float(), fmt),
+                    (codes * (codes & fmt.field_mask != 0)).cpu().numpy(),
+                )
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
@@ -87,10 +129,15 @@ def test_sums_keep_the_bound(fmt: LNSFormat, shape: tuple[int, int, int], spread
 
 @pytest.mark.parametrize("fmt", [lns12, lns16, LNSFormat(16, 12)], ids=str)
 def test_sums_agree_with_the_cpu(fmt: LNSFormat) -> None:
-    """Well within the bound: normal operands, K = 784, at most a few ulps apart relative to the norm of the factors."""
+    """Well within the bound: normal operands, K = 784, at most a few ulps apart relative to the
+    norm of the factors."""
     x, y = torch.randn(128, 784), torch.randn(784, 512)
-    here, there = (product(*(lns.encode(t.to(device), fmt) for t in (x, y)), fmt) for device in ("cpu", "cuda"))
-    difference = (lns.decode(here, fmt) - lns.decode(there.cpu(), fmt)).norm() / lns.decode(here, fmt).norm()
+    here, there = (
+        product(*(lns.encode(t.to(device), fmt) for t in (x, y)), fmt) for device in ("cpu", "cuda")
+    )
+    difference = (lns.decode(here, fmt) - lns.decode(there.cpu(), fmt)).norm() / lns.decode(
+        here, fmt
+    ).norm()
     assert difference < 2 * (2.0 ** (0.5 / 2**fmt.fraction_bits) - 1)
 
 
@@ -119,7 +166,9 @@ def test_transposed_operands_are_not_copied() -> None:
 def test_batches(fmt: LNSFormat) -> None:
     x, y = random_codes((5, 33, 70), fmt, 14, 0.1), random_codes((5, 70, 19), fmt, 15, 0.1)
     assert_bounded(product(gpu(x), gpu(y), fmt), x, y, fmt)
-    assert_bounded(product(gpu(np.swapaxes(x, 1, 2)).mT, gpu(np.swapaxes(y, 1, 2)).mT, fmt), x, y, fmt)
+    assert_bounded(
+        product(gpu(np.swapaxes(x, 1, 2)).mT, gpu(np.swapaxes(y, 1, 2)).mT, fmt), x, y, fmt
+    )
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 3), (4, 0, 3), (4, 5, 0), (0, 0, 0)])
@@ -129,12 +178,15 @@ def test_empty_products(shape: tuple[int, int, int]) -> None:
     assert z.shape == (M, N)
     assert z.dtype == torch.int16
     assert not z.any()
-    assert product(gpu(np.zeros((2, M, K), np.int16)), gpu(np.zeros((2, K, N), np.int16)), lns12).shape == (2, M, N)
+    assert product(
+        gpu(np.zeros((2, M, K), np.int16)), gpu(np.zeros((2, K, N), np.int16)), lns12
+    ).shape == (2, M, N)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_identity_matrices_are_exact(fmt: LNSFormat) -> None:
-    """Operands encode back to themselves, except those below float32's normal range, which may be flushed."""
+    """Operands encode back to themselves, except those below float32's normal range, which may be
+    flushed."""
     x = random_codes((40, 50), fmt, 5)
     x = np.where(x & fmt.field_mask, x, 0).astype(np.int16)
     x[np.abs(reference.decode(x, fmt, np.float64)) < 2.0**-126] = 0
@@ -143,10 +195,13 @@ def test_identity_matrices_are_exact(fmt: LNSFormat) -> None:
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_one_product_is_the_lns_product_or_its_neighbour(fmt: LNSFormat) -> None:
-    """K = 1. At f = 6 and f = 9 some 1 % of the pairs of significands miss by an ulp, elsewhere none."""
+    """K = 1. At f = 6 and f = 9 some 1 % of the pairs of significands miss by an ulp, elsewhere
+    none."""
     x, y = random_codes((400, 1), fmt, 3), random_codes((1, 400), fmt, 4)
     got, wanted = product(gpu(x), gpu(y), fmt).cpu().numpy(), reference.mul(x, y, fmt)
-    factors = np.minimum(*np.broadcast_arrays(*(np.abs(reference.decode(c, fmt, np.float64)) for c in (x, y))))
+    factors = np.minimum(
+        *np.broadcast_arrays(*(np.abs(reference.decode(c, fmt, np.float64)) for c in (x, y)))
+    )
     normal = (factors == 0) | (factors >= 2.0**-126)
     normal &= (wanted == 0) | (np.abs(reference.decode(wanted, fmt, np.float64)) >= 2.0**-125)
     fields = [(c & fmt.field_mask).astype(np.int64) for c in (got, wanted)]
@@ -160,15 +215,28 @@ def test_one_product_is_the_lns_product_or_its_neighbour(fmt: LNSFormat) -> None
 def test_sums_that_leave_float32_saturate_with_their_sign(fmt: LNSFormat, batched: bool) -> None:
     top, one, zero = fmt.field_mask, fmt.bias, 0
     bottom, minus = top | fmt.sign_mask, one | fmt.sign_mask
-    x = np.array([[top, top, one], [bottom, top, one], [top, bottom, minus], [top, zero, one]], np.int16)
-    y = np.array([[top, bottom, top, zero, one], [top, top, bottom, top, one], [one, minus, one, minus, one]], np.int16)
+    x = np.array(
+        [[top, top, one], [bottom, top, one], [top, bottom, minus], [top, zero, one]], np.int16
+    )
+    y = np.array(
+        [
+            [top, bottom, top, zero, one],
+            [top, top, bottom, top, one],
+            [one, minus, one, minus, one],
+        ],
+        np.int16,
+    )
     if batched:
         x, y = np.stack([x, x[::-1]]), np.stack([y, y[:, ::-1]])
-    for left, right in ((gpu(x), gpu(y)), (gpu(np.swapaxes(x, -1, -2)).mT, gpu(np.swapaxes(y, -1, -2)).mT)):
+    for left, right in (
+        (gpu(x), gpu(y)),
+        (gpu(np.swapaxes(x, -1, -2)).mT, gpu(np.swapaxes(y, -1, -2)).mT),
+    ):
         z = product(left, right, fmt)
         assert_bounded(z, x, y, fmt)
         first = z[0] if batched else z
-        # Where two products beyond float32 cancel, what tensor cores make of them is any number, within the bound.
+        # Where two products beyond float32 cancel, what tensor cores make of them is any number,
+        # within the bound.
         assert [first[0, n].item() for n in (0, 3, 4)] == [top, top, top]
         assert [first[1, n].item() for n in (1, 2, 3)] == [top, bottom, top]
         assert first[3].tolist() == [top, bottom, top, minus, top]
@@ -176,15 +244,22 @@ def test_sums_that_leave_float32_saturate_with_their_sign(fmt: LNSFormat, batche
 
 
 def test_large_matrices_with_overflow_here_and_there() -> None:
-    """The elements taken again lie in every part of the grid, odd end included; the others are not touched."""
+    """The elements taken again lie in every part of the grid, odd end included; the others are not
+    touched."""
     x, y = random_codes((301, 40), lns16, 1, 0.1), random_codes((40, 1003), lns16, 2, 0.1)
-    x[::37, 3], y[3, ::11], y[3, -1] = lns16.field_mask, lns16.field_mask, lns16.field_mask | lns16.sign_mask
+    x[::37, 3], y[3, ::11], y[3, -1] = (
+        lns16.field_mask,
+        lns16.field_mask,
+        lns16.field_mask | lns16.sign_mask,
+    )
     assert_bounded(product(gpu(x), gpu(y), lns16), x, y, lns16)
 
 
 @pytest.mark.parametrize("before", ["none", "ieee", "tf32"])
 @pytest.mark.parametrize("fmt", [lns12, lns16, LNSFormat(16, 12)], ids=str)
-def test_torchs_float32_precision_is_left_as_it_was_and_does_not_matter(before: str, fmt: LNSFormat) -> None:
+def test_torchs_float32_precision_is_left_as_it_was_and_does_not_matter(
+    before: str, fmt: LNSFormat
+) -> None:
     x, y = random_codes((64, 500), fmt, 1, 0.1), random_codes((500, 64), fmt, 2, 0.1)
     wanted, setting = product(gpu(x), gpu(y), fmt), torch.backends.cuda.matmul
     previous = setting.fp32_precision
@@ -206,7 +281,10 @@ def test_autocast_leaves_the_sums_alone(fmt: LNSFormat) -> None:
 
 @pytest.mark.parametrize("fmt", [lns12, lns16, LNSFormat(16, 12)], ids=str)
 def test_runs_on_torchs_current_stream_and_in_a_graph(fmt: LNSFormat) -> None:
-    x, y = gpu(random_codes((256, 320), fmt, 20, 0.1)), gpu(random_codes((256, 320), fmt, 21, 0.1)).t()
+    x, y = (
+        gpu(random_codes((256, 320), fmt, 20, 0.1)),
+        gpu(random_codes((256, 320), fmt, 21, 0.1)).t(),
+    )
     wanted = product(x, y, fmt)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -226,7 +304,8 @@ def test_runs_on_torchs_current_stream_and_in_a_graph(fmt: LNSFormat) -> None:
 
 @pytest.mark.parametrize("scope", ["matmul", "everywhere"])
 def test_gradients_agree_with_the_cpu(scope: str) -> None:
-    """Backward products run in a thread of autograd's; contract products stay where the setting was contract."""
+    """Backward products run in a thread of autograd's; contract products stay where the setting was
+    contract."""
     results = {}
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
@@ -237,11 +316,13 @@ def test_gradients_agree_with_the_cpu(scope: str) -> None:
             output = net(x.to(device))
             F.cross_entropy(output, (torch.arange(96) % 10).to(device), reduction="sum").backward()
         grads = [p.grad for p in net.parameters()]
-        results[device] = [g.to_float().cpu() if isinstance(g, lns_ops.LNSTensor) else g.cpu() for g in grads]
+        results[device] = [
+            g.to_float().cpu() if isinstance(g, lns_ops.LNSTensor) else g.cpu() for g in grads
+        ]
     for here, there in zip(results["cpu"], results["cuda"], strict=True):
         assert (
-            here - there
-        ).norm() / here.norm() < 0.03  # five roundings of half an ulp (2^-8.5) on each side, and LNS sums over the batch
+            (here - there).norm() / here.norm() < 0.03
+        )  # five roundings of half an ulp (2^-8.5) on each side, and LNS sums over the batch
 
 
 def test_operator_passes_torchs_own_checks() -> None:
@@ -252,10 +333,16 @@ def test_operator_passes_torchs_own_checks() -> None:
 @pytest.mark.parametrize("scope", ["matmul", "everywhere"])
 def test_trials_train_in_a_graph_and_resume(scope: str, tmp_path: Path) -> None:
     trial = TrialConfig(
-        data=DataConfig(name="digits", validation_size=300), model=ModelConfig(hidden=[32]), epochs=4, batch_size=32, device="cuda",
-        precision=PrecisionConfig(format="lns12", scope=scope, kahan_sum=True, accumulation="float32"),
+        data=DataConfig(name="digits", validation_size=300),
+        model=ModelConfig(hidden=[32]),
+        epochs=4,
+        batch_size=32,
+        device="cuda",
+        precision=PrecisionConfig(
+            format="lns12", scope=scope, kahan_sum=True, accumulation="float32"
+        ),
         optimizer=OptimizerConfig(lr=0.5, momentum=0.5),
-    )  # fmt: skip
+    )
     undisturbed = Training(trial)
     first = undisturbed.train_epoch()
     undisturbed.save(tmp_path)

@@ -1,4 +1,5 @@
-"""Every CUDA kernel equals the reference bit for bit, on any stream, in a graph, in every variant."""
+"""Every CUDA kernel equals the reference bit for bit, on any stream, in a graph, in every
+variant."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from lns_ops import functional as lns
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}"),
+    pytest.mark.skipif(
+        cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}"
+    ),
 ]
 
 FORMATS = [
@@ -28,15 +31,21 @@ FORMATS = [
     LNSFormat(16, 12),
     LNSFormat(12, 10),
 ]
-"""Underflow in the accumulator (15 and 16 bits), each table layout, no fraction at all, hardly any range."""
+"""Underflow in the accumulator (15 and 16 bits), each table layout, no fraction at all, hardly any
+range."""
 
 
-def random_codes(shape: tuple[int, ...], fmt: LNSFormat, seed: int, spread: float = 1.0) -> np.ndarray:
-    """Codes over the whole range (spread 1) or close around one, with zeros, extremes and the never-produced negative zero."""
+def random_codes(
+    shape: tuple[int, ...], fmt: LNSFormat, seed: int, spread: float = 1.0
+) -> np.ndarray:
+    """Codes over the whole range (spread 1) or close around one, with zeros, extremes and the
+    never-produced negative zero."""
     rng = np.random.default_rng(seed)
     field = rng.integers(1, fmt.field_mask + 1, shape)
     field = np.clip(fmt.bias + ((field - fmt.bias) * spread).astype(np.int64), 1, fmt.field_mask)
-    field = np.where(rng.random(shape) < 0.02, 1, np.where(rng.random(shape) < 0.02, fmt.field_mask, field))
+    field = np.where(
+        rng.random(shape) < 0.02, 1, np.where(rng.random(shape) < 0.02, fmt.field_mask, field)
+    )
     codes = np.where(rng.random(shape) < 0.5, field | fmt.sign_mask, field)
     codes = np.where(rng.random(shape) < 0.05, 0, codes)
     return np.where(rng.random(shape) < 0.01, fmt.sign_mask, codes).astype(np.int16)
@@ -51,8 +60,13 @@ def assert_same(got: torch.Tensor, wanted: np.ndarray) -> None:
     assert values.shape == wanted.shape
     assert values.dtype == wanted.dtype
     got_flat, wanted_flat = values.reshape(-1), wanted.reshape(-1)
-    at = np.flatnonzero(got_flat.view(f"u{wanted.itemsize}") != wanted_flat.view(f"u{wanted.itemsize}"))
-    assert at.size == 0, f"{at.size} of {wanted.size} differ, first at {at[:5]}: {got_flat[at[:5]]} for {wanted_flat[at[:5]]}"
+    at = np.flatnonzero(
+        got_flat.view(f"u{wanted.itemsize}") != wanted_flat.view(f"u{wanted.itemsize}")
+    )
+    assert at.size == 0, (
+        f"{at.size} of {wanted.size} differ, first at {at[:5]}: {got_flat[at[:5]]} for"
+        f" {wanted_flat[at[:5]]}"
+    )
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
@@ -63,10 +77,15 @@ def test_binary_operations_equal_the_reference(fmt: LNSFormat, name: str) -> Non
         if name == "div":
             y = np.where(y & fmt.field_mask, y, fmt.bias).astype(np.int16)
         assert_same(getattr(lns, name)(gpu(x), gpu(y), fmt), getattr(reference, name)(x, y, fmt))
-        x, y = x[: size // 2], -x[: size // 2] if fmt.bits == 16 else reference.neg(x[: size // 2], fmt)
+        x, y = (
+            x[: size // 2],
+            -x[: size // 2] if fmt.bits == 16 else reference.neg(x[: size // 2], fmt),
+        )
         if name != "div":
             y = reference.neg(x, fmt)
-            assert_same(getattr(lns, name)(gpu(x), gpu(y), fmt), getattr(reference, name)(x, y, fmt))
+            assert_same(
+                getattr(lns, name)(gpu(x), gpu(y), fmt), getattr(reference, name)(x, y, fmt)
+            )
     cuda.check_faults()
 
 
@@ -112,7 +131,9 @@ def test_unaligned_and_strided_operands() -> None:
     assert_same(lns.add(gpu(x)[1:], gpu(y)[1:], lns16), reference.add(x[1:], y[1:], lns16))
     assert_same(lns.add(gpu(x)[::3], gpu(y)[::3], lns16), reference.add(x[::3], y[::3], lns16))
     matrix = x.reshape(20, 50)
-    assert_same(lns.add(gpu(matrix).t(), gpu(matrix).t(), lns16), reference.add(matrix.T, matrix.T, lns16))
+    assert_same(
+        lns.add(gpu(matrix).t(), gpu(matrix).t(), lns16), reference.add(matrix.T, matrix.T, lns16)
+    )
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
@@ -131,10 +152,16 @@ def test_encode_equals_the_reference(fmt: LNSFormat) -> None:
     edges = reference.decode(fmt.codes(), fmt, np.float64)
     middles = np.sqrt(np.abs(edges[1:] * edges[:-1]) + 0.0).astype(np.float32)
     near = [np.nextafter(middles, np.float32(side)) for side in (0, np.inf)]
-    tiny = np.array([0.0, -0.0, 1e-45, -1e-45, 1.1754944e-38, 3.4028235e38, -3.4028235e38], np.float32)
-    x = np.concatenate([x, middles, -middles, *near, np.exp(rng.normal(0, 3, 100_000)).astype(np.float32), tiny])
+    tiny = np.array(
+        [0.0, -0.0, 1e-45, -1e-45, 1.1754944e-38, 3.4028235e38, -3.4028235e38], np.float32
+    )
+    x = np.concatenate(
+        [x, middles, -middles, *near, np.exp(rng.normal(0, 3, 100_000)).astype(np.float32), tiny]
+    )
     assert_same(lns.encode(torch.from_numpy(x).cuda(), fmt), reference.encode(x, fmt))
-    double = np.concatenate([edges, np.exp(rng.normal(0, 20, 50_000)), [5e-324, -5e-324, 1e300, -1e300, 0.0]])
+    double = np.concatenate(
+        [edges, np.exp(rng.normal(0, 20, 50_000)), [5e-324, -5e-324, 1e300, -1e300, 0.0]]
+    )
     assert_same(lns.encode(torch.from_numpy(double).cuda(), fmt), reference.encode(double, fmt))
     cuda.check_faults()
 
@@ -150,7 +177,19 @@ def test_decode_of_every_code(fmt: LNSFormat, dtype: type) -> None:
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 @pytest.mark.parametrize(
     "shape",
-    [(1, 1), (3, 5), (64, 7), (65, 33), (128, 512), (1000, 1), (4200, 2), (0, 4), (2, 40_000), (33, 70_001), (70, 40_000)],
+    [
+        (1, 1),
+        (3, 5),
+        (64, 7),
+        (65, 33),
+        (128, 512),
+        (1000, 1),
+        (4200, 2),
+        (0, 4),
+        (2, 40_000),
+        (33, 70_001),
+        (70, 40_000),
+    ],
 )
 def test_sum_equals_the_reference(fmt: LNSFormat, shape: tuple[int, int]) -> None:
     for spread in (1.0, 0.1):
@@ -193,7 +232,10 @@ def test_every_variant_of_the_gemm(fmt: LNSFormat, tile: cuda.Tile, layout: str)
             if layout == "unaligned":
                 left = torch.nn.functional.pad(left, (3, 1))[:, 3:-1]
                 right = torch.nn.functional.pad(right, (3, 1))[:, 3:-1]
-            assert_same(cuda.matmul(left, right, fmt.bits, fmt.fraction_bits, tile=tile), fast_cpu.matmul(x, y, fmt))
+            assert_same(
+                cuda.matmul(left, right, fmt.bits, fmt.fraction_bits, tile=tile),
+                fast_cpu.matmul(x, y, fmt),
+            )
 
 
 def test_matmul_of_reference_size_equals_the_reference_itself() -> None:
@@ -204,7 +246,11 @@ def test_matmul_of_reference_size_equals_the_reference_itself() -> None:
 
 @pytest.mark.parametrize("fmt", [lns16, lns12, LNSFormat(16, 9)], ids=str)
 def test_fused_bias_and_relu(fmt: LNSFormat) -> None:
-    x, y, bias = random_codes((50, 300), fmt, 11, 0.05), random_codes((300, 70), fmt, 12, 0.05), random_codes((70,), fmt, 13, 0.3)
+    x, y, bias = (
+        random_codes((50, 300), fmt, 11, 0.05),
+        random_codes((300, 70), fmt, 12, 0.05),
+        random_codes((70,), fmt, 13, 0.3),
+    )
     wanted = reference.add(fast_cpu.matmul(x, y, fmt), bias, fmt)
     got = cuda.matmul(gpu(x), gpu(y), fmt.bits, fmt.fraction_bits, bias=gpu(bias))
     assert_same(got, wanted)
@@ -224,19 +270,27 @@ def test_batched_matmul(fmt: LNSFormat) -> None:
 @pytest.mark.parametrize("kahan", [False, True])
 @pytest.mark.parametrize("momentum", [None, 0.9])
 @pytest.mark.parametrize("size", [1, 1000, 4096, 100_003])
-def test_sgd_update_equals_the_reference(fmt: LNSFormat, kahan: bool, momentum: float | None, size: int) -> None:
+def test_sgd_update_equals_the_reference(
+    fmt: LNSFormat, kahan: bool, momentum: float | None, size: int
+) -> None:
     for spread in (1.0, 0.2):
-        weight, grad, buffer, compensation = (random_codes((size,), fmt, 16 + i, spread) for i in range(4))
+        weight, grad, buffer, compensation = (
+            random_codes((size,), fmt, 16 + i, spread) for i in range(4)
+        )
         rate = reference.encode(np.array(-0.05), fmt)
         decay = None if momentum is None else reference.encode(np.array(momentum), fmt)
         wanted = reference.sgd_update(
             weight, grad, fmt, negative_lr=rate, momentum=decay,
             buffer=buffer if momentum else None, compensation=compensation if kahan else None,
         )  # fmt: skip
-        state = [gpu(weight), gpu(buffer) if momentum else None, gpu(compensation) if kahan else None]
+        state = [
+            gpu(weight),
+            gpu(buffer) if momentum else None,
+            gpu(compensation) if kahan else None,
+        ]
         lns.sgd_update_(
-            state[0], gpu(grad), fmt, negative_lr=int(rate), momentum=None if decay is None else int(decay),
-            buffer=state[1], compensation=state[2],
+            state[0], gpu(grad), fmt, negative_lr=int(rate),
+            momentum=None if decay is None else int(decay), buffer=state[1], compensation=state[2],
         )  # fmt: skip
         for got, codes in zip(state, wanted, strict=True):
             if got is not None:
@@ -246,16 +300,24 @@ def test_sgd_update_equals_the_reference(fmt: LNSFormat, kahan: bool, momentum: 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 @pytest.mark.parametrize("momentum", [None, 0.9])
 @pytest.mark.parametrize("size", [1, 1000, 100_003])
-def test_stochastic_sgd_equals_the_reference(fmt: LNSFormat, momentum: float | None, size: int) -> None:
+def test_stochastic_sgd_equals_the_reference(
+    fmt: LNSFormat, momentum: float | None, size: int
+) -> None:
     for spread, step in ((1.0, 1), (0.2, 7)):
         weight, grad, buffer = (random_codes((size,), fmt, 16 + i, spread) for i in range(3))
         rate = reference.encode(np.array(-0.05), fmt)
         decay = None if momentum is None else reference.encode(np.array(momentum), fmt)
-        options = {"negative_lr": rate, "momentum": decay, "buffer": buffer if momentum else None, "key": 3 << 32 | 9}
+        options = {
+            "negative_lr": rate,
+            "momentum": decay,
+            "buffer": buffer if momentum else None,
+            "key": 3 << 32 | 9,
+        }
         wanted = reference.sgd_update(weight, grad, fmt, step=step, **options)
         state = [gpu(weight), gpu(buffer) if momentum else None]
         lns.sgd_update_(
-            state[0], gpu(grad), fmt, negative_lr=int(rate), momentum=None if decay is None else int(decay), buffer=state[1],
+            state[0], gpu(grad), fmt, negative_lr=int(rate),
+            momentum=None if decay is None else int(decay), buffer=state[1],
             step=torch.tensor(step, device="cuda"), key=3 << 32 | 9,
         )  # fmt: skip
         assert_same(state[0], wanted[0])
@@ -267,24 +329,37 @@ def test_stochastic_sgd_equals_the_reference(fmt: LNSFormat, momentum: float | N
 @pytest.mark.parametrize("rounding", ["nearest", "kahan", "stochastic"])
 @pytest.mark.parametrize("decay", [None, "into the gradient", "decoupled"])
 @pytest.mark.parametrize("size", [1, 1001, 40_000])
-def test_adam_equals_the_reference(fmt: LNSFormat, rounding: str, decay: str | None, size: int) -> None:
+def test_adam_equals_the_reference(
+    fmt: LNSFormat, rounding: str, decay: str | None, size: int
+) -> None:
     for spread, step in ((1.0, 1), (0.2, 100_000)):
-        weight, grad, average, compensation = (random_codes((size,), fmt, 30 + i, spread) for i in range(4))
+        weight, grad, average, compensation = (
+            random_codes((size,), fmt, 30 + i, spread) for i in range(4)
+        )
         root = reference.absolute(random_codes((size,), fmt, 35, spread), fmt)
-        residue = np.where(root == 0, 0, np.random.default_rng(36).integers(-(1 << 15), 1 << 15, size)).astype(np.int16)
+        residue = np.where(
+            root == 0, 0, np.random.default_rng(36).integers(-(1 << 15), 1 << 15, size)
+        ).astype(np.int16)
         rate, decay_code = (int(reference.encode(np.array(value), fmt)) for value in (-0.1, 0.3))
         common = {"beta1": 0.3, "beta2": 0.99, "eps": 1e-8, "decoupled": decay == "decoupled"}
         common["key"] = 5 << 32 | 77 if rounding == "stochastic" else None
-        arrays = {"exp_avg": average, "root": root, "residue": None if rounding == "stochastic" else residue}
+        arrays = {
+            "exp_avg": average,
+            "root": root,
+            "residue": None if rounding == "stochastic" else residue,
+        }
         arrays["compensation"] = compensation if rounding == "kahan" else None
         wanted = reference.adam_update(
-            weight, grad, fmt, step=step, negative_lr=np.int16(rate), weight_decay=None if decay is None else np.int16(decay_code),
-            **common, **arrays,
+            weight, grad, fmt, step=step, negative_lr=np.int16(rate),
+            weight_decay=None if decay is None else np.int16(decay_code), **common, **arrays,
         )  # fmt: skip
-        state = {"weight": gpu(weight), **{name: None if array is None else gpu(array) for name, array in arrays.items()}}
+        state = {
+            "weight": gpu(weight),
+            **{name: None if array is None else gpu(array) for name, array in arrays.items()},
+        }
         lns.adam_update_(
-            state["weight"], gpu(grad), fmt, step=torch.tensor(step, device="cuda"), negative_lr=rate,
-            weight_decay=None if decay is None else decay_code, **common,
+            state["weight"], gpu(grad), fmt, step=torch.tensor(step, device="cuda"),
+            negative_lr=rate, weight_decay=None if decay is None else decay_code, **common,
             **{name: tensor for name, tensor in state.items() if name != "weight"},
         )  # fmt: skip
         for got, codes in zip(state.values(), wanted, strict=True):
@@ -296,19 +371,30 @@ def test_adam_equals_the_reference(fmt: LNSFormat, rounding: str, decay: str | N
 @pytest.mark.parametrize("rounding", ["nearest", "kahan", "stochastic"])
 @pytest.mark.parametrize("form", ["sgd", "momentum", "adam", "adam l2", "adamw"])
 @pytest.mark.parametrize("size", [1, 40_001])
-def test_updates_in_float32_equal_the_reference(fmt: LNSFormat, rounding: str, form: str, size: int) -> None:
+def test_updates_in_float32_equal_the_reference(
+    fmt: LNSFormat, rounding: str, form: str, size: int
+) -> None:
     for spread, step in ((1.0, 1), (0.2, 9)):
-        weight, grad, average, compensation, residue = (random_codes((size,), fmt, 50 + i, spread) for i in range(5))
+        weight, grad, average, compensation, residue = (
+            random_codes((size,), fmt, 50 + i, spread) for i in range(5)
+        )
         options = {"lr": 0.05, "key": 5 << 32 | 77 if rounding == "stochastic" else None}
         arrays = {"compensation": compensation if rounding == "kahan" else None}
         if form in ("sgd", "momentum"):
             options["momentum"] = 0.9 if form == "momentum" else None
             arrays["buffer"] = average if form == "momentum" else None
-            names, ours, theirs = ("buffer", "compensation"), lns.sgd_update_float32_, reference.sgd_update_float32
+            names, ours, theirs = (
+                ("buffer", "compensation"),
+                lns.sgd_update_float32_,
+                reference.sgd_update_float32,
+            )
         else:
             options |= {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "decoupled": form == "adamw"}
             options["weight_decay"] = None if form == "adam" else 0.3
-            arrays |= {"exp_avg": average, "root": reference.absolute(random_codes((size,), fmt, 56, spread), fmt)}
+            arrays |= {
+                "exp_avg": average,
+                "root": reference.absolute(random_codes((size,), fmt, 56, spread), fmt),
+            }
             arrays["residue"] = None if rounding == "stochastic" else residue
             names = ("exp_avg", "root", "residue", "compensation")
             ours, theirs = lns.adam_update_float32_, reference.adam_update_float32
@@ -325,7 +411,8 @@ def test_updates_in_float32_equal_the_reference(fmt: LNSFormat, rounding: str, f
 
 @pytest.mark.parametrize("options", [{"kahan_sum": True}, {"stochastic_rounding": True}], ids=str)
 def test_adam_in_a_cuda_graph_takes_the_same_steps(options: dict[str, bool]) -> None:
-    """The step counter lives on the device, so that bias correction and random bits move on with every replay."""
+    """The step counter lives on the device, so that bias correction and random bits move on with
+    every replay."""
     torch.manual_seed(0)
     start, grads = torch.randn(1000), [torch.randn(1000) for _ in range(6)]
     ended = []
@@ -365,7 +452,10 @@ def test_faults_are_counted_and_raised_later() -> None:
 
 
 def test_kernels_run_on_torchs_current_stream_and_in_a_graph() -> None:
-    x, y = gpu(random_codes((256, 256), lns12, 20, 0.1)), gpu(random_codes((256, 256), lns12, 21, 0.1))
+    x, y = (
+        gpu(random_codes((256, 256), lns12, 20, 0.1)),
+        gpu(random_codes((256, 256), lns12, 21, 0.1)),
+    )
     wanted = lns.add(lns.matmul(x, y, lns12), x, lns12)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -410,9 +500,12 @@ def test_backends_tells_what_runs_on_the_gpu() -> None:
 
 
 def test_a_compiled_net_is_the_eager_one() -> None:
-    """torch.compile traces the operators through their fake kernels, without a graph break, forward and backward."""
+    """torch.compile traces the operators through their fake kernels, without a graph break, forward
+    and backward."""
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(20, 32), torch.nn.ReLU(), torch.nn.Linear(32, 5)).cuda()
+    net = torch.nn.Sequential(
+        torch.nn.Linear(20, 32), torch.nn.ReLU(), torch.nn.Linear(32, 5)
+    ).cuda()
     lns_ops.convert_(net, lns12, scope="everywhere")
     x, y = torch.rand(16, 20, device="cuda"), torch.randint(0, 5, (16,), device="cuda")
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)

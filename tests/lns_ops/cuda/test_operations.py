@@ -1,4 +1,5 @@
-"""Functions, sums by index, convolutions, layers and whole nets give the same bits on a GPU as on the CPU."""
+"""Functions, sums by index, convolutions, layers and whole nets give the same bits on a GPU as on
+the CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from tests.lns_ops.tensor.test_layers import LAYERS, PACKED, Packed
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}"),
+    pytest.mark.skipif(
+        cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}"
+    ),
 ]
 
 
@@ -37,11 +40,14 @@ def test_functions_of_every_code(name: str, fmt: LNSFormat) -> None:
     parameters = (2.0,) if name == "power" else PARAMETERS.get(name, ())
     table = unary_functions.table(name, parameters, fmt)
     codes = fmt.codes()
-    codes = codes[table[codes.astype(np.int64) & (2 * fmt.field_mask + 1)] != unary_functions.undefined(fmt)]
+    codes = codes[
+        table[codes.astype(np.int64) & (2 * fmt.field_mask + 1)] != unary_functions.undefined(fmt)
+    ]
     x = torch.from_numpy(np.resize(codes, 3 * codes.size + 5))
     for part in (x, x[1:], x[::3]):
         assert torch.equal(
-            indexed.lookup(part.cuda(), name, fmt, *parameters).cpu(), indexed.lookup(part, name, fmt, *parameters)
+            indexed.lookup(part.cuda(), name, fmt, *parameters).cpu(),
+            indexed.lookup(part, name, fmt, *parameters),
         )
     cuda.check_faults()
 
@@ -56,7 +62,10 @@ def test_arguments_without_a_value_are_counted() -> None:
 @pytest.mark.parametrize("fmt", [lns8, lns12, lns16, LNSFormat(16, 10)], ids=str)
 def test_sums_by_index_and_means(fmt: LNSFormat) -> None:
     x, index = random_codes((3000, 37), fmt, 0), torch.randint(0, 12, (3000,))
-    assert torch.equal(indexed.index_sum(x.cuda(), index.cuda(), 11, fmt).cpu(), indexed.index_sum(x, index, 11, fmt))
+    assert torch.equal(
+        indexed.index_sum(x.cuda(), index.cuda(), 11, fmt).cpu(),
+        indexed.index_sum(x, index, 11, fmt),
+    )
     long = random_codes((9000, 3), fmt, 1)
     for operation in (lns.sum, lns.mean):
         assert torch.equal(operation(long.cuda(), [0], fmt).cpu(), operation(long, [0], fmt))
@@ -74,8 +83,13 @@ def test_sums_by_index_and_means(fmt: LNSFormat) -> None:
     ],
     ids=str,
 )
-def test_convolutions(fmt: LNSFormat, size: tuple[int, ...], kernel: tuple[int, ...], geometry: Geometry) -> None:
-    x, w = random_codes((9, 8, *size), fmt, 0), random_codes((12, 8 // geometry.groups, *kernel), fmt, 1)
+def test_convolutions(
+    fmt: LNSFormat, size: tuple[int, ...], kernel: tuple[int, ...], geometry: Geometry
+) -> None:
+    x, w = (
+        random_codes((9, 8, *size), fmt, 0),
+        random_codes((12, 8 // geometry.groups, *kernel), fmt, 1),
+    )
     y = convolution.convolution(x, w, geometry, fmt)
     calls: list[Callable[[Callable[[Tensor], Tensor]], Tensor]] = [
         lambda to: convolution.convolution(to(x), to(w), geometry, fmt),
@@ -103,7 +117,9 @@ def test_layers(name: str) -> None:
     make, shape, _ = LAYERS[name]
     torch.manual_seed(1)
     model, x = convert_(make(), lns12, scope="everywhere"), torch.randn(shape)
-    for got, wanted in zip(outputs_and_gradients(model, x, "cuda"), outputs_and_gradients(model, x, "cpu"), strict=True):
+    for got, wanted in zip(
+        outputs_and_gradients(model, x, "cuda"), outputs_and_gradients(model, x, "cpu"), strict=True
+    ):
         assert torch.equal(got, wanted)
     cuda.check_faults()
 
@@ -116,7 +132,9 @@ def test_packed_sequences_and_bags(name: str) -> None:
     else:
         model, x = nn.EmbeddingBag(9, 5, mode=name, padding_idx=2), torch.randint(0, 9, (4, 30))
     convert_(model, lns12, scope="everywhere")
-    for got, wanted in zip(outputs_and_gradients(model, x, "cuda"), outputs_and_gradients(model, x, "cpu"), strict=True):
+    for got, wanted in zip(
+        outputs_and_gradients(model, x, "cuda"), outputs_and_gradients(model, x, "cpu"), strict=True
+    ):
         assert torch.equal(got, wanted)
     cuda.check_faults()
 
@@ -130,11 +148,16 @@ def test_nets(name: str) -> None:
     elif name == "lstm":
         model, x = LSTMClassifier(layers=2, bidirectional=True), tokens
     elif name == "attention":
-        model, x = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2), torch.randn(2, 5, 8)
+        model, x = (
+            nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2),
+            torch.randn(2, 5, 8),
+        )
     else:
         model, x = GPT(fused=name == "gpt").eval(), tokens
     convert_(model, lns12, scope="everywhere")
-    for got, wanted in zip(outputs_and_gradients(model, x, "cuda"), outputs_and_gradients(model, x, "cpu"), strict=True):
+    for got, wanted in zip(
+        outputs_and_gradients(model, x, "cuda"), outputs_and_gradients(model, x, "cpu"), strict=True
+    ):
         assert torch.equal(got, wanted)
     cuda.check_faults()
 
@@ -143,7 +166,10 @@ def test_nets(name: str) -> None:
 def test_a_convolutional_net_in_a_cuda_graph(scope: str) -> None:
     torch.manual_seed(0)
     model = convert_(ResNet18(width=8), lns12, scope=scope).cuda().eval()
-    static, inputs = torch.zeros(2, 3, 32, 32, device="cuda"), torch.randn(2, 3, 32, 32, device="cuda")
+    static, inputs = (
+        torch.zeros(2, 3, 32, 32, device="cuda"),
+        torch.randn(2, 3, 32, 32, device="cuda"),
+    )
 
     def codes(x: Tensor) -> Tensor:
         return x.codes if isinstance(x, LNSTensor) else x

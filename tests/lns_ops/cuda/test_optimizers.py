@@ -1,4 +1,5 @@
-"""The composed optimizers, averages, norms, max pooling, cumulative sums and powers on a GPU: the CPU's bits, and in a CUDA graph."""
+"""The composed optimizers, averages, norms, max pooling, cumulative sums and powers on a GPU: the
+CPU's bits, and in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from tests.lns_ops.optimizers import ALL, FLOAT32, ROUNDINGS, gradients, make, r
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}"),
+    pytest.mark.skipif(
+        cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}"
+    ),
 ]
 
 
@@ -33,7 +36,8 @@ def test_the_same_bits_as_on_a_cpu(name: str, rounding: dict[str, Any]) -> None:
     for key, value in states[0].items():
         if value.dtype == torch.float64:  # sums of floats: the last bits
             torch.testing.assert_close(states[1][key], value, rtol=1e-12, atol=0)
-        elif key == "weight_residue" and "arithmetic" in rounding:  # its units are float32's last bits: of every step, one or so
+        # its units are float32's last bits: of every step, one or so
+        elif key == "weight_residue" and "arithmetic" in rounding:
             torch.testing.assert_close(states[1][key].int(), value.int(), rtol=0, atol=8)
         else:
             assert torch.equal(states[1][key], value), key
@@ -65,7 +69,9 @@ def test_a_graph_takes_the_same_steps(name: str, is_lns: bool) -> None:
             for value in values(optimizer.state[weight]).values():
                 value.zero_()
             for grad in grads:
-                plain(weight.grad).copy_(plain(LNSTensor.from_float(grad, lns12)) if is_lns else grad)
+                plain(weight.grad).copy_(
+                    plain(LNSTensor.from_float(grad, lns12)) if is_lns else grad
+                )
                 graph.replay()
         ends.append(plain(weight).clone())
     assert torch.equal(*ends)
@@ -89,5 +95,8 @@ def test_operations(fmt: Any) -> None:
     ):
         results = [function(*(t.to(device) for t in (x, y, long))) for device in ("cpu", "cuda")]
         assert torch.equal(*(result.codes.cpu() for result in results))
-    places = [F.max_pool2d(x.to(device), 3, 2, 1, return_indices=True)[1].cpu() for device in ("cpu", "cuda")]
+    places = [
+        F.max_pool2d(x.to(device), 3, 2, 1, return_indices=True)[1].cpu()
+        for device in ("cpu", "cuda")
+    ]
     assert torch.equal(*places)

@@ -1,4 +1,5 @@
-"""One contract for all number formats, and each against an independent definition: torch's dtypes, exact fractions, LNS's own reference."""
+"""One contract for all number formats, and each against an independent definition: torch's dtypes,
+exact fractions, LNS's own reference."""
 
 from __future__ import annotations
 
@@ -18,12 +19,15 @@ from lns_ops.formats.stochastic_rounding import _philox
 
 MX = ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_e2m1"]
 NAMES = [
-    "float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "fixed(16,8)", "fixed(8,4)", "fixed(24,12)",
-    "fixed(8,14)", "int8", "int8/channel", "int4/channel", "int12", "int2", "lns16", "lns12", "lns8", "lns8/tensor", "lns8/channel",
-    "lns(5,1)/channel", "float8_e4m3fn/channel", "float8_e5m2/tensor", "float16/tensor", "fixed(8,7)/channel", *MX,
+    "float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "fixed(16,8)",
+    "fixed(8,4)", "fixed(24,12)", "fixed(8,14)", "int8", "int8/channel", "int4/channel", "int12",
+    "int2", "lns16", "lns12", "lns8", "lns8/tensor", "lns8/channel", "lns(5,1)/channel",
+    "float8_e4m3fn/channel", "float8_e5m2/tensor", "float16/tensor", "fixed(8,7)/channel", *MX,
 ]  # fmt: skip
 
-needs_torchao = pytest.mark.skipif(microscaling.unavailable() is not None, reason=microscaling.unavailable() or "")
+needs_torchao = pytest.mark.skipif(
+    microscaling.unavailable() is not None, reason=microscaling.unavailable() or ""
+)
 
 
 def named(names: list[str]) -> list[object]:
@@ -37,21 +41,29 @@ BINARY = ["tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
 def sample(rows: int = 24, columns: int = 50, seed: int = 0) -> torch.Tensor:
     """Values over some twenty octaves, zeros among them."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, columns, generator=generator) * torch.randn(rows, columns, generator=generator).mul(2).exp()
+    x = (
+        torch.randn(rows, columns, generator=generator)
+        * torch.randn(rows, columns, generator=generator).mul(2).exp()
+    )
     x[0] = 0
     x[1, :7] = 0
     return x
 
 
 def group_of(fmt: NumberFormat, x: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude that shares each value's scale; of blocks, whose bound the row's largest is too, the row."""
+    """The largest magnitude that shares each value's scale; of blocks, whose bound the row's
+    largest is too, the row."""
     return (
-        x.abs().amax() if fmt.name.endswith("/tensor") or fmt.name in ("int12", "int8", "int2") else x.abs().amax(1, keepdim=True)
+        x.abs().amax()
+        if fmt.name.endswith("/tensor") or fmt.name in ("int12", "int8", "int2")
+        else x.abs().amax(1, keepdim=True)
     )
 
 
 def in_range(fmt: NumberFormat, x: torch.Tensor) -> torch.Tensor:
-    return torch.ones_like(x, dtype=torch.bool) if fmt.error.scaled else x.abs() <= fmt.error.largest
+    return (
+        torch.ones_like(x, dtype=torch.bool) if fmt.error.scaled else x.abs() <= fmt.error.largest
+    )
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -67,10 +79,16 @@ def test_rounding_keeps_to_the_contract(name: str) -> None:
     assert torch.equal(fmt.decode(encoded), q)
     assert torch.equal(fmt.quantize_(x), q)
     assert x is fmt.quantize_(x)
-    error, bound = (q.double() - before.double()).abs(), fmt.error.bound(before, group_of(fmt, before))
+    error, bound = (
+        (q.double() - before.double()).abs(),
+        fmt.error.bound(before, group_of(fmt, before)),
+    )
     inside = in_range(fmt, before)
     assert bool((error <= bound * (1 + 1e-7))[inside].all())
-    assert torch.equal(q[~inside].abs().isfinite() & (q[~inside].abs() < fmt.error.largest), torch.zeros_like(q[~inside]).bool())
+    assert torch.equal(
+        q[~inside].abs().isfinite() & (q[~inside].abs() < fmt.error.largest),
+        torch.zeros_like(q[~inside]).bool(),
+    )
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -82,26 +100,43 @@ def test_order_is_kept_within_a_group(name: str) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_rounding_at_random_takes_the_neighbours_without_bias(name: str) -> None:
     fmt, x = parse(name), sample(8)
-    draws = torch.stack([fmt.quantize(x, random_bits(x, 7, torch.tensor(step))) for step in range(200)]).double()
+    draws = torch.stack(
+        [fmt.quantize(x, random_bits(x, 7, torch.tensor(step))) for step in range(200)]
+    ).double()
     assert torch.equal(fmt.quantize(draws[0].float()), draws[0].float()), "must lie on the grid"
     assert bool((draws.amax(0) >= draws.amin(0)).all())
     # A value on the grid stays; any other goes to at most two places, its neighbours on both sides.
     q = fmt.quantize(x)
     assert torch.equal(fmt.quantize(q, random_bits(x, 7, torch.tensor(0))), q)
     inside = in_range(fmt, x) & (draws.amax(0) > draws.amin(0))
-    if "lns" in name:  # below the smallest magnitude LNS rounds by logarithms, between which and zero there is no mean
+    # below the smallest magnitude LNS rounds by logarithms, between which and zero there is no mean
+    if "lns" in name:
         inside &= draws.amin(0) * draws.amax(0) > 0
     low, high = draws.amin(0)[inside], draws.amax(0)[inside]
     assert bool(((low <= x[inside]) & (x[inside] <= high)).all())
     assert bool(((draws == draws.amin(0)) | (draws == draws.amax(0)))[:, inside].all())
-    # The mean of 200 two-valued draws: five standard deviations, three draws where chances are small, and what 16 random bits leave.
+    # The mean of 200 two-valued draws: five standard deviations, three draws where chances are
+    # small, and what 16 random bits leave.
     chance = ((x[inside] - low) / (high - low)).double()
     deviation = (draws.mean(0)[inside] - x[inside]).abs() / (high - low)
     assert bool((deviation <= 5 * (chance * (1 - chance) / 200).sqrt() + 3 / 200 + 2.0**-15).all())
 
 
 @pytest.mark.parametrize(
-    "name", [*named(["float32", "bfloat16", "fixed(16,8)", "int8/channel", "lns12", "lns8/channel", "mxfp8_e4m3"])]
+    "name",
+    [
+        *named(
+            [
+                "float32",
+                "bfloat16",
+                "fixed(16,8)",
+                "int8/channel",
+                "lns12",
+                "lns8/channel",
+                "mxfp8_e4m3",
+            ]
+        )
+    ],
 )
 def test_shapes_without_dimensions_or_elements(name: str) -> None:
     fmt = parse(name)
@@ -143,7 +178,10 @@ def nearest_binary(value: Fraction, mantissa_bits: int, min_exponent: int) -> Fr
     return round(value / step) * step  # Python rounds ties to even
 
 
-@given(st.floats(-1e4, 1e4, width=32), st.sampled_from(["tf32", "float16", "float8_e4m3fn", "float8_e5m2"]))
+@given(
+    st.floats(-1e4, 1e4, width=32),
+    st.sampled_from(["tf32", "float16", "float8_e4m3fn", "float8_e5m2"]),
+)
 def test_floats_are_the_definition(value: float, name: str) -> None:
     fmt = parse(name)
     assert isinstance(fmt, FloatFormat)
@@ -186,7 +224,8 @@ def test_lns_is_lns(name: str) -> None:
     np.testing.assert_array_equal(fmt.encode(x).codes.numpy(), reference.encode(x.numpy(), fmt.lns))
     bits = random_bits(x, 3, torch.tensor(4))
     expected = reference.encode_stochastic(x.numpy(), fmt.lns, bits.numpy().astype(np.int64))
-    for got in (fmt.encode(x, bits).codes, fmt._stochastic_anywhere(x, bits)):  # a CPU's, and what a GPU computes with
+    # a CPU's, and what a GPU computes with
+    for got in (fmt.encode(x, bits).codes, fmt._stochastic_anywhere(x, bits)):
         np.testing.assert_array_equal(got.numpy(), expected)
 
 
@@ -197,7 +236,11 @@ def test_a_scale_is_the_power_of_two_that_fills_the_range(name: str) -> None:
     encoded = fmt.encode(x)
     assert encoded.scale is not None
     assert bool((torch.frexp(encoded.scale)[0] == 0.5).all())
-    largest = (x / encoded.scale).abs().amax(1) if name.endswith("channel") else (x / encoded.scale).abs().amax()[None]
+    largest = (
+        (x / encoded.scale).abs().amax(1)
+        if name.endswith("channel")
+        else (x / encoded.scale).abs().amax()[None]
+    )
     used = largest[largest > 0]
     assert bool(((used <= fmt.base.error.largest) & (used > fmt.base.error.largest / 2)).all())
     huge = fmt.quantize(x * 2.0**20)
@@ -214,12 +257,16 @@ def test_mx_is_torchao_with_one_scale_a_block() -> None:
     assert encoded.scale.shape == (4, 3)
     assert fmt.bits == 8.25
     padded = torch.nn.functional.pad(x, (0, 26)).view(-1, 32)
-    assert torch.equal(fmt.quantize(x), parse("float8_e4m3fn/channel").quantize(padded).view(4, 96)[:, :70])
+    assert torch.equal(
+        fmt.quantize(x), parse("float8_e4m3fn/channel").quantize(padded).view(4, 96)[:, :70]
+    )
 
 
 def test_mx_without_torchao_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(microscaling.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"mxfp8_e4m3: torchao is not installed.*pip install 'lns-study\[mx\]'"):
+    with pytest.raises(
+        ValueError, match=r"mxfp8_e4m3: torchao is not installed.*pip install 'lns-study\[mx\]'"
+    ):
         microscaling.Microscaling("mxfp8_e4m3")
 
 
@@ -245,7 +292,12 @@ def test_published_limits() -> None:
     for name, (bits, relative, smallest, largest) in table.items():
         fmt = parse(name)
         error = fmt.error
-        assert (fmt.bits, error.relative, error.smallest, error.largest) == (bits, relative, smallest, largest), name
+        assert (fmt.bits, error.relative, error.smallest, error.largest) == (
+            bits,
+            relative,
+            smallest,
+            largest,
+        ), name
 
 
 @pytest.mark.parametrize(
@@ -269,7 +321,9 @@ def test_bad_names_are_refused(name: str, said: str) -> None:
 
 
 def test_integers_are_refused_as_values() -> None:
-    with pytest.raises(ValueError, match=r"x has dtype int64: must be a float tensor; use x.float\(\)"):
+    with pytest.raises(
+        ValueError, match=r"x has dtype int64: must be a float tensor; use x.float\(\)"
+    ):
         parse("bfloat16").quantize(torch.arange(3))
 
 
@@ -277,8 +331,12 @@ def test_integers_are_refused_as_values() -> None:
 def test_random_bits_without_the_kernel_are_the_same(count: int) -> None:
     key, step = (1 << 33) + 5, 1 << 31
     expected = reference.random_bits(count, key, step, 3)
-    np.testing.assert_array_equal(_philox(count, key, torch.tensor(step), 3)[:count].numpy(), expected)
-    np.testing.assert_array_equal(random_bits(torch.empty(count), key, torch.tensor(step), 3).numpy(), expected)
+    np.testing.assert_array_equal(
+        _philox(count, key, torch.tensor(step), 3)[:count].numpy(), expected
+    )
+    np.testing.assert_array_equal(
+        random_bits(torch.empty(count), key, torch.tensor(step), 3).numpy(), expected
+    )
 
 
 @pytest.mark.gpu
@@ -294,5 +352,8 @@ def test_a_gpu_has_the_same_codes(name: str) -> None:
         assert torch.equal(theirs.codes.cpu().view(torch.uint8), mine.codes.view(torch.uint8))
         assert (mine.scale is None) == (theirs.scale is None)
         if mine.scale is not None and theirs.scale is not None:
-            assert torch.equal(theirs.scale.cpu().reshape(-1).view(torch.uint8), mine.scale.reshape(-1).view(torch.uint8))
+            assert torch.equal(
+                theirs.scale.cpu().reshape(-1).view(torch.uint8),
+                mine.scale.reshape(-1).view(torch.uint8),
+            )
         assert torch.equal(fmt.decode(theirs).cpu(), fmt.decode(mine))

@@ -1,4 +1,5 @@
-"""Products with float32 sums on the CPU: their bound, what is exact, saturation; and the setting that chooses the accumulation."""
+"""Products with float32 sums on the CPU: their bound, what is exact, saturation; and the setting
+that chooses the accumulation."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def codes(shape: tuple[int, ...], fmt: LNSFormat, seed: int, spread: float = 1.0
     rng = np.random.default_rng(seed)
     field = rng.integers(1, fmt.field_mask + 1, shape)
     field = np.clip(fmt.bias + ((field - fmt.bias) * spread).astype(np.int64), 1, fmt.field_mask)
-    field = np.where(rng.random(shape) < 0.02, 1, np.where(rng.random(shape) < 0.02, fmt.field_mask, field))
+    field = np.where(
+        rng.random(shape) < 0.02, 1, np.where(rng.random(shape) < 0.02, fmt.field_mask, field)
+    )
     signed = np.where(rng.random(shape) < 0.5, field | fmt.sign_mask, field)
     return torch.from_numpy(np.where(rng.random(shape) < 0.1, 0, signed).astype(np.int16))
 
@@ -54,8 +57,15 @@ def test_sums_keep_the_bound(fmt: LNSFormat, shape: tuple[int, int, int], spread
     assert not outside(product(x, y, fmt).numpy(), x.numpy(), y.numpy(), fmt, UNIT, UNIT).any()
 
 
-@given(m=st.integers(0, 9), k=st.integers(0, 150), n=st.integers(0, 9), turned=st.tuples(st.booleans(), st.booleans()))
-def test_views_cost_no_accuracy_and_empty_products_are_zero(m: int, k: int, n: int, turned: tuple[bool, bool]) -> None:
+@given(
+    m=st.integers(0, 9),
+    k=st.integers(0, 150),
+    n=st.integers(0, 9),
+    turned=st.tuples(st.booleans(), st.booleans()),
+)
+def test_views_cost_no_accuracy_and_empty_products_are_zero(
+    m: int, k: int, n: int, turned: tuple[bool, bool]
+) -> None:
     x = codes((k, m), lns12, 1, 0.1).t() if turned[0] else codes((m, k), lns12, 1, 0.1)
     y = codes((n, k), lns12, 2, 0.1).t() if turned[1] else codes((k, n), lns12, 2, 0.1)
     z = product(x, y, lns12)
@@ -72,15 +82,23 @@ def test_strided_and_batched_operands() -> None:
     z = product(x, y, lns16)
     assert not outside(z.numpy(), x.numpy(), y.numpy(), lns16, UNIT, UNIT).any()
     assert not outside(
-        product(x[:, ::2, 3:], y[:, 3:], lns16).numpy(), x[:, ::2, 3:].numpy(), y[:, 3:].numpy(), lns16, UNIT, UNIT
+        product(x[:, ::2, 3:], y[:, 3:], lns16).numpy(),
+        x[:, ::2, 3:].numpy(),
+        y[:, 3:].numpy(),
+        lns16,
+        UNIT,
+        UNIT,
     ).any()
     turned = x.mT.contiguous().mT
-    assert not outside(product(turned, y, lns16).numpy(), x.numpy(), y.numpy(), lns16, UNIT, UNIT).any()
+    assert not outside(
+        product(turned, y, lns16).numpy(), x.numpy(), y.numpy(), lns16, UNIT, UNIT
+    ).any()
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
 def test_one_product_is_the_lns_product(fmt: LNSFormat) -> None:
-    """K = 1: the value product, encoded, is the sum of the logarithms, saturation and underflow included."""
+    """K = 1: the value product, encoded, is the sum of the logarithms, saturation and underflow
+    included."""
     x, y = codes((200, 1), fmt, 3), codes((1, 200), fmt, 4)
     assert torch.equal(product(x, y, fmt), lns.mul(x, y, fmt))
 
@@ -92,20 +110,28 @@ def test_identity_and_permutation_matrices_are_exact(fmt: LNSFormat) -> None:
     eye = torch.eye(50, dtype=torch.int16) * fmt.bias
     assert torch.equal(product(x, eye, fmt), x)
     assert torch.equal(product(x, eye[:, order], fmt), x[:, order])
-    assert torch.equal(product(x, -eye if fmt.bits == 16 else lns.neg(eye, fmt), fmt), lns.neg(x, fmt))
+    assert torch.equal(
+        product(x, -eye if fmt.bits == 16 else lns.neg(eye, fmt), fmt), lns.neg(x, fmt)
+    )
 
 
 @pytest.mark.parametrize("fmt", [lns16, LNSFormat(15, 6), LNSFormat(9, 0)], ids=str)
 def test_sums_that_leave_float32_saturate_with_their_sign(fmt: LNSFormat) -> None:
     """Products reach 2^256: float32 would give infinities, and NaN where they meet with both signs.
 
-    Where the largest terms cancel, the bound is all that is promised: a processor that fuses product and addition leaves a rounding of
-    the products, unless they are powers of two.
+    Where the largest terms cancel, the bound is all that is promised: a processor that fuses
+    product and addition leaves a rounding of the products, unless they are powers of two.
     """
     top, one, zero = fmt.field_mask, fmt.bias, 0
     bottom, minus = top | fmt.sign_mask, one | fmt.sign_mask
-    x = torch.tensor([[top, top, one], [bottom, top, one], [top, bottom, minus], [top, zero, one]], dtype=torch.int16)
-    y = torch.tensor([[top, bottom, top, zero], [top, top, bottom, top], [one, minus, one, minus]], dtype=torch.int16)
+    x = torch.tensor(
+        [[top, top, one], [bottom, top, one], [top, bottom, minus], [top, zero, one]],
+        dtype=torch.int16,
+    )
+    y = torch.tensor(
+        [[top, bottom, top, zero], [top, top, bottom, top], [one, minus, one, minus]],
+        dtype=torch.int16,
+    )
     z = product(x, y, fmt)
     assert not outside(z.numpy(), x.numpy(), y.numpy(), fmt, UNIT, UNIT).any()
     assert z[0, [0, 3]].tolist() == [top, top]
@@ -124,7 +150,11 @@ def test_autocast_leaves_the_sums_alone() -> None:
 
 
 def test_linear_adds_its_bias_in_lns() -> None:
-    x, y, bias = codes((6, 70), lns12, 6, 0.1), codes((70, 8), lns12, 7, 0.1), codes((8,), lns12, 8, 0.3)
+    x, y, bias = (
+        codes((6, 70), lns12, 6, 0.1),
+        codes((70, 8), lns12, 7, 0.1),
+        codes((8,), lns12, 8, 0.3),
+    )
     got = lns.linear(x, y, bias, lns12, accumulation="float32")
     assert torch.equal(got, lns.add(product(x, y, lns12), bias, lns12))
 
@@ -136,7 +166,10 @@ def test_operator_passes_torchs_own_checks() -> None:
         torch.library.opcheck(torch.ops.lns_ops.matmul_float32.default, arguments)
 
 
-@pytest.mark.parametrize("call", [lns_ops.set_matmul_accumulation, lambda name: lns_ops.matmul_accumulation(name).__enter__()])
+@pytest.mark.parametrize(
+    "call",
+    [lns_ops.set_matmul_accumulation, lambda name: lns_ops.matmul_accumulation(name).__enter__()],
+)
 def test_unknown_accumulations_are_refused(call: object) -> None:
     said = "accumulation='float64': must be one of contract, float32; use for example 'contract'"
     with pytest.raises(ValueError, match=said):
@@ -160,16 +193,26 @@ def test_setting_holds_in_all_threads_and_a_block_ends_it() -> None:
 
 
 def test_setting_governs_products_of_tensors() -> None:
-    x, y, bias = (LNSTensor(codes(s, lns12, i, 0.1), lns12) for i, s in enumerate([(4, 300), (300, 5), (5,)]))
-    xs, ys = (LNSTensor(codes(s, lns12, i, 0.1), lns12) for i, s in enumerate([(2, 4, 300), (2, 300, 5)]))
+    x, y, bias = (
+        LNSTensor(codes(s, lns12, i, 0.1), lns12) for i, s in enumerate([(4, 300), (300, 5), (5,)])
+    )
+    xs, ys = (
+        LNSTensor(codes(s, lns12, i, 0.1), lns12) for i, s in enumerate([(2, 4, 300), (2, 300, 5)])
+    )
     for accumulation in ("float32", "contract"):
         lns_ops.set_matmul_accumulation(accumulation)
-        assert torch.equal((x @ y).codes, lns.matmul(x.codes, y.codes, lns12, accumulation=accumulation))
-        assert torch.equal((xs @ ys).codes, lns.matmul(xs.codes, ys.codes, lns12, accumulation=accumulation))
+        assert torch.equal(
+            (x @ y).codes, lns.matmul(x.codes, y.codes, lns12, accumulation=accumulation)
+        )
+        assert torch.equal(
+            (xs @ ys).codes, lns.matmul(xs.codes, ys.codes, lns12, accumulation=accumulation)
+        )
         wanted = lns.linear(x.codes, y.codes, bias.codes, lns12, accumulation=accumulation)
         assert torch.equal(F.linear(x, y.t(), bias).codes, wanted)
         assert torch.equal(torch.addmm(bias, x, y).codes, wanted)
-        assert torch.equal(torch.addmm(LNSTensor(bias.codes.expand(4, 5).contiguous(), lns12), x, y).codes, wanted)
+        assert torch.equal(
+            torch.addmm(LNSTensor(bias.codes.expand(4, 5).contiguous(), lns12), x, y).codes, wanted
+        )
     assert not torch.equal(lns.matmul(x.codes, y.codes, lns12), product(x.codes, y.codes, lns12))
 
 
@@ -179,7 +222,8 @@ def small_net() -> nn.Sequential:
 
 
 def gradients(net: nn.Module, x: Tensor, after_forward: str) -> list[Tensor]:
-    """Gradients of a float32 loop whose backward pass starts under another setting; accumulated ones are zeroed first."""
+    """Gradients of a float32 loop whose backward pass starts under another setting; accumulated
+    ones are zeroed first."""
     net.zero_grad()
     output = net(x)
     lns_ops.set_matmul_accumulation(after_forward)
@@ -192,7 +236,9 @@ def test_scope_matmul_rounds_each_product_to_the_format_and_goes_back_as_it_came
     contract = gradients(net, x, "contract")
     lns_ops.set_matmul_accumulation("float32")
     w_codes, x_codes = (lns.encode(t.detach(), lns12) for t in (net[0].weight, x))
-    assert torch.equal(net[0](x), lns.decode(product(x_codes, w_codes.t(), lns12), lns12) + net[0].bias)
+    assert torch.equal(
+        net[0](x), lns.decode(product(x_codes, w_codes.t(), lns12), lns12) + net[0].bias
+    )
     unchanged = gradients(net, x, "float32")
     changed = gradients(net, x, "contract")
     assert all(torch.equal(a, b) for a, b in zip(unchanged, changed, strict=True))
@@ -202,9 +248,12 @@ def test_scope_matmul_rounds_each_product_to_the_format_and_goes_back_as_it_came
 @pytest.mark.parametrize("fmt", [lns16, LNSFormat(16, 10)], ids=str)
 @pytest.mark.parametrize("scope", ["matmul", "everywhere"])
 def test_gradients_agree_with_float64_within_the_formats_error(fmt: LNSFormat, scope: str) -> None:
-    """Weights behind two linear layers, whose gradient passes some five roundings of half an ulp; a bias's is an LNS sum over the batch."""
+    """Weights behind two linear layers, whose gradient passes some five roundings of half an ulp; a
+    bias's is an LNS sum over the batch."""
     lns_ops.set_matmul_accumulation("float32")
-    net, exact = (nn.Sequential(*[m for m in small_net() if isinstance(m, nn.Linear)]) for _ in range(2))
+    net, exact = (
+        nn.Sequential(*[m for m in small_net() if isinstance(m, nn.Linear)]) for _ in range(2)
+    )
     convert_(net, fmt, scope=scope)
     x, y = torch.randn(64, 20), torch.randint(0, 5, (64,))
     for model, inputs in ((net, x), (exact.double(), x.double())):
@@ -236,7 +285,9 @@ def test_a_network_trains(scope: str) -> None:
     x, y = torch.from_numpy(pixels).float() / 16, torch.from_numpy(labels)
     torch.manual_seed(0)
     with lns_ops.matmul_accumulation("float32"):
-        model = convert_(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)), lns12, scope=scope)
+        model = convert_(
+            nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)), lns12, scope=scope
+        )
         optimizer = lns_ops.optim.SGD(model.parameters(), lr=0.5, momentum=0.5, kahan_sum=True)
         for _ in range(8):
             for rows in torch.randperm(1500).split(50):
@@ -249,4 +300,6 @@ def test_a_network_trains(scope: str) -> None:
 
 def test_contract_is_still_the_reference() -> None:
     x, y = codes((6, 70), lns12, 6, 0.1), codes((70, 8), lns12, 7, 0.1)
-    assert np.array_equal(lns.matmul(x, y, lns12).numpy(), reference.matmul(x.numpy(), y.numpy(), lns12))
+    assert np.array_equal(
+        lns.matmul(x, y, lns12).numpy(), reference.matmul(x.numpy(), y.numpy(), lns12)
+    )

@@ -1,4 +1,5 @@
-"""Convolutions and their gradients are the sums that its module says, bit for bit, and agree with torch's in float64."""
+"""Convolutions and their gradients are the sums that its module says, bit for bit, and agree with
+torch's in float64."""
 
 from __future__ import annotations
 
@@ -12,7 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lns_ops import LNSFormat, LNSTensor, convert_, lns8, lns12, lns16, matmul_accumulation, reference
+from lns_ops import (
+    LNSFormat,
+    LNSTensor,
+    convert_,
+    lns8,
+    lns12,
+    lns16,
+    matmul_accumulation,
+    reference,
+)
 from lns_ops import functional as lns
 from lns_ops.functional import convolution
 from lns_ops.functional.convolution import Geometry
@@ -46,10 +56,17 @@ class Case(NamedTuple):
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     dims, groups = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    each = [draw(st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(0, 2), st.integers(1, 3))) for _ in range(dims)]
+    each = [
+        draw(st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(0, 2), st.integers(1, 3)))
+        for _ in range(dims)
+    ]
     kernel, stride, padding, dilation = zip(*each, strict=True)
     size = tuple(max(1, d * (k - 1) + 1 - 2 * p) + draw(st.integers(0, 4)) for k, _, p, d in each)
-    n, channels, outputs = draw(st.integers(1, 3)), groups * draw(st.integers(1, 3)), groups * draw(st.integers(1, 3))
+    n, channels, outputs = (
+        draw(st.integers(1, 3)),
+        groups * draw(st.integers(1, 3)),
+        groups * draw(st.integers(1, 3)),
+    )
     return Case(n, channels, outputs, size, kernel, stride, padding, dilation, groups)
 
 
@@ -60,13 +77,21 @@ def codes(shape: tuple[int, ...], fmt: LNSFormat, seed: int) -> np.ndarray:
 
 def row_times_column(terms: list[tuple[int, int]], fmt: LNSFormat) -> int:
     """A sum of products in the contract's order."""
-    left, right = np.array([t[0] for t in terms], np.int16), np.array([t[1] for t in terms], np.int16)
+    left, right = (
+        np.array([t[0] for t in terms], np.int16),
+        np.array([t[1] for t in terms], np.int16),
+    )
     return int(reference.long_matmul(left[None], right[:, None], fmt)[0, 0]) if terms else 0
 
 
 def meets(case: Case, position: tuple[int, ...], tap: tuple[int, ...]) -> tuple[int, ...] | None:
     """The input position that a tap meets at an output position, None in the padding."""
-    at = tuple(p * s + t * d - q for p, s, t, d, q in zip(position, case.stride, tap, case.dilation, case.padding, strict=True))
+    at = tuple(
+        p * s + t * d - q
+        for p, s, t, d, q in zip(
+            position, case.stride, tap, case.dilation, case.padding, strict=True
+        )
+    )
     return at if all(0 <= a < size for a, size in zip(at, case.size, strict=True)) else None
 
 
@@ -87,22 +112,32 @@ def naive_forward(x: np.ndarray, w: np.ndarray, case: Case, fmt: LNSFormat) -> n
 
 
 def naive_input_gradient(grad: np.ndarray, w: np.ndarray, case: Case, fmt: LNSFormat) -> np.ndarray:
-    """Over (output, tap), taps from the last to the first, those only that some stride reaches; zeros where they leave the gradient."""
+    """Over (output, tap), taps from the last to the first, those only that some stride reaches;
+    zeros where they leave the gradient."""
     out = np.zeros((case.n, case.channels, *case.size), np.int16)
     C, outputs = case.channels // case.groups, case.outputs // case.groups
     for n, c, i in itertools.product(range(case.n), range(case.channels), every(case.size)):
         group, terms = c // C, []
         for o, t in itertools.product(range(outputs), every(case.kernel)[::-1]):
-            reach = [a + p - b * d for a, p, b, d in zip(i, case.padding, t, case.dilation, strict=True)]
+            reach = [
+                a + p - b * d for a, p, b, d in zip(i, case.padding, t, case.dilation, strict=True)
+            ]
             if all(r % s == 0 for r, s in zip(reach, case.stride, strict=True)):
                 at = tuple(r // s for r, s in zip(reach, case.stride, strict=True))
                 inside = all(0 <= a < size for a, size in zip(at, case.positions, strict=True))
-                terms.append((w[(group * outputs + o, c % C, *t)], grad[(n, group * outputs + o, *at)] if inside else 0))
+                terms.append(
+                    (
+                        w[(group * outputs + o, c % C, *t)],
+                        grad[(n, group * outputs + o, *at)] if inside else 0,
+                    )
+                )
         out[(n, c, *i)] = row_times_column(terms, fmt)
     return out
 
 
-def naive_weight_gradient(grad: np.ndarray, x: np.ndarray, case: Case, fmt: LNSFormat) -> np.ndarray:
+def naive_weight_gradient(
+    grad: np.ndarray, x: np.ndarray, case: Case, fmt: LNSFormat
+) -> np.ndarray:
     """Over (image, position); these cases are too small to be cut into pieces."""
     C, outputs = case.channels // case.groups, case.outputs // case.groups
     out = np.zeros((case.outputs, C, *case.kernel), np.int16)
@@ -115,14 +150,19 @@ def naive_weight_gradient(grad: np.ndarray, x: np.ndarray, case: Case, fmt: LNSF
     return out
 
 
-def check_products(case: Case, fmt: LNSFormat, seed: int, which: tuple[str, ...] = ("forward", "input", "weight")) -> None:
+def check_products(
+    case: Case, fmt: LNSFormat, seed: int, which: tuple[str, ...] = ("forward", "input", "weight")
+) -> None:
     """They are the contract's sums."""
     x = codes((case.n, case.channels, *case.size), fmt, seed)
     w = codes((case.outputs, case.channels // case.groups, *case.kernel), fmt, seed + 1)
     grad = codes((case.n, case.outputs, *case.positions), fmt, seed + 2)
     tx, tw, tg = (torch.from_numpy(v) for v in (x, w, grad))
     if "forward" in which:
-        np.testing.assert_array_equal(convolution.convolution(tx, tw, case.geometry, fmt).numpy(), naive_forward(x, w, case, fmt))
+        np.testing.assert_array_equal(
+            convolution.convolution(tx, tw, case.geometry, fmt).numpy(),
+            naive_forward(x, w, case, fmt),
+        )
     if "input" in which:
         gradient = convolution.input_gradient(tg, tw, case.size, case.geometry, fmt)
         np.testing.assert_array_equal(gradient.numpy(), naive_input_gradient(grad, w, case, fmt))
@@ -154,12 +194,18 @@ def test_many_taps_do_not_stick() -> None:
     """131,072 ones: one sequence of block totals would end at a tenth of them."""
     ones = torch.full((1, 2048, 8, 8), lns16.bias, dtype=torch.int16)
     geometry = Geometry((1, 1), (0, 0), (1, 1))
-    assert lns.decode(convolution.convolution(ones, ones, geometry, lns16), lns16).item() == pytest.approx(131072, rel=0.03)
+    assert lns.decode(
+        convolution.convolution(ones, ones, geometry, lns16), lns16
+    ).item() == pytest.approx(131072, rel=0.03)
 
 
-def test_results_do_not_depend_on_how_many_images_are_taken_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_do_not_depend_on_how_many_images_are_taken_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     case = Case(7, 4, 6, (9, 8), (3, 3), (2, 1), (1, 1), (1, 1), 2)
-    x, w = (torch.from_numpy(codes(s, lns12, i)) for i, s in enumerate([(7, 4, 9, 8), (6, 2, 3, 3)]))
+    x, w = (
+        torch.from_numpy(codes(s, lns12, i)) for i, s in enumerate([(7, 4, 9, 8), (6, 2, 3, 3)])
+    )
     expected = convolution.convolution(x, w, case.geometry, lns12)
     monkeypatch.setitem(convolution._COLUMNS, "cpu", 1)
     assert torch.equal(convolution.convolution(x, w, case.geometry, lns12), expected)
@@ -169,8 +215,13 @@ def test_results_do_not_depend_on_how_many_images_are_taken_at_a_time(monkeypatc
 
 def test_long_sums_of_the_weight_gradient_are_cut_into_pieces_of_whole_images() -> None:
     side, n = 40, 7  # 1,600 positions: two images a piece, and one piece of one image
-    grad, x = torch.from_numpy(codes((n, 2, side, side), lns12, 1)), torch.from_numpy(codes((n, 3, side, side), lns12, 2))
-    got = convolution.weight_gradient(grad, x, (1, 1), Geometry((1, 1), (0, 0), (1, 1)), lns12).reshape(2, 3)
+    grad, x = (
+        torch.from_numpy(codes((n, 2, side, side), lns12, 1)),
+        torch.from_numpy(codes((n, 3, side, side), lns12, 2)),
+    )
+    got = convolution.weight_gradient(
+        grad, x, (1, 1), Geometry((1, 1), (0, 0), (1, 1)), lns12
+    ).reshape(2, 3)
     step = LONG_SUM // side**2
     pieces = [
         lns.matmul(g.transpose(0, 1).reshape(2, -1), part.transpose(0, 1).reshape(3, -1).t(), lns12)
@@ -181,10 +232,13 @@ def test_long_sums_of_the_weight_gradient_are_cut_into_pieces_of_whole_images() 
 
 
 def test_a_long_weight_gradient_does_not_stick() -> None:
-    """Ones over 32 images of 64 x 64: one sequence of block totals would end at a tenth of their number."""
+    """Ones over 32 images of 64 x 64: one sequence of block totals would end at a tenth of their
+    number."""
     ones = torch.full((32, 1, 64, 64), lns12.bias, dtype=torch.int16)
     scaled = torch.full_like(ones, int(reference.encode(np.array(2.0**-10), lns12)))
-    total = convolution.weight_gradient(scaled, ones, (1, 1), Geometry((1, 1), (0, 0), (1, 1)), lns12)
+    total = convolution.weight_gradient(
+        scaled, ones, (1, 1), Geometry((1, 1), (0, 0), (1, 1)), lns12
+    )
     assert lns.decode(total, lns12).item() == pytest.approx(128, rel=0.05)
 
 
@@ -227,7 +281,8 @@ def test_layers_agree_with_float64(layer: nn.Module, scope: str) -> None:
     for got, truth in zip(results, exact_gradients(exact, x.detach(), grad), strict=True):
         value = got.detach().to_float() if isinstance(got, LNSTensor) else got.detach()
         assert value.shape == truth.shape
-        # Encoded operands and sums of up to some hundred terms of both signs: twelve half-ulps (eight and a half are seen).
+        # Encoded operands and sums of up to some hundred terms of both signs: twelve half-ulps
+        # (eight and a half are seen).
         assert (value - truth).norm() / truth.norm() < 12 * half_ulp(fmt)
 
 
@@ -238,12 +293,18 @@ def test_one_example_without_a_batch() -> None:
 
 
 def test_float32_sums() -> None:
-    x, w = (torch.from_numpy(codes(s, lns12, i)) for i, s in enumerate([(2, 8, 12, 12), (5, 8, 3, 3)]))
+    x, w = (
+        torch.from_numpy(codes(s, lns12, i)) for i, s in enumerate([(2, 8, 12, 12), (5, 8, 3, 3)])
+    )
     geometry = Geometry((1, 1), (1, 1), (1, 1))
     got = convolution.convolution(x, w, geometry, lns12, accumulation="float32")
-    exact = nn.functional.conv2d(lns.decode(x, lns12, torch.float64), lns.decode(w, lns12, torch.float64), padding=1)
+    exact = nn.functional.conv2d(
+        lns.decode(x, lns12, torch.float64), lns.decode(w, lns12, torch.float64), padding=1
+    )
     nearest = reference.encode(exact.numpy(), lns12)
-    assert np.abs(order(got.numpy(), lns12).astype(int) - order(nearest, lns12).astype(int)).max() <= 1
+    assert (
+        np.abs(order(got.numpy(), lns12).astype(int) - order(nearest, lns12).astype(int)).max() <= 1
+    )
     with matmul_accumulation("float32"):
         y = nn.functional.conv2d(LNSTensor(x, lns12), LNSTensor(w, lns12), padding=1)
     assert torch.equal(y.codes, got)
@@ -254,14 +315,18 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"shapes \(1, 3, 5, 5\) and \(4, 2, 3, 3\) in 1 groups"):
         convolution.convolution(x, w, Geometry((1, 1), (0, 0), (1, 1)), lns12)
     with pytest.raises(ValueError, match="kernel does not fit; pad the input more"):
-        convolution.convolution(x, torch.zeros(4, 3, 7, 7, dtype=torch.int16), Geometry((1, 1), (0, 0), (1, 1)), lns12)
+        convolution.convolution(
+            x, torch.zeros(4, 3, 7, 7, dtype=torch.int16), Geometry((1, 1), (0, 0), (1, 1)), lns12
+        )
     with pytest.raises(ValueError, match="convolution of lns12 and lns16"):
         nn.functional.conv2d(LNSTensor(x, lns12), LNSTensor(x, lns16))
 
 
 def test_the_operators_pass_torchs_check() -> None:
     ops, rest = torch.ops.lns_ops, ([2, 1], [1, 1], [1, 1], 2, "contract", 12, 6)
-    x, w = (torch.from_numpy(codes(s, lns12, i)) for i, s in enumerate([(2, 4, 7, 6), (6, 2, 3, 3)]))
+    x, w = (
+        torch.from_numpy(codes(s, lns12, i)) for i, s in enumerate([(2, 4, 7, 6), (6, 2, 3, 3)])
+    )
     y = ops.convolution(x, w, *rest)
     torch.library.opcheck(ops.convolution.default, (x, w, *rest))
     torch.library.opcheck(ops.convolution_input.default, (y, w, [7, 6], *rest))

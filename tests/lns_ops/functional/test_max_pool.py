@@ -20,18 +20,25 @@ def test_any_window(data: st.DataObject) -> None:
     stride = [data.draw(st.integers(1, 4)) for _ in range(2)]
     padding = [data.draw(st.integers(0, k // 2)) for k in kernel]
     sizes = [
-        data.draw(st.integers(max(1, d * (k - 1) + 1 - 2 * p), 20)) for k, d, p in zip(kernel, dilation, padding, strict=True)
+        data.draw(st.integers(max(1, d * (k - 1) + 1 - 2 * p), 20))
+        for k, d, p in zip(kernel, dilation, padding, strict=True)
     ]
     ceil_mode, leading = data.draw(st.booleans()), data.draw(st.sampled_from([(2,), (1, 3)]))
     fmt = data.draw(st.sampled_from([lns8, lns12, lns16]))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    x = LNSTensor.from_float(torch.randint(-2, 3, (*leading, *sizes), generator=generator).float(), fmt)
-    wanted, at = F.max_pool2d(x.to_float(), kernel, stride, padding, dilation, ceil_mode, return_indices=True)
+    x = LNSTensor.from_float(
+        torch.randint(-2, 3, (*leading, *sizes), generator=generator).float(), fmt
+    )
+    wanted, at = F.max_pool2d(
+        x.to_float(), kernel, stride, padding, dilation, ceil_mode, return_indices=True
+    )
     if wanted.isinf().any():
         with pytest.raises(ValueError, match="a window lies in the padding alone"):
             F.max_pool2d(x, kernel, stride, padding, dilation, ceil_mode)
         return
-    values, places = F.max_pool2d(x, kernel, stride, padding, dilation, ceil_mode, return_indices=True)
+    values, places = F.max_pool2d(
+        x, kernel, stride, padding, dilation, ceil_mode, return_indices=True
+    )
     assert torch.equal(values.to_float(), wanted)
     assert torch.equal(places, at)
 
@@ -39,7 +46,9 @@ def test_any_window(data: st.DataObject) -> None:
 def test_gradients_and_threads() -> None:
     from lns_ops import cpu
 
-    x = LNSTensor.from_float(torch.randn(8, 16, 31, 29, generator=torch.Generator().manual_seed(0)), lns12)
+    x = LNSTensor.from_float(
+        torch.randn(8, 16, 31, 29, generator=torch.Generator().manual_seed(0)), lns12
+    )
     exact = x.to_float().requires_grad_()
     x.requires_grad_()
     before = cpu.get_num_threads()
@@ -51,7 +60,8 @@ def test_gradients_and_threads() -> None:
     F.max_pool2d(exact, 3, 2, 1).sum().backward()
     assert x.grad is not None
     assert exact.grad is not None
-    torch.testing.assert_close(x.grad.to_float(), exact.grad, rtol=0.02, atol=0)  # sums of up to four ones
+    # sums of up to four ones
+    torch.testing.assert_close(x.grad.to_float(), exact.grad, rtol=0.02, atol=0)
 
 
 def test_a_proper_operator_and_bad_windows() -> None:
@@ -60,7 +70,9 @@ def test_a_proper_operator_and_bad_windows() -> None:
     torch.library.opcheck(torch.ops.lns_ops.max_pool2d, (codes, *window, 12, 6))
     transposed = codes.transpose(-1, -2)
     for got, wanted in zip(
-        max_pool2d(transposed, *window, lns12), max_pool2d(transposed.contiguous(), *window, lns12), strict=True
+        max_pool2d(transposed, *window, lns12),
+        max_pool2d(transposed.contiguous(), *window, lns12),
+        strict=True,
     ):
         assert torch.equal(got, wanted)
     for width, spread in ((1, 2), (3, 4)):

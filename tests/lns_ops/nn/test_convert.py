@@ -1,4 +1,5 @@
-"""convert_ and SGD: scopes, filters, updates against the reference, and a stranger's training loop."""
+"""convert_ and SGD: scopes, filters, updates against the reference, and a stranger's training
+loop."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def test_scope_everywhere_rounds_the_weights_and_returns_lns() -> None:
     original = net()
     model = convert_(net(), lns12, scope="everywhere")
     assert parameters_by_format(model.parameters()) == {"lns12": 83}
-    np.testing.assert_array_equal(model[0].weight.codes.numpy(), reference.encode(original[0].weight.detach().numpy(), lns12))
+    np.testing.assert_array_equal(
+        model[0].weight.codes.numpy(), reference.encode(original[0].weight.detach().numpy(), lns12)
+    )
     assert isinstance(model(torch.randn(5, 6)), LNSTensor)
 
 
@@ -55,7 +58,9 @@ def test_filter_leaves_layers_in_float(scope: str, kept: str) -> None:
 
 def test_conversion_is_refused_before_anything_changes() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4))
-    with pytest.raises(ValueError, match=r"layer '1' is a LSTM: scope 'matmul' converts Linear, Conv1d.*filter_fn"):
+    with pytest.raises(
+        ValueError, match=r"layer '1' is a LSTM: scope 'matmul' converts Linear, Conv1d.*filter_fn"
+    ):
         convert_(model, lns12)
     assert type(model[0]) is nn.Linear
     with pytest.raises(ValueError, match="layer '0': is LNS already"):
@@ -87,7 +92,8 @@ def test_sgd_equals_the_reference(fmt: LNSFormat, momentum: float, kahan_sum: bo
         optimizer.step()
         codes, buffer, compensation = reference.sgd_update(
             codes, grad.codes.numpy(), fmt, negative_lr=reference.encode(np.array(-0.01), fmt),
-            momentum=reference.encode(np.array(momentum), fmt) if momentum else None, buffer=buffer, compensation=compensation,
+            momentum=reference.encode(np.array(momentum), fmt) if momentum else None, buffer=buffer,
+            compensation=compensation,
         )  # fmt: skip
         np.testing.assert_array_equal(weight.codes.numpy(), codes)
     state = optimizer.state[weight]
@@ -147,7 +153,9 @@ def test_a_strangers_loop_trains(fmt: LNSFormat, scope: str) -> None:
     pixels, labels = load_digits(return_X_y=True)
     x, y = torch.from_numpy(pixels).float() / 16, torch.from_numpy(labels)
     torch.manual_seed(0)
-    model = lns_ops.convert_(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)), fmt, scope=scope)
+    model = lns_ops.convert_(
+        nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)), fmt, scope=scope
+    )
     optimizer = lns_ops.optim.SGD(model.parameters(), lr=0.5, momentum=0.5, kahan_sum=True)
     for _ in range(8):
         for rows in torch.randperm(1500).split(50):
@@ -158,13 +166,15 @@ def test_a_strangers_loop_trains(fmt: LNSFormat, scope: str) -> None:
     assert wrong < 0.15
 
 
-# ------------------------------------------------------------------------------ what would train nothing, or something else
+# ------------------------------------------------------------------------------ what would train no
 
 OLD = "was replaced when its module was converted or reverted"
 
 
 @pytest.mark.parametrize("kind", [SGD, torch.optim.SGD])
-def test_an_optimizer_made_before_convert_is_refused_at_its_step(kind: type[torch.optim.Optimizer]) -> None:
+def test_an_optimizer_made_before_convert_is_refused_at_its_step(
+    kind: type[torch.optim.Optimizer],
+) -> None:
     model = net()
     early = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
     convert_(model, lns16, scope="everywhere")
@@ -216,7 +226,11 @@ def test_strangers_optimizers_of_lns_parameters_are_warned_of() -> None:
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.norm, self.head = nn.Embedding(8, 4), nn.LayerNorm(4), nn.Linear(4, 8, bias=False)
+        self.embedding, self.norm, self.head = (
+            nn.Embedding(8, 4),
+            nn.LayerNorm(4),
+            nn.Linear(4, 8, bias=False),
+        )
         self.head.weight = self.embedding.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -234,7 +248,9 @@ class Tied(nn.Module):
 )
 def test_ties_that_a_conversion_would_cut_are_refused(fmt: object, filter_fn: object) -> None:
     model = Tied()
-    with pytest.raises(ValueError, match=r"'embedding' and 'head' share the parameter weight.*alike"):
+    with pytest.raises(
+        ValueError, match=r"'embedding' and 'head' share the parameter weight.*alike"
+    ):
         convert_(model, fmt, "everywhere", filter_fn)  # type: ignore[arg-type]
     assert model.head.weight is model.embedding.weight
     assert type(model.head.weight.data) is torch.Tensor
@@ -245,7 +261,9 @@ def test_ties_that_a_conversion_would_cut_are_refused(fmt: object, filter_fn: ob
 def test_ties_that_two_conversions_would_cut_are_refused() -> None:
     model = Tied()
     convert_(model.embedding, "lns16", scope="everywhere")
-    with pytest.raises(ValueError, match=r"'head'.*weight.*converted with another layer before.*one call"):
+    with pytest.raises(
+        ValueError, match=r"'head'.*weight.*converted with another layer before.*one call"
+    ):
         convert_(model, "lns16", "everywhere", lambda module, name: name != "embedding")
     optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
     model.head(torch.randn(2, 4)).sum().backward()
@@ -281,7 +299,8 @@ def test_products_of_a_subclass_are_refused_with_a_remedy_that_works() -> None:
 
     model = nn.Sequential(nn.Linear(4, 4), Doubled(4, 4), nn.MultiheadAttention(4, 2))
     message = (
-        r"layer '1' is a Doubled, a subclass of Linear that may compute something else: .*(filter_fn=lambda .*), or use scope"
+        r"layer '1' is a Doubled, a subclass of Linear that may compute something else:"
+        r" .*(filter_fn=lambda .*), or use scope"
     )
     with pytest.raises(ValueError, match=message) as refused:
         convert_(model, "lns16")

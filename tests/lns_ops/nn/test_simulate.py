@@ -1,4 +1,5 @@
-"""Training in simulated formats: what lies on which grid, what updates keep, loss scaling, products of float8."""
+"""Training in simulated formats: what lies on which grid, what updates keep, loss scaling, products
+of float8."""
 
 from __future__ import annotations
 
@@ -19,10 +20,13 @@ from lns_ops.nn.float8_linear import Float8Linear, product_kind, scaled_product
 from lns_ops.nn.simulate import GROWTH_INTERVAL, INITIAL_LOSS_SCALE
 from lns_ops.optim import SGD, Adam, AdamW
 
-needs_torchao = pytest.mark.skipif(microscaling.unavailable() is not None, reason=microscaling.unavailable() or "")
+needs_torchao = pytest.mark.skipif(
+    microscaling.unavailable() is not None, reason=microscaling.unavailable() or ""
+)
 NAMES = [
-    "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fn/tensor", "fixed(16,10)", "int8", "int8/channel",
-    "lns8/channel", pytest.param("mxfp8", marks=needs_torchao),
+    "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fn/tensor",
+    "fixed(16,10)", "int8", "int8/channel", "lns8/channel",
+    pytest.param("mxfp8", marks=needs_torchao),
 ]  # fmt: skip
 UPDATES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -36,8 +40,8 @@ UPDATES: dict[str, dict[str, Any]] = {
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-        nn.Linear(64, 24), nn.GELU(), nn.Linear(24, 10),
+        nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(64, 24), nn.GELU(), nn.Linear(24, 10),
     )  # fmt: skip
 
 
@@ -71,8 +75,12 @@ def test_weights_live_on_the_grid_and_learn(name: str, update: str) -> None:
         loss = step(model, optimizer)
         first = loss if number == 0 else first
         assert all(on_grid(fmt, p) for p in model.parameters())
-        assert all(on_grid(fmt, p.grad) for p in model.parameters() if p.grad is not None) or name == "float16"
-    if update != "plain" or name not in ("float8_e4m3fn", "float8_e5m2"):  # there most updates are lost, as they should be
+        assert (
+            all(on_grid(fmt, p.grad) for p in model.parameters() if p.grad is not None)
+            or name == "float16"
+        )
+    # there most updates are lost, as they should be
+    if update != "plain" or name not in ("float8_e4m3fn", "float8_e5m2"):
         assert loss < 0.9 * first
     assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     for p in model.parameters():
@@ -81,10 +89,16 @@ def test_weights_live_on_the_grid_and_learn(name: str, update: str) -> None:
         assert ("master" in state) == ("master_format" in options)
         assert on_grid(stored, state.get("master", p))
         assert torch.equal(fmt.quantize(state["master"]), p) if "master" in state else True
-        assert on_grid(stored.compensation, state["compensation"]) if options.get("kahan_sum") else "compensation" not in state
+        assert (
+            on_grid(stored.compensation, state["compensation"])
+            if options.get("kahan_sum")
+            else "compensation" not in state
+        )
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn/tensor", "int8/channel", "lns8/channel"])
+@pytest.mark.parametrize(
+    "name", ["bfloat16", "float8_e4m3fn/tensor", "int8/channel", "lns8/channel"]
+)
 def test_activations_and_their_gradients_lie_on_the_grid(name: str) -> None:
     fmt, model = parse(name), simulate_(network(), name)
     seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -103,17 +117,25 @@ def test_activations_and_their_gradients_lie_on_the_grid(name: str) -> None:
     assert set(seen) == {"1", "5", "7"}
     for layer_name, (output, _) in seen.items():
         assert on_grid(fmt, output), layer_name
-    # What arrives at the GELU's output comes from the last layer's input, rounded there; what arrives at the loss is still float32.
+    # What arrives at the GELU's output comes from the last layer's input, rounded there; what
+    # arrives at the loss is still float32.
     assert not on_grid(fmt, seen["7"][1])
     weights = [layer.weight.grad for layer in model if isinstance(layer, nn.Linear)]
-    assert not any(on_grid(fmt, grad) for grad in weights), "gradients of parameters are rounded by the optimizer"
+    assert not any(on_grid(fmt, grad) for grad in weights), (
+        "gradients of parameters are rounded by the optimizer"
+    )
 
 
 def test_a_step_in_bfloat16_is_its_definition() -> None:
     """One linear layer by hand: every rounding where the page says it is."""
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(5, 3))
-    w, b, x, y = model[0].weight.detach().clone(), model[0].bias.detach().clone(), torch.randn(4, 5), torch.arange(4) % 3
+    w, b, x, y = (
+        model[0].weight.detach().clone(),
+        model[0].bias.detach().clone(),
+        torch.randn(4, 5),
+        torch.arange(4) % 3,
+    )
 
     def q(t: torch.Tensor) -> torch.Tensor:
         return t.bfloat16().float()
@@ -143,7 +165,9 @@ def test_kahan_and_random_rounding_keep_what_nearest_loses(name: str) -> None:
     start[0, 0] = 1.0  # keeps its value, and with it the scale of the others
     start = fmt.quantize(start)
     slightly_less = torch.where(start == start[0, 0], start, start * (1 - 2.0**-12))
-    width = float((start - fmt.quantize(slightly_less, torch.zeros_like(start, dtype=torch.int32)))[0, 1])
+    width = float(
+        (start - fmt.quantize(slightly_less, torch.zeros_like(start, dtype=torch.int32)))[0, 1]
+    )
     assert width > 2.0**-10
     for update in ("plain", "kahan", "stochastic"):
         model = nn.Linear(64, 1, bias=False)
@@ -163,13 +187,18 @@ def test_kahan_and_random_rounding_keep_what_nearest_loses(name: str) -> None:
 def test_random_rounding_repeats_and_resumes(tmp_path: Path) -> None:
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = simulate_(network(), "bfloat16")
-        return model, quantize_updates_(Adam(model.parameters(), lr=0.01), model, stochastic_rounding=True, seed=5)
+        return model, quantize_updates_(
+            Adam(model.parameters(), lr=0.01), model, stochastic_rounding=True, seed=5
+        )
 
     runs = [made(), made()]
     for model, optimizer in runs:
         for _ in range(3):
             step(model, optimizer)
-    assert all(torch.equal(p, q) for p, q in zip(runs[0][0].parameters(), runs[1][0].parameters(), strict=True))
+    assert all(
+        torch.equal(p, q)
+        for p, q in zip(runs[0][0].parameters(), runs[1][0].parameters(), strict=True)
+    )
     torch.save([runs[0][0].state_dict(), runs[0][1].state_dict()], tmp_path / "state.pt")
     model, optimizer = made()
     saved = torch.load(tmp_path / "state.pt", weights_only=True)
@@ -178,7 +207,9 @@ def test_random_rounding_repeats_and_resumes(tmp_path: Path) -> None:
     for resumed in ((model, optimizer), runs[1]):
         for _ in range(3):
             step(*resumed)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), runs[1][0].parameters(), strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(model.parameters(), runs[1][0].parameters(), strict=True)
+    )
 
 
 def test_loss_scaling_saves_small_gradients_and_survives_overflows() -> None:
@@ -206,7 +237,9 @@ def test_loss_scaling_saves_small_gradients_and_survives_overflows() -> None:
 
 def test_other_formats_have_no_loss_scale() -> None:
     assert not list(simulate_(network(), "bfloat16").buffers())
-    assert len(list(simulate_(network(), "float8_e4m3fn", gradient_format="float16").buffers())) == 2
+    assert (
+        len(list(simulate_(network(), "float8_e4m3fn", gradient_format="float16").buffers())) == 2
+    )
 
 
 def test_convert_takes_the_names_and_revert_undoes() -> None:
@@ -231,7 +264,9 @@ def test_copies_are_independent() -> None:
     F.cross_entropy(twin(x), y).backward()
     assert float(model.get_buffer("loss_scale")) == INITIAL_LOSS_SCALE
     assert twin[1].simulation.root is twin
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True)
+    )
 
 
 def test_recurrent_and_attention_layers_are_rounded_at_their_border() -> None:
@@ -249,10 +284,19 @@ def test_recurrent_and_attention_layers_are_rounded_at_their_border() -> None:
     ("make", "said"),
     [
         (lambda: simulate_(simulate_(network(), "tf32"), "tf32"), "is in a number format already"),
-        (lambda: simulate_(lns_ops.convert_(network(), "lns12", scope="everywhere"), "tf32"), "is in a number format already"),
-        (lambda: lns_ops.convert_(network(), "bfloat16"), "only LNS has scopes; use scope='everywhere'"),
+        (
+            lambda: simulate_(lns_ops.convert_(network(), "lns12", scope="everywhere"), "tf32"),
+            "is in a number format already",
+        ),
+        (
+            lambda: lns_ops.convert_(network(), "bfloat16"),
+            "only LNS has scopes; use scope='everywhere'",
+        ),
         (lambda: simulate_(network(), "float7"), "there is none of that name"),
-        (lambda: quantize_updates_(SGD(network().parameters(), lr=1.0), network()), "call lns_ops.nn.simulate.simulate_ first"),
+        (
+            lambda: quantize_updates_(SGD(network().parameters(), lr=1.0), network()),
+            "call lns_ops.nn.simulate.simulate_ first",
+        ),
     ],
 )
 def test_bad_input_is_refused(make: Any, said: str) -> None:
@@ -263,36 +307,49 @@ def test_bad_input_is_refused(make: Any, said: str) -> None:
 def test_two_ways_of_rounding_and_closures_are_refused() -> None:
     model = simulate_(network(), "bfloat16")
     with pytest.raises(ValueError, match="choose one of them"):
-        quantize_updates_(SGD(model.parameters(), lr=1.0), model, kahan_sum=True, stochastic_rounding=True)
+        quantize_updates_(
+            SGD(model.parameters(), lr=1.0), model, kahan_sum=True, stochastic_rounding=True
+        )
     optimizer = quantize_updates_(SGD(model.parameters(), lr=1.0), model)
     with pytest.raises(ValueError, match=r"call backward\(\) before step\(\)"):
         optimizer.step(lambda: 0.0)
 
 
-# ------------------------------------------------------------------------------------------------------- float8 products
+# --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rows", "inner", "columns"), [(16, 32, 48), (5, 7, 3), (128, 100, 10), (1, 1, 1)])
+@pytest.mark.parametrize(
+    ("rows", "inner", "columns"), [(16, 32, 48), (5, 7, 3), (128, 100, 10), (1, 1, 1)]
+)
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e4m3fn/tensor"])
-def test_scaled_products_are_those_of_the_values(rows: int, inner: int, columns: int, name: str) -> None:
-    """torch computes ``_scaled_mm`` on CPUs too, so padding, order and scales can be checked without a GPU."""
+def test_scaled_products_are_those_of_the_values(
+    rows: int, inner: int, columns: int, name: str
+) -> None:
+    """torch computes ``_scaled_mm`` on CPUs too, so padding, order and scales can be checked
+    without a GPU."""
     torch.manual_seed(0)
     fmt = parse(name)
     x, y = fmt.encode(torch.randn(rows, inner)), fmt.encode(torch.randn(inner, columns))
     expected = fmt.decode(x).double() @ fmt.decode(y).double()
-    # Products are exact in float32; a sum of `inner` of them errs by inner 2^-24 of the sum of magnitudes.
+    # Products are exact in float32; a sum of `inner` of them errs by inner 2^-24 of the sum of
+    # magnitudes.
     bound = inner * 2.0**-23 * (fmt.decode(x).abs().double() @ fmt.decode(y).abs().double())
     assert bool(((scaled_product(x, y) - expected).abs() <= bound).all())
 
 
 def test_linear_layers_in_float8_say_how_they_multiply() -> None:
     model = simulate_(network(), "float8_e4m3fn")
-    assert [type(layer) for layer in model if isinstance(layer, nn.Linear)] == [Float8Linear, Float8Linear]
-    assert product_kind("cpu") == "emulated: a cpu has no 8-bit products; float32 products of float8 values"
-    assert [type(layer) for layer in simulate_(network(), "float8_e5m2") if isinstance(layer, nn.Linear)] == [
-        nn.Linear,
-        nn.Linear,
+    assert [type(layer) for layer in model if isinstance(layer, nn.Linear)] == [
+        Float8Linear,
+        Float8Linear,
     ]
+    assert (
+        product_kind("cpu")
+        == "emulated: a cpu has no 8-bit products; float32 products of float8 values"
+    )
+    assert [
+        type(layer) for layer in simulate_(network(), "float8_e5m2") if isinstance(layer, nn.Linear)
+    ] == [nn.Linear, nn.Linear]
     assert type(lns_ops.revert_(model)[-1]) is nn.Linear
     assert "emulated" in str(lns_ops.backends()["cpu"]["float8_products"])  # type: ignore[index]
 
@@ -308,7 +365,10 @@ def test_float8_on_a_gpu_really_multiplies_in_8_bits(name: str, gradient: str | 
     if product_kind("cuda") != "torch._scaled_mm":
         pytest.skip(product_kind("cuda"))
     gradient = f"{gradient}/tensor" if gradient and "/" in name else gradient
-    models = [simulate_(network(), name, gradient_format=gradient), simulate_(network().cuda(), name, gradient_format=gradient)]
+    models = [
+        simulate_(network(), name, gradient_format=gradient),
+        simulate_(network().cuda(), name, gradient_format=gradient),
+    ]
     x, y = batch()
     for model, inputs, labels in zip(models, (x, x.cuda()), (y, y.cuda()), strict=True):
         with torch.profiler.profile() as profile:
@@ -318,7 +378,8 @@ def test_float8_on_a_gpu_really_multiplies_in_8_bits(name: str, gradient: str | 
     for mine, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert mine.grad is not None
         assert theirs.grad is not None
-        # Sums in another order move values over a rounding threshold of 8 bits now and then; most agree.
+        # Sums in another order move values over a rounding threshold of 8 bits now and then; most
+        # agree.
         difference = (theirs.grad.cpu() - mine.grad).norm() / mine.grad.norm()
         assert float(difference) < 0.2
 
@@ -326,7 +387,9 @@ def test_float8_on_a_gpu_really_multiplies_in_8_bits(name: str, gradient: str | 
 @pytest.mark.gpu
 @gpu
 @pytest.mark.parametrize("update", list(UPDATES))
-@pytest.mark.parametrize("name", ["bfloat16", "float16", "fixed(16,10)", "int8/channel", "lns8/channel"])
+@pytest.mark.parametrize(
+    "name", ["bfloat16", "float16", "fixed(16,10)", "int8/channel", "lns8/channel"]
+)
 def test_updates_on_a_gpu_are_those_of_the_cpu(name: str, update: str) -> None:
     """Given gradients, weights come out the same bit for bit."""
     finals = []
@@ -343,16 +406,24 @@ def test_updates_on_a_gpu_are_those_of_the_cpu(name: str, update: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [SGD, AdamW])
-def test_the_compensation_of_the_format_is_not_the_optimizers_own(kind: type[torch.optim.Optimizer]) -> None:
-    """Step by step the update is that of an optimizer without compensation; the format's is kept beside it."""
+def test_the_compensation_of_the_format_is_not_the_optimizers_own(
+    kind: type[torch.optim.Optimizer],
+) -> None:
+    """Step by step the update is that of an optimizer without compensation; the format's is kept
+    beside it."""
     torch.manual_seed(0)
     net = simulate_(nn.Linear(8, 4), "bfloat16")
     optimizer = quantize_updates_(kind(net.parameters(), lr=0.01), net, kahan_sum=True)
     fmt = parse("bfloat16")
     for _ in range(5):
-        plain = kind((copies := [p.detach().clone().requires_grad_() for p in net.parameters()]), lr=0.01)
+        plain = kind(
+            (copies := [p.detach().clone().requires_grad_() for p in net.parameters()]), lr=0.01
+        )
         plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        carried = [optimizer.state[p].get("compensation", torch.zeros_like(p)).clone() for p in net.parameters()]
+        carried = [
+            optimizer.state[p].get("compensation", torch.zeros_like(p)).clone()
+            for p in net.parameters()
+        ]
         optimizer.zero_grad()
         net(torch.randn(16, 8)).square().sum().backward()
         for copied, p in zip(copies, net.parameters(), strict=True):

@@ -1,4 +1,5 @@
-"""The composed optimizers: torch's updates on floats, the reference's bits on codes, values refused."""
+"""The composed optimizers: torch's updates on floats, the reference's bits on codes, values
+refused."""
 
 from __future__ import annotations
 
@@ -15,7 +16,17 @@ from lns_ops.functional import reductions
 from lns_ops.optim import SGD, Adam, moments
 from lns_ops.optim.backend_codes import Codes
 from tests.lns_ops.lns_formats import FORMATS, IDS, half_ulp
-from tests.lns_ops.optimizers import ALL, FLOAT32, ROUNDINGS, TORCHS, gradients, make, run, start_of, values
+from tests.lns_ops.optimizers import (
+    ALL,
+    FLOAT32,
+    ROUNDINGS,
+    TORCHS,
+    gradients,
+    make,
+    run,
+    start_of,
+    values,
+)
 
 
 @pytest.mark.parametrize("name", list(TORCHS))
@@ -23,16 +34,23 @@ from tests.lns_ops.optimizers import ALL, FLOAT32, ROUNDINGS, TORCHS, gradients,
 def test_floats_step_as_torchs(name: str, maximize: bool) -> None:
     ours, theirs = (nn.Parameter(start_of(50)) for _ in range(2))
     run(make(name, [ours], maximize=maximize), ours, gradients(12, 50))
-    run(getattr(torch.optim, name)([theirs], maximize=maximize, **TORCHS[name]), theirs, gradients(12, 50))
+    run(
+        getattr(torch.optim, name)([theirs], maximize=maximize, **TORCHS[name]),
+        theirs,
+        gradients(12, 50),
+    )
     torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("options", [{"centered": True}, {"momentum": 0.8}, {"centered": True, "momentum": 0.8}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"centered": True}, {"momentum": 0.8}, {"centered": True, "momentum": 0.8}], ids=str
+)
 def test_every_rmsprop_is_torchs(options: dict[str, Any]) -> None:
     ours, theirs = (nn.Parameter(start_of(50)) for _ in range(2))
     run(optim.RMSprop([ours], lr=0.01, **options), ours, gradients(12, 50))
     run(torch.optim.RMSprop([theirs], lr=0.01, **options), theirs, gradients(12, 50))
-    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)  # (r - m)(r + m) instead of r^2 - m^2
+    # (r - m)(r + m) instead of r^2 - m^2
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
 def test_asgd_averages_as_torchs() -> None:
@@ -40,13 +58,18 @@ def test_asgd_averages_as_torchs() -> None:
     mine, other = make("ASGD", [ours]), torch.optim.ASGD([theirs], **TORCHS["ASGD"])
     run(mine, ours, gradients(12, 50))
     run(other, theirs, gradients(12, 50))
-    torch.testing.assert_close(mine.state[ours]["ax"], other.state[theirs]["ax"], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        mine.state[ours]["ax"], other.state[theirs]["ax"], rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", list(ALL))
-@pytest.mark.parametrize("rounding", [r | a for a in ({}, {"arithmetic": "float32"}) for r in ROUNDINGS[1:]], ids=str)
+@pytest.mark.parametrize(
+    "rounding", [r | a for a in ({}, {"arithmetic": "float32"}) for r in ROUNDINGS[1:]], ids=str
+)
 def test_codes_move_as_floats(name: str, rounding: dict[str, Any]) -> None:
-    """Over forty steps what an lns16 weight has moved is what a float32 one has, but for roundings that average out."""
+    """Over forty steps what an lns16 weight has moved is what a float32 one has, but for roundings
+    that average out."""
     start = LNSTensor.from_float(start_of(400), lns16).to_float()
     grads = [LNSTensor.from_float(g, lns16).to_float() for g in gradients(40, 400)]
     exact, weight = nn.Parameter(start.clone()), nn.Parameter(LNSTensor.from_float(start, lns16))
@@ -60,7 +83,8 @@ def test_codes_move_as_floats(name: str, rounding: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", list(ALL))
 @pytest.mark.parametrize("fmt", [lns12, lns16], ids=str)
 def test_a_step_in_float32_is_the_rounded_step_of_floats(name: str, fmt: LNSFormat) -> None:
-    """Twenty steps, each from the state and the weights that the LNS one has: what it stores is what the float one leaves, rounded."""
+    """Twenty steps, each from the state and the weights that the LNS one has: what it stores is
+    what the float one leaves, rounded."""
     weight = nn.Parameter(LNSTensor.from_float(start_of(200), fmt))
     optimizer, different = make(name, [weight], **FLOAT32), 0
     for grad in gradients(20, 200):
@@ -74,7 +98,10 @@ def test_a_step_in_float32_is_the_rounded_step_of_floats(name: str, fmt: LNSForm
         for got, want in [(weight, exact), *pairs_of(optimizer.state[weight], theirs.state[exact])]:
             codes = LNSTensor.from_float(want.detach(), fmt).codes
             different += int((codes != got.codes).sum())
-            assert ((got.to_float() - want).abs() <= 1.01 * 2 * half_ulp(fmt) * want.abs() + fmt.smallest).all()
+            assert (
+                (got.to_float() - want).abs()
+                <= 1.01 * 2 * half_ulp(fmt) * want.abs() + fmt.smallest
+            ).all()
     assert different <= 20  # float32's own roundings, on the other side of a boundary
 
 
@@ -86,7 +113,11 @@ def floats_of(state: dict[str, Any]) -> dict[str, Tensor]:
             found.update({} if name.endswith("_residue") else {name: value.clone()})
         elif not name.endswith("_compensation"):
             lost = state.get(f"{name}_residue", state.get(f"{name}_compensation"))
-            lost = LNSTensor(lost, value.fmt) if lost is not None and not isinstance(lost, LNSTensor) else lost
+            lost = (
+                LNSTensor(lost, value.fmt)
+                if lost is not None and not isinstance(lost, LNSTensor)
+                else lost
+            )
             whole = value.to_float() + (0 if lost is None else lost.to_float())
             root = name.removeprefix("root_")
             found |= {root: whole * whole} if root != name else {name: whole}
@@ -94,15 +125,20 @@ def floats_of(state: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def pairs_of(state: dict[str, Any], floats: dict[str, Any]) -> list[tuple[Any, Tensor]]:
-    """What is kept in LNS, and the float of the same meaning; ASGD's average is one of rounded weights."""
+    """What is kept in LNS, and the float of the same meaning; ASGD's average is one of rounded
+    weights."""
     kept = (n for n, value in state.items() if isinstance(value, LNSTensor))
     names = [n for n in kept if n != "ax" and not n.endswith("_compensation")]
-    return [(state[n], floats[n.removeprefix("root_")].sqrt() if n.startswith("root_") else floats[n]) for n in names]
+    return [
+        (state[n], floats[n.removeprefix("root_")].sqrt() if n.startswith("root_") else floats[n])
+        for n in names
+    ]
 
 
 @pytest.mark.parametrize("kahan_sum", [True, False])
 def test_float32_updates_have_decays_that_the_format_has_not(kahan_sum: bool) -> None:
-    """A beta1 that rounds to 1 in lns12; and Kahan keeps steps of a 200th of an ulp, which are lost without it."""
+    """A beta1 that rounds to 1 in lns12; and Kahan keeps steps of a 200th of an ulp, which are lost
+    without it."""
     weight = nn.Parameter(LNSTensor.from_float(torch.ones(30), lns12))
     options: dict[str, Any] = {"lr": 2.0**-14, "betas": (0.997, 0.9999), "kahan_sum": kahan_sum}
     with pytest.raises(ValueError, match=r"beta1=0.997: rounds to 1 in lns12"):
@@ -120,7 +156,7 @@ def test_what_leaves_float32_saturates() -> None:
         assert weight.detach().to_float().isfinite().all()
 
 
-# --------------------------------------------------------------------------------------------- against the reference
+# --------------------------------------------------------------------------------------------- agai
 
 
 def number(value: float, fmt: LNSFormat) -> np.ndarray[Any, np.dtype[np.int16]]:
@@ -130,25 +166,35 @@ def number(value: float, fmt: LNSFormat) -> np.ndarray[Any, np.dtype[np.int16]]:
 def any_codes(fmt: LNSFormat, count: int, seed: int) -> list[LNSTensor]:
     """Of 700 values each; every code is as likely, the extremes and zero too."""
     rng = np.random.default_rng(seed)
-    codes = rng.choice(np.concatenate([fmt.codes(), np.zeros(len(fmt.codes()) // 20, np.int16)]), (count, 700))
+    codes = rng.choice(
+        np.concatenate([fmt.codes(), np.zeros(len(fmt.codes()) // 20, np.int16)]), (count, 700)
+    )
     return [LNSTensor(torch.from_numpy(each.copy()), fmt) for each in codes]
 
 
 @pytest.mark.parametrize("fmt", [lns16, lns12, LNSFormat(16, 10)], ids=str)
 @pytest.mark.parametrize("rounding", ROUNDINGS, ids=str)
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_nesterov_in_reference_operations(fmt: LNSFormat, rounding: dict[str, Any], weight_decay: float) -> None:
+def test_nesterov_in_reference_operations(
+    fmt: LNSFormat, rounding: dict[str, Any], weight_decay: float
+) -> None:
     start, *grads = any_codes(fmt, 6, 1)
     weight = nn.Parameter(start)
     w, c, buffer = start.codes.numpy().copy(), np.zeros(700, np.int16), np.zeros(700, np.int16)
-    optimizer = SGD([weight], lr=0.05, momentum=0.9, nesterov=True, weight_decay=weight_decay, **rounding)
+    optimizer = SGD(
+        [weight], lr=0.05, momentum=0.9, nesterov=True, weight_decay=weight_decay, **rounding
+    )
     for step, grad in enumerate(grads, 1):
         weight.grad = grad
         optimizer.step()
         g = reference.add(grad.codes.numpy(), reference.mul(number(weight_decay, fmt), w, fmt), fmt)
         buffer = reference.add(reference.mul(number(0.9, fmt), buffer, fmt), g, fmt)
         direction = reference.add(g, reference.mul(number(0.9, fmt), buffer, fmt), fmt)
-        more = {"key": 4 << 32, "step": step} if "seed" in rounding else {"compensation": c if rounding else None}
+        more = (
+            {"key": 4 << 32, "step": step}
+            if "seed" in rounding
+            else {"compensation": c if rounding else None}
+        )
         w, _, lost = reference.sgd_update(w, direction, fmt, negative_lr=number(-0.05, fmt), **more)  # type: ignore[arg-type]
         c = c if lost is None else lost
     np.testing.assert_array_equal(weight.codes.numpy(), w)
@@ -187,7 +233,9 @@ def test_fused_steps_have_the_bits_of_their_operations(
 
 
 @pytest.mark.parametrize("name", [n for n in FUSED if n not in ("Mul", "SignMul")])
-def test_fused_steps_are_taken_where_there_are_any(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_steps_are_taken_where_there_are_any(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*args: Any) -> None:
         raise AssertionError("one by one")
 
@@ -232,18 +280,23 @@ def test_lion_in_reference_operations(fmt: LNSFormat) -> None:
         direction = np.sign(blend(0.9, g)) * fmt.bias
         codes = np.where(direction < 0, fmt.bias | fmt.sign_mask, direction).astype(np.int16)
         m = blend(0.99, g)
-        w, *_ = reference.sgd_update(w, codes, fmt, negative_lr=number(-0.05, fmt), key=3 << 32, step=step)
+        w, *_ = reference.sgd_update(
+            w, codes, fmt, negative_lr=number(-0.05, fmt), key=3 << 32, step=step
+        )
     np.testing.assert_array_equal(weight.codes.numpy(), w)
 
 
 @pytest.mark.parametrize("fmt", [lns16, lns12, lns8], ids=str)
 def test_signmul_adds_to_the_logarithm(fmt: LNSFormat) -> None:
-    """A factor of a whole number of ulps moves every code by so many; half an ulp moves it every second step, kept in the residue."""
+    """A factor of a whole number of ulps moves every code by so many; half an ulp moves it every
+    second step, kept in the residue."""
     start = start_of(60)
     for ulps, steps in ((2.0, 3), (0.5, 6)):
         weight = nn.Parameter(LNSTensor.from_float(start, fmt))
         before = weight.codes.clone()
-        optimizer = optim.SignMul([weight], lr=ulps * 2.0**-fmt.fraction_bits, use_pow=True, p_scale=None, kahan_sum=True)
+        optimizer = optim.SignMul(
+            [weight], lr=ulps * 2.0**-fmt.fraction_bits, use_pow=True, p_scale=None, kahan_sum=True
+        )
         run(optimizer, weight, [torch.full((60,), -1.0)] * steps)
         moved = (weight.codes & fmt.field_mask) - (before & fmt.field_mask)
         assert torch.equal(moved, torch.where(before < 0, -1, 1) * round(ulps * steps))
@@ -253,7 +306,11 @@ def test_multiplied_weights_stay_in_range_and_keep_their_signs() -> None:
     start = torch.tensor([lns8.largest, -lns8.largest, lns8.smallest, -lns8.smallest, 0.0, 1.0])
     weight = nn.Parameter(LNSTensor.from_float(start, lns8))
     before = weight.codes.clone()
-    run(optim.Mul([weight], lr=1.0, kahan_sum=True), weight, [torch.tensor([-1.0, 1.0, 1.0, -1.0, 1.0, 1.0])])
+    run(
+        optim.Mul([weight], lr=1.0, kahan_sum=True),
+        weight,
+        [torch.tensor([-1.0, 1.0, 1.0, -1.0, 1.0, 1.0])],
+    )
     assert torch.equal(weight.codes[:5], before[:5])
     assert weight.detach().to_float()[5] == pytest.approx(0.5)
 
@@ -272,7 +329,11 @@ def test_madam_bounds_weights(p_scale: float) -> None:
 def test_averages_equal_the_reference_on_every_device(fmt: LNSFormat, kind: str) -> None:
     """The compiled kernel, the torch integers that a GPU computes with, and the reference."""
     f = fmt.fraction_bits
-    table = {"square": moments.mean_square(0.999, f), "sum": moments.sum_square(f), "maximum": moments.maximum(0.99, f)}[kind]
+    table = {
+        "square": moments.mean_square(0.999, f),
+        "sum": moments.sum_square(f),
+        "maximum": moments.maximum(0.99, f),
+    }[kind]
     rng = np.random.default_rng(0)
     root, x = (rng.choice(fmt.codes(), (7, 301)) for _ in range(2))
     root = reference.absolute(root, fmt)
@@ -303,12 +364,14 @@ def test_norms_are_float64s(fmt: LNSFormat) -> None:
     assert float(reductions.norm(torch.from_numpy(codes), fmt)) == pytest.approx(exact, rel=1e-12)
 
 
-# --------------------------------------------------------------------------------------------- what must not freeze
+# --------------------------------------------------------------------------------------------- what
 
 
 def test_groups_of_lars_and_lamb_need_not_adapt() -> None:
     for kind in (optim.LARS, optim.LAMB):
-        adapted, plain = (nn.Parameter(LNSTensor.from_float(100 * start_of(50), lns16)) for _ in range(2))
+        adapted, plain = (
+            nn.Parameter(LNSTensor.from_float(100 * start_of(50), lns16)) for _ in range(2)
+        )
         optimizer = kind([{"params": [adapted]}, {"params": [plain], "adapt": False}], lr=1.0)
         for parameter in (adapted, plain):
             parameter.grad = LNSTensor.from_float(torch.ones(50), lns16)
@@ -328,7 +391,11 @@ def test_groups_of_lars_and_lamb_need_not_adapt() -> None:
         ("Lion", {"lr": 0.1, "betas": (0.9, 0.9, 0.9)}, "betas"),
         ("LARS", {"lr": 0.1, "momentum": 0.5, "trust_coefficient": 0.0}, "trust_coefficient=0.0"),
         ("LARS", {"lr": 0.1, "momentum": 0.0, "nesterov": True}, "nothing to look ahead with"),
-        ("LARS", {"lr": 0.1, "momentum": 0.5, "weight_decay": 1e-9}, "weight_decay=1e-09: underflows"),
+        (
+            "LARS",
+            {"lr": 0.1, "momentum": 0.5, "weight_decay": 1e-9},
+            "weight_decay=1e-09: underflows",
+        ),
         ("Madam", {"g_bound": -1.0}, "g_bound=-1.0"),
         ("Madam", {"p_scale": 0.0}, "p_scale=0.0"),
         ("Rprop", {"etas": (1.5, 1.2)}, r"etas=\(1.5, 1.2\)"),
@@ -350,13 +417,17 @@ def test_bad_values_are_refused(name: str, options: dict[str, Any], said: str) -
 
 
 def test_an_option_that_no_optimizer_has() -> None:
-    with pytest.raises(TypeError, match="unexpected arguments kahan: optimizers here also take arithmetic, kahan_sum"):
+    with pytest.raises(
+        TypeError,
+        match="unexpected arguments kahan: optimizers here also take arithmetic, kahan_sum",
+    ):
         optim.RMSprop([nn.Parameter(torch.ones(1))], kahan=True)  # type: ignore[call-arg]
 
 
 def test_adam_is_the_composition_of_its_parts() -> None:
     """amsgrad, composed, equals the fused kernel where its largest root is the root itself."""
-    grads = [torch.linspace(0.1, 2.0, 50) * (k + 1) for k in range(5)]  # growing, so every root is the largest
+    # growing, so every root is the largest
+    grads = [torch.linspace(0.1, 2.0, 50) * (k + 1) for k in range(5)]
     weights = [nn.Parameter(LNSTensor.from_float(start_of(50), lns16)) for _ in range(2)]
     for weight, amsgrad in zip(weights, (False, True), strict=True):
         run(Adam([weight], lr=0.05, amsgrad=amsgrad, kahan_sum=True), weight, grads)

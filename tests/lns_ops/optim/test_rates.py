@@ -1,4 +1,5 @@
-"""What a small rate does: a schedule ends in order, and Kahan's compensation moves a weight down to a limit that is known."""
+"""What a small rate does: a schedule ends in order, and Kahan's compensation moves a weight down to
+a limit that is known."""
 
 from __future__ import annotations
 
@@ -31,7 +32,11 @@ OPTIMIZERS = [
 ]
 
 
-@pytest.mark.parametrize("options", [{}, {"kahan_sum": True}, {"stochastic_rounding": True}, {"arithmetic": "float32"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"kahan_sum": True}, {"stochastic_rounding": True}, {"arithmetic": "float32"}],
+    ids=str,
+)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_cosine_schedule_ends_in_order(name: str, options: dict[str, object]) -> None:
     parameter = nn.Parameter(LNSTensor.from_float(torch.tensor([0.5, -1.0, 2.0]), lns12))
@@ -62,7 +67,8 @@ def test_a_rate_that_underflows_from_the_start_is_refused() -> None:
 
 
 def limit(fmt: LNSFormat) -> float:
-    """``(2^(2^-f / 2) - 1)^2``: half an ulp of half an ulp, the limit that the documentation of SGD gives."""
+    """``(2^(2^-f / 2) - 1)^2``: half an ulp of half an ulp, the limit that the documentation of SGD
+    gives."""
     return float((2 ** (0.5 / 2**fmt.fraction_bits) - 1) ** 2)
 
 
@@ -75,7 +81,8 @@ def walked(fmt: LNSFormat, update: float, **options: object) -> float:
     for step in range(1, steps + 1):
         lns.sgd_update_(
             weight, u, fmt, negative_lr=fmt.bias, compensation=compensation,
-            key=None if compensation is not None else 7, step=None if compensation is not None else torch.tensor(step),
+            key=None if compensation is not None else 7,
+            step=None if compensation is not None else torch.tensor(step),
         )  # fmt: skip
     return float((decode(weight, fmt).mean() - 1) / (update * steps))
 
@@ -106,4 +113,6 @@ def test_sums_with_alpha_saturate_once(operation: object, alpha: float) -> None:
     held = float(decode(encode(torch.tensor(alpha), fmt), fmt, torch.float64))
     exact = operation(values[:, None], values[None, :], alpha=held).clamp(-fmt.largest, fmt.largest)  # type: ignore[operator]
     error = (got - exact).abs()
-    assert (error <= (2 ** (0.5 / 2**fmt.fraction_bits) - 1) * (1 + 1e-9) * exact.abs() + fmt.smallest).all()
+    assert (
+        error <= (2 ** (0.5 / 2**fmt.fraction_bits) - 1) * (1 + 1e-9) * exact.abs() + fmt.smallest
+    ).all()

@@ -1,4 +1,5 @@
-"""The state of optimizers: second moments that do not freeze, state dicts, and what compensation begins with."""
+"""The state of optimizers: second moments that do not freeze, state dicts, and what compensation
+begins with."""
 
 from __future__ import annotations
 
@@ -14,20 +15,34 @@ from lns_ops import LNSTensor, convert_, lns12
 from lns_ops.optim import SGD, AdamW
 from tests.lns_ops.optimizers import ALL, FLOAT32, ROUNDINGS, gradients, make, run, start_of, values
 
-ROOTS = {"RMSprop": ("alpha", "square_avg"), "NAdam": ("betas", "exp_avg_sq"), "RAdam": ("betas", "exp_avg_sq"),
-         "LAMB": ("betas", "exp_avg_sq"), "Madam": ("beta", "exp_avg_sq"), "Adadelta": ("rho", "square_avg")}  # fmt: skip
+ROOTS = {
+    "RMSprop": ("alpha", "square_avg"),
+    "NAdam": ("betas", "exp_avg_sq"),
+    "RAdam": ("betas", "exp_avg_sq"),
+    "LAMB": ("betas", "exp_avg_sq"),
+    "Madam": ("beta", "exp_avg_sq"),
+    "Adadelta": ("rho", "square_avg"),
+}
 
 
 @pytest.mark.parametrize("name", list(ROOTS))
 @pytest.mark.parametrize("arithmetic", optim.ARITHMETICS)
 def test_second_moments_do_not_freeze(name: str, arithmetic: str) -> None:
-    """With a decay of 0.999 the moment follows gradients that shrink by ten, where lns12's own steps are 1.1 %."""
+    """With a decay of 0.999 the moment follows gradients that shrink by ten, where lns12's own
+    steps are 1.1 %."""
     option, state = ROOTS[name]
     weight = nn.Parameter(LNSTensor.from_float(torch.ones(20), lns12))
-    optimizer = make(name, [weight], **{option: (0.9, 0.999) if option == "betas" else 0.999, "lr": 1e-3}, arithmetic=arithmetic)
+    optimizer = make(
+        name,
+        [weight],
+        **{option: (0.9, 0.999) if option == "betas" else 0.999, "lr": 1e-3},
+        arithmetic=arithmetic,
+    )
     exact, generator = torch.zeros(20, dtype=torch.float64), torch.Generator().manual_seed(0)
     for step in range(1000):
-        grad = LNSTensor.from_float(torch.randn(20, generator=generator) * (3.0 if step < 300 else 0.3), lns12)
+        grad = LNSTensor.from_float(
+            torch.randn(20, generator=generator) * (3.0 if step < 300 else 0.3), lns12
+        )
         exact = 0.999 * exact + 0.001 * grad.to_float().double() ** 2
         weight.grad = grad
         optimizer.step()
@@ -40,14 +55,18 @@ def test_the_largest_gradient_decays_by_less_than_an_ulp_a_step() -> None:
     weight = nn.Parameter(LNSTensor.from_float(torch.ones(8), lns12))
     optimizer = optim.Adamax([weight], lr=1e-3)
     run(optimizer, weight, [torch.full((8,), 2.0)] + [torch.zeros(8)] * 1000)
-    assert optimizer.state[weight]["exp_inf"].to_float()[0].item() == pytest.approx(2 * 0.999**1000, rel=0.01)
+    assert optimizer.state[weight]["exp_inf"].to_float()[0].item() == pytest.approx(
+        2 * 0.999**1000, rel=0.01
+    )
 
 
 def test_adagrads_sum_goes_on_growing() -> None:
     weight = nn.Parameter(LNSTensor.from_float(torch.ones(8), lns12))
     optimizer = optim.Adagrad([weight], lr=1e-3)
     run(optimizer, weight, [torch.ones(8)] * 2000)
-    assert optimizer.state[weight]["root_sum"].to_float()[0].item() == pytest.approx(2000**0.5, rel=0.01)
+    assert optimizer.state[weight]["root_sum"].to_float()[0].item() == pytest.approx(
+        2000**0.5, rel=0.01
+    )
 
 
 @pytest.mark.parametrize("arithmetic", optim.ARITHMETICS)
@@ -59,18 +78,24 @@ def test_asgds_average_follows_by_less_than_an_ulp(arithmetic: str) -> None:
     assert optimizer.state[weight]["ax"].to_float()[0].item() == pytest.approx(1.0, rel=0.012)
 
 
-# ------------------------------------------------------------------------------------------------------------- state
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", list(ALL))
-@pytest.mark.parametrize("kind", ["lns", "lns kahan", "lns random", "lns float32", "float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "kind", ["lns", "lns kahan", "lns random", "lns float32", "float32", "bfloat16"]
+)
 def test_state_survives_its_state_dict(name: str, kind: str) -> None:
-    """Six steps, and three, a state dict, and three more in a new optimizer: the same bits, the same dtypes."""
+    """Six steps, and three, a state dict, and three more in a new optimizer: the same bits, the
+    same dtypes."""
     rounding = {
-        "lns kahan": ROUNDINGS[1], "lns random": ROUNDINGS[2], "lns float32": ROUNDINGS[1] | FLOAT32, "bfloat16": ROUNDINGS[1]
+        "lns kahan": ROUNDINGS[1], "lns random": ROUNDINGS[2],
+        "lns float32": ROUNDINGS[1] | FLOAT32, "bfloat16": ROUNDINGS[1]
     }.get(kind, {})  # fmt: skip
     start = start_of(30)
-    initial = LNSTensor.from_float(start, lns12) if "lns" in kind else start.to(getattr(torch, kind))
+    initial = (
+        LNSTensor.from_float(start, lns12) if "lns" in kind else start.to(getattr(torch, kind))
+    )
     grads, weight = gradients(6, 30), nn.Parameter(initial.clone())
     optimizer = make(name, [weight], **rounding)
     run(optimizer, weight, grads[:3])
@@ -139,12 +164,23 @@ def test_compensation_of_logarithms_and_of_bfloat16() -> None:
     weight = nn.Parameter(LNSTensor.from_float(exact, lns12))
     optimizer = optim.Madam([weight], kahan_sum=True)
     optimizer.init_compensation([exact])
-    log = (weight.codes & lns12.field_mask) - lns12.bias + optimizer.state[weight]["weight_residue"] / 65536
-    torch.testing.assert_close(torch.exp2(log.double() / 64), exact.abs().double(), rtol=1e-6, atol=0)
+    log = (
+        (weight.codes & lns12.field_mask)
+        - lns12.bias
+        + optimizer.state[weight]["weight_residue"] / 65536
+    )
+    torch.testing.assert_close(
+        torch.exp2(log.double() / 64), exact.abs().double(), rtol=1e-6, atol=0
+    )
     low = nn.Parameter(torch.zeros(200, dtype=torch.bfloat16))
     optimizer = SGD([low], lr=0.1, kahan_sum=True)
     optimizer.init_compensation([exact])
-    torch.testing.assert_close(low.detach().float() + optimizer.state[low]["compensation"].float(), exact, rtol=2e-5, atol=0)
+    torch.testing.assert_close(
+        low.detach().float() + optimizer.state[low]["compensation"].float(),
+        exact,
+        rtol=2e-5,
+        atol=0,
+    )
 
 
 def test_compensation_cannot_begin_without_what_it_needs() -> None:
@@ -152,7 +188,9 @@ def test_compensation_cannot_begin_without_what_it_needs() -> None:
     with pytest.raises(ValueError, match="kahan_sum=False: it keeps none"):
         SGD([weight], lr=0.1).init_compensation([torch.ones(3)])
     optimizer = SGD([weight], lr=0.1, kahan_sum=True)
-    with pytest.raises(ValueError, match=r"shapes \[\(4,\)\]: must be those of the parameters, \[\(3,\)\]"):
+    with pytest.raises(
+        ValueError, match=r"shapes \[\(4,\)\]: must be those of the parameters, \[\(3,\)\]"
+    ):
         optimizer.init_compensation([torch.ones(4)])
     with pytest.raises(ValueError, match="parameters without names"):
         optimizer.init_compensation({"weight": torch.ones(3)})

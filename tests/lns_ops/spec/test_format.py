@@ -15,9 +15,17 @@ from tests.lns_ops.lns_formats import FORMATS, IDS, half_ulp
 
 @pytest.mark.parametrize(
     ("bits", "fraction_bits", "said"),
-    [(1, 0, "bits=1"), (17, 7, "bits=17"), (8, 8, "fraction_bits=8"), (8, 7, "at most 6"), (12, -1, "fraction_bits=-1"),
-     (16, 6, "fraction_bits >= 7"), (12.0, 6, "must be an integer"), (True, 0, "must be an integer")],
-)  # fmt: skip
+    [
+        (1, 0, "bits=1"),
+        (17, 7, "bits=17"),
+        (8, 8, "fraction_bits=8"),
+        (8, 7, "at most 6"),
+        (12, -1, "fraction_bits=-1"),
+        (16, 6, "fraction_bits >= 7"),
+        (12.0, 6, "must be an integer"),
+        (True, 0, "must be an integer"),
+    ],
+)
 def test_formats_that_cannot_exist(bits: int, fraction_bits: int, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         LNSFormat(bits=bits, fraction_bits=fraction_bits)
@@ -43,7 +51,9 @@ def test_unknown_name_says_what_is_known() -> None:
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_codes_ascend_and_survive_decode_then_encode(fmt: LNSFormat, dtype: type[np.floating]) -> None:
+def test_codes_ascend_and_survive_decode_then_encode(
+    fmt: LNSFormat, dtype: type[np.floating]
+) -> None:
     codes = fmt.codes()
     values = reference.decode(codes, fmt, dtype)
     assert len(codes) == 2**fmt.bits - 1
@@ -51,15 +61,24 @@ def test_codes_ascend_and_survive_decode_then_encode(fmt: LNSFormat, dtype: type
     np.testing.assert_array_equal(reference.encode(values, fmt), codes)
 
 
-@pytest.mark.parametrize("fmt", [lns16, lns12, LNSFormat(9, 0), LNSFormat(10, 1), LNSFormat(15, 6)], ids=str)
+@pytest.mark.parametrize(
+    "fmt", [lns16, lns12, LNSFormat(9, 0), LNSFormat(10, 1), LNSFormat(15, 6)], ids=str
+)
 def test_decoding_rounds_once_to_float32_subnormals_too(fmt: LNSFormat) -> None:
     positive = np.arange(1, fmt.field_mask + 1)
     with localcontext() as digits:
         digits.prec = 60
-        exact = [Decimal(2) ** (Decimal(int(field) - fmt.bias) / 2**fmt.fraction_bits) for field in positive]
-        steps = [Decimal(2) ** (max(-126, (int(field) - fmt.bias) >> fmt.fraction_bits) - 23) for field in positive]
+        exact = [
+            Decimal(2) ** (Decimal(int(field) - fmt.bias) / 2**fmt.fraction_bits)
+            for field in positive
+        ]
+        steps = [
+            Decimal(2) ** (max(-126, (int(field) - fmt.bias) >> fmt.fraction_bits) - 23)
+            for field in positive
+        ]
         nearest = [
-            float((value / step).to_integral_value(ROUND_HALF_EVEN) * step) for value, step in zip(exact, steps, strict=True)
+            float((value / step).to_integral_value(ROUND_HALF_EVEN) * step)
+            for value, step in zip(exact, steps, strict=True)
         ]
     codes = positive.astype(np.int16)
     for decode in (reference.decode, cpu.decode):

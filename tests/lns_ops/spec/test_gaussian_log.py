@@ -1,4 +1,5 @@
-"""The Gaussian-logarithm tables against arbitrary-precision arithmetic: every entry is correctly rounded and none is a tie."""
+"""The Gaussian-logarithm tables against arbitrary-precision arithmetic: every entry is correctly
+rounded and none is a tie."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def check_tables(fraction_bits: int) -> None:
     for sign, table in ((1, plus), (-1, minus)):
         for distance in range(1, len(table)):
             error = abs(exact_log_ratio(fraction_bits, distance, sign) - int(table[distance]))
-            # Strictly inside the half: with 30 digits at hand, 1e-15 rules out both a tie and a wrong neighbour.
+            # Strictly inside the half: with 30 digits at hand, 1e-15 rules out both a tie and a
+            # wrong neighbour.
             assert error < half - mpmath.mpf("1e-15"), (fraction_bits, distance, sign)
 
 

@@ -1,4 +1,5 @@
-"""The reference against real arithmetic: what the contract promises, checked without looking at how it is written."""
+"""The reference against real arithmetic: what the contract promises, checked without looking at how
+it is written."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def every_pair(fmt: LNSFormat) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_correctly_rounded(codes: np.ndarray, exact: np.ndarray, fmt: LNSFormat) -> None:
-    """Correctly rounded, saturated, or underflowed. One rounding of the table leaves 0.5 ulp and a hair where two logs nearly tie."""
+    """Correctly rounded, saturated, or underflowed. One rounding of the table leaves 0.5 ulp and a
+    hair where two logs nearly tie."""
     np.testing.assert_array_equal(codes, reference.encode(exact, fmt))
 
 
@@ -44,8 +46,12 @@ def test_multiplication_and_division_are_exact(fmt: LNSFormat) -> None:
 def test_negation_absolute_value_and_order(fmt: LNSFormat) -> None:
     codes = fmt.codes()
     values = reference.decode(codes, fmt, np.float64)
-    np.testing.assert_array_equal(reference.decode(reference.neg(codes, fmt), fmt, np.float64), -values)
-    np.testing.assert_array_equal(reference.decode(reference.absolute(codes, fmt), fmt, np.float64), abs(values))
+    np.testing.assert_array_equal(
+        reference.decode(reference.neg(codes, fmt), fmt, np.float64), -values
+    )
+    np.testing.assert_array_equal(
+        reference.decode(reference.absolute(codes, fmt), fmt, np.float64), abs(values)
+    )
     assert np.all(np.diff(reference.order_key(codes, fmt)) == 1)
 
 
@@ -60,7 +66,9 @@ def test_square_root_rounds_half_to_even(fmt: LNSFormat) -> None:
     codes = fmt.codes()[fmt.codes() >= 0]
     _, log = reference.unpack(codes, fmt)
     _, root = reference.unpack(reference.sqrt(codes, fmt), fmt)
-    expected = np.where(log == reference.NO_LOG, reference.NO_LOG, np.rint(log / 2).astype(np.int64))
+    expected = np.where(
+        log == reference.NO_LOG, reference.NO_LOG, np.rint(log / 2).astype(np.int64)
+    )
     np.testing.assert_array_equal(root, expected)
 
 
@@ -73,9 +81,12 @@ def test_errors_of_sqrt_and_division() -> None:
 
 
 def test_blocks_keep_long_sums_from_sticking() -> None:
-    """4,096 ones stick at 370 when added one after another at f = 7; in blocks of 64 they come out right."""
+    """4,096 ones stick at 370 when added one after another at f = 7; in blocks of 64 they come out
+    right."""
     ones = reference.encode(np.ones(4096), lns16)
-    assert float(reference.decode(reference.sum(ones, 0, lns16), lns16)) == pytest.approx(4096, rel=0.015)
+    assert float(reference.decode(reference.sum(ones, 0, lns16), lns16)) == pytest.approx(
+        4096, rel=0.015
+    )
     stuck = np.zeros((), np.int16)
     for one in ones:
         stuck = reference.add(stuck, one, lns16)
@@ -84,15 +95,20 @@ def test_blocks_keep_long_sums_from_sticking() -> None:
 
 @given(seed=st.integers(0, 2**32 - 1), k=st.integers(0, 200))
 def test_matmul_is_products_summed_in_order(seed: int, k: int) -> None:
-    """matmul equals the sum of elementwise products wherever products neither saturate nor underflow."""
+    """matmul equals the sum of elementwise products wherever products neither saturate nor
+    underflow."""
     rng = np.random.default_rng(seed)
-    x, y = (reference.encode(rng.uniform(0.5, 2, s) * rng.choice([-1, 1], s), lns12) for s in ((3, k), (k, 2)))
+    x, y = (
+        reference.encode(rng.uniform(0.5, 2, s) * rng.choice([-1, 1], s), lns12)
+        for s in ((3, k), (k, 2))
+    )
     products = reference.mul(x[:, :, None], y[None, :, :], lns12)
     np.testing.assert_array_equal(reference.matmul(x, y, lns12), reference.sum(products, 1, lns12))
 
 
 def test_matmul_error_is_what_the_design_measured() -> None:
-    """f = 7, K = 784: 1.06 % root-mean-square against float64 on the same operands was measured; allow a fifth more."""
+    """f = 7, K = 784: 1.06 % root-mean-square against float64 on the same operands was measured;
+    allow a fifth more."""
     rng = np.random.default_rng(0)
     x, y = (reference.encode(rng.standard_normal(s), lns16) for s in ((16, 784), (784, 16)))
     exact = reference.decode(x, lns16, np.float64) @ reference.decode(y, lns16, np.float64)
@@ -101,13 +117,16 @@ def test_matmul_error_is_what_the_design_measured() -> None:
 
 
 def test_kahan_wins_back_small_updates() -> None:
-    """1,000 updates of 1e-3 on a weight of 1: plain LNS never moves (half an ulp is 5.4e-3), Kahan arrives at 2."""
+    """1,000 updates of 1e-3 on a weight of 1: plain LNS never moves (half an ulp is 5.4e-3), Kahan
+    arrives at 2."""
     one, step = reference.encode(np.array([1.0]), lns12), reference.encode(np.array([1.0]), lns12)
     rate = reference.encode(np.array(1e-3), lns12)
     plain, weight, compensation = one, one, np.zeros(1, np.int16)
     for _ in range(1000):
         plain, _, _ = reference.sgd_update(plain, step, lns12, negative_lr=rate)
-        weight, _, compensation = reference.sgd_update(weight, step, lns12, negative_lr=rate, compensation=compensation)
+        weight, _, compensation = reference.sgd_update(
+            weight, step, lns12, negative_lr=rate, compensation=compensation
+        )
     assert float(reference.decode(plain, lns12)[0]) == 1.0
     assert float(reference.decode(weight, lns12)[0]) == pytest.approx(2.0, rel=0.03)
 

@@ -1,4 +1,5 @@
-"""Functions from tables: every entry is the nearest code; the kernel reads the table and raises where there is no value."""
+"""Functions from tables: every entry is the nearest code; the kernel reads the table and raises
+where there is no value."""
 
 from __future__ import annotations
 
@@ -40,10 +41,18 @@ INDEPENDENT = {
     "silu": lambda x: x / (1 + mpmath.exp(-x)),
     "gelu": lambda x: x * mpmath.ncdf(x),
     "d_gelu": lambda x: mpmath.ncdf(x) + x * mpmath.npdf(x),
-    "gelu_tanh": lambda x: x * (1 + mpmath.tanh(mpmath.sqrt(2 / mpmath.pi) * (x + mpmath.mpf(0.044715) * x**3))) / 2,
-    "softplus": lambda x: x if 1.5 * x > 2 else mpmath.log(1 + mpmath.exp(mpmath.mpf(1.5) * x)) / mpmath.mpf(1.5),
+    "gelu_tanh": lambda x: (
+        x * (1 + mpmath.tanh(mpmath.sqrt(2 / mpmath.pi) * (x + mpmath.mpf(0.044715) * x**3))) / 2
+    ),
+    "softplus": lambda x: (
+        x if 1.5 * x > 2 else mpmath.log(1 + mpmath.exp(mpmath.mpf(1.5) * x)) / mpmath.mpf(1.5)
+    ),
     "log_sigmoid": lambda x: -mpmath.log(1 + mpmath.exp(-x)),
-    "elu": lambda x: mpmath.mpf(1.3) * x if x > 0 else mpmath.mpf(1.3) * mpmath.mpf(0.7) * (mpmath.exp(mpmath.mpf(0.9) * x) - 1),
+    "elu": lambda x: (
+        mpmath.mpf(1.3) * x
+        if x > 0
+        else mpmath.mpf(1.3) * mpmath.mpf(0.7) * (mpmath.exp(mpmath.mpf(0.9) * x) - 1)
+    ),
     "mish": lambda x: x * mpmath.tanh(mpmath.log(1 + mpmath.exp(x))),
     "hardsigmoid": lambda x: min(max(x / 6 + mpmath.mpf(1) / 2, 0), 1),
     "hardswish": lambda x: x * min(max(x / 6 + mpmath.mpf(1) / 2, 0), 1),
@@ -53,7 +62,11 @@ DERIVATIVES = {"silu", "gelu_tanh", "mish", "log_sigmoid"}
 
 def value_of(code: int, fmt: LNSFormat) -> mpmath.mpf:
     sign, log = (part.item() for part in reference.unpack(np.array(code, np.int16), fmt))
-    return (-1 if sign else 1) * mpmath.power(2, mpmath.mpf(log) / (1 << fmt.fraction_bits)) if code else mpmath.mpf(0)
+    return (
+        (-1 if sign else 1) * mpmath.power(2, mpmath.mpf(log) / (1 << fmt.fraction_bits))
+        if code
+        else mpmath.mpf(0)
+    )
 
 
 def nearest(y: mpmath.mpf | None, fmt: LNSFormat) -> int:
@@ -64,7 +77,10 @@ def nearest(y: mpmath.mpf | None, fmt: LNSFormat) -> int:
         return 0
     exact = mpmath.log(abs(y), 2) * (1 << fmt.fraction_bits)
     doubled = mpmath.nint(2 * exact)
-    ulps = int(mpmath.nint(doubled / 2 if abs(2 * exact - doubled) < mpmath.mpf(10) ** -100 else exact))  # a tie goes to even
+    # a tie goes to even
+    ulps = int(
+        mpmath.nint(doubled / 2 if abs(2 * exact - doubled) < mpmath.mpf(10) ** -100 else exact)
+    )
     return int(reference.pack(np.array(y < 0), np.array(ulps), fmt))
 
 
@@ -79,9 +95,9 @@ def test_entries_are_the_nearest_codes(name: str, fmt: LNSFormat) -> None:
     table = unary_functions.table(name, PARAMETERS.get(name, ()), fmt)
     with mpmath.workdps(400):  # 1 - tanh(40) and the like cancel without loss
         for code in some_codes(fmt, 90):
-            assert table[code & (2 * fmt.field_mask + 1)] == nearest(INDEPENDENT[name](value_of(code, fmt)), fmt), value_of(
-                code, fmt
-            )
+            assert table[code & (2 * fmt.field_mask + 1)] == nearest(
+                INDEPENDENT[name](value_of(code, fmt)), fmt
+            ), value_of(code, fmt)
 
 
 @pytest.mark.parametrize("name", sorted(DERIVATIVES))
@@ -98,7 +114,8 @@ def test_derivatives_are_derivatives(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(unary_functions.FUNCTIONS))
 def test_float64_is_trusted_no_further_than_it_goes(name: str) -> None:
-    """The formulas in float64 against themselves with 60 digits: within the error that the tables allow for."""
+    """The formulas in float64 against themselves with 60 digits: within the error that the tables
+    allow for."""
     function, parameters = unary_functions.FUNCTIONS[name], PARAMETERS.get(name, ())
     for code in some_codes(lns16, 120):
         with mpmath.workdps(60):
@@ -110,7 +127,8 @@ def test_float64_is_trusted_no_further_than_it_goes(name: str) -> None:
 
 
 def test_where_float64_could_err_more_digits_decide() -> None:
-    """x + tiny lies just beyond a threshold for one code: the table must not depend on float64's last bits."""
+    """x + tiny lies just beyond a threshold for one code: the table must not depend on float64's
+    last bits."""
     fmt = lns12
     threshold = mpmath.power(2, mpmath.mpf(1) / 128)
 
@@ -140,7 +158,9 @@ def test_powers_are_exact_in_the_logarithm(fmt: LNSFormat, exponent: float) -> N
         else:
             exact = mpmath.mpf(int(log)) * mpmath.mpf(exponent)
             rounded = int(mpmath.nint(exact))  # half to even
-            assert got == int(reference.pack(np.array(sign and exponent % 2 == 1), np.array(rounded), fmt))
+            assert got == int(
+                reference.pack(np.array(sign and exponent % 2 == 1), np.array(rounded), fmt)
+            )
 
 
 def test_the_root_is_the_power_of_one_half_and_division_that_of_minus_one() -> None:
@@ -156,10 +176,16 @@ def test_the_kernel_reads_the_table(fmt: LNSFormat) -> None:
     codes = fmt.codes()
     for shape in ((codes.size,), (3, 5), (0,), ()):
         x = np.resize(codes, shape)
-        expected = unary_functions.table("tanh", (), fmt)[x.astype(np.int64) & (2 * fmt.field_mask + 1)]
-        np.testing.assert_array_equal(indexed.lookup(torch.from_numpy(x), "tanh", fmt).numpy(), expected)
+        expected = unary_functions.table("tanh", (), fmt)[
+            x.astype(np.int64) & (2 * fmt.field_mask + 1)
+        ]
+        np.testing.assert_array_equal(
+            indexed.lookup(torch.from_numpy(x), "tanh", fmt).numpy(), expected
+        )
     strided = torch.from_numpy(codes)[::3]
-    assert torch.equal(indexed.lookup(strided, "exp", fmt), indexed.lookup(strided.contiguous(), "exp", fmt))
+    assert torch.equal(
+        indexed.lookup(strided, "exp", fmt), indexed.lookup(strided.contiguous(), "exp", fmt)
+    )
 
 
 @pytest.mark.parametrize(
@@ -190,9 +216,12 @@ def test_an_unknown_function_is_named() -> None:
     fmt=st.sampled_from([lns8, lns12, lns16, LNSFormat(16, 10)]),
     seed=st.integers(0, 1000),
 )
-def test_sums_by_index_are_the_contracts(n: int, rows: int, width: int, fmt: LNSFormat, seed: int) -> None:
+def test_sums_by_index_are_the_contracts(
+    n: int, rows: int, width: int, fmt: LNSFormat, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
-    x, index = rng.choice(fmt.codes(), (n, width)), rng.integers(0, rows + 1, n)  # `rows` itself is left out
+    # `rows` itself is left out
+    x, index = rng.choice(fmt.codes(), (n, width)), rng.integers(0, rows + 1, n)
     got = indexed.index_sum(torch.from_numpy(x), torch.from_numpy(index), rows, fmt).numpy()
     for row in range(rows):
         np.testing.assert_array_equal(got[row], reference.sum(x[index == row], 0, fmt))

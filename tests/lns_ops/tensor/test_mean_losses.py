@@ -1,4 +1,5 @@
-"""The gradient of a mean over many terms underflows in a narrow format: that is said, and a power of two on the loss mends it."""
+"""The gradient of a mean over many terms underflows in a narrow format: that is said, and a power
+of two on the loss mends it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def net() -> nn.Sequential:
 
 def batch(terms: int = TERMS) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(terms, 16, generator=generator), torch.randint(0, 64, (terms,), generator=generator)
+    return torch.randn(terms, 16, generator=generator), torch.randint(
+        0, 64, (terms,), generator=generator
+    )
 
 
 LOSSES: dict[str, Callable[[Tensor, Tensor, str], Tensor]] = {
@@ -31,7 +34,9 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, str], Tensor]] = {
     "nll_loss": lambda out, y, how: F.nll_loss(out, y, reduction=how),
     "module": lambda out, y, how: nn.CrossEntropyLoss(reduction=how)(out, y),
     "mse_loss": lambda out, y, how: F.mse_loss(out[:, 0], torch.zeros(len(y)), reduction=how),
-    "images": lambda out, y, how: F.cross_entropy(out.reshape(2, -1, 64).mT, y.reshape(2, -1), reduction=how),
+    "images": lambda out, y, how: F.cross_entropy(
+        out.reshape(2, -1, 64).mT, y.reshape(2, -1), reduction=how
+    ),
 }
 
 
@@ -84,8 +89,13 @@ def test_the_analysis_says_by_which_power() -> None:
     assert analysis.loss_scale > 1
     assert analysis.loss_scale == 2.0 ** round(torch.tensor(analysis.loss_scale).log2().item())
     assert f"multiply the loss by {analysis.loss_scale:g}" in str(analysis)
-    scaled = lns_ops.analyze(net(), batch(), "lns12", loss=lambda out, y: analysis.loss_scale * F.cross_entropy(out, y))
-    before, after = (sum(layer.gradient.underflow for layer in a.layers if layer.gradient) for a in (analysis, scaled))
+    scaled = lns_ops.analyze(
+        net(), batch(), "lns12", loss=lambda out, y: analysis.loss_scale * F.cross_entropy(out, y)
+    )
+    before, after = (
+        sum(layer.gradient.underflow for layer in a.layers if layer.gradient)
+        for a in (analysis, scaled)
+    )
     assert after < before / 4
     assert not any(layer.gradient.saturated for layer in scaled.layers if layer.gradient)
     wide = lns_ops.analyze(net(), batch(), "lns16")

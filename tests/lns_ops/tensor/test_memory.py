@@ -1,4 +1,5 @@
-"""An LNSTensor takes 2 bytes a value: weights, gradients, optimizer state, and what autograd saves for the backward pass."""
+"""An LNSTensor takes 2 bytes a value: weights, gradients, optimizer state, and what autograd saves
+for the backward pass."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from lns_ops.optim import SGD
 def kept(lns: bool) -> dict[str, int]:
     """Bytes in float-valued tensors, every storage once; int64 indices of max pooling left out."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 10))
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 10)
+    )
     if lns:
         convert_(model, "lns12", scope="everywhere")
     optimizer = SGD(model.parameters(), lr=0.01, momentum=0.5, kahan_sum=True)
@@ -29,8 +32,12 @@ def kept(lns: bool) -> dict[str, int]:
     optimizer.step()
 
     def size(tensors: list[torch.Tensor]) -> int:
-        values = [t.codes if isinstance(t, LNSTensor) else t for t in tensors if t.dtype != torch.int64]
-        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in values}.values())
+        values = [
+            t.codes if isinstance(t, LNSTensor) else t for t in tensors if t.dtype != torch.int64
+        ]
+        return sum(
+            {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in values}.values()
+        )
 
     parameters = list(model.parameters())
     return {

@@ -1,4 +1,5 @@
-"""Norms are rounded once, whatever their squares would be in the format; their gradients at 0 are torch's, as those of std."""
+"""Norms are rounded once, whatever their squares would be in the format; their gradients at 0 are
+torch's, as those of std."""
 
 from __future__ import annotations
 
@@ -25,14 +26,21 @@ def gradients_of_the_issue() -> LNSTensor:
 def test_many_small_numbers_have_the_norm_that_they_have() -> None:
     x = gradients_of_the_issue()
     exact = encode(decode(x.codes, lns12, torch.float64).norm(), lns12)
-    for norm in (x.norm(), torch.linalg.vector_norm(x), torch.linalg.norm(x), x.reshape(1, -1).norm(dim=1)[0]):
+    for norm in (
+        x.norm(),
+        torch.linalg.vector_norm(x),
+        torch.linalg.norm(x),
+        x.reshape(1, -1).norm(dim=1)[0],
+    ):
         assert norm.fmt == lns12  # type: ignore[attr-defined]
         assert norm.codes == exact  # type: ignore[attr-defined]
     assert x.norm().item() == pytest.approx(0.953, abs=0.006)
 
 
 def test_clipping_by_norm_clips_to_the_norm() -> None:
-    model = nn.ParameterList([nn.Parameter(gradients_of_the_issue()), nn.Parameter(gradients_of_the_issue()[:10])])
+    model = nn.ParameterList(
+        [nn.Parameter(gradients_of_the_issue()), nn.Parameter(gradients_of_the_issue()[:10])]
+    )
     for parameter in model:
         parameter.grad = parameter.detach().clone()
     total = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -48,7 +56,9 @@ def test_every_order_is_rounded_once(order: float, dim: int | tuple[int, ...] | 
     exact = torch.linalg.vector_norm(decode(x.codes, FMT, torch.float64), order, dim)
     assert torch.equal(torch.linalg.vector_norm(x, order, dim).codes, encode(exact, FMT))  # type: ignore[attr-defined]
     if order >= 1 and dim == 1:
-        assert torch.equal(F.normalize(x, order, dim).codes, (x / x.norm(order, dim, keepdim=True)).codes)  # type: ignore[attr-defined]
+        assert torch.equal(
+            F.normalize(x, order, dim).codes, (x / x.norm(order, dim, keepdim=True)).codes
+        )  # type: ignore[attr-defined]
 
 
 def test_a_norm_beyond_the_range_saturates() -> None:
@@ -90,16 +100,25 @@ INPUTS = {
 @pytest.mark.parametrize("values", INPUTS)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_gradients_are_torchs_at_zero_too(name: str, values: str) -> None:
-    x, exact = LNSTensor.from_float(INPUTS[values], FMT).requires_grad_(), INPUTS[values].double().requires_grad_()
+    x, exact = (
+        LNSTensor.from_float(INPUTS[values], FMT).requires_grad_(),
+        INPUTS[values].double().requires_grad_(),
+    )
     FUNCTIONS[name](exact).backward()
     FUNCTIONS[name](x).backward()
     assert isinstance(x.grad, LNSTensor)
     assert exact.grad is not None
     wanted = exact.grad
-    if name == "normalize":  # torch divides by 1e-12 where a row is zero, LNS by its smallest number
-        wanted = torch.where((INPUTS[values] == 0).all(1, keepdim=True), 1 / FMT.smallest, wanted).clamp(max=FMT.largest)
+    # torch divides by 1e-12 where a row is zero, LNS by its smallest number
+    if name == "normalize":
+        wanted = torch.where(
+            (INPUTS[values] == 0).all(1, keepdim=True), 1 / FMT.smallest, wanted
+        ).clamp(max=FMT.largest)
     error = (decode(x.grad.codes, FMT, torch.float64) - wanted).norm()
-    assert error <= 24 * half_ulp(FMT) * wanted.norm().clamp_min(float(values == "equal")) + 8 * FMT.smallest
+    assert (
+        error
+        <= 24 * half_ulp(FMT) * wanted.norm().clamp_min(float(values == "equal")) + 8 * FMT.smallest
+    )
 
 
 def test_the_gradient_of_a_root_of_zero_is_refused() -> None:
@@ -114,7 +133,9 @@ def test_second_derivatives_of_norms() -> None:
     for each in (x, exact):
         (gradient,) = torch.autograd.grad(each.norm(), each, create_graph=True)
         (gradient * gradient * each).sum().backward()
-    assert (decode(x.grad.codes, FMT, torch.float64) - exact.grad).norm() <= 24 * half_ulp(FMT) * exact.grad.norm()  # type: ignore[union-attr, operator]
+    assert (decode(x.grad.codes, FMT, torch.float64) - exact.grad).norm() <= 24 * half_ulp(
+        FMT
+    ) * exact.grad.norm()  # type: ignore[union-attr, operator]
 
 
 def test_a_norm_compiles() -> None:

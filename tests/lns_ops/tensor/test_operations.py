@@ -1,4 +1,5 @@
-"""Every operation of the table in tests/lns_ops/operations.py on torch's own sample inputs, against float64 on the decoded values."""
+"""Every operation of the table in tests/lns_ops/operations.py on torch's own sample inputs, against
+float64 on the decoded values."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from tests.lns_ops.lns_formats import half_ulp
 pytest.importorskip("expecttest", reason="torch's operation database needs it")
 
 FMT = LNSFormat(16, 10)
-"""Fine steps, and a range (2^+-16) that torch's samples, up to 9 in magnitude but for a few, hardly leave."""
+"""Fine steps, and a range (2^+-16) that torch's samples, up to 9 in magnitude but for a few, hardly
+leave."""
 SAMPLES = 16
 MORE_SAMPLES = {"nn.functional.embedding_bag": 64}
 """Where what differs comes late: modes one after the other."""
@@ -32,7 +34,9 @@ def database() -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.testing._internal.common_methods_invocations import op_db
-    return {op.name + (f".{op.variant_test_name}" if op.variant_test_name else ""): op for op in op_db}
+    return {
+        op.name + (f".{op.variant_test_name}" if op.variant_test_name else ""): op for op in op_db
+    }
 
 
 def _empty(leaf: Any) -> bool:
@@ -40,7 +44,11 @@ def _empty(leaf: Any) -> bool:
 
 
 def encoded(leaf: Any) -> Any:
-    return LNSTensor.from_float(leaf, FMT) if isinstance(leaf, Tensor) and leaf.dtype == torch.float32 else leaf
+    return (
+        LNSTensor.from_float(leaf, FMT)
+        if isinstance(leaf, Tensor) and leaf.dtype == torch.float32
+        else leaf
+    )
 
 
 def decoded(leaf: Any, dtype: torch.dtype = torch.float64) -> Any:
@@ -51,7 +59,11 @@ def samples(name: str) -> Iterator[tuple[Any, Any]]:
     """The operation, and the encoded arguments of each sample that LNS can hold."""
     op = database()[name]
     torch.manual_seed(0)
-    filled = (s for s in op.sample_inputs("cpu", torch.float32, requires_grad=False) if not _empty(s.input))
+    filled = (
+        s
+        for s in op.sample_inputs("cpu", torch.float32, requires_grad=False)
+        if not _empty(s.input)
+    )
     for sample in islice(filled, MORE_SAMPLES.get(name, SAMPLES)):
         try:
             arguments = tree_map(encoded, (sample.input, sample.args, sample.kwargs))
@@ -72,7 +84,8 @@ def pairs(name: str, dtype: torch.dtype = torch.float64) -> Iterator[tuple[Any, 
     for op, arguments in samples(name):
         try:
             results = call(op, arguments)
-        except (NotImplementedError, ValueError):  # a variant that the message names; empty reductions
+        # a variant that the message names; empty reductions
+        except (NotImplementedError, ValueError):
             continue
         truth = call(op, tree_map(lambda leaf: decoded(leaf, dtype), arguments))
         for got, exact in zip(results, truth, strict=True):
@@ -87,11 +100,16 @@ def in_range(exact: Tensor) -> Tensor:
 
 
 MOVES = operations.EXACT.index("broadcast_to")
-"""From here on values only move, which is torch's own work; making torch's samples takes longest there."""
+"""From here on values only move, which is torch's own work; making torch's samples takes longest
+there."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (i > MOVES)) for i, n in enumerate(operations.EXACT)]
+    "name",
+    [
+        pytest.param(n, marks=[pytest.mark.slow] * (i > MOVES))
+        for i, n in enumerate(operations.EXACT)
+    ],
 )
 def test_exact(name: str) -> None:
     for got, exact, _, _ in pairs(name):
@@ -110,7 +128,9 @@ def test_rounded_once(name: str) -> None:
             continue
         numbers = [leaf for leaf in tree_leaves((x, args, kwargs)) if isinstance(leaf, float)]
         # Numbers are encoded first. An underflow loses less than the smallest magnitude.
-        extra = 3 if numbers and name in ("nn.functional.softshrink", "nn.functional.leaky_relu") else 1
+        extra = (
+            3 if numbers and name in ("nn.functional.softshrink", "nn.functional.leaky_relu") else 1
+        )
         error = (decoded(got) - in_range(exact)).abs()
         assert (error <= extra * half_ulp(FMT) * exact.abs() + FMT.smallest).all()
 
@@ -118,7 +138,9 @@ def test_rounded_once(name: str) -> None:
 @pytest.mark.parametrize("name", operations.SUMS)
 def test_sums(name: str) -> None:
     for got, exact, op, arguments in pairs(name):
-        magnitudes = tree_map(lambda leaf: decoded(leaf).abs() if isinstance(leaf, LNSTensor) else leaf, arguments)
+        magnitudes = tree_map(
+            lambda leaf: decoded(leaf).abs() if isinstance(leaf, LNSTensor) else leaf, arguments
+        )
         x, args, kwargs = magnitudes
         kwargs = {k: abs(v) if k in ("alpha", "beta", "value") else v for k, v in kwargs.items()}
         scale = tree_leaves(op(x, *args, **kwargs))[0].abs()
@@ -134,12 +156,21 @@ def test_composed(name: str) -> None:
         if not exact.isfinite().all() or _large(arguments):
             continue
         error = (decoded(got) - exact).norm()
-        assert error <= operations.COMPOSED_HALF_ULPS * half_ulp(FMT) * exact.norm() + 8 * FMT.smallest * exact.numel() ** 0.5
+        assert (
+            error
+            <= operations.COMPOSED_HALF_ULPS * half_ulp(FMT) * exact.norm()
+            + 8 * FMT.smallest * exact.numel() ** 0.5
+        )
 
 
 def _large(arguments: Any) -> bool:
-    """Whether squares or exponentials of the arguments leave the format, or differences of them its resolution."""
-    return any(leaf.abs().max() > 100 for leaf in tree_leaves(tree_map(decoded, arguments)) if _filled(leaf))
+    """Whether squares or exponentials of the arguments leave the format, or differences of them its
+    resolution."""
+    return any(
+        leaf.abs().max() > 100
+        for leaf in tree_leaves(tree_map(decoded, arguments))
+        if _filled(leaf)
+    )
 
 
 def _filled(leaf: Any) -> bool:
@@ -154,36 +185,49 @@ def test_losses_are_torchs_own(name: str) -> None:
 
 
 DIFFERENTIABLE = [
-    "add", "sub", "mul", "div.no_rounding_mode", "reciprocal", "square", "sqrt", "rsqrt", "exp", "exp2", "expm1", "log", "log1p", "sigmoid",
-    "tanh", "nn.functional.silu", "nn.functional.gelu", "nn.functional.mish", "nn.functional.elu", "nn.functional.celu",
-    "nn.functional.softplus", "nn.functional.logsigmoid", "nn.functional.hardswish", "nn.functional.hardsigmoid",
-    "nn.functional.leaky_relu", "nn.functional.prelu", "nn.functional.relu", "nn.functional.relu6", "nn.functional.hardshrink",
-    "nn.functional.softshrink", "maximum", "minimum", "amax", "max.reduction_with_dim", "clamp", "where", "masked_fill", "topk",
-    "gather", "take_along_dim", "index_select", "__getitem__", "index_add", "scatter_add", "cat", "stack", "split", "unbind", "select",
-    "slice", "roll", "flip", "tril", "unfold", "diagonal", "repeat", "expand", "permute", "constant_pad_nd", "nn.functional.pad.reflect",
-    "nn.functional.pad.replicate", "nn.functional.pad.circular", "nn.functional.pixel_shuffle", "nn.functional.embedding",
-    "nn.functional.max_pool1d", "nn.functional.max_pool2d", "nn.functional.max_pool3d", "nn.functional.adaptive_max_pool2d",
-    "nn.functional.avg_pool1d", "nn.functional.avg_pool2d", "nn.functional.avg_pool3d", "nn.functional.adaptive_avg_pool2d",
-    "nn.functional.interpolate.nearest", "nn.functional.interpolate.bilinear", "sum", "mean", "var", "std", "mm", "bmm", "addmm", "einsum",
-    "matmul", "nn.functional.linear", "nn.functional.bilinear", "logsumexp", "softmax", "nn.functional.glu", "norm",
+    "add", "sub", "mul", "div.no_rounding_mode", "reciprocal", "square", "sqrt", "rsqrt", "exp",
+    "exp2", "expm1", "log", "log1p", "sigmoid", "tanh", "nn.functional.silu", "nn.functional.gelu",
+    "nn.functional.mish", "nn.functional.elu", "nn.functional.celu", "nn.functional.softplus",
+    "nn.functional.logsigmoid", "nn.functional.hardswish", "nn.functional.hardsigmoid",
+    "nn.functional.leaky_relu", "nn.functional.prelu", "nn.functional.relu", "nn.functional.relu6",
+    "nn.functional.hardshrink", "nn.functional.softshrink", "maximum", "minimum", "amax",
+    "max.reduction_with_dim", "clamp", "where", "masked_fill", "topk", "gather", "take_along_dim",
+    "index_select", "__getitem__", "index_add", "scatter_add", "cat", "stack", "split", "unbind",
+    "select", "slice", "roll", "flip", "tril", "unfold", "diagonal", "repeat", "expand", "permute",
+    "constant_pad_nd", "nn.functional.pad.reflect", "nn.functional.pad.replicate",
+    "nn.functional.pad.circular", "nn.functional.pixel_shuffle", "nn.functional.embedding",
+    "nn.functional.max_pool1d", "nn.functional.max_pool2d", "nn.functional.max_pool3d",
+    "nn.functional.adaptive_max_pool2d", "nn.functional.avg_pool1d", "nn.functional.avg_pool2d",
+    "nn.functional.avg_pool3d", "nn.functional.adaptive_avg_pool2d",
+    "nn.functional.interpolate.nearest", "nn.functional.interpolate.bilinear", "sum", "mean", "var",
+    "std", "mm", "bmm", "addmm", "einsum", "matmul", "nn.functional.linear",
+    "nn.functional.bilinear", "logsumexp", "softmax", "nn.functional.glu", "norm",
 ]  # fmt: skip
 
 
-def differentiated(op: Any, arguments: Any, weight: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
-    """The gradients of ``sum(weight * result)`` to the floating-point arguments; a weight of random numbers if None."""
+def differentiated(
+    op: Any, arguments: Any, weight: Tensor | None
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The gradients of ``sum(weight * result)`` to the floating-point arguments; a weight of random
+    numbers if None."""
     leaves = [leaf.detach().requires_grad_() for leaf in tree_leaves(arguments) if _filled(leaf)]
     rest = iter(leaves)
     x, args, kwargs = tree_map(lambda leaf: next(rest) if _filled(leaf) else leaf, arguments)
-    result = next(r for r in tree_leaves(op(x, *args, **kwargs)) if isinstance(r, Tensor) and r.requires_grad)
+    result = next(
+        r for r in tree_leaves(op(x, *args, **kwargs)) if isinstance(r, Tensor) and r.requires_grad
+    )
     if weight is None:
         weight = torch.randn(result.shape, generator=torch.Generator().manual_seed(1))
-    result.backward(LNSTensor.from_float(weight, FMT) if isinstance(result, LNSTensor) else weight.double())
+    result.backward(
+        LNSTensor.from_float(weight, FMT) if isinstance(result, LNSTensor) else weight.double()
+    )
     return weight, [leaf.grad for leaf in leaves]
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_gradients(name: str) -> None:
-    """Autograd's own formulas in LNS and ours, in the norm: some roundings each, sums as long as the samples."""
+    """Autograd's own formulas in LNS and ours, in the norm: some roundings each, sums as long as
+    the samples."""
     seen = 0
     for i, (op, arguments) in enumerate(samples(name)):
         if i == 8:
@@ -203,7 +247,9 @@ def test_gradients(name: str) -> None:
             if not exact.isfinite().all() or exact.norm() > 1e5:
                 continue
             error = (decoded(got) - exact).norm()
-            assert error <= 24 * half_ulp(FMT) * exact.norm() + 8 * FMT.smallest * exact.numel() ** 0.5, (i, got, exact)
+            assert (
+                error <= 24 * half_ulp(FMT) * exact.norm() + 8 * FMT.smallest * exact.numel() ** 0.5
+            ), (i, got, exact)
             seen += 1
     assert seen
 
@@ -215,7 +261,9 @@ def test_the_document_is_the_table() -> None:
 
 def test_fallback_counts_what_it_converts() -> None:
     x = LNSTensor.from_float(torch.randn(4), FMT).requires_grad_()
-    with pytest.raises(NotImplementedError, match=r"aten.erf.default has no LNS kernel.*allow_float_fallback"):
+    with pytest.raises(
+        NotImplementedError, match=r"aten.erf.default has no LNS kernel.*allow_float_fallback"
+    ):
         torch.erf(x)
     with allow_float_fallback() as outer, allow_float_fallback() as converted:
         torch.erf(x).sum().backward()
@@ -224,7 +272,9 @@ def test_fallback_counts_what_it_converts() -> None:
     assert "1  aten.erf.default" in str(converted)
     exact = decoded(x.detach()).requires_grad_()
     torch.erf(exact).sum().backward()
-    assert ((decoded(x.grad) - exact.grad).abs() <= 8 * half_ulp(FMT) * exact.grad.abs() + FMT.smallest).all()
+    assert (
+        (decoded(x.grad) - exact.grad).abs() <= 8 * half_ulp(FMT) * exact.grad.abs() + FMT.smallest
+    ).all()
     with pytest.raises(NotImplementedError):
         torch.erf(x)
 
@@ -243,7 +293,10 @@ def test_composite_operations_under_inference_mode() -> None:
 
 
 def test_writing_in_place_keeps_format_and_shape() -> None:
-    x, other = LNSTensor.from_float(torch.ones(3), FMT), LNSTensor.from_float(torch.ones(3), "lns12")
+    x, other = (
+        LNSTensor.from_float(torch.ones(3), FMT),
+        LNSTensor.from_float(torch.ones(3), "lns12"),
+    )
     y = x
     y += 1
     assert torch.equal(y.to_float(), torch.full((3,), 2.0))
@@ -254,5 +307,7 @@ def test_writing_in_place_keeps_format_and_shape() -> None:
         x += other
     with pytest.raises(ValueError, match="writing in place keeps the shape"):
         x += LNSTensor.from_float(torch.ones(2, 3), FMT)
-    with pytest.raises(ValueError, match=r"mul_ on a torch.float32 tensor with a result in lns\(16,10\)"):
+    with pytest.raises(
+        ValueError, match=r"mul_ on a torch.float32 tensor with a result in lns\(16,10\)"
+    ):
         torch.tensor(1.0).mul_(x[0])

@@ -1,4 +1,5 @@
-"""An LNSTensor's memory is that of its codes: shared, replaced, copied and saved as such, or refused."""
+"""An LNSTensor's memory is that of its codes: shared, replaced, copied and saved as such, or
+refused."""
 
 from __future__ import annotations
 
@@ -35,10 +36,14 @@ def layer() -> nn.Linear:
 
 def equal(x: Tensor, values: Tensor) -> bool:
     assert isinstance(x, LNSTensor)
-    return torch.equal(x.codes, lns(values).codes) and x.shape == values.shape and x.stride() == x.codes.stride()
+    return (
+        torch.equal(x.codes, lns(values).codes)
+        and x.shape == values.shape
+        and x.stride() == x.codes.stride()
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- shared memory
+# --------------------------------------------------------------------------------------------------
 
 
 def double(weight: LNSTensor) -> None:
@@ -57,7 +62,7 @@ def test_a_shared_model_is_trained_by_another_process() -> None:
     assert torch.equal(model.weight.to_float(), 2 * before)
 
 
-# ------------------------------------------------------------------------------------------------- replaced in place
+# -------------------------------------------------------------------------------------------------
 
 
 def test_assigning_data_replaces_the_codes_and_shares_them() -> None:
@@ -75,7 +80,11 @@ def test_assigning_data_replaces_the_codes_and_shares_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "said"), [(torch.ones(3, 2), "float32 tensor"), (LNSTensor.from_float(torch.ones(3, 2), lns12), "in lns12")]
+    ("other", "said"),
+    [
+        (torch.ones(3, 2), "float32 tensor"),
+        (LNSTensor.from_float(torch.ones(3, 2), lns12), "in lns12"),
+    ],
 )
 def test_data_of_another_kind_is_refused(other: Tensor, said: str) -> None:
     parameter = nn.Parameter(lns())
@@ -112,7 +121,7 @@ def test_set_takes_another_tensors_memory() -> None:
             refused()
 
 
-# --------------------------------------------------------------------------------------------------------- copied, saved
+# --------------------------------------------------------------------------------------------------
 
 
 def through_pickle(x: Any) -> Any:
@@ -147,7 +156,8 @@ def test_views_are_copied(copied: str, view: str) -> None:
     assert equal(x, VIEWS[view](VALUES))
 
 
-@pytest.mark.parametrize("copied", ["deepcopy", "torch.save"])  # pickle writes every storage apart, torch's own too
+# pickle writes every storage apart, torch's own too
+@pytest.mark.parametrize("copied", ["deepcopy", "torch.save"])
 def test_tensors_that_share_memory_share_it_in_the_copy(copied: str) -> None:
     whole = lns()
     both = COPIES[copied]({"whole": whole, "row": whole[1], "again": whole})
@@ -204,7 +214,7 @@ def test_pointers_are_refused_with_the_remedy(tmp_path: Path) -> None:
     assert torch.equal(load_file(path)["weight"].codes, model.weight.codes)  # type: ignore[attr-defined]
 
 
-# ------------------------------------------------------------------------------------------------------- inference mode
+# --------------------------------------------------------------------------------------------------
 
 INFERENCE_VIEWS: dict[str, Callable[[Tensor], Any]] = {
     "x[0]": lambda x: x[0],
@@ -234,8 +244,11 @@ def test_views_in_inference_mode(name: str) -> None:
         inside = lns()
         for x in (outside, inside, outside * 1):
             results, expected = view(x), view(VALUES)
-            for got, want in zip([results] if isinstance(results, Tensor) else results,
-                                 [expected] if isinstance(expected, Tensor) else expected, strict=True):  # fmt: skip
+            for got, want in zip(
+                [results] if isinstance(results, Tensor) else results,
+                [expected] if isinstance(expected, Tensor) else expected,
+                strict=True,
+            ):
                 assert equal(got, want)
                 assert equal(got + got, 2 * want)
         view_of_outside = view(outside)
@@ -247,7 +260,10 @@ def test_views_in_inference_mode(name: str) -> None:
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_converted_net_infers_in_inference_mode(fused: bool) -> None:
     torch.manual_seed(0)
-    model, tokens = convert_(GPT(layers=1, fused=fused).eval(), "lns16", scope="everywhere"), torch.randint(0, 20, (2, 8))
+    model, tokens = (
+        convert_(GPT(layers=1, fused=fused).eval(), "lns16", scope="everywhere"),
+        torch.randint(0, 20, (2, 8)),
+    )
     with torch.inference_mode():
         inferred = model(tokens)
     assert torch.equal(inferred.codes, model(tokens).codes)

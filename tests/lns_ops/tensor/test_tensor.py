@@ -1,4 +1,5 @@
-"""LNSTensor in torch: operations against the reference, gradients against float64, and the torch machinery around them."""
+"""LNSTensor in torch: operations against the reference, gradients against float64, and the torch
+machinery around them."""
 
 from __future__ import annotations
 
@@ -29,8 +30,12 @@ def equal(result: Tensor, codes: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
-@pytest.mark.parametrize("shapes", [((5, 7), (5, 7)), ((5, 7), (7,)), ((5, 1), (1, 7)), ((), (3,)), ((0, 3), (0, 3))])
-def test_operators_equal_the_reference(fmt: LNSFormat, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+@pytest.mark.parametrize(
+    "shapes", [((5, 7), (5, 7)), ((5, 7), (7,)), ((5, 1), (1, 7)), ((), (3,)), ((0, 3), (0, 3))]
+)
+def test_operators_equal_the_reference(
+    fmt: LNSFormat, shapes: tuple[tuple[int, ...], tuple[int, ...]]
+) -> None:
     x, y = random(shapes[0], fmt, 1), random(shapes[1], fmt, 2)
     cx, cy = x.codes.numpy(), y.codes.numpy()
     equal(x + y, reference.add(cx, cy, fmt))
@@ -49,7 +54,10 @@ def test_python_numbers_are_encoded(fmt: LNSFormat) -> None:
     half = reference.encode(np.array(0.5), fmt)
     equal(x * 0.5, reference.mul(x.codes.numpy(), half, fmt))
     equal(0.5 - x, reference.sub(half, x.codes.numpy(), fmt))
-    equal(torch.add(x, x, alpha=0.5), reference.add(x.codes.numpy(), reference.mul(x.codes.numpy(), half, fmt), fmt))
+    equal(
+        torch.add(x, x, alpha=0.5),
+        reference.add(x.codes.numpy(), reference.mul(x.codes.numpy(), half, fmt), fmt),
+    )
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
@@ -70,20 +78,39 @@ def test_sum_over_dimensions(dims: int | tuple[int, ...], keepdim: bool) -> None
     axes = sorted({d % 3 for d in ((dims,) if isinstance(dims, int) else dims)})
     flat = np.moveaxis(x.codes.numpy(), axes, range(len(axes)))
     expected = reference.sum(flat.reshape(-1, *flat.shape[len(axes) :]), 0, lns12)
-    equal(x.sum(dims, keepdim=keepdim), expected.reshape(x.to_float().sum(dims, keepdim=keepdim).shape))
+    equal(
+        x.sum(dims, keepdim=keepdim),
+        expected.reshape(x.to_float().sum(dims, keepdim=keepdim).shape),
+    )
     equal(x.sum(), reference.sum(x.codes.numpy().reshape(-1), 0, lns12))
 
 
-@given(m=st.integers(1, 9), k=st.integers(1, 150), n=st.integers(1, 9), transpose=st.tuples(st.booleans(), st.booleans()))
+@given(
+    m=st.integers(1, 9),
+    k=st.integers(1, 150),
+    n=st.integers(1, 9),
+    transpose=st.tuples(st.booleans(), st.booleans()),
+)
 def test_matmul_of_transposed_views(m: int, k: int, n: int, transpose: tuple[bool, bool]) -> None:
-    x, y = random((k, m) if transpose[0] else (m, k), lns12, 1), random((n, k) if transpose[1] else (k, n), lns12, 2)
+    x, y = (
+        random((k, m) if transpose[0] else (m, k), lns12, 1),
+        random((n, k) if transpose[1] else (k, n), lns12, 2),
+    )
     x, y = x.t() if transpose[0] else x, y.t() if transpose[1] else y
     equal(x @ y, reference.matmul(x.codes.numpy(), y.codes.numpy(), lns12))
 
 
 def test_batched_matmul_and_mean() -> None:
     x, y = random((3, 4, 70), lns12, 1), random((3, 70, 2), lns12, 2)
-    equal(x @ y, np.stack([reference.matmul(a, b, lns12) for a, b in zip(x.codes.numpy(), y.codes.numpy(), strict=True)]))
+    equal(
+        x @ y,
+        np.stack(
+            [
+                reference.matmul(a, b, lns12)
+                for a, b in zip(x.codes.numpy(), y.codes.numpy(), strict=True)
+            ]
+        ),
+    )
     four = reference.encode(np.array(4.0), lns12)
     equal(x.mean(1), reference.div(reference.sum(x.codes.numpy(), 1, lns12), four, lns12))
 
@@ -110,9 +137,10 @@ def test_long_sums_are_sums_of_pieces(terms: int) -> None:
 def test_structure_keeps_codes() -> None:
     x = random((4, 6), lns12)
     changes = (
-        lambda t: t.t(), lambda t: t.reshape(3, 8), lambda t: t[1:3, ::2], lambda t: t[:, 2], lambda t: t.clone(),
-        lambda t: torch.stack([t, t]),
-        lambda t: t.unsqueeze(0).expand(2, 4, 6), lambda t: torch.cat([t, t], 1), lambda t: t[torch.tensor([3, 0])],
+        lambda t: t.t(), lambda t: t.reshape(3, 8), lambda t: t[1:3, ::2], lambda t: t[:, 2],
+        lambda t: t.clone(), lambda t: torch.stack([t, t]),
+        lambda t: t.unsqueeze(0).expand(2, 4, 6), lambda t: torch.cat([t, t], 1),
+        lambda t: t[torch.tensor([3, 0])],
     )  # fmt: skip
     for change in changes:
         assert torch.equal(change(x).codes, change(x.codes))
@@ -121,15 +149,19 @@ def test_structure_keeps_codes() -> None:
 
 def small_net() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 5))
+    return nn.Sequential(
+        nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 5)
+    )
 
 
-# A gradient passes some ten roundings of up to half an ulp each, and sums of 64 terms: eight half-ulps cover them (five are seen).
+# A gradient passes some ten roundings of up to half an ulp each, and sums of 64 terms: eight
+# half-ulps cover them (five are seen).
 GRADIENT_HALF_ULPS = 8
 
 
 class Gate(nn.Module):
-    """A ReLU that opens where another net's ReLU did: a pre-activation that rounds across zero is no error of the gradient."""
+    """A ReLU that opens where another net's ReLU did: a pre-activation that rounds across zero is
+    no error of the gradient."""
 
     def __init__(self, masks: list[Tensor]) -> None:
         super().__init__()
@@ -143,16 +175,24 @@ class Gate(nn.Module):
 @pytest.mark.parametrize("scope", ["matmul", "everywhere"])
 def test_gradients_agree_with_float64_within_the_formats_error(fmt: LNSFormat, scope: str) -> None:
     net, masks = convert_(small_net(), fmt, scope=scope), []
-    exact = nn.Sequential(*[Gate(masks) if isinstance(m, nn.ReLU) else m for m in small_net().double()])
+    exact = nn.Sequential(
+        *[Gate(masks) if isinstance(m, nn.ReLU) else m for m in small_net().double()]
+    )
     for module in net:
         if isinstance(module, nn.ReLU):
-            module.register_forward_hook(lambda module, inputs, output: masks.append((inputs[0] > 0).double()))
+            module.register_forward_hook(
+                lambda module, inputs, output: masks.append((inputs[0] > 0).double())
+            )
     x, y = torch.randn(64, 20), torch.randint(0, 5, (64,))
     for model, inputs in ((net, x), (exact, x.double())):
         F.cross_entropy(model(inputs), y, reduction="sum").backward()
     for parameter, truth in zip(net.parameters(), exact.parameters(), strict=True):
-        gradient = parameter.grad.to_float() if isinstance(parameter.grad, LNSTensor) else parameter.grad
-        assert (gradient - truth.grad).norm() / truth.grad.norm() < GRADIENT_HALF_ULPS * half_ulp(fmt)
+        gradient = (
+            parameter.grad.to_float() if isinstance(parameter.grad, LNSTensor) else parameter.grad
+        )
+        assert (gradient - truth.grad).norm() / truth.grad.norm() < GRADIENT_HALF_ULPS * half_ulp(
+            fmt
+        )
 
 
 def test_gradient_formulas_of_elementwise_operations() -> None:
@@ -169,7 +209,9 @@ def test_gradient_formulas_of_elementwise_operations() -> None:
         exact = values.double().requires_grad_()
         function(x).sum().backward()
         function(exact).sum().backward()
-        assert (x.grad.to_float() - exact.grad).norm() / exact.grad.norm() < GRADIENT_HALF_ULPS * half_ulp(fmt)
+        assert (
+            x.grad.to_float() - exact.grad
+        ).norm() / exact.grad.norm() < GRADIENT_HALF_ULPS * half_ulp(fmt)
 
 
 def test_gradients_accumulate_in_lns() -> None:
@@ -209,7 +251,10 @@ def test_machinery_around_a_converted_module() -> None:
 
 
 def test_repr_shows_values_and_format() -> None:
-    assert repr(LNSTensor.from_float(torch.tensor([1.0, 2.0]), lns12)) == "LNSTensor([1., 2.], fmt=lns12)"
+    assert (
+        repr(LNSTensor.from_float(torch.tensor([1.0, 2.0]), lns12))
+        == "LNSTensor([1., 2.], fmt=lns12)"
+    )
 
 
 def test_errors_name_value_rule_and_remedy() -> None:
@@ -242,13 +287,17 @@ def test_errors_name_value_rule_and_remedy() -> None:
 
 @pytest.mark.parametrize("K", [4096, 4097, 9000])
 def test_long_products_are_cut_as_sums_are(K: int) -> None:
-    """Ones do not stick: at f = 6 one sequence of 9,000 of them would end at a third; bias and batches likewise."""
+    """Ones do not stick: at f = 6 one sequence of 9,000 of them would end at a third; bias and
+    batches likewise."""
     x, y = random((3, K), lns12, 1), random((K, 5), lns12, 2)
     expected = reference.long_matmul(x.codes.numpy(), y.codes.numpy(), lns12)
     equal(x @ y, expected)
     equal((x[None] @ y[None])[0], expected)
     bias = random((5,), lns12, 3)
-    equal(F.linear(x, y.t(), bias), reference.add(expected, np.broadcast_to(bias.codes.numpy(), (3, 5)), lns12))
+    equal(
+        F.linear(x, y.t(), bias),
+        reference.add(expected, np.broadcast_to(bias.codes.numpy(), (3, 5)), lns12),
+    )
     ones = LNSTensor.from_float(torch.ones(K), lns12)
     assert (ones @ ones).to_float().item() == pytest.approx(K, rel=0.05)
     x.requires_grad_()
@@ -256,7 +305,10 @@ def test_long_products_are_cut_as_sums_are(K: int) -> None:
     assert x.grad is not None
 
 
-@pytest.mark.parametrize(("shape", "dim"), [((5, 70, 3), 1), ((200,), 0), ((3, 9), -1), ((4200,), 0), ((), 0), ((0, 2), 0)])
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [((5, 70, 3), 1), ((200,), 0), ((3, 9), -1), ((4200,), 0), ((), 0), ((0, 2), 0)],
+)
 def test_cumulative_sums_are_sums(shape: tuple[int, ...], dim: int) -> None:
     x = random(shape, lns12, 1).requires_grad_()
     got = x.cumsum(dim)
@@ -280,8 +332,13 @@ def test_powers_of_tensors() -> None:
     assert ((got - exact).abs() <= half_ulp(lns16) * exact.abs()).all()
     for base, exponent in ((-2.0, 0.5), (0.0, -1.0)):
         with pytest.raises(ValueError, match="pow of a negative number to no whole power"):
-            LNSTensor.from_float(torch.tensor([base]), lns16) ** LNSTensor.from_float(torch.tensor([exponent]), lns16)
-    x, y = (LNSTensor.from_float(torch.tensor(v), lns16).requires_grad_() for v in ([1.5, 3.0], [2.0, -0.5]))
+            LNSTensor.from_float(torch.tensor([base]), lns16) ** LNSTensor.from_float(
+                torch.tensor([exponent]), lns16
+            )
+    x, y = (
+        LNSTensor.from_float(torch.tensor(v), lns16).requires_grad_()
+        for v in ([1.5, 3.0], [2.0, -0.5])
+    )
     (x**y).sum().backward()
     a, b = (v.detach().to_float().requires_grad_() for v in (x, y))
     (a**b).sum().backward()

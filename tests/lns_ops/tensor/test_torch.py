@@ -1,4 +1,5 @@
-"""What torch users do with tensors and modules: saving, copying, compiling, checkpointing, counting, loading in workers."""
+"""What torch users do with tensors and modules: saving, copying, compiling, checkpointing,
+counting, loading in workers."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def tiny(name: str) -> tuple[nn.Module, Tensor]:
     return GPT(layers=1, fused=name == "gpt").eval(), torch.randint(0, 20, (2, 8))
 
 
-# ------------------------------------------------------------------------------------------------- convert_ and revert_
+# -------------------------------------------------------------------------------------------------
 
 
 def trained(make: Any, batch: Tensor, labels: Tensor, steps: int, **conversion: Any) -> list[float]:
@@ -47,7 +48,10 @@ def trained(make: Any, batch: Tensor, labels: Tensor, steps: int, **conversion: 
     model = make()
     if conversion:
         convert_(model, **conversion)
-    optimizer, losses = lns_ops.optim.Adam(model.parameters(), lr=3e-3, kahan_sum=bool(conversion)), []
+    optimizer, losses = (
+        lns_ops.optim.Adam(model.parameters(), lr=3e-3, kahan_sum=bool(conversion)),
+        [],
+    )
     for _ in range(steps):
         optimizer.zero_grad()
         out = model(batch)
@@ -84,14 +88,21 @@ def test_whole_networks_train_as_in_float32(name: str, fmt: str, scope: str) -> 
 
 def test_formats_by_name_pattern_and_by_filter() -> None:
     model = convert_(
-        ResNet18(width=4), {"conv1": "lns16", "bn1": "lns16", "layer1.*": "lns16", "layer*": "lns12"}, scope="everywhere"
+        ResNet18(width=4),
+        {"conv1": "lns16", "bn1": "lns16", "layer1.*": "lns16", "layer*": "lns12"},
+        scope="everywhere",
     )
     assert model.layer1[0].conv1.weight.fmt == lns16
     assert model.layer2[0].bn1.weight.fmt == lns12
     assert type(model.fc.weight.data) is Tensor
     assert model(torch.randn(2, 3, 32, 32)).dtype == torch.float32
     first_and_last = {"conv1", "fc"}
-    model = convert_(ResNet18(width=4), lns12, "matmul", lambda module, name: "lns16" if name in first_and_last else True)
+    model = convert_(
+        ResNet18(width=4),
+        lns12,
+        "matmul",
+        lambda module, name: "lns16" if name in first_and_last else True,
+    )
     assert (model.conv1.fmt, model.layer1[0].conv1.fmt) == (lns16, lns12)
     assert type(model.conv1) is LNSMatmulConv2d
     assert type(model.fc) is LNSMatmulLinear
@@ -127,12 +138,16 @@ def test_revert_gives_the_ordinary_module_back(name: str) -> None:
     if name == "gpt":
         assert model.head.weight is model.tokens.weight
     convert_(model, lns16, "everywhere")
-    assert torch.equal(model.state_dict()[next(iter(rounded))].to_float(), next(iter(rounded.values())))
+    assert torch.equal(
+        model.state_dict()[next(iter(rounded))].to_float(), next(iter(rounded.values()))
+    )
 
 
 def test_summary_says_what_was_converted() -> None:
     model = convert_(
-        nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 3, bias=False)), lns12, filter_fn=lambda m, n: n == "0"
+        nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 3, bias=False)),
+        lns12,
+        filter_fn=lambda m, n: n == "0",
     )
     assert summary(model).splitlines() == [
         "layer  type             scope   format   parameters",
@@ -158,7 +173,7 @@ def test_buffers_that_hold_values_are_converted_and_masks_and_statistics_are_not
     assert isinstance(model(torch.randn(3, 4)), LNSTensor)
 
 
-# --------------------------------------------------------------------------------------------------- saving and copying
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["resnet", "lstm", "gpt"])
@@ -173,7 +188,11 @@ def test_files_of_every_kind_give_the_same_outputs(name: str, tmp_path: Path) ->
         lns_ops.serialization.load_file(tmp_path / "model.safetensors"),
     ):
         torch.manual_seed(7)
-        other = convert_(type(model)(**({"width": 4} if name == "resnet" else {"layers": 1})), lns12, "everywhere").eval()
+        other = convert_(
+            type(model)(**({"width": 4} if name == "resnet" else {"layers": 1})),
+            lns12,
+            "everywhere",
+        ).eval()
         other.load_state_dict(state)
         assert torch.equal(codes(other(x)), expected)
     assert torch.equal(codes(copy.deepcopy(model)(x)), expected)
@@ -181,7 +200,9 @@ def test_files_of_every_kind_give_the_same_outputs(name: str, tmp_path: Path) ->
 
 def test_a_safetensors_file_holds_codes_that_anyone_can_read(tmp_path: Path) -> None:
     weight = LNSTensor.from_float(torch.randn(3, 4), lns12).t()
-    lns_ops.serialization.save_file({"weight": weight, "steps": torch.arange(3)}, tmp_path / "a.safetensors")
+    lns_ops.serialization.save_file(
+        {"weight": weight, "steps": torch.arange(3)}, tmp_path / "a.safetensors"
+    )
     plain = safetensors_torch.load_file(tmp_path / "a.safetensors")
     assert torch.equal(plain["weight"], weight.codes)
     with safetensors.safe_open(tmp_path / "a.safetensors", "pt") as file:
@@ -204,11 +225,13 @@ def test_a_float32_checkpoint_loads_into_a_converted_module() -> None:
     assert torch.equal(model.fc.weight.codes, LNSTensor.from_float(state["fc.weight"], lns12).codes)
 
 
-# ------------------------------------------------------------------------------------------------- compiling, functional
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scope", ["matmul", "everywhere"])
-@pytest.mark.parametrize("name", [pytest.param("resnet", marks=pytest.mark.slow), "gpt", "gpt written out"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("resnet", marks=pytest.mark.slow), "gpt", "gpt written out"]
+)
 def test_compiled_without_a_graph_break_and_equal(name: str, scope: str) -> None:
     model, x = tiny(name)
     convert_(model, lns12, scope)
@@ -224,7 +247,9 @@ def test_compiled_without_a_graph_break_and_equal(name: str, scope: str) -> None
 @pytest.mark.slow
 def test_a_step_compiled_by_inductor_with_the_loss() -> None:
     torch.manual_seed(0)
-    model = convert_(nn.Sequential(nn.Linear(6, 8), nn.SiLU(), nn.Linear(8, 3)), lns12, "everywhere")
+    model = convert_(
+        nn.Sequential(nn.Linear(6, 8), nn.SiLU(), nn.Linear(8, 3)), lns12, "everywhere"
+    )
     x, y = torch.randn(4, 6), torch.tensor([0, 1, 2, 0])
     step = torch.compile(lambda x, y: F.cross_entropy(model(x), y), fullgraph=True)
     losses = []
@@ -259,7 +284,9 @@ def test_gradients_by_autograd_grad() -> None:
     assert torch.autograd.grad(result.sum(), (x, y), allow_unused=True)[1] is None
     zeros = torch.autograd.grad((x * 2).sum(), (x, y), materialize_grads=True)[1]
     assert not zeros.codes.any()
-    with pytest.raises(RuntimeError, match=r"shape \(4,\): only that of a scalar is 1; pass the gradient"):
+    with pytest.raises(
+        RuntimeError, match=r"shape \(4,\): only that of a scalar is 1; pass the gradient"
+    ):
         (x * 2).backward()
 
 
@@ -288,7 +315,9 @@ def test_hooks_see_lns_tensors() -> None:
 def test_dataloader_workers_collate_lns_tensors() -> None:
     x = LNSTensor.from_float(torch.randn(8, 3), lns12)
     rows = [x[i] for i in range(8)]
-    loader = DataLoader(rows, batch_size=4, num_workers=2, collate_fn=torch.stack, multiprocessing_context="fork")
+    loader = DataLoader(
+        rows, batch_size=4, num_workers=2, collate_fn=torch.stack, multiprocessing_context="fork"
+    )
     assert torch.equal(torch.cat([batch.codes for batch in loader]), x.codes)
 
 
@@ -299,7 +328,7 @@ def test_dataloader_workers_feed_a_converted_module() -> None:
         assert model(batch).shape == (4, 2)
 
 
-# ----------------------------------------------------------------------------------------------------- FLOPs and memory
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scope", ["matmul", "everywhere"])
@@ -317,7 +346,11 @@ def test_flops_are_those_of_the_float_model(name: str, scope: str) -> None:
 
 
 def test_what_is_saved_for_the_backward_pass_takes_two_bytes_a_value() -> None:
-    model = convert_(nn.Sequential(nn.Conv2d(3, 8, 3), nn.GELU(), nn.GroupNorm(2, 8), nn.SiLU()), lns16, "everywhere")
+    model = convert_(
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.GELU(), nn.GroupNorm(2, 8), nn.SiLU()),
+        lns16,
+        "everywhere",
+    )
     sizes: list[tuple[int, int]] = []
 
     def pack(x: Tensor) -> Tensor:

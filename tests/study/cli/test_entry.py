@@ -1,4 +1,5 @@
-"""The command line as a user meets it: help, errors with exit code 2 and no traceback, Ctrl-C, the UI."""
+"""The command line as a user meets it: help, errors with exit code 2 and no traceback, Ctrl-C, the
+UI."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ class Here:
 
 
 @pytest.fixture
-def here(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Here]:
+def here(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Here]:
     monkeypatch.chdir(folder)
     on_sigterm = signal.getsignal(signal.SIGTERM)
     yield Here(folder, capsys)
@@ -75,7 +78,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["plan"], ["report"], ["ui"], ["extend"], ["edit"]])
+@pytest.mark.parametrize(
+    "command", [[], ["run"], ["plan"], ["report"], ["ui"], ["extend"], ["edit"]]
+)
 def test_help(command: list[str], tmp_path: Path) -> None:
     done = lns_study(*command, "--help", cwd=tmp_path)
     assert done.returncode == 0
@@ -90,7 +95,9 @@ def test_dry_run_prints_every_trial_and_writes_nothing(here: Here) -> None:
 
 
 @pytest.mark.parametrize("name", ["mnist", "auto"])
-def test_dry_run_downloads_nothing_and_says_what_a_run_would(here: Here, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_run_downloads_nothing_and_says_what_a_run_would(
+    here: Here, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = here.folder
 
     class Mirror(http.server.BaseHTTPRequestHandler):
@@ -103,16 +110,22 @@ def test_dry_run_downloads_nothing_and_says_what_a_run_would(here: Here, name: s
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Mirror)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}"
-    nowhere = {"LNS_STUDY_DATA": "", "XDG_CACHE_HOME": str(folder / "cache"), "LNS_STUDY_MNIST_URL": url}
+    nowhere = {
+        "LNS_STUDY_DATA": "",
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "LNS_STUDY_MNIST_URL": url,
+    }
     for variable, value in nowhere.items():
         monkeypatch.setenv(variable, value)
-    done = here("run", "tiny", f"trial.data.name={name}", "trial.data.validation_size=null", "--dry-run")
+    done = here(
+        "run", "tiny", f"trial.data.name={name}", "trial.data.validation_size=null", "--dry-run"
+    )
     server.shutdown()
     server.server_close()
     assert done.returncode == 0, done.stderr
     assert (
-        "would download MNIST first: train-images-idx3-ubyte.gz, train-labels-idx1-ubyte.gz, t10k-images-idx3-ubyte.gz, "
-        in done.stdout
+        "would download MNIST first: train-images-idx3-ubyte.gz, train-labels-idx1-ubyte.gz,"
+        " t10k-images-idx3-ubyte.gz, " in done.stdout
     )
     assert f"from {url}/ to {folder}/cache/lns-study/mnist" in done.stdout
     assert done.stdout.count("seed 0") == 2
@@ -124,10 +137,15 @@ def test_dry_run_downloads_nothing_and_says_what_a_run_would(here: Here, name: s
     ("overrides", "said"),
     [
         (["trial.epoch=3"], ["trial.epoch", "trial.epochs"]),
-        (["address=127.0.0.1:9"], ["address='127.0.0.1:9'", "no Ray cluster answers", "ray start --head"]),
+        (
+            ["address=127.0.0.1:9"],
+            ["address='127.0.0.1:9'", "no Ray cluster answers", "ray start --head"],
+        ),
     ],
 )
-def test_a_process_refuses_bad_input_before_any_work(folder: Path, overrides: list[str], said: list[str]) -> None:
+def test_a_process_refuses_bad_input_before_any_work(
+    folder: Path, overrides: list[str], said: list[str]
+) -> None:
     assert_refused(lns_study("run", "tiny", *overrides, cwd=folder), *said)
     assert not list(folder.glob("studies/*/ledger.jsonl"))
 
@@ -140,26 +158,49 @@ def test_a_process_refuses_bad_input_before_any_work(folder: Path, overrides: li
         (["trial.data.train_size=99999"], ["train_size=99999", "1200"]),
         (["trial.batch_size=2048"], ["row 'float32'", "batch_size=2048", "1200"]),
         (
-            ["trial.optimizer.lr=1e-30", "baseline=null", "rows=[{label: x, overrides: {precision.format: lns12}}]"],
+            [
+                "trial.optimizer.lr=1e-30",
+                "baseline=null",
+                "rows=[{label: x, overrides: {precision.format: lns12}}]",
+            ],
             ["row 'x'", "lr=", "underflows to zero in lns12"],
         ),
         (["trial.workers=64", "trial.batch_size=64"], ["workers=64", "64 CPUs", "cpus=2"]),
         (["storage=/proc/nowhere"], ["/proc/nowhere", "written"]),
         (["address=ray://127.0.0.1:9"], ["address='ray://127.0.0.1:9'", "use `ray job submit"]),
-        (["tracking_uri=http://127.0.0.1:9"], ["http://127.0.0.1:9", "no MLflow tracking store answers"]),
-        (["trial.data.name=mnist", "trial.data.root=/nowhere"], ["/nowhere", "train-images-idx3-ubyte"]),
+        (
+            ["tracking_uri=http://127.0.0.1:9"],
+            ["http://127.0.0.1:9", "no MLflow tracking store answers"],
+        ),
+        (
+            ["trial.data.name=mnist", "trial.data.root=/nowhere"],
+            ["/nowhere", "train-images-idx3-ubyte"],
+        ),
     ],
 )
-def test_bad_input_is_refused_before_any_work(here: Here, overrides: list[str], said: list[str]) -> None:
+def test_bad_input_is_refused_before_any_work(
+    here: Here, overrides: list[str], said: list[str]
+) -> None:
     assert_refused(here("run", "tiny", *overrides), *said)
     assert not list(here.folder.glob("studies/*/ledger.jsonl"))
 
 
 def test_corrupt_mnist_is_refused(here: Here) -> None:
     folder = here.folder
-    for name in ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"):
+    for name in (
+        "train-images-idx3-ubyte",
+        "train-labels-idx1-ubyte",
+        "t10k-images-idx3-ubyte",
+        "t10k-labels-idx1-ubyte",
+    ):
         (folder / name).write_bytes(b"not an IDX file at all")
-    done = here("run", "tiny", "trial.data.name=mnist", "trial.data.validation_size=null", f"trial.data.root={folder}")
+    done = here(
+        "run",
+        "tiny",
+        "trial.data.name=mnist",
+        "trial.data.validation_size=null",
+        f"trial.data.root={folder}",
+    )
     assert_refused(done, "train-images-idx3-ubyte", "magic number")
 
 
@@ -169,15 +210,21 @@ def test_unknown_study_in_report(here: Here) -> None:
 
 def test_a_study_that_another_process_runs_is_refused(folder: Path) -> None:
     with Ledger(folder / "studies" / "tiny"):
-        assert_refused(lns_study("run", "tiny", cwd=folder), str(os.getpid()), "is running this study")
+        assert_refused(
+            lns_study("run", "tiny", cwd=folder), str(os.getpid()), "is running this study"
+        )
 
 
 def test_another_study_in_the_same_folder_is_refused(here: Here) -> None:
     folder = here.folder
     study = load(str(folder / "tiny.yaml"), ["name=a b", f"storage={folder / 'studies'}"])
     with Ledger(study.folder) as ledger:
-        ledger.append(**{key: value for key, value in made_up_events(study)[0].items() if key != "time"})
-    assert_refused(here("run", "tiny", "name=a-b"), "name='a-b'", str(study.folder), "'a b'", "name='a b'")
+        ledger.append(
+            **{key: value for key, value in made_up_events(study)[0].items() if key != "time"}
+        )
+    assert_refused(
+        here("run", "tiny", "name=a-b"), "name='a-b'", str(study.folder), "'a b'", "name='a b'"
+    )
     assert len(read_ledger(study.folder)) == 1
 
 
@@ -217,7 +264,9 @@ def test_report_from_a_ledger_alone(folder: Path) -> None:
         (None, "must be a folder"),
     ],
 )
-def test_a_report_that_cannot_work_is_refused_and_writes_nothing(here: Here, uri: str | None, said: str) -> None:
+def test_a_report_that_cannot_work_is_refused_and_writes_nothing(
+    here: Here, uri: str | None, said: str
+) -> None:
     folder = here.folder
     study = load(str(folder / "tiny.yaml"), [f"storage={folder / 'studies'}"])
     with Ledger(study.folder) as ledger:
@@ -252,7 +301,9 @@ def _children(pid: int) -> set[int]:
 
 def _still_there(pids: set[int], seconds: float = 20) -> set[int]:
     deadline = time.monotonic() + seconds
-    while (left := {pid for pid in pids if Path(f"/proc/{pid}").exists()}) and time.monotonic() < deadline:
+    while (
+        left := {pid for pid in pids if Path(f"/proc/{pid}").exists()}
+    ) and time.monotonic() < deadline:
         time.sleep(0.2)
     return left
 
@@ -266,10 +317,26 @@ def _still_there(pids: set[int], seconds: float = 20) -> set[int]:
 def test_ctrl_c_then_the_same_command_continues(
     folder: Path, wish: signal.Signals, send: Callable[[int, signal.Signals], None]
 ) -> None:
-    """Ctrl-C in the middle: exit code 130, no process left, MLflow's runs closed, and the next run trains only what is missing."""
-    command = [sys.executable, "-m", "study", "run", "tiny", "--plain", "trial.epochs=150", "rows=[{label: a}]", "baseline=null"]
+    """Ctrl-C in the middle: exit code 130, no process left, MLflow's runs closed, and the next run
+    trains only what is missing."""
+    command = [
+        sys.executable,
+        "-m",
+        "study",
+        "run",
+        "tiny",
+        "--plain",
+        "trial.epochs=150",
+        "rows=[{label: a}]",
+        "baseline=null",
+    ]
     process = subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     assert process.stdout is not None
     assert any("epoch 3/" in line for line in process.stdout)
@@ -285,20 +352,28 @@ def test_ctrl_c_then_the_same_command_continues(
     assert before.trials[0].epoch >= 3
     _, parent, (child,) = runs_of(before.config, f"sqlite:///{folder}/studies/mlflow.db")
     assert parent.info.status == child.info.status == "KILLED"
-    assert child.data.metrics["train/loss"] == before.trials[0].metric("train/loss")[before.trials[0].epoch]
+    assert (
+        child.data.metrics["train/loss"]
+        == before.trials[0].metric("train/loss")[before.trials[0].epoch]
+    )
     done = lns_study(*command[3:], cwd=folder)
     assert done.returncode == 0, done.stderr
     assert f"epoch {before.trials[0].epoch}/" not in done.stdout
-    assert all(trial.status == FINISHED for trial in fold(read_ledger(folder / "studies" / "tiny")).trials)
+    assert all(
+        trial.status == FINISHED for trial in fold(read_ledger(folder / "studies" / "tiny")).trials
+    )
 
 
 @pytest.mark.slow
 def test_a_killed_gang_driver_continues_its_run(folder: Path) -> None:
-    """With a Ray of its own: the restarted driver gets the CPUs back that the killed one's workers held."""
+    """With a Ray of its own: the restarted driver gets the CPUs back that the killed one's workers
+    held."""
     gang = ["trial.workers=2", "trial.epochs=6", "rows=[{label: a}]", "baseline=null"]
     command = [sys.executable, "-m", "study", "run", "tiny", *gang, "name=killed"]
     ledger = folder / "studies" / "killed"
-    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     while not (reports := [event for event in read_ledger(ledger) if event["event"] == "report"]):
         assert process.poll() is None
         time.sleep(0.05)
@@ -307,15 +382,23 @@ def test_a_killed_gang_driver_continues_its_run(folder: Path) -> None:
     assert process.returncode == 0, said
     calm = lns_study("run", "tiny", *gang, "name=calm", cwd=folder)
     assert calm.returncode == 0, calm.stderr
-    (ours,), (theirs,) = fold(read_ledger(ledger)).trials, fold(read_ledger(folder / "studies" / "calm")).trials
+    (ours,), (theirs,) = (
+        fold(read_ledger(ledger)).trials,
+        fold(read_ledger(folder / "studies" / "calm")).trials,
+    )
     assert ours.test == theirs.test
     assert list(ours.reports) == list(theirs.reports) == [1, 2, 3, 4, 5, 6]
     assert ours.metric("train/loss") == theirs.metric("train/loss")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("wish", "on_sigint"), [(signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_IGN)])
-def test_ui_serves_and_ends_with_its_children(tmp_path: Path, wish: signal.Signals, on_sigint: Any) -> None:
+@pytest.mark.parametrize(
+    ("wish", "on_sigint"),
+    [(signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_IGN)],
+)
+def test_ui_serves_and_ends_with_its_children(
+    tmp_path: Path, wish: signal.Signals, on_sigint: Any
+) -> None:
     """SIGTERM also where SIGINT is ignored, as in a script's ``lns-study ui &``."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -328,7 +411,9 @@ def test_ui_serves_and_ends_with_its_children(tmp_path: Path, wish: signal.Signa
         assert process.stdout is not None
         assert "Starting" in process.stdout.readline()
         said = process.stdout.readline()
-        link = next(word for word in said.split() if word.startswith(f"http://127.0.0.1:{port}/?token=")).rstrip(",")
+        link = next(
+            word for word in said.split() if word.startswith(f"http://127.0.0.1:{port}/?token=")
+        ).rstrip(",")
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5)
         browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
@@ -344,16 +429,22 @@ def test_ui_serves_and_ends_with_its_children(tmp_path: Path, wish: signal.Signa
 
 @pytest.mark.slow
 def test_extend_rerun_and_doctor(folder: Path) -> None:
-    """More epochs go on from the checkpoints and end with the bits of a study that had them from the start; a trial repeats bit for bit."""
+    """More epochs go on from the checkpoints and end with the bits of a study that had them from
+    the start; a trial repeats bit for bit."""
     rows = ["rows=[{label: a, overrides: {precision.format: lns12}}]", "baseline=null"]
     assert lns_study("run", "tiny.yaml", *rows, "trial.epochs=2", cwd=folder).returncode == 0
     done = lns_study("extend", "tiny", "trial.epochs=4", "seeds=[0,1]", "--plain", cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert "1 trials go on from the last checkpoint of the same trial with fewer epochs" in done.stdout
+    assert (
+        "1 trials go on from the last checkpoint of the same trial with fewer epochs" in done.stdout
+    )
     assert "a, seed 0: epoch 1/4" not in done.stdout
     assert "a, seed 0: epoch 3/4" in done.stdout
     extended = fold(read_ledger(folder / "studies" / "tiny")).trials
-    assert lns_study("run", "tiny.yaml", *rows, "name=whole", "trial.epochs=4", cwd=folder).returncode == 0
+    assert (
+        lns_study("run", "tiny.yaml", *rows, "name=whole", "trial.epochs=4", cwd=folder).returncode
+        == 0
+    )
     (whole,) = fold(read_ledger(folder / "studies" / "whole")).trials
     assert differences(whole, extended[0]) == []
     assert (whole.epoch, extended[0].epoch, extended[1].epoch) == (4, 4, 4)

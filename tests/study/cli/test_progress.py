@@ -48,12 +48,15 @@ def test_the_log_has_a_line_an_epoch_with_the_time_left(tiny: Tiny) -> None:
 
 def test_too_many_trials_for_a_screen_are_summed_up(tiny: Tiny) -> None:
     console = Console(file=io.StringIO(), width=120)
-    console.print(render(fold(made_up_events(tiny("progress", f"seeds={list(range(30))}"))), Clock(), 2))
+    console.print(
+        render(fold(made_up_events(tiny("progress", f"seeds={list(range(30))}"))), Clock(), 2)
+    )
     assert "and 36 more" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0 s"), (42, "42 s"), (180, "3 min"), (3900, "65 min"), (7500, "2 h 05 min")]
+    ("seconds", "text"),
+    [(0.4, "0 s"), (42, "42 s"), (180, "3 min"), (3900, "65 min"), (7500, "2 h 05 min")],
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text

@@ -17,8 +17,17 @@ from trainers.config import PrecisionConfig, TrialConfig
 def test_table_is_the_published_recipe() -> None:
     study = load("table")
     trial = study.trial
-    assert (trial.epochs, trial.batch_size, trial.optimizer.lr, trial.model.hidden) == (20, 128, 0.1, [512])
-    assert (trial.data.name, trial.data.train_size, trial.data.validation_size) == ("mnist", None, 10_000)
+    assert (trial.epochs, trial.batch_size, trial.optimizer.lr, trial.model.hidden) == (
+        20,
+        128,
+        0.1,
+        [512],
+    )
+    assert (trial.data.name, trial.data.train_size, trial.data.validation_size) == (
+        "mnist",
+        None,
+        10_000,
+    )
     assert [row.published for row in study.rows] == [2.14, 2.12, 3.62, 2.29]
     assert len(study.seeds) >= 3
 
@@ -37,7 +46,12 @@ DIGITS = PrecisionConfig(format="lns(10,4)"), [128], 20, 128
 
 
 def recipe(study: StudyConfig) -> tuple[PrecisionConfig, list[int], int, int]:
-    return study.trial.precision, study.trial.model.hidden, study.trial.epochs, study.trial.batch_size
+    return (
+        study.trial.precision,
+        study.trial.model.hidden,
+        study.trial.epochs,
+        study.trial.batch_size,
+    )
 
 
 @pytest.mark.parametrize("chosen", ["data=digits", "trial.data.name=digits"])
@@ -49,12 +63,23 @@ def test_digits_by_name_have_their_own_recipe_too(chosen: str) -> None:
 def test_the_command_line_wins_over_the_recipe_of_digits() -> None:
     changed = recipe(load("quickstart", ["data=digits", "precision=lns16", "trial.epochs=2"]))
     assert changed == (PrecisionConfig(format="lns16"), [128], 2, 128)
-    assert recipe(load("quickstart", ["model=mlp_512", "trial.data.name=digits"])) == (DIGITS[0], [512], *DIGITS[2:])
+    assert recipe(load("quickstart", ["model=mlp_512", "trial.data.name=digits"])) == (
+        DIGITS[0],
+        [512],
+        *DIGITS[2:],
+    )
 
 
 def test_overrides_win_over_files_and_groups_swap() -> None:
-    study = load("table", ["trial.epochs=3", "seeds=[0,1]", "model=mlp_128", "trial.data.train_size=6000"])
-    assert (study.trial.epochs, study.seeds, study.trial.model.hidden, study.trial.data.train_size) == (3, [0, 1], [128], 6000)
+    study = load(
+        "table", ["trial.epochs=3", "seeds=[0,1]", "model=mlp_128", "trial.data.train_size=6000"]
+    )
+    assert (
+        study.trial.epochs,
+        study.seeds,
+        study.trial.model.hidden,
+        study.trial.data.train_size,
+    ) == (3, [0, 1], [128], 6000)
 
 
 def test_keys_of_a_trial_are_written_as_in_rows_and_groups_stay_groups() -> None:
@@ -69,7 +94,12 @@ def test_keys_of_a_trial_are_written_as_in_rows_and_groups_stay_groups() -> None
             "model=mlp_128",
         ],
     )
-    names = ["trial.precision.format=lns12", "trial.epochs=3", "trial.data.train_size=6000", "trial.optimizer.name=adam"]
+    names = [
+        "trial.precision.format=lns12",
+        "trial.epochs=3",
+        "trial.data.train_size=6000",
+        "trial.optimizer.name=adam",
+    ]
     assert short == load("table", [*names, "model=mlp_128"])
     assert load("table", ["precision=lns16"]).trial.precision == PrecisionConfig(format="lns16")
     assert change(short, ["epochs=5"]).trial.epochs == 5
@@ -81,7 +111,9 @@ def test_a_group_that_the_study_does_not_list_is_merged_last(tmp_path: Path) -> 
 
 
 def test_self_places_the_body_among_the_groups(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("groups: [_self_, model/mlp_128]\ntrial: {model: {hidden: [7]}}\n")
+    (tmp_path / "a.yaml").write_text(
+        "groups: [_self_, model/mlp_128]\ntrial: {model: {hidden: [7]}}\n"
+    )
     (tmp_path / "b.yaml").write_text("groups: [model/mlp_128]\ntrial: {model: {hidden: [7]}}\n")
     assert load(str(tmp_path / "a.yaml")).trial.model.hidden == [128]
     assert load(str(tmp_path / "b.yaml")).trial.model.hidden == [7]
@@ -100,7 +132,8 @@ def test_a_study_survives_the_way_to_json_and_back() -> None:
 
 
 @pytest.mark.parametrize(
-    "overrides", [{"precision.scope": "matmul"}, {"precision": {"scope": "matmul"}}, ["precision.scope=matmul"]]
+    "overrides",
+    [{"precision.scope": "matmul"}, {"precision": {"scope": "matmul"}}, ["precision.scope=matmul"]],
 )
 def test_row_overrides_nested_dotted_or_listed(overrides: object) -> None:
     assert override_trial(TrialConfig().to_dict(), overrides)["precision"]["scope"] == "matmul"
@@ -113,10 +146,19 @@ REFUSED = [
     (["table", "sedes=[0]"], ["sedes", "seeds"]),
     (["table", "trial.epochs=abc"], ["trial.epochs", "abc", "whole number"]),
     (["table", "trial.epochs=0"], ["epochs=0", "at least 1", "epochs=20"]),
-    (["table", "trial.data.train_size=x"], ["'x'", "whole number or null", "trial.data.train_size=2"]),
-    (["table", "trial.model=7"], ["trial.model: 7", "must be a mapping with the keys name, hidden"]),
+    (
+        ["table", "trial.data.train_size=x"],
+        ["'x'", "whole number or null", "trial.data.train_size=2"],
+    ),
+    (
+        ["table", "trial.model=7"],
+        ["trial.model: 7", "must be a mapping with the keys name, hidden"],
+    ),
     (["table", "seeds=3"], ["seeds: 3", "must be a list", "seeds=[0,1]"]),
-    (["table", "seeds=[0,a]"], ["seeds[1]: 'a'", "every entry must be a whole number", "seeds=[0,1]"]),
+    (
+        ["table", "seeds=[0,a]"],
+        ["seeds[1]: 'a'", "every entry must be a whole number", "seeds=[0,1]"],
+    ),
     (["table", "seeds=[[1]]"], ["seeds=[1]", "whole number", "seeds=[0,1,2]"]),
     (["table", "seeds[0]=1"], ["seeds[0]=1", "cannot be set one by one", "seeds=[0,1]"]),
     (["table", "seeds=[1,1]"], ["seeds", "more than once"]),
@@ -127,11 +169,26 @@ REFUSED = [
     (["table", "tracking_uri=file:/x"], ["file:/x", "sqlite:///"]),
     (["table", "trial.batch_size=3", "trial.workers=2"], ["batch_size=3", "workers=2", "multiple"]),
     (["table", "rows=[{label: x, publishd: 3}]", "baseline=null"], ["publishd", "published"]),
-    (["table", "rows=[{label: x, published: y}]"], ["rows[].published", "'y'", "must be a number or null", "`published: 2.5`"]),
-    (["table", "rows=[{label: x, comparable: 3}]"], ["rows[].comparable", "must be a mapping", "`comparable: {epochs: 3}`"]),
-    (["table", "rows=[{label: x, comparable: {epoch: 3}}]", "baseline=null"], ["row 'x': comparable: epoch", "'epochs'"]),
-    (["table", "rows=[{label: x, within: -1}]", "baseline=null"], ["row 'x': within=-1.0", "at least 0", "within: 0.2"]),
-    (["table", "rows=[a]"], ["rows[0]: 'a'", "must be a mapping with the keys label, overrides", "{label: a"]),
+    (
+        ["table", "rows=[{label: x, published: y}]"],
+        ["rows[].published", "'y'", "must be a number or null", "`published: 2.5`"],
+    ),
+    (
+        ["table", "rows=[{label: x, comparable: 3}]"],
+        ["rows[].comparable", "must be a mapping", "`comparable: {epochs: 3}`"],
+    ),
+    (
+        ["table", "rows=[{label: x, comparable: {epoch: 3}}]", "baseline=null"],
+        ["row 'x': comparable: epoch", "'epochs'"],
+    ),
+    (
+        ["table", "rows=[{label: x, within: -1}]", "baseline=null"],
+        ["row 'x': within=-1.0", "at least 0", "within: 0.2"],
+    ),
+    (
+        ["table", "rows=[a]"],
+        ["rows[0]: 'a'", "must be a mapping with the keys label, overrides", "{label: a"],
+    ),
     (["table", "rows=[{label: x}]"], ["baseline", "float32", "baseline=null"]),
     (["table", "rows=[{published: 1.0}]"], ["label"]),
     (["table", "comparable={epoch: 3}"], ["comparable: epoch: unknown key", "'epochs'"]),
@@ -143,10 +200,16 @@ REFUSED = [
     (["table", "name=../mine"], ["name='../mine'", "must not hold", "name=mine"]),
     (["table", "model=../study/table"], ["model=../study/table", "without folders", "mlp_128"]),
     (["table", "trial=null"], ["trial"]),
-    (["table", "trial.lerning_rate=1"], ["trial.lerning_rate: unknown key (did you mean 'trial.optimizer.lr'?)"]),
+    (
+        ["table", "trial.lerning_rate=1"],
+        ["trial.lerning_rate: unknown key (did you mean 'trial.optimizer.lr'?)"],
+    ),
     (["table", "trial.optimizer.learning_rate=1"], ["(did you mean 'trial.optimizer.lr'?)"]),
     (["table", "lr=1"], ["(did you mean 'trial.optimizer.lr'?)"]),
-    (["table", "precision.fromat=lns12"], ["trial.precision.fromat", "(did you mean 'trial.precision.format'?)"]),
+    (
+        ["table", "precision.fromat=lns12"],
+        ["trial.precision.fromat", "(did you mean 'trial.precision.format'?)"],
+    ),
     (["table", "trial.optimizer.epochs=1"], ["(did you mean 'trial.epochs'?)"]),
     (["table", "serch.num_samples=1"], ["(did you mean 'search.num_samples'?)"]),
     (["table", "epochs=0"], ["epochs=0", "at least 1"]),
@@ -157,13 +220,18 @@ REFUSED = [
     (["table", 'name="a\\e[31m"'], ["control characters"]),
     (["table", "name=artifacts"], ["name='artifacts'", "name=my-artifacts"]),
     (["table", "name=mlflow.db"], ["name='mlflow.db'", "name=my-mlflow.db"]),
-    (["table", f"rows=[{{label: {'x' * 300}}}]", "baseline=null"], ["label", "300 bytes", "at most 250"]),
+    (
+        ["table", f"rows=[{{label: {'x' * 300}}}]", "baseline=null"],
+        ["label", "300 bytes", "at most 250"],
+    ),
     (["table", "trial.epochs=999999999999"], ["epochs=999999999999", "below 2^20"]),
     (["table", "seeds=&a [*a]"], ["alias (*) of itself"]),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "said"), REFUSED, ids=[" ".join(arguments) for arguments, _ in REFUSED])
+@pytest.mark.parametrize(
+    ("arguments", "said"), REFUSED, ids=[" ".join(arguments) for arguments, _ in REFUSED]
+)
 def test_refusals_name_value_rule_and_remedy(arguments: list[str], said: list[str]) -> None:
     with pytest.raises(ValueError, match=r".") as refusal:
         load(arguments[0], arguments[1:])
@@ -179,7 +247,13 @@ def test_refusals_name_value_rule_and_remedy(arguments: list[str], said: list[st
         (7, r"overrides=7: must be a mapping or a list of key=value; use"),
         (["epochs"], r"overrides=\['epochs'\]: must be a mapping or a list of key=value; use"),
         ({"epoch": 3}, r"overrides: epoch: unknown key \(did you mean 'epochs'\?\); `lns-study"),
-        ({"epochs": "x"}, r"overrides: epochs: 'x' is not possible; it must be a whole number, for example epochs=20"),
+        (
+            {"epochs": "x"},
+            (
+                r"overrides: epochs: 'x' is not possible; it must be a whole number, for example"
+                r" epochs=20"
+            ),
+        ),
     ],
 )
 def test_bad_row_overrides(overrides: object, said: str) -> None:
@@ -188,7 +262,8 @@ def test_bad_row_overrides(overrides: object, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("a: [", "must be YAML"), ("- a", "mapping"), ("groups: 3", "groups=3"), ("nmae: x", "nmae")]
+    ("text", "said"),
+    [("a: [", "must be YAML"), ("- a", "mapping"), ("groups: 3", "groups=3"), ("nmae: x", "nmae")],
 )
 def test_bad_files(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "bad.yaml").write_text(text)
@@ -207,7 +282,13 @@ def test_bad_files(tmp_path: Path, text: str, said: str) -> None:
     ],
 )
 @pytest.mark.parametrize(
-    "place", ["question: {0}", "trial: {{data: {{root: {0}}}}}", "rows: [{{label: {0}}}]", "digits: {{autocast: {0}}}"]
+    "place",
+    [
+        "question: {0}",
+        "trial: {{data: {{root: {0}}}}}",
+        "rows: [{{label: {0}}}]",
+        "digits: {{autocast: {0}}}",
+    ],
 )
 def test_a_study_cannot_read_the_environment(tmp_path: Path, text: str, place: str) -> None:
     (tmp_path / "mine.yaml").write_text(place.format(json.dumps(text)))
@@ -218,20 +299,31 @@ def test_a_study_cannot_read_the_environment(tmp_path: Path, text: str, place: s
 
 
 def test_a_study_may_name_its_own_keys(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("name: mine\nquestion: is ${name} ${.trial.epochs} epochs?\ntrial: {epochs: 3}\n")
+    (tmp_path / "mine.yaml").write_text(
+        "name: mine\nquestion: is ${name} ${.trial.epochs} epochs?\ntrial: {epochs: 3}\n"
+    )
     assert load(str(tmp_path / "mine.yaml")).question == "is mine 3 epochs?"
 
 
 def bomb(line: str) -> str:
     """Twelve lines, each of which holds the one before it eight times."""
-    return "".join(f"x{b}: &{b} {line.format(', '.join([f'*{a}'] * 8))}\n" for a, b in pairwise("abcdefghijklm"))
+    return "".join(
+        f"x{b}: &{b} {line.format(', '.join([f'*{a}'] * 8))}\n"
+        for a, b in pairwise("abcdefghijklm")
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("name: a\nseeds: [0]\nname: b\n", r"mine.yaml: .*key 'name' stands twice, first in line 1; keep one.*line 3"),
-        ("trial:\n  epochs: 3\n  'epochs': 4\n", r"key 'epochs' stands twice, first in line 2; keep one.*line 3"),
+        (
+            "name: a\nseeds: [0]\nname: b\n",
+            r"mine.yaml: .*key 'name' stands twice, first in line 1; keep one.*line 3",
+        ),
+        (
+            "trial:\n  epochs: 3\n  'epochs': 4\n",
+            r"key 'epochs' stands twice, first in line 2; keep one.*line 3",
+        ),
         ("seeds: &a [*a]\n", r"alias \(\*\) of itself"),
         ("rows: " + "[" * 5000, r"nested too deeply"),
         ("x: &a [1, 1, 1, 1, 1, 1, 1, 1]\n" + bomb("[{}]"), r"its aliases \(\*\) make"),
@@ -239,7 +331,9 @@ def bomb(line: str) -> str:
     ],
     ids=["twice", "twice within", "itself", "deep", "bomb", "bomb of merges"],
 )
-def test_yaml_that_means_something_else_than_it_says_is_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_yaml_that_means_something_else_than_it_says_is_refused(
+    tmp_path: Path, text: str, said: str
+) -> None:
     (tmp_path / "mine.yaml").write_text(text)
     with pytest.raises(ValueError, match=said):
         load(str(tmp_path / "mine.yaml"))
@@ -247,16 +341,17 @@ def test_yaml_that_means_something_else_than_it_says_is_refused(tmp_path: Path, 
 
 def test_aliases_and_merges_of_a_study_are_read(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(
-        "name: mine\nrows:\n- &a {label: a, overrides: &o {epochs: 3}}\n- {<<: *a, label: b}\n- {label: c, overrides: *o}\n"
+        "name: mine\nrows:\n- &a {label: a, overrides: &o {epochs: 3}}\n- {<<: *a, label: b}\n-"
+        " {label: c, overrides: *o}\n"
     )
-    assert [(row.label, row.overrides["epochs"]) for row in load(str(tmp_path / "mine.yaml")).rows] == [
-        ("a", 3),
-        ("b", 3),
-        ("c", 3),
-    ]
+    assert [
+        (row.label, row.overrides["epochs"]) for row in load(str(tmp_path / "mine.yaml")).rows
+    ] == [("a", 3), ("b", 3), ("c", 3)]
 
 
-def test_auto_data_without_mnist_are_digits_with_their_own_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_auto_data_without_mnist_are_digits_with_their_own_recipe(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv("LNS_STUDY_DATA", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("LNS_STUDY_MNIST_URL", "http://127.0.0.1:9")
@@ -269,7 +364,10 @@ def test_auto_data_without_mnist_are_digits_with_their_own_recipe(monkeypatch: p
     assert study.trial.data.name == "digits"
     assert recipe(study) == DIGITS
     assert load("quickstart", ["trial.epochs=2"]).trial.epochs == 2
-    assert recipe(load("quickstart", ["precision=lns16"])) == (PrecisionConfig(format="lns16"), *DIGITS[1:])
+    assert recipe(load("quickstart", ["precision=lns16"])) == (
+        PrecisionConfig(format="lns16"),
+        *DIGITS[1:],
+    )
     with pytest.raises(ValueError, match=r"data.root=.*lacks train-images"):
         load("quickstart", [f"trial.data.root={tmp_path}"])
 

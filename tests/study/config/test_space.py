@@ -22,7 +22,10 @@ MIXED: dict[str, Any] = {
 }
 
 
-@given(st.floats(0, 1, exclude_max=True), st.sampled_from(["uniform", "loguniform", "quniform", "randint", "lograndint"]))
+@given(
+    st.floats(0, 1, exclude_max=True),
+    st.sampled_from(["uniform", "loguniform", "quniform", "randint", "lograndint"]),
+)
 def test_a_range_keeps_its_limits(unit: float, kind: str) -> None:
     values = {"quniform": [1, 7, 2], "randint": [1, 7], "lograndint": [1, 7]}.get(kind, [1.0, 7.0])
     (domain,) = parse_space({"x": {kind: values}}).domains
@@ -34,7 +37,9 @@ def test_a_range_keeps_its_limits(unit: float, kind: str) -> None:
         assert value in (1, 3, 5, 7)
 
 
-@pytest.mark.parametrize(("kind", "values"), [("randint", [1, 5]), ("lograndint", [1, 5]), ("quniform", [0, 0.3, 0.1])])
+@pytest.mark.parametrize(
+    ("kind", "values"), [("randint", [1, 5]), ("lograndint", [1, 5]), ("quniform", [0, 0.3, 0.1])]
+)
 def test_every_whole_number_and_multiple_occurs(kind: str, values: list[float]) -> None:
     (domain,) = parse_space({"x": {kind: values}}).domains
     found = {domain.at(unit / 1000) for unit in range(1000)}
@@ -58,7 +63,13 @@ def test_conditions_look_into_choices_and_prune() -> None:
 
 
 def test_a_grid_of_lists_is_multiplied_out_without_what_does_not_apply() -> None:
-    space = parse_space({"a": {"choice": [1, 2]}, "b": {"grid": [10, 20, 30], "when": {"a": 2}}, "c": {"choice": ["x", "y"]}})
+    space = parse_space(
+        {
+            "a": {"choice": [1, 2]},
+            "b": {"grid": [10, 20, 30], "when": {"a": 2}},
+            "c": {"choice": ["x", "y"]},
+        }
+    )
     points = space.all_points()
     assert len(points) == 2 * (1 + 3)
     assert len({tuple(point.items()) for point in points}) == len(points)
@@ -67,7 +78,10 @@ def test_a_grid_of_lists_is_multiplied_out_without_what_does_not_apply() -> None
 
 @pytest.mark.parametrize("algorithm", ["random", "sobol"])
 def test_more_points_keep_the_first(algorithm: str) -> None:
-    few, many = list(unit_points(algorithm, 3, 5, seed=4)), list(unit_points(algorithm, 3, 64, seed=4))
+    few, many = (
+        list(unit_points(algorithm, 3, 5, seed=4)),
+        list(unit_points(algorithm, 3, 64, seed=4)),
+    )
     assert many[:5] == few
     assert all(0 <= x < 1 for point in many for x in point)
     assert few != list(unit_points(algorithm, 3, 5, seed=5))
@@ -77,7 +91,9 @@ def test_sobol_covers_evenly() -> None:
     """Each sixteenth of every axis has its share of 64 points, which random points miss."""
     points = list(unit_points("sobol", 2, 64, seed=0))
     for axis in range(2):
-        assert [sum(math.floor(16 * point[axis]) == cell for point in points) for cell in range(16)] == [4] * 16
+        assert [
+            sum(math.floor(16 * point[axis]) == cell for point in points) for cell in range(16)
+        ] == [4] * 16
 
 
 def test_values_are_set_without_touching_what_was_there() -> None:
@@ -88,9 +104,9 @@ def test_values_are_set_without_touching_what_was_there() -> None:
 
 
 def test_a_configuration_in_words() -> None:
-    assert describe({"optimizer.lr": 0.012345678, "precision": {"format": "lns12", "kahan_sum": True}}) == (
-        "lr=0.01235, precision={format: lns12, kahan_sum: true}"
-    )
+    assert describe(
+        {"optimizer.lr": 0.012345678, "precision": {"format": "lns12", "kahan_sum": True}}
+    ) == ("lr=0.01235, precision={format: lns12, kahan_sum: true}")
     assert describe({"a.x": 1, "b.x": None}) == "a.x=1, b.x=null"
 
 

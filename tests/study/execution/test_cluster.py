@@ -1,4 +1,5 @@
-"""A study on a Ray cluster of several nodes (raylets on this machine): gangs that span nodes, and a node that dies."""
+"""A study on a Ray cluster of several nodes (raylets on this machine): gangs that span nodes, and a
+node that dies."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ from tests.study.sleeping import most_at_once
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[3]
-GANG = ["trial.workers=2", "rows=[{label: a, overrides: {precision.format: lns12}}]", "baseline=null"]
+GANG = [
+    "trial.workers=2",
+    "rows=[{label: a, overrides: {precision.format: lns12}}]",
+    "baseline=null",
+]
 
 
 @pytest.fixture
@@ -28,7 +33,9 @@ def cluster() -> Iterator[Any]:
     """A head without CPUs and two nodes of one CPU each: a gang of two must span both."""
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+    )
     for _ in range(2):
         cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes()
@@ -49,7 +56,14 @@ def command(folder: Path, address: str, *overrides: str) -> subprocess.Popen[str
         "tracking_uri=none",
         *overrides,
     ]
-    return subprocess.Popen(words, cwd=folder, env=os.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        words,
+        cwd=folder,
+        env=os.environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 SLEEPERS = """
@@ -69,7 +83,9 @@ def three() -> Iterator[Any]:
     """Three nodes of eight declared CPUs each, the head among them."""
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "include_dashboard": False})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 8, "include_dashboard": False}
+    )
     for _ in range(2):
         cluster.add_node(num_cpus=8)
     cluster.wait_for_nodes()
@@ -90,7 +106,9 @@ def sleepers(folder: Path, cluster: Any, *overrides: str) -> subprocess.Popen[st
     (folder / "tiny.yaml").write_text(TINY)
     words = [sys.executable, "-c", SLEEPERS, *common, *overrides]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(words, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        words, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def wait_until(
@@ -106,12 +124,19 @@ def wait_until(
 
 
 def test_three_nodes_are_full_and_the_loss_of_one_loses_nothing(three: Any, tmp_path: Path) -> None:
-    """Of 24 slots all are in use; a node dies in the middle of the full house, and a new one brings its slots within seconds."""
+    """Of 24 slots all are in use; a node dies in the middle of the full house, and a new one brings
+    its slots within seconds."""
     folder = tmp_path / "studies" / "full"
-    process = sleepers(tmp_path, three, "name=full", f"seeds={list(range(96))}", "trial.optimizer.lr=3.0")
-    wait_until(process, folder, lambda events: sum(event["event"] == "finished" for event in events) >= 24)
+    process = sleepers(
+        tmp_path, three, "name=full", f"seeds={list(range(96))}", "trial.optimizer.lr=3.0"
+    )
+    wait_until(
+        process, folder, lambda events: sum(event["event"] == "finished" for event in events) >= 24
+    )
     three.remove_node(three.worker_nodes.copy().pop(), allow_graceful=False)
-    wait_until(process, folder, lambda events: any(event["event"] == "restarted" for event in events))
+    wait_until(
+        process, folder, lambda events: any(event["event"] == "restarted" for event in events)
+    )
     lost = time.time()
     three.add_node(num_cpus=8)
     said, _ = process.communicate(timeout=300)
@@ -130,19 +155,29 @@ def test_three_nodes_are_full_and_the_loss_of_one_loses_nothing(three: Any, tmp_
 
 
 def test_a_study_outlives_the_node_that_it_has_joined(three: Any, tmp_path: Path) -> None:
-    process = sleepers(tmp_path, three, "name=joins", f"seeds={list(range(60))}", "trial.optimizer.lr=3.0")
+    process = sleepers(
+        tmp_path, three, "name=joins", f"seeds={list(range(60))}", "trial.optimizer.lr=3.0"
+    )
     folder = tmp_path / "studies" / "joins"
-    wait_until(process, folder, lambda events: sum(event["event"] == "finished" for event in events) >= 4)
+    wait_until(
+        process, folder, lambda events: sum(event["event"] == "finished" for event in events) >= 4
+    )
     three.head_node.kill_raylet(check_alive=False)
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
     assert [trial.status for trial in fold(read_ledger(folder)).trials] == [FINISHED] * 60
 
 
-def test_a_study_ends_in_order_when_the_control_store_stays_silent(three: Any, tmp_path: Path) -> None:
-    process = sleepers(tmp_path, three, "name=silent", f"seeds={list(range(600))}", "trial.optimizer.lr=3.0")
+def test_a_study_ends_in_order_when_the_control_store_stays_silent(
+    three: Any, tmp_path: Path
+) -> None:
+    process = sleepers(
+        tmp_path, three, "name=silent", f"seeds={list(range(600))}", "trial.optimizer.lr=3.0"
+    )
     folder = tmp_path / "studies" / "silent"
-    wait_until(process, folder, lambda events: sum(event["event"] == "finished" for event in events) >= 4)
+    wait_until(
+        process, folder, lambda events: sum(event["event"] == "finished" for event in events) >= 4
+    )
     address = three.address
     three.head_node.kill_gcs_server(check_alive=False)
     said, _ = process.communicate(timeout=120)
@@ -155,16 +190,21 @@ def test_a_study_ends_in_order_when_the_control_store_stays_silent(three: Any, t
 def test_a_node_that_others_use_in_part_gives_what_it_has(three: Any, tmp_path: Path) -> None:
     """Another job holds five CPUs of one node: the study gets the other 19."""
     holder = (
-        "import sys, time, ray; ray.init(address=sys.argv[1], log_to_driver=False)\n"
-        "@ray.remote(num_cpus=5)\nclass Holder:\n    def here(self): return True\n"
-        "holder = Holder.remote(); ray.get(holder.here.remote()); print('held', flush=True); time.sleep(600)"
+        "import sys, time, ray; ray.init(address=sys.argv[1],"
+        " log_to_driver=False)\n@ray.remote(num_cpus=5)\nclass Holder:\n    def here(self): return"
+        " True\nholder = Holder.remote(); ray.get(holder.here.remote()); print('held', flush=True);"
+        " time.sleep(600)"
     )
-    other = subprocess.Popen([sys.executable, "-c", holder, three.address], stdout=subprocess.PIPE, text=True)
+    other = subprocess.Popen(
+        [sys.executable, "-c", holder, three.address], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert other.stdout is not None
         while (line := other.stdout.readline()) != "held\n":
             assert line, "the other job ended"
-        process = sleepers(tmp_path, three, "name=part", f"seeds={list(range(76))}", "trial.optimizer.lr=4.0")
+        process = sleepers(
+            tmp_path, three, "name=part", f"seeds={list(range(76))}", "trial.optimizer.lr=4.0"
+        )
         said, _ = process.communicate(timeout=300)
         assert process.returncode == 0, said
     finally:
@@ -192,10 +232,15 @@ def test_a_gang_spans_nodes_and_outlives_one(cluster: Any, tmp_path: Path) -> No
     cluster.add_node(num_cpus=1)
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
-    trials = [fold(read_ledger(tmp_path / "studies" / name)).trials[0] for name in ("whole", "killed")]
+    trials = [
+        fold(read_ledger(tmp_path / "studies" / name)).trials[0] for name in ("whole", "killed")
+    ]
     assert [trial.status for trial in trials] == [FINISHED] * 2
     untimed = [
-        [{k: v for k, v in event["metrics"].items() if k != "samples_per_second"} for _, event in sorted(trial.reports.items())]
+        [
+            {k: v for k, v in event["metrics"].items() if k != "samples_per_second"}
+            for _, event in sorted(trial.reports.items())
+        ]
         for trial in trials
     ]
     assert untimed[0] == untimed[1]

@@ -1,4 +1,5 @@
-"""The study of number formats: every format with every update on both networks, ranked in the report by error, bits and time."""
+"""The study of number formats: every format with every update on both networks, ranked in the
+report by error, bits and time."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from study.report.write import write_report
 from study.results.objectives import bits_of
 from tests.study.conftest import SilentView
 
-needs_torchao = pytest.mark.skipif(microscaling.unavailable() is not None, reason=microscaling.unavailable() or "")
+needs_torchao = pytest.mark.skipif(
+    microscaling.unavailable() is not None, reason=microscaling.unavailable() or ""
+)
 FORMATS = 16
 
 
@@ -24,16 +27,25 @@ FORMATS = 16
 def test_all_formats_and_updates_are_planned() -> None:
     plan = make_plan(load("formats", []), download=False)
     found = {
-        (t.row, t.config.precision.format, t.config.precision.kahan_sum, t.config.precision.stochastic_rounding)
+        (
+            t.row,
+            t.config.precision.format,
+            t.config.precision.kahan_sum,
+            t.config.precision.stochastic_rounding,
+        )
         for t in plan.trials
     }
     assert len(found) == len(plan.trials) / 2 == 2 * (3 * FORMATS - 1)
-    assert {(entry.row, "float32" in str(entry.params)) for entry in plan.excluded} == {("mlp", True), ("cnn", True)}
+    assert {(entry.row, "float32" in str(entry.params)) for entry in plan.excluded} == {
+        ("mlp", True),
+        ("cnn", True),
+    }
     assert {trial.config.model.name for trial in plan.trials} == {"mlp", "cnn"}
 
 
 @pytest.mark.parametrize(
-    ("name", "bits"), [("float32", 32), ("tf32", 19), ("int8/channel", 8), ("lns12", 12), ("fixed(16,10)", 16)]
+    ("name", "bits"),
+    [("float32", 32), ("tf32", 19), ("int8/channel", 8), ("lns12", 12), ("fixed(16,10)", 16)],
 )
 def test_bits_of_a_trial_are_those_of_its_format(name: str, bits: int) -> None:
     assert bits_of({"precision": {"format": name}}) == bits == parse(name).bits
@@ -41,15 +53,31 @@ def test_bits_of_a_trial_are_those_of_its_format(name: str, bits: int) -> None:
 
 def test_rows_of_eight_bits_have_eight_bits() -> None:
     plan = make_plan(load("eight_bits", []), download=False)
-    assert {(t.row == "float32", parse(t.config.precision.format).bits) for t in plan.trials} == {(True, 32), (False, 8)}
+    assert {(t.row == "float32", parse(t.config.precision.format).bits) for t in plan.trials} == {
+        (True, 32),
+        (False, 8),
+    }
     assert {t.config.precision.master_format for t in plan.trials} == {None, "lns16"}
 
 
 @pytest.mark.slow
 def test_the_report_ranks_formats(tmp_path: Path, ray_session: None) -> None:
     formats = "{grid: [float32, bfloat16, float8_e5m2, lns8/channel]}"
-    space = f"space={{precision.format: {formats}, precision: {{grid: [{{kahan_sum: false}}, {{kahan_sum: true}}]}}}}"
-    study = load("formats", ["trial.epochs=4", "seeds=[0]", space, f"storage={tmp_path}", "tracking_uri=none", "cpus=2"])
+    space = (
+        f"space={{precision.format: {formats}, precision: {{grid: [{{kahan_sum: false}},"
+        " {kahan_sum: true}]}}"
+    )
+    study = load(
+        "formats",
+        [
+            "trial.epochs=4",
+            "seeds=[0]",
+            space,
+            f"storage={tmp_path}",
+            "tracking_uri=none",
+            "cpus=2",
+        ],
+    )
     outcome = run_study(study, SilentView(), lambda line: None)
     assert all(trial.status == FINISHED for trial in outcome.state.trials)
     folder = write_report(outcome.state, tmp_path / "report")

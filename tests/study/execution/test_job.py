@@ -1,4 +1,5 @@
-"""``ray job submit -- lns-study run`` on a real Ray head with token authentication: code and config travel, a stopped job is continued."""
+"""``ray job submit -- lns-study run`` on a real Ray head with token authentication: code and config
+travel, a stopped job is continued."""
 
 from __future__ import annotations
 
@@ -38,23 +39,34 @@ def ray(*words: str, env: dict[str, str], timeout: float = 120) -> subprocess.Co
 
 @pytest.fixture
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, str]]]:
-    """A head of two CPUs, its dashboard on loopback: where jobs go, and the environment that has its token."""
+    """A head of two CPUs, its dashboard on loopback: where jobs go, and the environment that has
+    its token."""
     folder = Path("/tmp") / f"lns-job-{os.getpid()}"  # Ray's sockets want short paths
     token = tmp_path_factory.mktemp("token") / "token"
     token.write_text("0123456789abcdef" * 4)
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
+    env |= {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONPATH": str(ROOT),
+    }
     port, dashboard = free_port(), free_port()
     before = {process.pid for process in psutil.process_iter()}
     started = ray(
-        "start", "--head", "--num-cpus=2", f"--port={port}", "--include-dashboard=true", "--dashboard-host=127.0.0.1",
-        f"--dashboard-port={dashboard}", "--node-ip-address=127.0.0.1", f"--temp-dir={folder}",
+        "start", "--head", "--num-cpus=2", f"--port={port}", "--include-dashboard=true",
+        "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}",
+        "--node-ip-address=127.0.0.1", f"--temp-dir={folder}",
         f"--ray-client-server-port={free_port()}", f"--dashboard-agent-listen-port={free_port()}",
         env=env,
     )  # fmt: skip
     assert started.returncode == 0, started.stdout + started.stderr
     yield f"http://127.0.0.1:{dashboard}", env
-    mine = [process for process in psutil.process_iter(["cmdline"]) if process.pid not in before and _of(process, folder)]
+    mine = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if process.pid not in before and _of(process, folder)
+    ]
     for process in mine:
         process.kill()
     psutil.wait_procs(mine, timeout=20)
@@ -62,7 +74,9 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[s
 
 def _of(process: psutil.Process, folder: Path) -> bool:
     try:
-        return str(folder) in " ".join(process.info["cmdline"] or []) or str(folder) in json.dumps(process.environ())
+        return str(folder) in " ".join(process.info["cmdline"] or []) or str(folder) in json.dumps(
+            process.environ()
+        )
     except psutil.Error:
         return False
 
@@ -72,17 +86,40 @@ def submit(
 ) -> subprocess.CompletedProcess[str]:
     address, env = head
     words = [] if wait else ["--no-wait"]
-    run = ["python", "-m", "study", "run", "tiny.yaml", "--plain", "address=auto", "tracking_uri=none", *overrides]
-    command = ["job", "submit", "--address", address, "--working-dir", str(folder), *words, "--", *run]
+    run = [
+        "python",
+        "-m",
+        "study",
+        "run",
+        "tiny.yaml",
+        "--plain",
+        "address=auto",
+        "tracking_uri=none",
+        *overrides,
+    ]
+    command = [
+        "job",
+        "submit",
+        "--address",
+        address,
+        "--working-dir",
+        str(folder),
+        *words,
+        "--",
+        *run,
+    ]
     deadline = time.monotonic() + 60
     done = ray(*command, env=env, timeout=400)
-    while "No available agent" in done.stdout + done.stderr and time.monotonic() < deadline:  # the head has only just begun
+    # the head has only just begun
+    while "No available agent" in done.stdout + done.stderr and time.monotonic() < deadline:
         time.sleep(1)
         done = ray(*command, env=env, timeout=400)
     return done
 
 
-def test_a_job_runs_a_study_and_a_stopped_one_is_continued(head: tuple[str, dict[str, str]], tmp_path: Path) -> None:
+def test_a_job_runs_a_study_and_a_stopped_one_is_continued(
+    head: tuple[str, dict[str, str]], tmp_path: Path
+) -> None:
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "tiny.yaml").write_text(TINY)
     overrides = [f"storage={tmp_path}", "trial.epochs=40"]
@@ -92,7 +129,9 @@ def test_a_job_runs_a_study_and_a_stopped_one_is_continued(head: tuple[str, dict
     ledger = tmp_path / "tiny" / "ledger.jsonl"
     deadline = time.monotonic() + 240
     while not (ledger.exists() and b'"report"' in ledger.read_bytes()):
-        assert time.monotonic() < deadline, ray("job", "logs", "--address", head[0], job, env=head[1]).stdout
+        assert time.monotonic() < deadline, ray(
+            "job", "logs", "--address", head[0], job, env=head[1]
+        ).stdout
         time.sleep(0.05)
     stopped = ray("job", "stop", "--address", head[0], job, env=head[1])
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr

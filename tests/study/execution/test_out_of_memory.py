@@ -1,4 +1,5 @@
-"""Trials whose memory runs out, really: tried once more with smaller micro-batches or a whole GPU, and the study says so."""
+"""Trials whose memory runs out, really: tried once more with smaller micro-batches or a whole GPU,
+and the study says so."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def test_what_says_that_memory_ran_out() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60)
     assert is_out_of_memory(caught.value)
-    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    assert is_out_of_memory(
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    )
     assert is_out_of_memory(MemoryError())
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_out_of_memory(ValueError("out of memory"))
@@ -53,7 +56,15 @@ def test_a_relieved_trial_stays_so_when_the_study_is_continued(tiny: Make) -> No
     assert [trial.id for trial in (agenda.next(), agenda.next()) if trial] == ids
     assert agenda.exhausted
     state.apply({"event": "started", "time": 1.0, "trial": ids[0]})
-    state.apply({"event": "relieved", "time": 2.0, "trial": ids[0], "error": "no", "relief": {"layout.micro_batches": 2}})
+    state.apply(
+        {
+            "event": "relieved",
+            "time": 2.0,
+            "trial": ids[0],
+            "error": "no",
+            "relief": {"layout.micro_batches": 2},
+        }
+    )
     agenda.again(ids[0])
     trial = agenda.next()
     assert trial is not None
@@ -71,7 +82,9 @@ def test_a_study_tries_once_more_and_goes_on(tiny: Make, ray_session: None) -> N
     rows = "rows=[{label: vast, overrides: {model.hidden: [3000000]}}, {label: fine}]"
     view = SilentView()
     with executor("tests.trainers.made_up:Limited"):
-        outcome = run_study(tiny("vast", rows, "baseline=null", "trial.epochs=1"), view, lambda line: None)
+        outcome = run_study(
+            tiny("vast", rows, "baseline=null", "trial.epochs=1"), view, lambda line: None
+        )
     vast, fine = outcome.state.trials
     assert fine.status == FINISHED
     assert (vast.status, vast.relief) == (FAILED, {"layout.micro_batches": 2})

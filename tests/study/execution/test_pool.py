@@ -1,4 +1,5 @@
-"""Trials in real processes through the pool: gangs, shared processes, places that are taken and given back."""
+"""Trials in real processes through the pool: gangs, shared processes, places that are taken and
+given back."""
 
 from __future__ import annotations
 
@@ -39,10 +40,20 @@ class Driver:
         self.pool = Pool(said)
         self.pool.use(Local(cpus, [], self.node, lambda *what: said.put(what)))
 
-    def start(self, trial: str, config: TrialConfig, folder: Path, *values: Any, packed: bool = False, **more: Any) -> Any:
+    def start(
+        self,
+        trial: str,
+        config: TrialConfig,
+        folder: Path,
+        *values: Any,
+        packed: bool = False,
+        **more: Any,
+    ) -> Any:
         executor = (PACKED,) if packed else values
         return self.pool.start(
-            trial, WorkerResources.of(config, 32 if packed else 1), lambda: plan(config, folder / trial, *executor, **more)
+            trial,
+            WorkerResources.of(config, 32 if packed else 1),
+            lambda: plan(config, folder / trial, *executor, **more),
         )
 
     def until(self, wanted: Callable[[Message], bool], seconds: float = 60.0) -> list[Message]:
@@ -75,7 +86,9 @@ def driver() -> Iterator[Driver]:
     driver.pool.close()
 
 
-def test_a_gang_in_lns_ends_with_the_bits_of_one_process_and_is_kept(driver: Driver, tmp_path: Path) -> None:
+def test_a_gang_in_lns_ends_with_the_bits_of_one_process_and_is_kept(
+    driver: Driver, tmp_path: Path
+) -> None:
     running = driver.start("gang", GANG, tmp_path)
     assert len(running.slots) == 2
     said = driver.end("gang")
@@ -84,11 +97,17 @@ def test_a_gang_in_lns_ends_with_the_bits_of_one_process_and_is_kept(driver: Dri
     before = driver.processes()
     alone, _ = begin(replace(GANG, workers=1), [])
     alone.train_epoch()
-    of_gang, beginning = begin(replace(GANG, workers=1), [str(tmp_path / "gang" / "checkpoints" / "000001")])
+    of_gang, beginning = begin(
+        replace(GANG, workers=1), [str(tmp_path / "gang" / "checkpoints" / "000001")]
+    )
     assert beginning.damaged == ""
-    for (name, ours), theirs in zip(alone.model.named_parameters(), of_gang.model.parameters(), strict=True):
+    for (name, ours), theirs in zip(
+        alone.model.named_parameters(), of_gang.model.parameters(), strict=True
+    ):
         assert (ours.codes == theirs.codes).all(), name
-    other = replace(GANG, precision=PrecisionConfig(), seed=3, optimizer=OptimizerConfig(name="adam", lr=0.01))
+    other = replace(
+        GANG, precision=PrecisionConfig(), seed=3, optimizer=OptimizerConfig(name="adam", lr=0.01)
+    )
     driver.start("between", other, tmp_path)
     assert reports(driver.end("between")) != reports(said)
     driver.start("again", GANG, tmp_path)
@@ -96,7 +115,9 @@ def test_a_gang_in_lns_ends_with_the_bits_of_one_process_and_is_kept(driver: Dri
     assert driver.processes() == before
 
 
-def test_a_gang_of_one_machine_listens_to_that_machine_alone(driver: Driver, tmp_path: Path) -> None:
+def test_a_gang_of_one_machine_listens_to_that_machine_alone(
+    driver: Driver, tmp_path: Path
+) -> None:
     driver.start("local", LONG, tmp_path)
     driver.until(lambda message: message.kind == REPORT)
     open_ = [
@@ -118,7 +139,10 @@ def test_every_rank_records_its_profile(driver: Driver, tmp_path: Path) -> None:
     assert report.payload["telemetry/communication_seconds"] > 0
     for rank in range(2):
         names = Counter(
-            event["name"] for event in events((tmp_path / "profiled" / "profile" / f"rank-{rank}.trace.json.gz").read_bytes())
+            event["name"]
+            for event in events(
+                (tmp_path / "profiled" / "profile" / f"rank-{rank}.trace.json.gz").read_bytes()
+            )
         )
         assert names["update"] == names["all_gather"] == 2
 
@@ -165,7 +189,9 @@ def test_there_is_room_until_there_is_none(driver: Driver, tmp_path: Path) -> No
     assert driver.pool.running == []
 
 
-def test_small_trials_share_a_process_whose_death_is_told_of_each(driver: Driver, tmp_path: Path) -> None:
+def test_small_trials_share_a_process_whose_death_is_told_of_each(
+    driver: Driver, tmp_path: Path
+) -> None:
     one = replace(SMALL, epochs=10_000)
     for trial in "abc":
         driver.start(trial, replace(one, seed=ord(trial)), tmp_path, packed=True)
@@ -173,12 +199,18 @@ def test_small_trials_share_a_process_whose_death_is_told_of_each(driver: Driver
     told: dict[str, int] = {}
     while set(told) != set("abc"):
         said = driver.until(lambda message: message.kind == REPORT)
-        told |= {message.trial: message.payload["pid"] for message in said if message.kind == REPORT}
+        told |= {
+            message.trial: message.payload["pid"] for message in said if message.kind == REPORT
+        }
     (pid,) = set(told.values())
     psutil.Process(pid).kill()
     died: set[str] = set()
     while died != set("abc"):
-        died |= {message.trial for message in driver.until(lambda message: message.kind == DIED) if message.kind == DIED}
+        died |= {
+            message.trial
+            for message in driver.until(lambda message: message.kind == DIED)
+            if message.kind == DIED
+        }
     driver.start("fine", SMALL, tmp_path, packed=True)
     assert driver.end("fine")[-1].payload["how"] == DONE
 
@@ -212,7 +244,8 @@ SHAPES = st.builds(
 def test_no_place_is_taken_twice_and_all_come_back(
     machines: list[tuple[int, int]], steps: list[tuple[WorkerResources, int]]
 ) -> None:
-    """Trials start and die in any order: nothing is ever below zero or lost, slots are distinct, and what is free is found."""
+    """Trials start and die in any order: nothing is ever below zero or lost, slots are distinct,
+    and what is free is found."""
     leases = [
         Lease(
             host=f"h{number}",
@@ -243,11 +276,15 @@ def test_no_place_is_taken_twice_and_all_come_back(
             assert all(-EPSILON < free <= 1 + EPSILON for free in lease.gpus)
         if running and ends % 3 == 0:
             trial = sorted(running)[ends % len(running)]
-            lost = [message for group in [pool._trials[trial]] for message in pool._lose(group, "gone")]
+            lost = [
+                message for group in [pool._trials[trial]] for message in pool._lose(group, "gone")
+            ]
             assert {message.trial for message in lost} == {trial}
             del running[trial]
     for trial in list(running):
         pool._lose(pool._trials[trial], "gone")
     assert all(
-        lease.free == pytest.approx(lease.cpus) and lease.gpus == pytest.approx([1.0] * len(lease.gpus)) for lease in leases
+        lease.free == pytest.approx(lease.cpus)
+        and lease.gpus == pytest.approx([1.0] * len(lease.gpus))
+        for lease in leases
     )

@@ -1,4 +1,5 @@
-"""The Ray of a study: made of processes of its own, missed when it dies, there again, and gone with whoever started it."""
+"""The Ray of a study: made of processes of its own, missed when it dies, there again, and gone with
+whoever started it."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED, fold
 from tests.study.conftest import TINY
 
-GANG = ["trial.workers=2", "rows=[{label: a}]", "baseline=null", "trial.epochs=40", "executor=train"]
+GANG = [
+    "trial.workers=2",
+    "rows=[{label: a}]",
+    "baseline=null",
+    "trial.epochs=40",
+    "executor=train",
+]
 
 
 def parts(of: int, name: str) -> list[psutil.Process]:
@@ -36,7 +43,8 @@ def until(seen: Callable[[], object], seconds: float = 60.0) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])
 def test_a_ray_of_our_own_is_missed_and_started_again(name: str) -> None:
-    others = {kind: parts(os.getpid(), kind) for kind in ("raylet", "gcs_server")}  # of the tests' own Ray
+    # of the tests' own Ray
+    others = {kind: parts(os.getpid(), kind) for kind in ("raylet", "gcs_server")}
 
     def ours(kind: str) -> list[psutil.Process]:
         return [part for part in parts(os.getpid(), kind) if part not in others[kind]]
@@ -62,8 +70,8 @@ def test_a_ray_of_our_own_is_missed_and_started_again(name: str) -> None:
 @pytest.mark.slow
 def test_a_ray_of_our_own_dies_with_us() -> None:
     code = (
-        "import time; from study.execution.ray_session import OwnRay; r = OwnRay(1, 0, dashboard=False); "
-        "print('up', flush=True); time.sleep(600)"
+        "import time; from study.execution.ray_session import OwnRay; r = OwnRay(1, 0,"
+        " dashboard=False); print('up', flush=True); time.sleep(600)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -81,8 +89,19 @@ def test_a_ray_of_our_own_dies_with_us() -> None:
 @pytest.mark.parametrize("names", [["raylet"], ["gcs_server", "raylet"]])
 def test_a_study_goes_on_after_its_ray_has_died(names: list[str], tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(TINY)
-    words = [sys.executable, "-m", "study", "run", "tiny.yaml", "--plain", "tracking_uri=none", *GANG]
-    process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    words = [
+        sys.executable,
+        "-m",
+        "study",
+        "run",
+        "tiny.yaml",
+        "--plain",
+        "tracking_uri=none",
+        *GANG,
+    ]
+    process = subprocess.Popen(
+        words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     folder = tmp_path / "studies" / "tiny"
     until(lambda: any(event["event"] == "report" for event in read_ledger(folder)), 200)
     for name in names:
@@ -115,13 +134,17 @@ def test_rays_token_is_its_users_alone(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_ray_of_our_own_asks_for_a_token_that_is_in_no_file(tmp_path: Path) -> None:
     """A process of its own: Ray reads its settings once."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")} | {"HOME": str(tmp_path)}
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")} | {
+        "HOME": str(tmp_path)
+    }
     code = (
         "import os; from study.execution.ray_session import OwnRay, asks_nobody\n"
         "ray = OwnRay(1, 0, dashboard=False); print('asks nobody:', asks_nobody(ray.address))\n"
         "ray.close(); print('RAY_AUTH_TOKEN' in os.environ)"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120
+    )
     assert done.stdout == "asks nobody: False\nFalse\n", done.stderr
     assert not (tmp_path / ".ray").exists()
 
@@ -132,11 +155,14 @@ def test_a_cluster_that_asks_nobody_is_refused_unless_told(tmp_path: Path) -> No
 
     if "RAY_AUTH_MODE" in os.environ:
         pytest.skip("this process has a Ray with tokens already")
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
     try:
         code = (
-            "import sys; from study.config import StudyConfig; from study.execution.ray_session import ray_session\n"
-            "with ray_session(StudyConfig(address=sys.argv[1], insecure=sys.argv[2] == 'insecure')) as address: print('in')"
+            "import sys; from study.config import StudyConfig; from study.execution.ray_session"
+            " import ray_session\nwith ray_session(StudyConfig(address=sys.argv[1],"
+            " insecure=sys.argv[2] == 'insecure')) as address: print('in')"
         )
 
         def join(how: str) -> subprocess.CompletedProcess[str]:

@@ -37,20 +37,25 @@ Tiny = Callable[..., StudyConfig]
 TIMED = {"samples_per_second"}
 
 
-def run(study: StudyConfig, react: Callable[[Event], None] = lambda event: None) -> tuple[Outcome, SilentView]:
+def run(
+    study: StudyConfig, react: Callable[[Event], None] = lambda event: None
+) -> tuple[Outcome, SilentView]:
     view = SilentView(react)
     outcome = run_study(study, view, lambda line: None)
     return outcome, view
 
 
 def results(state: Any) -> dict[str, Any]:
-    """Everything a trial computed, by trial id: metrics of every epoch and the test, timings left out."""
+    """Everything a trial computed, by trial id: metrics of every epoch and the test, timings left
+    out."""
     return {
-        trial.id: [
-            {name: value for name, value in event["metrics"].items() if name not in TIMED}
-            for _, event in sorted(trial.reports.items())
-        ]
-        + [trial.test]
+        trial.id: (
+            [
+                {name: value for name, value in event["metrics"].items() if name not in TIMED}
+                for _, event in sorted(trial.reports.items())
+            ]
+            + [trial.test]
+        )
         for trial in state.trials
     }
 
@@ -86,7 +91,9 @@ def count_reports(study: StudyConfig) -> dict[tuple[str, int], int]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, storage: Path) -> tuple[StudyConfig, Outcome]:
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory, storage: Path
+) -> tuple[StudyConfig, Outcome]:
     """The tiny study, run once without trouble."""
     from study.config.compose import load
     from tests.study.conftest import TINY
@@ -95,23 +102,26 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, storage: Path) -> tupl
     path.write_text(TINY)
     study = load(str(path), ["name=undisturbed", f"storage={storage}"])
     outcome, view = run(study)
-    assert [event["event"] for event in view.events if event["event"] == "finished"] == ["finished"] * 2
+    assert [event["event"] for event in view.events if event["event"] == "finished"] == [
+        "finished"
+    ] * 2
     return study, outcome
 
 
 def test_rows_of_different_sizes_of_data_are_continued_and_extended(tiny: Tiny) -> None:
-    rows = "rows=[{label: few, overrides: {data.train_size: 64}}, {label: more, overrides: {data.train_size: 96}}, {label: all}]"
+    rows = (
+        "rows=[{label: few, overrides: {data.train_size: 64}}, {label: more, overrides:"
+        " {data.train_size: 96}}, {label: all}]"
+    )
     study = tiny("sizes of data", rows, "baseline=null", "trial.epochs=1")
     first, _ = run(study)
     again, _ = run(study)
     assert results(again.state) == results(first.state)
     longer, _ = run(change(study, ["trial.epochs=2", "trial.data.validation_size=200"]))
     assert [trial.status for trial in longer.state.trials] == [FINISHED] * 3
-    assert {trial.row: data_of(longer.state.plan, trial)["train"] for trial in longer.state.trials} == {
-        "few": 64,
-        "more": 96,
-        "all": 1300,
-    }
+    assert {
+        trial.row: data_of(longer.state.plan, trial)["train"] for trial in longer.state.trials
+    } == {"few": 64, "more": 96, "all": 1300}
 
 
 def test_a_study_runs_to_its_report(undisturbed: tuple[StudyConfig, Outcome]) -> None:
@@ -124,9 +134,13 @@ def test_a_study_runs_to_its_report(undisturbed: tuple[StudyConfig, Outcome]) ->
 
 
 def test_a_rows_model_comes_back_from_a_real_server(
-    undisturbed: tuple[StudyConfig, Outcome], server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    undisturbed: tuple[StudyConfig, Outcome],
+    server: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every row's model downloads as safetensors and JSON, and tests with the figures of the ledger."""
+    """Every row's model downloads as safetensors and JSON, and tests with the figures of the
+    ledger."""
     from mlflow.artifacts import download_artifacts
 
     study, outcome = undisturbed
@@ -170,7 +184,9 @@ def test_mlflow_is_closed_where_the_report_cannot_be_written(
 
     monkeypatch.setattr("study.api.write_report", fail)
     close = Tracker.close
-    monkeypatch.setattr("study.api.Tracker.close", lambda self, report: closed.append(report) or close(self, report))
+    monkeypatch.setattr(
+        "study.api.Tracker.close", lambda self, report: closed.append(report) or close(self, report)
+    )
     with pytest.raises(OSError, match="disk full"):
         run(undisturbed[0])
     assert closed == [None]
@@ -185,7 +201,9 @@ def test_report_makes_the_report_again(undisturbed: tuple[StudyConfig, Outcome])
     assert outcome.tracking_error == ""
 
 
-def test_a_killed_process_loses_no_epoch_and_ends_bit_equal(undisturbed: tuple[StudyConfig, Outcome], tiny: Tiny) -> None:
+def test_a_killed_process_loses_no_epoch_and_ends_bit_equal(
+    undisturbed: tuple[StudyConfig, Outcome], tiny: Tiny
+) -> None:
     study, killed = tiny("killed"), []
 
     def kill_once(event: Event) -> None:
@@ -204,7 +222,9 @@ def test_a_killed_process_loses_no_epoch_and_ends_bit_equal(undisturbed: tuple[S
 
 
 @pytest.mark.slow
-def test_packed_trials_share_a_process_whose_death_loses_no_epoch(undisturbed: tuple[StudyConfig, Outcome], tiny: Tiny) -> None:
+def test_packed_trials_share_a_process_whose_death_loses_no_epoch(
+    undisturbed: tuple[StudyConfig, Outcome], tiny: Tiny
+) -> None:
     study, killed = tiny("packed", "executor=packed"), list[int]()
 
     def kill_the_host(event: Event) -> None:
@@ -220,7 +240,9 @@ def test_packed_trials_share_a_process_whose_death_loses_no_epoch(undisturbed: t
     assert not workers()
 
 
-def test_an_interrupted_study_continues_from_its_checkpoints(undisturbed: tuple[StudyConfig, Outcome], tiny: Tiny) -> None:
+def test_an_interrupted_study_continues_from_its_checkpoints(
+    undisturbed: tuple[StudyConfig, Outcome], tiny: Tiny
+) -> None:
     study = tiny("interrupted")
 
     def interrupt(event: Event) -> None:
@@ -232,7 +254,11 @@ def test_an_interrupted_study_continues_from_its_checkpoints(undisturbed: tuple[
     before = fold(read_ledger(study.folder))
     assert before.outcome == "interrupted"
     outcome, view = run(study)
-    repeated = [event["epoch"] for event in view.events if event["event"] == "report" and event["trial"] in before.known]
+    repeated = [
+        event["epoch"]
+        for event in view.events
+        if event["event"] == "report" and event["trial"] in before.known
+    ]
     assert results(outcome.state) == results(undisturbed[1].state)
     assert len(repeated) < 6
     assert set(count_reports(study).values()) == {1}
@@ -250,14 +276,25 @@ def interrupt_at(epoch: int) -> Callable[[Event], None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damaged", [pytest.param(1, id="newest"), pytest.param(99, id="every")])
-def test_a_damaged_checkpoint_is_passed_over(undisturbed: tuple[StudyConfig, Outcome], tiny: Tiny, damaged: int) -> None:
+def test_a_damaged_checkpoint_is_passed_over(
+    undisturbed: tuple[StudyConfig, Outcome], tiny: Tiny, damaged: int
+) -> None:
     study = tiny(f"damaged {damaged}")
     with pytest.raises(KeyboardInterrupt):
         run(study, interrupt_at(2))
     # Both trials may have come so far before the interrupt took hold; one of them is damaged.
-    trial, *_ = [trial for trial in fold(read_ledger(study.folder)).trials if trial.epoch >= 2 and trial.status != FINISHED]
-    # There may be one more on disk than the ledger names, and one that the interrupted process had only begun.
-    whole = [path for path in checkpoints_in(study.folder / "checkpoints" / trial.id) if (path / STATE).exists()]
+    trial, *_ = [
+        trial
+        for trial in fold(read_ledger(study.folder)).trials
+        if trial.epoch >= 2 and trial.status != FINISHED
+    ]
+    # There may be one more on disk than the ledger names, and one that the interrupted process had
+    # only begun.
+    whole = [
+        path
+        for path in checkpoints_in(study.folder / "checkpoints" / trial.id)
+        if (path / STATE).exists()
+    ]
     for path in whole[:damaged]:
         (file,) = path.glob("*.safetensors")
         file.write_bytes(file.read_bytes() + b"x")
@@ -269,7 +306,9 @@ def test_a_damaged_checkpoint_is_passed_over(undisturbed: tuple[StudyConfig, Out
     assert not [event for event in view.events if event["event"] == "restarted"]
 
 
-def test_what_cannot_work_fails_at_once_with_its_message(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_work_fails_at_once_with_its_message(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("study.api.preflight", lambda plan, node: (plan, []))
     rows = "[{label: bad, overrides: {data.train_size: 99999}}, {label: good}]"
     outcome, view = run(tiny("refused", f"rows={rows}", "baseline=null"))
@@ -299,14 +338,24 @@ def test_a_trial_that_cannot_finish_is_reported_not_hidden(tiny: Tiny) -> None:
     assert "FAILED" in (outcome.report / "report.md").read_text()
 
 
-GANG = ["trial.workers=2", "rows=[{label: float32}]", "baseline=null", "trial.precision.format=float32"]
+GANG = [
+    "trial.workers=2",
+    "rows=[{label: float32}]",
+    "baseline=null",
+    "trial.precision.format=float32",
+]
 
 
 @pytest.mark.slow
 def test_gangs_train_what_one_process_does_and_keep_their_processes(tiny: Tiny) -> None:
     study = tiny("gang", *GANG, "seeds=[0,1]")
     held: list[set[int]] = []
-    outcome, _ = run(study, lambda event: held.append({one.pid for one in workers()}) if event["event"] == "report" else None)
+    outcome, _ = run(
+        study,
+        lambda event: (
+            held.append({one.pid for one in workers()}) if event["event"] == "report" else None
+        ),
+    )
     single, _ = run(tiny("single", *GANG, "trial.workers=1"))
     gangs, (trial,) = outcome.state.trials, single.state.trials
     assert [(gang.status, gang.epoch) for gang in gangs] == [(FINISHED, 3)] * 2
@@ -314,7 +363,9 @@ def test_gangs_train_what_one_process_does_and_keep_their_processes(tiny: Tiny) 
     assert set(count_reports(study).values()) == {1}
     assert len(held[0]) == 2
     assert held[0] == held[-1]
-    assert {event["pid"] for event in gangs[0].reports.values()} == {event["pid"] for event in gangs[1].reports.values()}
+    assert {event["pid"] for event in gangs[0].reports.values()} == {
+        event["pid"] for event in gangs[1].reports.values()
+    }
 
 
 @pytest.mark.slow
@@ -347,7 +398,8 @@ def test_ray_train_trains_the_same_trial(ray_session: None, tiny: Tiny) -> None:
 
 @pytest.mark.slow
 def test_a_scheduler_ends_a_trial_of_ray_train_early(ray_session: None, tiny: Tiny) -> None:
-    """The second of three is the worst after an epoch; its processes go, and the third has their CPUs."""
+    """The second of three is the worst after an epoch; its processes go, and the third has their
+    CPUs."""
     search = "search={algorithm: grid, scheduler: asha, reduction_factor: 2}"
     rates = "space={optimizer.lr: {choice: [0.2, 0.000001, 0.3]}}"
     one = ["rows=[{label: a}]", "baseline=null", "seeds=[0]", "trial.epochs=4", "max_concurrent=1"]
@@ -371,10 +423,13 @@ def test_a_scheduler_ends_trials_early_and_a_second_run_leaves_them(tiny: Tiny) 
     states = [trial.status for trial in outcome.state.trials]
     assert set(states) == {FINISHED, STOPPED}
     early = [trial for trial in outcome.state.trials if trial.status == STOPPED]
-    assert all(1 <= trial.epoch < 4 and trial.stopped_by == "asha" and not trial.test for trial in early)
+    assert all(
+        1 <= trial.epoch < 4 and trial.stopped_by == "asha" and not trial.test for trial in early
+    )
     best = {row.label: row.params["optimizer.lr"] for row in summarise(outcome.state).rows}
     lowest = min(
-        (t for t in outcome.state.trials if t.status == FINISHED and t.row == "a"), key=lambda t: t.metric("validation/error")[4]
+        (t for t in outcome.state.trials if t.status == FINISHED and t.row == "a"),
+        key=lambda t: t.metric("validation/error")[4],
     )
     assert best["a"] == lowest.params["optimizer.lr"]
     again, view = run(study)
@@ -384,7 +439,8 @@ def test_a_scheduler_ends_trials_early_and_a_second_run_leaves_them(tiny: Tiny) 
 
 @pytest.mark.slow
 def test_an_adaptive_search_that_was_broken_off_goes_on(tiny: Tiny) -> None:
-    """Interrupted after a few trials: what was proposed is kept, and as many follow as are missing."""
+    """Interrupted after a few trials: what was proposed is kept, and as many follow as are
+    missing."""
     study = tiny("tpe", *SEARCH, "search={num_samples: 5, algorithm: tpe}", "trial.epochs=2")
     finished: list[str] = []
 
@@ -398,9 +454,13 @@ def test_an_adaptive_search_that_was_broken_off_goes_on(tiny: Tiny) -> None:
         run(study, interrupt)
     outcome, view = run(study)
     assert [trial.status for trial in outcome.state.trials] == [FINISHED] * 10
-    assert not {event["trial"] for event in view.events if event["event"] == "started"} & set(finished[:3])
+    assert not {event["trial"] for event in view.events if event["event"] == "started"} & set(
+        finished[:3]
+    )
     assert set(count_reports(study).values()) == {1}
-    assert {(trial.row, trial.number) for trial in outcome.state.trials} == {(row, n) for row in "ab" for n in range(1, 6)}
+    assert {(trial.row, trial.number) for trial in outcome.state.trials} == {
+        (row, n) for row in "ab" for n in range(1, 6)
+    }
 
 
 @pytest.mark.slow
@@ -445,7 +505,8 @@ def test_a_paused_study_begins_nothing_until_it_is_resumed(tiny: Tiny) -> None:
     def pause_once(event: Event) -> None:
         if event["event"] == "report":
             reported.add(event["trial"])
-        if len(reported) == 2 and not resumed:  # both processes are up; nothing that was handed out before is still starting
+        # both processes are up; nothing that was handed out before is still starting
+        if len(reported) == 2 and not resumed:
             ask(study.folder, wish=Wish.PAUSE, limits={"trials": 5, "hours": 3.0})
             time.sleep(POLL_SECONDS)
             resumed.append(time.time() + 4)
@@ -461,7 +522,8 @@ def test_a_paused_study_begins_nothing_until_it_is_resumed(tiny: Tiny) -> None:
 
 @pytest.mark.slow
 def test_a_trial_that_hangs_is_killed_and_started_again(tiny: Tiny) -> None:
-    """Stopped (SIGSTOP) after its second epoch, a process reports no more; after the heartbeat another one ends its trial."""
+    """Stopped (SIGSTOP) after its second epoch, a process reports no more; after the heartbeat
+    another one ends its trial."""
     undisturbed, _ = run(tiny("no hang", "rows=[{label: float32}]", "baseline=null"))
     stopped: list[int] = []
 
@@ -470,7 +532,9 @@ def test_a_trial_that_hangs_is_killed_and_started_again(tiny: Tiny) -> None:
             stopped.append(event["pid"])
             os.kill(event["pid"], signal.SIGSTOP)
 
-    outcome, view = run(tiny("hang", "rows=[{label: float32}]", "baseline=null", "heartbeat=20"), hang_once)
+    outcome, view = run(
+        tiny("hang", "rows=[{label: float32}]", "baseline=null", "heartbeat=20"), hang_once
+    )
     (again,) = [event for event in view.events if event["event"] == "restarted"]
     assert again["error"] == "no report for 20 s, so its process was killed (heartbeat)"
     assert results(outcome.state) == results(undisturbed.state)

@@ -23,7 +23,13 @@ def searched(tmp_path: Path) -> Make:
     """A study of 40 sampled trials of 9 epochs."""
     path = tmp_path / "searched.yaml"
     path.write_text(TINY + "\nspace: {optimizer.lr: {loguniform: [0.001, 1.0]}}\n")
-    common = [f"storage={tmp_path}", "rows=[]", "baseline=null", "search.num_samples=40", "trial.epochs=9"]
+    common = [
+        f"storage={tmp_path}",
+        "rows=[]",
+        "baseline=null",
+        "search.num_samples=40",
+        "trial.epochs=9",
+    ]
     return lambda *overrides: load(str(path), [*common, *overrides])
 
 
@@ -57,7 +63,9 @@ def test_asha_saves_epochs_and_keeps_the_best(searched: Make) -> None:
 def test_more_slots_are_never_slower(searched: Make) -> None:
     plan = make_plan(searched("search.scheduler=asha"))
     times = [
-        simulate(plan, slots, lambda trial: 1.0, lambda trial, epoch: synthetic(trial.id, epoch)).makespan
+        simulate(
+            plan, slots, lambda trial: 1.0, lambda trial, epoch: synthetic(trial.id, epoch)
+        ).makespan
         for slots in (1, 4, 16, 64)
     ]
     assert times == sorted(times, reverse=True)
@@ -68,7 +76,10 @@ def test_recorded_times_and_curves_are_used(searched: Make) -> None:
     plan = make_plan(study)
     events = made_up_events(study)
     state = fold(events)
-    seconds, error = recorded_seconds(plan, [state], 77.0), recorded_errors([state], "validation/error")
+    seconds, error = (
+        recorded_seconds(plan, [state], 77.0),
+        recorded_errors([state], "validation/error"),
+    )
     assert seconds(plan.trials[0]) == pytest.approx(1.0)  # made-up epochs are a second apart
     assert [error(plan.trials[0], epoch) for epoch in (1, 2)] == [0.2, 0.1]
     other = make_plan(searched("search.num_samples=3", "trial.model.hidden=[8]"))
@@ -77,12 +88,17 @@ def test_recorded_times_and_curves_are_used(searched: Make) -> None:
 
 
 def test_the_simulation_of_a_real_run(searched: Make) -> None:
-    """Three trials, one after the other, as the made-up ledger has them: 3 x 9 epochs of a second."""
+    """Three trials, one after the other, as the made-up ledger has them: 3 x 9 epochs of a
+    second."""
     study = searched("search.num_samples=3")
     state = fold(made_up_events(study))
     plan = make_plan(study)
     found = simulate(
-        plan, 1, recorded_seconds(plan, [state], 1.0), recorded_errors([state], "validation/error"), start_seconds=0.0
+        plan,
+        1,
+        recorded_seconds(plan, [state], 1.0),
+        recorded_errors([state], "validation/error"),
+        start_seconds=0.0,
     )
     assert found.makespan == pytest.approx(sum(trial.seconds for trial in state.trials))
 
@@ -102,10 +118,27 @@ def test_a_study_that_there_is_is_simulated_by_its_name_and_storage(
     assert main(["simulate", "nowhere", "--storage", str(tmp_path)]) == 2
 
 
-def test_the_command_tells_the_utilisation(searched: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """40 trials of 9 epochs of 10 s, each 0.05 s after the one before, on 30 slots: two rounds, the second of ten."""
-    assert main(["simulate", str(tmp_path / "searched.yaml"), "search.num_samples=40", "rows=[]", "baseline=null", "trial.epochs=9",
-                 f"storage={tmp_path}", "--slots", "30"]) == 0  # fmt: skip
+def test_the_command_tells_the_utilisation(
+    searched: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """40 trials of 9 epochs of 10 s, each 0.05 s after the one before, on 30 slots: two rounds, the
+    second of ten."""
+    assert (
+        main(
+            [
+                "simulate",
+                str(tmp_path / "searched.yaml"),
+                "search.num_samples=40",
+                "rows=[]",
+                "baseline=null",
+                "trial.epochs=9",
+                f"storage={tmp_path}",
+                "--slots",
+                "30",
+            ]
+        )
+        == 0
+    )
     heading, told = capsys.readouterr().out.splitlines()[1:]
     assert heading.split()[:3] == ["slots", "makespan", "utilisation"]
     assert told.split()[:5] == ["30", "3", "min", "67", "%"]

@@ -1,4 +1,5 @@
-"""A study fills what it is given: as many trials run at once as there are slots, from the start to the end."""
+"""A study fills what it is given: as many trials run at once as there are slots, from the start to
+the end."""
 
 from __future__ import annotations
 
@@ -53,8 +54,19 @@ def test_as_many_trials_run_at_once_as_there_are_slots(tiny: Make) -> None:
 
 
 def test_rows_of_different_shapes_share_the_slots(tiny: Make) -> None:
-    rows = "rows=[{label: one}, {label: two, overrides: {workers: 2}}, {label: four threads, overrides: {threads: 4}}]"
-    study = tiny("shapes", "cpus=4", rows, "baseline=null", "seeds=[0,1,2,3]", "trial.optimizer.lr=0.2", "trial.epochs=2")
+    rows = (
+        "rows=[{label: one}, {label: two, overrides: {workers: 2}}, {label: four threads,"
+        " overrides: {threads: 4}}]"
+    )
+    study = tiny(
+        "shapes",
+        "cpus=4",
+        rows,
+        "baseline=null",
+        "seeds=[0,1,2,3]",
+        "trial.optimizer.lr=0.2",
+        "trial.epochs=2",
+    )
     with executor():
         outcome = run_study(study, SilentView(), lambda line: None)
     assert all(trial.status == FINISHED for trial in outcome.state.trials)
@@ -70,7 +82,16 @@ def test_rows_of_different_shapes_share_the_slots(tiny: Make) -> None:
 
 def test_one_that_fails_in_a_shared_process_is_told_of_all_that_it_takes_along(tiny: Make) -> None:
     rows, seeds = "rows=[{label: a}]", f"seeds={list(range(8))}"
-    study = tiny("shared", "cpus=8", "executor=packed", rows, "baseline=null", seeds, "trial.optimizer.lr=0.5", "trial.epochs=3")
+    study = tiny(
+        "shared",
+        "cpus=8",
+        "executor=packed",
+        rows,
+        "baseline=null",
+        seeds,
+        "trial.optimizer.lr=0.5",
+        "trial.epochs=3",
+    )
     with executor(FAILS_ONCE):
         outcome = run_study(study, SilentView(), lambda line: None)
     assert all(trial.status == FINISHED for trial in outcome.state.trials)
@@ -91,36 +112,55 @@ def test_a_proposed_trial_that_is_larger_than_the_machine_fails_with_the_reason(
     study = tiny("large", "cpus=2", "rows=[{label: a}]", "baseline=null", "trial.epochs=1", *space)
     with executor():
         outcome = run_study(study, SilentView(), lambda line: None)
-    by_workers = {workers: [t for t in outcome.state.trials if t.config["workers"] == workers] for workers in (1, 4)}
+    by_workers = {
+        workers: [t for t in outcome.state.trials if t.config["workers"] == workers]
+        for workers in (1, 4)
+    }
     assert all(trial.status == FINISHED for trial in by_workers[1])
     assert by_workers[4]
     for trial in by_workers[4]:
         assert trial.status == FAILED
-        assert trial.error.startswith("needs 4 worker(s) with 1 CPU(s) each, and the 1 machine(s) of this study have 2 CPUs")
+        assert trial.error.startswith(
+            "needs 4 worker(s) with 1 CPU(s) each, and the 1 machine(s) of this study have 2 CPUs"
+        )
 
 
 def test_max_concurrent_holds_trials_back(tiny: Make) -> None:
     study = tiny(
-        "few", "cpus=8", "max_concurrent=3", "rows=[{label: a}]", "baseline=null", "seeds=[0,1,2,3,4,5]", "trial.optimizer.lr=0.3"
+        "few",
+        "cpus=8",
+        "max_concurrent=3",
+        "rows=[{label: a}]",
+        "baseline=null",
+        "seeds=[0,1,2,3,4,5]",
+        "trial.optimizer.lr=0.3",
     )
     with executor():
         run_study(study, SilentView(), lambda line: None)
     assert most_at_once(read_ledger(study.folder)) == 3
 
 
-def test_a_gang_does_not_starve_behind_small_trials_and_short_ones_use_what_it_leaves(tiny: Make) -> None:
-    """A trial of half a second an epoch, eight epochs, holds one slot of four; a gang of four waits for it. Trials of 0.1 s fill the other
-    three slots meanwhile, once it is known how short they are, and none begins that would make the gang wait longer.
+def test_a_gang_does_not_starve_behind_small_trials_and_short_ones_use_what_it_leaves(
+    tiny: Make,
+) -> None:
+    """A trial of half a second an epoch, eight epochs, holds one slot of four; a gang of four waits
+    for it. Trials of 0.1 s fill the other three slots meanwhile, once it is known how short they
+    are, and none begins that would make the gang wait longer.
     """
     rows = (
-        "rows=[{label: short, overrides: {optimizer.lr: 0.05}}, {label: long, overrides: {optimizer.lr: 0.5, epochs: 8}}, "
-        "{label: gang, overrides: {workers: 4, optimizer.lr: 0.02, batch_size: 64}}]"
+        "rows=[{label: short, overrides: {optimizer.lr: 0.05}}, {label: long, overrides:"
+        " {optimizer.lr: 0.5, epochs: 8}}, {label: gang, overrides: {workers: 4, optimizer.lr:"
+        " 0.02, batch_size: 64}}]"
     )
-    study = tiny("gangs", "cpus=4", rows, "baseline=null", f"seeds={list(range(6))}", "trial.epochs=2")
+    study = tiny(
+        "gangs", "cpus=4", rows, "baseline=null", f"seeds={list(range(6))}", "trial.epochs=2"
+    )
     with executor():
         outcome = run_study(study, SilentView(), lambda line: None)
     assert all(trial.status == FINISHED for trial in outcome.state.trials)
-    events = [event for event in read_ledger(study.folder) if event["event"] in ("started", "finished")]
+    events = [
+        event for event in read_ledger(study.folder) if event["event"] in ("started", "finished")
+    ]
     row = {trial.id: trial.row for trial in outcome.state.trials}
     order = [row[event["trial"]] for event in events if event["event"] == "started"]
     assert order[:2] == ["short", "long"]
@@ -139,7 +179,9 @@ def course(tiny: Make, tmp_path: Path) -> tuple[Loop, StudyState, Ledger]:
     agenda = Agenda(plan, state, lambda trial: None)
     for _ in plan.trials:
         agenda.next()
-    run = Loop(study, agenda, ledger, state, Control(study.folder, state, study.limits), Processes())  # type: ignore[arg-type]
+    run = Loop(
+        study, agenda, ledger, state, Control(study.folder, state, study.limits), Processes()
+    )  # type: ignore[arg-type]
     return run, state, ledger
 
 
@@ -162,7 +204,9 @@ def metrics(epoch: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def test_epochs_that_the_ledger_lacks_are_taken_from_where_a_trial_began_once(course: tuple[Loop, StudyState, Ledger]) -> None:
+def test_epochs_that_the_ledger_lacks_are_taken_from_where_a_trial_began_once(
+    course: tuple[Loop, StudyState, Ledger],
+) -> None:
     run, state, _ = course
     trial = state.trials[0].id
     began = Beginning(damaged="one was", history=[metrics(1), metrics(2)])
@@ -184,7 +228,9 @@ def test_epochs_that_the_ledger_lacks_are_taken_from_where_a_trial_began_once(co
     assert "test/loss" not in state.known[trial].reports[3]["metrics"]
 
 
-def test_epochs_taken_from_a_checkpoint_have_no_seconds_that_nobody_measured(course: tuple[Loop, StudyState, Ledger]) -> None:
+def test_epochs_taken_from_a_checkpoint_have_no_seconds_that_nobody_measured(
+    course: tuple[Loop, StudyState, Ledger],
+) -> None:
     """They would have had those from the trial's new start to the reading of its checkpoint."""
     run, state, _ = course
     trial = state.known[state.trials[0].id]
@@ -203,22 +249,33 @@ def test_a_trial_is_tried_again_as_often_as_it_may(course: tuple[Loop, StudyStat
     again = run._agenda.next()
     assert again is not None
     assert again.id == trial
-    run._take_in([Message(ENDED, trial, {"how": "failed", "text": "the network is away", "retire": "so"})])
+    run._take_in(
+        [Message(ENDED, trial, {"how": "failed", "text": "the network is away", "retire": "so"})]
+    )
     assert (state.known[trial].status, state.known[trial].error) == (FAILED, "the network is away")
     assert run._agenda.next() is None
 
 
-def test_a_full_storage_ends_the_study_and_fails_no_trial(course: tuple[Loop, StudyState, Ledger]) -> None:
+def test_a_full_storage_ends_the_study_and_fails_no_trial(
+    course: tuple[Loop, StudyState, Ledger],
+) -> None:
     run, state, _ = course
     run._take_in(
-        [Message(ENDED, state.trials[0].id, {"how": "failed", "text": "[Errno 28] No space left on device", "retire": "so"})]
+        [
+            Message(
+                ENDED,
+                state.trials[0].id,
+                {"how": "failed", "text": "[Errno 28] No space left on device", "retire": "so"},
+            )
+        ]
     )
     assert state.known[state.trials[0].id].status not in (FAILED, FINISHED)
     assert "No space left" in run._control.storage_error
 
 
 def test_a_killed_study_goes_on_where_it_was(tiny: Make) -> None:
-    """The driver dies in the middle of a full house (SIGKILL); the same command runs what is left, nothing twice."""
+    """The driver dies in the middle of a full house (SIGKILL); the same command runs what is left,
+    nothing twice."""
     study = tiny(
         "full house",
         "cpus=8",
@@ -229,9 +286,10 @@ def test_a_killed_study_goes_on_where_it_was(tiny: Make) -> None:
         "trial.epochs=1",
     )
     code = (
-        "import sys, json; from study.config import StudyConfig; from study.api import run_study\n"
-        "from tests.study.conftest import SilentView; from tests.study.sleeping import executor\n"
-        "with executor(): run_study(StudyConfig.from_dict(json.loads(sys.argv[1])), SilentView(), lambda line: None)"
+        "import sys, json; from study.config import StudyConfig; from study.api import"
+        " run_study\nfrom tests.study.conftest import SilentView; from tests.study.sleeping import"
+        " executor\nwith executor(): run_study(StudyConfig.from_dict(json.loads(sys.argv[1])),"
+        " SilentView(), lambda line: None)"
     )
 
     words = [sys.executable, "-c", code, json.dumps(study.to_dict())]
@@ -244,7 +302,9 @@ def test_a_killed_study_goes_on_where_it_was(tiny: Make) -> None:
         time.sleep(0.02)
     process.kill()
     process.wait()
-    finished = {event["trial"] for event in read_ledger(study.folder) if event["event"] == "finished"}
+    finished = {
+        event["trial"] for event in read_ledger(study.folder) if event["event"] == "finished"
+    }
     assert subprocess.run(words).returncode == 0
     events = read_ledger(study.folder)
     assert all(trial.status == FINISHED for trial in fold(events).trials)

@@ -1,4 +1,5 @@
-"""The ledger survives what machines do: torn lines, repeats, two writers, clocks that are set; and sees damage, whatever it is."""
+"""The ledger survives what machines do: torn lines, repeats, two writers, clocks that are set; and
+sees damage, whatever it is."""
 
 from __future__ import annotations
 
@@ -23,12 +24,17 @@ from study.ledger.lines import Event, seal
 from study.ledger.log import FILE, LOCK, Ledger, is_locked, make_header, open_ledger, read_ledger
 from study.tracking.writer import tracking_lock
 
-REPORTS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5), st.floats(allow_nan=False)), max_size=30)
+REPORTS = st.lists(
+    st.tuples(st.sampled_from("abc"), st.integers(1, 5), st.floats(allow_nan=False)), max_size=30
+)
 
 
 def write(folder: Path, reports: list[tuple[str, int, float]]) -> list[bool]:
     with Ledger(folder) as ledger:
-        return [ledger.append("report", trial=trial, epoch=epoch, metrics={"x": value}) for trial, epoch, value in reports]
+        return [
+            ledger.append("report", trial=trial, epoch=epoch, metrics={"x": value})
+            for trial, epoch, value in reports
+        ]
 
 
 @given(REPORTS, REPORTS)
@@ -40,17 +46,22 @@ def test_the_first_report_of_each_epoch_is_kept_across_writers(first: list, seco
         for trial, epoch, value in [*first, *second]:
             expected.setdefault((trial, epoch), value)
         events = read_ledger(folder)
-        assert {(event["trial"], event["epoch"]): event["metrics"]["x"] for event in events} == expected
+        assert {
+            (event["trial"], event["epoch"]): event["metrics"]["x"] for event in events
+        } == expected
         assert len(events) == len(expected) == sum(new)
 
 
 def killed(folder: Path) -> None:
-    """As if the last writer had not ended in order: its lock file says nothing of the lines it left."""
+    """As if the last writer had not ended in order: its lock file says nothing of the lines it
+    left."""
     (folder / LOCK).write_text('{"pid": 1, "host": "gone"}')
 
 
 @given(REPORTS.filter(bool), st.floats(0, 1))
-def test_a_ledger_of_a_killed_writer_cut_at_any_byte_is_a_beginning_of_itself(reports: list, fraction: float) -> None:  # type: ignore[type-arg]
+def test_a_ledger_of_a_killed_writer_cut_at_any_byte_is_a_beginning_of_itself(
+    reports: list, fraction: float
+) -> None:  # type: ignore[type-arg]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write(folder, reports)
@@ -109,11 +120,23 @@ def flip(line: bytes, place: int, bit: int) -> bytes:
 
 
 FAULTS = {
-    "damaged": lambda lines, at, place, bit: [*lines[:at], flip(lines[at], place, bit), *lines[at + 1 :]],
+    "damaged": lambda lines, at, place, bit: [
+        *lines[:at],
+        flip(lines[at], place, bit),
+        *lines[at + 1 :],
+    ],
     "emptied": lambda lines, at, place, bit: [*lines[:at], b"\n", *lines[at + 1 :]],
-    "zeroed": lambda lines, at, place, bit: [*lines[:at], bytes(len(lines[at]) - 1) + b"\n", *lines[at + 1 :]],
+    "zeroed": lambda lines, at, place, bit: [
+        *lines[:at],
+        bytes(len(lines[at]) - 1) + b"\n",
+        *lines[at + 1 :],
+    ],
     "cut out": lambda lines, at, place, bit: lines[:at] + lines[at + 1 :],
-    "cut short": lambda lines, at, place, bit: [*lines[:at], lines[at][: place % (len(lines[at]) - 1)] + b"\n", *lines[at + 1 :]],
+    "cut short": lambda lines, at, place, bit: [
+        *lines[:at],
+        lines[at][: place % (len(lines[at]) - 1)] + b"\n",
+        *lines[at + 1 :],
+    ],
     "ended before": lambda lines, at, place, bit: lines[:at],
     "doubled": lambda lines, at, place, bit: [*lines[: at + 1], *lines[at:]],
     "doubled later": lambda lines, at, place, bit: [*lines, lines[at]],
@@ -123,8 +146,15 @@ FAULTS = {
 }
 
 
-@given(st.sampled_from(sorted(FAULTS)), st.integers(0, len(EVENTS)), st.integers(0, 10**4), st.integers(0, 7))
-def test_a_line_damaged_cut_swapped_or_doubled_is_seen_and_nobody_writes_on(fault: str, at: int, place: int, bit: int) -> None:
+@given(
+    st.sampled_from(sorted(FAULTS)),
+    st.integers(0, len(EVENTS)),
+    st.integers(0, 10**4),
+    st.integers(0, 7),
+)
+def test_a_line_damaged_cut_swapped_or_doubled_is_seen_and_nobody_writes_on(
+    fault: str, at: int, place: int, bit: int
+) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         lines = made(folder)
@@ -133,7 +163,8 @@ def test_a_line_damaged_cut_swapped_or_doubled_is_seen_and_nobody_writes_on(faul
         found = open_ledger(folder)
         assert found.damage
         assert all(event in whole for event in found.events)
-        assert found.events == [event for event in whole if event in found.events]  # in order, each once
+        # in order, each once
+        assert found.events == [event for event in whole if event in found.events]
         before = (folder / FILE).read_bytes()
         with pytest.raises(ValueError, match=r"is damaged: line \d+.*doctor .* --repair"):
             Ledger(folder)
@@ -188,7 +219,8 @@ def test_a_ledger_of_version_1_is_read_and_goes_on_checked_under_its_id(tmp_path
     assert (found.id, found.damage, found.number, found.checked) == ("0123456789ab", [], 7, True)
     lines = (tmp_path / FILE).read_bytes().splitlines(keepends=True)
     (tmp_path / FILE).write_bytes(b"".join(lines[:1] + lines[2:]))
-    assert [damage.number for damage in open_ledger(tmp_path).damage] == [3]  # its header says how many came before
+    # its header says how many came before
+    assert [damage.number for damage in open_ledger(tmp_path).damage] == [3]
 
 
 def test_a_torn_line_of_version_1_is_no_damage_and_a_damaged_one_is(tmp_path: Path) -> None:
@@ -212,10 +244,14 @@ def test_parts_that_begin_with_a_header_of_their_own_make_one_ledger(tmp_path: P
     assert (found.damage, found.number, len(found.events)) == ([], 9, 7)
     second[0] = seal(make_header("another", 2.0), 8)
     (tmp_path / FILE).write_bytes(b"".join(lines + second))
-    assert list(map(str, open_ledger(tmp_path).damage)) == ["line 8: begins another ledger, another"]
+    assert list(map(str, open_ledger(tmp_path).damage)) == [
+        "line 8: begins another ledger, another"
+    ]
 
 
-def test_times_are_as_far_apart_as_events_when_the_clock_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_are_as_far_apart_as_events_when_the_clock_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = time.time
     with Ledger(tmp_path) as ledger:
         ledger.append("started", trial="a")
@@ -228,15 +264,22 @@ def test_times_are_as_far_apart_as_events_when_the_clock_is_set(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("code", [errno.EAGAIN, errno.EACCES])
-def test_a_lock_that_another_has_says_who_and_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_a_lock_that_another_has_says_who_and_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
     with Ledger(tmp_path):
         monkeypatch.setattr(fcntl, "flock", failing(code))
         assert is_locked(tmp_path)
-        with pytest.raises(ValueError, match=f"process {os.getpid()} on {socket.gethostname()} is running this study"):
+        with pytest.raises(
+            ValueError,
+            match=f"process {os.getpid()} on {socket.gethostname()} is running this study",
+        ):
             Ledger(tmp_path)
 
 
-def test_a_storage_without_locks_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_storage_without_locks_is_told_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fcntl, "flock", failing(errno.ENOLCK))
     with pytest.raises(ValueError, match=r"gives no lock \(No locks available\)"):
         Ledger(tmp_path)
@@ -279,7 +322,12 @@ def test_a_stale_file_is_opened_again_where_it_is_as_we_left_it(tmp_path: Path) 
         ledger._file = Stale(ledger._file)  # type: ignore[assignment]
         ledger.append_all(EVENTS[2:4])
         assert is_locked(tmp_path)
-        assert [event["event"] for event in read_ledger(tmp_path)] == ["planned", "started", "report", "report"]
+        assert [event["event"] for event in read_ledger(tmp_path)] == [
+            "planned",
+            "started",
+            "report",
+            "report",
+        ]
         (tmp_path / FILE).write_bytes(b"something else")
         ledger._file = Stale(ledger._file)  # type: ignore[assignment]
         with pytest.raises(OSError, match="Stale"):
@@ -288,7 +336,10 @@ def test_a_stale_file_is_opened_again_where_it_is_as_we_left_it(tmp_path: Path) 
 
 
 def test_one_writer_at_a_time(tmp_path: Path) -> None:
-    with Ledger(tmp_path), pytest.raises(ValueError, match=r"process \d+ on \S+ is running this study"):
+    with (
+        Ledger(tmp_path),
+        pytest.raises(ValueError, match=r"process \d+ on \S+ is running this study"),
+    ):
         Ledger(tmp_path)
     Ledger(tmp_path).close()
 
@@ -306,7 +357,9 @@ def test_an_empty_folder_has_no_events(tmp_path: Path) -> None:
     assert read_ledger(tmp_path) == []
 
 
-def test_a_ledger_that_cannot_be_written_keeps_what_it_has_and_takes_nothing_behind_a_gap(tmp_path: Path) -> None:
+def test_a_ledger_that_cannot_be_written_keeps_what_it_has_and_takes_nothing_behind_a_gap(
+    tmp_path: Path,
+) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with Ledger(tmp_path) as ledger:
         assert ledger.append("report", trial="a", epoch=1, metrics={})

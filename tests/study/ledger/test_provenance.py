@@ -16,7 +16,12 @@ PROJECT = '[project]\nname = "lns-study"\n'
 
 def git(folder: Path, *arguments: str) -> str:
     identity = ["-c", "user.name=x", "-c", "user.email=x@x"]
-    done = subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        ["git", "-C", str(folder), *identity, *arguments],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     return done.stdout.strip()
 
 
@@ -70,7 +75,9 @@ def test_a_copy_in_a_foreign_repository_has_none(
     assert (provenance()["commit"], provenance()["dirty"]) == (None, None)
 
 
-def test_an_untracked_copy_of_the_source_has_none(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untracked_copy_of_the_source_has_none(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(monkeypatch, repository)
     (repository / "pyproject.toml").write_text(PROJECT)
     assert provenance()["commit"] is None

@@ -1,4 +1,5 @@
-"""A real study whose ledger is damaged, cut or gone: refused, repaired, and then it ends as if nothing had been."""
+"""A real study whose ledger is damaged, cut or gone: refused, repaired, and then it ends as if
+nothing had been."""
 
 from __future__ import annotations
 
@@ -65,9 +66,11 @@ def run(study: StudyConfig) -> None:
 
 def at(lines: list[bytes], kind: str, which: int = 0) -> int:
     """The place of the so-manieth line of a kind."""
-    return [place for place, line in enumerate(lines) if (event := unseal(line.rstrip(b"\n"))[1]) and event["event"] == kind][
-        which
-    ]
+    return [
+        place
+        for place, line in enumerate(lines)
+        if (event := unseal(line.rstrip(b"\n"))[1]) and event["event"] == kind
+    ][which]
 
 
 def damage(line: bytes) -> bytes:
@@ -85,7 +88,9 @@ def assert_as_if_nothing_had_been(study: StudyConfig, done: Done) -> None:
         assert trial.status == FINISHED
         assert sorted(trial.reports) == sorted(other.reports)
         assert differences(trial, other) == []
-    assert set(Counter(event["trial"] for event in events if event["event"] == "finished").values()) == {1}
+    assert set(
+        Counter(event["trial"] for event in events if event["event"] == "finished").values()
+    ) == {1}
     assert render_text(state) == render_text(done.state)
 
 
@@ -110,7 +115,9 @@ def test_a_damaged_line_is_refused_repaired_and_the_study_ends_with_the_same_tab
     place = at(lines, kind, which)
     lines[place] = damage(lines[place])
     (study.folder / FILE).write_bytes(b"".join(lines))
-    with pytest.raises(UserError, match=rf"is damaged: line {place + 1}: is damaged .*doctor tiny --repair"):
+    with pytest.raises(
+        UserError, match=rf"is damaged: line {place + 1}: is damaged .*doctor tiny --repair"
+    ):
         run(study)
     assert (study.folder / FILE).read_bytes() == b"".join(lines)
     assert main(["doctor", "tiny", "--storage", study.storage]) == 1
@@ -131,7 +138,9 @@ def test_a_repaired_ledger_has_no_password(done: Done, tmp_path: Path) -> None:
     number, event = unseal(lines[place].rstrip(b"\n"))
     assert number is not None
     assert event is not None
-    lines[place] = seal(event | {"study": event["study"] | {"tracking_uri": "https://ada:s3cret@host"}}, number)
+    lines[place] = seal(
+        event | {"study": event["study"] | {"tracking_uri": "https://ada:s3cret@host"}}, number
+    )
     lines[at(lines, "checkpoint")] = damage(lines[at(lines, "checkpoint")])
     (study.folder / FILE).write_bytes(b"".join(lines))
     repair(study.folder, None)
@@ -140,7 +149,8 @@ def test_a_repaired_ledger_has_no_password(done: Done, tmp_path: Path) -> None:
 
 
 def place_only(done: Done, folder: Path, lines: list[bytes], *, checkpoints: bool = True) -> Path:
-    """A study's folder with these lines as its ledger, beside the checkpoints of the undamaged one, which are only read."""
+    """A study's folder with these lines as its ledger, beside the checkpoints of the undamaged one,
+    which are only read."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / FILE).write_bytes(b"".join(lines))
     shutil.copy(done.folder / LOCK, folder / LOCK)
@@ -150,17 +160,24 @@ def place_only(done: Done, folder: Path, lines: list[bytes], *, checkpoints: boo
 
 
 def assert_nothing_false(folder: Path, done: Done) -> StudyState:
-    """The model of what a repaired ledger may say: whole, in order, each epoch as it was or not there, an end only where all of it is."""
+    """The model of what a repaired ledger may say: whole, in order, each epoch as it was or not
+    there, an end only where all of it is."""
     contents = open_ledger(folder)
     assert contents.damage == []
     planned = next(event for event in read_ledger(done.folder) if event["event"] == "planned")
-    events = contents.events + ([] if any(event["event"] == "planned" for event in contents.events) else [planned])
-    assert [event["time"] for event in contents.events] == sorted(event["time"] for event in contents.events)
+    events = contents.events + (
+        [] if any(event["event"] == "planned" for event in contents.events) else [planned]
+    )
+    assert [event["time"] for event in contents.events] == sorted(
+        event["time"] for event in contents.events
+    )
     state = fold(events)
     for trial, real in zip(state.trials, done.state.trials, strict=True):
         for epoch, event in trial.reports.items():
             assert event["metrics"] == real.reports[epoch]["metrics"]
-        assert sum(event["event"] == "finished" and event["trial"] == trial.id for event in events) == (trial.status == FINISHED)
+        assert sum(
+            event["event"] == "finished" and event["trial"] == trial.id for event in events
+        ) == (trial.status == FINISHED)
         if trial.status == FINISHED:
             assert (sorted(trial.reports), trial.test) == (sorted(real.reports), real.test)
     return state
@@ -168,16 +185,29 @@ def assert_nothing_false(folder: Path, done: Done) -> StudyState:
 
 def flip(lines: list[bytes], at: int, place: int) -> list[bytes]:
     place %= len(lines[at])
-    return [*lines[:at], lines[at][:place] + bytes([lines[at][place] ^ 4]) + lines[at][place + 1 :], *lines[at + 1 :]]
+    return [
+        *lines[:at],
+        lines[at][:place] + bytes([lines[at][place] ^ 4]) + lines[at][place + 1 :],
+        *lines[at + 1 :],
+    ]
 
 
 FAULTS = {
     "damaged": flip,
     "cut out": lambda lines, at, place: lines[:at] + lines[at + 1 :],
-    "cut short": lambda lines, at, place: [*lines[:at], lines[at][: place % len(lines[at])] + b"\n", *lines[at + 1 :]],
+    "cut short": lambda lines, at, place: [
+        *lines[:at],
+        lines[at][: place % len(lines[at])] + b"\n",
+        *lines[at + 1 :],
+    ],
     "ended before": lambda lines, at, place: lines[:at],
     "doubled": lambda lines, at, place: [*lines, lines[at]],
-    "swapped": lambda lines, at, place: [*lines[:at], *lines[at + 1 : at + 2], lines[at], *lines[at + 2 :]],
+    "swapped": lambda lines, at, place: [
+        *lines[:at],
+        *lines[at + 1 : at + 2],
+        lines[at],
+        *lines[at + 2 :],
+    ],
 }
 FAULT = st.tuples(st.sampled_from(sorted(FAULTS)), st.integers(0, 10**6), st.integers(0, 10**6))
 
@@ -192,7 +222,8 @@ def test_whatever_happens_to_lines_a_repaired_ledger_says_nothing_false(
         lines = FAULTS[fault](lines, at % len(lines), place) if lines else lines
     with tempfile.TemporaryDirectory() as name:
         folder = place_only(done, Path(name) / "tiny", lines, checkpoints=checkpoints)
-        if not open_ledger(folder).damage:  # a fault may undo another, or only bring what a crash does
+        # a fault may undo another, or only bring what a crash does
+        if not open_ledger(folder).damage:
             assert_nothing_false(folder, done)
             return
         with pytest.raises(ValueError, match="is damaged"):
@@ -203,15 +234,22 @@ def test_whatever_happens_to_lines_a_repaired_ledger_says_nothing_false(
         assert done_.kept.read_bytes() == before
         state = assert_nothing_false(folder, done)
         if checkpoints:
-            assert all(trial.status == FINISHED for trial in state.trials) or "edited" in str(done_.lost)
+            assert all(trial.status == FINISHED for trial in state.trials) or "edited" in str(
+                done_.lost
+            )
         with Ledger(folder) as ledger:
             assert len(ledger.history) == len(open_ledger(folder).events)
 
 
-def test_any_line_of_version_1_that_is_no_json_is_named_and_repaired(done: Done, tmp_path: Path) -> None:
+def test_any_line_of_version_1_that_is_no_json_is_named_and_repaired(
+    done: Done, tmp_path: Path
+) -> None:
     events = read_ledger(done.folder)
     for at in range(len(events)):
-        lines = [json.dumps(event).encode() + b"\n" if place != at else b"{no line}\n" for place, event in enumerate(events)]
+        lines = [
+            json.dumps(event).encode() + b"\n" if place != at else b"{no line}\n"
+            for place, event in enumerate(events)
+        ]
         folder = place_only(done, tmp_path / str(at), lines)
         (folder / LOCK).write_text("4711")
         with pytest.raises(ValueError, match=f"is damaged: line {at + 1}: is damaged"):
@@ -232,14 +270,22 @@ def test_a_writer_killed_between_two_events_leaves_a_study_that_ends_as_if_nothi
     assert_as_if_nothing_had_been(study, done)
 
 
-def test_a_ledger_that_is_gone_is_refused_and_made_again_from_its_checkpoints(done: Done, tmp_path: Path) -> None:
+def test_a_ledger_that_is_gone_is_refused_and_made_again_from_its_checkpoints(
+    done: Done, tmp_path: Path
+) -> None:
     study = done.copy(tmp_path / "studies")
     id_ = open_ledger(done.folder).id
     (study.folder / FILE).unlink()
     (study.folder / LOCK).unlink()
-    with pytest.raises(UserError, match=f"is a checkpoint of ledger {id_} .code: .*this study's is new.*doctor tiny --repair"):
+    with pytest.raises(
+        UserError,
+        match=f"is a checkpoint of ledger {id_} .code: .*this study's is new.*doctor tiny --repair",
+    ):
         run(study)
-    assert main(["doctor", "tiny", "--repair", "--tracking-uri", "none", "--storage", study.storage]) == 0
+    assert (
+        main(["doctor", "tiny", "--repair", "--tracking-uri", "none", "--storage", study.storage])
+        == 0
+    )
     assert open_ledger(study.folder).id == id_
     run(study)
     assert_as_if_nothing_had_been(study, done)
@@ -247,23 +293,35 @@ def test_a_ledger_that_is_gone_is_refused_and_made_again_from_its_checkpoints(do
         assert trial.commits == real.commits
 
 
-def test_checkpoints_of_another_ledger_are_refused_before_any_work(done: Done, tmp_path: Path) -> None:
+def test_checkpoints_of_another_ledger_are_refused_before_any_work(
+    done: Done, tmp_path: Path
+) -> None:
     study = done.copy(tmp_path / "studies")
     lines = [seal(make_header("000000000000", 1.0), 1), *done.lines[1:2]]
     (study.folder / FILE).write_bytes(b"".join(lines))
     (study.folder / LOCK).unlink()
-    with pytest.raises(UserError, match=r"is a checkpoint of ledger .*and this study's is 000000000000"):
+    with pytest.raises(
+        UserError, match=r"is a checkpoint of ledger .*and this study's is 000000000000"
+    ):
         run(study)
     assert (study.folder / FILE).read_bytes() == b"".join(lines)
 
 
 @pytest.mark.parametrize(
     "overrides",
-    [["executor=packed"], ["trial.workers=2"], pytest.param(["executor=train"], marks=pytest.mark.slow)],
+    [
+        ["executor=packed"],
+        ["trial.workers=2"],
+        pytest.param(["executor=train"], marks=pytest.mark.slow),
+    ],
     ids=["packed", "gang", "Ray Train"],
 )
-def test_checkpoints_of_every_executor_name_their_ledger_and_code(done: Done, tmp_path: Path, overrides: list[str]) -> None:
-    study = change(done.study, [*overrides, "trial.epochs=1", f"storage={tmp_path}", "tracking_uri=none"])
+def test_checkpoints_of_every_executor_name_their_ledger_and_code(
+    done: Done, tmp_path: Path, overrides: list[str]
+) -> None:
+    study = change(
+        done.study, [*overrides, "trial.epochs=1", f"storage={tmp_path}", "tracking_uri=none"]
+    )
     run(study)
     found = [state["origin"] for _, _, state in checkpoints_of(study.folder)]
     assert sorted(origin["trial"]["row"] for origin in found) == ["float32", "lns matmul"]
@@ -276,10 +334,16 @@ def make_old(folder: Path) -> None:
     """Take from the checkpoints of a study what an earlier version did not write."""
     for path in (folder / "checkpoints").glob("*/*/state.json"):
         state = json.loads(path.read_text())
-        path.write_text(json.dumps({key: value for key, value in state.items() if key not in ("origin", "digest")}))
+        path.write_text(
+            json.dumps(
+                {key: value for key, value in state.items() if key not in ("origin", "digest")}
+            )
+        )
 
 
-def test_checkpoints_of_an_earlier_version_are_taken_where_their_ledger_is_there(done: Done, tmp_path: Path) -> None:
+def test_checkpoints_of_an_earlier_version_are_taken_where_their_ledger_is_there(
+    done: Done, tmp_path: Path
+) -> None:
     """Neither says of which ledger they are; where the ledger is gone nobody knows."""
     study = done.copy(tmp_path / "studies")
     make_old(study.folder)
@@ -296,12 +360,15 @@ def test_checkpoints_of_an_earlier_version_are_taken_where_their_ledger_is_there
 
 
 def test_what_checkpoints_have_lost_mlflow_gives_back(done: Done, tmp_path: Path) -> None:
-    """With the times that it was sent, so that its runs equal the ledger as before, and the seconds too."""
+    """With the times that it was sent, so that its runs equal the ledger as before, and the seconds
+    too."""
     study = done.copy(tmp_path / "studies")
     shutil.rmtree(study.folder / "checkpoints")
     lines = done.lines
     lost = [at(lines, "report", 1), at(lines, "finished", 1)]
-    (study.folder / FILE).write_bytes(b"".join(damage(line) if n in lost else line for n, line in enumerate(lines)))
+    (study.folder / FILE).write_bytes(
+        b"".join(damage(line) if n in lost else line for n, line in enumerate(lines))
+    )
     assert main(["doctor", "tiny", "--repair", "--storage", study.storage]) == 0
     assert_as_if_nothing_had_been(study, done)
     before, _ = reconcile(study.folder, study.tracking, tmp_path / "artifacts")
@@ -316,17 +383,26 @@ def test_an_epoch_that_nobody_knows_is_trained_again(done: Done, tmp_path: Path)
     shutil.rmtree(study.folder / "checkpoints")
     lines = done.lines
     place = at(lines, "report", 1)
-    (study.folder / FILE).write_bytes(b"".join([*lines[:place], damage(lines[place]), *lines[place + 1 :]]))
-    assert main(["doctor", "tiny", "--repair", "--tracking-uri", "none", "--storage", study.storage]) == 1
+    (study.folder / FILE).write_bytes(
+        b"".join([*lines[:place], damage(lines[place]), *lines[place + 1 :]])
+    )
+    assert (
+        main(["doctor", "tiny", "--repair", "--tracking-uri", "none", "--storage", study.storage])
+        == 1
+    )
     run(study)
     assert_as_if_nothing_had_been(study, done)
 
 
-def test_a_damaged_study_is_shown_and_says_so(done: Done, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_study_is_shown_and_says_so(
+    done: Done, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     study = done.copy(tmp_path / "studies")
     lines = done.lines
     place = at(lines, "finished")
-    (study.folder / FILE).write_bytes(b"".join([*lines[:place], damage(lines[place]), *lines[place + 1 :]]))
+    (study.folder / FILE).write_bytes(
+        b"".join([*lines[:place], damage(lines[place]), *lines[place + 1 :]])
+    )
     assert main(["status", "tiny", "--storage", study.storage]) == 0
     shown = capsys.readouterr()
     assert "the ledger is damaged: line" in shown.err
@@ -335,7 +411,12 @@ def test_a_damaged_study_is_shown_and_says_so(done: Done, tmp_path: Path, capsys
     assert "\tdamaged\t" in capsys.readouterr().out
     assert main(["report", "tiny", "--storage", study.storage]) in (0, 1)
     assert "DAMAGED: the ledger is damaged: line" in capsys.readouterr().out
-    for command in (["sync", "tiny"], ["reconcile", "tiny"], ["import", "tiny", "tiny"], ["resume", "tiny", "--plain"]):
+    for command in (
+        ["sync", "tiny"],
+        ["reconcile", "tiny"],
+        ["import", "tiny", "tiny"],
+        ["resume", "tiny", "--plain"],
+    ):
         assert main([*command, "--storage", study.storage]) == 2  # what is missing must not spread
         assert "--repair" in capsys.readouterr().err
 
@@ -351,7 +432,10 @@ def test_a_clock_that_is_set_changes_no_seconds_and_reaches_no_limit(
         jump[0] += {"report": 86400.0, "started": -7200.0}.get(event["event"], 0.0)
 
     study = dataclasses.replace(
-        done.study, storage=str(tmp_path), tracking_uri="none", limits=dataclasses.replace(done.study.limits, hours=1.0)
+        done.study,
+        storage=str(tmp_path),
+        tracking_uri="none",
+        limits=dataclasses.replace(done.study.limits, hours=1.0),
     )
     run_study(study, SilentView(react), lambda line: None)
     state = fold(read_ledger(study.folder))

@@ -1,4 +1,5 @@
-"""Studies that there are: listed, shown, exported, extended, fed from each other; made-up ledgers, the real command line."""
+"""Studies that there are: listed, shown, exported, extended, fed from each other; made-up ledgers,
+the real command line."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ Tiny = Callable[..., StudyConfig]
 def write(study: StudyConfig, events: list[Event]) -> Path:
     """A study's folder with that ledger."""
     study.folder.mkdir(parents=True)
-    (study.folder / "ledger.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (study.folder / "ledger.jsonl").write_text(
+        "".join(json.dumps(event) + "\n" for event in events)
+    )
     return study.folder
 
 
@@ -65,10 +68,15 @@ def test_list_and_status_and_show(local: Tiny, capsys: pytest.CaptureFixture[str
     listed = lines(capsys)
     assert listed[0].split() == ["study", "condition", "trials", "best", "last", "heard", "of"]
     assert any(
-        line.startswith("first") and "finished" in line and "4/4" in line and "validation/error 0.06667" in line
+        line.startswith("first")
+        and "finished" in line
+        and "4/4" in line
+        and "validation/error 0.06667" in line
         for line in listed
     )
-    assert any(line.startswith("second") and "interrupted" in line and "0/2" in line for line in listed)
+    assert any(
+        line.startswith("second") and "interrupted" in line and "0/2" in line for line in listed
+    )
     assert main(["status", "first", *storage]) == 0
     shown = "\n".join(lines(capsys))
     trial = fold(events).trials[0]
@@ -92,24 +100,54 @@ def test_status_tells_slots(local: Tiny, capsys: pytest.CaptureFixture[str]) -> 
     with Ledger(folder):
         assert main(arguments) == 0
     (shown,) = (line for line in lines(capsys) if "slots in use" in line)
-    assert shown.startswith("1 of 2 slots in use, utilisation 50 % of the CPUs, 0.00")  # of the 1000 s since it began
+    # of the 1000 s since it began
+    assert shown.startswith("1 of 2 slots in use, utilisation 50 % of the CPUs, 0.00")
 
 
 def test_a_spreadsheet_computes_nothing_of_what_is_exported(local: Tiny, tmp_path: Path) -> None:
-    labels = ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "-1.5e-3", "plain - text", "'quoted"]
-    rows = json.dumps([{"label": label, "overrides": {"epochs": number + 1}} for number, label in enumerate(labels)])
+    labels = [
+        "=1+1",
+        "+cmd|' /C calc'!A0",
+        "-2+3",
+        "@SUM(A1)",
+        "-1.5e-3",
+        "plain - text",
+        "'quoted",
+    ]
+    rows = json.dumps(
+        [
+            {"label": label, "overrides": {"epochs": number + 1}}
+            for number, label in enumerate(labels)
+        ]
+    )
     study = local("formulas", f"rows={rows}", "baseline=null")
     write(study, made_up_events(study))
     export(read(study.folder), tmp_path / "out.csv", "csv")
     found = [row["row"] for row in csv.DictReader((tmp_path / "out.csv").open())]
-    assert found == ["'=1+1", "'+cmd|' /C calc'!A0", "'-2+3", "'@SUM(A1)", "-1.5e-3", "plain - text", "'quoted"]
+    assert found == [
+        "'=1+1",
+        "'+cmd|' /C calc'!A0",
+        "'-2+3",
+        "'@SUM(A1)",
+        "-1.5e-3",
+        "plain - text",
+        "'quoted",
+    ]
     buffer = io.StringIO()
     write_csv(buffer, ["@a"], [{"@a": "\t=1"}, {"@a": "\r=1"}, {"@a": -2}, {}])
-    assert [*csv.reader(io.StringIO(buffer.getvalue(), newline=""))] == [["'@a"], ["'\t=1"], ["'\r=1"], ["-2"], [""]]
+    assert [*csv.reader(io.StringIO(buffer.getvalue(), newline=""))] == [
+        ["'@a"],
+        ["'\t=1"],
+        ["'\r=1"],
+        ["-2"],
+        [""],
+    ]
 
 
 def test_nor_of_the_list_of_configurations(local: Tiny) -> None:
-    study = local("formulas", 'rows=[{label: "=1+1"}]', "baseline=null", "space={epochs: {grid: [1, 2]}}")
+    study = local(
+        "formulas", 'rows=[{label: "=1+1"}]', "baseline=null", "space={epochs: {grid: [1, 2]}}"
+    )
     listed = csv.DictReader(io.StringIO(render_csv(fold(made_up_events(study)))))
     assert [line["row"] for line in listed] == ["'=1+1"] * 2
 
@@ -130,8 +168,12 @@ def test_export(local: Tiny, capsys: pytest.CaptureFixture[str], tmp_path: Path,
     assert [row["row"] for row in rows] == ["float32", "lns matmul"] * 2
     assert [float(row["test/error"]) for row in rows] == pytest.approx([0.02, 0.03, 0.0201, 0.0301])
     assert [float(row["bits"]) for row in rows] == [32, 12, 32, 12]
-    assert all(str(row["config.optimizer.lr"]) == "0.1" and row["status"] == "finished" for row in rows)
-    assert main(["export", "exported", "--storage", study.storage, "-o", str(path), "--epochs"]) == 0
+    assert all(
+        str(row["config.optimizer.lr"]) == "0.1" and row["status"] == "finished" for row in rows
+    )
+    assert (
+        main(["export", "exported", "--storage", study.storage, "-o", str(path), "--epochs"]) == 0
+    )
     assert lines(capsys) == [f"12 epochs in {path}"]
 
 
@@ -151,14 +193,18 @@ def test_export(local: Tiny, capsys: pytest.CaptureFixture[str], tmp_path: Path,
         (["rerun", "there", "zzz"], "0 trials match"),
     ],
 )
-def test_what_cannot_be_done_says_why(local: Tiny, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+def test_what_cannot_be_done_says_why(
+    local: Tiny, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
     study = local("there")
     write(study, made_up_events(study))
     assert main([*arguments, "--storage", study.storage]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_a_running_study_is_told_not_touched(local: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_running_study_is_told_not_touched(
+    local: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
     study = local("busy")
     folder = write(study, made_up_events(study)[:3])
     storage = ["--storage", study.storage]
@@ -175,7 +221,9 @@ def test_a_running_study_is_told_not_touched(local: Tiny, capsys: pytest.Capture
         assert control.decide(fresh=True).wish == Wish.RUN
         assert main(["edit", "busy", *storage, "limits.trials=7", "limits.hours=2.5"]) == 0
         control.decide(fresh=True)
-        assert edited == [{"trials": 7, "hours": 2.5, "gpu_hours": None, "joules": None, "failures": None}]
+        assert edited == [
+            {"trials": 7, "hours": 2.5, "gpu_hours": None, "joules": None, "failures": None}
+        ]
         assert main(["retry", "busy", *storage]) == 2
         assert main(["edit", "busy", *storage, "seeds=[1]"]) == 2
         assert "only limits can be changed" in capsys.readouterr().err
@@ -203,7 +251,8 @@ def test_limits(local: Tiny, limits: dict[str, Any], seconds: float, said: str) 
     state = fold(made_up_events(local("limits", "seeds=[0,1]")))
     state.trials[0].status = FAILED
     for trial in state.trials:
-        trial.config = trial.config | {"device": "cuda", "gpus": 0.5}  # 3 s each, so 6 s times a share of one half
+        # 3 s each, so 6 s times a share of one half
+        trial.config = trial.config | {"device": "cuda", "gpus": 0.5}
     assert reached(LimitsConfig(**limits), state, seconds) == said
 
 
@@ -212,7 +261,9 @@ def test_a_longer_trial_goes_on_from_a_shorter_one(local: Tiny) -> None:
     events = made_up_events(study)
     checkpoint = study.folder / "checkpoint"
     short = fold(events).trials[0]
-    events.append({"event": "checkpoint", "time": 1.0, "trial": short.id, "epoch": 3, "path": str(checkpoint)})
+    events.append(
+        {"event": "checkpoint", "time": 1.0, "trial": short.id, "epoch": 3, "path": str(checkpoint)}
+    )
     write(study, events)
     checkpoint.mkdir()
     plan = make_plan(extended(read(study.folder), ["trial.epochs=5"]))
@@ -222,7 +273,11 @@ def test_a_longer_trial_goes_on_from_a_shorter_one(local: Tiny) -> None:
         ledger.append("planned", **plan.to_event(), data=[], provenance={})
         assert continuations(ledger, state) == 1  # the other trial has no checkpoint left
         first, second = state.trials
-        assert (first.status, first.epoch, first.checkpoints_left()) == (PLANNED, 3, [str(checkpoint)])
+        assert (first.status, first.epoch, first.checkpoints_left()) == (
+            PLANNED,
+            3,
+            [str(checkpoint)],
+        )
         assert (first.seconds, first.spent) == (pytest.approx(3.0), 0.0)
         assert first.took == short.took
         assert first.commits == ["c0ffee"]
@@ -231,12 +286,20 @@ def test_a_longer_trial_goes_on_from_a_shorter_one(local: Tiny) -> None:
         assert continuations(ledger, state) == 0
 
 
-@pytest.mark.parametrize("change", ["trial.workers=2", "trial.optimizer.lr=0.2", "trial.data.train_size=500"])
+@pytest.mark.parametrize(
+    "change", ["trial.workers=2", "trial.optimizer.lr=0.2", "trial.data.train_size=500"]
+)
 def test_other_trials_do_not_go_on(local: Tiny, change: str) -> None:
     study = local("others")
     events = made_up_events(study)
     events += [
-        {"event": "checkpoint", "time": 1.0, "trial": trial.id, "epoch": 3, "path": str(study.folder)}
+        {
+            "event": "checkpoint",
+            "time": 1.0,
+            "trial": trial.id,
+            "epoch": 3,
+            "path": str(study.folder),
+        }
         for trial in fold(events).trials
     ]
     write(study, events)
@@ -263,7 +326,8 @@ def test_finished_trials_are_taken_over_once(local: Tiny) -> None:
 
 
 def test_what_is_taken_over_keeps_its_seconds_and_its_code(local: Tiny) -> None:
-    """Seconds are an objective; they feed plans and fronts, and what this study spent is none of them."""
+    """Seconds are an objective; they feed plans and fronts, and what this study spent is none of
+    them."""
     ours, theirs = local("ours"), local("theirs")
     write(ours, made_up_events(ours)[:1])
     other = made_up_events(theirs)
@@ -277,7 +341,8 @@ def test_what_is_taken_over_keeps_its_seconds_and_its_code(local: Tiny) -> None:
     }
     # broken off for 100 s after the second epoch, on another day
     began = [
-        event | {"time": event["time"] - 1e5 + 100 * (event.get("epoch") == 3)} for event in [other[0], relieved, *other[1:]]
+        event | {"time": event["time"] - 1e5 + 100 * (event.get("epoch") == 3)}
+        for event in [other[0], relieved, *other[1:]]
     ]
     again = {"event": "started", "time": other[1]["time"] - 1e5 + 102, "trial": other[1]["trial"]}
     write(theirs, [*began[:5], again, *began[5:]])
@@ -297,9 +362,15 @@ def test_what_is_taken_over_keeps_its_seconds_and_its_code(local: Tiny) -> None:
     assert overview(ours.folder)["time"] == read_ledger(ours.folder)[0]["time"]
     events = read_ledger(ours.folder)
     later = events[0] | {"time": time.time()}
-    (missing,) = [event for event in events if event["event"] == "finished" and event["trial"] == state.trials[1].id]
+    (missing,) = [
+        event
+        for event in events
+        if event["event"] == "finished" and event["trial"] == state.trials[1].id
+    ]
     more = {"event": "started", "time": later["time"], "trial": missing["trial"]}
-    assert "MIXED CODE: trials ran at 2 commits: c0ffee, decade" in render_text(fold([*events, later, more]))
+    assert "MIXED CODE: trials ran at 2 commits: c0ffee, decade" in render_text(
+        fold([*events, later, more])
+    )
 
 
 def test_an_import_of_an_earlier_version_says_what_it_does_not_know(local: Tiny) -> None:
@@ -355,10 +426,17 @@ def test_differences_are_of_figures_not_of_times(local: Tiny) -> None:
     state = fold(made_up_events(local("same")))
     trial = state.trials[0]
     again = dataclasses.replace(
-        trial, reports={k: {**e, "metrics": {**e["metrics"], "samples_per_second": 1.0}} for k, e in trial.reports.items()}
+        trial,
+        reports={
+            k: {**e, "metrics": {**e["metrics"], "samples_per_second": 1.0}}
+            for k, e in trial.reports.items()
+        },
     )
     assert differences(trial, again) == []
-    again.reports[2] = {**again.reports[2], "metrics": {**again.reports[2]["metrics"], "train/loss": 0.4999}}
+    again.reports[2] = {
+        **again.reports[2],
+        "metrics": {**again.reports[2]["metrics"], "train/loss": 0.4999},
+    }
     assert differences(trial, again) == ["epoch 2: train/loss: 0.5 and 0.4999"]
     lost = dataclasses.replace(trial, status=FAILED, error="boom")
     assert differences(trial, lost) == ["the repetition failed: boom"]
@@ -367,7 +445,9 @@ def test_differences_are_of_figures_not_of_times(local: Tiny) -> None:
 def test_only_what_was_asked_for_is_tried_again(local: Tiny) -> None:
     events = made_up_events(local("failed"))
     trial = fold(events).trials[0]
-    events = [event for event in events if event["event"] != "finished" or event["trial"] != trial.id]
+    events = [
+        event for event in events if event["event"] != "finished" or event["trial"] != trial.id
+    ]
     events.append({"event": "failed", "time": 2.0, "trial": trial.id, "error": "boom"})
     for only, status in (("all", PLANNED), ("unfinished", FAILED), ("failed", PLANNED)):
         state = fold([*events, {**events[0], "only": only}])
@@ -381,14 +461,35 @@ def test_a_trial_that_goes_on_in_an_earlier_versions_ledger_has_its_seconds(loca
     short = fold(events).trials[0]
     plan = make_plan(local("longer", "trial.epochs=4"))
     trial, now = plan.trials[0].id, events[-1]["time"] + 50
-    events.append({"event": "planned", "time": now, **plan.to_event(), "data": [], "provenance": {"commit": "decade"}})
+    events.append(
+        {
+            "event": "planned",
+            "time": now,
+            **plan.to_event(),
+            "data": [],
+            "provenance": {"commit": "decade"},
+        }
+    )
     for epoch, report in short.reports.items():
         events.append(
-            {"event": "report", "time": now, "trial": trial, "epoch": epoch, "metrics": report["metrics"], "source": short.id}
+            {
+                "event": "report",
+                "time": now,
+                "trial": trial,
+                "epoch": epoch,
+                "metrics": report["metrics"],
+                "source": short.id,
+            }
         )
     events += [
         {"event": "started", "time": now + 1, "trial": trial},
-        {"event": "report", "time": now + 3, "trial": trial, "epoch": 4, "metrics": short.reports[3]["metrics"]},
+        {
+            "event": "report",
+            "time": now + 3,
+            "trial": trial,
+            "epoch": 4,
+            "metrics": short.reports[3]["metrics"],
+        },
     ]
     longer = fold(events).known[trial]
     assert (longer.seconds, longer.spent) == (pytest.approx(5.0), pytest.approx(2.0))
@@ -411,8 +512,16 @@ def test_a_plan_says_what_it_knows_of_time(local: Tiny) -> None:
     longer = make_plan(local("timed", "trial.epochs=200", "trial.optimizer.lr=0.3", "seeds=[5]"))
     text = "\n".join(describe_plan(longer))
     assert "about 3 min" in text  # 200 epochs of the second that made-up epochs are apart
-    assert "Expected time: 3 min, 2 at a time (7 min of trial time), utilisation of the CPUs at most 100 %" in text
-    alone = make_plan(local("timed", "trial.epochs=200", "trial.optimizer.lr=0.3", "seeds=[5]", "max_concurrent=1"))
-    assert "Expected time: 7 min, 1 at a time (7 min of trial time), utilisation of the CPUs at most 50 %" in "\n".join(
-        describe_plan(alone)
+    assert (
+        "Expected time: 3 min, 2 at a time (7 min of trial time), utilisation of the CPUs at most"
+        " 100 %" in text
+    )
+    alone = make_plan(
+        local(
+            "timed", "trial.epochs=200", "trial.optimizer.lr=0.3", "seeds=[5]", "max_concurrent=1"
+        )
+    )
+    assert (
+        "Expected time: 7 min, 1 at a time (7 min of trial time), utilisation of the CPUs at most"
+        " 50 %" in "\n".join(describe_plan(alone))
     )

@@ -39,8 +39,13 @@ def test_more_seeds_keep_the_ids_there_were(tiny: Tiny) -> None:
 
 def test_the_id_ignores_the_folder_of_the_data_and_nothing_else() -> None:
     base = TrialConfig(data=DataConfig(name="mnist", root="/a"))
-    assert trial_id(base) == trial_id(dataclasses.replace(base, data=DataConfig(name="mnist", root="/b")))
-    others = [dataclasses.replace(base, **change) for change in ({"seed": 1}, {"epochs": 1}, {"workers": 2}, {"threads": 2})]
+    assert trial_id(base) == trial_id(
+        dataclasses.replace(base, data=DataConfig(name="mnist", root="/b"))
+    )
+    others = [
+        dataclasses.replace(base, **change)
+        for change in ({"seed": 1}, {"epochs": 1}, {"workers": 2}, {"threads": 2})
+    ]
     assert len({trial_id(config) for config in [base, *others]}) == 5
 
 
@@ -48,7 +53,9 @@ def test_the_id_is_pinned() -> None:
     """Changing how ids are made would make every finished study run again."""
     config = TrialConfig(data=DataConfig(name="digits", validation_size=300))
     assert trial_id(config) == trial_id(TrialConfig.from_dict(config.to_dict())) == "3f8d88803dfd"
-    lns = dataclasses.replace(config, precision=PrecisionConfig(format="lns12", kahan_sum=True), seed=3)
+    lns = dataclasses.replace(
+        config, precision=PrecisionConfig(format="lns12", kahan_sum=True), seed=3
+    )
     assert trial_id(lns) == "c07f3e0f13e6"
 
 
@@ -67,50 +74,91 @@ def test_twins_are_refused(tiny: Tiny) -> None:
 COINCIDING = "rows=[{label: base}, {label: adam, overrides: {optimizer: {name: adam}}}]"
 
 
-@pytest.mark.parametrize("search", ["{algorithm: grid}", "{algorithm: tpe}", "{scheduler: pbt, num_samples: 4}"])
 @pytest.mark.parametrize(
-    "domain", ["optimizer.name: {choice: [sgd, adam]}", "optimizer: {choice: [{name: sgd, momentum: 0.1}, {name: adam}]}"]
+    "search", ["{algorithm: grid}", "{algorithm: tpe}", "{scheduler: pbt, num_samples: 4}"]
 )
-def test_a_key_that_a_row_and_the_space_set_is_refused(tiny: Tiny, search: str, domain: str) -> None:
+@pytest.mark.parametrize(
+    "domain",
+    [
+        "optimizer.name: {choice: [sgd, adam]}",
+        "optimizer: {choice: [{name: sgd, momentum: 0.1}, {name: adam}]}",
+    ],
+)
+def test_a_key_that_a_row_and_the_space_set_is_refused(
+    tiny: Tiny, search: str, domain: str
+) -> None:
     grid = domain.replace("choice", "grid")
-    space = f"space={{{grid if 'pbt' in search else domain}, optimizer.lr: {{choice: [0.01, 0.02]}}}}"
+    space = (
+        f"space={{{grid if 'pbt' in search else domain}, optimizer.lr: {{choice: [0.01, 0.02]}}}}"
+    )
     if "pbt" in search:
         space = space.replace("{choice: [0.01, 0.02]}", "{uniform: [0.01, 0.02]}")
-    with pytest.raises(ValueError, match=r"row 'adam': optimizer\.name: .* space.* take it out of one of them"):
+    with pytest.raises(
+        ValueError, match=r"row 'adam': optimizer\.name: .* space.* take it out of one of them"
+    ):
         make_plan(tiny("plan", COINCIDING, "baseline=null", space, f"search={search}"))
 
 
 def test_a_key_that_two_domains_set_is_refused(tiny: Tiny) -> None:
-    space = "space={precision.format: {choice: [lns12, lns16]}, precision: {choice: [{format: float32}, {scope: matmul}]}}"
-    with pytest.raises(ValueError, match=r"space\.precision\.format and space\.precision: both set precision\.format"):
+    space = (
+        "space={precision.format: {choice: [lns12, lns16]}, precision: {choice: [{format: float32},"
+        " {scope: matmul}]}}"
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"space\.precision\.format and space\.precision: both set precision\.format",
+    ):
         make_plan(tiny("plan", "rows=[]", "baseline=null", space))
 
 
 def test_keys_beside_those_of_the_space_are_a_rows_own(tiny: Tiny) -> None:
-    space = "space={optimizer: {choice: [{lr: 0.01}, {lr: 0.02}]}, precision: {choice: [{format: lns12}, {format: float32}]}}"
-    rows = COINCIDING.replace("{label: base}", "{label: base, overrides: {precision.accumulation: float32}}")
+    space = (
+        "space={optimizer: {choice: [{lr: 0.01}, {lr: 0.02}]}, precision: {choice: [{format:"
+        " lns12}, {format: float32}]}}"
+    )
+    rows = COINCIDING.replace(
+        "{label: base}", "{label: base, overrides: {precision.accumulation: float32}}"
+    )
     plan = make_plan(tiny("plan", rows, "baseline=null", space, "search={algorithm: grid}"))
     assert len({trial.id for trial in plan.trials}) == len(plan.trials) == 8
 
 
 @pytest.mark.parametrize(
-    "search", ["{algorithm: random, num_samples: 3}", "{algorithm: tpe}", "{scheduler: halving}", "{scheduler: pbt}"]
+    "search",
+    [
+        "{algorithm: random, num_samples: 3}",
+        "{algorithm: tpe}",
+        "{scheduler: halving}",
+        "{scheduler: pbt}",
+    ],
 )
 def test_searched_rows_that_are_the_same_are_refused(tiny: Tiny, search: str) -> None:
     rows = "rows=[{label: a}, {label: b, overrides: {optimizer.name: sgd}}]"
     with pytest.raises(ValueError, match="rows 'a' and 'b' with seed 0: both are the same trial"):
-        make_plan(tiny("plan", rows, "baseline=null", "space={optimizer.lr: {loguniform: [0.01, 0.1]}}", f"search={search}"))
+        make_plan(
+            tiny(
+                "plan",
+                rows,
+                "baseline=null",
+                "space={optimizer.lr: {loguniform: [0.01, 0.1]}}",
+                f"search={search}",
+            )
+        )
 
 
 def test_a_trial_enters_a_plan_and_an_agenda_once(tiny: Tiny) -> None:
     plan = make_plan(tiny("plan"))
     with pytest.raises(ValueError, match="both are the same trial"):
-        dataclasses.replace(plan, trials=(*plan.trials, dataclasses.replace(plan.trials[0], row="again")))
+        dataclasses.replace(
+            plan, trials=(*plan.trials, dataclasses.replace(plan.trials[0], row="again"))
+        )
     state = fold([{"event": "planned", "time": 0.0, **plan.to_event()}])
     agenda = Agenda(plan, state, lambda trial: None)
     agenda._confirmations = [Twin(plan.trials[0])]  # type: ignore[list-item]
     assert [agenda.next(), agenda.next()] == list(plan.trials)
-    with pytest.raises(UserError, match="rows 'float32' and 'again' with seed 0: both are the same trial"):
+    with pytest.raises(
+        UserError, match="rows 'float32' and 'again' with seed 0: both are the same trial"
+    ):
         agenda.next()
 
 
@@ -132,12 +180,19 @@ def test_a_ledger_with_twins_counts_a_seed_once(tiny: Tiny) -> None:
     planned = make_plan(tiny("plan")).to_event()
     planned["trials"].append(planned["trials"][0] | {"row": "again"})
     state = fold([{"event": "planned", "time": 0.0, **planned}])
-    assert {row: len(trials) for row, trials in state.rows().items()} == {"again": 1, "lns matmul": 1}
+    assert {row: len(trials) for row, trials in state.rows().items()} == {
+        "again": 1,
+        "lns matmul": 1,
+    }
 
 
 def test_a_row_with_an_impossible_format_names_the_row(tiny: Tiny) -> None:
     with pytest.raises(ValueError, match=r"row 'bad'.*lns99"):
-        make_plan(tiny("plan", "rows=[{label: bad, overrides: {precision.format: lns99}}]", "baseline=null"))
+        make_plan(
+            tiny(
+                "plan", "rows=[{label: bad, overrides: {precision.format: lns99}}]", "baseline=null"
+            )
+        )
 
 
 def test_a_study_without_rows_is_one_row(tiny: Tiny) -> None:
@@ -153,20 +208,30 @@ def test_a_seed_where_it_would_be_ignored_is_refused(tiny: Tiny, override: str) 
 
 SPACE = "space={optimizer.lr: {loguniform: [0.001, 1]}}"
 GRID = ", ".join(
-    f"{key}: {{grid: {[*range(1, 31)]}}}" for key in ("epochs", "batch_size", "threads", "workers", "analysis_every", "layout.pp")
+    f"{key}: {{grid: {[*range(1, 31)]}}}"
+    for key in ("epochs", "batch_size", "threads", "workers", "analysis_every", "layout.pp")
 )
 
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["trial.model.hidden=[100000000]"], r"row 'float32': model.hidden=\[100000000\], 7.4e\+09 parameters: needs 55 GiB"),
+        (
+            ["trial.model.hidden=[100000000]"],
+            r"row 'float32': model.hidden=\[100000000\], 7.4e\+09 parameters: needs 55 GiB",
+        ),
         (
             ["trial.model={name: cnn, channels: [10000000, 10000000]}"],
             r"9e\+14 parameters: needs [0-9,]+ GiB at the least, and this",
         ),
-        (["seeds=[0]", SPACE, "search.num_samples=999999999999"], r"2e\+12 trials: needs [0-9,]+ GiB at the least.*num_samples"),
-        ([f"space={{{GRID}}}", "search.algorithm=grid"], r"space: 7.29e\+08 points: needs 174 GiB at the least"),
+        (
+            ["seeds=[0]", SPACE, "search.num_samples=999999999999"],
+            r"2e\+12 trials: needs [0-9,]+ GiB at the least.*num_samples",
+        ),
+        (
+            [f"space={{{GRID}}}", "search.algorithm=grid"],
+            r"space: 7.29e\+08 points: needs 174 GiB at the least",
+        ),
     ],
 )
 def test_what_this_machine_cannot_hold_is_refused_with_figures(
@@ -184,5 +249,5 @@ def test_a_cluster_may_hold_more_than_this_machine(tiny: Tiny) -> None:
 
 def test_a_sampled_net_that_is_too_large_is_left_out(tiny: Tiny) -> None:
     space = "space={model.hidden: {grid: [[16], [1000000000000]]}}"
-    (excluded, *_) = make_plan(tiny("plan", space)).excluded
+    excluded, *_ = make_plan(tiny("plan", space)).excluded
     assert "GiB at the least" in excluded.reason

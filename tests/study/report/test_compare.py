@@ -32,7 +32,10 @@ from tests.study.conftest import made_up_events, write_ledger
 from tests.study.search.test_rounds import Pretend
 
 Tiny = Callable[..., StudyConfig]
-SEARCH = ("space={optimizer.lr: {loguniform: [0.001, 1.0]}, batch_size: {choice: [16, 32]}}", "search.num_samples=20")
+SEARCH = (
+    "space={optimizer.lr: {loguniform: [0.001, 1.0]}, batch_size: {choice: [16, 32]}}",
+    "search.num_samples=20",
+)
 
 
 def made_up(study: StudyConfig, errors: dict[str, float] | None = None) -> StudyState:
@@ -40,41 +43,58 @@ def made_up(study: StudyConfig, errors: dict[str, float] | None = None) -> Study
 
 
 def searched(tiny: Tiny) -> StudyState:
-    """A search whose error is a parabola of the logarithm of the learning rate, and of nothing else."""
+    """A search whose error is a parabola of the logarithm of the learning rate, and of nothing
+    else."""
     study = tiny("searched", *SEARCH)
     events = made_up_events(study)
     rates = {trial["id"]: trial["config"]["optimizer"]["lr"] for trial in events[0]["trials"]}
     for event in events:
         if event["event"] == "report":
-            event["metrics"]["validation/error"] = 0.02 + 0.02 * (math.log10(rates[event["trial"]]) + 1.5) ** 2
+            event["metrics"]["validation/error"] = (
+                0.02 + 0.02 * (math.log10(rates[event["trial"]]) + 1.5) ** 2
+            )
     return fold(events)
 
 
-def noisy(study: StudyConfig, errors: dict[str, float], noise: Callable[[str, int], float]) -> StudyState:
-    """A made-up study, every trial's test error moved by ``noise`` of its row and seed, per cent."""
+def noisy(
+    study: StudyConfig, errors: dict[str, float], noise: Callable[[str, int], float]
+) -> StudyState:
+    """A made-up study, every trial's test error moved by ``noise`` of its row and seed, per
+    cent."""
     events = made_up_events(study, errors)
     planned = {trial["id"]: trial for trial in events[0]["trials"]}
     for event in events:
         if event["event"] == "finished":
             trial = planned[event["trial"]]
             event["metrics"] = event["metrics"] | {
-                "test/error": event["metrics"]["test/error"] + noise(trial["row"], trial["seed"]) / 100
+                "test/error": (
+                    event["metrics"]["test/error"] + noise(trial["row"], trial["seed"]) / 100
+                )
             }
     return fold(events)
 
 
 def test_matched_trials_are_compared_seed_by_seed(tiny: Tiny) -> None:
-    """What the rows of a seed share is one observation, not one a row; every row's interval is corrected too."""
+    """What the rows of a seed share is one observation, not one a row; every row's interval is
+    corrected too."""
     seeds = "seeds=[0,1,2,3]"
     gaps = [0.1, 0.3, -0.1, 0.5]
-    first = noisy(tiny("one", seeds), {"float32": 2.0, "lns matmul": 3.0}, lambda row, seed: 10.0 * seed)
-    second = noisy(tiny("two", seeds), {"float32": 2.0, "lns matmul": 3.2}, lambda row, seed: 10.0 * seed + gaps[seed])
+    first = noisy(
+        tiny("one", seeds), {"float32": 2.0, "lns matmul": 3.0}, lambda row, seed: 10.0 * seed
+    )
+    second = noisy(
+        tiny("two", seeds),
+        {"float32": 2.0, "lns matmul": 3.2},
+        lambda row, seed: 10.0 * seed + gaps[seed],
+    )
     found = compare(first, second)
     assert (found.matched_by, len(found.pairs), found.measured) == ("config", 8, "test error")
     assert found.contrast is not None
     assert found.contrast.difference == pytest.approx(0.3)
     assert (found.contrast.over, found.contrast.tests) == ("4 seeds", 3)
-    assert found.contrast.p == pytest.approx(3 * ttest_1samp([gap + 0.1 for gap in gaps], 0.0).pvalue)
+    assert found.contrast.p == pytest.approx(
+        3 * ttest_1samp([gap + 0.1 for gap in gaps], 0.0).pvalue
+    )
     assert [line[-1] for line in lines(found)] == ["+0.20 ± 0.63", "+0.40 ± 0.63"]
     assert "two minus one: +0.300 ± 0.6" in verdict(found)
     assert "undecided: a difference of 0.81 would have shown in 80 %" in verdict(found)
@@ -111,14 +131,22 @@ def test_compare_leaves_nothing_in_the_working_folder(
         write_ledger(study, made_up_events(study))
     assert main(["compare", "left", "right", "--storage", studies[0].storage]) == 0
     assert list(tmp_path.glob("*.png")) == []
-    assert (studies[0].folder / "report" / "compared-with-right.png").read_bytes().startswith(b"\x89PNG")
+    assert (
+        (studies[0].folder / "report" / "compared-with-right.png")
+        .read_bytes()
+        .startswith(b"\x89PNG")
+    )
     picture = tmp_path / "pairs.png"
-    assert main(["compare", "left", "right", "--storage", studies[0].storage, "-o", str(picture)]) == 0
+    assert (
+        main(["compare", "left", "right", "--storage", studies[0].storage, "-o", str(picture)]) == 0
+    )
     assert "right minus left" in capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_compare_says_that_a_ledger_is_damaged(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_says_that_a_ledger_is_damaged(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
     studies = [tiny("left"), tiny("right")]
     for study in studies:
         write_ledger(study, made_up_events(study))
@@ -130,9 +158,17 @@ def test_compare_says_that_a_ledger_is_damaged(tiny: Tiny, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    ("form", "name"), [("md", "report.md"), ("csv", "trials.csv"), ("parquet", "trials.parquet"), ("latex", "table.tex")]
+    ("form", "name"),
+    [
+        ("md", "report.md"),
+        ("csv", "trials.csv"),
+        ("parquet", "trials.parquet"),
+        ("latex", "table.tex"),
+    ],
 )
-def test_a_report_in_other_forms(tiny: Tiny, form: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_in_other_forms(
+    tiny: Tiny, form: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     study = tiny("formed")
     write_ledger(study, made_up_events(study))
     assert main(["report", "formed", "--storage", study.storage, "--format", form]) == 0
@@ -141,8 +177,10 @@ def test_a_report_in_other_forms(tiny: Tiny, form: str, name: str, capsys: pytes
 
 
 def test_latex_takes_nothing_for_its_own(tiny: Tiny) -> None:
-    assert escape(r"50 % of a_b & \input{x} ~ $5^2 #1 ±") == (
-        r"50 \% of a\_b \& \textbackslash{}input\{x\} \textasciitilde{} \$5\textasciicircum{}2 \#1 \(\pm\)"
+    assert (
+        escape(r"50 % of a_b & \input{x} ~ $5^2 #1 ±")
+        == r"50 \% of a\_b \& \textbackslash{}input\{x\} \textasciitilde{} \$5\textasciicircum{}2"
+        r" \#1 \(\pm\)"
     )
     assert r"\toprule" in render_latex(made_up(tiny("formed", "seeds=[0,1]")))
 
@@ -164,13 +202,21 @@ def test_what_is_taken_from_the_inside_of_optuna_is_there(tiny: Tiny) -> None:
 
     state = searched(tiny)
     study, names = _optuna_study(
-        entries(state), ["optimizer.lr"], {domain.key: domain for domain in state.config.parsed_space.domains}
+        entries(state),
+        ["optimizer.lr"],
+        {domain.key: domain for domain in state.config.parsed_space.domains},
     )
     evaluator = FanovaImportanceEvaluator(n_trees=2, max_depth=2, seed=0)
     evaluator.evaluate(study, params=names)
-    (tree, *_) = evaluator._evaluator._trees
-    assert tree.get_marginal_variance(evaluator._evaluator._column_to_encoded_columns[0]) <= tree.variance
-    assert _SearchSpaceTransform(study.trials[0].distributions).transform(study.trials[0].params).shape == (3,)  # and two rows
+    tree, *_ = evaluator._evaluator._trees
+    assert (
+        tree.get_marginal_variance(evaluator._evaluator._column_to_encoded_columns[0])
+        <= tree.variance
+    )
+    # and two rows
+    assert _SearchSpaceTransform(study.trials[0].distributions).transform(
+        study.trials[0].params
+    ).shape == (3,)
 
 
 @pytest.mark.parametrize(("name", "next_"), [("optuna", "5.1"), ("mlflow", "3.18")])
@@ -191,14 +237,23 @@ def test_the_front_has_what_nothing_beats(tiny: Tiny) -> None:
     best = front(found, ["error", "bits"])
     for entry in best:
         assert not any(
-            other.values["error"] <= entry.values["error"] and other.values["bits"] < entry.values["bits"] for other in found
+            other.values["error"] <= entry.values["error"]
+            and other.values["bits"] < entry.values["bits"]
+            for other in found
         )
-    assert min(found, key=lambda entry: entry.values["error"]).values["error"] == best[0].values["error"]
+    assert (
+        min(found, key=lambda entry: entry.values["error"]).values["error"]
+        == best[0].values["error"]
+    )
 
 
 def test_one_worker_sends_no_bytes_and_the_others_are_weighed_by_them(tiny: Tiny) -> None:
-    study = tiny("wired", "rows=[{label: a}, {label: b, overrides: {workers: 2}}, {label: c, overrides: {workers: 2, wire.name: int8}}]",
-                 "baseline=null")  # fmt: skip
+    study = tiny(
+        "wired",
+        "rows=[{label: a}, {label: b, overrides: {workers: 2}}, {label: c, overrides: {workers: 2,"
+        " wire.name: int8}}]",
+        "baseline=null",
+    )
     events = made_up_events(study)
     of = {trial["id"]: trial["row"] for trial in events[0]["trials"]}
     for event in events:
@@ -216,21 +271,28 @@ def test_an_interval_equals_a_worked_example() -> None:
 
 def unfinished(events: list[dict[str, Any]], trial: str) -> StudyState:
     """The ledger of a study in which one trial has not ended."""
-    return fold([event for event in events if event["event"] != "finished" or event["trial"] != trial])
+    return fold(
+        [event for event in events if event["event"] != "finished" or event["trial"] != trial]
+    )
 
 
 def test_a_configuration_counts_once_every_seed_has_finished(tiny: Tiny) -> None:
-    """In fronts, rankings, heat maps, importance, the list of studies and gaps; before, the luckiest seeds spoke for it."""
+    """In fronts, rankings, heat maps, importance, the list of studies and gaps; before, the
+    luckiest seeds spoke for it."""
     study = tiny("seeds", *SEARCH, "seeds=[0,1]", "search.num_samples=10")
     events = made_up_events(study, {"lns matmul": 1.0})
     missing = next(
-        trial for trial in events[0]["trials"] if trial["row"] == "float32" and trial["number"] == 3 and trial["seed"] == 1
+        trial
+        for trial in events[0]["trials"]
+        if trial["row"] == "float32" and trial["number"] == 3 and trial["seed"] == 1
     )
     for event in events:
         if event["event"] == "report":
             event["metrics"]["validation/error"] += 1e-4 * len(event["trial"]) * event["epoch"]
     state = unfinished(events, missing["id"])
-    assert {entry.name for entry in entries(state)} == {entry.name for entry in entries(fold(events))} - {"float32 #3"}
+    assert {entry.name for entry in entries(state)} == {
+        entry.name for entry in entries(fold(events))
+    } - {"float32 #3"}
     found = importance(state)
     assert found is None or found.configurations == 19
     curves = best_of_budget(fold(events))
@@ -259,14 +321,23 @@ def test_there_is_no_gap_before_both_rows_are_whole(tiny: Tiny) -> None:
 
 def test_early_rounds_of_halving_are_in_no_figure(tiny: Tiny) -> None:
     """Also while no later round is there yet."""
-    study = tiny("halved", SEARCH[0], "search={scheduler: halving, num_samples: 9}", "rows=[]", "baseline=null")
+    study = tiny(
+        "halved",
+        SEARCH[0],
+        "search={scheduler: halving, num_samples: 9}",
+        "rows=[]",
+        "baseline=null",
+    )
     pretend = Pretend(make_plan(study))
     for trials, whole in ((9, 0), (3, 0), (1, 1)):
         pretend.run(trials)
         assert len(entries(pretend.state)) == whole
         assert sum(row.searched for row in summarise(pretend.state).rows) == whole
         conditions = [
-            line["state"] for line in table(configurations(pretend.state.trials, ["validation/error"]), study.search.objectives)
+            line["state"]
+            for line in table(
+                configurations(pretend.state.trials, ["validation/error"]), study.search.objectives
+            )
         ]
         assert conditions.count("finished") == whole
         assert set(conditions) <= {"finished", "early round"}

@@ -60,10 +60,15 @@ def test_the_files_are_there_and_are_pictures(tiny: Tiny, tmp_path: Path) -> Non
         "error_per_epoch.png",
         "test_error.png",
     }
-    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("error_per_epoch.png", "test_error.png"))
+    assert all(
+        (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+        for name in ("error_per_epoch.png", "test_error.png")
+    )
 
 
-@pytest.mark.parametrize("broken", ["importance", "draw_epochs", "entries", "tables", "interactive"])
+@pytest.mark.parametrize(
+    "broken", ["importance", "draw_epochs", "entries", "tables", "interactive"]
+)
 def test_what_cannot_be_made_leaves_a_note_and_the_rest_of_the_report(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
@@ -78,7 +83,9 @@ def test_what_cannot_be_made_leaves_a_note_and_the_rest_of_the_report(
     with pytest.warns(RuntimeWarning, match="_inside"):
         write_report(state, tmp_path)
     for page in ((tmp_path / name).read_text() for name in ("report.html", "report.md")):
-        assert re.search(r"could not be made \(AttributeError: module has no attribute .*_inside", page)
+        assert re.search(
+            r"could not be made \(AttributeError: module has no attribute .*_inside", page
+        )
         assert "2.00" in page
     assert (tmp_path / "test_error.png").exists()
     assert (tmp_path / "error_per_epoch.png").exists() == (broken != "draw_epochs")
@@ -87,7 +94,11 @@ def test_what_cannot_be_made_leaves_a_note_and_the_rest_of_the_report(
 def test_the_page_is_self_contained_and_knows_dark(tiny: Tiny, tmp_path: Path) -> None:
     page = page_of(tiny("report"), tmp_path)
     tags = Tags(page)
-    assert not [value for name, value in tags.attributes if name in ("src", "srcset") and not (value or "").startswith("data:")]
+    assert not [
+        value
+        for name, value in tags.attributes
+        if name in ("src", "srcset") and not (value or "").startswith("data:")
+    ]
     assert "prefers-color-scheme: dark" in page
     assert tags.tags.count("source") == tags.tags.count("img") >= 2
     assert len(page) < 5e6
@@ -103,7 +114,13 @@ def page_hashes(page: str) -> set[str]:
 
 
 def test_names_and_labels_are_escaped(tiny: Tiny, tmp_path: Path) -> None:
-    study = tiny("report", f"question='{EVIL}'", f"rows=[{{label: '{EVIL}'}}]", "baseline=null", f"name='{EVIL_NAME}'")
+    study = tiny(
+        "report",
+        f"question='{EVIL}'",
+        f"rows=[{{label: '{EVIL}'}}]",
+        "baseline=null",
+        f"name='{EVIL_NAME}'",
+    )
     page = page_of(study, tmp_path)
     assert Tags(page).tags.count("script") == 3
     assert "alert(1)" in page
@@ -112,14 +129,18 @@ def test_names_and_labels_are_escaped(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_the_text_has_two_decimals_and_the_published_figures(tiny: Tiny) -> None:
-    text = render_text(fold(made_up_events(tiny("report", "seeds=[0,1]"), {"float32": 2.345, "lns matmul": 2.5})))
+    text = render_text(
+        fold(made_up_events(tiny("report", "seeds=[0,1]"), {"float32": 2.345, "lns matmul": 2.5}))
+    )
     assert "2.35 ± 0.01" in text
     assert "2.14" in text
     assert "2.12" in text
 
 
 @pytest.mark.parametrize("drop", ["finished", "report"])
-def test_an_unfinished_study_has_a_report_that_says_so(tiny: Tiny, tmp_path: Path, drop: str) -> None:
+def test_an_unfinished_study_has_a_report_that_says_so(
+    tiny: Tiny, tmp_path: Path, drop: str
+) -> None:
     gone = {"finished": {"finished"}, "report": {"finished", "report"}}[drop]
     state = fold([event for event in made_up_events(tiny("report")) if event["event"] not in gone])
     page = (write_report(state, tmp_path) / "report.html").read_text()
@@ -138,7 +159,10 @@ def test_failures_and_mixed_code_are_said(tiny: Tiny) -> None:
 
 def test_many_failures_are_counted(tiny: Tiny) -> None:
     events = made_up_events(tiny("report", "seeds=[0,1,2]"))
-    failed = [{**event, "event": "failed", "error": "boom"} if event["event"] == "finished" else event for event in events]
+    failed = [
+        {**event, "event": "failed", "error": "boom"} if event["event"] == "finished" else event
+        for event in events
+    ]
     text = render_text(fold(failed))
     assert text.count("boom") == 3
     assert "FAILED: 3 more" in text
@@ -169,7 +193,9 @@ def test_the_slots_of_a_run_are_drawn_and_told(tiny: Tiny, tmp_path: Path) -> No
         assert f"- {sentence}" in (tmp_path / "report.md").read_text()
 
 
-def test_without_slots_in_the_ledger_there_is_no_picture_of_them(tiny: Tiny, tmp_path: Path) -> None:
+def test_without_slots_in_the_ledger_there_is_no_picture_of_them(
+    tiny: Tiny, tmp_path: Path
+) -> None:
     assert "<h2>Slots</h2>" not in page_of(tiny("report"), tmp_path)
     assert not (tmp_path / "slots.png").exists()
     assert draw_slots(run_of([], [(0, 2, 0)], 10), ["row"], LIGHT) == b""
@@ -178,22 +204,36 @@ def test_without_slots_in_the_ledger_there_is_no_picture_of_them(tiny: Tiny, tmp
 @pytest.mark.parametrize("theme", [LIGHT, DARK])
 def test_bars_are_as_long_as_trials_and_pale_until_they_report(theme: Theme) -> None:
     def draw(reports: list[float], end: float) -> bytes:
-        return draw_slots(run_of([Held(trial="a", begin=0, end=end, reports=reports)], [(0, 2, 0)], 100), ["row"], theme)
+        return draw_slots(
+            run_of([Held(trial="a", begin=0, end=end, reports=reports)], [(0, 2, 0)], 100),
+            ["row"],
+            theme,
+        )
 
     short, long, starting = draw([0.1], 40), draw([0.1], 80), draw([60.0], 80)
     legend = pixels(draw([], 1), COLOURS[0])
-    assert pixels(long, COLOURS[0]) - legend == pytest.approx(2 * (pixels(short, COLOURS[0]) - legend), rel=0.03)
-    assert pixels(starting, COLOURS[0]) - legend == pytest.approx(0.25 * (pixels(long, COLOURS[0]) - legend), rel=0.05)
+    assert pixels(long, COLOURS[0]) - legend == pytest.approx(
+        2 * (pixels(short, COLOURS[0]) - legend), rel=0.03
+    )
+    assert pixels(starting, COLOURS[0]) - legend == pytest.approx(
+        0.25 * (pixels(long, COLOURS[0]) - legend), rel=0.05
+    )
 
 
 @pytest.mark.parametrize("slots", [4, 300])
 def test_few_and_many_slots_are_drawn(slots: int) -> None:
     hows = ["finished", "stopped", "failed", "restarted", "relieved"]
     held = [
-        Held(trial=f"{n}", begin=10 * (n // slots), end=10 * (n // slots) + 9, slots=[n % slots], reports=[10 * (n // slots) + 2],
-             how=hows[n % 5])
+        Held(
+            trial=f"{n}",
+            begin=10 * (n // slots),
+            end=10 * (n // slots) + 9,
+            slots=[n % slots],
+            reports=[10 * (n // slots) + 2],
+            how=hows[n % 5],
+        )
         for n in range(7 * slots)
-    ]  # fmt: skip
+    ]
     picture = draw_slots(run_of(held, [(0, slots, 0)], 70), ["row"], LIGHT)
     assert len(picture) < 200_000
     width, height = Image.open(io.BytesIO(picture)).size
@@ -203,6 +243,9 @@ def test_few_and_many_slots_are_drawn(slots: int) -> None:
 
 def test_the_run_that_is_drawn_may_have_had_other_rows(tiny: Tiny, tmp_path: Path) -> None:
     events = with_slots(made_up_events(tiny("report")))
-    later = {**made_up_events(tiny("report", "rows=[]", "baseline=null"))[0], "time": events[-1]["time"] + 1}
+    later = {
+        **made_up_events(tiny("report", "rows=[]", "baseline=null"))[0],
+        "time": events[-1]["time"] + 1,
+    }
     write_report(fold([*events, later]), tmp_path)
     assert (tmp_path / "slots.png").exists()

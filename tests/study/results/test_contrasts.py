@@ -1,4 +1,5 @@
-"""Tests of differences: their arithmetic against SciPy's, and how often they find something where there is nothing."""
+"""Tests of differences: their arithmetic against SciPy's, and how often they find something where
+there is nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from tests.study.search.test_agenda import Pretend, bowl
 Tiny = Callable[..., StudyConfig]
 REPETITIONS = 400
 CERTAIN = 0.9999
-"""With which a right test's rejections lie within the bounds; the random numbers are always the same."""
+"""With which a right test's rejections lie within the bounds; the random numbers are always the
+same."""
 FOUR_ROWS = "rows=[{label: a}, {label: b, overrides: {precision.format: lns16}}, {label: c, overrides: {precision.format: lns12}}, {label: d, overrides: {batch_size: 16}}]"  # noqa: E501
 SPACE = "space={optimizer.lr: {loguniform: [0.001, 1.0]}"
 
@@ -39,7 +41,9 @@ def test_contrasts_equal_scipys() -> None:
     assert one is not None
     assert other is not None
     assert one.p == pytest.approx(ttest_rel(a, b).pvalue)
-    assert (one.difference - one.half, one.difference + one.half) == pytest.approx(ttest_rel(a, b).confidence_interval())
+    assert (one.difference - one.half, one.difference + one.half) == pytest.approx(
+        ttest_rel(a, b).confidence_interval()
+    )
     assert other.p == pytest.approx(ttest_ind(a, b[:4], equal_var=False).pvalue)
     assert (one.over, other.over) == ("5 seeds", "5 and 4 configurations")
     corrected = dataclasses.replace(one, tests=7)
@@ -65,12 +69,18 @@ def test_without_spread_there_is_no_test() -> None:
 
 @pytest.mark.parametrize("seeds", [2, 3, 5, 10])
 @pytest.mark.parametrize("tests", [1, 6])
-def test_the_smallest_difference_that_could_have_shown_shows_that_often(seeds: int, tests: int) -> None:
+def test_the_smallest_difference_that_could_have_shown_shows_that_often(
+    seeds: int, tests: int
+) -> None:
     """Drawn with the true spread instead of the seen one, as its definition says."""
-    least = Contrast(difference=0.0, error=1.0 / np.sqrt(seeds), df=seeds - 1, over="", tests=tests).least
+    least = Contrast(
+        difference=0.0, error=1.0 / np.sqrt(seeds), df=seeds - 1, over="", tests=tests
+    ).least
     draws = np.random.default_rng(seeds).normal(least, 1.0, (REPETITIONS, seeds))
     found = [paired(list(row), "seeds") for row in draws]
-    rate = np.mean([dataclasses.replace(each, tests=tests).decided for each in found if each is not None])
+    rate = np.mean(
+        [dataclasses.replace(each, tests=tests).decided for each in found if each is not None]
+    )
     low, high = bounds(POWER)
     assert low < rate < high
 
@@ -95,7 +105,8 @@ class Figures:
 
 
 def test_rows_that_do_not_differ_are_told_apart_as_rarely_as_said(tiny: Tiny) -> None:
-    """Seeds that are far apart hide nothing and prove nothing; the tests of all categories together err with probability alpha."""
+    """Seeds that are far apart hide nothing and prove nothing; the tests of all categories together
+    err with probability alpha."""
     two, four = (
         Figures(tiny("nothing", rows, "baseline=null", "seeds=[0,1,2,3]"))
         for rows in (FOUR_ROWS.split(", {label: c")[0] + "]", FOUR_ROWS)
@@ -104,17 +115,22 @@ def test_rows_that_do_not_differ_are_told_apart_as_rarely_as_said(tiny: Tiny) ->
     def draw(figures: Figures) -> Callable[[np.random.Generator], dict[str, float]]:
         def errors(generator: np.random.Generator) -> dict[str, float]:
             shared = generator.normal(0.5, 0.1, 4)
-            return {trial.id: shared[trial.seed] + generator.normal(0.0, 0.01) for trial in figures.state.trials}
+            return {
+                trial.id: shared[trial.seed] + generator.normal(0.0, 0.01)
+                for trial in figures.state.trials
+            }
 
         return errors
 
     low, high = bounds(ALPHA)
     assert low < two.decided(draw(two)) < high
-    assert 0.2 * ALPHA < four.decided(draw(four)) < high  # Bonferroni; the tests share the reference, and the categories trials
+    # Bonferroni; the tests share the reference, and the categories trials
+    assert 0.2 * ALPHA < four.decided(draw(four)) < high
 
 
 def test_configurations_are_no_seeds(tiny: Tiny) -> None:
-    """Rows whose seeds have luck that is the same for all configurations: forty trials a row are four observations."""
+    """Rows whose seeds have luck that is the same for all configurations: forty trials a row are
+    four observations."""
     figures = Figures(
         tiny(
             "pooled",
@@ -128,7 +144,10 @@ def test_configurations_are_no_seeds(tiny: Tiny) -> None:
 
     def errors(generator: np.random.Generator) -> dict[str, float]:
         luck = {row: generator.normal(0.5, 0.02, 4) for row in "ab"}
-        return {trial.id: luck[trial.row][trial.seed] + generator.normal(0.0, 0.005) for trial in figures.state.trials}
+        return {
+            trial.id: luck[trial.row][trial.seed] + generator.normal(0.0, 0.005)
+            for trial in figures.state.trials
+        }
 
     low, high = bounds(ALPHA)
     assert low < figures.decided(errors) < high
@@ -158,7 +177,18 @@ def test_formats_of_a_random_search_are_compared_over_configurations(tiny: Tiny)
 def test_a_grid_is_compared_where_only_the_category_differs(tiny: Tiny) -> None:
     """The learning rate that one format lacks does not count against it."""
     space = "space={optimizer.lr: {grid: [0.01, 0.1]}, precision.format: {grid: [float32, lns16]}}"
-    state = fold(made_up_events(tiny("grid", space, "search={algorithm: grid}", "rows=[]", "baseline=null", "seeds=[0,1,2]")))
+    state = fold(
+        made_up_events(
+            tiny(
+                "grid",
+                space,
+                "search={algorithm: grid}",
+                "rows=[]",
+                "baseline=null",
+                "seeds=[0,1,2]",
+            )
+        )
+    )
     noise = iter(np.random.default_rng(0).normal(0.0, 0.001, 12))
     for trial in state.trials:
         slow = trial.config["optimizer"]["lr"] == 0.01
@@ -175,7 +205,10 @@ def test_a_grid_is_compared_where_only_the_category_differs(tiny: Tiny) -> None:
 
 def test_what_a_search_chose_by_results_is_not_tested(tiny: Tiny) -> None:
     study = tiny(
-        "tpe", SPACE + ", optimizer.name: {choice: [sgd, adam]}}", "search={algorithm: tpe, num_samples: 12}", "seeds=[0,1]"
+        "tpe",
+        SPACE + ", optimizer.name: {choice: [sgd, adam]}}",
+        "search={algorithm: tpe, num_samples: 12}",
+        "seeds=[0,1]",
     )
     pretend = Pretend(make_plan(study), bowl)
     pretend.run()
@@ -183,11 +216,16 @@ def test_what_a_search_chose_by_results_is_not_tested(tiny: Tiny) -> None:
     assert {group.category for group in found} == {"row", "optimizer.name"}
     assert all(each is None for group in found for each in group.contrasts.values())
     shown = [table for table in tables(pretend.state) if table.title.startswith("By ")]
-    assert [table.title for table in shown] == ["By row (exploratory)", "By optimizer.name (exploratory)"]
+    assert [table.title for table in shown] == [
+        "By row (exploratory)",
+        "By optimizer.name (exploratory)",
+    ]
     assert all("chose by results" in table.note for table in shown)
 
 
-def test_the_reference_is_not_chosen_by_results_and_the_table_says_what_is_undecided(tiny: Tiny) -> None:
+def test_the_reference_is_not_chosen_by_results_and_the_table_says_what_is_undecided(
+    tiny: Tiny,
+) -> None:
     state = fold(made_up_events(tiny("said", "seeds=[0,1,2]")))
     noise = iter([0.0, -0.0005, 0.001, -0.0012, 0.002, -0.001])
     for trial in state.trials:

@@ -14,12 +14,20 @@ from study.results.summary import judge, summarise
 from tests.study.conftest import made_up_events
 
 Tiny = Callable[..., StudyConfig]
-PUBLISHED = {"float32": 2.14, "lns matmul": 2.12, "lns everywhere": 3.62, "lns everywhere + kahan": 2.29}
+PUBLISHED = {
+    "float32": 2.14,
+    "lns matmul": 2.12,
+    "lns everywhere": 3.62,
+    "lns everywhere + kahan": 2.29,
+}
 
 
 def full_table(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> StudyConfig:
     """The table's config without looking for MNIST."""
-    monkeypatch.setattr("study.plan.plan.resolve_data", lambda config, download: dataclasses.replace(config, root="/nowhere"))
+    monkeypatch.setattr(
+        "study.plan.plan.resolve_data",
+        lambda config, download: dataclasses.replace(config, root="/nowhere"),
+    )
     return load("table", overrides)
 
 
@@ -46,7 +54,9 @@ def test_a_row_that_misses_its_requirement_fails(monkeypatch: pytest.MonkeyPatch
         ("precision=lns16", "precision.format is lns16, not lns12"),
     ],
 )
-def test_a_small_budget_gets_no_verdict_and_says_why(monkeypatch: pytest.MonkeyPatch, override: str, said: str) -> None:
+def test_a_small_budget_gets_no_verdict_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, override: str, said: str
+) -> None:
     summary = summarise(fold(made_up_events(full_table(monkeypatch, override), PUBLISHED)))
     assert said in summary.departures
     assert [row.verdict for row in summary.rows] == ["", "", "", ""]
@@ -61,7 +71,10 @@ def test_an_unfinished_row_gets_no_verdict(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_only_the_last_plan_counts(tiny: Tiny) -> None:
-    first, second = made_up_events(tiny("results", "trial.epochs=1")), made_up_events(tiny("results"))
+    first, second = (
+        made_up_events(tiny("results", "trial.epochs=1")),
+        made_up_events(tiny("results")),
+    )
     state = fold([*first, *second])
     assert len(state.trials) == 2
     assert len(state.known) == 4
@@ -69,7 +82,15 @@ def test_only_the_last_plan_counts(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gap", "verdict"), [(0.15, "pass"), (-0.15, "pass"), (0.16, "fail"), (-0.16, "fail"), (float("nan"), "fail"), (None, "")]
+    ("gap", "verdict"),
+    [
+        (0.15, "pass"),
+        (-0.15, "pass"),
+        (0.16, "fail"),
+        (-0.16, "fail"),
+        (float("nan"), "fail"),
+        (None, ""),
+    ],
 )
 def test_within_counts_both_ways(gap: float | None, verdict: str) -> None:
     assert judge(RowConfig(label="x", within=0.15), gap) == verdict

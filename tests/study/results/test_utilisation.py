@@ -38,12 +38,13 @@ from tests.study.made_up_slots import BEGAN, Held, events_of, run_of, with_slots
 Tiny = Callable[..., StudyConfig]
 
 
-# ---------------------------------------------------------------------------------------------------------- against brute force
+# --------------------------------------------------------------------------------------------------
 
 
 @st.composite
 def made_up(draw: st.DrawFn) -> tuple[list[Held], Run]:
-    """Up to five slots, each held by trials one after the other, at whole seconds; what there is changes and is always enough."""
+    """Up to five slots, each held by trials one after the other, at whole seconds; what there is
+    changes and is always enough."""
     count = draw(st.integers(1, 5))
     gpus = draw(st.sampled_from([0.0, 0.25]))
     held = []
@@ -64,15 +65,25 @@ def made_up(draw: st.DrawFn) -> tuple[list[Held], Run]:
             held.append(one)
     end = max((each.end or 0 for each in held), default=1) + draw(st.integers(0, 5))
     steps = {0, *draw(st.sets(st.integers(1, int(end)), max_size=3))}
-    capacity = [(at, 3 * count + draw(st.integers(0, 4)), 0.25 * count + draw(st.integers(0, 2))) for at in sorted(steps)]
+    capacity = [
+        (at, 3 * count + draw(st.integers(0, 4)), 0.25 * count + draw(st.integers(0, 2)))
+        for at in sorted(steps)
+    ]
     return held, run_of(held, capacity, end, draw(st.none() | st.integers(1, 5)))
 
 
 def brute_force(run: Run, begin: float, end: float, resource: str) -> float:
     """A share, from a sample in the middle of every second."""
     moments = [begin + 0.5 + second for second in range(int(end - begin))]
-    held = sum(getattr(each, resource) for at in moments for each in run.intervals if each.begin <= at < (each.end or 0))
-    had = sum(getattr([step for step in run.capacity if step.time <= at][-1], resource) for at in moments)
+    held = sum(
+        getattr(each, resource)
+        for at in moments
+        for each in run.intervals
+        if each.begin <= at < (each.end or 0)
+    )
+    had = sum(
+        getattr([step for step in run.capacity if step.time <= at][-1], resource) for at in moments
+    )
     return float(held / had)
 
 
@@ -85,7 +96,10 @@ def test_utilisation_is_what_samples_say(made: tuple[list[Held], Run]) -> None:
         return
     assert 0 <= use.share <= 1
     assert 0 <= use.training <= 1
-    assert all(share == pytest.approx(brute_force(run, run.begin, run.end, name)) for name, share in use.shares.items())
+    assert all(
+        share == pytest.approx(brute_force(run, run.begin, run.end, name))
+        for name, share in use.shares.items()
+    )
     assert use.share == max(use.shares.values())
     window = run.intervals[0].begin, max(interval.end or 0.0 for interval in run.intervals)
     assert use.training == pytest.approx(brute_force(run, *window, use.resource))
@@ -104,17 +118,23 @@ def test_what_held_accounts_for_all_that_was_idle(made: tuple[list[Held], Run]) 
 
 
 @given(made_up())
-def test_epochs_alone_are_those_during_which_no_other_trial_ran(made: tuple[list[Held], Run]) -> None:
+def test_epochs_alone_are_those_during_which_no_other_trial_ran(
+    made: tuple[list[Held], Run],
+) -> None:
     held, run = made
     for interval in run.intervals:
         mine = next(each for each in held if each.trial == interval.trial)
         others = [each for each in held if each is not mine]
-        alone = [b - a for a, b in pairwise(mine.reports) if all((each.end or 0) <= a or each.begin >= b for each in others)]
+        alone = [
+            b - a
+            for a, b in pairwise(mine.reports)
+            if all((each.end or 0) <= a or each.begin >= b for each in others)
+        ]
         assert (interval.alone, interval.alone_seconds) == (len(alone), sum(alone))
         assert interval.epochs == len(mine.reports)
 
 
-# ------------------------------------------------------------------------------------------------------------------------ by hand
+# --------------------------------------------------------------------------------------------------
 
 TWO = [
     Held(trial="a", begin=10, end=50, slots=[0], reports=[20, 30, 50]),
@@ -127,9 +147,15 @@ def test_two_trials_by_hand() -> None:
     run = run_of(TWO, [(5, 4, 0)], 100)
     use = utilisation(run)
     assert use is not None
-    assert (use.resource, use.share, use.training, use.shares) == ("cpus", 60 / 400, 60 / 160, {"cpus": 60 / 400})
+    assert (use.resource, use.share, use.training, use.shares) == (
+        "cpus",
+        60 / 400,
+        60 / 160,
+        {"cpus": 60 / 400},
+    )
     assert epochs_a_second(run) == 4 / 40
-    assert speed(run, lambda trial: trial) == (3 * 20 / 40, 1)  # a's epoch from 30 to 50 is the one timed alone
+    # a's epoch from 30 to 50 is the one timed alone
+    assert speed(run, lambda trial: trial) == (3 * 20 / 40, 1)
     assert speed(run, lambda trial: "like") == (4 * 20 / 60, 2)
     assert slots_in_use(run) == (0, 4)
     assert what_held(run) == pytest.approx(
@@ -158,7 +184,10 @@ def test_a_gang_holds_several_slots_and_a_machine_that_joins_brings_more() -> No
 
 
 def test_without_an_epoch_alone_there_is_no_speed() -> None:
-    held = [Held(trial=f"{slot}", begin=0, end=30, slots=[slot], reports=[10, 20, 30]) for slot in range(2)]
+    held = [
+        Held(trial=f"{slot}", begin=0, end=30, slots=[slot], reports=[10, 20, 30])
+        for slot in range(2)
+    ]
     assert speed(run_of(held, [(0, 2, 0)], 30), lambda trial: "like") is None
 
 
@@ -185,40 +214,94 @@ def test_ledgers_of_before_have_no_figures(tiny: Tiny) -> None:
     assert state.run is None
     assert (line(state), line(state, BEGAN), sentences(state)) == ("", "", [])
     (run,) = runs_of(events)
-    assert (utilisation(run), epochs_a_second(run), what_held(run), remark(run), remark(None)) == (None, None, {}, "", "")
+    assert (utilisation(run), epochs_a_second(run), what_held(run), remark(run), remark(None)) == (
+        None,
+        None,
+        {},
+        "",
+        "",
+    )
 
 
 def test_the_run_of_a_study_is_the_last_that_had_something_to_do(tiny: Tiny) -> None:
     events = with_slots(made_up_events(tiny("again")))
-    again = [{**events[0], "time": events[-1]["time"] + 10}, {**events[-1], "time": events[-1]["time"] + 11}]
+    again = [
+        {**events[0], "time": events[-1]["time"] + 10},
+        {**events[-1], "time": events[-1]["time"] + 11},
+    ]
     state = fold([*events, *again])
     assert state.run is state.runs[0]
     assert len(state.runs) == 2
     assert remark(state.runs[-1]) == ""
 
 
-# ----------------------------------------------------------------------------------------------------------------------- in words
+# --------------------------------------------------------------------------------------------------
 
 
 def of(count: int, seconds: float, begin: float = 0.0, **more: object) -> list[Held]:
     """Trials on slots of their own, at the same time."""
-    return [Held(trial=f"{begin}-{n}", begin=begin, end=begin + seconds, slots=[n], **more) for n in range(count)]  # type: ignore[arg-type]
+    return [
+        Held(trial=f"{begin}-{n}", begin=begin, end=begin + seconds, slots=[n], **more)
+        for n in range(count)
+    ]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("held", "capacity", "most", "cause", "said"),
     [
         ([*of(4, 20, 80)], (4, 0), None, BEFORE, "idle: 80 % before the first trial started"),
-        ([*of(1, 50), *of(1, 50, 50)], (4, 0), 1, LIMIT, "idle: 38 % while max_concurrent=1 kept trials waiting"),
-        ([*of(1, 50, cpus=3.0), *of(1, 50, 50, cpus=3.0)], (8, 0), None, DRIVER, "idle: 31 % while trials waited that there was room for"),
-        ([*of(1, 50, cpus=3.0), *of(1, 10, 50, cpus=8.0)], (8, 0), None, "cpus", "while too few CPUs were free for the next trial"),
-        ([*of(3, 50, gpus=0.3), *of(1, 5, 50, gpus=0.3)], (4, 1), None, "gpus", "while too few GPUs were free for the next trial"),
-        ([*of(8, 5), *of(8, 5, 95, added=95)], (8, 0), None, RESULTS, "idle: 90 % while the search waited for results"),
+        (
+            [*of(1, 50), *of(1, 50, 50)],
+            (4, 0),
+            1,
+            LIMIT,
+            "idle: 38 % while max_concurrent=1 kept trials waiting",
+        ),
+        (
+            [*of(1, 50, cpus=3.0), *of(1, 50, 50, cpus=3.0)],
+            (8, 0),
+            None,
+            DRIVER,
+            "idle: 31 % while trials waited that there was room for",
+        ),
+        (
+            [*of(1, 50, cpus=3.0), *of(1, 10, 50, cpus=8.0)],
+            (8, 0),
+            None,
+            "cpus",
+            "while too few CPUs were free for the next trial",
+        ),
+        (
+            [*of(3, 50, gpus=0.3), *of(1, 5, 50, gpus=0.3)],
+            (4, 1),
+            None,
+            "gpus",
+            "while too few GPUs were free for the next trial",
+        ),
+        (
+            [*of(8, 5), *of(8, 5, 95, added=95)],
+            (8, 0),
+            None,
+            RESULTS,
+            "idle: 90 % while the search waited for results",
+        ),
         ([*of(2, 100)], (8, 0), None, FEW, "idle: 75 % because there were fewer trials than slots"),
-        ([*of(8, 10), *of(1, 90, 10)], (8, 0), None, TAIL, "idle: 79 % at the end, when no trial was left to start"),
-        ([*of(4, 40, reports=[30.0, 35.0])], (4, 0), None, STARTS, "25 % went into starting trials"),
+        (
+            [*of(8, 10), *of(1, 90, 10)],
+            (8, 0),
+            None,
+            TAIL,
+            "idle: 79 % at the end, when no trial was left to start",
+        ),
+        (
+            [*of(4, 40, reports=[30.0, 35.0])],
+            (4, 0),
+            None,
+            STARTS,
+            "25 % went into starting trials",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_held_a_run_is_found_and_said(
     held: list[Held], capacity: tuple[float, float], most: int | None, cause: str, said: str
 ) -> None:
@@ -245,16 +328,26 @@ def test_of_other_runs_nothing_is_said(run: Run, why: str) -> None:
 def test_gpus_that_bind_are_told_with_the_cpus() -> None:
     run = run_of(of(1, 100, gpus=1.0), [(0, 16, 4)], 100)
     assert remark(run).startswith(
-        "Slots were in use for 25 % of the GPUs' time (of the CPUs 6 %); idle: 75 % because there were fewer"
+        "Slots were in use for 25 % of the GPUs' time (of the CPUs 6 %); idle: 75 % because there"
+        " were fewer"
     )
 
 
 def test_the_figures_in_words(tiny: Tiny) -> None:
     state = fold(with_slots(made_up_events(tiny("words"))))
     assert sentences(state) == [
-        "Utilisation 2 % of the CPUs from the command, 47 % from the first trial's start to the last one's end.",
-        "0.316 epochs a second; 0.33 of the speed of a trial alone (of 2 of 2 trials: those like one that ran alone for an epoch).",
-        "Slots were in use for 2 % of the CPUs' time; idle: 97 % at the end, when no trial was left to start.",
+        (
+            "Utilisation 2 % of the CPUs from the command, 47 % from the first trial's start to the"
+            " last one's end."
+        ),
+        (
+            "0.316 epochs a second; 0.33 of the speed of a trial alone (of 2 of 2 trials: those"
+            " like one that ran alone for an epoch)."
+        ),
+        (
+            "Slots were in use for 2 % of the CPUs' time; idle: 97 % at the end, when no trial was"
+            " left to start."
+        ),
     ]
     assert line(state) == "last run: utilisation 2 % of the CPUs, 0.316 epochs/s"
     running = fold(with_slots(made_up_events(tiny("words")))[:3])
@@ -262,7 +355,9 @@ def test_the_figures_in_words(tiny: Tiny) -> None:
     assert line(running, began + 10) == "1 of 2 slots in use, utilisation 50 % of the CPUs"
 
 
-def test_a_run_that_used_little_says_so_at_its_end(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_used_little_says_so_at_its_end(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "LEAST_SECONDS", 0.0)
     monkeypatch.setattr(module, "LOW", 2.0)
     said: list[str] = []
@@ -271,7 +366,10 @@ def test_a_run_that_used_little_says_so_at_its_end(tiny: Tiny, monkeypatch: pyte
     assert said[-1].startswith("Slots were in use for ")
     (run,) = outcome.state.runs
     assert [interval.how for interval in run.intervals] == ["finished", "finished"]
-    assert all(interval.epochs == 1 and interval.row in ("float32", "lns matmul") for interval in run.intervals)
+    assert all(
+        interval.epochs == 1 and interval.row in ("float32", "lns matmul")
+        for interval in run.intervals
+    )
     assert fold(read_ledger(study.folder)).runs == outcome.state.runs
     said.clear()
     run_study(study, SilentView(), said.append)

@@ -55,7 +55,11 @@ class Pretend:
         self._events: list[dict[str, Any]] = []
         self.state = StudyState()
         self._append({"event": "planned", **plan.to_event(), "data": []})
-        self.agenda = Agenda(plan, self.state, lambda trial: self._append({"event": "added", "planned": trial.to_dict()}))
+        self.agenda = Agenda(
+            plan,
+            self.state,
+            lambda trial: self._append({"event": "added", "planned": trial.to_dict()}),
+        )
 
     def run(self, at_most: int = 10**6) -> list[PlannedTrial]:
         """The trials that were run, in order."""
@@ -87,10 +91,14 @@ def test_every_row_gets_the_same_configurations_and_seeds(searched: Make) -> Non
     plan = make_plan(searched("seeds=[0,1]"))
     assert len(plan.trials) == plan.size == 2 * 6 * 2
     assert [trial.seed for trial in plan.trials] == [0] * 12 + [1] * 12
-    by_row = {row: [t.params for t in plan.trials if t.row == row and t.seed == 0] for row in ("float32", "lns matmul")}
+    by_row = {
+        row: [t.params for t in plan.trials if t.row == row and t.seed == 0]
+        for row in ("float32", "lns matmul")
+    }
     assert by_row["float32"] == by_row["lns matmul"]
     assert all(
-        t.config.optimizer.lr == t.params["optimizer.lr"] and t.config.optimizer.name == t.params["optimizer.name"]
+        t.config.optimizer.lr == t.params["optimizer.lr"]
+        and t.config.optimizer.name == t.params["optimizer.name"]
         for t in plan.trials
     )
     assert len({trial.id for trial in plan.trials}) == 24
@@ -102,7 +110,10 @@ def test_more_samples_keep_the_trials_there_are(searched: Make) -> None:
 
 
 def test_what_makes_no_valid_trial_is_left_out_with_the_rule(searched: Make) -> None:
-    space = "\nspace:\n  optimizer.name: {choice: [sgd, adam]}\n  optimizer.momentum: {choice: [0.0, 0.9]}\nsearch: {algorithm: grid}\n"
+    space = (
+        "\nspace:\n  optimizer.name: {choice: [sgd, adam]}\n  optimizer.momentum: {choice: [0.0,"
+        " 0.9]}\nsearch: {algorithm: grid}\n"
+    )
     plan = make_plan(searched(space=space))
     assert len(plan.trials) == 2 * 3
     assert {(entry.row, entry.params["optimizer.name"]) for entry in plan.excluded} == {
@@ -115,8 +126,12 @@ def test_what_makes_no_valid_trial_is_left_out_with_the_rule(searched: Make) -> 
 
 def test_choices_take_the_type_of_their_key(searched: Make) -> None:
     """lr: 1 and lr: 1.0 are one trial, whichever way a config writes it."""
-    one = make_plan(searched(space="\nspace: {optimizer.lr: {choice: [1, 2]}}\nsearch: {algorithm: grid}\n"))
-    two = make_plan(searched(space="\nspace: {optimizer.lr: {choice: [1.0, 2.0]}}\nsearch: {algorithm: grid}\n"))
+    one = make_plan(
+        searched(space="\nspace: {optimizer.lr: {choice: [1, 2]}}\nsearch: {algorithm: grid}\n")
+    )
+    two = make_plan(
+        searched(space="\nspace: {optimizer.lr: {choice: [1.0, 2.0]}}\nsearch: {algorithm: grid}\n")
+    )
     assert [trial.id for trial in one.trials] == [trial.id for trial in two.trials]
 
 
@@ -127,7 +142,10 @@ def test_an_adaptive_search_proposes_as_many_for_every_row(searched: Make, algor
     assert pretend.agenda.exhausted
     assert len(done) == pretend.plan.size == 24
     assert {(trial.row, trial.number, trial.seed) for trial in done} == {
-        (row, number, seed) for row in ("float32", "lns matmul") for number in range(1, 7) for seed in (0, 1)
+        (row, number, seed)
+        for row in ("float32", "lns matmul")
+        for number in range(1, 7)
+        for seed in (0, 1)
     }
     assert len({trial.id for trial in done}) == 24
 
@@ -139,17 +157,29 @@ def test_the_data_of_a_search_are_known_before_it_has_trials(searched: Make) -> 
 
 
 def test_tpe_learns(searched: Make) -> None:
-    """The last half of the proposals lies nearer to the optimum than the first ten, which are random (it explores on; hence medians)."""
-    done = Pretend(make_plan(searched("search.algorithm=tpe", "search.num_samples=40", "rows=[]", "baseline=null")), bowl).run()
+    """The last half of the proposals lies nearer to the optimum than the first ten, which are
+    random (it explores on; hence medians)."""
+    done = Pretend(
+        make_plan(
+            searched("search.algorithm=tpe", "search.num_samples=40", "rows=[]", "baseline=null")
+        ),
+        bowl,
+    ).run()
     errors = [bowl(trial.params) for trial in done]
     assert statistics.median(errors[20:]) < 0.5 * statistics.median(errors[:10])
 
 
 @pytest.mark.parametrize("algorithm", ["tpe", "cmaes", "nsga2"])
 @pytest.mark.parametrize("broken_off", [1, 7, 15])
-def test_a_search_broken_off_proposes_what_it_would_have(searched: Make, algorithm: str, broken_off: int) -> None:
-    """From the ledger alone: the same configurations follow (of nsga2 as many, of the same generations), and none is proposed twice."""
-    space = "\nspace: {optimizer.lr: {loguniform: [0.001, 1.0]}, optimizer.momentum: {uniform: [0.0, 0.9]}}\nsearch: {num_samples: 16}\n"
+def test_a_search_broken_off_proposes_what_it_would_have(
+    searched: Make, algorithm: str, broken_off: int
+) -> None:
+    """From the ledger alone: the same configurations follow (of nsga2 as many, of the same
+    generations), and none is proposed twice."""
+    space = (
+        "\nspace: {optimizer.lr: {loguniform: [0.001, 1.0]}, optimizer.momentum: {uniform: [0.0,"
+        " 0.9]}}\nsearch: {num_samples: 16}\n"
+    )
     study = searched(f"search.algorithm={algorithm}", "rows=[]", "baseline=null", space=space)
 
     def error(params: dict[str, Any]) -> float:
@@ -199,7 +229,10 @@ def space_of(domains: dict[str, str | None], samples: int = 8) -> str:
 
 def uneven(params: dict[str, Any]) -> float:
     """An error that is different everywhere."""
-    return float(math.sin(sum((7 + place) * float(value) for place, value in enumerate(params.values()))) ** 2)
+    return float(
+        math.sin(sum((7 + place) * float(value) for place, value in enumerate(params.values())))
+        ** 2
+    )
 
 
 @pytest.mark.parametrize("change", NARROW)
@@ -207,7 +240,8 @@ def uneven(params: dict[str, Any]) -> float:
 def test_what_lies_outside_a_changed_space_is_history(
     searched: Make, tmp_path: Path, change: dict[str, str | None], broken_off: int
 ) -> None:
-    """It stays in the figures; the sampler does not learn from it, and proposes as many inside as are wanted."""
+    """It stays in the figures; the sampler does not learn from it, and proposes as many inside as
+    are wanted."""
     rows = ("rows=[]", "baseline=null", "seeds=[0,1]")
     begun = Pretend(make_plan(searched(*rows, space=space_of(WIDE))), uneven)
     first = begun.run(broken_off)
@@ -216,13 +250,17 @@ def test_what_lies_outside_a_changed_space_is_history(
     space = bind_space(study)
     again = continued(begun, study, uneven)
     history = [trial.id for trial in first if not space.holds(trial.params)]
-    waiting = [trial for trial in again.plan.trials if trial.id not in {trial.id for trial in first}]
+    waiting = [
+        trial for trial in again.plan.trials if trial.id not in {trial.id for trial in first}
+    ]
     assert all(space.holds(trial.params) for trial in waiting)
     rest = again.run()
     assert again.agenda.exhausted
     assert all(space.holds(trial.params) for trial in rest)
     points = space.grid_points()
-    assert len([trial for trial in again.state.trials if space.holds(trial.params)]) == 2 * 8 * len(points)
+    assert len([trial for trial in again.state.trials if space.holds(trial.params)]) == 2 * 8 * len(
+        points
+    )
     assert set(history) <= {trial.id for trial in again.state.trials}
     assert len(again.state.trials) == again.plan.size
     numbers = {trial.number: trial.params for trial in again.state.trials}
@@ -234,7 +272,9 @@ def test_what_lies_outside_a_changed_space_is_history(
         again.state.plan |= {"provenance": {"versions": {}, "platform": "", "python": ""}}
         assert importance(again.state) is not None
         write_report(again.state, tmp_path / "report")
-    assert Agenda(adopt(make_plan(study), fold(again.events)), fold(again.events), lambda trial: None).exhausted
+    assert Agenda(
+        adopt(make_plan(study), fold(again.events)), fold(again.events), lambda trial: None
+    ).exhausted
 
 
 P = TypeVar("P", bound=Pretend)
@@ -258,19 +298,31 @@ def test_more_seeds_of_what_is_no_longer_planned_are_no_configuration(searched: 
     begun.run()
     narrow = RACE.replace("0.03, 0.04, ", "")
     plan = adopt(make_plan(searched(*rows, space=narrow)), fold(begun.events))
-    assert {(trial.params["optimizer.lr"], trial.number) for trial in plan.trials} == {(0.01, 1), (0.02, 2), (0.05, 3)}
+    assert {(trial.params["optimizer.lr"], trial.number) for trial in plan.trials} == {
+        (0.01, 1),
+        (0.02, 2),
+        (0.05, 3),
+    }
     assert {trial.seed for trial in plan.trials if trial.params["optimizer.lr"] == 0.02} > {0, 10}
 
 
 def test_grids_are_searched_point_by_point(searched: Make) -> None:
-    space = "\nspace: {batch_size: {grid: [32, 64]}, optimizer.lr: {loguniform: [0.001, 1.0]}}\nsearch: {num_samples: 3, algorithm: tpe}\n"
-    done = Pretend(make_plan(searched("rows=[]", "baseline=null", space=space)), lambda params: params["optimizer.lr"]).run()
+    space = (
+        "\nspace: {batch_size: {grid: [32, 64]}, optimizer.lr: {loguniform: [0.001, 1.0]}}\nsearch:"
+        " {num_samples: 3, algorithm: tpe}\n"
+    )
+    done = Pretend(
+        make_plan(searched("rows=[]", "baseline=null", space=space)),
+        lambda params: params["optimizer.lr"],
+    ).run()
     assert [trial.params["batch_size"] for trial in done].count(32) == 3
     assert sorted(trial.number or 0 for trial in done) == [1, 2, 3, 4, 5, 6]
 
 
 def test_the_best_and_the_unbeaten(searched: Make) -> None:
-    study = searched("search.objectives={validation/error: min, bits: min}", "search.algorithm=nsga2")
+    study = searched(
+        "search.objectives={validation/error: min, bits: min}", "search.algorithm=nsga2"
+    )
     pretend = Pretend(make_plan(study), bowl)
     pretend.run()
     objectives = study.search.objectives
@@ -278,19 +330,27 @@ def test_the_best_and_the_unbeaten(searched: Make) -> None:
     assert len(found) == 12
     winner = best(found, objectives)
     assert winner is not None
-    assert winner.objectives["validation/error"] == min(entry.objectives["validation/error"] for entry in found)
+    assert winner.objectives["validation/error"] == min(
+        entry.objectives["validation/error"] for entry in found
+    )
     front = pareto_front(found, objectives)
     points = [tuple(entry.objectives.values()) for entry in front]
     assert points == sorted(points)
     for entry in found:
         point = tuple(entry.objectives.values())
-        beaten = any(other != point and all(a <= b for a, b in zip(other, point, strict=True)) for other in points)
+        beaten = any(
+            other != point and all(a <= b for a, b in zip(other, point, strict=True))
+            for other in points
+        )
         assert beaten != (point in points)
 
 
 def test_bits_of_a_format(searched: Make) -> None:
     plan = make_plan(searched())
-    assert {trial.row: bits_of(trial.config.to_dict()) for trial in plan.trials} == {"float32": 32, "lns matmul": 12}
+    assert {trial.row: bits_of(trial.config.to_dict()) for trial in plan.trials} == {
+        "float32": 32,
+        "lns matmul": 12,
+    }
 
 
 @pytest.mark.parametrize(
@@ -304,7 +364,10 @@ def test_bits_of_a_format(searched: Make) -> None:
         (["space={optimizer.speed: {choice: [1]}}"], "speed: unknown key"),
         (["space={optimizer.lr: {choice: [fast]}}"], "'fast' is not possible"),
         (["space={seed: {choice: [1, 2]}}"], "the study's seeds"),
-        (["space={optimizer.momentum: {choice: [1.5, 2]}}"], "no point of the space makes a valid trial"),
+        (
+            ["space={optimizer.momentum: {choice: [1.5, 2]}}"],
+            "no point of the space makes a valid trial",
+        ),
         (["limits.hours=-1"], "limits.hours=-1"),
     ],
 )
@@ -345,8 +408,9 @@ class Noisy(Pretend):
 
 
 RATES = {0.01: 0.30, 0.02: 0.18, 0.03: 0.10, 0.04: 0.101, 0.05: 0.40}
-RACE = "\nspace: {optimizer.lr: {grid: [0.01, 0.02, 0.03, 0.04, 0.05]}}\n" + (
-    "search: {algorithm: grid, confirm: 3, confirm_seeds: [10, 11, 12, 13, 14, 15]}\n"
+RACE = (
+    "\nspace: {optimizer.lr: {grid: [0.01, 0.02, 0.03, 0.04, 0.05]}}\n"
+    + "search: {algorithm: grid, confirm: 3, confirm_seeds: [10, 11, 12, 13, 14, 15]}\n"
 )
 
 
@@ -361,7 +425,10 @@ def test_the_promising_get_more_seeds_until_the_evidence_is_clear(searched: Make
     pretend = Noisy(make_plan(searched("rows=[]", "baseline=null", space=RACE)), lucky)
     done = pretend.run()
     assert pretend.agenda.exhausted
-    seeds = {rate: [trial.seed for trial in done if trial.params["optimizer.lr"] == rate] for rate in RATES}
+    seeds = {
+        rate: [trial.seed for trial in done if trial.params["optimizer.lr"] == rate]
+        for rate in RATES
+    }
     assert seeds[0.01] == seeds[0.05] == [0]
     assert seeds[0.03] == seeds[0.04] == [0, 10, 11, 12, 13, 14, 15]
     assert seeds[0.02][:3] == [0, 10, 11]  # no test has power with two pairs
@@ -388,10 +455,17 @@ def test_a_race_broken_off_goes_on_as_it_would_have(searched: Make, broken_off: 
 
 
 @pytest.mark.parametrize("broken_off", [4, 7, 9, 20])
-def test_a_race_is_between_configurations_of_the_space_as_it_is_now(searched: Make, broken_off: int) -> None:
+def test_a_race_is_between_configurations_of_the_space_as_it_is_now(
+    searched: Make, broken_off: int
+) -> None:
     """What lies outside is repeated no more, and does not keep the race from its end."""
-    confirmed = "search: {algorithm: tpe, num_samples: 6, confirm: 3, confirm_seeds: [10, 11, 12]}\n"
-    wide, narrow = (f"\nspace: {{optimizer.lr: {{uniform: [{low}, 1.0]}}}}\n{confirmed}" for low in (0.0001, 0.5))
+    confirmed = (
+        "search: {algorithm: tpe, num_samples: 6, confirm: 3, confirm_seeds: [10, 11, 12]}\n"
+    )
+    wide, narrow = (
+        f"\nspace: {{optimizer.lr: {{uniform: [{low}, 1.0]}}}}\n{confirmed}"
+        for low in (0.0001, 0.5)
+    )
 
     def noisy(params: dict[str, Any], seed: int) -> float:
         return float(params["optimizer.lr"]) + 1e-6 * math.sin(seed)  # the best lie outside
@@ -406,14 +480,19 @@ def test_a_race_is_between_configurations_of_the_space_as_it_is_now(searched: Ma
     assert all(trial.params["optimizer.lr"] >= 0.5 for trial in rest)
     rates = {trial.params["optimizer.lr"] for trial in again.state.trials}
     best_inside = min(rate for rate in rates if rate >= 0.5)
-    seeds = {trial.seed for trial in again.state.trials if trial.params["optimizer.lr"] == best_inside}
+    seeds = {
+        trial.seed for trial in again.state.trials if trial.params["optimizer.lr"] == best_inside
+    }
     assert seeds >= {0, 10, 11}
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("search.confirm_seeds=[]", "search.confirm=3 with search.confirm_seeds=\\[\\].* belong together"),
+        (
+            "search.confirm_seeds=[]",
+            "search.confirm=3 with search.confirm_seeds=\\[\\].* belong together",
+        ),
         ("seeds=[0,12]", "search.confirm_seeds: 12 is among the study's seeds"),
         ("search.confirm_seeds=[10,10]", "10 appears more than once"),
         ("search.confirm=-1", "search.confirm=-1"),
@@ -425,18 +504,33 @@ def test_races_that_cannot_be_are_refused(searched: Make, override: str, message
 
 
 def test_the_last_trials_run_longest_first(searched: Make) -> None:
-    """Once three a slot are left; until then the plan's order holds. What no trial was like counts as the longest."""
+    """Once three a slot are left; until then the plan's order holds. What no trial was like counts
+    as the longest."""
     pretend = Pretend(make_plan(searched("seeds=[0,1]", space="")), lambda params: 0.5)
     assert [trial.row for trial in pretend.agenda.trials] == ["float32", "lns matmul"] * 2
     pretend.agenda.tail = 3
     for trial, seconds in zip(pretend.plan.trials[:2], (5.0, 1.0), strict=True):
         like = TrialState(
-            id=trial.row, row=trial.row, seed=9, config=trial.config.to_dict(), took={1: seconds, 2: seconds, 3: seconds}
+            id=trial.row,
+            row=trial.row,
+            seed=9,
+            config=trial.config.to_dict(),
+            took={1: seconds, 2: seconds, 3: seconds},
         )
         like.reports = {epoch: {"time": epoch * seconds, "metrics": {}} for epoch in (1, 2, 3)}
         pretend.state.known[trial.row] = like
-    assert [trial.row for trial in iter(pretend.agenda.next, None)] == ["float32", "float32", "lns matmul", "lns matmul"]
+    assert [trial.row for trial in iter(pretend.agenda.next, None)] == [
+        "float32",
+        "float32",
+        "lns matmul",
+        "lns matmul",
+    ]
     again = Pretend(pretend.plan, lambda params: 0.5)
     again.agenda.tail = 4
     again.state.known["lns matmul"] = pretend.state.known["lns matmul"]
-    assert [trial.row for trial in iter(again.agenda.next, None)] == ["float32", "float32", "lns matmul", "lns matmul"]
+    assert [trial.row for trial in iter(again.agenda.next, None)] == [
+        "float32",
+        "float32",
+        "lns matmul",
+        "lns matmul",
+    ]

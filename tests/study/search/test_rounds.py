@@ -1,4 +1,5 @@
-"""Searches in rounds, populations and halving: made-up results for what comes next, real studies for what is computed."""
+"""Searches in rounds, populations and halving: made-up results for what comes next, real studies
+for what is computed."""
 
 from __future__ import annotations
 
@@ -44,7 +45,15 @@ def bred(tmp_path: Path) -> Make:
         path = tmp_path / "bred.yaml"
         path.write_text(TINY + space)
         return load(
-            str(path), [f"storage={tmp_path}", "tracking_uri=none", "trial.epochs=6", "rows=[]", "baseline=null", *overrides]
+            str(path),
+            [
+                f"storage={tmp_path}",
+                "tracking_uri=none",
+                "trial.epochs=6",
+                "rows=[]",
+                "baseline=null",
+                *overrides,
+            ],
         )
 
     return make
@@ -54,7 +63,9 @@ def rates(trial: PlannedTrial) -> list[float]:
     """The learning rate of each epoch."""
     found = [trial.params["optimizer.lr"]] * trial.config.epochs
     for change in trial.config.changes:
-        found[change["epoch"] :] = [change.get("optimizer.lr", found[-1])] * (trial.config.epochs - change["epoch"])
+        found[change["epoch"] :] = [change.get("optimizer.lr", found[-1])] * (
+            trial.config.epochs - change["epoch"]
+        )
     return found
 
 
@@ -68,14 +79,21 @@ class Pretend:
     """Runs an agenda without training."""
 
     def __init__(
-        self, plan: Plan, history: list[dict[str, Any]] | None = None, fails: Callable[[PlannedTrial], bool] = lambda trial: False
+        self,
+        plan: Plan,
+        history: list[dict[str, Any]] | None = None,
+        fails: Callable[[PlannedTrial], bool] = lambda trial: False,
     ):
         self.events, self._fails = list(history or []), fails
         self.state = fold(self.events)
         if history:
             plan = adopt(plan, self.state)
         self._append({"event": "planned", **plan.to_event(), "data": []})
-        self.agenda = Agenda(plan, self.state, lambda trial: self._append({"event": "added", "planned": trial.to_dict()}))
+        self.agenda = Agenda(
+            plan,
+            self.state,
+            lambda trial: self._append({"event": "added", "planned": trial.to_dict()}),
+        )
 
     def run(self, at_most: int = 10**6) -> list[PlannedTrial]:
         done: list[PlannedTrial] = []
@@ -86,7 +104,14 @@ class Pretend:
                 self._append({"event": "failed", "trial": trial.id, "error": "made up"})
                 continue
             for epoch, error in enumerate(errors_of(trial), 1):
-                self._append({"event": "report", "trial": trial.id, "epoch": epoch, "metrics": {"validation/error": error}})
+                self._append(
+                    {
+                        "event": "report",
+                        "trial": trial.id,
+                        "epoch": epoch,
+                        "metrics": {"validation/error": error},
+                    }
+                )
             self._append({"event": "finished", "trial": trial.id, "metrics": {"test/error": 0.5}})
         return done
 
@@ -105,7 +130,11 @@ def test_the_worst_go_on_from_the_best_with_other_values(bred: Make, scheduler: 
     assert plan.size == 18
     trials = Pretend(plan).run()
     generations = [trials[i : i + 6] for i in (0, 6, 12)]
-    assert [{trial.config.epochs for trial in generation} for generation in generations] == [{2}, {4}, {6}]
+    assert [{trial.config.epochs for trial in generation} for generation in generations] == [
+        {2},
+        {4},
+        {6},
+    ]
     assert [trial.number for trial in trials] == list(range(1, 19))
     for before, after in itertools.pairwise(generations):
         end = before[0].config.epochs
@@ -118,13 +147,20 @@ def test_the_worst_go_on_from_the_best_with_other_values(bred: Make, scheduler: 
             else:
                 parents = [before[parent] for parent in order[:2]]
                 assert line[-1]["epoch"] == end
-                assert (line[:-1], rates(after[member])[:end]) in [(parent.config.changes, rates(parent)) for parent in parents]
-                assert rates(after[member])[end] != rates(after[member])[end - 1] or "optimizer.momentum" in line[-1]
+                assert (line[:-1], rates(after[member])[:end]) in [
+                    (parent.config.changes, rates(parent)) for parent in parents
+                ]
+                assert (
+                    rates(after[member])[end] != rates(after[member])[end - 1]
+                    or "optimizer.momentum" in line[-1]
+                )
 
 
 @pytest.mark.parametrize("scheduler", ["pbt", "pb2"])
 @pytest.mark.parametrize("broken_off", [3, 6, 10])
-def test_a_population_broken_off_breeds_what_it_would_have(bred: Make, scheduler: str, broken_off: int) -> None:
+def test_a_population_broken_off_breeds_what_it_would_have(
+    bred: Make, scheduler: str, broken_off: int
+) -> None:
     study = bred(f"search.scheduler={scheduler}", "seeds=[0,1]")
     whole = [trial.id for trial in Pretend(make_plan(study)).run()]
     assert len(set(whole)) == 36
@@ -162,7 +198,9 @@ def test_members_that_fail_are_replaced_and_a_dead_population_ends(bred: Make) -
     lost = {trial.id for trial in Pretend(plan).run()[:4]}
     survivors = Pretend(plan, fails=lambda trial: trial.id in lost).run()
     assert len(survivors) == 18
-    assert all(trial.config.changes and trial.config.changes[0]["epoch"] == 2 for trial in survivors[6:10])
+    assert all(
+        trial.config.changes and trial.config.changes[0]["epoch"] == 2 for trial in survivors[6:10]
+    )
     dead = Pretend(plan, fails=lambda trial: True)
     assert len(dead.run()) == 6
     assert dead.agenda.exhausted
@@ -182,7 +220,9 @@ def test_populations_find_better_than_their_first_members_would_have(bred: Make)
             )
             trials = Pretend(make_plan(study)).run()
             found[scheduler].append(final_error(trials))
-        steady = [1 / (1 + math.log10(trial.params["optimizer.lr"] / 0.03) ** 2) for trial in trials[:6]]
+        steady = [
+            1 / (1 + math.log10(trial.params["optimizer.lr"] / 0.03) ** 2) for trial in trials[:6]
+        ]
         found["first"].append(math.exp(-0.3 * 6 * max(steady)))
     means = {name: statistics.fmean(values) for name, values in found.items()}
     assert means["pbt"] <= means["first"]
@@ -196,7 +236,12 @@ def test_a_grid_makes_a_population_of_each_point(bred: Make) -> None:
     assert plan.size == len(trials) == len({trial.id for trial in trials}) == 36
     assert sorted(trial.number or 0 for trial in trials) == list(range(1, 37))
     for hidden in ([8], [16]):
-        assert sum(trial.config.model.hidden == hidden and trial.config.epochs == 6 for trial in trials) == 6
+        assert (
+            sum(
+                trial.config.model.hidden == hidden and trial.config.epochs == 6 for trial in trials
+            )
+            == 6
+        )
 
 
 DOMAINS = [
@@ -219,17 +264,30 @@ def test_halving_shows_all_a_part_of_the_data_and_the_best_all_of_it(bred: Make)
     sizes = [trial.config.data.train_size for trial in trials]
     assert sizes == [133] * 18 + [400] * 6 + [None] * 2
     by_error = sorted(trials[:18:2], key=lambda trial: errors_of(trial)[-1])
-    assert {trial.params["optimizer.lr"] for trial in trials[18:24]} == {trial.params["optimizer.lr"] for trial in by_error[:3]}
-    assert {trial.params["optimizer.lr"] for trial in trials[24:]} == {by_error[0].params["optimizer.lr"]}
+    assert {trial.params["optimizer.lr"] for trial in trials[18:24]} == {
+        trial.params["optimizer.lr"] for trial in by_error[:3]
+    }
+    assert {trial.params["optimizer.lr"] for trial in trials[24:]} == {
+        by_error[0].params["optimizer.lr"]
+    }
     found = configurations(pretend.state.trials, ["validation/error"])
     assert [entry.whole for entry in found] == [False] * 12 + [True]
     broken = Pretend(make_plan(study))
     begun = [trial.id for trial in broken.run(19)]
-    assert begun + [trial.id for trial in Pretend(make_plan(study), broken.events).run()] == [trial.id for trial in trials]
+    assert begun + [trial.id for trial in Pretend(make_plan(study), broken.events).run()] == [
+        trial.id for trial in trials
+    ]
 
 
-@given(st.sampled_from(DOMAINS), st.floats(0, 1, exclude_max=True), st.integers(0, 10**6), st.sampled_from([0.0, 1.0]))
-def test_values_and_units_are_inverse_and_moves_stay_inside(domain: Domain, unit: float, seed: int, resample: float) -> None:
+@given(
+    st.sampled_from(DOMAINS),
+    st.floats(0, 1, exclude_max=True),
+    st.integers(0, 10**6),
+    st.sampled_from([0.0, 1.0]),
+)
+def test_values_and_units_are_inverse_and_moves_stay_inside(
+    domain: Domain, unit: float, seed: int, resample: float
+) -> None:
     value = domain.at(unit)
     if domain.kind in ("uniform", "loguniform"):
         assert domain.at(domain.unit(value)) == pytest.approx(value, rel=1e-9, abs=1e-12)
@@ -251,13 +309,21 @@ def test_values_and_units_are_inverse_and_moves_stay_inside(domain: Domain, unit
         (["search.num_samples=1"], "there must be at least two"),
         (["search.quantile_fraction=0.7"], "search.quantile_fraction=0.7: must lie in 0 .. 0.5"),
         (["search.perturbation_interval=0"], "search.perturbation_interval=0"),
-        (["space={batch_size: {choice: [64, 128]}}"], "space.batch_size with search.scheduler=pbt: cannot change in the middle"),
+        (
+            ["space={batch_size: {choice: [64, 128]}}"],
+            "space.batch_size with search.scheduler=pbt: cannot change in the middle",
+        ),
         (["trial.lr_schedule.decay=cosine"], "a generation would decay to its own end"),
-        (["search.scheduler=halving", "search.algorithm=tpe"], "search.scheduler=halving with search.algorithm=tpe"),
+        (
+            ["search.scheduler=halving", "search.algorithm=tpe"],
+            "search.scheduler=halving with search.algorithm=tpe",
+        ),
         (["executor=train"], "executor=train with search.scheduler=pbt"),
     ],
-)  # fmt: skip
-def test_populations_that_cannot_be_are_refused(bred: Make, overrides: list[str], said: str) -> None:
+)
+def test_populations_that_cannot_be_are_refused(
+    bred: Make, overrides: list[str], said: str
+) -> None:
     with pytest.raises(ValueError, match=said.replace("(", r"\(")):
         make_plan(bred(*overrides))
 
@@ -274,6 +340,8 @@ def test_a_real_population_computes_every_epoch_once(bred: Make, ray_session: No
     assert len(computed) == 6
     assert len(reports) == 2 * (1 + 2 + 3)
     child = next(trial for trial in trials if trial.config["changes"])
-    again = rerun(outcome.state, child, lambda alone: run_study(alone, SilentView(), lambda line: None).state)
+    again = rerun(
+        outcome.state, child, lambda alone: run_study(alone, SilentView(), lambda line: None).state
+    )
     assert again.again.reports.keys() == set(range(1, child.epochs + 1))
     assert again.differences == []

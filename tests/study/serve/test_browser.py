@@ -1,4 +1,5 @@
-"""In headless Chromium: the deep link, columns, sort, a run, ten compared; the report light and dark, wide and narrow, offline."""
+"""In headless Chromium: the deep link, columns, sort, a run, ten compared; the report light and
+dark, wide and narrow, offline."""
 
 from __future__ import annotations
 
@@ -23,20 +24,27 @@ EVIL = '"><script>alert(1)</script>'
 EVIL_NAME = '"><img src=x onerror=alert(1)>'
 """A name has no slash."""
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-SETTINGS = {"mlflow.assistant.panelOpen_v1": "false", "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1": "true"}
+SETTINGS = {
+    "mlflow.assistant.panelOpen_v1": "false",
+    "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1": "true",
+}
 LEGIBLE = 4.5
 """Contrast of text to its background that WCAG 2.1 asks for (AA)."""
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium"),
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium"
+    ),
 ]
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Headless Chromium."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: pip install playwright"
+    )
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
@@ -47,14 +55,24 @@ class Tab:
     """A page that notes what goes wrong in it."""
 
     def __init__(self, browser: Any, **options: Any) -> None:
-        self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
-        self.context.add_init_script("".join(f"localStorage.setItem({key!r}, {value!r});" for key, value in SETTINGS.items()))
+        self.context = browser.new_context(
+            **{"viewport": {"width": 1280, "height": 900}, **options}
+        )
+        self.context.add_init_script(
+            "".join(f"localStorage.setItem({key!r}, {value!r});" for key, value in SETTINGS.items())
+        )
         self.page = self.context.new_page()
         self.page.set_default_timeout(60_000)
         self.errors: list[str] = []
-        self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
+        self.page.on(
+            "console",
+            lambda message: self.errors.append(message.text) if message.type == "error" else None,
+        )
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("dialog", lambda dialog: (self.errors.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        self.page.on(
+            "dialog",
+            lambda dialog: (self.errors.append(f"dialog: {dialog.message}"), dialog.dismiss()),
+        )
 
     def __enter__(self) -> Tab:
         return self
@@ -65,15 +83,25 @@ class Tab:
 
 @pytest.fixture(scope="module")
 def evil(tmp_path_factory: pytest.TempPathFactory, server: Server) -> tuple[StudyConfig, str]:
-    """A study of twelve trials with a hostile name and label, in MLflow; and the deep link to it."""
+    """A study of twelve trials with a hostile name and label, in MLflow; and the deep link to
+    it."""
     from study.config.compose import load
     from tests.study.conftest import TINY
 
     folder = tmp_path_factory.mktemp("evil")
     (folder / "tiny.yaml").write_text(TINY)
     labels = {"float32": "float32", EVIL: "lns12"}
-    rows = ", ".join(f"{{label: '{label}', overrides: {{precision.format: {name}}}}}" for label, name in labels.items())
-    changes = [f"name='{EVIL_NAME}'", f"rows=[{rows}]", "seeds=[0,1,2,3,4,5]", f"storage={folder}", f"tracking_uri={server.uri}"]
+    rows = ", ".join(
+        f"{{label: '{label}', overrides: {{precision.format: {name}}}}}"
+        for label, name in labels.items()
+    )
+    changes = [
+        f"name='{EVIL_NAME}'",
+        f"rows=[{rows}]",
+        "seeds=[0,1,2,3,4,5]",
+        f"storage={folder}",
+        f"tracking_uri={server.uri}",
+    ]
     study = load(str(folder / "tiny.yaml"), changes)
     events = made_up_events(study)
     for place, event in enumerate(event for event in events if event["event"] == "report"):
@@ -97,11 +125,18 @@ def test_the_deep_link_opens_the_prepared_view(browser: Any, evil: tuple[StudyCo
         assert errors == []
 
 
-def test_runs_are_sorted_by_error_and_one_opens(browser: Any, evil: tuple[StudyConfig, str]) -> None:
+def test_runs_are_sorted_by_error_and_one_opens(
+    browser: Any, evil: tuple[StudyConfig, str]
+) -> None:
     study, link = evil
     client = connect(study.tracking)
     experiment = client.get_experiment_by_name(study.name).experiment_id
-    best = client.search_runs([experiment], "tags.kind = 'trial'", order_by=["metrics.`validation/error` ASC"], max_results=1)[0]
+    best = client.search_runs(
+        [experiment],
+        "tags.kind = 'trial'",
+        order_by=["metrics.`validation/error` ASC"],
+        max_results=1,
+    )[0]
     with Tab(browser) as tab:
         tab.page.goto(link)
         names = tab.page.get_by_role("link", name=re.compile("seed [0-5]"))
@@ -113,15 +148,28 @@ def test_runs_are_sorted_by_error_and_one_opens(browser: Any, evil: tuple[StudyC
         assert not [error for error in tab.errors if error.startswith("dialog")]
 
 
-def test_the_charts_of_the_prepared_view_are_drawn(browser: Any, evil: tuple[StudyConfig, str]) -> None:
+def test_the_charts_of_the_prepared_view_are_drawn(
+    browser: Any, evil: tuple[StudyConfig, str]
+) -> None:
     with Tab(browser, viewport={"width": 1600, "height": 1400}) as tab:
         tab.page.goto(f"{evil[1]}&compareRunsMode=CHART")
-        for title in ("Parallel Coordinates", "bits vs. validation/error", "seconds vs. validation/error"):
+        for title in (
+            "Parallel Coordinates",
+            "bits vs. validation/error",
+            "seconds vs. validation/error",
+        ):
             tab.page.get_by_text(title, exact=True).first.wait_for()
-        tab.page.wait_for_function("document.querySelectorAll('.scatterlayer .point').length >= 2 * 12")
+        tab.page.wait_for_function(
+            "document.querySelectorAll('.scatterlayer .point').length >= 2 * 12"
+        )
         tab.page.wait_for_function("document.querySelectorAll('.parcoords').length > 0")
         text = tab.page.inner_text("body")
-        assert text.index("Study") < text.index("Parallel Coordinates") < text.index("validation/loss") < text.index("cfg")
+        assert (
+            text.index("Study")
+            < text.index("Parallel Coordinates")
+            < text.index("validation/loss")
+            < text.index("cfg")
+        )
         errors = [error for error in tab.errors if "Failed to load resource" not in error]
         assert errors == []
 
@@ -133,8 +181,13 @@ def test_ten_runs_are_compared(browser: Any, evil: tuple[StudyConfig, str]) -> N
     study, _ = evil
     client = connect(study.tracking)
     experiment = client.get_experiment_by_name(study.name).experiment_id
-    runs = [run.info.run_id for run in client.search_runs([experiment], "tags.kind = 'trial'", max_results=10)]
-    query = urllib.parse.urlencode({"runs": json.dumps(runs), "experiments": json.dumps([experiment])})
+    runs = [
+        run.info.run_id
+        for run in client.search_runs([experiment], "tags.kind = 'trial'", max_results=10)
+    ]
+    query = urllib.parse.urlencode(
+        {"runs": json.dumps(runs), "experiments": json.dumps([experiment])}
+    )
     with Tab(browser) as tab:
         tab.page.goto(f"{study.tracking}/#/compare-runs?{query}")
         tab.page.get_by_text("Comparing 10 Runs").first.wait_for()
@@ -143,9 +196,11 @@ def test_ten_runs_are_compared(browser: Any, evil: tuple[StudyConfig, str]) -> N
 
 CONTRAST = """() => {
   const light = (text) => { const [r, g, b] = text.match(/[\\d.]+/g).map(Number).map((v) => v / 255)
-    .map((v) => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4); return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+    .map((v) => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
   const page = light(getComputedStyle(document.body).backgroundColor);
-  return Math.min(...[...document.querySelectorAll("p:not(.remark), td, th, h1, h2, a, dt, dd, label")].map((element) => {
+  const texts = document.querySelectorAll("p:not(.remark), td, th, h1, h2, a, dt, dd, label");
+  return Math.min(...[...texts].map((element) => {
     const text = light(getComputedStyle(element).color);
     return (Math.max(text, page) + 0.05) / (Math.min(text, page) + 0.05); }));
 }"""
@@ -157,7 +212,9 @@ def test_the_report_works_offline_wide_and_narrow_light_and_dark(
     browser: Any, evil: tuple[StudyConfig, str], width: int, scheme: str, tmp_path: Path
 ) -> None:
     page = evil[0].folder / "report" / "report.html"
-    with Tab(browser, viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True) as tab:
+    with Tab(
+        browser, viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True
+    ) as tab:
         tab.page.goto(page.as_uri())
         tab.page.wait_for_selector("body[data-explore=ready]")
         tab.page.wait_for_selector("#explore-scatter .point")
@@ -166,7 +223,11 @@ def test_the_report_works_offline_wide_and_narrow_light_and_dark(
         assert tab.page.evaluate(CONTRAST) >= LEGIBLE
         assert EVIL_NAME in tab.page.inner_text("h1")
         assert EVIL in tab.page.inner_text("#explore-scatter")
-        pictures = tab.page.evaluate("[...document.images].every((image) => image.complete && image.naturalWidth > 800)")
+        pictures = tab.page.evaluate(
+            "[...document.images].every((image) => image.complete && image.naturalWidth > 800)"
+        )
         assert pictures
         tab.page.select_option("#explore-x", "bits a value")
-        tab.page.wait_for_function("document.querySelector('#explore-scatter').layout.xaxis.title.text === 'bits a value'")
+        tab.page.wait_for_function(
+            "document.querySelector('#explore-scatter').layout.xaxis.title.text === 'bits a value'"
+        )

@@ -1,4 +1,5 @@
-"""MLflow's server for one user: one process, its guard, and no artifacts at places that clients name."""
+"""MLflow's server for one user: one process, its guard, and no artifacts at places that clients
+name."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ def test_one_process_serves_with_mlflows_protection(server: Server) -> None:
 
 
 @pytest.mark.parametrize("key", ["metrics.`validation/error`", "params.`seed`", "tags.`row`"])
-def test_sorting_runs_does_not_look_at_all_pairs_of_them(server: Server, key: str, tmp_path: Path) -> None:
+def test_sorting_runs_does_not_look_at_all_pairs_of_them(
+    server: Server, key: str, tmp_path: Path
+) -> None:
     asked: list[tuple[str, Any]] = []
 
     def note(connection: Any, cursor: Any, statement: str, parameters: Any, *_: Any) -> None:
@@ -66,11 +69,17 @@ def test_sorting_runs_does_not_look_at_all_pairs_of_them(server: Server, key: st
             asked.append((statement, parameters))
 
     path = tmp_path / "copy.db"
-    with closing(sqlite3.connect(server.folder / "mlflow.db")) as database, closing(sqlite3.connect(path)) as copy:
+    with (
+        closing(sqlite3.connect(server.folder / "mlflow.db")) as database,
+        closing(sqlite3.connect(path)) as copy,
+    ):
         database.backup(copy)
-        assert copy.execute("SELECT stat FROM sqlite_stat1 WHERE idx = 'sqlite_autoindex_latest_metrics_1'").fetchone()
+        assert copy.execute(
+            "SELECT stat FROM sqlite_stat1 WHERE idx = 'sqlite_autoindex_latest_metrics_1'"
+        ).fetchone()
         copy.execute("DROP TABLE sqlite_stat1")
-        for table in ("latest_metrics", "metrics", "params", "tags", "runs"):  # what other tests have left decides plans too
+        # what other tests have left decides plans too
+        for table in ("latest_metrics", "metrics", "params", "tags", "runs"):
             copy.execute(f"DELETE FROM {table}")
         copy.commit()
     event.listen(Engine, "before_cursor_execute", note)
@@ -84,7 +93,8 @@ def test_sorting_runs_does_not_look_at_all_pairs_of_them(server: Server, key: st
         with closing(sqlite3.connect(path)) as copy:
             return [row[3] for row in copy.execute(f"EXPLAIN QUERY PLAN {statement}", parameters)]
 
-    assert any(step.startswith("SCAN anon") for step in steps()), steps()  # as sqlite does it by itself
+    # as sqlite does it by itself
+    assert any(step.startswith("SCAN anon") for step in steps()), steps()
     write_statistics(f"sqlite:///{path}")
     assert not any(step.startswith("SCAN anon") for step in steps()), steps()
     assert any("INDEX (run_uuid=?) LEFT-JOIN" in step for step in steps()), steps()
@@ -101,18 +111,25 @@ def test_another_mlflow_is_refused_and_not_served_without_its_guard(tmp_path: Pa
         timeout=120,
     )
     assert done.returncode == 1
-    assert "ARTIFACT_ROOT_ENV_VAR is _MLFLOW_SERVER_ARTIFACT_ROOT, not _ANOTHER_NAME: this MLflow" in done.stderr
+    assert (
+        "ARTIFACT_ROOT_ENV_VAR is _MLFLOW_SERVER_ARTIFACT_ROOT, not _ANOTHER_NAME: this MLflow"
+        in done.stderr
+    )
 
 
 def test_a_server_without_a_token_does_not_start(tmp_path: Path) -> None:
     variables = os.environ | environment(f"sqlite:///{tmp_path}/mlflow.db")
     done = subprocess.run(
-        command(str(tmp_path / "artifacts"), free_port()), env=variables, capture_output=True, text=True, timeout=60
+        command(str(tmp_path / "artifacts"), free_port()),
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert (done.returncode, f"{TOKEN} is not set" in done.stderr) == (2, True)
 
 
-# ------------------------------------------------------------------------------------------------------------------------- the guard
+# --------------------------------------------------------------------------------------------------
 
 SECRET = "the-token-of-the-link"
 
@@ -126,11 +143,18 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server.stop()
 
 
-def visit(server: Server, path: str, body: object = None, **headers: str) -> tuple[int, dict[str, str], str]:
+def visit(
+    server: Server, path: str, body: object = None, **headers: str
+) -> tuple[int, dict[str, str], str]:
     """Status, headers and text of a request."""
     there = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     sent = None if body is None else json.dumps(body)
-    there.request("GET" if body is None else "POST", path, sent, {"Content-Type": "application/json", **headers})
+    there.request(
+        "GET" if body is None else "POST",
+        path,
+        sent,
+        {"Content-Type": "application/json", **headers},
+    )
     answer = there.getresponse()
     text = answer.read().decode(errors="replace")
     there.close()
@@ -162,9 +186,13 @@ SEARCH, CREATE = "/api/2.0/mlflow/experiments/search", "/api/2.0/mlflow/experime
         {"Cookie": "\x80=;"},
     ],
 )
-def test_who_does_not_know_the_token_gets_nothing(guarded: Server, path: str, headers: dict[str, str]) -> None:
+def test_who_does_not_know_the_token_gets_nothing(
+    guarded: Server, path: str, headers: dict[str, str]
+) -> None:
     for asked in (path, f"{path}{'&' if '?' in path else '?'}token=wrong", f"{path}?token="):
-        status, _, text = visit(guarded, asked, {"name": "x"} if path == CREATE else None, **headers)
+        status, _, text = visit(
+            guarded, asked, {"name": "x"} if path == CREATE else None, **headers
+        )
         assert (status, "Open the link" in text) == (401, True)
     assert SECRET not in text
     assert visit(guarded, "/health")[0] == 200
@@ -186,7 +214,9 @@ def test_a_study_without_the_token_is_told_where_it_is(guarded: Server) -> None:
         check_tracking(guarded.uri)
 
 
-def test_mlflows_clients_come_in_by_their_own_variables(guarded: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflows_clients_come_in_by_their_own_variables(
+    guarded: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(Exception, match="401"):
         connect(guarded.uri).search_experiments(max_results=1)
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", SECRET)
@@ -199,13 +229,23 @@ def test_mlflows_clients_come_in_by_their_own_variables(guarded: Server, monkeyp
 
 @pytest.mark.parametrize("key", ["artifact_location", "artifactLocation"])
 @pytest.mark.parametrize("prefix", ["/api/2.0", "/ajax-api/2.0"])
-def test_clients_cannot_name_a_place_for_artifacts(guarded: Server, tmp_path: Path, prefix: str, key: str) -> None:
+def test_clients_cannot_name_a_place_for_artifacts(
+    guarded: Server, tmp_path: Path, prefix: str, key: str
+) -> None:
     bearer = {"Authorization": f"Bearer {SECRET}"}
     body = {"name": f"takes {key} {prefix}", key: tmp_path.as_uri()}
     for sent in (body, json.dumps(body)):  # MLflow takes JSON in JSON, too
         status, _, text = visit(guarded, f"{prefix}/mlflow/experiments/create", sent, **bearer)
         assert (status, "own place" in text) == (400, True), text
-    assert visit(guarded, f"{prefix}/mlflow/experiments/create", {"name": f"none {key} {prefix}"}, **bearer)[0] == 200
+    assert (
+        visit(
+            guarded,
+            f"{prefix}/mlflow/experiments/create",
+            {"name": f"none {key} {prefix}"},
+            **bearer,
+        )[0]
+        == 200
+    )
 
 
 def test_the_token_is_in_no_command_line_and_no_child(guarded: Server) -> None:
@@ -219,6 +259,9 @@ def test_a_local_database_commits_to_its_log_and_another_to_the_disk(tmp_path: P
     for name in ("log", "other"):
         engine = create_engine(f"sqlite:///{tmp_path}/{name}.db")
         with engine.connect() as connection:
-            settings[name] = [connection.execute(text(f"PRAGMA {key}")).scalar() for key in ("journal_mode", "synchronous")]
+            settings[name] = [
+                connection.execute(text(f"PRAGMA {key}")).scalar()
+                for key in ("journal_mode", "synchronous")
+            ]
         engine.dispose()
     assert settings == {"log": ["wal", 1], "other": ["delete", 2]}

@@ -1,4 +1,5 @@
-"""MLflow for a team: what is refused, and a real server with logins and two workers over a real PostgreSQL."""
+"""MLflow for a team: what is refused, and a real server with logins and two workers over a real
+PostgreSQL."""
 
 from __future__ import annotations
 
@@ -34,24 +35,44 @@ ADA = ("ada", "staple staple staple")
 NAME = "mlflow.team.example"
 
 
-# ------------------------------------------------------------------------------------------------------------------------- refusals
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--team"], ("--workers 4 over sqlite", "one process write at a time", "postgresql://", "--workers 1")),
+        (
+            ["--team"],
+            (
+                "--workers 4 over sqlite",
+                "one process write at a time",
+                "postgresql://",
+                "--workers 1",
+            ),
+        ),
         (["--team", "--workers", "0"], ("--workers 0", "at least 1")),
-        (["--team", "--backend-store-uri", "mysql+pymysql://me:secret@host/db"], ("mysql+pymysql://me:***@host/db",)),
-        (["--team", "--backend-store-uri", "postgresql://me:secret@127.0.0.1:1/db"], ("does not answer", "me:***@", "PGPASSWORD")),
-        (["--team", "--workers", "1", "--host", "0.0.0.0"], ("--host 0.0.0.0", "--allow-host NAME")),
+        (
+            ["--team", "--backend-store-uri", "mysql+pymysql://me:secret@host/db"],
+            ("mysql+pymysql://me:***@host/db",),
+        ),
+        (
+            ["--team", "--backend-store-uri", "postgresql://me:secret@127.0.0.1:1/db"],
+            ("does not answer", "me:***@", "PGPASSWORD"),
+        ),
+        (
+            ["--team", "--workers", "1", "--host", "0.0.0.0"],
+            ("--host 0.0.0.0", "--allow-host NAME"),
+        ),
         (["--team", "--workers", "1", "--allow-host", "*"], ("--allow-host '*'",)),
-        (["--team", "--workers", "1", "--artifacts", "."], ("--artifacts", "must not hold the storage")),
+        (
+            ["--team", "--workers", "1", "--artifacts", "."],
+            ("--artifacts", "must not hold the storage"),
+        ),
         (["--team", "--workers", "1"], (f"{PASSWORD}: is not set", "no default")),
         (["--workers", "2"], ("--workers", "add --team")),
         (["--host", "0.0.0.0"], ("--host", "add --team")),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_work_is_refused(
     arguments: list[str],
     said: tuple[str, ...],
@@ -72,13 +93,22 @@ def test_what_cannot_work_is_refused(
 def test_a_short_password_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PASSWORD, "short")
     uri = f"sqlite:///{tmp_path / 'team.db'}"
-    team = Team(uri=uri, storage=tmp_path, artifacts=str(tmp_path / "artifacts"), host="127.0.0.1", port=free_port(), workers=1)
+    team = Team(
+        uri=uri,
+        storage=tmp_path,
+        artifacts=str(tmp_path / "artifacts"),
+        host="127.0.0.1",
+        port=free_port(),
+        workers=1,
+    )
     with pytest.raises(ValueError, match=f"{PASSWORD}: has 5 characters.*at least 12"):
         check(team)
 
 
 @pytest.mark.slow
-def test_a_percent_sign_in_the_database_survives_the_settings_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_percent_sign_in_the_database_survives_the_settings_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As MLflow reads it."""
     from mlflow.server.auth.config import read_auth_config
 
@@ -91,14 +121,29 @@ def test_a_percent_sign_in_the_database_survives_the_settings_file(tmp_path: Pat
     assert found.auth_cache_ttl_seconds == 60
 
 
-# ---------------------------------------------------------------------------------------------------------------------- a real server
+# --------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def team_server(uri: str, folder: Path, *arguments: str, **environment: str) -> Iterator[tuple[str, int]]:
+def team_server(
+    uri: str, folder: Path, *arguments: str, **environment: str
+) -> Iterator[tuple[str, int]]:
     """``lns-study ui --team`` as a user runs it; the address and the process id."""
-    words = [sys.executable, "-m", "study", "ui", "--team", "--backend-store-uri", uri, "--port", str(free_port()), *arguments]
-    process = subprocess.Popen(words, cwd=folder, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
+    words = [
+        sys.executable,
+        "-m",
+        "study",
+        "ui",
+        "--team",
+        "--backend-store-uri",
+        uri,
+        "--port",
+        str(free_port()),
+        *arguments,
+    ]
+    process = subprocess.Popen(
+        words, cwd=folder, env=os.environ | environment, stdout=subprocess.PIPE, text=True
+    )
     try:
         assert process.stdout is not None
         said = process.stdout.readline() + process.stdout.readline()
@@ -119,14 +164,21 @@ def team(postgres: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
         database.execute("CREATE DATABASE team")
     uri = f"{postgres.rpartition('/')[0]}/team"
     folder = tmp_path_factory.mktemp("team")
-    with team_server(uri, folder, "--workers", "2", "--allow-host", NAME, **{PASSWORD: ADMIN[1]}) as found:
+    with team_server(
+        uri, folder, "--workers", "2", "--allow-host", NAME, **{PASSWORD: ADMIN[1]}
+    ) as found:
         create = {"username": ADA[0], "password": ADA[1]}
         assert ask(found[0], "POST", "/api/2.0/mlflow/users/create", create, ADMIN)[0] == 200
         yield found
 
 
 def ask(
-    address: str, method: str, path: str, body: object = None, user: tuple[str, str] | None = None, **headers: str
+    address: str,
+    method: str,
+    path: str,
+    body: object = None,
+    user: tuple[str, str] | None = None,
+    **headers: str,
 ) -> tuple[int, str]:
     """Status and text of a request, which says who asks if there is a ``user``."""
     there = http.client.HTTPConnection(address.removeprefix("http://"), timeout=30)
@@ -140,7 +192,9 @@ def ask(
 
 
 def log_in(monkeypatch: pytest.MonkeyPatch, user: tuple[str, str]) -> None:
-    for name, value in zip(("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"), user, strict=True):
+    for name, value in zip(
+        ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"), user, strict=True
+    ):
         monkeypatch.setenv(name, value)
 
 
@@ -151,13 +205,27 @@ ANY = {"max_results": 1}
 @pytest.mark.slow
 def test_only_who_knows_a_password_gets_in(team: tuple[str, int]) -> None:
     address, _ = team
-    for path in ("/", SEARCH, "/ajax-api/2.0/mlflow/runs/search", "/api/2.0/mlflow-artifacts/artifacts"):
+    for path in (
+        "/",
+        SEARCH,
+        "/ajax-api/2.0/mlflow/runs/search",
+        "/api/2.0/mlflow-artifacts/artifacts",
+    ):
         assert ask(address, "GET", path)[0] == 401, path
     assert ask(address, "POST", SEARCH, ANY, ("admin", "wrong wrong wrong"))[0] == 401
     assert ask(address, "POST", SEARCH, ANY, ("admin", "password1234"))[0] == 401
     for user in (ADMIN, ADA):
         assert ask(address, "POST", SEARCH, ANY, user)[0] == 200
-    assert ask(address, "POST", "/api/2.0/mlflow/users/create", {"username": "eve", "password": "x" * 12}, ADA)[0] == 403
+    assert (
+        ask(
+            address,
+            "POST",
+            "/api/2.0/mlflow/users/create",
+            {"username": "eve", "password": "x" * 12},
+            ADA,
+        )[0]
+        == 403
+    )
 
 
 @pytest.mark.slow
@@ -176,7 +244,9 @@ def test_hosts_and_pages_of_strangers_are_refused(team: tuple[str, int]) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("key", ["artifact_location", "artifactLocation"])
 @pytest.mark.parametrize("prefix", ["/api/2.0", "/ajax-api/2.0"])
-def test_clients_cannot_name_a_folder_of_the_servers(team: tuple[str, int], tmp_path: Path, prefix: str, key: str) -> None:
+def test_clients_cannot_name_a_folder_of_the_servers(
+    team: tuple[str, int], tmp_path: Path, prefix: str, key: str
+) -> None:
     for user in (ADMIN, ADA):
         body = {"name": f"takes {user[0]} {key} {prefix}", key: tmp_path.as_uri()}
         for sent in (body, json.dumps(body)):  # MLflow takes JSON in JSON, too
@@ -193,7 +263,11 @@ def test_two_workers_answer_and_nothing_secret_is_in_a_command_line(team: tuple[
     assert not [line for line in lines if "postgresql" in line or ADMIN[1] in line]
     server = next(process for process in family if "uvicorn" in " ".join(process.cmdline()))
     variables = server.environ()
-    assert variables["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] == variables["MLFLOW_ENABLE_AI_GATEWAY"] == "false"
+    assert (
+        variables["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"]
+        == variables["MLFLOW_ENABLE_AI_GATEWAY"]
+        == "false"
+    )
     assert len(variables[SECRET]) == 64
     settings = Path(variables["MLFLOW_AUTH_CONFIG_PATH"])
     assert settings.stat().st_mode & 0o077 == 0
@@ -211,7 +285,10 @@ def test_a_ledger_is_sent_by_who_has_logged_in(
     write_ledger(study, events)
     arguments = ("sync", study.slug, "--storage", study.storage)
     assert_refused(
-        lns_study(*arguments, cwd=tmp_path), "asks for a login", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"
+        lns_study(*arguments, cwd=tmp_path),
+        "asks for a login",
+        "MLFLOW_TRACKING_USERNAME",
+        "MLFLOW_TRACKING_PASSWORD",
     )
     log_in(monkeypatch, ("ada", "a wrong password"))
     assert_refused(lns_study(*arguments, cwd=tmp_path), "asks for a login")
@@ -223,8 +300,15 @@ def test_a_ledger_is_sent_by_who_has_logged_in(
     assert send(study, events, report_in(tmp_path))[0] == ""
     client, parent, children = runs_of(study)
     assert len(children) == 4
-    assert [file.path for file in client.list_artifacts(parent.info.run_id, "report")] == ["report/report.html"]
-    assert Path(client.download_artifacts(parent.info.run_id, "report/report.html", str(tmp_path))).read_text() == "x"
+    assert [file.path for file in client.list_artifacts(parent.info.run_id, "report")] == [
+        "report/report.html"
+    ]
+    assert (
+        Path(
+            client.download_artifacts(parent.info.run_id, "report/report.html", str(tmp_path))
+        ).read_text()
+        == "x"
+    )
     log_in(monkeypatch, ADMIN)
     assert is_equal(study)
 
@@ -239,8 +323,12 @@ def test_a_password_in_the_uri_logs_in_and_later_comes_from_the_environment(
     assert send(study, made_up_events(study), report_in(tmp_path))[0] == ""
     assert is_equal(study)
     arguments = ("sync", study.slug, "--storage", study.storage)
-    assert_refused(lns_study(*arguments, cwd=tmp_path), "ada:***@", "not stored", "MLFLOW_TRACKING_PASSWORD")
-    assert_refused(lns_study(*arguments, cwd=tmp_path, MLFLOW_TRACKING_PASSWORD="wrong"), "asks for a login")
+    assert_refused(
+        lns_study(*arguments, cwd=tmp_path), "ada:***@", "not stored", "MLFLOW_TRACKING_PASSWORD"
+    )
+    assert_refused(
+        lns_study(*arguments, cwd=tmp_path, MLFLOW_TRACKING_PASSWORD="wrong"), "asks for a login"
+    )
     done = lns_study(*arguments, cwd=tmp_path, MLFLOW_TRACKING_PASSWORD=ADA[1])
     assert done.returncode == 0, done.stderr
     assert ADA[1] not in (study.folder / FILE).read_text()
@@ -252,7 +340,14 @@ def test_a_study_feeds_a_teams_server_while_it_runs(
 ) -> None:
     study = tiny("runs for a team", f"tracking_uri={team[0]}")
     config = tmp_path / "tiny.yaml"
-    arguments = ("run", str(config), f"name={study.name}", f"storage={study.storage}", f"tracking_uri={team[0]}", "--plain")
+    arguments = (
+        "run",
+        str(config),
+        f"name={study.name}",
+        f"storage={study.storage}",
+        f"tracking_uri={team[0]}",
+        "--plain",
+    )
     assert_refused(lns_study(*arguments, cwd=tmp_path), "asks for a login")
     log_in(monkeypatch, ADA)
     done = lns_study(*arguments, cwd=tmp_path)

@@ -16,10 +16,26 @@ THEN = f"   then open http://127.0.0.1:5000/{PAGE}"
     ("uri", "storage", "said"),
     [
         (default_tracking_uri("studies"), "studies", f"lns-study ui{THEN}"),
-        (default_tracking_uri("my studies"), "my studies", f"lns-study ui --storage 'my studies'{THEN}"),
-        ("sqlite:////data/a b.db", "studies", f"lns-study ui --tracking-uri 'sqlite:////data/a b.db'{THEN}"),
-        ("sqlite:////data/a.db", "/s", f"lns-study ui --tracking-uri sqlite:////data/a.db --storage /s{THEN}"),
-        ("postgresql://me:secret@host/db", "studies", f"lns-study ui --tracking-uri 'postgresql://me:***@host/db'{THEN}"),
+        (
+            default_tracking_uri("my studies"),
+            "my studies",
+            f"lns-study ui --storage 'my studies'{THEN}",
+        ),
+        (
+            "sqlite:////data/a b.db",
+            "studies",
+            f"lns-study ui --tracking-uri 'sqlite:////data/a b.db'{THEN}",
+        ),
+        (
+            "sqlite:////data/a.db",
+            "/s",
+            f"lns-study ui --tracking-uri sqlite:////data/a.db --storage /s{THEN}",
+        ),
+        (
+            "postgresql://me:secret@host/db",
+            "studies",
+            f"lns-study ui --tracking-uri 'postgresql://me:***@host/db'{THEN}",
+        ),
         ("http://127.0.0.1:5001", "studies", f"http://127.0.0.1:5001/{PAGE}"),
         ("https://host/", "/s", f"https://host/{PAGE}"),
         ("https://me:secret@host/", "/s", f"https://host/{PAGE}"),
@@ -30,7 +46,11 @@ def test_how_to_open_a_store(uri: str, storage: str, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("uri", "said"), [("http://host:1", r"server already; open http://host:1"), ("file:/x", r"must start with one of")]
+    ("uri", "said"),
+    [
+        ("http://host:1", r"server already; open http://host:1"),
+        ("file:/x", r"must start with one of"),
+    ],
 )
 def test_what_the_ui_cannot_serve_is_refused(uri: str, said: str) -> None:
     check_servable("sqlite:////data/a.db")

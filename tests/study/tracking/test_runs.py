@@ -46,7 +46,10 @@ def send(
     """Send a ledger with these events to MLflow."""
     said: list[dict[str, Any]] = []
     folder = write_ledger(study, events)
-    return sync(folder, uri or study.tracking, folder.parent / "artifacts", report, said.append), said
+    return (
+        sync(folder, uri or study.tracking, folder.parent / "artifacts", report, said.append),
+        said,
+    )
 
 
 def report_in(folder: Path) -> Path:
@@ -70,7 +73,9 @@ def runs_of(study: StudyConfig, uri: str | None = None) -> tuple[Any, Any, list[
 
 def is_equal(study: StudyConfig, uri: str | None = None) -> bool:
     """Whether the store has exactly what the ledger has."""
-    before, _ = reconcile(study.folder, uri or study.tracking, study.folder.parent / "artifacts", repair=False)
+    before, _ = reconcile(
+        study.folder, uri or study.tracking, study.folder.parent / "artifacts", repair=False
+    )
     return before.equal
 
 
@@ -90,7 +95,11 @@ def test_every_trial_is_a_run_with_everything(tracked: Tiny, tmp_path: Path) -> 
     assert run.data.tags["version.ray"] == "2.60.0"
     assert (run.data.tags["layout"], run.data.tags["status"]) == ("1 worker", "finished")
     history = client.get_metric_history(run.info.run_id, "validation/error")
-    report = next(event for event in events if event["event"] == "report" and event["trial"] == run.data.tags["trial"])
+    report = next(
+        event
+        for event in events
+        if event["event"] == "report" and event["trial"] == run.data.tags["trial"]
+    )
     assert [point.step for point in history] == [1, 2, 3]
     assert history[0].timestamp == int(report["time"] * 1000)
     assert run.data.metrics["test/error"] == pytest.approx(0.02, abs=1e-3)
@@ -114,14 +123,19 @@ def test_sending_a_ledger_again_doubles_nothing(tracked: Tiny) -> None:
 
 
 def test_a_profile_is_an_artifact_of_its_trial_once(tracked: Tiny) -> None:
-    """Not before the trial has ended; a run that has ended is left alone, one that lost its end is completed with the same files."""
+    """Not before the trial has ended; a run that has ended is left alone, one that lost its end is
+    completed with the same files."""
     study = tracked("tracked profile")
     events = made_up_events(study)
     first, second = dict.fromkeys(event["trial"] for event in events if "trial" in event)
     folder = study.folder / "profiles" / first
     folder.mkdir(parents=True)
     (folder / "rank0.txt").write_text("recorded")
-    cut = next(number for number, event in enumerate(events) if event["event"] == "finished" and event["trial"] == first)
+    cut = next(
+        number
+        for number, event in enumerate(events)
+        if event["event"] == "finished" and event["trial"] == first
+    )
     send(study, events[:cut])
     assert profile_of(study, first) == {}
     send(study, events)
@@ -143,7 +157,9 @@ def profile_of(study: StudyConfig, trial: str) -> dict[str, str]:
     client, _, children = runs_of(study)
     (run,) = [run.info.run_id for run in children if run.data.tags["trial"] == trial]
     files = client.list_artifacts(run, "profile")
-    return {file.path: Path(client.download_artifacts(run, file.path)).read_text() for file in files}
+    return {
+        file.path: Path(client.download_artifacts(run, file.path)).read_text() for file in files
+    }
 
 
 def test_more_seeds_keep_the_runs_there_are(tracked: Tiny) -> None:
@@ -174,13 +190,17 @@ def test_a_ledger_that_was_sent_in_part_is_completed(tracked: Tiny, cut: int) ->
 
 
 def retried(events: list[Any]) -> tuple[list[Any], list[Any]]:
-    """A ledger whose first trial fails after its first epoch, and the same after it was retried and finished."""
+    """A ledger whose first trial fails after its first epoch, and the same after it was retried and
+    finished."""
     trial = events[0]["trials"][0]["id"]
     mine = [event for event in events if event.get("trial") == trial]
     others = [event for event in events[1:-1] if event.get("trial") != trial]
     failed = {"event": "failed", "time": mine[1]["time"] + 0.5, "trial": trial, "error": "boom"}
     first = [events[0], *mine[:2], failed, *others, {**events[-1], "outcome": "failed"}]
-    rest = [{**event, "time": event["time"] + 600} for event in (events[0], mine[0], *mine[2:], events[-1])]
+    rest = [
+        {**event, "time": event["time"] + 600}
+        for event in (events[0], mine[0], *mine[2:], events[-1])
+    ]
     return first, [*first, *rest]
 
 
@@ -192,7 +212,11 @@ def test_a_retried_trial_has_every_epoch_and_no_error(tracked: Tiny) -> None:
     assert send(study, whole)[0] == ""
     client, _, children = runs_of(study)
     (run,) = [run for run in children if run.data.tags["trial"] == first[0]["trials"][0]["id"]]
-    assert [point.step for point in client.get_metric_history(run.info.run_id, "train/loss")] == [1, 2, 3]
+    assert [point.step for point in client.get_metric_history(run.info.run_id, "train/loss")] == [
+        1,
+        2,
+        3,
+    ]
     assert run.data.tags["status"] == "finished"
     assert "error" not in run.data.tags
     assert is_equal(study)
@@ -203,7 +227,9 @@ def test_a_trial_that_is_tried_again_is_not_called_failed_meanwhile(tracked: Tin
     first, whole = retried(made_up_events(study))
     assert send(study, first)[0] == ""
     assert send(study, whole[:-2])[0] == ""
-    (run,) = [run for run in runs_of(study)[2] if run.data.tags["trial"] == first[0]["trials"][0]["id"]]
+    (run,) = [
+        run for run in runs_of(study)[2] if run.data.tags["trial"] == first[0]["trials"][0]["id"]
+    ]
     assert {"status", "error"}.isdisjoint(run.data.tags)
     assert is_equal(study)
 
@@ -241,7 +267,10 @@ def test_settings_that_change_while_a_trial_runs_are_step_metrics(tracked: Tiny)
     reports[1]["params"] = {"optimizer.lr": 0.5}
     send(study, events)
     client, _, (run,) = runs_of(study)
-    history = {point.step: point.value for point in client.get_metric_history(run.info.run_id, "cfg/optimizer.lr")}
+    history = {
+        point.step: point.value
+        for point in client.get_metric_history(run.info.run_id, "cfg/optimizer.lr")
+    }
     assert history == {0: float(run.data.params["optimizer.lr"]), 2: 0.5}
     assert is_equal(study)
 
@@ -260,7 +289,11 @@ def test_no_two_names_meet(first: str, second: str) -> None:
 
 
 def test_plain_names_stay_and_others_are_readable() -> None:
-    assert [sanitise(name) for name in ("validation/error", "a b-c.d_e", "dp=2")] == ["validation/error", "a b-c.d_e", "dp:3d:2"]
+    assert [sanitise(name) for name in ("validation/error", "a b-c.d_e", "dp=2")] == [
+        "validation/error",
+        "a b-c.d_e",
+        "dp:3d:2",
+    ]
 
 
 def test_what_mlflow_would_cut_off_is_refused(tracked: Tiny) -> None:
@@ -268,14 +301,20 @@ def test_what_mlflow_would_cut_off_is_refused(tracked: Tiny) -> None:
     study = tracked("long", "baseline=null")
     label, name = "=" * NAME_LENGTH, "n" * 501
     for changed, said in (
-        (replace(study, rows=[RowConfig(label=label)]), r"label: has .* characters as MLflow stores it, which takes 250"),
+        (
+            replace(study, rows=[RowConfig(label=label)]),
+            r"label: has .* characters as MLflow stores it, which takes 250",
+        ),
         (replace(study, name=name), r"name: has 501 characters"),
     ):
         with pytest.raises(ValueError, match=said):
             check_loggable(make_plan(changed))
 
 
-@pytest.mark.parametrize("uri", ["http://127.0.0.1:9", "sqlite:////proc/nowhere/mlflow.db", f"sqlite:///{Path(__file__)}"])
+@pytest.mark.parametrize(
+    "uri",
+    ["http://127.0.0.1:9", "sqlite:////proc/nowhere/mlflow.db", f"sqlite:///{Path(__file__)}"],
+)
 def test_a_store_that_does_not_answer_is_refused(uri: str) -> None:
     with pytest.raises(ValueError, match=r"no MLflow tracking store answers.*lns-study ui"):
         check_tracking(uri)
@@ -289,17 +328,29 @@ def test_the_view_has_the_columns_the_sort_and_the_charts(tracked: Tiny) -> None
     state = read_view(tags[TAG + opened["view"]])
     assert opened["view"] == view_key({"ledger": "abc123"})
     assert state["orderByKey"] == "metrics.`validation/error`"
-    assert {"tags.`row`", "params.`precision.format`", "metrics.`test/error`"} <= set(state["selectedColumns"])
+    assert {"tags.`row`", "params.`precision.format`", "metrics.`test/error`"} <= set(
+        state["selectedColumns"]
+    )
     assert {chart["type"] for chart in state["compareRunCharts"]} == {"PARALLEL", "SCATTER", "LINE"}
-    assert page("7", "k") == "#/experiments/7/runs?viewStateShareKey=k&workflowType=machine_learning"
+    assert (
+        page("7", "k") == "#/experiments/7/runs?viewStateShareKey=k&workflowType=machine_learning"
+    )
 
 
 def test_the_view_of_a_search_shows_what_it_varies_before_it_has_trials(tiny: Tiny) -> None:
-    space = "space={optimizer.lr: {loguniform: [0.01, 1]}, model: {choice: [{hidden: [8]}, {hidden: [16]}]}}"
+    space = (
+        "space={optimizer.lr: {loguniform: [0.01, 1]}, model: {choice: [{hidden: [8]}, {hidden:"
+        " [16]}]}}"
+    )
     plan = make_plan(tiny("a search's view", space, "search={algorithm: tpe, num_samples: 2}"))
     event = plan.to_event()
     assert event["trials"] == []
-    assert varied_keys(event) == ["optimizer.lr", "model.hidden", "precision.format", "precision.scope"]
+    assert varied_keys(event) == [
+        "optimizer.lr",
+        "model.hidden",
+        "precision.format",
+        "precision.scope",
+    ]
     state = view_state(event)
     assert {"params.`optimizer.lr`", "params.`model.hidden`"} <= set(state["selectedColumns"])
     charts = {chart["uuid"]: chart for chart in state["compareRunCharts"]}
@@ -322,7 +373,7 @@ def test_follower_reads_whole_lines_only_and_each_once(tmp_path: Path) -> None:
         assert follower.poll() == []
 
 
-# --------------------------------------------------------------------------------------------------------------------- reconcile
+# --------------------------------------------------------------------------------------------------
 
 
 def _break(study: StudyConfig, statement: str) -> None:
@@ -333,22 +384,46 @@ def _break(study: StudyConfig, statement: str) -> None:
 @pytest.mark.parametrize(
     ("statement", "said"),
     [
-        ("DELETE FROM metrics WHERE run_uuid='{run}' AND key='train/loss' AND step=2", "lacks train/loss at step 2"),
-        ("UPDATE metrics SET value=7 WHERE run_uuid='{run}' AND key='train/loss' AND step=2", "train/loss = 7.0 at step 2"),
+        (
+            "DELETE FROM metrics WHERE run_uuid='{run}' AND key='train/loss' AND step=2",
+            "lacks train/loss at step 2",
+        ),
+        (
+            "UPDATE metrics SET value=7 WHERE run_uuid='{run}' AND key='train/loss' AND step=2",
+            "train/loss = 7.0 at step 2",
+        ),
         ("DELETE FROM params WHERE run_uuid='{run}' AND key='epochs'", "lacks param epochs"),
         ("UPDATE params SET value='9' WHERE run_uuid='{run}' AND key='epochs'", "param epochs = 9"),
-        ("UPDATE runs SET status='RUNNING' WHERE run_uuid='{run}'", r"its end \(FINISHED; it is RUNNING\)"),
+        (
+            "UPDATE runs SET status='RUNNING' WHERE run_uuid='{run}'",
+            r"its end \(FINISHED; it is RUNNING\)",
+        ),
         ("UPDATE runs SET lifecycle_stage='deleted' WHERE run_uuid='{run}'", "lacks its run"),
-        ("UPDATE tags SET value='abc123/stranger' WHERE run_uuid='{run}' AND key='lns_study.key'", "belongs to no trial"),
+        (
+            (
+                "UPDATE tags SET value='abc123/stranger' WHERE run_uuid='{run}' AND"
+                " key='lns_study.key'"
+            ),
+            "belongs to no trial",
+        ),
     ],
 )
-def test_reconcile_finds_and_mends(tracked: Tiny, capsys: pytest.CaptureFixture[str], statement: str, said: str) -> None:
+def test_reconcile_finds_and_mends(
+    tracked: Tiny, capsys: pytest.CaptureFixture[str], statement: str, said: str
+) -> None:
     study = tracked("reconciled")
     if not (study.folder / FILE).exists():
         send(study, made_up_events(study))
     _, _, (run, *_) = runs_of(study)
     _break(study, statement.format(run=run.info.run_id))
-    words = ["reconcile", "reconciled", "--storage", study.storage, "--tracking-uri", study.tracking]
+    words = [
+        "reconcile",
+        "reconciled",
+        "--storage",
+        study.storage,
+        "--tracking-uri",
+        study.tracking,
+    ]
     assert main([*words, "--check"]) == 1
     assert re.search(said, capsys.readouterr().out)
     assert main(words) == 0
@@ -357,11 +432,20 @@ def test_reconcile_finds_and_mends(tracked: Tiny, capsys: pytest.CaptureFixture[
 
 
 LACKS = [
-    ("DELETE FROM metrics WHERE run_uuid='{run}' AND key='train/loss' AND step=2", "lacks train/loss at step 2"),
-    ("DELETE FROM metrics WHERE run_uuid='{run}' AND key='cfg/optimizer.lr'", "lacks cfg/optimizer.lr at step 0"),
+    (
+        "DELETE FROM metrics WHERE run_uuid='{run}' AND key='train/loss' AND step=2",
+        "lacks train/loss at step 2",
+    ),
+    (
+        "DELETE FROM metrics WHERE run_uuid='{run}' AND key='cfg/optimizer.lr'",
+        "lacks cfg/optimizer.lr at step 0",
+    ),
     ("DELETE FROM params WHERE run_uuid='{run}' AND key='epochs'", "lacks param epochs"),
     ("INSERT INTO tags VALUES ('error', 'stale', '{run}')", "the tag error"),
-    ("UPDATE tags SET value='x' WHERE run_uuid='{run}' AND key='mlflow.parentRunId'", "the parent run"),
+    (
+        "UPDATE tags SET value='x' WHERE run_uuid='{run}' AND key='mlflow.parentRunId'",
+        "the parent run",
+    ),
 ]
 
 
@@ -383,11 +467,15 @@ def test_sync_finds_and_mends_what_a_run_that_ended_lacks(
     assert run in {run.info.run_id for run in runs_of(study)[2]}
 
 
-def test_sync_deletes_nothing_and_names_what_is_too_much(tracked: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sync_deletes_nothing_and_names_what_is_too_much(
+    tracked: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
     study = tracked("synchronised with more")
     send(study, made_up_events(study))
     run = runs_of(study)[2][0].info.run_id
-    _break(study, f"UPDATE metrics SET value=7 WHERE key='train/loss' AND step=2 AND run_uuid='{run}'")
+    _break(
+        study, f"UPDATE metrics SET value=7 WHERE key='train/loss' AND step=2 AND run_uuid='{run}'"
+    )
     assert main(["sync", study.slug, "--storage", study.storage]) == 1
     said = capsys.readouterr()
     assert "train/loss = 7.0 at step 2" in said.err
@@ -397,7 +485,9 @@ def test_sync_deletes_nothing_and_names_what_is_too_much(tracked: Tiny, capsys: 
 
 
 @pytest.mark.parametrize("key", ["data.root", "gpus"])
-def test_reconcile_keeps_runs_whose_params_changed_without_changing_the_trial(tracked: Tiny, key: str) -> None:
+def test_reconcile_keeps_runs_whose_params_changed_without_changing_the_trial(
+    tracked: Tiny, key: str
+) -> None:
     """The data's folder and the share of a GPU; and params and metrics of the user's own."""
     study = tracked(f"reconciled {key}")
     events = made_up_events(study)
@@ -416,13 +506,22 @@ def test_reconcile_keeps_runs_whose_params_changed_without_changing_the_trial(tr
     assert main(["sync", study.slug, "--storage", study.storage]) == 0
 
 
-def test_reconcile_keeps_runs_of_trials_that_were_changed_when_memory_ran_out(tracked: Tiny) -> None:
+def test_reconcile_keeps_runs_of_trials_that_were_changed_when_memory_ran_out(
+    tracked: Tiny,
+) -> None:
     study = tracked("reconciled relief", "rows=[{label: a}]", "baseline=null")
     planned, started, first, *rest = made_up_events(study)
     send(study, [planned, started, first])
-    relieved = {"event": "relieved", "time": first["time"], "trial": first["trial"], "error": "full"}
+    relieved = {
+        "event": "relieved",
+        "time": first["time"],
+        "trial": first["trial"],
+        "error": "full",
+    }
     relieved["relief"] = {"memory.activation_checkpoints": True, "batch_size": 8}
-    write_ledger(study, [planned, started, first, relieved, started | {"time": first["time"] + 0.5}, *rest])
+    write_ledger(
+        study, [planned, started, first, relieved, started | {"time": first["time"] + 0.5}, *rest]
+    )
     before, after = reconcile(study.folder, study.tracking, study.folder.parent / "artifacts")
     assert before.false == {}
     assert after.equal
@@ -440,9 +539,13 @@ def test_a_run_that_is_made_anew_keeps_its_users_tags(tracked: Tiny) -> None:
     client, _, (run, *_) = runs_of(study)
     client.set_tag(run.info.run_id, "mlflow.note.content", "mine")
     client.set_tag(run.info.run_id, "paper", "figure 3")
-    _break(study, f"UPDATE params SET value='9' WHERE run_uuid='{run.info.run_id}' AND key='epochs'")
+    _break(
+        study, f"UPDATE params SET value='9' WHERE run_uuid='{run.info.run_id}' AND key='epochs'"
+    )
     assert reconcile(study.folder, study.tracking, study.folder.parent / "artifacts")[1].equal
-    (anew,) = [other for other in runs_of(study)[2] if other.data.tags["trial"] == run.data.tags["trial"]]
+    (anew,) = [
+        other for other in runs_of(study)[2] if other.data.tags["trial"] == run.data.tags["trial"]
+    ]
     assert anew.info.run_id != run.info.run_id
     assert (anew.data.tags["mlflow.note.content"], anew.data.tags["paper"]) == ("mine", "figure 3")
 
@@ -469,13 +572,17 @@ def test_children_of_a_deleted_parent_run_are_found_and_put_under_the_new_one(
     _, anew, moved = runs_of(study)  # which looks at their parent
     assert anew.info.run_id != parent.info.run_id
     assert {run.info.run_id for run in moved} == {run.info.run_id for run in children}
-    assert {"config.yaml", "plan.yaml", "environment.yaml"} <= {file.path for file in client.list_artifacts(anew.info.run_id)}
+    assert {"config.yaml", "plan.yaml", "environment.yaml"} <= {
+        file.path for file in client.list_artifacts(anew.info.run_id)
+    }
     _break(study, f"UPDATE tags SET value='{parent.info.run_id}' WHERE value='{anew.info.run_id}'")
     assert main(["reconcile", *words, "--check"]) == 1
     assert "the parent run" in capsys.readouterr().out
 
 
-def test_a_long_history_is_read_whole(tracked: Tiny, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_history_is_read_whole(
+    tracked: Tiny, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The server answers for many runs at once, up to a number of points."""
     from study.tracking import reconcile as module
 
@@ -491,7 +598,11 @@ def test_reconcile_deletes_twins(tracked: Tiny) -> None:
     study = tracked("reconciled twins")
     send(study, made_up_events(study))
     client, parent, (run, *_) = runs_of(study)
-    tags = {KEY_TAG: run.data.tags[KEY_TAG], "kind": "trial", "mlflow.parentRunId": parent.info.run_id}
+    tags = {
+        KEY_TAG: run.data.tags[KEY_TAG],
+        "kind": "trial",
+        "mlflow.parentRunId": parent.info.run_id,
+    }
     twin = client.create_run(run.info.experiment_id, tags=tags)
     before, after = reconcile(study.folder, study.tracking, study.folder.parent / "artifacts")
     assert before.strangers == [twin.info.run_id]
@@ -507,17 +618,21 @@ def test_only_one_process_sends_a_ledger(tracked: Tiny) -> None:
         assert "another process" in send(study, made_up_events(study))[0]
 
 
-# ------------------------------------------------------------------------------------------------------------------- real server
+# --------------------------------------------------------------------------------------------------
 
 
 def test_through_a_real_server(tracked: Tiny, tmp_path: Path, server: Server) -> None:
     study = tracked("served", f"tracking_uri={server.uri}")
     events = made_up_events(study)
-    next(event for event in events if event["event"] == "report")["metrics"]["train/loss"] = math.nan
+    next(event for event in events if event["event"] == "report")["metrics"]["train/loss"] = (
+        math.nan
+    )
     assert send(study, events, report_in(tmp_path))[0] == ""
     client, parent, children = runs_of(study)
     assert {run.info.status for run in [parent, *children]} == {"FINISHED"}
-    assert [file.path for file in client.list_artifacts(parent.info.run_id, "report")] == ["report/report.html"]
+    assert [file.path for file in client.list_artifacts(parent.info.run_id, "report")] == [
+        "report/report.html"
+    ]
     assert is_equal(study)
 
 
@@ -526,7 +641,9 @@ def test_the_server_refuses_other_hosts(server: Server, host: str) -> None:
     import urllib.error
     import urllib.request
 
-    request = urllib.request.Request(f"{server.uri}/api/2.0/mlflow/experiments/search", headers={"Host": host})
+    request = urllib.request.Request(
+        f"{server.uri}/api/2.0/mlflow/experiments/search", headers={"Host": host}
+    )
     with pytest.raises(urllib.error.HTTPError):
         urllib.request.urlopen(request, timeout=5)
 

@@ -1,4 +1,5 @@
-"""The process that feeds MLflow: whatever dies, nothing is lost, nothing doubled, no run stays RUNNING."""
+"""The process that feeds MLflow: whatever dies, nothing is lost, nothing doubled, no run stays
+RUNNING."""
 
 from __future__ import annotations
 
@@ -30,7 +31,10 @@ Tiny = Callable[..., StudyConfig]
 def replay(ledger: Ledger, events: list[Event]) -> None:
     """Append made-up events."""
     for event in events:
-        ledger.append(event["event"], **{key: value for key, value in event.items() if key not in ("event", "time")})
+        ledger.append(
+            event["event"],
+            **{key: value for key, value in event.items() if key not in ("event", "time")},
+        )
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
@@ -48,7 +52,13 @@ def test_a_dead_server_and_a_dead_writer_lose_nothing(tracked: Tiny, server: Ser
     opened: list[dict[str, str]] = []
     with Ledger(study.folder) as ledger:
         replay(ledger, events[:6])
-        tracker = Tracker(study.folder, study.tracking, study.folder.parent / "artifacts", said.append, opened.append)
+        tracker = Tracker(
+            study.folder,
+            study.tracking,
+            study.folder.parent / "artifacts",
+            said.append,
+            opened.append,
+        )
         tracker.start()
         wait_for(lambda: opened)
         replay(ledger, events[6:9])
@@ -76,7 +86,7 @@ from study.tracking.supervisor import Tracker
 folder, uri, events = Path(sys.argv[1]), sys.argv[2], json.loads(Path(sys.argv[3]).read_text())
 with Ledger(folder) as ledger:
     for event in events:
-        ledger.append(event["event"], **{key: value for key, value in event.items() if key not in ("event", "time")})
+        ledger.append(**{key: value for key, value in event.items() if key != "time"})
     Tracker(folder, uri, folder.parent / "artifacts", print).start()
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -87,8 +97,11 @@ def test_a_killed_driver_leaves_no_run_running(tracked: Tiny, tmp_path: Path) ->
 
     study = tracked("writer alone")
     events = tmp_path / "events.json"
-    events.write_text(json.dumps(made_up_events(study)[:8]))  # one trial finished, one in the middle
-    driver = subprocess.run([sys.executable, "-c", DRIVER, str(study.folder), study.tracking, str(events)], check=False)
+    # one trial finished, one in the middle
+    events.write_text(json.dumps(made_up_events(study)[:8]))
+    driver = subprocess.run(
+        [sys.executable, "-c", DRIVER, str(study.folder), study.tracking, str(events)], check=False
+    )
     assert driver.returncode == -signal.SIGKILL
     wait_for(lambda: Path(study.tracking.removeprefix("sqlite:///")).exists())
 
@@ -98,12 +111,18 @@ def test_a_killed_driver_leaves_no_run_running(tracked: Tiny, tmp_path: Path) ->
 
     wait_for(ended)
     _, parent, children = runs_of(study)
-    assert sorted(run.info.status for run in [parent, *children]) == ["FINISHED", "KILLED", "KILLED"]
+    assert sorted(run.info.status for run in [parent, *children]) == [
+        "FINISHED",
+        "KILLED",
+        "KILLED",
+    ]
     assert is_equal(study)
 
 
 @pytest.mark.slow
-def test_a_server_that_stays_away_is_told_at_the_end(tracked: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_stays_away_is_told_at_the_end(
+    tracked: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
     study = tracked("writer nowhere", "tracking_uri=http://127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     said: list[str] = []
@@ -116,9 +135,13 @@ def test_a_server_that_stays_away_is_told_at_the_end(tracked: Tiny, monkeypatch:
 
 
 @pytest.mark.slow
-def test_a_study_whose_server_is_gone_for_a_while_and_whose_trial_is_killed(tracked: Tiny, server: Server) -> None:
+def test_a_study_whose_server_is_gone_for_a_while_and_whose_trial_is_killed(
+    tracked: Tiny, server: Server
+) -> None:
     """The server comes back before the last epochs, and the study itself sends what it missed."""
-    study = tracked("writer study", "seeds=[0,1,2,3]", "trial.epochs=30", f"tracking_uri={server.uri}")
+    study = tracked(
+        "writer study", "seeds=[0,1,2,3]", "trial.epochs=30", f"tracking_uri={server.uri}"
+    )
     said: list[str] = []
     steps = iter(("away", "kill", "back", "over"))
     due = {"away": 5, "kill": 60, "back": 200}
@@ -142,7 +165,11 @@ def test_a_study_whose_server_is_gone_for_a_while_and_whose_trial_is_killed(trac
     outcome = run_study(study, SilentView(disturb), said.append)
     assert step == "over"
     assert outcome.tracking_error == ""
-    assert sum("does not answer" in line for line in said) == sum("answers again" in line for line in said) == 1
+    assert (
+        sum("does not answer" in line for line in said)
+        == sum("answers again" in line for line in said)
+        == 1
+    )
     assert all(trial.status == FINISHED for trial in outcome.state.trials)
     assert sum(trial.restarts for trial in outcome.state.trials) == 1
     _, parent, children = runs_of(study)

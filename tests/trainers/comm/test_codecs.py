@@ -1,4 +1,5 @@
-"""Wire formats: what a codec loses, what error feedback gives back, and the bytes that real processes send."""
+"""Wire formats: what a codec loses, what error feedback gives back, and the bytes that real
+processes send."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ BYTES = {
     "native": 4.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "lns16": 2.0,
     "lns8": 1 + 4 / BLOCK, "int8": 1 + 4 / BLOCK, "topk": 0.08,
 }  # fmt: skip
-"""A parameter, rank and step, with two ranks: 2 (N - 1) / N = 1 times the encoded size of a value."""
+"""A parameter, rank and step, with two ranks: 2 (N - 1) / N = 1 times the encoded size of a
+value."""
 SHAPE = (96, 256)
 STEPS = 30
 
@@ -53,7 +55,9 @@ def codec(name: str) -> Codec:
     st.integers(0, 2**32 - 1),
     st.sampled_from([1e-3, 1.0, 40.0]),
 )
-def test_codecs_send_what_they_promise(name: str, rows: int, values: int, seed: int, scale: float) -> None:
+def test_codecs_send_what_they_promise(
+    name: str, rows: int, values: int, seed: int, scale: float
+) -> None:
     x = torch.randn(rows, values, generator=torch.Generator().manual_seed(seed)) * scale
     wire = codec(name)
     payload = wire.encode(x)
@@ -86,7 +90,9 @@ def test_lns_rows_are_added_as_the_contract_says() -> None:
     payload = in_lns.encode(x)
     values = LNSTensor.from_float(x, lns12)
     assert torch.equal(in_lns.sum(payload, 50), values.sum(0).to_float())
-    assert torch.equal(in_float.sum(payload, 50), sum(values.to_float().unbind(0)[1:], values.to_float()[0]))
+    assert torch.equal(
+        in_float.sum(payload, 50), sum(values.to_float().unbind(0)[1:], values.to_float()[0])
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,7 +107,10 @@ def test_lns_rows_are_added_as_the_contract_says() -> None:
         ({"rank": 0}, "wire.rank=0: must be a whole number of at least 1"),
         ({"rank": 4}, "wire.rank=4 with wire.name=native: means nothing to it"),
         ({"topk": 0.1, "name": "int8"}, "wire.topk=0.1 with wire.name=int8: means nothing to it"),
-        ({"error_feedback": False, "name": "lns16"}, "wire.error_feedback=False with wire.name=lns16: means nothing to it"),
+        (
+            {"error_feedback": False, "name": "lns16"},
+            "wire.error_feedback=False with wire.name=lns16: means nothing to it",
+        ),
     ],
 )
 def test_impossible_wires_are_refused(values: dict[str, Any], said: str) -> None:
@@ -113,7 +122,10 @@ def test_impossible_wires_are_refused(values: dict[str, Any], said: str) -> None
     ("values", "said"),
     [
         ({"wire": WireConfig(name="int8")}, "wire.name=int8 with one replica"),
-        ({"workers": 2, "wire": WireConfig(sum="lns")}, "wire.sum=lns with wire.name=native, precision.format=float32"),
+        (
+            {"workers": 2, "wire": WireConfig(sum="lns")},
+            "wire.sum=lns with wire.name=native, precision.format=float32",
+        ),
     ],
 )
 def test_wires_that_do_not_fit_the_trial_are_refused(values: dict[str, Any], said: str) -> None:
@@ -132,12 +144,15 @@ def residues(sync: GradientSync | PowerSGD, collectives: Collectives) -> Tensor:
         if path.endswith(("own", "residue/0")):
             left = left + collectives.all_reduce_(value.clone()).reshape(SHAPE)
         elif path.endswith("owned"):
-            left = left + collectives.all_gather(value.view(torch.uint8).view(-1)).view(torch.float32).reshape(SHAPE)
+            left = left + collectives.all_gather(value.view(torch.uint8).view(-1)).view(
+                torch.float32
+            ).reshape(SHAPE)
     return left
 
 
 def summed(name: str, collectives: Collectives, **options: Any) -> dict[str, Any]:
-    """STEPS sums through one wire format: bytes sent, and how far the last sum and the sum of all are from the truth."""
+    """STEPS sums through one wire format: bytes sent, and how far the last sum and the sum of all
+    are from the truth."""
     wire = WireConfig(name=name, **options)
     sync = (PowerSGD if name == "powersgd" else GradientSync)(wire, collectives)
     total = truth = torch.zeros(SHAPE)
@@ -188,7 +203,13 @@ def trained(config: TrialConfig, rank: int, folder: Path) -> dict[str, Any]:
     assert isinstance(forgetful.sync, Synchronous)
     forgetful.sync = Synchronous(config.wire, forgetful.collectives, config.seed)  # type: ignore[arg-type]
     lost = forgetful.train_epoch()["train/loss"]
-    return {"metrics": metrics, "resumed": resumed, "lost": lost, "test": training.test(), "state": len(training.sync.state())}
+    return {
+        "metrics": metrics,
+        "resumed": resumed,
+        "lost": lost,
+        "test": training.test(),
+        "state": len(training.sync.state()),
+    }
 
 
 class SkipsOne(GradientSync):
@@ -211,8 +232,13 @@ def in_worker(rank: int, folder: str) -> dict[str, Any]:
     collectives = Collectives()
     result: dict[str, Any] = {}
     result["sums"] = {name: summed(name, collectives) for name in FORMATS}
-    result["without feedback"] = {n: summed(n, collectives, error_feedback=False) for n in ("int8", "lns8", "topk", "powersgd")}
-    result["trials"] = {name: trained(config, rank, Path(folder) / name) for name, config in TRIALS.items()}
+    result["without feedback"] = {
+        n: summed(n, collectives, error_feedback=False)
+        for n in ("int8", "lns8", "topk", "powersgd")
+    }
+    result["trials"] = {
+        name: trained(config, rank, Path(folder) / name) for name, config in TRIALS.items()
+    }
     whole, broken = (Training(TRIALS["native"], rank=rank, world_size=WORLD) for _ in range(2))
     assert broken.collectives is not None
     assert isinstance(broken.sync, Synchronous)
@@ -249,19 +275,27 @@ def test_all_ranks_have_the_same_bits(workers: list[dict[str, Any]], name: str) 
 
 @pytest.mark.parametrize("name", ["native", "float32", "bfloat16", "float16", "lns16"])
 def test_sums_are_as_near_as_the_format(workers: list[dict[str, Any]], name: str) -> None:
-    """Values up to 5: two encodings of operands and one of the sum, each half a step of the format at most."""
+    """Values up to 5: two encodings of operands and one of the sum, each half a step of the format
+    at most."""
     assert workers[0]["sums"][name]["step"] <= 20 * RELATIVE.get(name, 0.0) + 1e-6
 
 
 @pytest.mark.parametrize("name", ["int8", "lns8", "topk", "powersgd"])
 def test_error_feedback_gives_back_what_was_lost(workers: list[dict[str, Any]], name: str) -> None:
-    """All sums and what the residues still hold are together the sum of all gradients; without feedback the loss is final."""
+    """All sums and what the residues still hold are together the sum of all gradients; without
+    feedback the loss is final."""
     assert workers[0]["sums"][name]["conserved"] < 1e-5
-    assert workers[0]["without feedback"][name]["conserved"] == workers[0]["without feedback"][name]["lost"] > 1e-3
+    assert (
+        workers[0]["without feedback"][name]["conserved"]
+        == workers[0]["without feedback"][name]["lost"]
+        > 1e-3
+    )
 
 
 @pytest.mark.parametrize("name", list(TRIALS))
-def test_every_wire_trains_and_resumes_bit_for_bit(workers: list[dict[str, Any]], name: str) -> None:
+def test_every_wire_trains_and_resumes_bit_for_bit(
+    workers: list[dict[str, Any]], name: str
+) -> None:
     baseline = workers[0]["trials"]["native"]["test"]["test/error"]
     for result in workers:
         trial = result["trials"][name]
@@ -271,13 +305,22 @@ def test_every_wire_trains_and_resumes_bit_for_bit(workers: list[dict[str, Any]]
 
 
 def test_what_a_trial_reports_as_sent_is_the_formula(workers: list[dict[str, Any]]) -> None:
-    """MLP 64-32-10, LNS lns12 in its own codes: 2 bytes; parts of 1,024 values share a scale in int8."""
+    """MLP 64-32-10, LNS lns12 in its own codes: 2 bytes; parts of 1,024 values share a scale in
+    int8."""
     values = 64 * 32 + 32 + 32 * 10 + 10
     shard = values // 2
-    for name, bytes_sent in (("native", 4 * values), ("lns lns16", 2 * values), ("int8", 2 * codec("int8").size(shard))):
+    for name, bytes_sent in (
+        ("native", 4 * values),
+        ("lns lns16", 2 * values),
+        ("int8", 2 * codec("int8").size(shard)),
+    ):
         reported = workers[0]["trials"][name]["metrics"][0]
-        assert reported["bytes/parameter_step"] == pytest.approx((bytes_sent + 8) / values, rel=2e-3)
-        assert reported["bytes/sent"] == pytest.approx(reported["bytes/parameter_step"] * values * (1200 // 128))
+        assert reported["bytes/parameter_step"] == pytest.approx(
+            (bytes_sent + 8) / values, rel=2e-3
+        )
+        assert reported["bytes/sent"] == pytest.approx(
+            reported["bytes/parameter_step"] * values * (1200 // 128)
+        )
 
 
 def test_a_synchroniser_that_skips_a_parameter_is_caught(workers: list[dict[str, Any]]) -> None:

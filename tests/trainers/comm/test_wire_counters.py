@@ -1,4 +1,5 @@
-"""The bytes that we count are the bytes that the kernel counts: two processes in a network namespace of their own, on its loopback."""
+"""The bytes that we count are the bytes that the kernel counts: two processes in a network
+namespace of their own, on its loopback."""
 
 from __future__ import annotations
 
@@ -29,7 +30,15 @@ from trainers.sync.all_reduce import GradientSync
 from trainers.sync.weight_averaging import OuterStep
 
 WORLD, VALUES, STEPS, PORT = 2, 1_000_000, 5, 29511
-EXPECTED = {"float32": 4.0, "float16": 2.0, "lns16": 2.0, "native lns": 2.0, "int8": 1.0, "local SGD every 5": 0.8, "fsdp": 6.0}
+EXPECTED = {
+    "float32": 4.0,
+    "float16": 2.0,
+    "lns16": 2.0,
+    "native lns": 2.0,
+    "int8": 1.0,
+    "local SGD every 5": 0.8,
+    "fsdp": 6.0,
+}
 EXPECTED["tp"] = 4.0
 """Bytes a parameter, rank and step; of tp an activation."""
 
@@ -51,9 +60,15 @@ def kernel_bytes() -> int:
 
 def steps_of(name: str, collectives: Collectives) -> tuple[object, ...]:
     """Something to call for one step."""
-    parameter = nn.Parameter(LNSTensor.from_float(torch.ones(VALUES), lns12) if name == "native lns" else torch.ones(VALUES))
+    parameter = nn.Parameter(
+        LNSTensor.from_float(torch.ones(VALUES), lns12)
+        if name == "native lns"
+        else torch.ones(VALUES)
+    )
     if name == "local SGD every 5":
-        config = replace(TrialConfig(workers=WORLD), sync=SyncConfig(name="local_sgd", period=STEPS))
+        config = replace(
+            TrialConfig(workers=WORLD), sync=SyncConfig(name="local_sgd", period=STEPS)
+        )
         model = nn.Module()
         model.weight = parameter
         local = OuterStep(config, model, torch.optim.SGD([parameter]), collectives)
@@ -92,7 +107,10 @@ def in_worker(rank: int, folder: str) -> None:
             step()  # type: ignore[operator]
         dist.barrier()
         shares = VALUES * STEPS
-        found[name] = (kernel_bytes() - before[0]) / WORLD / shares, (collectives.sent - before[1]) / shares
+        found[name] = (
+            (kernel_bytes() - before[0]) / WORLD / shares,
+            (collectives.sent - before[1]) / shares,
+        )
         dist.barrier()
     if rank == 0:
         (Path(folder) / "found.json").write_text(json.dumps({"pid": os.getpid(), "found": found}))
@@ -100,9 +118,13 @@ def in_worker(rank: int, folder: str) -> None:
 
 
 def namespace() -> list[str]:
-    """The command that runs another in a network namespace of its own; empty where that is not permitted."""
+    """The command that runs another in a network namespace of its own; empty where that is not
+    permitted."""
     for command in (["unshare", "-n"], ["unshare", "-rn"]):
-        if shutil.which("unshare") and subprocess.run([*command, "true"], capture_output=True, check=False).returncode == 0:
+        if (
+            shutil.which("unshare")
+            and subprocess.run([*command, "true"], capture_output=True, check=False).returncode == 0
+        ):
             return command
     return []
 
@@ -111,9 +133,16 @@ def namespace() -> list[str]:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     command, folder = namespace(), tmp_path_factory.mktemp("counters")
     if not command:
-        pytest.skip("a network namespace of our own is not permitted here (unshare -n, unshare -rn)")
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(["", *sys.path])}
-    subprocess.run([*command, sys.executable, __file__, str(folder)], env=environment, check=True, timeout=120)
+        pytest.skip(
+            "a network namespace of our own is not permitted here (unshare -n, unshare -rn)"
+        )
+    environment = os.environ | {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": os.pathsep.join(["", *sys.path]),
+    }
+    subprocess.run(
+        [*command, sys.executable, __file__, str(folder)], env=environment, check=True, timeout=120
+    )
     result = json.loads((folder / "found.json").read_text())
     assert result["pid"] != os.getpid()
     found: dict[str, list[float]] = result["found"]

@@ -16,7 +16,11 @@ from trainers.models import build
 
 
 def test_round_trip_through_plain_values() -> None:
-    config = TrialConfig(precision=PrecisionConfig(format="lns12", kahan_sum=True), model=ModelConfig(hidden=[7, 8]), seed=3)
+    config = TrialConfig(
+        precision=PrecisionConfig(format="lns12", kahan_sum=True),
+        model=ModelConfig(hidden=[7, 8]),
+        seed=3,
+    )
     assert TrialConfig.from_dict(config.to_dict()) == config
     assert config.precision.lns_format == lns12
     assert PrecisionConfig().lns_format is None
@@ -31,38 +35,90 @@ def test_round_trip_through_plain_values() -> None:
         (ModelConfig, {"name": "rnn"}, r"model.name='rnn'"),
         (ModelConfig, {"hidden": [3, 0]}, r"model.hidden=0"),
         (ModelConfig, {"hidden": [[3]]}, r"model.hidden=\[3\]: must be a whole number"),
-        (PrecisionConfig, {"scope": "all"}, r"precision.scope='all': must be one of matmul, everywhere"),
-        (PrecisionConfig, {"accumulation": "bf16"}, r"precision.accumulation='bf16': must be one of contract, float32"),
-        (OptimizerConfig, {"name": "hybridmul"}, r"optimizer.name='hybridmul': must be one of sgd, adam, adamw, adamax"),
+        (
+            PrecisionConfig,
+            {"scope": "all"},
+            r"precision.scope='all': must be one of matmul, everywhere",
+        ),
+        (
+            PrecisionConfig,
+            {"accumulation": "bf16"},
+            r"precision.accumulation='bf16': must be one of contract, float32",
+        ),
+        (
+            OptimizerConfig,
+            {"name": "hybridmul"},
+            r"optimizer.name='hybridmul': must be one of sgd, adam, adamw, adamax",
+        ),
         (OptimizerConfig, {"nesterov": True}, "nothing to look ahead with"),
         (
             OptimizerConfig,
             {"name": "lion", "eps": 1e-3},
             r"optimizer.eps=0.001 with optimizer.name=lion: means nothing to it, but to adam",
         ),
-        (OptimizerConfig, {"name": "adam", "alpha": 0.9}, r"optimizer.alpha=0.9 with optimizer.name=adam: means nothing to it"),
-        (OptimizerConfig, {"name": "madam", "beta": 1.0}, r"optimizer.beta=1.0: must be at least 1e-6"),
-        (OptimizerConfig, {"name": "lars", "trust_coefficient": 0.0}, r"optimizer.trust_coefficient=0.0: must be positive"),
+        (
+            OptimizerConfig,
+            {"name": "adam", "alpha": 0.9},
+            r"optimizer.alpha=0.9 with optimizer.name=adam: means nothing to it",
+        ),
+        (
+            OptimizerConfig,
+            {"name": "madam", "beta": 1.0},
+            r"optimizer.beta=1.0: must be at least 1e-6",
+        ),
+        (
+            OptimizerConfig,
+            {"name": "lars", "trust_coefficient": 0.0},
+            r"optimizer.trust_coefficient=0.0: must be positive",
+        ),
         (OptimizerConfig, {"centered": True}, r"optimizer.centered=True with optimizer.name=sgd"),
-        (OptimizerConfig, {"betas": [0.9]}, r"optimizer.betas=\[0.9\]: must be two numbers of at least 1e-6"),
+        (
+            OptimizerConfig,
+            {"betas": [0.9]},
+            r"optimizer.betas=\[0.9\]: must be two numbers of at least 1e-6",
+        ),
         (OptimizerConfig, {"eps": 0.0}, r"optimizer.eps=0.0: must be positive"),
-        (OptimizerConfig, {"name": "madam", "weight_decay": 0.1}, r"optimizer.weight_decay=0.1 with optimizer.name=madam"),
-        (OptimizerConfig, {"name": "adam", "momentum": 0.1}, r"optimizer.momentum=0.1 with optimizer.name=adam"),
+        (
+            OptimizerConfig,
+            {"name": "madam", "weight_decay": 0.1},
+            r"optimizer.weight_decay=0.1 with optimizer.name=madam",
+        ),
+        (
+            OptimizerConfig,
+            {"name": "adam", "momentum": 0.1},
+            r"optimizer.momentum=0.1 with optimizer.name=adam",
+        ),
         (
             PrecisionConfig,
             {"update_arithmetic": "float64"},
             r"precision.update_arithmetic='float64': must be one of lns, float32",
         ),
-        (PrecisionConfig, {"stochastic_rounding": True}, r"stochastic_rounding=true with precision.format=float32"),
-        (PrecisionConfig, {"format": "lns12", "stochastic_rounding": True, "kahan_sum": True}, r"each keeps what the other"),
-        (PrecisionConfig, {"format": "lns13"}, r"precision.format='lns13': format 'lns13': not one of lns16"),
+        (
+            PrecisionConfig,
+            {"stochastic_rounding": True},
+            r"stochastic_rounding=true with precision.format=float32",
+        ),
+        (
+            PrecisionConfig,
+            {"format": "lns12", "stochastic_rounding": True, "kahan_sum": True},
+            r"each keeps what the other",
+        ),
+        (
+            PrecisionConfig,
+            {"format": "lns13"},
+            r"precision.format='lns13': format 'lns13': not one of lns16",
+        ),
         (PrecisionConfig, {"format": "lns(8,9)"}, r"fraction_bits=9: with bits=8 at most 6"),
         (OptimizerConfig, {"lr": float("nan")}, r"optimizer.lr=nan"),
         (OptimizerConfig, {"momentum": 1.0}, r"optimizer.momentum=1.0: must be below 1"),
         (TrialConfig, {"epochs": 0}, r"epochs=0: must be a whole number of at least 1"),
         (TrialConfig, {"seed": -1}, r"seed=-1"),
         (TrialConfig, {"seed": 2**32}, r"seed=4294967296: must be below 2\^32"),
-        (TrialConfig, {"workers": 3, "batch_size": 128}, r"batch_size=128, workers=3: 128 / 3 is no whole number"),
+        (
+            TrialConfig,
+            {"workers": 3, "batch_size": 128},
+            r"batch_size=128, workers=3: 128 / 3 is no whole number",
+        ),
     ],
 )
 def test_refusals_name_value_rule_and_remedy(make: type, values: dict[str, Any], said: str) -> None:
@@ -73,16 +129,31 @@ def test_refusals_name_value_rule_and_remedy(make: type, values: dict[str, Any],
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"format": "float7"}, r"precision.format='float7': format 'float7': there is none of that name"),
+        (
+            {"format": "float7"},
+            r"precision.format='float7': format 'float7': there is none of that name",
+        ),
         ({"format": "int8/row"}, r"precision.format='int8/row': .* use for example int8/channel"),
         (
             {"format": "bfloat16", "scope": "matmul"},
             r"only LNS has scopes; use precision.scope=everywhere, with precision.master_format",
         ),
-        ({"format": "lns12", "gradient_format": "lns16"}, r"precision.gradient_format=lns16 with precision.format=lns12"),
-        ({"format": "float32", "master_format": "lns16"}, r"precision.master_format=lns16 with precision.format=float32"),
-        ({"format": "int8", "master_format": "int8"}, r"copies of the weights in their own format keep nothing"),
-        ({"format": "int8", "master_format": "int99"}, r"precision.master_format='int99': int99: scaled integers have"),
+        (
+            {"format": "lns12", "gradient_format": "lns16"},
+            r"precision.gradient_format=lns16 with precision.format=lns12",
+        ),
+        (
+            {"format": "float32", "master_format": "lns16"},
+            r"precision.master_format=lns16 with precision.format=float32",
+        ),
+        (
+            {"format": "int8", "master_format": "int8"},
+            r"copies of the weights in their own format keep nothing",
+        ),
+        (
+            {"format": "int8", "master_format": "int99"},
+            r"precision.master_format='int99': int99: scaled integers have",
+        ),
         ({"format": "bfloat16", "kahan_sum": True, "stochastic_rounding": True}, "choose one"),
     ],
 )
@@ -94,9 +165,18 @@ def test_wrong_precisions_are_refused(changes: dict[str, Any], said: str) -> Non
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"workers": 2, "sync": SyncConfig(name="local_sgd")}, r"sync.name=local_sgd with precision.format=float16"),
-        ({"workers": 2, "sync": SyncConfig(name="asynchronous")}, r"sync.name=asynchronous with precision.format=float16"),
-        ({"workers": 2, "layout": Layout(pp=2, micro_batches=2)}, r"layout.pp=2 with float16 gradients"),
+        (
+            {"workers": 2, "sync": SyncConfig(name="local_sgd")},
+            r"sync.name=local_sgd with precision.format=float16",
+        ),
+        (
+            {"workers": 2, "sync": SyncConfig(name="asynchronous")},
+            r"sync.name=asynchronous with precision.format=float16",
+        ),
+        (
+            {"workers": 2, "layout": Layout(pp=2, micro_batches=2)},
+            r"layout.pp=2 with float16 gradients",
+        ),
         ({"workers": 2, "wire": WireConfig(name="int8")}, r"wire.name=int8 with float16 gradients"),
     ],
 )
@@ -114,7 +194,9 @@ def test_simulated_formats_are_known_as_such() -> None:
 
 
 def test_the_cnn_says_what_it_needs() -> None:
-    with pytest.raises(ValueError, match=r"model.channels=\[8\] with model.name=mlp: only the cnn has convolutions"):
+    with pytest.raises(
+        ValueError, match=r"model.channels=\[8\] with model.name=mlp: only the cnn has convolutions"
+    ):
         ModelConfig(channels=[8])
     with pytest.raises(ValueError, match="must be one to three widths"):
         ModelConfig(name="cnn", channels=[4] * 4)

@@ -24,8 +24,14 @@ DEEP = ModelConfig(hidden=[16, 16, 16])
     [
         ({"pp": 0}, "layout.pp=0: must be a whole number of at least 1"),
         ({"dp": 0}, "layout.dp=0: must be a whole number of at least 1"),
-        ({"schedule": "dualpipe"}, "layout.schedule='dualpipe': must be one of 1f1b, gpipe, interleaved"),
-        ({"pp": 4, "micro_batches": 2}, "layout.micro_batches=2, layout.pp=4: 1f1b needs at least as many"),
+        (
+            {"schedule": "dualpipe"},
+            "layout.schedule='dualpipe': must be one of 1f1b, gpipe, interleaved",
+        ),
+        (
+            {"pp": 4, "micro_batches": 2},
+            "layout.micro_batches=2, layout.pp=4: 1f1b needs at least as many",
+        ),
         (
             {"pp": 2, "micro_batches": 3, "schedule": "interleaved", "virtual_stages": 2},
             "layout.micro_batches=3, layout.pp=2: interleaved",
@@ -38,10 +44,19 @@ DEEP = ModelConfig(hidden=[16, 16, 16])
             {"pp": 2, "micro_batches": 2, "schedule": "interleaved"},
             "layout.virtual_stages=1 with layout.schedule=interleaved",
         ),
-        ({"schedule": "interleaved", "virtual_stages": 2}, "layout.schedule=interleaved with layout.pp=1"),
+        (
+            {"schedule": "interleaved", "virtual_stages": 2},
+            "layout.schedule=interleaved with layout.pp=1",
+        ),
         ({"schedule": "zero_bubble"}, "layout.schedule=zero_bubble with layout.pp=1"),
-        ({"pp": 2, "micro_batches": 4, "schedule": "zbv"}, "layout.virtual_stages=1 with layout.schedule=zbv"),
-        ({"pp": 2, "micro_batches": 3, "schedule": "zero_bubble"}, "layout.micro_batches=3, layout.pp=2: zero_bubble"),
+        (
+            {"pp": 2, "micro_batches": 4, "schedule": "zbv"},
+            "layout.virtual_stages=1 with layout.schedule=zbv",
+        ),
+        (
+            {"pp": 2, "micro_batches": 3, "schedule": "zero_bubble"},
+            "layout.micro_batches=3, layout.pp=2: zero_bubble",
+        ),
         (
             {"pp": 2, "micro_batches": 3, "schedule": "dualpipev", "virtual_stages": 2},
             "layout.micro_batches=3, layout.pp=2: dualpipev",
@@ -56,13 +71,25 @@ def test_impossible_layouts_are_refused(values: dict[str, Any], said: str) -> No
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"workers": 4, "layout": Layout(dp=2, pp=3, micro_batches=3)}, r"dp 2 \* pp 3 != workers 4"),
+        (
+            {"workers": 4, "layout": Layout(dp=2, pp=3, micro_batches=3)},
+            r"dp 2 \* pp 3 != workers 4",
+        ),
         ({"workers": 3, "layout": Layout(pp=2, micro_batches=2)}, r"dp 1 \* pp 2 != workers 3"),
         ({"workers": 1, "layout": Layout(pp=2, micro_batches=2)}, r"dp 0 \* pp 2 != workers 1"),
         ({"workers": 2, "layout": Layout(dp=1)}, r"dp 1 \* pp 1 != workers 2"),
-        ({"layout": Layout(micro_batches=3)}, r"batch_size 128 / dp 1 / micro_batches 3 is no whole number"),
-        ({"workers": 2, "batch_size": 6, "layout": Layout(micro_batches=2)}, r"batch_size 6 / dp 2 / micro_batches 2"),
-        ({"workers": 8, "layout": Layout(pp=8, micro_batches=8), "model": DEEP}, "8 stages, but the model has 4 linear layers"),
+        (
+            {"layout": Layout(micro_batches=3)},
+            r"batch_size 128 / dp 1 / micro_batches 3 is no whole number",
+        ),
+        (
+            {"workers": 2, "batch_size": 6, "layout": Layout(micro_batches=2)},
+            r"batch_size 6 / dp 2 / micro_batches 2",
+        ),
+        (
+            {"workers": 8, "layout": Layout(pp=8, micro_batches=8), "model": DEEP},
+            "8 stages, but the model has 4 linear layers",
+        ),
     ],
 )
 def test_layouts_that_do_not_fit_the_trial_are_refused(values: dict[str, Any], said: str) -> None:
@@ -78,7 +105,12 @@ def test_the_config_of_before_means_what_it_did() -> None:
 
 
 def trial(precision: PrecisionConfig, **changes: Any) -> Training:
-    base = TrialConfig(data=DataConfig(name="digits"), model=ModelConfig(hidden=[16]), precision=precision, batch_size=128)
+    base = TrialConfig(
+        data=DataConfig(name="digits"),
+        model=ModelConfig(hidden=[16]),
+        precision=precision,
+        batch_size=128,
+    )
     return Training(replace(base, **changes))
 
 

@@ -1,4 +1,5 @@
-"""Hyperparameters that change in the middle of a trial: the bits of a trial that is stopped and continued with the new ones."""
+"""Hyperparameters that change in the middle of a trial: the bits of a trial that is stopped and
+continued with the new ones."""
 
 from __future__ import annotations
 
@@ -18,12 +19,19 @@ from trainers.models.precision import storage_of
 from trainers.telemetry.metrics import repeatable
 from trainers.training.trainer import Training, check
 
-needs_gpu = pytest.mark.skipif(cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}")
+needs_gpu = pytest.mark.skipif(
+    cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}"
+)
 CHANGES: list[dict[str, Any]] = [
     {"epoch": 1, "optimizer.lr": 0.02},
     {"epoch": 2, "optimizer.momentum": 0.5, "optimizer.lr": 0.01},
 ]
-BASE = TrialConfig(data=DataConfig(name="digits"), model=ModelConfig(hidden=[16]), epochs=3, optimizer=OptimizerConfig(lr=0.1))
+BASE = TrialConfig(
+    data=DataConfig(name="digits"),
+    model=ModelConfig(hidden=[16]),
+    epochs=3,
+    optimizer=OptimizerConfig(lr=0.1),
+)
 TRIALS = {
     "float32": BASE,
     "kahan": replace(BASE, precision=PrecisionConfig(format="lns12", kahan_sum=True)),
@@ -55,7 +63,9 @@ def same(one: Training, other: Training) -> bool:
 
 
 @pytest.mark.parametrize("name", TRIALS)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
+)
 def test_a_change_is_a_break_with_other_options(name: str, device: str, tmp_path: Path) -> None:
     config = replace(TRIALS[name], changes=CHANGES, device=device)
     metrics, training = course(config)
@@ -84,12 +94,21 @@ def test_a_changing_trial_resumes_exactly(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ([{"epoch": 3, "optimizer.lr": 0.1}], "epoch=3 with epochs=3: must be after epoch 0 and before the last"),
-        ([{"epoch": 2, "optimizer.lr": 0.1}, {"epoch": 2, "optimizer.lr": 0.2}], "must be after epoch 2"),
+        (
+            [{"epoch": 3, "optimizer.lr": 0.1}],
+            "epoch=3 with epochs=3: must be after epoch 0 and before the last",
+        ),
+        (
+            [{"epoch": 2, "optimizer.lr": 0.1}, {"epoch": 2, "optimizer.lr": 0.2}],
+            "must be after epoch 2",
+        ),
         ([{"epoch": 1, "batch_size": 64}], "batch_size cannot change in the middle"),
         ([{"epoch": 1, "optimizer.name": "adam"}], "optimizer.name cannot change"),
         ([{"epoch": 1}], "at least one key that changes"),
-        ([{"epoch": 1, "optimizer.momentum": 1.5}], "changes, epoch 1: optimizer.momentum=1.5: must be below 1"),
+        (
+            [{"epoch": 1, "optimizer.momentum": 1.5}],
+            "changes, epoch 1: optimizer.momentum=1.5: must be below 1",
+        ),
     ],
 )
 def test_what_cannot_change_is_refused(changes: list[dict[str, Any]], message: str) -> None:

@@ -1,4 +1,5 @@
-"""Data: splits, order, and every way in which MNIST files can be wrong, on files made here in MNIST's own format."""
+"""Data: splits, order, and every way in which MNIST files can be wrong, on files made here in
+MNIST's own format."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from trainers.data.mnist import FILES
 
 @pytest.fixture(autouse=True)
 def _nothing_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No MNIST in the usual places and no way to the network, so that a test says itself what is there."""
+    """No MNIST in the usual places and no way to the network, so that a test says itself what is
+    there."""
     monkeypatch.delenv("LNS_STUDY_DATA", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("LNS_STUDY_MNIST_URL", "http://127.0.0.1:9")
@@ -33,7 +35,8 @@ def _nothing_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_mnist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Four IDX files of random pixels in MNIST's format, 60 + 10 of them, whose sizes and digests the loader is told to expect."""
+    """Four IDX files of random pixels in MNIST's format, 60 + 10 of them, whose sizes and digests
+    the loader is told to expect."""
     folder = tmp_path / "idx"
     folder.mkdir()
     rng = np.random.default_rng(0)
@@ -41,11 +44,17 @@ def small_mnist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         items = 60 if name.startswith("train") else 10
         header = struct.pack(">ii", expected.magic, items)
         if expected.magic == 2051:
-            content = header + struct.pack(">ii", 28, 28) + rng.integers(0, 256, items * 784, np.uint8).tobytes()
+            content = (
+                header
+                + struct.pack(">ii", 28, 28)
+                + rng.integers(0, 256, items * 784, np.uint8).tobytes()
+            )
         else:
             content = header + rng.integers(0, 10, items, np.uint8).tobytes()
         (folder / f"{name}.gz").write_bytes(gzip.compress(content))
-        monkeypatch.setitem(FILES, name, expected._replace(items=items, sha256=hashlib.sha256(content).hexdigest()))
+        monkeypatch.setitem(
+            FILES, name, expected._replace(items=items, sha256=hashlib.sha256(content).hexdigest())
+        )
     return folder
 
 
@@ -89,10 +98,17 @@ def test_mnist_files_plain_or_gzipped(small_mnist: Path) -> None:
 
 
 def test_the_digest_of_files_is_the_same_whatever_is_chosen_of_them(small_mnist: Path) -> None:
-    few, more = (prepare(DataConfig(root=str(small_mnist), validation_size=20, train_size=size)) for size in (10, 20))
+    few, more = (
+        prepare(DataConfig(root=str(small_mnist), validation_size=20, train_size=size))
+        for size in (10, 20)
+    )
     assert few.files == more.files
     assert few.digest != more.digest
-    assert prepare(DataConfig(name="digits", train_size=10)).files == prepare(DataConfig(name="digits")).files != few.files
+    assert (
+        prepare(DataConfig(name="digits", train_size=10)).files
+        == prepare(DataConfig(name="digits")).files
+        != few.files
+    )
 
 
 def test_validation_is_the_end_of_the_training_set(small_mnist: Path) -> None:
@@ -111,7 +127,10 @@ def test_mnist_is_found_in_the_usual_places(
     if place == "LNS_STUDY_DATA":
         monkeypatch.setenv(place, str(small_mnist))
     else:
-        shutil.copytree(small_mnist, tmp_path / ("data/mnist" if place == "data/mnist" else "cache/lns-study/mnist"))
+        shutil.copytree(
+            small_mnist,
+            tmp_path / ("data/mnist" if place == "data/mnist" else "cache/lns-study/mnist"),
+        )
     assert find_mnist(None) is not None
     assert resolve(DataConfig(name="auto", validation_size=20)).name == "mnist"
 
@@ -128,7 +147,9 @@ def test_a_mirror_that_sends_something_else_leaves_nothing_behind(
     mirror: str, small_mnist: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LNS_STUDY_MNIST_URL", mirror)
-    (small_mnist / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(b"<html>not here</html>"))
+    (small_mnist / "train-images-idx3-ubyte.gz").write_bytes(
+        gzip.compress(b"<html>not here</html>")
+    )
     with pytest.raises(ValueError, match="magic number"):
         prepare(DataConfig(validation_size=20))
     assert not list(data.cache_folder().iterdir())
@@ -161,7 +182,9 @@ def test_a_given_root_must_hold_the_files(small_mnist: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["", "mnist"])
-def test_a_folder_in_the_environment_must_hold_the_files(small_mnist: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_in_the_environment_must_hold_the_files(
+    small_mnist: Path, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three of four files are no reason to look elsewhere, or to download, in silence."""
     (small_mnist / "t10k-labels-idx1-ubyte.gz").unlink()
     folder = small_mnist if not part else small_mnist.parent
@@ -169,12 +192,17 @@ def test_a_folder_in_the_environment_must_hold_the_files(small_mnist: Path, part
     shutil.copytree(folder / part, Path("data") / "mnist")
     monkeypatch.setenv("LNS_STUDY_DATA", str(folder))
     for name in ("mnist", "auto"):
-        said = rf"LNS_STUDY_DATA='{folder}': .*lacks t10k-labels-idx1-ubyte( in mnist/)?; .*unset it"
+        said = (
+            rf"LNS_STUDY_DATA='{folder}': .*lacks t10k-labels-idx1-ubyte( in mnist/)?; .*unset it"
+        )
         with pytest.raises(ValueError, match=said) as raised:
             resolve(DataConfig(name=name))
         assert "train-images" not in str(raised.value)
     monkeypatch.setenv("LNS_STUDY_DATA", "/nowhere")
-    with pytest.raises(ValueError, match=r"LNS_STUDY_DATA='/nowhere': .*lacks train-images-idx3-ubyte, train-labels"):
+    with pytest.raises(
+        ValueError,
+        match=r"LNS_STUDY_DATA='/nowhere': .*lacks train-images-idx3-ubyte, train-labels",
+    ):
         resolve(DataConfig(name="auto"))
     assert resolve(DataConfig(name="digits")).name == "digits"
 
@@ -188,7 +216,9 @@ def test_without_leave_to_download_nothing_is(mirror: str, monkeypatch: pytest.M
     assert data.describe_download().startswith("train-images-idx3-ubyte.gz, ")
     assert data.describe_download().endswith(f" from {mirror}/ to {data.cache_folder()}")
     resolve(DataConfig(name="mnist"))
-    assert resolve(DataConfig(name="auto"), download=False).root == str(data.cache_folder().resolve())
+    assert resolve(DataConfig(name="auto"), download=False).root == str(
+        data.cache_folder().resolve()
+    )
 
 
 def damage(path: Path, how: str) -> None:
@@ -246,7 +276,12 @@ def test_order_depends_on_seed_and_epoch_alone(world_size: int) -> None:
 
     def epoch(seed: int, number: int) -> torch.Tensor:
         parts = [
-            [b.y for b in batches(split, batch_size=8, seed=seed, epoch=number, rank=r, world_size=world_size)]
+            [
+                b.y
+                for b in batches(
+                    split, batch_size=8, seed=seed, epoch=number, rank=r, world_size=world_size
+                )
+            ]
             for r in range(world_size)
         ]
         return torch.stack([torch.cat(step) for step in zip(*parts, strict=True)])

@@ -1,4 +1,5 @@
-"""Activation checkpoints change no bit and hold less; mixed precision learns, resumes, and leaves out overflowing updates."""
+"""Activation checkpoints change no bit and hold less; mixed precision learns, resumes, and leaves
+out overflowing updates."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ from trainers.telemetry.metrics import repeatable
 from trainers.training.step import accumulate, train_step
 from trainers.training.trainer import Training
 
-needs_gpu = pytest.mark.skipif(cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}")
+needs_gpu = pytest.mark.skipif(
+    cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}"
+)
 BASE = TrialConfig(
     data=DataConfig(name="digits", train_size=640),
     model=ModelConfig(hidden=[24, 24, 24, 24]),
@@ -46,7 +49,9 @@ PRECISIONS = {
 def test_activation_checkpoints_change_no_bit(name: str, segments: int | None) -> None:
     config = replace(BASE, precision=PRECISIONS[name], layout=Layout(micro_batches=2))
     whole = Training(config)
-    saving = Training(replace(config, memory=MemoryConfig(activation_checkpoints=True, segments=segments)))
+    saving = Training(
+        replace(config, memory=MemoryConfig(activation_checkpoints=True, segments=segments))
+    )
     assert repeatable(saving.train_epoch()) == repeatable(whole.train_epoch())
     for a, b in zip(saving.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(storage_of(a), storage_of(b))
@@ -69,7 +74,8 @@ def kept(model: nn.Module, x: torch.Tensor) -> int:
 
 
 def test_segments_hold_less() -> None:
-    """32 linear layers with ReLU: all inputs and the last output; in 8 segments their inputs and the last one's four outputs."""
+    """32 linear layers with ReLU: all inputs and the last output; in 8 segments their inputs and
+    the last one's four outputs."""
     x = torch.randn(10, 32)
     model = nn.Sequential(*(layer for _ in range(32) for layer in (nn.Linear(32, 32), nn.ReLU())))
     assert kept(model, x) == 33 * x.nbytes
@@ -83,7 +89,10 @@ def test_mixed_precision_learns_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     for _ in range(2):
         metrics, expected = training.train_epoch(), float32.train_epoch()
     training.save(tmp_path)
-    assert all(p.dtype == torch.float32 and p.grad.dtype == torch.float32 for p in training.model.parameters())
+    assert all(
+        p.dtype == torch.float32 and p.grad.dtype == torch.float32
+        for p in training.model.parameters()
+    )
     assert metrics["train/loss"] != expected["train/loss"]
     assert metrics["train/loss"] == pytest.approx(expected["train/loss"], rel=0.05)
     again = Training(config)
@@ -120,14 +129,30 @@ def test_scaled_gradients_are_divided_again_and_overflow_leaves_the_update_out()
     [
         ({"autocast": "float16"}, "autocast=float16 with device=cpu"),
         ({"autocast": "float16", "device": "auto"}, "autocast=float16 with device=auto"),
-        ({"autocast": "bfloat16", "precision": PRECISIONS["lns"]}, "autocast=bfloat16 with precision.format=lns12"),
-        ({"autocast": "bfloat16", "workers": 2, "layout": Layout(pp=2, micro_batches=2)}, "autocast=bfloat16 with layout.pp=2"),
         (
-            {"autocast": "float16", "device": "cuda", "workers": 2, "wire": WireConfig(name="int8")},
+            {"autocast": "bfloat16", "precision": PRECISIONS["lns"]},
+            "autocast=bfloat16 with precision.format=lns12",
+        ),
+        (
+            {"autocast": "bfloat16", "workers": 2, "layout": Layout(pp=2, micro_batches=2)},
+            "autocast=bfloat16 with layout.pp=2",
+        ),
+        (
+            {
+                "autocast": "float16",
+                "device": "cuda",
+                "workers": 2,
+                "wire": WireConfig(name="int8"),
+            },
             "autocast=float16 with wire.name=int8",
         ),
         (
-            {"autocast": "float16", "device": "cuda", "workers": 2, "sync": SyncConfig(name="local_sgd")},
+            {
+                "autocast": "float16",
+                "device": "cuda",
+                "workers": 2,
+                "sync": SyncConfig(name="local_sgd"),
+            },
             "autocast=float16 with wire.name=native, sync.name=local_sgd",
         ),
     ],
@@ -138,7 +163,9 @@ def test_what_would_be_wrong_is_refused(values: dict[str, Any], said: str) -> No
 
 
 def test_segments_without_checkpoints_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"memory.segments=2 with memory.activation_checkpoints=false.*; use"):
+    with pytest.raises(
+        ValueError, match=r"memory.segments=2 with memory.activation_checkpoints=false.*; use"
+    ):
         MemoryConfig(segments=2)
 
 
@@ -147,7 +174,9 @@ def test_segments_without_checkpoints_are_refused() -> None:
 @pytest.mark.parametrize("autocast", ["bfloat16", "float16"])
 def test_mixed_precision_on_a_gpu_learns_and_resumes(tmp_path: Path, autocast: str) -> None:
     easy = {"model": ModelConfig(hidden=[32]), "optimizer": OptimizerConfig(lr=0.1, momentum=0.5)}
-    config = replace(BASE, autocast=autocast, device="cuda", epochs=6, data=DataConfig(name="digits"), **easy)
+    config = replace(
+        BASE, autocast=autocast, device="cuda", epochs=6, data=DataConfig(name="digits"), **easy
+    )
     training = Training(config)
     metrics = [repeatable(training.train_epoch()) for _ in range(4)]
     training.save(tmp_path)
@@ -157,4 +186,6 @@ def test_mixed_precision_on_a_gpu_learns_and_resumes(tmp_path: Path, autocast: s
     assert [repeatable(again.train_epoch()) for _ in range(2)] == metrics[4:]
     assert training.test()["test/error"] < 0.2
     saving = Training(replace(config, memory=MemoryConfig(activation_checkpoints=True)))
-    assert repeatable(saving.train_epoch())["train/error"] == pytest.approx(metrics[0]["train/error"], abs=0.02)
+    assert repeatable(saving.train_epoch())["train/error"] == pytest.approx(
+        metrics[0]["train/error"], abs=0.02
+    )

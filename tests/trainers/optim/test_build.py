@@ -1,4 +1,5 @@
-"""Every optimizer in a trial: it learns, continues with the same bits, and is the mean's step whatever the batch."""
+"""Every optimizer in a trial: it learns, continues with the same bits, and is the mean's step
+whatever the batch."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ RECIPES = {
     "adadelta": OptimizerConfig(name="adadelta", lr=1.0, eps=1e-5),
     "rmsprop": OptimizerConfig(name="rmsprop", lr=0.005, centered=True),
     "asgd": OptimizerConfig(name="asgd", lr=0.5),
-    "lars": OptimizerConfig(name="lars", lr=10.0, momentum=0.8, weight_decay=1e-3, trust_coefficient=0.002),
+    "lars": OptimizerConfig(
+        name="lars", lr=10.0, momentum=0.8, weight_decay=1e-3, trust_coefficient=0.002
+    ),
     "lamb": OptimizerConfig(name="lamb", lr=0.02, weight_decay=0.01),
     "lion": OptimizerConfig(name="lion", lr=0.003, betas=[0.9, 0.98]),
     "madam": OptimizerConfig(name="madam", lr=0.03),
@@ -44,7 +47,8 @@ PRECISIONS = {
 
 def config(optimizer: OptimizerConfig, precision: PrecisionConfig) -> TrialConfig:
     return TrialConfig(
-        data=DataConfig(name="digits"), model=ModelConfig(hidden=[32]), optimizer=optimizer, precision=precision, batch_size=50, epochs=3
+        data=DataConfig(name="digits"), model=ModelConfig(hidden=[32]), optimizer=optimizer,
+        precision=precision, batch_size=50, epochs=3
     )  # fmt: skip
 
 
@@ -61,13 +65,18 @@ COMMON = ("sgd", "rmsprop", "lamb", "madam")
     ("name", "precision"),
     [
         pytest.param(
-            name, precision, marks=[pytest.mark.slow] * (precision in ("stochastic", "float32 updates") and name not in COMMON)
+            name,
+            precision,
+            marks=[pytest.mark.slow]
+            * (precision in ("stochastic", "float32 updates") and name not in COMMON),
         )
         for name in RECIPES
         for precision in PRECISIONS
     ],
 )
-def test_every_optimizer_learns_and_resumes_bit_for_bit(name: str, precision: str, tmp_path: Path) -> None:
+def test_every_optimizer_learns_and_resumes_bit_for_bit(
+    name: str, precision: str, tmp_path: Path
+) -> None:
     trial = config(RECIPES[name], PRECISIONS[precision])
     undisturbed = Training(trial)
     first = undisturbed.train_epoch()
@@ -86,13 +95,15 @@ def test_every_optimizer_learns_and_resumes_bit_for_bit(name: str, precision: st
 
 
 def test_every_optimizer_has_a_recipe() -> None:
-    assert RECIPES.keys() | {"adamw", "rprop"} == OPTIMIZERS.keys()  # adamw: test_training.py; rprop is for whole batches
+    # adamw: test_training.py; rprop is for whole batches
+    assert RECIPES.keys() | {"adamw", "rprop"} == OPTIMIZERS.keys()
 
 
 @pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n not in ("adadelta",)])
 @pytest.mark.parametrize("batch", [1, 64])
 def test_the_step_is_that_of_the_mean(name: str, batch: int) -> None:
-    """The sum of 64 equal gradients moves weights as one of them does; adadelta's eps alone stays beside the larger gradient."""
+    """The sum of 64 equal gradients moves weights as one of them does; adadelta's eps alone stays
+    beside the larger gradient."""
     weights = []
     for size in (1, batch):
         model = nn.Linear(6, 5)
@@ -123,7 +134,9 @@ def test_large_batch_optimizers_follow_the_schedule(name: str) -> None:
     assert [group["lr"] for group in training.optimizer.param_groups] == pytest.approx(full)
     training.train_epoch()
     last = schedule.factor(2 * 24 - 1, 24, 3)
-    assert [group["lr"] for group in training.optimizer.param_groups] == pytest.approx([last * rate for rate in full])
+    assert [group["lr"] for group in training.optimizer.param_groups] == pytest.approx(
+        [last * rate for rate in full]
+    )
     assert [group["adapt"] for group in training.optimizer.param_groups] == [True, False]
     assert not any(isinstance(p, LNSTensor) for p in training.model.parameters())
 
@@ -132,12 +145,17 @@ def test_large_batch_optimizers_follow_the_schedule(name: str) -> None:
     ("changes", "said"),
     [
         (
-            {"optimizer": OptimizerConfig(name="lars"), "precision": PrecisionConfig(), "workers": 2, "batch_size": 50,
-             "sync": SyncConfig(name="asynchronous", staleness=0)},
+            {
+                "optimizer": OptimizerConfig(name="lars"),
+                "precision": PrecisionConfig(),
+                "workers": 2,
+                "batch_size": 50,
+                "sync": SyncConfig(name="asynchronous", staleness=0),
+            },
             "optimizer.name=lars with sync.name=asynchronous: the server's shards are slices",
-        ),
+        )
     ],
-)  # fmt: skip
+)
 def test_what_cannot_go_together(changes: dict[str, object], said: str) -> None:
     base = {"precision": PrecisionConfig(format="lns12", update_arithmetic="float32")}
     with pytest.raises(ValueError, match=said):

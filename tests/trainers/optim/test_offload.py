@@ -1,6 +1,7 @@
 """Optimizer state on the CPU: the same training, with nothing of the optimizer left on the device.
 
-Without a GPU ``device=auto`` is the CPU, and the copy is still another one than the model: all but the transfer is tested.
+Without a GPU ``device=auto`` is the CPU, and the copy is still another one than the model: all but
+the transfer is tested.
 """
 
 from __future__ import annotations
@@ -41,12 +42,16 @@ KAHAN = PrecisionConfig(format="lns12", kahan_sum=True)
 ADAMW = OptimizerConfig(name="adamw", lr=0.01, weight_decay=0.01)
 TRIALS = {
     "float32": BASE,
-    "float32, Kahan, AdamW": replace(BASE, precision=PrecisionConfig(kahan_sum=True), optimizer=ADAMW),
+    "float32, Kahan, AdamW": replace(
+        BASE, precision=PrecisionConfig(kahan_sum=True), optimizer=ADAMW
+    ),
     "cnn": replace(BASE, model=ModelConfig(name="cnn", hidden=[16], channels=[3]), precision=KAHAN),
     "lns matmul": replace(BASE, precision=PrecisionConfig(format="lns12", scope="matmul")),
     "lns, Kahan": replace(BASE, precision=KAHAN),
     "lns, Kahan, AdamW": replace(BASE, precision=KAHAN, optimizer=ADAMW),
-    "lns, at random": replace(BASE, precision=PrecisionConfig(format="lns12", stochastic_rounding=True)),
+    "lns, at random": replace(
+        BASE, precision=PrecisionConfig(format="lns12", stochastic_rounding=True)
+    ),
     "lns, segments": replace(
         BASE,
         model=ModelConfig(hidden=[16, 16, 16]),
@@ -54,24 +59,40 @@ TRIALS = {
         memory=MemoryConfig(activation_checkpoints=True, offload_optimizer=True),
     ),
     "bfloat16": replace(BASE, precision=PrecisionConfig(format="bfloat16", kahan_sum=True)),
-    "lns8 with finer copies": replace(BASE, precision=PrecisionConfig(format="lns8/channel", master_format="lns16")),
+    "lns8 with finer copies": replace(
+        BASE, precision=PrecisionConfig(format="lns8/channel", master_format="lns16")
+    ),
     "autocast": replace(BASE, autocast="bfloat16"),
-    "rates": replace(BASE, lr_schedule=LRSchedule(decay="cosine", warmup_epochs=0.5), precision=KAHAN),
+    "rates": replace(
+        BASE, lr_schedule=LRSchedule(decay="cosine", warmup_epochs=0.5), precision=KAHAN
+    ),
     "changes": replace(BASE, changes=[{"epoch": 1, "optimizer.lr": 0.1}], precision=KAHAN),
 }
 PARALLEL = {
     "dp": replace(BASE, workers=WORLD, precision=KAHAN),
     "pp": replace(BASE, workers=WORLD, precision=KAHAN, layout=Layout(pp=2, micro_batches=2)),
-    "zero bubble": replace(BASE, workers=WORLD, precision=KAHAN, layout=Layout(pp=2, micro_batches=2, schedule="zero_bubble")),
-    "fsdp": replace(BASE, workers=WORLD, precision=PrecisionConfig(kahan_sum=True), layout=Layout(fsdp=True)),
-    "tp": replace(BASE, workers=WORLD, precision=PrecisionConfig(kahan_sum=True), layout=Layout(tp=2)),
+    "zero bubble": replace(
+        BASE,
+        workers=WORLD,
+        precision=KAHAN,
+        layout=Layout(pp=2, micro_batches=2, schedule="zero_bubble"),
+    ),
+    "fsdp": replace(
+        BASE, workers=WORLD, precision=PrecisionConfig(kahan_sum=True), layout=Layout(fsdp=True)
+    ),
+    "tp": replace(
+        BASE, workers=WORLD, precision=PrecisionConfig(kahan_sum=True), layout=Layout(tp=2)
+    ),
 }
 EXACT_ON_A_GPU = [name for name in TRIALS if name.startswith("lns,")]
-"""Every number of theirs is a logarithm but the softmax, which both trainings compute on the same device."""
+"""Every number of theirs is a logarithm but the softmax, which both trainings compute on the same
+device."""
 ROUNDING = 1e-3
 """Relative, of float32 updates on a CPU and on a GPU, through four epochs."""
 
-needs_gpu = pytest.mark.skipif(cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}")
+needs_gpu = pytest.mark.skipif(
+    cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}"
+)
 
 
 def kept_there(config: TrialConfig) -> TrialConfig:
@@ -90,8 +111,12 @@ def course(config: TrialConfig, rank: int, world_size: int, folder: Path) -> dic
     return {"history": [repeatable(values) for values in training.history], "test": training.test()}
 
 
-def assert_alike(folder: Path, found: dict[str, Any], expected: dict[str, Any], exact: bool) -> None:
-    (mine, _), (theirs, _) = (load_checkpoint(folder / kind / "end") for kind in ("offloaded", "kept"))
+def assert_alike(
+    folder: Path, found: dict[str, Any], expected: dict[str, Any], exact: bool
+) -> None:
+    (mine, _), (theirs, _) = (
+        load_checkpoint(folder / kind / "end") for kind in ("offloaded", "kept")
+    )
     assert mine.keys() == theirs.keys()
     assert any(name.startswith(("optimizer/", "plain/")) for name in mine)
     for name, tensor in mine.items():
@@ -107,7 +132,9 @@ def assert_alike(folder: Path, found: dict[str, Any], expected: dict[str, Any], 
 def test_it_trains_as_with_its_state_on_the_device(name: str, tmp_path: Path) -> None:
     found = course(TRIALS[name], 0, 1, tmp_path / "offloaded")
     expected = course(kept_there(TRIALS[name]), 0, 1, tmp_path / "kept")
-    assert_alike(tmp_path, found, expected, exact=cuda.unavailable() is not None or name in EXACT_ON_A_GPU)
+    assert_alike(
+        tmp_path, found, expected, exact=cuda.unavailable() is not None or name in EXACT_ON_A_GPU
+    )
     assert found["history"][-1]["train/loss"] < found["history"][0]["train/loss"]
 
 
@@ -126,11 +153,16 @@ def test_each_way_continues_the_others_checkpoint(name: str, tmp_path: Path) -> 
     if cuda.unavailable() is not None or name in EXACT_ON_A_GPU:
         for training in again[1:]:
             training.save(tmp_path / "again")
-            (mine, _), (theirs, _) = (load_checkpoint(folder) for folder in (tmp_path / "again", tmp_path / "offloaded" / "end"))
+            (mine, _), (theirs, _) = (
+                load_checkpoint(folder)
+                for folder in (tmp_path / "again", tmp_path / "offloaded" / "end")
+            )
             assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
 
 
-def test_weights_that_are_not_given_back_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_are_not_given_back_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The check of these tests can fail: without the way back the model never learns."""
     monkeypatch.setattr(Offload, "push", lambda self: None)
     history = course(TRIALS["lns, Kahan"], 0, 1, tmp_path)["history"]
@@ -152,7 +184,9 @@ def in_worker(rank: int, folder: str) -> dict[str, Any]:
 def test_replicas_stages_shards_and_parts_offload_theirs(tmp_path: Path) -> None:
     for result in spawned(in_worker, tmp_path):
         for name in PARALLEL:
-            assert_alike(tmp_path / name, result[f"{name}/offloaded"], result[f"{name}/kept"], exact=True)
+            assert_alike(
+                tmp_path / name, result[f"{name}/offloaded"], result[f"{name}/kept"], exact=True
+            )
             assert result[f"{name}/offloaded"]["history"] == result[f"{name}/kept"]["history"]
             assert result[f"{name}/resumed"][0] == result[f"{name}/resumed"][1]
 
@@ -165,7 +199,10 @@ def test_replicas_stages_shards_and_parts_offload_theirs(tmp_path: Path) -> None
             {"workers": 2, "sync": SyncConfig(name="local_sgd", period=2)},
             "memory.offload_optimizer=true with sync.name=local_sgd.*; use",
         ),
-        ({"device": "cuda", "autocast": "float16"}, "memory.offload_optimizer=true with autocast=float16.*; use"),
+        (
+            {"device": "cuda", "autocast": "float16"},
+            "memory.offload_optimizer=true with autocast=float16.*; use",
+        ),
     ],
 )
 def test_what_cannot_be_offloaded_is_refused(values: dict[str, Any], said: str) -> None:
@@ -177,7 +214,8 @@ def test_what_cannot_be_offloaded_is_refused(values: dict[str, Any], said: str) 
 @needs_gpu
 @pytest.mark.parametrize("precision", [PrecisionConfig(), KAHAN])
 def test_a_gpu_holds_nothing_of_the_optimizer(precision: PrecisionConfig) -> None:
-    """Adam's two moments, and Kahan's compensation, are gone from the GPU: n parameters of b bytes leave 2 n b, 3 n b with Kahan."""
+    """Adam's two moments, and Kahan's compensation, are gone from the GPU: n parameters of b bytes
+    leave 2 n b, 3 n b with Kahan."""
     config = replace(
         BASE,
         device="cuda",

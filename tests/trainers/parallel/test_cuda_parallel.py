@@ -1,4 +1,5 @@
-"""Several GPUs: codecs write the bytes they write on a CPU; replicas, stages and parts of layers over NCCL end as one process does."""
+"""Several GPUs: codecs write the bytes they write on a CPU; replicas, stages and parts of layers
+over NCCL end as one process does."""
 
 from __future__ import annotations
 
@@ -21,8 +22,12 @@ from trainers.models.precision import storage_of
 from trainers.telemetry.metrics import PREFIX
 from trainers.training.trainer import Training
 
-needs_gpu = pytest.mark.skipif(cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}")
-needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"{torch.cuda.device_count()} GPUs, needs two")
+needs_gpu = pytest.mark.skipif(
+    cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}"
+)
+needs_two = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason=f"{torch.cuda.device_count()} GPUs, needs two"
+)
 WORLD = 2
 KAHAN = PrecisionConfig(format="lns12", kahan_sum=True)
 BASE = TrialConfig(
@@ -41,8 +46,12 @@ TRIALS = {
     "lns int8": replace(BASE, precision=KAHAN, wire=WireConfig(name="int8")),
     "local": replace(BASE, sync=SyncConfig(name="local_sgd", period=4), precision=KAHAN),
     "buckets": replace(BASE, wire=WireConfig(bucket_cap_mb=0.004)),
-    "lns buckets": replace(BASE, precision=KAHAN, wire=WireConfig(bucket_cap_mb=0.004), telemetry=True),
-    "zero bubble": replace(BASE, layout=Layout(pp=2, schedule="zero_bubble", micro_batches=2), precision=KAHAN),
+    "lns buckets": replace(
+        BASE, precision=KAHAN, wire=WireConfig(bucket_cap_mb=0.004), telemetry=True
+    ),
+    "zero bubble": replace(
+        BASE, layout=Layout(pp=2, schedule="zero_bubble", micro_batches=2), precision=KAHAN
+    ),
     "pipeline": replace(BASE, layout=Layout(pp=2, micro_batches=2), precision=KAHAN),
 }
 
@@ -56,12 +65,15 @@ def test_codecs_write_the_same_bytes_on_a_gpu(name: str) -> None:
     assert codec is not None
     on_cpu, on_gpu = codec.encode(x), codec.encode(x.cuda())
     assert torch.equal(codec.decode(on_gpu, 5000).cpu(), codec.decode(on_cpu, 5000))
-    assert name == "topk" or torch.equal(on_gpu.cpu(), on_cpu)  # the largest values come in any order
+    # the largest values come in any order
+    assert name == "topk" or torch.equal(on_gpu.cpu(), on_cpu)
 
 
 def course(config: TrialConfig, rank: int, folder: Path) -> dict[str, Any]:
     training, metrics, resumed = broken_off(config, rank, WORLD, folder)
-    weights = {name: storage_of(p.detach()).cpu().tolist() for name, p in training.model.named_parameters()}
+    weights = {
+        name: storage_of(p.detach()).cpu().tolist() for name, p in training.model.named_parameters()
+    }
     return {"metrics": metrics, "resumed": resumed, "test": training.test(), "weights": weights}
 
 
@@ -75,12 +87,15 @@ def in_worker(rank: int, folder: str) -> dict[str, Any]:
 @needs_gpu
 @needs_two
 def test_two_gpus_train_as_one_process_does(tmp_path: Path) -> None:
-    """LNS to the bit, 64 examples a GPU or a micro-batch being the contract's blocks of 64; the rest resumes exactly and learns."""
+    """LNS to the bit, 64 examples a GPU or a micro-batch being the contract's blocks of 64; the
+    rest resumes exactly and learns."""
     results = spawned(in_worker, tmp_path, backend="nccl")
     single = Training(replace(BASE, precision=KAHAN, workers=1))
     for _ in range(4):
         single.train_epoch()
-    expected = {name: storage_of(p.detach()).cpu().tolist() for name, p in single.model.named_parameters()}
+    expected = {
+        name: storage_of(p.detach()).cpu().tolist() for name, p in single.model.named_parameters()
+    }
     error = single.test()["test/error"]
     assert results[0]["lns"]["weights"] == results[1]["lns"]["weights"] == expected
     for name in ("pipeline", "zero bubble"):
@@ -95,7 +110,9 @@ def test_two_gpus_train_as_one_process_does(tmp_path: Path) -> None:
 
 def in_parts(rank: int, folder: str) -> dict[str, Any]:
     torch.cuda.set_device(rank)
-    config = replace(BASE, model=ModelConfig(hidden=[32, 17, 16]), layout=Layout(tp=2), telemetry=True)
+    config = replace(
+        BASE, model=ModelConfig(hidden=[32, 17, 16]), layout=Layout(tp=2), telemetry=True
+    )
     training, metrics, resumed = broken_off(config, rank, WORLD, Path(folder) / "half")
     return {"metrics": metrics, "resumed": resumed, "telemetry": training.history[0]}
 
@@ -106,7 +123,9 @@ def in_parts(rank: int, folder: str) -> dict[str, Any]:
 @needs_two
 def test_two_gpus_with_parts_of_layers_train_as_one_process_does(tmp_path: Path) -> None:
     """Within the rounding of float32 sums in another order, through four epochs."""
-    single = Training(replace(BASE, model=ModelConfig(hidden=[32, 17, 16]), workers=1, device="cpu"))
+    single = Training(
+        replace(BASE, model=ModelConfig(hidden=[32, 17, 16]), workers=1, device="cpu")
+    )
     expected = [single.train_epoch() for _ in range(4)]
     for result in spawned(in_parts, tmp_path, backend="nccl"):
         assert result["resumed"] == result["metrics"][2:]

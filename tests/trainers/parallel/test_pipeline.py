@@ -1,4 +1,5 @@
-"""Pipelines: balanced cuts; with real processes the gradients of one process, bit for bit; both parallelisms together; re-sharding."""
+"""Pipelines: balanced cuts; with real processes the gradients of one process, bit for bit; both
+parallelisms together; re-sharding."""
 
 from __future__ import annotations
 
@@ -45,12 +46,16 @@ LAYOUTS = {
 }
 DEFERRED = {
     "zero_bubble": Layout(pp=2, schedule="zero_bubble", micro_batches=4),
-    "zero_bubble interleaved": Layout(pp=2, schedule="zero_bubble", micro_batches=4, virtual_stages=2),
+    "zero_bubble interleaved": Layout(
+        pp=2, schedule="zero_bubble", micro_batches=4, virtual_stages=2
+    ),
     "zbv": Layout(pp=2, schedule="zbv", micro_batches=4, virtual_stages=2),
     "dualpipev": Layout(pp=2, schedule="dualpipev", micro_batches=4, virtual_stages=2),
 }
 PRECISIONS = {"float32": PrecisionConfig(), "lns": KAHAN}
-ADAM = replace(BASE, optimizer=OptimizerConfig(name="adam", lr=0.01), precision=KAHAN, layout=LAYOUTS["1f1b"])
+ADAM = replace(
+    BASE, optimizer=OptimizerConfig(name="adam", lr=0.01), precision=KAHAN, layout=LAYOUTS["1f1b"]
+)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.data())
@@ -61,7 +66,10 @@ def test_cuts_are_the_best_there_are(costs: list[int], data: st.DataObject) -> N
     assert len(found) == parts
     assert all(part.stop > part.start for part in found)
     every = itertools.combinations(range(1, len(costs)), parts - 1)
-    best = min(max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *cuts, len(costs)))) for cuts in every)
+    best = min(
+        max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *cuts, len(costs))))
+        for cuts in every
+    )
     assert max(sum(costs[part]) for part in found) == best
 
 
@@ -74,12 +82,19 @@ def test_cuts_follow_the_cost_of_layers() -> None:
 
 
 def gradients(training: Training) -> dict[str, torch.Tensor]:
-    return {name: storage_of(p.grad).clone() for name, p in training.model.named_parameters() if p.grad is not None}
+    return {
+        name: storage_of(p.grad).clone()
+        for name, p in training.model.named_parameters()
+        if p.grad is not None
+    }
 
 
 def same_gradients(config: TrialConfig, rank: int) -> bool:
-    """Whether this rank's gradients of two batches are the bits of one process over the same micro-batches."""
-    whole = Training(replace(config, workers=1, layout=Layout(micro_batches=config.layout.micro_batches)))
+    """Whether this rank's gradients of two batches are the bits of one process over the same
+    micro-batches."""
+    whole = Training(
+        replace(config, workers=1, layout=Layout(micro_batches=config.layout.micro_batches))
+    )
     part = Training(config, rank=rank, world_size=config.workers)
     assert part.pipeline is not None
     same = True
@@ -107,13 +122,17 @@ def without_speed(metrics: dict[str, float]) -> dict[str, float]:
 def course(config: TrialConfig, rank: int, folder: Path) -> dict[str, Any]:
     """A trial broken off after two epochs, and continued by new objects."""
     training, metrics, resumed = broken_off(config, rank, config.workers, folder)
-    weights = {name: storage_of(p.detach()).tolist() for name, p in training.model.named_parameters()}
+    weights = {
+        name: storage_of(p.detach()).tolist() for name, p in training.model.named_parameters()
+    }
     return {"metrics": metrics, "resumed": resumed, "test": training.test(), "weights": weights}
 
 
 def two_workers(rank: int, folder: str) -> dict[str, Any]:
     result: dict[str, Any] = {"gradients": {}, "courses": {}}
-    for (name, layout), (arithmetic, precision) in itertools.product(LAYOUTS.items(), PRECISIONS.items()):
+    for (name, layout), (arithmetic, precision) in itertools.product(
+        LAYOUTS.items(), PRECISIONS.items()
+    ):
         config = replace(BASE, layout=layout, precision=precision)
         result["gradients"][f"{name} {arithmetic}"] = same_gradients(config, rank)
     for arithmetic, precision in PRECISIONS.items():
@@ -123,7 +142,11 @@ def two_workers(rank: int, folder: str) -> dict[str, Any]:
     result["gradients"]["zbv lns"] = same_gradients(zbv, rank)
     result["dropped"] = dropped(zbv, rank)
     result["courses"]["adam"] = course(ADAM, rank, Path(folder) / "adam")
-    diverging = Training(replace(BASE, layout=LAYOUTS["1f1b"], optimizer=OptimizerConfig(lr=1e38)), rank=rank, world_size=2)
+    diverging = Training(
+        replace(BASE, layout=LAYOUTS["1f1b"], optimizer=OptimizerConfig(lr=1e38)),
+        rank=rank,
+        world_size=2,
+    )
     result["diverged"] = [str(diverging.train_epoch()["train/loss"]) for _ in range(2)]
     result["broken"] = broken(rank)
     return result
@@ -144,7 +167,8 @@ def broken(rank: int) -> bool:
 
 
 def dropped(config: TrialConfig, rank: int) -> bool:
-    """What the comparison says where the weight gradients of a backward pass's last layer are never computed."""
+    """What the comparison says where the weight gradients of a backward pass's last layer are never
+    computed."""
     right = Deferred.take
 
     def forgetful(deferred: Deferred) -> Any:
@@ -160,10 +184,16 @@ def dropped(config: TrialConfig, rank: int) -> bool:
 
 def deferring(rank: int, folder: str) -> dict[str, Any]:
     result: dict[str, Any] = {"gradients": {}}
-    for (name, layout), (arithmetic, precision) in itertools.product(DEFERRED.items(), PRECISIONS.items()):
-        result["gradients"][f"{name} {arithmetic}"] = same_gradients(replace(BASE, layout=layout, precision=precision), rank)
+    for (name, layout), (arithmetic, precision) in itertools.product(
+        DEFERRED.items(), PRECISIONS.items()
+    ):
+        result["gradients"][f"{name} {arithmetic}"] = same_gradients(
+            replace(BASE, layout=layout, precision=precision), rank
+        )
     for name, layout in DEFERRED.items():
-        result[name] = course(replace(BASE, layout=layout, precision=KAHAN), rank, Path(folder) / name)
+        result[name] = course(
+            replace(BASE, layout=layout, precision=KAHAN), rank, Path(folder) / name
+        )
     return result
 
 
@@ -199,11 +229,15 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Workers:
 
 @pytest.mark.parametrize("arithmetic", list(PRECISIONS))
 @pytest.mark.parametrize("name", list(LAYOUTS))
-def test_gradients_are_those_of_one_process_bit_for_bit(workers: Workers, name: str, arithmetic: str) -> None:
+def test_gradients_are_those_of_one_process_bit_for_bit(
+    workers: Workers, name: str, arithmetic: str
+) -> None:
     assert all(result["gradients"][f"{name} {arithmetic}"] for result in workers[1])
 
 
-def test_weight_gradients_that_waited_are_the_same_and_a_lost_one_is_caught(workers: Workers) -> None:
+def test_weight_gradients_that_waited_are_the_same_and_a_lost_one_is_caught(
+    workers: Workers,
+) -> None:
     for result in workers[1]:
         assert result["gradients"]["zbv lns"]
         assert not result["dropped"]
@@ -219,12 +253,16 @@ def one_process(arithmetic: str) -> tuple[TrialConfig, dict[str, Any]]:
     config = replace(config, workers=1, layout=Layout(micro_batches=4))
     training = Training(config)
     metrics = [without_speed(training.train_epoch()) for _ in range(4)]
-    weights = {name: storage_of(p.detach()).tolist() for name, p in training.model.named_parameters()}
+    weights = {
+        name: storage_of(p.detach()).tolist() for name, p in training.model.named_parameters()
+    }
     return config, {"metrics": metrics, "test": training.test(), "weights": weights}
 
 
 @pytest.mark.parametrize("arithmetic", ["float32", "lns", "adam"])
-def test_a_pipeline_trains_resumes_and_reshards_bit_for_bit(workers: Workers, arithmetic: str) -> None:
+def test_a_pipeline_trains_resumes_and_reshards_bit_for_bit(
+    workers: Workers, arithmetic: str
+) -> None:
     config, single = one_process(arithmetic)
     weights: dict[str, Any] = {}
     for result in workers[1]:
@@ -246,7 +284,8 @@ def test_divergence_ends_the_trial_on_every_stage(workers: Workers) -> None:
 
 
 def test_activations_and_gradients_are_counted(workers: Workers) -> None:
-    """Layers 64-24 | 24-24-24-10 by cost: each rank sends 24 values an example, forward or backward; 4 bytes, or 2 as codes."""
+    """Layers 64-24 | 24-24-24-10 by cost: each rank sends 24 values an example, forward or
+    backward; 4 bytes, or 2 as codes."""
     for arithmetic, size in (("float32", 4), ("lns", 2)):
         sent = workers[1][0]["courses"][arithmetic]["metrics"][0]["bytes/sent"]
         assert sent == size * 24 * 64 * (1200 // 64)
@@ -262,33 +301,44 @@ FOUR = {
 
 
 def four_workers(rank: int, folder: str) -> dict[str, Any]:
-    result: dict[str, Any] = {name: course(config, rank, Path(folder) / name) for name, config in FOUR.items()}
+    result: dict[str, Any] = {
+        name: course(config, rank, Path(folder) / name) for name, config in FOUR.items()
+    }
     place = Training(FOUR["float32"], rank=rank, world_size=4).place
     return result | {"place": [place.pp_rank, place.dp_rank]}
 
 
 @pytest.mark.slow
 def test_both_parallelisms_together(tmp_path: Path) -> None:
-    """Two replicas of two stages: float32 within 1e-6 of the weights of one process after 72 steps, any wire, exact resume."""
+    """Two replicas of two stages: float32 within 1e-6 of the weights of one process after 72 steps,
+    any wire, exact resume."""
     results = spawned(four_workers, tmp_path, world=4)
     assert [result["place"] for result in results] == [[0, 0], [0, 1], [1, 0], [1, 1]]
     for name in FOUR:
         for result in results:
             assert result[name]["resumed"] == result[name]["metrics"][2:]
             assert result[name]["metrics"] == results[0][name]["metrics"]
-            assert result[name]["test"]["test/error"] <= results[0]["float32"]["test"]["test/error"] + 0.15
+            assert (
+                result[name]["test"]["test/error"]
+                <= results[0]["float32"]["test"]["test/error"] + 0.15
+            )
         for stage in (0, 2):
             assert results[stage][name]["weights"] == results[stage + 1][name]["weights"]
     _, single = one_process("float32")
     for stage in (0, 2):
         for name, values in results[stage]["float32"]["weights"].items():
-            torch.testing.assert_close(torch.tensor(values), torch.tensor(single["weights"][name]), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                torch.tensor(values), torch.tensor(single["weights"][name]), rtol=1e-5, atol=1e-6
+            )
 
 
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"precision": PrecisionConfig(format="lns12", scope="matmul")}, "layout.pp=2 with precision.scope=matmul"),
+        (
+            {"precision": PrecisionConfig(format="lns12", scope="matmul")},
+            "layout.pp=2 with precision.scope=matmul",
+        ),
         ({"sync": SyncConfig(name="local_sgd")}, "sync.name=local_sgd.* with one replica"),
         ({"wire": WireConfig(name="int8")}, "wire.name=int8 with one replica"),
         (
@@ -296,7 +346,10 @@ def test_both_parallelisms_together(tmp_path: Path) -> None:
             "layout.schedule=zbv with precision.format=bfloat16",
         ),
         (
-            {"memory": MemoryConfig(activation_checkpoints=True), "layout": DEFERRED["zero_bubble"]},
+            {
+                "memory": MemoryConfig(activation_checkpoints=True),
+                "layout": DEFERRED["zero_bubble"],
+            },
             "layout.schedule=zero_bubble with memory.activation_checkpoints=true",
         ),
     ],

@@ -1,4 +1,5 @@
-"""Tensor parallelism with real processes: the same training as one process, each worker with its parts of the layers."""
+"""Tensor parallelism with real processes: the same training as one process, each worker with its
+parts of the layers."""
 
 from __future__ import annotations
 
@@ -35,9 +36,11 @@ ROUNDING = 1e-5
 MIXED = 2e-2
 """The same of bfloat16, through two epochs: terms are rounded to 8 bits before they are summed."""
 LOSSY = {"bfloat16": 1e-3, "float16": 1e-3, "lns16": 1e-3, "float32": ROUNDING, "native": ROUNDING}
-"""By wire format. A gradient that differs by its rounding may go to the next value of a 16-bit format."""
+"""By wire format. A gradient that differs by its rounding may go to the next value of a 16-bit
+format."""
 BLOCKS = 0.1
-"""Wire formats of blocks, largest values and factors round a part by what lies in it, not as the whole."""
+"""Wire formats of blocks, largest values and factors round a part by what lies in it, not as the
+whole."""
 STEPS = 10
 """An epoch."""
 BASE = TrialConfig(
@@ -56,13 +59,21 @@ TRIALS = {
     "a layer left": replace(BASE, model=ModelConfig(hidden=[32, 17])),
     "two pairs": replace(BASE, model=DEEP),
     "micro-batches": replace(BASE, model=DEEP, layout=Layout(tp=2, micro_batches=2)),
-    "segments": replace(BASE, model=DEEP, memory=MemoryConfig(activation_checkpoints=True, segments=3)),
+    "segments": replace(
+        BASE, model=DEEP, memory=MemoryConfig(activation_checkpoints=True, segments=3)
+    ),
     "adam": replace(BASE, model=DEEP, optimizer=OptimizerConfig(name="adam", lr=0.003)),
     "autocast": replace(BASE, model=DEEP, autocast="bfloat16"),
     "telemetry": replace(BASE, model=DEEP, telemetry=True),
 }
-REPLICAS = {name: replace(BASE, model=DEEP, workers=4, wire=WireConfig(name=name)) for name in FORMATS}
-BIG = replace(BASE, model=ModelConfig(hidden=[1000, 10, 1000]), optimizer=OptimizerConfig(name="adam", lr=0.001))
+REPLICAS = {
+    name: replace(BASE, model=DEEP, workers=4, wire=WireConfig(name=name)) for name in FORMATS
+}
+BIG = replace(
+    BASE,
+    model=ModelConfig(hidden=[1000, 10, 1000]),
+    optimizer=OptimizerConfig(name="adam", lr=0.001),
+)
 
 
 def uncut(config: TrialConfig) -> TrialConfig:
@@ -78,8 +89,18 @@ def course(config: TrialConfig, rank: int, folder: Path) -> dict[str, Any]:
     training, metrics, resumed = broken_off(config, rank, config.workers, folder / "half")
     test = training.test()
     training.save(folder / "end")
-    own = {name: p.tolist() for name, p in training._components.kept.named_parameters() if p.numel() < 2_000}
-    return {"metrics": metrics, "resumed": resumed, "test": test, "history": training.history, "own": own}
+    own = {
+        name: p.tolist()
+        for name, p in training._components.kept.named_parameters()
+        if p.numel() < 2_000
+    }
+    return {
+        "metrics": metrics,
+        "resumed": resumed,
+        "test": test,
+        "history": training.history,
+        "own": own,
+    }
 
 
 def continued(config: TrialConfig, rank: int, folder: Path) -> list[dict[str, float]]:
@@ -108,21 +129,28 @@ def in_two(rank: int, folder: str) -> dict[str, Any]:
     diverging = Training(replace(BASE, optimizer=OptimizerConfig(lr=1e30)), rank=rank, world_size=2)
     result["diverged"] = [diverging.train_epoch()["train/loss"] for _ in range(2)]
     result["kept"] = kept(Training(BIG, rank=rank, world_size=2))
-    result["optimizers"] = {name: steps(name, rank) for name in sorted(set(OPTIMIZERS) - set(WHOLE_TENSORS))}
+    result["optimizers"] = {
+        name: steps(name, rank) for name in sorted(set(OPTIMIZERS) - set(WHOLE_TENSORS))
+    }
     result |= {f"without {what}": without(what, rank) for what in ("_SumOutputs", "_SumGradients")}
     return result
 
 
 def in_four(rank: int, folder: str) -> dict[str, Any]:
-    result: dict[str, Any] = {name: course(config, rank, Path(folder) / name) for name, config in REPLICAS.items()}
-    result["from dp 2"] = continued(REPLICAS["native"], rank, Path(folder).parent / "two" / "dp 2" / "native")
+    result: dict[str, Any] = {
+        name: course(config, rank, Path(folder) / name) for name, config in REPLICAS.items()
+    }
+    result["from dp 2"] = continued(
+        REPLICAS["native"], rank, Path(folder).parent / "two" / "dp 2" / "native"
+    )
     vars(tensor_parallel)["JOINT"] = ()  # this process ends with it
     result["int8, all together"] = course(REPLICAS["int8"], rank, Path(folder) / "together")
     return result
 
 
 class Collective(TorchDispatchMode):
-    """Counts every operation that talks to other processes. (torch's CommDebugMode does too, and keeps the step's graph alive.)"""
+    """Counts every operation that talks to other processes. (torch's CommDebugMode does too, and
+    keeps the step's graph alive.)"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,33 +241,54 @@ def four(folder: Path, two: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return spawned(in_four, folder / "four", world=4)
 
 
-def assert_close(found: dict[str, float], expected: dict[str, float], tolerance: float = ROUNDING) -> None:
-    names = [name for name in expected if name.endswith("/loss") or (name.endswith("/error") and tolerance == ROUNDING)]
+def assert_close(
+    found: dict[str, float], expected: dict[str, float], tolerance: float = ROUNDING
+) -> None:
+    names = [
+        name
+        for name in expected
+        if name.endswith("/loss") or (name.endswith("/error") and tolerance == ROUNDING)
+    ]
     assert names
-    assert {name: found[name] for name in names} == pytest.approx({name: expected[name] for name in names}, rel=tolerance)
+    assert {name: found[name] for name in names} == pytest.approx(
+        {name: expected[name] for name in names}, rel=tolerance
+    )
 
 
 def linear_shapes(config: TrialConfig) -> tuple[list[nn.Linear], list[tuple[nn.Linear, nn.Linear]]]:
     model = build(config.model, 64, 10)
     assert isinstance(model, nn.Sequential)
-    pairs = [(model.get_submodule(columns), model.get_submodule(rows)) for columns, rows in pairs_of(model)]
+    pairs = [
+        (model.get_submodule(columns), model.get_submodule(rows))
+        for columns, rows in pairs_of(model)
+    ]
     return [layer for layer in model if isinstance(layer, nn.Linear)], pairs  # type: ignore[return-value]
 
 
 def activations(config: TrialConfig, examples: int, size: int = 4) -> float:
     """Bytes that a worker of two sends in a step within its replica, by the formula."""
     _, pairs = linear_shapes(config)
-    values = sum(rows.out_features for _, rows in pairs) + sum(columns.in_features for columns, _ in pairs[1:])
+    values = sum(rows.out_features for _, rows in pairs) + sum(
+        columns.in_features for columns, _ in pairs[1:]
+    )
     return size * examples * values + 8
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(TRIALS))
-def test_parts_train_as_one_process_does(folder: Path, one: dict[str, Any], two: list[dict[str, Any]], name: str) -> None:
-    (mine, _), (theirs, _) = (load_checkpoint(folder / kind / name / "end") for kind in ("two", "one"))
-    assert {key: value.shape for key, value in mine.items()} == {key: value.shape for key, value in theirs.items()}
+def test_parts_train_as_one_process_does(
+    folder: Path, one: dict[str, Any], two: list[dict[str, Any]], name: str
+) -> None:
+    (mine, _), (theirs, _) = (
+        load_checkpoint(folder / kind / name / "end") for kind in ("two", "one")
+    )
+    assert {key: value.shape for key, value in mine.items()} == {
+        key: value.shape for key, value in theirs.items()
+    }
     if name == "autocast":
-        for found, expected in zip(two[0][name]["metrics"][:2], one[name]["metrics"][:2], strict=True):
+        for found, expected in zip(
+            two[0][name]["metrics"][:2], one[name]["metrics"][:2], strict=True
+        ):
             assert_close(found, expected, MIXED)
         return
     for result in two:
@@ -268,10 +317,14 @@ def test_parts_begin_with_the_bits_of_the_whole(folder: Path, two: list[dict[str
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(TRIALS))
 def test_the_bytes_sent_are_those_of_the_formula(two: list[dict[str, Any]], name: str) -> None:
-    """Over steps too, which are told by the examples that a replica has met: once, not once a worker."""
-    parameters = sum(p.numel() for layer in linear_shapes(TRIALS[name])[0] for p in layer.parameters())
+    """Over steps too, which are told by the examples that a replica has met: once, not once a
+    worker."""
+    parameters = sum(
+        p.numel() for layer in linear_shapes(TRIALS[name])[0] for p in layer.parameters()
+    )
     size = 2 if name == "autocast" else 4
-    again = 64 * 4 * 17 if name == "segments" else 0  # the first pair's sum, computed again for backward
+    # the first pair's sum, computed again for backward
+    again = 64 * 4 * 17 if name == "segments" else 0
     for metrics in two[0][name]["metrics"]:
         assert metrics["bytes/sent"] == STEPS * (activations(TRIALS[name], 64, size) + again)
         assert metrics["bytes/parameter_step"] == metrics["bytes/sent"] / (parameters * STEPS)
@@ -286,32 +339,52 @@ def test_torch_sends_nothing_that_is_not_counted(two: list[dict[str, Any]]) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["_SumOutputs", "_SumGradients"])
-def test_a_sum_left_out_is_noticed(one: dict[str, Any], two: list[dict[str, Any]], what: str) -> None:
+def test_a_sum_left_out_is_noticed(
+    one: dict[str, Any], two: list[dict[str, Any]], what: str
+) -> None:
     for result in two:
-        found, expected = (metrics["train/loss"] for metrics in (result[f"without {what}"], one["two pairs"]["metrics"][2]))
+        found, expected = (
+            metrics["train/loss"]
+            for metrics in (result[f"without {what}"], one["two pairs"]["metrics"][2])
+        )
         assert abs(found - expected) > 100 * ROUNDING * expected
 
 
 @pytest.mark.slow
-def test_every_optimizer_that_takes_elements_one_by_one_steps_the_same(two: list[dict[str, Any]]) -> None:
+def test_every_optimizer_that_takes_elements_one_by_one_steps_the_same(
+    two: list[dict[str, Any]],
+) -> None:
     assert len(two[0]["optimizers"]) == len(OPTIMIZERS) - len(WHOLE_TENSORS)
     for name, found in two[0]["optimizers"].items():
         expected = Training(uncut(optimized(name))).train_epoch()
-        assert (name, found["validation/loss"]) == (name, pytest.approx(expected["validation/loss"], rel=ROUNDING))
+        assert (name, found["validation/loss"]) == (
+            name,
+            pytest.approx(expected["validation/loss"], rel=ROUNDING),
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("way", "like"), [("from shards", "a pair"), ("to shards", "a pair"), ("from dp 2", "two pairs"), ("from one", "two pairs")]
+    ("way", "like"),
+    [
+        ("from shards", "a pair"),
+        ("to shards", "a pair"),
+        ("from dp 2", "two pairs"),
+        ("from one", "two pairs"),
+    ],
 )
-def test_checkpoints_of_other_layouts_are_read(one: dict[str, Any], two: list[dict[str, Any]], way: str, like: str) -> None:
+def test_checkpoints_of_other_layouts_are_read(
+    one: dict[str, Any], two: list[dict[str, Any]], way: str, like: str
+) -> None:
     for result in two:
         for found, expected in zip(result[way], one[like]["metrics"][2:], strict=True):
             assert_close(found, expected)
 
 
 @pytest.mark.slow
-def test_one_process_goes_on_from_parts(folder: Path, one: dict[str, Any], two: list[dict[str, Any]]) -> None:
+def test_one_process_goes_on_from_parts(
+    folder: Path, one: dict[str, Any], two: list[dict[str, Any]]
+) -> None:
     single = Training(uncut(TRIALS["two pairs"]))
     single.restore(folder / "two" / "two pairs" / "half")
     for expected in one["two pairs"]["metrics"][2:]:
@@ -332,8 +405,11 @@ def test_a_trial_that_diverges_ends_on_all_workers(two: list[dict[str, Any]]) ->
 
 
 @pytest.mark.slow
-def test_telemetry_counts_what_each_worker_computes(one: dict[str, Any], two: list[dict[str, Any]]) -> None:
-    """Nothing twice: the last layer is cut too, so all workers together do what one process does."""
+def test_telemetry_counts_what_each_worker_computes(
+    one: dict[str, Any], two: list[dict[str, Any]]
+) -> None:
+    """Nothing twice: the last layer is cut too, so all workers together do what one process
+    does."""
     (found, *_), (expected, *_) = two[0]["telemetry"]["history"], one["telemetry"]["metrics"]
     assert found[PREFIX + "macs_per_step"] == expected[PREFIX + "macs_per_step"]
     assert found[PREFIX + "communication_seconds"] > 0
@@ -341,9 +417,13 @@ def test_telemetry_counts_what_each_worker_computes(one: dict[str, Any], two: li
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
-def test_replicas_in_parts_train_as_whole_ones(two: list[dict[str, Any]], four: list[dict[str, Any]], name: str) -> None:
+def test_replicas_in_parts_train_as_whole_ones(
+    two: list[dict[str, Any]], four: list[dict[str, Any]], name: str
+) -> None:
     for result in four:
-        for found, expected in zip(result[name]["metrics"], two[0][f"dp 2/{name}"]["metrics"], strict=True):
+        for found, expected in zip(
+            result[name]["metrics"], two[0][f"dp 2/{name}"]["metrics"], strict=True
+        ):
             assert_close(found, expected, LOSSY.get(name, BLOCKS))
         assert result[name]["resumed"] == result[name]["metrics"][2:]
         assert result[name]["metrics"] == four[0][name]["metrics"]
@@ -356,7 +436,9 @@ def test_what_every_worker_has_remains_the_same(four: list[dict[str, Any]], name
     owns = [result[name]["own"] for result in four]
     assert owns[0] == owns[2]
     assert owns[1] == owns[3]
-    assert [owns[0][bias] for bias in ("2.bias", "6.bias")] == [owns[1][bias] for bias in ("2.bias", "6.bias")]
+    assert [owns[0][bias] for bias in ("2.bias", "6.bias")] == [
+        owns[1][bias] for bias in ("2.bias", "6.bias")
+    ]
     assert owns[0]["0.bias"] != owns[1]["0.bias"]
 
 
@@ -368,23 +450,33 @@ def test_biases_rounded_beside_parts_would_drift(four: list[dict[str, Any]]) -> 
 
 @pytest.mark.slow
 def test_replicas_in_parts_send_their_parts_and_activations(four: list[dict[str, Any]]) -> None:
-    """One float32 all-reduce of a worker's parameters over two replicas, and a word in which they agree."""
+    """One float32 all-reduce of a worker's parameters over two replicas, and a word in which they
+    agree."""
     layers, pairs = linear_shapes(REPLICAS["native"])
-    cut = sum(columns.weight.numel() + columns.bias.numel() + rows.weight.numel() for columns, rows in pairs)
+    cut = sum(
+        columns.weight.numel() + columns.bias.numel() + rows.weight.numel()
+        for columns, rows in pairs
+    )
     own = sum(p.numel() for layer in layers for p in layer.parameters()) - cut // 2
     for metrics in four[0]["native"]["metrics"]:
         assert metrics["bytes/sent"] == STEPS * (activations(REPLICAS["native"], 32) + 4 * own + 8)
 
 
 @pytest.mark.slow
-def test_replicas_in_parts_read_the_checkpoint_of_whole_ones(two: list[dict[str, Any]], four: list[dict[str, Any]]) -> None:
+def test_replicas_in_parts_read_the_checkpoint_of_whole_ones(
+    two: list[dict[str, Any]], four: list[dict[str, Any]]
+) -> None:
     for result in four:
-        for found, expected in zip(result["from dp 2"], two[0]["dp 2/native"]["metrics"][2:], strict=True):
+        for found, expected in zip(
+            result["from dp 2"], two[0]["dp 2/native"]["metrics"][2:], strict=True
+        ):
             assert_close(found, expected)
 
 
 @pytest.mark.slow
-def test_one_process_reads_the_checkpoint_of_replicas_in_parts(folder: Path, four: list[dict[str, Any]]) -> None:
+def test_one_process_reads_the_checkpoint_of_replicas_in_parts(
+    folder: Path, four: list[dict[str, Any]]
+) -> None:
     single = Training(replace(REPLICAS["native"], workers=1, layout=Layout()))
     single.restore(folder / "four" / "native" / "end")
     assert_close(single.test(), four[0]["native"]["test"])
@@ -393,23 +485,50 @@ def test_one_process_reads_the_checkpoint_of_replicas_in_parts(folder: Path, fou
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"precision": PrecisionConfig(format="lns12")}, "layout.tp=2 with precision.format=lns12: torch cuts"),
-        ({"precision": PrecisionConfig(format="bfloat16")}, "layout.tp=2 with precision.format=bfloat16: torch cuts"),
+        (
+            {"precision": PrecisionConfig(format="lns12")},
+            "layout.tp=2 with precision.format=lns12: torch cuts",
+        ),
+        (
+            {"precision": PrecisionConfig(format="bfloat16")},
+            "layout.tp=2 with precision.format=bfloat16: torch cuts",
+        ),
         ({"model": ModelConfig(name="cnn")}, "layout.tp=2 with model.name=cnn"),
         (
             {"model": ModelConfig(hidden=[])},
             r"layout.tp=2 with model.name=mlp, model.hidden=\[\]: linear layers are cut in pairs",
         ),
-        ({"model": ModelConfig(hidden=[32, 16, 33])}, r"layout.tp=2 with model.hidden=\[32, 16, 33\]: .* \[32, 33\] / 2"),
-        ({"workers": 4, "layout": Layout(tp=2, pp=2, micro_batches=2)}, "layout.tp=2 with layout.pp=2, layout.fsdp=false"),
-        ({"workers": 4, "layout": Layout(tp=2, fsdp=True)}, "layout.tp=2 with layout.pp=1, layout.fsdp=true"),
+        (
+            {"model": ModelConfig(hidden=[32, 16, 33])},
+            r"layout.tp=2 with model.hidden=\[32, 16, 33\]: .* \[32, 33\] / 2",
+        ),
+        (
+            {"workers": 4, "layout": Layout(tp=2, pp=2, micro_batches=2)},
+            "layout.tp=2 with layout.pp=2, layout.fsdp=false",
+        ),
+        (
+            {"workers": 4, "layout": Layout(tp=2, fsdp=True)},
+            "layout.tp=2 with layout.pp=1, layout.fsdp=true",
+        ),
         ({"min_workers": 2}, "layout.tp=2 with min_workers=2"),
-        ({"workers": 4, "sync": SyncConfig(name="local_sgd", period=2)}, "layout.tp=2 with sync.name=local_sgd"),
-        ({"workers": 4, "sync": SyncConfig(name="asynchronous")}, "layout.tp=2 with sync.name=asynchronous"),
-        ({"workers": 4, "wire": WireConfig(bucket_cap_mb=1.0)}, "layout.tp=2 .* wire.bucket_cap_mb=1.0: the workers"),
+        (
+            {"workers": 4, "sync": SyncConfig(name="local_sgd", period=2)},
+            "layout.tp=2 with sync.name=local_sgd",
+        ),
+        (
+            {"workers": 4, "sync": SyncConfig(name="asynchronous")},
+            "layout.tp=2 with sync.name=asynchronous",
+        ),
+        (
+            {"workers": 4, "wire": WireConfig(bucket_cap_mb=1.0)},
+            "layout.tp=2 .* wire.bucket_cap_mb=1.0: the workers",
+        ),
         ({"autocast": "float16", "device": "cuda"}, "layout.tp=2 with autocast=float16: a worker"),
         *(
-            ({"optimizer": OptimizerConfig(name=name)}, f"layout.tp=2 with optimizer.name={name}: its step needs norms")
+            (
+                {"optimizer": OptimizerConfig(name=name)},
+                f"layout.tp=2 with optimizer.name={name}: its step needs norms",
+            )
             for name in WHOLE_TENSORS
         ),
     ],
@@ -424,10 +543,15 @@ def test_what_cannot_be_cut_is_refused(values: dict[str, Any], said: str) -> Non
     [
         ({"workers": 1}, r"dp 0 \* pp 1 \* tp 2 != workers 1.*; use workers=2"),
         ({"workers": 3}, r"dp 1 \* pp 1 \* tp 2 != workers 3.*; use workers=2"),
-        ({"wire": WireConfig(name="int8")}, r"wire.name=int8 with one replica \(workers=2, layout.pp=1, layout.tp=2\)"),
+        (
+            {"wire": WireConfig(name="int8")},
+            r"wire.name=int8 with one replica \(workers=2, layout.pp=1, layout.tp=2\)",
+        ),
         ({"layout": Layout(dp=2, tp=2)}, r"dp 2 \* pp 1 \* tp 2 != workers 2.*; use workers=4"),
     ],
 )
-def test_layouts_in_parts_that_do_not_come_out_even_are_refused(values: dict[str, Any], said: str) -> None:
+def test_layouts_in_parts_that_do_not_come_out_even_are_refused(
+    values: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ValueError, match=said):
         replace(BASE, **values)

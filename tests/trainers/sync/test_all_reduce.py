@@ -1,4 +1,5 @@
-"""Data parallelism with real processes over gloo: sums of gradients, and a trial that comes out the same on one worker and on two."""
+"""Data parallelism with real processes over gloo: sums of gradients, and a trial that comes out the
+same on one worker and on two."""
 
 from __future__ import annotations
 
@@ -45,7 +46,11 @@ def config(precision: PrecisionConfig, workers: int) -> TrialConfig:
 
 
 def in_worker(rank: int, folder: str) -> dict[str, Any]:
-    first, second, third = nn.Parameter(LNSTensor.from_float(values(0), lns12)), nn.Parameter(values(0)), nn.Parameter(values(0))
+    first, second, third = (
+        nn.Parameter(LNSTensor.from_float(values(0), lns12)),
+        nn.Parameter(values(0)),
+        nn.Parameter(values(0)),
+    )
     first.grad, second.grad = LNSTensor.from_float(values(rank).t(), lns12).t(), values(rank)
     synchronize = GradientSync(WireConfig(), Collectives())
     assert not synchronize([first, second, third], finite=rank == 0)
@@ -53,7 +58,10 @@ def in_worker(rank: int, folder: str) -> dict[str, Any]:
     assert synchronize([first, second, third])
     assert third.grad is None
     result = {"lns": first.grad.codes.tolist(), "float": second.grad.tolist()}
-    for name, precision in {"kahan": PrecisionConfig(format="lns12", kahan_sum=True), "float32": PrecisionConfig()}.items():
+    for name, precision in {
+        "kahan": PrecisionConfig(format="lns12", kahan_sum=True),
+        "float32": PrecisionConfig(),
+    }.items():
         training = Training(config(precision, WORLD), rank=rank, world_size=WORLD)
         result[name] = [training.train_epoch(), training.train_epoch(), training.test()]
         if rank == 0:
@@ -62,7 +70,8 @@ def in_worker(rank: int, folder: str) -> dict[str, Any]:
 
 
 def restored(rank: int, folder: str) -> dict[str, Any]:
-    """Where two ranks go on when the second sees the newest checkpoint as it is, not yet, or as another: epoch and what is told."""
+    """Where two ranks go on when the second sees the newest checkpoint as it is, not yet, or as
+    another: epoch and what is told."""
     trial, root = config(PrecisionConfig(), WORLD), Path(folder)
     training = Training(trial, rank=rank, world_size=WORLD)
     for name in ("1", "2"):
@@ -73,7 +82,11 @@ def restored(rank: int, folder: str) -> dict[str, Any]:
     os.chdir(root / f"rank {rank}")  # so that ranks ask for one path and see what they see
     shutil.copytree(root / "1", "older")
     found = {}
-    for name, second in {"alike": root / "2", "missing": Path("nothing"), "another": Path("older")}.items():
+    for name, second in {
+        "alike": root / "2",
+        "missing": Path("nothing"),
+        "another": Path("older"),
+    }.items():
         Path(name).symlink_to(root / "2" if rank == 0 else second)
         again, beginning = begin(trial, [name, str(root / "1")] if rank == 0 else [], rank, WORLD)
         found[name] = [again.epoch, beginning.damaged]
@@ -82,7 +95,9 @@ def restored(rank: int, folder: str) -> dict[str, Any]:
 
 def test_ranks_that_see_different_checkpoints_go_on_from_one_that_all_see(tmp_path: Path) -> None:
     one, other = spawned(restored, tmp_path)
-    assert [one[name] for name in ("alike", "missing", "another")] == [other[name] for name in ("alike", "missing", "another")]
+    assert [one[name] for name in ("alike", "missing", "another")] == [
+        other[name] for name in ("alike", "missing", "another")
+    ]
     assert one["alike"] == [2, ""]
     assert one["missing"][0] == one["another"][0] == 1
     assert "no whole checkpoint" in one["missing"][1]
@@ -90,7 +105,8 @@ def test_ranks_that_see_different_checkpoints_go_on_from_one_that_all_see(tmp_pa
 
 
 def apart(rank: int, folder: str) -> dict[str, Any]:
-    """Ranks that may take a second to meet, and are further apart in training, in all and in a part of them."""
+    """Ranks that may take a second to meet, and are further apart in training, in all and in a part
+    of them."""
     process_group.leave()
     process_group.join("gloo", f"file://{folder}/again", rank, WORLD, timedelta(seconds=1))
     sums = []
@@ -135,7 +151,9 @@ def check_close(one: dict[str, float], two: dict[str, float], rel: float) -> Non
         assert one[key] == pytest.approx(two[key], rel=rel), key
 
 
-def test_lns_training_on_two_workers_gives_the_bits_of_one(workers: tuple[Path, list[dict]]) -> None:
+def test_lns_training_on_two_workers_gives_the_bits_of_one(
+    workers: tuple[Path, list[dict]],
+) -> None:
     metrics, training = single(PrecisionConfig(format="lns12", kahan_sum=True))
     for result in workers[1]:
         for one, two in zip(metrics, result["kahan"], strict=True):

@@ -1,4 +1,5 @@
-"""The parameter server: the bound by itself, and with real processes: bulk synchronous is synchronous, staleness is bounded and seen."""
+"""The parameter server: the bound by itself, and with real processes: bulk synchronous is
+synchronous, staleness is bounded and seen."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def shard_of(staleness: int | None, replicas: int, kind: type[Shard] = Shard) ->
 
 
 async def course(shard: Shard, order: list[int], replicas: int, steps: int) -> dict[int, int]:
-    """Replicas that take their turns as ``order`` says, each going on when the shard lets it; the clock gaps that occurred."""
+    """Replicas that take their turns as ``order`` says, each going on when the shard lets it; the
+    clock gaps that occurred."""
 
     async def replica(rank: int) -> None:
         for clock in range(steps):
@@ -70,8 +72,14 @@ async def course(shard: Shard, order: list[int], replicas: int, steps: int) -> d
     return (await shard.recorded())[1]
 
 
-@given(st.integers(2, 4), st.one_of(st.none(), st.integers(0, 3)), st.lists(st.integers(0, 9), min_size=1, max_size=12))
-def test_no_replica_is_ever_further_ahead_than_the_bound(replicas: int, staleness: int | None, order: list[int]) -> None:
+@given(
+    st.integers(2, 4),
+    st.one_of(st.none(), st.integers(0, 3)),
+    st.lists(st.integers(0, 9), min_size=1, max_size=12),
+)
+def test_no_replica_is_ever_further_ahead_than_the_bound(
+    replicas: int, staleness: int | None, order: list[int]
+) -> None:
     gaps = asyncio.run(course(shard_of(staleness, replicas), order, replicas, steps=6))
     assert sum(gaps.values()) == 6 * replicas
     assert max(gaps) <= (5 if staleness is None else staleness)
@@ -84,7 +92,8 @@ def test_a_bound_that_is_ignored_is_caught() -> None:
 
 
 def test_updates_are_the_optimizers() -> None:
-    """Bulk synchronous: one update by the sum; else one each. Momentum 0.5, lr 0.3 / 64 a replica."""
+    """Bulk synchronous: one update by the sum; else one each. Momentum 0.5, lr 0.3 / 64 a
+    replica."""
 
     async def push_all(shard: Shard) -> np.ndarray[Any, Any]:
         for rank in range(2):
@@ -95,12 +104,15 @@ def test_updates_are_the_optimizers() -> None:
 
     lr = 0.3 / 128
     np.testing.assert_allclose(asyncio.run(push_all(shard_of(0, 2))), -lr * 64 * 3, rtol=1e-6)
-    np.testing.assert_allclose(asyncio.run(push_all(shard_of(None, 2))), -lr * 64 * (1 + 2.5), rtol=1e-6)
+    np.testing.assert_allclose(
+        asyncio.run(push_all(shard_of(None, 2))), -lr * 64 * (1 + 2.5), rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize(("aware", "expected"), [(False, 1 + 1 + 1), (True, 1 + 1 + 1 / 2)])
 def test_a_stale_gradient_counts_less_where_asked(aware: bool, expected: float) -> None:
-    """Three replicas pull together and push one after the other: lags of 0, 1 and 2 updates. No momentum."""
+    """Three replicas pull together and push one after the other: lags of 0, 1 and 2 updates. No
+    momentum."""
     config = replace(
         BASE,
         workers=3,
@@ -167,16 +179,26 @@ def test_histograms_are_described() -> None:
     found = describe("version_lag", merged([{0: 1, 5: 1}, {1: 2}]))
     assert found["staleness/version_lag"] == 7 / 4
     assert found["staleness/version_lag_max"] == 5
-    assert [found[f"staleness/version_lag_{key}"] for key in ("0", "1", "2", "3", "4_or_more")] == [0.25, 0.5, 0, 0, 0.25]
+    assert [found[f"staleness/version_lag_{key}"] for key in ("0", "1", "2", "3", "4_or_more")] == [
+        0.25,
+        0.5,
+        0,
+        0,
+        0.25,
+    ]
 
 
 def weights(training: Training) -> list[float]:
-    return [v for p in training.model.parameters() for v in storage_of(p.detach()).flatten().tolist()]
+    return [
+        v for p in training.model.parameters() for v in storage_of(p.detach()).flatten().tolist()
+    ]
 
 
 def run(name: str, config: TrialConfig, rank: int, folder: Path) -> dict[str, Any]:
     if name == "ignored":
-        training = Training(replace(config, sync=SyncConfig(straggler_seconds=0.2)), rank=rank, world_size=WORLD)
+        training = Training(
+            replace(config, sync=SyncConfig(straggler_seconds=0.2)), rank=rank, world_size=WORLD
+        )
         assert training.collectives is not None
         training.sync = Asynchronous(config, training.model, training.collectives, IgnoresTheBound)
     else:
@@ -185,26 +207,49 @@ def run(name: str, config: TrialConfig, rank: int, folder: Path) -> dict[str, An
     training.save(folder / name)
     dist.barrier()
     metrics.append(training.train_epoch())
-    result: dict[str, Any] = {"metrics": metrics, "weights": weights(training), "test": training.test()}
-    return result | (resumed(config, rank, folder / name, metrics[1], result["weights"]) if "bulk" in name else {})
+    result: dict[str, Any] = {
+        "metrics": metrics,
+        "weights": weights(training),
+        "test": training.test(),
+    }
+    return result | (
+        resumed(config, rank, folder / name, metrics[1], result["weights"])
+        if "bulk" in name
+        else {}
+    )
 
 
-def resumed(config: TrialConfig, rank: int, folder: Path, metrics: dict[str, float], ends: list[float]) -> dict[str, Any]:
-    """Whether the second epoch comes out the same from the checkpoint, with another number of shards."""
-    again = Training(replace(config, sync=replace(config.sync, shards=1)), rank=rank, world_size=WORLD)
+def resumed(
+    config: TrialConfig, rank: int, folder: Path, metrics: dict[str, float], ends: list[float]
+) -> dict[str, Any]:
+    """Whether the second epoch comes out the same from the checkpoint, with another number of
+    shards."""
+    again = Training(
+        replace(config, sync=replace(config.sync, shards=1)), rank=rank, world_size=WORLD
+    )
     again.restore(folder)
-    return {"same": again.train_epoch()["train/loss"] == metrics["train/loss"] and weights(again) == ends}
+    return {
+        "same": again.train_epoch()["train/loss"] == metrics["train/loss"]
+        and weights(again) == ends
+    }
 
 
 def continued(rank: int, folder: Path) -> dict[str, Any]:
-    """Losses of the second epoch of a synchronous trial, and of the same epoch trained through a server from its checkpoint."""
+    """Losses of the second epoch of a synchronous trial, and of the same epoch trained through a
+    server from its checkpoint."""
     config = replace(BASE, optimizer=OptimizerConfig(lr=0.3))
-    whole, served = (Training(replace(config, sync=sync), rank=rank, world_size=WORLD) for sync in (SyncConfig(), BULK))
+    whole, served = (
+        Training(replace(config, sync=sync), rank=rank, world_size=WORLD)
+        for sync in (SyncConfig(), BULK)
+    )
     whole.train_epoch()
     whole.save(folder)
     dist.barrier()
     served.restore(folder)
-    return {"losses": [training.train_epoch()["train/loss"] for training in (whole, served)], "epoch": served.epoch}
+    return {
+        "losses": [training.train_epoch()["train/loss"] for training in (whole, served)],
+        "epoch": served.epoch,
+    }
 
 
 TRIALS = {
@@ -223,7 +268,9 @@ def diverging(rank: int, folder: Path) -> list[str]:
     """One replica's data are not finite; the other must learn of it and not wait."""
     training = Training(replace(BASE, sync=BULK), rank=rank, world_size=WORLD)
     if rank == 1:
-        training.data = training.data._replace(train=training.data.train._replace(x=training.data.train.x * float("nan")))
+        training.data = training.data._replace(
+            train=training.data.train._replace(x=training.data.train.x * float("nan"))
+        )
     return [str(training.train_epoch()["train/loss"]) for _ in range(2)]
 
 
@@ -235,7 +282,9 @@ def in_worker(rank: int, folder: str, names: list[str]) -> dict[str, Any]:
     torch.set_num_threads(1)
     process_group.join("gloo", f"file://{folder}/store", rank, WORLD)
     results: dict[str, Any] = {
-        name: OTHERS[name](rank, Path(folder) / name) if name in OTHERS else run(name, TRIALS[name], rank, Path(folder))
+        name: OTHERS[name](rank, Path(folder) / name)
+        if name in OTHERS
+        else run(name, TRIALS[name], rank, Path(folder))
         for name in names
     }
     process_group.leave()
@@ -252,7 +301,8 @@ def in_workers(folder: Path, *names: str) -> list[dict[str, Any]]:
 
 
 def check_bulk(workers: list[dict[str, Any]], kind: str, size: int) -> None:
-    """Two ranks' gradients have one sum whatever their order; a push and a pull are ``size`` bytes a value each."""
+    """Two ranks' gradients have one sum whatever their order; a push and a pull are ``size`` bytes
+    a value each."""
     values, steps = 64 * 16 + 16 + 16 * 10 + 10, 10
     for result in workers:
         bulk = result[f"{kind}bulk"]
@@ -260,21 +310,29 @@ def check_bulk(workers: list[dict[str, Any]], kind: str, size: int) -> None:
         assert bulk["test"] == result[f"{kind}synchronous"]["test"]
         assert bulk["same"]
         assert [m["staleness/clock_gap_max"] for m in bulk["metrics"]] == [0, 0]
-        assert bulk["metrics"][0]["bytes/sent"] == pytest.approx(size * values * (steps + steps + 1), rel=0.01)
+        assert bulk["metrics"][0]["bytes/sent"] == pytest.approx(
+            size * values * (steps + steps + 1), rel=0.01
+        )
     check_reports(workers)
 
 
 def check_reports(workers: list[dict[str, Any]]) -> None:
     """All ranks report the same, and the trials learn."""
     for name in TRIALS.keys() & workers[0].keys():
-        one, two = ([{k: v for k, v in m.items() if k != "samples_per_second"} for m in r[name]["metrics"]] for r in workers)
+        one, two = (
+            [{k: v for k, v in m.items() if k != "samples_per_second"} for m in r[name]["metrics"]]
+            for r in workers
+        )
         assert one == two
         assert workers[0][name]["test"]["test/error"] < 0.5
 
 
 @pytest.mark.slow
-def test_bulk_synchronous_is_synchronous_and_a_bound_that_is_ignored_is_seen(ray_cluster: None, tmp_path: Path) -> None:
-    """The second replica of "ignored" sleeps 0.2 s a step, the first runs ahead further than its bound of 2."""
+def test_bulk_synchronous_is_synchronous_and_a_bound_that_is_ignored_is_seen(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    """The second replica of "ignored" sleeps 0.2 s a step, the first runs ahead further than its
+    bound of 2."""
     workers = in_workers(tmp_path, "synchronous", "bulk", "ignored")
     check_bulk(workers, "", 4)
     for result in workers:
@@ -282,7 +340,9 @@ def test_bulk_synchronous_is_synchronous_and_a_bound_that_is_ignored_is_seen(ray
 
 
 @pytest.mark.slow
-def test_a_server_continues_from_the_checkpoint_of_another_layout(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_server_continues_from_the_checkpoint_of_another_layout(
+    ray_cluster: None, tmp_path: Path
+) -> None:
     for result in in_workers(tmp_path, "continued"):
         first, second = result["continued"]["losses"]
         assert first == second
@@ -290,14 +350,20 @@ def test_a_server_continues_from_the_checkpoint_of_another_layout(ray_cluster: N
 
 
 @pytest.mark.slow
-def test_staleness_is_bounded_and_divergence_ends_the_trial(ray_cluster: None, tmp_path: Path) -> None:
-    workers = in_workers(tmp_path, "lns synchronous", "lns bulk", "bounded", "unbounded", "shared", "diverging")
+def test_staleness_is_bounded_and_divergence_ends_the_trial(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    workers = in_workers(
+        tmp_path, "lns synchronous", "lns bulk", "bounded", "unbounded", "shared", "diverging"
+    )
     check_bulk(workers, "lns ", 2)
     for result in workers:
         assert all(0 < m["staleness/clock_gap_max"] <= 2 for m in result["bounded"]["metrics"])
         assert all(m["staleness/clock_gap_max"] > 2 for m in result["unbounded"]["metrics"])
         first = result["unbounded"]["metrics"][0]
-        shares = [first[f"staleness/version_lag{key}"] for key in ("_0", "_1", "_2", "_3", "_4_or_more")]
+        shares = [
+            first[f"staleness/version_lag{key}"] for key in ("_0", "_1", "_2", "_3", "_4_or_more")
+        ]
         assert sum(shares) == pytest.approx(1)
         assert first["staleness/steps_min"] == first["staleness/steps_max"] == 10
         for metrics in result["shared"]["metrics"]:
@@ -316,10 +382,7 @@ def test_staleness_is_bounded_and_divergence_ends_the_trial(ray_cluster: None, t
             {"optimizer": OptimizerConfig(name="adam", lr=0.01), "sync": asynchronous(1)},
             "optimizer.name=adam, sync.staleness=1: every replica's",
         ),
-        (
-            {"layout": Layout(pp=2, micro_batches=2), "workers": 4},
-            r"layout.pp=2",
-        ),
+        ({"layout": Layout(pp=2, micro_batches=2), "workers": 4}, r"layout.pp=2"),
     ],
 )
 def test_what_cannot_be_asynchronous_is_refused(values: dict[str, Any], said: str) -> None:
@@ -328,9 +391,15 @@ def test_what_cannot_be_asynchronous_is_refused(values: dict[str, Any], said: st
 
 
 def test_bounds_that_are_none_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"sync.staleness=-1: must be a whole number of at least 0; \w"):
+    with pytest.raises(
+        ValueError, match=r"sync.staleness=-1: must be a whole number of at least 0; \w"
+    ):
         asynchronous(-1)
-    with pytest.raises(ValueError, match=r"sync.work=shared, sync.staleness=2: a bound makes .*; \w"):
+    with pytest.raises(
+        ValueError, match=r"sync.work=shared, sync.staleness=2: a bound makes .*; \w"
+    ):
         asynchronous(2, work="shared")
-    with pytest.raises(ValueError, match=r"sync.staleness=3 with sync.name=local_sgd: means nothing to it; \w"):
+    with pytest.raises(
+        ValueError, match=r"sync.staleness=3 with sync.name=local_sgd: means nothing to it; \w"
+    ):
         SyncConfig(name="local_sgd", staleness=3)

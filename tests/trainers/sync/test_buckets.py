@@ -1,4 +1,5 @@
-"""Gradients that leave while backward runs: the bits of those that leave after it, in every wire format, and what would be caught."""
+"""Gradients that leave while backward runs: the bits of those that leave after it, in every wire
+format, and what would be caught."""
 
 from __future__ import annotations
 
@@ -40,7 +41,10 @@ BASE = TrialConfig(
 TRIALS = {
     "native": (BASE, WireConfig()),
     "native lns": (replace(BASE, precision=KAHAN), WireConfig()),
-    "matmul": (replace(BASE, precision=PrecisionConfig(format="lns12", scope="matmul")), WireConfig()),
+    "matmul": (
+        replace(BASE, precision=PrecisionConfig(format="lns12", scope="matmul")),
+        WireConfig(),
+    ),
     "bfloat16": (BASE, WireConfig(name="bfloat16")),
     "int8": (replace(BASE, precision=KAHAN), WireConfig(name="int8")),
 }
@@ -50,7 +54,9 @@ SAME_AS_ONE = ("native", "native lns", "matmul", "bfloat16")
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 120))
-def test_buckets_hold_every_parameter_once_from_the_last_to_the_first(sizes: list[int], cap: int) -> None:
+def test_buckets_hold_every_parameter_once_from_the_last_to_the_first(
+    sizes: list[int], cap: int
+) -> None:
     parameters = [torch.zeros(size) for size in sizes]
     found = buckets(parameters, 4 * cap / MEGABYTE)
     assert [id(p) for bucket in found for p in bucket] == [id(p) for p in reversed(parameters)]
@@ -72,8 +78,11 @@ def weights(training: Training) -> list[Tensor]:
     return [storage_of(p.detach()).clone() for p in training.model.parameters()]
 
 
-def trained(config: TrialConfig, rank: int, broken: bool = False) -> tuple[list[Tensor], list[dict[str, float]], list[int]]:
-    """Weights and metrics after an epoch, and how many buckets had left when each step asked for the sums."""
+def trained(
+    config: TrialConfig, rank: int, broken: bool = False
+) -> tuple[list[Tensor], list[dict[str, float]], list[int]]:
+    """Weights and metrics after an epoch, and how many buckets had left when each step asked for
+    the sums."""
     training = Training(config, rank=rank, world_size=2)
     assert isinstance(training.sync, Synchronous)
     if broken:
@@ -98,7 +107,9 @@ def compare(name: str, rank: int) -> dict[str, Any]:
     config, wire = TRIALS[name]
     overlapped = replace(config, wire=replace(wire, bucket_cap_mb=CAP))
     ours, metrics, left = trained(overlapped, rank)
-    after, metrics_after, left_after = trained(replace(config, wire=replace(wire, bucket_cap_mb=CAP, overlap=False)), rank)
+    after, metrics_after, left_after = trained(
+        replace(config, wire=replace(wire, bucket_cap_mb=CAP, overlap=False)), rank
+    )
     at_once, _, _ = trained(replace(config, wire=wire), rank)
     return {
         "same": same(ours, after) and metrics == metrics_after,
@@ -124,9 +135,13 @@ def every_format(rank: int, folder: str) -> dict[str, Any]:
     for name in ("native", "matmul", "int8"):
         trial, wire = TRIALS[name]
         wild = replace(
-            trial, precision=trial.precision if name == "matmul" else PrecisionConfig(), optimizer=OptimizerConfig(lr=1e38)
+            trial,
+            precision=trial.precision if name == "matmul" else PrecisionConfig(),
+            optimizer=OptimizerConfig(lr=1e38),
         )
-        diverging = Training(replace(wild, wire=replace(wire, bucket_cap_mb=CAP)), rank=rank, world_size=2)
+        diverging = Training(
+            replace(wild, wire=replace(wire, bucket_cap_mb=CAP)), rank=rank, world_size=2
+        )
         result[f"{name} diverged"] = [str(diverging.train_epoch()["train/loss"]) for _ in range(2)]
     return result
 
@@ -144,7 +159,9 @@ def check(result: dict[str, Any], name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_overlapped_buckets_end_with_the_bits_of_those_sent_after_backward(workers: list[dict[str, Any]], name: str) -> None:
+def test_overlapped_buckets_end_with_the_bits_of_those_sent_after_backward(
+    workers: list[dict[str, Any]], name: str
+) -> None:
     for result in workers:
         check(result, name)
 

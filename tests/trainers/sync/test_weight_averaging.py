@@ -1,4 +1,5 @@
-"""Replicas that exchange weights: equal to synchronous where they must be, exact resume, bytes, divergence; real processes."""
+"""Replicas that exchange weights: equal to synchronous where they must be, exact resume, bytes,
+divergence; real processes."""
 
 from __future__ import annotations
 
@@ -45,17 +46,38 @@ TRIALS: dict[str, TrialConfig] = {
     "lns diloco 1": replace(BASE, sync=DILOCO_IS_LOCAL, precision=KAHAN),
     "local 5": replace(BASE, sync=SyncConfig(name="local_sgd", period=5), optimizer=MOMENTUM),
     "lns local 5": replace(BASE, sync=SyncConfig(name="local_sgd", period=5), precision=KAHAN),
-    "local 4 int8": replace(BASE, sync=SyncConfig(name="local_sgd", period=4), wire=WireConfig(name="int8")),
-    "diloco 4": replace(BASE, sync=SyncConfig(name="diloco", period=4, outer_lr=0.7, outer_momentum=0.5), optimizer=MOMENTUM),
+    "local 4 int8": replace(
+        BASE, sync=SyncConfig(name="local_sgd", period=4), wire=WireConfig(name="int8")
+    ),
+    "diloco 4": replace(
+        BASE,
+        sync=SyncConfig(name="diloco", period=4, outer_lr=0.7, outer_momentum=0.5),
+        optimizer=MOMENTUM,
+    ),
     "elastic": replace(BASE, sync=SyncConfig(name="elastic", period=3), optimizer=MOMENTUM),
     "lns elastic": replace(BASE, sync=SyncConfig(name="elastic", period=3), precision=KAHAN),
-    "final": replace(BASE, sync=SyncConfig(name="final_average"), optimizer=replace(MOMENTUM, lr=0.05)),
-    "ensemble": replace(BASE, sync=SyncConfig(name="ensemble"), optimizer=replace(MOMENTUM, lr=0.05)),
+    "final": replace(
+        BASE, sync=SyncConfig(name="final_average"), optimizer=replace(MOMENTUM, lr=0.05)
+    ),
+    "ensemble": replace(
+        BASE, sync=SyncConfig(name="ensemble"), optimizer=replace(MOMENTUM, lr=0.05)
+    ),
     "adam": replace(
-        BASE, sync=SyncConfig(name="local_sgd", period=5), optimizer=OptimizerConfig(name="adam", lr=0.01), precision=KAHAN
+        BASE,
+        sync=SyncConfig(name="local_sgd", period=5),
+        optimizer=OptimizerConfig(name="adam", lr=0.01),
+        precision=KAHAN,
     ),
 }
-EQUAL_AT_AN_EPOCHS_END = ("local", "diloco", "synchronous", "lns local", "lns diloco", "lns synchronous", "adam")
+EQUAL_AT_AN_EPOCHS_END = (
+    "local",
+    "diloco",
+    "synchronous",
+    "lns local",
+    "lns diloco",
+    "lns synchronous",
+    "adam",
+)
 
 
 class ForgetsToAverage(OuterStep):
@@ -66,11 +88,14 @@ class ForgetsToAverage(OuterStep):
 
 
 def weights(training: Training) -> torch.Tensor:
-    return torch.cat([storage_of(p.detach()).to(torch.float64).flatten() for p in training.model.parameters()])
+    return torch.cat(
+        [storage_of(p.detach()).to(torch.float64).flatten() for p in training.model.parameters()]
+    )
 
 
 def spread(training: Training) -> float:
-    """How far apart the replicas are: the largest difference of a weight (of LNS ones, of its code)."""
+    """How far apart the replicas are: the largest difference of a weight (of LNS ones, of its
+    code)."""
     own = weights(training)
     everyone = [torch.empty_like(own) for _ in range(WORLD)]
     dist.all_gather(everyone, own)
@@ -105,7 +130,8 @@ def run(config: TrialConfig, rank: int, folder: Path) -> dict[str, Any]:
 
 
 def diverging(rank: int) -> list[dict[str, float]]:
-    """One replica's loss becomes infinite between two rounds; the other must learn of it and not wait."""
+    """One replica's loss becomes infinite between two rounds; the other must learn of it and not
+    wait."""
     config = replace(BASE, sync=SyncConfig(name="local_sgd", period=7), epochs=2)
     training = Training(config, rank=rank, world_size=WORLD)
     if rank == 1:
@@ -116,10 +142,14 @@ def diverging(rank: int) -> list[dict[str, float]]:
 
 def in_worker(rank: int, folder: str) -> dict[str, Any]:
     result: dict[str, Any] = {}
-    result["trials"] = {name: run(config, rank, Path(folder) / name) for name, config in TRIALS.items()}
+    result["trials"] = {
+        name: run(config, rank, Path(folder) / name) for name, config in TRIALS.items()
+    }
     broken = Training(TRIALS["local 5"], rank=rank, world_size=WORLD)
     assert broken.collectives is not None
-    broken.sync = ForgetsToAverage(broken.config, broken.model, broken.optimizer, broken.collectives)
+    broken.sync = ForgetsToAverage(
+        broken.config, broken.model, broken.optimizer, broken.collectives
+    )
     epochs(broken, 1)
     result["broken"] = spread(broken)
     result["diverged"] = [str(m["train/loss"]) for m in diverging(rank)]
@@ -159,34 +189,54 @@ def test_a_round_that_does_not_average_is_caught(workers: Workers) -> None:
 
 @pytest.mark.parametrize("kind", ["", "lns "])
 def test_diloco_of_one_step_and_no_momentum_is_local_sgd(workers: Workers, kind: str) -> None:
-    local, diloco = (workers[1][0]["trials"][f"{kind}{name} 1"]["after two"] for name in ("local", "diloco"))
+    local, diloco = (
+        workers[1][0]["trials"][f"{kind}{name} 1"]["after two"] for name in ("local", "diloco")
+    )
     assert local == diloco
 
 
 def test_local_sgd_of_one_step_is_synchronous(workers: Workers) -> None:
-    """The mean of the replicas' steps is the step by the mean gradient; only the order of float32's roundings differs: two more a
-    step, of 2^-24 of a weight below 0.5 each, over 36 steps.
+    """The mean of the replicas' steps is the step by the mean gradient; only the order of float32's
+    roundings differs: two more a step, of 2^-24 of a weight below 0.5 each, over 36 steps.
     """
-    one, other = (torch.tensor(workers[1][0]["trials"][name]["after two"]) for name in ("synchronous", "local 1"))
+    one, other = (
+        torch.tensor(workers[1][0]["trials"][name]["after two"])
+        for name in ("synchronous", "local 1")
+    )
     assert (one - other).abs().max() < 2 * STEPS * 2 * 2**-25 * 4
 
 
 def test_local_sgd_of_one_step_in_lns_stays_near_synchronous(workers: Workers) -> None:
-    """A logarithm of 12 bits rounds each replica's step apart, so not the bits but the results are equal: most weights within an
-    ulp of 1.1 %, the error within a few of the 297 test images.
+    """A logarithm of 12 bits rounds each replica's step apart, so not the bits but the results are
+    equal: most weights within an ulp of 1.1 %, the error within a few of the 297 test images.
     """
-    one, other = (torch.tensor(workers[1][0]["trials"][f"lns {name}"]["after two"]) for name in ("synchronous", "local 1"))
+    one, other = (
+        torch.tensor(workers[1][0]["trials"][f"lns {name}"]["after two"])
+        for name in ("synchronous", "local 1")
+    )
     assert ((one - other).abs() <= 1).double().mean() > 0.5
-    errors = [workers[1][0]["trials"][f"lns {name}"]["test"]["test/error"] for name in ("synchronous", "local 1")]
+    errors = [
+        workers[1][0]["trials"][f"lns {name}"]["test"]["test/error"]
+        for name in ("synchronous", "local 1")
+    ]
     assert abs(errors[0] - errors[1]) < 0.03
 
 
 @pytest.mark.parametrize(
     ("name", "a_round", "rounds"),
-    [("local 1", 4.0, STEPS), ("local 5", 4.0, 4), ("diloco 4", 4.0, 5), ("elastic", 4.0, 6), ("local 4 int8", 1.0, 5)],
+    [
+        ("local 1", 4.0, STEPS),
+        ("local 5", 4.0, 4),
+        ("diloco 4", 4.0, 5),
+        ("elastic", 4.0, 6),
+        ("local 4 int8", 1.0, 5),
+    ],
 )
-def test_bytes_are_those_of_the_formula(workers: Workers, name: str, a_round: float, rounds: int) -> None:
-    """18 steps an epoch; the epoch's end makes one more round of those that are left. The flags add 8 bytes each."""
+def test_bytes_are_those_of_the_formula(
+    workers: Workers, name: str, a_round: float, rounds: int
+) -> None:
+    """18 steps an epoch; the epoch's end makes one more round of those that are left. The flags add
+    8 bytes each."""
     reported = workers[1][0]["trials"][name]["metrics"][0]
     flags = rounds + (name in ("local 1", "elastic"))
     assert reported["bytes/sent"] == pytest.approx(a_round * VALUES * rounds + 8 * flags, rel=0.02)
@@ -214,10 +264,16 @@ def test_a_checkpoint_holds_the_model_that_the_figures_are_of(workers: Workers) 
 def own(tensors: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
     """The weights and optimizer state of one replica."""
     found = of_rank(tensors, rank, torch.device("cpu"))
-    return {name.removeprefix(REPLICA): value for name, value in found.items() if name.startswith(REPLICA)}
+    return {
+        name.removeprefix(REPLICA): value
+        for name, value in found.items()
+        if name.startswith(REPLICA)
+    }
 
 
-def test_an_ensemble_predicts_the_mean_of_its_replicas_probabilities(workers: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_an_ensemble_predicts_the_mean_of_its_replicas_probabilities(
+    workers: tuple[Path, list[dict[str, Any]]],
+) -> None:
     tensors, _ = load_checkpoint(workers[0] / "ensemble")
     alone = Training(replace(TRIALS["ensemble"], workers=1, sync=SyncConfig()))
     probabilities = []
@@ -229,8 +285,12 @@ def test_an_ensemble_predicts_the_mean_of_its_replicas_probabilities(workers: tu
     together, answers = sum(probabilities) / WORLD, alone.data.validation.y
     for result in workers[1]:
         found = result["trials"]["ensemble"]["metrics"][1]
-        assert found["validation/error"] == int((together.argmax(1) != answers).sum()) / len(answers)
-        assert found["validation/loss"] == pytest.approx(float(F.nll_loss(together.log(), answers)), rel=1e-5)
+        assert found["validation/error"] == int((together.argmax(1) != answers).sum()) / len(
+            answers
+        )
+        assert found["validation/loss"] == pytest.approx(
+            float(F.nll_loss(together.log(), answers)), rel=1e-5
+        )
 
 
 @pytest.mark.parametrize(
@@ -239,7 +299,10 @@ def test_an_ensemble_predicts_the_mean_of_its_replicas_probabilities(workers: tu
         ({"name": "gossip"}, "sync.name='gossip': must be one of synchronous"),
         ({"name": "local_sgd", "period": 0}, "sync.period=0: must be a whole number of at least 1"),
         ({"period": 5}, "sync.period=5 with sync.name=synchronous: means nothing to it"),
-        ({"name": "local_sgd", "outer_lr": 0.5}, "sync.outer_lr=0.5 with sync.name=local_sgd: means nothing"),
+        (
+            {"name": "local_sgd", "outer_lr": 0.5},
+            "sync.outer_lr=0.5 with sync.name=local_sgd: means nothing",
+        ),
         ({"name": "diloco", "outer_momentum": 1.0}, "sync.outer_momentum=1.0: must be below 1"),
         ({"name": "elastic", "moving_rate": 1.5}, "sync.moving_rate=1.5: must be above 0"),
         ({"straggler_seconds": math.inf}, "sync.straggler_seconds=inf"),
@@ -253,15 +316,33 @@ def test_impossible_ways_are_refused(values: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"workers": 1, "sync": SyncConfig(name="local_sgd")}, "sync.name=local_sgd.* with one replica"),
-        ({"workers": 1, "sync": SyncConfig(straggler_seconds=1.0)}, "sync.straggler_seconds=1 with one replica"),
-        ({"sync": SyncConfig(name="diloco"), "wire": WireConfig(name="powersgd")}, "wire.name=powersgd.* with sync.name=diloco"),
-        ({"sync": SyncConfig(name="ensemble"), "wire": WireConfig(name="int8")}, "wire.name=int8 with sync.name=ensemble"),
         (
-            {"sync": SyncConfig(name="ensemble"), "precision": PrecisionConfig(format="lns12", scope="matmul")},
+            {"workers": 1, "sync": SyncConfig(name="local_sgd")},
+            "sync.name=local_sgd.* with one replica",
+        ),
+        (
+            {"workers": 1, "sync": SyncConfig(straggler_seconds=1.0)},
+            "sync.straggler_seconds=1 with one replica",
+        ),
+        (
+            {"sync": SyncConfig(name="diloco"), "wire": WireConfig(name="powersgd")},
+            "wire.name=powersgd.* with sync.name=diloco",
+        ),
+        (
+            {"sync": SyncConfig(name="ensemble"), "wire": WireConfig(name="int8")},
+            "wire.name=int8 with sync.name=ensemble",
+        ),
+        (
+            {
+                "sync": SyncConfig(name="ensemble"),
+                "precision": PrecisionConfig(format="lns12", scope="matmul"),
+            },
             "sync.name=ensemble with layout.pp=1, precision.scope=matmul",
         ),
-        ({"sync": SyncConfig(name="final_average"), "wire": WireConfig(name="int8")}, "wire.name=int8 with sync.name=final_aver"),
+        (
+            {"sync": SyncConfig(name="final_average"), "wire": WireConfig(name="int8")},
+            "wire.name=int8 with sync.name=final_aver",
+        ),
     ],
 )
 def test_ways_that_do_not_fit_the_trial_are_refused(values: dict[str, Any], said: str) -> None:

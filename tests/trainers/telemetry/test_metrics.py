@@ -1,4 +1,5 @@
-"""Telemetry: where the time of a step goes, counted work, what is absent; and that looking changes no bit."""
+"""Telemetry: where the time of a step goes, counted work, what is absent; and that looking changes
+no bit."""
 
 from __future__ import annotations
 
@@ -23,19 +24,35 @@ from trainers.telemetry.spans import Spans
 from trainers.training.trainer import Training
 
 KAHAN = PrecisionConfig(format="lns12", kahan_sum=True)
-BASE = TrialConfig(data=DataConfig(name="digits", train_size=640), model=ModelConfig(hidden=[16]), epochs=2, batch_size=64)
+BASE = TrialConfig(
+    data=DataConfig(name="digits", train_size=640),
+    model=ModelConfig(hidden=[16]),
+    epochs=2,
+    batch_size=64,
+)
 PARTS = ("step_seconds", "compute_seconds", "communication_seconds", "idle_seconds")
 ON_GPUS = ("joules", *GPM)
-needs_gpu = pytest.mark.skipif(cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}")
+needs_gpu = pytest.mark.skipif(
+    cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}"
+)
 
 
 def told(metrics: dict[str, float]) -> dict[str, float]:
-    return {name.removeprefix(PREFIX): value for name, value in metrics.items() if name.startswith(PREFIX)}
+    return {
+        name.removeprefix(PREFIX): value
+        for name, value in metrics.items()
+        if name.startswith(PREFIX)
+    }
 
 
-@pytest.mark.parametrize("precision", [PrecisionConfig(), KAHAN, PrecisionConfig(format="lns12", scope="matmul")])
+@pytest.mark.parametrize(
+    "precision", [PrecisionConfig(), KAHAN, PrecisionConfig(format="lns12", scope="matmul")]
+)
 def test_an_epoch_tells_what_it_cost_and_learns_the_same(precision: PrecisionConfig) -> None:
-    silent, telling = Training(replace(BASE, precision=precision)), Training(replace(BASE, precision=precision, telemetry=True))
+    silent, telling = (
+        Training(replace(BASE, precision=precision)),
+        Training(replace(BASE, precision=precision, telemetry=True)),
+    )
     for _ in range(2):
         metrics = telling.train_epoch()
         assert repeatable(metrics) == repeatable(silent.train_epoch())
@@ -43,7 +60,8 @@ def test_an_epoch_tells_what_it_cost_and_learns_the_same(precision: PrecisionCon
         assert set(found) == set(NAMES) - set(ON_GPUS)
         assert found["compute_seconds"] == found["step_seconds"] > 0
         assert found["communication_seconds"] == found["idle_seconds"] == 0
-        # Forward and the weight's gradient of both layers, the input's gradient of the second alone.
+        # Forward and the weight's gradient of both layers, the input's gradient of the second
+        # alone.
         assert found["macs_per_step"] == 64 * (2 * 64 * 16 + 3 * 16 * 10)
         assert 0 < found["ceiling_fraction"] < 10
         assert 2**20 < found["peak_memory_bytes"] < 2**36
@@ -62,7 +80,9 @@ def scripted(times: list[float]) -> Callable[[], float]:
 
 
 def test_spans_of_a_step_are_added_up_and_a_rest_belongs_to_the_last() -> None:
-    spans = Spans(clock=scripted([0.0, 1.0, 3.0, 10.0, 11.0, 12.0, 13.0, 14.5, 20.0, 21.0, 22.0, 23.0]))
+    spans = Spans(
+        clock=scripted([0.0, 1.0, 3.0, 10.0, 11.0, 12.0, 13.0, 14.5, 20.0, 21.0, 22.0, 23.0])
+    )
     spans.timing = True
     spans.begin()
     with spans("communication"):
@@ -81,7 +101,8 @@ def test_spans_of_a_step_are_added_up_and_a_rest_belongs_to_the_last() -> None:
 
 
 COLLECTIVES = [[3.0, 1.0], [1.0, 2.0]]
-"""Of two workers, the seconds of two steps: the first one waits two seconds for the second, then it for the first one second."""
+"""Of two workers, the seconds of two steps: the first one waits two seconds for the second, then it
+for the first one second."""
 
 
 def waits(rank: int) -> dict[str, float]:
@@ -108,7 +129,9 @@ def in_worker(rank: int, folder: str) -> dict[str, Any]:
         telling = Training(replace(config, telemetry=True), rank=rank, world_size=2)
         metrics = [telling.train_epoch() for _ in range(2)]
         result[name] = metrics
-        result[f"{name} same"] = [repeatable(m) for m in metrics] == [repeatable(silent.train_epoch()) for _ in range(2)]
+        result[f"{name} same"] = [repeatable(m) for m in metrics] == [
+            repeatable(silent.train_epoch()) for _ in range(2)
+        ]
     return result
 
 
@@ -117,8 +140,11 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return spawned(in_worker, tmp_path_factory.mktemp("telemetry"))
 
 
-def test_waiting_for_a_slower_worker_is_idle_and_the_transfer_is_communication(workers: list[dict[str, Any]]) -> None:
-    """Means over two workers and two steps of 10 seconds: transfers of 1 and 1 each, waits of 2 and 1 in all."""
+def test_waiting_for_a_slower_worker_is_idle_and_the_transfer_is_communication(
+    workers: list[dict[str, Any]],
+) -> None:
+    """Means over two workers and two steps of 10 seconds: transfers of 1 and 1 each, waits of 2 and
+    1 in all."""
     for result in workers:
         found = told(result["waits"])
         assert [found[name] for name in PARTS] == [10.0, 10.0 - 1.0 - 0.75, 1.0, 0.75]
@@ -132,7 +158,9 @@ def test_workers_tell_the_same_and_learn_the_same(workers: list[dict[str, Any]],
         assert found == told(others)
         total, *parts = (found[part] for part in PARTS)
         assert math.isclose(sum(parts), total, rel_tol=1e-9)
-        assert all(part > 0 for part in (total, found["compute_seconds"], found["communication_seconds"]))
+        assert all(
+            part > 0 for part in (total, found["compute_seconds"], found["communication_seconds"])
+        )
         assert found["macs_per_step"] == 64 * (2 * 64 * 16 + 3 * 16 * 10)
         if name == "pp":
             assert found["idle_seconds"] > 0

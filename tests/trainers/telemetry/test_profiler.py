@@ -28,13 +28,23 @@ BASE = TrialConfig(
 
 def events(content: bytes) -> list[dict[str, Any]]:
     """Of a trace, those that last: what Perfetto draws."""
-    found = [event for event in json.loads(gzip.decompress(content))["traceEvents"] if event.get("ph") == "X"]
-    assert all(event["dur"] >= 0 and event["ts"] >= 0 and "pid" in event and "tid" in event for event in found)
+    found = [
+        event
+        for event in json.loads(gzip.decompress(content))["traceEvents"]
+        if event.get("ph") == "X"
+    ]
+    assert all(
+        event["dur"] >= 0 and event["ts"] >= 0 and "pid" in event and "tid" in event
+        for event in found
+    )
     return found
 
 
 def test_a_trace_has_the_chosen_steps_and_the_kernels_by_name() -> None:
-    plain_trial, profiled = Training(BASE), Training(replace(BASE, profile=ProfileConfig(steps=[13, 16])))
+    plain_trial, profiled = (
+        Training(BASE),
+        Training(replace(BASE, profile=ProfileConfig(steps=[13, 16]))),
+    )
     plain_trial.train_epoch()
     profiled.train_epoch()
     assert profiled.profiler.take() == {}

@@ -1,4 +1,5 @@
-"""Devices: refused where they are missing; on a GPU the graphed epoch is the eager one, bit for bit."""
+"""Devices: refused where they are missing; on a GPU the graphed epoch is the eager one, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from trainers.training.step import train_step
 from trainers.training.trainer import Training
 
 DIGITS = DataConfig(name="digits", validation_size=300)
-BASE = TrialConfig(data=DIGITS, model=ModelConfig(hidden=[32]), epochs=3, batch_size=32, device="cuda")
+BASE = TrialConfig(
+    data=DIGITS, model=ModelConfig(hidden=[32]), epochs=3, batch_size=32, device="cuda"
+)
 PRECISIONS = {
     "float32": PrecisionConfig(),
     "matmul": PrecisionConfig(format="lns12", scope="matmul"),
@@ -41,7 +44,9 @@ OPTIMIZERS = {
     "adamw": OptimizerConfig(name="adamw", lr=0.01, weight_decay=0.01),
 }
 
-needs_gpu = pytest.mark.skipif(cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}")
+needs_gpu = pytest.mark.skipif(
+    cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}"
+)
 needs_no_gpu = pytest.mark.skipif(cuda.unavailable() is None, reason="there is a GPU")
 
 
@@ -72,7 +77,10 @@ def test_device_settings_that_cannot_be(values: dict[str, Any], said: str) -> No
 
 
 def tensors(training: Training) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model_tensors(training.model, training.optimizer).items()}
+    return {
+        name: tensor.clone()
+        for name, tensor in model_tensors(training.model, training.optimizer).items()
+    }
 
 
 def assert_equal_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
@@ -89,7 +97,9 @@ def test_a_graphed_epoch_is_the_eager_one(precision: str, optimizer: str) -> Non
     config = replace(BASE, precision=PRECISIONS[precision], optimizer=OPTIMIZERS[optimizer])
     graphed, eager = Training(config), Training(config)
     order = epoch_order(len(graphed.data.train.y), config.seed, 0)
-    loss, wrong, counted = GraphedEpochs(graphed.model, graphed.optimizer, graphed.data.train, config.batch_size).train(order)
+    loss, wrong, counted = GraphedEpochs(
+        graphed.model, graphed.optimizer, graphed.data.train, config.batch_size
+    ).train(order)
     losses, mistakes = 0.0, 0
     for chosen in order[: counted * config.batch_size].view(-1, config.batch_size):
         batch = Split(eager.data.train.x[chosen.cuda()], eager.data.train.y[chosen.cuda()])
@@ -104,7 +114,9 @@ def test_a_graphed_epoch_is_the_eager_one(precision: str, optimizer: str) -> Non
 @needs_gpu
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
-def test_a_gpu_trial_learns_and_resumes_bit_for_bit(precision: str, optimizer: str, tmp_path: Path) -> None:
+def test_a_gpu_trial_learns_and_resumes_bit_for_bit(
+    precision: str, optimizer: str, tmp_path: Path
+) -> None:
     config = replace(BASE, precision=PRECISIONS[precision], optimizer=OPTIMIZERS[optimizer])
     whole, first = Training(config), Training(config)
     for epoch in range(3):
@@ -131,7 +143,14 @@ def test_a_gpu_trial_learns_and_resumes_bit_for_bit(precision: str, optimizer: s
 @pytest.mark.parametrize("decay", ["constant", "cosine"])  # replayed from a graph, and step by step
 def test_divergence_on_a_gpu_is_a_result(decay: str, precision: str) -> None:
     schedule = LRSchedule(decay=decay)
-    training = Training(replace(BASE, precision=PRECISIONS[precision], optimizer=OptimizerConfig(lr=1e38), lr_schedule=schedule))
+    training = Training(
+        replace(
+            BASE,
+            precision=PRECISIONS[precision],
+            optimizer=OptimizerConfig(lr=1e38),
+            lr_schedule=schedule,
+        )
+    )
     metrics = training.train_epoch()
     assert metrics["train/loss"] != metrics["train/loss"]
     assert training.diverged
@@ -141,7 +160,9 @@ def test_divergence_on_a_gpu_is_a_result(decay: str, precision: str) -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_a_value_that_is_not_finite_ends_training_step_by_step_on_a_gpu() -> None:
-    training = Training(replace(BASE, precision=PRECISIONS["matmul"], lr_schedule=LRSchedule(decay="cosine")))
+    training = Training(
+        replace(BASE, precision=PRECISIONS["matmul"], lr_schedule=LRSchedule(decay="cosine"))
+    )
     training.data.train.x[0, 0] = torch.nan  # encoded as zero, and counted
     loss = training.train_epoch()["train/loss"]
     assert loss != loss

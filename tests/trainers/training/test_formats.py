@@ -1,4 +1,5 @@
-"""Trials in every kind of number format: they learn, resume bit for bit, and spread over processes; the small CNN."""
+"""Trials in every kind of number format: they learn, resume bit for bit, and spread over processes;
+the small CNN."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ CNN = ModelConfig(name="cnn", channels=[4, 6], hidden=[])
 PRECISIONS = [
     PrecisionConfig(format="bfloat16", kahan_sum=True),
     PrecisionConfig(format="float16"),
-    PrecisionConfig(format="float8_e4m3fn", gradient_format="float8_e5m2", stochastic_rounding=True),
+    PrecisionConfig(
+        format="float8_e4m3fn", gradient_format="float8_e5m2", stochastic_rounding=True
+    ),
     PrecisionConfig(format="fixed(16,10)", kahan_sum=True),
     PrecisionConfig(format="int8/channel", master_format="bfloat16", stochastic_rounding=True),
     PrecisionConfig(format="lns8/channel", master_format="lns16", kahan_sum=True),
@@ -43,25 +46,35 @@ def weights(training: Training) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("model", [BASE.model, CNN], ids=["mlp", "cnn"])
 @pytest.mark.parametrize("precision", PRECISIONS, ids=lambda p: p.format)
-def test_every_format_learns_and_resumes_bit_for_bit(precision: PrecisionConfig, model: ModelConfig, tmp_path: Path) -> None:
+def test_every_format_learns_and_resumes_bit_for_bit(
+    precision: PrecisionConfig, model: ModelConfig, tmp_path: Path
+) -> None:
     trial = replace(BASE, precision=precision, model=model)
     undisturbed = Training(trial)
     first = undisturbed.train_epoch()
     undisturbed.save(tmp_path)
     rest = [undisturbed.train_epoch() for _ in range(2)]
     assert rest[-1]["train/loss"] < first["train/loss"]
-    assert rest[-1]["validation/error"] < 0.45  # float16 spends its first steps finding its loss scale
+    # float16 spends its first steps finding its loss scale
+    assert rest[-1]["validation/error"] < 0.45
     fmt = precision.number_format
     assert all(torch.equal(fmt.quantize(w), w) for w in weights(undisturbed))
     resumed = Training(trial)
     resumed.restore(tmp_path)
-    assert [without_speed(resumed.train_epoch()) for _ in range(2)] == [without_speed(m) for m in rest]
-    assert all(torch.equal(a, b) for a, b in zip(weights(resumed), weights(undisturbed), strict=True))
+    assert [without_speed(resumed.train_epoch()) for _ in range(2)] == [
+        without_speed(m) for m in rest
+    ]
+    assert all(
+        torch.equal(a, b) for a, b in zip(weights(resumed), weights(undisturbed), strict=True)
+    )
 
 
 def test_the_cnn_trains_in_float32_and_in_lns() -> None:
     errors = {}
-    for name, precision in {"float32": PrecisionConfig(), "lns": PrecisionConfig(format="lns12", kahan_sum=True)}.items():
+    for name, precision in {
+        "float32": PrecisionConfig(),
+        "lns": PrecisionConfig(format="lns12", kahan_sum=True),
+    }.items():
         training = Training(replace(BASE, model=CNN, precision=precision))
         assert training.model[1].weight.shape == (4, 1, 3, 3)
         assert isinstance(training.model[1].weight, LNSTensor) == (name == "lns")
@@ -81,20 +94,29 @@ def test_a_checkpoint_carries_the_loss_scale(tmp_path: Path) -> None:
 
 def test_divergence_in_a_simulated_format_is_a_result() -> None:
     for name in ("bfloat16", "lns8/channel"):
-        training = Training(replace(BASE, precision=PrecisionConfig(format=name), optimizer=OptimizerConfig(lr=1e38)))
+        training = Training(
+            replace(
+                BASE, precision=PrecisionConfig(format=name), optimizer=OptimizerConfig(lr=1e38)
+            )
+        )
         metrics = [training.train_epoch() for _ in range(2)][-1]
         assert training.diverged
         assert metrics["validation/error"] > 0.8
 
 
 SPREAD = {
-    "bfloat16": replace(BASE, workers=2, precision=PrecisionConfig(format="bfloat16", kahan_sum=True)),
+    "bfloat16": replace(
+        BASE, workers=2, precision=PrecisionConfig(format="bfloat16", kahan_sum=True)
+    ),
     "float16": replace(BASE, workers=2, precision=PrecisionConfig(format="float16")),
     "stages": replace(
-        BASE, workers=2, model=ModelConfig(hidden=[24, 24]), precision=PrecisionConfig(format="int8/channel"),
+        BASE,
+        workers=2,
+        model=ModelConfig(hidden=[24, 24]),
+        precision=PrecisionConfig(format="int8/channel"),
         layout=Layout(pp=2, micro_batches=2),
     ),
-}  # fmt: skip
+}
 
 
 def in_worker(rank: int, folder: str) -> dict[str, Any]:
@@ -112,12 +134,16 @@ def in_worker(rank: int, folder: str) -> dict[str, Any]:
 def test_replicas_and_stages_train_in_simulated_formats(tmp_path: Path) -> None:
     ranks = spawned(in_worker, tmp_path)
     for name, trial in SPREAD.items():
-        alone = Training(replace(trial, workers=1, layout=Layout(micro_batches=trial.layout.micro_batches)))
+        alone = Training(
+            replace(trial, workers=1, layout=Layout(micro_batches=trial.layout.micro_batches))
+        )
         expected = [alone.train_epoch()["train/loss"] for _ in range(2)]
         assert all(rank[name][1] for rank in ranks), "weights must be on the grid"
         if name == "stages":  # the same micro-batches in the same order: the same bits
             assert ranks[0][name][0] == expected
-            assert [s for rank in ranks for s in rank[name][2]] == [float(w.double().sum()) for w in weights(alone)]
+            assert [s for rank in ranks for s in rank[name][2]] == [
+                float(w.double().sum()) for w in weights(alone)
+            ]
         else:  # gradients are rounded once they are summed, by another order
             assert ranks[0][name] == ranks[1][name]
             assert ranks[0][name][0] == pytest.approx(expected, rel=0.05)

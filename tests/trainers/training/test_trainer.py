@@ -1,4 +1,5 @@
-"""Training on real digits: learning, exact resume, checkpoints that are whole or absent, divergence as a result."""
+"""Training on real digits: learning, exact resume, checkpoints that are whole or absent, divergence
+as a result."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ PRECISIONS = {
 
 def config(precision: str = "kahan", **changes: object) -> TrialConfig:
     base = TrialConfig(
-        data=DataConfig(name="digits"), model=ModelConfig(hidden=[32]), precision=PRECISIONS[precision], batch_size=50, epochs=3,
+        data=DataConfig(name="digits"), model=ModelConfig(hidden=[32]),
+        precision=PRECISIONS[precision], batch_size=50, epochs=3,
         optimizer=OptimizerConfig(lr=0.5, momentum=0.5),
     )  # fmt: skip
     return replace(base, **changes)  # type: ignore[arg-type]
@@ -45,17 +47,22 @@ def without_speed(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def weights(training: Training) -> list[torch.Tensor]:
-    return [p.codes if isinstance(p, LNSTensor) else p.detach() for p in training.model.parameters()]
+    return [
+        p.codes if isinstance(p, LNSTensor) else p.detach() for p in training.model.parameters()
+    ]
 
 
 OPTIMIZERS = {"sgd": OptimizerConfig(lr=0.5, momentum=0.5)} | {
-    name: OptimizerConfig(name=name, lr=0.01, weight_decay=decay) for name, decay in (("adam", 1e-4), ("adamw", 0.01))
+    name: OptimizerConfig(name=name, lr=0.01, weight_decay=decay)
+    for name, decay in (("adam", 1e-4), ("adamw", 0.01))
 }
 
 
 @pytest.mark.parametrize("precision", list(PRECISIONS))
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-def test_every_precision_learns_and_resumes_bit_for_bit(precision: str, optimizer: str, tmp_path: Path) -> None:
+def test_every_precision_learns_and_resumes_bit_for_bit(
+    precision: str, optimizer: str, tmp_path: Path
+) -> None:
     trial = config(precision, optimizer=OPTIMIZERS[optimizer])
     undisturbed = Training(trial)
     first = undisturbed.train_epoch()
@@ -67,8 +74,12 @@ def test_every_precision_learns_and_resumes_bit_for_bit(precision: str, optimize
     resumed = Training(trial)
     resumed.restore(tmp_path)
     assert resumed.epoch == 1
-    assert [without_speed(resumed.train_epoch()) for _ in range(2)] == [without_speed(m) for m in rest]
-    assert all(torch.equal(a, b) for a, b in zip(weights(resumed), weights(undisturbed), strict=True))
+    assert [without_speed(resumed.train_epoch()) for _ in range(2)] == [
+        without_speed(m) for m in rest
+    ]
+    assert all(
+        torch.equal(a, b) for a, b in zip(weights(resumed), weights(undisturbed), strict=True)
+    )
 
 
 def test_each_trial_of_a_process_computes_with_its_own_accumulation() -> None:
@@ -121,8 +132,14 @@ def test_what_can_only_fail_is_known_beforehand() -> None:
         ({"batch_size": 2000}, "batch_size=2000: there are 1200"),
         ({"optimizer": OptimizerConfig(lr=1e-5)}, "lr=2e-07: underflows"),
         ({"optimizer": OptimizerConfig(lr=0.5, momentum=1e-9)}, "momentum=1e-09: underflows"),
-        ({"optimizer": OptimizerConfig(lr=0.5, momentum=0.999)}, "momentum=0.999: rounds to 1 in lns12"),
-        ({"optimizer": OptimizerConfig(name="adam", betas=[0.999, 0.999])}, "beta1=0.999: rounds to 1 in lns12"),
+        (
+            {"optimizer": OptimizerConfig(lr=0.5, momentum=0.999)},
+            "momentum=0.999: rounds to 1 in lns12",
+        ),
+        (
+            {"optimizer": OptimizerConfig(name="adam", betas=[0.999, 0.999])},
+            "beta1=0.999: rounds to 1 in lns12",
+        ),
     ):
         with pytest.raises(ValueError, match=said):
             check(config(**changes), info)
@@ -152,7 +169,11 @@ def test_checkpoint_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     training.train_epoch()
     training.save(tmp_path)
     state = json.loads((tmp_path / STATE).read_text())
-    del state["config"]["precision"]["stochastic_rounding"], state["config"]["optimizer"]["betas"], state["digest"]
+    del (
+        state["config"]["precision"]["stochastic_rounding"],
+        state["config"]["optimizer"]["betas"],
+        state["digest"],
+    )
     (tmp_path / STATE).write_text(json.dumps(state))
     again = Training(config())
     again.restore(tmp_path)
@@ -176,7 +197,8 @@ def test_checkpoint_holds_no_pickle(tmp_path: Path) -> None:
 
 
 def test_interrupted_save_leaves_the_old_checkpoint(tmp_path: Path) -> None:
-    """Every prefix of the write sequence: the new tensor file may be there, whole or not; the state still names the old one."""
+    """Every prefix of the write sequence: the new tensor file may be there, whole or not; the state
+    still names the old one."""
     save_checkpoint(tmp_path, {"x": torch.ones(3)}, {"epoch": 1})
     (tmp_path / "tensors-0123.safetensors.part").write_bytes(b"half")
     (tmp_path / "tensors-0123.safetensors").write_bytes(b"whole but not named by the state")
@@ -186,7 +208,9 @@ def test_interrupted_save_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     assert state == {"epoch": 1}
 
 
-@pytest.mark.parametrize("how", ["no folder", "no state", "torn state", "no tensors", "flipped byte"])
+@pytest.mark.parametrize(
+    "how", ["no folder", "no state", "torn state", "no tensors", "flipped byte"]
+)
 def test_damaged_checkpoints_are_refused(tmp_path: Path, how: str) -> None:
     folder = tmp_path / "checkpoint"
     if how != "no folder":

@@ -1,4 +1,5 @@
-"""Elastic data parallelism: a real cluster that loses a node and gains one; and which keys cannot change their number of workers."""
+"""Elastic data parallelism: a real cluster that loses a node and gains one; and which keys cannot
+change their number of workers."""
 
 from __future__ import annotations
 
@@ -34,12 +35,15 @@ CONFIG = TrialConfig(
 
 
 class Watcher(UserCallback):
-    """Writes down how many workers report each epoch, and holds up the run so that nodes can come and go."""
+    """Writes down how many workers report each epoch, and holds up the run so that nodes can come
+    and go."""
 
     def __init__(self, log: Path) -> None:
         self.log = log
 
-    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+    def after_report(
+        self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any
+    ) -> None:
         with self.log.open("a") as file:
             file.write(json.dumps([len(metrics), metrics[0]["epoch"]]) + "\n")
         time.sleep(1.0)
@@ -59,7 +63,13 @@ def cluster() -> Iterator[Cluster]:
 @ray.remote(num_cpus=0)
 def fit(storage: str, log: str, environment: str) -> dict[str, Any]:
     os.environ["PYTHONPATH"] = environment
-    trainer = build_trainer(CONFIG, storage_path=storage, name="elastic", callbacks=[Watcher(Path(log))], resize_seconds=2.0)
+    trainer = build_trainer(
+        CONFIG,
+        storage_path=storage,
+        name="elastic",
+        callbacks=[Watcher(Path(log))],
+        resize_seconds=2.0,
+    )
     return read_results(trainer.fit().checkpoint)
 
 
@@ -78,7 +88,9 @@ def until(log: Path, workers: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_group_grows_with_a_node_and_shrinks_when_it_is_lost(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_group_grows_with_a_node_and_shrinks_when_it_is_lost(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     log = tmp_path / "log"
     running = fit.remote(str(tmp_path), str(log), os.environ.get("PYTHONPATH", ""))
     until(log, 1)
@@ -97,10 +109,18 @@ def test_a_group_grows_with_a_node_and_shrinks_when_it_is_lost(cluster: Cluster,
         ({"min_workers": 3}, "min_workers=3, workers=2"),
         ({"layout": Layout(pp=2, micro_batches=2)}, "min_workers=1 with layout.pp=2"),
         ({"wire": WireConfig(name="int8")}, "min_workers=1 with wire.name=int8"),
-        ({"sync": SyncConfig(name="local_sgd")}, "min_workers=1 with wire.name=native, sync.name=local_sgd"),
-        ({"workers": 4}, r"batch_size=128 with min_workers=1, workers=4: 3 workers .* multiple of 12"),
+        (
+            {"sync": SyncConfig(name="local_sgd")},
+            "min_workers=1 with wire.name=native, sync.name=local_sgd",
+        ),
+        (
+            {"workers": 4},
+            r"batch_size=128 with min_workers=1, workers=4: 3 workers .* multiple of 12",
+        ),
     ],
 )
-def test_what_cannot_change_its_number_of_workers_is_refused(values: dict[str, Any], said: str) -> None:
+def test_what_cannot_change_its_number_of_workers_is_refused(
+    values: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ValueError, match=rf"{said}.*"):
         replace(CONFIG, **values)

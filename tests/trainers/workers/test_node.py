@@ -62,8 +62,12 @@ def how(said: list[Message]) -> str:
     return str(said[-1].payload["how"])
 
 
-def test_one_process_trains_trial_after_trial_each_as_alone(driver: Driver, key: int, tmp_path: Path) -> None:
-    other = replace(SMALL, precision=PrecisionConfig(), seed=3, optimizer=OptimizerConfig(name="adam", lr=0.01))
+def test_one_process_trains_trial_after_trial_each_as_alone(
+    driver: Driver, key: int, tmp_path: Path
+) -> None:
+    other = replace(
+        SMALL, precision=PrecisionConfig(), seed=3, optimizer=OptimizerConfig(name="adam", lr=0.01)
+    )
     pid = driver.start(key)
     for number, config in enumerate((SMALL, other, SMALL)):
         said = driver.train(key, f"trial {number}", config, tmp_path / str(number))
@@ -71,10 +75,15 @@ def test_one_process_trains_trial_after_trial_each_as_alone(driver: Driver, key:
         assert how(said) == DONE
         assert reports(said) == alone(config)
         assert psutil.pid_exists(pid)
-    assert [path.name for path in checkpoints_in(tmp_path / "0" / "checkpoints")] == ["000002", "000001"]
+    assert [path.name for path in checkpoints_in(tmp_path / "0" / "checkpoints")] == [
+        "000002",
+        "000001",
+    ]
 
 
-def test_a_trial_goes_on_after_its_newest_checkpoint_and_says_what_came_before(driver: Driver, key: int, tmp_path: Path) -> None:
+def test_a_trial_goes_on_after_its_newest_checkpoint_and_says_what_came_before(
+    driver: Driver, key: int, tmp_path: Path
+) -> None:
     driver.start(key)
     driver.train(key, "first", replace(SMALL, epochs=3), tmp_path)
     (tmp_path / "checkpoints" / "000003" / "state.json").write_text("{")
@@ -85,7 +94,9 @@ def test_a_trial_goes_on_after_its_newest_checkpoint_and_says_what_came_before(d
     assert reports(said) == alone(replace(SMALL, epochs=3))[2:]
 
 
-def test_a_trial_waits_for_the_word_to_go_on_where_its_plan_says_so(driver: Driver, key: int, tmp_path: Path) -> None:
+def test_a_trial_waits_for_the_word_to_go_on_where_its_plan_says_so(
+    driver: Driver, key: int, tmp_path: Path
+) -> None:
     driver.start(key)
     driver.send(key, TRAIN, "waits", plan(replace(SMALL, epochs=5), tmp_path, waits=True))
     driver.until(key, lambda message: message.kind == REPORT)
@@ -98,18 +109,25 @@ def test_a_trial_waits_for_the_word_to_go_on_where_its_plan_says_so(driver: Driv
     assert how(driver.until(key, lambda message: message.kind == ENDED)) == STOPPED
 
 
-def test_what_cannot_work_is_refused_and_the_process_goes_on(driver: Driver, key: int, tmp_path: Path) -> None:
+def test_what_cannot_work_is_refused_and_the_process_goes_on(
+    driver: Driver, key: int, tmp_path: Path
+) -> None:
     pid = driver.start(key)
     said = driver.train(key, "large", replace(SMALL, batch_size=100_000), tmp_path)
     assert how(said) == REFUSED
     assert said[-1].payload["text"].startswith("batch_size=100000: ")
     said = driver.train(key, "mistake", SMALL, tmp_path / "mistake", MADE_UP + "Mistaken")
-    assert said[-1].payload["text"] == "AttributeError: 'Mistaken' object has no attribute 'nothing_of_that_name'"
+    assert (
+        said[-1].payload["text"]
+        == "AttributeError: 'Mistaken' object has no attribute 'nothing_of_that_name'"
+    )
     assert how(driver.train(key, "fine", SMALL, tmp_path / "fine")) == DONE
     assert psutil.pid_exists(pid)
 
 
-def test_any_other_error_is_said_and_ends_the_process(driver: Driver, key: int, tmp_path: Path) -> None:
+def test_any_other_error_is_said_and_ends_the_process(
+    driver: Driver, key: int, tmp_path: Path
+) -> None:
     driver.start(key)
     said = driver.train(key, "unlucky", SMALL, tmp_path, MADE_UP + "Unlucky")
     assert said[-1].payload["text"] == "the network is away"
@@ -130,9 +148,17 @@ def test_a_process_that_keeps_too_much_ends_after_its_trial(
     driver.until(key, lambda message: message.kind == DIED)
 
 
-def test_smaller_micro_batches_fit_where_the_batch_did_not(driver: Driver, key: int, tmp_path: Path) -> None:
+def test_smaller_micro_batches_fit_where_the_batch_did_not(
+    driver: Driver, key: int, tmp_path: Path
+) -> None:
     """Activations of 268 MB each, in a process that may have 700 MB more."""
-    base = replace(SMALL, data=replace(SMALL.data, train_size=None), precision=PrecisionConfig(), batch_size=1024, epochs=1)
+    base = replace(
+        SMALL,
+        data=replace(SMALL.data, train_size=None),
+        precision=PrecisionConfig(),
+        batch_size=1024,
+        epochs=1,
+    )
     large = replace(base, model=ModelConfig(hidden=[65536]))
     driver.start(key)
     assert how(driver.train(key, "small", base, tmp_path / "small")) == DONE
@@ -144,7 +170,9 @@ def test_smaller_micro_batches_fit_where_the_batch_did_not(driver: Driver, key: 
     assert how(driver.train(key, "again", again, tmp_path / "again", MADE_UP + "Limited")) == DONE
 
 
-def test_a_killed_process_is_told_after_all_that_it_said(driver: Driver, key: int, tmp_path: Path) -> None:
+def test_a_killed_process_is_told_after_all_that_it_said(
+    driver: Driver, key: int, tmp_path: Path
+) -> None:
     pid = driver.start(key)
     driver.send(key, TRAIN, "long", plan(replace(SMALL, epochs=10_000), tmp_path))
     driver.until(key, lambda message: message.kind == REPORT)
@@ -156,8 +184,11 @@ def test_a_killed_process_is_told_after_all_that_it_said(driver: Driver, key: in
     driver.start(key + 1)
 
 
-def test_a_death_may_be_told_before_the_end_of_its_connection_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many killed at once while others begin, as where gangs make room; what the forking process says is always read first."""
+def test_a_death_may_be_told_before_the_end_of_its_connection_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Many killed at once while others begin, as where gangs make room; what the forking process
+    says is always read first."""
     with Node() as node:
         driver = Driver(node)
         driver.start(1)
@@ -170,11 +201,16 @@ def test_a_death_may_be_told_before_the_end_of_its_connection_is_seen(monkeypatc
         monkeypatch.setattr(node._selector, "select", server_first)
         waves = [range(10 * wave, 10 * wave + 8) for wave in range(1, 4)]
         for old, new in pairwise([range(0), *waves, range(0)]):
-            node.call([*(("kill", (key,)) for key in old), *(("start", (key, {}, 1)) for key in new)])
+            node.call(
+                [*(("kill", (key,)) for key in old), *(("start", (key, {}, 1)) for key in new)]
+            )
             for key in new:
                 driver.until(key, lambda message: message.kind == HELLO)
             for key in old:
-                assert driver.until(key, lambda message: message.kind == DIED)[-1].payload == "the trial's process died (SIGKILL)"
+                assert (
+                    driver.until(key, lambda message: message.kind == DIED)[-1].payload
+                    == "the trial's process died (SIGKILL)"
+                )
         assert list(node._processes) == [1]
 
 
@@ -185,7 +221,9 @@ def test_each_process_has_its_own_environment(driver: Driver, key: int, tmp_path
         assert said[-2].payload["variable"] == value
 
 
-def test_several_trials_at_once_in_one_process_come_out_as_alone(driver: Driver, key: int, tmp_path: Path) -> None:
+def test_several_trials_at_once_in_one_process_come_out_as_alone(
+    driver: Driver, key: int, tmp_path: Path
+) -> None:
     trials = {str(seed): replace(SMALL, seed=seed) for seed in range(4)}
     driver.start(key, lanes=32)
     for trial, config in trials.items():
@@ -197,23 +235,32 @@ def test_several_trials_at_once_in_one_process_come_out_as_alone(driver: Driver,
         assert reports([message for message in said if message.trial == trial]) == alone(config)
 
 
-def test_where_the_forking_process_dies_all_die_and_the_next_start_makes_a_new_one(tmp_path: Path) -> None:
+def test_where_the_forking_process_dies_all_die_and_the_next_start_makes_a_new_one(
+    tmp_path: Path,
+) -> None:
     with Node() as node:
         driver = Driver(node)
         pids = [driver.start(key) for key in (1, 2)]
         psutil.Process(pids[0]).parent().kill()
         for key in (1, 2):
-            assert "forks workers" in driver.until(key, lambda message: message.kind == DIED)[-1].payload
+            assert (
+                "forks workers"
+                in driver.until(key, lambda message: message.kind == DIED)[-1].payload
+            )
         driver.start(3)
         assert how(driver.train(3, "fine", SMALL, tmp_path)) == DONE
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in [*pids, driver.pids[3]] if psutil.pid_exists(pid)], timeout=10)
+    _, alive = psutil.wait_procs(
+        [psutil.Process(pid) for pid in [*pids, driver.pids[3]] if psutil.pid_exists(pid)],
+        timeout=10,
+    )
     assert not alive
 
 
 def test_processes_die_with_who_started_them(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from trainers.workers.node import Node; node = Node(); node.start(1, {}, 1); node.start(2, {}, 1)\n"
-        "events = []\nwhile len(events) < 2: events += node.events(1.0)\nprint('up', flush=True); time.sleep(600)"
+        "import sys, time; from trainers.workers.node import Node; node = Node(); node.start(1, {},"
+        " 1); node.start(2, {}, 1)\nevents = []\nwhile len(events) < 2: events +="
+        " node.events(1.0)\nprint('up', flush=True); time.sleep(600)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -27,10 +27,18 @@ BASE = TrialConfig(
 TRIALS = {
     "kahan": BASE,
     "other seed": replace(BASE, seed=1),
-    "float32": replace(BASE, precision=PrecisionConfig(), optimizer=OptimizerConfig(name="adam", lr=0.01)),
-    "stochastic": replace(BASE, precision=PrecisionConfig(format="lns12", stochastic_rounding=True)),
+    "float32": replace(
+        BASE, precision=PrecisionConfig(), optimizer=OptimizerConfig(name="adam", lr=0.01)
+    ),
+    "stochastic": replace(
+        BASE, precision=PrecisionConfig(format="lns12", stochastic_rounding=True)
+    ),
     "wide": replace(BASE, model=ModelConfig(hidden=[64, 32]), batch_size=64),
-    "diverges": replace(BASE, precision=PrecisionConfig(format="lns16", scope="matmul"), optimizer=OptimizerConfig(lr=3e38)),
+    "diverges": replace(
+        BASE,
+        precision=PrecisionConfig(format="lns16", scope="matmul"),
+        optimizer=OptimizerConfig(lr=3e38),
+    ),
 }
 DEVICES = [
     "cpu",
@@ -38,7 +46,9 @@ DEVICES = [
         "cuda",
         marks=[
             pytest.mark.gpu,
-            pytest.mark.skipif(cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}"),
+            pytest.mark.skipif(
+                cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}"
+            ),
         ],
     ),
 ]
@@ -49,7 +59,13 @@ def course(begin: Any, take_step: Any) -> list[dict[str, Any]]:
     begin()
     metrics: list[dict[str, Any]] = []
     while not metrics or not metrics[-1]["done"]:
-        metrics.append({name: repr(value) for name, value in take_step().items() if name in ("epoch", "done") or "/" in name})
+        metrics.append(
+            {
+                name: repr(value)
+                for name, value in take_step().items()
+                if name in ("epoch", "done") or "/" in name
+            }
+        )
         metrics[-1]["done"] = metrics[-1]["done"] == "True"
     return metrics
 
@@ -61,7 +77,8 @@ def alone(config: TrialConfig) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_trials_side_by_side_come_out_as_alone(device: str, tmp_path: Path) -> None:
-    """Six at once, different in all that may differ, one of which diverges; and the checkpoints that they write are whole."""
+    """Six at once, different in all that may differ, one of which diverges; and the checkpoints
+    that they write are whole."""
     trials = {name: replace(config, device=device) for name, config in TRIALS.items()}
     expected = {name: alone(config) for name, config in trials.items()}
     assert "nan" in str(expected["diverges"])
@@ -89,7 +106,11 @@ def test_trials_side_by_side_come_out_as_alone(device: str, tmp_path: Path) -> N
 def test_a_host_takes_only_what_shares_its_process_settings() -> None:
     shared = packed.Host(BASE)
     with pytest.raises(ValueError, match="take another host"):
-        shared.begin("linear sums", replace(BASE, precision=replace(BASE.precision, accumulation="float32")), [])
+        shared.begin(
+            "linear sums",
+            replace(BASE, precision=replace(BASE.precision, accumulation="float32")),
+            [],
+        )
     with pytest.raises(ValueError, match="batch_size=100000"):
         shared.begin("too large", replace(BASE, batch_size=100_000), [])
     assert shared._trials == {}

@@ -31,7 +31,9 @@ def figures() -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name != "samples_per_second"}
 
 
-def test_settings_are_put_back_and_the_next_trial_comes_out_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_are_put_back_and_the_next_trial_comes_out_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LNS_STUDY_LEFTOVER", "before")
     clean, folder, before = Leftovers(), os.getcwd(), figures()
     os.environ["LNS_STUDY_LEFTOVER"] = "after"
@@ -68,7 +70,8 @@ def test_without_putting_back_the_figures_would_differ() -> None:
 
 
 def test_putting_back_what_has_not_changed_loads_nothing() -> None:
-    """torch loads its compiler, two seconds, to be told once more that algorithms need not be deterministic."""
+    """torch loads its compiler, two seconds, to be told once more that algorithms need not be
+    deterministic."""
     code = (
         "import sys; from trainers.workers.process_reset import Leftovers; Leftovers().clear(); "
         "assert 'torch._inductor' not in sys.modules"

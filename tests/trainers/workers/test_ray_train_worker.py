@@ -1,4 +1,5 @@
-"""The Ray Train path: its loop alone; and with two real processes, killed in the middle, failing for good, their driver gone."""
+"""The Ray Train path: its loop alone; and with two real processes, killed in the middle, failing
+for good, their driver gone."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ class FakeContext:
         return 1
 
 
-def run_loop(config: TrialConfig, folder: Path, start: Path | None, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def run_loop(
+    config: TrialConfig, folder: Path, start: Path | None, monkeypatch: pytest.MonkeyPatch
+) -> list[dict[str, Any]]:
     """``train_loop`` without Ray: its reports; their checkpoints go to ``folder/EPOCH``."""
     reports: list[dict[str, Any]] = []
 
@@ -56,7 +59,9 @@ def run_loop(config: TrialConfig, folder: Path, start: Path | None, monkeypatch:
         checkpoint.to_directory(folder / str(int(metrics["epoch"])))
 
     monkeypatch.setattr(ray.train, "get_context", FakeContext)
-    monkeypatch.setattr(ray.train, "get_checkpoint", lambda: start and Checkpoint.from_directory(start))
+    monkeypatch.setattr(
+        ray.train, "get_checkpoint", lambda: start and Checkpoint.from_directory(start)
+    )
     monkeypatch.setattr(ray.train, "report", report)
     train_loop(config.to_dict())
     return reports
@@ -66,7 +71,9 @@ def run_loop(config: TrialConfig, folder: Path, start: Path | None, monkeypatch:
 def test_the_first_report_after_a_restart_has_every_epoch_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lr: float
 ) -> None:
-    config = replace(CONFIG, workers=1, epochs=4, precision=PrecisionConfig(), optimizer=OptimizerConfig(lr=lr))
+    config = replace(
+        CONFIG, workers=1, epochs=4, precision=PrecisionConfig(), optimizer=OptimizerConfig(lr=lr)
+    )
     calm = run_loop(config, tmp_path, None, monkeypatch)
     assert not any(HISTORY in report for report in calm)
     again = run_loop(config, tmp_path / "again", tmp_path / "2", monkeypatch)
@@ -80,18 +87,25 @@ def test_the_first_report_after_a_restart_has_every_epoch_before(
 
 
 def test_only_deterministic_errors_end_a_run_at_once() -> None:
-    FailAtOnce().after_exception(None, {0: RuntimeError("Connection closed by peer"), 1: OSError("killed")})
+    FailAtOnce().after_exception(
+        None, {0: RuntimeError("Connection closed by peer"), 1: OSError("killed")}
+    )
     with pytest.raises(NonFiniteError, match="NaN"):
-        FailAtOnce().after_exception(None, {0: RuntimeError("Connection closed by peer"), 1: NonFiniteError("NaN")})
+        FailAtOnce().after_exception(
+            None, {0: RuntimeError("Connection closed by peer"), 1: NonFiniteError("NaN")}
+        )
 
 
 class Killer(UserCallback):
-    """Writes down every report; kills one of the two workers after the second. Runs in Ray Train's controller process."""
+    """Writes down every report; kills one of the two workers after the second. Runs in Ray Train's
+    controller process."""
 
     def __init__(self, log: Path, kill: bool) -> None:
         self.log, self.kill = log, kill
 
-    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+    def after_report(
+        self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any
+    ) -> None:
         with self.log.open("a") as file:
             file.write(json.dumps([m["epoch"] for m in metrics]) + "\n")
         if self.kill and len(self.log.read_text().splitlines()) == 2:
@@ -112,22 +126,31 @@ LOCAL = replace(
     sync=SyncConfig(name="diloco", period=4, outer_momentum=0.5),
     wire=WireConfig(name="int8"),
 )
-"""State of its own on every rank: momentum, residues of error feedback, the outer step's velocity."""
+"""State of its own on every rank: momentum, residues of error feedback, the outer step's
+velocity."""
 STAGES = replace(CONFIG, layout=Layout(pp=2, micro_batches=2))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [CONFIG, LOCAL, STAGES], ids=["synchronous", "diloco int8", "pipeline"])
-def test_killed_worker_restarts_and_ends_bit_equal(ray_cluster: None, tmp_path: Path, config: TrialConfig) -> None:
+@pytest.mark.parametrize(
+    "config", [CONFIG, LOCAL, STAGES], ids=["synchronous", "diloco int8", "pipeline"]
+)
+def test_killed_worker_restarts_and_ends_bit_equal(
+    ray_cluster: None, tmp_path: Path, config: TrialConfig
+) -> None:
     assert WorkerResources.of(config).bundles == [{"CPU": 1.0}] * 2
     finals = {}
     for kill in (False, True):
         log = tmp_path / f"reports-{kill}"
-        result = build_trainer(config, storage_path=str(tmp_path), name=f"kill-{kill}", callbacks=[Killer(log, kill)]).fit()
+        result = build_trainer(
+            config, storage_path=str(tmp_path), name=f"kill-{kill}", callbacks=[Killer(log, kill)]
+        ).fit()
         reports = [json.loads(line) for line in log.read_text().splitlines()]
         assert log.with_suffix(".killed").exists() == kill
         assert {tuple(report) for report in reports} == {(float(e), float(e)) for e in range(1, 7)}
-        training = Training(replace(config, workers=1, layout=Layout(), wire=WireConfig(), sync=SyncConfig()))
+        training = Training(
+            replace(config, workers=1, layout=Layout(), wire=WireConfig(), sync=SyncConfig())
+        )
         with result.checkpoint.as_directory() as folder:
             training.restore(Path(folder))
         finals[kill] = [p.codes for p in training.model.parameters()], result.metrics["test/error"]
@@ -139,8 +162,13 @@ def test_killed_worker_restarts_and_ends_bit_equal(ray_cluster: None, tmp_path: 
 def test_a_parameter_server_trains_under_ray_train(ray_cluster: None, tmp_path: Path) -> None:
     """Bulk synchronous, it ends with the bits of the synchronous trial."""
     finals = []
-    for name, sync in (("synchronous", SyncConfig()), ("bulk", SyncConfig(name="asynchronous", shards=2))):
-        result = build_trainer(replace(CONFIG, epochs=2, sync=sync), storage_path=str(tmp_path), name=name).fit()
+    for name, sync in (
+        ("synchronous", SyncConfig()),
+        ("bulk", SyncConfig(name="asynchronous", shards=2)),
+    ):
+        result = build_trainer(
+            replace(CONFIG, epochs=2, sync=sync), storage_path=str(tmp_path), name=name
+        ).fit()
         finals.append(read_results(result.checkpoint))
     assert finals[1][HISTORY][0]["staleness/version_lag_max"] == 0
     assert finals[1]["test/loss"] == finals[0]["test/loss"]
@@ -161,34 +189,56 @@ class Counter(UserCallback):
 def test_what_cannot_work_is_not_tried_again(ray_cluster: None, tmp_path: Path) -> None:
     config = replace(CONFIG, data=DataConfig(name="digits", train_size=99_999))
     with pytest.raises(TrainingFailedError, match="train_size=99999"):
-        build_trainer(config, storage_path=str(tmp_path), name="refused", callbacks=[Counter(tmp_path / "log")]).fit()
+        build_trainer(
+            config,
+            storage_path=str(tmp_path),
+            name="refused",
+            callbacks=[Counter(tmp_path / "log")],
+        ).fit()
     assert len((tmp_path / "log").read_text().splitlines()) == 1
 
 
 class DriverDies(UserCallback):
-    """Writes down every report but the second, at which the run ends: after the checkpoint is kept, before anyone has heard of it.
+    """Writes down every report but the second, at which the run ends: after the checkpoint is kept,
+    before anyone has heard of it.
 
-    It ends with an exception, not with a SIGKILL, after which this Ray, which has no State API, would not give the CPUs back.
+    It ends with an exception, not with a SIGKILL, after which this Ray, which has no State API,
+    would not give the CPUs back.
     """
 
     def __init__(self, log: Path, die: bool) -> None:
         self.log, self.die = log, die
 
-    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+    def after_report(
+        self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any
+    ) -> None:
         if self.die and metrics[0]["epoch"] == 2:
             raise RuntimeError("the driver dies")
         with self.log.open("a") as file:
-            file.write(json.dumps([*(past["epoch"] for past in metrics[0].get(HISTORY, [])), metrics[0]["epoch"]]) + "\n")
+            file.write(
+                json.dumps(
+                    [*(past["epoch"] for past in metrics[0].get(HISTORY, [])), metrics[0]["epoch"]]
+                )
+                + "\n"
+            )
 
 
 @pytest.mark.slow
 def test_a_run_whose_driver_died_tells_of_every_epoch(ray_cluster: None, tmp_path: Path) -> None:
     log = tmp_path / "reports"
     for die in (True, False):
-        trainer = build_trainer(CONFIG, storage_path=str(tmp_path), name="dies", callbacks=[DriverDies(log, die)])
+        trainer = build_trainer(
+            CONFIG, storage_path=str(tmp_path), name="dies", callbacks=[DriverDies(log, die)]
+        )
         if die:
             with pytest.raises(TrainingFailedError, match="the driver dies"):
                 trainer.fit()
         else:
             trainer.fit()
-    assert [json.loads(line) for line in log.read_text().splitlines()] == [[1.0], [1.0, 2.0, 3.0], [4.0], [5.0], [6.0]]
+    assert [json.loads(line) for line in log.read_text().splitlines()] == [
+        [1.0],
+        [1.0, 2.0, 3.0],
+        [4.0],
+        [5.0],
+        [6.0],
+    ]
