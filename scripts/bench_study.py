@@ -167,13 +167,13 @@ def run(
 @contextmanager
 def executed_by(executor: str | None) -> Iterator[None]:
     """Have trials executed by a class of :mod:`bench_executors`; by their own executor for None."""
-    real = Loop._executor
+    real = Loop._executor_module
     if executor is not None:
-        Loop._executor = lambda self, config: f"bench_executors:{executor}"  # type: ignore[method-assign]
+        Loop._executor_module = lambda self, config: f"bench_executors:{executor}"  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Loop._executor = real  # type: ignore[method-assign]
+        Loop._executor_module = real  # type: ignore[method-assign]
 
 
 def bare(trials: int, trainable: Any, *, reuse: bool, callbacks: list[Any] | None = None) -> float:

@@ -70,12 +70,12 @@ def executor(name: str = SLEEPS) -> Iterator[None]:
     """Have every trial trained by the executor of that name."""
     from study.execution.loop import Loop  # not in the processes that sleep
 
-    real: Callable[..., str] = Loop._executor
-    Loop._executor = lambda self, config: name  # type: ignore[method-assign]
+    real: Callable[..., str] = Loop._executor_module
+    Loop._executor_module = lambda self, config: name  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Loop._executor = real  # type: ignore[method-assign]
+        Loop._executor_module = real  # type: ignore[method-assign]
 
 
 def most_at_once(events: list[dict[str, Any]]) -> int:
