@@ -12,6 +12,7 @@ from study.config.space import describe, show
 from study.ledger.state import StudyState
 from study.report.pictures import Links, Parts
 from study.report.tables import cells, facts, headings, protocol, remarks, shown_rows
+from study.results.answer import answer
 from study.results.configurations import condition, configurations, pareto_front, ranked
 from study.results.statistics import interval
 from study.results.summary import Summary, test_errors
@@ -24,6 +25,7 @@ def render_html(state: StudyState, summary: Summary, made: Parts, where: Links) 
     )
     return environment.get_template("report.html.j2").render(
         study=state.config,
+        answer=answer(state, summary),
         headings=headings(state, summary),
         shown=shown_rows(summary),
         objectives=_objective_names(state),

@@ -24,6 +24,7 @@ import time
 from study.config.space import describe
 from study.ledger.state import ENDED, FAILED, STOPPED, StudyState, name_of
 from study.manage.export import write_csv
+from study.results.answer import answer
 from study.results.configurations import configurations, table
 from study.results.summary import Row, Summary, summarise
 from study.text import duration
@@ -49,7 +50,18 @@ def render_markdown(state: StudyState, summary: Summary, notes: list[str]) -> st
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in table]
     said = [f"- {remark}" for remark in (*remarks(state, summary), *facts(state).values(), *notes)]
     return "\n".join(
-        [f"# {state.config.name}", "", state.config.question, "", *lines, "", *said, ""]
+        [
+            f"# {state.config.name}",
+            "",
+            state.config.question,
+            "",
+            f"**{answer(state, summary)}**",
+            "",
+            *lines,
+            "",
+            *said,
+            "",
+        ]
     )
 
 

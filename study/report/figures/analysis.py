@@ -37,13 +37,15 @@ from study.results.statistics import MEASURES, Entry, Groups, front
 MOST_NAMES = 12
 """Points of a front that are named."""
 MOST_BOXES = 24
+FEWEST_DOTS, FEWEST_IN_A_BOX = 3, 3
+"""Below them a front, or a box, says nothing that the table does not."""
 
 
 def draw_front(found: Sequence[Entry], measures: Sequence[str], theme: Theme) -> bytes:
     """PNG: error over every other measure, a dot an entry; the line joins those that none beats in
     both."""
     others = [name for name in measures if name != "error"]
-    if "error" not in measures or not others:
+    if "error" not in measures or not others or len(found) < FEWEST_DOTS:
         return b""
     columns = min(2, len(others))
     lines = math.ceil(len(others) / columns)
@@ -243,7 +245,12 @@ def _column(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]]
 
 def draw_groups(found: Sequence[Groups], theme: Theme) -> bytes:
     """PNG: box plots of the trials' errors by category."""
-    shown = [group for group in found if len(group.errors) <= MOST_BOXES]
+    shown = [
+        group
+        for group in found
+        if len(group.errors) <= MOST_BOXES
+        and max(map(len, group.errors.values())) >= FEWEST_IN_A_BOX
+    ]
     if not shown:
         return b""
     heights = [0.7 + 0.3 * len(group.errors) for group in shown]
