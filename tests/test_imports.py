@@ -28,8 +28,8 @@ ORDER = {
         "tensor", "tensor.ops", "nn", "optim", "analysis",
     ],
     "trainers": [
-        "config", "data", "models", "optim", "checkpoint", "telemetry", "comm", "sync", "parallel",
-        "training", "workers",
+        "user_code", "config", "data", "models", "optim", "checkpoint", "telemetry", "comm", "sync",
+        "parallel", "training", "workers",
     ],
     "study": [
         "text", "tracking_uri", "program", "errors", "_compat", "config", "ledger", "plan",

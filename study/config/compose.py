@@ -32,7 +32,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from study.config.explain import explain, first_line, known_keys, nearest, schema, unknown_key
-from study.config.keys import leaves
+from study.config.keys import leaves, locate
 from study.config.space import flatten_space
 from study.config.study import StudyConfig
 from study.config.yaml_loader import check_references, parse
@@ -70,7 +70,7 @@ def load(
     groups, keys = _split_overrides(overrides)
     merged = schema()
     for source, values in _layers(path, groups):
-        merged = _merge(merged, values, source)
+        merged = _merge(merged, locate(values, path.parent), source)
     swapped = [
         layer
         for group, file in groups.items()
@@ -302,7 +302,8 @@ def _parse_override(override: str) -> dict[str, Any]:
     try:
         if "&" in value:  # an anchor; OmegaConf follows it for ever
             parse(value)
-        return OmegaConf.to_container(OmegaConf.from_dotlist([f"{name}={value}"]))  # type: ignore[return-value]
+        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"{name}={value}"]))
+        return locate(parsed, Path.cwd())  # type: ignore[no-any-return]
     except (OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
         raise ValueError(
             f"override {override!r}: the value is not YAML ({first_line(error)}); quote it, for"

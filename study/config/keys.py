@@ -3,8 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+_FILE = re.compile(r"[^:]+\.py:[A-Za-z_]\w*")
+
+
+def locate(values: Any, folder: Path) -> Any:
+    """Make relative names of code in files, ``file.py:name``, absolute, in a nested structure; they
+    are relative to ``folder``."""
+    if isinstance(values, dict):
+        return {key: locate(value, folder) for key, value in values.items()}
+    if isinstance(values, list):
+        return [locate(value, folder) for value in values]
+    if isinstance(values, str) and _FILE.fullmatch(values):
+        return str(folder.resolve() / values)
+    return values
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> set[str]:

@@ -51,7 +51,14 @@ def _deciding(config: dict[str, Any], *ignored: str) -> dict[str, Any]:
     """Copy ``config`` without what changes no result (:data:`study.config.OUTSIDE`) and without the
     keys ``ignored``."""
     values = {key: value for key, value in config.items() if key not in ("gpus", *ignored)}
-    return values | {"data": {key: value for key, value in config["data"].items() if key != "root"}}
+    data = {key: value for key, value in config["data"].items() if key != "root"}
+    return values | {"data": _placeless(data), "model": _placeless(config["model"])}
+
+
+def _placeless(part: dict[str, Any]) -> dict[str, Any]:
+    """Copy a model's or a data set's config with the file of its factory named without its folder:
+    its code has a digest."""
+    return part | {"name": part["name"].rpartition("/")[2]}
 
 
 def _departures(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
@@ -59,5 +66,6 @@ def _departures(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, A
     found = {}
     for key, value in values.items():
         if value != defaults[key]:
-            found[key] = _departures(value, defaults[key]) if isinstance(value, dict) else value
+            nested = isinstance(value, dict) and defaults[key]
+            found[key] = _departures(value, defaults[key]) if nested else value
     return found

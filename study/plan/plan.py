@@ -34,6 +34,7 @@ from study.plan.candidates import (
 from study.plan.identity import digest, trial_id
 from trainers.config import DataConfig, TrialConfig
 from trainers.config.validation import fits
+from trainers.user_code import digest_source, names_code
 from trainers.workers.resources import choose_share, parameters
 
 TRIAL_BYTES = 2048
@@ -313,7 +314,8 @@ class Base:
             ValueError: that is no valid trial.
         """
         try:
-            config = TrialConfig.from_dict(apply(self._values, params or {}) | {"seed": seed})
+            values = apply(self._values, params or {}) | {"seed": seed}
+            config = with_code(TrialConfig.from_dict(values))
         except ValueError as error:
             raise ValueError(f"row {self.row.label!r}: {error}") from None
         if self.study.address is None:
@@ -338,6 +340,21 @@ class Base:
             params=params,
             reason=str(error).removeprefix(f"row {self.row.label!r}: "),
         )
+
+
+def with_code(config: TrialConfig) -> TrialConfig:
+    """Note the digests of the user's code that a trial names, by which it is another trial where
+    the code is other.
+
+    Raises:
+        ValueError: there is no such code.
+    """
+    for part in ("model", "data"):
+        own = getattr(config, part)
+        if names_code(own.name):
+            code = digest_source(f"{part}.name", own.name)
+            config = dataclasses.replace(config, **{part: dataclasses.replace(own, code=code)})
+    return config
 
 
 def _check_memory(row: RowConfig, config: TrialConfig) -> None:

@@ -26,6 +26,7 @@ from trainers.config.schedule_changes import check_changes
 from trainers.config.sync import SyncConfig
 from trainers.config.validation import at_least, finite, one_of
 from trainers.config.wire import WireConfig
+from trainers.user_code import names_code, split_name
 
 DATASETS = ("auto", "mnist", "digits")
 MODELS = ("mlp", "cnn")
@@ -43,21 +44,26 @@ class DataConfig:
     Attributes:
         name: ``mnist`` (28 x 28, 60,000 + 10,000), ``digits`` (8 x 8, scikit-learn's 1,797, the
             last 297 for testing), or ``auto``: mnist where it is found or can be downloaded,
-            otherwise digits.
+            otherwise digits; or ``file.py:factory`` or ``package.module:factory``, which returns
+            examples and classes (:mod:`trainers.data.factory`).
+        args: that the factory is given.
+        code: sha256 of the factory's file, filled in when a study is planned.
         root: folder of the four MNIST IDX files (plain or .gz); None looks in the usual places.
         validation_size: examples taken from the end of the training set for validation, never
-            trained on; None for 10,000 (mnist) or 300 (digits).
+            trained on; None for 10,000 (mnist), 300 (digits), or a tenth.
         train_size: train on the first so many of the rest; None for all. A budget, not part of the
             recipe.
     """
 
     name: str = "mnist"
+    args: dict[str, Any] = field(default_factory=dict, hash=False)
+    code: str = ""
     root: str | None = None
     validation_size: int | None = None
     train_size: int | None = None
 
     def __post_init__(self) -> None:
-        one_of("data.name", self.name, DATASETS)
+        _check_factory("data", self.name, self.args, DATASETS)
         at_least("data.validation_size", self.validation_size, 1, "leave it out for the usual size")
         at_least("data.train_size", self.train_size, 1, "leave it out to train on all")
 
@@ -68,17 +74,28 @@ class ModelConfig:
 
     Attributes:
         name: ``mlp``: ``inputs - hidden... - classes`` with ReLU between; ``cnn``: convolutions of
-            3 x 3, each with ReLU and pooling to half the size, before that.
+            3 x 3, each with ReLU and pooling to half the size, before that; or
+            ``file.py:factory`` or ``package.module:factory``, which returns a torch module
+            (:mod:`trainers.models.factory`).
+        args: that the factory is given.
+        code: sha256 of the factory's file, filled in when a study is planned.
         hidden: widths of the linear layers before the last one.
         channels: of the cnn's convolutions; None for [8, 16].
     """
 
     name: str = "mlp"
+    args: dict[str, Any] = field(default_factory=dict)
+    code: str = ""
     hidden: list[int] = field(default_factory=lambda: [512])
     channels: list[int] | None = None
 
     def __post_init__(self) -> None:
-        one_of("model.name", self.name, MODELS)
+        _check_factory("model", self.name, self.args, MODELS)
+        if self.own and self.hidden != [512]:
+            raise ValueError(
+                f"model.hidden={self.hidden} with model.name={self.name}: is of our networks; use"
+                " model.args for what the factory takes"
+            )
         if self.name != "cnn" and self.channels is not None:
             raise ValueError(
                 f"model.channels={self.channels} with model.name={self.name}: only the cnn has"
@@ -93,6 +110,32 @@ class ModelConfig:
             at_least("model.channels", width, 1, "use for example model.channels=[8,16]")
         for width in self.hidden:
             at_least("model.hidden", width, 1, "use for example model.hidden=[512]")
+
+    @property
+    def own(self) -> bool:
+        """Whether the user's code makes the model."""
+        return names_code(self.name)
+
+
+def _check_factory(part: str, name: str, args: dict[str, Any], ours: tuple[str, ...]) -> None:
+    """Refuse a name that is neither one of ours nor a factory's, and arguments that ours take not.
+
+    Raises:
+        ValueError: with the value, the rule and the remedy.
+    """
+    if names_code(name):
+        split_name(f"{part}.name", name)
+        return
+    if name not in ours:
+        raise ValueError(
+            f"{part}.name={name!r}: must be one of {', '.join(ours)}, or a factory of your own,"
+            f" file.py:factory or package.module:factory; use for example {part}.name={ours[0]}"
+        )
+    if args:
+        raise ValueError(
+            f"{part}.args={args} with {part}.name={name}: only a factory of your own takes"
+            f" arguments; leave them out, or use {part}.name=file.py:factory"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

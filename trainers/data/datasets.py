@@ -32,6 +32,7 @@ from typing import Any
 
 from trainers.config import DataConfig
 from trainers.data.digits import digits_table, load_digits
+from trainers.data.factory import VALIDATION_SHARE, load_own
 from trainers.data.mnist import (
     FILES,
     DownloadError,
@@ -42,7 +43,8 @@ from trainers.data.mnist import (
     load_mnist,
     mnist_arrays,
 )
-from trainers.data.split import CLASSES, Dataset, DatasetInfo, Split
+from trainers.data.split import CLASSES, Dataset, DatasetInfo, Split, count_classes
+from trainers.user_code import names_code
 
 
 def resolve(config: DataConfig, *, download: bool = True) -> DataConfig:
@@ -60,6 +62,8 @@ def resolve(config: DataConfig, *, download: bool = True) -> DataConfig:
         DownloadError: MNIST is asked for by name and cannot be downloaded.
     """
     name, root = config.name, config.root
+    if names_code(name):
+        return config
     if name != "digits":
         try:
             folder = find_mnist(root) or (_download() if download else None)
@@ -85,13 +89,17 @@ def load(config: DataConfig) -> Dataset:
         ValueError: files missing or corrupt, or split sizes that do not fit.
     """
     config = resolve(config)
-    whole, test = load_digits() if config.name == "digits" else load_mnist(str(config.root))
-    assert config.validation_size is not None
-    available = len(whole.y) - config.validation_size
+    validation: Split | None = None
+    if names_code(config.name):
+        whole, validation, test = load_own(config)
+    else:
+        whole, test = load_digits() if config.name == "digits" else load_mnist(str(config.root))
+    size = config.validation_size or max(1, len(whole.y) // VALIDATION_SHARE)
+    available = len(whole.y) - (size if validation is None else 0)
     wanted = available if config.train_size is None else config.train_size
     if available < 1:
         raise ValueError(
-            f"data.validation_size={config.validation_size}: {config.name} has {len(whole.y)}"
+            f"data.validation_size={size}: {config.name} has {len(whole.y)}"
             " training examples; leave some for training"
         )
     if wanted > available:
@@ -99,7 +107,8 @@ def load(config: DataConfig) -> Dataset:
             f"data.train_size={wanted}: {available} examples are left after validation; use at most"
             f" {available} or null for all"
         )
-    validation = Split(whole.x[available:], whole.y[available:])
+    if validation is None:
+        validation = Split(whole.x[available:], whole.y[available:])
     return Dataset(Split(whole.x[:wanted], whole.y[:wanted]), validation, test)
 
 
@@ -160,20 +169,26 @@ def _write_descriptions(known: dict[str, dict[str, Any]]) -> None:
 
 def _describe(config: DataConfig) -> DatasetInfo:
     data = load(config)
+    own = names_code(config.name)
     digest = hashlib.sha256()
     for split in data:
         digest.update(split.x.numpy().tobytes())
         digest.update(split.y.numpy().tobytes())
     files = hashlib.sha256()
-    for array in mnist_arrays(str(config.root)) if config.name == "mnist" else [digits_table()]:
-        files.update(array.tobytes())
+    if own:
+        files.update(digest.digest())
+    else:
+        mnist = config.name == "mnist"
+        for array in mnist_arrays(str(config.root)) if mnist else [digits_table()]:
+            files.update(array.tobytes())
     sources = {
+        config.name: f"{config.name} {config.args or ''} (code {config.code})",
         "mnist": f"MNIST, IDX files in {config.root}",
         "digits": "scikit-learn's handwritten digits (1,797 images of 8 x 8)",
     }
     return DatasetInfo(
         name=config.name, source=sources[config.name], digest=digest.hexdigest(),
         files=files.hexdigest(), root=config.root, train=len(data.train.y),
-        validation=len(data.validation.y), test=len(data.test.y), inputs=data.train.x.shape[1],
-        classes=CLASSES,
+        validation=len(data.validation.y), test=len(data.test.y),
+        inputs=data.train.x[0].numel(), classes=count_classes(data) if own else CLASSES,
     )  # fmt: skip

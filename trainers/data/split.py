@@ -15,7 +15,8 @@ PIXELS, CLASSES = 784, 10
 
 
 class Split(NamedTuple):
-    """Examples ``x`` [N, inputs] float32 in [0, 1] and classes ``y`` [N] int64."""
+    """Examples ``x`` [N, inputs] float32 in [0, 1], or [N, ...] of the user's own, and classes
+    ``y`` [N] int64."""
 
     x: Tensor
     y: Tensor
@@ -27,6 +28,11 @@ class Dataset(NamedTuple):
     train: Split
     validation: Split
     test: Split
+
+
+def count_classes(data: Dataset) -> int:
+    """Return how many classes there are: one more than the largest of any split."""
+    return 1 + max(int(split.y.max()) for split in data)
 
 
 @dataclass(frozen=True, kw_only=True)

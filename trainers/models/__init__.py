@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import nn
 
 from trainers.config import ModelConfig
 from trainers.models.cnn import cnn
+from trainers.models.factory import make_own_model
+from trainers.models.init import initialize_
 from trainers.models.mlp import mlp
 
 CHANNELS = [8, 16]
 """Of the cnn's convolutions, unless the config says otherwise."""
 
 
+def make_model(config: ModelConfig, shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:
+    """Return the model that ``config`` names, its weights drawn.
+
+    Args:
+        config: of the model.
+        shape: of an example; ours take flat ones, ``[B, inputs]``.
+        classes: logits are ``[B, classes]``.
+        seed: of the weights.
+
+    Raises:
+        ValueError: the data do not fit our model, or the user's factory fails.
+    """
+    if config.own:
+        return make_own_model(config, shape, classes, seed)
+    return initialize_(build(config, math.prod(shape), classes), seed)
+
+
 def build(config: ModelConfig, inputs: int, classes: int) -> nn.Module:
-    """The model ``config`` names, for flat inputs ``[B, inputs]`` and logits ``[B, classes]``;
-    weights are not yet drawn."""
+    """Return our model that ``config`` names, for flat inputs ``[B, inputs]`` and logits ``[B,
+    classes]``; its weights are not yet drawn."""
     if config.name == "cnn":
         return cnn(inputs, config.channels or CHANNELS, config.hidden, classes)
     return mlp(inputs, config.hidden, classes)

@@ -71,15 +71,13 @@ class _Forward(nn.Sequential):
 
 
 def set_forward_(
-    model: nn.Sequential,
-    memory: MemoryConfig,
-    autocast: str = "none",
-    scaler: GradScaler | None = None,
+    model: nn.Module, memory: MemoryConfig, autocast: str = "none", scaler: GradScaler | None = None
 ) -> None:
     """Run ``model``'s forward pass, from now on, in segments and in mixed precision, with gradients
     scaled by ``scaler``."""
     if not memory.activation_checkpoints and autocast == "none":
         return
+    assert isinstance(model, nn.Sequential)
     segments = (
         (memory.segments or math.ceil(math.sqrt(len(model))))
         if memory.activation_checkpoints

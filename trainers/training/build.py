@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn import functional
 
 import lns_ops.cpu
 from lns_ops import NonFiniteError, check_faults
@@ -23,9 +24,9 @@ from trainers.comm.mesh import Place, place
 from trainers.config import OptimizerConfig, TrialConfig
 from trainers.config.schedule_changes import optimizer_at
 from trainers.data import Dataset, DatasetInfo, Split, load
-from trainers.models import build as build_model
+from trainers.data.split import count_classes
+from trainers.models import make_model
 from trainers.models.forward import set_forward_
-from trainers.models.init import initialize_
 from trainers.models.precision import apply_precision
 from trainers.optim.build import make_optimizer
 from trainers.optim.offload import Offload
@@ -170,9 +171,43 @@ def check(config: TrialConfig, info: DatasetInfo) -> None:
             underflows in the LNS format.
     """
     _check_batch(config, info.train)
+    if config.model.own:
+        _check_own_model(config)
     model = apply_precision(nn.Linear(1, 1), config.precision)
     for epoch in (0, *(change["epoch"] for change in config.changes)):
         make_trial_optimizer(config, optimizer_at(config, epoch), model)
+
+
+def _check_own_model(config: TrialConfig) -> None:
+    """Make the user's model and train it on two examples, in the trial's precision.
+
+    Raises:
+        ValueError: it cannot be made or converted, or does not turn examples into logits.
+    """
+    data, where = _load_data(config), f"model.name={config.model.name!r}"
+    shape, classes = data.train.x.shape[1:], count_classes(data)
+    try:
+        model = make_model(config.model, shape, classes, config.seed)
+        logits = apply_precision(model, config.precision)(data.train.x[:2])
+        if logits.shape != (2, classes):
+            raise ValueError(
+                f"{where}: turns two examples of shape {tuple(shape)} into {tuple(logits.shape)};"
+                f" return logits of shape (batch, {classes}), one for each class"
+            )
+        functional.cross_entropy(logits, data.train.y[:2], reduction="sum").backward()
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise ValueError(
+            f"{where} does not train in precision.format={config.precision.format}:"
+            f" {type(error).__name__}: {error}; mend the network, or use another precision"
+        ) from error
+
+
+def _load_data(config: TrialConfig) -> Dataset:
+    """Load a trial's data; flat for our networks, whatever shape the user's examples have."""
+    data = load(config.data)
+    if config.model.own or data.train.x.dim() == 2:
+        return data
+    return Dataset(*(Split(split.x.flatten(1), split.y) for split in data))
 
 
 def _check_batch(config: TrialConfig, examples: int) -> None:
@@ -205,10 +240,9 @@ def build(config: TrialConfig, rank: int, world_size: int) -> Components:
         resolve_device(config.device) if world_size == 1 or config.device != "auto" else "cpu"
     )
     check_device(device.type)
-    data = load(config.data)
+    data = _load_data(config)
     _check_batch(config, len(data.train.y))
-    inputs, classes = data.train.x.shape[1], int(data.train.y.max()) + 1
-    whole = initialize_(build_model(config.model, inputs, classes), config.seed)
+    whole = make_model(config.model, data.train.x.shape[1:], count_classes(data), config.seed)
     parameters = sum(p.numel() for p in whole.parameters())
     data = Dataset(*(Split(split.x.to(device), split.y.to(device)) for split in data))
     here = place(config.layout, rank, world_size, device.type)
@@ -218,7 +252,6 @@ def build(config: TrialConfig, rank: int, world_size: int) -> Components:
     model = apply_precision((pipeline.own if pipeline else whole).to(device), config.precision)
     scaler = GradScaler(device.type) if config.autocast == "float16" else None
     if pipeline is None:
-        assert isinstance(model, nn.Sequential)
         set_forward_(model, config.memory, config.autocast, scaler)
     collectives = Collectives(here.dp_group, device, spans) if here.dp > 1 else None
     within = Collectives(here.parts.get_group(), device, spans) if here.parts is not None else None

@@ -20,14 +20,18 @@ def evaluate(
     combine: Callable[[Tensor], Tensor] = lambda logits: logits,
     like: int | None = None,
 ) -> Tally:
-    """Loss and errors of ``model`` on ``split``, in the model's own arithmetic, of what ``combine``
-    makes of its logits.
+    """Loss and errors of ``model`` in eval mode on ``split``, in its own arithmetic, of what
+    ``combine`` makes of its logits.
 
     ``like``: see :func:`evaluation_batches`.
     """
-    tally = Tally()
-    for x, y in evaluation_batches(split, like):
-        logits = combine(model(x))
-        loss = F.cross_entropy(logits, y, reduction="sum").item()
-        tally.add(loss, int((logits.argmax(1) != y).sum()), len(y))
+    tally, training = Tally(), model.training
+    model.eval()
+    try:
+        for x, y in evaluation_batches(split, like):
+            logits = combine(model(x))
+            loss = F.cross_entropy(logits, y, reduction="sum").item()
+            tally.add(loss, int((logits.argmax(1) != y).sum()), len(y))
+    finally:
+        model.train(training)
     return tally

@@ -6,10 +6,14 @@ Sharded models need none of their own: their synchroniser and their tensors do w
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
 
 from trainers.data import Split, epoch_order, share
 from trainers.sync.base import Synchroniser
@@ -23,6 +27,11 @@ if TYPE_CHECKING:
     from trainers.parallel.pipeline import Pipeline
 
 
+def seed_of(text: str) -> int:
+    """Return a seed of 63 bits, from the sha256 of ``text``."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
 def choose_step(components: Components) -> Step:
     """Choose the strategy of a trial: a step is captured where it runs on this GPU alone, and the
     same every time."""
@@ -30,6 +39,8 @@ def choose_step(components: Components) -> Step:
         return PipelineStep(components, components.pipeline)
     workers, config = components.workers, components.config
     alone = workers.device.type == "cuda" and workers.world_size == 1 and components.offload is None
+    if config.model.own:
+        return OwnModelStep(components)
     if alone and not config.lr_schedule.varies and components.scaler is None:
         return GraphStep(components)
     return Step(components)
@@ -121,6 +132,32 @@ class Step:
     def _agree(self, go: bool) -> bool:
         """Tell whether all workers of this replica go on."""
         return go
+
+
+class OwnModelStep(Step):
+    """Eager steps of a user's model, which may draw random numbers and keep statistics.
+
+    The random numbers of an epoch (dropout) are seeded by (seed, epoch, rank), so that a trial that
+    is resumed draws the same ones. Floating-point buffers (running statistics of batch norm) are
+    averaged over the replicas at the end of every epoch: what is evaluated and kept is their mean.
+    """
+
+    def train_epoch(
+        self, split: Split, epoch: int, sync: Synchroniser, before_step: Callable[[int], None]
+    ) -> tuple[Tally, bool]:
+        """Train once over ``split``, as :meth:`Step.train_epoch`."""
+        own, devices = self._components, []
+        if own.workers.device.type == "cuda":
+            devices = [own.workers.device]
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(seed_of(f"{self._config.seed}/{epoch}/{own.workers.rank}"))
+            result = super().train_epoch(split, epoch, sync, before_step)
+        if own.collectives is not None:
+            for buffer in own.model.buffers():
+                if buffer.is_floating_point():
+                    dist.all_reduce(buffer, group=own.place.dp_group)
+                    buffer.div_(own.place.dp)
+        return result
 
 
 class PipelineStep(Step):

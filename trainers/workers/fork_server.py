@@ -38,6 +38,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from trainers.user_code import names_code
+
 MESSAGE_BYTES = 1 << 16
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
@@ -195,6 +197,8 @@ def _load_data(configs: list[dict[str, Any]]) -> None:
     from trainers.data import load
 
     for config in configs:
+        if names_code(config["name"]):
+            continue  # runs in the processes of trials alone
         with contextlib.suppress(Exception):
             load(DataConfig(**config))
 

@@ -93,6 +93,8 @@ def gpus_of(values: Mapping[str, Any]) -> float:
 
 def captured(config: TrialConfig) -> bool:
     """Whether a trial's step is one CUDA graph: on one GPU, and the same every time."""
+    if config.model.own:
+        return False
     alone = config.device == "cuda" and config.workers == 1 and not config.memory.offload_optimizer
     return alone and not config.lr_schedule.varies and config.autocast != "float16"
 
@@ -126,12 +128,14 @@ def _macs(config: TrialConfig) -> float:
 
 
 def parameters(config: TrialConfig) -> float:
-    """Weights of a trial's net, biases left out."""
+    """Return the weights of a trial's net, biases left out; 0 of a user's, whose size is theirs."""
     return sum(weights for weights, _ in _layers(config))
 
 
 def _layers(config: TrialConfig) -> Iterator[tuple[float, float]]:
     """Of each layer, its weights and at how many places of an example it applies them."""
+    if config.model.own:
+        return
     model, inputs = config.model, INPUTS.get(config.data.name, INPUTS["mnist"])
     if model.name == "cnn":
         side, channels = math.isqrt(inputs), [1, *(model.channels or [8, 16])]

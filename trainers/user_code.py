@@ -1,0 +1,188 @@
+"""Find, hash, load and call what a config names as ``package.module:name`` or ``file.py:name``.
+
+A file is loaded by its path under a private module name, so that it shadows nothing; its folder is
+appended to ``sys.path``, after everything else, so that it may import its neighbours. A module is
+imported as usual. Nothing is imported before a process asks for it, and finding and hashing a file
+runs none of it.
+
+Errors are ``ValueError`` and name the key, the file and line, the rule and the remedy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+DIGEST_LENGTH = 12
+"""Hex digits kept of a file's sha256."""
+PRIVATE = "_lns_study_user_"
+"""Begins the names of modules that are loaded from files."""
+
+
+def names_code(name: str) -> bool:
+    """Tell whether ``name`` names code of the user's, not one of ours."""
+    return ":" in name
+
+
+def split_name(key: str, name: str) -> tuple[str, str]:
+    """Split ``place:attribute``.
+
+    Raises:
+        ValueError: it is not of that form.
+    """
+    place, _, attribute = name.rpartition(":")
+    is_module = all(part.isidentifier() for part in place.split("."))
+    if not attribute.isidentifier() or not (place.endswith(".py") or is_module):
+        raise ValueError(
+            f"{key}={name!r}: must be file.py:name or package.module:name; use for example"
+            f" {key}=net.py:make_net"
+        )
+    return place, attribute
+
+
+def find_source(key: str, name: str) -> Path:
+    """Return the file in which ``name``'s code is, without running it (parents of a module are
+    imported).
+
+    Raises:
+        ValueError: there is no such file or module.
+    """
+    place, _ = split_name(key, name)
+    if place.endswith(".py"):
+        if not (path := Path(place)).is_file():
+            raise ValueError(
+                f"{key}={name!r}: there is no file {path}; give its path relative to the study's"
+                " file, or an absolute one"
+            )
+        return path.resolve()
+    try:
+        spec = importlib.util.find_spec(place)
+    except ImportError:
+        spec = None
+    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
+        raise ValueError(
+            f"{key}={name!r}: there is no module {place} in this Python ({sys.executable}); install"
+            " its package here, or name a file: net.py:make_net"
+        )
+    return Path(spec.origin).resolve()
+
+
+def digest_source(key: str, name: str) -> str:
+    """Return the first digits of the sha256 of the file in which ``name``'s code is.
+
+    Raises:
+        ValueError: there is no such file or module.
+    """
+    return hashlib.sha256(find_source(key, name).read_bytes()).hexdigest()[:DIGEST_LENGTH]
+
+
+def load_code(key: str, name: str, digest: str = "") -> Callable[..., Any]:
+    """Return the callable that ``name`` names.
+
+    Args:
+        key: of the config, for errors.
+        name: ``file.py:name`` or ``package.module:name``.
+        digest: of the file when the study was planned; "" checks nothing.
+
+    Raises:
+        ValueError: it cannot be loaded, has changed, or is not callable.
+    """
+    place, attribute = split_name(key, name)
+    path = find_source(key, name)
+    if digest and digest_source(key, name) != digest:
+        raise ValueError(
+            f"{key}={name!r}: {path} has changed since the study was planned; run the same command"
+            " again, which plans its trials anew"
+        )
+    try:
+        module = _from_file(path) if place.endswith(".py") else importlib.import_module(place)
+    except Exception as error:
+        raise ValueError(
+            f"{key}={name!r}: {path} cannot be imported: {_told(error, path)}; mend it there"
+        ) from error
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        listed = ", ".join(sorted(name for name, value in vars(module).items() if _own(value)))
+        raise ValueError(
+            f"{key}={name!r}: {path} has no function or class {attribute}; it has"
+            f" {listed or 'none'}"
+        )
+    return found
+
+
+def call(
+    key: str, name: str, function: Callable[..., Any], args: Mapping[str, Any], **offered: Any
+) -> Any:
+    """Call ``function`` with ``args``, and with those of ``offered`` that it has parameters for.
+
+    Raises:
+        ValueError: it does not take ``args``, needs others, or raises.
+    """
+    path = find_source(key, name)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of compiled code
+        signature = inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_KEYWORD)])
+    given = {name: value for name, value in offered.items() if name in signature.parameters}
+    arguments = given | dict(args)
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        said = key.rpartition(".")[0]
+        raise ValueError(
+            f"{key}={name!r}: {error} in {_name_of(function)}{signature} ({path}), called with"
+            f" {', '.join(arguments) or 'no arguments'}; set {said}.args, or give it defaults"
+        ) from None
+    try:
+        return function(**arguments)
+    except Exception as error:
+        raise ValueError(f"{key}={name!r} raised {_told(error, path)}; mend it there") from error
+
+
+def _from_file(path: Path) -> ModuleType:
+    """Load a file as a module of a private name, once for each content."""
+    digest = hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:DIGEST_LENGTH]
+    name = f"{PRIVATE}{digest}_{path.stem}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _told(error: BaseException, path: Path) -> str:
+    """Say what was raised, and in which line of the user's file."""
+    line = error.lineno if isinstance(error, SyntaxError) else None
+    for frame in traceback.extract_tb(error.__traceback__):
+        if Path(frame.filename) == path:
+            line = frame.lineno
+    return f"{type(error).__name__} in {path}{f', line {line}' if line else ''}: {error}"
+
+
+def _own(value: object) -> bool:
+    """Tell whether a module's attribute is a function or class that it defines itself."""
+    return (inspect.isfunction(value) or inspect.isclass(value)) and (
+        value.__module__.startswith(PRIVATE)
+    )
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
