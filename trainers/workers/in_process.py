@@ -24,7 +24,6 @@ class InProcess(Executor):
         self._started: Training | None = None
 
     def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
-        """See :class:`~trainers.workers.executors.Executor`."""
         with self._on_device():
             self._started, beginning = resume(
                 config, checkpoints, self._context.rank, self._context.workers
@@ -33,7 +32,6 @@ class InProcess(Executor):
         return beginning
 
     def step(self) -> dict[str, Any]:
-        """See :class:`~trainers.workers.executors.Executor`."""
         training, epochs = self._training, self._training.config.epochs
         with self._on_device():
             metrics: dict[str, Any] = (
@@ -43,17 +41,14 @@ class InProcess(Executor):
             return {**metrics, **(training.test() if done else {}), "done": done}
 
     def save(self, folder: Path) -> bool:
-        """See :class:`~trainers.workers.executors.Executor`."""
         with self._on_device():
             self._training.save(folder)
         return True
 
     def profile(self) -> dict[str, bytes]:
-        """See :class:`~trainers.workers.executors.Executor`."""
         return self._training.profiler.take()
 
     def end(self) -> None:
-        """See :class:`~trainers.workers.executors.Executor`."""
         self._started = None
 
     @property

@@ -102,13 +102,11 @@ class Packed(InProcess):
         self._stream: torch.cuda.Stream | None = None
 
     def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
-        """See :class:`~trainers.workers.executors.Executor`."""
         assert self._context.host is not None, "a process of several lanes has a host"
         self._stream = self._stay.enter_context(self._context.host.place(config))
         return super().begin(config, checkpoints)
 
     def end(self) -> None:
-        """See :class:`~trainers.workers.executors.Executor`."""
         with self._on_device():
             if self._stream is not None:
                 self._stream.synchronize()
