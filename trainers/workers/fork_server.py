@@ -1,4 +1,4 @@
-"""A process that has loaded all that a trial needs, and forks worker processes from itself.
+"""A server process that has loaded torch and all that a trial needs, and forks worker processes.
 
 Loading torch, numba and this package takes two seconds of a core and 250 MB in every process that
 does it; a fork takes milliseconds, and its pages are shared until somebody writes to them. So each
