@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from trainers.config import ModelConfig, PrecisionConfig, TrialConfig
-from trainers.workers.messages import DIED, ENDED, HELLO, IN_PROCESS, PACKED, REPORT, TRAIN, Message
+from trainers.workers.executors import IN_PROCESS, PACKED
+from trainers.workers.messages import DIED, ENDED, HELLO, REPORT, TRAIN, Message
 from trainers.workers.node import Node
 
 

@@ -47,11 +47,11 @@ from ray import tune
 
 from study.api import run_study
 from study.config import RowConfig, StudyConfig
-from study.execution.loop import Loop
 from study.execution.ray_session import ENVIRONMENT
 from study.ledger.lines import Event
 from study.ledger.state import FINISHED, StudyState
 from trainers.config import DataConfig, ModelConfig, TrialConfig
+from trainers.workers import resources
 
 DIGITS = TrialConfig(
     data=DataConfig(name="digits", validation_size=300),
@@ -167,13 +167,13 @@ def run(
 @contextmanager
 def executed_by(executor: str | None) -> Iterator[None]:
     """Have trials executed by a class of :mod:`bench_executors`; by their own executor for None."""
-    real = Loop._executor_module
+    real = resources.choose_executor
     if executor is not None:
-        Loop._executor_module = lambda self, config: f"bench_executors:{executor}"  # type: ignore[method-assign]
+        resources.choose_executor = lambda wanted, lanes: f"bench_executors:{executor}"
     try:
         yield
     finally:
-        Loop._executor_module = real  # type: ignore[method-assign]
+        resources.choose_executor = real
 
 
 def bare(trials: int, trainable: Any, *, reuse: bool, callbacks: list[Any] | None = None) -> float:

@@ -22,7 +22,14 @@ Two functions cross the border, differentiable both ways: :meth:`LNSTensor.from_
 conversion.
 """
 
-from lns_ops.tensor.lns_tensor import LNSTensor, _rebuilt, in_float32, in_format, operands
+from lns_ops.tensor.lns_tensor import (
+    LNSTensor,
+    _rebuilt,
+    in_float32,
+    in_format,
+    operands,
+    storage_of,
+)
 from lns_ops.tensor.registry import aten, handles, replaces, replaces_untraced
 
 __all__ = [
@@ -35,4 +42,5 @@ __all__ = [
     "operands",
     "replaces",
     "replaces_untraced",
+    "storage_of",
 ]

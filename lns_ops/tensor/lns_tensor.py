@@ -260,6 +260,11 @@ for _traced in (in_format, in_float32):
     allow_in_graph(_traced)
 
 
+def storage_of(tensor: Tensor) -> Tensor:
+    """Return what holds a parameter or optimizer state in memory: codes, or the tensor itself."""
+    return tensor.codes if isinstance(tensor, LNSTensor) else tensor
+
+
 def operands(name: Any, x: Any, y: Any) -> tuple[Tensor, Tensor, LNSFormat]:
     """Codes of two operands in one format; Python numbers, 0-dim tensors, booleans and integers are
     encoded.

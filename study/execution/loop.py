@@ -31,10 +31,7 @@ from trainers.workers.messages import (
     DIED,
     DONE,
     HISTORY,
-    IN_PROCESS,
     OUT_OF_MEMORY,
-    PACKED,
-    RAY_TRAIN,
     REFUSED,
     REPORT,
     STOPPED,
@@ -42,7 +39,7 @@ from trainers.workers.messages import (
     Message,
 )
 from trainers.workers.out_of_memory import relief
-from trainers.workers.resources import WorkerResources, cpus_of, gpus_of, lanes_of
+from trainers.workers.resources import WorkerResources, cpus_of, gpus_of
 
 TAIL = 3
 """The last so many trials a slot run longest first: within 1 to 6 % of sorting all of them, in
@@ -400,19 +397,7 @@ class Loop:
         return min(math.ceil(min(cpus, gpus)), self._study.max_concurrent or len(trials))
 
     def _shape(self, config: TrialConfig) -> WorkerResources:
-        return WorkerResources.of(config, lanes_of(self._study.executor, config))._replace(
-            by_train=self._study.executor == "train"
-        )
-
-    def _executor_module(self, config: TrialConfig) -> str:
-        """Where a worker process finds what trains the trial."""
-        return (
-            RAY_TRAIN
-            if self._study.executor == "train"
-            else PACKED
-            if self._shape(config).packed
-            else IN_PROCESS
-        )
+        return WorkerResources.of(config, self._study.executor)
 
     def _plan(self, trial: PlannedTrial) -> dict[str, Any]:
         """What the trial's processes need; see :mod:`trainers.workers.worker_process`."""
@@ -425,7 +410,7 @@ class Loop:
             "checkpoint_every": study.checkpoint_every,
             "resume_from": [] if by_train else self._state.known[trial.id].checkpoints_left(),
             "waits": self._scheduler is not None and trial.seed not in study.search.confirm_seeds,
-            "executor": self._executor_module(trial.config),
+            "executor": self._shape(trial.config).executor,
             "storage": str(study.folder / "train"),
             "max_failures": study.max_failures,
             "ray": (

@@ -12,7 +12,7 @@ import psutil
 
 from trainers.config import TrialConfig
 from trainers.workers import process_reset
-from trainers.workers.executors import InProcess
+from trainers.workers.in_process import InProcess
 from trainers.workers.messages import Beginning
 
 
@@ -27,7 +27,7 @@ class Unlucky(InProcess):
     """Fails after its first epoch, with what another try may not meet."""
 
     def step(self) -> dict[str, Any]:
-        if self._now.epoch == 1:
+        if self._training.epoch == 1:
             raise ConnectionError("the network is away")
         return super().step()
 

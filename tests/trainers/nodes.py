@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
-from trainers.workers.messages import DIED, ENDED, HELLO, IN_PROCESS, REPORT, TRAIN, Message
+from trainers.training.trainer import Training
+from trainers.workers.executors import IN_PROCESS
+from trainers.workers.messages import DIED, ENDED, HELLO, REPORT, TRAIN, Message
 from trainers.workers.node import Node
 
 SMALL = TrialConfig(
@@ -83,6 +85,17 @@ class Driver:
                 number: message.payload for number, message in self.said if message.kind == HELLO
             }
         raise AssertionError(f"process {key} said only {found}")
+
+
+def alone(config: TrialConfig) -> list[dict[str, Any]]:
+    """What :func:`reports` returns of a trial that this process trains."""
+    training = Training(config)
+    epochs: list[dict[str, Any]] = [
+        {**training.train_epoch(), "done": training.epoch == config.epochs}
+        for _ in range(config.epochs)
+    ]
+    epochs[-1] |= training.test()
+    return reports([Message(REPORT, "", metrics) for metrics in epochs])
 
 
 def reports(said: list[Message]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lns_ops import LNSTensor
-from trainers.models.precision import storage_of
+from lns_ops.tensor import storage_of
 
 
 def model_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lns_ops import LNSTensor
-from trainers.models.precision import storage_of
+from lns_ops.tensor import storage_of
 
 
 class Offload:

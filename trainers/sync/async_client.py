@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lns_ops.tensor import storage_of
 from trainers.comm.collectives import Collectives
 from trainers.config import TrialConfig
-from trainers.models.precision import storage_of
 from trainers.sync.base import Synchroniser, Updater
 from trainers.sync.parameter_server import Shard, Values, slices
 

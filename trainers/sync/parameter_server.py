@@ -39,8 +39,8 @@ from torch import Tensor, nn
 
 from lns_ops import LNSTensor
 from lns_ops import functional as lns
+from lns_ops.tensor import storage_of
 from trainers.config import TrialConfig
-from trainers.models.precision import storage_of
 from trainers.optim.build import make_optimizer
 
 Values = NDArray[Any]

@@ -38,11 +38,11 @@ import torch
 from torch import Tensor, nn
 
 from lns_ops import LNSTensor
+from lns_ops.tensor import storage_of
 from trainers.checkpoint.state import load_model_tensors, model_tensors
 from trainers.comm.codecs import make_codec
 from trainers.comm.collectives import Collectives
 from trainers.config import TrialConfig
-from trainers.models.precision import storage_of
 from trainers.sync.all_reduce import ShardedSum, flatten, unflatten_
 from trainers.sync.base import Synchroniser
 

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from lns_ops.tensor import storage_of
 from trainers.data import Split
-from trainers.models.precision import storage_of
 
 WARM_UP_STEPS = 2
 """Before capture: they compile kernels, upload tables and create the optimizer's state."""

@@ -27,11 +27,11 @@ from trainers.data import Split
 from trainers.optim.lr import Rate
 from trainers.telemetry.tally import Tally
 from trainers.training import persistence
-from trainers.training.build import build, check, make_trial_optimizer, set_threads
+from trainers.training.build import build, check, make_trial_optimizer
 from trainers.training.format_analysis import analysis_metrics
 from trainers.training.strategies import choose_step
 
-__all__ = ["Training", "check", "set_threads"]
+__all__ = ["Training", "check"]
 
 
 class Training:

@@ -1,5 +1,4 @@
-"""A process that has loaded torch and all that a trial needs, and forks worker processes from
-itself.
+"""A server process that has loaded torch and all that a trial needs, and forks worker processes.
 
 Loading torch, numba and this package takes two seconds of a core and 250 MB in every process that
 does it; a fork takes milliseconds, and its pages are shared until somebody writes to them. So each
@@ -82,7 +81,7 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """The server's."""
+        """The server's process id."""
         return self._process.pid
 
     def fork(
@@ -113,7 +112,7 @@ class ForkServer:
             self.socket.send(json.dumps({"data": data}).encode())
 
     def receive(self) -> dict[str, Any] | None:
-        """The next message; None where the server has died. Waits for one."""
+        """Wait for the next message and return it; None where the server has died."""
         try:
             content = self.socket.recv(MESSAGE_BYTES)
         except OSError:
@@ -138,7 +137,7 @@ def main(descriptor: int) -> None:
 
 
 def _load() -> None:
-    """Everything that a trial's first epoch would load."""
+    """Load everything that a trial's first epoch would load."""
     # torch loads it, half a second, with the first detach of a tensor subclass
     import torch.distributed.tensor
 
@@ -189,8 +188,10 @@ def _serve(control: socket.socket) -> None:
 
 
 def _load_data(configs: list[dict[str, Any]]) -> None:
-    """Load data sets for all children to come; what cannot be loaded the trials that want it will
-    say."""
+    """Load data sets for all children to come.
+
+    What cannot be loaded is refused by the trials that want it.
+    """
     from trainers.config import DataConfig
     from trainers.data import load
 
@@ -217,7 +218,7 @@ def _reap(control: socket.socket) -> None:
 
 
 def send(control: socket.socket, message: dict[str, Any]) -> None:
-    """Send a message; to one that has gone, nothing: its end is noticed where it is read."""
+    """Send a message; where nobody listens any more, do nothing, which whoever reads notices."""
     with contextlib.suppress(OSError):
         control.send(json.dumps(message).encode())
 
@@ -225,7 +226,7 @@ def send(control: socket.socket, message: dict[str, Any]) -> None:
 def _become_worker(
     control: socket.socket, pipe: tuple[int, int], descriptor: int, request: dict[str, Any]
 ) -> None:
-    """In a child: serve its own connection, and end."""
+    """Serve a forked child's own connection, and end the child."""
     status = 1
     try:
         libc = ctypes.CDLL(None)

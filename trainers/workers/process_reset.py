@@ -33,7 +33,7 @@ class LeakError(RuntimeError):
 
 
 class Leftovers:
-    """Made before the first trial; :meth:`clear` between trials."""
+    """A process's settings as they are when this is made, before the first trial."""
 
     def __init__(self) -> None:
         self._environment = dict(os.environ)
@@ -45,7 +45,7 @@ class Leftovers:
         gc.freeze()
 
     def clear(self) -> None:
-        """Put the process's settings back.
+        """Put the process's settings back; to be called between trials.
 
         Raises:
             LeakError: threads or memory have grown beyond their bounds.
@@ -68,7 +68,7 @@ class Leftovers:
 
 
 def _memory() -> tuple[int, int]:
-    """Bytes of the process, and of its tensors on the GPU."""
+    """Return the bytes of the process, and of its tensors on the GPU."""
     on_gpu = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
     return int(psutil.Process().memory_info().rss), on_gpu
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from lns_ops import cuda
+from lns_ops.tensor import storage_of
 from trainers.config import DataConfig, ModelConfig, PrecisionConfig, TrialConfig
 from trainers.config.optimizer import OptimizerConfig
 from trainers.config.schedule_changes import optimizer_at
 from trainers.data import prepare
-from trainers.models.precision import storage_of
 from trainers.telemetry.metrics import repeatable
 from trainers.training.trainer import Training, check
 

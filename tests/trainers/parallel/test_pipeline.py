@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lns_ops import LNSTensor
+from lns_ops.tensor import storage_of
 from tests.trainers.courses import broken_off
 from tests.trainers.processes import spawned
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
@@ -23,7 +24,6 @@ from trainers.config.sync import SyncConfig
 from trainers.config.wire import WireConfig
 from trainers.data import Split
 from trainers.models import build
-from trainers.models.precision import storage_of
 from trainers.parallel import pipeline as pipeline_module
 from trainers.parallel.pipeline_partition import balanced, costs, split
 from trainers.parallel.pipeline_zero_bubble import Deferred

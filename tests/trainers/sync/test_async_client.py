@@ -18,12 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lns_ops import LNSTensor, lns12
+from lns_ops.tensor import storage_of
 from trainers.comm import process_group
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.config.layout import Layout
 from trainers.config.sync import SyncConfig
 from trainers.config.wire import WireConfig
-from trainers.models.precision import storage_of
 from trainers.sync.async_client import Asynchronous, describe, merged
 from trainers.sync.parameter_server import Shard, slices
 from trainers.training.trainer import Training

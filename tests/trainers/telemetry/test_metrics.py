@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from lns_ops import cuda
+from lns_ops.tensor import storage_of
 from tests.trainers.processes import spawned
 from trainers.config import DataConfig, ModelConfig, PrecisionConfig, TrialConfig
 from trainers.config.layout import Layout
 from trainers.config.sync import SyncConfig
-from trainers.models.precision import storage_of
 from trainers.telemetry.metrics import NAMES, PREFIX, Telemetry, repeatable
 from trainers.telemetry.nvml import GPM, GPUCounters
 from trainers.telemetry.roofline import kernel_ceiling

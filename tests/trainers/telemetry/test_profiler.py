@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from lns_ops.tensor import storage_of
 from trainers.config import DataConfig, ModelConfig, PrecisionConfig, TrialConfig
 from trainers.config.profile import ProfileConfig
-from trainers.models.precision import storage_of
 from trainers.telemetry import profiler as profile_module
 from trainers.training.trainer import Training
 
