@@ -55,8 +55,8 @@ def written_arguments(operator: Any) -> list[Any]:
 # --- torch: layers and optimizers
 
 scaled_mm = torch._scaled_mm
-"""The product of float8 matrices; ``torch.nn.functional.scaled_mm`` has no kernel for CPUs (torch
-2.13)."""
+"""The product of float8 matrices; ``torch.nn.functional.scaled_mm`` took 112 microseconds a call
+instead of 81, of 16 x 32 values on a CPU, and was never tried on a GPU (torch 2.13)."""
 reversed_padding: Callable[[Any], list[int]] = attrgetter("_reversed_padding_repeated_twice")
 """The padding of a convolution as ``torch.nn.functional.pad`` wants it; the layer works it out for
 itself alone (torch 2.13)."""

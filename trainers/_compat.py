@@ -20,7 +20,7 @@ Formula = TypeVar("Formula", bound=Callable[..., int])
 
 set_timeout = distributed_c10d._set_pg_timeout
 """Sets how long a group's collectives wait; the public ``timeout`` of a group that is being made
-covers its making too, and ``ProcessGroup.set_timeout`` is in no documentation (torch 2.13)."""
+covers its making too, and ``ProcessGroup.set_timeout`` was never tried with NCCL (torch 2.13)."""
 
 
 def clear_tensor_caches() -> None:
