@@ -24,12 +24,12 @@ OWNERS = {"mlflow": {"study"}, "omegaconf": {"study"}, "ray": {"study", "trainer
 
 ORDER = {
     "lns_ops": [
-        "spec", "cpu.compiler", "cpu.kernels", "cpu.simd", "cpu", "cuda", "functional", "formats",
-        "tensor", "tensor.ops", "nn", "optim", "analysis",
+        "_compat", "spec", "cpu.compiler", "cpu.kernels", "cpu.simd", "cpu", "cuda", "functional",
+        "formats", "tensor", "tensor.ops", "nn", "optim", "analysis",
     ],
     "trainers": [
-        "config", "data", "models", "optim", "checkpoint", "telemetry", "comm", "sync", "parallel",
-        "training", "workers",
+        "_compat", "config", "data", "models", "optim", "checkpoint", "telemetry", "comm", "sync",
+        "parallel", "training", "workers",
     ],
     "study": [
         "text", "tracking_uri", "program", "errors", "_compat", "config", "ledger", "plan",

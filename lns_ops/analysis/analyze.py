@@ -39,7 +39,17 @@ from lns_ops.tensor import LNSTensor
 
 Loss = Callable[[Any, Any], Tensor]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-_MOVES = (nn.Identity, nn.Flatten, nn.Unflatten, nn.modules.dropout._DropoutNd)
+_MOVES = (
+    nn.Identity,
+    nn.Flatten,
+    nn.Unflatten,
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
 """Layers that only move or drop values."""
 
 

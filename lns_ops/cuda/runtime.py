@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lns_ops._compat import cupy_driver, current_device, current_stream
 from lns_ops.spec.format import (
     MANTISSA_BITS,
     LNSFormat,
@@ -131,7 +132,7 @@ class Kernel:
         size = ctypes.c_size_t(self._arguments.size)
         # CU_LAUNCH_PARAM_BUFFER_POINTER, ..._BUFFER_SIZE, ..._END
         extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(values), 2, ctypes.addressof(size), 0)
-        if torch._C._cuda_getDevice() != device:
+        if current_device() != device:
             with torch.cuda.device(device):
                 self(grid, threads, device, *arguments)
             return
@@ -140,7 +141,7 @@ class Kernel:
             # context.
             _cupy().cuda.Device(device).use()
             _thread.ready = True
-        stream = torch._C._cuda_getCurrentRawStream(device)
+        stream = current_stream(device)
         self._launch(
             self._pointer, *grid, threads, 1, 1, self._shared, stream, 0, ctypes.addressof(extra)
         )
@@ -159,10 +160,8 @@ class Kernel:
 
 @lru_cache(maxsize=1)
 def _driver() -> Any:
-    from cupy_backends.cuda.api import driver
-
     _cupy()
-    return driver
+    return cupy_driver()
 
 
 @atexit.register
@@ -240,7 +239,7 @@ def _faults_of_device(device: int) -> Tensor:
 def fault_counts(device: int) -> Tensor:
     """Where kernels that are launched now count their faults."""
     if _FAULTS_OF_STREAMS:
-        own = _FAULTS_OF_STREAMS.get((device, torch._C._cuda_getCurrentRawStream(device)))
+        own = _FAULTS_OF_STREAMS.get((device, current_stream(device)))
         if own is not None:
             return own
     return _faults_of_device(device)

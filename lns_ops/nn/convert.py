@@ -28,9 +28,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from lns_ops import functional as lns
+from lns_ops._compat import remove_forward_hooks, tree_map
 from lns_ops.formats import NumberFormat, parse
 from lns_ops.nn.matmul_layers import LAYERS
 from lns_ops.nn.simulate import simulate_, stop_, these
@@ -43,11 +43,24 @@ _PRODUCTS_INSIDE = (
     nn.RNNCellBase,
     nn.MultiheadAttention,
     nn.Bilinear,
-    nn.modules.conv._ConvNd,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
     nn.Linear,
 )
 """Layers whose products scope ``matmul`` would have to compute."""
-_STATISTICS = (nn.modules.batchnorm._NormBase,)
+_STATISTICS = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
 
 Format = LNSFormat | str
 Filter = Callable[[nn.Module, str], "bool | Format | None"]
@@ -102,10 +115,7 @@ class _Decode:
 
 
 def _unhook(module: nn.Module) -> None:
-    for key, hook in list(module._forward_pre_hooks.items()):
-        if isinstance(hook, (_Encode, _Decode)):
-            del module._forward_pre_hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
+    remove_forward_hooks(module, (_Encode, _Decode))
 
 
 def _hook(module: nn.Module, hook: _Encode | _Decode) -> None:
@@ -118,17 +128,22 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
     if isinstance(module, _STATISTICS):
         return {}
     found = {
-        n: b for n, b in module._buffers.items() if b is not None and b.dtype.is_floating_point
+        n: b
+        for n, b in module.named_buffers(recurse=False, remove_duplicate=False)
+        if b.dtype.is_floating_point
     }
     return {
         n: b for n, b in found.items() if isinstance(b, LNSTensor) or bool(torch.isfinite(b).all())
     }
 
 
+def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """List a layer's own parameters, under each of their names."""
+    return list(module.named_parameters(recurse=False, remove_duplicate=False))
+
+
 def _owns_values(module: nn.Module, scope: str) -> bool:
-    return any(p is not None for p in module._parameters.values()) or (
-        scope == "everywhere" and bool(_buffers(module))
-    )
+    return bool(_parameters(module)) or (scope == "everywhere" and bool(_buffers(module)))
 
 
 def _convert_everywhere(
@@ -136,16 +151,14 @@ def _convert_everywhere(
 ) -> None:
     """``encoded`` maps parameters to their LNS forms, so that layers which share one go on sharing
     it."""
-    for name, parameter in list(module._parameters.items()):
-        if parameter is None:
-            continue
+    for name, parameter in _parameters(module):
         if parameter not in encoded:
             values = LNSTensor(lns.encode(parameter.detach(), fmt), fmt)
             encoded[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
             parameter.lns_replaced = True  # type: ignore[attr-defined]
         setattr(module, name, encoded[parameter])
     for name, buffer in _buffers(module).items():
-        module._buffers[name] = LNSTensor(lns.encode(buffer, fmt), fmt)
+        setattr(module, name, LNSTensor(lns.encode(buffer, fmt), fmt))
     _hook(module, _Encode(fmt))
 
 
@@ -215,9 +228,7 @@ def _check_ties(
         dict[nn.Parameter, tuple[str, nn.Module]](),
     )
     for name, layer in owners:
-        for its_name, parameter in layer._parameters.items():
-            if parameter is None:
-                continue
+        for its_name, parameter in _parameters(layer):
             if layer in formats and hasattr(parameter, "lns_replaced"):
                 raise ValueError(
                     f"layer {name!r}: its {its_name} was converted with another layer before, which"
@@ -335,16 +346,16 @@ def revert_(module: nn.Module) -> nn.Module:
         if type(layer) in classes:
             layer.__class__ = classes[type(layer)]  # type: ignore[assignment]
             del layer.fmt
-        for name, parameter in list(layer._parameters.items()):
+        for name, parameter in _parameters(layer):
             if isinstance(parameter, LNSTensor):
                 if parameter not in decoded:
                     values = lns.decode(parameter.codes, parameter.fmt)
                     decoded[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
-                    parameter.lns_replaced = True
+                    parameter.lns_replaced = True  # type: ignore[attr-defined]
                 setattr(layer, name, decoded[parameter])
-        for name, buffer in list(layer._buffers.items()):
+        for name, buffer in list(layer.named_buffers(recurse=False, remove_duplicate=False)):
             if isinstance(buffer, LNSTensor):
-                layer._buffers[name] = lns.decode(buffer.codes, buffer.fmt)
+                setattr(layer, name, lns.decode(buffer.codes, buffer.fmt))
         if hasattr(layer, "lns_conversion"):
             del layer.lns_conversion
     return module

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from lns_ops._compat import scaled_mm
 from lns_ops.formats import Encoded, NumberFormat, Scaled, float8_e4m3fn, float8_e5m2
 
 _MULTIPLE = 16
@@ -56,7 +57,7 @@ def scaled_product(x: Encoded, y: Encoded) -> Tensor:
     right = _padded(y.codes.t()).t()  # column-major, as the product wants it
     one = torch.ones((), dtype=torch.float32, device=left.device)
     scales = [one if e.scale is None else e.scale for e in (x, y)]
-    out = torch._scaled_mm(
+    out = scaled_mm(
         left, right, scales[0], scales[1], out_dtype=torch.float32, use_fast_accum=False
     )
     assert inner == y.codes.shape[0]

@@ -17,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from lns_ops import functional as lns
+from lns_ops._compat import reversed_padding
 from lns_ops.functional import convolution as conv
 from lns_ops.functional.accumulation import get_matmul_accumulation
 from lns_ops.spec.format import LNSFormat
@@ -130,14 +131,15 @@ class _ConvolutionMatmul(torch.autograd.Function):
         return grad_x, grad_w, None, None, None
 
 
-def _convolve(layer: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What ``_conv_forward`` of torch's layers does, with the convolution in LNS."""
+def _convolve(layer: Any, input: Tensor) -> Tensor:
+    """Compute what torch's layer does, with the convolution in LNS."""
+    weight, bias = layer.weight, layer.bias
     dims = weight.dim() - 2
     single = input.dim() == dims + 1
     x, padding = input[None] if single else input, layer.padding
     if layer.padding_mode != "zeros" or isinstance(padding, str):
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-        x, padding = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode), (0,)
+        x, padding = F.pad(x, reversed_padding(layer), mode=mode), (0,)
     geometry = conv.Geometry.of(dims, layer.stride, padding, layer.dilation, layer.groups)
     out: Tensor = _ConvolutionMatmul.apply(
         x, weight, geometry, layer.fmt, get_matmul_accumulation()
@@ -148,12 +150,13 @@ def _convolve(layer: Any, input: Tensor, weight: Tensor, bias: Tensor | None) ->
 
 
 class _LNSMatmulConv:
-    """What the convolutions share: torch's layer with another ``_conv_forward``."""
+    """What the convolutions share: torch's layer with another ``forward``."""
 
     fmt: LNSFormat
 
-    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _convolve(self, input, weight, bias)
+    def forward(self, input: Tensor) -> Tensor:
+        """``[B, I, ...]`` to ``[B, O, ...]``, or without B."""
+        return _convolve(self, input)
 
     def extra_repr(self) -> str:
         """The layer's line plus the format."""

@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from lns_ops._compat import remove_forward_hooks, tree_map
 from lns_ops.formats import NumberFormat, parse
 from lns_ops.nn.float8_linear import Float8Linear, real_format
 from lns_ops.tensor import LNSTensor
@@ -119,7 +119,7 @@ def _owners(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [
         (name, layer)
         for name, layer in module.named_modules()
-        if any(p is not None for p in layer._parameters.values())
+        if any(True for _ in layer.parameters(recurse=False))
         or not any(True for _ in layer.children())
     ]
 
@@ -187,7 +187,7 @@ def simulate_(
 
 
 def _attach(layer: nn.Module, simulation: Simulation) -> None:
-    parameters = [p for p in layer._parameters.values() if p is not None]
+    parameters = list(layer.parameters(recurse=False))
     for parameter in parameters:
         simulation.format.quantize_(parameter)
     if parameters:
@@ -204,15 +204,12 @@ def stop_(module: nn.Module) -> nn.Module:
     for layer in module.modules():
         if not hasattr(layer, "simulation"):
             continue
-        for hooks in (layer._forward_pre_hooks, layer._forward_hooks):
-            for key, hook in list(hooks.items()):
-                if isinstance(hook, _Inputs | _Outputs):
-                    del hooks[key]
-                    layer._forward_pre_hooks_with_kwargs.pop(key, None)
+        remove_forward_hooks(layer, (_Inputs, _Outputs))
         if type(layer) is Float8Linear:
             layer.__class__ = nn.Linear  # type: ignore[assignment]
-        for name in ("loss_scale", "growth_tracker"):
-            layer.simulation.root._buffers.pop(name, None)  # type: ignore[union-attr]
+        simulation: Any = layer.simulation
+        if simulation.scaled and hasattr(simulation.root, "loss_scale"):
+            del simulation.root.loss_scale, simulation.root.growth_tracker
         del layer.simulation
     return module
 

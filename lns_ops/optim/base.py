@@ -3,8 +3,6 @@ floats."""
 
 from __future__ import annotations
 
-import inspect
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
@@ -14,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lns_ops import functional as lns
+from lns_ops._compat import without_compiler
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor import LNSTensor
 
@@ -113,17 +112,6 @@ def state_codes(state: dict[str, Tensor], name: str) -> Tensor | None:
     return value.codes if isinstance(value, LNSTensor) else value
 
 
-def _without_compiler(method: Any) -> Any:
-    """``method`` of torch's Optimizer without the wrapper that keeps the compiler out of it, where
-    no compiler is loaded.
-
-    The wrapper loads the compiler first, which takes a process two seconds.
-    """
-    if "torch._dynamo" in sys.modules:
-        return method
-    return inspect.unwrap(method.__func__).__get__(method.__self__)
-
-
 class LNSOptimizer(torch.optim.Optimizer):
     """What the optimizers here share: rounding options, the loop over parameters, integer state."""
 
@@ -159,11 +147,11 @@ class LNSOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See torch; without loading torch's compiler where nothing has loaded it."""
-        _without_compiler(super().add_param_group)(param_group)
+        without_compiler(super().add_param_group)(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Likewise."""
-        _without_compiler(super().zero_grad)(set_to_none)
+        without_compiler(super().zero_grad)(set_to_none)
 
     def _check(self, group: dict[str, Any], fmt: LNSFormat) -> None:
         """Refuse hyperparameters that cannot be used in ``fmt``."""

@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 
-_TRACER = "torch._dynamo"
+from lns_ops._compat import COMPILER
+
 _waiting: list[Callable[..., Any]] = []
 
 
 def allow_in_graph(function: Callable[..., Any]) -> None:
     """``torch.compiler.allow_in_graph(function)``, now or when the tracer is imported."""
-    if _TRACER in sys.modules:
+    if COMPILER in sys.modules:
         torch.compiler.allow_in_graph(function)
     else:
         _waiting.append(function)
@@ -36,7 +37,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """See :class:`importlib.abc.MetaPathFinder`."""
-        if fullname != _TRACER:
+        if fullname != COMPILER:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
@@ -52,5 +53,5 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-if _TRACER not in sys.modules:
+if COMPILER not in sys.modules:
     sys.meta_path.insert(0, _Finder())

@@ -13,10 +13,17 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lns_ops import functional as lns
+from lns_ops._compat import (
+    DisableTorchFunction,
+    make_wrapper_subclass,
+    no_dispatch,
+    tensor_text,
+    tree_leaves,
+    tree_map,
+    written_arguments,
+)
 from lns_ops.spec.format import LNSFormat, lns16
 from lns_ops.tensor import fallback
 from lns_ops.tensor.dynamo import allow_in_graph
@@ -40,7 +47,7 @@ class LNSTensor(torch.Tensor):
         if torch.is_inference_mode_enabled() and not codes.is_inference():
             with torch.inference_mode(False):
                 return LNSTensor.__new__(cls, codes, fmt)
-        return torch.Tensor._make_wrapper_subclass(
+        return make_wrapper_subclass(
             cls,
             codes.shape,
             strides=codes.stride(),
@@ -78,7 +85,7 @@ class LNSTensor(torch.Tensor):
             return f"LNSTensor(shape={tuple(self.shape)}, fmt={self.fmt})"
         values = lns.decode(self.codes, self.fmt)
         grad = ", requires_grad=True" if self.requires_grad else ""
-        return f"LNSTensor({torch._tensor_str._tensor_str(values, 10)}, fmt={self.fmt}{grad})"
+        return f"LNSTensor({tensor_text(values, 10)}, fmt={self.fmt}{grad})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LNSTensor:
         """A copy with codes of its own, which shares memory with the copies of what this one shares
@@ -122,7 +129,7 @@ class LNSTensor(torch.Tensor):
         replacement = REPLACEMENTS.get(func)
         if replacement is not None:
             return replacement(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunction():
             return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -149,13 +156,14 @@ def _unhandled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         with no_dispatch():
             func(*args, **kwargs)  # shape and strides of the wrapper
         return args[0]
-    name, overload = func._schema.name.removeprefix("aten::"), func._overloadname
+    name, _, overload = func.name().removeprefix("aten::").partition(".")
     if name.endswith("_") and hasattr(aten, name[:-1]):
-        out_of_place = getattr(getattr(aten, name[:-1]), overload, None)
+        out_of_place = getattr(getattr(aten, name[:-1]), overload or "default", None)
         if out_of_place in HANDLERS:
             return _write(args[0], HANDLERS[out_of_place](out_of_place, *args, **kwargs), name)
-    if func._can_decompose():
-        return func.decompose(*args, **kwargs)
+    decomposed = func.decompose(*args, **kwargs)
+    if decomposed is not NotImplemented:
+        return decomposed
     if fallback.active() is not None:
         return _computed_in_float32(func, args, kwargs)
     raise NotImplementedError(
@@ -173,9 +181,7 @@ def _computed_in_float32(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         NotImplementedError: ``func`` returns a view, or writes to an ``out=`` argument.
         ValueError: a result is a NaN or an infinity (``NonFiniteError``).
     """
-    written = [
-        a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write
-    ]
+    written = written_arguments(func)
     if func.is_view or any(a.kwarg_only for a in written):
         raise NotImplementedError(
             f"{func} has no LNS kernel and"

@@ -24,7 +24,8 @@ import torch.distributed as dist
 # imported while there is none.
 import torch.distributed.nn.functional  # noqa: F401
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from trainers import _compat
 
 PATIENCE = timedelta(days=7)
 """How long a rank waits for the others in training. Replicas may be an epoch apart; a rank that has
@@ -48,7 +49,7 @@ def join(
 def wait_in_training(group: dist.ProcessGroup | None = None) -> None:
     """Have collectives of ``group``, by default of all ranks, wait for :data:`PATIENCE`; torch's
     own 10 and 30 minutes end training."""
-    _set_pg_timeout(PATIENCE, group)
+    _compat.set_timeout(PATIENCE, group)
 
 
 def mesh(device_type: str, **degrees: int) -> DeviceMesh:
@@ -76,19 +77,6 @@ def leave() -> None:
     ``Training`` does), their threads."""
     _mesh.cache_clear()
     if "torch.distributed.tensor" in sys.modules:  # models in shards or parts load it
-        _clear_tensor_caches()
+        _compat.clear_tensor_caches()
     gc.collect()
     dist.destroy_process_group()
-
-
-def _clear_tensor_caches() -> None:
-    """Those of sharding rules and redistributions have functions that clear them; others, some in
-    closures, are functools' own."""
-    from torch.distributed.tensor import _redistribute, debug
-
-    debug._clear_sharding_prop_cache()
-    _redistribute.clear_redistribute_planner_cache()
-    cached = type(_mesh)
-    for function in gc.get_objects():
-        if type(function) is cached and function.__module__.startswith("torch.distributed.tensor"):
-            function.cache_clear()

@@ -32,8 +32,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from trainers import _compat
 from trainers.comm.collectives import Collectives
 from trainers.parallel.partitioned import PartitionedModel, hand_gradients_, shapes_of
 from trainers.sync.base import Synchroniser
@@ -41,7 +41,7 @@ from trainers.sync.base import Synchroniser
 
 class _Allocating:
     """How torch's own collectives of this kind get their memory, and the trial's collectives that
-    count them."""
+    count them. torch asks for no base class."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
@@ -52,7 +52,7 @@ class _Allocating:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _Gather(_Allocating, AllGather):
+class _Gather(_Allocating):
     def __call__(
         self,
         output_tensor: Tensor,
@@ -64,7 +64,7 @@ class _Gather(_Allocating, AllGather):
         self._collectives.all_gather_into(output_tensor, input_tensor)
 
 
-class _SumScatter(_Allocating, ReduceScatter):
+class _SumScatter(_Allocating):
     def __call__(
         self,
         output_tensor: Tensor,
@@ -101,8 +101,8 @@ class Sharding(PartitionedModel):
     def _sum_and_count_(self, module: FSDPModule) -> None:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        module.set_custom_all_gather(_Gather(self._collectives))
-        module.set_custom_reduce_scatter(_SumScatter(self._collectives))
+        module.set_custom_all_gather(_Gather(self._collectives))  # type: ignore[arg-type]
+        module.set_custom_reduce_scatter(_SumScatter(self._collectives))  # type: ignore[arg-type]
 
     def synchroniser(self) -> ShardedSync:
         """What the training loop calls."""
@@ -173,7 +173,4 @@ def _forget_forward(model: FSDPModule) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-            state = module._get_fsdp_state()
-            state._comm_ctx.post_forward_order.clear()
-            if state._fsdp_param_group is not None:
-                state._fsdp_param_group._post_forward_indices.clear()
+            _compat.forget_forward_order(module)

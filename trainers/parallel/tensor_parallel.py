@@ -49,6 +49,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.flop_counter import flop_registry
 
+from trainers._compat import of_tensors
 from trainers.comm.collectives import Collectives
 from trainers.config.wire import JOINT, WireConfig
 from trainers.parallel.partitioned import PartitionedModel, hand_gradients_, shapes_of
@@ -264,9 +265,9 @@ def _of_parts(formula: Callable[..., int]) -> Callable[..., int]:
     """``formula`` of the operations that this worker does; torch's counter sees those of whole
     tensors."""
 
+    @torch.no_grad()
     def count(*arguments: Any, out_val: Any, **options: Any) -> int:
-        own = [x._local_tensor if isinstance(x, DTensor) else x for x in (*arguments, out_val)]
+        own = [x.to_local() if isinstance(x, DTensor) else x for x in (*arguments, out_val)]
         return formula(*own[:-1], out_val=own[-1], **options)
 
-    count._get_raw = True  # type: ignore[attr-defined]
-    return count
+    return of_tensors(count)

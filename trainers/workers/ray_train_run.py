@@ -14,7 +14,6 @@ The Ray Train run's name is the trial's id, so a driver that is started again co
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
 import threading
@@ -26,6 +25,7 @@ from typing import Any
 import ray
 from ray.train import TrainingFailedError, UserCallback
 
+from trainers._compat import abort_ray_train, latest_ray_train_checkpoint
 from trainers.checkpoint.files import load_checkpoint
 from trainers.config import TrialConfig
 from trainers.workers.executors import Context, Executor
@@ -33,8 +33,6 @@ from trainers.workers.messages import Beginning, last_line
 from trainers.workers.process_reset import LeakError
 from trainers.workers.ray_train_worker import build_trainer, read_results
 
-SNAPSHOT = "checkpoint_manager_snapshot.json"
-"""In a Ray Train run's folder: which checkpoint it will continue from."""
 Address = tuple[str, int]
 
 
@@ -59,8 +57,7 @@ class Told(UserCallback):  # type: ignore[misc]
         path = {"checkpoint_path": checkpoint.path} if checkpoint is not None else {}
         self._connection.send(metrics[0] | path)
         if not self._connection.recv():
-            # runs once this one has returned
-            ray.get_runtime_context().current_actor.abort.remote()
+            abort_ray_train(ray.get_runtime_context().current_actor)
 
 
 class RayTrainRun(Executor):
@@ -169,8 +166,7 @@ def set_damaged_aside(run: Path) -> str:
         What is wrong with the checkpoint; "" if it is whole or there is none.
     """
     try:
-        snapshot = json.loads((run / SNAPSHOT).read_text())
-        load_checkpoint(run / snapshot["latest_checkpoint_result"]["checkpoint_dir_name"])
+        load_checkpoint(latest_ray_train_checkpoint(run))
     except (FileNotFoundError, KeyError, TypeError):  # not begun, or no checkpoint yet
         return ""
     except ValueError as error:

@@ -21,10 +21,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from llvmlite import binding as llvm
 from llvmlite import ir
-from numba import njit, types
+from numba import config, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic as _intrinsic
+
+from lns_ops._compat import NO_REFERENCE_COUNTS, struct_value
 
 ARRAY_HEADER = object.__basicsize__
 """Bytes of an array object before numpy's part of it."""
@@ -34,7 +37,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def helper(function: F) -> F:
     """A function that kernels call; it is compiled into them."""
-    compiled: F = njit(nogil=True, _nrt=False)(function)
+    compiled: F = njit(nogil=True, **NO_REFERENCE_COUNTS)(function)
     return compiled
 
 
@@ -42,6 +45,21 @@ def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that writes LLVM instructions of its own."""
     compiled: Callable[..., Any] = _intrinsic(function)
     return compiled
+
+
+def processor() -> tuple[str, str]:
+    """Return name and features of the processor that numba compiles for, its settings
+    considered."""
+    features = llvm.get_host_cpu_features()
+    if not config.ENABLE_AVX:
+        features = type(features)(
+            {name: on and not name.startswith("avx") for name, on in features.items()}
+        )
+    chosen = config.CPU_FEATURES
+    return (
+        config.CPU_NAME or llvm.get_host_cpu_name(),
+        features.flatten() if chosen is None else chosen,
+    )
 
 
 def _label(module: Any, instruction: Any, kind: str) -> None:
@@ -53,7 +71,7 @@ def _label(module: Any, instruction: Any, kind: str) -> None:
 
 
 def _allow_gathers(context: Any, builder: Any) -> None:
-    features = context.codegen()._tm_features
+    _, features = processor()
     if "+avx2" in features.split(","):
         # llvmlite's own `add` knows no attributes with values.
         set.add(
@@ -121,7 +139,7 @@ def _flat_array(context: Any, builder: Any, array_type: Any, address: Any, size:
         cgutils.pack_array(builder, [size]),
         cgutils.pack_array(builder, [array.itemsize]),
     )
-    return array._getvalue()
+    return struct_value(array)
 
 
 @intrinsic
@@ -209,7 +227,3 @@ def argument_readers(kinds: list[Any]) -> tuple[Callable[..., Any], Callable[...
         return types.Tuple(kinds)(words), generate
 
     return fit, arguments
-
-
-ARRAY_HEADER = object.__basicsize__
-"""Bytes of an array object before numpy's part of it."""

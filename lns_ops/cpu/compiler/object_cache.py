@@ -47,12 +47,13 @@ import numpy as np
 from llvmlite import binding as llvm
 from numpy.typing import NDArray
 
-from lns_ops.cpu.compiler.intrinsics import ARRAY_HEADER, argument_readers, helper
+from lns_ops._compat import NO_REFERENCE_COUNTS
+from lns_ops.cpu.compiler.intrinsics import ARRAY_HEADER, argument_readers, helper, processor
 
 _ENTRY = "lns_ops_entry"
 _PACKAGE = Path(__file__).parents[2]
-_MADE_OF = ("cpu/compiler", "cpu/kernels", "cpu/simd", "spec")
-"""Folders of the package that kernels, and the tables compiled into them, are written in."""
+_MADE_OF = ("_compat.py", "cpu/compiler/*.py", "cpu/kernels/*.py", "cpu/simd/*.py", "spec/*.py")
+"""Files of the package that kernels, and the tables compiled into them, are written in."""
 _DIGEST = hashlib.sha256().digest_size
 
 _WRAPPER = """
@@ -245,24 +246,10 @@ def _check_array_layout() -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def _processor() -> tuple[str, str]:
-    """Name and features of the processor that numba compiles for, its settings considered."""
-    features = llvm.get_host_cpu_features()
-    if not numba.config.ENABLE_AVX:
-        features = type(features)(
-            {name: on and not name.startswith("avx") for name, on in features.items()}
-        )
-    chosen = numba.config.CPU_FEATURES
-    return (
-        numba.config.CPU_NAME or llvm.get_host_cpu_name(),
-        features.flatten() if chosen is None else chosen,
-    )
-
-
 def sources() -> list[Path]:
     """The files that kernels may be made of: with any of them changed, all machine code is made
     again."""
-    return sorted(file for folder in _MADE_OF for file in (_PACKAGE / folder).glob("*.py"))
+    return sorted(file for pattern in _MADE_OF for file in _PACKAGE.glob(pattern))
 
 
 @lru_cache(maxsize=1)
@@ -273,7 +260,7 @@ def _folder_name() -> str:
         llvmlite.__version__,
         np.__version__,
         llvm.get_default_triple(),
-        *_processor(),
+        *processor(),
     ]
     digest = hashlib.sha256("\n".join(parts).encode())
     for source in sources():
@@ -339,9 +326,9 @@ def _compile(function: Callable[..., int], kinds: tuple[Any, ...]) -> bytes:
         return kernel(*arguments(words)) if fit(words) else -1
 
     int64 = numba.types.int64
-    callback = numba.cfunc(int64(numba.types.CPointer(int64)), error_model="numpy", _nrt=False)(
-        entry
-    )
+    callback = numba.cfunc(
+        int64(numba.types.CPointer(int64)), error_model="numpy", **NO_REFERENCE_COUNTS
+    )(entry)
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     module = llvm.parse_assembly(callback.inspect_llvm())
@@ -368,7 +355,7 @@ def _emit(module: Any) -> bytes:
     for value in [*module.functions, *module.global_variables]:
         if not value.is_declaration and value.name != _ENTRY:
             value.linkage = "internal"
-    name, features = _processor()
+    name, features = processor()
     machine = llvm.Target.from_default_triple().create_target_machine(
         name, features, opt=3, jit=True
     )

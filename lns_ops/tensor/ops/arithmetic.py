@@ -36,7 +36,7 @@ def _check_broadcast(name: str, x: Tensor, y: Tensor) -> None:
 def binary(func: Any, x: Any, y: Any, alpha: Any = 1) -> LNSTensor:
     """The elementwise operation of two tensors, or a tensor and a number; ``alpha`` multiplies
     ``y`` first."""
-    name = func._schema.name.removeprefix("aten::")
+    name = func.overloadpacket.__name__
     x_codes, y_codes, fmt = operands(name, x, y)
     if x_codes.shape != y_codes.shape:
         _check_broadcast(name, x_codes, y_codes)
@@ -125,7 +125,7 @@ def _for_each(operator: Any) -> Callable[..., Any]:
         results = [
             binary(operator, x, y, *rest, **kwargs) for x, y in zip(tensors, matched, strict=True)
         ]
-        if func._schema.name.endswith("_"):
+        if func.overloadpacket.__name__.endswith("_"):
             for x, result in zip(tensors, results, strict=True):
                 x.codes.copy_(result.codes)
         return results

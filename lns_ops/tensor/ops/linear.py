@@ -19,6 +19,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lns_ops import functional as lns
+from lns_ops._compat import DisableTorchFunction
 from lns_ops.functional.accumulation import get_matmul_accumulation
 from lns_ops.tensor.lns_tensor import LNSTensor
 from lns_ops.tensor.registry import replaces
@@ -72,7 +73,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     are left to it."""
     if _plain(input, weight, bias):
         return _Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunction():
         return F.linear(input, weight, bias)
 
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch.utils._pytree import tree_map
 
+from lns_ops._compat import tree_map
 from lns_ops.tensor.lns_tensor import LNSTensor
 from lns_ops.tensor.registry import replaces
 

@@ -86,7 +86,7 @@ def _max_pool1d(
     aten.adaptive_max_pool2d_backward.default, aten.adaptive_max_pool3d_backward.default,
 )  # fmt: skip
 def _max_pool_backward(func: Any, grad: LNSTensor, x: LNSTensor, *args: Any) -> LNSTensor:
-    indices, dims = args[-1], 3 if "3d" in func._schema.name else 2
+    indices, dims = args[-1], 3 if "3d" in func.overloadpacket.__name__ else 2
     planes = math.prod(x.shape[:-dims])
     size = math.prod(x.shape[-dims:])
     first = torch.arange(planes, device=indices.device) * size
@@ -179,7 +179,7 @@ def _avg_pool(
     func: Any, x: LNSTensor, kernel: Any, stride: Any = (), padding: Any = 0,
     ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
 ) -> LNSTensor:  # fmt: skip
-    dims = int(func._schema.name[-2])
+    dims = int(func.overloadpacket.__name__[-2])
     kernel, stride, padding, positions, extra = _pool_arguments(
         x, kernel, stride, padding, ceil_mode, dims
     )
@@ -202,7 +202,7 @@ def _avg_pool_backward(
     func: Any, grad: LNSTensor, x: LNSTensor, kernel: Any, stride: Any, padding: Any,
     ceil_mode: bool, count_include_pad: bool, divisor_override: int | None,
 ) -> LNSTensor:  # fmt: skip
-    dims, fmt = 3 if "3d" in func._schema.name else 2, grad.fmt
+    dims, fmt = 3 if "3d" in func.overloadpacket.__name__ else 2, grad.fmt
     kernel, stride, padding, positions, _ = _pool_arguments(
         x, kernel, stride, padding, ceil_mode, dims
     )

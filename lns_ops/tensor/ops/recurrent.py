@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from lns_ops import _compat
 from lns_ops.tensor.lns_tensor import LNSTensor
 from lns_ops.tensor.registry import replaces
 
@@ -202,21 +203,21 @@ def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None
     return y if bias is None else y + bias
 
 
-@replaces(torch._pack_padded_sequence)
+@replaces(_compat.pack_padded_sequence)
 def pack_padded_sequence(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
     """``[T, B, ...]`` (``[B, T, ...]`` if ``batch_first``) of descending lengths to ``[N, ...]``
     and the number of sequences a step."""
     places = torch.arange(x.shape[0] * x.shape[1]).reshape(*x.shape[:2], 1)
-    packed, sizes = torch._pack_padded_sequence(places, lengths, batch_first)
+    packed, sizes = _compat.pack_padded_sequence(places, lengths, batch_first)
     return x.flatten(0, 1).index_select(0, packed.reshape(-1).to(x.device)), sizes
 
 
-@replaces(torch._pad_packed_sequence)
+@replaces(_compat.pad_packed_sequence)
 def pad_packed_sequence(
     data: Tensor, sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
     """What :func:`pack_padded_sequence` undoes, and the lengths."""
-    places, lengths = torch._pad_packed_sequence(
+    places, lengths = _compat.pad_packed_sequence(
         torch.arange(len(data))[:, None], sizes, batch_first, -1, total_length
     )
     places = places[..., 0].to(data.device)
@@ -225,7 +226,7 @@ def pad_packed_sequence(
     return padded.masked_fill(missing, padding_value), lengths
 
 
-@replaces(torch._C._nn.pad_sequence)
+@replaces(_compat.pad_sequence)
 def pad_sequence(
     sequences: Sequence[Tensor],
     batch_first: bool = False,

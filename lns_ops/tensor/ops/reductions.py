@@ -26,6 +26,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lns_ops import functional as lns
+from lns_ops._compat import DisableTorchFunction
 from lns_ops.functional import reductions
 from lns_ops.functional.accumulation import get_matmul_accumulation
 from lns_ops.functional.indexed import lookup
@@ -260,7 +261,7 @@ class _Norm(torch.autograd.Function):
 
 
 def _torchs(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunction():
         return function(*args, **kwargs)
 
 

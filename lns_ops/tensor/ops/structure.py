@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._mode_utils import no_dispatch
 
 from lns_ops import functional as lns
+from lns_ops._compat import DisableTorchFunction, no_dispatch
 from lns_ops.tensor.lns_tensor import LNSTensor, operands
 from lns_ops.tensor.ops.ordering import finite
 from lns_ops.tensor.registry import aten, handles, replaces_untraced
@@ -242,7 +242,7 @@ def _source(name: str, x: Any, source: Any) -> LNSTensor:
 def set_data(self: LNSTensor, value: Tensor) -> None:
     """``x.data = value``: shape, strides and memory are those of ``value`` from then on."""
     source = _source("data", self, value)
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunction():
         torch.Tensor.data.__set__(self, source)  # type: ignore[attr-defined]
     self.codes = source.codes.detach()
 
