@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
 from study.execution.control import gpu_seconds
-from study.ledger.log import Ledger, read_ledger
+from study.ledger.lines import seal, unseal
+from study.ledger.log import Ledger, make_header, read_ledger
 from study.ledger.state import FAILED, FINISHED, PLANNED, fold
 from study.manage.extend import continuations, extended, take_over
+from study.manage.repair import repair
 from study.manage.studies import overview, read
 from study.plan.durations import seconds_an_epoch
 from study.plan.identity import pace_key
@@ -17,6 +20,7 @@ from study.plan.plan import make_plan
 from study.report.tables import render_text
 from study.results.objectives import objective
 from study.results.statistics import best_of_budget, costs, entries
+from study.tracking.writer import sync
 from tests.study.conftest import made_up_events
 from tests.study.manage.conftest import Tiny, write
 
@@ -239,3 +243,74 @@ def test_a_trial_that_goes_on_in_an_earlier_versions_ledger_has_its_seconds(loca
     longer = fold(events).known[trial]
     assert (longer.seconds, longer.spent) == (pytest.approx(5.0), pytest.approx(2.0))
     assert longer.commits == ["c0ffee", "decade"]
+
+
+def damaged_import(local: Tiny, kinds: tuple[str, ...], *, commits: bool) -> tuple[Path, str]:
+    """A study that took its first trial over, with what an earlier version noted of the code or all
+    of it, and the lines of these kinds of that trial damaged."""
+    ours, theirs = local("ours"), local("theirs")
+    mine = made_up_events(ours)
+    mine[0]["provenance"] = {"commit": "decade"}
+    write(ours, mine[:1])
+    write(theirs, made_up_events(theirs))
+    take_over(ours.folder, theirs.folder)
+    trial = mine[0]["trials"][0]["id"]
+    lines = []
+    for number, event in enumerate(read_ledger(ours.folder), 2):
+        if not commits and event["event"] == "report":
+            event.pop("commits", None)
+        line = seal(event, number)
+        if event.get("trial") == trial and event["event"] in kinds:
+            line = line[:40] + bytes([line[40] ^ 1]) + line[41:]
+        lines.append(line)
+    header = seal(make_header("abc123", mine[0]["time"]), 1)
+    (ours.folder / "ledger.jsonl").write_bytes(b"".join([header, *lines]))
+    (ours.folder / "ledger.lock").unlink()
+    return ours.folder, trial
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_a_repair_does_not_take_the_code_of_what_was_taken_over_for_ours(
+    local: Tiny, commits: bool
+) -> None:
+    folder, trial = damaged_import(local, ("started",), commits=commits)
+    done = repair(folder, None)
+    state = fold(read_ledger(folder))
+    source = str(folder.parent / "theirs")
+    wanted = "c0ffee" if commits else f"unknown, taken over from {source}"
+    assert state.known[trial].commits == [wanted]
+    assert state.known[trial].started is not None
+    assert [event["event"] for event in done.recovered] == ["started"]
+    assert any("commit" in line and trial in line for line in done.lost) != commits
+    with Ledger(folder) as ledger:
+        assert len(ledger.history) == 12
+
+
+def test_epochs_that_mlflow_gives_back_to_what_was_taken_over_are_not_of_our_code(
+    local: Tiny,
+) -> None:
+    """Nor are their seconds spent here."""
+    folder, trial = damaged_import(local, (), commits=True)
+    study = read(folder).config
+    uri = f"sqlite:///{folder.parent / 'mlflow.db'}"
+    assert sync(folder, uri, folder.parent / "artifacts", None, lambda said: None) == ""
+    assert study.name == "ours"
+    folder, trial = damaged_again(folder, trial)
+    done = repair(folder, uri)
+    known = fold(read_ledger(folder)).known[trial]
+    assert sorted(known.reports) == [1, 2, 3]
+    assert known.commits == [f"unknown, taken over from {folder.parent / 'theirs'}"]
+    assert known.spent == 0
+    assert any("commit" in line and trial in line for line in done.lost)
+
+
+def damaged_again(folder: Path, trial: str) -> tuple[Path, str]:
+    """All lines of the trial but its last damaged."""
+    path = folder / "ledger.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    for place, line in enumerate(lines):
+        event = unseal(line.rstrip(b"\n"))[1] or {}
+        if event.get("trial") == trial and event["event"] in ("started", "report"):
+            lines[place] = line[:40] + bytes([line[40] ^ 1]) + line[41:]
+    path.write_bytes(b"".join(lines))
+    return folder, trial

@@ -282,3 +282,48 @@ def test_a_plan_says_what_it_knows_of_time(local: Tiny) -> None:
         "Expected time: 7 min, 1 at a time (7 min of trial time), utilisation of the CPUs at most"
         " 50 %" in "\n".join(describe_plan(alone))
     )
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_what_is_planned_of_a_damaged_study_names_the_damage_first(
+    local: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    study = local("damaged")
+    folder = write(study, made_up_events(study))
+    text = (folder / "ledger.jsonl").read_text()
+    (folder / "ledger.jsonl").write_text(text.replace('"started"', '"star', 1))
+    config = tmp_path / "tiny.yaml"
+    words = [str(config), "name=damaged", f"storage={study.storage}", "tracking_uri=none"]
+    assert main([command, *words]) == 0
+    said = capsys.readouterr()
+    assert "damaged: the ledger is damaged: line 2" in said.err
+    assert "doctor damaged --repair" in said.err
+    assert ("`lns-study run` would refuse" in said.err) == (command == "plan")
+    assert "2 trials" in said.out
+    if command == "simulate":
+        assert main([command, "damaged", "--storage", study.storage]) == 0
+        assert "damaged: the ledger is damaged: line 2" in capsys.readouterr().err
+
+
+def test_a_plan_of_a_study_whose_ledger_is_whole_says_nothing_of_damage(
+    local: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = local("undamaged")
+    write(study, made_up_events(study))
+    words = ["name=undamaged", f"storage={study.storage}", "tracking_uri=none"]
+    assert main(["plan", str(tmp_path / "tiny.yaml"), *words]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("cut", [None, -2])
+def test_a_retry_of_nothing_says_so_and_runs_nothing(
+    local: Tiny, capsys: pytest.CaptureFixture[str], cut: int | None
+) -> None:
+    study = local("retried")
+    folder = write(study, made_up_events(study)[:cut])
+    before = (folder / "ledger.jsonl").read_bytes()
+    assert main(["retry", "retried", "--storage", study.storage]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("retried: no trial has failed, so there is nothing to retry")
+    assert ("; 1 are left, run them with: lns-study resume retried" in said) == (cut is not None)
+    assert (folder / "ledger.jsonl").read_bytes() == before

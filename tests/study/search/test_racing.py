@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from study.ledger.state import fold
 from study.plan.plan import make_plan
 from study.results.configurations import best, configurations
 from study.search.agenda import adopt
+from study.search.racing import ALPHA, contenders, level_of_test
 from tests.study.search.conftest import Curve, Make, Pretend
 
 
@@ -40,7 +42,7 @@ RATES = {0.01: 0.30, 0.02: 0.18, 0.03: 0.10, 0.04: 0.101, 0.05: 0.40}
 
 RACE = (
     "\nspace: {optimizer.lr: {grid: [0.01, 0.02, 0.03, 0.04, 0.05]}}\n"
-    + "search: {algorithm: grid, confirm: 3, confirm_seeds: [10, 11, 12, 13, 14, 15]}\n"
+    + f"search: {{algorithm: grid, confirm: 3, confirm_seeds: {list(range(10, 20))}}}\n"
 )
 
 
@@ -62,9 +64,9 @@ def test_the_promising_get_more_seeds_until_the_evidence_is_clear(searched: Make
         for rate in RATES
     }
     assert seeds[0.01] == seeds[0.05] == [0]
-    assert seeds[0.03] == seeds[0.04] == [0, 10, 11, 12, 13, 14, 15]
+    assert seeds[0.03] == seeds[0.04] == [0, *range(10, 20)]
     assert seeds[0.02][:3] == [0, 10, 11]  # no test has power with two pairs
-    assert len(seeds[0.02]) < 7
+    assert len(seeds[0.02]) < 11
     found = configurations(pretend.state.trials, ["validation/error"])
     winner = best(found, {"validation/error": "min"})
     assert winner is not None
@@ -130,3 +132,34 @@ def test_a_race_is_between_configurations_of_the_space_as_it_is_now(
 def test_races_that_cannot_be_are_refused(searched: Make, override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         searched("rows=[]", "baseline=null", override, space=RACE)
+
+
+RACES, CANDIDATES, MORE = 150, 3, 10
+
+
+def share_of_races_that_eliminate(level: float, seeds: int) -> float:
+    """Of races of equal candidates, whose errors are normal, with an effect of the seed."""
+    random = np.random.default_rng(7)
+    lost = 0
+    for _ in range(RACES):
+        effects = random.normal(0, 3, seeds + MORE)
+        errors = random.normal(0, 1, (CANDIDATES, seeds + MORE)) + effects
+        racing = list(range(CANDIDATES))
+        for round_ in range(1, MORE):
+            left = contenders([list(errors[place, : seeds + round_]) for place in racing], level)
+            racing = [racing[place] for place in left]
+        lost += len(racing) < CANDIDATES
+    return lost / RACES
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_equal_candidates_are_eliminated_no_oftener_than_the_level_says(seeds: int) -> None:
+    """Over all rounds and pairs together; the same level for each test would not do."""
+    assert share_of_races_that_eliminate(level_of_test(CANDIDATES, seeds, MORE), seeds) <= ALPHA
+    assert share_of_races_that_eliminate(ALPHA, seeds) > 4 * ALPHA
+
+
+def test_the_level_of_a_test_counts_the_looks_that_can_save_seeds() -> None:
+    assert level_of_test(2, 3, 2) == ALPHA / (1 * 2)
+    assert level_of_test(3, 1, 6) == ALPHA / (4 * 6)  # with 3, 4, 5 and 6 seeds
+    assert level_of_test(3, 1, 2) == level_of_test(1, 5, 5) == ALPHA  # nothing is tested

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from study.plan.identity import trial_id
 from study.tracking.payload import KEY_TAG
 from study.tracking.reconcile import reconcile
 from study.tracking.runs import runs_with_key
+from study.tracking.writer import connect
 from tests.study.conftest import made_up_events, write_ledger
 from tests.study.servers import Server
 from tests.study.tracking.conftest import Tiny, break_store, is_equal, runs_of, send
@@ -242,3 +245,57 @@ def test_reconcile_deletes_twins(tracked: Tiny) -> None:
     assert before.strangers == [twin.info.run_id]
     assert after.equal
     assert len(list(runs_with_key(client, run.info.experiment_id, "abc123"))) == 3
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+class Mortal:
+    """A client of the real store whose process is killed before its so-manieth change of it."""
+
+    CHANGES = ("create", "delete", "log", "set", "update", "restore")
+
+    def __init__(self, client: Any, changes: int) -> None:
+        self._client, self._left = client, changes
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._client, name)
+        if not name.startswith(self.CHANGES):
+            return call
+
+        def change(*arguments: Any, **named: Any) -> Any:
+            if self._left == 0:
+                raise Killed
+            self._left -= 1
+            return call(*arguments, **named)
+
+        return change
+
+
+def test_reconcile_killed_anywhere_keeps_the_users_tags_and_ends_right_the_next_time(
+    tracked: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from study.tracking import reconcile as module
+
+    study = tracked("reconciled killed", "rows=[{label: a}]", "baseline=null")
+    send(study, made_up_events(study))
+    client, _, (run,) = runs_of(study)
+    client.set_tag(run.info.run_id, "mlflow.note.content", "mine")
+    artifacts = study.folder.parent / "artifacts"
+    killed = True
+    for changes in range(100):
+        run = runs_of(study)[2][0].info.run_id
+        break_store(study, f"UPDATE params SET value='9' WHERE run_uuid='{run}' AND key='epochs'")
+        with monkeypatch.context() as patch, suppress(Killed):
+            patch.setattr(module, "connect", lambda uri, n=changes: Mortal(connect(uri), n))
+            reconcile(study.folder, study.tracking, artifacts)
+            killed = False
+        tags = [run.data.tags.get("mlflow.note.content") for run in runs_of(study)[2]]
+        assert "mine" in tags
+        assert reconcile(study.folder, study.tracking, artifacts)[1].equal
+        (only,) = runs_of(study)[2]
+        assert only.data.tags["mlflow.note.content"] == "mine"
+        if not killed:
+            return
+    raise AssertionError("it never came to its end")
