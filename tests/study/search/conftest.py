@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -106,4 +107,21 @@ def steady(error: Callable[[dict[str, Any]], float]) -> Curve:
 
 def bowl(params: dict[str, Any]) -> float:
     """Lowest at lr = 0.03 with adam."""
-    return (math.log10(params["optimizer.lr"] / 0.03)) ** 2 + (params["optimizer.name"] == "sgd")
+    distance = math.log10(params["optimizer.lr"] / 0.03)
+    return distance**2 + (params["optimizer.name"] == "sgd")
+
+
+def rates(trial: PlannedTrial) -> list[float]:
+    """The learning rate of each epoch."""
+    found = [trial.params["optimizer.lr"]] * trial.config.epochs
+    for change in trial.config.changes:
+        found[change["epoch"] :] = [change.get("optimizer.lr", found[-1])] * (
+            trial.config.epochs - change["epoch"]
+        )
+    return found
+
+
+def errors_of(trial: PlannedTrial) -> list[float]:
+    """Made-up errors by epoch: they fall the faster, the nearer the rate is to 0.03."""
+    steps = [1 / (1 + math.log10(rate / 0.03) ** 2) for rate in rates(trial)]
+    return [math.exp(-0.3 * total) for total in itertools.accumulate(steps)]

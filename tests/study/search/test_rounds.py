@@ -22,7 +22,7 @@ from study.plan.plan import PlannedTrial, make_plan
 from study.results.configurations import best, configurations
 from study.search.pb2 import explored
 from tests.study.conftest import TINY, SilentView
-from tests.study.search.conftest import Make, Pretend
+from tests.study.search.conftest import Make, Pretend, errors_of, rates
 
 SPACE = """
 space:
@@ -53,22 +53,6 @@ def bred(tmp_path: Path) -> Make:
         )
 
     return make
-
-
-def rates(trial: PlannedTrial) -> list[float]:
-    """The learning rate of each epoch."""
-    found = [trial.params["optimizer.lr"]] * trial.config.epochs
-    for change in trial.config.changes:
-        found[change["epoch"] :] = [change.get("optimizer.lr", found[-1])] * (
-            trial.config.epochs - change["epoch"]
-        )
-    return found
-
-
-def errors_of(trial: PlannedTrial) -> list[float]:
-    """Made-up errors by epoch: they fall the faster, the nearer the rate is to 0.03."""
-    steps = [1 / (1 + math.log10(rate / 0.03) ** 2) for rate in rates(trial)]
-    return [math.exp(-0.3 * total) for total in itertools.accumulate(steps)]
 
 
 def final_error(trials: list[PlannedTrial]) -> float:
