@@ -250,7 +250,7 @@ def damaged_import(local: Tiny, kinds: tuple[str, ...], *, commits: bool) -> tup
     of it, and the lines of these kinds of that trial damaged."""
     ours, theirs = local("ours"), local("theirs")
     mine = made_up_events(ours)
-    mine[0]["provenance"] = {"commit": "decade"}
+    mine[0]["provenance"] |= {"commit": "decade"}
     write(ours, mine[:1])
     write(theirs, made_up_events(theirs))
     take_over(ours.folder, theirs.folder)
