@@ -274,6 +274,7 @@ def _export(options: argparse.Namespace) -> int:
 def _again(options: argparse.Namespace, run: Run, only: str) -> int:
     from study.execution.control import Wish, ask
     from study.ledger.log import is_locked
+    from study.ledger.state import FAILED, ONLY_FAILED
     from study.manage.extend import extended
 
     folder, state = _open(options)
@@ -286,10 +287,24 @@ def _again(options: argparse.Namespace, run: Run, only: str) -> int:
         ask(folder, wish=Wish.RUN)
         print(f"{state.config.name}: runs; if it was paused it goes on")
         return 0
+    if only == ONLY_FAILED and not state.damage and FAILED not in state.counts():
+        return _say_nothing_failed(options, state)
     overrides = getattr(options, "overrides", [])
     with refusals():
         study = extended(state, overrides)
     return run(dataclasses.replace(study, storage=str(folder.parent)), options.plain, only)
+
+
+def _say_nothing_failed(options: argparse.Namespace, state: StudyState) -> int:
+    from study.ledger.state import ENDED
+
+    left = sum(trial.status not in ENDED for trial in state.trials)
+    again = lns_study("resume", options.study, storage=options.storage)
+    print(
+        f"{state.config.name}: no trial has failed, so there is nothing to retry"
+        + (f"; {left} are left, run them with: {again}" if left else "")
+    )
+    return 0
 
 
 def _ask(name: str, options: argparse.Namespace) -> int:

@@ -203,6 +203,7 @@ def _plan(options: argparse.Namespace) -> int:
             download=False,
         )
         plan = make_plan(study, download=False)
+    _say_damage(study, f"; until then `{lns_study('run')}` would refuse")
     for line in describe_plan(plan):
         print(line)
     return 0
@@ -231,6 +232,7 @@ def _simulate(options: argparse.Namespace) -> int:
                 study, search=dataclasses.replace(study.search, algorithm="random")
             )
         plan = make_plan(study, download=False)
+    _say_damage(study)
     states = [fold(read_ledger(folder)) for folder in folders(study.storage)]
     seconds = recorded_seconds(plan, states, options.seconds)
     error = recorded_errors(states, next(iter(study.search.objectives)))
@@ -262,6 +264,14 @@ def _simulate(options: argparse.Namespace) -> int:
         lines,
     )
     return 0
+
+
+def _say_damage(study: StudyConfig, consequence: str = "") -> None:
+    """Say what is wrong with the ledger of a study, if there is one and something is."""
+    from study.manage.studies import damage_of
+
+    if damage := damage_of(study.folder):
+        print(f"lns-study: {study.name}: {damage}{consequence}", file=sys.stderr)
 
 
 def _study_or_config(options: argparse.Namespace) -> StudyConfig:

@@ -31,11 +31,19 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from study.config.explain import explain, first_line, known_keys, nearest, schema, unknown_key
+from study.config.explain import (
+    check_lists,
+    explain,
+    first_line,
+    known_keys,
+    nearest,
+    schema,
+    unknown_key,
+)
 from study.config.keys import leaves
 from study.config.space import flatten_space
 from study.config.study import StudyConfig
-from study.config.yaml_loader import check_references, parse
+from study.config.yaml_loader import as_text, check_references, parse
 from trainers.config import DataConfig, TrialConfig
 
 SELF = "_self_"
@@ -131,7 +139,8 @@ def change(study: StudyConfig, overrides: Sequence[str]) -> StudyConfig:
             f"override '{name}={value}': names a file of conf/{name}, which cannot be swapped any"
             " more; set its keys instead"
         )
-    return _check_trial_keys(_finish(_with_keys(_merge(schema(), study.to_dict(), "study"), keys)))
+    known = _merge(schema(), as_text(study.to_dict()), "study")
+    return _check_trial_keys(_finish(_with_keys(known, keys)))
 
 
 def _check_trial_keys(study: StudyConfig) -> StudyConfig:
@@ -231,7 +240,7 @@ def override_trial(base: dict[str, Any], overrides: Any, name: str = "overrides"
     Raises:
         ValueError: an override names no key of a trial or has a value of the wrong type.
     """
-    wrapped = _merge(schema(), {"trial": base}, "trial")
+    wrapped = _merge(schema(), {"trial": as_text(base)}, "trial")
     if overrides is not None:
         wrapped = _merge(wrapped, {"trial": _undot(overrides, name)}, name, inside="trial.")
     trial: dict[str, Any] = _plain(wrapped)["trial"]
@@ -266,7 +275,7 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, str], list[str
     keys: list[str] = []
     for override in overrides:
         name, equals, value = override.partition("=")
-        if equals and re.fullmatch(r"[A-Za-z_][\w.]*\[.*", name):
+        if equals and re.fullmatch(r"[A-Za-z_][\w.]*(\[|\.\d+(\.|$)).*", name):
             raise ValueError(
                 f"override {override!r}: the entries of a list cannot be set one by one; give the"
                 " whole list, for example seeds=[0,1], or change the study file"
@@ -397,6 +406,7 @@ def _merge(base: DictConfig, values: dict[str, Any], source: str, inside: str = 
     A domain of the space replaces the one before it as a whole: a choice over a range is a choice.
     """
     check_references(values, source)
+    check_lists(values, source, inside)
     if isinstance(values.get("space"), dict):
         space = flatten_space(values["space"])
         # in its place: `when` looks back
@@ -413,10 +423,11 @@ def _merge(base: DictConfig, values: dict[str, Any], source: str, inside: str = 
 
 
 def _undot(overrides: Any, name: str) -> dict[str, Any]:
-    """Overrides as one nested dict, whichever way they were written; ``name`` is the key that holds
-    them."""
+    """Overrides of a study, whose references are resolved, as one nested dict, whichever way they
+    were written; ``name`` is the key that holds them."""
     if isinstance(overrides, list) and all("=" in str(item) for item in overrides):
-        return OmegaConf.to_container(OmegaConf.from_dotlist([str(item) for item in overrides]))  # type: ignore[return-value]
+        listed = OmegaConf.from_dotlist([str(item) for item in overrides])
+        return as_text(OmegaConf.to_container(listed))  # type: ignore[no-any-return]
     if not isinstance(overrides, dict):
         raise ValueError(
             f"{name}={overrides!r}: must be a mapping or a list of key=value; use for example"
@@ -424,7 +435,7 @@ def _undot(overrides: Any, name: str) -> dict[str, Any]:
         )
     nested = OmegaConf.create({})
     for key, value in overrides.items():
-        OmegaConf.update(nested, str(key), value, merge=True)
+        OmegaConf.update(nested, str(key), as_text(value), merge=True)
     return OmegaConf.to_container(nested)  # type: ignore[return-value]
 
 

@@ -59,6 +59,26 @@ def explain(error: Exception, values: dict[str, Any], source: str, inside: str) 
     return ValueError(f"{source}: {key.removeprefix(inside)}: {what}; {_expected(key, inside)}")
 
 
+def check_lists(values: dict[str, Any], source: str, inside: str, place: str = "") -> None:
+    """Refuse a mapping where the schema has a list, which OmegaConf would take for its entries.
+
+    Raises:
+        ValueError: with value, rule and remedy.
+    """
+    for name, value in values.items():
+        key = f"{place}{name}"
+        if not isinstance(value, dict):
+            continue
+        kind = _type_of(key)
+        if typing.get_origin(kind) is list:
+            raise ValueError(
+                f"{source}: {key.removeprefix(inside)}: {value!r} is not possible;"
+                f" {_expected(key, inside)}"
+            )
+        if dataclasses.is_dataclass(kind):
+            check_lists(value, source, inside, f"{key}.")
+
+
 def unknown_key(source: str, key: str, inside: str = "") -> ValueError:
     """The error for a key that there is not, with the nearest that there is."""
     known = [*known_keys(schema()), *(f"rows[].{name}" for name in RowConfig.__dataclass_fields__)]

@@ -4,7 +4,8 @@ YAML lets a key stand twice and keeps the last value, an alias stand for so much
 become gigabytes ("billion laughs"), and an anchor refer to itself. None of these is ever meant, so
 each is refused with its place. The ``${...}`` of OmegaConf may name another key of the study and
 nothing else: its resolvers read the environment or compute, and what they give would be stored and
-sent to MLflow.
+sent to MLflow. ``\\${...}`` is text, and stays so where a stored study is read again
+(:func:`as_text`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ import yaml
 
 MOST_VALUES = 100_000
 """Values that a file's aliases may make of it."""
-_REFERENCE = re.compile(r"(?<!\\)\$\{\.*[A-Za-z_][\w.\[\]]*\}")
+_REFERENCE = re.compile(r"\$\{\.*[A-Za-z_][\w.\[\]]*\}")
 """A reference to a key, ``${trial.epochs}``, or relative, ``${..epochs}``."""
+_ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\\$\{")
+"""``${`` after an odd number of backslashes: text."""
+_OPENED = re.compile(r"(\\*)\$\{")
 
 
 def parse(text: str) -> Any:
@@ -55,12 +59,27 @@ def check_references(values: Any, source: str) -> None:
     if isinstance(values, list | tuple):
         for value in values:
             check_references(value, source)
-    elif isinstance(values, str) and "${" in _REFERENCE.sub("", values):
+    elif isinstance(values, str) and "${" in _REFERENCE.sub(" ", _ESCAPED.sub(" ", values)):
         raise ValueError(
             f"{source}: {values!r}: ${{...}} may only name another key of the study, such as"
             " ${trial.epochs}, as what a study reads is stored and sent to MLflow; write the"
             ' value itself, or let the shell put it in: key="$NAME"'
         )
+
+
+def as_text(values: Any) -> Any:
+    """Return nested dicts and lists with each ``${`` escaped, so that OmegaConf reads every text as
+    it is: of a study whose references are resolved.
+
+    OmegaConf halves the backslashes before ``${``; elsewhere it leaves them alone.
+    """
+    if isinstance(values, dict):
+        return {key: as_text(value) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [as_text(value) for value in values]
+    if isinstance(values, str):
+        return _OPENED.sub(lambda found: f"{found[1] * 2}\\${{", values)
+    return values
 
 
 class _Loader(yaml.SafeLoader):

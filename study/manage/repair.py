@@ -4,9 +4,10 @@ what checkpoints and MLflow still know.
 Every event that is whole stays, in its order. Where lines are lost, what a trial must have had
 there is put in: that it was started, its epochs (from the history that its newest whole checkpoint
 carries, else from MLflow), its checkpoints, its end. Such events say under ``recovered`` where they
-are from. Their times are MLflow's, else those of the line before, so that the seconds of a trial
-still add up where its neighbours are whole. A finished trial with an epoch that nobody knows any
-more is set back: the next run trains it again.
+are from. What a trial that was taken over from another study had is put in as taken over, with the
+code that its other lines or its checkpoints name. The times of such events are MLflow's, else those
+of the line before, so that the seconds of a trial still add up where its neighbours are whole. A
+finished trial with an epoch that nobody knows any more is set back: the next run trains it again.
 
 The damaged file is kept beside the new one, which has no password that an earlier version left in
 the old. Where every plan is lost, the next ``lns-study run CONFIG`` plans anew, and what the ledger
@@ -192,15 +193,21 @@ class _Restoration:
         first = events[0][0] if events else math.inf
         if trial not in self._state.known and self._plans and self._adaptive:
             self._add(trial, known, first)
+        taken = self._taken_over(events, known)
         begun = min((number for number, event in events if event["event"] == "started"), default=0)
         for number in self._not_started(events, known):
             at = self._insert(
-                {"event": "started", "trial": trial, **_code(known)},
+                {"event": "started", "trial": trial, **(taken or _code(known))},
                 self._before(events, number),
                 number,
                 ELIMINATION,
             )
             begun = begun or at or 0
+            if at is not None and taken and "commits" not in taken:
+                self.lost.append(
+                    f"trial {trial}: the commit of the code that trained it; it was taken over from"
+                    f" {taken['source']}"
+                )
         epochs = {event["epoch"]: number for number, event in events if event["event"] == "report"}
         ends = [number for number, event in events if event["event"] in ENDS]
         end = min(ends, default=math.inf)
@@ -209,6 +216,7 @@ class _Restoration:
                 after = max((n for e, n in epochs.items() if e < epoch), default=begun)
                 before = min((n for e, n in epochs.items() if e > epoch), default=end)
                 report = {"event": "report", "trial": trial, "epoch": epoch, "metrics": metrics}
+                report |= taken
                 if (
                     gap := self._insert(report, after, before, known.source, known.times.get(epoch))
                 ) is not None:
@@ -325,9 +333,24 @@ class _Restoration:
             last = number
             if event["event"] == "started":
                 begun = True
-            elif not begun and "source" not in event and event["event"] in ("report", *ENDS):
+            elif not begun and self._is_own(event) and event["event"] in ("report", *ENDS):
                 begun = True
                 yield number
+
+    def _is_own(self, event: Event) -> bool:
+        """Whether a trial must have been started for this event; not for an epoch that it goes on
+        from, which another trial of the study trained."""
+        return event.get("source") not in self._state.known
+
+    def _taken_over(self, events: list[tuple[int, Event]], known: Known) -> Event:
+        """Where a trial was taken over from, and the commits that trained it where its lines or
+        its checkpoints tell; empty where it was not taken over."""
+        from_elsewhere = [event for _, event in events if "source" in event and self._is_own(event)]
+        if not from_elsewhere:
+            return {}
+        told = [commit for event in from_elsewhere for commit in event.get("commits", [])]
+        commits = list(dict.fromkeys(told)) or list(_code(known).values())
+        return {"source": from_elsewhere[0]["source"]} | ({"commits": commits} if commits else {})
 
     def _before(self, events: list[tuple[int, Event]], number: float) -> int:
         """What comes before a number in the life of a trial: its own last line, or the plan of that

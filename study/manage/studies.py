@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from study.config import StudyConfig
-from study.ledger.log import FILE, describe_damage, how_to_repair, is_locked, open_ledger
+from study.ledger.log import FILE, Contents, describe_damage, how_to_repair, is_locked, open_ledger
 from study.ledger.state import ENDED, FAILED, StudyState, TrialState, fold
 from study.program import lns_study
 from study.results.configurations import groups_of_seeds
@@ -51,11 +51,7 @@ def read(folder: Path) -> StudyState:
     """
     contents = open_ledger(folder)
     state = fold(contents.events)
-    if contents.damage:
-        state.damage = (
-            f"the ledger is damaged: {describe_damage(contents.damage)}; to repair it:"
-            f" {how_to_repair(folder)}"
-        )
+    state.damage = _damage(folder, contents)
     if not state.plan:
         raise ValueError(
             f"{folder}: {state.damage}"
@@ -66,6 +62,20 @@ def read(folder: Path) -> StudyState:
             )
         )
     return state
+
+
+def damage_of(folder: Path) -> str:
+    """Return what is wrong with the ledger in ``folder``, and what repairs it; "" if nothing is."""
+    return _damage(folder, open_ledger(folder))
+
+
+def _damage(folder: Path, contents: Contents) -> str:
+    if not contents.damage:
+        return ""
+    return (
+        f"the ledger is damaged: {describe_damage(contents.damage)}; to repair it:"
+        f" {how_to_repair(folder)}"
+    )
 
 
 def whole(folder: Path) -> StudyState:

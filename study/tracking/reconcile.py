@@ -3,8 +3,8 @@ param, every status.
 
 An audit reads everything back from the store and compares it with what the ledger says, both ways:
 what is missing and what is too much. What is missing is sent; a run that has something false (a
-point or param that the ledger does not have: MLflow can take neither back) is deleted and made
-again, with the tags and the note that users gave it; runs that belong to no trial of the ledger,
+point or param that the ledger does not have: MLflow can take neither back) is made again, with the
+tags and the note that users gave it, and then deleted; runs that belong to no trial of the ledger,
 and twins, are deleted. Then everything is read and compared once more.
 
 Params and metrics of names that are none of ours, which users logged, and params that are no part
@@ -33,7 +33,7 @@ from study.ledger.log import Follower
 from study.ledger.state import ENDED, StudyState, TrialState, fold
 from study.program import lns_study
 from study.tracking.address import is_server
-from study.tracking.names import NONFINITE, SETTING, sanitise
+from study.tracking.names import SETTING, sanitise
 from study.tracking.payload import (
     BITS,
     KEY_TAG,
@@ -340,31 +340,17 @@ def _repair(
     folder: Path,
     delete: bool,
 ) -> None:
-    theirs: dict[str, dict[str, str]] = {}
-    if delete:
-        for run in before.strangers:
-            client.delete_run(run)
-        known = Runs(client, state.plan, artifacts, folder).run_ids()
-        for id_ in before.false.keys() & known.keys():
-            theirs[id_] = client.get_run(known[id_]).data.tags
-            client.delete_run(known[id_])
+    for run in before.strangers if delete else []:
+        client.delete_run(run)
     runs = Runs(client, state.plan, artifacts, folder)
-    for id_ in {**before.missing, **(before.false if delete else {})}:
-        if id_ in state.known:
-            runs.forget(state.known[id_])
-            runs.push(state.known[id_])
-    for id_, tags in theirs.items():
-        _give_back(client, runs.run_ids()[id_], tags)
+    false = before.false.keys() & state.known.keys() if delete else set()
+    for id_ in sorted(false):
+        runs.replace(state.known[id_])
+    for id_ in sorted((before.missing.keys() & state.known.keys()) - false):
+        runs.forget(state.known[id_])
+        runs.push(state.known[id_])
     for trial in state.known.values():
         runs.settle(trial)
     runs.describe(view_key(state.plan))
     report = folder / "report"
     runs.finish(state, report if report.exists() else None)
-
-
-def _give_back(client: Any, run: str, tags: Mapping[str, str]) -> None:
-    """Set the tags that users gave a run on the one that takes its place."""
-    ours = client.get_run(run).data.tags.keys() | {*RESULT_TAGS}
-    for name, value in tags.items():
-        if name not in ours and not name.startswith(NONFINITE):
-            client.set_tag(run, name, value)

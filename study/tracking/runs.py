@@ -27,7 +27,7 @@ from typing import Any
 from study._compat import latest_metrics
 from study.ledger.lines import Event
 from study.ledger.state import ENDED, StudyState, TrialState, name_of
-from study.tracking.names import SETTING
+from study.tracking.names import NONFINITE, SETTING
 from study.tracking.payload import (
     KEY_TAG,
     KIND_TAG,
@@ -52,6 +52,7 @@ from study.tracking.payload import (
 
 BATCH = 1000
 MOST_TAGS = 100
+NAME_TAG = "mlflow.runName"
 
 
 @dataclass(kw_only=True)
@@ -150,6 +151,21 @@ class Runs:
                 parent=known.parent,
             )
 
+    def replace(self, trial: TrialState) -> None:
+        """Make the run of a trial again, with the tags that users gave it, and delete the one there
+        was once it is complete.
+
+        The new run has those tags from its first moment. Whatever ends this process, a run with
+        them is left, and of the two whoever looks next keeps either and completes it.
+        """
+        old = self._known.pop(f"{self._key}/{trial.id}", None)
+        if old is not None:
+            self._ensure_run(trial, _tags_of_users(self._client.get_run(old.run)))
+        self.push(trial)
+        self.settle(trial)
+        if old is not None:
+            self._client.delete_run(old.run)
+
     def settle(self, trial: TrialState) -> None:
         """Close the run of a trial that stopped without an end: the study was interrupted."""
         known = self._known.get(f"{self._key}/{trial.id}")
@@ -221,10 +237,11 @@ class Runs:
                 found[key] = _known(run)
         return found
 
-    def _ensure_run(self, trial: TrialState) -> _Known:
+    def _ensure_run(self, trial: TrialState, theirs: Mapping[str, str] | None = None) -> _Known:
+        """What is known of a trial's run; made, with the tags ``theirs`` too, if there is none."""
         key = f"{self._key}/{trial.id}"
         if key not in self._known:
-            tags = trial_tags(trial, self.plan) | {PARENT_TAG: self._parent}
+            tags = {**(theirs or {}), **trial_tags(trial, self.plan), PARENT_TAG: self._parent}
             self._known[key] = self._make(
                 key, name_of(trial), trial.started or self.plan["time"], tags
             )
@@ -312,6 +329,15 @@ def runs_with_key(client: Any, experiment: str, key: str) -> Iterator[Any]:
             token = page.token
             if not token:
                 break
+
+
+def _tags_of_users(run: Any) -> dict[str, str]:
+    """The tags of a run that a new run of the same trial does not get from the ledger."""
+    return {
+        name: value
+        for name, value in run.data.tags.items()
+        if name not in (KEY_TAG, NAME_TAG, *RESULT_TAGS) and not name.startswith(NONFINITE)
+    }
 
 
 def _known(run: Any) -> _Known:
