@@ -276,14 +276,12 @@ def _make_telemetry(
             precision.lns_format, precision.accumulation, dtype, device.type, config.threads
         )
 
-    aligned = config.sync.name != "asynchronous"
-    waits = not (config.layout.fsdp and device.type == "cuda")
     return Telemetry(
         spans,
         device,
         world_size,
-        aligned,
         ceiling,
-        waits,
-        partition.formulas if partition else None,
+        aligned=config.sync.name != "asynchronous",
+        waits=not (config.layout.fsdp and device.type == "cuda"),
+        formulas=partition.formulas if partition else None,
     )
