@@ -1,4 +1,4 @@
-"""Speed of the CPU backend, beside torch float32 and other LNS libraries measured in the same run.
+"""Measure the CPU backend beside torch float32 and other LNS libraries, all in the same run.
 
     python scripts/bench_cpu.py                      # everything but the peers, some 30 seconds
                                                      # once kernels are compiled

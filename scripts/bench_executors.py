@@ -1,4 +1,7 @@
-"""Trials for benchmarks of the engine, loaded by worker processes: they compute nothing."""
+"""Executors for benchmarks of the study engine, whose trials compute nothing.
+
+Worker processes load them by name.
+"""
 
 from __future__ import annotations
 

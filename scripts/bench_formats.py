@@ -1,4 +1,4 @@
-"""CPU milliseconds of a training step in each number format and with each weight update.
+"""Measure the CPU milliseconds of a training step in each number format, with each weight update.
 
     python scripts/bench_formats.py               MLP 784-128-10 and CNN 8-16 channels, 28 x 28
                                                   pixels, batch 64, one thread

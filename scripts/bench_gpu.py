@@ -1,5 +1,4 @@
-"""Times every CUDA kernel of lns_ops beside its peers and the ceilings of the chip, all measured in
-the same run.
+"""Time every CUDA kernel of lns_ops beside its peers and the ceilings of the chip, in the same run.
 
     python scripts/bench_gpu.py [--quick] [--json FILE]
     python scripts/bench_gpu.py --draw FILE PICTURE        the roofline of such a file; needs no GPU

@@ -1,5 +1,4 @@
-"""Bytes that a training step keeps, by what keeps them: weights, gradients, optimizer state,
-tensors saved for backward.
+"""Count the bytes that a training step keeps: weights, gradients, optimizer state, saved tensors.
 
     python scripts/bench_memory.py                MLP and CNN, batch 128, 28 x 28 pixels
 

@@ -1,5 +1,4 @@
-"""What parallel training costs: bytes and time of every wire format, bubbles of every schedule,
-scaling over GPUs.
+"""Measure parallel training: bytes and time of wire formats, bubbles of schedules, scaling of GPUs.
 
     python scripts/bench_parallel.py wire       two processes over gloo on this machine's CPUs
     python scripts/bench_parallel.py overlap    two replicas whose gradients leave after backward,

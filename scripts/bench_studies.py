@@ -1,4 +1,4 @@
-"""Times whole studies from the command line, as a user waits for them.
+"""Time whole studies from the command line, as a user waits for them.
 
     python scripts/bench_studies.py [--storage FOLDER] [--json FILE] "table trial.device=cuda"
     "cover" ...

@@ -1,4 +1,4 @@
-"""Times the study engine beside bare Ray Tune, both in the same run on the same machine.
+"""Time the study engine beside bare Ray Tune, both in the same run on the same machine.
 
     python scripts/bench_study.py [--trials N] [--only WORD ...] [--long] [--json FILE]
 

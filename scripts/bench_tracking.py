@@ -1,5 +1,4 @@
-"""Times tracking beside Ray's MLflowLoggerCallback, both in the same run on the same machine and
-through the same kind of server.
+"""Time tracking beside Ray's MLflowLoggerCallback, in the same run and through the same server.
 
 python scripts/bench_tracking.py [--only WORD ...] [--json FILE]
 

@@ -1,5 +1,4 @@
-"""Counts the instructions of the fused updates' loops in machine code, and what an update can reach
-by them. Needs no GPU.
+"""Count the instructions in the loops of the fused updates, and the speed that these allow.
 
     python scripts/count_instructions.py [--format lns12] [--copy 4.26e12] [--issue 32.9e12]
 

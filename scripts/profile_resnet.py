@@ -1,4 +1,4 @@
-"""Where a training step of ResNet-18 in LNS spends its processor time: products, or something else.
+"""Profile a training step of ResNet-18 in LNS: the processor time of products and of the rest.
 
     python scripts/profile_resnet.py [--images N] [--threads N]
 

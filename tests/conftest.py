@@ -1,6 +1,8 @@
-"""Shared by all tests: one computing thread, hypothesis without deadlines (kernels compile at their
-first call), shares of the tests that take turns, and no test that is left out for a reason that
-nobody has agreed to.
+"""The settings that all tests share.
+
+Tests compute with one thread, hypothesis has no deadlines (kernels compile at their first call),
+tests that take turns get their shares, and a test may only be skipped for a reason that is listed
+here.
 """
 
 from __future__ import annotations

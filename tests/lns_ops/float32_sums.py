@@ -1,5 +1,7 @@
-"""Whether a product with float32 sums keeps the bound that lns_ops.accumulation states, for the
-tests of every device."""
+"""The check that a product with float32 sums keeps the bound that lns_ops.accumulation states.
+
+The tests of every device use it.
+"""
 
 from __future__ import annotations
 

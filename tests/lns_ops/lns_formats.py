@@ -1,4 +1,4 @@
-"""Formats that the tests of lns_ops run over, and the error that each may make."""
+"""The formats that the tests of lns_ops run over, and the error that each may make."""
 
 from __future__ import annotations
 

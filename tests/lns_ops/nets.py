@@ -1,5 +1,4 @@
-"""Networks as their users write them, plain torch without a word of LNS: a ResNet, an LSTM
-classifier, a GPT."""
+"""Networks as users write them, in plain torch without LNS: a ResNet, an LSTM classifier, a GPT."""
 
 from __future__ import annotations
 

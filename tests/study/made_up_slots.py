@@ -1,4 +1,4 @@
-"""Ledgers of runs whose trials held slots, made up."""
+"""Made-up ledgers of runs whose trials held slots."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Real servers on loopback: MLflow's, that can be killed and started again at the same port, and
-PostgreSQL."""
+"""Real servers on loopback for tests: PostgreSQL, and an MLflow server that can be killed and
+started again at the same port."""
 
 from __future__ import annotations
 

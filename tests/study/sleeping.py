@@ -1,4 +1,4 @@
-"""Trials that sleep instead of training, for tests and benchmarks of what runs them."""
+"""Trials that sleep instead of training, for tests and benchmarks of the study engine."""
 
 from __future__ import annotations
 

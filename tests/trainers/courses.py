@@ -1,5 +1,7 @@
-"""A trial on one rank of several: four epochs, and the last two again by new objects from the
-checkpoint after the second."""
+"""One rank's part of a test trial of four epochs.
+
+The last two epochs are trained again by new objects, from the checkpoint after the second.
+"""
 
 from __future__ import annotations
 

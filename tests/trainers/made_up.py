@@ -1,4 +1,4 @@
-"""Executors for tests, loaded by worker processes: trials that misbehave in one way each."""
+"""Executors for tests, loaded by worker processes; the trials of each misbehave in one way."""
 
 from __future__ import annotations
 

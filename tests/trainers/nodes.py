@@ -1,4 +1,4 @@
-"""For tests of worker processes: a node, and what its processes said."""
+"""A node for tests of worker processes, and the messages that its processes sent."""
 
 from __future__ import annotations
 

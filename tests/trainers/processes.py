@@ -1,5 +1,7 @@
-"""Worker processes for tests: each in the group of all, its result handed back, and gone without a
-thread left behind."""
+"""Worker processes for tests.
+
+Each is a rank of one group, hands back its result and ends without leaving a thread behind.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The ways in which a worker process trains a trial, behind one protocol: alone or as a rank of a
-gang, beside others, by Ray Train."""
+"""The executors of trials behind one protocol: alone or as a rank of a gang, packed, by Ray
+Train."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What processes tell each other of a trial. Loads no torch, so that who only passes it on need not
-wait for it."""
+"""The messages that processes exchange about a trial.
+
+Loads no torch, so that a process that only passes messages on need not wait for it.
+"""
 
 from __future__ import annotations
 

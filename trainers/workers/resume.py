@@ -1,5 +1,5 @@
-"""What every executor does with a trial: begin it where an earlier attempt left off, and train it
-an epoch at a time."""
+"""The part of a trial that all executors share: resuming it where an earlier attempt stopped, and
+training it an epoch at a time."""
 
 from __future__ import annotations
 
