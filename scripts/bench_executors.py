@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Noop:
-    """Reports ``reports`` times ``metrics`` values and ends."""
+    """An executor that reports ``reports`` times ``metrics`` values and ends."""
 
     reports, metrics, seconds = 1, 1, 0.0
 
@@ -33,13 +33,13 @@ class Noop:
         )
 
     def save(self, folder: Path) -> None:
-        """Nothing to keep."""
+        """Do nothing: there is nothing to keep."""
 
     def profile(self) -> dict[str, bytes]:
         return {}
 
     def end(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: there is nothing to release."""
 
 
 class Metrics(Noop):

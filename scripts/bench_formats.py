@@ -45,7 +45,7 @@ BATCH = 64
 
 
 def step_ms(model_config: ModelConfig, precision: PrecisionConfig, repeats: int) -> float:
-    """Median CPU time of a step, in ms."""
+    """Return the median CPU time of a step, in ms."""
     model = apply_precision(initialize_(build(model_config, 784, 10), 0), precision)
     optimizer = make_optimizer(model, OptimizerConfig(lr=0.5), precision, BATCH)
     batch = Split(

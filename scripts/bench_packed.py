@@ -42,7 +42,7 @@ def config(seed: int) -> TrialConfig:
 
 
 def in_threads(trials: int) -> tuple[float, list[float]]:
-    """Seconds of the second epoch of all, and the seeds' last losses."""
+    """Return the seconds of the second epoch of all trials, and the seeds' last losses."""
     host, spans, losses = Host(config(0)), [], [0.0] * trials
     ready = threading.Barrier(trials)
 
@@ -71,7 +71,7 @@ def _process(seed: int, ready: Any, spans: Any) -> None:
 
 
 def in_processes(trials: int) -> float:
-    """Seconds of the second epoch of all."""
+    """Return the seconds of the second epoch of all trials."""
     context = multiprocessing.get_context("spawn")
     ready, spans = context.Barrier(trials), context.Queue()
     processes = [

@@ -38,7 +38,7 @@ def config(seed: int, epochs: int, hidden: list[int]) -> TrialConfig:
 def course(
     processes: int, lanes: int, epochs: int, hidden: list[int], folder: Path
 ) -> tuple[dict[str, float], dict[int, list[float]]]:
-    """Figures of one way, and every seed's losses."""
+    """Return the results of one arrangement, and every seed's losses."""
     began = time.perf_counter()
     figures: dict[str, float] = {}
     losses: dict[int, list[float]] = {}

@@ -38,7 +38,7 @@ KERNELS = {  # bytes an element, elements a loop
 
 
 def loop(name: str, fmt: LNSFormat, folder: Path) -> Counter[str]:
-    """Instructions of the largest loop of a kernel, by kind."""
+    """Return the instructions of the largest loop of a kernel, by kind."""
     source, binary = folder / f"{name}.cu", folder / f"{name}.cubin"
     more = {"FAST": int("float32" not in name), "ADAM_KERNELS": int(name.startswith("adam"))}
     if more["FAST"]:

@@ -105,8 +105,10 @@ class Attention(nn.Module):
 
 
 class GPT(nn.Module):
-    """A. Radford et al. 2019, small: learned positions, pre-norm blocks, GELU, tied output
-    weights."""
+    """A small GPT: learned positions, pre-norm blocks, GELU, tied output weights.
+
+    Source: A. Radford et al. 2019.
+    """
 
     def __init__(
         self,

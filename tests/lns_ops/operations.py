@@ -106,7 +106,7 @@ GROUPS = {
 
 
 def document() -> str:
-    """docs/operations.md."""
+    """Return the text of docs/operations.md."""
     lines = [
         "# Operations of LNSTensor",
         "",

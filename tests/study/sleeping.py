@@ -37,13 +37,13 @@ class Sleeps:
         } | test
 
     def save(self, folder: Path) -> None:
-        """Nothing to keep."""
+        """Do nothing: there is nothing to keep."""
 
     def profile(self) -> dict[str, bytes]:
         return {}
 
     def end(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: there is nothing to release."""
 
 
 FAILS_ONCE = "tests.study.sleeping:FailsOnce"
@@ -67,7 +67,7 @@ class FailsOnce(Sleeps):
 
 @contextmanager
 def executor(name: str = SLEEPS) -> Iterator[None]:
-    """Have every trial trained by the executor of that name."""
+    """Let the executor of that name train every trial, inside."""
     from study.execution.loop import Loop  # not in the processes that sleep
 
     real: Callable[..., str] = Loop._executor_module
@@ -79,8 +79,10 @@ def executor(name: str = SLEEPS) -> Iterator[None]:
 
 
 def most_at_once(events: list[dict[str, Any]]) -> int:
-    """How many trials overlap, by a ledger's events: from when they were started to when they
-    ended."""
+    """Return how many trials overlap at most, by a ledger's events.
+
+    A trial counts from its start to its end.
+    """
     step = {"started": 1, "finished": -1, "restarted": -1}
     changes = [(event["time"], step[event["event"]]) for event in events if event["event"] in step]
     running = most = 0

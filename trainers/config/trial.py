@@ -164,8 +164,7 @@ class PrecisionConfig:
             ) from None
 
     def _check_simulated(self) -> None:
-        """Refuse simulated formats' options for other formats, and LNS scopes for simulated
-        ones."""
+        """Refuse simulated formats' options for other formats, and scopes for simulated formats."""
         if not self.simulated:
             for key in ("gradient_format", "master_format"):
                 if (value := getattr(self, key)) is not None:

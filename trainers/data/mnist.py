@@ -28,8 +28,7 @@ DATA_VARIABLE = "LNS_STUDY_DATA"
 
 
 class DownloadError(ValueError):
-    """The error where MNIST is neither found nor downloaded; ``data.name=auto`` then uses
-    digits."""
+    """The error where MNIST cannot be found or downloaded; ``data.name=auto`` then uses digits."""
 
 
 class _File(NamedTuple):

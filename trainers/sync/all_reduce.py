@@ -63,8 +63,7 @@ class ShardedSum:
         return self._codec.decode(gathered, shard).view(-1)[: flat.numel()]
 
     def _encode(self, leg: str, x_NM: Tensor) -> Tensor:
-        """Encode ``x_NM``; with feedback, add the residue of ``leg`` before and keep the new
-        one."""
+        """Encode ``x_NM``; with feedback, add the residue of ``leg`` first and keep the new one."""
         if not self._feedback:
             return self._codec.encode(x_NM)
         if leg in self.residues:

@@ -116,8 +116,7 @@ class Asynchronous(Synchroniser):
         return True
 
     def end_epoch(self, finite: bool, *, last: bool = False) -> bool:
-        """Wait for all replicas and take the weights they have made; tell whether all are
-        finite."""
+        """Wait for all replicas and take their weights; tell whether all replicas are finite."""
         finite = self._collectives.all_true(finite and self._all_finite)
         if finite:
             self._write(ray.get([shard.state.remote() for shard in self._shards]))

@@ -46,7 +46,7 @@ class Synchroniser:
         return logits
 
     def gradients(self, parameters: Iterable[Tensor], finite: bool) -> bool:
-        """Turn the gradients into those of this replica's update; tell whether to update at all.
+        """Turn the gradients into those of this replica's update; return whether to update at all.
 
         False leaves the weights as they are.
         """
