@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trainers.telemetry.spans import Spans
 
-# Before torch 2.13 they had other names, which warn since.
+# torch 2.13 renamed these functions; the old names warn since.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

@@ -20,9 +20,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-# torch imports this module by itself, late (torch.compile and pipelining do). Its functions take
-# the default group of the moment it is imported as the default of an argument, so it must be
-# imported while there is none.
+# torch.compile and pipelining import this module late. The default arguments of its functions hold
+# the default group that exists at that moment, so it must be imported while there is none.
 import torch.distributed.nn.functional  # noqa: F401
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -90,7 +89,7 @@ def leave() -> None:
     does).
     """
     _mesh.cache_clear()
-    if "torch.distributed.tensor" in sys.modules:  # models in shards or parts load it
+    if "torch.distributed.tensor" in sys.modules:  # loaded by partitioned models
         _clear_tensor_caches()
     gc.collect()
     dist.destroy_process_group()

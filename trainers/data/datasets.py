@@ -119,11 +119,11 @@ def prepare(config: DataConfig) -> DatasetInfo:
     config = resolve(config)
     known, key = _known_descriptions(), json.dumps([asdict(config), *_files_of(config)])
     if key in known:
-        with suppress(TypeError):  # of another version
+        with suppress(TypeError):  # a description by another version
             return DatasetInfo(**known[key])
     info = _describe(config)
     if config.name == "mnist":
-        with suppress(OSError):  # the next command reads the files again
+        with suppress(OSError):  # then the next command reads the files again
             _write_descriptions({**known, key: asdict(info)})
     return info
 

@@ -215,7 +215,8 @@ def mnist_arrays(root: str) -> tuple[NDArray[np.uint8], ...]:
         path = file_in(folder, name)
         if path is None:
             raise ValueError(
-                f"{folder}: lacks {name}; MNIST needs all four files: {', '.join(FILES)}"
+                f"{folder}: lacks {name}, must hold all four files: {', '.join(FILES)}; put them"
+                " there, or use data.name=digits"
             )
         arrays.append(read_idx(path, expected))
     return tuple(arrays)

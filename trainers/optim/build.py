@@ -126,7 +126,7 @@ def _lars(
         _apart(params),
         (o.momentum, o.weight_decay * batch, o.trust_coefficient, o.nesterov),
     )
-    for group in groups[1:]:  # without ratio the step is sgd's
+    for group in groups[1:]:  # without a trust ratio the step is that of sgd
         group["lr"] = lr / batch
     return optim.LARS(groups, lr, *options, **rounding)
 

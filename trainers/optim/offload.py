@@ -43,7 +43,7 @@ class Offload:
         """Copy the weights from the CPU to the model."""
         for parameter, own in self._pairs:
             storage_of(parameter.detach()).copy_(storage_of(own.detach()), non_blocking=True)
-        self._wait()  # or the next step could write over what is still being read
+        self._wait()  # or the next step could overwrite weights that are still being copied
 
     @torch.no_grad()
     def pull_gradients(self) -> None:
@@ -83,25 +83,25 @@ def _copied(module: nn.Module) -> nn.Module:
 
     Buffers are shared, and the number format of each layer is kept.
     """
-    own = nn.Module()
+    copy = nn.Module()
     for name, parameter in module.named_parameters(recurse=False):
-        own.register_parameter(
+        copy.register_parameter(
             name, nn.Parameter(_on_cpu(parameter.detach()), requires_grad=parameter.requires_grad)
         )
     for name, buffer in module.named_buffers(recurse=False):
-        own.register_buffer(name, buffer)
+        copy.register_buffer(name, buffer)
     for name, child in module.named_children():
-        own.add_module(name, _copied(child))
+        copy.add_module(name, _copied(child))
     if hasattr(module, "simulation"):
-        own.simulation = module.simulation
-    return own
+        copy.simulation = module.simulation
+    return copy
 
 
 def _on_cpu(parameter: Tensor) -> Tensor:
     """Return a copy of ``parameter`` on the CPU, page-locked where it comes from a GPU."""
     values = storage_of(parameter)
-    own = _locked(values.to("cpu", copy=True), values.device)
-    return LNSTensor(own, parameter.fmt) if isinstance(parameter, LNSTensor) else own
+    copy = _locked(values.to("cpu", copy=True), values.device)
+    return LNSTensor(copy, parameter.fmt) if isinstance(parameter, LNSTensor) else copy
 
 
 def _locked(tensor: Tensor, device: torch.device) -> Tensor:

@@ -110,6 +110,6 @@ def _local_module(module: nn.Module) -> nn.Module:
 
 def _local(tensor: Tensor) -> Tensor:
     """Return the local tensor of a DTensor; another tensor as it is."""
-    from torch.distributed.tensor import DTensor  # loaded where there are any
+    from torch.distributed.tensor import DTensor  # loaded only where a model has DTensors
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

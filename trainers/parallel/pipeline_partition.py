@@ -29,7 +29,7 @@ def balanced(costs: Sequence[int], parts: int) -> list[slice]:
         )
     best: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {
         (0, 0): (0, ())
-    }  # (parts, layers): largest sum, where parts start
+    }  # (parts, layers): (largest sum, starts of the parts)
     for part in range(1, parts + 1):
         for end in range(part, len(costs) + 1):
             choices = (

@@ -79,8 +79,8 @@ class BucketSync(GradientSync):
         self, wire: WireConfig, collectives: Collectives, parameters: Iterable[Tensor]
     ) -> None:
         assert wire.bucket_cap_mb is not None
-        # Its own object: what runs beside backward is not exposed, and is counted when it has come
-        # back.
+        # The sums have collectives of their own: what runs beside backward is not exposed time, and
+        # its bytes are counted when all buckets are back.
         super().__init__(wire, Collectives(collectives.group, collectives.device))
         self._agreement = collectives
         self._buckets = buckets([p for p in parameters if p.requires_grad], wire.bucket_cap_mb)
@@ -109,7 +109,7 @@ class BucketSync(GradientSync):
         """
         self._send_until(len(self._buckets))
         with self._agreement.spans("communication", "wait for buckets"):
-            if self._stream is not None:  # before anything of it is read
+            if self._stream is not None:  # before a sum is read
                 torch.cuda.current_stream().wait_stream(self._stream)
             finite_here = [self._was_finite(sent) for sent in self._sent]
         self._remaining = []
@@ -178,7 +178,7 @@ class BucketSync(GradientSync):
         for parameter, part in zip(members, total.split([p.numel() for p in members]), strict=True):
             if parameter.grad is not None:
                 unflatten_([parameter.grad], part)
-        # a plain sum carries what is not finite
+        # a plain float sum carries values that are not finite
         return finite.all() if codec is not None else torch.ones((), dtype=torch.bool)
 
     def _was_finite(self, sent: Future[bool] | Tensor) -> bool:

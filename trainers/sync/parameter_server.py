@@ -72,7 +72,7 @@ class Shard:
             trial.sync.staleness_aware,
             float(self._optimizer.param_groups[0]["lr"]),
         )
-        # a rate that underflows would be refused
+        # the least learning rate; the optimizer would refuse one that underflows
         self._smallest = self._fmt.smallest if self._fmt is not None else 0.0
         self._version = 0
         self._failed = False

@@ -137,7 +137,7 @@ class Telemetry:
         The same on every worker; a collective.
         """
         self._spans.end()
-        counted, peak = self._gpu.end(), self._peak()  # before what this allocates
+        counted, peak = self._gpu.end(), self._peak()  # before this method allocates
         steps, macs, possible = (
             self._spans.steps,
             (self._macs or 0.0) * self._spans.steps,

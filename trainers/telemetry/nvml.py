@@ -69,8 +69,8 @@ class GPUCounters:
             return
         try:
             pynvml.nvmlInit()
-            # CUDA_VISIBLE_DEVICES renumbers what NVML does not: the UUID names the same device to
-            # both.
+            # CUDA_VISIBLE_DEVICES renumbers torch's devices but not those of NVML; a UUID names the
+            # same device in both.
             uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
             self._handle, self._nvml = pynvml.nvmlDeviceGetHandleByUUID(uuid), pynvml
         except pynvml.NVMLError:

@@ -182,8 +182,8 @@ def _check_batch(config: TrialConfig, examples: int) -> None:
     """Refuse a batch larger than the training set."""
     if examples < config.batch_size:
         raise ValueError(
-            f"batch_size={config.batch_size}: there are {examples} training examples; use a smaller"
-            " batch"
+            f"batch_size={config.batch_size}: there are {examples} training examples, and a batch"
+            f" takes no example twice; use at most batch_size={examples}"
         )
 
 

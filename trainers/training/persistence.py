@@ -95,7 +95,7 @@ def restore(components: Components, sync: Synchroniser, folder: Path) -> Progres
     sync.load_state(
         of_rank(tensors, components.workers.rank, components.workers.device) if alike else {}
     )
-    # older ones lack history and tested
+    # checkpoints of earlier versions lack history and tested
     return Progress(**{name: state[name] for name in vars(Progress()) if name in state})
 
 

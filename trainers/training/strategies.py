@@ -77,7 +77,7 @@ class Step:
                 finite = math.isfinite(found.loss)
                 tally.add(found.loss, found.wrong, found.examples)
             if self._delay:
-                time.sleep(self._delay)  # injected for study
+                time.sleep(self._delay)  # a straggler, for study
             goes_on = self._all_go_on(sync.after_step(finite))
             components.spans.step()
             if not goes_on:

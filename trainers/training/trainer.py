@@ -99,7 +99,7 @@ class Training:
         """
         self._change_options()
         components, telemetry = self._components, self._components.telemetry
-        # The setting is the process's, which other trials have used or use in turn.
+        # The setting belongs to the process, in which other trials run before or after this one.
         with matmul_accumulation(self.config.precision.accumulation):
             telemetry.begin()
             start, before = time.perf_counter(), components.sent
