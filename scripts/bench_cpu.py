@@ -113,7 +113,7 @@ def rate(call: Callable[[], Any], work: float, seconds: float = 0.6) -> float:
 
 @contextmanager
 def product_kernel(name: str) -> Iterator[None]:
-    """Force a matrix-product kernel, inside."""
+    """Force a matrix-product kernel within the context."""
     before = os.environ.get("LNS_OPS_CPU_KERNEL")
     os.environ["LNS_OPS_CPU_KERNEL"] = name
     try:

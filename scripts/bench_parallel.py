@@ -74,7 +74,7 @@ PRECISIONS = {
 
 @dataclass(frozen=True)
 class Job:
-    """What every process runs: ``work(rank, world)``, whose results on rank 0 are kept."""
+    """The work of every process: ``work(rank, world)``, whose results on rank 0 are kept."""
 
     work: Callable[[int, int], list[dict[str, Any]]]
     world: int

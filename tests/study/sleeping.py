@@ -67,7 +67,7 @@ class FailsOnce(Sleeps):
 
 @contextmanager
 def executor(name: str = SLEEPS) -> Iterator[None]:
-    """Let the executor of that name train every trial, inside."""
+    """Let the executor of that name train every trial within the context."""
     from study.execution.loop import Loop  # not in the processes that sleep
 
     real: Callable[..., str] = Loop._executor_module

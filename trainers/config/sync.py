@@ -20,7 +20,7 @@ USES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig:
-    """When the replicas of a trial exchange what.
+    """The method by which the replicas of a trial stay together, and its options.
 
     See :mod:`trainers.sync.weight_averaging` and :mod:`trainers.sync.async_client`.
 

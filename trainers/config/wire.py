@@ -16,7 +16,7 @@ JOINT = ("lns8", "int8", "topk")
 
 @dataclass(frozen=True, kw_only=True)
 class WireConfig:
-    """How gradients, or differences of weights, travel between replicas.
+    """The format in which gradients, or differences of weights, travel between replicas.
 
     Attributes:
         name: ``native`` (float32 gradients as float32, LNS gradients as their own codes, 2 bytes),

@@ -1,4 +1,4 @@
-"""How a model's forward pass is run: activation checkpoints, and automatic mixed precision (AMP).
+"""The forward pass of a model, with activation checkpoints and automatic mixed precision (AMP).
 
 **Activation checkpoints** (``memory.activation_checkpoints=true``): the layers are taken in
 segments; of all but the last only the input is kept, and backward computes a segment's activations

@@ -167,7 +167,7 @@ class ShardedSync(Synchroniser):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Run forward passes without backward, inside; afterwards make torch forget their order.
+        """Give a context for forward passes without backward, whose order torch forgets after it.
 
         Otherwise the next backward would gather layers ahead in that order.
         """

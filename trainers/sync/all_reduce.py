@@ -46,7 +46,7 @@ class ShardedSum:
             call.
     """
 
-    def __init__(self, collectives: Collectives, codec: Codec, feedback: bool = False) -> None:
+    def __init__(self, collectives: Collectives, codec: Codec, *, feedback: bool = False) -> None:
         self._collectives, self._codec, self._feedback = collectives, codec, feedback
         self.residues: dict[str, Tensor] = {}
 
@@ -148,7 +148,7 @@ class GradientSync:
         """Return the sharded sum of segment ``name``, making it at the first call."""
         if name not in self._sums:
             assert codec is not None
-            self._sums[name] = ShardedSum(self._collectives, codec, self._wire.feedback)
+            self._sums[name] = ShardedSum(self._collectives, codec, feedback=self._wire.feedback)
         return self._sums[name]
 
 

@@ -99,7 +99,7 @@ class Synchroniser:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Give the model, inside, the weights that the trial's metrics are computed with."""
+        """Give the model, within the context, the weights whose metrics the trial reports."""
         yield
 
     def state(self) -> dict[str, Tensor]:

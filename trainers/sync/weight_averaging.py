@@ -78,7 +78,9 @@ class Averaging(Synchroniser):
         )
         codec = make_codec(config.wire, None)
         self._sharded_sum = (
-            ShardedSum(collectives, codec, config.wire.feedback) if codec is not None else None
+            ShardedSum(collectives, codec, feedback=config.wire.feedback)
+            if codec is not None
+            else None
         )
         self._steps = 0
 
@@ -195,7 +197,7 @@ class Averaging(Synchroniser):
 
     @contextmanager
     def _with_weights(self, flat: Tensor) -> Iterator[None]:
-        """Give the replica the weights ``flat`` inside, and its own weights back afterwards."""
+        """Give the replica the weights ``flat`` within the context, then its own weights back."""
         before = [storage_of(p).clone() for p in self._parameters()]
         unflatten_(self._parameters(), flat)
         try:
@@ -262,7 +264,7 @@ class Elastic(Averaging):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Give the model the centre's weights, inside."""
+        """Give the model the centre's weights within the context."""
         with self._with_weights(self._centre):
             yield
 
@@ -301,7 +303,7 @@ class FinalAverage(Averaging):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Give the model, inside, the mean of the replicas' present weights."""
+        """Give the model the mean of the replicas' present weights within the context."""
         with self._with_weights(self._mean(self._read())):
             yield
 

@@ -115,7 +115,10 @@ class Telemetry:
 
     @contextmanager
     def counting(self, steps: int = 1) -> Iterator[None]:
-        """Count the multiply-accumulates of the first training step, or of ``steps`` equal ones."""
+        """Count the multiply-accumulates of the training steps that run in this context.
+
+        These are the trial's first step, or ``steps`` equal ones; later contexts count nothing.
+        """
         if self._macs is not None:
             yield
             return

@@ -87,7 +87,7 @@ class Spans:
 
     @contextmanager
     def _span(self, kind: str, name: str) -> Iterator[None]:
-        """Time the inside as ``kind`` and name it ``name`` in the trace, as far as asked for."""
+        """Time the context as ``kind`` and name it ``name`` in the trace, as far as asked for."""
         timed = self.timing and kind in KINDS
         start = self._now() if timed else 0.0
         try:

@@ -139,7 +139,7 @@ class GraphedEpochs:
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """Restore parameters, buffers and optimizer state afterwards; new state becomes zero."""
+        """Restore parameters, buffers and optimizer state after the context; zero new state."""
         parameters = [
             storage_of(p.detach()) for p in (*self._model.parameters(), *self._model.buffers())
         ]

@@ -35,12 +35,13 @@ RANKS_SHARE = (
     "wire",
     "sync.name",
 )
-"""The keys in which two trials must agree for a rank to take the state of the same rank."""
+"""The keys in which two trials must agree for a rank of one to load the state that belonged to the
+same rank of the other."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a trial has come, in attributes of :class:`trainers.training.trainer.Training`."""
+    """The progress of a trial, in attributes of :class:`trainers.training.trainer.Training`."""
 
     epoch: int = 0
     diverged: bool = False
