@@ -1,7 +1,6 @@
-"""The manifest of a checkpoint, ``state.json``: it is written last and says what the checkpoint
-holds.
+"""The manifest of a checkpoint, ``state.json``, which says what the checkpoint holds.
 
-Loads no torch.
+The manifest is the last file to be written. This module loads no torch.
 """
 
 from __future__ import annotations

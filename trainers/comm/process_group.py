@@ -1,6 +1,6 @@
-"""The torch.distributed group of one training's workers: joined before the first trial, left in a
-way that lets the process end.
+"""The torch.distributed group of one training's workers: how they join it and leave it.
 
+The group is joined before the first trial, and left in a way that lets the process end.
 ``destroy_process_group`` ends a gloo group's threads only once nothing refers to the group any
 more. A thread that remains releases the last tensor that it sent whenever it gets a processor; if
 Python is ending by then, it may not take the GIL any more and the process aborts ("terminate called

@@ -1,9 +1,9 @@
-"""Hyperparameters that change in the middle of a trial: ``changes: [{epoch: 4, optimizer.lr:
-0.02}]``.
+"""Hyperparameters that change in the middle of a trial.
 
-An entry holds from the end of its epoch until a later entry changes the same key. Weights and
-optimizer state are kept. Population based training (:mod:`study.search.population`) writes what it
-did in this form, as the config of an ordinary trial, which gives the same bits again.
+Written as ``changes: [{epoch: 4, optimizer.lr: 0.02}]``. An entry holds from the end of its epoch
+until a later entry changes the same key. Weights and optimizer state are kept. Population based
+training (:mod:`study.search.population`) writes what it did in this form, as the config of an
+ordinary trial, which gives the same bits again.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The data sets of a trial, as tensors in memory: MNIST from its four IDX files, or the handwritten
-digits of scikit-learn.
+"""The data sets of a trial, as tensors in memory.
 
-MNIST is looked for in ``root``, else in ``$LNS_STUDY_DATA`` (either the folder itself or its
-``mnist/``). A folder that is named in one of these ways must hold all files; a missing file is an
-error. If neither is given, MNIST is looked for in ``./data/mnist``, then in the download cache
-``~/.cache/lns-study/mnist``; otherwise it is downloaded there. Files may be gzipped or plain. Every
-file is checked (magic number, size, SHA-256 of its content) before it is used, wherever it came
-from.
+MNIST is read from its four IDX files, the handwritten digits from scikit-learn. The IDX files are
+looked for in ``root``, else in ``$LNS_STUDY_DATA`` (either the folder itself or its ``mnist/``). A
+folder that is named in one of these ways must hold all files; a missing file is an error. If
+neither is given, they are looked for in ``./data/mnist``, then in the download cache
+``~/.cache/lns-study/mnist``; otherwise they are downloaded there. Files may be gzipped or plain.
+Every file is checked (magic number, size, SHA-256 of its content) before it is used, wherever it
+came from.
 
 Pixels are scaled to [0, 1], nothing else. Splits are by position, never shuffled: training first,
 the last ``validation_size`` of the training set for validation, the test set as published (digits:

@@ -1,5 +1,8 @@
-"""A small convolutional net: 3 x 3 convolutions, each with ReLU and pooling to half the size, then
-linear layers with ReLU between them."""
+"""A small convolutional net.
+
+It has 3 x 3 convolutions, each with ReLU and pooling to half the size, then linear layers with ReLU
+between them.
+"""
 
 from __future__ import annotations
 

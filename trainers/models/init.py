@@ -1,8 +1,7 @@
-"""Initial weights that depend on the seed and the parameter's name alone, not on the layout or the
-order of creation.
+"""Initial weights that depend on the seed and the parameter's name alone.
 
-Linear and convolution layers: weight and bias uniform in ``+- 1 / sqrt(fan_in)``, torch's own
-default, with one generator a parameter.
+They do not depend on the layout or the order of creation. Linear and convolution layers: weight and
+bias uniform in ``+- 1 / sqrt(fan_in)``, torch's own default, with one generator a parameter.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Optimizer state in the host's memory (``memory.offload_optimizer=true``), so that a GPU holds
-only weights, gradients and activations.
+"""Optimizer state in the host's memory (``memory.offload_optimizer=true``).
 
-The optimizer's momenta, moments and Kahan compensations are one to three times as large as the
-weights, and are read once a step. Here they stay on the CPU, beside a copy of the weights, in
-page-locked memory: after backward the gradients are copied there, the optimizer steps with the
-kernels of a CPU on the trial's ``threads``, and the new weights are copied back. With w bytes of
-weights a step copies w bytes to the CPU and w bytes back. LNS trials end with the same bits as
-without offloading, since the kernels of both devices agree bit for bit; float32 trials agree within
-their rounding. The checkpoints are the same with and without, and either can continue the other's.
+A GPU then holds only weights, gradients and activations. The optimizer's momenta, moments and Kahan
+compensations are one to three times as large as the weights, and are read once a step. Here they
+stay on the CPU, beside a copy of the weights, in page-locked memory: after backward the gradients
+are copied there, the optimizer steps with the kernels of a CPU on the trial's ``threads``, and the
+new weights are copied back. With w bytes of weights a step copies w bytes to the CPU and w bytes
+back. LNS trials end with the same bits as without offloading, since the kernels of both devices
+agree bit for bit; float32 trials agree within their rounding. The checkpoints are the same with and
+without, and either can continue the other's.
 
 Source: J. Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training"
 (arXiv:2101.06840).

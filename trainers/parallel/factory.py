@@ -1,5 +1,4 @@
-"""The choice of how a layout partitions the tensors of a model: FSDP, tensor parallelism or
-neither.
+"""The choice of how a layout partitions tensors: FSDP, tensor parallelism or neither.
 
 What each of them needs is imported only where it is used, since torch takes a while to load it.
 """

@@ -1,5 +1,6 @@
-"""Fully sharded data parallelism (FSDP2): every replica keeps a shard of the parameters, of their
-gradients and of the optimizer's state.
+"""Fully sharded data parallelism (FSDP2).
+
+Every replica keeps a shard of the parameters, of their gradients and of the optimizer's state.
 
 ``layout.fsdp=true``. torch's ``fully_shard`` cuts every tensor of a layer along its first
 dimension, ``ceil(rows / N)`` rows to each of N replicas, fewer or none to the last ones. A layer's

@@ -1,6 +1,6 @@
-"""Models whose tensors are divided over workers: the parts that an optimizer gets, and whole
-tensors for checkpoints.
+"""Models whose tensors are divided over workers.
 
+This module has the parts that an optimizer gets, and makes whole tensors for checkpoints.
 :mod:`trainers.parallel.fsdp` cuts tensors over the replicas,
 :mod:`trainers.parallel.tensor_parallel` over the workers of one replica. Both leave a model whose
 parameters are torch's DTensors. An optimizer gets the local tensors beneath, plain ones over the

@@ -1,9 +1,8 @@
-"""Pipeline parallelism: a worker holds one stage of the model (or several, interleaved) and passes
-activations on to the worker of the next.
+"""Pipeline parallelism: each worker holds one stage of the model, or several, interleaved.
 
-torch.distributed.pipelining runs the schedules. This module adds the partition
-(:mod:`trainers.parallel.pipeline_partition`), stages that pass LNS values as codes, evaluation, and
-the counting of bytes.
+A worker passes its activations on to the worker of the next stage. torch.distributed.pipelining
+runs the schedules. This module adds the partition (:mod:`trainers.parallel.pipeline_partition`),
+stages that pass LNS values as codes, evaluation, and the counting of bytes.
 
 - **Codes between stages.** LNS activations and gradients travel as 2-byte codes. The pipeline must
   see a floating type, or it drops the gradient silently (int16 has none); so codes are viewed as

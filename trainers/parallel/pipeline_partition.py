@@ -1,10 +1,10 @@
-"""The partition of a chain of layers into pipeline stages: contiguous parts whose largest cost is
-as small as possible.
+"""The partition of a chain of layers into pipeline stages.
 
-The time of a pipeline is that of its slowest stage, so the maximum is what counts. The cost of a
-layer is the multiply-adds of a training step an example: a linear layer of I inputs and O outputs
-takes I O in forward, as many for its weight's gradient and as many for its input's gradient, which
-the first layer does not need.
+Stages are contiguous parts whose largest cost is as small as possible. The time of a pipeline is
+that of its slowest stage, so the maximum is what counts. The cost of a layer is the multiply-adds
+of a training step an example: a linear layer of I inputs and O outputs takes I O in forward, as
+many for its weight's gradient and as many for its input's gradient, which the first layer does not
+need.
 """
 
 from __future__ import annotations

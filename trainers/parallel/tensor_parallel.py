@@ -1,5 +1,6 @@
-"""Tensor parallelism: the workers of one replica hold parts of its linear layers and compute every
-example together.
+"""Tensor parallelism: a replica's workers hold parts of its linear layers.
+
+They compute every example together.
 
 ``layout.tp=T``, by torch's ``parallelize_module``. Linear layers are taken in pairs, ``y = f(x A +
 a)`` and ``z = y B + b`` with f elementwise. Worker k has a T-th of the columns of A and of a, and

@@ -1,11 +1,11 @@
-"""One all-reduce for every wire format: after backward, every rank ends with the sum of the
-gradients over all ranks.
+"""One all-reduce for every wire format.
 
-The gradients are laid end to end and cut into one shard a rank. Every rank encodes the shards and
-sends each to its owner (all-to-all); the owner adds up what it received in rank order, encodes the
-sum and sends it to all (all-gather), so all ranks decode the same bits. A rank sends ``2 (N - 1) /
-N`` times the encoded gradient: with two ranks 4 bytes a parameter and step in float32, 2 in the
-16-bit formats, 1 in the 8-bit ones.
+After backward, every rank ends with the sum of the gradients over all ranks. The gradients are laid
+end to end and cut into one shard a rank. Every rank encodes the shards and sends each to its owner
+(all-to-all); the owner adds up what it received in rank order, encodes the sum and sends it to all
+(all-gather), so all ranks decode the same bits. A rank sends ``2 (N - 1) / N`` times the encoded
+gradient: with two ranks 4 bytes a parameter and step in float32, 2 in the 16-bit formats, 1 in the
+8-bit ones.
 
 *Native* LNS gradients travel as their own codes and are added with the contract's sum. With 64
 examples a rank this is the order in which one process adds its blocks of 64, so the result is the

@@ -1,12 +1,12 @@
-"""Asynchronous data parallelism: a replica's side of the parameter server
-(:mod:`trainers.sync.parameter_server`).
+"""Asynchronous data parallelism: a replica's side of the parameter server.
 
-Rank 0 starts the shards as Ray actors, which reserve no CPU in Ray and end with rank 0; the others
-find them by name. After every backward pass a replica pushes its gradient to all shards and pulls
-the weights for its next step. With fixed work every replica takes its share of every batch, so all
-make the same number of steps; with shared work a replica that is ready asks the first shard for the
-next share, so a slow replica makes fewer. At the end of an epoch the replicas wait for each other,
-and evaluate the same weights. Ray must be running in the process.
+The server's side is :mod:`trainers.sync.parameter_server`. Rank 0 starts the shards as Ray actors,
+which reserve no CPU in Ray and end with rank 0; the others find them by name. After every backward
+pass a replica pushes its gradient to all shards and pulls the weights for its next step. With fixed
+work every replica takes its share of every batch, so all make the same number of steps; with shared
+work a replica that is ready asks the first shard for the next share, so a slow replica makes fewer.
+At the end of an epoch the replicas wait for each other, and evaluate the same weights. Ray must be
+running in the process.
 
 Bytes: a push and a pull, the whole model each: with float32 8 bytes a parameter, replica and step,
 with LNS 4. What the server sends is counted for the replica that receives it.

@@ -1,9 +1,9 @@
-"""A shard of the parameter server: a slice of the weights, its optimizer, and the bound on how far
-replicas may run apart.
+"""A shard of the parameter server.
 
-All weights lie end to end and are cut into equal slices, one a shard. Every shard is a process of
-its own (a Ray actor) and keeps its slice, the optimizer's state of it, a *version* (updates so far)
-and a *clock* for every replica (steps whose gradients it has). A replica at clock ``c`` pulls the
+It has a slice of the weights, its optimizer, and the bound on how far replicas may run apart. All
+weights lie end to end and are cut into equal slices, one a shard. Every shard is a process of its
+own (a Ray actor) and keeps its slice, the optimizer's state of it, a *version* (updates so far) and
+a *clock* for every replica (steps whose gradients it has). A replica at clock ``c`` pulls the
 weights, computes, pushes its gradient and is then at ``c + 1``.
 
 - **Staleness bound s** (Q. Ho et al. 2013, "stale synchronous parallel"): a pull at clock ``c``

@@ -1,8 +1,7 @@
-"""Replicas that update by themselves and exchange weights every few steps, instead of gradients
-every step.
+"""Replicas that update by themselves and exchange weights every few steps.
 
-Every replica ``i`` of N updates by the mean gradient of its own share of the batch. With ``x_i``
-its weights, every ``period`` = H steps:
+Synchronous replicas exchange gradients every step instead. Every replica ``i`` of N updates by the
+mean gradient of its own share of the batch. With ``x_i`` its weights, every ``period`` = H steps:
 
 - **local SGD** (S. Stich 2019, arXiv:1805.09767): ``x_i = mean(x)``.
 - **DiLoCo** (A. Douillard et al. 2023, arXiv:2311.08105), an outer Nesterov step on what a round

@@ -1,11 +1,10 @@
-"""Counters that an NVIDIA GPU offers through NVML: its energy, and how busy its multiprocessors
-were (GPM).
+"""Counters that an NVIDIA GPU offers through NVML.
 
-nvidia-smi's "utilisation" says only that some kernel ran; GPM (Hopper and later) counts, between
-two samples, the share of multiprocessors that were busy, of warps that were resident, and of time
-in tensor and integer operations. Where the library, the driver or the device does not offer a
-counter, it is absent from the result: nothing is estimated. Counters are the whole device's, other
-processes on it included.
+They are its energy, and how busy its multiprocessors were (GPM). nvidia-smi's "utilisation" says
+only that some kernel ran; GPM (Hopper and later) counts, between two samples, the share of
+multiprocessors that were busy, of warps that were resident, and of time in tensor and integer
+operations. Where the library, the driver or the device does not offer a counter, it is absent from
+the result: nothing is estimated. Counters are the whole device's, other processes on it included.
 
 Source: NVML API reference, "GPM Functions" and ``nvmlDeviceGetTotalEnergyConsumption`` (Volta and
 later).

@@ -1,13 +1,13 @@
-"""Profiles: a trace by torch.profiler of chosen steps of a trial, one file a rank, and a table that
-sums it up.
+"""Profiles: traces of chosen steps of a trial, by torch.profiler.
 
-``profile.steps=[10, 14]`` records steps 10 to 13 (of the whole trial, counted from 0) of the ranks
-in ``profile.ranks``. A trace shows, on one time line, what the rank's code says it does
-(``communication``: the collectives by name; ``schedule`` and ``stage``: a pipeline, whose bubbles
-are the gaps between its stages; ``forward``, ``backward``, ``update``), torch's operators, the LNS
-operators by name (``lns_ops::matmul``), and on a GPU its kernels. https://ui.perfetto.dev and
-chrome://tracing open the file as it is, gzip-compressed JSON. A study keeps the files in
-``profiles/TRIAL`` of its folder, with ``executor: train`` in ``train/TRIAL/profile``.
+Each rank writes a trace, and a table that sums it up. ``profile.steps=[10, 14]`` records steps 10
+to 13 (of the whole trial, counted from 0) of the ranks in ``profile.ranks``. A trace shows, on one
+time line, what the rank's code says it does (``communication``: the collectives by name;
+``schedule`` and ``stage``: a pipeline, whose bubbles are the gaps between its stages; ``forward``,
+``backward``, ``update``), torch's operators, the LNS operators by name (``lns_ops::matmul``), and
+on a GPU its kernels. https://ui.perfetto.dev and chrome://tracing open the file as it is,
+gzip-compressed JSON. A study keeps the files in ``profiles/TRIAL`` of its folder, with ``executor:
+train`` in ``train/TRIAL/profile``.
 
 A recording ends with its epoch at the latest. The table has a line for every name: calls, its own
 time on the CPU and on the GPU (without what it calls), and the share of all own time.

@@ -1,11 +1,11 @@
-"""The measured ceiling of a trial's matrix products: the multiply-accumulates a second that the
-kernel it uses reaches on the machine it runs on.
+"""The measured ceiling of a trial's matrix products.
 
-The rate of a trial is compared with that of the same kernel on one large dense square product, in
-this process, with this trial's threads: 512^3 on a CPU, 4096^3 on a GPU, the best of a few. It is
-what the kernel gives here and now, not a data sheet's peak; other work on the same cores lowers it.
-A product whose operands have many zeros (the pixels of MNIST) may be faster than the ceiling, since
-kernels skip zeros.
+It is the number of multiply-accumulates a second that the kernel of the trial reaches on the
+machine that the trial runs on. The rate of a trial is compared with that of the same kernel on one
+large dense square product, in this process, with this trial's threads: 512^3 on a CPU, 4096^3 on a
+GPU, the best of a few. It is what the kernel gives here and now, not a data sheet's peak; other
+work on the same cores lowers it. A product whose operands have many zeros (the pixels of MNIST) may
+be faster than the ceiling, since kernels skip zeros.
 """
 
 from __future__ import annotations

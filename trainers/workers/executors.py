@@ -1,5 +1,7 @@
-"""The executors of trials behind one protocol: alone or as a rank of a gang, packed, by Ray
-Train."""
+"""The executors of trials behind one protocol.
+
+They train a trial alone or as a rank of a gang, beside others in one process, or by Ray Train.
+"""
 
 from __future__ import annotations
 

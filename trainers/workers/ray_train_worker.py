@@ -1,9 +1,9 @@
-"""The workers of a Ray Train run, which train one trial together, over gloo on CPUs, over NCCL on
-GPUs.
+"""The workers of a Ray Train run, which train one trial together.
 
-Each worker runs :func:`train_loop`: a :class:`~trainers.training.trainer.Training` with its rank,
-an epoch at a time; rank 0 saves a checkpoint with every report, so a group that Ray restarts
-continues after the last reported epoch and ends with the same bits.
+They communicate over gloo on CPUs and over NCCL on GPUs. Each worker runs :func:`train_loop`: a
+:class:`~trainers.training.trainer.Training` with its rank, an epoch at a time; rank 0 saves a
+checkpoint with every report, so a group that Ray restarts continues after the last reported epoch
+and ends with the same bits.
 
 With ``min_workers`` the group is elastic: it begins with as many workers as there is room for, goes
 on with fewer where a node is lost and with more where one is added, each time from the last

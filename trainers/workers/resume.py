@@ -1,5 +1,7 @@
-"""The part of a trial that all executors share: resuming it where an earlier attempt stopped, and
-training it an epoch at a time."""
+"""The part of a trial that all executors share.
+
+A trial is resumed where an earlier attempt stopped, and trained an epoch at a time.
+"""
 
 from __future__ import annotations
 

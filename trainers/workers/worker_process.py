@@ -1,7 +1,7 @@
-"""The main program of a worker process: it trains the trials that it is given, an epoch at a time,
-and reports their results.
+"""The main program of a worker process.
 
-It knows nothing of Ray or of a study. It receives :class:`Message`s from its node
+It trains the trials that it is given, an epoch at a time, and reports their results. It knows
+nothing of Ray or of a study. It receives :class:`Message`s from its node
 (:mod:`trainers.workers.node`) and answers with others; where the connection closes it ends at once.
 One trial after another runs in its main thread; a process of several *lanes* runs as many at once,
 in threads (:mod:`trainers.workers.packed`). A gang's processes are ranks of one torch.distributed
