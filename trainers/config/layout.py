@@ -78,7 +78,7 @@ class Layout:
         ):
             raise ValueError(
                 f"layout.virtual_stages={self.virtual_stages} with layout.schedule={self.schedule}:"
-                " interleaved stages are two or more a worker, 1f1b's and gpipe's one; use"
+                " interleaved needs two or more stages a worker, 1f1b and gpipe one; use"
                 " layout.schedule=interleaved layout.virtual_stages=2, or 1f1b and 1"
             )
         if self.schedule not in ("1f1b", "gpipe") and self.pp == 1:

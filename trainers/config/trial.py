@@ -169,8 +169,8 @@ class PrecisionConfig:
             for key in ("gradient_format", "master_format"):
                 if (value := getattr(self, key)) is not None:
                     raise ValueError(
-                        f"precision.{key}={value} with precision.format={self.format}: computes in"
-                        " that one format; leave it out, or use a simulated format such as"
+                        f"precision.{key}={value} with precision.format={self.format}: the trial"
+                        " computes in that one format; leave it out, or use a simulated format such as"
                         " bfloat16 or lns8/channel"
                     )
             return
