@@ -170,8 +170,8 @@ class PrecisionConfig:
                 if (value := getattr(self, key)) is not None:
                     raise ValueError(
                         f"precision.{key}={value} with precision.format={self.format}: the trial"
-                        " computes in that one format; leave it out, or use a simulated format such as"
-                        " bfloat16 or lns8/channel"
+                        " computes in that one format; leave it out, or use a simulated format"
+                        " such as bfloat16 or lns8/channel"
                     )
             return
         if self.scope != "everywhere":
