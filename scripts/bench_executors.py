@@ -1,7 +1,4 @@
-"""Executors for benchmarks of the study engine, whose trials compute nothing.
-
-Worker processes load them by name.
-"""
+"""Trials for benchmarks of the engine, loaded by worker processes: they compute nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Any
 
 
 class Noop:
-    """An executor that reports ``reports`` times ``metrics`` values and ends."""
+    """Reports ``reports`` times ``metrics`` values and ends."""
 
     reports, metrics, seconds = 1, 1, 0.0
 
@@ -33,13 +30,13 @@ class Noop:
         )
 
     def save(self, folder: Path) -> None:
-        """Do nothing: there is nothing to keep."""
+        """Nothing to keep."""
 
     def profile(self) -> dict[str, bytes]:
         return {}
 
     def end(self) -> None:
-        """Do nothing: there is nothing to release."""
+        """Nothing to let go of."""
 
 
 class Metrics(Noop):

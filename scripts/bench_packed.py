@@ -42,7 +42,7 @@ def config(seed: int) -> TrialConfig:
 
 
 def in_threads(trials: int) -> tuple[float, list[float]]:
-    """Return the seconds of the second epoch of all trials, and the seeds' last losses."""
+    """Seconds of the second epoch of all, and the seeds' last losses."""
     host, spans, losses = Host(config(0)), [], [0.0] * trials
     ready = threading.Barrier(trials)
 

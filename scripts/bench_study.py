@@ -168,7 +168,7 @@ def run(
 
 @contextmanager
 def executed_by(executor: str | None) -> Iterator[None]:
-    """Let a class of :mod:`bench_executors` execute the trials; None keeps their own executor."""
+    """Have trials executed by a class of :mod:`bench_executors`; by their own executor for None."""
     real = Loop._executor_module
     if executor is not None:
         Loop._executor_module = lambda self, config: f"bench_executors:{executor}"  # type: ignore[method-assign]

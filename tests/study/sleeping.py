@@ -1,4 +1,4 @@
-"""Trials that sleep instead of training, for tests and benchmarks of the study engine."""
+"""Trials that sleep instead of training, for tests and benchmarks of what runs them."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Sleeps:
         } | test
 
     def save(self, folder: Path) -> None:
-        """Do nothing: there is nothing to keep."""
+        """Nothing to keep."""
 
     def profile(self) -> dict[str, bytes]:
         return {}
 
     def end(self) -> None:
-        """Do nothing: there is nothing to release."""
+        """Nothing to let go of."""
 
 
 FAILS_ONCE = "tests.study.sleeping:FailsOnce"
@@ -67,7 +67,7 @@ class FailsOnce(Sleeps):
 
 @contextmanager
 def executor(name: str = SLEEPS) -> Iterator[None]:
-    """Let the executor of that name train every trial within the context."""
+    """Have every trial trained by the executor of that name."""
     from study.execution.loop import Loop  # not in the processes that sleep
 
     real: Callable[..., str] = Loop._executor_module
@@ -79,10 +79,8 @@ def executor(name: str = SLEEPS) -> Iterator[None]:
 
 
 def most_at_once(events: list[dict[str, Any]]) -> int:
-    """Return how many trials overlap at most, by a ledger's events.
-
-    A trial counts from its start to its end.
-    """
+    """How many trials overlap, by a ledger's events: from when they were started to when they
+    ended."""
     step = {"started": 1, "finished": -1, "restarted": -1}
     changes = [(event["time"], step[event["event"]]) for event in events if event["event"] in step]
     running = most = 0

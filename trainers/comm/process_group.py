@@ -54,10 +54,8 @@ def join(
 
 
 def wait_in_training(group: dist.ProcessGroup | None = None) -> None:
-    """Let collectives of ``group``, by default of all ranks, wait for :data:`PATIENCE`.
-
-    torch's own limits of 10 and 30 minutes would end a training.
-    """
+    """Have collectives of ``group``, by default of all ranks, wait for :data:`PATIENCE`; torch's
+    own 10 and 30 minutes end training."""
     _set_pg_timeout(PATIENCE, group)
 
 
@@ -89,18 +87,15 @@ def leave() -> None:
     does).
     """
     _mesh.cache_clear()
-    if "torch.distributed.tensor" in sys.modules:  # loaded by partitioned models
+    if "torch.distributed.tensor" in sys.modules:  # models in shards or parts load it
         _clear_tensor_caches()
     gc.collect()
     dist.destroy_process_group()
 
 
 def _clear_tensor_caches() -> None:
-    """Clear DTensor's caches, which keep groups alive.
-
-    torch has functions that clear those of sharding rules and redistributions; the others, some in
-    closures, are functools' own and are found by a search.
-    """
+    """Those of sharding rules and redistributions have functions that clear them; others, some in
+    closures, are functools' own."""
     from torch.distributed.tensor import _redistribute, debug
 
     debug._clear_sharding_prop_cache()

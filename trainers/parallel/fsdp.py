@@ -41,7 +41,8 @@ from trainers.sync.base import Synchroniser
 
 
 class _Allocating:
-    """The base of the collectives given to torch; it counts bytes and allocates as torch does."""
+    """How torch's own collectives of this kind get their memory, and the trial's collectives that
+    count them."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
@@ -54,8 +55,6 @@ class _Allocating:
 
 
 class _Gather(_Allocating, AllGather):
-    """The all-gather of parameters, through the trial's collectives."""
-
     def __call__(
         self,
         output_tensor: Tensor,
@@ -69,8 +68,6 @@ class _Gather(_Allocating, AllGather):
 
 
 class _SumScatter(_Allocating, ReduceScatter):
-    """The reduce-scatter of gradients, a sum through the trial's collectives."""
-
     def __call__(
         self,
         output_tensor: Tensor,

@@ -282,8 +282,8 @@ def _on_local_parts(formula: Callable[..., int]) -> Callable[..., int]:
     """
 
     def count(*arguments: Any, out_val: Any, **options: Any) -> int:
-        local = [x._local_tensor if isinstance(x, DTensor) else x for x in (*arguments, out_val)]
-        return formula(*local[:-1], out_val=local[-1], **options)
+        own = [x._local_tensor if isinstance(x, DTensor) else x for x in (*arguments, out_val)]
+        return formula(*own[:-1], out_val=own[-1], **options)
 
     count._get_raw = True  # type: ignore[attr-defined]
     return count

@@ -1,7 +1,5 @@
-"""The executors of trials behind one protocol.
-
-They train a trial alone or as a rank of a gang, beside others in one process, or by Ray Train.
-"""
+"""The ways in which a worker process trains a trial, behind one protocol: alone or as a rank of a
+gang, beside others, by Ray Train."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The messages that processes exchange about a trial.
-
-Loads no torch, so that a process that only passes messages on need not wait for it.
-"""
+"""What processes tell each other of a trial. Loads no torch, so that who only passes it on need not
+wait for it."""
 
 from __future__ import annotations
 

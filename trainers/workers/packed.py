@@ -1,16 +1,15 @@
-"""A host: several one-worker trials at once in one process.
+"""A host: several one-worker trials at once in one process, each in a thread of its own and, on a
+GPU, on a stream of its own.
 
-Each has a thread of its own and, on a GPU, a stream of its own. Processes that share a GPU take
-turns on it; streams of one process run side by side, so that small nets fill the GPU together. An
-epoch is a sequence of CUDA graphs, launched without Python's global lock. Trials may differ in
-everything except what :func:`~trainers.workers.resources.key_of` names, which belongs to the
-process and not to a thread. Everything that decides a result belongs to the trial alone, so the
-result is that of a process of its own, bit for bit.
+Processes that share a GPU take turns on it; streams of one process run side by side, so that small
+nets fill the GPU together. An epoch is a row of CUDA graphs, launched without Python's global lock.
+Trials are free to differ in everything but what :func:`~trainers.workers.resources.key_of` names,
+which is the process's and not a thread's. What decides a result is the trial's own, so it comes out
+as in a process of its own, bit for bit.
 
 A host is a worker process of several lanes (:mod:`trainers.workers.worker_process`), one a GPU, or
 one a machine for trials on the CPU. An error that is not the trial's own (CUDA's context is lost
-for all trials) ends the process; every trial in it begins again in a new process, at its last
-checkpoint.
+for all) ends the process; every trial in it begins again in a new one, at its last checkpoint.
 """
 
 from __future__ import annotations

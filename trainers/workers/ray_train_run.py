@@ -1,16 +1,15 @@
-"""A trial by Ray Train (``executor: train``).
+"""A trial by Ray Train (``executor: train``), behind the protocol of
+:mod:`trainers.workers.executors`: for long trials, since Ray Train restarts a gang within the
+trial.
 
-It has the protocol of :mod:`trainers.workers.executors` and is meant for long trials, since Ray
-Train restarts a gang within the trial. A worker process runs
-``trainers.workers.ray_train_worker.build_trainer(...).fit()`` in a thread and does nothing else.
-Ray Train's controller is a process of its own, possibly on another machine; a callback in it
-connects to the worker process, passes on what rank 0 reports, and waits for the permission to go
-on. When the trial is to stop, it makes the controller abort the run, as Ctrl-C in a script does.
-(An error raised in the callback does not end a run: Ray Train starts its controller's work again,
-by default without limit.)
+A worker process drives ``trainers.workers.ray_train_worker.build_trainer(...).fit()`` in a thread
+and does nothing else. Ray Train's controller is a process of its own, maybe on another machine; a
+callback in it connects back here, passes on what rank 0 reports, and waits for the word to go on.
+Told to stop, it has the controller abort the run, as Ctrl-C in a script of one's own does. (An
+error raised in the callback does not end a run: Ray Train starts its controller's work again, by
+default without limit.)
 
-The name of the Ray Train run is the trial's id, so a driver that is started again continues the
-run.
+The Ray Train run's name is the trial's id, so a driver that is started again continues the run.
 """
 
 from __future__ import annotations

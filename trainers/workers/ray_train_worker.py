@@ -1,19 +1,19 @@
-"""The workers of a Ray Train run, which train one trial together.
+"""The Ray Train side: several workers train one trial together, over gloo on CPUs, over NCCL on
+GPUs.
 
-They communicate over gloo on CPUs and over NCCL on GPUs. Each worker runs :func:`train_loop`: a
-:class:`~trainers.training.trainer.Training` with its rank, an epoch at a time; rank 0 saves a
-checkpoint with every report, so a group that Ray restarts continues after the last reported epoch
-and ends with the same bits.
+Each worker runs :func:`train_loop`: a :class:`~trainers.training.trainer.Training` with its rank,
+an epoch at a time; rank 0 saves a checkpoint with every report, so a group that Ray restarts
+continues after the last reported epoch and ends with the same bits.
 
 With ``min_workers`` the group is elastic: it begins with as many workers as there is room for, goes
-on with fewer where a node is lost and with more where one is added, each time from the last
+on with fewer where a node is lost and with more where one comes, each time from the last
 checkpoint. Batches and steps stay the same, a replica's share of them changes; the sums of
 gradients are then taken in another order, so such a run does not repeat to the last bit.
 
 Ray Train keeps a checkpoint *before* it tells its callbacks of the report that came with it. If the
-driver dies in between, the run continues after an epoch that was never reported to it. Therefore
-the first report after a restart repeats the metrics of all epochs before it, under
-:data:`~trainers.workers.messages.HISTORY`, and :func:`read_results` has all epochs once the run is
+driver dies in between, the run continues after an epoch that nobody has heard of. Therefore the
+first report after a restart repeats the metrics of all epochs before it, under
+:data:`~trainers.workers.messages.HISTORY`, and :func:`read_results` has them all once the run is
 complete.
 """
 

@@ -1,7 +1,5 @@
-"""The resources of a cluster that a trial's processes take.
-
-Loads no torch, so that a process that only starts others need not wait for it.
-"""
+"""What a trial's processes take of a cluster. Loads no torch: who starts processes need not wait
+for it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The part of a trial that all executors share.
-
-A trial is resumed where an earlier attempt stopped, and trained an epoch at a time.
-"""
+"""What every executor does with a trial: begin it where an earlier attempt left off, and train it
+an epoch at a time."""
 
 from __future__ import annotations
 

@@ -1,19 +1,18 @@
-"""The main program of a worker process.
+"""What a worker process does: it trains the trials that it is told to, an epoch at a time, and
+tells what comes of them.
 
-It trains the trials that it is given, an epoch at a time, and reports their results. It knows
-nothing of Ray or of a study. It receives :class:`Message`s from its node
+It knows nothing of Ray or of a study. It hears :class:`Message`s from its node
 (:mod:`trainers.workers.node`) and answers with others; where the connection closes it ends at once.
 One trial after another runs in its main thread; a process of several *lanes* runs as many at once,
 in threads (:mod:`trainers.workers.packed`). A gang's processes are ranks of one torch.distributed
 group, which they join before their first trial; each runs the same trials in the same order, and
-rank 0 reports for all.
+rank 0 speaks for all.
 
-A trial does not wait for a decision after an epoch, unless its plan says so (``waits``: a scheduler
+A trial does not wait for anybody after an epoch, unless its plan says so (``waits``: a scheduler
 may end it then).
 
-Checkpoints are written here, after the epoch and before its report. A checkpoint may be newer than
-the last report that has arrived, so a trial that begins again repeats the metrics of its earlier
-epochs.
+Checkpoints are written here, after the epoch and before its report. One may be newer than the last
+report that anybody has heard of, so a trial that begins again says what its earlier epochs were.
 """
 
 from __future__ import annotations
