@@ -1,5 +1,4 @@
-"""Times several small nets trained at once on one GPU: in threads of one process, beside one net
-alone and beside processes.
+"""Time several small nets at once on one GPU: threads of one process, processes, and one alone.
 
     python scripts/bench_packed.py [--trials 1,4,12,30] [--processes 12] [--json FILE]
 
@@ -74,7 +73,7 @@ def _process(seed: int, ready: Any, spans: Any) -> None:
 
 
 def in_processes(trials: int) -> float:
-    """Seconds of the second epoch of all."""
+    """Return the seconds of the second epoch of all trials."""
     context = multiprocessing.get_context("spawn")
     ready, spans = context.Barrier(trials), context.Queue()
     processes = [

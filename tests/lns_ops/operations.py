@@ -1,5 +1,6 @@
-"""Which torch operations LNSTensor has and how exact each is: the table that the tests run and that
-docs/operations.md shows.
+"""The table of torch operations that LNSTensor has, with the exactness of each.
+
+The tests run it, and docs/operations.md shows it.
 
 Names are those of torch's OpInfo database
 (``torch.testing._internal.common_methods_invocations.op_db``), whose sample inputs are the test
@@ -105,7 +106,7 @@ GROUPS = {
 
 
 def document() -> str:
-    """docs/operations.md."""
+    """Return the text of docs/operations.md."""
     lines = [
         "# Operations of LNSTensor",
         "",

@@ -1,4 +1,4 @@
-"""From a precision's name to the arithmetic: converts a float32 model."""
+"""The conversion of a float32 model into the arithmetic that a trial's precision names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trainers.config import PrecisionConfig
 
 
 def apply_precision(model: nn.Module, precision: PrecisionConfig) -> nn.Module:
-    """``model`` (float32, initialised) in the arithmetic of ``precision``, converted in place."""
+    """Convert ``model`` (float32, initialised) in place to the arithmetic of ``precision``."""
     if precision.simulated:
         return simulate_(model, precision.format, gradient_format=precision.gradient_format)
     fmt = precision.lns_format

@@ -1,21 +1,22 @@
 """A server process that has loaded torch and all that a trial needs, and forks worker processes.
 
 Loading torch, numba and this package takes two seconds of a core and 250 MB in every process that
-does it; a fork takes milliseconds, and its pages are shared until somebody writes to them. So each
-machine loads once, and a worker that dies is replaced at once.
+does it; a fork takes milliseconds, and its pages are shared until one of the processes writes to
+them. So each machine loads once, and a worker that dies is replaced at once.
 
 The server must stay forkable: it computes nothing, so it has neither threads of its own nor a CUDA
 context (a child of a process that has one cannot use the GPU). It runs in a session of its own, out
-of reach of Ctrl-C, and dies with whoever started it; its children die with it
+of reach of Ctrl-C, and dies with the process that started it; its children die with it
 (``PR_SET_PDEATHSIG``, prctl(2)).
 
-Method: as ``multiprocessing``'s forkserver, which however imports the main module of its parent in
-every child (a Ray worker's is Ray) and knows no environment for one child alone.
+The method is that of ``multiprocessing``'s forkserver. That one, however, imports the main module
+of its parent in every child (a Ray worker's is Ray) and cannot give one child an environment of its
+own.
 
-Messages on the socket, one JSON object each: ``{"ready": seconds}`` and, of children, ``{"forked":
-KEY, "pid": PID}``, ``{"failed": KEY, "why": WHY}`` and ``{"exited": PID, "status": STATUS}``
-(negative: the signal) from the server; to it ``{"log": PATH}``, ``{"data": [...]}``, and ``{"key":
-KEY, "environment": {...}, "lanes": N}`` with the child's end of a socket.
+Messages on the socket are one JSON object each. The server sends ``{"ready": seconds}`` and, about
+its children, ``{"forked": KEY, "pid": PID}``, ``{"failed": KEY, "why": WHY}`` and ``{"exited": PID,
+"status": STATUS}`` (negative: the signal). It receives ``{"log": PATH}``, ``{"data": [...]}``, and
+``{"key": KEY, "environment": {...}, "lanes": N}`` with the child's end of a socket.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The worker processes of one machine: made, spoken to, heard and ended.
+"""The worker processes of one machine: they are made, given messages, listened to and ended here.
 
 On the machine that runs a study a :class:`Node` lives in the study's own process; on the nodes of a
-Ray cluster it is a Ray actor, which holds the CPUs and GPUs that its processes use. What the
-processes say is passed on unread, and what has come together meanwhile in one piece, so that a
-machine with hundreds of processes costs whoever drives them one call for many reports.
+Ray cluster it is a Ray actor, which holds the CPUs and GPUs that its processes use. The messages of
+the processes are passed on unread, and those that arrived in the meantime together, so that a
+machine with hundreds of processes costs its driver one call for many reports.
 
-A process that has died is told after everything that it said before.
+The death of a process is reported after all messages that it sent before.
 """
 
 from __future__ import annotations

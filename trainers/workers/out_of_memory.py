@@ -1,9 +1,9 @@
-"""A trial that runs out of memory: how to tell, and what to try once more.
+"""Trials that run out of memory: how the error is recognised, and what is tried next.
 
-Whatever allocates says it in its own way: torch's ``OutOfMemoryError`` on a GPU, a ``RuntimeError``
-of its allocator on a CPU, CuPy's error, Python's. What helps without another result: a whole GPU,
-where trials share one. Else smaller micro-batches, whose gradients add up to the batch's; sums are
-then rounded at other places.
+Every allocator raises an error of its own: torch's ``OutOfMemoryError`` on a GPU, a
+``RuntimeError`` of torch's allocator on a CPU, CuPy's error, Python's. A whole GPU, where trials
+share one, helps without changing the result. Otherwise smaller micro-batches help, whose gradients
+add up to the batch's; sums are then rounded at other places.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def test_round_trip_through_plain_values() -> None:
         (
             PrecisionConfig,
             {"format": "lns12", "stochastic_rounding": True, "kahan_sum": True},
-            r"each keeps what the other",
+            r"both save the part of an update",
         ),
         (
             PrecisionConfig,
