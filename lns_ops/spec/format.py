@@ -118,8 +118,7 @@ class LNSFormat:
 
     @property
     def sign_mask(self) -> int:
-        """The mask that negates a nonzero code by XOR: ``-2^(bits-1)``, the sign bit and all above.
-        """
+        """The mask that negates a nonzero code by XOR: ``-2^(bits-1)``, all bits from the sign."""
         return -(1 << (self.bits - 1))
 
     @property
@@ -142,8 +141,7 @@ class LNSFormat:
 
     @property
     def name(self) -> str:
-        """The name that :meth:`parse` reads: a preset's (``lns12``) or ``lns(bits,fraction_bits)``.
-        """
+        """The name for :meth:`parse`: a preset's (``lns12``) or ``lns(bits,fraction_bits)``."""
         for name, preset in PRESETS.items():
             if preset == self:
                 return name
@@ -275,8 +273,7 @@ def single_significands(fraction_bits: int) -> NDArray[np.float32]:
 
 @lru_cache(maxsize=32)
 def stochastic_steps(fraction_bits: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the tables of stochastic encoding: where a float32's neighbours lie, and how far
-    apart.
+    """Return the tables of stochastic encoding: where a float32's neighbours lie, how far apart.
 
     Entry j of the first array is ``s_j = (2^(j / 2^f) - 1) 2^23`` as :func:`decode_significands`
     rounds it to float32, ``2^f + 1`` of them, the last 2^23; of the second ``floor(2^40 / (s_(j+1)

@@ -64,8 +64,7 @@ WEIGHT_SLOT, ROOT_SLOT = 0, 1
 
 
 def unpack(codes: Codes, fmt: LNSFormat) -> tuple[Signs, Logs]:
-    """Return sign (True: negative) and logarithm (ulps) of each code; zero is ``(False, NO_LOG)``.
-    """
+    """Return sign (True: negative) and logarithm (ulps) of each code; zero is (False, NO_LOG)."""
     field = np.asarray(codes).astype(np.int64) & fmt.field_mask
     zero = field == 0
     return (np.asarray(codes) < 0) & ~zero, np.where(zero, NO_LOG, field - fmt.bias)

@@ -189,8 +189,7 @@ def d_gelu_tanh(m: Any, x: Any) -> Any:
 
 @_function
 def softplus(m: Any, x: Any, beta: float, threshold: float) -> Any:
-    """Return ``ln(1 + e^(beta x)) / beta``; as in torch, ``x`` where ``beta x`` exceeds the
-    threshold.
+    """Return ``ln(1 + e^(beta x)) / beta``, and ``x`` where ``beta x > threshold``, as torch does.
     """
     return x if beta * x > threshold else (max(beta * x, 0) + m.log1p(m.exp(-abs(beta * x)))) / beta
 
@@ -272,8 +271,7 @@ def d_hardswish(m: Any, x: Any) -> Any:
 
 
 def undefined(fmt: LNSFormat) -> int:
-    """Return a table's entry where its function has no value: the sign bit over a zero logarithm.
-    """
+    """Return a table's entry where its function has no value: the sign bit, a zero logarithm."""
     return fmt.sign_mask
 
 
