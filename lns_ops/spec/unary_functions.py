@@ -189,8 +189,7 @@ def d_gelu_tanh(m: Any, x: Any) -> Any:
 
 @_function
 def softplus(m: Any, x: Any, beta: float, threshold: float) -> Any:
-    """Return ``ln(1 + e^(beta x)) / beta``, and ``x`` where ``beta x > threshold``, as torch does.
-    """
+    """Return ``ln(1 + e^(beta x)) / beta``, and ``x`` where ``beta x > threshold``, as torch."""
     return x if beta * x > threshold else (max(beta * x, 0) + m.log1p(m.exp(-abs(beta * x)))) / beta
 
 
