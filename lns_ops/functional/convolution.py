@@ -71,9 +71,7 @@ class Geometry(NamedTuple):
         return Geometry(every[0], every[1], every[2], groups)
 
     def output_size(self, size: Sequence[int], kernel: Sequence[int]) -> list[int]:
-        """Return the number of positions along each dimension, for that kernel and an input of
-        ``size``.
-        """
+        """Return the number of positions along each dimension for that kernel and input size."""
         ends = zip(size, kernel, self.stride, self.padding, self.dilation, strict=True)
         return [(s + 2 * p - d * (k - 1) - 1) // t + 1 for s, k, t, p, d in ends]
 

@@ -68,8 +68,10 @@ class _Linear(torch.autograd.Function):
 
 @replaces(F.linear)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``torch.nn.functional.linear``; operands that torch's own formula must sort out, or refuse,
-    are left to it."""
+    """Return ``torch.nn.functional.linear``.
+
+    Operands that torch's own formula must sort out, or refuse, are left to it.
+    """
     if _plain(input, weight, bias):
         return _Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
     with torch._C.DisableTorchFunctionSubclass():
@@ -77,8 +79,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _plain(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether these are LNSTensors of one format, of at least two, of two and of one dimensions,
-    that fit."""
+    """Return whether these operands are LNSTensors of one format whose shapes the fast path takes.
+
+    They have at least two, two, and one dimensions, and fit.
+    """
     if not (
         isinstance(input, LNSTensor) and isinstance(weight, LNSTensor) and input.fmt == weight.fmt
     ):
