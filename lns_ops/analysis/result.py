@@ -28,8 +28,7 @@ class Grid:
 
     @property
     def span(self) -> tuple[float, float] | None:
-        """The smallest and the largest magnitude; None where a scale that values share moves both.
-        """
+        """The smallest and the largest magnitude; None where a scale moves both."""
         if isinstance(self.format, LNSFormat):
             return self.format.smallest, self.format.largest
         error = self.format.error

@@ -1,5 +1,4 @@
-"""Optimizers for LNS and float parameters, with Kahan compensation or stochastic rounding of LNS
-weights.
+"""Optimizers for LNS and float parameters, with Kahan compensation or stochastic rounding.
 
 In low precision a small update vanishes in a large weight: at f = 6 the nearest neighbour of a
 weight is 1.1 % away, so any update below half of that is lost, every time. Two ways to keep it:

@@ -1,4 +1,4 @@
-"""Steps that adapt to each weight's gradients: RMSprop, Adagrad, Adadelta, Rprop, and averaged SGD.
+"""Optimizers that adapt to each weight's gradients: RMSprop, Adagrad, Adadelta, Rprop, and ASGD.
 
 Equations are evaluated in the order written, one LNS operation each for LNS parameters (float ones:
 torch's operations). ``root(v)`` is the root of a second moment, kept with 16 bits below the ulp;

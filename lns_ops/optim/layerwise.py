@@ -1,4 +1,4 @@
-"""Steps in proportion to the norm of a layer's weights, for large batches: LARS and LAMB.
+"""Optimizers for large batches whose steps go by the norm of a layer's weights: LARS and LAMB.
 
 A tensor's norm is a float64 number from counts of magnitudes
 (:func:`lns_ops.functional.reductions.norm`), so no square leaves the range of a narrow format; only
@@ -20,7 +20,7 @@ from lns_ops.optim.composed import ComposedOptimizer, WithBetas, adam_direction
 
 
 def _scaled(x: ParameterMath, direction: Tensor, ratio: Tensor, defined: Tensor) -> Tensor:
-    """``ratio direction``; ``direction`` where a norm is zero and the ratio means nothing."""
+    """Return ``ratio direction``; ``direction`` where a zero norm leaves the ratio undefined."""
     return x.mul(direction, x.at_least_smallest(torch.where(defined, ratio, 1.0)))
 
 
