@@ -197,7 +197,9 @@ class ParameterMath(ABC):
         of: tuple[Any, ...],
         limit: Tensor | None,
     ) -> None:
-        """Compute ``weight *= 2^(-sign(weight) function(x))`` by :meth:`octaves`, :meth:`multiply`.
+        """Compute ``weight *= 2^(-sign(weight) function(x))``.
+
+        It is :meth:`octaves`, then :meth:`multiply`.
         """
         self.multiply(torch.where(self.weight < 0, 1, -1) * self.octaves(x, function, of), limit)
 

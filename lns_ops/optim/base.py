@@ -233,8 +233,8 @@ class LNSOptimizer(torch.optim.Optimizer):
 
         ::
 
-            exact = [p.detach().clone() for p in model.parameters()]  # or a float32 checkpoint's
-                                                                      # state dict
+            # or a float32 checkpoint's state dict
+            exact = [p.detach().clone() for p in model.parameters()]
             convert_(model, "lns12", scope="everywhere")
             optimizer = SGD(model.parameters(), lr=0.1, kahan_sum=True)
             optimizer.init_compensation(exact)

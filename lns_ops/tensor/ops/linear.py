@@ -4,8 +4,8 @@ Left to torch, a linear layer is a product, an addition, two transpositions and 
 of which comes back to LNSTensor by itself, some 25 microseconds of Python every time. Here the
 forward pass and the backward pass take one step each, on codes::
 
-    forward   y = x w^T + b        backward   dx = dy w,   dw = dy^T x,   db = sum of dy over the
-                                                                          examples
+    forward   y = x w^T + b
+    backward  dx = dy w,   dw = dy^T x,   db = sum of dy over the examples
 
 the same kernels on the same operands as torch's own formula, so the same bits.
 """
