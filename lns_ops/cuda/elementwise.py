@@ -91,7 +91,7 @@ atexit.register(elementwise_kernel.cache_clear)  # before CuPy goes; see lns_ops
 
 
 def _repetition(y: Tensor, shape: Sequence[int]) -> tuple[int, int] | None:
-    """Return ``(div, mod)`` by which contiguous ``y`` repeats in ``shape``; None if there are none.
+    """Return ``(div, mod)`` by which contiguous ``y`` repeats in ``shape``; None if it does not so.
 
     Element i of ``shape`` meets element ``i // div % mod`` of ``y``.
     """
@@ -210,10 +210,9 @@ def sum(x: Tensor, dim: int, bits: int, fraction_bits: int, shift: int = 0) -> T
 def _sum_columns(K: int, N: int, multiprocessors: int) -> int:
     """Return the number of columns that a thread block of the sum kernel takes.
 
-    The threads that the columns leave take as many blocks of terms.
-
-    32 for coalesced loads; more where that leaves threads without terms, as long as every
-    multiprocessor has two thread blocks.
+    It is 32 for coalesced loads; more where that leaves threads without terms, as long as every
+    multiprocessor has two thread blocks. The threads divided by the columns is the number of blocks
+    of terms taken at a time.
     """
     columns, blocks = min(32, 1 << (N - 1).bit_length()), -(-K // BLOCK)
     while 2 * columns * blocks <= THREADS and 4 * columns * multiprocessors <= N:

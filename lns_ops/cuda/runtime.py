@@ -168,8 +168,9 @@ def _driver() -> Any:
 
 @atexit.register
 def _forget() -> None:
-    """Unload modules while CuPy is still whole: at the end of the interpreter its destructors would
-    only complain.
+    """Unload modules at the interpreter's end, while CuPy is still whole.
+
+    Later its destructors would only complain.
 
     Files that keep kernels register their caches' ``cache_clear`` after this one, so these go
     first.

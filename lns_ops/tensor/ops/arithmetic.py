@@ -1,5 +1,7 @@
-"""Addition, multiplication, division, signs and roots: one LNS operation each, exact or rounded
-once."""
+"""Addition, multiplication, division, signs and roots, each one LNS operation.
+
+Each is exact or rounded once.
+"""
 
 from __future__ import annotations
 

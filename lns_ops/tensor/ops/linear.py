@@ -1,4 +1,4 @@
-"""``linear`` of LNSTensors as one step of the graph, forward and backward.
+"""The function ``linear`` of LNSTensors as one step of the graph, forward and backward.
 
 Left to torch, a linear layer is a product, an addition, two transpositions and as many views, each
 of which comes back to LNSTensor by itself, some 25 microseconds of Python every time. Here the
