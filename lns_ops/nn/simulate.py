@@ -142,9 +142,7 @@ def simulate_(
     gradient_format: NumberFormat | str | None = None,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
 ) -> nn.Module:
-    """Put ``module`` into a number format in place.
-
-    Parameters are rounded at once, activations and gradients as they are computed.
+    """Put ``module`` into a number format: parameters now, activations and gradients when computed.
 
     Args:
         module: any torch module of float32 parameters.

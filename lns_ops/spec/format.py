@@ -52,8 +52,9 @@ class NonFiniteError(ValueError):
 
 @dataclass(frozen=True)
 class LNSFormat:
-    """A logarithmic number format: one sign bit and a ``bits - 1`` bit base-2 logarithm with
-    ``fraction_bits`` of fraction.
+    """A logarithmic number format: a sign bit and a base-2 logarithm of ``bits - 1`` bits.
+
+    ``fraction_bits`` of the logarithm are its fraction.
 
     Args:
         bits: width of the code word, 2 to 16, sign included.

@@ -331,9 +331,8 @@ def adam_update_float32(
 ) -> tuple[Codes, Codes, Codes, Codes | None, Codes | None]:
     """Return an Adam parameter's state after one step with float32 operations.
 
-    It is :func:`adam_update` computed as :func:`sgd_update_float32` computes.
-
-    ``residue`` holds codes here: the exact root less the stored one.
+    It is :func:`adam_update` computed as :func:`sgd_update_float32` computes; ``residue`` holds
+    codes here: the exact root less the stored one.
     """
     codec = codec or REFERENCE_CODEC
     scalars = adam_scalars(beta1, beta2, eps)

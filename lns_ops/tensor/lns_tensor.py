@@ -147,7 +147,7 @@ def _rebuilt(codes: Tensor, fmt: LNSFormat, requires_grad: bool, rest: dict[str,
 def _unhandled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operator without a handler of its own.
 
-    It is the in-place form of one that has, or composite, or left to float32 where that is allowed.
+    It takes its out-of-place form or torch's decomposition, or float32 where that is allowed.
     """
     if torch.Tag.inplace_view in func.tags:
         func(args[0].codes, *args[1:], **kwargs)
@@ -220,7 +220,7 @@ def _write(x: Any, result: LNSTensor, name: str) -> Any:
     if x.shape != result.shape:
         raise ValueError(
             f"{name} on shape {tuple(x.shape)} with a result of shape {tuple(result.shape)}:"
-            " writing in place keeps the shape"
+            " writing in place keeps the shape; use the operation out of place"
         )
     x.codes.copy_(result.codes)
     return x

@@ -62,7 +62,10 @@ class _Pool:
             return self._executor
 
     def after_fork(self) -> None:
-        """Replace the lock in a child, since another thread of the parent may have held it."""
+        """Replace the lock and drop the executor in a child.
+
+        Another thread of the parent may have held the lock at the moment of the fork.
+        """
         self._lock = threading.Lock()
         self._executor = None
 

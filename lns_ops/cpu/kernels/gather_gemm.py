@@ -187,10 +187,8 @@ def sum_rows(
 ) -> int:
     """Sum the blocks of a flat (rows, K) array into words (blocks, rows).
 
-    A unit is a strip of STRIP (row, block) pairs.
-
-    Adding within one row is a chain of dependent steps, so STRIP chains are transposed into columns
-    and run side by side.
+    A unit is a strip of STRIP (row, block) pairs: adding within one row is a chain of dependent
+    steps, so STRIP chains are transposed into columns and run side by side.
     """
     last, low, high = int32(table.size - 1), int32(lowest), int32(highest)
     bias_, mask_ = int32(bias), int32(mask)
@@ -248,10 +246,7 @@ def matmul(
     x: _I32, y: _I32, out: _I16, K: int, N: int, table: _I32, bias: int, mask: int, lowest: int,
     highest: int, clamp: bool, block: int, start: int, stop: int,
 ) -> int:  # fmt: skip
-    """Multiply words ``x`` (M, K) by words ``y`` (K, N) into codes (M, N).
-
-    A unit is one strip of one row.
-    """
+    """Multiply words (M, K) by words (K, N) into codes (M, N); a unit is one strip of one row."""
     last, low, high = int32(table.size - 1), int32(lowest), int32(highest)
     rows = x.size // max(K, 1)
     total, part = scratch(STRIP, int32), scratch(STRIP, int32)

@@ -254,8 +254,8 @@ def _scatter_reduce(
     """Scatter with the reduction ``sum``, the tensor itself included."""
     if reduce != "sum" or not include_self:
         raise NotImplementedError(
-            f"scatter_reduce of {reduce!r}, include_self={include_self} has no LNS form: 'sum' with"
-            " itself has"
+            f"scatter_reduce of {reduce!r}, include_self={include_self} has no LNS form: use 'sum'"
+            " with include_self=True"
         )
     return _scatter_add(func, x, dim, index, source)
 
