@@ -1,4 +1,4 @@
-"""Encoding of floating-point arrays to nearest or at random, and decoding, on the CPU."""
+"""Encoding of floating-point arrays, to nearest or at random, and decoding on the CPU."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ from lns_ops.spec.format import (
 def _encode_tables(
     fraction_bits: int,
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
-    """For cells of ``2^-(f+1)``: the float32 shift, the float64 threshold in the cell (or beyond
-    it), thresholds below it."""
+    """Return the encoding tables by cell of ``2^-(f+1)``.
+
+    They are the float32 shift, the float64 threshold in the cell (or beyond it), and the number of
+    thresholds below it.
+    """
     thresholds = encode_thresholds(fraction_bits) - (1 << MANTISSA_BITS)
     cells = np.arange(2 << fraction_bits, dtype=np.int64)
     width = 1 << (MANTISSA_BITS - 1 - fraction_bits)
@@ -43,8 +46,9 @@ def _encode_tables(
 
 
 def encode(x: NDArray[Any], fmt: LNSFormat) -> Codes:
-    """The codes nearest to ``x`` in logarithm: ``sign x round(2^f log2|x|)``; saturates above the
-    range, zero below it.
+    """Return the codes nearest to ``x`` in logarithm: ``sign x round(2^f log2|x|)``.
+
+    Magnitudes above the range saturate, those below it underflow to zero.
 
     Args:
         x: any shape; float32 and float64 are read as they are, other real dtypes are converted to
@@ -97,8 +101,11 @@ def encode(x: NDArray[Any], fmt: LNSFormat) -> Codes:
 def _stochastic_tables(
     fraction_bits: int,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
-    """For cells of ``2^-(f+1)``: the last significand at or below the start; and both arrays of
-    :func:`stochastic_steps`."""
+    """Return the tables of stochastic encoding by cell of ``2^-(f+1)``.
+
+    They are the last significand at or below the cell's start, and both arrays of
+    :func:`stochastic_steps`.
+    """
     mantissas, reciprocals = stochastic_steps(fraction_bits)
     starts = np.arange(2 << fraction_bits, dtype=np.int64) << (22 - fraction_bits)
     base = np.searchsorted(mantissas, starts, side="right") - 1
@@ -106,8 +113,9 @@ def _stochastic_tables(
 
 
 def encode_stochastic(x: NDArray[np.float32], fmt: LNSFormat, bits: NDArray[np.uint16]) -> Codes:
-    """The code below or above each finite ``x`` in magnitude, at random, ``x`` being the expected
-    value.
+    """Return the code below or above each finite ``x`` in magnitude, at random.
+
+    The expected value is ``x``.
 
     Args:
         x: float32, any shape.
@@ -135,8 +143,10 @@ def encode_stochastic(x: NDArray[np.float32], fmt: LNSFormat, bits: NDArray[np.u
 
 @lru_cache(maxsize=32)
 def _decode_tables(fraction_bits: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Significand bit patterns: float32's with the results of exponents -128 and -127 after them,
-    and float64's."""
+    """Return the bit patterns of significands, for float32 and for float64.
+
+    Float32's are followed by the results of the exponents -128 and -127.
+    """
     single = single_significands(fraction_bits).view(np.int32).copy()
     single[: 1 << fraction_bits] -= 127 << 23
     return single, decode_significands(fraction_bits).view(np.int64).copy()
@@ -145,7 +155,7 @@ def _decode_tables(fraction_bits: int) -> tuple[NDArray[np.int32], NDArray[np.in
 def decode(
     codes: Codes, fmt: LNSFormat, dtype: type[np.floating[Any]] = np.float32
 ) -> NDArray[Any]:
-    """``sign x 2^(log/2^f)``, rounded to ``dtype`` once.
+    """Return ``sign x 2^(log/2^f)``, rounded to ``dtype`` once.
 
     Args:
         codes: int16, any shape.

@@ -24,8 +24,9 @@ LOWEST, HIGHEST = 4 * ACC_MIN, 4 * ACC_MAX
 
 
 def sum(x: Codes, axis: int, fmt: LNSFormat, shift: int = 0) -> Codes:
-    """Sum along ``axis`` in the contract's order (blocks of 64, then block totals); an empty sum is
-    zero.
+    """Sum along ``axis`` in the contract's order: blocks of 64, then block totals.
+
+    An empty sum is zero.
 
     Args:
         x: int16 codes with at least one axis.
@@ -139,7 +140,7 @@ def sum(x: Codes, axis: int, fmt: LNSFormat, shift: int = 0) -> Codes:
 
 
 def matmul(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes:
-    """``x @ y``: exact products, summed over k in the contract's order.
+    """Return ``x @ y``: exact products, summed over k in the contract's order.
 
     Args:
         x_MK: int16 codes (M, K). Its zeros are skipped, so sparse activations belong here.
@@ -179,7 +180,7 @@ def matmul(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes:
 
 
 def matmul_batched(x_BMK: Codes, y_BKN: Codes, fmt: LNSFormat) -> Codes:
-    """``x[b] @ y[b]`` for every b; see :func:`matmul`.
+    """Return ``x[b] @ y[b]`` for every b; :func:`matmul` has the arguments.
 
     Raises:
         ValueError: not two batches of matrices of one length, or their inner sizes differ.
@@ -201,7 +202,10 @@ def matmul_batched(x_BMK: Codes, y_BKN: Codes, fmt: LNSFormat) -> Codes:
 
 
 def _words(x: Codes, fmt: LNSFormat) -> NDArray[np.int32]:
-    """Contiguous words of ``x``; a transposed view is widened in memory order and then turned."""
+    """Return contiguous words of ``x``.
+
+    A transposed view is widened in memory order, then turned.
+    """
     flipped = x.flags.f_contiguous and not x.flags.c_contiguous
     source = flattened(x.T if flipped else x)
     words = np.empty(source.size, np.int32)
@@ -212,7 +216,7 @@ def _words(x: Codes, fmt: LNSFormat) -> NDArray[np.int32]:
 
 
 def _matmul_simd(x_MK: Codes, y_KN: Codes, fmt: LNSFormat, plan: gemm.WordLayout) -> Codes:
-    """The product on vector lanes."""
+    """Return the product, computed on vector lanes."""
     (M, K), N = x_MK.shape, y_KN.shape[1]
     x, y, mask = flattened(x_MK), flattened(y_KN), fmt.field_mask
     panels, blocks, out = -(-N // avx512.PANEL), -(-K // BLOCK), np.empty((M, N), np.int16)
@@ -274,8 +278,9 @@ def _matmul_simd(x_MK: Codes, y_KN: Codes, fmt: LNSFormat, plan: gemm.WordLayout
 
 
 def _work(rows: Survey, columns: int) -> int:
-    """Time of a product whose scalar operand is ``rows``, in multiply-accumulates: its nonzero
-    elements times columns computed.
+    """Return the time of a product whose scalar operand is ``rows``, in multiply-accumulates.
+
+    It is the number of nonzero elements times the columns computed.
 
     A panel's right edge computes 256, 128 or 32 columns; the last keeps one vector busy at a time
     and counts for more.
@@ -288,7 +293,10 @@ def _work(rows: Survey, columns: int) -> int:
 
 
 def _matmul_gather(x_MK: Codes, y_KN: Codes, fmt: LNSFormat, clamp: bool) -> Codes:
-    """The product by table look-ups; ``clamp`` where the accumulator's limits are in reach."""
+    """Return the product, computed by table look-ups.
+
+    ``clamp`` is needed where the accumulator's limits are in reach.
+    """
     (M, K), N = x_MK.shape, y_KN.shape[1]
     out = np.empty((M, N), np.int16)
     x, y, table = (

@@ -1,5 +1,4 @@
-"""What the optimizers composed of LNS operations descend along, in one pass on a CPU; the bits are
-those of the composition.
+"""The update directions of composed optimizers, in one pass on a CPU; same bits as composed.
 
 Elsewhere, and where an optimizer's options ask for more, the operations run one by one
 (:mod:`lns_ops.optim.backends`): they are the definition, and the tests compare both.
@@ -39,8 +38,10 @@ def _tables(fmt: LNSFormat) -> tuple[Any, ...]:
 def nesterov(
     weight: Tensor, grad: Tensor, buffer: Tensor, momentum: int, decay: int, fmt: LNSFormat
 ) -> Tensor:
-    """``g + momentum buffer`` with ``g = grad + decay weight``, ``buffer = momentum buffer +
-    g``."""
+    """Return Nesterov's ``g + momentum buffer``; move the buffer.
+
+    ``g = grad + decay weight``, ``buffer = momentum buffer + g``.
+    """
     out = torch.empty_like(grad, memory_format=torch.contiguous_format)
     run(
         updates.nesterov,
@@ -64,8 +65,10 @@ def lion(
     decay: int,
     fmt: LNSFormat,
 ) -> Tensor:
-    """``sign(a average + b grad) + decay weight`` of ``direction = (a, b)``; then ``average = c
-    average + d grad`` of ``kept = (c, d)``."""
+    """Return Lion's ``sign(a average + b grad) + decay weight`` with ``direction = (a, b)``.
+
+    Then ``average = c average + d grad`` with ``kept = (c, d)``.
+    """
     out = torch.empty_like(grad, memory_format=torch.contiguous_format)
     arrays = _flat(weight, grad, average, out)
     run(
@@ -86,8 +89,9 @@ def normed(
     weight: Tensor, grad: Tensor, root: Tensor, residue: Tensor, squares: DecayTable, decay: int,
     eps: int, fmt: LNSFormat, *, factor: int | None = None, bound: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """``(g / (root + eps)) factor``, at most ``bound`` in magnitude, with ``g = grad + decay
-    weight`` and the root that followed it.
+    """Return ``(g / (root + eps)) factor``, at most ``bound`` in magnitude.
+
+    ``g = grad + decay weight``; the root follows it first, in place.
 
     Args:
         root, residue: as :func:`lns_ops.optim.moments.follow_` takes them.
@@ -126,8 +130,9 @@ def multiply(
     key: int | None,
     step: int,
 ) -> None:
-    """``weight *= 2^(-sign(weight) octaves(x))`` in place, as
-    :func:`lns_ops.optim.moments.multiply_`.
+    """Compute ``weight *= 2^(-sign(weight) octaves(x))`` in place.
+
+    :func:`lns_ops.optim.moments.multiply_` is the definition.
 
     Args:
         table: the octaves of every word of ``fmt.bits`` bits, int64 in 2^-16 ulps.

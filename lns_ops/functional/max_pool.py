@@ -1,5 +1,6 @@
-"""Maxima over windows of images as a custom operator: values and places, exact, of equal values the
-first.
+"""Maxima over windows of images as a custom operator: values and places, exact.
+
+Of equal values the first counts.
 
 On a CPU a kernel of its own (:mod:`lns_ops.cpu.kernels.max_pool`); on a GPU torch's kernel for
 float32, which holds the order keys exactly.
@@ -26,8 +27,10 @@ _MOST_TAPS = 1 << 16
 
 
 def _places(x: Tensor, window: Any) -> Tensor:
-    """torch's own: indices of the maxima of float32 values (or their shape, for a tensor without
-    values)."""
+    """Return torch's own indices of the maxima of float32 values.
+
+    Of a tensor without values they have the shape alone.
+    """
     indices: Tensor = torch.ops.aten.max_pool2d_with_indices(x, *window)[1]
     return indices
 
@@ -103,7 +106,7 @@ def max_pool2d(
     ceil_mode: bool,
     fmt: LNSFormat,
 ) -> tuple[Tensor, Tensor]:
-    """Maxima over windows, and their places ``y W + x``.
+    """Return the maxima over windows, and their places ``y W + x``.
 
     Args:
         x: int16 codes ``[..., H, W]`` of three or four dimensions.

@@ -1,5 +1,6 @@
-"""convert_: an ordinary torch module becomes an LNS one, in place, keeping its weights; revert_
-turns it back.
+"""Conversion of an ordinary torch module to LNS in place, keeping its weights, and back.
+
+:func:`convert_` converts, :func:`revert_` turns it back.
 
 Two scopes:
 
@@ -51,7 +52,7 @@ _PRODUCTS_INSIDE = (
     nn.ConvTranspose3d,
     nn.Linear,
 )
-"""Layers whose products scope ``matmul`` would have to compute."""
+"""The layers whose products scope ``matmul`` would have to compute."""
 _STATISTICS = (
     nn.BatchNorm1d,
     nn.BatchNorm2d,
@@ -68,7 +69,7 @@ Filter = Callable[[nn.Module, str], "bool | Format | None"]
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """How a layer was converted: kept as its attribute ``lns_conversion``.
+    """The record of how a layer was converted: kept as its attribute ``lns_conversion``.
 
     Attributes:
         scope: ``matmul`` or ``everywhere``.
@@ -81,8 +82,10 @@ class Conversion:
 
 @dataclass(frozen=True)
 class _Encode:
-    """Forward hook: float inputs of a converted layer become LNS; keyword arguments that are masks
-    stay."""
+    """The forward hook that encodes a converted layer's float inputs.
+
+    Keyword arguments that are masks stay.
+    """
 
     fmt: LNSFormat
 
@@ -103,7 +106,7 @@ class _Encode:
 
 @dataclass(frozen=True)
 class _Decode:
-    """Forward hook: LNS inputs of a float layer become float32."""
+    """The forward hook that decodes a float layer's LNS inputs to float32."""
 
     def __call__(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any]
@@ -124,7 +127,7 @@ def _hook(module: nn.Module, hook: _Encode | _Decode) -> None:
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that scope ``everywhere`` converts."""
+    """Return the buffers that scope ``everywhere`` converts."""
     if isinstance(module, _STATISTICS):
         return {}
     found = {
@@ -149,8 +152,10 @@ def _owns_values(module: nn.Module, scope: str) -> bool:
 def _convert_everywhere(
     module: nn.Module, fmt: LNSFormat, encoded: dict[nn.Parameter, nn.Parameter]
 ) -> None:
-    """``encoded`` maps parameters to their LNS forms, so that layers which share one go on sharing
-    it."""
+    """Convert a layer's parameters and buffers to LNS and hook its inputs.
+
+    ``encoded`` maps parameters to their LNS forms, so that layers which share one go on sharing it.
+    """
     for name, parameter in _parameters(module):
         if parameter not in encoded:
             values = LNSTensor(lns.encode(parameter.detach(), fmt), fmt)
@@ -176,7 +181,7 @@ def _choose(
     fmt: Format | Mapping[str, Format],
     filter_fn: Filter | None,
 ) -> list[tuple[str, nn.Module, LNSFormat]]:
-    """Which layers to convert, and into what.
+    """Return which layers to convert, and into what.
 
     Raises:
         ValueError: a pattern of ``fmt``, or ``filter_fn``, matches no layer.
@@ -251,8 +256,9 @@ def convert_(
     scope: str = "matmul",
     filter_fn: Filter | None = None,
 ) -> nn.Module:
-    """Convert ``module`` and its submodules to LNS in place; weights are kept (rounded to ``fmt``
-    in scope ``everywhere``).
+    """Convert ``module`` and its submodules to LNS in place; the weights are kept.
+
+    In scope ``everywhere`` they are rounded to ``fmt``.
 
     Args:
         module: any torch module; see the head of this file for what each scope does with its
@@ -329,8 +335,10 @@ def _decode_at_float_layers(owners: list[tuple[str, nn.Module]]) -> None:
 
 
 def revert_(module: nn.Module) -> nn.Module:
-    """Undo :func:`convert_` in place: layers get their classes back, LNS parameters and buffers
-    become the float32 values they stand for.
+    """Undo :func:`convert_` in place.
+
+    Layers get their classes back; LNS parameters and buffers become the float32 values they stand
+    for.
 
     Weights of scope ``everywhere`` stay as rounded as they are; gradients are dropped; shared
     parameters stay shared.
@@ -362,8 +370,9 @@ def revert_(module: nn.Module) -> nn.Module:
 
 
 def summary(module: nn.Module) -> str:
-    """One line for each layer that owns parameters: name, type, scope, format, number of
-    parameters; and a total for each format.
+    """Describe the conversion of a module, one line for each layer that owns parameters.
+
+    A line has name, type, scope, format and number of parameters; a total for each format follows.
 
     >>> print(summary(convert_(nn.Sequential(nn.Linear(4, 2)), "lns12")))
     layer  type             scope   format  parameters

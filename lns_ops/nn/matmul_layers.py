@@ -1,5 +1,6 @@
-"""Layers of scope ``matmul``: float32 parameters, inputs and outputs; the products, forward and
-both backward ones, and their sums are LNS.
+"""Layers of scope ``matmul``: LNS products between float32 parameters, inputs and outputs.
+
+The forward product and both backward ones, and their sums, are LNS.
 
 A layer's class changes to one of these and back (:func:`lns_ops.convert_`,
 :func:`lns_ops.revert_`); nothing else of it does. Operands are encoded, the product's codes
@@ -24,8 +25,10 @@ from lns_ops.spec.format import LNSFormat
 
 
 class _LinearMatmul(torch.autograd.Function):
-    """``y = x w^T`` with both products of the backward pass in LNS as well, all of one
-    accumulation; float32 in and out."""
+    """The product ``y = x w^T`` and both its backward products in LNS; float32 in and out.
+
+    All three take the same accumulation.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_BI: Tensor, w_OI: Tensor, fmt: LNSFormat, accumulation: str) -> Tensor:
@@ -50,13 +53,14 @@ class _LinearMatmul(torch.autograd.Function):
 
 
 def _product(x: Tensor, y: Tensor, fmt: LNSFormat, accumulation: str) -> Tensor:
-    """The values of ``x @ y``, rounded to the format whatever the accumulation."""
+    """Return the values of ``x @ y``, rounded to the format whatever the accumulation."""
     return lns.decode(lns.matmul(x, y, fmt, accumulation=accumulation), fmt)
 
 
 class LNSMatmulLinear(nn.Linear):
-    """nn.Linear whose matrix products are computed in LNS; parameters, bias addition, inputs and
-    outputs are float32.
+    """An nn.Linear whose matrix products are computed in LNS.
+
+    Parameters, bias addition, inputs and outputs are float32.
 
     Shapes: input ``[..., in_features]``, output ``[..., out_features]``. Made by
     :func:`lns_ops.convert_`, not constructed. Products of either accumulation
@@ -70,7 +74,7 @@ class LNSMatmulLinear(nn.Linear):
     fmt: LNSFormat
 
     def forward(self, input: Tensor) -> Tensor:
-        """``input @ weight^T`` in LNS, plus ``bias`` in float32.
+        """Return ``input @ weight^T`` in LNS, plus ``bias`` in float32.
 
         Raises:
             ValueError: a NaN or an infinity in the input or the weight.
@@ -82,7 +86,7 @@ class LNSMatmulLinear(nn.Linear):
         return output.reshape(*input.shape[:-1], self.out_features)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
-        """nn.Linear's line plus the format."""
+        """Return nn.Linear's line plus the format."""
         return f"{super().extra_repr()}, matmul={self.fmt}"
 
 
@@ -132,7 +136,7 @@ class _ConvolutionMatmul(torch.autograd.Function):
 
 
 def _convolve(layer: Any, input: Tensor) -> Tensor:
-    """Compute what torch's layer does, with the convolution in LNS."""
+    """Run the forward pass of torch's layer with the convolution in LNS."""
     weight, bias = layer.weight, layer.bias
     dims = weight.dim() - 2
     single = input.dim() == dims + 1
@@ -150,7 +154,7 @@ def _convolve(layer: Any, input: Tensor) -> Tensor:
 
 
 class _LNSMatmulConv:
-    """What the convolutions share: torch's layer with another ``forward``."""
+    """The common part of the convolutions: torch's layer with another ``forward``."""
 
     fmt: LNSFormat
 
@@ -159,23 +163,29 @@ class _LNSMatmulConv:
         return _convolve(self, input)
 
     def extra_repr(self) -> str:
-        """The layer's line plus the format."""
+        """Return the layer's line plus the format."""
         return f"{super().extra_repr()}, matmul={self.fmt}"  # type: ignore[misc]
 
 
 class LNSMatmulConv1d(_LNSMatmulConv, nn.Conv1d):
-    """nn.Conv1d whose products are computed in LNS; see :class:`LNSMatmulLinear` and
-    :mod:`lns_ops.functional.convolution`."""
+    """An nn.Conv1d whose products are computed in LNS.
+
+    See :class:`LNSMatmulLinear` and :mod:`lns_ops.functional.convolution`.
+    """
 
 
 class LNSMatmulConv2d(_LNSMatmulConv, nn.Conv2d):
-    """nn.Conv2d whose products are computed in LNS; see :class:`LNSMatmulLinear` and
-    :mod:`lns_ops.functional.convolution`."""
+    """An nn.Conv2d whose products are computed in LNS.
+
+    See :class:`LNSMatmulLinear` and :mod:`lns_ops.functional.convolution`.
+    """
 
 
 class LNSMatmulConv3d(_LNSMatmulConv, nn.Conv3d):
-    """nn.Conv3d whose products are computed in LNS; see :class:`LNSMatmulLinear` and
-    :mod:`lns_ops.functional.convolution`."""
+    """An nn.Conv3d whose products are computed in LNS.
+
+    See :class:`LNSMatmulLinear` and :mod:`lns_ops.functional.convolution`.
+    """
 
 
 LAYERS: dict[Callable[..., nn.Module], type[nn.Module]] = {

@@ -167,8 +167,9 @@ class Adam(LNSOptimizer):
 
 
 class AdamW(Adam):
-    """Adam with decoupled weight decay: ``w += -lr (correction exp_avg / (root + eps_hat) +
-    weight_decay w)``.
+    """Adam with decoupled weight decay.
+
+    ``w += -lr (correction exp_avg / (root + eps_hat) + weight_decay w)``.
 
     Arguments, state and errors are those of :class:`Adam`; ``weight_decay`` is 0.01 unless given.
 
@@ -211,8 +212,10 @@ class AdamW(Adam):
 def _adam_float(
     parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any], decoupled: bool
 ) -> None:
-    """torch.optim.Adam's equations in tensor operations that a CUDA graph can capture, the sum with
-    Kahan compensation if asked for."""
+    """Update by torch.optim.Adam's equations in operations that a CUDA graph can capture.
+
+    The sum takes Kahan compensation if asked for.
+    """
     assert parameter.grad is not None
     grad, (beta1, beta2), decay = parameter.grad, group["betas"], group["weight_decay"]
     if group["maximize"]:

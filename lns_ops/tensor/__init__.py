@@ -1,5 +1,4 @@
-"""LNSTensor: a torch.Tensor whose values are LNS codes, two bytes each, and whose arithmetic is LNS
-arithmetic.
+"""LNSTensor: a torch.Tensor of LNS codes, two bytes a value, with LNS arithmetic.
 
 A wrapper subclass: torch sees a float32 tensor of the same shape, autograd runs its own formulas,
 and each aten operation that reaches ``__torch_dispatch__`` is looked up in a table of LNS kernels.

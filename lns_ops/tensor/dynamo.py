@@ -1,4 +1,4 @@
-"""Functions that ``torch.compile``'s tracer is to leave alone, told to it once it is there.
+"""Functions that ``torch.compile``'s tracer leaves alone, registered when the tracer is imported.
 
 ``torch.compiler.allow_in_graph`` imports torch._dynamo, which takes as long as the rest of torch
 (1.6 s) and which only programs that compile need. So functions wait here until somebody else
@@ -23,7 +23,7 @@ _waiting: list[Callable[..., Any]] = []
 
 
 def allow_in_graph(function: Callable[..., Any]) -> None:
-    """``torch.compiler.allow_in_graph(function)``, now or when the tracer is imported."""
+    """Call ``torch.compiler.allow_in_graph(function)``, now or when the tracer is imported."""
     if COMPILER in sys.modules:
         torch.compiler.allow_in_graph(function)
     else:
@@ -31,12 +31,12 @@ def allow_in_graph(function: Callable[..., Any]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the tracer as it would be found anyway, and has it told when it is imported."""
+    """An import hook that finds the tracer as usual and has it told once it is imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """See :class:`importlib.abc.MetaPathFinder`."""
+        """Return the spec of the tracer; see :class:`importlib.abc.MetaPathFinder`."""
         if fullname != COMPILER:
             return None
         sys.meta_path.remove(self)

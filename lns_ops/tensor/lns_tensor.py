@@ -1,5 +1,4 @@
-"""LNSTensor: the wrapper subclass, its dispatch, and the two functions that cross the border to
-float tensors.
+"""LNSTensor: the wrapper subclass, its dispatch, and conversion from and to float tensors.
 
 An operator in place takes its form out of place; a composite one that arrives whole (under
 ``torch.inference_mode``) is taken apart by torch's own decomposition; one without an LNS form
@@ -67,8 +66,9 @@ class LNSTensor(torch.Tensor):
 
     @staticmethod
     def from_float(x: Tensor, fmt: LNSFormat | str = lns16) -> LNSTensor:
-        """Encode ``x`` (any real dtype) in ``fmt`` (a format or its name); differentiable, the
-        gradient comes back as float32.
+        """Encode ``x`` (any real dtype) in ``fmt`` (a format or its name).
+
+        It is differentiable; the gradient comes back as float32.
 
         Raises:
             ValueError: ``x`` holds a NaN or an infinity.
@@ -76,8 +76,10 @@ class LNSTensor(torch.Tensor):
         return _FromFloat.apply(x, LNSFormat.of(fmt))  # type: ignore[no-untyped-call, no-any-return]
 
     def to_float(self) -> Tensor:
-        """The values as float32; differentiable, the gradient is encoded in this tensor's
-        format."""
+        """Return the values as float32.
+
+        It is differentiable; the gradient is encoded in this tensor's format.
+        """
         return _ToFloat.apply(self)  # type: ignore[no-untyped-call, no-any-return]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -88,8 +90,10 @@ class LNSTensor(torch.Tensor):
         return f"LNSTensor({tensor_text(values, 10)}, fmt={self.fmt}{grad})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LNSTensor:
-        """A copy with codes of its own, which shares memory with the copies of what this one shares
-        it with."""
+        """Return a copy with codes of its own.
+
+        It shares memory with the copies of the tensors that this one shares memory with.
+        """
         if id(self) in memo:
             return cast(LNSTensor, memo[id(self)])
         if not self.is_leaf:
@@ -108,8 +112,7 @@ class LNSTensor(torch.Tensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """What pickle and torch.save keep: the codes, with the memory that they share, the format
-        and attributes."""
+        """Return what pickle and torch.save keep: codes with shared memory, format, attributes."""
         rest = {
             name: value for name, value in self.__dict__.items() if name not in ("codes", "fmt")
         }
@@ -141,7 +144,7 @@ class LNSTensor(torch.Tensor):
 
 
 def _rebuilt(codes: Tensor, fmt: LNSFormat, requires_grad: bool, rest: dict[str, Any]) -> LNSTensor:
-    """The leaf that :meth:`LNSTensor.__reduce_ex__` describes."""
+    """Return the leaf that :meth:`LNSTensor.__reduce_ex__` describes."""
     made = LNSTensor(codes, fmt)
     made.requires_grad = requires_grad
     made.__dict__ |= rest
@@ -149,8 +152,10 @@ def _rebuilt(codes: Tensor, fmt: LNSFormat, requires_grad: bool, rest: dict[str,
 
 
 def _unhandled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """An operator without a handler of its own: in place of one that has, composite, or left to
-    float32 where that is allowed."""
+    """Run an operator without a handler of its own.
+
+    It takes its out-of-place form or torch's decomposition, or float32 where that is allowed.
+    """
     if torch.Tag.inplace_view in func.tags:
         func(args[0].codes, *args[1:], **kwargs)
         with no_dispatch():
@@ -175,7 +180,7 @@ def _unhandled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _computed_in_float32(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """``func`` on decoded arguments, its floating-point results encoded.
+    """Run ``func`` on decoded arguments and encode its floating-point results.
 
     Raises:
         NotImplementedError: ``func`` returns a view, or writes to an ``out=`` argument.
@@ -221,7 +226,7 @@ def _write(x: Any, result: LNSTensor, name: str) -> Any:
     if x.shape != result.shape:
         raise ValueError(
             f"{name} on shape {tuple(x.shape)} with a result of shape {tuple(result.shape)}:"
-            " writing in place keeps the shape"
+            " writing in place keeps the shape; use the operation out of place"
         )
     x.codes.copy_(result.codes)
     return x
@@ -249,8 +254,10 @@ class _ToFloat(torch.autograd.Function):
 
 
 def in_format(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
-    """``x``, a float tensor or an LNSTensor of any format, in the format of these numbers;
-    differentiable. For traced code."""
+    """Return ``x`` in the format of these numbers, differentiably; for traced code.
+
+    ``x`` is a float tensor or an LNSTensor of any format.
+    """
     fmt = LNSFormat(bits, fraction_bits)
     if isinstance(x, LNSTensor):
         return x if x.fmt == fmt else LNSTensor.from_float(x.to_float(), fmt)
@@ -258,7 +265,7 @@ def in_format(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
 
 
 def in_float32(x: Tensor) -> Tensor:
-    """:meth:`LNSTensor.to_float`. For traced code."""
+    """Return :meth:`LNSTensor.to_float`; for traced code."""
     return x.to_float() if isinstance(x, LNSTensor) else x
 
 
@@ -272,8 +279,9 @@ def storage_of(tensor: Tensor) -> Tensor:
 
 
 def operands(name: Any, x: Any, y: Any) -> tuple[Tensor, Tensor, LNSFormat]:
-    """Codes of two operands in one format; Python numbers, 0-dim tensors, booleans and integers are
-    encoded.
+    """Return the codes of two operands in one format.
+
+    Python numbers, 0-dim tensors, booleans and integers are encoded.
 
     Raises:
         ValueError: two formats, or an operand that is a floating-point tensor.

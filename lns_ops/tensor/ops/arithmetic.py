@@ -1,5 +1,7 @@
-"""Addition, multiplication, division, signs and roots: one LNS operation each, exact or rounded
-once."""
+"""Addition, multiplication, division, signs and roots, each one LNS operation.
+
+Each is exact or rounded once.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,10 @@ def _check_broadcast(name: str, x: Tensor, y: Tensor) -> None:
 
 @handles(*(getattr(getattr(aten, n), o) for n in _BINARY for o in ("Tensor", "Scalar")))
 def binary(func: Any, x: Any, y: Any, alpha: Any = 1) -> LNSTensor:
-    """The elementwise operation of two tensors, or a tensor and a number; ``alpha`` multiplies
-    ``y`` first."""
+    """Apply an elementwise operation to two tensors, or a tensor and a number.
+
+    ``alpha`` multiplies ``y`` first.
+    """
     name = func.overloadpacket.__name__
     x_codes, y_codes, fmt = operands(name, x, y)
     if x_codes.shape != y_codes.shape:
@@ -52,8 +56,10 @@ def _with_alpha(
     alpha: Any,
     fmt: LNSFormat,
 ) -> Tensor:
-    """``x +- alpha y``; where ``alpha y`` leaves the range, ``(x / alpha +- y) alpha``, whose terms
-    are as far apart."""
+    """Return ``x +- alpha y``, or ``(x / alpha +- y) alpha`` where ``alpha y`` leaves the range.
+
+    The terms of the latter are as far apart.
+    """
     factor = operands("alpha", LNSTensor(y, fmt), alpha)[1]
     product = lns.mul(y, factor, fmt)
     result = operation(x, product, fmt)

@@ -1,5 +1,4 @@
-"""Pooling. Maxima are exact; averages are a sum in the contract's order, divided by the encoded
-count.
+"""Pooling: maxima are exact; averages are a sum in the contract's order over the encoded count.
 
 Gradients of maxima go to the position that was chosen, sums of several in the contract's order. An
 adaptive average is a product with a matrix of zeros and ones along each dimension, so its gradient
@@ -28,7 +27,7 @@ from lns_ops.tensor.registry import aten, handles, replaces
 
 
 def _chosen(codes: Tensor, indices: Tensor, dims: int) -> Tensor:
-    """The codes at flat spatial ``indices``."""
+    """Return the codes at flat spatial ``indices``."""
     flat = codes.reshape(*codes.shape[: codes.dim() - dims], -1)
     picked = flat.gather(-1, indices.reshape(*indices.shape[: indices.dim() - dims], -1))
     return picked.reshape(indices.shape)
@@ -107,7 +106,7 @@ def _full(value: Any, dims: int) -> tuple[int, ...]:
 def _extra(
     size: Sequence[int], positions: Sequence[int], kernel: Any, stride: Any, padding: Any
 ) -> list[int]:
-    """Padding behind the input, beyond the symmetric one, that ``ceil_mode`` may ask for."""
+    """Return the padding that ``ceil_mode`` asks for behind the input, beyond the symmetric one."""
     each = zip(size, positions, kernel, stride, padding, strict=True)
     return [max(0, (n - 1) * s + k - length - p) for length, n, k, s, p in each]
 
@@ -120,7 +119,7 @@ def _counts(
     padding: Any,
     include_pad: bool,
 ) -> Tensor:
-    """How many values each position averages, float64 of shape ``positions``."""
+    """Return how many values each position averages, float64 of shape ``positions``."""
     lengths = []
     for length, n, k, s, p in zip(size, positions, kernel, stride, padding, strict=True):
         starts = [i * s - p for i in range(n)]
@@ -218,7 +217,7 @@ def _avg_pool_backward(
 
 
 def _belongs(length: int, outputs: int) -> tuple[list[list[int]], list[int]]:
-    """For each output of an adaptive average the inputs that it takes, and their number."""
+    """Return which inputs each output of an adaptive average takes, and their number."""
     spans = [range(i * length // outputs, -(-(i + 1) * length // outputs)) for i in range(outputs)]
     return [[int(j in span) for j in range(length)] for span in spans], [
         len(span) for span in spans
@@ -226,8 +225,10 @@ def _belongs(length: int, outputs: int) -> tuple[list[list[int]], list[int]]:
 
 
 def adaptive_average(x: LNSTensor, output_size: Any, dims: int) -> Tensor:
-    """The average over as many nearly equal, maybe overlapping parts of each of the last ``dims``
-    dimensions."""
+    """Average nearly equal parts of each of the last ``dims`` dimensions.
+
+    There are as many parts as outputs; they may overlap.
+    """
     sizes = _full(output_size, dims) if isinstance(output_size, int) else tuple(output_size)
     result: Tensor = x
     for d, wanted in zip(range(-dims, 0), sizes, strict=True):
