@@ -106,7 +106,7 @@ class Domain:
         return min(int(low * math.pow(high / low, unit)), int(high) - 1)
 
     def unit(self, value: Any) -> float:
-        """Return a unit number that :meth:`at` maps to ``value``, or near it for a range of
+        """Return a unit number that :meth:`at` maps to ``value``, or near it in a range of
         reals."""
         if self.categorical:
             return (self.values.index(value) + 0.5) / len(self.values)
@@ -248,8 +248,7 @@ def parse_space(values: Mapping[str, Any]) -> Space:
 
 
 def flatten_space(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a space with dotted keys, also if it is written nested (``{optimizer: {lr:
-    ...}}``)."""
+    """Return a space with dotted keys, also if written nested (``{optimizer: {lr: ...}}``)."""
     flat: dict[str, Any] = {}
     for key, spec in values.items():
         nested = (
@@ -392,8 +391,7 @@ def _sets(domain: Domain, key: str) -> bool:
 
 
 def _value_of(key: str, params: Mapping[str, Any]) -> Any:
-    """Return the value of ``key``, also inside the mapping of a shorter key; None if there is
-    none."""
+    """Return the value of ``key``, also inside the mapping of a shorter key; None if absent."""
     if key in params:
         return params[key]
     for name, value in params.items():
