@@ -106,8 +106,7 @@ class Domain:
         return min(int(low * math.pow(high / low, unit)), int(high) - 1)
 
     def unit(self, value: Any) -> float:
-        """Return a unit number that :meth:`at` maps to ``value``, or near it in a range of
-        reals."""
+        """Return a unit number that :meth:`at` maps to ``value``, or near it for reals."""
         if self.categorical:
             return (self.values.index(value) + 0.5) / len(self.values)
         low, high, *step = map(float, self.values)

@@ -44,8 +44,7 @@ def pace_key(config: dict[str, Any]) -> str:
 
 
 def digest(values: Any) -> str:
-    """Return the first hex digits of the sha256 of ``values`` as canonical JSON
-    (:data:`ID_LENGTH`)."""
+    """Return :data:`ID_LENGTH` hex digits of the sha256 of ``values`` as canonical JSON."""
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:ID_LENGTH]
 
