@@ -83,8 +83,7 @@ def whole(folder: Path) -> StudyState:
 
 
 def condition(folder: Path, state: StudyState) -> str:
-    """Return ``running``, ``damaged`` or the last run's outcome; a killed one is
-    ``interrupted``."""
+    """Return ``running``, ``damaged`` or the last run's outcome, ``interrupted`` if killed."""
     if is_locked(folder):
         return "running"
     if state.damage:
