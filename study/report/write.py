@@ -14,7 +14,7 @@ from study.results.utilisation import sentences
 
 
 def write_report(state: StudyState, folder: Path) -> Path:
-    """Write the report's files into ``folder``; returns it."""
+    """Write the report's files into ``folder`` and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     summary = summarise(state)
     use = sentences(state)

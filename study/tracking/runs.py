@@ -163,8 +163,7 @@ class Runs:
             self._end(known, "KILLED", trial.last_heard or trial.started)
 
     def finish(self, state: StudyState, report: Path | None) -> None:
-        """Send the report, each row's mean and spread, and the best models; close the parent
-        run."""
+        """Send the report, each row's mean and spread, and the best models; close the parent."""
         from study.tracking.models import log_models
 
         time_ = max((trial.ended or 0.0 for trial in state.trials), default=0.0)
