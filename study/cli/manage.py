@@ -1,5 +1,5 @@
-"""The commands for studies that there are: ``list status show export resume extend retry pause stop
-cancel edit import rerun``."""
+"""Commands for studies that exist: ``list status show export resume extend retry pause stop cancel
+edit import rerun``."""
 
 from __future__ import annotations
 
@@ -25,8 +25,12 @@ Run = Callable[["StudyConfig", bool, str], int]
 
 
 def add_commands(commands: Commands, run: Run) -> None:
-    """Add the commands; ``run`` runs a config (plainly or not, all or some trials) and gives the
-    exit code."""
+    """Add the commands.
+
+    Args:
+        commands: argparse's subparsers.
+        run: runs a config (plainly or not, all or some trials) and returns the exit code.
+    """
     listing = add_command(commands, "list", _list, "list the studies of a storage", study=False)
     listing.add_argument("--plain", action="store_true", help="tabs instead of a table")
     status = add_command(
@@ -123,7 +127,7 @@ def add_command(
     *,
     study: bool = True,
 ) -> argparse.ArgumentParser:
-    """A command with ``--storage`` and, unless told otherwise, the positional ``STUDY``."""
+    """Add a command with ``--storage`` and, unless ``study`` is False, the positional ``STUDY``."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=text, description=text[0].upper() + text[1:] + "."
     )
@@ -393,7 +397,7 @@ def _when(seconds: float) -> str:
 
 
 def print_table(headings: list[str], lines: list[list[str]], *, plain: bool = False) -> None:
-    """A table with aligned columns; ``plain`` has tabs and no headings."""
+    """Print a table with aligned columns; ``plain`` has tabs and no headings."""
     if plain:
         for line in lines:
             print("\t".join(line))

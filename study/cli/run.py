@@ -1,4 +1,4 @@
-"""Commands that plan, run and report a study."""
+"""Commands that plan, run, simulate and report a study."""
 
 from __future__ import annotations
 
@@ -167,7 +167,10 @@ def _run(options: argparse.Namespace) -> int:
 def run_config(
     study: StudyConfig, plain: bool, only: str = "all", again: str = "", node: Node | None = None
 ) -> int:
-    """Run a study's config; ``again`` is the command that continues it."""
+    """Run a study's config and print its outcome; return the exit code.
+
+    ``again`` is the command that continues it.
+    """
     from rich.console import Console
 
     from study.api import run_study
@@ -265,23 +268,24 @@ def _simulate(options: argparse.Namespace) -> int:
 
 
 def _study_or_config(options: argparse.Namespace) -> StudyConfig:
-    """The config of a file or in conf/study, else of a study that there is; the other way round
-    where ``--storage`` says in which storage.
+    """Return the config of a file, of a name in conf/study, or of a study that exists.
+
+    Files and names come first; with ``--storage``, studies of that storage do.
 
     Raises:
-        ValueError: there is none.
+        ValueError: none is found.
     """
     import dataclasses
 
     from study.config.compose import change, find_study, load
     from study.manage.studies import find, read
 
-    where = [f"storage={options.storage}"] if options.storage else []
+    overrides = [f"storage={options.storage}"] if options.storage else []
     folder = None
     try:
         folder = (
             None
-            if not where and find_study(options.config)
+            if not overrides and find_study(options.config)
             else find(options.config, options.storage or STORAGE)
         )
     except ValueError:
@@ -290,7 +294,7 @@ def _study_or_config(options: argparse.Namespace) -> StudyConfig:
     if folder is None:
         return load(
             options.config,
-            [*where, *options.overrides],
+            [*overrides, *options.overrides],
             lambda line: print(line, file=sys.stderr),
             download=False,
         )

@@ -1,4 +1,4 @@
-"""lns-study ui."""
+"""The command ``lns-study ui``."""
 
 from __future__ import annotations
 

@@ -164,8 +164,8 @@ def protocol(state: StudyState) -> str:
         )
         choice = (
             f"Each row is searched alike ({method}); its figures are those of the configuration"
-            f" with the best {next(iter(search.objectives))} after the last epoch, mean over seeds, so"
-            " that gaps between rows are exploratory: they have the luck of the choice in them. "
+            f" with the best {next(iter(search.objectives))} after the last epoch, mean over seeds,"
+            " so that gaps between rows are exploratory: they have the luck of the choice in them. "
         )
     else:
         choice = ""
