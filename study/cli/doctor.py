@@ -276,6 +276,7 @@ def _ray(address: str | None) -> Finding:
 
 
 def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command ``doctor`` to argparse's subparsers."""
     doctor = commands.add_parser(
         "doctor",
         help="check this machine, or a study's ledger and checkpoints, and repair these",

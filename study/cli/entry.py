@@ -11,17 +11,13 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from study.cli.manage import add_commands
-from study.cli.tracking import add_tracking_commands
-from study.errors import UserError
-
-if TYPE_CHECKING:
-    pass
 from study.cli.doctor import add_doctor
+from study.cli.manage import add_commands
 from study.cli.run import EXIT_CODES, add_plan, add_report, add_run, add_simulate, run_config
 from study.cli.serve import add_ui
+from study.cli.tracking import add_tracking_commands
+from study.errors import UserError
 
 DESCRIPTION = """\
 Run a study: train the same network in several number formats, several seeds each, and compare the

@@ -32,12 +32,14 @@ def add_commands(commands: Commands, run: Run) -> None:
         run: runs a config (plainly or not, all or some trials) and returns the exit code.
     """
     listing = add_command(commands, "list", _list, "list the studies of a storage", study=False)
-    listing.add_argument("--plain", action="store_true", help="tabs instead of a table")
+    listing.add_argument(
+        "--plain", action="store_true", help="separate columns by tabs, without headings"
+    )
     status = add_command(
         commands, "status", _status, "show where a study stands, also while it runs elsewhere"
     )
     status.add_argument(
-        "--watch", action="store_true", help="again every two seconds, until Ctrl-C"
+        "--watch", action="store_true", help="print it again every two seconds, until Ctrl-C"
     )
     show = add_command(commands, "show", _show, "show everything about one trial")
     show.add_argument("trial", metavar="TRIAL", help="its id, or the beginning of it")

@@ -49,6 +49,7 @@ expand them: 'seeds=[0,1]'.
 
 
 def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command ``run`` to argparse's subparsers."""
     run = commands.add_parser(
         "run",
         help="run or continue a study",
@@ -70,6 +71,7 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command ``plan`` to argparse's subparsers."""
     plan = commands.add_parser(
         "plan",
         help="print the trials, resources and expected time of a study, start nothing",
@@ -85,9 +87,10 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command ``simulate`` to argparse's subparsers."""
     simulate = commands.add_parser(
         "simulate",
-        help="how long a study would take on more machines, without running it",
+        help="estimate how long a study would take on more machines, without running it",
         description=(
             "Simulate a study's trials and scheduler on numbers of slots (trials at a time):"
             " makespan, utilisation, what is ended early, load on MLflow. Times and curves come"
@@ -98,7 +101,7 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     simulate.add_argument(
         "config",
         metavar="CONFIG",
-        help="YAML file, a name in conf/study, or a study that there is: its name or folder",
+        help="YAML file, a name in conf/study, or an existing study: its name or folder",
     )
     simulate.add_argument(
         "--storage", help="folder of all studies, in which CONFIG is looked for first"
@@ -112,12 +115,16 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="trials at a time (default: 1 10 100 1000)",
     )
     simulate.add_argument(
-        "--seconds", type=float, default=10.0, help="an epoch where none was recorded (default: 10)"
+        "--seconds",
+        type=float,
+        default=10.0,
+        help="seconds per epoch if none was recorded (default: 10)",
     )
     simulate.set_defaults(command=_simulate)
 
 
 def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command ``report`` to argparse's subparsers."""
     report = commands.add_parser(
         "report",
         help="print a study's table and renew its report",
@@ -143,7 +150,7 @@ def _run(options: argparse.Namespace) -> int:
 
     if not options.dry_run:
         print("Loading the study; checking its data and trials ...", flush=True)
-    # it loads torch for the trials while this process does
+    # the node loads torch for the trials while this process does
     with nullcontext() if options.dry_run else Node() as node:
         from study.config.compose import load
 
@@ -367,6 +374,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def say_plainly(line: str) -> None:
+    """Print one line at once."""
     print(line, flush=True)
 
 

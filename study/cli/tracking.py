@@ -46,7 +46,7 @@ def add_tracking_commands(commands: Commands) -> None:
         "--output",
         "-o",
         metavar="FILE",
-        help="the picture (default: compared-with-OTHER.png in STUDY's report)",
+        help="file of the picture (default: compared-with-OTHER.png in STUDY's report)",
     )
     dashboard = add_command(
         commands,
@@ -62,7 +62,7 @@ def add_tracking_commands(commands: Commands) -> None:
         type=float,
         default=10.0,
         metavar="SECONDS",
-        help="how often it is renewed (default: 10)",
+        help="seconds between renewals (default: 10)",
     )
 
 

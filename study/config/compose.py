@@ -420,7 +420,7 @@ def _merge(base: DictConfig, values: dict[str, Any], source: str, inside: str = 
     check_references(values, source)
     if isinstance(values.get("space"), dict):
         space = flatten_space(values["space"])
-        # in its place: `when` looks back
+        # at its old position: `when` names earlier keys
         replaced = {key: space.pop(key, spec) for key, spec in base.space.items()}
         values = values | {"space": space}
         base = base.copy()

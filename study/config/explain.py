@@ -161,6 +161,7 @@ def _example(key: str) -> str:
 
 
 def known_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of a schema, those of its parts too."""
     for key, child in zip(map(str, node), node.values(), strict=True):
         yield f"{prefix}{key}"
         if isinstance(child, DictConfig):
@@ -195,4 +196,5 @@ def _likeness(key: str, name: str) -> float:
 
 
 def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, without the full stop."""
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

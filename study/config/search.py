@@ -16,6 +16,11 @@ MODES = ("min", "max")
 
 
 def unique(name: str, values: Sequence[object], remedy: str) -> None:
+    """Refuse an empty list, and one with a value twice.
+
+    Raises:
+        ValueError: the list is either; the message ends in ``remedy``.
+    """
     if not values:
         raise ValueError(f"{name}=[]: must have at least one entry; {remedy}")
     repeated = sorted({str(value) for value in values if values.count(value) > 1})

@@ -32,7 +32,7 @@ END_SECONDS = 10.0
 """Seconds for which the end waits for a node that no longer answers."""
 EPSILON = 1e-6
 Call = tuple[str, tuple[Any, ...]]
-Said = Callable[["Lease", "list[tuple[int, bytes]] | None"], None]
+OnEvents = Callable[["Lease", "list[tuple[int, bytes]] | None"], None]
 """Function called with the messages of a lease's processes; with None when the lease ends."""
 
 
@@ -65,7 +65,7 @@ class Lease:
         """Return the environment variables of a process that computes on ``gpu``, or on none."""
         found = {
             name: value for name, value in os.environ.items() if name.startswith("RAY_")
-        }  # of a Ray that began after the server
+        }  # set by a Ray that began after the fork server
         return found | (
             {"CUDA_VISIBLE_DEVICES": "" if gpu is None else self.names[gpu]} if self.names else {}
         )
@@ -83,10 +83,10 @@ class Local:
         cpus: number of CPUs that may be used.
         gpus: names of the GPUs.
         node: node that runs the processes.
-        said: called with the processes' messages, from a thread.
+        on_events: called with the processes' messages, from a thread.
     """
 
-    def __init__(self, cpus: float, gpus: list[str], node: Node, said: Said) -> None:
+    def __init__(self, cpus: float, gpus: list[str], node: Node, on_events: OnEvents) -> None:
         self._node = node
         self.leases = [
             Lease(
@@ -99,7 +99,7 @@ class Local:
             )
         ]
         self._ended = False
-        self._said = said
+        self._on_events = on_events
         self._thread = threading.Thread(target=self._listen, daemon=True, name="events")
         self._thread.start()
 
@@ -116,7 +116,7 @@ class Local:
         while not self._ended:
             events = self._node.events(POLL_SECONDS)
             if events and not self._ended:
-                self._said(self.leases[0], events)
+                self._on_events(self.leases[0], events)
 
 
 class OfRay(Local):
@@ -124,12 +124,14 @@ class OfRay(Local):
 
     Args:
         node: node that runs the processes.
-        said: called with the processes' messages, from a thread.
+        on_events: called with the processes' messages, from a thread.
         resources: returns the resources of the Ray.
     """
 
-    def __init__(self, node: Node, said: Said, resources: Callable[[], dict[str, float]]) -> None:
-        super().__init__(0.0, [], node, said)
+    def __init__(
+        self, node: Node, on_events: OnEvents, resources: Callable[[], dict[str, float]]
+    ) -> None:
+        super().__init__(0.0, [], node, on_events)
         self._resources = resources
         self._asked = -math.inf
         self.poll(False)
@@ -164,7 +166,8 @@ class Cluster:
         unit: CPUs and GPUs of the largest worker.
         most: CPUs and GPUs that the study's trials can use at most.
         make: arguments of :class:`~trainers.workers.node.Node`.
-        said: called with the processes' messages, and with None when a lease ends, from threads.
+        on_events: called with the processes' messages, and with None at the end of a lease, from
+            threads.
         nodes: returns the nodes in the form of ``ray.nodes()``.
     """
 
@@ -173,10 +176,16 @@ class Cluster:
         unit: tuple[float, float],
         most: tuple[float, float],
         make: tuple[Any, ...],
-        said: Said,
+        on_events: OnEvents,
         nodes: Callable[[], list[dict[str, Any]]],
     ) -> None:
-        self._unit, self._most, self._make, self._said, self._nodes = unit, most, make, said, nodes
+        self._unit, self._most, self._make, self._on_events, self._nodes = (
+            unit,
+            most,
+            make,
+            on_events,
+            nodes,
+        )
         self._requests: list[_Request] = []
         self._lock = threading.Lock()
         self._asked = -math.inf
@@ -227,16 +236,16 @@ class Cluster:
         with self._lock:
             requests, self._requests = self._requests, []
         for request in requests:
-            with contextlib.suppress(Exception):  # of a Ray that is gone
+            with contextlib.suppress(Exception):  # Ray may be gone
                 ray.kill(request.actor)
         for thread in self._threads:
             thread.join(END_SECONDS)
 
     def _wanted(self) -> tuple[float, float]:
         """Return the CPUs and GPUs that could be used beyond those requested."""
-        held = [(request.cpus, request.gpus) for request in self._requests]
-        return self._most[0] - sum(cpus for cpus, _ in held), self._most[1] - sum(
-            gpus for _, gpus in held
+        requested = [(request.cpus, request.gpus) for request in self._requests]
+        return self._most[0] - sum(cpus for cpus, _ in requested), self._most[1] - sum(
+            gpus for _, gpus in requested
         )
 
     def _claim(self, node: str, have: dict[str, float]) -> None:
@@ -326,19 +335,19 @@ class Cluster:
                 call=lambda calls: _pass_on(request.actor, calls),
             )
             request.lease = lease
-            self._said(lease, [])
+            self._on_events(lease, [])
             while True:
                 if events := self._answer(
                     request.actor.events.options(concurrency_group="events").remote(POLL_SECONDS)
                 ):
-                    self._said(lease, events)
+                    self._on_events(lease, events)
         # the actor or its node has died, we have killed it, or (SystemExit) left Ray
         except BaseException:
             with self._lock:
                 if request in self._requests:
                     self._requests.remove(request)
             if lease is not None:
-                self._said(lease, None)
+                self._on_events(lease, None)
 
 
 def _pass_on(actor: Any, calls: list[Call]) -> None:

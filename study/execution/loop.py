@@ -473,6 +473,7 @@ def _past(trial: str, history: list[dict[str, Any]]) -> list[Event]:
 
 
 def metrics_of(result: dict[str, Any]) -> dict[str, float]:
+    """Return the metrics of a result: numbers with a namespace, or among :data:`EXTRA`."""
     return {
         name: float(value)
         for name, value in result.items()

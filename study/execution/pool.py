@@ -104,14 +104,14 @@ class Pool:
     """The processes of one study.
 
     Args:
-        said: queue of (lease, messages of its processes), filled by the leases' threads; the
+        inbox: queue of (lease, messages of its processes), filled by the leases' threads; the
             messages are None when a lease has ended.
     """
 
     def __init__(
-        self, said: queue.SimpleQueue[tuple[Lease, list[tuple[int, bytes]] | None]]
+        self, inbox: queue.SimpleQueue[tuple[Lease, list[tuple[int, bytes]] | None]]
     ) -> None:
-        self._said = said
+        self._inbox = inbox
         self._machines: Machines | None = None
         self._groups: dict[int, _Group] = {}
         self._trials: dict[str, _Group] = {}
@@ -240,12 +240,12 @@ class Pool:
         until = time.monotonic() + seconds
         while not found:
             try:
-                lease, events = self._said.get(timeout=max(0.0, until - time.monotonic()))
+                lease, events = self._inbox.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
                 break
             found += self._hear(lease, events)
-            while not self._said.empty():
-                found += self._hear(*self._said.get())
+            while not self._inbox.empty():
+                found += self._hear(*self._inbox.get())
             self.flush()  # what a gang's ranks are told next
             if not events:
                 break  # a lease came or went: there may be room now
@@ -306,9 +306,9 @@ class Pool:
 
     def _make_room(self, lease: Lease, gpu: int | None) -> None:
         """End an idle group on this machine, or all on this GPU, before one is made."""
-        here = [group for group in self._idle if any(spot[0] is lease for spot in group.spots)]
-        same = [group for group in here if gpu is not None and (lease, gpu) in group.spots]
-        for group in same or here[:1]:
+        idle = [group for group in self._idle if any(spot[0] is lease for spot in group.spots)]
+        same = [group for group in idle if gpu is not None and (lease, gpu) in group.spots]
+        for group in same or idle[:1]:
             self._end(group)
 
     def _train(self, group: _Group, running: Running) -> None:

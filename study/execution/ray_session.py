@@ -41,7 +41,7 @@ ENVIRONMENT = {
     # Train polls its workers this often; the default adds 2 s to every report
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # a process a CPU, of which a study needs one a machine
+    # by default one process per CPU; a study needs one per machine
     "RAY_prestart_worker_first_driver": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_DEDUP_LOGS": "1",
@@ -224,7 +224,7 @@ class Joined(Session):
                 " --head`, or leave address out for this machine alone"
             ) from None
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts in one that aborts the process
+            signal.signal(signal.SIGTERM, on_sigterm)  # Ray's handler aborts the process
         if not insecure and asks_nobody(self.address):
             self.close()
             raise UserError(
@@ -254,7 +254,7 @@ class Joined(Session):
         import ray
 
         while not left.wait(LOOK_SECONDS):
-            # of a cluster that ends; that nothing comes is noticed
+            # the cluster may be ending; look() notices that no answer comes
             with contextlib.suppress(Exception):
                 nodes = ray.nodes()
                 if not left.is_set():
@@ -308,7 +308,7 @@ class Joined(Session):
         if not self.silent:
             ray.shutdown()
         elif sys.excepthook.__module__.startswith("ray."):
-            # Ray's tells the control store of an error first, and waits for its answer
+            # Ray's hook first reports the error to the control store, and waits for an answer
             sys.excepthook = sys.__excepthook__
 
 

@@ -101,8 +101,8 @@ def _pool(
     """
     study = plan.study
     with ExitStack() as stack:
-        said: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        pool, session = Pool(said), None
+        inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        pool, session = Pool(inbox), None
         if needs_ray(study):
             tell(
                 f"Joining the Ray cluster at {study.address} ..."
@@ -116,8 +116,8 @@ def _pool(
         stack.callback(pool.close)
         data = _data_of(agenda, study)
 
-        def heard(*what: Any) -> None:
-            said.put(what)
+        def on_events(*what: Any) -> None:
+            inbox.put(what)
 
         def on_cluster() -> Machines:
             assert session is not None
@@ -131,15 +131,15 @@ def _pool(
                 math.ceil(max(each.get("GPU", 0.0) for each in largest)),
             )
             most = count * max(map(cpus_of, trials)), count * max(map(gpus_of, trials))
-            return Cluster(unit, most, (study.folder / LOG, data), heard, session.nodes)
+            return Cluster(unit, most, (study.folder / LOG, data), on_events, session.nodes)
 
         def here() -> Machines:
             own = node or Node()
             own.log(study.folder / LOG)
             own.load(data)
             if study.executor == "train" and session is not None:
-                return OfRay(own, heard, session.resources)
-            return Local(local_cpus(study), _local_gpus(agenda, study), own, heard)
+                return OfRay(own, on_events, session.resources)
+            return Local(local_cpus(study), _local_gpus(agenda, study), own, on_events)
 
         find = on_cluster if study.address is not None and study.executor != "train" else here
         pool.use(find())

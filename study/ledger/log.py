@@ -196,7 +196,7 @@ class Ledger:
             _is_new(event, self._seen)
         self._listeners: list[Listener] = []
         self._last = b""
-        self._since = time.time() - time.monotonic()  # a clock that is set meanwhile moves no event
+        self._since = time.time() - time.monotonic()  # setting the clock moves no event
 
     def listen(self, listener: Listener) -> None:
         """Call ``listener`` with every event from now on, in the writer's thread.
@@ -295,7 +295,7 @@ class Ledger:
         """
         self._file.close()
         if not self._lock.closed:
-            with suppress(OSError):  # of a full storage: the note is missed by nobody else
+            with suppress(OSError):  # the storage may be full; the note is optional
                 write_lock(self._lock, {"lines": self._number} if self.broken is None else {})
             self._lock.close()
 
@@ -330,7 +330,7 @@ def make_header(id_: str, time_: float) -> Event:
 def _contents(content: bytes, closed: int) -> Contents:
     lines = Lines()
     whole = content.rfind(b"\n") + 1
-    # but for its end, which a crash took
+    # whole but for its line break, which a crash cut off
     last = [content[whole:]] if unseal(content[whole:])[1] is not None else []
     read = [
         entry
@@ -408,7 +408,7 @@ def is_locked(folder: Path) -> bool:
         with (folder / LOCK).open(encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
-        return error.errno in BUSY  # a storage without locks lets nobody write
+        return error.errno in BUSY  # without locks nobody writes
     return False
 
 
@@ -418,7 +418,7 @@ def take_lock(folder: Path) -> IO[str]:
     Raises:
         ValueError: another process has the lock, or the storage has no locks.
     """
-    for attempt in range(LOCK_ATTEMPTS):  # over the moments in which is_locked looks at it
+    for attempt in range(LOCK_ATTEMPTS):  # is_locked takes it for moments
         lock = (folder / LOCK).open("a+", encoding="utf-8")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -287,10 +287,10 @@ def _take_time(trial: TrialState, event: Event) -> None:
     For an epoch that was taken over, only the event's own ``seconds`` count: its time may be that
     of the copy.
     """
-    here = (
+    measured = (
         None if "source" in event else max(0.0, event["time"] - (trial.last_heard or event["time"]))
     )  # another writer's clock may lag
-    seconds = event.get("seconds", here)
+    seconds = event.get("seconds", measured)
     if seconds is not None:
         trial.took[event["epoch"]] = seconds
         trial.spent += 0.0 if "source" in event else seconds

@@ -51,7 +51,7 @@ def known_to_checkpoints(folder: Path) -> dict[str, Known]:
         entry = found.setdefault(trial, Known(source=CHECKPOINT))
         entry.paths.setdefault(int(state["epoch"]), path)
         if entry.config:
-            continue  # an older one
+            continue  # an older checkpoint
         entry.config, entry.origin = state.get("config", {}), state.get("origin", {})
         entry.epochs = {
             int(metrics["epoch"]): _numbers(metrics) for metrics in state.get("history", [])
@@ -111,10 +111,10 @@ def _known_to_run(client: Any, run: Any, plain: dict[str, str]) -> Known:
                 test[plain[key]] = metric.value
             else:
                 found.epochs.setdefault(metric.step, {})[plain[key]] = metric.value
-                # as the ledger's time, cut to milliseconds
+                # MLflow cut the ledger's time to milliseconds
                 found.times[metric.step] = (metric.timestamp + 0.5) / 1000
     names = {name for values in found.epochs.values() for name in values}
-    # it has no infinite ones
+    # MLflow lacks infinite metrics, so an epoch with one is incomplete
     found.epochs = {step: values for step, values in found.epochs.items() if set(values) == names}
     status = run.data.tags.get("status", "")
     if status in ENDS and run.info.end_time:

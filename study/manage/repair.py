@@ -232,8 +232,8 @@ class _Restoration:
         self, trial: str, known: Known, epochs: dict[int, int], ends: list[int]
     ) -> None:
         planned = self._state.known.get(trial)
-        wanted = planned.epochs if planned else int(known.config.get("epochs", 0))
-        missing = [epoch for epoch in range(1, wanted + 1) if epoch not in epochs]
+        epoch_count = planned.epochs if planned else int(known.config.get("epochs", 0))
+        missing = [epoch for epoch in range(1, epoch_count + 1) if epoch not in epochs]
         if not ends and known.end and not (known.end["event"] == FINISHED and missing):
             self._insert(
                 {"trial": trial, **known.end},
@@ -245,7 +245,7 @@ class _Restoration:
         finished = [
             number for number, event in self._events_of[trial] if event["event"] == FINISHED
         ]
-        if not wanted and finished:  # how many it had to have, nobody knows
+        if not epoch_count and finished:  # nobody knows how many epochs it needs
             report = {"event": "report", "trial": trial}
             missing = [
                 gap for gap in self._gaps if gap < finished[0] and self._may_hold(gap, report)
@@ -253,7 +253,7 @@ class _Restoration:
         if finished and missing:
             self._whole = [entry for entry in self._whole if entry[0] not in finished]
             epochs_ = (
-                f"epochs {', '.join(map(str, missing))}" if wanted else "some epochs, perhaps,"
+                f"epochs {', '.join(map(str, missing))}" if epoch_count else "some epochs, perhaps,"
             )
             self.lost.append(f"trial {trial}: {epochs_} that nobody knows; it is trained again")
 
@@ -418,7 +418,7 @@ def _replace(folder: Path, id_: str, restoration: _Restoration) -> Path | None:
     if kept is not None:
         try:
             os.link(path, kept)
-        except OSError:  # a file system without them
+        except OSError:  # a file system without hard links
             shutil.copyfile(path, kept)
     part.replace(path)
     sync_folder(folder)

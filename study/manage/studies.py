@@ -149,6 +149,6 @@ def overview(folder: Path) -> dict[str, Any]:
         "condition": condition(folder, state),
         "trials": f"{ended}/{len(state.trials)}" + (f", {failed} failed" if failed else ""),
         "best": f"{metric} {best:.4g}" if best is not None else "-",
-        # what was taken over has the times of its source
+        # events that were taken over have the times of their source
         "time": max(event["time"] for event in events),
     }

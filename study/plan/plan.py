@@ -213,7 +213,7 @@ def _plan_search(study: StudyConfig, space: Space, download: bool) -> Plan:
             trials += found
             excluded += left_out
     order = {seed: place for place, seed in enumerate(study.seeds)}
-    # Seeds slowest, then configurations, then rows: all rows have their first ones early.
+    # seeds slowest, then configurations, then rows: every row has its first trials early
     trials.sort(key=lambda trial: (order[trial.seed], trial.number or 0))
     return Plan(study=study, trials=tuple(trials), excluded=tuple(excluded))
 

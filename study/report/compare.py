@@ -95,7 +95,7 @@ def compare(first: StudyState, second: StudyState) -> Comparison:
     if not pairs:
         raise ValueError(
             f"{first.config.name} and {second.config.name}: the matched trials have no finite"
-            " errors to compare"
+            " errors; compare studies whose trials did not diverge"
         )
     rows = {
         row: _contrast([pair for pair in pairs if pair.name == row])

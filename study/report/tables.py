@@ -207,6 +207,7 @@ def facts(state: StudyState) -> dict[str, str]:
 
 
 def when(seconds: float) -> str:
+    """Return a time in seconds since 1970 as date and UTC time."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 

@@ -20,7 +20,7 @@ def write_report(state: StudyState, folder: Path) -> Path:
     use = sentences(state)
     made = parts(state, summary, use)
     for file in {f"{name}.png" for name in TITLES} - {picture.file for picture in made.pictures}:
-        (folder / file).unlink(missing_ok=True)  # of an earlier report
+        (folder / file).unlink(missing_ok=True)  # left by an earlier report
     for picture in made.pictures:
         write_whole(folder / picture.file, picture.light)
     if state.config.space:

@@ -98,7 +98,7 @@ def _distribution(domain: Any, values: Sequence[Any]) -> Any:
     import optuna
 
     if domain.categorical:
-        # what was tried before the space was narrowed counts too
+        # values tried before the space was narrowed count too
         return optuna.distributions.CategoricalDistribution(
             list(dict.fromkeys(show(value) for value in (*domain.values, *values)))
         )
@@ -119,7 +119,7 @@ def _pairs(study: Any, names: Sequence[str], of: Sequence[str]) -> dict[tuple[st
     import optuna
 
     distributions = study.trials[0].distributions
-    # the evaluator's columns
+    # in the order of the evaluator's columns
     varied = sorted(name for name in names if not distributions[name].single())
     evaluator = optuna.importance.FanovaImportanceEvaluator(
         n_trees=TREES, max_depth=PAIR_DEPTH, seed=0

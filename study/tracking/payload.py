@@ -159,6 +159,7 @@ def params_of(config: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 
 def row_figures(state: StudyState) -> dict[str, float]:
+    """Return mean and spread of each row's test error, in per cent, by metric name."""
     from study.results.summary import summarise
 
     figures: dict[str, float | None] = {}
@@ -231,6 +232,7 @@ def _code_tags(plan: Event) -> dict[str, str]:
 
 
 def parent_tags(plan: Event) -> dict[str, str]:
+    """Return the tags of the parent run."""
     question = (
         {"mlflow.note.content": plan["study"]["question"][:TAG_LENGTH]}
         if plan["study"]["question"]
@@ -247,6 +249,7 @@ def parent_tags(plan: Event) -> dict[str, str]:
 
 
 def trial_tags(trial: TrialState, plan: Event) -> dict[str, str]:
+    """Return the tags of a trial's run."""
     names = {
         "study": plan["study"]["name"],
         "kind": "trial",

@@ -218,7 +218,7 @@ class Tracker:
             self._process.stdin.write(self._finish or "")
             self._process.stdin.flush()
         except OSError:
-            return  # it died; the reading thread starts another and asks that
+            return  # it died; the reading thread starts another and asks it
 
     def _run(self) -> None:
         for start in range(MOST_STARTS):

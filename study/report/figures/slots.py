@@ -111,7 +111,7 @@ def _bars(
     """Return two rectangles for every slot of a trial, one of them pale."""
     colours = {row: COLOURS[number % len(COLOURS)] for number, row in enumerate(rows)}
     shades = {row: (_pale(colour, theme), to_rgb(colour)) for row, colour in colours.items()}
-    other = (_pale(theme.grid, theme), to_rgb(theme.grid))  # of a row that the study no longer has
+    other = (_pale(theme.grid, theme), to_rgb(theme.grid))  # a row that the study no longer has
     boxes, filled = [], []
     for interval in run.intervals:
         end = run.end if interval.end is None else interval.end

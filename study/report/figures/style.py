@@ -84,6 +84,7 @@ def percent_axis(axes: Any) -> None:
 
 
 def wrap_label(label: str) -> str:
+    """Return a label with a line break before every plus."""
     return label.replace(" + ", "\n+ ")
 
 
