@@ -25,12 +25,7 @@ Run = Callable[["StudyConfig", bool, str], int]
 
 
 def add_commands(commands: Commands, run: Run) -> None:
-    """Add the commands.
-
-    Args:
-        commands: argparse's subparsers.
-        run: runs a config (plainly or not, all or some trials) and returns the exit code.
-    """
+    """Add the commands; ``run`` runs all or some trials of a config and returns the exit code."""
     listing = add_command(commands, "list", _list, "list the studies of a storage", study=False)
     listing.add_argument(
         "--plain", action="store_true", help="separate columns by tabs, without headings"

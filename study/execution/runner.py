@@ -95,10 +95,7 @@ def run_plan(
 def _pool(
     plan: Plan, agenda: Agenda, node: Node | None, tell: Callable[[str], None]
 ) -> Iterator[tuple[Pool, Session | None, Callable[[], Machines] | None]]:
-    """Provide the pool, the study's Ray if it needs one, and a function that finds machines anew.
-
-    The function is None unless the machines are Ray's; it is called after Ray was lost.
-    """
+    """Provide the pool, the study's Ray or None, and what finds machines anew or None."""
     study = plan.study
     with ExitStack() as stack:
         inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()

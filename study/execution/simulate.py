@@ -62,8 +62,6 @@ def simulate(
     """Simulate a plan's trials on ``slots`` slots.
 
     Args:
-        plan: the plan.
-        slots: number of trials at a time.
         seconds: returns the seconds of an epoch of a trial.
         error: returns a trial's error after an epoch, the scheduler's metric.
         start_seconds: seconds from one trial to the next in a slot.

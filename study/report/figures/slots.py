@@ -41,15 +41,10 @@ MARGINS = 1.5
 
 
 def draw_slots(run: Run | None, rows: Sequence[str], theme: Theme) -> bytes:
-    """Draw a PNG with a bar for every trial in every slot that it held.
+    """Draw a PNG with a bar for every trial in every slot that it held; b"" if none is known.
 
-    Bars have their row's colour, pale until the first report; the line is the number of slots.
-    Returns b"" if the ledger has no slots or capacity.
-
-    Args:
-        run: the run.
-        rows: labels of the rows, in the order of their colours.
-        theme: colours of the page.
+    Bars have the colour of their row (``rows`` are labels in the order of their colours), pale
+    until the first report; the line is the number of slots.
     """
     if run is None or not run.intervals or not run.capacity or run.end <= run.begin:
         return b""
