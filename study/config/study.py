@@ -115,10 +115,11 @@ class StudyConfig:
 
     Attributes:
         name: name of the study's folder, its MLflow experiment and its report.
-        question: what the study asks, one or two sentences for the report.
+        question: question that the study asks, one or two sentences for the report.
         trial: base trial that the rows change.
         rows: rows to compare; if empty, one row named like the study.
-        seeds: seeds; every row, and every configuration of a searched row, runs once per seed.
+        seeds: random seeds; every row, and every configuration of a searched row, runs once per
+            seed.
         space: search space (:mod:`study.config.space`); nothing is searched if empty.
         search: how the space is searched.
         limits: limits at which the study stops by itself.

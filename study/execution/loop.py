@@ -90,9 +90,9 @@ class Loop:
         self._failures: Counter[str] = Counter()
         self._capacity: tuple[float, int, int] | None = None
         self._shapes: dict[str, WorkerResources] = {}
-        self._lonely: float | None = None
-        self._told: set[str] = set()
-        self._wrong = ""
+        self._no_room_since: float | None = None
+        self._reported_waiting: set[str] = set()
+        self._ray_problem = ""
 
     def run(self) -> None:
         """Run until no trial is left, or the control ends the study."""
@@ -130,22 +130,22 @@ class Loop:
         except UserError:
             self._pool.leave()
             raise
-        wrong = ray.lost or ray.silent
-        if wrong and not self._wrong:
-            self._say(f"Ray: {wrong}; waiting for it")
-        was_wrong = bool(wrong or self._wrong)
+        problem = ray.lost or ray.silent
+        if problem and not self._ray_problem:
+            self._say(f"Ray: {problem}; waiting for it")
+        had_problem = bool(problem or self._ray_problem)
         if ray.lost:
             self._pool.end_all(f"Ray: {ray.lost}")
             if self._find is not None:
                 self._pool.use(None)
             if ray.renew():
-                wrong = ""
+                problem = ""
                 if self._find is not None:
                     self._pool.use(self._find())
-        if was_wrong and not wrong:
+        if had_problem and not problem:
             self._say("Ray is back.")
-        self._wrong = wrong
-        return not wrong, fresh
+        self._ray_problem = problem
+        return not problem, fresh
 
     def _hand_out(self) -> bool:
         """Start the trials that there is room for; tell whether more wait.
@@ -174,7 +174,7 @@ class Loop:
         """
         shape = self._shape(trial.config)
         if self._pool.running or self._pool.could_fit(shape):
-            self._lonely = None
+            self._no_room_since = None
             return None
         cpus, gpus, nodes = self._pool.capacity()
         on_gpu = f" and {shape.gpus_in_all:g} GPU(s) in all" if shape.gpus_in_all else ""
@@ -190,9 +190,12 @@ class Loop:
                 "trial": trial.id,
                 "error": f"{problem}; lower trial.workers or trial.threads, or raise cpus",
             }
-        self._lonely = self._lonely or time.monotonic()
-        if time.monotonic() - self._lonely > LONELY_SECONDS and trial.id not in self._told:
-            self._told.add(trial.id)
+        self._no_room_since = self._no_room_since or time.monotonic()
+        if (
+            time.monotonic() - self._no_room_since > LONELY_SECONDS
+            and trial.id not in self._reported_waiting
+        ):
+            self._reported_waiting.add(trial.id)
             self._say(
                 f"Waiting: row {trial.row!r} {problem}; add nodes, or lower trial.workers or"
                 " trial.threads"

@@ -62,11 +62,13 @@ def continuations(
         sources = (
             shorter.get((n, beginning_key(trial.config, n))) for n in lengths if n < trial.epochs
         )
-        found += any(_go_on(ledger, trial, source) for source in sources if source is not None)
+        found += any(
+            _continue_from(ledger, trial, source) for source in sources if source is not None
+        )
     return found
 
 
-def _go_on(ledger: Ledger, trial: TrialState, source: TrialState) -> bool:
+def _continue_from(ledger: Ledger, trial: TrialState, source: TrialState) -> bool:
     """Let ``trial`` continue from the last checkpoint of ``source``; tell whether there is one."""
     kept = source.checkpoints_left()
     if not kept:
