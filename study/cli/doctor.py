@@ -294,7 +294,7 @@ def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     doctor.add_argument(
         "--repair",
         action="store_true",
-        help="make a damaged ledger again from what checkpoints and MLflow know",
+        help="repair a damaged ledger from what checkpoints and MLflow know",
     )
     doctor.add_argument(
         "--storage", default="studies", help="folder of all studies (default: studies)"

@@ -37,18 +37,21 @@ def add_commands(commands: Commands, run: Run) -> None:
         "--watch", action="store_true", help="print it again every two seconds, until Ctrl-C"
     )
     show = add_command(commands, "show", _show, "show everything about one trial")
-    show.add_argument("trial", metavar="TRIAL", help="its id, or the beginning of it")
+    show.add_argument("trial", metavar="TRIAL", help="the trial's id, or the beginning of it")
     export = add_command(commands, "export", _export, "write trials, or their epochs, as a table")
     export.add_argument(
         "--format",
         choices=("csv", "json", "parquet"),
-        help="default: by the output's ending, else csv",
+        help="format of the table (default: by the output's ending, else csv)",
     )
     export.add_argument(
-        "--output", "-o", metavar="FILE", help="default: STUDY.csv and so on in the working folder"
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="file to write (default: STUDY.csv and so on in the working folder)",
     )
     export.add_argument(
-        "--epochs", action="store_true", help="one row an epoch instead of one a trial"
+        "--epochs", action="store_true", help="one row per epoch instead of one per trial"
     )
     _add_runs(commands, run)
     _add_wishes(commands)
@@ -69,14 +72,14 @@ def add_commands(commands: Commands, run: Run) -> None:
         _rerun,
         "train a trial again and say whether every figure has the same bits",
     )
-    rerun.add_argument("trial", metavar="TRIAL", help="its id, or the beginning of it")
+    rerun.add_argument("trial", metavar="TRIAL", help="the trial's id, or the beginning of it")
 
 
 def _add_runs(commands: Commands, run: Run) -> None:
     def command(name: str, text: str, only: str) -> argparse.ArgumentParser:
         parser = add_command(commands, name, lambda options: _again(options, run, only), text)
         parser.add_argument(
-            "--plain", action="store_true", help="one line an epoch instead of a live table"
+            "--plain", action="store_true", help="one line per epoch instead of a live table"
         )
         return parser
 

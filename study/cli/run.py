@@ -65,7 +65,7 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     run.add_argument(
         "--plain",
         action="store_true",
-        help="one line an epoch instead of a live table (the default when piped)",
+        help="one line per epoch instead of a live table (the default when piped)",
     )
     run.set_defaults(command=_run)
 

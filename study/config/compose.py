@@ -340,7 +340,7 @@ def _expand(
     groups = body.pop("groups", [])
     if not isinstance(groups, list) or not all(isinstance(entry, str) for entry in groups):
         raise ValueError(
-            f"{path}: groups={groups!r}: must be a list of group/file names, for example"
+            f"{path}: groups={groups!r}: must be a list of group/file names; use for example"
             " [model/mlp_512, data/mnist]"
         )
     for entry in groups if SELF in groups else [*groups, SELF]:
