@@ -1,4 +1,4 @@
-"""Study files as values: YAML's safe subset, without what it takes in silence.
+"""A strict reader of study files: YAML's safe subset, without what YAML accepts silently.
 
 YAML lets a key stand twice and keeps the last value, an alias stand for so much that a few lines
 become gigabytes ("billion laughs"), and an anchor refer to itself. None of these is ever meant, so
@@ -16,19 +16,20 @@ from typing import Any
 import yaml
 
 MOST_VALUES = 100_000
-"""Values that a file's aliases may make of it."""
+"""Largest number of values that a file may have once its aliases are written out."""
 _REFERENCE = re.compile(r"\$\{\.*[A-Za-z_][\w.\[\]]*\}")
-"""A reference to a key, ``${trial.epochs}``, or relative, ``${..epochs}``."""
+"""Pattern of a reference to a key, ``${trial.epochs}``, or a relative one, ``${..epochs}``."""
 _ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\\$\{")
-"""``${`` after an odd number of backslashes: text."""
+"""Pattern of ``${`` after an odd number of backslashes, which is text."""
 _OPENED = re.compile(r"(\\*)\$\{")
 
 
 def parse(text: str) -> Any:
-    """The values of one YAML document.
+    """Return the values of one YAML document.
 
     Raises:
-        yaml.YAMLError: it is none, or a key stands twice in a mapping; the message has the line.
+        yaml.YAMLError: the text is not YAML, or a key stands twice in a mapping; the message has
+        the line.
         ValueError: an anchor refers to itself, or its aliases make more than :data:`MOST_VALUES`
             values.
     """
@@ -49,10 +50,11 @@ def check_references(values: Any, source: str) -> None:
 
     Args:
         values: nested dicts and lists.
-        source: whence they come, for errors.
+        source: where the values come from, for errors.
 
     Raises:
-        ValueError: with the text, the rule and the remedy.
+        ValueError: a ``${...}`` is something else; the message has the text, the rule and the
+            remedy.
     """
     if isinstance(values, dict):
         values = [*values, *values.values()]
@@ -114,10 +116,10 @@ def _too_many(size: float) -> ValueError:
 
 
 def _size(value: Any, known: dict[int, int], open_: set[int]) -> int:
-    """Values in ``value`` where every alias is written out.
+    """Count the values in ``value`` with every alias written out.
 
     Raises:
-        RecursionError: it holds itself.
+        RecursionError: ``value`` contains itself.
     """
     if not isinstance(value, dict | list):
         return 1

@@ -1,7 +1,6 @@
-"""What can be done with studies that there are: list, look at, export, extend, take finished trials
-from another, repeat a trial.
+"""Access to studies that exist: find them, read their state, find their trials, list them.
 
-Everything here reads ledgers; what must write one takes its lock first and so refuses while the
+Everything here reads ledgers; commands that write one take its lock first and so refuse while the
 study runs.
 """
 
@@ -19,10 +18,10 @@ from study.results.configurations import groups_of_seeds
 
 
 def find(study: str, storage: str) -> Path:
-    """The folder of a study, from its name or its folder.
+    """Return the folder of a study, given its name or its folder.
 
     Raises:
-        ValueError: there is none; the message lists those there are.
+        ValueError: there is no such study; the message lists those there are.
     """
     direct = Path(study)
     if (direct / FILE).exists():
@@ -38,16 +37,17 @@ def find(study: str, storage: str) -> Path:
 
 
 def folders(storage: str) -> list[Path]:
-    """The folders of all studies in a storage, by name."""
+    """Return the folders of all studies in a storage, by name."""
     return sorted(path.parent for path in Path(storage).expanduser().resolve().glob(f"*/{FILE}"))
 
 
 def read(folder: Path) -> StudyState:
-    """The state of the study in ``folder``, as far as its ledger is whole; ``damage`` says what is
-    not.
+    """Return the state of the study in ``folder``, as far as its ledger is whole.
+
+    Its ``damage`` describes what is not.
 
     Raises:
-        ValueError: its ledger holds no plan.
+        ValueError: the ledger holds no plan.
     """
     contents = open_ledger(folder)
     state = fold(contents.events)
@@ -79,10 +79,12 @@ def _damage(folder: Path, contents: Contents) -> str:
 
 
 def whole(folder: Path) -> StudyState:
-    """The same, for what would spread the gaps of a damaged ledger.
+    """Return the state of the study in ``folder``; refuse a damaged ledger.
+
+    For commands that would spread the gaps of a damaged ledger.
 
     Raises:
-        ValueError: its ledger holds no plan, or is damaged.
+        ValueError: the ledger holds no plan, or is damaged.
     """
     state = read(folder)
     if state.damage:
@@ -91,7 +93,7 @@ def whole(folder: Path) -> StudyState:
 
 
 def condition(folder: Path, state: StudyState) -> str:
-    """``running``, ``damaged``, or how the last run ended; ``interrupted`` where it was killed."""
+    """Return ``running``, ``damaged`` or the last run's outcome, ``interrupted`` if killed."""
     if is_locked(folder):
         return "running"
     if state.damage:
@@ -100,10 +102,12 @@ def condition(folder: Path, state: StudyState) -> str:
 
 
 def find_trial(state: StudyState, key: str) -> TrialState:
-    """The trial with that id, or the only one whose id begins so, or of a row's ``label #number``.
+    """Return the trial with an id, with a unique beginning of one, or named in words.
+
+    The words are ``label #number`` or ``label, seed N``.
 
     Raises:
-        ValueError: there is none, or more than one.
+        ValueError: no trial matches, or more than one.
     """
     exact = [trial for trial in state.known.values() if trial.id == key]
     found = exact or [
@@ -122,8 +126,11 @@ def find_trial(state: StudyState, key: str) -> TrialState:
 
 
 def overview(folder: Path) -> dict[str, Any]:
-    """One study in a list: name, condition, trials, the best first objective, when it was last
-    heard of."""
+    """Return a study's entry in a list.
+
+    It has the name, the condition, the trials, the best first objective and the time of the last
+    event.
+    """
     contents = open_ledger(folder)
     events, state = contents.events, fold(contents.events)
     state.damage = describe_damage(contents.damage)
@@ -152,6 +159,6 @@ def overview(folder: Path) -> dict[str, Any]:
         "condition": condition(folder, state),
         "trials": f"{ended}/{len(state.trials)}" + (f", {failed} failed" if failed else ""),
         "best": f"{metric} {best:.4g}" if best is not None else "-",
-        # what was taken over has the times of its source
+        # events that were taken over have the times of their source
         "time": max(event["time"] for event in events),
     }

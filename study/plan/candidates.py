@@ -1,4 +1,4 @@
-"""The configurations that a search may try, before any has run."""
+"""Configurations that a search may try, as far as they are known before any trial has run."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from study.config.compose import override_trial
 from study.config.space import Params, Space, unit_points
 
 OF_ROUNDS = ("epochs", "changes", "data.train_size")
-"""What a search in rounds sets beside the space."""
+"""Trial keys that a search in rounds sets beside those of the space."""
 
 
 def is_history(params: Params, space: Space) -> bool:
-    """Whether sampled values lie outside the space: they were proposed before it was changed."""
+    """Tell whether sampled values lie outside the space: proposed before the space was changed."""
     return not space.holds(params) and not space.holds(
         {key: value for key, value in params.items() if key not in OF_ROUNDS}
     )
 
 
 def halved(configurations: int, factor: int) -> list[int]:
-    """How many configurations take part in each round of successive halving."""
+    """Return the number of configurations in each round of successive halving."""
     return [
         configurations,
         *(halved(configurations // factor, factor) if configurations >= factor else []),
@@ -31,21 +31,22 @@ def halved(configurations: int, factor: int) -> list[int]:
 
 
 def generation_ends(epochs: int, interval: int) -> list[int]:
-    """The epochs at which a population's generations end: every ``interval``, and the last."""
+    """Return the last epochs of a population's generations: every ``interval``, and the last."""
     return [*range(interval, epochs, interval), epochs]
 
 
 def rows_of(study: StudyConfig) -> list[RowConfig]:
-    """The study's rows; one named like the study if it has none."""
+    """Return the study's rows; one named like the study if it has none."""
     return study.rows or [RowConfig(label=study.name)]
 
 
 def bind_space(study: StudyConfig) -> Space:
-    """The study's space, its values converted to what the keys take.
+    """Return the study's space, its values converted to the types that the keys take.
+
+    A point that a trial refuses is no error here: it breaks a rule of trials and is left out later.
 
     Raises:
-        ValueError: a key that no trial has or that two domains set, or a value of the wrong type. A
-            point that a trial refuses is no error: it breaks a rule.
+        ValueError: no trial has a key, two domains set the same key, or a value has the wrong type.
     """
     for one, other in combinations(study.parsed_space.domains, 2):
         if not one.when and not other.when and (key := common_keys(one.sets, other.sets)):
@@ -76,7 +77,7 @@ def bind_space(study: StudyConfig) -> Space:
 
 
 def _taken(trial: dict[str, Any], key: str, value: Any) -> Any:
-    """What a trial's dict holds under ``key``; of a mapping, only the keys that ``value`` has."""
+    """Return what a trial's dict holds under ``key``; of a mapping, only the keys of ``value``."""
     held: Any = trial
     for part in key.split("."):
         held = held[part]
@@ -86,7 +87,7 @@ def _taken(trial: dict[str, Any], key: str, value: Any) -> Any:
 
 
 def common_keys(keys: Iterable[str], others: Iterable[str]) -> list[str]:
-    """Those of ``keys`` that one of ``others`` is, holds or lies in."""
+    """Return the ``keys`` that equal, contain or lie inside one of ``others``, sorted."""
     return sorted(
         key
         for key in keys
@@ -95,15 +96,19 @@ def common_keys(keys: Iterable[str], others: Iterable[str]) -> list[str]:
 
 
 CANDIDATES = 8
-"""Points drawn for each one wanted; where invalid or equal ones use them up, a row has fewer
-configurations."""
+"""Points sampled for each configuration wanted.
+
+If invalid or equal points use them up, a row has fewer configurations.
+"""
 
 
 def candidates(
     study: StudyConfig, space: Space
 ) -> Iterator[tuple[Params | None, Iterator[Params]]]:
-    """For each point of the grids the points to try, in order; for algorithm grid all at once, with
-    None."""
+    """Yield each point of the grids with the points to try there, in order.
+
+    For algorithm grid, yield None once, with all points.
+    """
     search = study.search
     if search.algorithm == "grid" or not space.sampled:
         yield None, iter(space.all_points())

@@ -1,14 +1,14 @@
-"""From a study's config to its trials, each with an identity that survives restarts.
+"""The plan of a study: its trials, each with an identity that survives restarts.
 
-A trial's id is a sha256 over what its resolved config has other than the defaults, so a key that a
-later version adds changes no id (and a default, once published, must not change). Equal ids mean
-equal work, so a study that is run again skips finished trials, and one extended by seeds or rows
-keeps what it has. Left out of the hash is what changes no result: the folder of the data files (the
-data's own digest is checked at resume instead) and the share of a GPU that a trial takes.
+A trial's id is a sha256 over the keys of its resolved config that differ from the defaults, so a
+key that a later version adds changes no id (and a default, once published, must not change). Equal
+ids mean equal work: a study that is run again skips finished trials, and one extended by seeds or
+rows keeps what it has. The hash leaves out what changes no result: the folder of the data files
+(the data's own digest is checked at resume instead) and the share of a GPU that a trial takes.
 
 Where a space is searched, a row has numbered *configurations*: the base trial, the row's overrides,
-then the sampled values. Those that make no valid trial are left out with the reason. Algorithms
-that learn from results propose later; see :mod:`study.search.agenda`.
+then the sampled values. Configurations that make no valid trial are left out with the reason.
+Algorithms that learn from results propose later; see :mod:`study.search.agenda`.
 """
 
 from __future__ import annotations
@@ -37,17 +37,21 @@ from trainers.config.validation import fits
 from trainers.workers.resources import choose_share, parameters
 
 TRIAL_BYTES = 2048
-"""Of memory that a planned trial takes at the least."""
+"""Least memory that a planned trial takes, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedTrial:
-    """One trial to run: ``row`` is the label, ``id`` the hash of ``config``.
+    """One trial to run.
 
     Attributes:
-        number: of the configuration in its row, from 1; None where nothing is searched.
-        params: the sampled values by dotted key.
-        asked: what an adaptive algorithm noted when it proposed them, and needs again where the
+        id: hash of ``config``.
+        row: label of its row.
+        seed: its seed.
+        config: its complete config.
+        number: number of the configuration in its row, from 1; None if nothing is searched.
+        params: sampled values by dotted key.
+        asked: notes of an adaptive algorithm that proposed the values; it needs them again when the
             study is continued.
     """
 
@@ -60,7 +64,7 @@ class PlannedTrial:
     asked: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain nested dict of JSON values."""
+        """Return a plain nested dict of JSON values."""
         values: dict[str, Any] = {
             "id": self.id,
             "row": self.row,
@@ -74,7 +78,7 @@ class PlannedTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class Excluded:
-    """A configuration that makes no valid trial, and the rule that says so."""
+    """A configuration that makes no valid trial, with the rule that it breaks."""
 
     row: str
     params: Params
@@ -86,9 +90,13 @@ class Excluded:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A study's config and its trials, seeds varying slowest, so that every row has a figure early.
+    """A study's config and its trials.
+
+    Seeds vary slowest, so that every row has a figure early.
 
     Attributes:
+        study: the config.
+        trials: the trials, in the order in which they begin.
         excluded: configurations left out.
 
     Raises:
@@ -104,13 +112,16 @@ class Plan:
 
     @property
     def rows(self) -> list[RowConfig]:
-        """The study's rows; one named like the study if it has none."""
+        """Rows of the study; one named like the study if it has none."""
         return rows_of(self.study)
 
     @property
     def size(self) -> int:
-        """Trials in all, those that an adaptive search has yet to propose, or proposed in another
-        space, counted in."""
+        """Number of trials in all.
+
+        Includes those that an adaptive search has yet to propose, and those it proposed in a space
+        that has been changed since.
+        """
         study = self.study
         if not study.search.adaptive:
             return len(self.trials)
@@ -121,8 +132,7 @@ class Plan:
 
     @property
     def key(self) -> str:
-        """Hash over the study's name and its trials: the same study planned twice has the same
-        key."""
+        """Hash over the study's name and trials: a study planned twice has the same key."""
         return digest(
             {
                 "name": self.study.name,
@@ -131,7 +141,7 @@ class Plan:
         )
 
     def to_event(self) -> dict[str, Any]:
-        """The part of the ledger's ``planned`` event that the plan knows."""
+        """Return the part of the ledger's ``planned`` event that the plan knows."""
         return {
             "key": self.key,
             "study": self.study.to_dict(),
@@ -140,8 +150,9 @@ class Plan:
 
 
 def make_plan(study: StudyConfig, *, download: bool = True) -> Plan:
-    """Every row with every seed, data resolved to a concrete name and folder, ``device=auto`` to
-    what this machine has.
+    """Return the plan of every row with every seed.
+
+    The data are resolved to a concrete name and folder, ``device=auto`` to what this machine has.
 
     Args:
         study: the config.
@@ -165,7 +176,7 @@ def make_plan(study: StudyConfig, *, download: bool = True) -> Plan:
 
 
 def _check_count(study: StudyConfig, space: Space) -> None:
-    """What is planned is kept in memory, and in the ledger."""
+    """Refuse more trials than this machine can keep in memory, and in the ledger."""
     each = study.search.num_samples if space.sampled else 1
     count = float(len(rows_of(study)) * len(study.seeds) * each * len(space.grid_points()))
     fits(
@@ -176,7 +187,7 @@ def _check_count(study: StudyConfig, space: Space) -> None:
 
 
 def _configurations_proposed(study: StudyConfig) -> int:
-    """How many an adaptive search proposes for a row at a point of the grids."""
+    """Return how many configurations an adaptive search proposes per row and grid point."""
     search = study.search
     if search.population:
         return search.num_samples * len(
@@ -188,7 +199,7 @@ def _configurations_proposed(study: StudyConfig) -> int:
 
 
 def _plan_search(study: StudyConfig, space: Space, download: bool) -> Plan:
-    """The configurations of every row, where they do not depend on results."""
+    """Return the plan of a search: the configurations of every row that depend on no results."""
     trials: list[PlannedTrial] = []
     excluded: list[Excluded] = []
     for row in rows_of(study):
@@ -202,14 +213,16 @@ def _plan_search(study: StudyConfig, space: Space, download: bool) -> Plan:
             trials += found
             excluded += left_out
     order = {seed: place for place, seed in enumerate(study.seeds)}
-    # Seeds slowest, then configurations, then rows: all rows have their first ones early.
+    # seeds slowest, then configurations, then rows: every row has its first trials early
     trials.sort(key=lambda trial: (order[trial.seed], trial.number or 0))
     return Plan(study=study, trials=tuple(trials), excluded=tuple(excluded))
 
 
 def _refuse_searched(row: RowConfig, space: Space, population: bool) -> None:
-    """A row's overrides set nothing that the search sets: its trials would be those of another row,
-    under its label."""
+    """Refuse overrides of a row that set a key which the search sets.
+
+    The row's trials would be those of another row, under its label.
+    """
     searched = {f"space.{domain.key}": domain.sets for domain in space.domains}
     if population:
         searched["the population"] = {"changes"}
@@ -222,8 +235,10 @@ def _refuse_searched(row: RowConfig, space: Space, population: bool) -> None:
 
 
 def _first_points(study: StudyConfig, base: Base, space: Space) -> Iterator[PlannedTrial]:
-    """For each point of the grids the first one that makes a valid trial of a row: where two rows
-    are the same, so are these."""
+    """Yield, for each point of the grids, the first point that makes a valid trial of a row.
+
+    Where two rows are the same, so are these trials.
+    """
     for _, sampled in candidates(study, space):
         for params in sampled:
             try:
@@ -236,8 +251,10 @@ def _first_points(study: StudyConfig, base: Base, space: Space) -> Iterator[Plan
 def _configurations(
     study: StudyConfig, base: Base, space: Space
 ) -> tuple[list[PlannedTrial], list[Excluded]]:
-    """A row's trials over all seeds. Of random points, one that is invalid or known already is
-    replaced by the next."""
+    """Return a row's trials over all seeds, and the configurations left out.
+
+    A random point that is invalid or known already is replaced by the next one.
+    """
     wanted = study.search.num_samples
     trials: list[PlannedTrial] = []
     excluded: list[Excluded] = []
@@ -260,29 +277,31 @@ def _configurations(
                 kept += 1
     if not trials:
         raise ValueError(
-            f"row {base.row.label!r}: no point of the space makes a valid trial; the first:"
-            f" {excluded[0].reason}"
+            f"row {base.row.label!r}: no point of the space makes a valid trial; change the"
+            f" space or the row's overrides; the first point: {excluded[0].reason}"
         )
     return trials, excluded
 
 
 def _resolve_data(study: StudyConfig, download: bool) -> StudyConfig:
-    """The study with ``data.name=auto`` made concrete, once, in the base trial, before rows copy
-    it."""
+    """Resolve ``data.name=auto`` once, in the base trial, before the rows copy it."""
     return dataclasses.replace(
         study, trial=dataclasses.replace(study.trial, data=resolve_data(study.trial.data, download))
     )
 
 
 def resolve_data(config: DataConfig, download: bool = True) -> DataConfig:
-    """Concrete name, folder and sizes; the import waits because it loads torch."""
+    """Return the data config with concrete name, folder and sizes.
+
+    The import is inside because it loads torch.
+    """
     from trainers.data import resolve
 
     return resolve(config, download=download)
 
 
 class Base:
-    """What a row's trials have in common: the base trial with the row's overrides.
+    """The common part of a row's trials: the base trial with the row's overrides.
 
     Raises:
         ValueError: the overrides fit no trial, or the row's data cannot be found.
@@ -301,16 +320,16 @@ class Base:
 
     @property
     def data(self) -> DataConfig:
-        """The row's data."""
+        """Config of the row's data."""
         return DataConfig(**self._values["data"])
 
     def trial(
         self, seed: int, number: int | None = None, params: Params | None = None
     ) -> PlannedTrial:
-        """One trial: the base, the sampled ``params``, the seed.
+        """Return the trial with the sampled ``params`` and the seed.
 
         Raises:
-            ValueError: that is no valid trial.
+            ValueError: the result is no valid trial.
         """
         try:
             config = TrialConfig.from_dict(apply(self._values, params or {}) | {"seed": seed})
@@ -332,7 +351,7 @@ class Base:
         )
 
     def exclude(self, params: Params, error: ValueError) -> Excluded:
-        """The note that ``params`` make no valid trial."""
+        """Return the note that ``params`` make no valid trial, with the reason."""
         return Excluded(
             row=self.row.label,
             params=params,
@@ -341,7 +360,10 @@ class Base:
 
 
 def _check_memory(row: RowConfig, config: TrialConfig) -> None:
-    """Weights and gradients must fit this machine; on a GPU its own memory has the gradients."""
+    """Refuse a model whose weights and gradients do not fit this machine.
+
+    If trials compute on a GPU, the gradients are in the GPU's own memory and do not count.
+    """
     codes = config.precision.lns_format is not None and config.precision.scope == "everywhere"
     count = parameters(config)
     fits(
@@ -353,8 +375,10 @@ def _check_memory(row: RowConfig, config: TrialConfig) -> None:
 
 
 def _auto_device(config: TrialConfig) -> str:
-    """This machine's GPU if there is one, for trials that can use it; the import waits because it
-    loads torch."""
+    """Return ``cuda`` if this machine has a GPU that the trial can use, else ``cpu``.
+
+    The import is inside because it loads torch.
+    """
     from trainers.training.device import resolve_device
 
     return resolve_device("auto") if config.workers == 1 else "cpu"
@@ -369,15 +393,16 @@ def _refuse_seed(key: str, value: int) -> None:
 
 
 def refuse_twins(trials: Iterable[PlannedTrial], entered: dict[str, PlannedTrial]) -> None:
-    """Every trial once: equal ids are equal work, trained twice into one folder and counted as if
-    it were two.
+    """Refuse trials with equal ids.
+
+    Equal ids are equal work: it would be trained twice into one folder and counted as two trials.
 
     Args:
-        trials: to enter.
-        entered: those before them by id; takes them.
+        trials: trials to enter.
+        entered: trials entered before, by id; ``trials`` are added to it.
 
     Raises:
-        ValueError: one of them is there already.
+        ValueError: a trial has been entered before.
     """
     for trial in trials:
         twin = entered.setdefault(trial.id, trial)

@@ -1,19 +1,19 @@
-"""More seeds for the promising: once a row's search has ended, its best configurations are
-repeated, as long as evidence is wanting.
+"""Racing: once a row's search has ended, its best configurations run with more seeds until the
+evidence decides.
 
 A search compares many configurations on few seeds, so its best one owes its place partly to luck.
 With ``search.confirm: k`` the best ``k`` of every row run with the seeds ``search.confirm_seeds``,
-one seed a round. After each round the leader stays, and so does whoever is not significantly worse:
-one-sided paired t-test over the seeds both have, at the level below. The rounds end when one is
-left (``k`` above 1) or the seeds are used up. This is a race (O. Maron, A. Moore, "Hoeffding
-races", NIPS 1993) with the t-test of F-Race (M. Birattari et al. 2002). Everything that decides is
-in the ledger, so a study that is continued goes on with the same race. What lies outside a space
-that was changed since takes no part in it.
+one seed per round. After each round the leader stays, and so does every configuration that is not
+significantly worse: one-sided paired t-test over the seeds both have, at the level below. The
+rounds end when one is left (with ``k`` above 1) or the seeds are used up. This is a race (O. Maron,
+A. Moore, "Hoeffding races", NIPS 1993) with the t-test of F-Race (M. Birattari et al. 2002).
+Everything that decides is in the ledger, so a study that is continued goes on with the same race.
+Configurations outside a space that was changed since take no part in it.
 
-Level: who looks again after every round finds a difference sooner or later where there is none
-(P. Armitage, C. McPherson, B. Rowe, "Repeated significance tests on accumulating data", J. R.
-Stat. Soc. A 132, 1969), and who compares with the leader of the moment picks the pair. So each
-test has the share of the whole level that Bonferroni's inequality allows it (O. J. Dunn, "Multiple
+Level: a test that is repeated after every round finds a difference sooner or later where there is
+none (P. Armitage, C. McPherson, B. Rowe, "Repeated significance tests on accumulating data", J. R.
+Stat. Soc. A 132, 1969), and a comparison with the leader of the moment picks the pair. So each test
+has the share of the whole level that Bonferroni's inequality allows it (O. J. Dunn, "Multiple
 comparisons among means", JASA 56, 1961, and, over rounds as over candidates, Maron and Moore)::
 
     level = ALPHA / (L k (k - 1))
@@ -47,8 +47,8 @@ class Confirmation:
     """The race of one row.
 
     Args:
-        base: the row's base trial, of a study with ``search.confirm``.
-        row: its label.
+        base: base trial of the row, in a study with ``search.confirm``.
+        row: label of the row.
     """
 
     def __init__(self, base: Base, row: str) -> None:
@@ -65,9 +65,9 @@ class Confirmation:
         """Whether the race is over."""
 
     def next(self, state: StudyState) -> list[PlannedTrial]:
-        """The trials to add now; none while those of a round still run, or once the race is over.
+        """Return the trials to add now; none while a round still runs, or once the race is over.
 
-        To be asked when no trial of the search itself is left to propose.
+        Call it when no trial of the search itself is left to propose.
         """
         trials = (
             trial
@@ -103,8 +103,10 @@ class Confirmation:
         return []
 
     def _errors(self, entry: Configuration, seeds: Sequence[int]) -> list[float]:
-        """The objective, the lower the better, of the trials that finished with these seeds, in
-        their order."""
+        """Return the objective of the trials that finished with ``seeds``, in the seeds' order.
+
+        Its sign is such that lower is better.
+        """
         of_seed = {
             trial.seed: objective(trial, self._metric)
             for trial in entry.trials
@@ -120,8 +122,10 @@ class Confirmation:
     def _contenders(
         self, racing: list[Configuration], seeds: list[int], level: float
     ) -> list[Configuration]:
-        """Of ``racing``, the leader over ``seeds`` and those that are not significantly worse; who
-        lost a trial is out."""
+        """Return the leader of ``racing`` over ``seeds``, and those not significantly worse.
+
+        A configuration that lost a trial drops out.
+        """
         of_all = [(self._errors(entry, seeds), entry) for entry in racing]
         whole = [(errors, entry) for errors, entry in of_all if len(errors) == len(seeds)]
         left = contenders([errors for errors, _ in whole], level)
@@ -141,8 +145,9 @@ def level_of_test(candidates: int, seeds: int, more: int) -> float:
 
 
 def contenders(errors: Sequence[Sequence[float]], level: float) -> list[int]:
-    """Return the places of the candidates that stay in a race: the one with the lowest mean, and
-    those that are not significantly worse.
+    """Return the places of the candidates that stay in a race.
+
+    They are the one with the lowest mean, and those that are not significantly worse.
 
     Args:
         errors: of each candidate, over the same seeds.
@@ -159,8 +164,10 @@ def contenders(errors: Sequence[Sequence[float]], level: float) -> list[int]:
 
 
 def worse(errors: Sequence[float], others: Sequence[float], level: float) -> bool:
-    """Return whether ``errors`` are significantly higher than ``others``, pair by pair; never with
-    fewer than :data:`PAIRS` pairs."""
+    """Tell whether ``errors`` are significantly higher than ``others``, pair by pair.
+
+    They never are with fewer than :data:`PAIRS` pairs.
+    """
     if len(errors) < PAIRS:
         return False
     differences = [a - b for a, b in zip(errors, others, strict=True)]
@@ -174,7 +181,7 @@ def worse(errors: Sequence[float], others: Sequence[float], level: float) -> boo
 
 
 def make_confirmations(plan: Plan) -> list[Confirmation]:
-    """One a row, where the study wants it."""
+    """Return a race for each row; none if the study has no ``search.confirm``."""
     return (
         [Confirmation(Base(plan.study, row), row.label) for row in plan.rows]
         if plan.study.search.confirm
