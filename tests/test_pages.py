@@ -35,7 +35,7 @@ RUNS = {
 BUDGET = (
     "data=digits 'trial.model.hidden=[16]' trial.epochs=2 'seeds=[0,1]' tracking_uri=none cpus=2"
 )
-MORE = {"search": "'seeds=[0]' search.num_samples=3"}
+MORE = {"search": "'seeds=[0]' search.num_samples=3 trial.data.train_size=null"}
 """What some studies need beside it, by name."""
 SCRIPTS = {
     "quickstart": "data=digits trial.epochs=1 'seeds=[0]' cpus=2",
@@ -115,6 +115,7 @@ def run(command: str, folder: Path, environment: dict[str, str]) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page", RUNS)
 def test_the_commands_of_a_page_run(page: str, environment: dict[str, str], tmp_path: Path) -> None:
     text = (ROOT / page).read_text()
