@@ -19,7 +19,11 @@ PAGES = [
     ROOT / "lns_ops" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-GENERATED = {ROOT / "docs" / "reference" / name for name in ("configuration.md", "commands.md")}
+REFERENCE = ROOT / "docs" / "reference"
+GENERATED = {
+    REFERENCE / f"{name}.md"
+    for name in ("configuration", "commands", "ledger", "formats", "operations", "python")
+}
 
 
 def test_the_first_pages_code_trains() -> None:

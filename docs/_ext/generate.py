@@ -1,8 +1,9 @@
-"""Writes the reference pages that the code knows best: every config key, every command.
+"""Writes the reference pages that the code knows best: config keys, commands, ledger events, number
+formats, operations, Python names.
 
-The Sphinx build calls :func:`write` before it reads its sources (``docs/conf.py``). The pages are
-``docs/reference/configuration.md``, from the dataclasses of ``StudyConfig`` and their
-``Attributes:``, and ``docs/reference/commands.md``, from the help of ``lns-study``.
+The Sphinx build calls :func:`write` before it reads its sources (``docs/conf.py``). Here are two of
+the pages, all in ``docs/reference``: ``configuration.md``, from the dataclasses of ``StudyConfig``
+and their ``Attributes:``, and ``commands.md``, from the help of ``lns-study``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import ledger_events
+import lns_operations
+import number_formats
+import python_names
 
 from study.cli.entry import build_parser
 from study.config.study import RowConfig, StudyConfig
@@ -114,10 +120,21 @@ def commands() -> str:
     return "\n\n".join([f"# Commands\n```text\n{top}\n```", *parts]) + "\n"
 
 
+PAGES = {
+    "configuration.md": configuration,
+    "commands.md": commands,
+    "ledger.md": ledger_events.page,
+    "formats.md": number_formats.page,
+    "operations.md": lns_operations.page,
+    "python.md": python_names.page,
+}
+"""The generated pages and what makes each."""
+
+
 def write(folder: Path) -> None:
-    """Write both pages into a folder, where they have changed."""
-    for name, text in {"configuration.md": configuration(), "commands.md": commands()}.items():
-        path = folder / name
+    """Write the pages into a folder, where they have changed."""
+    for name, make in PAGES.items():
+        path, text = folder / name, make()
         if not path.exists() or path.read_text() != text:
             path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+            path.write_text(text)

@@ -273,8 +273,8 @@ def convert_(
 
     Returns:
         ``module``, which takes and (in scope ``matmul``) returns float tensors; in scope
-            ``everywhere`` it returns an LNSTensor, on which
-        ``F.cross_entropy``, ``argmax`` and ``to_float`` work.
+            ``everywhere`` it returns an LNSTensor, on which ``F.cross_entropy``, ``argmax`` and
+            ``to_float`` work.
 
     Raises:
         ValueError: unknown scope or format, a filter or pattern that matches no layer, a layer that
