@@ -1,5 +1,5 @@
-"""How Sphinx makes the site: Markdown by MyST, the theme Furo, two reference pages written from the
-code."""
+"""How Sphinx makes the site: Markdown by MyST, the theme Furo, three reference pages written from
+the code."""
 
 from __future__ import annotations
 

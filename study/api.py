@@ -25,7 +25,7 @@ from study.ledger.storage import check_writable
 from study.manage.checkpoints import check_same_ledger
 from study.manage.extend import continuations
 from study.manage.studies import read
-from study.plan.plan import Plan, make_plan
+from study.plan.plan import Plan, by_rule, make_plan
 from study.program import lns_study
 from study.results.utilisation import remark
 from study.search.agenda import adopt
@@ -116,11 +116,13 @@ def run_study(
             plan = adopt(plan, before)
         for uri in stored(ledger.history):
             say(f"The ledger holds the password of {uri}: {REMEDY}.")
-        for entry in plan.excluded[:EXCLUDED_SHOWN]:
-            say(f"Left out: {entry}")
-        if len(plan.excluded) > EXCLUDED_SHOWN:
+        rules = by_rule(plan.excluded)
+        for count, entry in rules[:EXCLUDED_SHOWN]:
+            more = f" (and {count - 1} more)" if count > 1 else ""
+            say(f"Left out: {entry}{more}")
+        if len(plan.excluded) > min(len(rules), EXCLUDED_SHOWN):
             say(
-                f"Left out: {len(plan.excluded) - EXCLUDED_SHOWN} more;"
+                f"Left out: {len(plan.excluded)} configurations in all;"
                 f" `{lns_study('plan', 'CONFIG')}` lists them"
             )
         return _run(plan, data, ledger, before, view, say, only, node)

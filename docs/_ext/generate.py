@@ -1,8 +1,10 @@
-"""Writes the reference pages that the code knows best: every config key, every command.
+"""Writes the reference pages that the code knows best: every config key, which of them go together,
+every command.
 
 The Sphinx build calls :func:`write` before it reads its sources (``docs/conf.py``). The pages are
 ``docs/reference/configuration.md``, from the dataclasses of ``StudyConfig`` and their
-``Attributes:``, and ``docs/reference/commands.md``, from the help of ``lns-study``.
+``Attributes:``, ``docs/reference/compatibility.md`` (:mod:`rules`), and
+``docs/reference/commands.md``, from the help of ``lns-study``.
 """
 
 from __future__ import annotations
@@ -18,8 +20,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import rules
+
 from study.cli.entry import build_parser
 from study.config.study import RowConfig, StudyConfig
+from trainers.config.validation import show
 
 Field = dataclasses.Field[Any]
 ROWS = "rows[]"
@@ -48,19 +53,10 @@ def default_of(field: Field) -> Any:
     return field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
 
 
-def shown(default: object) -> str:
-    """Return a default as YAML spells it."""
-    if default is None or isinstance(default, bool):
-        return {None: "null", True: "true", False: "false"}[default]
-    return str(default) or "''"
-
-
 def row(prefix: str, field: Field, meanings: dict[str, str]) -> str:
     kind = str(field.type).replace("|", r"\|")
-    return (
-        f"| `{prefix}{field.name}` | `{kind}` | `{shown(default_of(field))}` |"
-        f" {meanings.get(field.name, '')} |"
-    )
+    default = show(default_of(field)) or "''"
+    return f"| `{prefix}{field.name}` | `{kind}` | `{default}` | {meanings.get(field.name, '')} |"
 
 
 def sections(config: type, prefix: str = "") -> Iterator[str]:
@@ -115,9 +111,14 @@ def commands() -> str:
 
 
 def write(folder: Path) -> None:
-    """Write both pages into a folder, where they have changed."""
-    for name, text in {"configuration.md": configuration(), "commands.md": commands()}.items():
+    """Write the pages into a folder, where they have changed."""
+    pages = {
+        "configuration.md": configuration(),
+        "compatibility.md": rules.page(),
+        "commands.md": commands(),
+    }
+    for name, text in pages.items():
         path = folder / name
         if not path.exists() or path.read_text() != text:
             path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+            path.write_text(text)

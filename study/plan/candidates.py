@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import combinations
 from typing import Any
 
-from study.config import RowConfig, StudyConfig
+from study.config import RowConfig, SearchConfig, StudyConfig
 from study.config.compose import override_trial
 from study.config.space import Params, Space, unit_points
 
@@ -95,8 +95,8 @@ def common_keys(keys: Iterable[str], others: Iterable[str]) -> list[str]:
 
 
 CANDIDATES = 8
-"""Points drawn for each one wanted; where invalid or equal ones use them up, a row has fewer
-configurations."""
+"""Points drawn for each one wanted; where equal ones use them up, a row has fewer configurations,
+and where refused ones do, that is an error (:func:`study.plan.plan.draw`)."""
 
 
 def candidates(
@@ -104,12 +104,16 @@ def candidates(
 ) -> Iterator[tuple[Params | None, Iterator[Params]]]:
     """For each point of the grids the points to try, in order; for algorithm grid all at once, with
     None."""
-    search = study.search
-    if search.algorithm == "grid" or not space.sampled:
+    if study.search.algorithm == "grid" or not space.sampled:
         yield None, iter(space.all_points())
         return
     for point in space.grid_points():
-        units = unit_points(
-            search.algorithm, len(space.sampled), CANDIDATES * search.num_samples, search.seed
-        )
-        yield point, (space.point(unit, point) for unit in units)
+        yield point, sampled_points(study.search, space, point)
+
+
+def sampled_points(search: SearchConfig, space: Space, point: Params) -> Iterator[Params]:
+    """Draw the points to try at one point of the grids, in order."""
+    units = unit_points(
+        search.algorithm, len(space.sampled), CANDIDATES * search.num_samples, search.seed
+    )
+    return (space.point(unit, point) for unit in units)

@@ -14,14 +14,14 @@ that learn from results propose later; see :mod:`study.search.agenda`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from study.config import RowConfig, StudyConfig
 from study.config.compose import overridden, override_trial
 from study.config.keys import apply
-from study.config.space import Params, Space, describe
+from study.config.space import Params, Space, canonical, describe
 from study.plan.candidates import (
     bind_space,
     candidates,
@@ -30,6 +30,7 @@ from study.plan.candidates import (
     halved,
     is_history,
     rows_of,
+    sampled_points,
 )
 from study.plan.identity import digest, trial_id
 from trainers.config import DataConfig, TrialConfig
@@ -80,6 +81,11 @@ class Excluded:
     params: Params
     reason: str
 
+    @property
+    def rule(self) -> str:
+        """The reason without the values before it, which differ from point to point."""
+        return self.reason.partition(": ")[2] or self.reason
+
     def __str__(self) -> str:
         return f"{self.row}: {describe(self.params)}: {self.reason}"
 
@@ -89,7 +95,8 @@ class Plan:
     """A study's config and its trials, seeds varying slowest, so that every row has a figure early.
 
     Attributes:
-        excluded: configurations left out.
+        excluded: configurations left out; of an adaptive search, the points of the grids at which a
+            row has none.
 
     Raises:
         ValueError: two of the trials are the same.
@@ -115,9 +122,8 @@ class Plan:
         if not study.search.adaptive:
             return len(self.trials)
         history = sum(is_history(trial.params, study.parsed_space) for trial in self.trials)
-        return history + len(self.rows) * len(study.parsed_space.grid_points()) * len(
-            study.seeds
-        ) * _configurations_proposed(study)
+        points = len(self.rows) * len(study.parsed_space.grid_points()) - len(self.excluded)
+        return history + points * len(study.seeds) * _configurations_proposed(study)
 
     @property
     def key(self) -> str:
@@ -194,13 +200,20 @@ def _plan_search(study: StudyConfig, space: Space, download: bool) -> Plan:
     for row in rows_of(study):
         _refuse_searched(row, space, study.search.population)
     bases = [Base(study, row, download) for row in rows_of(study)]
+    for base in bases:
+        found, left_out = (_first_points if study.search.adaptive else _configurations)(
+            study, base, space
+        )
+        if not found:
+            raise ValueError(
+                f"row {base.row.label!r}: no point of the space makes a valid trial; the first:"
+                f" {left_out[0].reason}"
+            )
+        trials += found
+        excluded += left_out
     if study.search.adaptive:
-        refuse_twins([trial for base in bases for trial in _first_points(study, base, space)], {})
-    else:
-        for base in bases:
-            found, left_out = _configurations(study, base, space)
-            trials += found
-            excluded += left_out
+        refuse_twins(trials, {})
+        trials = []
     order = {seed: place for place, seed in enumerate(study.seeds)}
     # Seeds slowest, then configurations, then rows: all rows have their first ones early.
     trials.sort(key=lambda trial: (order[trial.seed], trial.number or 0))
@@ -221,49 +234,128 @@ def _refuse_searched(row: RowConfig, space: Space, population: bool) -> None:
             )
 
 
-def _first_points(study: StudyConfig, base: Base, space: Space) -> Iterator[PlannedTrial]:
+def _first_points(
+    study: StudyConfig, base: Base, space: Space
+) -> tuple[list[PlannedTrial], list[Excluded]]:
     """For each point of the grids the first one that makes a valid trial of a row: where two rows
-    are the same, so are these."""
-    for _, sampled in candidates(study, space):
-        for params in sampled:
-            try:
-                yield base.trial(study.seeds[0], None, params)
-            except ValueError:
-                continue
-            break
+    are the same, so are these; or the point of the grids, if it makes none."""
+    tried = [first_point(study, base, space, point) for point in space.grid_points()]
+    return (
+        [entry for entry in tried if isinstance(entry, PlannedTrial)],
+        [entry for entry in tried if isinstance(entry, Excluded)],
+    )
+
+
+def first_point(
+    study: StudyConfig, base: Base, space: Space, point: Params
+) -> PlannedTrial | Excluded:
+    """Return the first trial that a row can have at a point of the grids; the point and the rule
+    that refuses what was tried first, if none of those that a search would try is valid."""
+
+    def make(params: Params, number: int) -> list[PlannedTrial]:
+        return [base.trial(study.seeds[0], None, params)]
+
+    found, excluded = draw(base, make, sampled_points(study.search, space, point), set(), wanted=1)
+    return found[0][0] if found else dataclasses.replace(excluded[0], params=point)
 
 
 def _configurations(
     study: StudyConfig, base: Base, space: Space
 ) -> tuple[list[PlannedTrial], list[Excluded]]:
-    """A row's trials over all seeds. Of random points, one that is invalid or known already is
-    replaced by the next."""
-    wanted = study.search.num_samples
+    """A row's trials over all seeds."""
     trials: list[PlannedTrial] = []
     excluded: list[Excluded] = []
     seen: set[str] = set()
-    number = 0
+
+    def make(params: Params, number: int) -> list[PlannedTrial]:
+        return [base.trial(seed, number, params) for seed in study.seeds]
+
     for group, sampled in candidates(study, space):
-        kept = 0
-        for params in sampled:
-            if kept == wanted and group is not None:
-                break
-            try:
-                of_seeds = [base.trial(seed, number + 1, params) for seed in study.seeds]
-            except ValueError as error:
-                excluded.append(base.exclude(params, error))
-                continue
-            if of_seeds[0].id not in seen:
-                seen.add(of_seeds[0].id)
-                trials += of_seeds
-                number += 1
-                kept += 1
-    if not trials:
-        raise ValueError(
-            f"row {base.row.label!r}: no point of the space makes a valid trial; the first:"
-            f" {excluded[0].reason}"
-        )
+        wanted = None if group is None else study.search.num_samples
+        found, left_out = draw(base, make, sampled, seen, wanted=wanted, before=len(seen))
+        trials += [trial for of_seeds in found for trial in of_seeds]
+        excluded += left_out
     return trials, excluded
+
+
+def draw(
+    base: Base,
+    make: Callable[[Params, int], list[PlannedTrial]],
+    points: Iterable[Params],
+    seen: set[str],
+    *,
+    wanted: int | None = None,
+    before: int = 0,
+) -> tuple[list[list[PlannedTrial]], list[Excluded]]:
+    """Make the trials of the first ``wanted`` points that are valid and new, or of all. A point
+    that is refused or known already is replaced by the next.
+
+    Args:
+        base: of the row.
+        make: gives a configuration's trials, of its sampled values and its number.
+        points: to try, in order.
+        seen: ids of the first trials of configurations that are known; takes those found.
+        wanted: configurations; None for as many as there are.
+        before: configurations of the row that have numbers already.
+
+    Returns:
+        The trials by configuration, and the points that were refused, each once.
+
+    Raises:
+        ValueError: some points are valid, but too few, and it is refused ones that used them up.
+    """
+    found: list[list[PlannedTrial]] = []
+    refused: dict[str, Excluded] = {}
+    tried = 0
+    for params in points:
+        if len(found) == wanted:
+            break
+        tried += 1
+        try:
+            trials = make(params, before + len(found) + 1)
+        except ValueError as error:
+            refused.setdefault(canonical(params), base.exclude(params, error))
+            continue
+        if trials[0].id not in seen:
+            seen.add(trials[0].id)
+            found.append(trials)
+    if wanted is not None and 0 < len(found) < wanted:
+        refuse_scarcity(base.row, len(found), wanted, tried, list(refused.values()))
+    return found, list(refused.values())
+
+
+def refuse_scarcity(
+    row: RowConfig, found: int, wanted: int, tried: int, refused: Sequence[Excluded]
+) -> None:
+    """Refuse a search that hardly finds a valid point; one whose few points are all known has
+    ended.
+
+    Args:
+        row: searched.
+        found: configurations.
+        wanted: configurations.
+        tried: points that it took.
+        refused: those of them that are no valid trial, each once.
+
+    Raises:
+        ValueError: more of the tries were refused than were repetitions.
+    """
+    if len(refused) > tried - found - len(refused):
+        count, entry = by_rule(refused)[0]
+        raise ValueError(
+            f"row {row.label!r}: search.num_samples={wanted}, but {tried} points of the space gave"
+            f" {found} valid trials; {count} were refused as this one was, {describe(entry.params)}"
+            f": {entry.reason}; narrow the space or tie its keys by when, or use fewer samples"
+        )
+
+
+def by_rule(excluded: Iterable[Excluded]) -> list[tuple[int, Excluded]]:
+    """Group what is left out by the rule that says so: how many, and the first of them; most
+    first."""
+    groups: dict[str, list[Excluded]] = {}
+    for entry in excluded:
+        groups.setdefault(entry.rule, []).append(entry)
+    return sorted(((len(group), group[0]) for group in groups.values()), key=lambda of: -of[0])
 
 
 def _resolve_data(study: StudyConfig, download: bool) -> StudyConfig:
@@ -304,6 +396,10 @@ class Base:
         """The row's data."""
         return DataConfig(**self._values["data"])
 
+    def values(self, params: Params) -> dict[str, Any]:
+        """Return a trial's nested dict with ``params`` set, which may make no valid trial."""
+        return apply(self._values, params)
+
     def trial(
         self, seed: int, number: int | None = None, params: Params | None = None
     ) -> PlannedTrial:
@@ -313,7 +409,7 @@ class Base:
             ValueError: that is no valid trial.
         """
         try:
-            config = TrialConfig.from_dict(apply(self._values, params or {}) | {"seed": seed})
+            config = TrialConfig.from_dict(self.values(params or {}) | {"seed": seed})
         except ValueError as error:
             raise ValueError(f"row {self.row.label!r}: {error}") from None
         if self.study.address is None:

@@ -31,7 +31,7 @@ from study.errors import refusals
 from study.ledger.state import ENDED, FINISHED, STOPPED, StudyState, TrialState
 from study.plan.candidates import bind_space, is_history
 from study.plan.durations import expected_seconds, seconds_an_epoch
-from study.plan.plan import Base, Plan, PlannedTrial, refuse_twins
+from study.plan.plan import Base, Excluded, Plan, PlannedTrial, first_point, refuse_twins
 from study.search.halving import Halving
 from study.search.optuna_proposer import Counter, Proposer
 from study.search.population import Population
@@ -61,7 +61,7 @@ class Agenda:
 
     Raises:
         UserError: from :meth:`peek` and :meth:`next`, where a proposal is a trial that the study
-            has.
+            has, or a rule refuses nearly all of the space; the latter also from here.
     """
 
     def __init__(
@@ -80,7 +80,8 @@ class Agenda:
         self._todo = deque(relieved(trial, state) for trial in left)
         self._entered = {trial.id: trial for trial in plan.trials}
         self._handed_out: dict[str, PlannedTrial] = {}
-        self._proposers = make_proposers(plan, state) if only is None else []
+        with refusals():
+            self._proposers = make_proposers(plan, state) if only is None else []
         self._confirmations = make_confirmations(plan) if only is None else []
         self._turn = 0
         self._seconds: dict[str, float] = {}
@@ -159,7 +160,9 @@ class Agenda:
         for _ in self._proposers:
             proposer = self._proposers[self._turn % len(self._proposers)]
             self._turn += 1
-            if trials := proposer.propose():
+            with refusals():
+                trials = proposer.propose()
+            if trials:
                 self._enter(trials)
                 return
 
@@ -203,6 +206,8 @@ def make_proposers(plan: Plan, state: StudyState) -> list[Proposer | Rounds]:
             )
         )
         for place, point in enumerate(points):
+            if isinstance(first_point(study, base, space, point), Excluded):
+                continue
             proposer: Proposer | Rounds = (
                 kind(base, space, point, study.search, study.seeds, place, len(points))
                 if study.search.in_rounds

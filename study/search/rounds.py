@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from study.config import SearchConfig
-from study.config.space import Params, Space, unit_points
+from study.config.space import Params, Space
 from study.ledger.state import ENDED, FAILED, StudyState, TrialState
-from study.plan.candidates import CANDIDATES
-from study.plan.plan import Base, Excluded, PlannedTrial
+from study.plan.candidates import sampled_points
+from study.plan.plan import Base, PlannedTrial, draw, refuse_scarcity
 from study.results.configurations import signed
 from study.results.objectives import mean_objective
 
@@ -61,10 +61,9 @@ class Rounds(ABC):
         self._base, self._space, self._point, self._search = base, space, point, search
         self._seeds, self._place, self._places = list(seeds), place, places
         self._planned: set[str] = set()
-        self.excluded: list[Excluded] = []
         self._round = 0
-        self._members = self._first()
         self._last = self._prepare()
+        self._members = self._first()
         self._enter()
 
     @abstractmethod
@@ -109,23 +108,25 @@ class Rounds(ABC):
         return []
 
     def _first(self) -> list[Member]:
-        """As many valid points of the space as are to take part."""
-        search, members, seen = self._search, list[Member](), set[str]()
-        for units in unit_points(
-            search.algorithm, len(self._space.sampled), CANDIDATES * search.num_samples, search.seed
-        ):
-            params = self._space.point(units, self._point)
-            try:
-                trial = self._base.trial(self._seeds[0], None, params)
-            except ValueError as error:
-                self.excluded.append(self._base.exclude(params, error))
-                continue
-            if trial.id not in seen:
-                seen.add(trial.id)
-                members.append(Member(params=params))
-            if len(members) == search.num_samples:
-                break
-        return members
+        """As many points of the space as are to take part, valid at full length and in the first
+        round."""
+
+        def make(params: Params, number: int) -> list[PlannedTrial]:
+            self._base.trial(self._seeds[0], None, self._params(Member(params=params)))
+            return [self._base.trial(self._seeds[0], None, params)]
+
+        found, self.excluded = draw(
+            self._base,
+            make,
+            sampled_points(self._search, self._space, self._point),
+            set(),
+            wanted=self._search.num_samples,
+        )
+        if not found:
+            refuse_scarcity(
+                self._base.row, 0, self._search.num_samples, len(self.excluded), self.excluded
+            )
+        return [Member(params=trial.params) for (trial,) in found]
 
     def _enter(self) -> None:
         """The trials of this round, by member."""

@@ -160,7 +160,7 @@ class Training:
     def _change_options(self) -> None:
         """Give the optimizer the options that ``changes`` has after this epoch; its state stays, a
         captured graph does not."""
-        wanted = optimizer_at(self.config, self.epoch)
+        wanted = optimizer_at(self.config.optimizer, self.config.changes, self.epoch)
         if wanted == self._options:
             return
         self._options = wanted
