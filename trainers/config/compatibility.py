@@ -362,7 +362,7 @@ RULES: tuple[Rule, ...] = (
         ("layout.tp", "min_workers"),
         lambda c: c.layout.tp > 1 and c.min_workers is not None,
         "without one worker a replica lacks parts",
-        "layout.tp=1, or leave out min_workers",
+        "no min_workers, or layout.tp=1",
     ),
     Rule(
         ("layout.tp", "sync.name", "wire.bucket_cap_mb"),

@@ -269,7 +269,7 @@ def test_every_optimizer_that_takes_elements_one_by_one_steps_the_same(
         ),
         (
             {"wire": WireConfig(bucket_cap_mb=1.0)},
-            "layout.fsdp=true .* wire.bucket_cap_mb=1.0: backward itself",
+            "layout.fsdp=true .* wire.bucket_cap_mb=1: backward itself",
         ),
         (
             {"autocast": "float16", "device": "cuda"},
