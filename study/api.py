@@ -27,6 +27,7 @@ from study.ledger.storage import check_writable
 from study.manage.checkpoints import check_same_ledger
 from study.manage.extend import continuations
 from study.manage.studies import read
+from study.plan.candidates import by_rule
 from study.plan.plan import Plan, make_plan
 from study.program import lns_study
 from study.results.utilisation import remark
@@ -118,11 +119,13 @@ def run_study(
             plan = adopt(plan, before)
         for uri in stored(ledger.history):
             say(f"The ledger holds the password of {uri}: {REMEDY}.")
-        for entry in plan.excluded[:EXCLUDED_SHOWN]:
-            say(f"Left out: {entry}")
-        if len(plan.excluded) > EXCLUDED_SHOWN:
+        rules = by_rule(plan.excluded)
+        for count, entry in rules[:EXCLUDED_SHOWN]:
+            more = f" (and {count - 1} more)" if count > 1 else ""
+            say(f"Left out: {entry}{more}")
+        if len(plan.excluded) > min(len(rules), EXCLUDED_SHOWN):
             say(
-                f"Left out: {len(plan.excluded) - EXCLUDED_SHOWN} more;"
+                f"Left out: {len(plan.excluded)} configurations in all;"
                 f" `{lns_study('plan', 'CONFIG')}` lists them"
             )
         return _run(plan, data, ledger, before, view, say, only, node)
@@ -138,11 +141,7 @@ def _run(
     only: str,
     node: Node | None,
 ) -> Outcome:
-    failed = [
-        trial.id
-        for trial in plan.trials
-        if trial.id in state.known and state.known[trial.id].status == FAILED
-    ]
+    ids = None if only != ONLY_FAILED else _failed(plan, state)
     ledger.listen(state.apply)
     made_with = {"data": data, "provenance": provenance(), "hardware": hardware()}
     ledger.append("planned", ledger=ledger.id, **plan.to_event(), only=only, **made_with)
@@ -150,45 +149,30 @@ def _run(
         say(f"{longer} trials go on from the last checkpoint of the same trial with fewer epochs.")
     _say_what_is_left(state, say)
     folder = plan.study.folder
-    tracker = make_tracker(
-        folder,
-        plan.study.tracking,
-        _artifacts(plan.study),
-        say,
-        lambda where: _say_where(plan, where, say),
-    )
+    artifacts, shown = _artifacts(plan.study), lambda where: _say_where(plan, where, say)
+    tracker = make_tracker(folder, plan.study.tracking, artifacts, say, shown)
     later = _DeferredStart(tracker.start)
     ledger.listen(later.hear)
     ledger.listen(view.listen)
     view.start(state)
-    control = Control(
-        folder,
-        state,
-        plan.study.limits,
-        lambda limits: _discard(ledger.append("edited", limits=limits)),
-    )
+    edited = lambda limits: _discard(ledger.append("edited", limits=limits))  # noqa: E731
+    control = Control(folder, state, plan.study.limits, edited)
     outcome = "interrupted"
     try:
-        run_plan(plan, ledger, state, control, failed if only == ONLY_FAILED else None, node, say)
+        run_plan(plan, ledger, state, control, ids, node, say)
         decision = control.decide(fresh=True)
         outcome = _describe_end(plan, state, decision)
         if decision.reason and not control.storage_error:
-            left = (
-                "raise or drop it to go on"
-                if decision.reason.startswith("limits.")
-                else "the same command continues"
-            )
+            limited = decision.reason.startswith("limits.")
+            left = "raise or drop it to go on" if limited else "the same command continues"
             say(f"Ended early: {decision.reason}; {left}.")
     finally:
         later.start()
         with control.watch_storage():
             ledger.append("ended", outcome=outcome)
         view.stop()
-        say(
-            "Writing the report, and to MLflow what it lacks ..."
-            if plan.study.tracking != OFF
-            else "Writing the report ..."
-        )
+        sent = ", and to MLflow what it lacks" if plan.study.tracking != OFF else ""
+        say(f"Writing the report{sent} ...")
         with control.watch_storage():
             report, error = _close(state, folder / "report", tracker)
     if control.storage_error:
@@ -200,6 +184,12 @@ def _run(
     if idle := remark(state.runs[-1]):
         say(idle)
     return _outcome(state, report, plan.study, error, tracker.where())
+
+
+def _failed(plan: Plan, state: StudyState) -> list[str]:
+    """Return the ids of the plan's trials that have failed."""
+    known = (state.known[trial.id] for trial in plan.trials if trial.id in state.known)
+    return [trial.id for trial in known if trial.status == FAILED]
 
 
 def _describe_end(plan: Plan, state: StudyState, decision: Decision) -> str:

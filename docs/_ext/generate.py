@@ -23,9 +23,11 @@ import ledger_events
 import lns_operations
 import number_formats
 import python_names
+import rules
 
 from study.cli.entry import build_parser
 from study.config.study import RowConfig, StudyConfig
+from trainers.config.validation import show
 
 Field = dataclasses.Field[Any]
 ROWS = "rows[]"
@@ -54,19 +56,10 @@ def default_of(field: Field) -> Any:
     return field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
 
 
-def shown(default: object) -> str:
-    """Return a default as YAML spells it."""
-    if default is None or isinstance(default, bool):
-        return {None: "null", True: "true", False: "false"}[default]
-    return str(default) or "''"
-
-
 def row(prefix: str, field: Field, meanings: dict[str, str]) -> str:
     kind = str(field.type).replace("|", r"\|")
-    return (
-        f"| `{prefix}{field.name}` | `{kind}` | `{shown(default_of(field))}` |"
-        f" {meanings.get(field.name, '')} |"
-    )
+    default = show(default_of(field)) or "''"
+    return f"| `{prefix}{field.name}` | `{kind}` | `{default}` | {meanings.get(field.name, '')} |"
 
 
 def sections(config: type, prefix: str = "") -> Iterator[str]:
@@ -122,6 +115,7 @@ def commands() -> str:
 
 PAGES = {
     "configuration.md": configuration,
+    "compatibility.md": rules.page,
     "commands.md": commands,
     "ledger.md": ledger_events.page,
     "formats.md": number_formats.page,

@@ -29,35 +29,16 @@ def _add(x: Codes, y: Codes, fmt: LNSFormat, flip: int) -> Codes:
     if chosen is not None:
         kernels, plan = chosen
         run(
-            kernels.add,
-            -(-a.size // avx512.PANEL),
-            GRAIN // 128,
-            a,
-            b,
-            out.reshape(-1),
-            plan.constants,
-            plan.extra,
-            plan.mapped,
-            plan.zone,
-            plan.top_field,
-            plan.unit_shift,
-            fmt.field_mask,
-            flip & 1,
-        )
+            kernels.add, -(-a.size // avx512.PANEL), GRAIN // 128, a, b, out.reshape(-1),
+            plan.constants, plan.extra, plan.mapped, plan.zone, plan.top_field, plan.unit_shift,
+            fmt.field_mask, flip & 1,
+        )  # fmt: skip
         return out
     table = sum_table(fmt.fraction_bits)
     run(
-        elementwise.add,
-        a.size,
-        GRAIN,
-        a,
-        b,
-        out.reshape(-1),
-        table,
-        table.size // 2 - 1,
-        fmt.field_mask,
-        flip,
-    )
+        elementwise.add, a.size, GRAIN, a, b, out.reshape(-1), table, table.size // 2 - 1,
+        fmt.field_mask, flip,
+    )  # fmt: skip
     return out
 
 

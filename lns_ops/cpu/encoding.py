@@ -67,29 +67,14 @@ def encode(x: NDArray[Any], fmt: LNSFormat) -> Codes:
     shift, threshold, base = _encode_tables(f)
     if x.dtype == np.float32:
         bad = run(
-            elementwise.encode32,
-            x.size,
-            GRAIN,
-            x.reshape(-1).view(np.int32),
-            out.reshape(-1),
-            shift,
-            f,
-            fmt.bias,
-            fmt.field_mask,
-        )
+            elementwise.encode32, x.size, GRAIN, x.reshape(-1).view(np.int32), out.reshape(-1),
+            shift, f, fmt.bias, fmt.field_mask,
+        )  # fmt: skip
     else:
         bad = run(
-            elementwise.encode64,
-            x.size,
-            GRAIN,
-            x.reshape(-1).view(np.int64),
-            out.reshape(-1),
-            threshold,
-            base,
-            f,
-            fmt.bias,
-            fmt.field_mask,
-        )
+            elementwise.encode64, x.size, GRAIN, x.reshape(-1).view(np.int64), out.reshape(-1),
+            threshold, base, f, fmt.bias, fmt.field_mask,
+        )  # fmt: skip
     if bad:
         raise NonFiniteError(
             "NaN or infinity to encode: LNS has no code for either; clean the input first"
@@ -125,19 +110,10 @@ def encode_stochastic(x: NDArray[np.float32], fmt: LNSFormat, bits: NDArray[np.u
     out = np.empty(x.shape, np.int16)
     base, mantissas, reciprocals = _stochastic_tables(fmt.fraction_bits)
     run(
-        elementwise.encode32_stochastic,
-        x.size,
-        GRAIN,
-        x.reshape(-1).view(np.int32),
-        bits.reshape(-1),
-        out.reshape(-1),
-        base,
-        mantissas,
-        reciprocals,
-        fmt.fraction_bits,
-        fmt.bias,
-        fmt.field_mask,
-    )
+        elementwise.encode32_stochastic, x.size, GRAIN, x.reshape(-1).view(np.int32),
+        bits.reshape(-1), out.reshape(-1), base, mantissas, reciprocals, fmt.fraction_bits,
+        fmt.bias, fmt.field_mask,
+    )  # fmt: skip
     return out
 
 
@@ -171,26 +147,12 @@ def decode(
     flat = out.reshape(-1).view(np.int32 if single else np.int64)
     if single:
         run(
-            elementwise.decode32,
-            codes.size,
-            GRAIN,
-            flattened(codes),
-            flat,
-            table32,
-            f,
-            fmt.bias,
+            elementwise.decode32, codes.size, GRAIN, flattened(codes), flat, table32, f, fmt.bias,
             fmt.field_mask,
-        )
+        )  # fmt: skip
     else:
         run(
-            elementwise.decode64,
-            codes.size,
-            GRAIN,
-            flattened(codes),
-            flat,
-            table64,
-            f,
-            fmt.bias,
+            elementwise.decode64, codes.size, GRAIN, flattened(codes), flat, table64, f, fmt.bias,
             fmt.field_mask,
-        )
+        )  # fmt: skip
     return out

@@ -55,84 +55,32 @@ def sum(x: Codes, axis: int, fmt: LNSFormat, shift: int = 0) -> Codes:
         if chosen is not None:
             kernels, plan = chosen
             run(
-                kernels.sum_rows,
-                -(-parts.size // avx512.PANEL),
-                8,
-                flattened(x),
-                parts,
-                K,
-                plan.constants,
-                plan.extra,
-                plan.mapped,
-                plan.zone,
-                plan.top_field,
-                plan.unit_shift,
-                fmt.bias,
-                fmt.field_mask,
-                BLOCK,
-            )
+                kernels.sum_rows, -(-parts.size // avx512.PANEL), 8, flattened(x), parts, K,
+                plan.constants, plan.extra, plan.mapped, plan.zone, plan.top_field, plan.unit_shift,
+                fmt.bias, fmt.field_mask, BLOCK,
+            )  # fmt: skip
         else:
             strips = -(-parts.size // gather_gemm.STRIP)
             run(
-                gather_gemm.sum_rows,
-                strips,
-                8,
-                flattened(x),
-                parts,
-                K,
-                table,
-                fmt.bias,
-                fmt.field_mask,
-                *limits,
-                BLOCK,
-            )
-        run(
-            gather_gemm.sum_totals,
-            out.size,
-            GRAIN // blocks,
-            parts,
-            words,
-            out.size,
-            table,
-            *limits,
-        )
+                gather_gemm.sum_rows, strips, 8, flattened(x), parts, K, table, fmt.bias,
+                fmt.field_mask, *limits, BLOCK,
+            )  # fmt: skip
+        grain = GRAIN // blocks
+        run(gather_gemm.sum_totals, out.size, grain, parts, words, out.size, table, *limits)
     elif chosen is not None:
         kernels, plan = chosen
         units = -(-inner // avx512.PANEL) * (out.size // inner)
         run(
-            kernels.sum_columns,
-            units,
-            max(1, GRAIN // (K * avx512.PANEL)),
-            flattened(x),
-            words,
-            K,
-            inner,
-            plan.constants,
-            plan.extra,
-            plan.mapped,
-            plan.zone,
-            plan.top_field,
-            plan.unit_shift,
-            fmt.bias,
-            fmt.field_mask,
-            BLOCK,
-        )
+            kernels.sum_columns, units, max(1, GRAIN // (K * avx512.PANEL)), flattened(x), words, K,
+            inner, plan.constants, plan.extra, plan.mapped, plan.zone, plan.top_field,
+            plan.unit_shift, fmt.bias, fmt.field_mask, BLOCK,
+        )  # fmt: skip
     else:
         units = -(-inner // gather_gemm.STRIP) * (out.size // inner)
         run(
-            gather_gemm.sum_columns,
-            units,
-            max(1, GRAIN // (K * gather_gemm.STRIP)),
-            flattened(x),
-            words,
-            K,
-            inner,
-            table,
-            fmt.bias,
-            fmt.field_mask,
-            *limits,
-            BLOCK,
-        )
+            gather_gemm.sum_columns, units, max(1, GRAIN // (K * gather_gemm.STRIP)), flattened(x),
+            words, K, inner, table, fmt.bias, fmt.field_mask, *limits, BLOCK,
+        )  # fmt: skip
     if shift:
         words += 4 * shift
     run(gather_gemm.narrow, out.size, GRAIN, words, out.reshape(-1), fmt.bias, fmt.field_mask)
@@ -228,52 +176,18 @@ def _matmul_simd(x_MK: Codes, y_KN: Codes, fmt: LNSFormat, plan: gemm.WordLayout
     packed = np.empty(panels * K * 2 * avx512.PANEL, np.int16)
     # Packing is short and bound by memory: only much of it is worth a second thread.
     run(
-        gemm.pack_x,
-        M,
-        1 + 8 * GRAIN // K,
-        x,
-        K,
-        mask,
-        plan.x_top,
-        plan.unit_shift,
-        BLOCK,
-        counts,
-        steps,
-        words,
-    )
+        gemm.pack_x, M, 1 + 8 * GRAIN // K, x, K, mask, plan.x_top, plan.unit_shift, BLOCK, counts,
+        steps, words,
+    )  # fmt: skip
     run(
-        gemm.pack_y,
-        panels,
-        1 + 8 * GRAIN // (K * avx512.PANEL),
-        y,
-        K,
-        N,
-        mask,
-        plan.y_top,
-        plan.unit_shift,
-        packed,
-    )
+        gemm.pack_y, panels, 1 + 8 * GRAIN // (K * avx512.PANEL), y, K, N, mask, plan.y_top,
+        plan.unit_shift, packed,
+    )  # fmt: skip
     run(
-        plan.kernel,
-        panels * -(-M // avx512.ROWS_AT_ONCE),
-        1,
-        counts,
-        steps,
-        words,
-        packed,
-        plan.constants,
-        plan.extra,
-        plan.mapped,
-        out.reshape(-1),
-        M,
-        K,
-        N,
-        BLOCK,
-        plan.zone,
-        plan.top_field,
-        plan.unit_shift,
-        mask,
-    )
+        plan.kernel, panels * -(-M // avx512.ROWS_AT_ONCE), 1, counts, steps, words, packed,
+        plan.constants, plan.extra, plan.mapped, out.reshape(-1), M, K, N, BLOCK, plan.zone,
+        plan.top_field, plan.unit_shift, mask,
+    )  # fmt: skip
     return out
 
 
@@ -306,20 +220,8 @@ def _matmul_gather(x_MK: Codes, y_KN: Codes, fmt: LNSFormat, clamp: bool) -> Cod
     )
     units = M * -(-N // gather_gemm.STRIP)
     run(
-        gather_gemm.matmul,
-        units,
-        max(1, 4 * GRAIN // (K * gather_gemm.STRIP)),
-        x.reshape(-1),
-        y.reshape(-1),
-        out.reshape(-1),
-        K,
-        N,
-        table,
-        fmt.bias,
-        fmt.field_mask,
-        LOWEST,
-        HIGHEST,
-        clamp,
-        BLOCK,
-    )
+        gather_gemm.matmul, units, max(1, 4 * GRAIN // (K * gather_gemm.STRIP)), x.reshape(-1),
+        y.reshape(-1), out.reshape(-1), K, N, table, fmt.bias, fmt.field_mask, LOWEST, HIGHEST,
+        clamp, BLOCK,
+    )  # fmt: skip
     return out

@@ -106,19 +106,9 @@ def sgd_update(
     if key is not None:
         bits, fine = random_bits(w.size, key, step, WEIGHT_SLOT), _fine_table(fmt.fraction_bits)
         run(
-            updates.sgd_stochastic,
-            w.size,
-            GRAIN // 4,
-            w,
-            g,
-            b,
-            bits,
-            table,
-            fine,
-            last,
-            fine.size // 2 - 1,
-            *scalars,
-        )
+            updates.sgd_stochastic, w.size, GRAIN // 4, w, g, b, bits, table, fine, last,
+            fine.size // 2 - 1, *scalars,
+        )  # fmt: skip
     elif compensation is None:
         run(updates.sgd_plain, w.size, GRAIN // 2, w, g, b, table, last, *scalars)
     else:
@@ -172,22 +162,9 @@ def adam_update(
         )
         fine = _fine_table(fmt.fraction_bits)
         run(
-            updates.adam_stochastic,
-            w.size,
-            GRAIN // 8,
-            w,
-            g,
-            m,
-            r,
-            bits,
-            root_bits,
-            table,
-            decay.table,
-            fine,
-            last,
-            fine.size // 2 - 1,
-            *scalars,
-        )
+            updates.adam_stochastic, w.size, GRAIN // 8, w, g, m, r, bits, root_bits, table,
+            decay.table, fine, last, fine.size // 2 - 1, *scalars,
+        )  # fmt: skip
         return
     if residue is None:
         raise ValueError(
@@ -197,36 +174,15 @@ def adam_update(
     e = _in_place("residue", residue, weight.shape)
     if compensation is None:
         run(
-            updates.adam_plain,
-            w.size,
-            GRAIN // 8,
-            w,
-            g,
-            m,
-            r,
-            e,
-            table,
-            decay.table,
-            last,
+            updates.adam_plain, w.size, GRAIN // 8, w, g, m, r, e, table, decay.table, last,
             *scalars,
-        )
+        )  # fmt: skip
     else:
         c = _in_place("compensation", compensation, weight.shape)
         run(
-            updates.adam_kahan,
-            w.size,
-            GRAIN // 8,
-            w,
-            g,
-            m,
-            r,
-            e,
-            c,
-            table,
-            decay.table,
-            last,
+            updates.adam_kahan, w.size, GRAIN // 8, w, g, m, r, e, c, table, decay.table, last,
             *scalars,
-        )
+        )  # fmt: skip
 
 
 _CODEC = reference_updates.Float32Codec(

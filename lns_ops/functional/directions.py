@@ -72,16 +72,9 @@ def lion(
     out = torch.empty_like(grad, memory_format=torch.contiguous_format)
     arrays = _flat(weight, grad, average, out)
     run(
-        updates.lion,
-        weight.numel(),
-        _GRAIN,
-        *arrays,
-        *_tables(fmt),
-        *direction,
-        *kept,
-        decay,
+        updates.lion, weight.numel(), _GRAIN, *arrays, *_tables(fmt), *direction, *kept, decay,
         decay != 0,
-    )
+    )  # fmt: skip
     return out
 
 
@@ -100,22 +93,10 @@ def normed(
     out = torch.empty_like(grad, memory_format=torch.contiguous_format)
     table, *constants = _tables(fmt)
     run(
-        updates.normed,
-        weight.numel(),
-        _GRAIN,
-        *_flat(weight, grad, root, residue, out),
-        table,
-        squares.table,
-        *constants,
-        decay,
-        decay != 0,
-        squares.first,
-        squares.keep,
-        squares.take,
-        eps,
-        fmt.bias if factor is None else factor,
-        fmt.field_mask if bound is None else bound,
-    )
+        updates.normed, weight.numel(), _GRAIN, *_flat(weight, grad, root, residue, out), table,
+        squares.table, *constants, decay, decay != 0, squares.first, squares.keep, squares.take,
+        eps, fmt.bias if factor is None else factor, fmt.field_mask if bound is None else bound,
+    )  # fmt: skip
     return out
 
 
@@ -146,15 +127,6 @@ def multiply(
     )
     lost = np.zeros(n, np.int16) if residue is None else residue.numpy().reshape(-1)
     run(
-        updates.multiply,
-        n,
-        _GRAIN,
-        *_flat(weight, x),
-        lost,
-        bits,
-        table.numpy(),
-        (1 << fmt.bits) - 1,
-        fmt.bias,
-        fmt.field_mask,
-        fmt.field_mask if limit is None else limit,
-    )
+        updates.multiply, n, _GRAIN, *_flat(weight, x), lost, bits, table.numpy(),
+        (1 << fmt.bits) - 1, fmt.bias, fmt.field_mask, fmt.field_mask if limit is None else limit,
+    )  # fmt: skip

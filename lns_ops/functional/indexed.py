@@ -60,21 +60,9 @@ def _segment_sum_cpu(
         grain = max(1, _GRAIN // 16 * rows // max(1, n * width))
         terms = flattened(x.contiguous().numpy())
         run(
-            segment_sum.segment_sum,
-            rows,
-            grain,
-            terms,
-            out.reshape(-1),
-            order.numpy(),
-            starts.numpy(),
-            gauss,
-            width,
-            fmt.bias,
-            fmt.field_mask,
-            LOWEST,
-            HIGHEST,
-            BLOCK,
-        )
+            segment_sum.segment_sum, rows, grain, terms, out.reshape(-1), order.numpy(),
+            starts.numpy(), gauss, width, fmt.bias, fmt.field_mask, LOWEST, HIGHEST, BLOCK,
+        )  # fmt: skip
     return torch.from_numpy(out)
 
 

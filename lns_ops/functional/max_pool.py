@@ -59,20 +59,10 @@ def _on_cpu(
     planes = math.prod(shape[:-2])
     grain = max(1, (1 << 15) // max(1, math.prod(x.shape[-2:])))
     empty = run(
-        max_pool.max_pool,
-        planes,
-        grain,
-        flattened(x.contiguous().numpy()),
-        out.reshape(-1),
-        indices.reshape(-1),
-        *x.shape[-2:],
-        *shape[-2:],
-        *kernel,
-        *stride,
-        *padding,
-        *dilation,
+        max_pool.max_pool, planes, grain, flattened(x.contiguous().numpy()), out.reshape(-1),
+        indices.reshape(-1), *x.shape[-2:], *shape[-2:], *kernel, *stride, *padding, *dilation,
         fmt.field_mask,
-    )
+    )  # fmt: skip
     if empty:
         raise ValueError(
             f"max pooling of {x.shape[-2]} x {x.shape[-1]} values with kernel {kernel}, padding"

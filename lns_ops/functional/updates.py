@@ -72,17 +72,9 @@ def sgd_update_(
             f"step={step}, key={key}: rounding at random needs both; pass both or neither"
         )
     OPS.sgd_update_(
-        weight,
-        grad,
-        buffer,
-        compensation,
-        step,
-        negative_lr,
-        momentum,
-        key,
-        fmt.bits,
+        weight, grad, buffer, compensation, step, negative_lr, momentum, key, fmt.bits,
         fmt.fraction_bits,
-    )
+    )  # fmt: skip
 
 
 def adam_update_(

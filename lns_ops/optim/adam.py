@@ -111,19 +111,10 @@ class Adam(LNSOptimizer):
             self._amsgrad(math_of(parameter, state, group, key), group)
             return
         is_lns = isinstance(parameter, LNSTensor)
-        moments = (
-            ["root_exp_avg_sq", *([] if key is not None else ["root_residue"])]
-            if is_lns
-            else ["exp_avg_sq"]
-        )
-        zeros(
-            state,
-            parameter,
-            "step",
-            "exp_avg",
-            *moments,
-            *(["compensation"] if group["kahan_sum"] else []),
-        )
+        names = ["step", "exp_avg", "root_exp_avg_sq" if is_lns else "exp_avg_sq"]
+        names += ["root_residue"] if is_lns and key is None else []
+        names += ["compensation"] if group["kahan_sum"] else []
+        zeros(state, parameter, *names)
         state["step"].add_(1)
         if not isinstance(parameter, LNSTensor):
             _adam_float(parameter, state, group, self._decoupled)
@@ -196,17 +187,9 @@ class AdamW(Adam):
     ) -> None:
         more: dict[str, bool] = {"amsgrad": amsgrad, "maximize": maximize}
         super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            kahan_sum,
-            stochastic_rounding,
-            seed,
-            arithmetic,
+            params, lr, betas, eps, weight_decay, kahan_sum, stochastic_rounding, seed, arithmetic,
             **more,
-        )
+        )  # fmt: skip
 
 
 def _adam_float(

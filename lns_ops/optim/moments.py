@@ -75,17 +75,9 @@ def follow_(root: Tensor, residue: Tensor, x: Tensor, table: DecayTable, fmt: LN
         return root
     flat = [t.numpy().reshape(-1) for t in (root, residue, x.contiguous())]
     run(
-        updates.follow,
-        root.numel(),
-        _GRAIN,
-        *flat,
-        table.table,
-        table.first,
-        table.keep,
-        table.take,
-        fmt.bias,
-        fmt.field_mask,
-    )
+        updates.follow, root.numel(), _GRAIN, *flat, table.table, table.first, table.keep,
+        table.take, fmt.bias, fmt.field_mask,
+    )  # fmt: skip
     return root
 
 

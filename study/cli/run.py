@@ -219,6 +219,13 @@ def _plan(options: argparse.Namespace) -> int:
     return 0
 
 
+SIMULATED = [
+    "slots", "makespan", "utilisation", "ended early", "epochs", "epochs saved",
+    "MLflow requests/s",
+]  # fmt: skip
+"""Column heads of what `lns-study simulate` prints."""
+
+
 def _simulate(options: argparse.Namespace) -> int:
     import dataclasses
 
@@ -238,9 +245,8 @@ def _simulate(options: argparse.Namespace) -> int:
                 " example --slots 8 64"
             )
         if study.search.adaptive:
-            study = dataclasses.replace(
-                study, search=dataclasses.replace(study.search, algorithm="random")
-            )
+            search = dataclasses.replace(study.search, algorithm="random")
+            study = dataclasses.replace(study, search=search)
         plan = make_plan(study, download=False)
     _say_damage(study)
     states = [fold(read_ledger(folder)) for folder in folders(study.storage)]
@@ -261,18 +267,7 @@ def _simulate(options: argparse.Namespace) -> int:
             ]
         )
     print(f"{study.name}: {len(plan.trials)} trials")
-    print_table(
-        [
-            "slots",
-            "makespan",
-            "utilisation",
-            "ended early",
-            "epochs",
-            "epochs saved",
-            "MLflow requests/s",
-        ],
-        lines,
-    )
+    print_table(SIMULATED, lines)
     return 0
 
 

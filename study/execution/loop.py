@@ -23,7 +23,7 @@ from study.ledger.state import EXTRA, StudyState
 from study.manage.checkpoints import origin_of
 from study.plan.durations import expected_seconds
 from study.plan.identity import pace_key
-from study.plan.plan import PlannedTrial
+from study.plan.trials import PlannedTrial
 from study.search.agenda import Agenda
 from trainers.config import TrialConfig
 from trainers.workers.messages import (

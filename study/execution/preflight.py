@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from study.config import StudyConfig
 from study.ledger.provenance import different_data
 from study.ledger.state import StudyState
-from study.plan.plan import Base, Excluded, Plan, PlannedTrial
+from study.plan.plan import Plan
+from study.plan.trials import Base, Excluded, PlannedTrial
 from study.tracking.names import check_loggable
 from study.tracking.supervisor import OFF, check_tracking
 from trainers.config import DataConfig, TrialConfig

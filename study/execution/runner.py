@@ -36,8 +36,9 @@ from study.execution.ray_session import Session, ray_session
 from study.ledger.log import Ledger
 from study.ledger.state import StudyState
 from study.manage.extend import continuations
-from study.plan.plan import Plan, PlannedTrial
+from study.plan.plan import Plan
 from study.plan.resources import local_cpus
+from study.plan.trials import PlannedTrial
 from study.search.agenda import Agenda
 from trainers.config import TrialConfig
 from trainers.workers.node import Node

@@ -25,7 +25,8 @@ from collections.abc import Callable, Sequence
 from study.execution.schedulers import make_scheduler
 from study.ledger.state import FINISHED, StudyState
 from study.plan.identity import pace_key
-from study.plan.plan import Plan, PlannedTrial
+from study.plan.plan import Plan
+from study.plan.trials import PlannedTrial
 
 REQUESTS_A_TRIAL = 3
 

@@ -17,7 +17,7 @@ from typing import Any
 from study.ledger.lines import Event
 from study.ledger.log import Ledger, how_to_repair
 from study.ledger.state import FINISHED, STOPPED, StudyState, code_of
-from study.plan.plan import PlannedTrial
+from study.plan.trials import PlannedTrial
 from trainers.checkpoint.manifest import STATE, read_state
 
 

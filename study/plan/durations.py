@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from study.ledger.state import StudyState, TrialState
 from study.plan.identity import pace_key
-from study.plan.plan import PlannedTrial
+from study.plan.trials import PlannedTrial
 
 
 def seconds_an_epoch(states: Iterable[StudyState]) -> dict[str, float]:

@@ -11,12 +11,15 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from study.config.space import describe
 from study.ledger.log import FILE, read_ledger
 from study.ledger.state import fold
+from study.plan.candidates import by_rule
 from study.plan.durations import seconds_an_epoch
 from study.plan.identity import pace_key
-from study.plan.plan import Plan, PlannedTrial
+from study.plan.plan import Plan
 from study.plan.resources import local_cpus
+from study.plan.trials import PlannedTrial
 from study.text import duration
 from trainers.workers.resources import cpus_of, gpus_of, lanes_of
 
@@ -54,7 +57,10 @@ def describe_plan(plan: Plan) -> Iterator[str]:
     yield from _describe_processes(plan)
     if plan.excluded:
         yield f"Left out, {len(plan.excluded)} configurations that make no valid trial:"
-        yield from (f"  {entry}" for entry in plan.excluded)
+        for count, first in by_rule(plan.excluded):
+            yield f"  {count}: {first.reason}"
+            left_out = [entry for entry in plan.excluded if entry.rule == first.rule]
+            yield from (f"    {entry.row}: {describe(entry.params)}" for entry in left_out)
     yield _describe_time(plan, known)
 
 

@@ -24,26 +24,15 @@ def render_html(state: StudyState, summary: Summary, made: Parts, where: Links) 
         loader=PackageLoader("study.report"), autoescape=True, undefined=StrictUndefined
     )
     return environment.get_template("report.html.j2").render(
-        study=state.config,
-        answer=answer(state, summary),
-        headings=headings(state, summary),
-        shown=shown_rows(summary),
-        objectives=_objective_names(state),
-        front=_front_lines(state),
-        ranked=_ranked_lines(state),
-        rows=[(cells(row), row.verdict) for row in summary.rows],
-        intervals=interval_lines(summary),
-        remarks=[*remarks(state, summary), *made.failed],
-        protocol=protocol(state),
-        facts=facts(state),
-        versions=state.plan["provenance"]["versions"],
+        study=state.config, answer=answer(state, summary), headings=headings(state, summary),
+        shown=shown_rows(summary), objectives=_objective_names(state), front=_front_lines(state),
+        ranked=_ranked_lines(state), rows=[(cells(row), row.verdict) for row in summary.rows],
+        intervals=interval_lines(summary), remarks=[*remarks(state, summary), *made.failed],
+        protocol=protocol(state), facts=facts(state), versions=state.plan["provenance"]["versions"],
         config=yaml.safe_dump(state.plan["study"], sort_keys=False, allow_unicode=True),
-        trials=_trial_lines(state),
-        pictures=made.pictures,
-        tables=made.tables,
-        links=where,
+        trials=_trial_lines(state), pictures=made.pictures, tables=made.tables, links=where,
         explore=made.explore,
-    )
+    )  # fmt: skip
 
 
 def interval_lines(summary: Summary) -> dict[str, str]:

@@ -165,20 +165,13 @@ def _row(
     whole = _mean_error(trials)
     gap = None if whole is None or base is None or wanted.label == study.baseline else whole - base
     return Row(
-        label=wanted.label,
-        mean=statistics.fmean(errors) if errors else None,
-        sd=statistics.stdev(errors) if len(errors) > 1 else None,
-        finished=len(errors),
-        failed=sum(trial.status == FAILED for trial in trials),
-        seeds=len(trials),
-        published=wanted.published,
-        gap=gap,
-        rule=describe_rule(wanted, study.baseline),
-        verdict=judge(wanted, gap) if comparable else "",
-        trials=choice.trials,
-        searched=choice.searched,
-        params=choice.params,
-    )
+        label=wanted.label, mean=statistics.fmean(errors) if errors else None,
+        sd=statistics.stdev(errors) if len(errors) > 1 else None, finished=len(errors),
+        failed=sum(trial.status == FAILED for trial in trials), seeds=len(trials),
+        published=wanted.published, gap=gap, rule=describe_rule(wanted, study.baseline),
+        verdict=judge(wanted, gap) if comparable else "", trials=choice.trials,
+        searched=choice.searched, params=choice.params,
+    )  # fmt: skip
 
 
 def describe_rule(row: RowConfig, baseline: str | None) -> str:

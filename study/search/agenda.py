@@ -28,9 +28,10 @@ from study.config.keys import apply
 from study.config.space import canonical
 from study.errors import refusals
 from study.ledger.state import ENDED, FINISHED, STOPPED, StudyState, TrialState
-from study.plan.candidates import bind_space, is_history
+from study.plan.candidates import bind_space, first_point, is_history
 from study.plan.durations import expected_seconds, seconds_an_epoch
-from study.plan.plan import Base, Plan, PlannedTrial, refuse_twins
+from study.plan.plan import Plan
+from study.plan.trials import Base, Excluded, PlannedTrial, refuse_twins
 from study.search.halving import Halving
 from study.search.optuna_proposer import Counter, Proposer
 from study.search.population import Population
@@ -60,8 +61,8 @@ class Agenda:
         only: ids of the trials to run, with nothing proposed; None for all.
 
     Raises:
-        UserError: a proposal is a trial that the study has already (from :meth:`peek` and
-            :meth:`next`).
+        UserError: from :meth:`peek` and :meth:`next`, where a proposal is a trial that the study
+            has, or a rule refuses nearly all of the space; the latter also from here.
     """
 
     def __init__(
@@ -80,7 +81,8 @@ class Agenda:
         self._todo = deque(relieved(trial, state) for trial in left)
         self._entered = {trial.id: trial for trial in plan.trials}
         self._handed_out: dict[str, PlannedTrial] = {}
-        self._proposers = make_proposers(plan, state) if only is None else []
+        with refusals():
+            self._proposers = make_proposers(plan, state) if only is None else []
         self._confirmations = make_confirmations(plan) if only is None else []
         self._turn = 0
         self._seconds: dict[str, float] = {}
@@ -162,7 +164,9 @@ class Agenda:
         for _ in self._proposers:
             proposer = self._proposers[self._turn % len(self._proposers)]
             self._turn += 1
-            if trials := proposer.propose():
+            with refusals():
+                trials = proposer.propose()
+            if trials:
                 self._enter(trials)
                 return
 
@@ -208,6 +212,8 @@ def make_proposers(plan: Plan, state: StudyState) -> list[Proposer | Rounds]:
             )
         )
         for place, point in enumerate(points):
+            if isinstance(first_point(study, base, space, point), Excluded):
+                continue
             proposer: Proposer | Rounds = (
                 kind(base, space, point, study.search, study.seeds, place, len(points))
                 if study.search.in_rounds

@@ -27,12 +27,11 @@ class Halving(Rounds):
     def _prepare(self) -> int:
         from trainers.data import prepare
 
-        config = self._base.trial(self._seeds[0], None, self._point).config
         self._sizes = sizes(
-            prepare(config.data).train,
+            prepare(self._base.data).train,
             self._search.num_samples,
             self._search.reduction_factor,
-            config.batch_size,
+            self._base.values(self._point)["batch_size"],
         )
         return len(self._sizes) - 1
 

@@ -14,8 +14,8 @@ import numpy as np
 from study.config import SearchConfig
 from study.config.space import Domain, Params, Space, canonical
 from study.ledger.state import ENDED, FAILED, STOPPED, StudyState, TrialState
-from study.plan.candidates import CANDIDATES, is_history
-from study.plan.plan import Base, Excluded, PlannedTrial
+from study.plan.candidates import CANDIDATES, is_history, refuse_scarcity
+from study.plan.trials import Base, Excluded, PlannedTrial
 from study.results.objectives import mean_objective
 
 
@@ -63,7 +63,7 @@ class Proposer:
         self._open: dict[int, list[str]] = {}
         self._known: set[str] = set()
         self.proposed = 0
-        self.excluded: list[Excluded] = []
+        self._refused: dict[str, Excluded] = {}
         self._tries = 0
 
     @property
@@ -78,7 +78,11 @@ class Proposer:
         )
 
     def propose(self) -> list[PlannedTrial]:
-        """Return the next configuration, one trial per seed; none if exhausted."""
+        """Return the next configuration, one trial per seed; none if exhausted.
+
+        Raises:
+            ValueError: it tried long, and found little but what a rule refuses.
+        """
         optuna = _optuna()
         while not self.exhausted:
             asked, params = self._ask()
@@ -88,7 +92,7 @@ class Proposer:
                     self._base.trial(seed, self._numbers.last + 1, params) for seed in self._seeds
                 ]
             except ValueError as error:
-                self.excluded.append(self._base.exclude(params, error))
+                self._refused.setdefault(canonical(params), self._base.exclude(params, error))
                 self._study.tell(asked, state=optuna.trial.TrialState.FAIL)
                 continue
             if trials[0].id in self._known:
@@ -98,6 +102,14 @@ class Proposer:
             self._enter(asked.number, trials[0].id, [trial.id for trial in trials])
             noted = dict(self._study.trials[asked.number].system_attrs)
             return [dataclasses.replace(trial, asked=noted) for trial in trials]
+        if self.proposed < self._search.num_samples:
+            refuse_scarcity(
+                self._base.row,
+                self.proposed,
+                self._search.num_samples,
+                self._tries,
+                list(self._refused.values()),
+            )
         return []
 
     def recall(self, state: StudyState, trials: Iterable[TrialState]) -> None:
@@ -135,6 +147,7 @@ class Proposer:
         self._known.add(first)
         self.proposed += 1
         self._tries = 0
+        self._refused = {}
 
     def _ask(self) -> tuple[Any, Params]:
         """Ask Optuna for a trial and its values.

@@ -36,7 +36,7 @@ class Population(Rounds):
     """A search by population based training, see the head of this file; rounds are generations."""
 
     def _prepare(self) -> int:
-        epochs = self._base.trial(self._seeds[0], None, self._point).config.epochs
+        epochs = self._base.values(self._point)["epochs"]
         self._ends = generation_ends(epochs, self._search.perturbation_interval)
         self._steps: list[Step] = []
         return len(self._ends) - 1

@@ -33,7 +33,8 @@ from collections.abc import Sequence
 
 from study.ledger.state import ENDED, FINISHED, StudyState
 from study.plan.candidates import bind_space, is_history
-from study.plan.plan import Base, Plan, PlannedTrial
+from study.plan.plan import Plan
+from study.plan.trials import Base, PlannedTrial
 from study.results.configurations import Configuration, configurations, signed
 from study.results.objectives import objective
 

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from study.config import SearchConfig
-from study.config.space import Params, Space, unit_points
+from study.config.space import Params, Space
 from study.ledger.state import ENDED, FAILED, StudyState, TrialState
-from study.plan.candidates import CANDIDATES
-from study.plan.plan import Base, Excluded, PlannedTrial
+from study.plan.candidates import draw, refuse_scarcity, sampled_points
+from study.plan.trials import Base, PlannedTrial
 from study.results.configurations import signed
 from study.results.objectives import mean_objective
 
@@ -64,10 +64,9 @@ class Rounds(ABC):
         self._base, self._space, self._point, self._search = base, space, point, search
         self._seeds, self._place, self._places = list(seeds), place, places
         self._planned: set[str] = set()
-        self.excluded: list[Excluded] = []
         self._round = 0
-        self._members = self._first()
         self._last = self._prepare()
+        self._members = self._first()
         self._enter()
 
     @abstractmethod
@@ -116,23 +115,27 @@ class Rounds(ABC):
         return []
 
     def _first(self) -> list[Member]:
-        """Return as many valid points of the space as take part in the first round."""
-        search, members, seen = self._search, list[Member](), set[str]()
-        for units in unit_points(
-            search.algorithm, len(self._space.sampled), CANDIDATES * search.num_samples, search.seed
-        ):
-            params = self._space.point(units, self._point)
-            try:
-                trial = self._base.trial(self._seeds[0], None, params)
-            except ValueError as error:
-                self.excluded.append(self._base.exclude(params, error))
-                continue
-            if trial.id not in seen:
-                seen.add(trial.id)
-                members.append(Member(params=params))
-            if len(members) == search.num_samples:
-                break
-        return members
+        """Return the members of the first round.
+
+        Each is a point of the space that is valid at full length and in the first round.
+        """
+
+        def make(params: Params, number: int) -> list[PlannedTrial]:
+            self._base.trial(self._seeds[0], None, self._params(Member(params=params)))
+            return [self._base.trial(self._seeds[0], None, params)]
+
+        found, self.excluded = draw(
+            self._base,
+            make,
+            sampled_points(self._search, self._space, self._point),
+            set(),
+            wanted=self._search.num_samples,
+        )
+        if not found:
+            refuse_scarcity(
+                self._base.row, 0, self._search.num_samples, len(self.excluded), self.excluded
+            )
+        return [Member(params=trial.params) for (trial,) in found]
 
     def _enter(self) -> None:
         """Plan the trials of this round, by member."""

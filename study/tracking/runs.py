@@ -364,13 +364,11 @@ def _known(run: Any) -> _Known:
         if metric.key != SECONDS and not metric.key.startswith((SETTING, "test/"))
     ]
     return _Known(
-        run=run.info.run_id,
-        status=run.info.status,
-        end=run.info.end_time,
+        run=run.info.run_id, status=run.info.status, end=run.info.end_time,
         last=max((metric.step for metric in reported), default=0),
         params=frozenset(run.data.params),
         settings=any(metric.key.startswith(SETTING) for metric in metrics),
         inputs=bool(run.inputs and run.inputs.dataset_inputs),
         results={name: run.data.tags[name] for name in RESULT_TAGS if name in run.data.tags},
         parent=run.data.tags.get(PARENT_TAG, ""),
-    )
+    )  # fmt: skip

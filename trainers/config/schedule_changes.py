@@ -8,15 +8,11 @@ ordinary trial, which gives the same bits again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainers.config.optimizer import OptimizerConfig
-
-if TYPE_CHECKING:
-    from trainers.config.trial import TrialConfig
-
 
 PREFIX = "optimizer."
 CHANGEABLE = tuple(
@@ -25,40 +21,37 @@ CHANGEABLE = tuple(
 """The keys that may change."""
 
 
-def optimizer_at(config: TrialConfig, epoch: int) -> OptimizerConfig:
-    """Return the optimizer's options after ``epoch`` epochs.
+def optimizer_at(
+    optimizer: OptimizerConfig, changes: Sequence[Mapping[str, Any]], epoch: int
+) -> OptimizerConfig:
+    """Return an optimizer's options after ``epoch`` epochs.
 
     Raises:
         ValueError: the optimizer does not accept the options.
     """
     options: dict[str, Any] = {}
-    for change in config.changes:
+    for change in changes:
         if change["epoch"] <= epoch:
             options |= {
                 key.removeprefix(PREFIX): value for key, value in change.items() if key != "epoch"
             }
-    return replace(config.optimizer, **options)
+    return replace(optimizer, **options)
 
 
-def check_changes(config: TrialConfig) -> None:
-    """Refuse changes that name an unknown key, a wrong epoch or an impossible value.
+def check_changes(optimizer: OptimizerConfig, changes: Sequence[Any], epochs: int) -> None:
+    """Refuse changes that cannot be, of a trial of so many epochs.
 
     Raises:
         ValueError: an entry cannot be applied; the message has the entry, the rule and the remedy.
     """
     before = 0
-    for change in config.changes:
-        _check_entry(change, before, config.epochs)
+    for change in changes:
+        _check_entry(change, before, epochs)
         before = change["epoch"]
         try:
-            optimizer_at(config, before)
+            optimizer_at(optimizer, changes, before)
         except ValueError as error:
             raise ValueError(f"changes, epoch {before}: {error}") from None
-    if config.changes and config.sync.name == "asynchronous":
-        raise ValueError(
-            f"changes={config.changes} with sync.name=asynchronous: the parameter server has the"
-            " optimizer, not the trial; leave changes out, or use another sync.name"
-        )
 
 
 def _check_entry(change: Any, before: int, epochs: int) -> None:

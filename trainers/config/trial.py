@@ -288,7 +288,7 @@ class TrialConfig:
                 f"seed={self.seed}: must be below 2^32 = {1 << 32}; use for example 0, 1, 2"
             )
         check_combinations(self)
-        check_changes(self)
+        check_changes(self.optimizer, self.changes, self.epochs)
 
     @property
     def update_examples(self) -> int:

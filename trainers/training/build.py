@@ -175,7 +175,7 @@ def check(config: TrialConfig, info: DatasetInfo) -> None:
     _check_batch(config, info.train)
     model = apply_precision(nn.Linear(1, 1), config.precision)
     for epoch in (0, *(change["epoch"] for change in config.changes)):
-        make_trial_optimizer(config, optimizer_at(config, epoch), model)
+        make_trial_optimizer(config, optimizer_at(config.optimizer, config.changes, epoch), model)
 
 
 def _check_batch(config: TrialConfig, examples: int) -> None:

@@ -159,7 +159,7 @@ class Training:
 
         The optimizer's state is kept; a captured graph is dropped.
         """
-        wanted = optimizer_at(self.config, self.epoch)
+        wanted = optimizer_at(self.config.optimizer, self.config.changes, self.epoch)
         if wanted == self._options:
             return
         self._options = wanted

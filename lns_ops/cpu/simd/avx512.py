@@ -401,64 +401,24 @@ def product(addition: Callable[..., Any], name: str) -> Kernel:
                     if width > 128:
                         empty = (none, none, none, none, none, none, none, none)
                         row(
-                            steps,
-                            words,
-                            e0,
-                            e1,
-                            panels,
-                            base,
-                            totals,
-                            t,
-                            empty,
-                            floor,
-                            c,
-                            extra,
+                            steps, words, e0, e1, panels, base, totals, t, empty, floor, c, extra,
                             mapped,
-                        )
+                        )  # fmt: skip
                     elif width > 32:
                         row(
-                            steps,
-                            words,
-                            e0,
-                            e1,
-                            panels,
-                            base,
-                            totals,
-                            t,
-                            (none, none, none, none),
-                            floor,
-                            c,
-                            extra,
-                            mapped,
-                        )
+                            steps, words, e0, e1, panels, base, totals, t, (none, none, none, none),
+                            floor, c, extra, mapped,
+                        )  # fmt: skip
                     else:
                         row(
-                            steps,
-                            words,
-                            e0,
-                            e1,
-                            panels,
-                            base,
-                            totals,
-                            t,
-                            (none,),
-                            floor,
-                            c,
-                            extra,
+                            steps, words, e0, e1, panels, base, totals, t, (none,), floor, c, extra,
                             mapped,
-                        )
+                        )  # fmt: skip
             for i in range(rows):
                 _unpack(
-                    totals,
-                    i * PANEL,
-                    out,
-                    (first + i) * N + panel * PANEL,
-                    width,
-                    zone,
-                    top,
-                    unit_shift,
-                    mask,
-                )
+                    totals, i * PANEL, out, (first + i) * N + panel * PANEL, width, zone, top,
+                    unit_shift, mask,
+                )  # fmt: skip
         return 0
 
     matmul.__qualname__ = name

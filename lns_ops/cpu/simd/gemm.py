@@ -245,16 +245,10 @@ def plan(
     if zone + method.length + (highest - lowest + 3 << method.unit_shift) > 0:
         return None
     return WordLayout(
-        unit_shift=method.unit_shift,
-        x_top=x_span[1],
-        y_top=highest + 1 + 2 * fmt.bias - x_span[1],
-        top_field=highest + 1 + fmt.bias,
-        zone=zone,
-        constants=method.constants,
-        extra=method.extra,
-        mapped=method.mapped,
-        kernel=method.kernel,
-    )
+        unit_shift=method.unit_shift, x_top=x_span[1], y_top=highest + 1 + 2 * fmt.bias - x_span[1],
+        top_field=highest + 1 + fmt.bias, zone=zone, constants=method.constants, extra=method.extra,
+        mapped=method.mapped, kernel=method.kernel,
+    )  # fmt: skip
 
 
 @kernel

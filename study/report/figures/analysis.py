@@ -88,16 +88,9 @@ def _front_axes(
         )
         xs, ys = [entry.values[other] for entry in mine], [entry.values["error"] for entry in mine]
         axes.scatter(
-            xs,
-            ys,
-            s=20,
-            color=colour,
-            marker=marker,
-            alpha=0.75,
-            linewidths=0,
-            label=plain(row),
+            xs, ys, s=20, color=colour, marker=marker, alpha=0.75, linewidths=0, label=plain(row),
             zorder=2,
-        )
+        )  # fmt: skip
     best = front(found, [other, "error"])
     axes.plot(
         [e.values[other] for e in best],

@@ -62,26 +62,20 @@ def draw_slots(run: Run | None, rows: Sequence[str], theme: Theme) -> bytes:
     axes.add_collection(
         _bars(run, rows, divisor, 0.86 if points > 4 else 1.0, theme), autolim=False
     )
+    line: dict[str, Any] = {"color": theme.text, "linewidth": 1.2, "linestyle": "--"}
+    times = [run.begin, *(time for time, _ in total[1:]), run.end]
     axes.step(
-        [
-            0.0,
-            *((time - run.begin) / divisor for time, _ in total[1:]),
-            (run.end - run.begin) / divisor,
-        ],
+        [(time - run.begin) / divisor for time in times],
         [*(slots for _, slots in total), total[-1][1]],
         where="post",
-        color=theme.text,
-        linewidth=1.2,
-        linestyle="--",
+        **line,
     )
     handles = [
         *_row_handles(rows),
         Patch(color=_pale(theme.text, theme), label="until its first report"),
     ]
     handles += _marks(axes, run, divisor, min(7.0, 0.8 * points), theme)
-    handles.append(
-        Line2D([], [], color=theme.text, linewidth=1.2, linestyle="--", label="slots in all")
-    )
+    handles.append(Line2D([], [], label="slots in all", **line))
     axes.set_xlim(0, (run.end - run.begin) / divisor)
     axes.set_ylim(0, count * 1.02)
     axes.grid(visible=False)

@@ -13,7 +13,8 @@ import pytest
 from study.config import StudyConfig
 from study.config.compose import load
 from study.ledger.state import fold
-from study.plan.plan import Plan, PlannedTrial
+from study.plan.plan import Plan
+from study.plan.trials import PlannedTrial
 from study.search.agenda import Agenda, adopt
 from tests.study.conftest import TINY
 

@@ -18,7 +18,8 @@ from study.config import StudyConfig
 from study.config.compose import load
 from study.config.space import Domain
 from study.manage.rerun import rerun
-from study.plan.plan import PlannedTrial, make_plan
+from study.plan.plan import make_plan
+from study.plan.trials import PlannedTrial
 from study.results.configurations import best, configurations
 from study.search.pb2 import explored
 from tests.study.conftest import TINY, SilentView

@@ -49,7 +49,11 @@ def in_pieces(config: TrialConfig, folder: Path) -> tuple[list[dict[str, float]]
     """An epoch at a time, each a trial of its own with the options of its time."""
     metrics = []
     for epoch in range(config.epochs):
-        training = Training(replace(config, changes=[], optimizer=optimizer_at(config, epoch)))
+        training = Training(
+            replace(
+                config, changes=[], optimizer=optimizer_at(config.optimizer, config.changes, epoch)
+            )
+        )
         if epoch:
             training.restore(folder)
         metrics.append(repeatable(training.train_epoch()))

@@ -339,8 +339,8 @@ def test_both_parallelisms_together(tmp_path: Path) -> None:
             {"precision": PrecisionConfig(format="lns12", scope="matmul")},
             "layout.pp=2 with precision.scope=matmul",
         ),
-        ({"sync": SyncConfig(name="local_sgd")}, "sync.name=local_sgd.* with one replica"),
-        ({"wire": WireConfig(name="int8")}, "wire.name=int8 with one replica"),
+        ({"sync": SyncConfig(name="local_sgd")}, "local_sgd with workers=2, .* one replica"),
+        ({"wire": WireConfig(name="int8")}, "wire.name=int8 with workers=2, .* one replica"),
         (
             {"precision": PrecisionConfig(format="bfloat16"), "layout": DEFERRED["zbv"]},
             "layout.schedule=zbv with precision.format=bfloat16",

@@ -375,12 +375,12 @@ def test_staleness_is_bounded_and_divergence_ends_the_trial(
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"workers": 1, "batch_size": 64}, "sync.name=asynchronous.* with one replica"),
+        ({"workers": 1, "batch_size": 64}, "sync.name=asynchronous with workers=1, .* one replica"),
         ({"wire": WireConfig(name="int8")}, "wire.name=int8.* with sync.name=asynchronous"),
         ({"device": "cuda"}, "device=cuda with sync.name=asynchronous"),
         (
             {"optimizer": OptimizerConfig(name="adam", lr=0.01), "sync": asynchronous(1)},
-            "optimizer.name=adam, sync.staleness=1: every replica's",
+            "optimizer.name=adam with sync.staleness=1: every replica's",
         ),
         ({"layout": Layout(pp=2, micro_batches=2), "workers": 4}, r"layout.pp=2"),
     ],

@@ -318,11 +318,11 @@ def test_impossible_ways_are_refused(values: dict[str, Any], said: str) -> None:
     [
         (
             {"workers": 1, "sync": SyncConfig(name="local_sgd")},
-            "sync.name=local_sgd.* with one replica",
+            "sync.name=local_sgd with workers=1, .* one replica",
         ),
         (
             {"workers": 1, "sync": SyncConfig(straggler_seconds=1.0)},
-            "sync.straggler_seconds=1 with one replica",
+            "sync.straggler_seconds=1: one replica",
         ),
         (
             {"sync": SyncConfig(name="diloco"), "wire": WireConfig(name="powersgd")},
