@@ -22,6 +22,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -138,6 +139,8 @@ class OwnRay(Session):
             f"--num-gpus={gpus}",
             f"--include-dashboard={dashboard}",
             "--dashboard-host=127.0.0.1",
+            # `ray start` fails where another Ray of this machine has the usual one
+            f"--dashboard-port={_free_port()}",
         ]
         self.renew()
 
@@ -362,6 +365,13 @@ def _keep_token(path: Path) -> None:
     for place, mode in ((path.parent, 0o700), (path, 0o600)):
         if place.exists() and place.stat().st_uid == os.getuid():
             place.chmod(mode)
+
+
+def _free_port() -> int:
+    """Return a port of this machine that nothing listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _text(path: Path) -> str:

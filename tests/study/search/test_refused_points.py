@@ -11,9 +11,8 @@ from study.ledger.state import fold
 from study.plan.estimate import describe_plan
 from study.plan.plan import make_plan
 from study.search.agenda import Agenda
-from tests.study.search.test_agenda import Make, Pretend, searched
+from tests.study.search.conftest import Make, Pretend, steady
 
-__all__ = ["searched"]
 WIRES = """
 space:
   wire.name: {choice: [native, int8, lns16]}
@@ -44,6 +43,7 @@ RULE = "no gradient travels where there is one replica"
 TOO_LONG = "the rate would never reach its full value"
 
 
+@steady
 def rate(params: dict[str, Any]) -> float:
     return float(params.get("optimizer.lr", 0.5))
 
