@@ -127,7 +127,11 @@ def test_a_ray_of_our_own_starts_beside_another_one() -> None:
             taken.bind(("127.0.0.1", DASHBOARD_PORT))
             taken.listen()
         ray = OwnRay(1, 0, dashboard=True)
-        ray.close()
+        try:
+            assert ray.look()
+            assert not ray.lost
+        finally:
+            ray.close()
 
 
 def modes(*paths: Path) -> list[int]:
