@@ -59,8 +59,10 @@ __all__ = [
 
 
 def backends() -> dict[str, object]:
-    """Which kernels are in use on each device, and why: ``{"cpu": {"kernel": "simd avx512bw",
-    ...}}``."""
+    """Return which kernels are in use on each device, and why.
+
+    For example ``{"cpu": {"kernel": "simd avx512bw", ...}}``.
+    """
     return {
         "cpu": {**cpu.kernel_info(), "float8_products": product_kind("cpu")},
         "cuda": {

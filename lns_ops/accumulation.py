@@ -1,5 +1,7 @@
-"""How matrix products are summed, and the setting for it; defined in
-:mod:`lns_ops.functional.accumulation`."""
+"""The setting for how matrix products are summed.
+
+It is defined in :mod:`lns_ops.functional.accumulation`.
+"""
 
 from lns_ops.functional.accumulation import (
     ACCUMULATIONS,

@@ -1,5 +1,7 @@
-"""LNS formats, by the name under which files of LNS tensors know them; defined in
-:mod:`lns_ops.spec.format`."""
+"""LNS formats, under the module name by which saved LNS tensors refer to them.
+
+They are defined in :mod:`lns_ops.spec.format`.
+"""
 
 from lns_ops.spec.format import (
     MANTISSA_BITS,

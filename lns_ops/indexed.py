@@ -1,5 +1,7 @@
-"""Table look-ups and sums by index on codes, for operations of one's own; defined in
-:mod:`lns_ops.functional.indexed`."""
+"""Table look-ups and sums by index on codes, for operations of one's own.
+
+They are defined in :mod:`lns_ops.functional.indexed`.
+"""
 
 from lns_ops.functional.indexed import index_sum, lookup, power
 

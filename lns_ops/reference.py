@@ -1,5 +1,7 @@
-"""The specification of the arithmetic in plain integers; defined in :mod:`lns_ops.spec.reference`
-and ``reference_updates`` beside it."""
+"""The specification of the arithmetic in plain integers.
+
+It is defined in :mod:`lns_ops.spec.reference` and ``reference_updates`` beside it.
+"""
 
 from lns_ops.spec.reference import (
     ACC_MAX,

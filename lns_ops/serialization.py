@@ -25,7 +25,7 @@ METADATA_KEY = "lns_formats"
 
 
 def to_codes(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Plain tensors (codes for LNSTensors) and the metadata that :func:`from_codes` needs."""
+    """Return plain tensors (codes for LNSTensors) and the metadata for :func:`from_codes`."""
     formats = {
         name: value.fmt.name for name, value in state.items() if isinstance(value, LNSTensor)
     }
@@ -40,7 +40,9 @@ def to_codes(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
 def from_codes(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None
 ) -> dict[str, Tensor]:
-    """The inverse of :func:`to_codes`; without metadata nothing is an LNSTensor.
+    """Return the tensors of codes and metadata, the inverse of :func:`to_codes`.
+
+    Without metadata nothing is an LNSTensor.
 
     Raises:
         ValueError: the metadata names a format that does not exist, or a tensor of another dtype

@@ -1,4 +1,4 @@
-"""Speed of the CPU backend, beside torch float32 and other LNS libraries measured in the same run.
+"""Measure the CPU backend beside torch float32 and other LNS libraries, all in the same run.
 
     python scripts/bench_cpu.py                      # everything but the peers, some 30 seconds
                                                      # once kernels are compiled
@@ -54,7 +54,7 @@ CONVOLUTIONS = [
     (32, 512, 512, 4, 1),
     (8, 64, 128, 32, 2),
 ]
-"""Images, channels, outputs, side of the image, stride: the 3x3 convolutions of a ResNet-18 on
+"""Images, channels, outputs, side of the image and stride of the 3x3 convolutions of a ResNet-18 on
 32x32 images."""
 ELEMENTS = 1_000_000
 PARAMETERS = 400_000
@@ -101,7 +101,7 @@ print(json.dumps(results))
 
 
 def rate(call: Callable[[], Any], work: float, seconds: float = 0.6) -> float:
-    """Units of work a second, from the fastest of the calls that fit into ``seconds``."""
+    """Return the units of work a second, from the fastest call within ``seconds``."""
     call()
     fastest, end = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -113,7 +113,7 @@ def rate(call: Callable[[], Any], work: float, seconds: float = 0.6) -> float:
 
 @contextmanager
 def product_kernel(name: str) -> Iterator[None]:
-    """Force a matrix-product kernel."""
+    """Force a matrix-product kernel within the context."""
     before = os.environ.get("LNS_OPS_CPU_KERNEL")
     os.environ["LNS_OPS_CPU_KERNEL"] = name
     try:
@@ -126,13 +126,13 @@ def product_kernel(name: str) -> Iterator[None]:
 
 
 def use_threads(threads: int) -> None:
-    """For the kernels and for torch."""
+    """Set the threads of the kernels and of torch."""
     cpu.set_num_threads(threads)
     torch.set_num_threads(threads)
 
 
 def line(label: str, value: float, unit: str, float32: float | None = None) -> None:
-    """One figure, in 10^9 or 10^6 a second, with its share of float32's."""
+    """Print one rate, in 10^9 or 10^6 a second, with its share of float32's."""
     scale = 1e9 if unit.startswith("G") else 1e6
     share = f"   {value / float32:8.3f} of torch float32" if float32 else ""
     print(f"  {label:<58}{value / scale:9.2f} {unit}{share}", flush=True)
@@ -141,14 +141,14 @@ def line(label: str, value: float, unit: str, float32: float | None = None) -> N
 def codes(
     rng: np.random.Generator, fmt: LNSFormat, shape: tuple[int, ...], zeros: float = 0.0
 ) -> np.ndarray[Any, Any]:
-    """Encoded standard normals."""
+    """Return encoded standard normals."""
     x = cpu.encode(rng.standard_normal(shape).astype(np.float32), fmt)
     x[x == 0] = 1
     return np.where(rng.random(shape) < zeros, np.int16(0), x)
 
 
 def available_kernels() -> list[str]:
-    """Names that force each kernel which this processor can run, the fastest first."""
+    """Return the names that force each kernel that this processor can run, the fastest first."""
     found: dict[str, str] = {}
     for name in ("simd", "avx2", "gather"):
         with product_kernel(name), suppress(ValueError):
@@ -157,7 +157,7 @@ def available_kernels() -> list[str]:
 
 
 def products(threads: int) -> dict[str, float]:
-    """Matrix products; returns the dense lns16 rates by shape, for the peers."""
+    """Measure matrix products; return the dense lns16 rates by shape, for the peers."""
     rng = np.random.default_rng(0)
     rates: dict[str, float] = {}
     for M, K, N in SHAPES:
@@ -188,7 +188,7 @@ def products(threads: int) -> dict[str, float]:
 
 
 def float32_sums() -> None:
-    """Products with float32 sums: decode, torch's float32 product, encode."""
+    """Measure products with float32 sums: decode, torch's float32 product, encode."""
     rng = np.random.default_rng(0)
     for M, K, N in SHAPES:
         x, y = (torch.from_numpy(codes(rng, lns12, shape)) for shape in ((M, K), (K, N)))
@@ -197,7 +197,7 @@ def float32_sums() -> None:
 
 
 def elementwise() -> None:
-    """Elementwise operations, conversions and sums of 10^6 codes."""
+    """Measure elementwise operations, conversions and sums of 10^6 codes."""
     rng = np.random.default_rng(1)
     a, b = torch.randn(ELEMENTS), torch.randn(ELEMENTS)
     float32 = rate(lambda: a + b, ELEMENTS)
@@ -220,8 +220,10 @@ def elementwise() -> None:
 
 
 def convolutions() -> None:
-    """3x3 convolutions and their gradients, and the product of matrices of the same sizes for one
-    chunk of images."""
+    """Measure 3x3 convolutions and their gradients.
+
+    Beside them stands the product of matrices of the same sizes for one chunk of images.
+    """
     rng = np.random.default_rng(3)
     for n, c, o, side, stride in CONVOLUTIONS:
         x, w = (
@@ -255,7 +257,7 @@ def convolutions() -> None:
 
 
 def functions() -> None:
-    """Look-ups, normalizations, pooling and softmax of 10^6 values, forward."""
+    """Measure look-ups, normalizations, pooling and softmax of 10^6 values, forward."""
     torch.manual_seed(4)
     x = LNSTensor.from_float(torch.randn(ELEMENTS), lns12)
     image, rows = x.reshape(-1, 16, 25, 25), x.reshape(-1, 500)
@@ -275,8 +277,10 @@ def functions() -> None:
 
 
 def saved_bytes() -> None:
-    """Bytes that autograd keeps for the backward pass of one step, for each value that it keeps in
-    float32."""
+    """Measure the bytes that autograd keeps for the backward pass of one step.
+
+    They are given for each value that it keeps in float32.
+    """
 
     def kept(model: torch.nn.Module, x: torch.Tensor) -> float:
         sizes: list[int] = []
@@ -318,8 +322,10 @@ def saved_bytes() -> None:
 
 
 def optimizers() -> None:
-    """A step of every optimizer with Kahan summation, lns12, and its share of the same optimizer's
-    on float32."""
+    """Measure a step of every optimizer with Kahan summation, lns12.
+
+    Beside it stands its share of the rate of the same optimizer on float32.
+    """
     names = (
         "SGD",
         "AdamW",
@@ -353,7 +359,7 @@ def optimizers() -> None:
 
 
 def updates() -> None:
-    """The fused SGD step, and torch's fused float32 step."""
+    """Measure the fused SGD step, and torch's fused float32 step."""
     rng = np.random.default_rng(2)
     parameter = torch.nn.Parameter(torch.randn(PARAMETERS))
     parameter.grad = torch.randn(PARAMETERS)
@@ -381,8 +387,10 @@ def updates() -> None:
 
 
 def steps() -> None:
-    """One training step of a 784-128-10 net on a batch of 128 random examples, forward to
-    update."""
+    """Measure a training step of a 784-128-10 net, forward to update.
+
+    The batch has 128 random examples.
+    """
     batch = Split(torch.rand(128, 784), torch.randint(0, 10, (128,)))
     recipe, milliseconds = OptimizerConfig(lr=0.1), {}
     for label, precision in STEPS.items():
@@ -398,7 +406,7 @@ def steps() -> None:
 
 
 def start_up() -> None:
-    """Import and first call, kernels already compiled, in fresh interpreters."""
+    """Measure import and first call, kernels already compiled, in fresh interpreters."""
     script = (
         "import time, torch; t = time.perf_counter(); import numpy; from lns_ops import cpu; from"
         " lns_ops.format import lns12; u = time.perf_counter(); x = numpy.ones((4, 4),"
@@ -414,8 +422,10 @@ def start_up() -> None:
 
 
 def install_peers(folder: Path) -> Path:
-    """A virtual environment with the peers that sees this interpreter's packages (they need its
-    torch); returns its python."""
+    """Make a virtual environment with the peers and return its Python.
+
+    It sees this interpreter's packages, as the peers need its torch.
+    """
     python = folder / "bin" / "python"
     if not python.exists():
         venv.create(folder, with_pip=True)
@@ -431,8 +441,10 @@ def install_peers(folder: Path) -> Path:
 
 
 def peers(folder: Path, ours: dict[str, float]) -> None:
-    """Matrix products of xlnstorch and xlns at f = 7 on one thread; a peer that cannot run is
-    skipped with its last words."""
+    """Measure matrix products of xlnstorch and xlns at f = 7 on one thread.
+
+    A peer that cannot run is skipped, and the end of its error is printed.
+    """
     python = install_peers(folder)
     for name in ("xlnstorch", "xlns"):
         command = [str(python), "-W", "ignore", "-c", PEER_SCRIPT, name, json.dumps(SHAPES)]

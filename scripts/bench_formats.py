@@ -1,4 +1,4 @@
-"""CPU milliseconds of a training step in each number format and with each weight update.
+"""Measure the CPU milliseconds of a training step in each number format, with each weight update.
 
     python scripts/bench_formats.py               MLP 784-128-10 and CNN 8-16 channels, 28 x 28
                                                   pixels, batch 64, one thread
@@ -45,7 +45,7 @@ BATCH = 64
 
 
 def step_ms(model_config: ModelConfig, precision: PrecisionConfig, repeats: int) -> float:
-    """Median CPU time of a step, in ms."""
+    """Return the median CPU time of a step, in ms."""
     model = apply_precision(initialize_(build(model_config, 784, 10), 0), precision)
     optimizer = make_optimizer(model, OptimizerConfig(lr=0.5), precision, BATCH)
     batch = Split(

@@ -1,5 +1,4 @@
-"""Times every CUDA kernel of lns_ops beside its peers and the ceilings of the chip, all measured in
-the same run.
+"""Time every CUDA kernel of lns_ops beside its peers and the ceilings of the chip, in the same run.
 
     python scripts/bench_gpu.py [--quick] [--json FILE]
     python scripts/bench_gpu.py --draw FILE PICTURE        the roofline of such a file; needs no GPU
@@ -37,8 +36,10 @@ _RESULTS: dict[str, Any] = {}
 
 
 def seconds(calls: list[Callable[[], Any]], *, repeats: int = 20, graph: bool = False) -> float:
-    """Median time of a call, over ``calls`` in rotation; short ones are captured in a graph, which
-    leaves out launch overhead."""
+    """Return the median time of a call, over ``calls`` in rotation.
+
+    Short calls are captured in a graph, which leaves out launch overhead.
+    """
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -69,8 +70,10 @@ def copy_bandwidth() -> float:
 
 
 def issue_rate() -> float:
-    """Lane-instructions a second: independent float additions, 16 chains a thread, 2,048 threads a
-    multiprocessor."""
+    """Return the lane-instructions a second of independent float additions.
+
+    There are 16 chains a thread and 2,048 threads a multiprocessor.
+    """
     lines = "".join(f"x{i} += y;" for i in range(16))
     source = (
         'extern "C" __global__ void issue(float* out, int n, float y) {'
@@ -110,8 +113,10 @@ def codes(shape: tuple[int, ...], fmt: LNSFormat) -> torch.Tensor:
 
 
 def check() -> None:
-    """A wrong kernel's speed means nothing: products, updates and conversions against the CPU
-    backend first."""
+    """Compare products, updates and conversions with the CPU backend.
+
+    The speed of a wrong kernel means nothing, so this comes first.
+    """
     from lns_ops import cpu
 
     for fmt in (lns16, lns12):
@@ -221,8 +226,10 @@ FLOAT32_SHAPES = [
 
 
 def float32_sums(copy: float) -> None:
-    """Products with float32 sums, step by step, as fractions of cuBLAS's product of the decoded
-    operands alone."""
+    """Measure products with float32 sums, step by step.
+
+    They are given as fractions of cuBLAS's product of the decoded operands alone.
+    """
     for fmt in (lns12, lns16):
         kind = float32_matmul.operand_type(fmt.fraction_bits)
         for label, (M, K, N) in FLOAT32_SHAPES:
@@ -429,12 +436,14 @@ ADDITIONS = {
     "Kahan AdamW": (8, 22),
     "stochastic AdamW": (5, 14),
 }
-"""LNS additions and bytes an element."""
+"""The LNS additions and the bytes of an element."""
 
 
 def _label(axes: Any, points: dict[str, tuple[float, float]]) -> None:
-    """Products beside their points; what memory bounds in a column of its own, since those points
-    lie close together."""
+    """Label the points: products beside them, what memory bounds in a column of its own.
+
+    The points of the latter lie close together.
+    """
     offsets = {"128x784x512": (7, 4), "512x128x784": (-7, -4), "128x512x784": (-7, -14)}
     style: dict[str, Any] = {"fontsize": 7, "textcoords": "offset points", "va": "center"}
     for label, (x, y) in points.items():
@@ -459,8 +468,10 @@ def _label(axes: Any, points: dict[str, tuple[float, float]]) -> None:
 
 
 def draw(figures: Path, picture: Path) -> None:
-    """The roofline: LNS additions (a multiply-add counts as one) a second over additions a byte,
-    under the two ceilings of the same run."""
+    """Draw the roofline: LNS additions a second over additions a byte.
+
+    A multiply-add counts as one addition. Above lie the two ceilings of the same run.
+    """
     from matplotlib.figure import Figure
 
     data = json.loads(figures.read_text())

@@ -1,5 +1,4 @@
-"""Bytes that a training step keeps, by what keeps them: weights, gradients, optimizer state,
-tensors saved for backward.
+"""Count the bytes that a training step keeps: weights, gradients, optimizer state, saved tensors.
 
     python scripts/bench_memory.py                MLP and CNN, batch 128, 28 x 28 pixels
 
@@ -33,12 +32,12 @@ PARTS = ("weights", "gradients", "momentum + Kahan", "saved values", "saved indi
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """What is kept in memory: codes, or the tensor itself."""
+    """Return what is kept in memory: codes, or the tensor itself."""
     return tensor.codes if isinstance(tensor, LNSTensor) else tensor
 
 
 def size(tensors: Any) -> int:
-    """Bytes of the storages of ``tensors``, each once."""
+    """Return the bytes of the storages of ``tensors``, each once."""
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in map(plain, tensors)
     }
@@ -46,7 +45,7 @@ def size(tensors: Any) -> int:
 
 
 def saved_by(model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
-    """What autograd saves of a forward pass; the backward pass is run with it."""
+    """Return what autograd saves of a forward pass; the backward pass is run with it."""
     kept: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -60,7 +59,7 @@ def saved_by(model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
 
 
 def measure(config: ModelConfig, precision: str, batch: int) -> dict[str, int]:
-    """Bytes of each of :data:`PARTS` in one training step with momentum and Kahan compensation."""
+    """Return the bytes of each of :data:`PARTS` in a step with momentum and compensation."""
     model = initialize_(build(config, 784, 10), 0)
     if precision != "float32":
         fmt, scope = precision.split()

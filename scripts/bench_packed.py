@@ -1,10 +1,9 @@
-"""Times several small nets trained at once on one GPU: in threads of one process, beside one net
-alone and beside processes.
+"""Time several small nets at once on one GPU: threads of one process, processes, and one alone.
 
     python scripts/bench_packed.py [--trials 1,4,12,30] [--processes 12] [--json FILE]
 
 Trains MNIST nets 784-512-10, batch 128, LNS everywhere with Kahan summation, for two epochs in
-:class:`trainers.workers.packed.Host`, and prints milliseconds a net and epoch of the second one
+:class:`trainers.workers.packed.Packed`, and prints milliseconds a net and epoch of the second one
 (validation included), medians over three courses. All threads begin it together. Then the same in
 as many processes, each with a CUDA context of its own, as Ray packs them. Checks that each net has
 the same losses as alone.
@@ -26,7 +25,8 @@ import torch
 
 from trainers.config import ModelConfig, PrecisionConfig, TrialConfig
 from trainers.training.trainer import Training
-from trainers.workers.packed import Host
+from trainers.workers.executors import Context
+from trainers.workers.packed import Host, Packed
 
 EPOCHS = 2
 COURSES = 3
@@ -44,17 +44,18 @@ def config(seed: int) -> TrialConfig:
 
 def in_threads(trials: int) -> tuple[float, list[float]]:
     """Seconds of the second epoch of all, and the seeds' last losses."""
-    host, spans, losses = Host(config(0)), [], [0.0] * trials
+    host, spans, losses = Host(), [], [0.0] * trials
     ready = threading.Barrier(trials)
 
     def train(seed: int) -> tuple[float, float]:
-        host.begin(str(seed), config(seed), [])
-        host.step(str(seed))
+        trial = Packed(Context(trial=str(seed), plan={}, host=host))
+        trial.begin(config(seed), [])
+        trial.step()
         ready.wait()
         start = time.perf_counter()
-        losses[seed] = host.step(str(seed))["train/loss"]
+        losses[seed] = trial.step()["train/loss"]
         span = start, time.perf_counter()
-        host.end(str(seed))
+        trial.end()
         return span
 
     with ThreadPoolExecutor(trials) as threads:
@@ -72,7 +73,7 @@ def _process(seed: int, ready: Any, spans: Any) -> None:
 
 
 def in_processes(trials: int) -> float:
-    """Seconds of the second epoch of all."""
+    """Return the seconds of the second epoch of all trials."""
     context = multiprocessing.get_context("spawn")
     ready, spans = context.Barrier(trials), context.Queue()
     processes = [

@@ -1,5 +1,4 @@
-"""What parallel training costs: bytes and time of every wire format, bubbles of every schedule,
-scaling over GPUs.
+"""Measure parallel training: bytes and time of wire formats, bubbles of schedules, scaling of GPUs.
 
     python scripts/bench_parallel.py wire       two processes over gloo on this machine's CPUs
     python scripts/bench_parallel.py overlap    two replicas whose gradients leave after backward,
@@ -60,9 +59,10 @@ from trainers.training.step import train_step
 from trainers.training.trainer import Training
 
 MLP = 784 * 512 + 512 + 512 * 10 + 10
-"""Parameters of 784-512-10."""
+"""The number of parameters of 784-512-10."""
 FORWARD_SECONDS = INPUT_SECONDS = WEIGHT_SECONDS = 0.1
-"""That a worker sleeps for a micro-batch forward, for its input's gradient and for its weights'."""
+"""The seconds that a worker sleeps for a micro-batch: forward, for the gradient of its input, and
+for the gradients of its weights."""
 WIDE = 4096
 DEPTH = 6
 GPU_BATCH = 4096
@@ -74,7 +74,7 @@ PRECISIONS = {
 
 @dataclass(frozen=True)
 class Job:
-    """What every process runs: ``work(rank, world)`` gives the figures, rank 0's are kept."""
+    """The work of every process: ``work(rank, world)``, whose results on rank 0 are kept."""
 
     work: Callable[[int, int], list[dict[str, Any]]]
     world: int
@@ -129,7 +129,7 @@ def times_ms(
 
 
 def wires(rank: int, world: int) -> list[dict[str, Any]]:
-    """One sum of 407,050 gradients in every format."""
+    """Measure one sum of 407,050 gradients in every format."""
     rows = []
     for name, kind in [(name, "float32") for name in FORMATS] + [
         ("native", "lns12"),
@@ -165,7 +165,7 @@ def wires(rank: int, world: int) -> list[dict[str, Any]]:
 
 
 def overlaps(rank: int, world: int) -> list[dict[str, Any]]:
-    """Steps of 784-512-512-512-10, 128 examples a replica."""
+    """Measure steps of 784-512-512-512-10, 128 examples a replica."""
     rows = []
     batch = examples(rank, 128, "cpu")
     for kind, precision in PRECISIONS.items():
@@ -196,8 +196,10 @@ def overlaps(rank: int, world: int) -> list[dict[str, Any]]:
 
 
 class Sleep(torch.autograd.Function):
-    """Takes its time in both directions; the weights' share of backward waits where there is a
-    queue."""
+    """A function that sleeps in both directions.
+
+    Where there is a queue, the weights' share of backward is deferred to it.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Sleeper) -> Tensor:
@@ -237,14 +239,13 @@ BUBBLES = (
     ("zbv", 2),
     ("dualpipev", 2),
 )
-"""Schedules and stages a worker."""
+"""The schedules, each with its stages a worker."""
 
 
 def bubbles(rank: int, world: int) -> list[dict[str, Any]]:
-    """Time beyond that of the work itself, over it, beside (p - 1) / m, which is GPipe's and
-    1F1B's; divided by v interleaved.
+    """Measure the time of schedules beyond that of the work itself, as a share of it.
 
-    The fastest of four: other work on the machine can only add.
+    Beside it stands (p - 1) / m, the share of GPipe and 1F1B, divided by v for interleaved stages.
     """
     rows = []
     for schedule, virtual in BUBBLES:
@@ -284,8 +285,10 @@ def bubbles(rank: int, world: int) -> list[dict[str, Any]]:
 
 
 def replicas(rank: int, world: int) -> list[dict[str, Any]]:
-    """Weak scaling: 4,096 examples a GPU and step, whatever their number; buckets where it says
-    so."""
+    """Measure weak scaling: 4,096 examples a GPU and step, whatever their number.
+
+    Buckets are used where the row says so.
+    """
     wanted = [(kind, WireConfig()) for kind in PRECISIONS]
     if world > 1:
         wanted += [("float32", WireConfig(name=name)) for name in FORMATS if name != "native"]
@@ -340,7 +343,7 @@ def examples(rank: int, count: int = GPU_BATCH, device: str = "cuda") -> Split:
 
 
 def stages(rank: int, world: int) -> list[dict[str, Any]]:
-    """The same step cut into stages, against one GPU that takes the same micro-batches."""
+    """Measure the same step cut into stages, against one GPU that takes the same micro-batches."""
     rows = []
     for kind, precision in PRECISIONS.items():
         for parts in (4, 16):
@@ -372,10 +375,9 @@ def stages(rank: int, world: int) -> list[dict[str, Any]]:
 
 
 def memories(rank: int, world: int) -> list[dict[str, Any]]:
-    """Adam's 4,096 examples of MNIST a replica and step, as trials train: who holds weights and
-    state, and what it costs.
+    """Measure Adam's steps on 4,096 examples of MNIST a replica, as trials train.
 
-    Medians of three epochs after the first; the largest peak of all GPUs.
+    Shown are time and memory by where weights and optimizer state are held.
     """
     wide = TrialConfig(
         data=DataConfig(name="mnist"),

@@ -1,5 +1,4 @@
-"""Times ways to put many small nets on one GPU through the worker processes that a study uses:
-processes, lanes of one, and both.
+"""Time many small nets on one GPU in a study's worker processes: one lane each, several, and both.
 
     python scripts/bench_slots_gpu.py [--grid 1x12,2x6,4x3,12x1] [--epochs 12] [--hidden 512]
     [--json FILE]
@@ -21,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from trainers.config import ModelConfig, PrecisionConfig, TrialConfig
-from trainers.workers.messages import DIED, ENDED, HELLO, IN_PROCESS, PACKED, REPORT, TRAIN, Message
+from trainers.workers.executors import IN_PROCESS, PACKED
+from trainers.workers.messages import DIED, ENDED, HELLO, REPORT, TRAIN, Message
 from trainers.workers.node import Node
 
 
@@ -39,7 +39,7 @@ def config(seed: int, epochs: int, hidden: list[int]) -> TrialConfig:
 def course(
     processes: int, lanes: int, epochs: int, hidden: list[int], folder: Path
 ) -> tuple[dict[str, float], dict[int, list[float]]]:
-    """Figures of one way, and every seed's losses."""
+    """Return the results of one arrangement, and every seed's losses."""
     began = time.perf_counter()
     figures: dict[str, float] = {}
     losses: dict[int, list[float]] = {}

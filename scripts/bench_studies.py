@@ -1,4 +1,4 @@
-"""Times whole studies from the command line, as a user waits for them.
+"""Time whole studies from the command line, as a user waits for them.
 
     python scripts/bench_studies.py [--storage FOLDER] [--json FILE] "table trial.device=cuda"
     "cover" ...
@@ -30,7 +30,7 @@ ENDS = ("finished", "stopped", "failed", "restarted", "relieved")
 
 
 def figures(events: list[Event], began: float, ended: float) -> dict[str, float]:
-    """What a run's ledger says."""
+    """Return what a run's ledger says."""
     times = {
         name: [event["time"] for event in events if event["event"] == name]
         for name in ("started", "report")

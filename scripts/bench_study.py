@@ -1,4 +1,4 @@
-"""Times the study engine beside bare Ray Tune, both in the same run on the same machine.
+"""Time the study engine beside bare Ray Tune, both in the same run on the same machine.
 
     python scripts/bench_study.py [--trials N] [--only WORD ...] [--long] [--json FILE]
 
@@ -47,11 +47,11 @@ from ray import tune
 
 from study.api import run_study
 from study.config import RowConfig, StudyConfig
-from study.execution.loop import Loop
 from study.execution.ray_session import ENVIRONMENT
 from study.ledger.lines import Event
 from study.ledger.state import FINISHED, StudyState
 from trainers.config import DataConfig, ModelConfig, TrialConfig
+from trainers.workers import resources
 
 DIGITS = TrialConfig(
     data=DataConfig(name="digits", validation_size=300),
@@ -63,7 +63,7 @@ _RESULTS: dict[str, float] = {}
 
 
 class Sleep(tune.Trainable):  # type: ignore[misc]
-    """Bare Tune's peer: one report after ``seconds``, with so many reports and metrics."""
+    """The peer for bare Tune: it reports ``reports`` times, each time after ``seconds``."""
 
     reports, metrics, seconds = 1, 1, 0.0
 
@@ -72,12 +72,12 @@ class Sleep(tune.Trainable):  # type: ignore[misc]
         self._count = 0
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """The next trial."""
+        """Start the next trial."""
         self._count = 0
         return True
 
     def step(self) -> dict[str, Any]:
-        """One report."""
+        """Return one report."""
         began = time.time()
         time.sleep(self.seconds)
         self._count += 1
@@ -91,10 +91,10 @@ class Sleep(tune.Trainable):  # type: ignore[misc]
         }
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Nothing to keep."""
+        """Do nothing: there is nothing to keep."""
 
     def load_checkpoint(self, checkpoint: str) -> None:
-        """Nothing to read."""
+        """Do nothing: there is nothing to read."""
 
 
 class SleepMetrics(Sleep):
@@ -110,13 +110,13 @@ class SleepTwoSeconds(Sleep):
 
 
 class View:
-    """Sees events go by."""
+    """A view that sees events go by and shows nothing."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
 
     def start(self, state: StudyState) -> None:
-        """Nothing to show."""
+        """Do nothing: there is nothing to show."""
 
     def listen(self, event: Event) -> None:
         """Keep those that tell times."""
@@ -124,7 +124,7 @@ class View:
             self.events.append(event)
 
     def stop(self) -> None:
-        """Nothing to clear."""
+        """Do nothing: there is nothing to clear."""
 
 
 def report(name: str, value: float, unit: str, note: str = "") -> None:
@@ -141,8 +141,10 @@ def run(
     config: TrialConfig = DIGITS,
     **settings: Any,
 ) -> tuple[float, View]:
-    """Seconds of a whole study through the engine, from plan to report, with trials by an executor
-    of :mod:`bench_executors`."""
+    """Return the seconds of a whole study through the engine, from plan to report.
+
+    Its trials are executed by a class of :mod:`bench_executors`.
+    """
     with tempfile.TemporaryDirectory() as storage:
         study = StudyConfig(
             name="bench",
@@ -167,17 +169,17 @@ def run(
 @contextmanager
 def executed_by(executor: str | None) -> Iterator[None]:
     """Have trials executed by a class of :mod:`bench_executors`; by their own executor for None."""
-    real = Loop._executor_module
+    real = resources.choose_executor
     if executor is not None:
-        Loop._executor_module = lambda self, config: f"bench_executors:{executor}"  # type: ignore[method-assign]
+        resources.choose_executor = lambda wanted, lanes: f"bench_executors:{executor}"
     try:
         yield
     finally:
-        Loop._executor_module = real  # type: ignore[method-assign]
+        resources.choose_executor = real
 
 
 def bare(trials: int, trainable: Any, *, reuse: bool, callbacks: list[Any] | None = None) -> float:
-    """Seconds of the same trials through Ray Tune alone."""
+    """Return the seconds of the same trials through Ray Tune alone."""
     with tempfile.TemporaryDirectory() as storage:
         tuner = tune.Tuner(
             tune.with_resources(trainable, {"cpu": 1}),

@@ -1,5 +1,4 @@
-"""Times tracking beside Ray's MLflowLoggerCallback, both in the same run on the same machine and
-through the same kind of server.
+"""Time tracking beside Ray's MLflowLoggerCallback, in the same run and through the same server.
 
 python scripts/bench_tracking.py [--only WORD ...] [--json FILE]
 
@@ -56,8 +55,10 @@ _RESULTS: dict[str, float] = {}
 TRIALS, REPORTS, METRICS = 30, 20, 10
 VIEWED = 3000
 OF_CALLBACK = 5
-"""Trials with the callback: it makes some 18 requests a report, so all thirty would take many
-minutes."""
+"""The number of trials with the callback; it makes some 18 requests a report.
+
+All thirty trials would take many minutes.
+"""
 
 
 class Metrics(Sleep):
@@ -72,7 +73,7 @@ def report(name: str, value: float, unit: str) -> None:
 
 
 class Proxy(http.server.BaseHTTPRequestHandler):
-    """Passes requests on to ``port`` and counts them."""
+    """A proxy that passes requests on to ``port`` and counts them."""
 
     protocol_version = "HTTP/1.1"
     port = 0
@@ -100,15 +101,17 @@ class Proxy(http.server.BaseHTTPRequestHandler):
     do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _pass  # noqa: N815
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @contextmanager
 def server(
     folder: Path, port: int, uri: str = "", workers: int = 1
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The embedded server, or one of several workers over the database ``uri``, until it
-    answers."""
+    """Start the embedded server, or one of several workers over the database ``uri``.
+
+    Returns when it answers.
+    """
     words = [
         *command(str(folder / "artifacts"), port, workers=workers),
         *(["--open"] if workers == 1 else []),
@@ -140,7 +143,7 @@ def free_port() -> int:
 
 
 def engine(storage: str, uri: str) -> float:
-    """Seconds of the trials through the study engine, tracking complete at the end."""
+    """Return the seconds of the trials through the study engine, tracking complete at the end."""
     from study.api import run_study
 
     settings = StudyConfig(
@@ -232,7 +235,7 @@ def bench_fit() -> None:
 
 
 def made_up(folder: Path, trials: int, reports: int, metrics: int) -> None:
-    """A ledger that nobody trained."""
+    """Write a ledger that nobody trained."""
     settings = StudyConfig(
         name=folder.name,
         trial=DIGITS,
@@ -339,7 +342,7 @@ def bench_points() -> None:
 
 
 def send(folder: Path, port: int, ready: Any, begin: Any) -> None:
-    """One study's ledger, as soon as all are ready; a process of its own."""
+    """Send one study's ledger as soon as all processes are ready; runs in a process of its own."""
     connect(f"http://127.0.0.1:{port}").search_experiments()  # imports MLflow
     ready.release()
     begin.wait()
@@ -484,7 +487,7 @@ def bench_report() -> None:
 
 
 def made_up_search(folder: Path) -> None:
-    """1,000 trials of a search over three keys, nine reports each."""
+    """Write 1,000 trials of a search over three keys, nine reports each."""
     space = {
         "optimizer.lr": {"loguniform": [0.01, 1.0]},
         "optimizer.momentum": {"uniform": [0.0, 0.9]},

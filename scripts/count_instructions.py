@@ -1,5 +1,4 @@
-"""Counts the instructions of the fused updates' loops in machine code, and what an update can reach
-by them. Needs no GPU.
+"""Count the instructions in the loops of the fused updates, and the speed that these allow.
 
     python scripts/count_instructions.py [--format lns12] [--copy 4.26e12] [--issue 32.9e12]
 
@@ -39,7 +38,7 @@ KERNELS = {  # bytes an element, elements a loop
 
 
 def loop(name: str, fmt: LNSFormat, folder: Path) -> Counter[str]:
-    """Instructions of the largest loop of a kernel, by kind."""
+    """Return the instructions of the largest loop of a kernel, by kind."""
     source, binary = folder / f"{name}.cu", folder / f"{name}.cubin"
     more = {"FAST": int("float32" not in name), "ADAM_KERNELS": int(name.startswith("adam"))}
     if more["FAST"]:

@@ -1,4 +1,4 @@
-"""Where a training step of ResNet-18 in LNS spends its processor time: products, or something else.
+"""Profile a training step of ResNet-18 in LNS: the processor time of products and of the rest.
 
     python scripts/profile_resnet.py [--images N] [--threads N]
 
@@ -23,8 +23,10 @@ PRODUCTS = ("conv", "matmul", "linear", "bmm")
 
 
 def cifar(net: ResNet18) -> ResNet18:
-    """The net for small images: a 3 x 3 convolution without stride, no pooling before the
-    blocks."""
+    """Return the net for small images.
+
+    It has a 3 x 3 convolution without stride, and no pooling before the blocks.
+    """
     net.conv1 = torch.nn.Conv2d(3, 64, 3, 1, 1, bias=False)
     net.maxpool = torch.nn.Identity()
     return net

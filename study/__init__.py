@@ -1,8 +1,8 @@
-"""Studies: a config becomes hashed trials, worker processes train them, a ledger keeps what
-happened, MLflow and a report show it.
+"""Studies: a config becomes trials, worker processes train them, a ledger records what happens,
+MLflow and a report show it.
 
-Imports ``trainers``; the only package that touches Ray Tune, MLflow and OmegaConf. The flow, one
-file a step::
+Imports ``trainers``; the only package that uses Ray Tune, MLflow and OmegaConf. The flow, one file
+per step::
 
     compose -> config -> plan -> preflight -> runner (agenda, scheduler, pool, leases)
             -> ledger -> tracking (MLflow), report, progress

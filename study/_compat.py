@@ -1,8 +1,8 @@
-"""Every private name of another library that this package uses, each with its reason and the
-version it was seen with.
+"""Private names of other libraries that this package uses, each with its reason and the version it
+was seen with.
 
-None has a public counterpart as fast. ``tests/study/test_compat.py`` says which one a new version
-has changed.
+None has a public counterpart as fast. ``tests/study/test_compat.py`` fails for the name that a new
+version has changed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ MLFLOW_SERVER_VARIABLES = {
     "ARTIFACTS_DESTINATION_ENV_VAR": "_MLFLOW_SERVER_ARTIFACT_DESTINATION",
     "SERVE_ARTIFACTS_ENV_VAR": "_MLFLOW_SERVER_SERVE_ARTIFACTS",
 }
-"""Environment variables that MLflow's application reads when it is imported or called, by their
-names in :mod:`mlflow.server.constants`; ``mlflow server`` sets them too, but takes a second process
-and twice the time (MLflow 3.17)."""
+"""Environment variables that MLflow's application reads, by their names in its constants.
+
+The constants are those of :mod:`mlflow.server.constants`.
+
+``mlflow server`` sets them too, but takes a second process and twice the time (MLflow 3.17).
+"""
 MLFLOW_SERVED_BY = "_MLFLOW_SGI_NAME"
 """Environment variable that tells MLflow's application which server runs it (MLflow 3.17)."""
 
@@ -33,33 +36,38 @@ def latest_metrics(run: Any) -> list[Any]:
 
 
 def tracking_store(client: Any) -> Any:
-    """Return the store behind an MLflow client: only it reads a metric of many runs at once (MLflow
-    3.17)."""
+    """Return the store behind an MLflow client.
+
+    Only the store reads a metric of many runs at once (MLflow 3.17).
+    """
     return client._tracking_client.store
 
 
 def request_message(message: Any) -> Any:
-    """Fill a message from flask's current request as MLflow's server does, so that a guard sees
-    what the server takes (MLflow 3.17)."""
+    """Fill a message from flask's current request as MLflow's server does.
+
+    So a guard checks the request that the server executes (MLflow 3.17).
+    """
     from mlflow.server.handlers import _get_request_message
 
     return _get_request_message(message)
 
 
 def search_space_transform(distributions: dict[str, Any]) -> Any:
-    """Make Optuna's encoding of params as numbers, one column a category (Optuna 5.0)."""
+    """Return Optuna's encoding of params as numbers, one column per category (Optuna 5.0)."""
     from optuna._transform import _SearchSpaceTransform
 
     return _SearchSpaceTransform(distributions)
 
 
 def marginal_shares(evaluator: Any, columns: list[int]) -> list[float]:
-    """Compute the share of each tree's variance that params explain together; Optuna offers single
-    ones (Optuna 5.0).
+    """Return the share of each tree's variance that params explain together.
+
+    Optuna offers shares of single params only (Optuna 5.0).
 
     Args:
-        evaluator: of fANOVA, once it has evaluated.
-        columns: places of the params among those that vary, by name.
+        evaluator: evaluator of fANOVA, after it has evaluated.
+        columns: indices of the params among those that vary, sorted by name.
     """
     import numpy as np
 

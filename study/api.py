@@ -1,12 +1,14 @@
-"""One run of a study from config to report: plan, preflight, ledger, runner, tracking, report. The
-command line calls this."""
+"""The Python interface of the command line: run a study, report on it, send it to MLflow.
+
+A run goes from the config to the report: plan, preflight, ledger, runner, tracking, report.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,7 @@ from study.ledger.storage import check_writable
 from study.manage.checkpoints import check_same_ledger
 from study.manage.extend import continuations
 from study.manage.studies import read
+from study.plan.candidates import by_rule
 from study.plan.plan import Plan, make_plan
 from study.program import lns_study
 from study.results.utilisation import remark
@@ -41,13 +44,13 @@ FEW_CORES = 4
 
 
 class View(Protocol):
-    """Shows a study while it runs; see :mod:`study.cli.progress`."""
+    """A display of a study while it runs; see :mod:`study.cli.progress`."""
 
     def start(self, state: StudyState) -> None:
-        """Begin to show ``state``, which the engine keeps up to date."""
+        """Begin to show ``state``, which the caller keeps up to date."""
 
     def listen(self, event: Event) -> None:
-        """Hear an event after ``state`` has taken it in."""
+        """Show an event, which ``state`` has already applied."""
 
     def stop(self) -> None:
         """Show the last state and give the terminal back."""
@@ -55,15 +58,15 @@ class View(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a run of a study ended.
+    """Outcome of a run of a study.
 
     Attributes:
-        state: the study's.
+        state: state of the study.
         report: folder of the report.
         tracking: URI of the MLflow store that has the runs.
-        tracking_error: why MLflow lacks something, or "".
+        tracking_error: reason for which MLflow lacks something, or "".
         parent_run: experiment and run id of the parent run, or None.
-        page: the prepared view's address within MLflow's interface, or "".
+        page: address of the prepared view within MLflow's interface, or "".
     """
 
     state: StudyState
@@ -75,7 +78,7 @@ class Outcome:
 
     @property
     def failed(self) -> int:
-        """Trials given up."""
+        """Number of trials given up."""
         return sum(trial.status == FAILED for trial in self.state.trials)
 
 
@@ -90,11 +93,11 @@ def run_study(
 
     Args:
         study: the config.
-        only: ``all`` that has not finished, of that what is ``unfinished`` but has not failed, or
-            what has ``failed``.
         view: shows progress.
         say: prints one line for the user: warnings and what was resumed.
-        node: of this machine, where it has begun to load what trials need; ended with the study.
+        only: ``all`` for all trials that have not finished, ``unfinished`` for those of them that
+            have not failed, ``failed`` for the failed ones.
+        node: node of this machine, if it has begun to load what trials need; ended with the study.
 
     Raises:
         UserError: the study cannot start, and nothing was done; or its storage is full, and the
@@ -116,11 +119,14 @@ def run_study(
             plan = adopt(plan, before)
         for uri in stored(ledger.history):
             say(f"The ledger holds the password of {uri}: {REMEDY}.")
-        for entry in plan.excluded[:EXCLUDED_SHOWN]:
-            say(f"Left out: {entry}")
-        if len(plan.excluded) > EXCLUDED_SHOWN:
+        _say_changed_code(plan, before, say)
+        rules = by_rule(plan.excluded)
+        for count, entry in rules[:EXCLUDED_SHOWN]:
+            more = f" (and {count - 1} more)" if count > 1 else ""
+            say(f"Left out: {entry}{more}")
+        if len(plan.excluded) > min(len(rules), EXCLUDED_SHOWN):
             say(
-                f"Left out: {len(plan.excluded) - EXCLUDED_SHOWN} more;"
+                f"Left out: {len(plan.excluded)} configurations in all;"
                 f" `{lns_study('plan', 'CONFIG')}` lists them"
             )
         return _run(plan, data, ledger, before, view, say, only, node)
@@ -136,11 +142,7 @@ def _run(
     only: str,
     node: Node | None,
 ) -> Outcome:
-    failed = [
-        trial.id
-        for trial in plan.trials
-        if trial.id in state.known and state.known[trial.id].status == FAILED
-    ]
+    ids = None if only != ONLY_FAILED else _failed(plan, state)
     ledger.listen(state.apply)
     made_with = {"data": data, "provenance": provenance(), "hardware": hardware()}
     ledger.append("planned", ledger=ledger.id, **plan.to_event(), only=only, **made_with)
@@ -148,45 +150,30 @@ def _run(
         say(f"{longer} trials go on from the last checkpoint of the same trial with fewer epochs.")
     _say_what_is_left(state, say)
     folder = plan.study.folder
-    tracker = make_tracker(
-        folder,
-        plan.study.tracking,
-        _artifacts(plan.study),
-        say,
-        lambda where: _say_where(plan, where, say),
-    )
+    artifacts, shown = _artifacts(plan.study), lambda where: _say_where(plan, where, say)
+    tracker = make_tracker(folder, plan.study.tracking, artifacts, say, shown)
     later = _DeferredStart(tracker.start)
     ledger.listen(later.hear)
     ledger.listen(view.listen)
     view.start(state)
-    control = Control(
-        folder,
-        state,
-        plan.study.limits,
-        lambda limits: _discard(ledger.append("edited", limits=limits)),
-    )
+    edited = lambda limits: _discard(ledger.append("edited", limits=limits))  # noqa: E731
+    control = Control(folder, state, plan.study.limits, edited)
     outcome = "interrupted"
     try:
-        run_plan(plan, ledger, state, control, failed if only == ONLY_FAILED else None, node, say)
+        run_plan(plan, ledger, state, control, ids, node, say)
         decision = control.decide(fresh=True)
         outcome = _describe_end(plan, state, decision)
         if decision.reason and not control.storage_error:
-            left = (
-                "raise or drop it to go on"
-                if decision.reason.startswith("limits.")
-                else "the same command continues"
-            )
+            limited = decision.reason.startswith("limits.")
+            left = "raise or drop it to go on" if limited else "the same command continues"
             say(f"Ended early: {decision.reason}; {left}.")
     finally:
         later.start()
         with control.watch_storage():
             ledger.append("ended", outcome=outcome)
         view.stop()
-        say(
-            "Writing the report, and to MLflow what it lacks ..."
-            if plan.study.tracking != OFF
-            else "Writing the report ..."
-        )
+        sent = ", and to MLflow what it lacks" if plan.study.tracking != OFF else ""
+        say(f"Writing the report{sent} ...")
         with control.watch_storage():
             report, error = _close(state, folder / "report", tracker)
     if control.storage_error:
@@ -195,13 +182,19 @@ def _run(
             " command again: trials that finished are kept, the others continue from their last"
             " checkpoint"
         )
-    if held := remark(state.runs[-1]):
-        say(held)
+    if idle := remark(state.runs[-1]):
+        say(idle)
     return _outcome(state, report, plan.study, error, tracker.where())
 
 
+def _failed(plan: Plan, state: StudyState) -> list[str]:
+    """Return the ids of the plan's trials that have failed."""
+    known = (state.known[trial.id] for trial in plan.trials if trial.id in state.known)
+    return [trial.id for trial in known if trial.status == FAILED]
+
+
 def _describe_end(plan: Plan, state: StudyState, decision: Decision) -> str:
-    """``finished``, ``failed`` (some trials), or, before all have run, ``stopped``."""
+    """Return ``finished``, ``failed`` (some trials), or ``stopped`` before all trials have run."""
     if any(trial.status not in ENDED for trial in state.trials) or (
         decision.reason and len(state.trials) < plan.size
     ):
@@ -214,22 +207,23 @@ def _discard(_: object) -> None:
 
 
 def write_report(state: StudyState, folder: Path) -> Path:
-    """See :func:`study.report.write.write_report`; what draws is loaded here, a second that no
-    trial should wait for."""
+    """Write the report, see :func:`study.report.write.write_report`.
+
+    The import is inside: it takes a second that no trial should wait for.
+    """
     from study.report.write import write_report
 
     return write_report(state, folder)
 
 
 class _DeferredStart:
-    """Starts what no trial's first epoch should wait for: the process that feeds MLflow, and
-    loading what draws the report.
+    """The deferred start of what no trial's first epoch should wait for.
 
-    Starts with the first report, or after :data:`LATER_SECONDS`; at once on a machine that has
-    cores to spare.
+    That is the process that feeds MLflow, and loading what draws the report. They start with the
+    first report, or after :data:`LATER_SECONDS`; at once on a machine with cores to spare.
 
     Args:
-        start_tracker: called once.
+        start_tracker: starts the MLflow process; called once.
     """
 
     def __init__(self, start_tracker: Callable[[], None]) -> None:
@@ -242,13 +236,13 @@ class _DeferredStart:
         self._timer.start()
 
     def hear(self, event: Event) -> None:
-        """Hear of the study."""
+        """Start with the first report of the study."""
         if event["event"] == "report" and not self._started:
             self.start()
             threading.Thread(target=_load_report, daemon=True, name="load report").start()
 
     def start(self) -> None:
-        """Start the tracker now, if it has not been."""
+        """Start the tracker now, unless it has been started."""
         with self._lock:
             if not self._started:
                 self._started = True
@@ -267,7 +261,7 @@ def _load_report() -> None:
 
 
 def _close(state: StudyState, folder: Path, tracker: Tracker | NoTracker) -> tuple[Path, str]:
-    """Write the report and close MLflow's runs, these also where the report cannot be written."""
+    """Write the report and close MLflow's runs, the latter even if the report fails."""
     report = None
     try:
         report = write_report(state, folder)
@@ -279,13 +273,13 @@ def _close(state: StudyState, folder: Path, tracker: Tracker | NoTracker) -> tup
 def report_study(
     folder: Path, say: Callable[[str], None], tracking_uri: str | None = None
 ) -> Outcome:
-    """Make the report of a study again from its ledger, and send MLflow what it lacks. While the
-    study runs its own process does the latter.
+    """Write the report of a study again from its ledger, and send MLflow what it lacks.
+
+    While the study runs, its own process does the latter.
 
     Raises:
         UserError: there is no study in ``folder``, the report cannot be written, or nothing answers
-            at ``tracking_uri``; nothing
-        was written.
+            at ``tracking_uri``; nothing was written.
     """
     with refusals():
         state = _reportable(folder)
@@ -307,16 +301,19 @@ def report_study(
 
 
 def sync_study(folder: Path, study: StudyConfig, report: Path | None) -> tuple[str, dict[str, str]]:
-    """Send MLflow what it lacks of the ledger in ``folder``; why that failed or "", and where the
-    runs are."""
+    """Send MLflow what it lacks of the ledger in ``folder``.
+
+    Returns:
+        The reason for which that failed, or "", and the place of the runs.
+    """
     where: dict[str, str] = {}
     error = sync(folder, study.tracking, _artifacts(study), report, where.update)
     return error, where
 
 
 def _say_where(plan: Plan, where: dict[str, str], say: Callable[[str], None]) -> None:
-    there = page(where["experiment"], where["view"])
-    say(f"MLflow: {how_to_open(plan.study.tracking, plan.study.storage, there)}")
+    address = page(where["experiment"], where["view"])
+    say(f"MLflow: {how_to_open(plan.study.tracking, plan.study.storage, address)}")
 
 
 def _outcome(
@@ -348,6 +345,23 @@ def _reportable(folder: Path) -> StudyState:
 
 def _artifacts(study: StudyConfig) -> Path:
     return Path(study.storage).expanduser().resolve() / "artifacts"
+
+
+def _say_changed_code(plan: Plan, before: StudyState, say: Callable[[str], None]) -> None:
+    """Say whose code is no longer that of the last run: its trials are others."""
+    now = _codes(trial.config.to_dict() for trial in plan.trials)
+    for name, code in _codes(trial.config for trial in before.trials).items():
+        if now.get(name, code) != code:
+            say(
+                f"The code of {name} has changed since the last run ({code} to {now[name]}): its"
+                " trials are trained anew, those of the code before stay in the ledger."
+            )
+
+
+def _codes(configs: Iterable[dict[str, Any]]) -> dict[str, str]:
+    """Return the digest of each factory that trials name."""
+    named = (config[part] for config in configs for part in ("model", "data"))
+    return {part["name"]: part["code"] for part in named if part.get("code")}
 
 
 def _say_what_is_left(state: StudyState, say: Callable[[str], None]) -> None:

@@ -1,5 +1,5 @@
-"""What the user can put right, told apart from what is our mistake: the first ends with exit code
-2, the second with a traceback."""
+"""Errors that the user can correct, told apart from our own mistakes: the former end with exit code
+2, the latter with a traceback."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from study.tracking_uri import without_password
 
 
 class UserError(ValueError):
-    """The user's input cannot work; the message names the value, the rule and the remedy, and no
-    password of an address."""
+    """Input of the user's that cannot work.
+
+    The message names the value, the rule and the remedy, and no password of an address.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(without_password(message))
@@ -19,7 +21,7 @@ class UserError(ValueError):
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Around the checks before any work: their ``ValueError`` becomes a :class:`UserError`."""
+    """Turn a ``ValueError`` of the checks before any work into a :class:`UserError`."""
     try:
         yield
     except UserError:

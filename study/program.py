@@ -1,9 +1,9 @@
-"""``lns-study ...`` as the user's shell finds it: messages that name a command to give next take it
-from here.
+"""The command ``lns-study`` as the user's shell finds it, for messages that name a command to give
+next.
 
 The scripts put the venv on the PATH of what they start, but not on that of the shell that called
-them, and they work in the checkout. So they say in ``$LNS_STUDY_COMMAND`` how that shell gets
-there. Where it is not set, the bare name is enough if it is on the PATH; otherwise it is the
+them, and they work in the checkout. So they say in ``$LNS_STUDY_COMMAND`` how that shell reaches
+the command. If it is not set, the bare name is enough if it is on the PATH; otherwise it is the
 program beside this interpreter.
 """
 
@@ -19,29 +19,33 @@ from study.tracking_uri import without_password
 
 NAME = "lns-study"
 VARIABLE = "LNS_STUDY_COMMAND"
-"""Shell text that words can be added to, such as ``cd /checkout && .venv/bin/lns-study``."""
+"""Environment variable with shell text to which words can be added.
+
+An example is ``cd /checkout && .venv/bin/lns-study``.
+"""
 STORAGE = "studies"
-"""Where commands look for studies unless they are told otherwise."""
+"""Folder in which commands look for studies unless they are told otherwise."""
 
 
 def lns_study(*words: str, storage: str = STORAGE) -> str:
-    """The command line for ``lns-study WORDS``, to be pasted into the shell that this process was
-    started from, without passwords.
+    """Return the command line for ``lns-study WORDS``, without passwords.
+
+    It can be pasted into the shell from which this process was started.
 
     Args:
-        words: not quoted yet.
+        words: arguments, not quoted yet.
         storage: folder of the studies that the command is about; named in it unless it is the usual
             one.
     """
-    where = () if storage == STORAGE else ("--storage", storage)
+    option = () if storage == STORAGE else ("--storage", storage)
     return " ".join(
-        [_program(), *(shlex.quote(without_password(word)) for word in (*words, *where))]
+        [_program(), *(shlex.quote(without_password(word)) for word in (*words, *option))]
     )
 
 
 def _program() -> str:
-    if told := os.environ.get(VARIABLE):
-        return told
+    if command := os.environ.get(VARIABLE):
+        return command
     if shutil.which(NAME):
         return NAME
     beside = Path(sys.executable).with_name(NAME)

@@ -7,8 +7,7 @@ from typing import Any
 
 
 def layout_of(config: Mapping[str, Any]) -> str:
-    """How a trial is spread: ``1 worker``, ``dp 2``, ``dp 2 x pp 2``, ``tp 2``, ``dp 2
-    sharded``."""
+    """Describe how a trial is spread: ``1 worker``, ``dp 2``, ``dp 2 x pp 2``, ``dp 2 sharded``."""
     layout = config.get("layout", {})
     workers, pp, tp = int(config["workers"]), int(layout.get("pp") or 1), int(layout.get("tp") or 1)
     if workers == 1:
@@ -19,12 +18,12 @@ def layout_of(config: Mapping[str, Any]) -> str:
 
 
 def percent(fraction: float) -> str:
-    """A fraction as per cent with two decimals."""
+    """Return a fraction as per cent with two decimals."""
     return f"{100 * fraction:.2f} %"
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them: ``42 s``, ``3 min``, ``1 h 05 min``."""
+    """Return seconds as people say them: ``42 s``, ``3 min``, ``1 h 05 min``."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

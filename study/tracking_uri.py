@@ -1,5 +1,15 @@
-"""The address of a tracking store: as it may be stored and shown, and with its password at the
+"""Addresses of tracking stores: stored and shown without their password, which is put back at the
 moment of use.
+
+A password is taken out of an address on entry (:func:`hide`): configs, ledgers and all that is made
+of them hold ``https://ada:***@host`` alone. Code that connects asks for the address with its
+password (:func:`reveal`): the one that this process was given, else one from the environment. Text
+that may quote an address, such as an error or a command for the user, goes through
+:func:`without_password`.
+
+Limits: in a query, a value is secret if its name says so (``password=``, ``token=``). How a
+password may look in an address, slashes and @ included, follows SQLAlchemy for databases and RFC
+3986 for servers.
 
 A password is taken out of an address where that enters (:func:`hide`): configs, ledgers and all
 that is made of them hold ``https://ada:***@host`` alone. Who connects asks for the password
@@ -21,15 +31,15 @@ from pathlib import Path
 from typing import Any
 
 MARK = "***"
-"""Stands for a password; SQLAlchemy shows it so, too."""
+"""Replacement of a password; SQLAlchemy shows the same."""
 WHOLE = "MLFLOW_TRACKING_URI"
-"""The environment variable that may hold an address with its password."""
+"""Environment variable that may hold an address with its password."""
 USER, PASSWORD, TOKEN = (
     "MLFLOW_TRACKING_USERNAME",
     "MLFLOW_TRACKING_PASSWORD",
     "MLFLOW_TRACKING_TOKEN",
 )
-"""MLflow's client logs in with these by itself."""
+"""Environment variables with which MLflow's client logs in by itself."""
 CREDENTIALS, PGPASS = "~/.mlflow/credentials", "~/.pgpass"
 """Files in which MLflow's and PostgreSQL's clients look for passwords by themselves."""
 
@@ -38,7 +48,7 @@ REMEDY = (
     " password, give the new one in the environment (docs/tracking.md), and make report and copies"
     " again with `lns-study report STUDY`"
 )
-"""Where a ledger holds a password."""
+"""Remedy for a ledger that holds a password."""
 
 _LOGIN = re.compile(
     r"""(?<![\w+.-]) (?P<before> (?: https?://
@@ -54,23 +64,25 @@ _QUERY = re.compile(
 _MARKED = re.compile(r":\*\*\*(?=@)|(?<==)\*\*\*")
 
 _given: dict[str, str] = {}
-"""Addresses with passwords that this process was given, by how they are shown."""
+"""Addresses with passwords that this process was given, by their shown form."""
 
 
 def without_password(text: str) -> str:
-    """``text`` with a mark for the password of every address in it."""
+    """Return ``text`` with a mark for the password of every address in it."""
     return _QUERY.sub(rf"\g<before>{MARK}", _LOGIN.sub(rf"\g<before>{MARK}@", text))
 
 
 def without_login(uri: str) -> str:
-    """A server's address as a link: without user and password."""
+    """Return a server's address as a link, without user and password."""
     shown = without_password(uri)
     return re.sub(r"(?<=://)[^/?#@]*@", "", shown, count=1)
 
 
 def hide(uri: str) -> str:
-    """How an address is stored and shown; its password is kept in this process for
-    :func:`reveal`."""
+    """Return an address as it is stored and shown; keep its password for :func:`reveal`.
+
+    The password stays in this process only.
+    """
     shown = without_password(uri)
     if shown != uri:
         _given[shown] = uri
@@ -78,10 +90,10 @@ def hide(uri: str) -> str:
 
 
 def reveal(uri: str) -> str:
-    """The address to connect to.
+    """Return the address to connect to.
 
     Args:
-        uri: as it is stored and shown, or complete.
+        uri: the address as it is stored and shown, or complete.
 
     Raises:
         ValueError: its password is neither known nor in the environment.
@@ -102,8 +114,10 @@ def reveal(uri: str) -> str:
 
 
 def stored(events: Iterable[dict[str, Any]]) -> list[str]:
-    """The addresses, as they may be shown, of which a ledger's events hold the password: earlier
-    versions wrote it there."""
+    """Return the addresses, as shown, whose password a ledger's events hold.
+
+    Earlier versions wrote it there.
+    """
     uris = [
         str(event["study"].get("tracking_uri"))
         for event in events
@@ -118,8 +132,10 @@ def _whole(uri: str) -> str:
 
 
 def _of_server(uri: str) -> str:
-    """With the login of MLflow's own variables, or without one where its client finds that by
-    itself."""
+    """Return the address with the login of MLflow's own variables.
+
+    It has none if MLflow's client finds a login by itself; "" if there is none at all.
+    """
     parts = urllib.parse.urlsplit(uri)
     if password := os.environ.get(PASSWORD):
         user = urllib.parse.quote(
@@ -138,7 +154,7 @@ def _of_server(uri: str) -> str:
 
 
 def _of_database(uri: str) -> str:
-    """Without a password, where PostgreSQL's client finds it by itself."""
+    """Return the address without a password if PostgreSQL's client finds it by itself, else ""."""
     files = os.environ.get("PGPASSFILE") or Path(PGPASS).expanduser().exists()
     if uri.startswith("postgresql") and (os.environ.get("PGPASSWORD") or files):
         return re.sub(r"(?<=[?&])[^=&]*=\*\*\*&?", "", uri.replace(f":{MARK}@", "@", 1)).rstrip(

@@ -1,6 +1,8 @@
-"""Shared by all tests: one computing thread, hypothesis without deadlines (kernels compile at their
-first call), shares of the tests that take turns, and no test that is left out for a reason that
-nobody has agreed to.
+"""The settings that all tests share.
+
+Tests compute with one thread, hypothesis has no deadlines (kernels compile at their first call),
+tests that take turns get their shares, and a test may only be skipped for a reason that is listed
+here.
 """
 
 from __future__ import annotations
@@ -36,11 +38,11 @@ SKIPS = (
     "torch has no such mode", "torch takes one of them",
     "this process has a Ray with tokens already",
 )  # fmt: skip
-"""Why a test may be left out; for any other reason it fails."""
+"""The reasons for which a test may be left out; for any other reason it fails."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--share``."""
+    """Add the option ``--share``."""
     parser.addoption(
         "--share",
         metavar="TURN/PARTS",
@@ -60,17 +62,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, Any, Any]:
-    """A test that is left out for a reason not in :data:`SKIPS` has failed."""
+    """Fail a test that is left out for a reason not in :data:`SKIPS`."""
     return _judged((yield))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report() -> Generator[None, Any, Any]:
-    """So has a file of tests."""
+    """Fail a file of tests that is left out for a reason not in :data:`SKIPS`."""
     return _judged((yield))
 
 
 def _judged(report: Any) -> Any:
+    """Return the report, as failed if its reason for a skip is not in :data:`SKIPS`."""
     if (
         report.skipped
         and isinstance(report.longrepr, tuple)
@@ -85,8 +88,10 @@ def _judged(report: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One local Ray cluster for the whole session: two CPUs, no dashboard, its own temporary
-    folder."""
+    """Start one local Ray cluster for the session.
+
+    It has two CPUs, no dashboard and a temporary folder of its own.
+    """
     import ray
 
     if not ray.is_initialized():

@@ -3,6 +3,7 @@ somewhere."""
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,19 @@ PAGES = [
     ROOT / "lns_ops" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-GENERATED = {ROOT / "docs" / "reference" / name for name in ("configuration.md", "commands.md")}
+REFERENCE = ROOT / "docs" / "reference"
+GENERATED = {
+    REFERENCE / f"{name}.md"
+    for name in (
+        "configuration",
+        "compatibility",
+        "commands",
+        "ledger",
+        "formats",
+        "operations",
+        "python",
+    )
+}
 
 
 def test_the_first_pages_code_trains() -> None:
@@ -50,6 +63,21 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
     if "log" not in page.parts:
         missing += [path for path in paths if not (ROOT / path).exists()]
     assert missing == []
+
+
+def test_the_page_of_rules_has_all_of_them_and_pairs_what_is_right_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "_ext"))
+    page = importlib.import_module("rules")
+    text = page.page()
+    assert len(re.findall(r"^\| `.*? \| .+ \| .+ \|$", text.partition("## Rules")[2], re.M)) == len(
+        page.RULES
+    )
+    choices = (*page.LAYOUTS, *page.PRECISIONS, *page.EXCHANGES)
+    assert [choice for choice in choices if not page.allowed(choice)] == []
+    assert not page.allowed({"layout.tp": 2}, {"precision.format": "lns12"})
+    assert f"| {page.label({'precision.format': 'lns12'})} | yes | **no** | **no** | yes |" in text
 
 
 PROSE = 100

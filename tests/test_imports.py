@@ -24,12 +24,12 @@ OWNERS = {"mlflow": {"study"}, "omegaconf": {"study"}, "ray": {"study", "trainer
 
 ORDER = {
     "lns_ops": [
-        "spec", "cpu.compiler", "cpu.kernels", "cpu.simd", "cpu", "cuda", "functional", "formats",
-        "tensor", "tensor.ops", "nn", "optim", "analysis",
+        "_compat", "spec", "cpu.compiler", "cpu.kernels", "cpu.simd", "cpu", "cuda", "functional",
+        "formats", "tensor", "tensor.ops", "nn", "optim", "analysis",
     ],
     "trainers": [
-        "user_code", "config", "data", "models", "optim", "checkpoint", "telemetry", "comm", "sync",
-        "parallel", "training", "workers",
+        "_compat", "user_code", "config", "data", "models", "optim", "checkpoint", "telemetry",
+        "comm", "sync", "parallel", "training", "workers",
     ],
     "study": [
         "text", "tracking_uri", "program", "errors", "_compat", "config", "ledger", "plan",
@@ -148,6 +148,12 @@ def test_rooms_import_from_those_before_them() -> None:
     }
 
 
+def body_lines(function: ast.FunctionDef) -> int:
+    """Lines of a function without its docstring and signature."""
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    return body[-1].end_lineno - body[0].lineno + 1 if body else 0
+
+
 def test_files_functions_and_folders_are_small() -> None:
     assert [name for name, path in FILES.items() if len(path.read_text().splitlines()) > FILE] == []
     folders = Counter(path.parent for path in FILES.values() if path.name != "__init__.py")
@@ -156,7 +162,7 @@ def test_files_functions_and_folders_are_small() -> None:
         f"{path.relative_to(ROOT)}:{node.name}"
         for path in FILES.values()
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= FUNCTION
+        if isinstance(node, ast.FunctionDef) and body_lines(node) > FUNCTION
     }
     assert long == LONGER
 

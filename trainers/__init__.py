@@ -1,4 +1,4 @@
-"""Training of one trial: models, data, precision, the step, the Ray Train worker, checkpoints.
+"""Train one trial: its models, data, precision, training step, workers and checkpoints.
 
 Imports ``lns_ops`` and Ray Train; knows nothing of Ray Tune, MLflow or OmegaConf, which belong to
 ``study``.

@@ -108,14 +108,15 @@ def load_code(key: str, name: str, digest: str = "") -> Callable[..., Any]:
         raise ValueError(
             f"{key}={name!r}: {path} cannot be imported: {_told(error, path)}; mend it there"
         ) from error
-    found = getattr(module, attribute, None)
+    found: Any = getattr(module, attribute, None)
     if not callable(found):
         listed = ", ".join(sorted(name for name, value in vars(module).items() if _own(value)))
         raise ValueError(
             f"{key}={name!r}: {path} has no function or class {attribute}; it has"
             f" {listed or 'none'}"
         )
-    return found
+    function: Callable[..., Any] = found
+    return function
 
 
 def call(

@@ -1,8 +1,9 @@
-"""Writes the reference pages that the code knows best: every config key, every command.
+"""Writes the reference pages that the code knows best: config keys, commands, ledger events, number
+formats, operations, Python names.
 
-The Sphinx build calls :func:`write` before it reads its sources (``docs/conf.py``). The pages are
-``docs/reference/configuration.md``, from the dataclasses of ``StudyConfig`` and their
-``Attributes:``, and ``docs/reference/commands.md``, from the help of ``lns-study``.
+The Sphinx build calls :func:`write` before it reads its sources (``docs/conf.py``). Here are two of
+the pages, all in ``docs/reference``: ``configuration.md``, from the dataclasses of ``StudyConfig``
+and their ``Attributes:``, and ``commands.md``, from the help of ``lns-study``.
 """
 
 from __future__ import annotations
@@ -18,8 +19,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import ledger_events
+import lns_operations
+import number_formats
+import python_names
+import rules
+
 from study.cli.entry import build_parser
 from study.config.study import RowConfig, StudyConfig
+from trainers.config.validation import show
 
 Field = dataclasses.Field[Any]
 ROWS = "rows[]"
@@ -48,19 +56,10 @@ def default_of(field: Field) -> Any:
     return field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
 
 
-def shown(default: object) -> str:
-    """Return a default as YAML spells it."""
-    if default is None or isinstance(default, bool):
-        return {None: "null", True: "true", False: "false"}[default]
-    return str(default) or "''"
-
-
 def row(prefix: str, field: Field, meanings: dict[str, str]) -> str:
     kind = str(field.type).replace("|", r"\|")
-    return (
-        f"| `{prefix}{field.name}` | `{kind}` | `{shown(default_of(field))}` |"
-        f" {meanings.get(field.name, '')} |"
-    )
+    default = show(default_of(field)) or "''"
+    return f"| `{prefix}{field.name}` | `{kind}` | `{default}` | {meanings.get(field.name, '')} |"
 
 
 def sections(config: type, prefix: str = "") -> Iterator[str]:
@@ -114,10 +113,22 @@ def commands() -> str:
     return "\n\n".join([f"# Commands\n```text\n{top}\n```", *parts]) + "\n"
 
 
+PAGES = {
+    "configuration.md": configuration,
+    "compatibility.md": rules.page,
+    "commands.md": commands,
+    "ledger.md": ledger_events.page,
+    "formats.md": number_formats.page,
+    "operations.md": lns_operations.page,
+    "python.md": python_names.page,
+}
+"""The generated pages and what makes each."""
+
+
 def write(folder: Path) -> None:
-    """Write both pages into a folder, where they have changed."""
-    for name, text in {"configuration.md": configuration(), "commands.md": commands()}.items():
-        path = folder / name
+    """Write the pages into a folder, where they have changed."""
+    for name, make in PAGES.items():
+        path, text = folder / name, make()
         if not path.exists() or path.read_text() != text:
             path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+            path.write_text(text)

@@ -1,5 +1,6 @@
-"""What a number format does to a network, layer by layer: :func:`analyze`, the table that tells
-which format to try.
+"""The measurement of what a number format does to a network, layer by layer: :func:`analyze`.
+
+Its table tells which format to try.
 
 The model runs forward and backward on one batch twice, in float32 and in the format
 (:func:`lns_ops.convert_`), and each layer is asked
@@ -39,12 +40,22 @@ from lns_ops.tensor import LNSTensor
 
 Loss = Callable[[Any, Any], Tensor]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-_MOVES = (nn.Identity, nn.Flatten, nn.Unflatten, nn.modules.dropout._DropoutNd)
-"""Layers that only move or drop values."""
+_MOVES = (
+    nn.Identity,
+    nn.Flatten,
+    nn.Unflatten,
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+"""The layers that only move or drop values."""
 
 
 class _Trace:
-    """Outputs and gradients of every layer in one forward and backward pass, as float tensors."""
+    """The outputs and gradients of every layer in one forward and backward pass, float tensors."""
 
     def __init__(self, model: nn.Module, batch: Any, loss: Loss) -> None:
         self.outputs: dict[str, list[Tensor]] = {}
@@ -78,7 +89,7 @@ class _Trace:
         return hook
 
     def weights(self, name: str) -> list[nn.Parameter]:
-        """The layer's own parameters that have gradients."""
+        """Return the layer's own parameters that have gradients."""
         return [
             p
             for p in self.model.get_submodule(name).parameters(recurse=False)
@@ -95,13 +106,16 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 
 def as_float(x: Tensor) -> Tensor:
-    """The values, a float32 copy."""
+    """Return the values as a float32 copy."""
     return lns.decode(x.codes, x.fmt) if isinstance(x, LNSTensor) else x.detach().float().clone()
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules that have parameters of their own or no modules inside, but for those that only
-    move values."""
+    """Return the layers to analyze, by name.
+
+    They are the modules that have parameters of their own or no modules inside, but for those that
+    only move values.
+    """
     found = []
     for name, module in model.named_modules():
         owns = any(True for _ in module.parameters(recurse=False))
@@ -116,7 +130,7 @@ def _joined(tensors: Iterable[Tensor]) -> Tensor | None:
 
 
 def _updates(weights: list[nn.Parameter], make: MakeOptimizer) -> list[Tensor]:
-    """The first update of every weight, in float64, so that none is lost here."""
+    """Return the first update of every weight, in float64, so that none is lost here."""
     copies = [nn.Parameter(p.detach().double()) for p in weights]
     for own, p in zip(copies, weights, strict=True):
         assert p.grad is not None
@@ -126,7 +140,7 @@ def _updates(weights: list[nn.Parameter], make: MakeOptimizer) -> list[Tensor]:
 
 
 def _lost(weight: Tensor, update: Tensor, grid: Grid) -> tuple[int, float]:
-    """Nonzero updates, and the share of them that leaves the weight where it is."""
+    """Count the nonzero updates, and the share of them that leaves the weight where it is."""
     weight, update = weight.detach().double().reshape(-1), update.reshape(-1)
     moving = update != 0
     if isinstance(grid.format, LNSFormat):
@@ -182,8 +196,10 @@ def _layer(
 def _twice(
     model: nn.Module, batch: Any, format: Any, loss: Loss, scope: str, filter_fn: Filter | None
 ) -> tuple[_Trace, _Trace]:
-    """The float32 run and that in the format, of copies, with the same random numbers (dropout);
-    the caller's generators stay."""
+    """Run copies of the model in float32 and in the format, with the same random numbers (dropout).
+
+    The caller's generators stay as they are.
+    """
     exact = revert_(copy.deepcopy(model))
     if any(p.dtype != torch.float32 for p in exact.parameters()):
         exact = exact.float()
@@ -208,8 +224,9 @@ def analyze(
     scope: str = "everywhere",
     filter_fn: Filter | None = None,
 ) -> Analysis:
-    """What ``format`` does to every layer of ``model`` on one batch; see the head of this file. The
-    model stays as it is.
+    """Measure what ``format`` does to every layer of ``model`` on one batch.
+
+    The head of this file says what is measured. The model stays as it is.
 
     Args:
         model: any torch module that :func:`lns_ops.convert_` takes, in float32 or converted already
@@ -262,7 +279,7 @@ def analyze(
 
 
 def _common(format: Any) -> LNSFormat | NumberFormat | None:
-    """The format of all layers; None where each has its own."""
+    """Return the format of all layers; None where each has its own."""
     if isinstance(format, Mapping):
         return None
     if not isinstance(format, str):
@@ -273,8 +290,10 @@ def _common(format: Any) -> LNSFormat | NumberFormat | None:
 
 
 def _grids(rounded: _Trace, format: Any) -> dict[str, Grid]:
-    """The format of every layer: that of its outputs, else of its conversion, else the one that was
-    asked for; float32 ones have none."""
+    """Return the format of every layer; float32 ones have none.
+
+    It is that of its outputs, else of its conversion, else the one that was asked for.
+    """
     common, grids = _common(format), {}
     for name, layer in layers_of(rounded.model):
         conversion = getattr(layer, "lns_conversion", None)

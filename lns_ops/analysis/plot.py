@@ -1,5 +1,7 @@
-"""The picture of :func:`lns_ops.analyze`; the only file here that needs matplotlib, which is
-imported when it is drawn."""
+"""The picture of :func:`lns_ops.analyze`.
+
+It is the only file here that needs matplotlib, which is imported when the picture is drawn.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ _SERIES = (
 
 
 def draw(analysis: Analysis, path: str | Path | None = None) -> Any:
-    """Three panels, a row a layer: ranges over the format's own (shaded), signal-to-noise ratios,
-    updates lost.
+    """Draw three panels with a row per layer: ranges, signal-to-noise ratios, updates lost.
+
+    The format's own range is shaded behind the layers'.
 
     Args:
         analysis: what to draw.

@@ -1,5 +1,4 @@
-"""The results of an analysis: ranges and losses of values on a format's grid, a row a layer, and
-the table of all layers."""
+"""The results of an analysis: ranges and losses per layer, and the table of all layers."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from lns_ops.spec.format import LNSFormat
 
 @dataclass(frozen=True)
 class Grid:
-    """The values of a format, as far as losing others goes."""
+    """The values of a format, as far as the loss of others is concerned."""
 
     format: LNSFormat | NumberFormat
 
@@ -29,15 +28,14 @@ class Grid:
 
     @property
     def span(self) -> tuple[float, float] | None:
-        """The smallest and the largest magnitude; None where values share a scale, which moves
-        both."""
+        """The smallest and the largest magnitude; None where a scale moves both."""
         if isinstance(self.format, LNSFormat):
             return self.format.smallest, self.format.largest
         error = self.format.error
         return None if error.scaled else (error.smallest, error.largest)
 
     def quantize(self, x: Tensor) -> Tensor:
-        """The nearest values, float64."""
+        """Return the nearest values, float64."""
         if isinstance(self.format, LNSFormat):
             return lns.decode(lns.encode(x, self.format), self.format, torch.float64)
         return self.format.quantize(x.float()).double()
@@ -45,7 +43,7 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class Values:
-    """What a layer's float32 values would be in a format.
+    """The statistics of a layer's float32 values in a format.
 
     Attributes:
         count: how many there are.
@@ -67,7 +65,7 @@ class Values:
 
     @staticmethod
     def of(x: Tensor, grid: Grid) -> Values:
-        """Of a float tensor."""
+        """Return the statistics of a float tensor."""
         x = x.detach().double().reshape(-1)
         magnitude = x[x != 0].abs()
         low, high = (
@@ -89,7 +87,9 @@ class Values:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerAnalysis:
-    """One layer. ``None``: the layer has no such values (no weights, no gradient).
+    """The analysis of one layer.
+
+    ``None`` means that the layer has no such values (no weights, no gradient).
 
     Attributes:
         name, kind: dotted path and class; ``format``: the format's name.
@@ -114,7 +114,7 @@ class LayerAnalysis:
     updates_lost: float | None
 
     def flat(self) -> dict[str, Any]:
-        """One row: ``output.low`` and so on by dotted names; what the layer has not is left out."""
+        """Return one row by dotted names such as ``output.low``, without what the layer has not."""
         row: dict[str, Any] = {}
         for key, value in asdict(self).items():
             if isinstance(value, dict):
@@ -125,8 +125,10 @@ class LayerAnalysis:
 
 
 def decibels(x: Tensor, y: Tensor) -> float:
-    """``10 log10(sum x^2 / sum (x - y)^2)``; infinite where y is x, NaN where x is zero
-    throughout."""
+    """Return ``10 log10(sum x^2 / sum (x - y)^2)``, a signal-to-noise ratio in dB.
+
+    It is infinite where y is x, NaN where x is zero throughout.
+    """
     x, y = x.detach().double(), y.detach().double()
     signal, noise = float((x * x).sum()), float(((x - y) ** 2).sum())
     if signal == 0:
@@ -135,8 +137,10 @@ def decibels(x: Tensor, y: Tensor) -> float:
 
 
 _HEADROOM = 2
-"""Octaves that :attr:`Analysis.loss_scale` leaves above the largest gradient, for batches to
-come."""
+"""The octaves that :attr:`Analysis.loss_scale` leaves above the largest gradient.
+
+They are for batches to come.
+"""
 _COLUMNS = (
     ("layer", 0), ("kind", 0), ("weights", 1), ("outputs", 1), ("gradients", 1), ("underflow %", 2),
     ("saturated %", 2), ("forward dB", 2), ("backward dB", 2), ("updates lost %", 2),
@@ -145,8 +149,9 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Analysis:
-    """The layers of a model in a format, in the order of the forward pass; ``print`` shows the
-    table.
+    """The layers of a model in a format, in the order of the forward pass.
+
+    ``print`` shows the table.
 
     Attributes:
         format: name of the format.
@@ -161,8 +166,11 @@ class Analysis:
 
     @property
     def loss_scale(self) -> float:
-        """The power of two to multiply the loss by, so that the gradients of outputs underflow
-        least and none saturates; 1 if none does.
+        """The power of two by which to multiply the loss, so that fewest gradients underflow.
+
+        Gradients of outputs underflow least and none saturates; it is 1 if none underflows.
+
+        It is 1 if no gradient underflows.
 
         It costs nothing in LNS: logarithms move by a whole number of octaves. Adam and others that
         divide by the gradient's size take the same rate, SGD one that is divided by it.
@@ -179,11 +187,11 @@ class Analysis:
         return float(2.0 ** max(0, min(math.ceil(wanted), math.floor(room))))
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """One dict of numbers and names a layer, under the layer's name."""
+        """Return one dict of numbers and names per layer, under the layer's name."""
         return {layer.name: layer.flat() for layer in self.layers}
 
     def to_pandas(self) -> Any:
-        """A DataFrame, one row a layer (pandas must be installed)."""
+        """Return a DataFrame, one row per layer (pandas must be installed)."""
         import pandas
 
         return pandas.DataFrame([layer.flat() for layer in self.layers]).set_index("name")
@@ -211,8 +219,10 @@ class Analysis:
         return "\n".join(lines)
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """Ranges beside the format's, signal-to-noise ratios and lost updates, as a matplotlib
-        figure (saved to ``path`` if given)."""
+        """Draw ranges beside the format's, signal-to-noise ratios and lost updates.
+
+        Returns a matplotlib figure, saved to ``path`` if given.
+        """
         from lns_ops.analysis.plot import draw
 
         return draw(self, path)

@@ -1,4 +1,4 @@
-"""LNS arithmetic on the CPU: every function equals :mod:`lns_ops.reference` bit for bit, at speed.
+"""LNS arithmetic on the CPU: fast, and equal to :mod:`lns_ops.reference` bit for bit.
 
 Arrays are numpy int16 codes of an :class:`~lns_ops.format.LNSFormat`; results are C-contiguous.
 Operands may be strided, transposed or broadcast views. Work runs on ``get_num_threads()`` threads

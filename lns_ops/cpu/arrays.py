@@ -1,5 +1,4 @@
-"""The arrays that CPU kernels take: flat, contiguous and writable int16 codes, and how many are
-worth a thread."""
+"""The arrays that CPU kernels take: flat, contiguous, writable int16 codes; and threads by size."""
 
 from __future__ import annotations
 
@@ -9,12 +8,11 @@ from numpy.typing import NDArray
 Codes = NDArray[np.int16]
 
 GRAIN = 1 << 15
-"""Elements worth a thread of their own: some 50 microseconds of work."""
+"""The number of elements worth a thread of their own: some 50 microseconds of work."""
 
 
 def checked_codes(x: Codes) -> Codes:
-    """``x`` as a contiguous, writable array, which is the one array type that kernels are compiled
-    for."""
+    """Return ``x`` as a contiguous, writable array, the one array type that kernels take."""
     if not isinstance(x, np.ndarray) or x.dtype != np.int16:
         kind = getattr(x, "dtype", type(x).__name__)
         raise ValueError(
@@ -27,12 +25,12 @@ def checked_codes(x: Codes) -> Codes:
 
 
 def flattened(x: Codes) -> Codes:
-    """``x`` as :func:`checked_codes` makes it, in one dimension."""
+    """Return ``x`` in one dimension, checked as :func:`checked_codes` does."""
     return checked_codes(x).reshape(-1)
 
 
 def flat_pair(x: Codes, y: Codes) -> tuple[Codes, Codes, tuple[int, ...]]:
-    """Flat operands of the common shape."""
+    """Return both operands flat, broadcast to their common shape."""
     if x.shape == y.shape:
         return flattened(x), flattened(y), x.shape
     shape = np.broadcast_shapes(x.shape, y.shape)

@@ -18,7 +18,7 @@ from lns_ops.spec.gaussian_log import gaussian_tables
 
 @lru_cache(maxsize=32)
 def sum_table(fraction_bits: int) -> NDArray[np.int32]:
-    """G+ and then G-, one table for elementwise additions."""
+    """Return G+ and then G- as one table for elementwise additions."""
     return np.concatenate(gaussian_tables(fraction_bits)).astype(np.int32)
 
 
@@ -29,40 +29,21 @@ def _add(x: Codes, y: Codes, fmt: LNSFormat, flip: int) -> Codes:
     if chosen is not None:
         kernels, plan = chosen
         run(
-            kernels.add,
-            -(-a.size // avx512.PANEL),
-            GRAIN // 128,
-            a,
-            b,
-            out.reshape(-1),
-            plan.constants,
-            plan.extra,
-            plan.mapped,
-            plan.zone,
-            plan.top_field,
-            plan.unit_shift,
-            fmt.field_mask,
-            flip & 1,
-        )
+            kernels.add, -(-a.size // avx512.PANEL), GRAIN // 128, a, b, out.reshape(-1),
+            plan.constants, plan.extra, plan.mapped, plan.zone, plan.top_field, plan.unit_shift,
+            fmt.field_mask, flip & 1,
+        )  # fmt: skip
         return out
     table = sum_table(fmt.fraction_bits)
     run(
-        elementwise.add,
-        a.size,
-        GRAIN,
-        a,
-        b,
-        out.reshape(-1),
-        table,
-        table.size // 2 - 1,
-        fmt.field_mask,
-        flip,
-    )
+        elementwise.add, a.size, GRAIN, a, b, out.reshape(-1), table, table.size // 2 - 1,
+        fmt.field_mask, flip,
+    )  # fmt: skip
     return out
 
 
 def repeat(x: Codes, size: int, run_length: int) -> Codes:
-    """``size`` codes, flat: each of ``x`` ``run_length`` times, then all of that over again."""
+    """Repeat each of ``x`` ``run_length`` times, and all of that again: ``size`` flat codes."""
     out = np.empty(size, np.int16)
     run(
         elementwise.repeat,
@@ -76,7 +57,7 @@ def repeat(x: Codes, size: int, run_length: int) -> Codes:
 
 
 def add(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
-    """``x + y``, correctly rounded in the logarithm, broadcasting; ``x + (-x)`` is exact zero.
+    """Return ``x + y``, broadcast, correctly rounded in the logarithm; ``x + (-x)`` is exact zero.
 
     Args:
         x, y: int16 codes of shapes that broadcast together.
@@ -86,12 +67,12 @@ def add(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
 
 
 def sub(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
-    """``x - y``; see :func:`add`."""
+    """Return ``x - y``; :func:`add` has the arguments."""
     return _add(x, y, fmt, -1)
 
 
 def mul(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
-    """``x y``, broadcasting: logarithms add; exact but for saturation and underflow."""
+    """Return ``x y``, broadcast: logarithms add; exact but for saturation and underflow."""
     a, b, shape = flat_pair(x, y)
     out = np.empty(shape, np.int16)
     run(elementwise.mul, a.size, GRAIN, a, b, out.reshape(-1), fmt.bias, fmt.field_mask)
@@ -99,7 +80,7 @@ def mul(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
 
 
 def div(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
-    """``x / y``, broadcasting: logarithms subtract; exact but for saturation and underflow.
+    """Return ``x / y``, broadcast: logarithms subtract; exact but for saturation and underflow.
 
     Raises:
         ValueError: some ``y`` is zero; LNS has no infinity.
@@ -112,7 +93,7 @@ def div(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
 
 
 def sqrt(x: Codes, fmt: LNSFormat) -> Codes:
-    """Square root: half the logarithm, rounded half to even.
+    """Return the square root: half the logarithm, rounded half to even.
 
     Raises:
         ValueError: some ``x`` is negative.

@@ -1,4 +1,4 @@
-"""Encoding of floating-point arrays to nearest or at random, and decoding, on the CPU."""
+"""Encoding of floating-point arrays, to nearest or at random, and decoding on the CPU."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ from lns_ops.spec.format import (
 def _encode_tables(
     fraction_bits: int,
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
-    """For cells of ``2^-(f+1)``: the float32 shift, the float64 threshold in the cell (or beyond
-    it), thresholds below it."""
+    """Return the encoding tables by cell of ``2^-(f+1)``.
+
+    They are the float32 shift, the float64 threshold in the cell (or beyond it), and the number of
+    thresholds below it.
+    """
     thresholds = encode_thresholds(fraction_bits) - (1 << MANTISSA_BITS)
     cells = np.arange(2 << fraction_bits, dtype=np.int64)
     width = 1 << (MANTISSA_BITS - 1 - fraction_bits)
@@ -43,8 +46,9 @@ def _encode_tables(
 
 
 def encode(x: NDArray[Any], fmt: LNSFormat) -> Codes:
-    """The codes nearest to ``x`` in logarithm: ``sign x round(2^f log2|x|)``; saturates above the
-    range, zero below it.
+    """Return the codes nearest to ``x`` in logarithm: ``sign x round(2^f log2|x|)``.
+
+    Magnitudes above the range saturate, those below it underflow to zero.
 
     Args:
         x: any shape; float32 and float64 are read as they are, other real dtypes are converted to
@@ -63,29 +67,14 @@ def encode(x: NDArray[Any], fmt: LNSFormat) -> Codes:
     shift, threshold, base = _encode_tables(f)
     if x.dtype == np.float32:
         bad = run(
-            elementwise.encode32,
-            x.size,
-            GRAIN,
-            x.reshape(-1).view(np.int32),
-            out.reshape(-1),
-            shift,
-            f,
-            fmt.bias,
-            fmt.field_mask,
-        )
+            elementwise.encode32, x.size, GRAIN, x.reshape(-1).view(np.int32), out.reshape(-1),
+            shift, f, fmt.bias, fmt.field_mask,
+        )  # fmt: skip
     else:
         bad = run(
-            elementwise.encode64,
-            x.size,
-            GRAIN,
-            x.reshape(-1).view(np.int64),
-            out.reshape(-1),
-            threshold,
-            base,
-            f,
-            fmt.bias,
-            fmt.field_mask,
-        )
+            elementwise.encode64, x.size, GRAIN, x.reshape(-1).view(np.int64), out.reshape(-1),
+            threshold, base, f, fmt.bias, fmt.field_mask,
+        )  # fmt: skip
     if bad:
         raise NonFiniteError(
             "NaN or infinity to encode: LNS has no code for either; clean the input first"
@@ -97,8 +86,11 @@ def encode(x: NDArray[Any], fmt: LNSFormat) -> Codes:
 def _stochastic_tables(
     fraction_bits: int,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
-    """For cells of ``2^-(f+1)``: the last significand at or below the start; and both arrays of
-    :func:`stochastic_steps`."""
+    """Return the tables of stochastic encoding by cell of ``2^-(f+1)``.
+
+    They are the last significand at or below the cell's start, and both arrays of
+    :func:`stochastic_steps`.
+    """
     mantissas, reciprocals = stochastic_steps(fraction_bits)
     starts = np.arange(2 << fraction_bits, dtype=np.int64) << (22 - fraction_bits)
     base = np.searchsorted(mantissas, starts, side="right") - 1
@@ -106,8 +98,9 @@ def _stochastic_tables(
 
 
 def encode_stochastic(x: NDArray[np.float32], fmt: LNSFormat, bits: NDArray[np.uint16]) -> Codes:
-    """The code below or above each finite ``x`` in magnitude, at random, ``x`` being the expected
-    value.
+    """Return the code below or above each finite ``x`` in magnitude, at random.
+
+    The expected value is ``x``.
 
     Args:
         x: float32, any shape.
@@ -117,26 +110,19 @@ def encode_stochastic(x: NDArray[np.float32], fmt: LNSFormat, bits: NDArray[np.u
     out = np.empty(x.shape, np.int16)
     base, mantissas, reciprocals = _stochastic_tables(fmt.fraction_bits)
     run(
-        elementwise.encode32_stochastic,
-        x.size,
-        GRAIN,
-        x.reshape(-1).view(np.int32),
-        bits.reshape(-1),
-        out.reshape(-1),
-        base,
-        mantissas,
-        reciprocals,
-        fmt.fraction_bits,
-        fmt.bias,
-        fmt.field_mask,
-    )
+        elementwise.encode32_stochastic, x.size, GRAIN, x.reshape(-1).view(np.int32),
+        bits.reshape(-1), out.reshape(-1), base, mantissas, reciprocals, fmt.fraction_bits,
+        fmt.bias, fmt.field_mask,
+    )  # fmt: skip
     return out
 
 
 @lru_cache(maxsize=32)
 def _decode_tables(fraction_bits: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Significand bit patterns: float32's with the results of exponents -128 and -127 after them,
-    and float64's."""
+    """Return the bit patterns of significands, for float32 and for float64.
+
+    Float32's are followed by the results of the exponents -128 and -127.
+    """
     single = single_significands(fraction_bits).view(np.int32).copy()
     single[: 1 << fraction_bits] -= 127 << 23
     return single, decode_significands(fraction_bits).view(np.int64).copy()
@@ -145,7 +131,7 @@ def _decode_tables(fraction_bits: int) -> tuple[NDArray[np.int32], NDArray[np.in
 def decode(
     codes: Codes, fmt: LNSFormat, dtype: type[np.floating[Any]] = np.float32
 ) -> NDArray[Any]:
-    """``sign x 2^(log/2^f)``, rounded to ``dtype`` once.
+    """Return ``sign x 2^(log/2^f)``, rounded to ``dtype`` once.
 
     Args:
         codes: int16, any shape.
@@ -161,26 +147,12 @@ def decode(
     flat = out.reshape(-1).view(np.int32 if single else np.int64)
     if single:
         run(
-            elementwise.decode32,
-            codes.size,
-            GRAIN,
-            flattened(codes),
-            flat,
-            table32,
-            f,
-            fmt.bias,
+            elementwise.decode32, codes.size, GRAIN, flattened(codes), flat, table32, f, fmt.bias,
             fmt.field_mask,
-        )
+        )  # fmt: skip
     else:
         run(
-            elementwise.decode64,
-            codes.size,
-            GRAIN,
-            flattened(codes),
-            flat,
-            table64,
-            f,
-            fmt.bias,
+            elementwise.decode64, codes.size, GRAIN, flattened(codes), flat, table64, f, fmt.bias,
             fmt.field_mask,
-        )
+        )  # fmt: skip
     return out

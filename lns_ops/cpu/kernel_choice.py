@@ -1,5 +1,7 @@
-"""Which kernel computes sums and matrix products on this processor, for operands of this range:
-vector lanes or gathers."""
+"""The choice of the kernel of sums and matrix products: vector lanes or gathers.
+
+It depends on the processor and on the range of the operands.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,10 @@ from lns_ops.spec.format import LNSFormat
 def lanes_plan(
     operands: tuple[Codes, ...], K: int, fmt: LNSFormat
 ) -> tuple[Any, gemm.WordLayout] | None:
-    """How to add flat ``operands``, K at a time, on vector lanes; None where gathers must do, or
-    will do."""
+    """Return how to add flat ``operands``, K at a time, on vector lanes.
+
+    None where gathers are the only way, or fast enough.
+    """
     if operands[0].size < reduce.WORTH:
         return None
     kernel = kernel_info()["matmul"]
@@ -34,15 +38,14 @@ def lanes_plan(
 
 
 class Survey(NamedTuple):
-    """What the choice of a kernel needs to know of an operand: smallest and largest field of its
-    nonzero codes, their number."""
+    """The facts of an operand that decide the kernel: its nonzero codes' field span and number."""
 
     span: tuple[int, int]
     nonzero: int
 
 
 def survey(x: Codes, fmt: LNSFormat) -> Survey:
-    """The :class:`Survey` of an operand, in one pass over it."""
+    """Return the :class:`Survey` of an operand, in one pass over it."""
     flat = flattened(x.T if x.flags.f_contiguous else x)
     found = np.empty(3, np.int64)
     run(gather_gemm.survey, flat.size, flat.size, flat, found, fmt.field_mask)
@@ -51,8 +54,9 @@ def survey(x: Codes, fmt: LNSFormat) -> Survey:
 
 
 def kernel_info() -> dict[str, str]:
-    """Which matrix-product kernel is in use and why: keys ``matmul`` (``simd avx512bw+vbmi``,
-    ``simd avx2`` or ``gather``) and ``reason``.
+    """Return which matrix-product kernel is in use, and why.
+
+    Keys: ``matmul`` (``simd avx512bw+vbmi``, ``simd avx2`` or ``gather``) and ``reason``.
 
     The vector kernels serve 3 to 7 fraction bits and operands whose products span less than some 90
     octaves; other calls use gathers whatever this says.
@@ -83,7 +87,7 @@ def kernel_info() -> dict[str, str]:
 
 @lru_cache(maxsize=8)
 def missing_features(*features: str) -> str:
-    """Why a kernel that needs these features cannot run here; empty if it can."""
+    """Say why a kernel that needs these features cannot run here; empty if it can."""
     if numba_config.CPU_NAME or numba_config.CPU_FEATURES:
         return "NUMBA_CPU_NAME or NUMBA_CPU_FEATURES overrides the processor's own features"
     found = get_host_cpu_features()

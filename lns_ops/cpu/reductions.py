@@ -24,8 +24,9 @@ LOWEST, HIGHEST = 4 * ACC_MIN, 4 * ACC_MAX
 
 
 def sum(x: Codes, axis: int, fmt: LNSFormat, shift: int = 0) -> Codes:
-    """Sum along ``axis`` in the contract's order (blocks of 64, then block totals); an empty sum is
-    zero.
+    """Sum along ``axis`` in the contract's order: blocks of 64, then block totals.
+
+    An empty sum is zero.
 
     Args:
         x: int16 codes with at least one axis.
@@ -54,84 +55,32 @@ def sum(x: Codes, axis: int, fmt: LNSFormat, shift: int = 0) -> Codes:
         if chosen is not None:
             kernels, plan = chosen
             run(
-                kernels.sum_rows,
-                -(-parts.size // avx512.PANEL),
-                8,
-                flattened(x),
-                parts,
-                K,
-                plan.constants,
-                plan.extra,
-                plan.mapped,
-                plan.zone,
-                plan.top_field,
-                plan.unit_shift,
-                fmt.bias,
-                fmt.field_mask,
-                BLOCK,
-            )
+                kernels.sum_rows, -(-parts.size // avx512.PANEL), 8, flattened(x), parts, K,
+                plan.constants, plan.extra, plan.mapped, plan.zone, plan.top_field, plan.unit_shift,
+                fmt.bias, fmt.field_mask, BLOCK,
+            )  # fmt: skip
         else:
             strips = -(-parts.size // gather_gemm.STRIP)
             run(
-                gather_gemm.sum_rows,
-                strips,
-                8,
-                flattened(x),
-                parts,
-                K,
-                table,
-                fmt.bias,
-                fmt.field_mask,
-                *limits,
-                BLOCK,
-            )
-        run(
-            gather_gemm.sum_totals,
-            out.size,
-            GRAIN // blocks,
-            parts,
-            words,
-            out.size,
-            table,
-            *limits,
-        )
+                gather_gemm.sum_rows, strips, 8, flattened(x), parts, K, table, fmt.bias,
+                fmt.field_mask, *limits, BLOCK,
+            )  # fmt: skip
+        grain = GRAIN // blocks
+        run(gather_gemm.sum_totals, out.size, grain, parts, words, out.size, table, *limits)
     elif chosen is not None:
         kernels, plan = chosen
         units = -(-inner // avx512.PANEL) * (out.size // inner)
         run(
-            kernels.sum_columns,
-            units,
-            max(1, GRAIN // (K * avx512.PANEL)),
-            flattened(x),
-            words,
-            K,
-            inner,
-            plan.constants,
-            plan.extra,
-            plan.mapped,
-            plan.zone,
-            plan.top_field,
-            plan.unit_shift,
-            fmt.bias,
-            fmt.field_mask,
-            BLOCK,
-        )
+            kernels.sum_columns, units, max(1, GRAIN // (K * avx512.PANEL)), flattened(x), words, K,
+            inner, plan.constants, plan.extra, plan.mapped, plan.zone, plan.top_field,
+            plan.unit_shift, fmt.bias, fmt.field_mask, BLOCK,
+        )  # fmt: skip
     else:
         units = -(-inner // gather_gemm.STRIP) * (out.size // inner)
         run(
-            gather_gemm.sum_columns,
-            units,
-            max(1, GRAIN // (K * gather_gemm.STRIP)),
-            flattened(x),
-            words,
-            K,
-            inner,
-            table,
-            fmt.bias,
-            fmt.field_mask,
-            *limits,
-            BLOCK,
-        )
+            gather_gemm.sum_columns, units, max(1, GRAIN // (K * gather_gemm.STRIP)), flattened(x),
+            words, K, inner, table, fmt.bias, fmt.field_mask, *limits, BLOCK,
+        )  # fmt: skip
     if shift:
         words += 4 * shift
     run(gather_gemm.narrow, out.size, GRAIN, words, out.reshape(-1), fmt.bias, fmt.field_mask)
@@ -139,7 +88,7 @@ def sum(x: Codes, axis: int, fmt: LNSFormat, shift: int = 0) -> Codes:
 
 
 def matmul(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes:
-    """``x @ y``: exact products, summed over k in the contract's order.
+    """Return ``x @ y``: exact products, summed over k in the contract's order.
 
     Args:
         x_MK: int16 codes (M, K). Its zeros are skipped, so sparse activations belong here.
@@ -179,7 +128,7 @@ def matmul(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes:
 
 
 def matmul_batched(x_BMK: Codes, y_BKN: Codes, fmt: LNSFormat) -> Codes:
-    """``x[b] @ y[b]`` for every b; see :func:`matmul`.
+    """Return ``x[b] @ y[b]`` for every b; :func:`matmul` has the arguments.
 
     Raises:
         ValueError: not two batches of matrices of one length, or their inner sizes differ.
@@ -201,7 +150,10 @@ def matmul_batched(x_BMK: Codes, y_BKN: Codes, fmt: LNSFormat) -> Codes:
 
 
 def _words(x: Codes, fmt: LNSFormat) -> NDArray[np.int32]:
-    """Contiguous words of ``x``; a transposed view is widened in memory order and then turned."""
+    """Return contiguous words of ``x``.
+
+    A transposed view is widened in memory order, then turned.
+    """
     flipped = x.flags.f_contiguous and not x.flags.c_contiguous
     source = flattened(x.T if flipped else x)
     words = np.empty(source.size, np.int32)
@@ -212,7 +164,7 @@ def _words(x: Codes, fmt: LNSFormat) -> NDArray[np.int32]:
 
 
 def _matmul_simd(x_MK: Codes, y_KN: Codes, fmt: LNSFormat, plan: gemm.WordLayout) -> Codes:
-    """The product on vector lanes."""
+    """Return the product, computed on vector lanes."""
     (M, K), N = x_MK.shape, y_KN.shape[1]
     x, y, mask = flattened(x_MK), flattened(y_KN), fmt.field_mask
     panels, blocks, out = -(-N // avx512.PANEL), -(-K // BLOCK), np.empty((M, N), np.int16)
@@ -224,58 +176,25 @@ def _matmul_simd(x_MK: Codes, y_KN: Codes, fmt: LNSFormat, plan: gemm.WordLayout
     packed = np.empty(panels * K * 2 * avx512.PANEL, np.int16)
     # Packing is short and bound by memory: only much of it is worth a second thread.
     run(
-        gemm.pack_x,
-        M,
-        1 + 8 * GRAIN // K,
-        x,
-        K,
-        mask,
-        plan.x_top,
-        plan.unit_shift,
-        BLOCK,
-        counts,
-        steps,
-        words,
-    )
+        gemm.pack_x, M, 1 + 8 * GRAIN // K, x, K, mask, plan.x_top, plan.unit_shift, BLOCK, counts,
+        steps, words,
+    )  # fmt: skip
     run(
-        gemm.pack_y,
-        panels,
-        1 + 8 * GRAIN // (K * avx512.PANEL),
-        y,
-        K,
-        N,
-        mask,
-        plan.y_top,
-        plan.unit_shift,
-        packed,
-    )
+        gemm.pack_y, panels, 1 + 8 * GRAIN // (K * avx512.PANEL), y, K, N, mask, plan.y_top,
+        plan.unit_shift, packed,
+    )  # fmt: skip
     run(
-        plan.kernel,
-        panels * -(-M // avx512.ROWS_AT_ONCE),
-        1,
-        counts,
-        steps,
-        words,
-        packed,
-        plan.constants,
-        plan.extra,
-        plan.mapped,
-        out.reshape(-1),
-        M,
-        K,
-        N,
-        BLOCK,
-        plan.zone,
-        plan.top_field,
-        plan.unit_shift,
-        mask,
-    )
+        plan.kernel, panels * -(-M // avx512.ROWS_AT_ONCE), 1, counts, steps, words, packed,
+        plan.constants, plan.extra, plan.mapped, out.reshape(-1), M, K, N, BLOCK, plan.zone,
+        plan.top_field, plan.unit_shift, mask,
+    )  # fmt: skip
     return out
 
 
 def _work(rows: Survey, columns: int) -> int:
-    """Time of a product whose scalar operand is ``rows``, in multiply-accumulates: its nonzero
-    elements times columns computed.
+    """Return the time of a product whose scalar operand is ``rows``, in multiply-accumulates.
+
+    It is the number of nonzero elements times the columns computed.
 
     A panel's right edge computes 256, 128 or 32 columns; the last keeps one vector busy at a time
     and counts for more.
@@ -288,7 +207,10 @@ def _work(rows: Survey, columns: int) -> int:
 
 
 def _matmul_gather(x_MK: Codes, y_KN: Codes, fmt: LNSFormat, clamp: bool) -> Codes:
-    """The product by table look-ups; ``clamp`` where the accumulator's limits are in reach."""
+    """Return the product, computed by table look-ups.
+
+    ``clamp`` is needed where the accumulator's limits are in reach.
+    """
     (M, K), N = x_MK.shape, y_KN.shape[1]
     out = np.empty((M, N), np.int16)
     x, y, table = (
@@ -298,20 +220,8 @@ def _matmul_gather(x_MK: Codes, y_KN: Codes, fmt: LNSFormat, clamp: bool) -> Cod
     )
     units = M * -(-N // gather_gemm.STRIP)
     run(
-        gather_gemm.matmul,
-        units,
-        max(1, 4 * GRAIN // (K * gather_gemm.STRIP)),
-        x.reshape(-1),
-        y.reshape(-1),
-        out.reshape(-1),
-        K,
-        N,
-        table,
-        fmt.bias,
-        fmt.field_mask,
-        LOWEST,
-        HIGHEST,
-        clamp,
-        BLOCK,
-    )
+        gather_gemm.matmul, units, max(1, 4 * GRAIN // (K * gather_gemm.STRIP)), x.reshape(-1),
+        y.reshape(-1), out.reshape(-1), K, N, table, fmt.bias, fmt.field_mask, LOWEST, HIGHEST,
+        clamp, BLOCK,
+    )  # fmt: skip
     return out

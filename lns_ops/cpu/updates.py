@@ -1,5 +1,7 @@
-"""Optimizer updates of weights in place on the CPU: SGD and Adam, fused in LNS arithmetic, and with
-float32 in between."""
+"""Optimizer updates in place on the CPU: SGD and Adam, in LNS arithmetic or in float32.
+
+The LNS updates are fused; float32 ones stand between loads and stores of codes.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from lns_ops.spec.reference_updates import adam_codes
 
 
 def _in_place(name: str, x: Codes, shape: tuple[int, ...]) -> Codes:
-    """``x`` flat, without a copy."""
+    """Return ``x`` flat, without a copy."""
     if x.dtype != np.int16 or x.shape != shape or not (x.flags.c_contiguous and x.flags.writeable):
         raise ValueError(
             f"{name} of dtype {x.dtype}, shape {x.shape}: an array updated in place must be"
@@ -34,12 +36,12 @@ def _in_place(name: str, x: Codes, shape: tuple[int, ...]) -> Codes:
 
 @lru_cache(maxsize=32)
 def _fine_table(fraction_bits: int) -> NDArray[np.int32]:
-    """Both tables of additions that round at random, one after the other."""
+    """Return both tables of additions that round at random, one after the other."""
     return np.concatenate(stochastic_tables(fraction_bits))
 
 
 def random_bits(count: int, key: int, step: int, slot: int) -> NDArray[np.uint16]:
-    """As :func:`lns_ops.reference.random_bits`, up to seven more than ``count``."""
+    """Return :func:`lns_ops.reference.random_bits`, up to seven more than ``count``."""
     blocks = -(-count // 8)
     out = np.empty(8 * blocks, np.uint16)
     run(philox.random_bits, blocks, GRAIN // 16, out, out, key, step, slot)
@@ -47,8 +49,10 @@ def random_bits(count: int, key: int, step: int, slot: int) -> NDArray[np.uint16
 
 
 def _absent(x: Codes | None, w: Codes) -> Codes:
-    """An array for a kernel that will not touch it: one of its own, because overlapping arguments
-    would keep the loop from vectorizing."""
+    """Return ``x``, or for None an array of its own that the kernel will not touch.
+
+    One array for several arguments would overlap and keep the loop from vectorizing.
+    """
     return np.empty(w.size, np.int16) if x is None else x
 
 
@@ -64,8 +68,9 @@ def sgd_update(
     key: int | None = None,
     step: int = 0,
 ) -> None:
-    """One SGD step in LNS operations, fused, in place on ``weight``, ``buffer`` and
-    ``compensation``.
+    """Make one SGD step in LNS operations, fused, in place.
+
+    It changes ``weight``, ``buffer`` and ``compensation``.
 
     ``buffer = momentum buffer + grad`` (where momentum and a buffer are given), ``update = -lr
     buffer``, then ``weight += update`` or, with Kahan compensation (W. Kahan 1965)::
@@ -101,19 +106,9 @@ def sgd_update(
     if key is not None:
         bits, fine = random_bits(w.size, key, step, WEIGHT_SLOT), _fine_table(fmt.fraction_bits)
         run(
-            updates.sgd_stochastic,
-            w.size,
-            GRAIN // 4,
-            w,
-            g,
-            b,
-            bits,
-            table,
-            fine,
-            last,
-            fine.size // 2 - 1,
-            *scalars,
-        )
+            updates.sgd_stochastic, w.size, GRAIN // 4, w, g, b, bits, table, fine, last,
+            fine.size // 2 - 1, *scalars,
+        )  # fmt: skip
     elif compensation is None:
         run(updates.sgd_plain, w.size, GRAIN // 2, w, g, b, table, last, *scalars)
     else:
@@ -133,7 +128,8 @@ def adam_update(
     beta2: float, eps: float, weight_decay: int | None = None, decoupled: bool = False,
     key: int | None = None,
 ) -> None:  # fmt: skip
-    """One Adam or AdamW step in LNS operations, fused, in place;
+    """Make one Adam or AdamW step in LNS operations, fused, in place.
+
     :func:`lns_ops.reference.adam_update` has the equations.
 
     Args:
@@ -166,22 +162,9 @@ def adam_update(
         )
         fine = _fine_table(fmt.fraction_bits)
         run(
-            updates.adam_stochastic,
-            w.size,
-            GRAIN // 8,
-            w,
-            g,
-            m,
-            r,
-            bits,
-            root_bits,
-            table,
-            decay.table,
-            fine,
-            last,
-            fine.size // 2 - 1,
-            *scalars,
-        )
+            updates.adam_stochastic, w.size, GRAIN // 8, w, g, m, r, bits, root_bits, table,
+            decay.table, fine, last, fine.size // 2 - 1, *scalars,
+        )  # fmt: skip
         return
     if residue is None:
         raise ValueError(
@@ -191,36 +174,15 @@ def adam_update(
     e = _in_place("residue", residue, weight.shape)
     if compensation is None:
         run(
-            updates.adam_plain,
-            w.size,
-            GRAIN // 8,
-            w,
-            g,
-            m,
-            r,
-            e,
-            table,
-            decay.table,
-            last,
+            updates.adam_plain, w.size, GRAIN // 8, w, g, m, r, e, table, decay.table, last,
             *scalars,
-        )
+        )  # fmt: skip
     else:
         c = _in_place("compensation", compensation, weight.shape)
         run(
-            updates.adam_kahan,
-            w.size,
-            GRAIN // 8,
-            w,
-            g,
-            m,
-            r,
-            e,
-            c,
-            table,
-            decay.table,
-            last,
+            updates.adam_kahan, w.size, GRAIN // 8, w, g, m, r, e, c, table, decay.table, last,
             *scalars,
-        )
+        )  # fmt: skip
 
 
 _CODEC = reference_updates.Float32Codec(
@@ -237,8 +199,11 @@ def sgd_update_float32(
     compensation: Codes | None = None,
     **options: Any,
 ) -> None:
-    """:func:`lns_ops.reference.sgd_update_float32` in place on ``weight``, ``buffer`` and
-    ``compensation``; not fused on a CPU."""
+    """Make one SGD step in float32 operations, in place; not fused on a CPU.
+
+    It changes ``weight``, ``buffer`` and ``compensation``;
+    :func:`lns_ops.reference.sgd_update_float32` has the equations.
+    """
     updated = reference_updates.sgd_update_float32(
         weight, grad, fmt, buffer=buffer, compensation=compensation, codec=_CODEC, **options
     )
@@ -249,8 +214,11 @@ def adam_update_float32(
     weight: Codes, grad: Codes, fmt: LNSFormat, *, exp_avg: Codes, root: Codes,
     residue: Codes | None = None, compensation: Codes | None = None, **options: Any,
 ) -> None:  # fmt: skip
-    """:func:`lns_ops.reference.adam_update_float32` in place on all arrays but ``grad``; not fused
-    on a CPU."""
+    """Make one Adam or AdamW step in float32 operations, in place; not fused on a CPU.
+
+    It changes all arrays but ``grad``; :func:`lns_ops.reference.adam_update_float32` has the
+    equations.
+    """
     state: dict[str, Any] = {
         "exp_avg": exp_avg,
         "root": root,

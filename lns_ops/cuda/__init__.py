@@ -1,5 +1,6 @@
-"""LNS arithmetic on NVIDIA GPUs: the kernels of ``lns_ops/cuda/src`` through CuPy, equal to
-:mod:`lns_ops.reference` bit for bit.
+"""LNS arithmetic on NVIDIA GPUs, through CuPy, equal to :mod:`lns_ops.reference` bit for bit.
+
+The kernels are those of ``lns_ops/cuda/src``.
 
 Functions take and return torch CUDA tensors of int16 codes, share memory with them and run on
 torch's current stream, so they can be captured in a CUDA graph (after one call outside, which

@@ -27,7 +27,7 @@ from lns_ops.spec.gaussian_log import gaussian_tables, longest_decay_table, stoc
 from lns_ops.spec.reference import BLOCK
 
 _SHARED_FRACTION_BITS = 9
-"""Up to here eight copies fit, which the fast elementwise sums need."""
+"""The most fraction bits with which eight copies of the table of G fit, as fast sums need."""
 
 _BINARY_LAYOUT = "PPPqqqiiPPP"
 _ELEMENTWISE: dict[str, str] = {
@@ -58,8 +58,10 @@ COPIES = 8
 
 @lru_cache(maxsize=512)
 def elementwise_kernel(name: str, bits: int, fraction_bits: int, device: int) -> Kernel:
-    """The kernel ``lns_NAME`` of ``elementwise.cu`` or ``updates.cu`` for a format and a device,
-    compiled once."""
+    """Return the kernel ``lns_NAME`` of ``elementwise.cu`` or ``updates.cu``, compiled once.
+
+    There is one for each format and device.
+    """
     fmt = LNSFormat(bits, fraction_bits)
     fast = fraction_bits <= _SHARED_FRACTION_BITS
     shared = (
@@ -89,8 +91,10 @@ atexit.register(elementwise_kernel.cache_clear)  # before CuPy goes; see lns_ops
 
 
 def _repetition(y: Tensor, shape: Sequence[int]) -> tuple[int, int] | None:
-    """``(div, mod)`` such that element i of ``shape`` meets element ``i // div % mod`` of
-    contiguous ``y``; None if there are none."""
+    """Return ``(div, mod)`` by which contiguous ``y`` repeats in ``shape``; None if it does not so.
+
+    Element i of ``shape`` meets element ``i // div % mod`` of ``y``.
+    """
     sizes = [1] * (len(shape) - y.dim()) + list(y.shape)
     full = [d for d, size in enumerate(shape) if size != 1]
     kept = [d for d in full if sizes[d] != 1]
@@ -137,7 +141,7 @@ def _binary(name: str, x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> T
 
 
 def add(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
-    """``x + y``, broadcast; one of them may be a 0-dim CPU tensor."""
+    """Return ``x + y``, broadcast; one of them may be a 0-dim CPU tensor."""
     return (
         _binary("add", x, y, bits, fraction_bits)
         if x.is_cuda
@@ -146,12 +150,12 @@ def add(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
 
 
 def sub(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
-    """``x - y``, broadcast."""
+    """Return ``x - y``, broadcast."""
     return _binary("sub", x, y, bits, fraction_bits)
 
 
 def mul(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
-    """``x y``, broadcast."""
+    """Return ``x y``, broadcast."""
     return (
         _binary("mul", x, y, bits, fraction_bits)
         if x.is_cuda
@@ -160,12 +164,15 @@ def mul(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
 
 
 def div(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
-    """``x / y``, broadcast; zero divisors are counted (:func:`check_faults`) and give zero."""
+    """Return ``x / y``, broadcast.
+
+    Zero divisors are counted (:func:`check_faults`) and give zero.
+    """
     return _binary("div", x, y, bits, fraction_bits)
 
 
 def sqrt(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
-    """Square root; negatives are counted and give zero."""
+    """Return the square root; negatives are counted (:func:`check_faults`) and give zero."""
     x, device = x.contiguous(), x.get_device()
     z = torch.empty_like(x)
     if x.numel():
@@ -183,8 +190,10 @@ def sqrt(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
 
 
 def sum(x: Tensor, dim: int, bits: int, fraction_bits: int, shift: int = 0) -> Tensor:
-    """Sum along ``dim`` in the contract's order; ``shift`` ulps are added to its logarithm before
-    it is stored in the format."""
+    """Sum along ``dim`` in the contract's order.
+
+    ``shift`` ulps are added to the sum's logarithm before it is stored in the format.
+    """
     moved = x.movedim(dim, 0).contiguous()
     device = x.get_device()
     out = torch.empty(moved.shape[1:], dtype=torch.int16, device=x.device)
@@ -199,11 +208,11 @@ def sum(x: Tensor, dim: int, bits: int, fraction_bits: int, shift: int = 0) -> T
 
 
 def _sum_columns(K: int, N: int, multiprocessors: int) -> int:
-    """Columns that a thread block of the sum kernel takes, beside as many blocks of terms as its
-    threads are left for.
+    """Return the number of columns that a thread block of the sum kernel takes.
 
-    32 for coalesced loads; more where that leaves threads without terms, as long as every
-    multiprocessor has two thread blocks.
+    It is 32 for coalesced loads; more where that leaves threads without terms, as long as every
+    multiprocessor has two thread blocks. The threads divided by the columns is the number of blocks
+    of terms taken at a time.
     """
     columns, blocks = min(32, 1 << (N - 1).bit_length()), -(-K // BLOCK)
     while 2 * columns * blocks <= THREADS and 4 * columns * multiprocessors <= N:
@@ -212,7 +221,10 @@ def _sum_columns(K: int, N: int, multiprocessors: int) -> int:
 
 
 def encode(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
-    """Codes nearest in logarithm; NaN and infinities are counted (:func:`check_faults`)."""
+    """Return the codes nearest in logarithm.
+
+    NaN and infinities are counted (:func:`check_faults`).
+    """
     double = x.dtype == torch.float64 or not x.dtype.is_floating_point
     x, device = x.contiguous().to(torch.float64 if double else torch.float32), x.get_device()
     out = torch.empty(x.shape, dtype=torch.int16, device=x.device)
@@ -244,8 +256,10 @@ def encode(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
 
 
 def decode(codes: Tensor, bits: int, fraction_bits: int, dtype: torch.dtype) -> Tensor:
-    """Values of ``codes`` as float64 for ``dtype`` float64, else rounded to float32 and then to
-    ``dtype``."""
+    """Return the values of ``codes`` in ``dtype``.
+
+    They are float64 for float64, else rounded to float32 and then to ``dtype``.
+    """
     double = dtype == torch.float64
     codes, device = codes.contiguous(), codes.get_device()
     out = torch.empty(

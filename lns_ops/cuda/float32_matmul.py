@@ -1,5 +1,6 @@
-"""Matrix products of codes with float32 sums on NVIDIA GPUs;
-:mod:`lns_ops.functional.float32_matmul` has the method and the CPU's.
+"""Matrix products of codes with float32 sums on NVIDIA GPUs.
+
+:mod:`lns_ops.functional.float32_matmul` has the method and the CPU's products.
 
 Shape suffixes: M, K, N of a product; B a batch, which may be absent.
 """
@@ -21,23 +22,29 @@ from lns_ops.cuda import elementwise, runtime
 from lns_ops.spec.format import LNSFormat, decode_significands
 
 _BFLOAT16_FRACTION_BITS, _TF32_FRACTION_BITS = 6, 9
-"""Formats up to these fraction bits have steps wider than bfloat16's and tf32's, so that decoding
-into those keeps codes apart."""
+"""The most fraction bits with which bfloat16 and tf32 keep codes apart.
+
+The formats' steps are wider than those of bfloat16 and tf32.
+"""
 _MANTISSAS = {"bf16": 7, "tf32": 10}
-"""Bits of a significand behind the binary point."""
+"""The bits of a significand behind the binary point."""
 
 
 def in_memory_order(x: Tensor) -> tuple[Tensor, bool]:
-    """``x`` or its transpose, whichever is contiguous, and whether it is the transpose; a
-    contiguous copy if neither is."""
+    """Return ``x`` or its transpose, whichever is contiguous, and whether it is the transpose.
+
+    If neither is, return a contiguous copy.
+    """
     if x.is_contiguous():
         return x, False
     return (x.mT, True) if x.mT.is_contiguous() else (x.contiguous(), False)
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[None]:
-    """Inside, torch.autocast leaves the products of tensors like ``x`` alone; it would round
-    float32 operands to 16 bits."""
+    """Return a context in which torch.autocast leaves the products of tensors like ``x`` alone.
+
+    It would round float32 operands to 16 bits.
+    """
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
@@ -66,22 +73,26 @@ atexit.register(_kernel.cache_clear)  # before CuPy goes; see lns_ops.cuda.runti
 
 @lru_cache(maxsize=64)
 def _mantissas(fraction_bits: int, bits: int, device: int) -> Tensor:
-    """``round((2^(j / 2^f) - 1) 2^bits)`` for j in 0 .. 2^f - 1, int16."""
+    """Return ``round((2^(j / 2^f) - 1) 2^bits)`` for j in 0 .. 2^f - 1, int16."""
     scaled = np.rint(np.ldexp(decode_significands(fraction_bits), bits)) - (1 << bits)
     return torch.from_numpy(scaled.astype(np.int16)).to(torch.device("cuda", device))
 
 
 def operand_type(fraction_bits: int) -> str:
-    """What a GPU multiplies codes of that many fraction bits as: ``bf16``, ``tf32`` or
-    ``float32``."""
+    """Return the type in which a GPU multiplies codes: ``bf16``, ``tf32`` or ``float32``.
+
+    It depends on the number of fraction bits.
+    """
     if fraction_bits <= _BFLOAT16_FRACTION_BITS:
         return "bf16"
     return "tf32" if fraction_bits <= _TF32_FRACTION_BITS else "float32"
 
 
 def decoded_operands(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> tuple[Tensor, Tensor]:
-    """The values of ``x`` and ``y`` as :func:`operand_type` says, with their shapes; tf32 lies in
-    float32 tensors."""
+    """Return the values of ``x`` and ``y`` in the type of :func:`operand_type`, with their shapes.
+
+    tf32 lies in float32 tensors.
+    """
     (x, x_turned), (y, y_turned) = in_memory_order(x), in_memory_order(y)
     kind, device = operand_type(fraction_bits), x.get_device()
     if kind == "float32":
@@ -106,7 +117,7 @@ _precision = threading.Lock()
 
 @contextmanager
 def _float32_precision(wanted: str) -> Iterator[None]:
-    """cuBLAS multiplies float32 matrices as ``tf32`` or ``ieee`` float32 inside.
+    """Make cuBLAS multiply float32 matrices as ``tf32`` or ``ieee`` float32 inside.
 
     torch's setting is the whole process's: a float32 product that another thread launches meanwhile
     goes by it too. The lock keeps two threads in here from restoring each other's.
@@ -125,8 +136,10 @@ def _float32_precision(wanted: str) -> Iterator[None]:
 
 
 def float32_product(left: Tensor, right: Tensor, kind: str) -> Tensor:
-    """``left @ right`` as contiguous float32, multiplied as ``kind`` (:func:`operand_type`)
-    says."""
+    """Return ``left @ right`` as contiguous float32, multiplied as ``kind`` says.
+
+    ``kind`` is one of :func:`operand_type`'s.
+    """
     aten = torch.ops.aten
     product = aten.mm if left.dim() == 2 else aten.bmm
     if kind == "bf16":
@@ -138,7 +151,7 @@ def float32_product(left: Tensor, right: Tensor, kind: str) -> Tensor:
 
 
 def matmul_cuda(x_BMK: Tensor, y_BKN: Tensor, bits: int, fraction_bits: int) -> Tensor:
-    """``x @ y`` with float32 sums by tensor cores; three launches."""
+    """Return ``x @ y`` with float32 sums by tensor cores; three launches."""
     (M, K), N, device = x_BMK.shape[-2:], y_BKN.shape[-1], x_BMK.get_device()
     out = torch.empty((*x_BMK.shape[:-1], N), dtype=torch.int16, device=x_BMK.device)
     if out.numel() == 0 or K == 0:

@@ -1,5 +1,7 @@
-"""Matrix products on NVIDIA GPUs: which tile of the fast kernel serves a shape, and the exact
-kernel for formats with large tables."""
+"""Matrix products on NVIDIA GPUs: the fast kernel's tile for a shape, and the exact kernel.
+
+The exact kernel serves formats with large tables.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,15 @@ from lns_ops.spec.reference import BLOCK
 
 
 def linear(x: Tensor, y: Tensor, bias: Tensor, bits: int, fraction_bits: int) -> Tensor:
-    """``x_MK @ y_KN + bias_N`` in one kernel."""
+    """Return ``x_MK @ y_KN + bias_N`` by one kernel."""
     return matmul(x, y, bits, fraction_bits, bias=bias.contiguous())
 
 
 class Tile(NamedTuple):
-    """A variant of the fast GEMM: ``TN`` columns a lane, ``WM x WN`` warps a tile, ``16 / (WM WN)``
-    groups over k."""
+    """A variant of the fast GEMM.
+
+    It has ``TN`` columns per lane, ``WM x WN`` warps per tile, and ``16 / (WM WN)`` groups over k.
+    """
 
     TN: int
     WM: int
@@ -53,8 +57,10 @@ class Tile(NamedTuple):
         return 4 * self.TN * self.WN
 
     def cycles(self, batch: int, M: int, N: int, K: int, multiprocessors: int) -> float:
-        """Estimated cycles: waves of tiles, each with its rounds of 64 k a group, by the busiest of
-        the four schedulers.
+        """Return the estimated cycles of a product.
+
+        They are waves of tiles, each with its rounds of 64 k per group, by the busiest of the four
+        schedulers.
 
         A multiply-add takes seven instructions and its share of what surrounds it, which grows as
         tiles shrink.
@@ -72,7 +78,7 @@ class Tile(NamedTuple):
 
 
 _CYCLES_PER_TILE = 8000
-"""Filling the table, the first loads and the last stores."""
+"""The cycles for filling the table, the first loads and the last stores."""
 TILES = tuple(
     Tile(*shape)
     for shape in [
@@ -92,7 +98,7 @@ _GEMM_LAYOUT = "PPPPPPiiiqqqqii"
 
 @lru_cache(maxsize=256)
 def choose_tile(batch: int, M: int, N: int, K: int, multiprocessors: int) -> Tile:
-    """The tile of the fewest estimated cycles."""
+    """Return the tile of the fewest estimated cycles."""
     return min(TILES, key=lambda tile: tile.cycles(batch, M, N, K, multiprocessors))
 
 
@@ -127,8 +133,10 @@ atexit.register(_gemm_exact.cache_clear)  # before CuPy goes; see lns_ops.cuda.r
 
 
 def _unit_stride(x: Tensor) -> tuple[Tensor, bool, int]:
-    """``x`` with a unit stride in one of its last two dimensions; whether it is the last one; and
-    the other one's stride."""
+    """Return ``x`` with a unit stride in one of its last two dimensions, and its layout.
+
+    The layout is whether that dimension is the last one, and the other one's stride.
+    """
     rows, columns = x.shape[-2:]
     if x.stride(-1) == 1 or columns == 1:
         return x, True, x.stride(-2) if rows > 1 else columns
@@ -147,8 +155,9 @@ def matmul(
     relu: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
-    """``x_MK @ y_KN`` or ``x_BMK @ y_BKN``, then ``+ bias_N`` and ``max(0, .)`` where asked for,
-    each an LNS operation.
+    """Return ``x_MK @ y_KN`` or ``x_BMK @ y_BKN``, with bias and ReLU where asked for.
+
+    ``+ bias_N`` and ``max(0, .)`` are each an LNS operation.
 
     ``tile`` (one of :data:`TILES`) overrides the choice by shape; results do not depend on it.
     """
@@ -186,5 +195,5 @@ def matmul(
 
 
 def _pieces(tile: Tile) -> int:
-    """Codes of the second operand that a thread loads at once."""
+    """Return the number of codes of the second operand that a thread loads at once."""
     return tile.columns * 8 * tile.WN // (32 * tile.WM * tile.WN)

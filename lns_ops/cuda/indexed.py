@@ -1,5 +1,7 @@
-"""Table look-ups and sums by destination on NVIDIA GPUs; the GPU's side of
-:mod:`lns_ops.functional.indexed`."""
+"""Table look-ups and sums by destination on NVIDIA GPUs.
+
+This is the GPU's side of :mod:`lns_ops.functional.indexed`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from lns_ops.spec.unary_functions import table, undefined
 
 _LAYOUTS = {"lookup": "PPqiPP", "segment_sum": "PPPPqqP"}
 _DOMAIN_FAULT = 3
-"""Position in runtime._FAULTS."""
+"""The position of domain faults in ``runtime._FAULTS``."""
 
 
 @lru_cache(maxsize=64)
@@ -42,8 +44,10 @@ def _table(function: str, parameters: tuple[float, ...], fmt: LNSFormat, device:
 def lookup(
     x: Tensor, function: str, parameters: list[float], bits: int, fraction_bits: int
 ) -> Tensor:
-    """Results of ``function``; arguments without one are counted (:func:`lns_ops.check_faults`) and
-    give zero."""
+    """Return ``function`` of the codes by table look-up.
+
+    Arguments without a result are counted (:func:`lns_ops.check_faults`) and give zero.
+    """
     x, device = x.contiguous(), x.get_device()
     out = torch.empty_like(x)
     results = _table(function, tuple(parameters), LNSFormat(bits, fraction_bits), device)
@@ -59,8 +63,10 @@ def lookup(
 
 
 def segment_sum(x: Tensor, order: Tensor, starts: Tensor, bits: int, fraction_bits: int) -> Tensor:
-    """Row r: the sum of rows ``order[starts[r] : starts[r + 1]]`` of ``x``, in the contract's
-    order."""
+    """Return in row r the sum of rows ``order[starts[r] : starts[r + 1]]`` of ``x``.
+
+    The sum goes in the contract's order.
+    """
     x, order, starts, device = (
         x.contiguous(),
         order.contiguous(),

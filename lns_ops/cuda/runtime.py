@@ -1,5 +1,4 @@
-"""What the CUDA kernels share: CuPy and NVRTC, compiling and launching, tables on a device, and
-counters of faults.
+"""The runtime that CUDA kernels share: CuPy and NVRTC, launching, tables, and counters of faults.
 
 A kernel is compiled for a device and a format from ``lns_ops/cuda/src``, once; its arguments are
 packed as ``struct`` writes them, and it runs on torch's current stream. Results that LNS has no
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lns_ops._compat import cupy_driver, current_device, current_stream
 from lns_ops.spec.format import (
     MANTISSA_BITS,
     LNSFormat,
@@ -32,8 +32,10 @@ from lns_ops.spec.format import (
 from lns_ops.spec.gaussian_log import gaussian_tables
 
 REPLICATED_FRACTION_BITS = 7
-"""Up to here 32 copies of the table of G fit in a multiprocessor's shared memory, which the fast
-GEMM needs."""
+"""The most fraction bits with which 32 copies of the table of G fit in shared memory.
+
+The fast GEMM needs them in one multiprocessor.
+"""
 THREADS = 512
 _FAULTS = (
     (
@@ -68,7 +70,7 @@ def _cupy() -> Any:
 
 
 def unavailable() -> str | None:
-    """Why there is no CUDA backend here, or None if there is one."""
+    """Say why there is no CUDA backend here; None if there is one."""
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
     try:
@@ -79,7 +81,7 @@ def unavailable() -> str | None:
 
 
 def kernel_info() -> dict[str, str]:
-    """The kernel in use, or ``none`` and why."""
+    """Return the kernel in use, or ``none`` and why."""
     reason = unavailable()
     if reason is not None:
         return {"kernel": "none", "why": reason}
@@ -98,7 +100,7 @@ def kernel_info() -> dict[str, str]:
 
 @lru_cache(maxsize=8)
 def kernel_source(name: str) -> str:
-    """The source of a kernel file, with what it includes in place."""
+    """Return the source of a kernel file, with its includes in place."""
     file = resources.files("lns_ops.cuda") / "src" / name
     lines = file.read_text().replace("#pragma once\n", "").splitlines(keepends=True)
     return "".join(
@@ -131,7 +133,7 @@ class Kernel:
         size = ctypes.c_size_t(self._arguments.size)
         # CU_LAUNCH_PARAM_BUFFER_POINTER, ..._BUFFER_SIZE, ..._END
         extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(values), 2, ctypes.addressof(size), 0)
-        if torch._C._cuda_getDevice() != device:
+        if current_device() != device:
             with torch.cuda.device(device):
                 self(grid, threads, device, *arguments)
             return
@@ -140,13 +142,13 @@ class Kernel:
             # context.
             _cupy().cuda.Device(device).use()
             _thread.ready = True
-        stream = torch._C._cuda_getCurrentRawStream(device)
+        stream = current_stream(device)
         self._launch(
             self._pointer, *grid, threads, 1, 1, self._shared, stream, 0, ctypes.addressof(extra)
         )
 
     def resident(self, device: int) -> int:
-        """Thread blocks of ``_THREADS`` that the device holds at once."""
+        """Return how many thread blocks of ``_THREADS`` the device holds at once."""
         if device not in self._resident:
             with torch.cuda.device(device):
                 _cupy().cuda.Device(device).use()
@@ -159,16 +161,15 @@ class Kernel:
 
 @lru_cache(maxsize=1)
 def _driver() -> Any:
-    from cupy_backends.cuda.api import driver
-
     _cupy()
-    return driver
+    return cupy_driver()
 
 
 @atexit.register
 def _forget() -> None:
-    """Unload modules while CuPy is still whole: at the end of the interpreter its destructors would
-    only complain.
+    """Unload modules at the interpreter's end, while CuPy is still whole.
+
+    Later its destructors would only complain.
 
     Files that keep kernels register their caches' ``cache_clear`` after this one, so these go
     first.
@@ -179,7 +180,7 @@ def _forget() -> None:
 
 
 def compile_function(source: str, name: str, options: tuple[str, ...], device: int) -> Any:
-    """The function ``name`` of CUDA C++ ``source``, compiled for a device."""
+    """Compile the function ``name`` of CUDA C++ ``source`` for a device."""
     cupy = _cupy()
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # torch's context exists and is current
@@ -189,8 +190,10 @@ def compile_function(source: str, name: str, options: tuple[str, ...], device: i
 
 @lru_cache(maxsize=16)
 def shared_base(device: int) -> int:
-    """Where dynamic shared memory begins in the shared window: a constant of the device that
-    kernels are compiled with."""
+    """Return where dynamic shared memory begins in the shared window.
+
+    It is a constant of the device that kernels are compiled with.
+    """
     source = r"""extern "C" __global__ void base(unsigned* out) {
         extern __shared__ unsigned memory[];
         *out = (unsigned)__cvta_generic_to_shared(memory);
@@ -203,7 +206,7 @@ def shared_base(device: int) -> int:
 
 
 def compile_options(fmt: LNSFormat, device: int, **more: int) -> tuple[str, ...]:
-    """Macro definitions of a format and a device, and ``more``."""
+    """Return the macro definitions of a format and a device, and ``more``."""
     tables = gaussian_tables(fmt.fraction_bits)
     values = {
         "BITS": fmt.bits,
@@ -217,7 +220,7 @@ def compile_options(fmt: LNSFormat, device: int, **more: int) -> tuple[str, ...]
 
 
 class _Tables(NamedTuple):
-    """Tables on a device; see the heads of the ``.cu`` files for what they hold."""
+    """The tables on a device; the heads of the ``.cu`` files say what they hold."""
 
     packed: Tensor
     signed: Tensor
@@ -229,7 +232,7 @@ class _Tables(NamedTuple):
 
 
 _FAULTS_OF_STREAMS: dict[tuple[int, int], Tensor] = {}
-"""Counters of the streams that have their own, by device and CUDA's handle of the stream."""
+"""The counters of streams that have their own, by device and CUDA's handle of the stream."""
 
 
 @lru_cache(maxsize=16)
@@ -238,17 +241,18 @@ def _faults_of_device(device: int) -> Tensor:
 
 
 def fault_counts(device: int) -> Tensor:
-    """Where kernels that are launched now count their faults."""
+    """Return the counters in which kernels that are launched now count their faults."""
     if _FAULTS_OF_STREAMS:
-        own = _FAULTS_OF_STREAMS.get((device, torch._C._cuda_getCurrentRawStream(device)))
+        own = _FAULTS_OF_STREAMS.get((device, current_stream(device)))
         if own is not None:
             return own
     return _faults_of_device(device)
 
 
 def count_faults_apart(stream: torch.cuda.Stream) -> None:
-    """Count the faults of kernels on ``stream`` by themselves from now on: :func:`check_faults`
-    called on it reads those alone.
+    """Count the faults of kernels on ``stream`` by themselves from now on.
+
+    :func:`check_faults` called on that stream reads those alone.
 
     For programs in which several threads compute on one device, each on a stream of its own.
     """
@@ -261,13 +265,13 @@ def count_faults_apart(stream: torch.cuda.Stream) -> None:
 
 
 def uploaded(table: np.ndarray[Any, Any], device: int) -> Tensor:
-    """A copy of a host table on a device."""
+    """Return a copy of a host table on a device."""
     return torch.from_numpy(np.array(table)).to(torch.device("cuda", device))
 
 
 @lru_cache(maxsize=64)
 def device_tables(fraction_bits: int, device: int) -> _Tables:
-    """The tables of a format on a device, uploaded once."""
+    """Return the tables of a format on a device, uploaded once."""
     plus, minus = (table.astype(np.int64) for table in gaussian_tables(fraction_bits))
     drift = -int(minus[1:].min(initial=0))
     packed = ((plus + drift) & 0xFFFF) | ((minus + drift) << 16)
@@ -297,8 +301,9 @@ def device_tables(fraction_bits: int, device: int) -> _Tables:
 
 
 def check_faults(device: int | torch.device | None = None) -> None:
-    """Wait for ``device`` (default: the current one) and raise what its LNS kernels have counted
-    since the last call.
+    """Wait for ``device`` and raise what its LNS kernels have counted since the last call.
+
+    The default is the current device.
 
     On a stream with counters of its own (:func:`lns_ops.cuda.count_faults_apart`): what the kernels
     on that stream have counted.
@@ -325,15 +330,17 @@ def check_faults(device: int | torch.device | None = None) -> None:
 
 @lru_cache(maxsize=16)
 def multiprocessor_count(device: int) -> int:
-    """How many multiprocessors a device has."""
+    """Return how many multiprocessors a device has."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def grid_of(
     n: int, device: int, *, per_thread: int = 8, kernel: Kernel | None = None, waves: int = 8
 ) -> tuple[int, int, int]:
-    """Thread blocks for ``n`` elements; of a ``kernel`` that fills tables first no more than the
-    device holds at once, ``waves`` times.
+    """Return the number of thread blocks for ``n`` elements.
+
+    For a ``kernel`` that fills tables first it is at most what the device holds at once, ``waves``
+    times.
 
     More than one wave keeps accesses that happen together closer together: 3 to 8 % more bandwidth
     on an H200.
@@ -347,10 +354,10 @@ def grid_of(
 
 
 def alignment_flag(*tensors: Tensor | None) -> int:
-    """1 if all tensors begin at multiples of 16 bytes, as wide loads need, else 0."""
+    """Return 1 if all tensors begin at multiples of 16 bytes, as wide loads need, else 0."""
     return int(all(t is None or t.data_ptr() % 16 == 0 for t in tensors))
 
 
 def pointer_of(tensor: Tensor | None) -> int:
-    """A tensor's address; 0 for None."""
+    """Return a tensor's address; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()

@@ -1,5 +1,7 @@
-"""Optimizer updates of weights in place on NVIDIA GPUs: SGD and Adam, in LNS arithmetic or with
-float32 in between."""
+"""Optimizer updates in place on NVIDIA GPUs: SGD and Adam, in LNS or float32 arithmetic.
+
+Float32 operations stand between loads and stores of codes.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,10 @@ atexit.register(_float32_update.cache_clear)  # before CuPy goes; see lns_ops.cu
 
 @lru_cache(maxsize=32)
 def _fine_table(fraction_bits: int, device: int) -> Tensor:
-    """Corrections of additions that round at random: G+ and G- of each distance, with 16 bits
-    behind the ulp."""
+    """Return the corrections of additions that round at random.
+
+    They are G+ and G- of each distance, with 16 bits behind the ulp.
+    """
     return uploaded(np.stack(stochastic_tables(fraction_bits), axis=1), device)
 
 
@@ -65,7 +69,7 @@ def _fine_table(fraction_bits: int, device: int) -> Tensor:
 def _adam_tables(
     beta1: float, beta2: float, eps: float, fmt: LNSFormat, device: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The corrections and eps of each step, and the decay table of the second moment."""
+    """Return the corrections and eps of each step, and the decay table of the second moment."""
     codes = adam_codes(beta1, beta2, eps, fmt)
     tables = codes.correction, codes.eps_hat, decay_table(beta2, fmt.fraction_bits).table
     correction, eps_hat, decay = (uploaded(table, device) for table in tables)
@@ -88,7 +92,7 @@ def _check_in_place(weight: Tensor, grad: Tensor, **updated: Tensor | None) -> N
 
 @lru_cache(maxsize=32)
 def _stochastic_encoding(fraction_bits: int, device: int) -> tuple[Tensor, Tensor]:
-    """What encoding at random looks up; see ``StochasticEncoder``."""
+    """Return the tables of stochastic encoding, which ``StochasticEncoder`` looks up."""
     mantissas, reciprocals = stochastic_steps(fraction_bits)
     starts = np.arange(2 << fraction_bits, dtype=np.int64) << (22 - fraction_bits)
     base = np.searchsorted(mantissas, starts, side="right") - 1
@@ -121,8 +125,10 @@ def sgd_update_float32_(
     step: Tensor | None, lr: float, momentum: float | None, key: int | None, bits: int,
     fraction_bits: int,
 ) -> None:  # fmt: skip
-    """One SGD step in place, as :func:`lns_ops.reference.sgd_update_float32`; ``step`` is read on
-    the device."""
+    """Make one SGD step with float32 operations, in place.
+
+    :func:`lns_ops.reference.sgd_update_float32` is the definition; ``step`` is read on the device.
+    """
     _check_in_place(weight, grad, buffer=buffer, compensation=compensation)
     grad, device = grad.contiguous(), weight.get_device()
     if weight.numel():
@@ -142,8 +148,10 @@ def adam_update_float32_(
     compensation: Tensor | None, step: Tensor, lr: float, beta1: float, beta2: float, eps: float,
     weight_decay: float | None, decoupled: bool, key: int | None, bits: int, fraction_bits: int,
 ) -> None:  # fmt: skip
-    """One Adam or AdamW step in place, as :func:`lns_ops.reference.adam_update_float32`; ``step``
-    is read on the device."""
+    """Make one Adam or AdamW step with float32 operations, in place.
+
+    :func:`lns_ops.reference.adam_update_float32` is the definition; ``step`` is read on the device.
+    """
     _check_in_place(
         weight, grad, exp_avg=exp_avg, root=root, residue=residue, compensation=compensation
     )
@@ -173,8 +181,10 @@ def sgd_update_(
     step: Tensor | None, negative_lr: int, momentum: int | None, key: int | None, bits: int,
     fraction_bits: int,
 ) -> None:  # fmt: skip
-    """One SGD step in place, as :func:`lns_ops.reference.sgd_update`; ``step`` is read on the
-    device."""
+    """Make one SGD step in LNS operations, in place.
+
+    :func:`lns_ops.reference.sgd_update` is the definition; ``step`` is read on the device.
+    """
     _check_in_place(weight, grad, buffer=buffer, compensation=compensation)
     grad, device = grad.contiguous(), weight.get_device()
     if weight.numel():
@@ -197,8 +207,10 @@ def adam_update_(
     eps: float, weight_decay: int | None, decoupled: bool, key: int | None, bits: int,
     fraction_bits: int,
 ) -> None:  # fmt: skip
-    """One Adam or AdamW step in place, as :func:`lns_ops.reference.adam_update`; ``step`` is read
-    on the device."""
+    """Make one Adam or AdamW step in LNS operations, in place.
+
+    :func:`lns_ops.reference.adam_update` is the definition; ``step`` is read on the device.
+    """
     _check_in_place(
         weight, grad, exp_avg=exp_avg, root=root, residue=residue, compensation=compensation
     )

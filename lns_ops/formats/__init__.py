@@ -1,5 +1,6 @@
-"""Number formats behind one interface, :class:`NumberFormat`: floating point, fixed point, scaled
-integers, MX blocks, LNS.
+"""Number formats behind one interface, :class:`NumberFormat`.
+
+There are floating point, fixed point, scaled integers, MX blocks, and LNS.
 
 >>> import torch
 >>> from lns_ops import formats

@@ -1,5 +1,4 @@
-"""What every number format is: a name, a width, encoding, decoding, rounding, and a statement of
-its error.
+"""The interface of number formats: name, width, encoding, decoding, rounding, error model.
 
 A format maps float32 values to *codes* (and a scale, where values share one) and back.
 :meth:`NumberFormat.quantize` is both in one: the values of a tensor on the format's grid, as
@@ -19,8 +18,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorModel:
-    """How far rounding to nearest moves a value: ``|q(x) - x| <= max(relative |x|, absolute)`` for
-    ``|x| <= largest``.
+    """The error of rounding to nearest: ``|q(x) - x| <= max(relative |x|, absolute)``.
+
+    It holds for ``|x| <= largest``.
 
     Attributes:
         relative: unit roundoff, of values that are neither tiny nor too large; 0 for formats with
@@ -41,15 +41,17 @@ class ErrorModel:
     scaled: bool = False
 
     def bound(self, x: Tensor, group: Tensor | float = 1.0) -> Tensor:
-        """The largest error of each of ``x``, within the range; ``group`` is the largest magnitude
-        that shares its scale (if scaled)."""
+        """Return the largest error of each of ``x`` within the range.
+
+        ``group`` is the largest magnitude that shares its scale (if scaled).
+        """
         unit = torch.as_tensor(group if self.scaled else 1.0, dtype=torch.float64, device=x.device)
         return torch.maximum(self.relative * x.double().abs(), self.absolute * unit)
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Codes of a tensor: what a device would store.
+    """The codes of a tensor: what a device would store.
 
     Attributes:
         codes: in the format's :attr:`NumberFormat.storage`.
@@ -64,8 +66,10 @@ class Encoded:
 
 
 class NumberFormat(ABC):
-    """A number format; :func:`lns_ops.formats.parse` makes one from its name. Immutable, equal by
-    value, safe to share."""
+    """A number format, immutable, equal by value, safe to share.
+
+    :func:`lns_ops.formats.parse` makes one from its name.
+    """
 
     @property
     @abstractmethod
@@ -75,8 +79,10 @@ class NumberFormat(ABC):
     @property
     @abstractmethod
     def bits(self) -> float:
-        """Bits a value takes; with one scale a block, its share of that too (a scale a tensor or
-        channel is not counted)."""
+        """The bits that a value takes, its share of a scale per block included.
+
+        A scale per tensor or channel is not counted.
+        """
 
     @property
     @abstractmethod
@@ -86,11 +92,11 @@ class NumberFormat(ABC):
     @property
     @abstractmethod
     def error(self) -> ErrorModel:
-        """How far rounding moves a value."""
+        """The error of rounding to nearest."""
 
     @abstractmethod
     def encode(self, x: Tensor, random: Tensor | None = None) -> Encoded:
-        """The codes of ``x``.
+        """Return the codes of ``x``, rounded to nearest or at random.
 
         Args:
             x: float tensor of any shape.
@@ -106,20 +112,20 @@ class NumberFormat(ABC):
 
     @abstractmethod
     def decode(self, encoded: Encoded) -> Tensor:
-        """The values of codes, float32, exact."""
+        """Return the values of codes, float32, exact."""
 
     def quantize(self, x: Tensor, random: Tensor | None = None) -> Tensor:
-        """``decode(encode(x))`` as a new float32 tensor; a NaN stays one."""
+        """Return ``decode(encode(x))`` as a new float32 tensor; a NaN stays one."""
         return self.decode(self.encode(x, random))
 
     def quantize_(self, x: Tensor, random: Tensor | None = None) -> Tensor:
-        """:meth:`quantize` in place, outside of any graph; returns ``x``."""
+        """Quantize ``x`` in place, outside of any graph, as :meth:`quantize` does; return ``x``."""
         with torch.no_grad():
             return x.copy_(self.quantize(x, random))
 
     @property
     def compensation(self) -> NumberFormat:
-        """The format of Kahan compensations beside weights of this one: of the same width."""
+        """The format of Kahan compensations beside weights of this one, of the same width."""
         return self
 
     @property
@@ -132,8 +138,9 @@ class NumberFormat(ABC):
 
 
 def as_float32(x: Tensor) -> Tensor:
-    """``x`` as float32, apart from any graph: rounding has no derivative
-    (:mod:`lns_ops.nn.simulate` gives it one).
+    """Return ``x`` as float32, detached from any graph.
+
+    Rounding has no derivative; :mod:`lns_ops.nn.simulate` gives it one.
 
     Raises:
         ValueError: not a float tensor.
@@ -147,7 +154,9 @@ def as_float32(x: Tensor) -> Tensor:
 
 
 def randomly_up(steps: Tensor, random: Tensor) -> Tensor:
-    """``steps`` (values in units of their own step) as whole numbers, up with the chance ``steps -
-    floor(steps)``."""
+    """Round ``steps`` to whole numbers, up with the chance ``steps - floor(steps)``.
+
+    ``steps`` are values in units of their own step.
+    """
     low = steps.floor()
     return low + (((steps - low) * 65536).floor() + random >= 65536)

@@ -1,5 +1,6 @@
-"""Formats with even steps: fixed point, whose step is fixed once and for all, and integers, whose
-step is a scale found at run time.
+"""Formats with even steps: fixed point, with a fixed step, and integers, with a scale.
+
+An integer's scale is found at run time.
 
 Both round to nearest with ties to even, saturate, and have no code for a NaN.
 
@@ -29,7 +30,7 @@ def _integer_dtype(bits: int) -> torch.dtype:
 
 
 def _to_codes(steps: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Whole numbers as integers; what is no number has no code."""
+    """Convert whole numbers to integers; a NaN has no code."""
     if steps.device.type == "cpu" and bool(steps.isnan().any()):
         raise NonFiniteError(
             f"NaN to encode in {name}, which has no code for it; clean the input first"
@@ -38,7 +39,7 @@ def _to_codes(steps: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 
 class _WholeNumbers(NumberFormat):
-    """Formats whose codes are whole numbers of ``width`` bits."""
+    """The formats whose codes are whole numbers of ``width`` bits."""
 
     width: int
 
@@ -49,14 +50,15 @@ class _WholeNumbers(NumberFormat):
 
     @property
     def storage(self) -> torch.dtype:
-        """The narrowest integers that hold it."""
+        """The narrowest integer dtype that holds the width."""
         return _integer_dtype(self.width)
 
 
 @dataclass(frozen=True)
 class FixedPoint(_WholeNumbers):
-    """Two's complement fixed point, ``Qm.n`` with ``n = fraction_bits`` and ``m = bits - 1 - n``:
-    multiples of 2^-n in [-2^m, 2^m - 2^-n].
+    """Two's complement fixed point ``Qm.n``: multiples of 2^-n in [-2^m, 2^m - 2^-n].
+
+    ``n = fraction_bits`` and ``m = bits - 1 - n``.
 
     Args:
         width: bits, sign included, 2 to 24 (float32 carries all values exactly).
@@ -86,36 +88,38 @@ class FixedPoint(_WholeNumbers):
 
     @property
     def name(self) -> str:
-        """``fixed(bits,fraction_bits)``."""
+        """The name ``fixed(bits,fraction_bits)``."""
         return f"fixed({self.width},{self.fraction_bits})"
 
     @property
     def step(self) -> float:
-        """Distance of neighbours: ``2^-fraction_bits``."""
+        """The distance of neighbours: ``2^-fraction_bits``."""
         return 2.0**-self.fraction_bits
 
     @property
     def error(self) -> ErrorModel:
-        """Half a step, whatever the value."""
+        """The error model: half a step, whatever the value."""
         largest = ((1 << self.width - 1) - 1) * self.step
         return ErrorModel(relative=0.0, absolute=self.step / 2, smallest=self.step, largest=largest)
 
     @property
     def compensation(self) -> NumberFormat:
-        """A word that continues this one, from minus a step to a step; see the head of this
-        file."""
+        """The word that continues this one, from minus a step to a step.
+
+        The head of this file says why.
+        """
         return FixedPoint(self.width, min(self.fraction_bits + self.width - 1, 126))
 
     def encode(self, x: Tensor, random: Tensor | None = None) -> Encoded:
-        """Whole numbers of steps."""
+        """Return ``x`` as whole numbers of steps."""
         return Encoded(_to_codes(self._steps(x, random), self.storage, self.name))
 
     def decode(self, encoded: Encoded) -> Tensor:
-        """Steps times the step."""
+        """Return the values of codes: the code times the step."""
         return encoded.codes.to(torch.float32) * self.step
 
     def quantize(self, x: Tensor, random: Tensor | None = None) -> Tensor:
-        """On the grid, without the detour over integers."""
+        """Return ``x`` on the grid, without the detour over integers."""
         return self._steps(x, random).mul_(self.step)
 
     def _steps(self, x: Tensor, random: Tensor | None) -> Tensor:
@@ -126,8 +130,9 @@ class FixedPoint(_WholeNumbers):
 
 @dataclass(frozen=True)
 class Integer(_WholeNumbers):
-    """Symmetric integers with a scale: ``value = code scale``, codes ``-c .. c`` with ``c = 2^(bits
-    - 1) - 1``.
+    """Symmetric integers with a scale: ``value = code scale``.
+
+    Codes are ``-c .. c`` with ``c = 2^(bits - 1) - 1``.
 
     The scale is the largest magnitude that shares it over c, kept to 24 - (bits - 1) significant
     bits, so that ``code scale`` is exact in float32 and encoding a decoded tensor gives it back bit
@@ -155,17 +160,17 @@ class Integer(_WholeNumbers):
 
     @property
     def name(self) -> str:
-        """``int8`` with a scale a tensor, ``int8/channel``."""
+        """The name: ``int8`` with one scale per tensor, ``int8/channel`` with one per channel."""
         return f"int{self.width}" + ("" if self.granularity == TENSOR else f"/{self.granularity}")
 
     @property
     def largest_code(self) -> int:
-        """``2^(bits - 1) - 1``."""
+        """The largest code: ``2^(bits - 1) - 1``."""
         return (1 << self.width - 1) - 1
 
     @property
     def error(self) -> ErrorModel:
-        """Half a step, in units of the largest magnitude."""
+        """The error model: half a step, in units of the largest magnitude."""
         step = 1 / self.largest_code
         kept = 1 + 2.0 ** -(23 - self.width)  # the scale's own rounding
         return ErrorModel(
@@ -173,17 +178,17 @@ class Integer(_WholeNumbers):
         )
 
     def encode(self, x: Tensor, random: Tensor | None = None) -> Encoded:
-        """Whole numbers of the scale."""
+        """Return ``x`` as whole numbers of the scale, and the scale."""
         steps, scale = self._steps(x, random)
         return Encoded(_to_codes(steps, self.storage, self.name), scale)
 
     def decode(self, encoded: Encoded) -> Tensor:
-        """Codes times the scale."""
+        """Return the values of codes: the code times the scale."""
         assert encoded.scale is not None
         return encoded.codes.to(torch.float32) * encoded.scale
 
     def quantize(self, x: Tensor, random: Tensor | None = None) -> Tensor:
-        """On the grid, without the detour over integers."""
+        """Return ``x`` on the grid, without the detour over integers."""
         steps, scale = self._steps(x, random)
         return steps.mul_(scale)
 

@@ -43,12 +43,12 @@ class FloatFormat(NumberFormat):
 
     @property
     def name(self) -> str:
-        """As torch names the dtype."""
+        """The name: torch's of the dtype."""
         return self.label
 
     @property
     def bits(self) -> float:
-        """Sign, exponent and mantissa."""
+        """The width: sign, exponent and mantissa."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
@@ -58,12 +58,12 @@ class FloatFormat(NumberFormat):
 
     @property
     def min_exponent(self) -> int:
-        """Exponent of the smallest normal number."""
+        """The exponent of the smallest normal number."""
         return 2 - (1 << (self.exponent_bits - 1))
 
     @property
     def error(self) -> ErrorModel:
-        """Half a unit of the last mantissa bit."""
+        """The error model: half a unit of the last mantissa bit."""
         step = 2.0 ** (self.min_exponent - self.mantissa_bits)
         return ErrorModel(
             relative=2.0 ** -(self.mantissa_bits + 1),
@@ -74,11 +74,11 @@ class FloatFormat(NumberFormat):
 
     @property
     def overflows(self) -> bool:
-        """float16 alone: its gradients need loss scaling."""
+        """Whether gradients need loss scaling: those of float16 alone."""
         return self.exponent_bits < 8 and not self.saturates
 
     def encode(self, x: Tensor, random: Tensor | None = None) -> Encoded:
-        """Values in torch's dtype, NaN and infinities included."""
+        """Return ``x`` in torch's dtype, NaN and infinities included."""
         x = as_float32(x)
         if random is not None:
             x = self._stochastic(x, random)
@@ -89,31 +89,38 @@ class FloatFormat(NumberFormat):
         return Encoded(x.to(self.storage))
 
     def decode(self, encoded: Encoded) -> Tensor:
-        """As float32."""
+        """Return the codes as float32."""
         return encoded.codes.to(torch.float32)
 
     def quantize(self, x: Tensor, random: Tensor | None = None) -> Tensor:
-        """On the grid; always a new tensor."""
+        """Return ``x`` on the grid, always as a new tensor."""
         out = super().quantize(x, random)
         return out.clone() if out.data_ptr() == x.data_ptr() else out
 
     def _nearest(self, x: Tensor) -> Tensor:
-        """Without a dtype, for formats of float32's range: drop mantissa bits, to nearest, ties to
-        even."""
+        """Round to nearest, ties to even, by dropping mantissa bits.
+
+        It serves formats of float32's range without a dtype in torch.
+        """
         drop, word = _MANTISSA - self.mantissa_bits, x.view(torch.int32)
         rounded = word + ((1 << drop - 1) - 1) + (word >> drop & 1) & -(1 << drop)
         return torch.where(x.isfinite(), rounded.view(torch.float32), x)
 
     def _stochastic(self, x: Tensor, random: Tensor) -> Tensor:
-        """One of the two neighbours in magnitude; overflow beyond the largest is left to the
-        conversion."""
+        """Return one of the two neighbours in magnitude, at random.
+
+        Overflow beyond the largest magnitude is left to the conversion.
+        """
         step = self.step(x)
         return torch.where(
             x.isfinite(), (randomly_up(x.abs() / step, random) * step).copysign(x), x
         )
 
     def step(self, x: Tensor) -> Tensor:
-        """Distance of the neighbours at each magnitude, a power of two of at least 2^-126."""
+        """Return the distance of the neighbours at each magnitude.
+
+        It is a power of two of at least 2^-126.
+        """
         exponent = x.view(torch.int32) >> _MANTISSA & 0xFF
         field = exponent.clamp(min=self.min_exponent + _BIAS) - self.mantissa_bits
         return (field.clamp(min=1) << _MANTISSA).view(torch.float32)

@@ -1,4 +1,4 @@
-"""LNS behind the common interface; the format itself is :class:`lns_ops.format.LNSFormat`.
+"""LNS behind the common interface of formats, around :class:`lns_ops.format.LNSFormat`.
 
 Networks in it normally compute in LNS throughout (:func:`lns_ops.convert_`). Behind this interface
 it is a grid of values like any other: for comparing grids, and with a scale (``lns8/channel``),
@@ -21,7 +21,10 @@ from lns_ops.spec.format import LNSFormat, NonFiniteError, stochastic_steps
 
 @lru_cache(maxsize=32)
 def _steps(fraction_bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Kept on the device: a CUDA graph cannot copy them there while it is captured."""
+    """Return the steps of stochastic encoding as tensors kept on the device.
+
+    A CUDA graph cannot copy them there while it is captured.
+    """
     mantissas, reciprocals = (
         torch.tensor(table, device=device) for table in stochastic_steps(fraction_bits)
     )
@@ -40,22 +43,22 @@ class Logarithmic(NumberFormat):
 
     @property
     def name(self) -> str:
-        """The LNS format's."""
+        """The LNS format's name."""
         return self.lns.name
 
     @property
     def bits(self) -> float:
-        """The LNS format's."""
+        """The LNS format's width."""
         return self.lns.bits
 
     @property
     def storage(self) -> torch.dtype:
-        """int16 whatever the width."""
+        """The dtype of codes: int16 whatever the width."""
         return torch.int16
 
     @property
     def error(self) -> ErrorModel:
-        """Half a step of the logarithm; below the smallest magnitude everything."""
+        """The error model: half a step of the logarithm; all of what underflows."""
         half = 2.0 ** (0.5 / 2**self.lns.fraction_bits)
         # 2^-22: float32 rounds decoded values, and thresholds are compared in it.
         return ErrorModel(
@@ -66,17 +69,19 @@ class Logarithmic(NumberFormat):
         )
 
     def encode(self, x: Tensor, random: Tensor | None = None) -> Encoded:
-        """LNS codes."""
+        """Return the LNS codes of ``x``."""
         x = as_float32(x)
         return Encoded(lns.encode(x, self.lns) if random is None else self._stochastic(x, random))
 
     def decode(self, encoded: Encoded) -> Tensor:
-        """Values of LNS codes."""
+        """Return the values of LNS codes."""
         return lns.decode(encoded.codes, self.lns)
 
     def quantize(self, x: Tensor, random: Tensor | None = None) -> Tensor:
-        """On the grid; what is not finite stays as it is (on a GPU: is counted, and reads as some
-        value)."""
+        """Return ``x`` on the grid; what is not finite stays as it is.
+
+        On a GPU it is counted, and reads as some value.
+        """
         x = as_float32(x)
         try:
             return super().quantize(x, random)
@@ -85,8 +90,10 @@ class Logarithmic(NumberFormat):
             return torch.where(finite, super().quantize(torch.where(finite, x, 0), random), x)
 
     def _stochastic(self, x: Tensor, random: Tensor) -> Tensor:
-        """:func:`lns_ops.reference.encode_stochastic`: by the kernel on a CPU, else in torch's
-        operations."""
+        """Encode at random, as :func:`lns_ops.reference.encode_stochastic`.
+
+        It is a kernel on a CPU, else torch's operations.
+        """
         if x.device.type == "cpu":
             return torch.from_numpy(
                 cpu.encode_stochastic(x.detach().numpy(), self.lns, random.numpy().astype("uint16"))

@@ -1,5 +1,6 @@
-"""Microscaling (MX): blocks of 32 values of a narrow float format share a power of two of 8 bits.
-torchao converts, where it is installed.
+"""Microscaling (MX): blocks of 32 values of a narrow float format that share a power of two.
+
+The power takes 8 bits. torchao converts, where it is installed.
 
 Source: Open Compute Project, "OCP Microscaling Formats (MX) Specification v1.0", 2023. Blocks lie
 along the last dimension, which is padded with zeros to a multiple of 32; the scale is the smallest
@@ -27,7 +28,7 @@ _SCALE_BITS = 8
 
 
 def unavailable() -> str | None:
-    """Why MX formats cannot be used here; None if they can."""
+    """Say why MX formats cannot be used here; None if they can."""
     if importlib.util.find_spec("torchao") is None:
         return (
             "torchao is not installed, whose conversion MX formats are; pip install 'lns-study[mx]'"
@@ -54,9 +55,9 @@ ELEMENTS: dict[str, tuple[Any, FloatFormat]] = {
     "mxfp6_e2m3": ("fp6_e2m3", _element(2, 3, 7.5)),
     "mxfp4_e2m1": (torch.float4_e2m1fn_x2, _element(2, 1, 6.0)),
 }
-"""MX formats: torchao's name of the element format, and the format."""
+"""The MX formats: torchao's name of the element format, and the format."""
 ALIASES = {"mxfp8": "mxfp8_e4m3", "mxfp6": "mxfp6_e3m2", "mxfp4": "mxfp4_e2m1"}
-"""Names without the element format."""
+"""The names without the element format."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Microscaling(NumberFormat):
 
     @property
     def name(self) -> str:
-        """``mxfp8_e4m3`` and so on."""
+        """The name, one of :data:`ELEMENTS`: ``mxfp8_e4m3`` and so on."""
         return self.label
 
     @property
@@ -88,18 +89,21 @@ class Microscaling(NumberFormat):
 
     @property
     def bits(self) -> float:
-        """An element's, and its share of the block's scale."""
+        """The bits of an element and of its share of the block's scale."""
         return self.element.bits + _SCALE_BITS / BLOCK
 
     @property
     def storage(self) -> torch.dtype:
-        """torchao's: float8 dtypes, otherwise bytes (two values each for mxfp4)."""
+        """torchao's dtype: float8 dtypes, otherwise bytes (two values each for mxfp4)."""
         dtype = ELEMENTS[self.label][0]
         return dtype if self.label.startswith("mxfp8") else torch.uint8
 
     @property
     def error(self) -> ErrorModel:
-        """The element's, whose largest magnitude is between one and two times the block's."""
+        """The element's error model, scaled to the block's largest magnitude.
+
+        The element's largest magnitude is between one and two times the block's.
+        """
         element, half = self.element.error, self.element.largest / 2
         return ErrorModel(
             relative=element.relative,
@@ -110,8 +114,10 @@ class Microscaling(NumberFormat):
         )
 
     def encode(self, x: Tensor, random: Tensor | None = None) -> Encoded:
-        """torchao's codes and scales (float8_e8m0fnu, one a block); the last dimension is padded to
-        whole blocks."""
+        """Return torchao's codes and scales (float8_e8m0fnu, one per block).
+
+        The last dimension is padded to whole blocks.
+        """
         from torchao.prototype.mx_formats.config import ScaleCalculationMode
         from torchao.prototype.mx_formats.mx_tensor import to_mx
 
@@ -124,7 +130,7 @@ class Microscaling(NumberFormat):
         return Encoded(codes, scale, (*x.shape[:-1], length) if x.dim() else ())
 
     def decode(self, encoded: Encoded) -> Tensor:
-        """Values of torchao's codes."""
+        """Return the values of torchao's codes."""
         from torchao.prototype.mx_formats.mx_tensor import to_dtype
 
         values: Tensor = to_dtype(
@@ -134,12 +140,14 @@ class Microscaling(NumberFormat):
         return values[..., : shape[-1] if shape else 1].reshape(shape)
 
     def _blocks(self, x: Tensor) -> Tensor:
-        """With a last dimension of whole blocks."""
+        """Return ``x`` with a last dimension of whole blocks."""
         x = x if x.dim() else x[None]
         return F.pad(x, (0, -x.shape[-1] % BLOCK)).contiguous()
 
     def _stochastic(self, x: Tensor, random: Tensor) -> Tensor:
-        """Rounded at random on the grid of each block's scale: torchao's conversion is exact
-        then."""
+        """Round at random on the grid of each block's scale.
+
+        torchao's conversion is exact then.
+        """
         blocks = Scaled(self.element, CHANNEL)
         return blocks.quantize(x.reshape(-1, BLOCK), random.reshape(-1, BLOCK)).view_as(x)

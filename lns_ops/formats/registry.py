@@ -1,4 +1,4 @@
-"""Formats by name."""
+"""The registry of formats by name."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ HELP = (
     f"{', '.join(_WRITTEN)}, with a scale for example int8/channel, float8_e4m3fn/tensor,"
     f" lns8/channel ({' or '.join('/' + g for g in GRANULARITIES)})"
 )
-"""What names there are, for messages."""
+"""The names that there are, for messages."""
 
 
 @lru_cache(maxsize=256)
 def parse(name: str) -> NumberFormat:
-    """The format called ``name``.
+    """Return the format called ``name``.
 
     >>> parse("lns8/channel").bits, parse("fixed(16,8)").error.largest
     (8, 127.99609375)

@@ -1,5 +1,4 @@
-"""Scales: values that share one use the whole range of a narrow format, however large or small they
-are.
+"""Scales that let a group of values use the whole range of a narrow format.
 
 Granularity ``tensor``: one scale for all values. ``channel``: one for each index of the first
 dimension, which is an output channel of a weight and an example of activations and gradients
@@ -40,8 +39,10 @@ def check_granularity(granularity: str) -> None:
 
 
 def group_largest(x: Tensor, granularity: str) -> Tensor:
-    """Largest magnitude of each group that shares a scale, broadcasting over ``x``; of an empty
-    tensor 0."""
+    """Return the largest magnitude of each group that shares a scale, broadcasting over ``x``.
+
+    It is 0 for an empty tensor.
+    """
     if x.numel() == 0:
         return x.new_zeros(())
     if granularity == TENSOR or x.dim() < 2:
@@ -50,13 +51,13 @@ def group_largest(x: Tensor, granularity: str) -> Tensor:
 
 
 def _power(exponent: Tensor) -> Tensor:
-    """``2^exponent`` by its bits, for exponents in -126 .. 127."""
+    """Return ``2^exponent`` by its bits, for exponents in -126 .. 127."""
     return (exponent.to(torch.int32) + 127 << 23).view(torch.float32)
 
 
 @dataclass(frozen=True)
 class Scaled(NumberFormat):
-    """``base`` with a power of two for each tensor or channel: ``value = base value x scale``.
+    """A format with a power of two per tensor or channel: ``value = base value x scale``.
 
     Args:
         base: an unscaled format whose range is narrower than float32's.
@@ -84,22 +85,25 @@ class Scaled(NumberFormat):
 
     @property
     def name(self) -> str:
-        """``lns8/channel``, ``float8_e4m3fn/tensor``."""
+        """The name: ``lns8/channel``, ``float8_e4m3fn/tensor``."""
         return f"{self.base}/{self.granularity}"
 
     @property
     def bits(self) -> float:
-        """Those of ``base``."""
+        """The width of ``base``."""
         return self.base.bits
 
     @property
     def storage(self) -> torch.dtype:
-        """That of ``base``."""
+        """The storage of ``base``."""
         return self.base.storage
 
     @property
     def error(self) -> ErrorModel:
-        """``base``'s, whose largest magnitude is between one and two times the group's."""
+        """The error model of ``base``, scaled to the group's largest magnitude.
+
+        ``base``'s largest magnitude is between one and two times the group's.
+        """
         base = self.base.error
         half = base.largest / 2
         return ErrorModel(
@@ -111,24 +115,26 @@ class Scaled(NumberFormat):
         )
 
     def encode(self, x: Tensor, random: Tensor | None = None) -> Encoded:
-        """Codes of ``base`` and one scale a group."""
+        """Return the codes of ``base`` and one scale per group."""
         up, down = self._scales(as_float32(x))
         return Encoded(self.base.encode(x * up, random).codes, down)
 
     def decode(self, encoded: Encoded) -> Tensor:
-        """``base``'s values times the scale."""
+        """Return ``base``'s values times the scale."""
         assert encoded.scale is not None
         return self.base.decode(Encoded(encoded.codes)).mul_(encoded.scale)
 
     def quantize(self, x: Tensor, random: Tensor | None = None) -> Tensor:
-        """On the grid of ``base`` times the scale."""
+        """Return ``x`` on the grid of ``base`` times the scale."""
         x = as_float32(x)
         up, down = self._scales(x)
         return self.base.quantize(x * up, random).mul_(down)
 
     def _scales(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The power of two that takes a group into ``base``'s range, at most the largest, above
-        half of it; and its inverse."""
+        """Return the power of two that takes a group into ``base``'s range, and its inverse.
+
+        The group's largest magnitude comes to lie above half of ``base``'s, and at most at it.
+        """
         limit, limit_exponent = math.frexp(self.base.error.largest)
         fraction, exponent = torch.frexp(group_largest(x, self.granularity))
         shift = limit_exponent - exponent - (fraction > limit).to(exponent.dtype)

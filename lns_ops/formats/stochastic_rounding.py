@@ -16,7 +16,7 @@ _LOW = 0xFFFFFFFF
 
 
 def random_bits(like: Tensor, key: int, step: Tensor, slot: int = 0) -> Tensor:
-    """Integers uniform in 0 .. 2^16 - 1 (int32), shaped like ``like`` and on its device.
+    """Return integers uniform in 0 .. 2^16 - 1 (int32), of ``like``'s shape and on its device.
 
     Args:
         key: 64 bits; another one for every tensor.
@@ -32,8 +32,10 @@ def random_bits(like: Tensor, key: int, step: Tensor, slot: int = 0) -> Tensor:
 
 
 def _philox(count: int, key: int, step: Tensor, slot: int) -> Tensor:
-    """As :func:`lns_ops.reference.random_bits`, up to seven more than ``count``, in operations of
-    ``step``'s device."""
+    """Return :func:`lns_ops.reference.random_bits`, up to seven more than ``count``.
+
+    It takes torch operations of ``step``'s device.
+    """
     block = torch.arange(-(-count // 8), device=step.device)
     a, b = block & _LOW, block >> 32
     c, d = (step.to(torch.int64) & _LOW).expand_as(block), torch.full_like(block, slot)

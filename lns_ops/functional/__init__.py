@@ -1,5 +1,4 @@
-"""LNS operations on int16 codes as torch custom operators: the one interface between tensors and
-kernels.
+"""LNS operations on int16 codes as torch operators: the interface between tensors and kernels.
 
 Every operator takes codes and a format as two integers (``bits``, ``fraction_bits``), has a fake
 kernel (shape and dtype, for ``torch.compile`` and FakeTensor) and a kernel per device. They are

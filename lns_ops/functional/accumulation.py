@@ -1,5 +1,4 @@
-"""How the sums of a matrix product are taken: ``contract``, in LNS, or ``float32``, in linear
-floating point.
+"""The accumulation of matrix products: ``contract``, in LNS, or ``float32``, in linear arithmetic.
 
 ``contract`` (the default): LNS additions over k in blocks of 64, as :mod:`lns_ops.reference` says;
 the same bits on every device.
@@ -49,7 +48,7 @@ _accumulation = ACCUMULATIONS[0]
 
 
 def check_accumulation(name: str) -> str:
-    """``name`` itself.
+    """Return ``name`` if it is an accumulation.
 
     Raises:
         ValueError: it is none of :data:`ACCUMULATIONS`.
@@ -63,8 +62,7 @@ def check_accumulation(name: str) -> str:
 
 
 def set_matmul_accumulation(name: str) -> None:
-    """Choose how the sums of LNS matrix products are taken from now on, in all threads of this
-    process.
+    """Set how the sums of LNS matrix products are taken from now on, in all threads.
 
     It governs the products of LNSTensors (``@``, mm, bmm, linear) and of the layers of
     :func:`lns_ops.convert_`. A layer of scope ``matmul`` computes its backward products as it
@@ -83,14 +81,15 @@ def set_matmul_accumulation(name: str) -> None:
 
 
 def get_matmul_accumulation() -> str:
-    """The current accumulation, ``contract`` unless it was set."""
+    """Return the current accumulation, ``contract`` unless it was set."""
     return _accumulation
 
 
 @contextmanager
 def matmul_accumulation(name: str) -> Iterator[None]:
-    """:func:`set_matmul_accumulation` for the length of a ``with`` block; it, too, holds for all
-    threads.
+    """Set the accumulation for the length of a ``with`` block, in all threads.
+
+    :func:`set_matmul_accumulation` says what it governs.
 
     Raises:
         ValueError: no such accumulation.

@@ -1,5 +1,4 @@
-"""Convolutions of codes as matrix products: implicit GEMM in one, two or three dimensions, with
-both gradients.
+"""Convolutions of codes and both their gradients in one, two or three dimensions, by implicit GEMM.
 
 Windows of the padded input are gathered into columns (zero is code 0, so padding is torch's own),
 and each output is one sum of a matrix product in the contract's order. What is summed, and in which
@@ -45,7 +44,7 @@ from lns_ops.spec.format import LNSFormat
 from lns_ops.spec.reference import LONG_SUM
 
 _COLUMNS = {"cpu": 1 << 20, "cuda": 1 << 27}
-"""Elements of the columns made at a time, about."""
+"""The number of elements, about, of the columns made at a time."""
 
 
 class Geometry(NamedTuple):
@@ -64,12 +63,15 @@ class Geometry(NamedTuple):
         dilation: Sequence[int],
         groups: int = 1,
     ) -> Geometry:
-        """Each sequence has ``dims`` numbers, or one for all."""
+        """Return the geometry of ``dims`` dimensions.
+
+        Each sequence has ``dims`` numbers, or one for all.
+        """
         every = [tuple(v) * dims if len(v) == 1 else tuple(v) for v in (stride, padding, dilation)]
         return Geometry(every[0], every[1], every[2], groups)
 
     def output_size(self, size: Sequence[int], kernel: Sequence[int]) -> list[int]:
-        """Positions of a kernel of that size along each dimension of an input of ``size``."""
+        """Return the number of positions along each dimension for that kernel and input size."""
         ends = zip(size, kernel, self.stride, self.padding, self.dilation, strict=True)
         return [(s + 2 * p - d * (k - 1) - 1) // t + 1 for s, k, t, p, d in ends]
 
@@ -77,7 +79,7 @@ class Geometry(NamedTuple):
 def sliding_windows(
     x_NCS: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> Tensor:
-    """A view ``[N, C, *kernel, *positions]`` of what each tap meets at each position."""
+    """Return a view ``[N, C, *kernel, *positions]`` of what each tap meets at each position."""
     n, c, *sizes = x_NCS.shape
     dims = list(zip(x_NCS.stride()[2:], sizes, kernel, stride, dilation, strict=True))
     positions = [(size - d * (k - 1) - 1) // t + 1 for _, size, k, t, d in dims]
@@ -97,7 +99,7 @@ def zero_padded(x_NCS: Tensor, before: Sequence[int], after: Sequence[int]) -> T
 
 
 def _matmul(x: Tensor, y: Tensor, accumulation: str, bits: int, fraction_bits: int) -> Tensor:
-    """The product of matrices ``[G, M, K]`` and ``[G, K, N]``."""
+    """Return the product of matrices ``[G, M, K]`` and ``[G, K, N]``."""
     fmt = cached_format(bits, fraction_bits)
     if len(x) == 1:
         return matmul(x[0], y[0], fmt, accumulation=accumulation)[None]
@@ -108,8 +110,10 @@ def _correlate(
     x_NCS: Tensor, w_GOK: Tensor, kernel: Sequence[int], stride: Sequence[int],
     dilation: Sequence[int], accumulation: str, bits: int, fraction_bits: int,
 ) -> Tensor:  # fmt: skip
-    """The sums of a padded input ``[N, G C, *S]`` with weights ``[G, O, C taps]``: ``[N, G O,
-    *positions]``."""
+    """Return the sums ``[N, G O, *positions]`` of a padded input and weights.
+
+    Shapes: input ``[N, G C, *S]``, weights ``[G, O, C taps]``.
+    """
     windows = sliding_windows(x_NCS, kernel, stride, dilation)
     (n, channels), positions, (groups, outputs, K) = (
         windows.shape[:2],
@@ -139,7 +143,7 @@ def _forward(
 
 
 class _Phase(NamedTuple):
-    """What reaches the input positions ``first, first + stride, ...`` along one dimension.
+    """The taps that reach the input positions ``first, first + stride, ...`` along one dimension.
 
     Tap ``taps[n]`` meets the gradient at ``start + j + step n`` for the j-th of these positions;
     taps descend.
@@ -322,7 +326,7 @@ def _checked(x: Tensor, weight: Tensor, geometry: Geometry, outputs: bool) -> No
 def convolution(
     x: Tensor, weight: Tensor, geometry: Geometry, fmt: LNSFormat, *, accumulation: str = "contract"
 ) -> Tensor:
-    """The convolution (cross-correlation, as torch has it) of int16 codes.
+    """Return the convolution (cross-correlation, as torch has it) of int16 codes.
 
     Args:
         x: ``[N, G C, *size]``.
@@ -359,8 +363,9 @@ def input_gradient(
     *,
     accumulation: str = "contract",
 ) -> Tensor:
-    """The gradient of :func:`convolution` to its input of spatial ``size``; as a function of
-    ``grad`` the transposed convolution.
+    """Return the gradient of :func:`convolution` to its input of spatial ``size``.
+
+    As a function of ``grad`` it is the transposed convolution.
 
     Raises:
         ValueError: shapes that do not fit, or no such accumulation.
@@ -386,7 +391,7 @@ def weight_gradient(
     *,
     accumulation: str = "contract",
 ) -> Tensor:
-    """The gradient of :func:`convolution` to its weight, whose kernel has size ``kernel``."""
+    """Return the gradient of :func:`convolution` to its weight of kernel size ``kernel``."""
     return OPS.convolution_weight(  # type: ignore[no-any-return]
         grad,
         x,

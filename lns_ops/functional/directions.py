@@ -1,5 +1,4 @@
-"""What the optimizers composed of LNS operations descend along, in one pass on a CPU; the bits are
-those of the composition.
+"""The update directions of composed optimizers, in one pass on a CPU; same bits as composed.
 
 Elsewhere, and where an optimizer's options ask for more, the operations run one by one
 (:mod:`lns_ops.optim.backends`): they are the definition, and the tests compare both.
@@ -39,8 +38,10 @@ def _tables(fmt: LNSFormat) -> tuple[Any, ...]:
 def nesterov(
     weight: Tensor, grad: Tensor, buffer: Tensor, momentum: int, decay: int, fmt: LNSFormat
 ) -> Tensor:
-    """``g + momentum buffer`` with ``g = grad + decay weight``, ``buffer = momentum buffer +
-    g``."""
+    """Return Nesterov's ``g + momentum buffer``; move the buffer.
+
+    ``g = grad + decay weight``, ``buffer = momentum buffer + g``.
+    """
     out = torch.empty_like(grad, memory_format=torch.contiguous_format)
     run(
         updates.nesterov,
@@ -64,21 +65,16 @@ def lion(
     decay: int,
     fmt: LNSFormat,
 ) -> Tensor:
-    """``sign(a average + b grad) + decay weight`` of ``direction = (a, b)``; then ``average = c
-    average + d grad`` of ``kept = (c, d)``."""
+    """Return Lion's ``sign(a average + b grad) + decay weight`` with ``direction = (a, b)``.
+
+    Then ``average = c average + d grad`` with ``kept = (c, d)``.
+    """
     out = torch.empty_like(grad, memory_format=torch.contiguous_format)
     arrays = _flat(weight, grad, average, out)
     run(
-        updates.lion,
-        weight.numel(),
-        _GRAIN,
-        *arrays,
-        *_tables(fmt),
-        *direction,
-        *kept,
-        decay,
+        updates.lion, weight.numel(), _GRAIN, *arrays, *_tables(fmt), *direction, *kept, decay,
         decay != 0,
-    )
+    )  # fmt: skip
     return out
 
 
@@ -86,8 +82,9 @@ def normed(
     weight: Tensor, grad: Tensor, root: Tensor, residue: Tensor, squares: DecayTable, decay: int,
     eps: int, fmt: LNSFormat, *, factor: int | None = None, bound: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """``(g / (root + eps)) factor``, at most ``bound`` in magnitude, with ``g = grad + decay
-    weight`` and the root that followed it.
+    """Return ``(g / (root + eps)) factor``, at most ``bound`` in magnitude.
+
+    ``g = grad + decay weight``; the root follows it first, in place.
 
     Args:
         root, residue: as :func:`lns_ops.optim.moments.follow_` takes them.
@@ -96,22 +93,10 @@ def normed(
     out = torch.empty_like(grad, memory_format=torch.contiguous_format)
     table, *constants = _tables(fmt)
     run(
-        updates.normed,
-        weight.numel(),
-        _GRAIN,
-        *_flat(weight, grad, root, residue, out),
-        table,
-        squares.table,
-        *constants,
-        decay,
-        decay != 0,
-        squares.first,
-        squares.keep,
-        squares.take,
-        eps,
-        fmt.bias if factor is None else factor,
-        fmt.field_mask if bound is None else bound,
-    )
+        updates.normed, weight.numel(), _GRAIN, *_flat(weight, grad, root, residue, out), table,
+        squares.table, *constants, decay, decay != 0, squares.first, squares.keep, squares.take,
+        eps, fmt.bias if factor is None else factor, fmt.field_mask if bound is None else bound,
+    )  # fmt: skip
     return out
 
 
@@ -126,8 +111,9 @@ def multiply(
     key: int | None,
     step: int,
 ) -> None:
-    """``weight *= 2^(-sign(weight) octaves(x))`` in place, as
-    :func:`lns_ops.optim.moments.multiply_`.
+    """Compute ``weight *= 2^(-sign(weight) octaves(x))`` in place.
+
+    :func:`lns_ops.optim.moments.multiply_` is the definition.
 
     Args:
         table: the octaves of every word of ``fmt.bits`` bits, int64 in 2^-16 ulps.
@@ -141,15 +127,6 @@ def multiply(
     )
     lost = np.zeros(n, np.int16) if residue is None else residue.numpy().reshape(-1)
     run(
-        updates.multiply,
-        n,
-        _GRAIN,
-        *_flat(weight, x),
-        lost,
-        bits,
-        table.numpy(),
-        (1 << fmt.bits) - 1,
-        fmt.bias,
-        fmt.field_mask,
-        fmt.field_mask if limit is None else limit,
-    )
+        updates.multiply, n, _GRAIN, *_flat(weight, x), lost, bits, table.numpy(),
+        (1 << fmt.bits) - 1, fmt.bias, fmt.field_mask, fmt.field_mask if limit is None else limit,
+    )  # fmt: skip

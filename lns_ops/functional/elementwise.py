@@ -1,5 +1,4 @@
-"""Elementwise operations on codes: encoding and decoding, arithmetic, and what can be read off a
-code without a kernel.
+"""Elementwise operations on codes: encoding, decoding, arithmetic, signs and comparisons.
 
 Sign, magnitude and order can be read off a code, so ``neg``, ``absolute``, ``relu`` and the
 comparisons are plain torch operations, which run on any device.
@@ -23,8 +22,10 @@ def _broadcast(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _whole(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """``x`` broadcast to ``shape`` and contiguous: kernels want whole arrays. Repeating runs is
-    several times faster than torch's copy."""
+    """Return ``x`` broadcast to ``shape`` and contiguous, as kernels want it.
+
+    Repeating runs is several times faster than torch's copy.
+    """
     if x.shape == shape:
         return x
     total, sizes = math.prod(shape), [1] * (len(shape) - x.dim()) + list(x.shape)
@@ -99,7 +100,7 @@ define_operator(
 
 
 def encode(x: Tensor, fmt: LNSFormat) -> Tensor:
-    """int16 codes nearest to ``x`` in logarithm, same shape.
+    """Return the int16 codes nearest to ``x`` in logarithm, in its shape.
 
     Raises:
         ValueError: ``x`` is complex, or holds a NaN or an infinity (``NonFiniteError``).
@@ -112,28 +113,30 @@ def encode(x: Tensor, fmt: LNSFormat) -> Tensor:
 
 
 def decode(codes: Tensor, fmt: LNSFormat, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values of int16 ``codes``; float32 and float64 hold every code exactly enough to encode
-    back to it."""
+    """Return the values of int16 ``codes``.
+
+    float32 and float64 hold every code exactly enough to encode back to it.
+    """
     return OPS.decode(codes, fmt.bits, fmt.fraction_bits, dtype)  # type: ignore[no-any-return]
 
 
 def add(x: Tensor, y: Tensor, fmt: LNSFormat) -> Tensor:
-    """``x + y = sign(larger) x 2^(max + G+-(distance))``, correctly rounded."""
+    """Return ``x + y = sign(larger) x 2^(max + G+-(distance))``, correctly rounded."""
     return OPS.add(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
 
 
 def sub(x: Tensor, y: Tensor, fmt: LNSFormat) -> Tensor:
-    """``x - y``, correctly rounded; ``x - x`` is zero."""
+    """Return ``x - y``, correctly rounded; ``x - x`` is zero."""
     return OPS.sub(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
 
 
 def mul(x: Tensor, y: Tensor, fmt: LNSFormat) -> Tensor:
-    """``x y``: logarithms add; exact within the range."""
+    """Return ``x y``: logarithms add; exact within the range."""
     return OPS.mul(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
 
 
 def div(x: Tensor, y: Tensor, fmt: LNSFormat) -> Tensor:
-    """``x / y``: logarithms subtract; exact within the range.
+    """Return ``x / y``: logarithms subtract; exact within the range.
 
     Raises:
         ValueError: a divisor is zero.
@@ -142,7 +145,7 @@ def div(x: Tensor, y: Tensor, fmt: LNSFormat) -> Tensor:
 
 
 def sqrt(x: Tensor, fmt: LNSFormat) -> Tensor:
-    """``x^(1/2)``: half the logarithm, rounded half to even.
+    """Return ``x^(1/2)``: half the logarithm, rounded half to even.
 
     Raises:
         ValueError: an element is negative.
@@ -151,11 +154,10 @@ def sqrt(x: Tensor, fmt: LNSFormat) -> Tensor:
 
 
 def select(condition: Tensor, x: Tensor | int, y: Tensor | int) -> Tensor:
-    """``x`` where ``condition`` (boolean) holds, else ``y``; int16 codes, or 0. On a CPU in bit
-    operations.
+    """Return ``x`` where ``condition`` (boolean) holds, else ``y``; int16 codes, or 0.
 
-    torch's own selection there takes 4 ns a value when the condition is as good as random, these
-    0.4.
+    On a CPU it takes bit operations, 0.4 ns a value; torch's own selection takes 4 when the
+    condition is as good as random.
     """
     if condition.is_cuda:
         return torch.where(condition, x, y).to(torch.int16)
@@ -167,34 +169,34 @@ def select(condition: Tensor, x: Tensor | int, y: Tensor | int) -> Tensor:
 
 
 def neg(x: Tensor, fmt: LNSFormat) -> Tensor:
-    """``-x``, exact: flips the sign bits of nonzero codes."""
+    """Return ``-x``, exact: flip the sign bits of nonzero codes."""
     nonzero = (x | -x) >> 15  # all bits, or none
     return x ^ (nonzero & fmt.sign_mask)
 
 
 def absolute(x: Tensor, fmt: LNSFormat) -> Tensor:
-    """``|x|``, exact: clears the sign bits."""
+    """Return ``|x|``, exact: clear the sign bits."""
     return x & fmt.field_mask
 
 
 def sign(x: Tensor, fmt: LNSFormat) -> Tensor:
-    """-1, 0 or 1 as codes."""
+    """Return -1, 0 or 1 as codes."""
     nonzero = -(x & fmt.field_mask) >> 15
     return (fmt.bias | (x >> 15 & fmt.sign_mask)) & nonzero
 
 
 def relu(x: Tensor) -> Tensor:
-    """``max(x, 0)``: negative codes are the negative values."""
+    """Return ``max(x, 0)``: negative codes are the negative values."""
     return x.clamp_min(0)
 
 
 def order_key(x: Tensor, fmt: LNSFormat) -> Tensor:
-    """int16 keys that compare as the values do: the field, negated for negative values."""
+    """Return int16 keys that compare as the values do: the field, negated for negative values."""
     negative = x >> 15
     return ((x & fmt.field_mask) ^ negative) - negative
 
 
 def from_key(key: Tensor, fmt: LNSFormat) -> Tensor:
-    """The codes of int16 keys."""
+    """Return the codes of int16 keys."""
     negative = key >> 15
     return ((key ^ negative) - negative) | (negative & fmt.sign_mask)

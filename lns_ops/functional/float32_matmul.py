@@ -31,8 +31,10 @@ def _values(codes: Tensor, fmt: LNSFormat, dtype: type[np.floating[Any]]) -> Ten
 
 
 def matmul_cpu(x_BMK: Tensor, y_BKN: Tensor, bits: int, fraction_bits: int) -> Tensor:
-    """``x @ y`` with float32 sums: int16 codes ``[B, M, K]`` and ``[B, K, N]`` in, ``[B, M, N]``
-    out."""
+    """Return ``x @ y`` with float32 sums.
+
+    Shapes: int16 codes ``[B, M, K]`` and ``[B, K, N]`` in, ``[B, M, N]`` out.
+    """
     fmt = LNSFormat(bits, fraction_bits)
     with without_autocast(x_BMK):
         sums = torch.matmul(_values(x_BMK, fmt, np.float32), _values(y_BKN, fmt, np.float32))

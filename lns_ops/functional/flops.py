@@ -1,5 +1,6 @@
-"""FLOP formulas of the products, for ``torch.utils.flop_counter.FlopCounterMode``: two operations a
-multiply-accumulate, as torch counts.
+"""FLOP formulas of the products, for ``torch.utils.flop_counter.FlopCounterMode``.
+
+A multiply-accumulate counts as two operations, as in torch.
 
 LNSTensor's products are counted by torch's own formulas, since the counter sees aten operators;
 these are for the operators on codes, which layers of scope ``matmul`` call.
@@ -23,13 +24,15 @@ _OPS = torch.ops.lns_ops
 def matmul_flops(
     x_shape: Sequence[int], y_shape: Sequence[int], *args: Any, out_shape: Any = None, **kwargs: Any
 ) -> int:
-    """``2 M N K`` for every matrix of the batch."""
+    """Return ``2 M N K`` for every matrix of the batch."""
     return 2 * math.prod(x_shape) * y_shape[-1]
 
 
 def _positions(out: Sequence[int], weight: Sequence[int]) -> int:
-    """Two operations for each tap, channel and output position; ``out`` is ``[N, outputs,
-    *positions]``."""
+    """Count two operations for each tap, channel and output position.
+
+    ``out`` is ``[N, outputs, *positions]``.
+    """
     return 2 * math.prod(out) * math.prod(weight[1:])
 
 
@@ -41,7 +44,7 @@ def convolution_flops(
     out_shape: Any = None,
     **kwargs: Any,
 ) -> int:
-    """``2 N O P K``."""
+    """Return ``2 N O P K``."""
     return _positions(out_shape, weight_shape)
 
 
@@ -53,7 +56,7 @@ def input_gradient_flops(
     out_shape: Any = None,
     **kwargs: Any,
 ) -> int:
-    """As many as the convolution's."""
+    """Return the count of the convolution, which the gradient equals."""
     return _positions(grad_shape, weight_shape)
 
 
@@ -65,5 +68,5 @@ def weight_gradient_flops(
     out_shape: Any = None,
     **kwargs: Any,
 ) -> int:
-    """As many as the convolution's."""
+    """Return the count of the convolution, which the gradient equals."""
     return _positions(grad_shape, out_shape)

@@ -1,5 +1,4 @@
-"""Operations on codes that go by an index: functions from tables and sums of the terms with one
-destination.
+"""Operations on codes that go by an index: table look-ups, and sums of terms with one destination.
 
 The tables are those of :mod:`lns_ops.spec.unary_functions`.
 
@@ -61,21 +60,9 @@ def _segment_sum_cpu(
         grain = max(1, _GRAIN // 16 * rows // max(1, n * width))
         terms = flattened(x.contiguous().numpy())
         run(
-            segment_sum.segment_sum,
-            rows,
-            grain,
-            terms,
-            out.reshape(-1),
-            order.numpy(),
-            starts.numpy(),
-            gauss,
-            width,
-            fmt.bias,
-            fmt.field_mask,
-            LOWEST,
-            HIGHEST,
-            BLOCK,
-        )
+            segment_sum.segment_sum, rows, grain, terms, out.reshape(-1), order.numpy(),
+            starts.numpy(), gauss, width, fmt.bias, fmt.field_mask, LOWEST, HIGHEST, BLOCK,
+        )  # fmt: skip
     return torch.from_numpy(out)
 
 
@@ -96,8 +83,9 @@ define_operator(
 
 
 def lookup(x: Tensor, function: str, fmt: LNSFormat, *parameters: float) -> Tensor:
-    """``function(x, *parameters)`` of int16 codes of any shape, rounded once; see
-    :mod:`lns_ops.spec.unary_functions`.
+    """Return ``function(x, *parameters)`` of int16 codes of any shape, rounded once.
+
+    :mod:`lns_ops.spec.unary_functions` has the functions.
 
     Raises:
         ValueError: no such function, or (on a CPU) an argument for which it has no finite real
@@ -107,7 +95,7 @@ def lookup(x: Tensor, function: str, fmt: LNSFormat, *parameters: float) -> Tens
 
 
 def power(x: Tensor, exponent: float, fmt: LNSFormat) -> Tensor:
-    """``x^exponent``: the logarithm times the exponent, rounded half to even.
+    """Return ``x^exponent``: the logarithm times the exponent, rounded half to even.
 
     Raises:
         ValueError: (on a CPU) zero to a negative power, or a negative number to one that is no
@@ -117,8 +105,9 @@ def power(x: Tensor, exponent: float, fmt: LNSFormat) -> Tensor:
 
 
 def index_sum(x: Tensor, index: Tensor, rows: int, fmt: LNSFormat) -> Tensor:
-    """``out[r] = sum of x[i] over the i with index[i] = r``, i ascending, in the contract's order;
-    an empty sum is zero.
+    """Return ``out[r] = sum of x[i] over the i with index[i] = r``.
+
+    The sum goes by ascending i in the contract's order; an empty sum is zero.
 
     Args:
         x: int16 codes ``[n, ...]``.

@@ -1,5 +1,6 @@
-"""Maxima over windows of images as a custom operator: values and places, exact, of equal values the
-first.
+"""Maxima over windows of images as a custom operator: values and places, exact.
+
+Of equal values the first counts.
 
 On a CPU a kernel of its own (:mod:`lns_ops.cpu.kernels.max_pool`); on a GPU torch's kernel for
 float32, which holds the order keys exactly.
@@ -26,8 +27,10 @@ _MOST_TAPS = 1 << 16
 
 
 def _places(x: Tensor, window: Any) -> Tensor:
-    """torch's own: indices of the maxima of float32 values (or their shape, for a tensor without
-    values)."""
+    """Return torch's own indices of the maxima of float32 values.
+
+    Of a tensor without values they have the shape alone.
+    """
     indices: Tensor = torch.ops.aten.max_pool2d_with_indices(x, *window)[1]
     return indices
 
@@ -56,20 +59,10 @@ def _on_cpu(
     planes = math.prod(shape[:-2])
     grain = max(1, (1 << 15) // max(1, math.prod(x.shape[-2:])))
     empty = run(
-        max_pool.max_pool,
-        planes,
-        grain,
-        flattened(x.contiguous().numpy()),
-        out.reshape(-1),
-        indices.reshape(-1),
-        *x.shape[-2:],
-        *shape[-2:],
-        *kernel,
-        *stride,
-        *padding,
-        *dilation,
+        max_pool.max_pool, planes, grain, flattened(x.contiguous().numpy()), out.reshape(-1),
+        indices.reshape(-1), *x.shape[-2:], *shape[-2:], *kernel, *stride, *padding, *dilation,
         fmt.field_mask,
-    )
+    )  # fmt: skip
     if empty:
         raise ValueError(
             f"max pooling of {x.shape[-2]} x {x.shape[-1]} values with kernel {kernel}, padding"
@@ -103,7 +96,7 @@ def max_pool2d(
     ceil_mode: bool,
     fmt: LNSFormat,
 ) -> tuple[Tensor, Tensor]:
-    """Maxima over windows, and their places ``y W + x``.
+    """Return the maxima over windows, and their places ``y W + x``.
 
     Args:
         x: int16 codes ``[..., H, W]`` of three or four dimensions.

@@ -80,7 +80,7 @@ define_operator(
 
 
 def sum(x: Tensor, dims: Sequence[int], fmt: LNSFormat, *, keepdim: bool = False) -> Tensor:
-    """Sum over ``dims``, taken together in row-major order, in blocks of 64 as the contract says.
+    """Sum over ``dims``, taken together in row-major order, in the contract's blocks of 64.
 
     More than ``LONG_SUM = 4096`` terms are cut into pieces of 4096, ascending, whose sums (codes of
     the format) are summed in turn: 64 terms a block and 64 blocks a piece are where adding one by
@@ -96,8 +96,9 @@ def sum(x: Tensor, dims: Sequence[int], fmt: LNSFormat, *, keepdim: bool = False
 
 
 def mean(x: Tensor, dims: Sequence[int], fmt: LNSFormat, *, keepdim: bool = False) -> Tensor:
-    """:func:`sum` divided by the encoded number of terms, without saturation in between: 1,000
-    times 100 leave lns12, their mean does not.
+    """Return the mean: :func:`sum` divided by the encoded number of terms, unsaturated in between.
+
+    The sum of 1,000 times 100 leaves lns12, the mean does not.
 
     Raises:
         ValueError: there are no terms.
@@ -115,8 +116,10 @@ def mean(x: Tensor, dims: Sequence[int], fmt: LNSFormat, *, keepdim: bool = Fals
 
 
 def _reduced_first(x: Tensor, dims: Sequence[int], keepdim: bool) -> tuple[Tensor, list[int]]:
-    """The terms along dimension 0, row-major; ``x`` itself if nothing is reduced. And the shape of
-    the result."""
+    """Return ``x`` with the reduced terms along dimension 0, row-major, and the result's shape.
+
+    It is ``x`` itself if nothing is reduced.
+    """
     reduced = sorted({d % x.dim() for d in dims}) if x.dim() else []
     kept = [d for d in range(x.dim()) if d not in reduced]
     shape = (
@@ -131,7 +134,7 @@ def _reduced_first(x: Tensor, dims: Sequence[int], keepdim: bool) -> tuple[Tenso
 
 
 def _pieces(flat: Tensor, fmt: LNSFormat, shift: int) -> Tensor:
-    """The sums of pieces of ``LONG_SUM`` terms, and of what is left."""
+    """Return the sums of pieces of ``LONG_SUM`` terms, and of the remainder."""
     whole = flat.shape[0] // LONG_SUM * LONG_SUM
     sums = [
         OPS.sum(
@@ -148,7 +151,7 @@ def _pieces(flat: Tensor, fmt: LNSFormat, shift: int) -> Tensor:
 
 
 def matmul(x: Tensor, y: Tensor, fmt: LNSFormat, *, accumulation: str = "contract") -> Tensor:
-    """``x_MK @ y_KN`` or ``x_BMK @ y_BKN``: exact products; transposed views cost nothing.
+    """Return ``x_MK @ y_KN`` or ``x_BMK @ y_BKN``: exact products; transposed views cost nothing.
 
     More than ``LONG_SUM = 4096`` products are summed as :func:`sum` sums that many terms: in pieces
     of 4096, ascending, whose sums (codes of the format) are summed in turn;
@@ -184,8 +187,9 @@ def matmul(x: Tensor, y: Tensor, fmt: LNSFormat, *, accumulation: str = "contrac
 def linear(
     x: Tensor, y: Tensor, bias: Tensor, fmt: LNSFormat, *, accumulation: str = "contract"
 ) -> Tensor:
-    """``x_MK @ y_KN + bias_N``: the product as in :func:`matmul`, then an LNS addition; of
-    ``contract``, one kernel on a GPU.
+    """Return ``x_MK @ y_KN + bias_N``: the product as in :func:`matmul`, then an LNS addition.
+
+    With ``contract`` it is one kernel on a GPU.
 
     Raises:
         ValueError: the shapes do not fit, or no such accumulation.
@@ -202,7 +206,7 @@ def linear(
 
 @lru_cache(maxsize=32)
 def _squares(fmt: LNSFormat) -> Tensor:
-    """The square of every field's value, float64."""
+    """Return the square of every field's value, float64."""
     values = decode(
         torch.arange(fmt.field_mask + 1, dtype=torch.int32).to(torch.int16), fmt, torch.float64
     )
@@ -210,8 +214,9 @@ def _squares(fmt: LNSFormat) -> Tensor:
 
 
 def norm(x: Tensor, fmt: LNSFormat) -> Tensor:
-    """The Euclidean norm, a float64 0-dim tensor: how often each magnitude occurs, times its
-    square.
+    """Return the Euclidean norm, a float64 0-dim tensor.
+
+    It is the root of the sum of each magnitude's count times its square.
 
     Counts are exact in any order, so the result depends on the order of nothing but one float64 sum
     over the magnitudes of the format.

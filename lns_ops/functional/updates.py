@@ -1,5 +1,4 @@
-"""Optimizer updates in place as torch custom operators: SGD and Adam, in LNS arithmetic or with
-float32 in between."""
+"""Optimizer updates in place as torch operators: SGD and Adam, in LNS or float32 arithmetic."""
 
 from __future__ import annotations
 
@@ -13,8 +12,10 @@ from lns_ops.spec.format import LNSFormat
 
 
 def _define_update(name: str, schema: str) -> None:
-    """An update in place, ``NAME_`` of torch and ``NAME`` of :mod:`lns_ops.cpu`, whose parameters
-    have the names of ``schema``."""
+    """Define an update in place, ``NAME_`` in torch and ``NAME`` in :mod:`lns_ops.cpu`.
+
+    Its parameters have the names of ``schema``.
+    """
     kernel, names = getattr(cpu, name), [parameter.split()[-1] for parameter in schema.split(", ")]
 
     def on_cpu(*arguments: Any) -> None:
@@ -58,8 +59,9 @@ def sgd_update_(
     step: Tensor | None = None,
     key: int | None = None,
 ) -> None:
-    """One SGD step in place, every operation in LNS; see :func:`lns_ops.reference.sgd_update` for
-    the equations.
+    """Make one SGD step in place, every operation in LNS.
+
+    :func:`lns_ops.reference.sgd_update` has the equations.
 
     ``negative_lr`` and ``momentum`` are codes; ``weight``, ``buffer`` and ``compensation`` are
     contiguous and change. With a ``key`` the sum of weight and update rounds at random by the bits
@@ -70,17 +72,9 @@ def sgd_update_(
             f"step={step}, key={key}: rounding at random needs both; pass both or neither"
         )
     OPS.sgd_update_(
-        weight,
-        grad,
-        buffer,
-        compensation,
-        step,
-        negative_lr,
-        momentum,
-        key,
-        fmt.bits,
+        weight, grad, buffer, compensation, step, negative_lr, momentum, key, fmt.bits,
         fmt.fraction_bits,
-    )
+    )  # fmt: skip
 
 
 def adam_update_(
@@ -101,8 +95,9 @@ def adam_update_(
     decoupled: bool = False,
     key: int | None = None,
 ) -> None:
-    """One Adam or AdamW step in place, every operation in LNS; see
-    :func:`lns_ops.reference.adam_update` for the equations.
+    """Make one Adam or AdamW step in place, every operation in LNS.
+
+    :func:`lns_ops.reference.adam_update` has the equations.
 
     ``weight``, ``exp_avg``, ``root``, ``residue`` and ``compensation`` are contiguous int16 of one
     shape and change; ``step`` is a 0-dim int64 tensor on the weight's device, 1 for the first step;
@@ -131,8 +126,11 @@ def sgd_update_float32_(
     step: Tensor | None = None,
     key: int | None = None,
 ) -> None:
-    """As :func:`sgd_update_`, with float32 operations between loads and stores;
-    :func:`lns_ops.reference.sgd_update_float32`."""
+    """Make one SGD step in place, with float32 operations between loads and stores.
+
+    Arguments are those of :func:`sgd_update_`; :func:`lns_ops.reference.sgd_update_float32` has the
+    equations.
+    """
     if (step is None) != (key is None):
         raise ValueError(
             f"step={step}, key={key}: rounding at random needs both; pass both or neither"
@@ -160,8 +158,11 @@ def adam_update_float32_(
     decoupled: bool = False,
     key: int | None = None,
 ) -> None:
-    """As :func:`adam_update_`, with float32 operations between loads and stores;
-    :func:`lns_ops.reference.adam_update_float32`."""
+    """Make one Adam or AdamW step in place, with float32 operations between loads and stores.
+
+    Arguments are those of :func:`adam_update_`; :func:`lns_ops.reference.adam_update_float32` has
+    the equations.
+    """
     if residue is None and key is None:
         raise ValueError(
             "residue=None, key=None: the second moment would never move; pass a residue (int16"

@@ -1,5 +1,7 @@
-"""Torch modules in number formats: converted to LNS (:func:`convert_`), simulated in any format
-(:func:`simulate_`), and back."""
+"""Torch modules in number formats: converted to LNS, simulated in any format, and back.
+
+:func:`convert_` converts, :func:`simulate_` simulates.
+"""
 
 from lns_ops.nn.convert import SCOPES, Conversion, Filter, Format, convert_, revert_, summary
 from lns_ops.nn.matmul_layers import LNSMatmulLinear

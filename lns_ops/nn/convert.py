@@ -1,5 +1,6 @@
-"""convert_: an ordinary torch module becomes an LNS one, in place, keeping its weights; revert_
-turns it back.
+"""Conversion of an ordinary torch module to LNS in place, keeping its weights, and back.
+
+:func:`convert_` converts, :func:`revert_` turns it back.
 
 Two scopes:
 
@@ -28,9 +29,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from lns_ops import functional as lns
+from lns_ops._compat import remove_forward_hooks, tree_map
 from lns_ops.formats import NumberFormat, parse
 from lns_ops.nn.matmul_layers import LAYERS
 from lns_ops.nn.simulate import simulate_, stop_, these
@@ -43,11 +44,24 @@ _PRODUCTS_INSIDE = (
     nn.RNNCellBase,
     nn.MultiheadAttention,
     nn.Bilinear,
-    nn.modules.conv._ConvNd,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
     nn.Linear,
 )
-"""Layers whose products scope ``matmul`` would have to compute."""
-_STATISTICS = (nn.modules.batchnorm._NormBase,)
+"""The layers whose products scope ``matmul`` would have to compute."""
+_STATISTICS = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
 
 Format = LNSFormat | str
 Filter = Callable[[nn.Module, str], "bool | Format | None"]
@@ -55,7 +69,7 @@ Filter = Callable[[nn.Module, str], "bool | Format | None"]
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """How a layer was converted: kept as its attribute ``lns_conversion``.
+    """The record of how a layer was converted: kept as its attribute ``lns_conversion``.
 
     Attributes:
         scope: ``matmul`` or ``everywhere``.
@@ -68,8 +82,10 @@ class Conversion:
 
 @dataclass(frozen=True)
 class _Encode:
-    """Forward hook: float inputs of a converted layer become LNS; keyword arguments that are masks
-    stay."""
+    """The forward hook that encodes a converted layer's float inputs.
+
+    Keyword arguments that are masks stay.
+    """
 
     fmt: LNSFormat
 
@@ -90,7 +106,7 @@ class _Encode:
 
 @dataclass(frozen=True)
 class _Decode:
-    """Forward hook: LNS inputs of a float layer become float32."""
+    """The forward hook that decodes a float layer's LNS inputs to float32."""
 
     def __call__(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any]
@@ -102,10 +118,7 @@ class _Decode:
 
 
 def _unhook(module: nn.Module) -> None:
-    for key, hook in list(module._forward_pre_hooks.items()):
-        if isinstance(hook, (_Encode, _Decode)):
-            del module._forward_pre_hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
+    remove_forward_hooks(module, (_Encode, _Decode))
 
 
 def _hook(module: nn.Module, hook: _Encode | _Decode) -> None:
@@ -114,38 +127,43 @@ def _hook(module: nn.Module, hook: _Encode | _Decode) -> None:
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that scope ``everywhere`` converts."""
+    """Return the buffers that scope ``everywhere`` converts."""
     if isinstance(module, _STATISTICS):
         return {}
     found = {
-        n: b for n, b in module._buffers.items() if b is not None and b.dtype.is_floating_point
+        n: b
+        for n, b in module.named_buffers(recurse=False, remove_duplicate=False)
+        if b.dtype.is_floating_point
     }
     return {
         n: b for n, b in found.items() if isinstance(b, LNSTensor) or bool(torch.isfinite(b).all())
     }
 
 
+def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """List a layer's own parameters, under each of their names."""
+    return list(module.named_parameters(recurse=False, remove_duplicate=False))
+
+
 def _owns_values(module: nn.Module, scope: str) -> bool:
-    return any(p is not None for p in module._parameters.values()) or (
-        scope == "everywhere" and bool(_buffers(module))
-    )
+    return bool(_parameters(module)) or (scope == "everywhere" and bool(_buffers(module)))
 
 
 def _convert_everywhere(
     module: nn.Module, fmt: LNSFormat, encoded: dict[nn.Parameter, nn.Parameter]
 ) -> None:
-    """``encoded`` maps parameters to their LNS forms, so that layers which share one go on sharing
-    it."""
-    for name, parameter in list(module._parameters.items()):
-        if parameter is None:
-            continue
+    """Convert a layer's parameters and buffers to LNS and hook its inputs.
+
+    ``encoded`` maps parameters to their LNS forms, so that layers which share one go on sharing it.
+    """
+    for name, parameter in _parameters(module):
         if parameter not in encoded:
             values = LNSTensor(lns.encode(parameter.detach(), fmt), fmt)
             encoded[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
             parameter.lns_replaced = True  # type: ignore[attr-defined]
         setattr(module, name, encoded[parameter])
     for name, buffer in _buffers(module).items():
-        module._buffers[name] = LNSTensor(lns.encode(buffer, fmt), fmt)
+        setattr(module, name, LNSTensor(lns.encode(buffer, fmt), fmt))
     _hook(module, _Encode(fmt))
 
 
@@ -163,7 +181,7 @@ def _choose(
     fmt: Format | Mapping[str, Format],
     filter_fn: Filter | None,
 ) -> list[tuple[str, nn.Module, LNSFormat]]:
-    """Which layers to convert, and into what.
+    """Return which layers to convert, and into what.
 
     Raises:
         ValueError: a pattern of ``fmt``, or ``filter_fn``, matches no layer.
@@ -215,9 +233,7 @@ def _check_ties(
         dict[nn.Parameter, tuple[str, nn.Module]](),
     )
     for name, layer in owners:
-        for its_name, parameter in layer._parameters.items():
-            if parameter is None:
-                continue
+        for its_name, parameter in _parameters(layer):
             if layer in formats and hasattr(parameter, "lns_replaced"):
                 raise ValueError(
                     f"layer {name!r}: its {its_name} was converted with another layer before, which"
@@ -240,8 +256,9 @@ def convert_(
     scope: str = "matmul",
     filter_fn: Filter | None = None,
 ) -> nn.Module:
-    """Convert ``module`` and its submodules to LNS in place; weights are kept (rounded to ``fmt``
-    in scope ``everywhere``).
+    """Convert ``module`` and its submodules to LNS in place; the weights are kept.
+
+    In scope ``everywhere`` they are rounded to ``fmt``.
 
     Args:
         module: any torch module; see the head of this file for what each scope does with its
@@ -256,8 +273,8 @@ def convert_(
 
     Returns:
         ``module``, which takes and (in scope ``matmul``) returns float tensors; in scope
-            ``everywhere`` it returns an LNSTensor, on which
-        ``F.cross_entropy``, ``argmax`` and ``to_float`` work.
+            ``everywhere`` it returns an LNSTensor, on which ``F.cross_entropy``, ``argmax`` and
+            ``to_float`` work.
 
     Raises:
         ValueError: unknown scope or format, a filter or pattern that matches no layer, a layer that
@@ -318,8 +335,10 @@ def _decode_at_float_layers(owners: list[tuple[str, nn.Module]]) -> None:
 
 
 def revert_(module: nn.Module) -> nn.Module:
-    """Undo :func:`convert_` in place: layers get their classes back, LNS parameters and buffers
-    become the float32 values they stand for.
+    """Undo :func:`convert_` in place.
+
+    Layers get their classes back; LNS parameters and buffers become the float32 values they stand
+    for.
 
     Weights of scope ``everywhere`` stay as rounded as they are; gradients are dropped; shared
     parameters stay shared.
@@ -335,24 +354,25 @@ def revert_(module: nn.Module) -> nn.Module:
         if type(layer) in classes:
             layer.__class__ = classes[type(layer)]  # type: ignore[assignment]
             del layer.fmt
-        for name, parameter in list(layer._parameters.items()):
+        for name, parameter in _parameters(layer):
             if isinstance(parameter, LNSTensor):
                 if parameter not in decoded:
                     values = lns.decode(parameter.codes, parameter.fmt)
                     decoded[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
-                    parameter.lns_replaced = True
+                    parameter.lns_replaced = True  # type: ignore[attr-defined]
                 setattr(layer, name, decoded[parameter])
-        for name, buffer in list(layer._buffers.items()):
+        for name, buffer in list(layer.named_buffers(recurse=False, remove_duplicate=False)):
             if isinstance(buffer, LNSTensor):
-                layer._buffers[name] = lns.decode(buffer.codes, buffer.fmt)
+                setattr(layer, name, lns.decode(buffer.codes, buffer.fmt))
         if hasattr(layer, "lns_conversion"):
             del layer.lns_conversion
     return module
 
 
 def summary(module: nn.Module) -> str:
-    """One line for each layer that owns parameters: name, type, scope, format, number of
-    parameters; and a total for each format.
+    """Describe the conversion of a module, one line for each layer that owns parameters.
+
+    A line has name, type, scope, format and number of parameters; a total for each format follows.
 
     >>> print(summary(convert_(nn.Sequential(nn.Linear(4, 2)), "lns12")))
     layer  type             scope   format  parameters

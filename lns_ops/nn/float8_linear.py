@@ -1,5 +1,6 @@
-"""Linear layers that really multiply in 8 bits, by ``torch._scaled_mm``, on GPUs that have 8-bit
-floating point (Ada, Hopper and later).
+"""Linear layers that multiply in 8 bits, by ``torch._scaled_mm``, on GPUs that have float8.
+
+These are Ada, Hopper and later.
 
 Everywhere else the same layer multiplies the same float8 values in float32, which differs by the
 order and precision of sums alone; :func:`product_kind` says which. Operands are on their grids
@@ -17,10 +18,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from lns_ops._compat import scaled_mm
 from lns_ops.formats import Encoded, NumberFormat, Scaled, float8_e4m3fn, float8_e5m2
 
 _MULTIPLE = 16
-"""Sizes that the product takes; others are padded with zeros."""
+"""The number of which the product's sizes must be multiples; others are padded with zeros."""
 _CAPABILITY = (8, 9)
 
 
@@ -29,13 +31,15 @@ def _base(fmt: NumberFormat) -> NumberFormat:
 
 
 def real_format(fmt: NumberFormat, gradient_format: NumberFormat) -> bool:
-    """Whether GPUs have products of these formats."""
+    """Return whether GPUs have products of these formats."""
     return _base(fmt) == float8_e4m3fn and _base(gradient_format) in (float8_e4m3fn, float8_e5m2)
 
 
 def product_kind(device: torch.device | str) -> str:
-    """How products of float8 values are computed on ``device``: ``torch._scaled_mm``, or
-    ``emulated: `` and why."""
+    """Say how products of float8 values are computed on ``device``.
+
+    The answer is ``torch._scaled_mm``, or ``emulated: `` and why.
+    """
     device = torch.device(device)
     if device.type != "cuda":
         return f"emulated: a {device.type} has no 8-bit products; float32 products of float8 values"
@@ -49,14 +53,16 @@ def product_kind(device: torch.device | str) -> str:
 
 
 def scaled_product(x: Encoded, y: Encoded) -> Tensor:
-    """``x @ y`` of float8 codes ``[M, K]`` and ``[K, N]`` with one scale each (or none): ``[M,
-    N]``, float32, by ``torch._scaled_mm``."""
+    """Return ``x @ y`` of float8 codes by ``torch._scaled_mm``, float32 ``[M, N]``.
+
+    Codes are ``[M, K]`` and ``[K, N]`` with one scale each (or none).
+    """
     (rows, inner), columns = x.codes.shape, y.codes.shape[1]
     left = _padded(x.codes)
     right = _padded(y.codes.t()).t()  # column-major, as the product wants it
     one = torch.ones((), dtype=torch.float32, device=left.device)
     scales = [one if e.scale is None else e.scale for e in (x, y)]
-    out = torch._scaled_mm(
+    out = scaled_mm(
         left, right, scales[0], scales[1], out_dtype=torch.float32, use_fast_accum=False
     )
     assert inner == y.codes.shape[0]
@@ -64,7 +70,10 @@ def scaled_product(x: Encoded, y: Encoded) -> Tensor:
 
 
 def _padded(codes: Tensor) -> Tensor:
-    """Contiguous, both sizes multiples of 16; bytes, because padding knows no float8."""
+    """Return codes contiguous, both sizes padded to multiples of 16.
+
+    They are padded as bytes, because padding knows no float8.
+    """
     rows, columns = codes.shape
     words = F.pad(
         codes.contiguous().view(torch.uint8), (0, -columns % _MULTIPLE, 0, -rows % _MULTIPLE)
@@ -73,7 +82,7 @@ def _padded(codes: Tensor) -> Tensor:
 
 
 class _ScaledLinear(torch.autograd.Function):
-    """``y = x w^T`` and both backward products in float8."""
+    """The product ``y = x w^T`` and both backward products in float8."""
 
     @staticmethod
     def forward(
@@ -98,11 +107,13 @@ class _ScaledLinear(torch.autograd.Function):
 
 
 class Float8Linear(nn.Linear):
-    """nn.Linear of float8 values; made by :func:`lns_ops.nn.simulate.simulate_`, not constructed.
-    The bias is added in float32."""
+    """An nn.Linear of float8 values; the bias is added in float32.
+
+    It is made by :func:`lns_ops.nn.simulate.simulate_`, not constructed.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
-        """``input @ weight^T + bias``, the product in 8 bits where the device has it."""
+        """Return ``input @ weight^T + bias``, the product in 8 bits where the device has it."""
         if product_kind(input.device) != "torch._scaled_mm":
             return super().forward(input)
         simulation: Any = self.simulation

@@ -1,5 +1,6 @@
-"""Layers of scope ``matmul``: float32 parameters, inputs and outputs; the products, forward and
-both backward ones, and their sums are LNS.
+"""Layers of scope ``matmul``: LNS products between float32 parameters, inputs and outputs.
+
+The forward product and both backward ones, and their sums, are LNS.
 
 A layer's class changes to one of these and back (:func:`lns_ops.convert_`,
 :func:`lns_ops.revert_`); nothing else of it does. Operands are encoded, the product's codes
@@ -17,14 +18,17 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from lns_ops import functional as lns
+from lns_ops._compat import reversed_padding
 from lns_ops.functional import convolution as conv
 from lns_ops.functional.accumulation import get_matmul_accumulation
 from lns_ops.spec.format import LNSFormat
 
 
 class _LinearMatmul(torch.autograd.Function):
-    """``y = x w^T`` with both products of the backward pass in LNS as well, all of one
-    accumulation; float32 in and out."""
+    """The product ``y = x w^T`` and both its backward products in LNS; float32 in and out.
+
+    All three take the same accumulation.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_BI: Tensor, w_OI: Tensor, fmt: LNSFormat, accumulation: str) -> Tensor:
@@ -49,13 +53,14 @@ class _LinearMatmul(torch.autograd.Function):
 
 
 def _product(x: Tensor, y: Tensor, fmt: LNSFormat, accumulation: str) -> Tensor:
-    """The values of ``x @ y``, rounded to the format whatever the accumulation."""
+    """Return the values of ``x @ y``, rounded to the format whatever the accumulation."""
     return lns.decode(lns.matmul(x, y, fmt, accumulation=accumulation), fmt)
 
 
 class LNSMatmulLinear(nn.Linear):
-    """nn.Linear whose matrix products are computed in LNS; parameters, bias addition, inputs and
-    outputs are float32.
+    """An nn.Linear whose matrix products are computed in LNS.
+
+    Parameters, bias addition, inputs and outputs are float32.
 
     Shapes: input ``[..., in_features]``, output ``[..., out_features]``. Made by
     :func:`lns_ops.convert_`, not constructed. Products of either accumulation
@@ -69,7 +74,7 @@ class LNSMatmulLinear(nn.Linear):
     fmt: LNSFormat
 
     def forward(self, input: Tensor) -> Tensor:
-        """``input @ weight^T`` in LNS, plus ``bias`` in float32.
+        """Return ``input @ weight^T`` in LNS, plus ``bias`` in float32.
 
         Raises:
             ValueError: a NaN or an infinity in the input or the weight.
@@ -81,7 +86,7 @@ class LNSMatmulLinear(nn.Linear):
         return output.reshape(*input.shape[:-1], self.out_features)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
-        """nn.Linear's line plus the format."""
+        """Return nn.Linear's line plus the format."""
         return f"{super().extra_repr()}, matmul={self.fmt}"
 
 
@@ -130,14 +135,15 @@ class _ConvolutionMatmul(torch.autograd.Function):
         return grad_x, grad_w, None, None, None
 
 
-def _convolve(layer: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What ``_conv_forward`` of torch's layers does, with the convolution in LNS."""
+def _convolve(layer: Any, input: Tensor) -> Tensor:
+    """Run the forward pass of torch's layer with the convolution in LNS."""
+    weight, bias = layer.weight, layer.bias
     dims = weight.dim() - 2
     single = input.dim() == dims + 1
     x, padding = input[None] if single else input, layer.padding
     if layer.padding_mode != "zeros" or isinstance(padding, str):
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-        x, padding = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode), (0,)
+        x, padding = F.pad(x, reversed_padding(layer), mode=mode), (0,)
     geometry = conv.Geometry.of(dims, layer.stride, padding, layer.dilation, layer.groups)
     out: Tensor = _ConvolutionMatmul.apply(
         x, weight, geometry, layer.fmt, get_matmul_accumulation()
@@ -148,31 +154,38 @@ def _convolve(layer: Any, input: Tensor, weight: Tensor, bias: Tensor | None) ->
 
 
 class _LNSMatmulConv:
-    """What the convolutions share: torch's layer with another ``_conv_forward``."""
+    """The common part of the convolutions: torch's layer with another ``forward``."""
 
     fmt: LNSFormat
 
-    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _convolve(self, input, weight, bias)
+    def forward(self, input: Tensor) -> Tensor:
+        """``[B, I, ...]`` to ``[B, O, ...]``, or without B."""
+        return _convolve(self, input)
 
     def extra_repr(self) -> str:
-        """The layer's line plus the format."""
+        """Return the layer's line plus the format."""
         return f"{super().extra_repr()}, matmul={self.fmt}"  # type: ignore[misc]
 
 
 class LNSMatmulConv1d(_LNSMatmulConv, nn.Conv1d):
-    """nn.Conv1d whose products are computed in LNS; see :class:`LNSMatmulLinear` and
-    :mod:`lns_ops.functional.convolution`."""
+    """An nn.Conv1d whose products are computed in LNS.
+
+    See :class:`LNSMatmulLinear` and :mod:`lns_ops.functional.convolution`.
+    """
 
 
 class LNSMatmulConv2d(_LNSMatmulConv, nn.Conv2d):
-    """nn.Conv2d whose products are computed in LNS; see :class:`LNSMatmulLinear` and
-    :mod:`lns_ops.functional.convolution`."""
+    """An nn.Conv2d whose products are computed in LNS.
+
+    See :class:`LNSMatmulLinear` and :mod:`lns_ops.functional.convolution`.
+    """
 
 
 class LNSMatmulConv3d(_LNSMatmulConv, nn.Conv3d):
-    """nn.Conv3d whose products are computed in LNS; see :class:`LNSMatmulLinear` and
-    :mod:`lns_ops.functional.convolution`."""
+    """An nn.Conv3d whose products are computed in LNS.
+
+    See :class:`LNSMatmulLinear` and :mod:`lns_ops.functional.convolution`.
+    """
 
 
 LAYERS: dict[Callable[..., nn.Module], type[nn.Module]] = {

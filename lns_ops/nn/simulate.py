@@ -1,5 +1,4 @@
-"""Training in any number format, simulated: values lie on the format's grid, products and sums are
-float32.
+"""Simulated training in any number format: values on the format's grid, arithmetic in float32.
 
 :func:`simulate_` puts a module's parameters on the grid and hooks its layers, so that what goes
 into a layer with parameters and what comes out of any layer is rounded to the grid, activations on
@@ -28,8 +27,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from lns_ops._compat import remove_forward_hooks, tree_map
 from lns_ops.formats import NumberFormat, parse
 from lns_ops.nn.float8_linear import Float8Linear, real_format
 from lns_ops.tensor import LNSTensor
@@ -37,12 +36,12 @@ from lns_ops.tensor import LNSTensor
 INITIAL_LOSS_SCALE = 2.0**16
 GROWTH_INTERVAL = 2_000
 _EXACT = (nn.ReLU, nn.Flatten, nn.Unflatten, nn.Identity, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
-"""Layers whose outputs are among their inputs, which are on the grid already."""
+"""The layers whose outputs are among their inputs, which are on the grid already."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """In what a layer was put: kept as its attribute ``simulation``.
+    """The formats of a simulated layer: kept as its attribute ``simulation``.
 
     Attributes:
         format: of parameters and activations.
@@ -61,22 +60,24 @@ class Simulation:
         return self.gradient_format.overflows
 
     def gradient(self, grad: Tensor) -> Tensor:
-        """``grad`` on its grid, scaled meanwhile if it has to be."""
+        """Round ``grad`` to its grid, scaled meanwhile if gradients are scaled."""
         if not self.scaled:
             return self.gradient_format.quantize(grad)
         scale = self.root.get_buffer("loss_scale")
         return self.gradient_format.quantize(grad * scale) / scale
 
     def through(self, x: Any) -> Any:
-        """``x`` on the grid; its gradient on the gradient's."""
+        """Round ``x`` to the grid, and its gradient to the gradients' grid."""
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
         return _Quantize.apply(x, self)  # type: ignore[no-untyped-call]
 
 
 class _Quantize(torch.autograd.Function):
-    """Forward rounds values, backward gradients; the derivative of rounding is taken to be 1 (Y.
-    Bengio et al. 2013, arXiv:1308.3432)."""
+    """The rounding of values forward and of gradients backward.
+
+    The derivative of rounding is taken to be 1 (Y. Bengio et al. 2013, arXiv:1308.3432).
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, simulation: Simulation) -> Tensor:
@@ -90,7 +91,7 @@ class _Quantize(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Forward pre-hook of layers with parameters."""
+    """The forward pre-hook of layers with parameters, which rounds their inputs."""
 
     simulation: Simulation
 
@@ -106,7 +107,7 @@ class _Inputs:
 
 @dataclass(frozen=True)
 class _Outputs:
-    """Forward hook."""
+    """The forward hook that rounds a layer's outputs."""
 
     simulation: Simulation
 
@@ -115,17 +116,17 @@ class _Outputs:
 
 
 def _owners(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Layers: submodules with parameters of their own, and those without submodules."""
+    """Return the layers: submodules with parameters of their own, and those without submodules."""
     return [
         (name, layer)
         for name, layer in module.named_modules()
-        if any(p is not None for p in layer._parameters.values())
+        if any(True for _ in layer.parameters(recurse=False))
         or not any(True for _ in layer.children())
     ]
 
 
 def these(names: list[str]) -> str:
-    """What an error says of the layers that there are."""
+    """Describe the layers that there are, for an error message."""
     shown = ", ".join(repr(name) for name in names[:20]) or "none"
     return (
         f"there are {shown}{f' and {len(names) - 20} more' if len(names) > 20 else ''} ('' is the"
@@ -141,8 +142,7 @@ def simulate_(
     gradient_format: NumberFormat | str | None = None,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
 ) -> nn.Module:
-    """Put ``module`` into a number format in place: parameters rounded at once, activations and
-    gradients as they come.
+    """Put ``module`` into a number format: parameters now, activations and gradients when computed.
 
     Args:
         module: any torch module of float32 parameters.
@@ -187,7 +187,7 @@ def simulate_(
 
 
 def _attach(layer: nn.Module, simulation: Simulation) -> None:
-    parameters = [p for p in layer._parameters.values() if p is not None]
+    parameters = list(layer.parameters(recurse=False))
     for parameter in parameters:
         simulation.format.quantize_(parameter)
     if parameters:
@@ -200,27 +200,26 @@ def _attach(layer: nn.Module, simulation: Simulation) -> None:
 
 
 def stop_(module: nn.Module) -> nn.Module:
-    """Undo :func:`simulate_`: hooks go, parameters keep the values that they have."""
+    """Undo :func:`simulate_`: remove the hooks; parameters keep the values that they have."""
     for layer in module.modules():
         if not hasattr(layer, "simulation"):
             continue
-        for hooks in (layer._forward_pre_hooks, layer._forward_hooks):
-            for key, hook in list(hooks.items()):
-                if isinstance(hook, _Inputs | _Outputs):
-                    del hooks[key]
-                    layer._forward_pre_hooks_with_kwargs.pop(key, None)
+        remove_forward_hooks(layer, (_Inputs, _Outputs))
         if type(layer) is Float8Linear:
             layer.__class__ = nn.Linear  # type: ignore[assignment]
-        for name in ("loss_scale", "growth_tracker"):
-            layer.simulation.root._buffers.pop(name, None)  # type: ignore[union-attr]
+        simulation: Any = layer.simulation
+        if simulation.scaled and hasattr(simulation.root, "loss_scale"):
+            del simulation.root.loss_scale, simulation.root.growth_tracker
         del layer.simulation
     return module
 
 
 @torch.no_grad()
 def update_loss_scale_(root: nn.Module, finite: Tensor) -> None:
-    """One step of dynamic loss scaling: halve after an overflow, double after
-    :data:`GROWTH_INTERVAL` good steps."""
+    """Make one step of dynamic loss scaling.
+
+    Halve the scale after an overflow, double it after :data:`GROWTH_INTERVAL` good steps.
+    """
     scale, tracker = root.get_buffer("loss_scale"), root.get_buffer("growth_tracker")
     good = torch.where(finite, tracker + 1, torch.zeros_like(tracker))
     grow = good >= GROWTH_INTERVAL

@@ -1,5 +1,4 @@
-"""Optimizers for LNS and float parameters, with Kahan compensation or stochastic rounding of LNS
-weights.
+"""Optimizers for LNS and float parameters, with Kahan compensation or stochastic rounding.
 
 In low precision a small update vanishes in a large weight: at f = 6 the nearest neighbour of a
 weight is 1.1 % away, so any update below half of that is lost, every time. Two ways to keep it:
@@ -9,8 +8,8 @@ weight is 1.1 % away, so any update below half of that is lost, every time. Two 
   step. Deterministic; 2 bytes more a parameter. Its limit: the second number has ulps, too. Once it
   has grown to half an ulp of the weight, an update u is lost if ::
 
-      |u| < (2^(2^-f / 2) - 1)^2 |w|,  about (ln 2 / 2^(f + 1))^2 |w|:  2^-17 |w| in lns16, 2^-15
-                                                                        |w| in lns12
+      |u| < (2^(2^-f / 2) - 1)^2 |w|,  about (ln 2 / 2^(f + 1))^2 |w|:
+                                       2^-17 |w| in lns16, 2^-15 |w| in lns12
 
   or if u is below the format's smallest magnitude. Equal updates under it end within half an ulp of
   where they began.

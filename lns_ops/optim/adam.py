@@ -111,19 +111,10 @@ class Adam(LNSOptimizer):
             self._amsgrad(math_of(parameter, state, group, key), group)
             return
         is_lns = isinstance(parameter, LNSTensor)
-        moments = (
-            ["root_exp_avg_sq", *([] if key is not None else ["root_residue"])]
-            if is_lns
-            else ["exp_avg_sq"]
-        )
-        zeros(
-            state,
-            parameter,
-            "step",
-            "exp_avg",
-            *moments,
-            *(["compensation"] if group["kahan_sum"] else []),
-        )
+        names = ["step", "exp_avg", "root_exp_avg_sq" if is_lns else "exp_avg_sq"]
+        names += ["root_residue"] if is_lns and key is None else []
+        names += ["compensation"] if group["kahan_sum"] else []
+        zeros(state, parameter, *names)
         state["step"].add_(1)
         if not isinstance(parameter, LNSTensor):
             _adam_float(parameter, state, group, self._decoupled)
@@ -167,8 +158,9 @@ class Adam(LNSOptimizer):
 
 
 class AdamW(Adam):
-    """Adam with decoupled weight decay: ``w += -lr (correction exp_avg / (root + eps_hat) +
-    weight_decay w)``.
+    """Adam with decoupled weight decay.
+
+    ``w += -lr (correction exp_avg / (root + eps_hat) + weight_decay w)``.
 
     Arguments, state and errors are those of :class:`Adam`; ``weight_decay`` is 0.01 unless given.
 
@@ -195,24 +187,18 @@ class AdamW(Adam):
     ) -> None:
         more: dict[str, bool] = {"amsgrad": amsgrad, "maximize": maximize}
         super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            kahan_sum,
-            stochastic_rounding,
-            seed,
-            arithmetic,
+            params, lr, betas, eps, weight_decay, kahan_sum, stochastic_rounding, seed, arithmetic,
             **more,
-        )
+        )  # fmt: skip
 
 
 def _adam_float(
     parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any], decoupled: bool
 ) -> None:
-    """torch.optim.Adam's equations in tensor operations that a CUDA graph can capture, the sum with
-    Kahan compensation if asked for."""
+    """Update by torch.optim.Adam's equations in operations that a CUDA graph can capture.
+
+    The sum takes Kahan compensation if asked for.
+    """
     assert parameter.grad is not None
     grad, (beta1, beta2), decay = parameter.grad, group["betas"], group["weight_decay"]
     if group["maximize"]:

@@ -1,5 +1,7 @@
-"""Kin of Adam: Adamax, NAdam, RAdam, and Lion. Equations are evaluated in the order written, as in
-:mod:`lns_ops.optim.adaptive`."""
+"""Variants of Adam: Adamax, NAdam, RAdam, and Lion.
+
+Equations are evaluated in the order written, as in :mod:`lns_ops.optim.adaptive`.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,7 @@ from lns_ops.optim.composed import WithBetas
 
 
 class Adamax(WithBetas):
-    """Adam with the largest gradient instead of the root mean square; the update is
-    torch.optim.Adamax's.
+    """Adam with the largest gradient instead of the root mean square, as torch.optim.Adamax.
 
     ::
 
@@ -124,8 +125,9 @@ class NAdam(WithBetas):
 
 
 class RAdam(WithBetas):
-    """Adam whose first steps, while the variance of the root is not known, are SGD with momentum;
-    torch.optim.RAdam's update.
+    """Adam whose first steps are SGD with momentum; torch.optim.RAdam's update.
+
+    The first steps are those in which the variance of the root is not known.
 
     ::
 
@@ -199,7 +201,7 @@ class RAdam(WithBetas):
 
 
 class Lion(WithBetas):
-    """The sign of an average of momentum and gradient.
+    """Descent along the sign of an average of momentum and gradient.
 
     ::
 

@@ -1,4 +1,4 @@
-"""Steps that adapt to each weight's gradients: RMSprop, Adagrad, Adadelta, Rprop, and averaged SGD.
+"""Optimizers that adapt to each weight's gradients: RMSprop, Adagrad, Adadelta, Rprop, and ASGD.
 
 Equations are evaluated in the order written, one LNS operation each for LNS parameters (float ones:
 torch's operations). ``root(v)`` is the root of a second moment, kept with 16 bits below the ulp;
@@ -116,8 +116,7 @@ class Adagrad(ComposedOptimizer):
     ::
 
         g = grad + weight_decay w
-        root = root(v + g^2)                                  v begins with
-                                                              initial_accumulator_value
+        root = root(v + g^2)                     v begins with initial_accumulator_value
         w += -lr ((g / (root + eps)) / (1 + (t - 1) lr_decay))
 
     ``v`` grows and one more square becomes less than half an ulp of it (at f = 6 after 45 steps),
@@ -219,10 +218,11 @@ class Rprop(ComposedOptimizer):
     ::
 
         agree = sign(grad) sign(previous)
-        size = clamp(size (etaplus, 1 or etaminus for agree = 1, 0, -1), step_sizes)     size begins
-                                                                                         with lr
+        size = clamp(size (etaplus, 1 or etaminus for agree = 1, 0, -1), step_sizes)
         g = grad, 0 where agree = -1;  previous = g
         w += -sign(g) size
+
+    ``size`` begins with lr.
 
     Args:
         params, lr, rounding: as for :class:`RMSprop`.

@@ -1,5 +1,4 @@
-"""ParameterMath of LNS parameters: operations on codes, or in float32 between loads and stores of
-codes."""
+"""ParameterMath of LNS parameters, in LNS operations or in float32 operations on decoded codes."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ _FLOAT32 = torch.finfo(torch.float32)
 
 @lru_cache(maxsize=256)
 def decay_codes(beta: float, name: str, fmt: LNSFormat) -> tuple[int, int]:
-    """The codes of a decay and of what is left of 1 beside the decay that the format has.
+    """Return the codes of a decay and of 1 less the decay that the format has.
 
     Raises:
         ValueError: the decay underflows, or rounds to 1: an average would never forget.
@@ -45,7 +44,7 @@ def decay_codes(beta: float, name: str, fmt: LNSFormat) -> tuple[int, int]:
 
 
 class Codes(ParameterMath):
-    """Numbers of an LNS parameter: every operation is one LNS operation on codes.
+    """The numbers of an LNS parameter: every operation is one LNS operation on codes.
 
     Attributes:
         fmt: their format.
@@ -143,7 +142,10 @@ class Codes(ParameterMath):
         lost.copy_(torch.where(whole, 0, lost))
 
     def descend(self, direction: Tensor, lr: float, momentum: float = 0.0) -> None:
-        """With momentum along ``buffer = momentum buffer + direction``, in the same kernel."""
+        """Descend as the base class does, with momentum in the same kernel.
+
+        The direction is then ``buffer = momentum buffer + direction``.
+        """
         kahan, key = self._group["kahan_sum"], self._key
         lns.sgd_update_(
             self.weight, direction, self.fmt, negative_lr=rate_code(-lr, self.fmt), key=key,
@@ -187,8 +189,10 @@ class Codes(ParameterMath):
         return self.weight.device.type == "cpu" and self.weight.is_contiguous()
 
     def lion(self, name: str, betas: tuple[float, float], decay: float) -> Tensor:
-        """``sign(blend(state, grad, beta1)) + decay weight``, while the state's average moves with
-        beta2."""
+        """Return ``sign(blend(state, grad, beta1)) + decay weight``.
+
+        The state's average then moves with beta2.
+        """
         forward, kept = (decay_codes(beta, "beta", self.fmt) for beta in betas)
         code = self.plain(decay, "weight_decay")
         return directions.lion(
@@ -204,8 +208,10 @@ class Codes(ParameterMath):
         factor: Tensor | None = None,
         bound: float | None = None,
     ) -> Tensor:
-        """``(g / (root + eps)) factor`` of ``g = decayed(decay)`` and the root that followed it, at
-        most ``bound``."""
+        """Return ``(g / (root + eps)) factor``, at most ``bound``.
+
+        ``g = decayed(decay)``; the root follows it first.
+        """
         root, residue = self.get(f"root_{name}"), self.get(f"root_{name}_residue")
         return directions.normed(
             self.weight, self.grad, root, residue, table, self.plain(decay, "weight_decay"),
@@ -221,8 +227,9 @@ class Codes(ParameterMath):
 
 
 class Decoded(Floats):
-    """Numbers of an LNS parameter whose update computes in float32: codes are decoded when read and
-    rounded when stored.
+    """The numbers of an LNS parameter whose update computes in float32.
+
+    Codes are decoded when read and rounded when stored.
 
     As in :func:`lns_ops.reference.sgd_update_float32` and
     :func:`~lns_ops.reference.adam_update_float32`: every operation is one of float32, what is
@@ -311,7 +318,7 @@ class Decoded(Floats):
         return Logarithmic(self._fmt).encode(_inside(x), bits).codes
 
     def _whole(self, name: str, residue: str = "") -> Tensor:
-        """State and what its stored number lacks."""
+        """Return the state plus its residue, which is what the stored number lacks."""
         return self.get(name) + self.get(residue or f"{name}_residue")
 
     def _put_whole(self, name: str, value: Tensor, residue: str = "") -> Tensor:
@@ -321,14 +328,14 @@ class Decoded(Floats):
 
 
 def _inside(x: Tensor) -> Tensor:
-    """``x``, where it has left float32 the largest number, so that no NaN can come of it."""
+    """Return ``x`` clamped to float32's largest number, so that an overflow makes no NaN later."""
     return x.clamp(_FLOAT32.min, _FLOAT32.max)
 
 
 def math_of(
     parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None
 ) -> ParameterMath:
-    """The numbers of a parameter that has a gradient."""
+    """Return the numbers of a parameter that has a gradient."""
     if not isinstance(parameter, LNSTensor):
         return Floats(parameter, state, group, key)
     return (Decoded if group["arithmetic"] == "float32" else Codes)(parameter, state, group, key)

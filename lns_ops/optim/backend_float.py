@@ -14,7 +14,7 @@ from lns_ops.optim.base import add_float
 
 
 class Floats(ParameterMath):
-    """Numbers of a float parameter: torch operations that a CUDA graph can capture."""
+    """The numbers of a float parameter: torch operations that a CUDA graph can capture."""
 
     def __init__(
         self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None

@@ -1,5 +1,6 @@
-"""One parameter's numbers, LNS codes or floats, so that an optimizer is written once, as a sequence
-of operations.
+"""One parameter's numbers, LNS codes or floats, behind one interface for all optimizers.
+
+An optimizer is so written once, as a sequence of operations.
 
 The operations of :class:`~lns_ops.optim.backend_codes.Codes` are those of :mod:`lns_ops.functional`
 on int16 codes, each an LNS operation of its own (rounded once), on any device with the same bits;
@@ -56,124 +57,138 @@ class ParameterMath(ABC):
         return self.step.double()
 
     def get(self, name: str) -> Tensor:
-        """State of that name, zeros of the parameter's format and shape at first; to be changed by
-        :meth:`put` alone."""
+        """Return the state of that name, at first zeros of the parameter's format and shape.
+
+        Only :meth:`put` may change it.
+        """
         zeros(self._state, self._parameter, name)
         value: Tensor = self._state[name]
         return value.codes if isinstance(value, LNSTensor) else value
 
     def put(self, name: str, value: Tensor) -> Tensor:
-        """Store state; returns it."""
+        """Store state and return it."""
         return self.get(name).copy_(value)
 
     def first(self, start: Tensor | float, value: Tensor) -> Tensor:
-        """``start`` in the first step, later ``value``; a start on the host must be a Python
-        number, which a graph can capture."""
+        """Return ``start`` in the first step, later ``value``.
+
+        A start on the host must be a Python number, which a graph can capture.
+        """
         return torch.where(self.step == 1, start, value)
 
     @abstractmethod
     def number(self, value: float, name: str = "") -> Any:
-        """A constant; ``name`` is what an error calls it."""
+        """Return a constant in the parameter's format; ``name`` is what an error calls it."""
 
     def plain(self, value: float, name: str = "") -> Any:
-        """:meth:`number` as a Python number: what selections take, also while a CUDA graph is
-        captured."""
+        """Return :meth:`number` as a Python number.
+
+        Selections take it also while a CUDA graph is captured.
+        """
         made = self.number(value, name)
         return int(made) if isinstance(made, Tensor) else made
 
     @abstractmethod
     def scalar(self, value: Tensor) -> Tensor:
-        """A float64 0-dim tensor in the parameter's format."""
+        """Return a float64 0-dim tensor in the parameter's format."""
 
     @abstractmethod
     def at_least_smallest(self, value: Tensor) -> Tensor:
-        """:meth:`scalar` of a positive number, the smallest magnitude where it underflows."""
+        """Return :meth:`scalar` of a positive number, the smallest magnitude if it underflows."""
 
     @abstractmethod
     def add(self, x: Any, y: Any) -> Tensor:
-        """``x + y``."""
+        """Return ``x + y``."""
 
     @abstractmethod
     def sub(self, x: Any, y: Any) -> Tensor:
-        """``x - y``."""
+        """Return ``x - y``."""
 
     @abstractmethod
     def mul(self, x: Any, y: Any) -> Tensor:
-        """``x y``."""
+        """Return ``x y``."""
 
     @abstractmethod
     def div(self, x: Any, y: Any) -> Tensor:
-        """``x / y``."""
+        """Return ``x / y``."""
 
     @abstractmethod
     def sqrt(self, x: Tensor) -> Tensor:
-        """The root of ``max(x, 0)``."""
+        """Return the root of ``max(x, 0)``."""
 
     @abstractmethod
     def absolute(self, x: Tensor) -> Tensor:
-        """``|x|``."""
+        """Return ``|x|``."""
 
     @abstractmethod
     def sign(self, x: Tensor) -> Tensor:
-        """-1, 0 or 1."""
+        """Return -1, 0 or 1."""
 
     @abstractmethod
     def clamp(self, x: Tensor, low: Any, high: Any) -> Tensor:
-        """``x`` between two numbers of the host."""
+        """Clamp ``x`` between two numbers of the host."""
 
     @abstractmethod
     def average(self, name: str, x: Tensor, beta: float) -> Tensor:
-        """``state = beta state + (1 - beta) x``, returned; in LNS with the beta that the format
-        has, so that its gain is 1."""
+        """Move ``state = beta state + (1 - beta) x`` and return it.
+
+        In LNS it takes the beta that the format has, so that its gain is 1.
+        """
 
     @abstractmethod
     def blend(self, x: Tensor, y: Tensor, beta: float) -> Tensor:
-        """``beta x + (1 - beta) y``, as :meth:`average` takes it."""
+        """Return ``beta x + (1 - beta) y``, with the factors of :meth:`average`."""
 
     @abstractmethod
     def root_average(self, name: str, x: Tensor, beta: float) -> Tensor:
-        """The root of ``state = beta state + (1 - beta) x^2``."""
+        """Move ``state = beta state + (1 - beta) x^2`` and return its root."""
 
     @abstractmethod
     def root(self, name: str) -> Tensor:
-        """The root that :meth:`root_average` left."""
+        """Return the root that :meth:`root_average` left."""
 
     @abstractmethod
     def root_sum(self, name: str, x: Tensor, start: float = 0.0) -> Tensor:
-        """The root of ``state = state + x^2``, which begins with ``start``."""
+        """Move ``state = state + x^2``, which begins with ``start``, and return its root."""
 
     @abstractmethod
     def largest(self, name: str, x: Tensor, beta: float) -> Tensor:
-        """``state = max(beta state, |x|)``."""
+        """Move ``state = max(beta state, |x|)`` and return it."""
 
     @abstractmethod
     def hypotenuse(self, x: Tensor, y: float) -> Tensor:
-        """``sqrt(x^2 + y^2)``, rounded once."""
+        """Return ``sqrt(x^2 + y^2)``, rounded once."""
 
     @abstractmethod
     def norm(self, x: Tensor) -> Tensor:
-        """The Euclidean norm of all elements, a float64 0-dim tensor."""
+        """Return the Euclidean norm of all elements, a float64 0-dim tensor."""
 
     @abstractmethod
     def follow(self, name: str, target: Tensor, factor: Tensor) -> None:
-        """``state += factor (target - state)``, the sum compensated; ``target`` itself where the
-        factor (float64) is 1."""
+        """Move ``state += factor (target - state)``, the sum compensated.
+
+        It becomes ``target`` itself where the factor (float64) is 1.
+        """
 
     @abstractmethod
     def descend(self, direction: Tensor, lr: float) -> None:
-        """``weight -= lr direction``, rounded as the group says."""
+        """Compute ``weight -= lr direction``, rounded as the group says."""
 
     @abstractmethod
     def octaves(
         self, x: Tensor, function: Callable[[Tensor], Tensor], of: tuple[Any, ...]
     ) -> Tensor:
-        """``function(x)`` of float64 as a change of a logarithm: in LNS int64 in 2^-16 ulps, from a
-        table (kept under ``of``)."""
+        """Return ``function(x)`` of float64 as a change of a logarithm.
+
+        In LNS it is int64 in 2^-16 ulps, from a table (kept under ``of``).
+        """
 
     @abstractmethod
     def multiply(self, octaves: Tensor, limit: Tensor | None) -> None:
-        """``weight *= 2^octaves``, at most ``limit`` (a number of the format) in magnitude; a zero
-        weight stays."""
+        """Compute ``weight *= 2^octaves``, at most ``limit`` in magnitude.
+
+        ``limit`` is a number of the format; a zero weight stays.
+        """
 
     def shrink(
         self,
@@ -182,11 +197,14 @@ class ParameterMath(ABC):
         of: tuple[Any, ...],
         limit: Tensor | None,
     ) -> None:
-        """``weight *= 2^(-sign(weight) function(x))``: :meth:`octaves` and :meth:`multiply`."""
+        """Compute ``weight *= 2^(-sign(weight) function(x))``.
+
+        It is :meth:`octaves`, then :meth:`multiply`.
+        """
         self.multiply(torch.where(self.weight < 0, 1, -1) * self.octaves(x, function, of), limit)
 
     def decayed(self, decay: float) -> Tensor:
-        """``grad + decay weight``: decay in the gradient (L2)."""
+        """Return ``grad + decay weight``: decay in the gradient (L2)."""
         return (
             self.add(self.grad, self.mul(self.number(decay, "weight_decay"), self.weight))
             if decay
@@ -194,7 +212,7 @@ class ParameterMath(ABC):
         )
 
     def with_decay(self, direction: Tensor, decay: float) -> Tensor:
-        """``direction + decay weight``: decoupled decay."""
+        """Return ``direction + decay weight``: decoupled decay."""
         return (
             self.add(direction, self.mul(self.number(decay, "weight_decay"), self.weight))
             if decay
@@ -202,5 +220,5 @@ class ParameterMath(ABC):
         )
 
     def root_mean_square(self) -> Tensor:
-        """Of the weight's elements, float64."""
+        """Return the root mean square of the weight's elements, float64."""
         return self.norm(self.weight) / math.sqrt(max(1, self.weight.numel()))

@@ -1,10 +1,7 @@
-"""What the optimizers share: rounding options, the loop over parameters, state, Kahan sums of
-floats."""
+"""The common part of the optimizers: rounding options, loop over parameters, state, Kahan sums."""
 
 from __future__ import annotations
 
-import inspect
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
@@ -14,15 +11,16 @@ import torch
 from torch import Tensor
 
 from lns_ops import functional as lns
+from lns_ops._compat import without_compiler
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor import LNSTensor
 
 ARITHMETICS = ("lns", "float32")
-"""What the operations of an LNS parameter's update are."""
+"""The arithmetics of an LNS parameter's update."""
 
 
 class Rounding(TypedDict, total=False):
-    """How every optimizer here adds an update to a weight, and with which sign.
+    """The options of how an update is added to a weight, and with which sign.
 
     Attributes:
         kahan_sum: keep a Kahan compensation for each parameter.
@@ -42,8 +40,10 @@ class Rounding(TypedDict, total=False):
 
 
 def state_dtype(name: str) -> torch.dtype | None:
-    """The dtype of state that is not in the parameter's format: counters and bits below the ulp;
-    None for other state."""
+    """Return the dtype of state that is not in the parameter's format; None for other state.
+
+    Such state is counters and bits below the ulp.
+    """
     if name == "step":
         return torch.int64
     return (
@@ -73,7 +73,7 @@ def _code(value: float, fmt: LNSFormat) -> int:
 
 
 def scalar_code(name: str, value: float, fmt: LNSFormat) -> int:
-    """The code of a hyperparameter, which must not vanish in the format."""
+    """Return the code of a hyperparameter, which must not vanish in the format."""
     code = _code(value, fmt)
     if code == 0 and value != 0:
         raise ValueError(
@@ -85,8 +85,11 @@ def scalar_code(name: str, value: float, fmt: LNSFormat) -> int:
 
 
 def rate_code(rate: float, fmt: LNSFormat) -> int:
-    """The code of a step's learning rate: 0, with a warning, where a schedule has taken it below
-    the format's smallest magnitude."""
+    """Return the code of a step's learning rate.
+
+    It is 0, with a warning, where a schedule has taken the rate below the format's smallest
+    magnitude.
+    """
     code = _code(rate, fmt)
     if code == 0 and rate != 0:
         warnings.warn(
@@ -113,19 +116,8 @@ def state_codes(state: dict[str, Tensor], name: str) -> Tensor | None:
     return value.codes if isinstance(value, LNSTensor) else value
 
 
-def _without_compiler(method: Any) -> Any:
-    """``method`` of torch's Optimizer without the wrapper that keeps the compiler out of it, where
-    no compiler is loaded.
-
-    The wrapper loads the compiler first, which takes a process two seconds.
-    """
-    if "torch._dynamo" in sys.modules:
-        return method
-    return inspect.unwrap(method.__func__).__get__(method.__self__)
-
-
 class LNSOptimizer(torch.optim.Optimizer):
-    """What the optimizers here share: rounding options, the loop over parameters, integer state."""
+    """The base class of the optimizers: rounding options, loop over parameters, integer state."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         if defaults["arithmetic"] not in ARITHMETICS:
@@ -158,12 +150,12 @@ class LNSOptimizer(torch.optim.Optimizer):
                     )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See torch; without loading torch's compiler where nothing has loaded it."""
-        _without_compiler(super().add_param_group)(param_group)
+        """Add a group as torch does, without loading torch's compiler."""
+        without_compiler(super().add_param_group)(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Likewise."""
-        _without_compiler(super().zero_grad)(set_to_none)
+        """Clear gradients as torch does, without loading torch's compiler."""
+        without_compiler(super().zero_grad)(set_to_none)
 
     def _check(self, group: dict[str, Any], fmt: LNSFormat) -> None:
         """Refuse hyperparameters that cannot be used in ``fmt``."""
@@ -182,7 +174,7 @@ class LNSOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update of every parameter that has a gradient; returns the closure's loss."""
+        """Update every parameter that has a gradient; return the closure's loss."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -197,15 +189,17 @@ class LNSOptimizer(torch.optim.Optimizer):
         return loss
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """As torch's; options that a checkpoint is older than take their defaults."""
+        """Restore state as torch does; options that the checkpoint lacks take their defaults."""
         super().__setstate__(state)
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; integer state stays integer (torch would turn it into the parameter's
-        dtype)."""
+        """Load state as torch does, but keep integer state integer.
+
+        torch would turn it into the parameter's dtype.
+        """
         super().load_state_dict(state_dict)
         saved, groups = (
             state_dict["state"],
@@ -221,13 +215,14 @@ class LNSOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def init_compensation(self, exact: Iterable[Tensor] | Mapping[str, Tensor]) -> None:
-        """Start from float weights: every weight becomes the nearest number of its format, its
-        compensation what that lacks.
+        """Start from float weights, and keep in the compensations what rounding them loses.
+
+        Every weight becomes the nearest number of its format.
 
         ::
 
-            exact = [p.detach().clone() for p in model.parameters()]  # or a float32 checkpoint's
-                                                                      # state dict
+            # or a float32 checkpoint's state dict
+            exact = [p.detach().clone() for p in model.parameters()]
             convert_(model, "lns12", scope="everywhere")
             optimizer = SGD(model.parameters(), lr=0.1, kahan_sum=True)
             optimizer.init_compensation(exact)
@@ -269,7 +264,7 @@ class LNSOptimizer(torch.optim.Optimizer):
         return [exact[name] for name in names]
 
     def _split(self, parameter: Tensor, value: Tensor) -> None:
-        """Weight and compensation of a float64 value."""
+        """Return weight and compensation of a float64 value."""
         state = self.state[parameter]
         zeros(state, parameter, "compensation")
         if isinstance(parameter, LNSTensor):
@@ -298,7 +293,7 @@ def zeros(state: dict[str, Any], parameter: Tensor, *names: str) -> None:
 def add_float(
     parameter: Tensor, direction: Tensor, alpha: float, compensation: Tensor | None
 ) -> None:
-    """``parameter += alpha direction``, with Kahan compensation where there is one."""
+    """Compute ``parameter += alpha direction``, with Kahan compensation where there is one."""
     if compensation is None:
         parameter.add_(direction, alpha=alpha)
         return
@@ -309,8 +304,10 @@ def add_float(
 
 
 def parameters_by_format(params: Iterable[Tensor]) -> dict[str, int]:
-    """How many values are kept in each format: ``{"lns12": 407050}``; float dtypes under their
-    torch names."""
+    """Return how many values are kept in each format: ``{"lns12": 407050}``.
+
+    Float dtypes go under their torch names.
+    """
     counts: dict[str, int] = {}
     for parameter in params:
         name = (

@@ -1,5 +1,7 @@
-"""What the optimizers composed of LNS operations share; :mod:`lns_ops.optim.backends` has the
-operations."""
+"""The common part of optimizers composed of operations on one parameter's numbers.
+
+:mod:`lns_ops.optim.backends` has the operations.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,11 @@ ROUNDING: Rounding = {
     "arithmetic": "lns",
     "maximize": False,
 }
-"""What :class:`Rounding` is unless given."""
+"""The defaults of :class:`Rounding`."""
 
 
 def complete(rounding: Rounding) -> dict[str, Any]:
-    """``rounding`` with what is missing.
+    """Return ``rounding`` with the missing options at their defaults.
 
     Raises:
         TypeError: a name that is none of its names.
@@ -47,8 +49,10 @@ class ComposedOptimizer(LNSOptimizer):
     """
 
     _factors: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
-    """Options that the update multiplies by: they must not underflow in an LNS parameter's
-    format."""
+    """The options that the update multiplies by.
+
+    They must not underflow in an LNS parameter's format.
+    """
 
     def __init__(self, params: Any, options: dict[str, Any], rounding: Rounding) -> None:
         if not 0 <= options.get("weight_decay", 0.0) < float("inf"):
@@ -68,7 +72,7 @@ class ComposedOptimizer(LNSOptimizer):
                 decay_codes(decay, name, fmt)
 
     def _decays(self, group: dict[str, Any]) -> dict[str, float]:
-        """Decays of averages of signed numbers, which must not round to 1."""
+        """Return the decays of averages of signed numbers, which must not round to 1."""
         return {}
 
     def _update(
@@ -80,18 +84,22 @@ class ComposedOptimizer(LNSOptimizer):
             self._step(x, group)
 
     def _fused(self, x: Codes, group: dict[str, Any]) -> bool:
-        """:meth:`_step` by kernels of several operations, with the same bits; False where there are
-        none for the group's options."""
+        """Run :meth:`_step` by kernels of several operations, with the same bits.
+
+        Returns False where there are none for the group's options.
+        """
         return False
 
     @abstractmethod
     def _step(self, x: ParameterMath, group: dict[str, Any]) -> None:
-        """Move ``x``'s weight."""
+        """Move the weight of ``x``."""
 
 
 class WithBetas(ComposedOptimizer):
-    """A composed optimizer whose ``betas`` are a decay of the gradient's average and one of a
-    second average, as Adam's."""
+    """A composed optimizer with two ``betas``, as Adam's.
+
+    They are a decay of the gradient's average and one of a second average.
+    """
 
     def __init__(
         self, params: Any, betas: tuple[float, float], options: dict[str, Any], rounding: Rounding
@@ -106,8 +114,10 @@ class WithBetas(ComposedOptimizer):
 
 
 def adam_direction(x: ParameterMath, grad: Tensor, group: dict[str, Any]) -> Tensor:
-    """``correction (exp_avg / (root + eps_hat))`` of :class:`lns_ops.optim.Adam`; ``amsgrad``: of
-    the largest root so far."""
+    """Return ``correction (exp_avg / (root + eps_hat))`` of :class:`lns_ops.optim.Adam`.
+
+    With ``amsgrad`` the root is the largest so far.
+    """
     beta1, beta2 = group["betas"]
     average, root = x.average("exp_avg", grad, beta1), x.root_average("exp_avg_sq", grad, beta2)
     if group.get("amsgrad"):

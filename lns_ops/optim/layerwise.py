@@ -1,4 +1,4 @@
-"""Steps in proportion to the norm of a layer's weights, for large batches: LARS and LAMB.
+"""Optimizers for large batches whose steps go by the norm of a layer's weights: LARS and LAMB.
 
 A tensor's norm is a float64 number from counts of magnitudes
 (:func:`lns_ops.functional.reductions.norm`), so no square leaves the range of a narrow format; only
@@ -20,7 +20,7 @@ from lns_ops.optim.composed import ComposedOptimizer, WithBetas, adam_direction
 
 
 def _scaled(x: ParameterMath, direction: Tensor, ratio: Tensor, defined: Tensor) -> Tensor:
-    """``ratio direction``; ``direction`` where a norm is zero and the ratio means nothing."""
+    """Return ``ratio direction``; ``direction`` where a zero norm leaves the ratio undefined."""
     return x.mul(direction, x.at_least_smallest(torch.where(defined, ratio, 1.0)))
 
 
@@ -30,11 +30,11 @@ class LARS(ComposedOptimizer):
     ::
 
         g = grad + weight_decay w
-        ratio = trust_coefficient ||w|| / (||grad|| + weight_decay ||w||)       1 where a norm is
-                                                                                zero, or without
-                                                                                adapt
+        ratio = trust_coefficient ||w|| / (||grad|| + weight_decay ||w||)
         buffer = momentum buffer + ratio g
         w += -lr buffer                                       (nesterov: ratio g + momentum buffer)
+
+    The ratio is 1 where a norm is zero, or without ``adapt``.
 
     Args:
         params: LNSTensor or float parameters, or groups of them as in torch.optim.
@@ -104,10 +104,11 @@ class LAMB(WithBetas):
 
     ::
 
-        d = correction exp_avg / (root + eps_hat) + weight_decay w              Adam's direction,
-                                                                                see there
-        w += -lr (d ||w|| / ||d||)                            ratio 1 where a norm is zero, or
-                                                              without adapt
+        d = correction exp_avg / (root + eps_hat) + weight_decay w
+        w += -lr (d ||w|| / ||d||)
+
+    The direction d is that of :class:`lns_ops.optim.Adam`; the ratio of norms is 1 where one is
+    zero, or without ``adapt``.
 
     Args:
         params, lr, rounding: as for :class:`LARS`.

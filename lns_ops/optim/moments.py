@@ -1,5 +1,6 @@
-"""What optimizers need of codes beside arithmetic: averages with bits below the ulp, weights that
-are multiplied.
+"""The operations on codes that optimizers need beside arithmetic: fine averages, multiplication.
+
+Fine averages have bits below the ulp; weights are multiplied by changing their logarithms.
 
 Everything here is integer arithmetic in torch operations, so it gives the same bits on every device
 without a kernel of its own; on a CPU the averages and the random bits come from compiled kernels
@@ -35,28 +36,32 @@ _HALF = 1 << FINE_BITS - 1
 
 
 def mean_square(beta: float, fraction_bits: int) -> DecayTable:
-    """``sqrt(beta r^2 + (1 - beta) x^2)``."""
+    """Return the table of ``sqrt(beta r^2 + (1 - beta) x^2)``."""
     return decay_table(beta, fraction_bits)
 
 
 @lru_cache(maxsize=32)
 def sum_square(fraction_bits: int) -> DecayTable:
-    """``sqrt(r^2 + x^2)``: that of beta = 1/2, half an octave (a whole number of fine units) up."""
+    """Return the table of ``sqrt(r^2 + x^2)``: that of beta = 1/2, half an octave up.
+
+    Half an octave is a whole number of fine units.
+    """
     half = decay_table(0.5, fraction_bits)
     return DecayTable(0, 0, half.first, half.table)
 
 
 @lru_cache(maxsize=64)
 def maximum(beta: float, fraction_bits: int) -> DecayTable:
-    """``max(beta r, |x|)``, beta in (0, 1]."""
+    """Return the table of ``max(beta r, |x|)``, beta in (0, 1]."""
     return DecayTable(
         round(math.log2(beta) * 2 ** (fraction_bits + FINE_BITS)), 0, 0, np.zeros(1, np.int32)
     )
 
 
 def follow_(root: Tensor, residue: Tensor, x: Tensor, table: DecayTable, fmt: LNSFormat) -> Tensor:
-    """Move the nonnegative ``root`` by one step of ``table``, in place with its ``residue``;
-    returns it.
+    """Move the nonnegative ``root`` by one step of ``table``, in place; return it.
+
+    ``residue`` moves with it.
 
     Args:
         root: int16 codes, nonnegative, contiguous.
@@ -70,25 +75,19 @@ def follow_(root: Tensor, residue: Tensor, x: Tensor, table: DecayTable, fmt: LN
         return root
     flat = [t.numpy().reshape(-1) for t in (root, residue, x.contiguous())]
     run(
-        updates.follow,
-        root.numel(),
-        _GRAIN,
-        *flat,
-        table.table,
-        table.first,
-        table.keep,
-        table.take,
-        fmt.bias,
-        fmt.field_mask,
-    )
+        updates.follow, root.numel(), _GRAIN, *flat, table.table, table.first, table.keep,
+        table.take, fmt.bias, fmt.field_mask,
+    )  # fmt: skip
     return root
 
 
 def followed(
     root: Tensor, residue: Tensor, x: Tensor, table: DecayTable, fmt: LNSFormat
 ) -> tuple[Tensor, Tensor]:
-    """:func:`follow_` out of place in integers, :func:`lns_ops.reference.followed` of any
-    device."""
+    """Return :func:`follow_` out of place in integers.
+
+    It is :func:`lns_ops.reference.followed` for any device.
+    """
     (root_log, _), (x_log, _) = _logarithm(root, fmt), _logarithm(x, fmt)
     entries = _on(table.table, root.device)
     index = (x_log - root_log).clamp(table.first, table.first + len(table.table) - 1) - table.first
@@ -101,8 +100,10 @@ def followed(
 
 
 def _stored(fine: Tensor, fmt: LNSFormat) -> tuple[Tensor, Tensor]:
-    """The nonnegative code of a fine logarithm, and its residue; what is zero or saturates leaves
-    none."""
+    """Return the nonnegative code of a fine logarithm, and its residue.
+
+    What is zero or saturates has the residue 0.
+    """
     log = fine + _HALF >> FINE_BITS
     code = (log.clamp(max=fmt.max_log) + fmt.bias).clamp_min(0).to(torch.int16)
     code = torch.where(log < fmt.min_log, 0, code).to(torch.int16)
@@ -111,7 +112,7 @@ def _stored(fine: Tensor, fmt: LNSFormat) -> tuple[Tensor, Tensor]:
 
 
 def _logarithm(codes: Tensor, fmt: LNSFormat) -> tuple[Tensor, Tensor]:
-    """The logarithms in ulps (int64; ``NO_LOG`` of zero), and which are of zero."""
+    """Return the logarithms in ulps (int64; ``NO_LOG`` for zero), and which are of zero."""
     field = (codes & fmt.field_mask).long()
     zero = field == 0
     return torch.where(zero, NO_LOG, field - fmt.bias), zero
@@ -121,8 +122,10 @@ _TABLES: dict[tuple[int, torch.device], tuple[np.ndarray[Any, Any], Tensor]] = {
 
 
 def _on(table: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-    """A cached host table as a tensor on ``device``, uploaded once (a captured graph keeps reading
-    it)."""
+    """Return a cached host table as a tensor on ``device``, uploaded once.
+
+    A captured graph keeps reading it.
+    """
     known = _TABLES.get((id(table), device))
     if known is None:
         known = _TABLES[id(table), device] = (table, torch.from_numpy(table.copy()).to(device))
@@ -132,14 +135,15 @@ def _on(table: np.ndarray[Any, Any], device: torch.device) -> Tensor:
 _LOGARITHMS: dict[tuple[Any, ...], Tensor] = {}
 _KEPT = 64
 _CAPTURED: list[Tensor] = []
-"""Tables that CUDA graphs read: never given back, however many others come."""
+"""The tables that CUDA graphs read: never given back, however many others come."""
 
 
 def fine_logarithms(
     x: Tensor, function: Callable[[Tensor], Tensor], of: tuple[Any, ...], fmt: LNSFormat
 ) -> Tensor:
-    """``function`` of every code of ``x`` (float64 in octaves) in 2^-16 ulps, int64, rounded to
-    nearest; a look-up.
+    """Return ``function`` of every code of ``x`` in 2^-16 ulps, int64, by table look-up.
+
+    The function gives float64 octaves, rounded to nearest.
 
     Args:
         x: int16 codes.
@@ -152,7 +156,7 @@ def fine_logarithms(
 def fine_table(
     function: Callable[[Tensor], Tensor], of: tuple[Any, ...], fmt: LNSFormat, device: torch.device
 ) -> Tensor:
-    """The table of :func:`fine_logarithms`, for every word of ``fmt.bits`` bits."""
+    """Return the table of :func:`fine_logarithms`, for every word of ``fmt.bits`` bits."""
     key = (*of, fmt, device)
     table = _LOGARITHMS.get(key)
     if table is None:
@@ -170,7 +174,7 @@ def fine_table(
 
 
 def fine(octaves: Tensor, fmt: LNSFormat) -> Tensor:
-    """Octaves, floats, in 2^-16 ulps, int64, rounded to nearest; at most 2^40 of them."""
+    """Return float octaves in 2^-16 ulps, int64, rounded to nearest; at most 2^40 of them."""
     return (
         (octaves.double() * 2.0 ** (fmt.fraction_bits + FINE_BITS))
         .round()
@@ -183,8 +187,9 @@ def multiply_(
     weight: Tensor, fine: Tensor, residue: Tensor | None, limit: Tensor | None, fmt: LNSFormat, *,
     key: int | None = None, step: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """``weight *= 2^fine`` in place: an integer addition to the logarithm, kept within the format's
-    magnitudes above zero.
+    """Compute ``weight *= 2^fine`` in place: an integer addition to the logarithm.
+
+    The logarithm is kept within the format's magnitudes above zero.
 
     Args:
         weight: int16 codes; zeros stay.

@@ -1,5 +1,6 @@
-"""Multiplicative updates, natural in LNS: the weight's logarithm moves, so the update is one
-integer addition and never cancels.
+"""Optimizers with multiplicative updates, natural in LNS.
+
+The weight's logarithm moves, so the update is one integer addition and never cancels.
 
 ``w *= 2^delta`` adds ``delta`` to ``log2 |w|``. In LNS ``delta`` is an integer in 2^-16 ulps, read
 from a table over the codes of its argument (float64 on the host, rounded to nearest), so CPU and
@@ -32,7 +33,7 @@ from lns_ops.tensor import LNSTensor
 
 
 class MultiplicativeOptimizer(ComposedOptimizer):
-    """What these optimizers share: the bound on weights, the residue of their logarithms."""
+    """The base class of these optimizers: the bound on weights, the residue of their logarithms."""
 
     _factors: ClassVar[tuple[str, ...]] = ()
 
@@ -46,8 +47,10 @@ class MultiplicativeOptimizer(ComposedOptimizer):
         super().__init__(params, options, rounding)
 
     def _limit(self, x: ParameterMath, group: dict[str, Any]) -> Tensor | None:
-        """The largest magnitude of the weights: ``p_scale`` times their root mean square before the
-        first step."""
+        """Return the bound on weights: ``p_scale`` times their first root mean square.
+
+        It is taken before the first step.
+        """
         if group["p_scale"] is None:
             return None
         largest = x.get("max_weight")
@@ -66,8 +69,10 @@ class MultiplicativeOptimizer(ComposedOptimizer):
 
 
 def _residue(code: Tensor, value: Tensor, fmt: LNSFormat) -> Tensor:
-    """What the logarithm of a code lacks of that of the value, in 2^-16 ulps; 0 of zeros and what
-    saturates."""
+    """Return the exact logarithm of a value less its code's, in 2^-16 ulps.
+
+    It is 0 for zeros and what saturates.
+    """
     unit = 2.0**fmt.fraction_bits
     log = (code & fmt.field_mask).double() - fmt.bias
     lacks = (torch.where(value == 0, 1.0, value).abs().log2() * unit - log) * 2.0**FINE_BITS
@@ -195,7 +200,7 @@ class Mul(MultiplicativeOptimizer):
 
 
 class SignMul(MultiplicativeOptimizer):
-    """Every weight moves by one factor ``a`` a step.
+    """Multiplication of every weight by one factor ``a`` a step.
 
     ::
 
@@ -233,8 +238,7 @@ class SignMul(MultiplicativeOptimizer):
 
 
 class HybridMul(MultiplicativeOptimizer):
-    """Multiplicative where the gradient shrinks a weight, like gradient descent where it lets it
-    grow.
+    """Multiplicative descent where the gradient shrinks a weight, else gradient descent.
 
     ::
 

@@ -1,5 +1,6 @@
-"""Weight updates in any number format: plain, with Kahan compensation, rounded at random, or on
-finer copies of the weights.
+"""Weight updates in any number format, around an ordinary optimizer.
+
+They are plain, with Kahan compensation, rounded at random, or on finer copies of the weights.
 
 :func:`quantize_updates_` hooks an ordinary optimizer, so that each of its steps
 
@@ -41,7 +42,7 @@ def quantize_updates_(
     seed: int = 0,
     master_format: NumberFormat | str | None = None,
 ) -> torch.optim.Optimizer:
-    """Keep the parameters of ``module`` on their grids when ``optimizer`` steps; in place.
+    """Keep the parameters of ``module`` on their grids when ``optimizer`` steps, in place.
 
     Args:
         optimizer: any of torch's interface; it computes in float32 and is called without a closure.
@@ -71,7 +72,7 @@ def quantize_updates_(
 
 
 class _Updates:
-    """The two hooks, and what the first leaves for the second."""
+    """The two hooks of a step, and what the first leaves for the second."""
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class _Updates:
 
     @torch.no_grad()
     def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Gradients onto their grid, master copies into the parameters."""
+        """Round gradients to their grid and copy master weights into the parameters."""
         if any(value is not None for value in (*args[1:], *kwargs.values())):
             raise ValueError(
                 "step(closure): gradients are rounded before the step, a closure makes them within"
@@ -123,7 +124,7 @@ class _Updates:
             self._old[parameter] = parameter.detach().clone()
 
     def _guard(self, active: list[tuple[Tensor, Simulation]]) -> None:
-        """Where gradients are scaled: note whether one overflowed, and take zeros then."""
+        """Note whether a scaled gradient overflowed, and make the gradients zero then."""
         gradients = [p.grad for p, simulation in active if simulation.scaled and p.grad is not None]
         self._finite = (
             torch.stack([grad.isfinite().all() for grad in gradients]).all() if gradients else None
@@ -134,7 +135,7 @@ class _Updates:
 
     @torch.no_grad()
     def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """New weights onto their grid."""
+        """Round new weights to their grid."""
         for index, parameter, simulation in self._parameters:
             if (old := self._old.pop(parameter, None)) is None:
                 continue
@@ -153,7 +154,7 @@ class _Updates:
     def _rounded(
         self, index: int, fmt: NumberFormat, old: Tensor, new: Tensor, state: dict[str, Any]
     ) -> Tensor:
-        """``new``, computed from ``old`` in float32, on the grid of ``fmt``."""
+        """Return ``new``, computed from ``old`` in float32, on the grid of ``fmt``."""
         if self._kahan_sum:
             if "compensation" not in state:
                 state["compensation"] = torch.zeros_like(old)

@@ -25,8 +25,9 @@ from lns_ops.tensor import LNSTensor
 
 
 class SGD(LNSOptimizer):
-    """Stochastic gradient descent with heavy-ball or Nesterov momentum, Kahan compensation or
-    stochastic rounding.
+    """Stochastic gradient descent with momentum, Kahan compensation or stochastic rounding.
+
+    Momentum is heavy-ball or Nesterov.
 
     ::
 
@@ -176,7 +177,10 @@ def _composed(x: ParameterMath, group: dict[str, Any]) -> None:
 def _look_ahead(
     weight: Tensor, grad: Tensor, buffer: Tensor, group: dict[str, Any], fmt: LNSFormat
 ) -> Tensor:
-    """``g + momentum buffer`` with the buffer, in place, of ``g = grad + weight_decay w``."""
+    """Return ``g + momentum buffer``; move the buffer in place.
+
+    ``g = grad + weight_decay w``.
+    """
     if grad.device.type == "cpu":
         momentum, decay = (
             scalar_code(name, group[name], fmt) for name in ("momentum", "weight_decay")

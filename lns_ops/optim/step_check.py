@@ -1,5 +1,7 @@
-"""A check before every optimizer's step: of parameters that a conversion has replaced, and of LNS
-ones of torch's optimizers."""
+"""A check before every optimizer's step that its parameters are still those of the module.
+
+It also refuses LNS parameters in torch's own optimizers.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,7 @@ _NAMES = [kind.__name__ for kind in _OFFERED]
 
 
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Before every optimizer's step: refuse parameters that no longer are a module's, and LNS ones
-    of torch's optimizers.
+    """Refuse a step on replaced parameters, and one of torch's optimizers on LNS parameters.
 
     Raises:
         ValueError: a parameter was replaced by ``convert_`` or ``revert_``, or one is LNS and

@@ -1,2 +1,1 @@
-"""What the arithmetic is: formats, Gaussian logarithms and the reference in plain integers, on
-NumPy alone."""
+"""Definition of the arithmetic on NumPy alone: formats, Gaussian logarithms and the reference."""

@@ -37,19 +37,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 MANTISSA_BITS = 52
-"""Fraction bits of the thresholds: float64's, so float64 and float32 inputs are both compared
-exactly."""
+"""Fraction bits of the thresholds: float64's.
+
+Both float32 and float64 inputs are so compared exactly.
+"""
 
 
 class NonFiniteError(ValueError):
-    """A NaN or an infinity was to be encoded; in training, the sign that a float part of it has
-    diverged."""
+    """The error of encoding a NaN or an infinity, which no LNS format has.
+
+    In training it means that the float part of the model has diverged.
+    """
 
 
 @dataclass(frozen=True)
 class LNSFormat:
-    """A logarithmic number format: one sign bit and a ``bits - 1`` bit base-2 logarithm with
-    ``fraction_bits`` of fraction.
+    """A logarithmic number format: a sign bit and a base-2 logarithm of ``bits - 1`` bits.
+
+    ``fraction_bits`` of the logarithm are its fraction.
 
     Args:
         bits: width of the code word, 2 to 16, sign included.
@@ -94,17 +99,17 @@ class LNSFormat:
 
     @property
     def bias(self) -> int:
-        """Added to ``log`` to make the stored field: ``2^(bits-2)``."""
+        """The bias of the stored logarithm field, ``2^(bits-2)``: field = ``log`` + bias."""
         return 1 << (self.bits - 2)
 
     @property
     def max_log(self) -> int:
-        """Largest logarithm, in ulps: ``2^(bits-2) - 1``. The smallest is ``-max_log``."""
+        """The largest logarithm, in ulps: ``2^(bits-2) - 1``; the smallest is ``-max_log``."""
         return self.bias - 1
 
     @property
     def min_log(self) -> int:
-        """Smallest logarithm of a nonzero value, in ulps: ``-max_log``."""
+        """The smallest logarithm of a nonzero value, in ulps: ``-max_log``."""
         return -self.max_log
 
     @property
@@ -114,29 +119,30 @@ class LNSFormat:
 
     @property
     def sign_mask(self) -> int:
-        """XOR with it negates a nonzero code: ``-2^(bits-1)``, all bits from the sign up."""
+        """The mask that negates a nonzero code by XOR: ``-2^(bits-1)``, all bits from the sign."""
         return -(1 << (self.bits - 1))
 
     @property
     def largest(self) -> float:
-        """Largest magnitude: ``2^(max_log / 2^f)``."""
+        """The largest magnitude: ``2^(max_log / 2^f)``."""
         return float(2.0 ** (self.max_log / 2**self.fraction_bits))
 
     @property
     def smallest(self) -> float:
-        """Smallest nonzero magnitude: ``2^(min_log / 2^f)``."""
+        """The smallest nonzero magnitude: ``2^(min_log / 2^f)``."""
         return float(2.0 ** (self.min_log / 2**self.fraction_bits))
 
     @property
     def epsilon(self) -> float:
-        """Relative distance to the next value, ``2^(2^-f) - 1``; rounding errs by at most about
-        half of it."""
+        """The relative distance to the next value, ``2^(2^-f) - 1``.
+
+        Rounding errs by at most about half of it.
+        """
         return float(2.0 ** (2.0**-self.fraction_bits) - 1)
 
     @property
     def name(self) -> str:
-        """``lns12`` for a preset, otherwise ``lns(bits,fraction_bits)``; :meth:`parse` reads
-        both."""
+        """The name for :meth:`parse`: a preset's (``lns12``) or ``lns(bits,fraction_bits)``."""
         for name, preset in PRESETS.items():
             if preset == self:
                 return name
@@ -147,8 +153,9 @@ class LNSFormat:
 
     @staticmethod
     def parse(name: str) -> LNSFormat:
-        """The format called ``name``: a preset (``lns16``, ``lns12``, ``lns8``) or
-        ``lns(bits,fraction_bits)``.
+        """Return the format called ``name``.
+
+        Names are the presets (``lns16``, ``lns12``, ``lns8``) and ``lns(bits,fraction_bits)``.
 
         Raises:
             ValueError: not such a name, or no such format.
@@ -165,7 +172,7 @@ class LNSFormat:
 
     @staticmethod
     def of(fmt: LNSFormat | str) -> LNSFormat:
-        """``fmt`` itself, or the format of that name.
+        """Return ``fmt`` itself, or the format of that name.
 
         Raises:
             ValueError: neither a format nor the name of one.
@@ -179,7 +186,7 @@ class LNSFormat:
         return LNSFormat.parse(fmt)
 
     def codes(self) -> NDArray[np.int16]:
-        """Every code of the format in ascending order of value (int16, ``2^bits - 1`` of them)."""
+        """Return every code of the format, ascending by value (int16, ``2^bits - 1`` of them)."""
         magnitudes = np.arange(1, self.field_mask + 1)
         return np.concatenate([(magnitudes | self.sign_mask)[::-1], [0], magnitudes]).astype(
             np.int16
@@ -199,7 +206,10 @@ PRESETS: dict[str, LNSFormat] = {"lns16": lns16, "lns12": lns12, "lns8": lns8}
 
 
 def _power_of_two(numerator: int, denominator: int) -> Decimal:
-    """``2^(numerator/denominator)`` to 40 digits, far beyond the 53 bits that any caller keeps."""
+    """Return ``2^(numerator/denominator)`` to 40 digits.
+
+    Callers keep 53 bits at most, some 16 digits.
+    """
     with localcontext() as context:
         context.prec = 40
         return Decimal(2) ** (Decimal(numerator) / Decimal(denominator))
@@ -207,7 +217,7 @@ def _power_of_two(numerator: int, denominator: int) -> Decimal:
 
 @lru_cache(maxsize=32)
 def encode_thresholds(fraction_bits: int) -> NDArray[np.int64]:
-    """Where the fraction of the logarithm rounds up, as float64 significands.
+    """Return where the fraction of the logarithm rounds up, as float64 significands.
 
     Entry ``j`` is ``floor(2^((j + 1/2) / 2^f) * 2^52)``, int64, ``2^f`` entries. A significand
     ``m`` in ``[2^52, 2^53)`` has the rounded fractional logarithm ``#{j : m > threshold[j]}``, 0 to
@@ -221,8 +231,10 @@ def encode_thresholds(fraction_bits: int) -> NDArray[np.int64]:
 
 
 def logarithm(value: float, fraction_bits: int) -> int:
-    """``round(2^f log2(value))`` of a positive number, rounded as encoding rounds, whatever the
-    range of a format."""
+    """Return ``round(2^f log2(value))`` of a positive number, in ulps.
+
+    It rounds as encoding rounds; no format's range applies.
+    """
     fraction, exponent = math.frexp(value)
     significand = int(math.ldexp(fraction, MANTISSA_BITS + 1))
     return (exponent - 1 << fraction_bits) + int(
@@ -232,7 +244,7 @@ def logarithm(value: float, fraction_bits: int) -> int:
 
 @lru_cache(maxsize=32)
 def decode_significands(fraction_bits: int) -> NDArray[np.float64]:
-    """``2^(j / 2^f)`` for ``j`` in ``0 .. 2^f - 1``, correctly rounded to float64."""
+    """Return ``2^(j / 2^f)`` for ``j`` in ``0 .. 2^f - 1``, correctly rounded to float64."""
     n = 1 << fraction_bits
     table = np.array([float(_power_of_two(j, n)) for j in range(n)], dtype=np.float64)
     table.setflags(write=False)
@@ -241,7 +253,9 @@ def decode_significands(fraction_bits: int) -> NDArray[np.float64]:
 
 @lru_cache(maxsize=32)
 def single_significands(fraction_bits: int) -> NDArray[np.float32]:
-    """``2^(j / 2^f)``, then ``2^(j / 2^f - 128)`` and ``2^(j / 2^f - 127)``, each rounded to
+    """Return the float32 significands, normal and subnormal, by fraction of the logarithm.
+
+    They are ``2^(j / 2^f)``, then ``2^(j / 2^f - 128)`` and ``2^(j / 2^f - 127)``, each rounded to
     float32 once; the latter two are subnormal.
 
     Made of integers, so that a processor that flushes subnormals to zero makes the same table.
@@ -260,7 +274,7 @@ def single_significands(fraction_bits: int) -> NDArray[np.float32]:
 
 @lru_cache(maxsize=32)
 def stochastic_steps(fraction_bits: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Between which codes a float32 lies, and how far: what encoding at random needs.
+    """Return the tables of stochastic encoding: where a float32's neighbours lie, how far apart.
 
     Entry j of the first array is ``s_j = (2^(j / 2^f) - 1) 2^23`` as :func:`decode_significands`
     rounds it to float32, ``2^f + 1`` of them, the last 2^23; of the second ``floor(2^40 / (s_(j+1)

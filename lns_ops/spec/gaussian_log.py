@@ -29,14 +29,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 FINE_BITS = 16
-"""Bits behind one ulp in the fine tables."""
+"""Bits behind the ulp in the fine tables."""
 CANCEL = -(1 << 30)
-"""G-(0): equal magnitudes of opposite sign cancel to exact zero. Below every logarithm, so adding
-it underflows."""
+"""The entry for G-(0): equal magnitudes of opposite sign cancel to exact zero.
+
+It lies below every logarithm, so adding it underflows.
+"""
 
 
 class GaussianTables(NamedTuple):
-    """``plus[d] = round(2^f G+(d))`` and ``minus[d] = round(2^f G-(d))``, int32, read-only.
+    """The tables ``plus[d] = round(2^f G+(d))`` and ``minus[d] = round(2^f G-(d))``.
+
+    Both are int32, read-only and of the same length; the last entry of both is 0 and stands for
+    every larger distance.
 
     Both have the same length; the last entry of both is 0 and stands for every larger distance.
     """
@@ -47,8 +52,10 @@ class GaussianTables(NamedTuple):
 
 @lru_cache(maxsize=32)
 def gaussian_tables(fraction_bits: int) -> GaussianTables:
-    """Correctly rounded tables for ``fraction_bits``; about ``(f + 1.6) 2^f`` entries (484 at f =
-    6, 1,093 at f = 7)."""
+    """Return the correctly rounded tables for ``fraction_bits``.
+
+    They have about ``(f + 1.6) 2^f`` entries (484 at f = 6, 1,093 at f = 7).
+    """
     scale = 1 << fraction_bits
     octaves = np.arange((fraction_bits + 3) * scale) / scale
     plus = np.log1p(np.exp2(-octaves)) * (scale / np.log(2.0))
@@ -64,8 +71,9 @@ def gaussian_tables(fraction_bits: int) -> GaussianTables:
 
 @lru_cache(maxsize=32)
 def stochastic_tables(fraction_bits: int) -> GaussianTables:
-    """Tables of the addition that rounds at random: ``(entry + r) >> 16`` with ``r`` uniform in ``0
-    .. 2^16 - 1`` is a correction.
+    """Return the tables of additions that round at random.
+
+    A correction is ``(entry + r) >> 16`` with ``r`` uniform in ``0 .. 2^16 - 1``.
 
     An entry is ``2^16 (lower + p)``: the next ulp below the exact correction ``g = 2^f G(d)``, and
     the chance to round up that makes the expected *value* exact, ``p = (2^g - 2^lower) / (2^(lower
@@ -94,8 +102,7 @@ def stochastic_tables(fraction_bits: int) -> GaussianTables:
 
 
 class DecayTable(NamedTuple):
-    """One step of the root of an exponential average of squares, as an LNS operation with 16 bits
-    behind the ulp.
+    """The table of one step of a root mean square, as an LNS operation with 16 bits behind the ulp.
 
     ``r' = sqrt(beta r^2 + (1 - beta) x^2)`` is, for logarithms in ulps ``R`` of r and ``X`` of x::
 
@@ -115,13 +122,13 @@ class DecayTable(NamedTuple):
 
 
 def longest_decay_table(fraction_bits: int) -> int:
-    """Most entries that a decay table has, whatever its beta."""
+    """Return the largest number of entries of a decay table at any beta."""
     return ((fraction_bits + FINE_BITS + 2) << fraction_bits) + 1
 
 
 @lru_cache(maxsize=64)
 def decay_table(beta: float, fraction_bits: int) -> DecayTable:
-    """The table for a decay ``beta`` in [10^-6, 1).
+    """Return the table for a decay ``beta`` in [10^-6, 1).
 
     Raises:
         ValueError: beta is out of range.

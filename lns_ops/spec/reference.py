@@ -1,5 +1,6 @@
-"""The arithmetic contract, written to be read: plain integers, no speed. Every kernel equals it bit
-for bit.
+"""The specification of the arithmetic in plain integers, which every kernel equals bit for bit.
+
+It is written to be read, not for speed.
 
 A code is unpacked into a sign (bool) and a logarithm (int64 ulps); zero has the logarithm
 ``NO_LOG``. Elementwise operations compute in unbounded integers and clamp once, in :func:`pack`:
@@ -50,25 +51,27 @@ Signs = NDArray[np.bool_]
 
 BLOCK = 64
 LONG_SUM = BLOCK * BLOCK
-"""Terms that :func:`long_sum` adds up in one piece: as many blocks as a block has terms."""
+"""The most terms that :func:`long_sum` adds in one piece: as many blocks as a block has terms."""
 NO_LOG = -(1 << 40)
-"""Logarithm of zero: so far below every other that no comparison needs a special case."""
+"""The logarithm of zero: so far below every other that no comparison needs a special case."""
 ACC_MIN, ACC_MAX = 1 - (1 << 14), (1 << 15) + (1 << 14) - 1
-"""The accumulator's logarithms: 16 bits, starting at lns16's smallest and reaching twice as far
-up."""
+"""The accumulator's smallest and largest logarithm, in ulps.
+
+They take 16 bits, start at lns16's smallest logarithm and reach twice as far up.
+"""
 WEIGHT_SLOT, ROOT_SLOT = 0, 1
-"""What a step's random bits are for."""
+"""The slots of a step's random bits: one for rounding the weight, one for rounding the root."""
 
 
 def unpack(codes: Codes, fmt: LNSFormat) -> tuple[Signs, Logs]:
-    """Sign (True for negative) and logarithm in ulps of each code; zero is ``(False, NO_LOG)``."""
+    """Return sign (True: negative) and logarithm (ulps) of each code; zero is (False, NO_LOG)."""
     field = np.asarray(codes).astype(np.int64) & fmt.field_mask
     zero = field == 0
     return (np.asarray(codes) < 0) & ~zero, np.where(zero, NO_LOG, field - fmt.bias)
 
 
 def pack(sign: Signs, log: Logs, fmt: LNSFormat) -> Codes:
-    """The code of ``sign x 2^(log/2^f)``: saturates above the format's range, zero below it."""
+    """Return the code of ``sign x 2^(log/2^f)``: saturated above the range, zero below it."""
     field = np.minimum(log, fmt.max_log) + fmt.bias
     return np.where(log < fmt.min_log, 0, np.where(sign, field | fmt.sign_mask, field)).astype(
         np.int16
@@ -78,8 +81,10 @@ def pack(sign: Signs, log: Logs, fmt: LNSFormat) -> Codes:
 def add_unpacked(
     sx: Signs, lx: Logs, sy: Signs, ly: Logs, fraction_bits: int
 ) -> tuple[Signs, Logs]:
-    """One LNS addition on unbounded logarithms: the larger magnitude keeps its sign and takes the
-    correction."""
+    """Add two LNS numbers with unbounded logarithms.
+
+    The larger magnitude keeps its sign, and its logarithm takes the correction.
+    """
     plus, minus = gaussian_tables(fraction_bits)
     larger, distance = np.maximum(lx, ly), np.minimum(np.abs(lx - ly), len(plus) - 1)
     correction = np.where(sx == sy, plus[distance], minus[distance])
@@ -89,7 +94,7 @@ def add_unpacked(
 
 
 def _accumulator(sign: Signs, log: Logs) -> tuple[Signs, Logs]:
-    """Clamp to the accumulator's range."""
+    """Clamp to the accumulator's range: saturate above it, underflow to zero below it."""
     lost = log < ACC_MIN
     return sign & ~lost, np.where(lost, NO_LOG, np.minimum(log, ACC_MAX))
 
@@ -104,8 +109,7 @@ def _accumulate(signs: Signs, logs: Logs, fraction_bits: int) -> tuple[Signs, Lo
 
 
 def _reduce(signs: Signs, logs: Logs, fmt: LNSFormat, shift: int = 0) -> Codes:
-    """Reduce axis 0 in the contract's order and store the result, moved by ``shift`` ulps, in the
-    format."""
+    """Sum along axis 0 in the contract's order, add ``shift`` ulps, and store in the format."""
     starts = range(0, signs.shape[0], BLOCK)
     totals = [
         _accumulate(signs[k : k + BLOCK], logs[k : k + BLOCK], fmt.fraction_bits) for k in starts
@@ -118,36 +122,38 @@ def _reduce(signs: Signs, logs: Logs, fmt: LNSFormat, shift: int = 0) -> Codes:
 
 
 def add(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
-    """``x + y``: max + G+ where the signs agree, max + G- where they differ; ``x + (-x)`` is exact
-    zero."""
+    """Return ``x + y``, correctly rounded in the logarithm.
+
+    The correction is G+ where the signs agree and G- where they differ; ``x + (-x)`` is exact zero.
+    """
     return pack(*add_unpacked(*unpack(x, fmt), *unpack(y, fmt), fmt.fraction_bits), fmt)
 
 
 def neg(x: Codes, fmt: LNSFormat) -> Codes:
-    """``-x``, exact."""
+    """Return ``-x``, exact."""
     sign, log = unpack(x, fmt)
     return pack(~sign, log, fmt)
 
 
 def absolute(x: Codes, fmt: LNSFormat) -> Codes:
-    """``|x|``, exact."""
+    """Return ``|x|``, exact."""
     sign, log = unpack(x, fmt)
     return pack(np.zeros_like(sign), log, fmt)
 
 
 def sub(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
-    """``x + (-y)``."""
+    """Return ``x - y``, computed as ``x + (-y)``."""
     return add(x, neg(y, fmt), fmt)
 
 
 def mul(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
-    """``x y``: logarithms add; exact but for saturation and underflow."""
+    """Return ``x y``: logarithms add; exact but for saturation and underflow."""
     (sx, lx), (sy, ly) = unpack(x, fmt), unpack(y, fmt)
     return pack(sx ^ sy, lx + ly, fmt)
 
 
 def div(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
-    """``x / y``: logarithms subtract; exact but for saturation and underflow.
+    """Return ``x / y``: logarithms subtract; exact but for saturation and underflow.
 
     Raises:
         ValueError: some ``y`` is zero; LNS has no infinity.
@@ -159,7 +165,7 @@ def div(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
 
 
 def sqrt(x: Codes, fmt: LNSFormat) -> Codes:
-    """Square root: half the logarithm, rounded half to even.
+    """Return the square root: half the logarithm, rounded half to even.
 
     Raises:
         ValueError: some ``x`` is negative.
@@ -175,22 +181,27 @@ def sqrt(x: Codes, fmt: LNSFormat) -> Codes:
 
 
 def order_key(x: Codes, fmt: LNSFormat) -> Logs:
-    """Integers that compare as the values do: ``key(x) < key(y)`` exactly if ``x < y``."""
+    """Return integers in the order of the values: ``key(x) < key(y)`` exactly if ``x < y``."""
     sign, log = unpack(x, fmt)
     field = np.where(log == NO_LOG, 0, log + fmt.bias)
     return np.where(sign, -field, field)
 
 
 def sum(x: Codes, axis: int, fmt: LNSFormat, shift: int = 0) -> Codes:
-    """Sum along ``axis`` in the contract's order, its logarithm moved by ``shift`` ulps before it
-    is stored; an empty sum is zero."""
+    """Sum along ``axis`` in the contract's order; an empty sum is zero.
+
+    ``shift`` ulps are added to the sum's logarithm before it is stored.
+    """
     sign, log = unpack(np.moveaxis(np.asarray(x), axis, 0), fmt)
     return _reduce(sign, log, fmt, shift)
 
 
 def long_sum(x: Codes, axis: int, fmt: LNSFormat) -> Codes:
-    """Sums of any length: more than ``LONG_SUM`` terms are cut into pieces of so many, whose sums
-    are stored and summed in turn."""
+    """Sum any number of terms along ``axis``.
+
+    More than ``LONG_SUM`` terms are cut into pieces of that many, whose sums are stored and summed
+    in turn.
+    """
     terms = np.moveaxis(np.asarray(x), axis, 0)
     while len(terms) > LONG_SUM:
         terms = np.stack(
@@ -200,21 +211,25 @@ def long_sum(x: Codes, axis: int, fmt: LNSFormat) -> Codes:
 
 
 def mean(x: Codes, axis: int, fmt: LNSFormat) -> Codes:
-    """The sum divided by its number of terms, which is rounded as encoding rounds; no saturation in
-    between."""
+    """Return the sum divided by its number of terms, without saturation in between.
+
+    The number of terms is rounded as encoding rounds.
+    """
     return sum(x, axis, fmt, -logarithm(np.asarray(x).shape[axis], fmt.fraction_bits))
 
 
 def matmul(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes:
-    """``x @ y`` for 2-d operands: exact products, summed over k in the contract's order."""
+    """Return ``x @ y`` of 2-d operands: exact products, summed over k in the contract's order."""
     (sx, lx), (sy, ly) = unpack(x_MK, fmt), unpack(y_KN, fmt)
     signs = sx.T[:, :, None] ^ sy[:, None, :]
     return _reduce(signs, lx.T[:, :, None] + ly[:, None, :], fmt)
 
 
 def long_matmul(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes:
-    """:func:`matmul` of any K: more than ``LONG_SUM`` products are cut as :func:`long_sum` cuts
-    terms."""
+    """Return ``x @ y`` of 2-d operands of any K.
+
+    More than ``LONG_SUM`` products are cut as :func:`long_sum` cuts terms.
+    """
     cuts = range(0, x_MK.shape[1], LONG_SUM)
     if len(cuts) < 2:
         return matmul(x_MK, y_KN, fmt)
@@ -226,12 +241,14 @@ def long_matmul(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes:
 
 
 def random_bits(count: int, key: int, step: int, slot: int) -> NDArray[np.int64]:
-    """Uniform integers in ``0 .. 2^16 - 1``, element i from (key, step, slot, i) alone, so the same
-    on every backend and in any order.
+    """Return uniform integers in ``0 .. 2^16 - 1`` by Philox4x32-10.
 
-    Philox4x32-10 (J. Salmon, M. Moraes, R. Dror, D. Shaw 2011, doi:10.1145/2063384.2063405) with
-    the 64-bit ``key`` and the counter ``(i // 8 low, i // 8 high, step mod 2^32, slot)``; element i
-    takes the low (i even) or high half of word ``i % 8 // 2``.
+    Element i depends on (key, step, slot, i) alone, so it is the same on every backend and in any
+    order.
+
+    The generator (J. Salmon, M. Moraes, R. Dror, D. Shaw 2011, doi:10.1145/2063384.2063405) runs
+    with the 64-bit ``key`` and the counter ``(i // 8 low, i // 8 high, step mod 2^32, slot)``;
+    element i takes the low (i even) or high half of word ``i % 8 // 2``.
     """
     block = np.arange(-(-count // 8), dtype=np.uint64)
     low = np.uint64(0xFFFFFFFF)
@@ -255,8 +272,9 @@ def random_bits(count: int, key: int, step: int, slot: int) -> NDArray[np.int64]
 
 
 def add_stochastic(x: Codes, y: Codes, fmt: LNSFormat, bits: NDArray[np.int64]) -> Codes:
-    """``x + y`` rounded up or down at random so that the expected value is the exact sum; see
-    :func:`stochastic_tables`.
+    """Return ``x + y`` rounded up or down at random; the expected value is the exact sum.
+
+    :func:`stochastic_tables` has the chances.
 
     Args:
         bits: uniform in ``0 .. 2^16 - 1``, of the result's shape.
@@ -278,17 +296,17 @@ def root_mean_square(
     residue: Codes | None = None,
     bits: NDArray[np.int64] | None = None,
 ) -> tuple[Codes, Codes | None]:
-    """``sqrt(beta root^2 + (1 - beta) x^2)`` of a nonnegative ``root``, one rounding;
+    """Return ``sqrt(beta root^2 + (1 - beta) x^2)`` of a nonnegative ``root``, rounded once.
+
     :class:`lns_ops.spec.gaussian_log.DecayTable` is the definition.
 
     The logarithm has 16 bits behind the ulp. They round to nearest and stay in ``residue`` (int16,
-    in 2^-16 ulps, -2^15 .. 2^15
-    - 1), or round at random with ``bits``. Without one of the two an average with beta near 1 would
-      never move.
+    in 2^-16 ulps, -2^15 .. 2^15 - 1), or round at random with ``bits``. Without one of the two an
+    average with beta near 1 would never move.
 
     Returns:
         The new root, and the new residue where there was one; a root that is zero or saturates
-            leaves none.
+            leaves a zero residue.
     """
     return followed(root, x, fmt, decay_table(beta, fmt.fraction_bits), residue=residue, bits=bits)
 
@@ -302,8 +320,10 @@ def followed(
     residue: Codes | None = None,
     bits: NDArray[np.int64] | None = None,
 ) -> tuple[Codes, Codes | None]:
-    """:func:`root_mean_square` of any table: sums of squares and maxima follow their input
-    likewise."""
+    """Return the root and residue after one step of any decay table.
+
+    Sums of squares and maxima are such steps too; :func:`root_mean_square` is the one of averages.
+    """
     _, root_log = unpack(root, fmt)
     _, x_log = unpack(x, fmt)
     index = np.clip(x_log - root_log, table.first, table.first + len(table.table) - 1) - table.first
@@ -322,8 +342,9 @@ def followed(
 
 
 def encode(x: NDArray[Any], fmt: LNSFormat) -> Codes:
-    """The codes nearest to ``x`` (any float or integer dtype, computed from its float64 value) in
-    logarithm.
+    """Return the codes nearest to ``x`` in logarithm.
+
+    ``x`` has any float or integer dtype; its float64 value is encoded.
 
     Raises:
         NonFiniteError: (a ValueError) ``x`` holds a NaN or an infinity.
@@ -344,8 +365,10 @@ def encode(x: NDArray[Any], fmt: LNSFormat) -> Codes:
 def decode(
     codes: Codes, fmt: LNSFormat, dtype: type[np.floating[Any]] = np.float32
 ) -> NDArray[Any]:
-    """``sign x 2^(log/2^f)``: the significand ``2^(j/2^f)`` times a power of two, rounded to
-    ``dtype`` once."""
+    """Return ``sign x 2^(log/2^f)``, rounded to ``dtype`` once.
+
+    The value is the significand ``2^(j/2^f)`` times a power of two.
+    """
     sign, log = unpack(codes, fmt)
     safe = np.where(log == NO_LOG, 0, log)
     significand = decode_significands(fmt.fraction_bits)[safe & ((1 << fmt.fraction_bits) - 1)]
@@ -356,7 +379,8 @@ def decode(
 
 
 def encode_stochastic(x: NDArray[np.float32], fmt: LNSFormat, bits: NDArray[np.int64]) -> Codes:
-    """The code below or above ``x`` in magnitude, at random, ``x`` being the expected value;
+    """Return the code below or above ``x`` in magnitude, at random; the expected value is ``x``.
+
     :func:`stochastic_steps` is the definition.
 
     Args:

@@ -1,7 +1,7 @@
-"""Optimizer updates in the reference: SGD and Adam in LNS operations, and the same with float32
-operations between loads and stores.
+"""The specification of optimizer updates: SGD and Adam in LNS or in float32 operations.
 
-Arrays are never changed: updates return new ones.
+In the second form float32 operations stand between loads and stores of codes. Arrays are never
+changed: updates return new ones.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _updated(
     compensation: Codes | None,
     bits: NDArray[np.int64] | None,
 ) -> tuple[Codes, Codes | None]:
-    """``weight + update``: with Kahan compensation, rounded at random, or to nearest."""
+    """Return ``weight + update``: with Kahan compensation, rounded at random, or to nearest."""
     if bits is not None:
         return add_stochastic(weight, update, fmt, bits), compensation
     if compensation is None:
@@ -60,8 +60,7 @@ def sgd_update(
     key: int | None = None,
     step: int = 0,
 ) -> tuple[Codes, Codes | None, Codes | None]:
-    """One SGD step in which every operation is an LNS operation; returns weight, buffer,
-    compensation.
+    """Return weight, buffer and compensation after one SGD step in LNS operations.
 
     ``buffer = momentum * buffer + grad`` (where momentum is given), ``update = -lr * buffer``, then
     ``weight + update`` or, with Kahan compensation (W. Kahan 1965)::
@@ -87,8 +86,9 @@ def sgd_update(
 
 
 class AdamCodes(NamedTuple):
-    """Adam's scalars in a format. Bias correction after t steps is entry ``min(t, len) - 1``; later
-    ones would be the same.
+    """Adam's scalars as codes of a format.
+
+    Bias correction after t steps is entry ``min(t, len) - 1``; later entries would be the same.
 
     ``correction = sqrt(1 - beta2^t) / (1 - beta1^t)``, ``eps_hat = eps sqrt(1 - beta2^t)`` (D.
     Kingma, J. Ba 2015, the end of section 2), at least the format's smallest magnitude.
@@ -101,7 +101,7 @@ class AdamCodes(NamedTuple):
 
 
 def check_adam(beta1: float, beta2: float, eps: float) -> None:
-    """Refuse what no format can use.
+    """Refuse hyperparameters of Adam that no format can use.
 
     Raises:
         ValueError: beta1 is not in [0, 1), beta2 not in [10^-6, 1), or eps not positive and finite.
@@ -116,8 +116,9 @@ def check_adam(beta1: float, beta2: float, eps: float) -> None:
 
 @lru_cache(maxsize=64)
 def adam_codes(beta1: float, beta2: float, eps: float, fmt: LNSFormat) -> AdamCodes:
-    """The codes of Adam's scalars; ``1 - beta1`` is that of the beta1 that the format has, so that
-    the average has gain 1.
+    """Return the codes of Adam's scalars.
+
+    ``1 - beta1`` is computed from the beta1 that the format has, so that the average has gain 1.
 
     Raises:
         ValueError: as :func:`check_adam`, or beta1 rounds to 1, which would never forget.
@@ -158,7 +159,7 @@ def adam_update(
     beta1: float, beta2: float, eps: float, weight_decay: Codes | None = None,
     decoupled: bool = False, key: int | None = None,
 ) -> tuple[Codes, Codes, Codes, Codes | None, Codes | None]:  # fmt: skip
-    """One Adam step (D. Kingma, J. Ba 2015) in which every operation is an LNS operation.
+    """Return an Adam parameter's state after one step in LNS operations (D. Kingma, J. Ba 2015).
 
     ::
 
@@ -210,8 +211,10 @@ def adam_update(
 
 
 class Float32Codec(NamedTuple):
-    """How updates in float32 load and store: ``decode(codes, fmt)``, ``encode(x, fmt)`` and
-    ``encode_stochastic(x, fmt, bits)``."""
+    """The way that updates in float32 load and store codes.
+
+    It has ``decode(codes, fmt)``, ``encode(x, fmt)`` and ``encode_stochastic(x, fmt, bits)``.
+    """
 
     decode: Callable[..., Any]
     encode: Callable[..., Any]
@@ -223,7 +226,7 @@ _LARGEST = np.finfo(np.float32).max
 
 
 def _inside(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """``x``, where it has left float32 the largest number, so that no NaN can come of it."""
+    """Return ``x`` clamped to float32's largest number, so that an overflow makes no NaN later."""
     return np.clip(x, -_LARGEST, _LARGEST)
 
 
@@ -233,7 +236,7 @@ def _stored(
     codec: Float32Codec,
     bits: NDArray[np.int64] | None = None,
 ) -> Codes:
-    """The codes of ``x``; what has left float32 saturates."""
+    """Return the codes of ``x``; what has overflowed float32 saturates."""
     inside = _inside(x)
     codes: Codes = (
         codec.encode(inside, fmt) if bits is None else codec.encode_stochastic(inside, fmt, bits)
@@ -265,9 +268,10 @@ def sgd_update_float32(
     step: int = 0,
     codec: Float32Codec | None = None,
 ) -> tuple[Codes, Codes | None, Codes | None]:
-    """:func:`sgd_update` with float32 in between: codes are decoded, every operation is one of
-    float32 (rounded to nearest, none fused), and what is stored is encoded. Kahan's compensation is
-    that of the stored weight.
+    """Return weight, buffer and compensation after one SGD step with float32 operations.
+
+    Codes are decoded, every operation is one of float32 (rounded to nearest, none fused), and what
+    is stored is encoded. Kahan's compensation is that of the stored weight.
 
     ``buffer = momentum buffer + grad``; ``update = -lr buffer`` from the buffer before it is
     rounded to the format.
@@ -291,8 +295,9 @@ def sgd_update_float32(
 
 @lru_cache(maxsize=64)
 def adam_scalars(beta1: float, beta2: float, eps: float) -> NDArray[np.float32]:
-    """``correction`` and ``eps_hat`` (:class:`AdamCodes`) of steps 1, 2, ..., float32 [steps, 2];
-    later ones are like the last.
+    """Return ``correction`` and ``eps_hat`` of steps 1, 2, ..., float32 [steps, 2].
+
+    :class:`AdamCodes` has their equations. Later steps have the last entry's values.
 
     Raises:
         ValueError: as :func:`check_adam`.
@@ -324,9 +329,10 @@ def adam_update_float32(
     key: int | None = None,
     codec: Float32Codec | None = None,
 ) -> tuple[Codes, Codes, Codes, Codes | None, Codes | None]:
-    """:func:`adam_update` with float32 in between, as :func:`sgd_update_float32`.
+    """Return an Adam parameter's state after one step with float32 operations.
 
-    ``residue`` holds codes here: what the stored root lacks of the exact one.
+    It is :func:`adam_update` computed as :func:`sgd_update_float32` computes; ``residue`` holds
+    codes here: the exact root less the stored one.
     """
     codec = codec or REFERENCE_CODEC
     scalars = adam_scalars(beta1, beta2, eps)

@@ -1,5 +1,6 @@
-"""Functions of one number as tables: a format has at most 65,536 codes, so a table of results is
-the whole function.
+"""Functions of one number as tables of their results.
+
+A format has at most 65,536 codes, so a table of results is the whole function.
 
 Why tables: exp, the logarithms, sigmoid, GELU, powers and their derivatives are then one memory
 access a value, rounded once, and the same on every device by construction. A table is built on the
@@ -38,12 +39,12 @@ from lns_ops.spec import reference
 from lns_ops.spec.format import LNSFormat
 
 TRUSTED = 2.0**-36
-"""Relative error that float64 formulas stay below; where it could matter, more digits decide."""
+"""The relative error that float64 formulas stay below; where it could matter, 60 digits decide."""
 _DIGITS = 60
 
 _Scalar = Callable[..., Any]
 FUNCTIONS: dict[str, _Scalar] = {}
-"""Functions by name, each ``f(m, x, *parameters)``."""
+"""The functions by name, each ``f(m, x, *parameters)``."""
 
 
 def _function(f: _Scalar) -> _Scalar:
@@ -53,25 +54,25 @@ def _function(f: _Scalar) -> _Scalar:
 
 @_function
 def exp(m: Any, x: Any) -> Any:
-    """``e^x``."""
+    """Return ``e^x``."""
     return m.exp(x)
 
 
 @_function
 def power_of(m: Any, x: Any, base: float) -> Any:
-    """``base^x`` for a positive base."""
+    """Return ``base^x`` for a positive base."""
     return m.exp(x * m.log(base))
 
 
 @_function
 def expm1(m: Any, x: Any) -> Any:
-    """``e^x - 1``."""
+    """Return ``e^x - 1``."""
     return m.expm1(x)
 
 
 @_function
 def log(m: Any, x: Any) -> Any:
-    """``ln x``."""
+    """Return ``ln x``."""
     if x == 0:
         raise ValueError
     # mpmath's logarithm of a negative is complex, and so is its root
@@ -80,85 +81,85 @@ def log(m: Any, x: Any) -> Any:
 
 @_function
 def log2(m: Any, x: Any) -> Any:
-    """``ln x / ln 2``."""
+    """Return ``ln x / ln 2``."""
     return log(m, x) / m.log(2)
 
 
 @_function
 def log10(m: Any, x: Any) -> Any:
-    """``ln x / ln 10``."""
+    """Return ``ln x / ln 10``."""
     return log(m, x) / m.log(10)
 
 
 @_function
 def log1p(m: Any, x: Any) -> Any:
-    """``ln (1 + x)``."""
+    """Return ``ln (1 + x)``."""
     return m.log1p(x)
 
 
 @_function
 def sigmoid(m: Any, x: Any) -> Any:
-    """``1 / (1 + e^-x)``."""
+    """Return ``1 / (1 + e^-x)``."""
     e = m.exp(-abs(x))
     return 1 / (1 + e) if x >= 0 else e / (1 + e)
 
 
 @_function
 def d_sigmoid(m: Any, x: Any) -> Any:
-    """``sigmoid(x) sigmoid(-x)``."""
+    """Return ``sigmoid(x) sigmoid(-x)``."""
     return sigmoid(m, x) * sigmoid(m, -x)
 
 
 @_function
 def tanh(m: Any, x: Any) -> Any:
-    """Hyperbolic tangent."""
+    """Return the hyperbolic tangent."""
     return m.tanh(x)
 
 
 @_function
 def d_tanh(m: Any, x: Any) -> Any:
-    """``1 - tanh^2 x``, as four times the sigmoid's derivative at 2x."""
+    """Return ``1 - tanh^2 x``, as four times the sigmoid's derivative at 2x."""
     return 4 * d_sigmoid(m, 2 * x)
 
 
 @_function
 def d_sigmoid_of_result(m: Any, y: Any) -> Any:
-    """``y (1 - y)``."""
+    """Return ``y (1 - y)``."""
     return y * (1 - y)
 
 
 @_function
 def d_tanh_of_result(m: Any, y: Any) -> Any:
-    """``1 - y^2``."""
+    """Return ``1 - y^2``."""
     return (1 - y) * (1 + y)
 
 
 @_function
 def silu(m: Any, x: Any) -> Any:
-    """``x sigmoid(x)``; S. Elfwing et al. 2018 (arXiv:1702.03118), Swish with beta = 1."""
+    """Return ``x sigmoid(x)``; S. Elfwing et al. 2018 (arXiv:1702.03118), Swish with beta = 1."""
     return x * sigmoid(m, x)
 
 
 @_function
 def d_silu(m: Any, x: Any) -> Any:
-    """``sigmoid(x) (1 + x sigmoid(-x))``."""
+    """Return ``sigmoid(x) (1 + x sigmoid(-x))``."""
     return sigmoid(m, x) * (1 + x * sigmoid(m, -x))
 
 
 def _normal(m: Any, x: Any) -> Any:
-    """The normal distribution function."""
+    """Return the normal distribution function ``Phi(x)``."""
     return m.erfc(-x / m.sqrt(2)) / 2
 
 
 @_function
 def gelu(m: Any, x: Any) -> Any:
-    """``x Phi(x)``; D. Hendrycks, K. Gimpel 2016 (arXiv:1606.08415)."""
+    """Return ``x Phi(x)``; D. Hendrycks, K. Gimpel 2016 (arXiv:1606.08415)."""
     return x * _normal(m, x)
 
 
 @_function
 def d_gelu(m: Any, x: Any) -> Any:
-    """``Phi(x) + x phi(x)``."""
+    """Return ``Phi(x) + x phi(x)``."""
     return _normal(m, x) + x * m.exp(-x * x / 2) / m.sqrt(2 * m.pi)
 
 
@@ -171,13 +172,16 @@ def _cubic(m: Any, x: Any) -> Any:
 
 @_function
 def gelu_tanh(m: Any, x: Any) -> Any:
-    """``x (1 + tanh u) / 2 = x sigmoid(2 u)`` with ``u = sqrt(2 / pi) (x + 0.044715 x^3)``."""
+    """Return GELU by its tanh approximation.
+
+    It is ``x (1 + tanh u) / 2 = x sigmoid(2 u)`` with ``u = sqrt(2 / pi) (x + 0.044715 x^3)``.
+    """
     return x * sigmoid(m, 2 * _cubic(m, x))
 
 
 @_function
 def d_gelu_tanh(m: Any, x: Any) -> Any:
-    """``sigmoid(2u) + 2 x u' sigmoid(2u) sigmoid(-2u)``."""
+    """Return ``sigmoid(2u) + 2 x u' sigmoid(2u) sigmoid(-2u)``."""
     u, slope = _cubic(m, x), m.sqrt(2 / m.pi) * (1 + 3 * _CUBIC * x * x)
     high, low = sigmoid(m, 2 * u), sigmoid(m, -2 * u)
     return high * (1 + 2 * x * slope * low) if low else high
@@ -185,94 +189,97 @@ def d_gelu_tanh(m: Any, x: Any) -> Any:
 
 @_function
 def softplus(m: Any, x: Any, beta: float, threshold: float) -> Any:
-    """``ln(1 + e^(beta x)) / beta``, and ``x`` where ``beta x`` exceeds the threshold, as
-    torch's."""
+    """Return ``ln(1 + e^(beta x)) / beta``, and ``x`` where ``beta x > threshold``, as torch."""
     return x if beta * x > threshold else (max(beta * x, 0) + m.log1p(m.exp(-abs(beta * x)))) / beta
 
 
 @_function
 def d_softplus(m: Any, x: Any, beta: float, threshold: float) -> Any:
-    """``sigmoid(beta x)``, and 1 beyond the threshold."""
+    """Return ``sigmoid(beta x)``, and 1 beyond the threshold."""
     return 1 if beta * x > threshold else sigmoid(m, beta * x)
 
 
 @_function
 def log_sigmoid(m: Any, x: Any) -> Any:
-    """``ln sigmoid(x)``."""
+    """Return ``ln sigmoid(x)``."""
     return min(x, 0) - m.log1p(m.exp(-abs(x)))
 
 
 @_function
 def d_log_sigmoid(m: Any, x: Any) -> Any:
-    """``sigmoid(-x)``."""
+    """Return ``sigmoid(-x)``."""
     return sigmoid(m, -x)
 
 
 @_function
 def elu(m: Any, x: Any, alpha: float, scale: float, input_scale: float) -> Any:
-    """``scale x`` above zero, ``scale alpha (e^(input_scale x) - 1)`` below; D.-A. Clevert et al.
-    2016 (arXiv:1511.07289)."""
+    """Return ``scale x`` above zero, ``scale alpha (e^(input_scale x) - 1)`` below.
+
+    Source: D.-A. Clevert et al. 2016 (arXiv:1511.07289).
+    """
     return scale * x if x > 0 else scale * alpha * m.expm1(input_scale * x)
 
 
 @_function
 def d_elu(m: Any, x: Any, alpha: float, scale: float, input_scale: float) -> Any:
-    """``scale`` above zero, ``scale alpha input_scale e^(input_scale x)`` below."""
+    """Return ``scale`` above zero, ``scale alpha input_scale e^(input_scale x)`` below."""
     return scale if x > 0 else scale * alpha * input_scale * m.exp(input_scale * x)
 
 
 @_function
 def d_elu_of_result(m: Any, y: Any, alpha: float, scale: float, input_scale: float) -> Any:
-    """``scale`` above zero, ``input_scale (y + scale alpha)`` below."""
+    """Return ``scale`` above zero, ``input_scale (y + scale alpha)`` below."""
     return scale if y > 0 else input_scale * (y + scale * alpha)
 
 
 @_function
 def mish(m: Any, x: Any) -> Any:
-    """``x tanh(softplus x)``; D. Misra 2020 (arXiv:1908.08681)."""
+    """Return ``x tanh(softplus x)``; D. Misra 2020 (arXiv:1908.08681)."""
     return x * m.tanh(softplus(m, x, 1.0, math.inf))
 
 
 @_function
 def d_mish(m: Any, x: Any) -> Any:
-    """``t + x sigmoid(x) (1 - t^2)`` with ``t = tanh(softplus x)``."""
+    """Return ``t + x sigmoid(x) (1 - t^2)`` with ``t = tanh(softplus x)``."""
     plus = softplus(m, x, 1.0, math.inf)
     return m.tanh(plus) + x * sigmoid(m, x) * d_tanh(m, plus)
 
 
 @_function
 def hardsigmoid(m: Any, x: Any) -> Any:
-    """``(x + 3) / 6`` between 0 and 1."""
+    """Return ``(x + 3) / 6``, clamped to 0 .. 1."""
     return min(max(x + 3, 0), 6) / 6
 
 
 @_function
 def d_hardsigmoid(m: Any, x: Any) -> Any:
-    """1/6 between -3 and 3."""
+    """Return 1/6 between -3 and 3, else 0."""
     return m.exp(0) / 6 if abs(x) < 3 else 0
 
 
 @_function
 def hardswish(m: Any, x: Any) -> Any:
-    """``x hardsigmoid(x)``; A. Howard et al. 2019 (arXiv:1905.02244)."""
+    """Return ``x hardsigmoid(x)``; A. Howard et al. 2019 (arXiv:1905.02244)."""
     return x * hardsigmoid(m, x)
 
 
 @_function
 def d_hardswish(m: Any, x: Any) -> Any:
-    """0, then ``x / 3 + 1 / 2``, then 1."""
+    """Return 0 up to -3, ``x / 3 + 1 / 2`` between, 1 from 3 on."""
     return 0 if x < -3 else 1 if x > 3 else (2 * x + 3) / 6
 
 
 def undefined(fmt: LNSFormat) -> int:
-    """The table's entry where a function has no value: the sign bit over a zero logarithm."""
+    """Return a table's entry where its function has no value: the sign bit, a zero logarithm."""
     return fmt.sign_mask
 
 
 @lru_cache(maxsize=256)
 def table(function: str, parameters: tuple[float, ...], fmt: LNSFormat) -> NDArray[np.int16]:
-    """Codes of ``function`` at every code: int16, ``2^bits`` entries, read-only, indexed by the low
-    ``bits`` bits of the argument.
+    """Return the codes of ``function`` at every code of a format.
+
+    The table is int16, ``2^bits`` entries, read-only, indexed by the low ``bits`` bits of the
+    argument.
 
     Args:
         function: a name in :data:`FUNCTIONS`, or ``power`` with the exponent as its only parameter.
@@ -301,7 +308,7 @@ def table(function: str, parameters: tuple[float, ...], fmt: LNSFormat) -> NDArr
 
 
 def _power(codes: NDArray[np.int16], p: float, fmt: LNSFormat) -> NDArray[np.int16]:
-    """Codes to the power of ``p``: ``p log`` in integers, half to even."""
+    """Return codes to the power of ``p``: ``p log`` in integers, rounded half to even."""
     exponent, signs_logs = Fraction(p), reference.unpack(codes, fmt)
     whole = exponent.denominator == 1
     sign = signs_logs[0] & (whole and exponent.numerator % 2 == 1)
@@ -316,8 +323,10 @@ def _power(codes: NDArray[np.int16], p: float, fmt: LNSFormat) -> NDArray[np.int
 
 
 def _at(f: _Scalar, x: float, parameters: tuple[float, ...]) -> tuple[float, bool]:
-    """The float64 value and whether there is one; beyond float64 the largest number, which
-    saturates every format."""
+    """Return the float64 value and whether there is one.
+
+    Beyond float64's range the value is its largest number, which saturates every format.
+    """
     try:
         value = float(f(math, x, *parameters))
     except OverflowError:
@@ -344,7 +353,7 @@ def _rounded(
 
 
 def _with_digits(f: _Scalar, parameters: tuple[float, ...], code: int, fmt: LNSFormat) -> int:
-    """The entry for one code, by arithmetic of 60 digits."""
+    """Return the entry for one code, by arithmetic of 60 digits."""
     import mpmath
 
     sign, log = (int(part[0]) for part in reference.unpack(np.array([code], np.int16), fmt))

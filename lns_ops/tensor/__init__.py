@@ -1,5 +1,4 @@
-"""LNSTensor: a torch.Tensor whose values are LNS codes, two bytes each, and whose arithmetic is LNS
-arithmetic.
+"""LNSTensor: a torch.Tensor of LNS codes, two bytes a value, with LNS arithmetic.
 
 A wrapper subclass: torch sees a float32 tensor of the same shape, autograd runs its own formulas,
 and each aten operation that reaches ``__torch_dispatch__`` is looked up in a table of LNS kernels.
@@ -22,7 +21,14 @@ Two functions cross the border, differentiable both ways: :meth:`LNSTensor.from_
 conversion.
 """
 
-from lns_ops.tensor.lns_tensor import LNSTensor, _rebuilt, in_float32, in_format, operands
+from lns_ops.tensor.lns_tensor import (
+    LNSTensor,
+    _rebuilt,
+    in_float32,
+    in_format,
+    operands,
+    storage_of,
+)
 from lns_ops.tensor.registry import aten, handles, replaces, replaces_untraced
 
 __all__ = [
@@ -35,4 +41,5 @@ __all__ = [
     "operands",
     "replaces",
     "replaces_untraced",
+    "storage_of",
 ]

@@ -28,7 +28,7 @@ def _edges(tensors: Sequence[Any]) -> tuple[GradientEdge, ...]:
 
 
 def _seeds(tensors: Sequence[Any], grads: Any) -> tuple[Any, ...]:
-    """The gradients to start from: those given, and ones for scalars."""
+    """Return the gradients to start from: those given, and ones for scalars."""
     given = (None,) * len(tensors) if grads is None else _tuple(grads)
     for t, g in zip(tensors, given, strict=True):
         if g is None and isinstance(t, Tensor) and t.numel() != 1:
@@ -47,7 +47,7 @@ def backward(
     tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None,
     create_graph: bool = False, grad_variables: Any = None, inputs: Any = None,
 ) -> None:  # fmt: skip
-    """``torch.autograd.backward``."""
+    """Run ``torch.autograd.backward`` from the edges of the graph."""
     roots = _tuple(tensors)
     given = None if inputs is None else _edges(_tuple(inputs))
     torch.autograd.backward(
@@ -63,7 +63,7 @@ def tensor_backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """``Tensor.backward``."""
+    """Run ``Tensor.backward`` from the edges of the graph."""
     backward(self, gradient, retain_graph, create_graph, inputs=inputs)
 
 
@@ -73,7 +73,7 @@ def grad(
     create_graph: bool = False, only_inputs: bool = True, allow_unused: bool | None = None,
     is_grads_batched: bool = False, materialize_grads: bool = False,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """``torch.autograd.grad``.
+    """Return ``torch.autograd.grad``, run from the edges of the graph.
 
     Raises:
         NotImplementedError: batched gradients.

@@ -1,4 +1,4 @@
-"""Functions that ``torch.compile``'s tracer is to leave alone, told to it once it is there.
+"""Functions that ``torch.compile``'s tracer leaves alone, registered when the tracer is imported.
 
 ``torch.compiler.allow_in_graph`` imports torch._dynamo, which takes as long as the rest of torch
 (1.6 s) and which only programs that compile need. So functions wait here until somebody else
@@ -17,26 +17,27 @@ from typing import Any
 
 import torch
 
-_TRACER = "torch._dynamo"
+from lns_ops._compat import COMPILER
+
 _waiting: list[Callable[..., Any]] = []
 
 
 def allow_in_graph(function: Callable[..., Any]) -> None:
-    """``torch.compiler.allow_in_graph(function)``, now or when the tracer is imported."""
-    if _TRACER in sys.modules:
+    """Call ``torch.compiler.allow_in_graph(function)``, now or when the tracer is imported."""
+    if COMPILER in sys.modules:
         torch.compiler.allow_in_graph(function)
     else:
         _waiting.append(function)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the tracer as it would be found anyway, and has it told when it is imported."""
+    """An import hook that finds the tracer as usual and has it told once it is imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """See :class:`importlib.abc.MetaPathFinder`."""
-        if fullname != _TRACER:
+        """Return the spec of the tracer; see :class:`importlib.abc.MetaPathFinder`."""
+        if fullname != COMPILER:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
@@ -52,5 +53,5 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-if _TRACER not in sys.modules:
+if COMPILER not in sys.modules:
     sys.meta_path.insert(0, _Finder())

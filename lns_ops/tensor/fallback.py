@@ -25,7 +25,7 @@ _active: list[FloatFallback] = []
 
 
 class FloatFallback:
-    """What :func:`allow_float_fallback` yields.
+    """The counts of :func:`allow_float_fallback`.
 
     Attributes:
         counts: how often each operation was converted, by its name.
@@ -41,8 +41,10 @@ class FloatFallback:
 
 @contextmanager
 def allow_float_fallback() -> Iterator[FloatFallback]:
-    """Compute operations that have no LNS kernel in float32, counting them; see the head of this
-    file."""
+    """Compute operations that have no LNS kernel in float32, and count them.
+
+    The head of this file has the limits.
+    """
     record = FloatFallback()
     _active.append(record)
     try:
@@ -52,11 +54,11 @@ def allow_float_fallback() -> Iterator[FloatFallback]:
 
 
 def active() -> FloatFallback | None:
-    """The innermost context, or None outside of any."""
+    """Return the innermost context, or None outside of any."""
     return _active[-1] if _active else None
 
 
 def count(name: str) -> None:
-    """One more conversion of the operation ``name``, in every context that is open."""
+    """Count one more conversion of the operation ``name``, in every context that is open."""
     for record in _active:
         record.counts[name] += 1

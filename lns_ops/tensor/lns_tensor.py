@@ -1,5 +1,4 @@
-"""LNSTensor: the wrapper subclass, its dispatch, and the two functions that cross the border to
-float tensors.
+"""LNSTensor: the wrapper subclass, its dispatch, and conversion from and to float tensors.
 
 An operator in place takes its form out of place; a composite one that arrives whole (under
 ``torch.inference_mode``) is taken apart by torch's own decomposition; one without an LNS form
@@ -13,10 +12,17 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lns_ops import functional as lns
+from lns_ops._compat import (
+    DisableTorchFunction,
+    make_wrapper_subclass,
+    no_dispatch,
+    tensor_text,
+    tree_leaves,
+    tree_map,
+    written_arguments,
+)
 from lns_ops.spec.format import LNSFormat, lns16
 from lns_ops.tensor import fallback
 from lns_ops.tensor.dynamo import allow_in_graph
@@ -40,7 +46,7 @@ class LNSTensor(torch.Tensor):
         if torch.is_inference_mode_enabled() and not codes.is_inference():
             with torch.inference_mode(False):
                 return LNSTensor.__new__(cls, codes, fmt)
-        return torch.Tensor._make_wrapper_subclass(
+        return make_wrapper_subclass(
             cls,
             codes.shape,
             strides=codes.stride(),
@@ -60,8 +66,9 @@ class LNSTensor(torch.Tensor):
 
     @staticmethod
     def from_float(x: Tensor, fmt: LNSFormat | str = lns16) -> LNSTensor:
-        """Encode ``x`` (any real dtype) in ``fmt`` (a format or its name); differentiable, the
-        gradient comes back as float32.
+        """Encode ``x`` (any real dtype) in ``fmt`` (a format or its name).
+
+        It is differentiable; the gradient comes back as float32.
 
         Raises:
             ValueError: ``x`` holds a NaN or an infinity.
@@ -69,8 +76,10 @@ class LNSTensor(torch.Tensor):
         return _FromFloat.apply(x, LNSFormat.of(fmt))  # type: ignore[no-untyped-call, no-any-return]
 
     def to_float(self) -> Tensor:
-        """The values as float32; differentiable, the gradient is encoded in this tensor's
-        format."""
+        """Return the values as float32.
+
+        It is differentiable; the gradient is encoded in this tensor's format.
+        """
         return _ToFloat.apply(self)  # type: ignore[no-untyped-call, no-any-return]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -78,11 +87,13 @@ class LNSTensor(torch.Tensor):
             return f"LNSTensor(shape={tuple(self.shape)}, fmt={self.fmt})"
         values = lns.decode(self.codes, self.fmt)
         grad = ", requires_grad=True" if self.requires_grad else ""
-        return f"LNSTensor({torch._tensor_str._tensor_str(values, 10)}, fmt={self.fmt}{grad})"
+        return f"LNSTensor({tensor_text(values, 10)}, fmt={self.fmt}{grad})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LNSTensor:
-        """A copy with codes of its own, which shares memory with the copies of what this one shares
-        it with."""
+        """Return a copy with codes of its own.
+
+        It shares memory with the copies of the tensors that this one shares memory with.
+        """
         if id(self) in memo:
             return cast(LNSTensor, memo[id(self)])
         if not self.is_leaf:
@@ -101,8 +112,7 @@ class LNSTensor(torch.Tensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """What pickle and torch.save keep: the codes, with the memory that they share, the format
-        and attributes."""
+        """Return what pickle and torch.save keep: codes with shared memory, format, attributes."""
         rest = {
             name: value for name, value in self.__dict__.items() if name not in ("codes", "fmt")
         }
@@ -122,7 +132,7 @@ class LNSTensor(torch.Tensor):
         replacement = REPLACEMENTS.get(func)
         if replacement is not None:
             return replacement(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunction():
             return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -134,7 +144,7 @@ class LNSTensor(torch.Tensor):
 
 
 def _rebuilt(codes: Tensor, fmt: LNSFormat, requires_grad: bool, rest: dict[str, Any]) -> LNSTensor:
-    """The leaf that :meth:`LNSTensor.__reduce_ex__` describes."""
+    """Return the leaf that :meth:`LNSTensor.__reduce_ex__` describes."""
     made = LNSTensor(codes, fmt)
     made.requires_grad = requires_grad
     made.__dict__ |= rest
@@ -142,20 +152,23 @@ def _rebuilt(codes: Tensor, fmt: LNSFormat, requires_grad: bool, rest: dict[str,
 
 
 def _unhandled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """An operator without a handler of its own: in place of one that has, composite, or left to
-    float32 where that is allowed."""
+    """Run an operator without a handler of its own.
+
+    It takes its out-of-place form or torch's decomposition, or float32 where that is allowed.
+    """
     if torch.Tag.inplace_view in func.tags:
         func(args[0].codes, *args[1:], **kwargs)
         with no_dispatch():
             func(*args, **kwargs)  # shape and strides of the wrapper
         return args[0]
-    name, overload = func._schema.name.removeprefix("aten::"), func._overloadname
+    name, _, overload = func.name().removeprefix("aten::").partition(".")
     if name.endswith("_") and hasattr(aten, name[:-1]):
-        out_of_place = getattr(getattr(aten, name[:-1]), overload, None)
+        out_of_place = getattr(getattr(aten, name[:-1]), overload or "default", None)
         if out_of_place in HANDLERS:
             return _write(args[0], HANDLERS[out_of_place](out_of_place, *args, **kwargs), name)
-    if func._can_decompose():
-        return func.decompose(*args, **kwargs)
+    decomposed = func.decompose(*args, **kwargs)
+    if decomposed is not NotImplemented:
+        return decomposed
     if fallback.active() is not None:
         return _computed_in_float32(func, args, kwargs)
     raise NotImplementedError(
@@ -167,15 +180,13 @@ def _unhandled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _computed_in_float32(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """``func`` on decoded arguments, its floating-point results encoded.
+    """Run ``func`` on decoded arguments and encode its floating-point results.
 
     Raises:
         NotImplementedError: ``func`` returns a view, or writes to an ``out=`` argument.
         ValueError: a result is a NaN or an infinity (``NonFiniteError``).
     """
-    written = [
-        a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write
-    ]
+    written = written_arguments(func)
     if func.is_view or any(a.kwarg_only for a in written):
         raise NotImplementedError(
             f"{func} has no LNS kernel and"
@@ -215,7 +226,7 @@ def _write(x: Any, result: LNSTensor, name: str) -> Any:
     if x.shape != result.shape:
         raise ValueError(
             f"{name} on shape {tuple(x.shape)} with a result of shape {tuple(result.shape)}:"
-            " writing in place keeps the shape"
+            " writing in place keeps the shape; use the operation out of place"
         )
     x.codes.copy_(result.codes)
     return x
@@ -243,8 +254,10 @@ class _ToFloat(torch.autograd.Function):
 
 
 def in_format(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
-    """``x``, a float tensor or an LNSTensor of any format, in the format of these numbers;
-    differentiable. For traced code."""
+    """Return ``x`` in the format of these numbers, differentiably; for traced code.
+
+    ``x`` is a float tensor or an LNSTensor of any format.
+    """
     fmt = LNSFormat(bits, fraction_bits)
     if isinstance(x, LNSTensor):
         return x if x.fmt == fmt else LNSTensor.from_float(x.to_float(), fmt)
@@ -252,7 +265,7 @@ def in_format(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
 
 
 def in_float32(x: Tensor) -> Tensor:
-    """:meth:`LNSTensor.to_float`. For traced code."""
+    """Return :meth:`LNSTensor.to_float`; for traced code."""
     return x.to_float() if isinstance(x, LNSTensor) else x
 
 
@@ -260,9 +273,15 @@ for _traced in (in_format, in_float32):
     allow_in_graph(_traced)
 
 
+def storage_of(tensor: Tensor) -> Tensor:
+    """Return what holds a parameter or optimizer state in memory: codes, or the tensor itself."""
+    return tensor.codes if isinstance(tensor, LNSTensor) else tensor
+
+
 def operands(name: Any, x: Any, y: Any) -> tuple[Tensor, Tensor, LNSFormat]:
-    """Codes of two operands in one format; Python numbers, 0-dim tensors, booleans and integers are
-    encoded.
+    """Return the codes of two operands in one format.
+
+    Python numbers, 0-dim tensors, booleans and integers are encoded.
 
     Raises:
         ValueError: two formats, or an operand that is a floating-point tensor.

@@ -1,5 +1,4 @@
-"""The tables of what aten operators and torch functions are on an LNSTensor, and the decorators
-that fill them."""
+"""The tables of LNS forms of aten operators and torch functions, and decorators to fill them."""
 
 from __future__ import annotations
 
@@ -18,8 +17,9 @@ _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 
 
 def handles(*operators: Any) -> Callable[[_Handler], _Handler]:
-    """Register the decorated function, called as ``handler(operator, *args, **kwargs)``, as the LNS
-    form of aten ``operators``.
+    """Register the decorated function as the LNS form of aten ``operators``.
+
+    It is called as ``handler(operator, *args, **kwargs)``.
 
     It computes forward results only: autograd goes on recording torch's own formula, whose
     operators arrive here in turn.
@@ -33,8 +33,9 @@ def handles(*operators: Any) -> Callable[[_Handler], _Handler]:
 
 
 def replaces(*functions: Any) -> Callable[[_Handler], _Handler]:
-    """Register the decorated function as what torch ``functions`` are when an argument is an
-    LNSTensor; same signature, no operator.
+    """Register the decorated function as the LNS form of torch ``functions``.
+
+    It is called when an argument is an LNSTensor, with the same signature and no operator.
 
     For functions whose gradient formula would not do in LNS, or that are best composed of other
     operations; autograd sees what the decorated function does, and so does ``torch.compile``, whose
@@ -50,7 +51,7 @@ def replaces(*functions: Any) -> Callable[[_Handler], _Handler]:
 
 
 def replaces_untraced(*functions: Any) -> Callable[[_Handler], _Handler]:
-    """:func:`replaces` for functions that no compiled code calls."""
+    """Register as :func:`replaces` does, for functions that no compiled code calls."""
 
     def register(replacement: _Handler) -> _Handler:
         REPLACEMENTS.update(dict.fromkeys(functions, replacement))

@@ -1,5 +1,4 @@
-"""The command line: argparse and what it prints; what it does is in the packages beside this
-one."""
+"""The command line: argparse and printing; the work is done in the packages beside this one."""
 
 from study.cli.entry import main
 

@@ -1,5 +1,5 @@
-"""``lns-study doctor``: what a study needs of this machine, or what there is of one, each with the
-remedy where it is not good."""
+"""``lns-study doctor``: checks of this machine, or of a study's ledger and checkpoints, each with a
+remedy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHORT_OF_SPACE = 2 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that was looked at; ``remedy`` where it is not good."""
+    """Result of one check, with a ``remedy`` if it is not good."""
 
     name: str
     good: bool
@@ -46,7 +46,7 @@ class Finding:
 def examine(
     storage: str, tracking_uri: str | None, address: str | None, say: Callable[[str], None]
 ) -> list[Finding]:
-    """Look at everything, telling each finding as it is made."""
+    """Check everything; tell each finding as it is made."""
     findings = []
     for finding in _findings(storage, tracking_uri, address):
         say(str(finding))
@@ -57,8 +57,7 @@ def examine(
 def examine_study(
     study: str, storage: str, tracking_uri: str | None, say: Callable[[str], None]
 ) -> bool:
-    """Look at the ledger and the checkpoints of a study, telling what is found; whether all is
-    good.
+    """Check a study's ledger and checkpoints and tell the findings; return whether all is good.
 
     Raises:
         ValueError: there is no such study.
@@ -95,11 +94,13 @@ def examine_study(
 def repair_study(
     study: str, storage: str, tracking_uri: str | None, say: Callable[[str], None]
 ) -> bool:
-    """Repair the ledger of a study where it is damaged, telling what was done; whether nothing is
-    lost.
+    """Repair the ledger of a study if it is damaged; return whether nothing is lost.
 
     Args:
-        tracking_uri: the MLflow store to ask; None for the study's own, ``none`` for none.
+        study: name or folder of the study.
+        storage: folder of all studies.
+        tracking_uri: MLflow store to ask; None for the study's own, ``none`` for none.
+        say: prints a line for the user.
 
     Raises:
         ValueError: there is no such study, a process runs it, or the store does not answer.
@@ -134,7 +135,7 @@ def repair_study(
 
 
 def _folder(study: str, storage: str) -> Path:
-    """The folder of a study, also of one whose ledger is gone."""
+    """Return the folder of a study, even if its ledger is gone."""
     for folder in (Path(study), StudyConfig(name=study, storage=storage).folder):
         if (
             (folder / "checkpoints").is_dir()
@@ -146,7 +147,7 @@ def _folder(study: str, storage: str) -> Path:
 
 
 def _store(folder: Path, tracking_uri: str | None) -> str | None:
-    """The MLflow store that may know the study; None if there is none."""
+    """Return the MLflow store that may know the study; None if there is none."""
     plan = fold(read_ledger(folder)).plan
     own = (
         dataclasses.replace(
@@ -232,7 +233,7 @@ def _storage(storage: str) -> Finding:
 
 
 def _passwords(storage: str) -> Iterator[Finding]:
-    """Of ledgers that hold a password."""
+    """Yield a finding for every ledger that holds a password."""
     from study.ledger.log import read_ledger
     from study.manage.studies import folders
 
@@ -275,6 +276,7 @@ def _ray(address: str | None) -> Finding:
 
 
 def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command ``doctor`` to argparse's subparsers."""
     doctor = commands.add_parser(
         "doctor",
         help="check this machine, or a study's ledger and checkpoints, and repair these",
@@ -292,7 +294,7 @@ def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     doctor.add_argument(
         "--repair",
         action="store_true",
-        help="make a damaged ledger again from what checkpoints and MLflow know",
+        help="repair a damaged ledger from what checkpoints and MLflow know",
     )
     doctor.add_argument(
         "--storage", default="studies", help="folder of all studies (default: studies)"

@@ -1,8 +1,8 @@
-"""The command line: ``lns-study run | plan | report | ui | ...``, also ``python -m study``; see
-:mod:`study.cli.manage` for the rest.
+"""The entry point of the command line: ``lns-study run | plan | report | ui | ...``, also ``python
+-m study``.
 
-Exit codes: see :data:`EXIT_CODES`, which ``--help`` prints. Heavy imports (torch, Ray, MLflow) wait
-until a command needs them, so ``--help`` is quick.
+:data:`EXIT_CODES`, which ``--help`` prints, lists the exit codes. Heavy imports (torch, Ray,
+MLflow) wait until a command needs them, so ``--help`` is quick.
 """
 
 from __future__ import annotations
@@ -11,17 +11,13 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from study.cli.manage import add_commands
-from study.cli.tracking import add_tracking_commands
-from study.errors import UserError
-
-if TYPE_CHECKING:
-    pass
 from study.cli.doctor import add_doctor
+from study.cli.manage import add_commands
 from study.cli.run import EXIT_CODES, add_plan, add_report, add_run, add_simulate, run_config
 from study.cli.serve import add_ui
+from study.cli.tracking import add_tracking_commands
+from study.errors import UserError
 
 DESCRIPTION = """\
 Run a study: train the same network in several number formats, several seeds each, and compare the
@@ -40,7 +36,7 @@ test errors.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code."""
+    """Run the command line; return the exit code."""
     options = _parse(arguments)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -54,15 +50,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _interrupt(*_: object) -> None:
-    """End as cleanly as with Ctrl-C, also where a script's ``&`` made this process ignore
-    SIGINT."""
+    """End as cleanly as with Ctrl-C.
+
+    This works even if a script's ``&`` made this process ignore SIGINT.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.raise_signal(signal.SIGINT)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of every command."""
+    """Return the parser of every command."""
     parser = argparse.ArgumentParser(
         prog="lns-study",
         description=DESCRIPTION,
@@ -82,8 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options; ``run CONFIG --plain key=value`` is understood too, which argparse alone
-    refuses."""
+    """Return the options; accept ``run CONFIG --plain key=value``, which argparse alone refuses."""
     parser = build_parser()
     options, rest = parser.parse_known_args(arguments)
     if [word for word in rest if word.startswith("-")] or (

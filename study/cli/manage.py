@@ -1,5 +1,5 @@
-"""The commands for studies that there are: ``list status show export resume extend retry pause stop
-cancel edit import rerun``."""
+"""Commands for studies that exist: ``list status show export resume extend retry pause stop cancel
+edit import rerun``."""
 
 from __future__ import annotations
 
@@ -25,29 +25,33 @@ Run = Callable[["StudyConfig", bool, str], int]
 
 
 def add_commands(commands: Commands, run: Run) -> None:
-    """Add the commands; ``run`` runs a config (plainly or not, all or some trials) and gives the
-    exit code."""
+    """Add the commands; ``run`` runs all or some trials of a config and returns the exit code."""
     listing = add_command(commands, "list", _list, "list the studies of a storage", study=False)
-    listing.add_argument("--plain", action="store_true", help="tabs instead of a table")
+    listing.add_argument(
+        "--plain", action="store_true", help="separate columns by tabs, without headings"
+    )
     status = add_command(
         commands, "status", _status, "show where a study stands, also while it runs elsewhere"
     )
     status.add_argument(
-        "--watch", action="store_true", help="again every two seconds, until Ctrl-C"
+        "--watch", action="store_true", help="print it again every two seconds, until Ctrl-C"
     )
     show = add_command(commands, "show", _show, "show everything about one trial")
-    show.add_argument("trial", metavar="TRIAL", help="its id, or the beginning of it")
+    show.add_argument("trial", metavar="TRIAL", help="the trial's id, or the beginning of it")
     export = add_command(commands, "export", _export, "write trials, or their epochs, as a table")
     export.add_argument(
         "--format",
         choices=("csv", "json", "parquet"),
-        help="default: by the output's ending, else csv",
+        help="format of the table (default: by the output's ending, else csv)",
     )
     export.add_argument(
-        "--output", "-o", metavar="FILE", help="default: STUDY.csv and so on in the working folder"
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="file to write (default: STUDY.csv and so on in the working folder)",
     )
     export.add_argument(
-        "--epochs", action="store_true", help="one row an epoch instead of one a trial"
+        "--epochs", action="store_true", help="one row per epoch instead of one per trial"
     )
     _add_runs(commands, run)
     _add_wishes(commands)
@@ -68,14 +72,14 @@ def add_commands(commands: Commands, run: Run) -> None:
         _rerun,
         "train a trial again and say whether every figure has the same bits",
     )
-    rerun.add_argument("trial", metavar="TRIAL", help="its id, or the beginning of it")
+    rerun.add_argument("trial", metavar="TRIAL", help="the trial's id, or the beginning of it")
 
 
 def _add_runs(commands: Commands, run: Run) -> None:
     def command(name: str, text: str, only: str) -> argparse.ArgumentParser:
         parser = add_command(commands, name, lambda options: _again(options, run, only), text)
         parser.add_argument(
-            "--plain", action="store_true", help="one line an epoch instead of a live table"
+            "--plain", action="store_true", help="one line per epoch instead of a live table"
         )
         return parser
 
@@ -123,7 +127,7 @@ def add_command(
     *,
     study: bool = True,
 ) -> argparse.ArgumentParser:
-    """A command with ``--storage`` and, unless told otherwise, the positional ``STUDY``."""
+    """Add a command with ``--storage`` and, unless ``study`` is False, the positional ``STUDY``."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=text, description=text[0].upper() + text[1:] + "."
     )
@@ -274,6 +278,7 @@ def _export(options: argparse.Namespace) -> int:
 def _again(options: argparse.Namespace, run: Run, only: str) -> int:
     from study.execution.control import Wish, ask
     from study.ledger.log import is_locked
+    from study.ledger.state import FAILED, ONLY_FAILED
     from study.manage.extend import extended
 
     folder, state = _open(options)
@@ -286,10 +291,24 @@ def _again(options: argparse.Namespace, run: Run, only: str) -> int:
         ask(folder, wish=Wish.RUN)
         print(f"{state.config.name}: runs; if it was paused it goes on")
         return 0
+    if only == ONLY_FAILED and not state.damage and FAILED not in state.counts():
+        return _say_nothing_failed(options, state)
     overrides = getattr(options, "overrides", [])
     with refusals():
         study = extended(state, overrides)
     return run(dataclasses.replace(study, storage=str(folder.parent)), options.plain, only)
+
+
+def _say_nothing_failed(options: argparse.Namespace, state: StudyState) -> int:
+    from study.ledger.state import ENDED
+
+    left = sum(trial.status not in ENDED for trial in state.trials)
+    again = lns_study("resume", options.study, storage=options.storage)
+    print(
+        f"{state.config.name}: no trial has failed, so there is nothing to retry"
+        + (f"; {left} are left, run them with: {again}" if left else "")
+    )
+    return 0
 
 
 def _ask(name: str, options: argparse.Namespace) -> int:
@@ -393,7 +412,7 @@ def _when(seconds: float) -> str:
 
 
 def print_table(headings: list[str], lines: list[list[str]], *, plain: bool = False) -> None:
-    """A table with aligned columns; ``plain`` has tabs and no headings."""
+    """Print a table with aligned columns; ``plain`` has tabs and no headings."""
     if plain:
         for line in lines:
             print("\t".join(line))

@@ -1,8 +1,8 @@
-"""What a study looks like while it runs: a live table on a terminal, one line an epoch in a log.
+"""Progress of a study: a live table on a terminal, one line per epoch in a log.
 
-Time left is the epochs to go of each row times that row's median seconds an epoch (rows differ
-tenfold; the median forgets a trial's first epoch, which includes its start), over the trials that
-run at a time. Before the first epoch there is no estimate.
+The time left is each row's remaining epochs times the row's median seconds per epoch, divided by
+the number of trials that run at a time. Rows differ tenfold; the median ignores a trial's first
+epoch, which includes its start. Before the first epoch there is no estimate.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MAX_ROWS = 24
 
 
 class Clock:
-    """Seconds an epoch takes, by row, from the times of this run's events."""
+    """Seconds per epoch by row, from the times of this run's events."""
 
     def __init__(self) -> None:
         self.began = time.monotonic()
@@ -55,7 +55,7 @@ class Clock:
         self._seconds: dict[str, list[float]] = defaultdict(list)
 
     def hear(self, event: Event, trial: TrialState | None) -> None:
-        """Take in one event of ``trial``."""
+        """Note the time of an event of ``trial``."""
         if trial is None or event["event"] not in ("started", "report"):
             return
         if event["event"] == "report" and trial.id in self._last:
@@ -63,7 +63,7 @@ class Clock:
         self._last[trial.id] = event["time"]
 
     def left(self, state: StudyState, concurrent: int) -> float | None:
-        """Estimated seconds until the study ends; None before the first epoch."""
+        """Return the estimated seconds until the study ends; None before the first epoch."""
         every = [seconds for row in self._seconds.values() for seconds in row]
         if not every:
             return None
@@ -107,20 +107,20 @@ class LiveView:
 
 
 class PlainView:
-    """One line an event, for logs and pipes."""
+    """One line per event, for logs and pipes."""
 
     def __init__(self, console: Console, concurrent: int) -> None:
         self._console, self._concurrent = console, concurrent
         self._state, self._clock = StudyState(), Clock()
 
     def start(self, state: StudyState) -> None:
-        """Say how much there is to do."""
+        """Print how much there is to do."""
         self._state = state
         epochs = sum(trial.epochs for trial in state.trials)
         self._line(f"{state.config.name}: {len(state.trials)} trials, {epochs} epochs in all")
 
     def listen(self, event: Event) -> None:
-        """Print what an event says."""
+        """Print an event, if the user needs to know it."""
         trial = self._state.known.get(event.get("trial", ""))
         self._clock.hear(event, trial)
         text = describe(event, trial)
@@ -131,7 +131,7 @@ class PlainView:
             )
 
     def stop(self) -> None:
-        """Nothing to clear."""
+        """Do nothing: there is nothing to remove."""
 
     def _line(self, text: str) -> None:
         self._console.print(
@@ -140,7 +140,7 @@ class PlainView:
 
 
 def describe(event: Event, trial: TrialState | None) -> str:
-    """One event as a phrase; "" for those that nobody needs to read."""
+    """Describe an event as a phrase; "" for events that nobody needs to read."""
     if trial is None or "source" in event:  # what another trial did is no news
         return ""
     name = name_of(trial)
@@ -175,8 +175,15 @@ def describe(event: Event, trial: TrialState | None) -> str:
 def render(
     state: StudyState, clock: Clock, concurrent: int, *, bar: bool = True, now: float | None = None
 ) -> RenderableType:
-    """The live view of a state: trials, a summary, slots and, while it runs here, a ``bar`` with
-    the time left; ``now`` while it runs."""
+    """Return the live view of a state: trials, a summary, slots and a bar.
+
+    Args:
+        state: state of the study.
+        clock: seconds per epoch so far.
+        concurrent: number of trials at a time.
+        bar: whether to show a bar with the time left, for a study that runs here.
+        now: the time while the study runs, else None.
+    """
     table = Table(box=None, pad_edge=False)
     for heading in ("trial", "seed", "state", "epoch", "validation error", "test error", "id"):
         table.add_column(
@@ -197,8 +204,10 @@ def render(
 
 
 def summary(state: StudyState) -> str:
-    """Trials by status, and the best of those that have reported: ``3 running, 12 finished; best
-    validation/error 4.33 % (lns #14)``."""
+    """Describe the trials by status, and the best value so far.
+
+    ``3 running, 12 finished; best validation/error 4.33 % (lns #14)``
+    """
     counted = state.counts()
     words = {STOPPED: "ended early"}
     text = ", ".join(
@@ -220,8 +229,7 @@ def summary(state: StudyState) -> str:
 
 
 def _most_interesting(trials: list[TrialState]) -> list[TrialState]:
-    """All trials in their order, or the running, failed and next ones if there are too many for a
-    screen."""
+    """Return all trials in order; if a screen cannot hold them, running, failed and next ones."""
     if len(trials) <= MAX_ROWS:
         return trials
     rank = {RUNNING: 0, FAILED: 1, PLANNED: 2, STOPPED: 3, FINISHED: 4}

@@ -1,4 +1,4 @@
-"""Commands that plan, run and report a study."""
+"""Commands that plan, run, simulate and report a study."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ expand them: 'seeds=[0,1]'.
 
 
 def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command ``run`` to argparse's subparsers."""
     run = commands.add_parser(
         "run",
         help="run or continue a study",
@@ -64,12 +65,13 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     run.add_argument(
         "--plain",
         action="store_true",
-        help="one line an epoch instead of a live table (the default when piped)",
+        help="one line per epoch instead of a live table (the default when piped)",
     )
     run.set_defaults(command=_run)
 
 
 def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command ``plan`` to argparse's subparsers."""
     plan = commands.add_parser(
         "plan",
         help="print the trials, resources and expected time of a study, start nothing",
@@ -85,9 +87,10 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command ``simulate`` to argparse's subparsers."""
     simulate = commands.add_parser(
         "simulate",
-        help="how long a study would take on more machines, without running it",
+        help="estimate how long a study would take on more machines, without running it",
         description=(
             "Simulate a study's trials and scheduler on numbers of slots (trials at a time):"
             " makespan, utilisation, what is ended early, load on MLflow. Times and curves come"
@@ -98,7 +101,7 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     simulate.add_argument(
         "config",
         metavar="CONFIG",
-        help="YAML file, a name in conf/study, or a study that there is: its name or folder",
+        help="YAML file, a name in conf/study, or an existing study: its name or folder",
     )
     simulate.add_argument(
         "--storage", help="folder of all studies, in which CONFIG is looked for first"
@@ -112,12 +115,16 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="trials at a time (default: 1 10 100 1000)",
     )
     simulate.add_argument(
-        "--seconds", type=float, default=10.0, help="an epoch where none was recorded (default: 10)"
+        "--seconds",
+        type=float,
+        default=10.0,
+        help="seconds per epoch if none was recorded (default: 10)",
     )
     simulate.set_defaults(command=_simulate)
 
 
 def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command ``report`` to argparse's subparsers."""
     report = commands.add_parser(
         "report",
         help="print a study's table and renew its report",
@@ -143,7 +150,7 @@ def _run(options: argparse.Namespace) -> int:
 
     if not options.dry_run:
         print("Loading the study; checking its data and trials ...", flush=True)
-    # it loads torch for the trials while this process does
+    # the node loads torch for the trials while this process does
     with nullcontext() if options.dry_run else Node() as node:
         from study.config.compose import load
 
@@ -167,7 +174,10 @@ def _run(options: argparse.Namespace) -> int:
 def run_config(
     study: StudyConfig, plain: bool, only: str = "all", again: str = "", node: Node | None = None
 ) -> int:
-    """Run a study's config; ``again`` is the command that continues it."""
+    """Run a study's config and print its outcome; return the exit code.
+
+    ``again`` is the command that continues it.
+    """
     from rich.console import Console
 
     from study.api import run_study
@@ -203,9 +213,17 @@ def _plan(options: argparse.Namespace) -> int:
             download=False,
         )
         plan = make_plan(study, download=False)
+    _say_damage(study, f"; until then `{lns_study('run')}` would refuse")
     for line in describe_plan(plan):
         print(line)
     return 0
+
+
+SIMULATED = [
+    "slots", "makespan", "utilisation", "ended early", "epochs", "epochs saved",
+    "MLflow requests/s",
+]  # fmt: skip
+"""Column heads of what `lns-study simulate` prints."""
 
 
 def _simulate(options: argparse.Namespace) -> int:
@@ -227,10 +245,10 @@ def _simulate(options: argparse.Namespace) -> int:
                 " example --slots 8 64"
             )
         if study.search.adaptive:
-            study = dataclasses.replace(
-                study, search=dataclasses.replace(study.search, algorithm="random")
-            )
+            search = dataclasses.replace(study.search, algorithm="random")
+            study = dataclasses.replace(study, search=search)
         plan = make_plan(study, download=False)
+    _say_damage(study)
     states = [fold(read_ledger(folder)) for folder in folders(study.storage)]
     seconds = recorded_seconds(plan, states, options.seconds)
     error = recorded_errors(states, next(iter(study.search.objectives)))
@@ -249,39 +267,37 @@ def _simulate(options: argparse.Namespace) -> int:
             ]
         )
     print(f"{study.name}: {len(plan.trials)} trials")
-    print_table(
-        [
-            "slots",
-            "makespan",
-            "utilisation",
-            "ended early",
-            "epochs",
-            "epochs saved",
-            "MLflow requests/s",
-        ],
-        lines,
-    )
+    print_table(SIMULATED, lines)
     return 0
 
 
+def _say_damage(study: StudyConfig, consequence: str = "") -> None:
+    """Say what is wrong with the ledger of a study, if there is one and something is."""
+    from study.manage.studies import damage_of
+
+    if damage := damage_of(study.folder):
+        print(f"lns-study: {study.name}: {damage}{consequence}", file=sys.stderr)
+
+
 def _study_or_config(options: argparse.Namespace) -> StudyConfig:
-    """The config of a file or in conf/study, else of a study that there is; the other way round
-    where ``--storage`` says in which storage.
+    """Return the config of a file, of a name in conf/study, or of a study that exists.
+
+    Files and names come first; with ``--storage``, studies of that storage do.
 
     Raises:
-        ValueError: there is none.
+        ValueError: none is found.
     """
     import dataclasses
 
     from study.config.compose import change, find_study, load
     from study.manage.studies import find, read
 
-    where = [f"storage={options.storage}"] if options.storage else []
+    overrides = [f"storage={options.storage}"] if options.storage else []
     folder = None
     try:
         folder = (
             None
-            if not where and find_study(options.config)
+            if not overrides and find_study(options.config)
             else find(options.config, options.storage or STORAGE)
         )
     except ValueError:
@@ -290,7 +306,7 @@ def _study_or_config(options: argparse.Namespace) -> StudyConfig:
     if folder is None:
         return load(
             options.config,
-            [*where, *options.overrides],
+            [*overrides, *options.overrides],
             lambda line: print(line, file=sys.stderr),
             download=False,
         )
@@ -363,6 +379,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def say_plainly(line: str) -> None:
+    """Print one line at once."""
     print(line, flush=True)
 
 

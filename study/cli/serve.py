@@ -1,4 +1,4 @@
-"""lns-study ui."""
+"""The command ``lns-study ui``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from study.errors import UserError, refusals
 
 
 def add_ui(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command ``ui`` to argparse's subparsers."""
     ui = commands.add_parser(
         "ui",
         help="open the studies in MLflow's web interface",

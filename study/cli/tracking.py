@@ -1,4 +1,4 @@
-"""The commands that show studies and feed MLflow: ``sync reconcile compare dashboard``."""
+"""Commands that show studies and send them to MLflow: ``sync reconcile compare dashboard``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ URI_HELP = "MLflow store (default: the study's own)"
 
 
 def add_tracking_commands(commands: Commands) -> None:
-    """Add them to the command line."""
+    """Add the commands to the command line."""
     sync = add_command(
         commands, "sync", _sync, "send MLflow what it lacks of a study, from its ledger"
     )
@@ -46,7 +46,7 @@ def add_tracking_commands(commands: Commands) -> None:
         "--output",
         "-o",
         metavar="FILE",
-        help="the picture (default: compared-with-OTHER.png in STUDY's report)",
+        help="file of the picture (default: compared-with-OTHER.png in STUDY's report)",
     )
     dashboard = add_command(
         commands,
@@ -62,7 +62,7 @@ def add_tracking_commands(commands: Commands) -> None:
         type=float,
         default=10.0,
         metavar="SECONDS",
-        help="how often it is renewed (default: 10)",
+        help="seconds between renewals (default: 10)",
     )
 
 
@@ -110,8 +110,7 @@ def _dashboard(options: argparse.Namespace) -> int:
 
 
 def _study(options: argparse.Namespace) -> tuple[Path, StudyConfig]:
-    """Folder and config of a study that is not running, with the store to talk to; the store
-    answers."""
+    """Return folder and config of a study that is not running and whose store answers."""
     from study.ledger.log import is_locked
     from study.manage.studies import find, whole
     from study.tracking.supervisor import OFF, check_tracking
@@ -173,14 +172,16 @@ def _reconcile(options: argparse.Namespace) -> int:
     return 0 if after.equal else 1
 
 
-def _audit(folder: Path, study: StudyConfig, **how: bool) -> tuple[Audit, Audit] | None:
-    """See :func:`study.tracking.reconcile.reconcile`; None, and the reason printed, where the store
-    fails."""
+def _audit(folder: Path, study: StudyConfig, **changes: bool) -> tuple[Audit, Audit] | None:
+    """Reconcile a study with its store (:func:`study.tracking.reconcile.reconcile`).
+
+    Prints the reason and returns None if the store fails.
+    """
     from study.tracking.reconcile import reconcile
     from study.tracking.writer import reason
 
     try:
-        return reconcile(folder, study.tracking, folder.parent / "artifacts", **how)
+        return reconcile(folder, study.tracking, folder.parent / "artifacts", **changes)
     except ValueError as error:
         raise UserError(str(error)) from None
     except Exception as error:  # whatever the store raises

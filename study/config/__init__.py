@@ -1,4 +1,4 @@
-"""What a study is: frozen dataclasses, and how YAML and ``key=value`` become one."""
+"""Definition of a study: frozen dataclasses, made from YAML files and ``key=value`` overrides."""
 
 from study.config.search import ADAPTIVE, ALGORITHMS, MODES, POPULATIONS, SCHEDULERS, SearchConfig
 from study.config.study import (

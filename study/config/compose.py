@@ -1,5 +1,4 @@
-"""From a config's name and ``key=value`` overrides to one validated
-:class:`~study.config.StudyConfig`.
+"""Composition of one validated :class:`~study.config.StudyConfig` from YAML files and overrides.
 
 A study file is YAML. Its optional ``groups`` list names files under ``conf/`` that are merged in
 order, later over earlier; the file itself goes where ``_self_`` stands (last if nowhere)::
@@ -14,9 +13,9 @@ in those that are installed with this package, so a study needs no checkout.
 A value may name another key, ``${trial.epochs}``, and nothing else: no resolver reads the
 environment (:mod:`study.config.yaml_loader`).
 
-The schema is the frozen dataclasses themselves, read by OmegaConf: unknown keys and values of the
-wrong type stop here. Values outside their range stop in the dataclasses. Both are ``ValueError``
-with value, rule and remedy.
+The schema is the frozen dataclasses themselves, read by OmegaConf: it refuses unknown keys and
+values of the wrong type. The dataclasses refuse values outside their range. Both errors are
+``ValueError`` with value, rule and remedy.
 """
 
 from __future__ import annotations
@@ -31,19 +30,26 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from study.config.explain import explain, first_line, known_keys, nearest, schema, unknown_key
+from study.config.explain import (
+    check_lists,
+    explain,
+    first_line,
+    known_keys,
+    nearest,
+    schema,
+    unknown_key,
+)
 from study.config.keys import leaves, locate
 from study.config.space import flatten_space
 from study.config.study import StudyConfig
-from study.config.yaml_loader import check_references, parse
+from study.config.yaml_loader import as_text, check_references, parse
 from trainers.config import DataConfig, TrialConfig
 
 SELF = "_self_"
 NAME_BYTES = 250
-"""Longest name of a study, and label of a row: what file systems and MLflow take."""
+"""Longest name of a study and label of a row, in bytes, that file systems and MLflow take."""
 RESERVED = ("artifacts",)
-"""Folders of a storage that are no study's; beside them lie MLflow's database and its
-companions."""
+"""Folder names that no study may have, beside those of MLflow's database and its companions."""
 
 
 def load(
@@ -53,18 +59,18 @@ def load(
     *,
     download: bool = True,
 ) -> StudyConfig:
-    """The study of a config file and overrides.
+    """Return the study of a config file and its overrides.
 
     Args:
         config: path of a YAML file, or the name of one in ``conf/study``.
         overrides: ``key=value`` and ``group=file``.
         say: prints one line for the user: why ``data.name=auto`` is not MNIST.
-        download: whether MNIST may be downloaded to find out what ``data.name=auto`` is; if not, it
-            is taken to be MNIST.
+        download: whether MNIST may be downloaded to resolve ``data.name=auto``; if not, auto is
+            taken to be MNIST.
 
     Raises:
-        ValueError: no such file, unknown key or bad value; the message names the value, the rule
-            and the remedy.
+        ValueError: the file does not exist, a key is unknown or a value is bad; the message names
+            the value, the rule and the remedy.
     """
     path = find_study(config)
     groups, keys = _split_overrides(overrides)
@@ -84,11 +90,12 @@ def load(
 
 
 def _check_names(study: StudyConfig) -> StudyConfig:
-    """``study``, if its name and labels can stand in a storage, a table and MLflow; older studies
-    keep theirs.
+    """Return ``study`` if a storage, a table and MLflow can take its name and labels.
+
+    Studies that exist already are not checked and keep theirs.
 
     Raises:
-        ValueError: one cannot.
+        ValueError: a name or label is too long, or has characters that are not allowed.
     """
     for key, name in [
         ("name", study.name),
@@ -118,11 +125,12 @@ def _check_names(study: StudyConfig) -> StudyConfig:
 
 
 def change(study: StudyConfig, overrides: Sequence[str]) -> StudyConfig:
-    """A study that there is, with ``key=value`` changes (groups are files of configs that are no
-    longer known).
+    """Return an existing study with ``key=value`` changes.
+
+    Groups cannot be swapped: an existing study no longer knows which config files it was made of.
 
     Raises:
-        ValueError: unknown key or bad value.
+        ValueError: a key is unknown or a value is bad.
     """
     groups, keys = _split_overrides(overrides)
     if groups:
@@ -131,15 +139,17 @@ def change(study: StudyConfig, overrides: Sequence[str]) -> StudyConfig:
             f"override '{name}={value}': names a file of conf/{name}, which cannot be swapped any"
             " more; set its keys instead"
         )
-    return _check_trial_keys(_finish(_with_keys(_merge(schema(), study.to_dict(), "study"), keys)))
+    known = _merge(schema(), as_text(study.to_dict()), "study")
+    return _check_trial_keys(_finish(_with_keys(known, keys)))
 
 
 def _check_trial_keys(study: StudyConfig) -> StudyConfig:
-    """``study``, if the keys of ``digits`` and ``comparable`` are a trial's; else they would be
-    without effect, or found at the end.
+    """Return ``study`` if all keys of ``digits`` and ``comparable`` are keys of a trial.
+
+    Unchecked, a wrong key would have no effect, or be found only when the study ends.
 
     Raises:
-        ValueError: one is not.
+        ValueError: a key is not one of a trial.
     """
     override_trial(study.trial.to_dict(), study.digits, "digits")
     known = {
@@ -168,11 +178,10 @@ def _with_data(
     say: Callable[[str], None],
     download: bool,
 ) -> DictConfig:
-    """``data.name=auto`` made concrete; where the data are digits, with the study's ``digits``
-    overrides.
+    """Resolve ``data.name=auto``, and apply the study's ``digits`` overrides to digits.
 
-    What the command line says wins over those: the files of groups that it names here, its keys
-    later.
+    The command line wins over those overrides: files of groups that it names are merged again here,
+    its keys later.
     """
     study = _finish(_with_keys(merged, keys))
     auto = study.trial.data.name == "auto"
@@ -191,7 +200,10 @@ def _with_data(
 
 
 def _resolve_auto(config: DataConfig, say: Callable[[str], None], download: bool) -> DataConfig:
-    """MNIST where it is to be had, else digits, and why; one attempt to download at most."""
+    """Return MNIST if it is there or can be downloaded, else digits; tell the user why.
+
+    Tries to download once at most.
+    """
     from trainers.data import DownloadError, resolve  # loads torch
 
     try:
@@ -202,8 +214,9 @@ def _resolve_auto(config: DataConfig, say: Callable[[str], None], download: bool
 
 
 def find_study(config: str) -> Path:
-    """The study file called ``config``: as given, with .yaml, in ./conf/study, or in the installed
-    package.
+    """Return the path of the study file called ``config``.
+
+    Looks for the name as given, with .yaml, in ./conf/study, and in the installed package.
 
     Raises:
         ValueError: there is none; the message lists the names there are.
@@ -221,17 +234,17 @@ def find_study(config: str) -> Path:
 
 
 def override_trial(base: dict[str, Any], overrides: Any, name: str = "overrides") -> dict[str, Any]:
-    """A trial's dict with a row's overrides merged in.
+    """Merge a row's overrides into a trial's dict.
 
     Args:
         base: ``TrialConfig.to_dict()``.
         overrides: mapping with nested or dotted keys, list of ``key=value``, or None.
-        name: of the key that holds them, for errors.
+        name: name of the key that holds the overrides, for errors.
 
     Raises:
         ValueError: an override names no key of a trial or has a value of the wrong type.
     """
-    wrapped = _merge(schema(), {"trial": base}, "trial")
+    wrapped = _merge(schema(), {"trial": as_text(base)}, "trial")
     if overrides is not None:
         wrapped = _merge(wrapped, {"trial": _undot(overrides, name)}, name, inside="trial.")
     trial: dict[str, Any] = _plain(wrapped)["trial"]
@@ -239,12 +252,12 @@ def override_trial(base: dict[str, Any], overrides: Any, name: str = "overrides"
 
 
 def overridden(overrides: Any) -> set[str]:
-    """The dotted trial keys that a row's overrides set, whichever way they were written."""
+    """Return the dotted trial keys that a row's overrides set, in whichever form they stand."""
     return set() if overrides is None else leaves(_undot(overrides, "overrides"))
 
 
 def group_options(group: str) -> list[str]:
-    """Names of the files of a config group, sorted; empty if there is no such group."""
+    """Return the names of the files of a config group, sorted; empty if there is no such group."""
     return (
         sorted({path.stem for root in _roots() for path in root.glob(f"{group}/*.yaml")})
         if group.isidentifier()
@@ -253,20 +266,23 @@ def group_options(group: str) -> list[str]:
 
 
 def _roots() -> list[Path]:
-    """Folders that hold ``study/``, ``model/`` ...: the working folder's ``conf``, then ours, in
-    this package or a checkout, beside it."""
+    """Return the folders that hold ``study/``, ``model/`` ..., in order of precedence.
+
+    The working folder's ``conf`` comes first, then the ``conf`` installed in this package or, in a
+    checkout, beside it.
+    """
     package = Path(__file__).resolve().parents[1]
     ours = package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
     return list(dict.fromkeys([Path("conf").resolve(), ours]))
 
 
 def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Group swaps (``model=mlp_128``) apart from keys (``trial.epochs=3``)."""
+    """Separate group swaps (``model=mlp_128``) from keys (``trial.epochs=3``)."""
     groups: dict[str, str] = {}
     keys: list[str] = []
     for override in overrides:
         name, equals, value = override.partition("=")
-        if equals and re.fullmatch(r"[A-Za-z_][\w.]*\[.*", name):
+        if equals and re.fullmatch(r"[A-Za-z_][\w.]*(\[|\.\d+(\.|$)).*", name):
             raise ValueError(
                 f"override {override!r}: the entries of a list cannot be set one by one; give the"
                 " whole list, for example seeds=[0,1], or change the study file"
@@ -284,13 +300,12 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, str], list[str
                 )
             groups[name] = value
         else:
-            keys.append(f"trial.{override}" if _of_trial(name) else override)
+            keys.append(f"trial.{override}" if _is_trial_key(name) else override)
     return groups, keys
 
 
-def _of_trial(name: str) -> bool:
-    """Whether a key of the command line is a trial's, written as in rows and spaces:
-    ``precision.format``."""
+def _is_trial_key(name: str) -> bool:
+    """Tell whether a command-line key is a trial's, as in rows and spaces: ``precision.format``."""
     first = name.partition(".")[0]
     return (
         first in TrialConfig.__dataclass_fields__ and first not in StudyConfig.__dataclass_fields__
@@ -312,8 +327,10 @@ def _parse_override(override: str) -> dict[str, Any]:
 
 
 def _layers(path: Path, swaps: dict[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The files to merge, in order, each with its name for errors; groups that the study does not
-    list come last."""
+    """Yield the files to merge, in order, each with its name for errors.
+
+    Groups that the study does not list come last.
+    """
     named: set[str] = set()
     yield from _expand(path, swaps, named)
     for group, file in swaps.items():
@@ -324,14 +341,16 @@ def _layers(path: Path, swaps: dict[str, str]) -> Iterator[tuple[str, dict[str, 
 def _expand(
     path: Path, swaps: dict[str, str], named: set[str], chain: tuple[Path, ...] = ()
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A file's groups and, at ``_self_``, its own body; a group file may list groups too. Notes the
-    groups in ``named``."""
+    """Yield the files of a file's groups and, at ``_self_``, its own body.
+
+    A group file may list groups too. The names of the groups are added to ``named``.
+    """
     chain = _extend(chain, path)
     body = _read(path)
     groups = body.pop("groups", [])
     if not isinstance(groups, list) or not all(isinstance(entry, str) for entry in groups):
         raise ValueError(
-            f"{path}: groups={groups!r}: must be a list of group/file names, for example"
+            f"{path}: groups={groups!r}: must be a list of group/file names; use for example"
             " [model/mlp_512, data/mnist]"
         )
     for entry in groups if SELF in groups else [*groups, SELF]:
@@ -346,7 +365,11 @@ def _expand(
 
 
 def _extend(chain: tuple[Path, ...], path: Path) -> tuple[Path, ...]:
-    """The files that led to ``path``, and ``path``; none may lead to itself."""
+    """Return ``chain``, the files that led to ``path``, with ``path`` appended.
+
+    Raises:
+        ValueError: the file includes itself.
+    """
     chain = (*chain, path.resolve())
     if path.resolve() in chain[:-1]:
         names = " -> ".join(f"{file.parent.name}/{file.stem}" for file in chain)
@@ -358,8 +381,10 @@ def _extend(chain: tuple[Path, ...], path: Path) -> tuple[Path, ...]:
 
 
 def _find_group(group: str, file: str, study: Path) -> Path:
-    """The file of a group: beside the study's own ``conf`` folder, in ./conf, or in the installed
-    package."""
+    """Return the path of a group's file.
+
+    Looks beside the study's own ``conf`` folder, in ./conf, and in the installed package.
+    """
     for root in [study.resolve().parent.parent, *_roots()]:
         path = root / group / f"{file}.yaml"
         if path.is_file():
@@ -392,15 +417,21 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _merge(base: DictConfig, values: dict[str, Any], source: str, inside: str = "") -> DictConfig:
-    """``values`` over ``base``; ``source`` says in errors whence they come, ``inside`` is what the
-    user need not write before keys.
+    """Merge ``values`` over ``base``.
 
-    A domain of the space replaces the one before it as a whole: a choice over a range is a choice.
+    A domain of the space replaces the earlier one as a whole: a choice over a range is a choice.
+
+    Args:
+        base: the config so far.
+        values: nested dict of keys to set.
+        source: where the values come from, for errors.
+        inside: prefix that the user need not write before keys, left out in errors.
     """
     check_references(values, source)
+    check_lists(values, source, inside)
     if isinstance(values.get("space"), dict):
         space = flatten_space(values["space"])
-        # in its place: `when` looks back
+        # at its old position: `when` names earlier keys
         replaced = {key: space.pop(key, spec) for key, spec in base.space.items()}
         values = values | {"space": space}
         base = base.copy()
@@ -414,10 +445,13 @@ def _merge(base: DictConfig, values: dict[str, Any], source: str, inside: str = 
 
 
 def _undot(overrides: Any, name: str) -> dict[str, Any]:
-    """Overrides as one nested dict, whichever way they were written; ``name`` is the key that holds
-    them."""
+    """Return a study's overrides, in whichever form, as one nested dict.
+
+    Their references are resolved already; ``name`` is their key in errors.
+    """
     if isinstance(overrides, list) and all("=" in str(item) for item in overrides):
-        return OmegaConf.to_container(OmegaConf.from_dotlist([str(item) for item in overrides]))  # type: ignore[return-value]
+        listed = OmegaConf.from_dotlist([str(item) for item in overrides])
+        return as_text(OmegaConf.to_container(listed))  # type: ignore[no-any-return]
     if not isinstance(overrides, dict):
         raise ValueError(
             f"{name}={overrides!r}: must be a mapping or a list of key=value; use for example"
@@ -425,7 +459,7 @@ def _undot(overrides: Any, name: str) -> dict[str, Any]:
         )
     nested = OmegaConf.create({})
     for key, value in overrides.items():
-        OmegaConf.update(nested, str(key), value, merge=True)
+        OmegaConf.update(nested, str(key), as_text(value), merge=True)
     return OmegaConf.to_container(nested)  # type: ignore[return-value]
 
 
@@ -434,7 +468,7 @@ def _finish(merged: DictConfig) -> StudyConfig:
 
 
 def _plain(merged: DictConfig | ListConfig) -> dict[str, Any]:
-    """Plain Python values, interpolations resolved, missing values refused."""
+    """Return plain Python values, interpolations resolved; refuse missing values."""
     try:
         return OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
     except OmegaConfBaseException as error:

@@ -1,4 +1,4 @@
-"""What is wrong with a config, said as value, rule and remedy."""
+"""Error messages about a config: each states the value, the rule and the remedy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from study.program import lns_study
 
 _ABSENT = object()
 CLOSE = 0.6
-"""Likeness from which a name may be what was meant."""
+"""Similarity from which a known name is suggested as the one that was meant."""
 EXAMPLES = {
     "seeds": "[0,1]",
     "rows": "[{label: a, overrides: {epochs: 3}}]",
@@ -28,12 +28,14 @@ EXAMPLES = {
     "comparable": "{epochs: 3}",
     "rows[].comparable": "{epochs: 3}",
 }
-"""Values for error messages where the schema's default is none to show."""
+"""Example values for error messages about keys whose default makes no useful example."""
 
 
 def schema() -> DictConfig:
-    """The structured schema. Frozen dataclasses become read-only nodes, so the flag is taken off
-    each."""
+    """Return a writable OmegaConf schema of a study.
+
+    OmegaConf makes read-only nodes of frozen dataclasses, so the flag is removed from each node.
+    """
     schema: DictConfig = OmegaConf.structured(StudyConfig)
     _thaw(schema)
     return schema
@@ -47,7 +49,7 @@ def _thaw(node: DictConfig) -> None:
 
 
 def explain(error: Exception, values: dict[str, Any], source: str, inside: str) -> ValueError:
-    """An OmegaConf error as value, rule and remedy."""
+    """Return an OmegaConf error as a ``ValueError`` with value, rule and remedy."""
     key = str(getattr(error, "full_key", None) or _innermost(values))
     if getattr(error, "object_type", None) is RowConfig and not key.startswith("rows"):
         key = f"rows[].{key}"
@@ -59,8 +61,28 @@ def explain(error: Exception, values: dict[str, Any], source: str, inside: str) 
     return ValueError(f"{source}: {key.removeprefix(inside)}: {what}; {_expected(key, inside)}")
 
 
+def check_lists(values: dict[str, Any], source: str, inside: str, place: str = "") -> None:
+    """Refuse a mapping where the schema has a list, which OmegaConf would take for its entries.
+
+    Raises:
+        ValueError: with value, rule and remedy.
+    """
+    for name, value in values.items():
+        key = f"{place}{name}"
+        if not isinstance(value, dict):
+            continue
+        kind = _type_of(key)
+        if typing.get_origin(kind) is list:
+            raise ValueError(
+                f"{source}: {key.removeprefix(inside)}: {value!r} is not possible;"
+                f" {_expected(key, inside)}"
+            )
+        if dataclasses.is_dataclass(kind):
+            check_lists(value, source, inside, f"{key}.")
+
+
 def unknown_key(source: str, key: str, inside: str = "") -> ValueError:
-    """The error for a key that there is not, with the nearest that there is."""
+    """Return the error for an unknown key, with the nearest known key."""
     known = [*known_keys(schema()), *(f"rows[].{name}" for name in RowConfig.__dataclass_fields__)]
     near = _nearest_key(key, known)
     near = near.replace(f"'{inside}", "'") if inside else near
@@ -71,7 +93,7 @@ def unknown_key(source: str, key: str, inside: str = "") -> ValueError:
 
 
 def _innermost(values: Any) -> str:
-    """The dotted key that a nested dict of one entry each stands for; "" where there are more."""
+    """Return the dotted key of nested one-entry dicts; "" if the outermost has several entries."""
     path = []
     while isinstance(values, dict) and len(values) == 1:
         ((key, values),) = values.items()
@@ -80,8 +102,7 @@ def _innermost(values: Any) -> str:
 
 
 def _lookup(values: Any, key: str) -> Any:
-    """What a nested dict has under a key like ``trial.epochs`` or ``seeds[0]``; :data:`_ABSENT` if
-    nothing."""
+    """Return what nested dicts hold under a key such as ``seeds[0]``, or :data:`_ABSENT`."""
     for part in re.findall(r"[^.\[\]]+", key):
         try:
             values = values[int(part)] if isinstance(values, list) else values[part]
@@ -91,13 +112,13 @@ def _lookup(values: Any, key: str) -> Any:
 
 
 def _expected(key: str, inside: str) -> str:
-    """The rule and an example for a key, from the types and defaults of the schema."""
+    """Describe the rule for a key, with an example, from the types and defaults of the schema."""
     shown = key.removeprefix(inside)
-    of_list = re.fullmatch(r"(.*)\[\d+\]", key)
-    if of_list:
+    entry = re.fullmatch(r"(.*)\[\d+\]", key)
+    if entry:
         return (
             f"every entry {_rule(_type_of(key))}, for example"
-            f" {of_list[1].removeprefix(inside)}={_example(of_list[1])}"
+            f" {entry[1].removeprefix(inside)}={_example(entry[1])}"
         )
     if key.startswith("rows[]."):
         return (
@@ -108,7 +129,7 @@ def _expected(key: str, inside: str) -> str:
 
 
 def _type_of(key: str) -> Any:
-    """The type that the schema has for a key; ``Any`` for a key that it has not."""
+    """Return the type of a key in the schema; ``Any`` for an unknown key."""
     kind: Any = StudyConfig
     for part in re.findall(r"[^.\[\]]+|\[", key.replace("[]", "[0]")):
         if part == "[":
@@ -123,7 +144,7 @@ def _type_of(key: str) -> Any:
 
 
 def _rule(kind: Any) -> str:
-    """``must be a whole number`` for a type."""
+    """Describe a type as a rule: ``must be a whole number``."""
     kinds = typing.get_args(kind)
     if type(None) in kinds:
         return f"{_rule(kinds[0])} or null"
@@ -145,7 +166,7 @@ def _rule(kind: Any) -> str:
 
 
 def _example(key: str) -> str:
-    """A value that a key takes."""
+    """Return an example of a value that a key takes."""
     if key in EXAMPLES:
         return EXAMPLES[key]
     kind = _type_of(key)
@@ -160,6 +181,7 @@ def _example(key: str) -> str:
 
 
 def known_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of a schema, those of its parts too."""
     for key, child in zip(map(str, node), node.values(), strict=True):
         yield f"{prefix}{key}"
         if isinstance(child, DictConfig):
@@ -167,17 +189,17 @@ def known_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """`` (did you mean 'x'?)``, or nothing."""
+    """Return `` (did you mean 'x'?)`` for the nearest known name, "" if none is near."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=CLOSE)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _nearest_key(key: str, known: Sequence[str]) -> str:
-    """The same for a dotted key, by how alike the last parts are, three times what the places
-    before them are.
+    """Return `` (did you mean 'x'?)`` for the nearest known dotted key, "" if none is near.
 
-    Parts are as alike as ``difflib`` finds them (2 M / T), or nearly equal where one is the other's
-    initials: ``learning_rate`` and ``lr``.
+    The similarity of the last parts weighs 3/4, that of the parts before them 1/4. It is
+    ``difflib``'s ratio 2 M / T, or at least 0.9 where one part is the other's initials:
+    ``learning_rate`` and ``lr``.
     """
     scores = {name: _likeness(key, name) for name in known}
     best = max(scores, key=lambda name: scores[name])
@@ -194,4 +216,5 @@ def _likeness(key: str, name: str) -> float:
 
 
 def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, without the full stop."""
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,4 +1,4 @@
-"""Nested dicts by dotted keys."""
+"""Nested dicts addressed by dotted keys: ``optimizer.lr``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def locate(values: Any, folder: Path) -> Any:
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> set[str]:
-    """The dotted keys of what is no mapping, in a nested mapping."""
+    """Return the dotted keys of all values in a nested mapping that are not mappings themselves."""
     found: set[str] = set()
     for key, value in values.items():
         found |= (
@@ -36,8 +36,10 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> set[str]:
 
 
 def apply(values: dict[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """A trial's nested dict with ``params`` set; ``values`` and what it shares with the result stay
-    as they are."""
+    """Return a trial's nested dict with ``params`` set.
+
+    Neither ``values`` nor any dict that the result shares with it is changed.
+    """
     for key, value in params.items():
         values = _with(values, key.split("."), value)
     return values
@@ -56,14 +58,14 @@ def _with(values: dict[str, Any], path: Sequence[str], value: Any) -> dict[str, 
 
 
 def lookup(value: Any, key: str) -> Any:
-    """What a nested mapping holds under a dotted key; None if there is no such key."""
+    """Return what a nested mapping holds under a dotted key; None if there is no such key."""
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested dict with dotted keys; lists as JSON."""
+    """Return a nested dict as a flat one with dotted keys, lists as JSON."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):

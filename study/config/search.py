@@ -1,4 +1,4 @@
-"""SearchConfig: how a space is searched."""
+"""Options of a search: how the configurations of a study's space are chosen and compared."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from trainers.config.validation import at_least, one_of
 
 ALGORITHMS = ("random", "sobol", "grid", "tpe", "cmaes", "nsga2")
 ADAPTIVE = ("tpe", "cmaes", "nsga2")
-"""Those that look at results before they propose what comes next."""
+"""Algorithms whose proposals depend on the results of earlier trials."""
 SCHEDULERS = ("none", "asha", "hyperband", "median", "halving", "pbt", "pb2")
 POPULATIONS = ("pbt", "pb2")
 MODES = ("min", "max")
 
 
 def unique(name: str, values: Sequence[object], remedy: str) -> None:
+    """Refuse an empty list, and one with a value twice.
+
+    Raises:
+        ValueError: the list is either; the message ends in ``remedy``.
+    """
     if not values:
         raise ValueError(f"{name}=[]: must have at least one entry; {remedy}")
     repeated = sorted({str(value) for value in values if values.count(value) > 1})
@@ -25,35 +30,38 @@ def unique(name: str, values: Sequence[object], remedy: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchConfig:
-    """How a space is searched, for every row alike.
+    """How the search space is searched, alike for every row.
 
     Attributes:
         algorithm: ``random``, ``sobol`` (even cover of the space), ``grid`` (every point of lists),
             ``tpe`` (Bergstra et al. 2011), ``cmaes`` (Hansen 2016; ranges only) or ``nsga2`` (Deb
             et al. 2002; several objectives), the last three by Optuna.
-        num_samples: configurations a row, at each point of its grids; without meaning for ``grid``.
-        seed: of the search; the same seed proposes the same configurations.
-        objectives: metrics and ``min`` or ``max``: those a trial reports (``validation/error``,
-            ``validation/loss``, ``train/...``, ``samples_per_second``), ``seconds`` (of training),
-            ``bits`` (of the number format). Several only with tpe and nsga2. The first one picks a
-            row's best configuration.
-        scheduler: ends trials early that fall behind in the first objective: ``none``, ``asha``
-            (successive halving without waiting, Li et al. 2020), ``hyperband`` (asha with several
-            brackets, the later ones with a longer grace), ``median`` (Golovin et al. 2017).
-            ``halving`` compares all on a part of the training data first, the best on more
-            (:mod:`study.search.halving`). ``pbt`` and ``pb2`` train ``num_samples`` configurations
-            as a population instead (:mod:`study.search.population`): what is searched are options
-            of the optimizer, which change on the way.
-        grace_period: epochs that asha, hyperband and median leave every trial.
-        reduction_factor: of asha, hyperband and halving: one of so many goes on.
-        perturbation_interval: of pbt and pb2: epochs of a generation.
-        quantile_fraction: likewise: so many of the members, at the end of a generation, take over
-            the weights of one of as many best.
-        resample_probability: of pbt: that a value is drawn anew instead of moved by a fifth.
-        confirm: how many of each row's best configurations run with more seeds once its search has
-            ended; 0 for none. They race: after each seed those drop out that are significantly
-            worse than the leader (:mod:`study.search.racing`).
-        confirm_seeds: those seeds, in turn; none of the study's own.
+        num_samples: number of configurations per row and grid point; ignored by ``grid``.
+        seed: seed of the search; the same seed proposes the same configurations.
+        objectives: metrics, each with ``min`` or ``max``: metrics that a trial reports
+            (``validation/error``, ``validation/loss``, ``train/...``, ``samples_per_second``),
+            ``seconds`` (of training) or ``bits`` (of the number format). Only tpe and nsga2 take
+            several. The first one selects a row's best configuration.
+        scheduler: scheduler that ends trials early when they fall behind in the first objective:
+            ``none``, ``asha`` (asynchronous successive halving, Li et al. 2020), ``hyperband``
+            (asha with several brackets, the later ones with a longer grace period) or ``median``
+            (Golovin et al. 2017). ``halving`` first compares all configurations on a part of the
+            training data, then the best on more (:mod:`study.search.halving`). ``pbt`` and ``pb2``
+            instead train ``num_samples`` configurations as a population
+            (:mod:`study.search.population`); they search options of the optimizer, which change
+            during training.
+        grace_period: epochs that asha, hyperband and median give every trial before they may end
+            it.
+        reduction_factor: factor eta of asha, hyperband and halving: one trial in eta is promoted.
+        perturbation_interval: epochs of a generation of pbt and pb2.
+        quantile_fraction: fraction of a pbt or pb2 population that, at the end of a generation,
+            takes over the weights of members from the equally large best fraction.
+        resample_probability: probability with which pbt samples a value anew instead of changing it
+            by a fifth.
+        confirm: number of each row's best configurations that run with more seeds once its search
+            has ended; 0 for none. They race: after each seed, configurations significantly worse
+            than the leader drop out (:mod:`study.search.racing`).
+        confirm_seeds: seeds of these confirmation runs, in order; none of the study's own.
     """
 
     algorithm: str = "random"
@@ -122,7 +130,7 @@ class SearchConfig:
 
     @property
     def adaptive(self) -> bool:
-        """Whether proposals depend on results."""
+        """Whether proposals depend on the results of earlier trials."""
         return self.algorithm in ADAPTIVE or self.in_rounds
 
     @property

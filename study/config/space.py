@@ -13,18 +13,18 @@ A space maps dotted trial keys to domains, written with Ray Tune's names::
 
 A domain is one of::
 
-    {choice: [a, b, ...]}            any YAML values, each as likely
-    {grid: [a, b, ...]}              every value, multiplied out with the other grids; each point is
-                                     searched by the rest
+    {choice: [a, b, ...]}            any YAML values, all equally likely
+    {grid: [a, b, ...]}              every value, multiplied out with the other grids; the other
+                                     domains are searched at each grid point
     {uniform: [low, high]}           low <= x < high
     {loguniform: [low, high]}        its logarithm uniform
-    {quniform: [low, high, step]}    multiples of step
+    {quniform: [low, high, step]}    low plus multiples of step
     {randint: [low, high]}           whole numbers low <= n < high
-    {lograndint: [low, high]}        their logarithm uniform
+    {lograndint: [low, high]}        whole numbers low <= n < high, their logarithm uniform
 
 ``when`` ties a domain to others: the key varies only where every named key has the value given (or
-one of a list); elsewhere it keeps the value of the base trial. A named key is one of the space
-before it, or a key inside one of its mappings.
+one of a list); elsewhere it keeps the value of the base trial. A named key is an earlier one of the
+space, or a key inside one of its mappings.
 
 Every domain maps a number of the unit interval to a value, so that random numbers, a Sobol sequence
 and a grid all read one definition.
@@ -46,7 +46,7 @@ from trainers.config.validation import fits
 Params = dict[str, Any]
 """Sampled values by dotted trial key."""
 POINT_BYTES = 256
-"""Of memory that a point of the space takes at the least."""
+"""Least memory that a point of the space takes, in bytes."""
 
 CATEGORICAL = ("choice", "grid")
 RANGES = {"uniform": 2, "loguniform": 2, "quniform": 3, "randint": 2, "lograndint": 2}
@@ -61,10 +61,10 @@ class Domain:
 
     Attributes:
         key: dotted trial key.
-        kind: as in the module's list.
-        values: the choices, or the limits.
-        when: dotted keys and the values that they must have for this one to vary.
-        real: whether the key takes floats; whole numbers from a range become such.
+        kind: kind of domain, as in the module's list.
+        values: the choices, or the limits of the range.
+        when: dotted keys, and for each the values with which this domain varies.
+        real: whether the key takes floats; whole numbers sampled from a range become floats.
     """
 
     key: str
@@ -75,17 +75,17 @@ class Domain:
 
     @property
     def categorical(self) -> bool:
-        """Whether it is a list of values rather than a range."""
+        """Whether the domain is a list of values rather than a range."""
         return self.kind in CATEGORICAL
 
     @property
     def sets(self) -> set[str]:
-        """The trial keys that it sets: its own, or those inside its mappings."""
+        """Trial keys that the domain sets: its own, or those inside its mappings."""
         values = self.values if self.categorical else (None,)
         return {key for value in values for key in leaves({self.key: value})}
 
     def at(self, unit: float) -> Any:
-        """The value for a number in [0, 1)."""
+        """Return the value for a number in [0, 1)."""
         if self.categorical:
             return self.values[int(unit * len(self.values))]
         value = self._in_range(unit)
@@ -106,8 +106,7 @@ class Domain:
         return min(int(low * math.pow(high / low, unit)), int(high) - 1)
 
     def unit(self, value: Any) -> float:
-        """A number in [0, 1] for which :meth:`at` gives ``value``, or near it for a range of
-        reals."""
+        """Return a unit number that :meth:`at` maps to ``value``, or near it for reals."""
         if self.categorical:
             return (self.values.index(value) + 0.5) / len(self.values)
         low, high, *step = map(float, self.values)
@@ -124,7 +123,7 @@ class Domain:
         return min(max(unit, 0.0), 1.0)
 
     def nearest(self, value: float) -> Any:
-        """The range's value nearest to a number."""
+        """Return the value of the range that is nearest to a number."""
         low, high, *step = self.values
         inside = min(max(value, low), high)
         if step:
@@ -135,7 +134,7 @@ class Domain:
         return float(inside) if self.real else inside
 
     def holds(self, value: Any) -> bool:
-        """Whether ``value`` is one of the domain's."""
+        """Tell whether ``value`` lies in the domain."""
         if self.categorical:
             return canonical(value) in map(canonical, self.values)
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -148,14 +147,16 @@ class Domain:
         )
 
     def applies(self, params: Mapping[str, Any]) -> bool:
-        """Whether the key varies, given the values of those before it."""
+        """Tell whether the key varies, given the values of the keys before it."""
         return all(_value_of(key, params) in allowed for key, allowed in self.when)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """All varying keys, in the config's order; grids are told apart because they multiply instead
-    of being sampled."""
+    """All varying keys, in the config's order.
+
+    Grids are told apart from the other domains because they are multiplied out instead of sampled.
+    """
 
     domains: tuple[Domain, ...] = ()
 
@@ -164,16 +165,18 @@ class Space:
 
     @property
     def sampled(self) -> tuple[Domain, ...]:
-        """The domains that a search algorithm draws from."""
+        """Domains that a search algorithm samples."""
         return tuple(domain for domain in self.domains if domain.kind != "grid")
 
     def grid_points(self) -> list[Params]:
-        """The product of the grids, later keys fastest; one empty point if there are none. A grid
-        that does not apply is left out."""
+        """Return the product of the grids, later keys fastest; one empty point if there are none.
+
+        A grid whose ``when`` does not hold is left out of the point.
+        """
         return self._product([domain for domain in self.domains if domain.kind == "grid"])
 
     def all_points(self) -> list[Params]:
-        """Every point of a space without ranges, lists multiplied out.
+        """Return every point of a space without ranges, all lists multiplied out.
 
         Raises:
             ValueError: a domain is a range.
@@ -187,10 +190,10 @@ class Space:
         return self._product(self.domains)
 
     def _product(self, domains: Sequence[Domain]) -> list[Params]:
-        """The values of all ``domains`` multiplied out, those that do not apply left out.
+        """Return the product of all ``domains``, without keys whose ``when`` does not hold.
 
         Raises:
-            ValueError: that is more than this machine can hold.
+            ValueError: there are more points than this machine can hold.
         """
         count = math.prod(len(domain.values) for domain in domains)
         fits(
@@ -204,14 +207,14 @@ class Space:
         return _distinct(self.pruned(point) for point in points)
 
     def point(self, units: Sequence[float], grid: Params) -> Params:
-        """The values for one number of [0, 1) per sampled domain, at one point of the grid."""
+        """Return the values for one unit number per sampled domain, at one point of the grid."""
         drawn = {
             domain.key: domain.at(unit) for domain, unit in zip(self.sampled, units, strict=True)
         }
         return self.pruned(grid | drawn)
 
     def holds(self, params: Params) -> bool:
-        """Whether ``params`` are a point of the space."""
+        """Tell whether ``params`` are a point of the space."""
         kept: Params = {}
         for domain in self.domains:
             if domain.applies(kept):
@@ -221,7 +224,7 @@ class Space:
         return len(kept) == len(params)
 
     def pruned(self, params: Params) -> Params:
-        """``params`` in the space's order, without the keys whose ``when`` does not hold."""
+        """Return ``params`` in the space's order, without the keys whose ``when`` does not hold."""
         kept: Params = {}
         for domain in self.domains:
             if domain.key in params and domain.applies(kept):
@@ -230,10 +233,11 @@ class Space:
 
 
 def parse_space(values: Mapping[str, Any]) -> Space:
-    """The space that a config's ``space`` describes.
+    """Return the space that a config's ``space`` describes.
 
     Raises:
-        ValueError: what is no domain, or a ``when`` that names no earlier key; with the remedy.
+        ValueError: an entry is no domain, or a ``when`` names no earlier key; the message has the
+            remedy.
     """
     domains: list[Domain] = []
     for key, spec in flatten_space(values).items():
@@ -243,7 +247,7 @@ def parse_space(values: Mapping[str, Any]) -> Space:
 
 
 def flatten_space(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A space with dotted keys, also where it was written nested: ``{optimizer: {lr: {...}}}``."""
+    """Return a space with dotted keys, also if written nested (``{optimizer: {lr: ...}}``)."""
     flat: dict[str, Any] = {}
     for key, spec in values.items():
         nested = (
@@ -259,8 +263,10 @@ def flatten_space(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
 
 
 def describe(params: Mapping[str, Any]) -> str:
-    """Sampled values in one line: ``optimizer.lr=0.0213, precision={format: lns12}``; keys by their
-    last part where that is clear."""
+    """Describe sampled values in one line: ``optimizer.lr=0.0213, precision={format: lns12}``.
+
+    A key is shortened to its last part where that is unambiguous.
+    """
     last = [key.rpartition(".")[2] for key in params]
     names = [
         short if last.count(short) == 1 else key for key, short in zip(params, last, strict=True)
@@ -271,8 +277,7 @@ def describe(params: Mapping[str, Any]) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as people write it: floats with four digits, mappings as YAML's flow style without
-    quotes."""
+    """Return a value as text: floats with four digits, mappings in YAML's flow style, unquoted."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, dict):
@@ -287,8 +292,10 @@ def show(value: Any) -> str:
 
 
 def params_at(params: Mapping[str, Any], epoch: float = math.inf) -> Params:
-    """Return sampled values after ``epoch`` epochs, or at the end; some change on the way
-    (:mod:`trainers.config.schedule_changes`)."""
+    """Return sampled values after ``epoch`` epochs, or at the end.
+
+    Some change during training (:mod:`trainers.config.schedule_changes`).
+    """
     values = {key: value for key, value in params.items() if key != "changes"}
     for change in params.get("changes", []):
         if change["epoch"] <= epoch:
@@ -362,7 +369,7 @@ def _parse_when(key: str, when: Any) -> tuple[tuple[str, tuple[Any, ...]], ...]:
 
 
 def _check_when(domains: list[Domain]) -> None:
-    """The last domain's conditions name keys that an earlier one sets."""
+    """Refuse a ``when`` of the last domain that names no key set by an earlier domain."""
     *earlier, domain = domains
     for name, _ in domain.when:
         if not any(_sets(other, name) for other in earlier):
@@ -383,8 +390,7 @@ def _sets(domain: Domain, key: str) -> bool:
 
 
 def _value_of(key: str, params: Mapping[str, Any]) -> Any:
-    """What ``params`` say of ``key``, also inside the mapping of a shorter key; None where they say
-    nothing."""
+    """Return the value of ``key``, also inside the mapping of a shorter key; None if absent."""
     if key in params:
         return params[key]
     for name, value in params.items():
@@ -398,20 +404,21 @@ def _distinct(points: Iterator[Params]) -> list[Params]:
 
 
 def canonical(value: Any) -> str:
-    """Write a value such that equal ones have the same text."""
+    """Return a value as text that is the same for equal values."""
     return json.dumps(value, sort_keys=True)
 
 
 def _tidy(value: float) -> float:
-    """Without the last digits of binary arithmetic: 0.30000000000000004 is 0.3."""
+    """Round away the last digits of binary arithmetic: 0.30000000000000004 becomes 0.3."""
     return float(f"{value:.12g}")
 
 
 def unit_points(
     algorithm: str, dimensions: int, count: int, seed: int
 ) -> Iterator[Sequence[float]]:
-    """``count`` points of the unit cube; the first n do not depend on ``count``, so a study can be
-    extended.
+    """Yield ``count`` points of the unit cube.
+
+    The first n points do not depend on ``count``, so that a study can be extended.
 
     Args:
         algorithm: ``random`` (independent) or ``sobol`` (scrambled, low discrepancy; Owen 1998).

@@ -1,14 +1,13 @@
-"""What a study is: one base trial, rows that change it, a space to search, seeds that repeat it,
-and where its files go.
+"""Definition of a study: a base trial, rows that change it, a search space, seeds, and its storage.
 
 A study asks one question of several *rows* (for the table: four arithmetics). Every row is the base
-trial with a few overrides, and every row runs once per seed, so ``rows x seeds`` trials in all.
-With a *space*, every row is searched for its own best configuration, each with the same effort:
-``rows x configurations x seeds`` trials. Configurations are chosen by the validation split; nothing
-is chosen by looking at the test set.
+trial with a few overrides, and every row runs once per seed: ``rows x seeds`` trials in all. With a
+*space*, every row is searched for its own best configuration, each with the same effort: ``rows x
+configurations x seeds`` trials. Configurations are chosen by the validation split; nothing is
+chosen by looking at the test set.
 
-Frozen dataclasses, validated once, where they are made. :mod:`study.config.compose` makes them from
-YAML and ``key=value``.
+The dataclasses are frozen and validated once, where they are made. :mod:`study.config.compose`
+makes them from YAML and ``key=value``.
 """
 
 from __future__ import annotations
@@ -38,8 +37,10 @@ TRACKING_SCHEMES = (
 )
 
 OUTSIDE = ("data.root", "gpus")
-"""Trial keys that change no result, so that :func:`study.plan.identity.trial_id` leaves them out of
-a trial's identity."""
+"""Trial keys that change no result.
+
+:func:`study.plan.identity.trial_id` leaves them out of a trial's identity.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,17 +48,16 @@ class RowConfig:
     """One row of the study's table: the base trial with ``overrides``.
 
     Attributes:
-        label: the row's name in tables, pictures and MLflow.
+        label: name of the row in tables, pictures and MLflow.
         overrides: trial keys to change, nested (``{precision: {scope: matmul}}``) or dotted
             (``{precision.scope: matmul}``).
-        published: a published test error to print beside ours, in per cent; None where there is
-            none.
-        within: the row passes if its mean test error is at most so many percentage points from the
-            baseline row's.
-        worse_by: the row passes if its mean test error is at least so many percentage points above
-            the baseline row's.
-        comparable: like the study's, for this row: what its trials must have for figures to be
-            comparable.
+        published: published test error to print beside ours, in per cent; None if there is none.
+        within: largest difference of the row's mean test error from the baseline row's, in
+            percentage points, with which the row passes.
+        worse_by: smallest excess of the row's mean test error over the baseline row's, in
+            percentage points, with which the row passes.
+        comparable: values that the row's trials must have for its figures to be comparable, like
+            the study's ``comparable``.
     """
 
     label: str = ""
@@ -82,16 +82,17 @@ class RowConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LimitsConfig:
-    """When a study stops by itself, as ``lns-study stop`` would: running trials end, no others
-    begin. None is no limit.
+    """Limits at which a study stops by itself, as with ``lns-study stop``; None is no limit.
+
+    Running trials then end, and no others begin.
 
     Attributes:
-        trials: trials that may finish or fail, those of earlier runs counted in.
+        trials: number of finished and failed trials, those of earlier runs included.
         hours: wall time of this run.
         gpu_hours: hours times the share of a GPU, over all trials.
-        joules: energy of GPUs, over all trials, each with its share of one (``trial.gpus``); trials
-            tell with ``trial.telemetry=true``.
-        failures: failed trials.
+        joules: energy of GPUs, over all trials, each with its share of one (``trial.gpus``); known
+            only with ``trial.telemetry=true``.
+        failures: number of failed trials.
     """
 
     trials: int | None = None
@@ -110,43 +111,47 @@ class LimitsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyConfig:
-    """A study, complete.
+    """The complete config of a study.
 
     Attributes:
-        name: names the study's folder, its MLflow experiment and its report.
-        question: what the study asks, one or two sentences for the report.
-        trial: the base trial; rows change it.
-        rows: what is compared; one row named like the study if empty.
-        seeds: every row, and every configuration of a searched row, runs once per seed.
-        space: what is searched, see :mod:`study.config.space`; nothing if empty.
-        search: how.
-        limits: when the study stops by itself.
-        digits: trial keys to change where the data are digits, a set 40 times smaller than MNIST:
-            by name, or because ``data.name=auto`` ended there.
-        baseline: label of the row the others are compared with; None for no comparison.
+        name: name of the study's folder, its MLflow experiment and its report.
+        question: question that the study asks, one or two sentences for the report.
+        trial: base trial that the rows change.
+        rows: rows to compare; if empty, one row named like the study.
+        seeds: random seeds; every row, and every configuration of a searched row, runs once per
+            seed.
+        space: search space (:mod:`study.config.space`); nothing is searched if empty.
+        search: how the space is searched.
+        limits: limits at which the study stops by itself.
+        digits: trial keys to change if the data are digits, a set 40 times smaller than MNIST: by
+            name, or because ``data.name=auto`` found no MNIST.
+        baseline: label of the row with which the others are compared; None for no comparison.
         comparable: dotted trial keys and the values they must have for figures to be comparable
             with the published ones.
-        comparable_seeds: seeds a row needs for the same.
+        comparable_seeds: number of seeds that a row needs for its figures to be comparable.
         storage: folder of all studies: ledgers, checkpoints, reports, the default tracking
             database.
         tracking_uri: MLflow tracking server or database; None for ``sqlite`` in ``storage``,
-            ``none`` to send nothing. A password in it is taken out and kept in the process alone
+            ``none`` to send nothing. A password in it is taken out and kept in this process only
             (:mod:`study.tracking_uri`).
         address: Ray cluster to join: ``auto`` on one of its nodes, or host:port; None for this
             machine alone.
-        insecure: join a cluster that asks nobody for a token (:mod:`study.execution.ray_session`).
+        insecure: whether to join a cluster that requires no token
+            (:mod:`study.execution.ray_session`).
         cpus: CPUs of this machine that trials may use, also more than it has; None for all.
-        max_concurrent: trials at a time; None for as many as fit.
-        executor: ``auto``: a trial of one worker in a reused process, one of several in a reused
-            gang of processes, small ones on a GPU several to a process
-            (:func:`trainers.workers.resources.packs`); ``packed``: trials of one worker share a
-            process a GPU (at most 32), or a machine where they compute on the CPU; ``train``: every
-            trial by Ray Train, which restarts a gang within the trial, at 10 to 30 s a start.
+        max_concurrent: largest number of trials at a time; None for as many as fit.
+        executor: processes that trials train in. ``auto``: a reused process for a trial of one
+            worker, a reused gang of processes for a trial of several, and one process for several
+            small trials on a GPU (:func:`trainers.workers.resources.packs`). ``packed``: one
+            process per GPU for trials of one worker (at most 32), or one per machine if they
+            compute on the CPU. ``train``: Ray Train for every trial; it restarts a gang within the
+            trial, and takes 10 to 30 s per start.
         checkpoint_every: epochs between checkpoints.
-        max_failures: how often a trial whose worker died is restarted from its last checkpoint.
+        max_failures: number of times that a trial whose worker died is restarted from its last
+            checkpoint.
         heartbeat: seconds without a report after which a trial counts as hung: its processes are
-            killed and it is restarted like one that died. None waits for ever. Must be longer than
-            the longest epoch, and its start.
+            killed and it is restarted like one that died. Must be longer than the longest epoch and
+            the start of a trial; None waits for ever.
     """
 
     name: str = "study"
@@ -249,8 +254,7 @@ class StudyConfig:
             )
 
     def _check_population(self, space: Space) -> None:
-        """What changes on the way must be able to; what decides how long a trial is must not
-        vary."""
+        """Refuse keys that cannot change during training or that decide its length."""
         scheduler = f"search.scheduler={self.search.scheduler}"
         for domain in space.domains:
             if domain.kind != "grid" and domain.key not in CHANGEABLE:
@@ -275,7 +279,7 @@ class StudyConfig:
 
     @property
     def parsed_space(self) -> Space:
-        """The space; empty if nothing is searched."""
+        """Search space; empty if nothing is searched."""
         return parse_space(self.space)
 
     def _check_name(self) -> None:
@@ -301,26 +305,26 @@ class StudyConfig:
 
     @property
     def slug(self) -> str:
-        """The name as a folder name: letters, digits, dot, dash and underscore."""
+        """Name of the study's folder: letters, digits, dot, dash and underscore."""
         return re.sub(r"[^A-Za-z0-9._-]+", "-", self.name).strip("-.")
 
     @property
     def folder(self) -> Path:
-        """Absolute folder of this study's ledger, checkpoints and report."""
+        """Absolute path of the folder of this study's ledger, checkpoints and report."""
         return Path(self.storage).expanduser().resolve() / self.slug
 
     @property
     def tracking(self) -> str:
-        """The MLflow tracking URI in force."""
+        """MLflow tracking URI in force."""
         return self.tracking_uri or default_tracking_uri(self.storage)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain nested dict of JSON values; :meth:`from_dict` reads it back."""
+        """Return a plain nested dict of JSON values; :meth:`from_dict` reads it back."""
         return asdict(self)
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> StudyConfig:
-        """The config whose :meth:`to_dict` is ``values``.
+        """Return the config whose :meth:`to_dict` is ``values``.
 
         Raises:
             ValueError: a value is outside its range; the message names value, rule and remedy.
@@ -338,8 +342,8 @@ def check_tracking_uri(uri: str | None) -> None:
     """Refuse what is no MLflow tracking URI; None, the default database, passes.
 
     Raises:
-        ValueError: with the schemes there are; or a server's address has no host and port that can
-            be read.
+        ValueError: the scheme is unknown (the message lists the known ones), or the host and port
+            of a server's address cannot be read.
     """
     shown = without_password(str(uri))
     if uri not in (None, "none") and not str(uri).startswith(TRACKING_SCHEMES):
@@ -358,5 +362,5 @@ def check_tracking_uri(uri: str | None) -> None:
 
 
 def default_tracking_uri(storage: str) -> str:
-    """The sqlite database in a storage folder."""
+    """Return the URI of the sqlite database in a storage folder."""
     return f"sqlite:///{Path(storage).expanduser().resolve() / 'mlflow.db'}"

@@ -1,10 +1,11 @@
-"""Study files as values: YAML's safe subset, without what it takes in silence.
+"""A strict reader of study files: YAML's safe subset, without what YAML accepts silently.
 
 YAML lets a key stand twice and keeps the last value, an alias stand for so much that a few lines
 become gigabytes ("billion laughs"), and an anchor refer to itself. None of these is ever meant, so
 each is refused with its place. The ``${...}`` of OmegaConf may name another key of the study and
 nothing else: its resolvers read the environment or compute, and what they give would be stored and
-sent to MLflow.
+sent to MLflow. ``\\${...}`` is text, and stays so where a stored study is read again
+(:func:`as_text`).
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ from typing import Any
 import yaml
 
 MOST_VALUES = 100_000
-"""Values that a file's aliases may make of it."""
-_REFERENCE = re.compile(r"(?<!\\)\$\{\.*[A-Za-z_][\w.\[\]]*\}")
-"""A reference to a key, ``${trial.epochs}``, or relative, ``${..epochs}``."""
+"""Largest number of values that a file may have once its aliases are written out."""
+_REFERENCE = re.compile(r"\$\{\.*[A-Za-z_][\w.\[\]]*\}")
+"""Pattern of a reference to a key, ``${trial.epochs}``, or a relative one, ``${..epochs}``."""
+_ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\\$\{")
+"""Pattern of ``${`` after an odd number of backslashes, which is text."""
+_OPENED = re.compile(r"(\\*)\$\{")
 
 
 def parse(text: str) -> Any:
-    """The values of one YAML document.
+    """Return the values of one YAML document.
 
     Raises:
-        yaml.YAMLError: it is none, or a key stands twice in a mapping; the message has the line.
+        yaml.YAMLError: the text is not YAML, or a key stands twice in a mapping; the message has
+        the line.
         ValueError: an anchor refers to itself, or its aliases make more than :data:`MOST_VALUES`
             values.
     """
@@ -45,22 +50,38 @@ def check_references(values: Any, source: str) -> None:
 
     Args:
         values: nested dicts and lists.
-        source: whence they come, for errors.
+        source: where the values come from, for errors.
 
     Raises:
-        ValueError: with the text, the rule and the remedy.
+        ValueError: a ``${...}`` is something else; the message has the text, the rule and the
+            remedy.
     """
     if isinstance(values, dict):
         values = [*values, *values.values()]
     if isinstance(values, list | tuple):
         for value in values:
             check_references(value, source)
-    elif isinstance(values, str) and "${" in _REFERENCE.sub("", values):
+    elif isinstance(values, str) and "${" in _REFERENCE.sub(" ", _ESCAPED.sub(" ", values)):
         raise ValueError(
             f"{source}: {values!r}: ${{...}} may only name another key of the study, such as"
             " ${trial.epochs}, as what a study reads is stored and sent to MLflow; write the"
             ' value itself, or let the shell put it in: key="$NAME"'
         )
+
+
+def as_text(values: Any) -> Any:
+    """Return nested dicts and lists with each ``${`` escaped, so that OmegaConf reads every text as
+    it is: of a study whose references are resolved.
+
+    OmegaConf halves the backslashes before ``${``; elsewhere it leaves them alone.
+    """
+    if isinstance(values, dict):
+        return {key: as_text(value) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [as_text(value) for value in values]
+    if isinstance(values, str):
+        return _OPENED.sub(lambda found: f"{found[1] * 2}\\${{", values)
+    return values
 
 
 class _Loader(yaml.SafeLoader):
@@ -95,10 +116,10 @@ def _too_many(size: float) -> ValueError:
 
 
 def _size(value: Any, known: dict[int, int], open_: set[int]) -> int:
-    """Values in ``value`` where every alias is written out.
+    """Count the values in ``value`` with every alias written out.
 
     Raises:
-        RecursionError: it holds itself.
+        RecursionError: ``value`` contains itself.
     """
     if not isinstance(value, dict | list):
         return 1

@@ -1,13 +1,13 @@
-"""When a study goes on, waits, winds down or ends: what the user asked for from another terminal,
-Ctrl-C, and the study's limits.
+"""Control of a running study: the user's wishes from another terminal, Ctrl-C, and the study's
+limits.
 
 ``pause``, ``stop`` and ``cancel`` mean what they mean for a sweep of Weights & Biases: *pause*
-begins no more trials until ``resume``, *stop* begins no more and lets those that run end, *cancel*
-ends those too (they continue from their last checkpoint when the study is run again). A limit that
-is reached stops. The strongest wins.
+begins no more trials until ``resume``; *stop* begins no more and lets running ones end; *cancel*
+ends those too (they continue from their last checkpoint when the study is run again). Reaching a
+limit has the effect of *stop*. The strongest wish wins.
 
-The wish travels through a small file in the study's folder, ``control.json``, replaced as a whole;
-the process that runs the study looks at it twice a second. So any machine that sees the storage can
+A wish travels through a small file in the study's folder, ``control.json``, replaced as a whole;
+the process that runs the study reads it twice a second. So any machine that sees the storage can
 steer a study. Limits edited on a running study travel the same way and are noted in its ledger.
 """
 
@@ -38,12 +38,12 @@ _FULL = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
 
 
 def is_full(error: str) -> bool:
-    """Whether an error's text says that a storage is full."""
+    """Tell whether an error's text says that a storage is full."""
     return any(text in error for text in _FULL)
 
 
 class Wish(enum.IntEnum):
-    """What is to happen, the stronger the higher."""
+    """What the user wants of a running study, the stronger the higher."""
 
     RUN = 0
     PAUSE = 1
@@ -53,20 +53,20 @@ class Wish(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
-    """A wish and its reason, "" for RUN."""
+    """A wish and its reason; "" for RUN."""
 
     wish: Wish = Wish.RUN
     reason: str = ""
 
 
 class Control:
-    """Decides what a running study does next; policy alone, its callers act.
+    """Decisions about what a running study does next; policy alone, its callers act.
 
     Args:
-        folder: the study's.
-        state: of the study, kept up to date.
-        limits: the config's.
-        edited: told of limits that were edited, once each.
+        folder: folder of the study.
+        state: state of the study, kept up to date.
+        limits: limits of the config.
+        edited: called with limits that were edited, once each.
     """
 
     def __init__(
@@ -85,9 +85,9 @@ class Control:
         self._limit = ""
         self._begun: set[str] = set()
         self.interrupted = False
-        """Set by Ctrl-C."""
+        """Whether Ctrl-C was pressed."""
         self.storage_error = ""
-        """Why the storage takes no more; ends the study as cancel does."""
+        """Error with which the storage refused a write; ends the study as *cancel* does."""
         clear(folder)
 
     def begun(self, trial: str) -> None:
@@ -95,12 +95,12 @@ class Control:
         self._begun.add(trial)
 
     def fail_storage(self, reason: str) -> None:
-        """Note that the storage takes no more."""
+        """Note that the storage refuses writes."""
         self.storage_error = self.storage_error or f"storage: {reason}"
 
     @contextmanager
     def watch_storage(self) -> Iterator[None]:
-        """Take an error of a full storage that is raised inside for :meth:`fail_storage`."""
+        """Pass errors of a full storage that are raised inside to :meth:`fail_storage`."""
         try:
             yield
         except OSError as error:
@@ -121,8 +121,11 @@ class Control:
         )
 
     def decide(self, *, fresh: bool = False) -> Decision:
-        """What to do now; cheap, it looks at the file and the limits twice a second at most, unless
-        a ``fresh`` look is asked for."""
+        """Return what to do now.
+
+        This is cheap: the file and the limits are read twice a second at most, unless ``fresh`` is
+        set.
+        """
         if self.interrupted:
             return Decision(wish=Wish.CANCEL, reason="interrupted")
         if self.storage_error:
@@ -158,10 +161,12 @@ class Control:
 
 
 def reached(limits: LimitsConfig, state: StudyState, seconds: float) -> str:
-    """Which limit is reached, in words; "" if none.
+    """Describe which limit is reached; "" if none.
 
     Args:
-        seconds: since this run of the study began.
+        limits: limits in force.
+        state: state of the study.
+        seconds: seconds since this run of the study began.
     """
     ended = sum(trial.status in ENDED for trial in state.trials)
     failed = sum(trial.status == FAILED for trial in state.trials)
@@ -180,27 +185,31 @@ def reached(limits: LimitsConfig, state: StudyState, seconds: float) -> str:
 
 
 def gpu_seconds(state: StudyState) -> float:
-    """Seconds times the GPUs, or the share of one, that a trial takes, over all trials; what was
-    taken over was spent elsewhere."""
+    """Return the GPU seconds of all trials, each with the GPUs or the share that it takes.
+
+    Epochs that were taken over are not counted: they were spent elsewhere.
+    """
     return sum(trial.spent * gpus_of(trial.config) for trial in state.trials)
 
 
 def joules(state: StudyState) -> float:
-    """Energy of GPUs that trials have told, each with its share of one."""
+    """Return the reported energy of GPUs over all trials, each with its share of a GPU."""
     total = 0.0
     for trial in state.trials:
-        told = sum(
+        energy = sum(
             value
             for value in trial.metric("telemetry/joules", own=True).values()
             if math.isfinite(value)
         )
-        total += min(1.0, gpus_of(trial.config)) * told
+        total += min(1.0, gpus_of(trial.config)) * energy
     return total
 
 
 def ask(folder: Path, *, wish: Wish | None = None, limits: dict[str, Any] | None = None) -> None:
-    """Write a wish or edited limits for the process that runs the study in ``folder``; what is left
-    out stays as asked before."""
+    """Write a wish or edited limits for the process that runs the study in ``folder``.
+
+    An argument left out leaves what was asked before.
+    """
     path = folder / FILE
     try:
         values: dict[str, Any] = json.loads(path.read_text())
@@ -214,5 +223,5 @@ def ask(folder: Path, *, wish: Wish | None = None, limits: dict[str, Any] | None
 
 
 def clear(folder: Path) -> None:
-    """Forget what was asked of an earlier run."""
+    """Remove the wishes left by an earlier run."""
     (folder / FILE).unlink(missing_ok=True)

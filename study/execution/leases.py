@@ -1,13 +1,13 @@
-"""Machines and the parts of them that a study may use.
+"""Leases: machines, or parts of them, that a study may use.
 
 A *lease* is a number of CPUs and some GPUs of one machine, with the
 :class:`~trainers.workers.node.Node` that runs worker processes there. A study on one machine has
-one, of all that it may use, and needs no Ray. On a Ray cluster a lease is an actor that holds these
-resources, so that Ray, its autoscaler and other users see them as taken: one a node, of all that
-the node has. Where others hold a part of the node such an actor waits; after
-:data:`PATIENCE_SECONDS` two for half as much take its place, and so on down to what one worker
-needs. Nodes that join get theirs within a second or so. Where trials wait and nothing is free, one
-more small lease waits anywhere, which an autoscaler takes as demand.
+one lease, of all that it may use, and needs no Ray. On a Ray cluster a lease is an actor that holds
+these resources, so that Ray, its autoscaler and other users see them as taken: one per node, of all
+that the node has. If others hold a part of the node, such an actor waits; after
+:data:`PATIENCE_SECONDS` two actors for half as much replace it, and so on down to what one worker
+needs. Nodes that join get a lease within a second or so. While trials wait and nothing is free, one
+more small lease is requested on any node, which an autoscaler takes as demand.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from typing import Any
 from trainers.workers.node import Node
 
 POLL_SECONDS = 1.0
-"""How often nodes are looked at, and for how long a call for events waits."""
+"""Seconds between looks at the nodes, and for which a call for events waits."""
 PATIENCE_SECONDS = 3.0
-"""How long a lease waits for all that its node has before it asks for less."""
+"""Seconds for which a lease waits for all that its node has before it asks for less."""
 END_SECONDS = 10.0
-"""How long a node that no longer answers is waited for at the end."""
+"""Seconds for which the end waits for a node that no longer answers."""
 EPSILON = 1e-6
 Call = tuple[str, tuple[Any, ...]]
-Said = Callable[["Lease", "list[tuple[int, bytes]] | None"], None]
-"""Told of what processes said; None for the end of a lease."""
+OnEvents = Callable[["Lease", "list[tuple[int, bytes]] | None"], None]
+"""Function called with the messages of a lease's processes; with None when the lease ends."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Lease:
-    """Resources of one machine; see the module.
+    """Resources of one machine.
 
     Attributes:
-        host: the machine's name.
-        address: where ranks of other machines find one of this.
-        cpus, free: in all, and of them not in use.
-        gpus: the free share of each.
-        names: of the GPUs, as CUDA_VISIBLE_DEVICES takes them; empty where processes see what they
-            see.
+        host: name of the machine.
+        address: address at which ranks on other machines reach a rank on this one.
+        cpus, free: CPUs in all, and those not in use.
+        gpus: free share of each GPU.
+        names: names of the GPUs for CUDA_VISIBLE_DEVICES; empty if processes see all that this one
+            sees.
         call: passes calls on to the node, in order, without waiting.
     """
 
@@ -62,31 +62,31 @@ class Lease:
         self.free = self.cpus
 
     def environment(self, gpu: int | None) -> dict[str, str]:
-        """Of a process that computes on ``gpu``, or on none."""
+        """Return the environment variables of a process that computes on ``gpu``, or on none."""
         found = {
             name: value for name, value in os.environ.items() if name.startswith("RAY_")
-        }  # of a Ray that began after the server
+        }  # set by a Ray that began after the fork server
         return found | (
             {"CUDA_VISIBLE_DEVICES": "" if gpu is None else self.names[gpu]} if self.names else {}
         )
 
     @property
     def gpu_count(self) -> int:
-        """GPUs, in use or not."""
+        """Number of GPUs, in use or not."""
         return len(self.gpus)
 
 
 class Local:
-    """This machine, as one lease that is there from the start.
+    """This machine, as one lease from the start.
 
     Args:
-        cpus: that may be used.
+        cpus: number of CPUs that may be used.
         gpus: names of the GPUs.
-        node: runs its processes.
-        said: told of what they say, from a thread.
+        node: node that runs the processes.
+        on_events: called with the processes' messages, from a thread.
     """
 
-    def __init__(self, cpus: float, gpus: list[str], node: Node, said: Said) -> None:
+    def __init__(self, cpus: float, gpus: list[str], node: Node, on_events: OnEvents) -> None:
         self._node = node
         self.leases = [
             Lease(
@@ -99,12 +99,12 @@ class Local:
             )
         ]
         self._ended = False
-        self._said = said
+        self._on_events = on_events
         self._thread = threading.Thread(target=self._listen, daemon=True, name="events")
         self._thread.start()
 
     def poll(self, waiting: bool) -> None:
-        """Nothing changes here."""
+        """Do nothing: the resources of this machine do not change."""
 
     def close(self) -> None:
         """End the processes."""
@@ -116,25 +116,28 @@ class Local:
         while not self._ended:
             events = self._node.events(POLL_SECONDS)
             if events and not self._ended:
-                self._said(self.leases[0], events)
+                self._on_events(self.leases[0], events)
 
 
 class OfRay(Local):
-    """Everything that a Ray has, as one lease whose processes run here: for trials that Ray Train
-    places.
+    """All resources of a Ray, as one lease whose processes run here; Ray Train places the trials.
 
     Args:
-        resources: says what there is.
+        node: node that runs the processes.
+        on_events: called with the processes' messages, from a thread.
+        resources: returns the resources of the Ray.
     """
 
-    def __init__(self, node: Node, said: Said, resources: Callable[[], dict[str, float]]) -> None:
-        super().__init__(0.0, [], node, said)
+    def __init__(
+        self, node: Node, on_events: OnEvents, resources: Callable[[], dict[str, float]]
+    ) -> None:
+        super().__init__(0.0, [], node, on_events)
         self._resources = resources
         self._asked = -math.inf
         self.poll(False)
 
     def poll(self, waiting: bool) -> None:
-        """Ask how much there is."""
+        """Update the resources to what Ray has now."""
         if time.monotonic() - self._asked < POLL_SECONDS:
             return
         self._asked = time.monotonic()
@@ -146,7 +149,7 @@ class OfRay(Local):
 
 @dataclass(eq=False)
 class _Request:
-    """An actor that holds, or waits to hold, resources of a node; ``node`` None for any."""
+    """An actor that holds, or waits to hold, resources of a node; ``node`` None for any node."""
 
     node: str | None
     cpus: float
@@ -157,14 +160,15 @@ class _Request:
 
 
 class Cluster:
-    """The nodes of the Ray cluster that this process has joined.
+    """Leases on the nodes of the Ray cluster that this process has joined.
 
     Args:
         unit: CPUs and GPUs of the largest worker.
-        most: CPUs and GPUs that the study's trials can use at all.
+        most: CPUs and GPUs that the study's trials can use at most.
         make: arguments of :class:`~trainers.workers.node.Node`.
-        said: told of what processes say, and of leases that end, from threads.
-        nodes: says what nodes there are, as ``ray.nodes()`` has them.
+        on_events: called with the processes' messages, and with None at the end of a lease, from
+            threads.
+        nodes: returns the nodes in the form of ``ray.nodes()``.
     """
 
     def __init__(
@@ -172,10 +176,16 @@ class Cluster:
         unit: tuple[float, float],
         most: tuple[float, float],
         make: tuple[Any, ...],
-        said: Said,
+        on_events: OnEvents,
         nodes: Callable[[], list[dict[str, Any]]],
     ) -> None:
-        self._unit, self._most, self._make, self._said, self._nodes = unit, most, make, said, nodes
+        self._unit, self._most, self._make, self._on_events, self._nodes = (
+            unit,
+            most,
+            make,
+            on_events,
+            nodes,
+        )
         self._requests: list[_Request] = []
         self._lock = threading.Lock()
         self._asked = -math.inf
@@ -186,12 +196,12 @@ class Cluster:
 
     @property
     def leases(self) -> list[Lease]:
-        """Those that are held now."""
+        """Leases that are held now."""
         with self._lock:
             return [request.lease for request in self._requests if request.lease is not None]
 
     def poll(self, waiting: bool) -> None:
-        """Look for nodes that came or went, and for requests that wait for too long.
+        """Look for nodes that joined or left, and for requests that have waited too long.
 
         Args:
             waiting: whether trials wait for resources.
@@ -216,28 +226,30 @@ class Cluster:
             self._request(None, *self._unit)
 
     def close(self) -> None:
-        """Give everything back. Nobody waits for an answer of Ray's afterwards, so that Ray may be
-        left."""
+        """Give back all resources.
+
+        Afterwards no thread waits for an answer of Ray's, so that Ray may be left.
+        """
         import ray
 
         self._closed = True
         with self._lock:
             requests, self._requests = self._requests, []
         for request in requests:
-            with contextlib.suppress(Exception):  # of a Ray that is gone
+            with contextlib.suppress(Exception):  # Ray may be gone
                 ray.kill(request.actor)
         for thread in self._threads:
             thread.join(END_SECONDS)
 
     def _wanted(self) -> tuple[float, float]:
-        """CPUs and GPUs that could be used beyond those asked for."""
-        held = [(request.cpus, request.gpus) for request in self._requests]
-        return self._most[0] - sum(cpus for cpus, _ in held), self._most[1] - sum(
-            gpus for _, gpus in held
+        """Return the CPUs and GPUs that could be used beyond those requested."""
+        requested = [(request.cpus, request.gpus) for request in self._requests]
+        return self._most[0] - sum(cpus for cpus, _ in requested), self._most[1] - sum(
+            gpus for _, gpus in requested
         )
 
     def _claim(self, node: str, have: dict[str, float]) -> None:
-        """Ask for what a node has and nobody of ours has asked for."""
+        """Request the resources of a node that this study has not requested yet."""
         asked = [request for request in self._requests if request.node == node]
         cpus, gpus = self._wanted()
         cpus = min(have.get("CPU", 0.0) - sum(request.cpus for request in asked), cpus)
@@ -251,8 +263,10 @@ class Cluster:
             self._request(node, cpus, gpus if self._unit[1] else 0.0)
 
     def _halve(self, request: _Request) -> None:
-        """Two requests for half as much each; where that is too little for a worker, one for just
-        that, which goes on waiting."""
+        """Replace a request by two for half as much each.
+
+        If half is too little for a worker, one request for just one worker goes on waiting.
+        """
         cpus, gpus = math.floor(request.cpus / 2), math.floor(request.gpus / 2)
         if cpus + EPSILON >= self._unit[0] and gpus + EPSILON >= self._unit[1]:
             self._drop(request)
@@ -266,7 +280,7 @@ class Cluster:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        where = (
+        placement = (
             {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
             if node
             else {}
@@ -274,7 +288,7 @@ class Cluster:
         groups = {"calls": 1, "events": 1}  # each in order, neither waits for the other
         actor = (
             ray.remote(concurrency_groups=groups)(Node)
-            .options(num_cpus=cpus, num_gpus=gpus, **where)
+            .options(num_cpus=cpus, num_gpus=gpus, **placement)
             .remote(*self._make)
         )
         request = _Request(node, cpus, gpus, actor, time.monotonic())
@@ -294,10 +308,10 @@ class Cluster:
             ray.kill(request.actor)
 
     def _answer(self, reference: Any) -> Any:
-        """What a call has returned.
+        """Return the result of a call.
 
         Raises:
-            EOFError: all has been given back meanwhile.
+            EOFError: everything has been given back meanwhile.
         """
         import ray
 
@@ -307,7 +321,7 @@ class Cluster:
         raise EOFError
 
     def _follow(self, request: _Request) -> None:
-        """Hear a node from its start to its end."""
+        """Pass on the messages of a node from its start to its end."""
         lease: Lease | None = None
         try:
             host, address, names, node = self._answer(request.actor.describe.remote())
@@ -321,22 +335,25 @@ class Cluster:
                 call=lambda calls: _pass_on(request.actor, calls),
             )
             request.lease = lease
-            self._said(lease, [])
+            self._on_events(lease, [])
             while True:
                 if events := self._answer(
                     request.actor.events.options(concurrency_group="events").remote(POLL_SECONDS)
                 ):
-                    self._said(lease, events)
+                    self._on_events(lease, events)
         # the actor or its node has died, we have killed it, or (SystemExit) left Ray
         except BaseException:
             with self._lock:
                 if request in self._requests:
                     self._requests.remove(request)
             if lease is not None:
-                self._said(lease, None)
+                self._on_events(lease, None)
 
 
 def _pass_on(actor: Any, calls: list[Call]) -> None:
-    """Without waiting; whether the node has died is heard where its events are."""
+    """Send calls to a node without waiting.
+
+    The death of the node shows where its events are read.
+    """
     with contextlib.suppress(Exception):
         actor.call.options(concurrency_group="calls").remote(calls)

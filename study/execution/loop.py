@@ -1,5 +1,5 @@
-"""The loop of a study: trials are handed out, what processes say goes into the ledger, and only
-then is acted on."""
+"""The loop of a study: hand out trials, write what their processes report into the ledger, then
+act."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from study.ledger.state import EXTRA, StudyState
 from study.manage.checkpoints import origin_of
 from study.plan.durations import expected_seconds
 from study.plan.identity import pace_key
-from study.plan.plan import PlannedTrial
+from study.plan.trials import PlannedTrial
 from study.search.agenda import Agenda
 from trainers.config import TrialConfig
 from trainers.workers.messages import (
@@ -31,10 +31,7 @@ from trainers.workers.messages import (
     DIED,
     DONE,
     HISTORY,
-    IN_PROCESS,
     OUT_OF_MEMORY,
-    PACKED,
-    RAY_TRAIN,
     REFUSED,
     REPORT,
     STOPPED,
@@ -42,29 +39,31 @@ from trainers.workers.messages import (
     Message,
 )
 from trainers.workers.out_of_memory import relief
-from trainers.workers.resources import WorkerResources, cpus_of, gpus_of, lanes_of
+from trainers.workers.resources import WorkerResources, cpus_of, gpus_of
 
 TAIL = 3
-"""The last so many trials a slot run longest first: within 1 to 6 % of sorting all of them, in
-simulations of 2 to 128 slots."""
+"""Number of last trials per slot that run longest first.
+
+The makespan is within 1 to 6 % of sorting all trials, in simulations of 2 to 128 slots.
+"""
 ROUND_SECONDS = 0.5
-"""How often wishes, limits and heartbeats are looked at where no process says anything."""
+"""Seconds after which wishes, limits and heartbeats are checked if no process reports."""
 LOOK_AHEAD = 8
-"""Trials behind one that waits that are looked at."""
+"""Number of trials behind a waiting one that may be started before it."""
 LONELY_SECONDS = 10.0
-"""After how long a study says that no machine has room for its next trial."""
+"""Seconds after which a study says that no machine has room for its next trial."""
 
 
 class Loop:
-    """The loop; see the module.
+    """The loop of one study.
 
     Args:
         study: the config.
-        agenda: what runs next.
-        ledger, state, control: the study's.
-        pool: runs trials.
-        ray: the study's, if it needs one.
-        find: finds machines anew after Ray was lost; None where they stay.
+        agenda: source of the next trial.
+        ledger, state, control: those of the study.
+        pool: processes that train the trials.
+        ray: Ray of the study, if it needs one.
+        find: finds machines anew after Ray was lost; None if they stay.
         say: prints a line for the user.
     """
 
@@ -88,33 +87,37 @@ class Loop:
         self._failures: Counter[str] = Counter()
         self._capacity: tuple[float, int, int] | None = None
         self._shapes: dict[str, WorkerResources] = {}
-        self._lonely: float | None = None
-        self._told: set[str] = set()
-        self._wrong = ""
+        self._no_room_since: float | None = None
+        self._reported_waiting: set[str] = set()
+        self._ray_problem = ""
 
     def run(self) -> None:
-        """Until nothing is left, or the control ends it."""
+        """Run until no trial is left, or the control ends the study."""
         while True:
             self._note_capacity()
             decision = self._control.decide()
             if decision.wish == Wish.CANCEL:
                 return
             over = decision.wish >= Wish.STOP or self._control.full
-            there, fresh = self._has_ray()
-            held = over or decision.wish == Wish.PAUSE
-            waiting = not held and (self._hand_out() if there else self._agenda.peek() is not None)
+            has_ray, fresh = self._has_ray()
+            on_hold = over or decision.wish == Wish.PAUSE
+            waiting = not on_hold and (
+                self._hand_out() if has_ray else self._agenda.peek() is not None
+            )
             if (
                 not self._pool.running
                 and not waiting
                 and (over or (decision.wish != Wish.PAUSE and self._agenda.peek() is None))
             ):
                 return
-            self._take_in(self._pool.wait(ROUND_SECONDS, waiting=waiting, poll=there and fresh))
+            self._take_in(self._pool.wait(ROUND_SECONDS, waiting=waiting, poll=has_ray and fresh))
             self._end_silent()
 
     def _has_ray(self) -> tuple[bool, bool]:
-        """Whether the study's Ray is there, or none is needed, and may be asked for more; one that
-        was lost is had again, and the trials in it begin again.
+        """Tell whether the study's Ray is there, and whether it may be asked for more resources.
+
+        Both are true if the study needs no Ray. A Ray that was lost is started or joined again, and
+        its trials begin again.
         """
         ray = self._ray
         if ray is None:
@@ -124,29 +127,29 @@ class Loop:
         except UserError:
             self._pool.leave()
             raise
-        wrong = ray.lost or ray.silent
-        if wrong and not self._wrong:
-            self._say(f"Ray: {wrong}; waiting for it")
-        was_wrong = bool(wrong or self._wrong)
+        problem = ray.lost or ray.silent
+        if problem and not self._ray_problem:
+            self._say(f"Ray: {problem}; waiting for it")
+        had_problem = bool(problem or self._ray_problem)
         if ray.lost:
             self._pool.end_all(f"Ray: {ray.lost}")
             if self._find is not None:
                 self._pool.use(None)
             if ray.renew():
-                wrong = ""
+                problem = ""
                 if self._find is not None:
                     self._pool.use(self._find())
-        if was_wrong and not wrong:
+        if had_problem and not problem:
             self._say("Ray is back.")
-        self._wrong = wrong
-        return not wrong, fresh
+        self._ray_problem = problem
+        return not problem, fresh
 
     def _hand_out(self) -> bool:
-        """Start what there is room for; whether more is waiting.
+        """Start the trials that there is room for; tell whether more wait.
 
         Where the next trial waits for resources, as gangs do, those after it may use what it
-        cannot, as long as they are expected to end before it could begin anyway: it never waits
-        behind small ones for ever (EASY backfilling, D. Lifka 1995).
+        cannot, if they are expected to end before it could begin anyway: it never waits behind
+        small ones for ever (EASY backfilling, D. Lifka 1995).
         """
         started: list[Event] = []
         waiting = False
@@ -162,16 +165,18 @@ class Loop:
         return waiting
 
     def _give_up(self, trial: PlannedTrial) -> Event | None:
-        """The end of a trial for which this machine is too small; a cluster may grow, so there it
-        waits, and that is said once."""
+        """Return the failure of a trial for which this machine is too small.
+
+        A cluster may grow, so there the trial waits, and the user is told once.
+        """
         shape = self._shape(trial.config)
         if self._pool.running or self._pool.could_fit(shape):
-            self._lonely = None
+            self._no_room_since = None
             return None
         cpus, gpus, nodes = self._pool.capacity()
         on_gpu = f" and {shape.gpus_in_all:g} GPU(s) in all" if shape.gpus_in_all else ""
         needs = f"{shape.workers} worker(s) with {shape.threads} CPU(s) each{on_gpu}"
-        said = (
+        problem = (
             f"needs {needs}, and the {nodes} machine(s) of this study have {cpus:g} CPUs and {gpus}"
             " GPUs in all"
         )
@@ -180,19 +185,22 @@ class Loop:
             return {
                 "event": "failed",
                 "trial": trial.id,
-                "error": f"{said}; lower trial.workers or trial.threads, or raise cpus",
+                "error": f"{problem}; lower trial.workers or trial.threads, or raise cpus",
             }
-        self._lonely = self._lonely or time.monotonic()
-        if time.monotonic() - self._lonely > LONELY_SECONDS and trial.id not in self._told:
-            self._told.add(trial.id)
+        self._no_room_since = self._no_room_since or time.monotonic()
+        if (
+            time.monotonic() - self._no_room_since > LONELY_SECONDS
+            and trial.id not in self._reported_waiting
+        ):
+            self._reported_waiting.add(trial.id)
             self._say(
-                f"Waiting: row {trial.row!r} {said}; add nodes, or lower trial.workers or"
+                f"Waiting: row {trial.row!r} {problem}; add nodes, or lower trial.workers or"
                 " trial.threads"
             )
         return None
 
     def _start(self, trial: PlannedTrial) -> Event | None:
-        """Have a trial trained; what the ledger is told of it, or None where there is no room."""
+        """Start a trial and return its event for the ledger; None if there is no room."""
         if not self._has_room():
             return None
         shape = self._shape(trial.config)
@@ -204,17 +212,17 @@ class Loop:
         self._heard[trial.id] = time.monotonic()
         self._shapes[trial.id] = shape
         hosts = [lease.host for lease, _ in running.spots]
-        held = {"cpus": shape.cpus, "gpus": shape.gpus_in_all}
+        resources = {"cpus": shape.cpus, "gpus": shape.gpus_in_all}
         return {
             "event": "started",
             "trial": trial.id,
             "slots": running.slots,
             "hosts": hosts,
-            **held,
+            **resources,
         }
 
     def _has_room(self) -> bool:
-        """Whether one more trial may run at all."""
+        """Tell whether ``max_concurrent`` allows one more trial."""
         return len(self._pool.running) < (self._study.max_concurrent or math.inf)
 
     def _backfill(self, head: PlannedTrial) -> list[Event]:
@@ -235,8 +243,7 @@ class Loop:
         ]
 
     def _begins_in(self, shape: WorkerResources, seconds: dict[str, float]) -> float:
-        """In how many seconds a trial of this shape is expected to find room; 0 where nobody
-        knows."""
+        """Estimate the seconds until there is room for a trial of this shape; 0 if unknown."""
         cpus, gpus = self._pool.idle_resources
         left = []
         for trial in self._pool.running:
@@ -250,7 +257,7 @@ class Loop:
         return 0.0
 
     def _take_in(self, messages: list[Message]) -> None:
-        """Write what came of trials, then act on it."""
+        """Write the messages of trials to the ledger, then act on them."""
         events: list[Event] = []
         again: list[str] = []
         for message in messages:
@@ -281,8 +288,10 @@ class Loop:
         self._pool.flush()
 
     def _began(self, trial: str, beginning: Beginning) -> list[Event]:
-        """A trial may come from a checkpoint that is newer than the last report; the ledger takes
-        the epochs that it lacks."""
+        """Return the events of a trial that began.
+
+        Its checkpoint may be newer than the last report; the ledger takes the epochs that it lacks.
+        """
         damaged = (
             [{"event": "damaged", "trial": trial, "error": beginning.damaged}]
             if beginning.damaged
@@ -291,8 +300,10 @@ class Loop:
         return [*damaged, *_past(trial, beginning.history)]
 
     def _report(self, trial: str, result: dict[str, Any]) -> list[Event]:
-        """An epoch is done; the last one's report also has the test figures, and one of a trial
-        that only tested no others."""
+        """Return the events of a trial's report of an epoch.
+
+        The last report also has the test figures; that of a trial that only tested has no others.
+        """
         metrics = metrics_of(result)
         test = {name: value for name, value in metrics.items() if name.startswith("test/")}
         epoch = {name: value for name, value in metrics.items() if name not in test}
@@ -300,10 +311,10 @@ class Loop:
             self._tests[trial] = test
         events = _past(trial, result.get(HISTORY, []))
         number = int(result["epoch"])
-        where = {name: result[name] for name in ("pid", "host")}
+        process = {name: result[name] for name in ("pid", "host")}
         if epoch:
             events.append(
-                {"event": "report", "trial": trial, "epoch": number, "metrics": epoch, **where}
+                {"event": "report", "trial": trial, "epoch": number, "metrics": epoch, **process}
             )
         if result.get("checkpoint_path"):
             events.append(
@@ -317,7 +328,7 @@ class Loop:
         return events
 
     def _end(self, trial: str, how: str, text: str) -> Event | None:
-        """What the ledger is told of a trial's end; nothing where the storage is what failed."""
+        """Return the event of a trial's end; None if the storage has failed."""
         test = self._tests.pop(trial, None)
         if how == DONE and test is not None:
             return {"event": "finished", "trial": trial, "metrics": test}
@@ -345,8 +356,7 @@ class Loop:
         return {"event": "failed" if gone else "restarted", "trial": trial, "error": text}
 
     def _schedule(self, trial: str, result: dict[str, Any]) -> None:
-        """Ask the scheduler whether a trial goes on; where a configuration is confirmed it has no
-        say."""
+        """Ask the scheduler whether a trial goes on; confirmation runs always do."""
         if (
             self._scheduler is None
             or self._state.known[trial].seed in self._study.search.confirm_seeds
@@ -360,7 +370,7 @@ class Loop:
             self._pool.answer(trial, not ends)
 
     def _end_silent(self) -> None:
-        """Kill the processes of trials that have been silent for too long; they begin again."""
+        """Kill the processes of trials that were silent for too long; these trials begin again."""
         limit = self._study.heartbeat
         if limit is None:
             return
@@ -372,7 +382,7 @@ class Loop:
             self._heard[trial] = now
 
     def _note_capacity(self) -> None:
-        """The ledger hears how much there is to run on, each time that changes."""
+        """Write the capacity to the ledger whenever it has changed."""
         capacity = self._pool.capacity()
         if capacity != self._capacity and capacity[0]:
             self._capacity = capacity
@@ -389,7 +399,7 @@ class Loop:
             )
 
     def _slots(self) -> int:
-        """How many of the waiting trials run at a time, about."""
+        """Estimate how many of the waiting trials run at a time."""
         assert self._capacity is not None
         trials = [trial.config.to_dict() for trial in self._agenda.trials]
         if not trials:
@@ -400,22 +410,10 @@ class Loop:
         return min(math.ceil(min(cpus, gpus)), self._study.max_concurrent or len(trials))
 
     def _shape(self, config: TrialConfig) -> WorkerResources:
-        return WorkerResources.of(config, lanes_of(self._study.executor, config))._replace(
-            by_train=self._study.executor == "train"
-        )
-
-    def _executor_module(self, config: TrialConfig) -> str:
-        """Where a worker process finds what trains the trial."""
-        return (
-            RAY_TRAIN
-            if self._study.executor == "train"
-            else PACKED
-            if self._shape(config).packed
-            else IN_PROCESS
-        )
+        return WorkerResources.of(config, self._study.executor)
 
     def _plan(self, trial: PlannedTrial) -> dict[str, Any]:
-        """What the trial's processes need; see :mod:`trainers.workers.worker_process`."""
+        """Return what the trial's processes need, see :mod:`trainers.workers.worker_process`."""
         study, by_train = self._study, self._study.executor == "train"
         return {
             "config": trial.config.to_dict(),
@@ -425,7 +423,7 @@ class Loop:
             "checkpoint_every": study.checkpoint_every,
             "resume_from": [] if by_train else self._state.known[trial.id].checkpoints_left(),
             "waits": self._scheduler is not None and trial.seed not in study.search.confirm_seeds,
-            "executor": self._executor_module(trial.config),
+            "executor": self._shape(trial.config).executor,
             "storage": str(study.folder / "train"),
             "max_failures": study.max_failures,
             "ray": (
@@ -436,7 +434,7 @@ class Loop:
         }
 
     def _append(self, events: list[Event]) -> bool:
-        """Write into the ledger; False where the storage takes no more."""
+        """Write events to the ledger; return False if the storage refuses them."""
         try:
             self._ledger.append_all(events)
         except OSError as error:
@@ -446,8 +444,10 @@ class Loop:
 
 
 def _past(trial: str, history: list[dict[str, Any]]) -> list[Event]:
-    """Reports of earlier epochs; the ledger takes those that it lacks. How long these took, nobody
-    has noted."""
+    """Return report events of earlier epochs, of which the ledger takes those that it lacks.
+
+    Their seconds are None: nobody has noted them.
+    """
     return [
         {
             "event": "report",
@@ -461,6 +461,7 @@ def _past(trial: str, history: list[dict[str, Any]]) -> list[Event]:
 
 
 def metrics_of(result: dict[str, Any]) -> dict[str, float]:
+    """Return the metrics of a result: numbers with a namespace, or among :data:`EXTRA`."""
     return {
         name: float(value)
         for name, value in result.items()

@@ -1,15 +1,15 @@
-"""The processes that train a study's trials, all its leases' together: where a trial fits, which
-process takes it, what comes of it.
+"""The pool of worker processes on all leases: where a trial fits, which process takes it, what it
+reports.
 
 A trial holds CPUs and a share of GPUs from when it is handed to processes until it has ended. A
-process is kept for the next trial of its shape, and ended where one of another shape takes its
+process is kept for the next trial of its shape, and ended when one of another shape takes its
 place; it costs milliseconds to make one (:mod:`trainers.workers.fork_server`). So as many trials
-run as there is room for, from the first moment on. A trial of several workers has a *gang*: a
-process a rank, started together, or not at all. Small trials may share a process, one a GPU
+run as there is room for, from the first moment on. A trial of several workers has a *gang*: one
+process per rank, started together or not at all. Small trials may share a process, one per GPU
 (:mod:`trainers.workers.packed`).
 
-Whatever ends a process, every trial in it is told as :data:`~trainers.workers.messages.DIED`, and
-its resources are free; a gang ends with the first of its processes.
+Whatever ends a process, every trial in it is reported as :data:`~trainers.workers.messages.DIED`,
+and its resources are free; a gang ends with the first of its processes.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from trainers.workers.messages import (
 from trainers.workers.resources import WorkerResources
 
 Spot = tuple[Lease, int | None]
-"""Where a rank computes: the machine, and the GPU's place among its lease's."""
+"""Place of a rank: the lease, and the index of the GPU among those of the lease."""
 
 
 class Machines(Protocol):
-    """Where leases come from; see :mod:`study.execution.leases`."""
+    """A source of leases (:mod:`study.execution.leases`)."""
 
     @property
     def leases(self) -> list[Lease]:
-        """Those that are held now."""
+        """Leases that are held now."""
 
     def poll(self, waiting: bool) -> None:
-        """Look for more; ``waiting`` where trials wait."""
+        """Look for more machines; ``waiting`` tells whether trials wait for resources."""
 
     def close(self) -> None:
-        """Give all back."""
+        """Give back all leases."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -67,11 +67,12 @@ class Running:
     """A trial that processes train.
 
     Attributes:
-        slots: a number for every rank, the lowest that were free: the trial's place in a picture of
-            the study.
-        spots: where each rank computes.
-        ended: processes in which it has ended; ``result`` is what the first of them said,
-            ``retire`` why one of them ends with it.
+        slots: number of each rank, the lowest that were free: its place in a picture of the study.
+        spots: place of each rank.
+        plan: what a worker process needs to train the trial.
+        ended: processes in which the trial has ended.
+        result: result reported by the first process in which it ended.
+        retire: reason for which a process ends with the trial; "" if none does.
     """
 
     trial: str
@@ -86,8 +87,10 @@ class Running:
 
 @dataclass(eq=False, kw_only=True)
 class _Group:
-    """Processes that train together: one, or a gang's, each at the spot of its rank. ``ready`` once
-    they may be given trials."""
+    """Processes that train together: one process, or a gang with one per rank.
+
+    They may be given trials once ``ready``.
+    """
 
     shape: WorkerResources
     spots: list[Spot]
@@ -98,17 +101,17 @@ class _Group:
 
 
 class Pool:
-    """See the module.
+    """The processes of one study.
 
     Args:
-        said: what threads of leases put in: the lease, and what its processes said, or None where
-            it has ended.
+        inbox: queue of (lease, messages of its processes), filled by the leases' threads; the
+            messages are None when a lease has ended.
     """
 
     def __init__(
-        self, said: queue.SimpleQueue[tuple[Lease, list[tuple[int, bytes]] | None]]
+        self, inbox: queue.SimpleQueue[tuple[Lease, list[tuple[int, bytes]] | None]]
     ) -> None:
-        self._said = said
+        self._inbox = inbox
         self._machines: Machines | None = None
         self._groups: dict[int, _Group] = {}
         self._trials: dict[str, _Group] = {}
@@ -121,12 +124,12 @@ class Pool:
         self._reasons: dict[str, str] = {}
 
     def use(self, machines: Machines | None) -> None:
-        """Take resources from there, and give back what there was."""
+        """Take resources from ``machines``; give back those of the machines used before."""
         self.close()
         self._machines = machines
 
     def leave(self) -> None:
-        """Ask nothing more of machines that cannot be reached, not even to end."""
+        """Forget machines that cannot be reached, without asking them to end."""
         self._machines = None
 
     @property
@@ -136,7 +139,7 @@ class Pool:
 
     @property
     def leases(self) -> list[Lease]:
-        """What there is."""
+        """Leases of all machines."""
         return self._machines.leases if self._machines else []
 
     @property
@@ -147,7 +150,7 @@ class Pool:
         )
 
     def could_fit(self, shape: WorkerResources) -> bool:
-        """Whether there would be room for a trial if no other ran."""
+        """Tell whether there would be room for a trial if no other ran."""
         empty = [dataclasses.replace(lease, gpus=[1.0] * lease.gpu_count) for lease in self.leases]
         return _find(shape, empty) is not None
 
@@ -157,7 +160,7 @@ class Pool:
         return any(lease.free >= 1.0 - EPSILON for lease in self.leases)
 
     def capacity(self) -> tuple[float, int, int]:
-        """CPUs, GPUs and machines of all leases."""
+        """Return the CPUs, GPUs and machines of all leases."""
         leases = self.leases
         return (
             sum(lease.cpus for lease in leases),
@@ -168,11 +171,12 @@ class Pool:
     def start(
         self, trial: str, shape: WorkerResources, make_plan: Callable[[], dict[str, Any]]
     ) -> Running | None:
-        """Have a trial trained, if there is room for it now.
+        """Start a trial if there is room for it now; else return None.
 
         Args:
-            make_plan: makes what a worker process needs, see
-                :mod:`trainers.workers.worker_process`.
+            trial: id of the trial.
+            shape: resources of its workers.
+            make_plan: makes what a worker process needs (:mod:`trainers.workers.worker_process`).
         """
         group = None if shape.packed else self._idle_group(shape)
         spots = group.spots if group else self._place(shape)
@@ -197,13 +201,13 @@ class Pool:
         return running
 
     def answer(self, trial: str, go: bool) -> None:
-        """Whether a trial whose plan has it wait goes on after a report."""
+        """Tell a trial that waits after a report whether it goes on."""
         group = self._trials.get(trial)
         if group is not None:
             self._tell(group, Message(GO if go else STOP, trial))
 
     def kill(self, trial: str, why: str) -> None:
-        """End the processes of a trial; its death will be told, with this reason."""
+        """End the processes of a trial; its death will be reported with this reason."""
         group = self._trials.get(trial)
         if group is not None:
             self._reasons[trial] = why
@@ -212,7 +216,7 @@ class Pool:
             self.flush()
 
     def end_all(self, why: str) -> None:
-        """End every process; the deaths of trials will be told, with this reason."""
+        """End every process; the deaths of trials will be reported with this reason."""
         for group in list(self._idle):
             self._end(group)
         for trial in self.running:
@@ -220,14 +224,15 @@ class Pool:
         self.flush()
 
     def wait(self, seconds: float, *, waiting: bool, poll: bool = True) -> list[Message]:
-        """What came of trials: began, report, ended, died; as soon as there is something, or after
-        ``seconds``.
+        """Return the messages of trials (began, report, ended, died) once there are any.
 
-        A report also has ``pid`` and ``host`` of the process that speaks for the trial.
+        Returns after ``seconds`` at the latest. A report also has ``pid`` and ``host`` of its
+        process.
 
         Args:
+            seconds: longest time to wait.
             waiting: whether trials wait for resources.
-            poll: look for machines that came or went.
+            poll: whether to look for machines that joined or left.
         """
         if poll and self._machines is not None:
             self._machines.poll(waiting)
@@ -235,37 +240,37 @@ class Pool:
         until = time.monotonic() + seconds
         while not found:
             try:
-                lease, events = self._said.get(timeout=max(0.0, until - time.monotonic()))
+                lease, events = self._inbox.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
                 break
             found += self._hear(lease, events)
-            while not self._said.empty():
-                found += self._hear(*self._said.get())
+            while not self._inbox.empty():
+                found += self._hear(*self._inbox.get())
             self.flush()  # what a gang's ranks are told next
             if not events:
                 break  # a lease came or went: there may be room now
         return found
 
     def flush(self) -> None:
-        """Pass on what processes are to be told."""
+        """Send the collected messages to the processes."""
         for lease, calls in self._calls.items():
             lease.call(calls)
         self._calls.clear()
 
     def close(self) -> None:
-        """End all processes and give back what they used."""
+        """End all processes and give back their resources."""
         if self._machines is not None:
             self._machines.close()
 
     def _idle_group(self, shape: WorkerResources) -> _Group | None:
-        """Processes of this shape without a trial, where their resources are free."""
+        """Return processes of this shape without a trial whose resources are free, or None."""
         return next(
             (group for group in self._idle if group.shape == shape and _fits(shape, group.spots)),
             None,
         )
 
     def _shared_group(self, shape: WorkerResources, spots: list[Spot]) -> _Group | None:
-        """A process at this place that trains others of this shape and takes one more."""
+        """Return a process at this place with trials of this shape and room for one more."""
         if not shape.packed:
             return None
         groups = self._groups.values()
@@ -279,10 +284,9 @@ class Pool:
         )
 
     def _place(self, shape: WorkerResources) -> list[Spot] | None:
-        """Free places for all ranks, on one machine if any has room for them, else over several;
-        None if there are none.
+        """Return free places for all ranks, on one machine if possible, else on several, or None.
 
-        The emptiest machines and GPUs come first, so that few trials do not share what many could.
+        The emptiest machines and GPUs come first, so that few trials do not crowd into one place.
         """
         leases = sorted(self.leases, key=lambda lease: -lease.free)
         for among in [*([lease] for lease in leases), leases]:
@@ -301,11 +305,10 @@ class Pool:
         return group
 
     def _make_room(self, lease: Lease, gpu: int | None) -> None:
-        """End processes without trials on this machine, on this GPU first: one for each that is
-        made, as many as there were."""
-        here = [group for group in self._idle if any(spot[0] is lease for spot in group.spots)]
-        same = [group for group in here if gpu is not None and (lease, gpu) in group.spots]
-        for group in same or here[:1]:
+        """End an idle group on this machine, or all on this GPU, before one is made."""
+        idle = [group for group in self._idle if any(spot[0] is lease for spot in group.spots)]
+        same = [group for group in idle if gpu is not None and (lease, gpu) in group.spots]
+        for group in same or idle[:1]:
             self._end(group)
 
     def _train(self, group: _Group, running: Running) -> None:
@@ -354,12 +357,12 @@ class Pool:
         elif speaks and message.kind == BEGAN:
             return [message]
         elif speaks and message.kind == REPORT:
-            where = {"pid": self._pids.get(key), "host": group.spots[0][0].host}
-            return [message._replace(payload=message.payload | where)]
+            process = {"pid": self._pids.get(key), "host": group.spots[0][0].host}
+            return [message._replace(payload=message.payload | process)]
         return []
 
     def _join(self, group: _Group, ranks: Iterable[int], port: int) -> None:
-        """Have ranks meet at rank 0's; with port 0 rank 0 opens one."""
+        """Have ranks meet at rank 0's address; with port 0, rank 0 opens a port."""
         together = len({spot[0].address for spot in group.spots}) == 1
         address = "127.0.0.1" if together else group.spots[0][0].address
         backend = "nccl" if group.shape.device == "cuda" else "gloo"
@@ -376,8 +379,10 @@ class Pool:
             )
 
     def _note_end(self, group: _Group, key: int, message: Message) -> list[Message]:
-        """A trial has ended once it has in all its processes; where one failed, the others wait for
-        it in vain."""
+        """Note the end of a trial in one process; the trial ends once it has in all of them.
+
+        If one process failed, the trial ends at once: the others would wait for it in vain.
+        """
         running = group.running.get(message.trial)
         if running is None:
             return []
@@ -400,7 +405,7 @@ class Pool:
         return [ended]
 
     def _lose(self, group: _Group, why: str) -> list[Message]:
-        """A process of the group is gone: so is the group, and every trial in it has died."""
+        """End a group that has lost a process; return the deaths of its trials."""
         lost = list(group.running.values())
         self._end(group)
         for running in lost:
@@ -411,7 +416,7 @@ class Pool:
         ]
 
     def _end(self, group: _Group) -> None:
-        """Kill the group's processes; what they say from now on is nobody's."""
+        """Kill the group's processes; later messages of theirs are ignored."""
         for key, (lease, _) in zip(group.keys, group.spots, strict=False):
             self._calls[lease].append(("kill", (key,)))
             self._groups.pop(key, None)
@@ -439,7 +444,7 @@ class Pool:
 
 
 def _find(shape: WorkerResources, leases: list[Lease]) -> list[Spot] | None:
-    """Places for all ranks on some machines."""
+    """Return free places for all ranks on some machines, or None."""
     cpus = {id(lease): lease.free for lease in leases}
     gpus = {id(lease): list(lease.gpus) for lease in leases}
     spots: list[Spot] = []
@@ -473,7 +478,7 @@ def _spot(lease: Lease, bundle: dict[str, float], cpus: float, gpus: list[float]
 
 
 def _fits(shape: WorkerResources, spots: list[Spot]) -> bool:
-    """Whether these very places are free."""
+    """Tell whether exactly these places are free."""
     need: dict[tuple[int, int | None], float] = defaultdict(float)
     for (lease, gpu), bundle in zip(spots, shape.bundles, strict=True):
         need[id(lease), None] += bundle["CPU"]

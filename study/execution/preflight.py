@@ -1,8 +1,8 @@
-"""Everything that can be known to fail is tried before any work starts: folder, data, trials, CPUs,
-tracking store.
+"""Preflight: checks before any work starts, of all that can be known to fail.
 
-Each check raises ``ValueError`` with the value, the rule and the remedy; the command line prints it
-and exits with code 2.
+Folder, data, trials, CPUs, GPUs, cluster and tracking store are checked. Each check raises
+``ValueError`` with the value, the rule and the remedy; the command line prints it and exits with
+code 2.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from study.config import StudyConfig
 from study.ledger.provenance import different_data
 from study.ledger.state import StudyState
-from study.plan.plan import Base, Excluded, Plan, PlannedTrial
+from study.plan.plan import Plan
+from study.plan.trials import Base, Excluded, PlannedTrial
 from study.tracking.names import check_loggable
 from study.tracking.supervisor import OFF, check_tracking
 from trainers.config import DataConfig, TrialConfig
@@ -32,16 +33,18 @@ from study.plan.resources import local_cpus
 
 CONNECT_SECONDS = 5.0
 CHECKING = 0
-"""The process that checks trials, among its node's: others are counted from 1."""
+"""Number of the process that checks trials; the other processes of its node count from 1."""
 
 
 def preflight(plan: Plan, node: Node | None = None) -> tuple[Plan, list[dict[str, Any]]]:
-    """Run every check; the plan without the sampled configurations that the data or the format
-    forbid, and the data sets that trials use.
+    """Run every check; return the plan of trials that can run, and the data sets that they use.
+
+    Sampled configurations that the data or the format forbid are left out of the plan.
 
     Args:
-        node: this machine's, where one has begun to load what trials need: there trials are checked
-            without loading it here.
+        plan: the plan.
+        node: node of this machine, if one has begun to load what trials need: it then checks the
+            trials, so that this process need not load it.
 
     Raises:
         ValueError: the first thing that would make the study fail.
@@ -50,6 +53,7 @@ def preflight(plan: Plan, node: Node | None = None) -> tuple[Plan, list[dict[str
     check_writable(plan.study.folder, "storage")
     check_cpus(plan)
     check_elastic(plan)
+    check_packed(plan)
     check_gpus(plan)
     check_address(plan.study.address)
     data = describe_data(plan)
@@ -61,7 +65,9 @@ def preflight(plan: Plan, node: Node | None = None) -> tuple[Plan, list[dict[str
 
 
 def check_cpus(plan: Plan) -> None:
-    """Every trial must fit on the local Ray; a cluster's size is not known before it is joined.
+    """Refuse trials that need more CPUs than the local Ray has.
+
+    A cluster's size is not known before it is joined.
 
     Raises:
         ValueError: a trial needs more CPUs than there are.
@@ -78,10 +84,12 @@ def check_cpus(plan: Plan) -> None:
 
 
 def check_gpus(plan: Plan) -> None:
-    """Trials for a GPU need one on this machine, gangs one a worker, unless a cluster runs them.
+    """Refuse trials for a GPU that this machine lacks, unless a cluster runs them.
+
+    Each worker of a gang needs a GPU of its own.
 
     Raises:
-        ValueError: there is none that LNS kernels can run on, or there are too few.
+        ValueError: there is no GPU that LNS kernels can run on, or there are too few.
     """
     on_gpu = [trial for trial in plan.trials if trial.config.device == "cuda"]
     if plan.study.executor == "packed":
@@ -106,10 +114,10 @@ def check_gpus(plan: Plan) -> None:
 
 
 def check_elastic(plan: Plan) -> None:
-    """Only Ray Train changes the number of workers of a running trial.
+    """Refuse trials whose number of workers changes while they run, unless Ray Train runs them.
 
     Raises:
-        ValueError: another executor is to do so.
+        ValueError: another executor is chosen.
     """
     for trial in plan.trials:
         if trial.config.min_workers is not None and plan.study.executor != "train":
@@ -117,6 +125,21 @@ def check_elastic(plan: Plan) -> None:
                 f"row {trial.row!r}: min_workers={trial.config.min_workers}: only Ray Train changes"
                 " the number of workers of a running trial; use executor=train, or leave out"
                 " trial.min_workers"
+            )
+
+
+def check_packed(plan: Plan) -> None:
+    """Refuse to train a user's networks at the same time in one process.
+
+    Raises:
+        ValueError: executor=packed is to do so.
+    """
+    for trial in plan.trials:
+        if plan.study.executor == "packed" and trial.config.model.own:
+            raise ValueError(
+                f"row {trial.row!r}: executor=packed with model.name={trial.config.model.name}: a"
+                " network of your own may draw from the process's random numbers, which trials"
+                " beside it would draw from too; use executor=auto"
             )
 
 
@@ -131,10 +154,12 @@ def _check_shares(on_gpu: list[PlannedTrial]) -> None:
 
 
 def check_address(address: str | None) -> None:
-    """Something must listen at a cluster's host and port; ``auto`` and other names are left to Ray.
+    """Refuse a cluster's host and port if nothing listens there.
+
+    ``auto`` and other names are left to Ray.
 
     Raises:
-        ValueError: nothing does.
+        ValueError: nothing listens there.
     """
     host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
     if not colon or not port.isdigit():
@@ -149,8 +174,9 @@ def check_address(address: str | None) -> None:
 
 
 def describe_data(plan: Plan) -> dict[DataConfig, DatasetInfo]:
-    """Check the files of each distinct data set and describe it (name, source, digest, sizes); a
-    search without trials yet has its rows'.
+    """Check the files of each distinct data set; return its name, source, digest and sizes.
+
+    The data sets of a search without trials yet are those of its rows.
 
     Raises:
         ValueError: files are missing, corrupt or too few.
@@ -165,18 +191,20 @@ def describe_data(plan: Plan) -> dict[DataConfig, DatasetInfo]:
 
 
 def check_trials(plan: Plan, data: dict[DataConfig, DatasetInfo], node: Node | None = None) -> Plan:
-    """What the data and the number format forbid a trial: too large a batch, a learning rate that
-    underflows.
+    """Refuse trials that the data or the number format forbid.
+
+    Examples are too large a batch and a learning rate that underflows.
 
     Args:
+        plan: the plan.
+        data: description of each data set.
         node: see :func:`preflight`.
 
     Returns:
-        The plan without the sampled configurations that are forbidden something.
+        The plan without the sampled configurations that are forbidden.
 
     Raises:
-        ValueError: the first trial that could only fail, if it was not sampled, or if nothing is
-            left.
+        ValueError: a trial that was not sampled could only fail, or no trial is left.
     """
     kept: list[PlannedTrial] = []
     excluded: dict[tuple[str, int], Excluded] = {}
@@ -192,8 +220,8 @@ def check_trials(plan: Plan, data: dict[DataConfig, DatasetInfo], node: Node | N
             )
     if plan.trials and not kept:
         raise ValueError(
-            "no point of the space makes a trial that can run; the first:"
-            f" {next(iter(excluded.values()))}"
+            "no point of the space makes a trial that can run; change the space, or the data or"
+            f" format of the rows; the first point: {next(iter(excluded.values()))}"
         )
     return dataclasses.replace(
         plan, trials=tuple(kept), excluded=(*plan.excluded, *excluded.values())
@@ -201,8 +229,10 @@ def check_trials(plan: Plan, data: dict[DataConfig, DatasetInfo], node: Node | N
 
 
 def _why_not(trials: list[tuple[TrialConfig, DatasetInfo]], node: Node | None) -> list[str | None]:
-    """Why each could only fail, or None; asked of a worker process where there is a node, as it has
-    loaded what that takes."""
+    """Return for each trial why it could only fail, or None.
+
+    If there is a node, one of its processes answers, since it has loaded what that takes.
+    """
     if node is not None and trials:
         node.start(CHECKING, {"CUDA_VISIBLE_DEVICES": ""}, 1)
         node.send(CHECKING, pickle.dumps(Message(CHECK, payload=trials)))
@@ -219,11 +249,12 @@ def _why_not(trials: list[tuple[TrialConfig, DatasetInfo]], node: Node | None) -
 
 
 def check_same_name(study: StudyConfig, before: StudyState) -> None:
-    """The study's folder must not be that of a study with another name; names that differ only in
-    what a folder cannot hold share one.
+    """Refuse a study whose folder belongs to a study with another name.
+
+    Names that differ only in characters that a folder cannot have share one.
 
     Raises:
-        ValueError: it is.
+        ValueError: the folder belongs to another study.
     """
     known = before.plan["study"]["name"] if before.plan else study.name
     if known != study.name:
@@ -235,7 +266,7 @@ def check_same_name(study: StudyConfig, before: StudyState) -> None:
 
 
 def check_same_data(data: list[dict[str, Any]], before: StudyState) -> None:
-    """A resumed study must see the bytes it began with.
+    """Refuse to resume a study on data with other bytes than those it began with.
 
     Raises:
         ValueError: a data set of the same name had other files.

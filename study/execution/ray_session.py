@@ -1,17 +1,17 @@
-"""Ray for the time of a study that needs it: the session there is, the cluster at ``address``, or
-one of this machine's own.
+"""Ray sessions: a session that exists, the cluster at ``address``, or a Ray of this machine's own,
+for the time of a study that needs one.
 
-A Ray of our own is made of processes of their own (``ray start --block``), and the process that
-drives the study does not join it: where a part of Ray dies, ``ray start`` ends all of it, we see
-that within a second and start it again, and only trials are lost, which begin again from their
-checkpoints. A process that has joined would be ended by Ray with its control store.
+A Ray of our own runs in processes of its own (``ray start --block``), and the process that drives
+the study does not join it. If a part of Ray dies, ``ray start`` ends all of it; the driver sees
+that within a second and starts it again. Only trials are lost; they begin again from their
+checkpoints. A process that had joined would be ended by Ray with its control store.
 
-Of a cluster the driver must be a part. Where the node that it has joined has died, it joins again;
-where the control store is silent, it ends in order before Ray would end it, after 60 s
+Of a cluster the driver must be a part. If the node that it has joined dies, the driver joins again;
+if the control store is silent, the driver ends in order before Ray would end it, after 60 s
 (``RAY_gcs_rpc_server_reconnect_timeout_s``).
 
-Whoever may talk to Ray runs code as its user. A Ray of our own asks for a token that our processes
-alone inherit; a cluster that asks nobody for one is refused unless ``insecure=true``.
+Whoever may talk to Ray runs code as its user. A Ray of our own requires a token that only our
+processes inherit; a cluster that requires none is refused unless ``insecure=true``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -41,42 +42,42 @@ ENVIRONMENT = {
     # Train polls its workers this often; the default adds 2 s to every report
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # a process a CPU, of which a study needs one a machine
+    # by default one process per CPU; a study needs one per machine
     "RAY_prestart_worker_first_driver": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_DEDUP_LOGS": "1",
     "PYTHONWARNINGS": "ignore",
 }
-"""Set before Ray starts, unless the user set them; Ray's processes inherit them."""
+"""Variables set before Ray starts, unless the user set them; Ray's processes inherit them."""
 TOKEN = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")
-"""By these a Ray of our own lets in our processes alone; they inherit them."""
+"""Variables by which a Ray of our own admits only our processes, which inherit them."""
 TOKEN_BYTES = 32
-"""As many as Ray takes."""
+"""Length of a token, as Ray takes it."""
 CURRENT = "ray_current_cluster"
-"""In Ray's temporary folder: the address of its control store."""
+"""File in Ray's temporary folder with the address of its control store."""
 CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 ANSWER_SECONDS = 10.0
 START_SECONDS = 120.0
 LOOK_SECONDS = 1.0
-"""How often a cluster is looked at."""
+"""Seconds between looks at a cluster."""
 LATE_SECONDS = 5.0
-"""After so long without an answer nothing more is asked of a cluster."""
+"""Seconds without an answer after which nothing more is asked of a cluster."""
 SILENT_SECONDS = 30.0
-"""For so long a control store may be silent before the study ends."""
+"""Seconds for which a control store may be silent before the study ends."""
 
 
 _LIBC = ctypes.CDLL(None)
-"""Loaded here: between fork and exec of a process with threads nothing may be."""
+"""C library, loaded here: between fork and exec of a process with threads nothing may be."""
 
 
 class Session:
     """A Ray that somebody else keeps alive.
 
     Attributes:
-        address: of its control store.
-        silent: what does not answer now and may come back by itself; nothing may be asked of Ray
-            meanwhile, since we would wait. Else "".
-        lost: why Ray must be renewed; "" while it is there.
+        address: address of its control store.
+        silent: description of what does not answer now but may come back by itself, or "". Nothing
+            may be asked of Ray meanwhile: the call would wait.
+        lost: reason for which Ray must be renewed; "" while it is there.
     """
 
     silent = lost = ""
@@ -85,8 +86,9 @@ class Session:
         self.address = address
 
     def look(self) -> bool:
-        """Set ``silent`` and ``lost``; whether that is as of now, so that Ray may be asked for
-        more.
+        """Set ``silent`` and ``lost``; tell whether they are current.
+
+        If they are, Ray may be asked for more resources.
 
         Raises:
             UserError: Ray has been silent for too long.
@@ -94,33 +96,33 @@ class Session:
         return True
 
     def renew(self) -> bool:
-        """Have Ray again after it was lost; whether that worked."""
+        """Start or join Ray again after it was lost; tell whether that worked."""
         return False
 
     def resources(self) -> dict[str, float]:
-        """``CPU`` and ``GPU`` of all nodes."""
+        """Return ``CPU`` and ``GPU`` of all nodes."""
         import ray
 
         return dict(ray.cluster_resources())
 
     def nodes(self) -> list[dict[str, Any]]:
-        """The nodes, as ``ray.nodes()`` has them."""
+        """Return the nodes in the form of ``ray.nodes()``."""
         import ray
 
         return list(ray.nodes())
 
     def close(self) -> None:
-        """Leave it."""
+        """Leave the session."""
 
 
 class OwnRay(Session):
-    """A Ray of this machine, which ends with us.
+    """A Ray of this machine that ends with this process.
 
     Args:
-        cpus, gpus: that it has.
-        dashboard: serve the State API (part of Ray's dashboard): by it Ray Train notices that a
-            killed driver's workers still hold their CPUs. Without it the restarted driver would
-            wait for them for ever.
+        cpus, gpus: resources that it has.
+        dashboard: whether to serve the State API (part of Ray's dashboard): by it Ray Train notices
+            that a killed driver's workers still hold their CPUs. Without it the restarted driver
+            would wait for them for ever.
 
     Raises:
         UserError: it does not start.
@@ -137,20 +139,22 @@ class OwnRay(Session):
             f"--num-gpus={gpus}",
             f"--include-dashboard={dashboard}",
             "--dashboard-host=127.0.0.1",
+            # `ray start` fails where another Ray of this machine has the usual one
+            f"--dashboard-port={_free_port()}",
         ]
         self.renew()
 
     def look(self) -> bool:
-        """See :class:`Session`."""
+        """Check that its process runs, see :meth:`Session.look`."""
         self.lost = "" if self._process.poll() is None else "one of its processes died"
         return True
 
     def resources(self) -> dict[str, float]:
-        """See :class:`Session`."""
+        """Return the resources that it was started with."""
         return self._resources
 
     def renew(self) -> bool:
-        """Start it."""
+        """Start a new Ray."""
         if self._folder is not None:
             self._folder.cleanup()
         self._folder = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)
@@ -178,10 +182,10 @@ class OwnRay(Session):
         until = time.monotonic() + START_SECONDS
         while not (address := _text(folder / CURRENT)):
             if self._process.poll() is not None or time.monotonic() > until:
-                said = _text(folder / "start.log")[-500:]
+                output = _text(folder / "start.log")[-500:]
                 self.close()
                 raise UserError(
-                    f"Ray does not start on this machine: {said}; `ray start --head --block`"
+                    f"Ray does not start on this machine: {output}; `ray start --head --block`"
                     " shows why"
                 )
             time.sleep(0.05)
@@ -189,7 +193,7 @@ class OwnRay(Session):
         return True
 
     def close(self) -> None:
-        """End it."""
+        """End its processes."""
         if self._process.poll() is None:
             self._process.terminate()  # it ends its processes, then itself
             self._process.wait()
@@ -204,11 +208,11 @@ class Joined(Session):
     """A cluster that this process has joined.
 
     Args:
-        address: as the user gave it.
-        insecure: join it even if it asks nobody for a token.
+        address: address as the user gave it.
+        insecure: whether to join a cluster that requires no token.
 
     Raises:
-        UserError: nothing answers there, or what does asks nobody for a token.
+        UserError: no cluster answers there, or it requires no token.
     """
 
     def __init__(self, address: str, insecure: bool) -> None:
@@ -223,7 +227,7 @@ class Joined(Session):
                 " --head`, or leave address out for this machine alone"
             ) from None
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts in one that aborts the process
+            signal.signal(signal.SIGTERM, on_sigterm)  # Ray's handler aborts the process
         if not insecure and asks_nobody(self.address):
             self.close()
             raise UserError(
@@ -234,8 +238,10 @@ class Joined(Session):
             )
 
     def _join(self) -> None:
-        """Become a part of the cluster, and have a thread ask for its nodes: who asks a control
-        store that has just died waits for ever."""
+        """Join the cluster, and start a thread that asks for its nodes.
+
+        A call to a control store that has just died waits for ever.
+        """
         import ray
 
         ray.init(address=self._given, logging_level=logging.ERROR, log_to_driver=False)
@@ -251,18 +257,18 @@ class Joined(Session):
         import ray
 
         while not left.wait(LOOK_SECONDS):
-            # of a cluster that ends; that nothing comes is noticed
+            # the cluster may be ending; look() notices that no answer comes
             with contextlib.suppress(Exception):
                 nodes = ray.nodes()
                 if not left.is_set():
                     self._nodes, self._answered = nodes, time.monotonic()
 
     def nodes(self) -> list[dict[str, Any]]:
-        """See :class:`Session`; as they last were."""
+        """Return the nodes of the last answer."""
         return self._nodes
 
     def look(self) -> bool:
-        """See :class:`Session`."""
+        """Check the age of the last answer and this machine's node, see :meth:`Session.look`."""
         answered, now = self._answered, time.monotonic()
         if now - answered > LATE_SECONDS:
             self.silent = f"its control store at {self.address} does not answer"
@@ -285,7 +291,7 @@ class Joined(Session):
         return fresh
 
     def renew(self) -> bool:
-        """Join again."""
+        """Join the cluster again."""
         import ray
 
         self._left.set()
@@ -298,21 +304,22 @@ class Joined(Session):
         return True
 
     def close(self) -> None:
-        """Leave it; a silent one is left by ending."""
+        """Leave the cluster; a silent one is left when the process ends."""
         import ray
 
         self._left.set()
         if not self.silent:
             ray.shutdown()
         elif sys.excepthook.__module__.startswith("ray."):
-            # Ray's tells the control store of an error first, and waits for its answer
+            # Ray's hook first reports the error to the control store, and waits for an answer
             sys.excepthook = sys.__excepthook__
 
 
 @contextmanager
 def ray_session(study: StudyConfig, *, gpus: int = 0, dashboard: bool = False) -> Iterator[Session]:
-    """Ray for the time of a study: the session there is, the cluster at ``address``, or one of this
-    machine's own.
+    """Provide Ray for the time of a study.
+
+    It is the session that exists, the cluster at ``address``, or a Ray of this machine's own.
 
     Args:
         study: the config.
@@ -342,7 +349,7 @@ def ray_session(study: StudyConfig, *, gpus: int = 0, dashboard: bool = False) -
 
 
 def asks_nobody(address: str) -> bool:
-    """Whether the Ray at ``address``, host:port of its control store, answers without a token."""
+    """Tell whether the Ray whose control store is at ``address`` (host:port) requires no token."""
     import grpc
 
     with grpc.insecure_channel(address) as channel:
@@ -354,17 +361,24 @@ def asks_nobody(address: str) -> bool:
 
 
 def _keep_token(path: Path) -> None:
-    """Ray's token file, which Ray lets every user of the machine read, is its user's alone."""
+    """Make Ray's token file, which Ray lets everybody on the machine read, its user's alone."""
     for place, mode in ((path.parent, 0o700), (path, 0o600)):
         if place.exists() and place.stat().st_uid == os.getuid():
             place.chmod(mode)
 
 
+def _free_port() -> int:
+    """Return a port of this machine that nothing listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def _text(path: Path) -> str:
-    """What a file holds; "" if there is none."""
+    """Return the contents of a file; "" if there is none."""
     return path.read_text(errors="replace").strip() if path.exists() else ""
 
 
 def _end_with_parent() -> None:
-    """In a child: SIGTERM once whoever started it has died."""
+    """Arrange, in a child process, for SIGTERM once its parent has died."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,13 +1,14 @@
-"""Run a plan: trials go from the agenda to processes wherever there is room, and what comes of them
-goes into the ledger.
+"""Execution of a plan: trials go from the agenda to processes wherever there is room, and their
+events into the ledger.
 
-The loop (:class:`~study.execution.loop.Loop`) has one place where things happen: it hands trials
-out, hears what processes say, writes it into the ledger, and only then acts on it. What is left to
-do the ledger decides, what comes next the :class:`~study.search.agenda.Agenda`, which trials end
-early the :class:`~study.execution.schedulers.Scheduler` (Ray Tune's), where a trial fits the
-:class:`~study.execution.pool.Pool`, and when to hold or end it all the
-:class:`~study.execution.control.Control`. Trials that the ledger calls finished are left out,
-interrupted ones begin at the last whole checkpoint that is still on disk.
+Everything happens in one place, the loop (:class:`~study.execution.loop.Loop`): it hands trials
+out, reads what processes report, writes that into the ledger, and only then acts on it. The ledger
+decides what is left to do, the :class:`~study.search.agenda.Agenda` what comes next, the
+:class:`~study.execution.schedulers.Scheduler` (Ray Tune's) which trials end early, the
+:class:`~study.execution.pool.Pool` where a trial fits, and the
+:class:`~study.execution.control.Control` when to hold or end the study. Trials that the ledger
+calls finished are left out; interrupted ones begin at the last whole checkpoint that is still on
+disk.
 
 Ctrl-C asks the control to cancel, as ``lns-study cancel`` does: every process is ended, and
 checkpoints keep what they had done.
@@ -35,17 +36,18 @@ from study.execution.ray_session import Session, ray_session
 from study.ledger.log import Ledger
 from study.ledger.state import StudyState
 from study.manage.extend import continuations
-from study.plan.plan import Plan, PlannedTrial
+from study.plan.plan import Plan
 from study.plan.resources import local_cpus
+from study.plan.trials import PlannedTrial
 from study.search.agenda import Agenda
 from trainers.config import TrialConfig
 from trainers.workers.node import Node
 from trainers.workers.resources import WorkerResources, cpus_of, gpus_of
 
 DATA_SETS = 4
-"""So many are kept in memory."""
+"""Largest number of data sets kept in memory."""
 LOG = "workers.log"
-"""In the study's folder: what the trials' processes print."""
+"""File in the study's folder with the output of the trials' processes."""
 
 
 def run_plan(
@@ -57,16 +59,15 @@ def run_plan(
     node: Node | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Run what is left of a plan; returns when every trial has ended, or ``control`` ends the study
-    before.
+    """Run what is left of a plan, until every trial has ended or ``control`` ends the study.
 
     Args:
         plan: the trials.
-        ledger: takes every event.
-        state: what the ledger holds already; says what is left.
-        control: asked what to do, all the time.
+        ledger: ledger that takes every event.
+        state: state of the study; it says what is left.
+        control: decisions about what to do, asked all the time.
         only: ids of the trials to run; None for all.
-        node: this machine's, if there is one already; closed here.
+        node: node of this machine, if there is one already; closed here.
         say: prints a line for the user.
 
     Raises:
@@ -95,12 +96,11 @@ def run_plan(
 def _pool(
     plan: Plan, agenda: Agenda, node: Node | None, tell: Callable[[str], None]
 ) -> Iterator[tuple[Pool, Session | None, Callable[[], Machines] | None]]:
-    """What runs the study's trials, its Ray if it needs one, and what finds machines anew where Ray
-    was lost, if they are Ray's."""
+    """Provide the pool, the study's Ray or None, and what finds machines anew or None."""
     study = plan.study
     with ExitStack() as stack:
-        said: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        pool, session = Pool(said), None
+        inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        pool, session = Pool(inbox), None
         if needs_ray(study):
             tell(
                 f"Joining the Ray cluster at {study.address} ..."
@@ -114,8 +114,8 @@ def _pool(
         stack.callback(pool.close)
         data = _data_of(agenda, study)
 
-        def heard(*what: Any) -> None:
-            said.put(what)
+        def on_events(*what: Any) -> None:
+            inbox.put(what)
 
         def on_cluster() -> Machines:
             assert session is not None
@@ -129,15 +129,15 @@ def _pool(
                 math.ceil(max(each.get("GPU", 0.0) for each in largest)),
             )
             most = count * max(map(cpus_of, trials)), count * max(map(gpus_of, trials))
-            return Cluster(unit, most, (study.folder / LOG, data), heard, session.nodes)
+            return Cluster(unit, most, (study.folder / LOG, data), on_events, session.nodes)
 
         def here() -> Machines:
             own = node or Node()
             own.log(study.folder / LOG)
             own.load(data)
             if study.executor == "train" and session is not None:
-                return OfRay(own, heard, session.resources)
-            return Local(local_cpus(study), _local_gpus(agenda, study), own, heard)
+                return OfRay(own, on_events, session.resources)
+            return Local(local_cpus(study), _local_gpus(agenda, study), own, on_events)
 
         find = on_cluster if study.address is not None and study.executor != "train" else here
         pool.use(find())
@@ -145,14 +145,13 @@ def _pool(
 
 
 def _data_of(agenda: Agenda, study: StudyConfig) -> list[dict[str, Any]]:
-    """The data sets of the trials that run first, for every machine to load once."""
+    """Return the data sets of the trials that run first, for every machine to load once."""
     used = [trial.config.data for trial in agenda.trials] or [study.trial.data]
     return [dataclasses.asdict(config) for config in list(dict.fromkeys(used))[:DATA_SETS]]
 
 
 def needs_ray(study: StudyConfig) -> bool:
-    """Whether anything of the study is Ray's: a cluster, Ray Train, or the actors of a parameter
-    server."""
+    """Tell whether the study needs Ray: a cluster, Ray Train, or a parameter server's actors."""
     return (
         study.address is not None
         or study.executor == "train"
@@ -161,7 +160,7 @@ def needs_ray(study: StudyConfig) -> bool:
 
 
 def _local_gpus(agenda: Agenda, study: StudyConfig) -> list[str]:
-    """Names of this machine's GPUs, where a trial may use them."""
+    """Return the names of this machine's GPUs if a trial may use them, else none."""
     if '"cuda"' not in json.dumps(study.to_dict()) and not any(
         trial.config.device == "cuda" for trial in agenda.trials
     ):
@@ -176,7 +175,7 @@ def _local_gpus(agenda: Agenda, study: StudyConfig) -> list[str]:
 
 @contextmanager
 def _interrupts(control: Control) -> Iterator[None]:
-    """The first Ctrl-C asks ``control`` to cancel, the second is an ordinary one."""
+    """Turn the first Ctrl-C into a request to cancel; the second interrupts as usual."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,8 +1,8 @@
-"""Which trials end early: Ray Tune's schedulers, asked after every epoch, and fed again from the
-ledger where a study is continued.
+"""Early stopping by Ray Tune's schedulers, asked after every epoch, and told the ledger's earlier
+reports when a study is continued.
 
-They decide and do nothing else: trials are stubs to them, and who asks
-(:mod:`study.execution.runner`, :mod:`study.execution.simulate`) acts.
+They decide and do nothing else: trials are stubs to them, and their callers
+(:mod:`study.execution.loop`, :mod:`study.execution.simulate`) act.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ from study.config import SearchConfig
 from study.ledger.state import ENDED, StudyState
 
 BRACKETS = 3
-"""Of hyperband: how many ways of trading the number of trials for their length it mixes, as far as
-the epochs allow."""
+"""Number of hyperband's brackets, which trade the number of trials for their length.
+
+There are fewer if the trials have too few epochs.
+"""
 
 
 class Scheduler:
-    """Ends trials early, by the study's first objective.
+    """A policy that ends trials early, by the study's first objective.
 
     Args:
-        search: the study's.
-        epochs: of the longest trial.
+        search: options of the search.
+        epochs: epochs of the longest trial.
     """
 
     def __init__(self, search: SearchConfig, epochs: int) -> None:
@@ -34,11 +36,13 @@ class Scheduler:
         self._stubs: dict[str, _Stub] = {}
 
     def ends(self, trial: str, epoch: int, metrics: dict[str, float], seconds: float = 0.0) -> bool:
-        """Whether a trial ends after this epoch; one whose metric is no longer a finite number
-        does.
+        """Tell whether a trial ends after this epoch; it does if its metric is no finite number.
 
         Args:
-            seconds: that the trial has trained.
+            trial: id of the trial.
+            epoch: the epoch.
+            metrics: metrics of the epoch.
+            seconds: seconds that the trial has trained.
         """
         value = metrics.get(self._metric)
         if value is None:
@@ -51,15 +55,17 @@ class Scheduler:
     def note_end(
         self, trial: str, epoch: int, metrics: dict[str, float], seconds: float = 0.0
     ) -> None:
-        """A trial has ended with this epoch, early or not."""
+        """Note that a trial has ended with this epoch, early or not."""
         if (value := metrics.get(self._metric)) is not None:
             result = {"epoch": epoch, self._metric: value, "time_total_s": seconds}
             self._tune.on_trial_complete(_ALONE, self._stub(trial), result)
             del self._stubs[trial]
 
     def replay(self, state: StudyState) -> None:
-        """Take in every epoch of the trials that ended in earlier runs; the rest report again or go
-        on."""
+        """Replay every epoch of the trials that ended in earlier runs.
+
+        The other trials report again or go on.
+        """
         for trial in state.trials:
             values = trial.metric(self._metric)
             if trial.status not in ENDED or not values:
@@ -87,13 +93,11 @@ class _Stub:
 
 
 _ALONE = SimpleNamespace(get_live_trials=list)
-"""Tune's controller, as far as a scheduler asks it: no trial waits for which another should be
-paused."""
+"""Stand-in for Tune's controller: it has no waiting trial for which another should be paused."""
 
 
 def make_scheduler(search: SearchConfig, state: StudyState) -> Scheduler | None:
-    """For ``search.scheduler``, fed with what ``state`` holds; None where nothing ends trials
-    early."""
+    """Return a search's scheduler, told what ``state`` holds; None if nothing ends trials early."""
     if not search.ends_early:
         return None
     epochs = max(

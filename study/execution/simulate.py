@@ -1,14 +1,15 @@
-"""What a study would do on machines that one does not have: a discrete-event simulation of agenda,
-scheduler and trials.
+"""Simulation of a study on machines that one does not have, by discrete events.
 
-Trials start where a slot is free, take their seconds an epoch, report, and are ended by the study's
-own scheduler (Ray Tune's, fed by the same reports). Nothing trains: a trial's errors are those of a
-recorded one with the same id, or else of a synthetic curve ``a + b epoch^-c`` whose a, b, c come
-from the trial's id alone. Reports at one time are taken in the order in which their trials began.
+Trials start where a slot is free, take their seconds per epoch, report, and are ended by the
+study's own scheduler (Ray Tune's, fed by the same reports). Nothing trains: a trial's errors are
+those of a recorded one with the same id, or else of a synthetic curve ``a + b epoch^-c`` whose a,
+b, c come from the trial's id alone. Reports at one time are taken in the order in which their
+trials began.
 
-Told: makespan, utilisation of the slots (or their idle share), trials ended early, epochs computed
-and saved, and the load on the tracking store (requests: three a trial, reports come with them). Not
-modelled: starting Ray, failures, adaptive proposals (trials are drawn at random instead).
+The results are the makespan, the idle share of the slots, the trials ended early, the epochs
+computed and saved, and the load on the tracking store (requests: three per trial, reports come with
+them). Not modelled: starting Ray, failures, adaptive proposals (trials are sampled at random
+instead).
 """
 
 from __future__ import annotations
@@ -24,22 +25,23 @@ from collections.abc import Callable, Sequence
 from study.execution.schedulers import make_scheduler
 from study.ledger.state import FINISHED, StudyState
 from study.plan.identity import pace_key
-from study.plan.plan import Plan, PlannedTrial
+from study.plan.plan import Plan
+from study.plan.trials import PlannedTrial
 
 REQUESTS_A_TRIAL = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What came of one number of slots.
+    """Result of a simulation with one number of slots.
 
     Attributes:
-        slots: trials at a time.
+        slots: number of trials at a time.
         makespan: seconds from the first trial's start to the last one's end.
         idle: share of the slots' time in which none trained.
-        epochs, saved: computed, and not computed because trials were ended early.
-        early: trials ended early.
-        requests: to the tracking store a second, on average.
+        epochs, saved: epochs computed, and epochs saved because trials were ended early.
+        early: number of trials ended early.
+        requests: requests per second to the tracking store, on average.
     """
 
     slots: int
@@ -58,12 +60,12 @@ def simulate(
     error: Callable[[PlannedTrial, int], float],
     start_seconds: float = 0.05,
 ) -> Simulation:
-    """Run a plan's trials on ``slots``.
+    """Simulate a plan's trials on ``slots`` slots.
 
     Args:
-        seconds: of an epoch of a trial.
-        error: of a trial after an epoch, the scheduler's metric.
-        start_seconds: from one trial to the next in a slot.
+        seconds: returns the seconds of an epoch of a trial.
+        error: returns a trial's error after an epoch, the scheduler's metric.
+        start_seconds: seconds from one trial to the next in a slot.
     """
     search = plan.study.search
     state = StudyState()
@@ -110,8 +112,10 @@ def simulate(
 def recorded_seconds(
     plan: Plan, states: Sequence[StudyState], default: float
 ) -> Callable[[PlannedTrial], float]:
-    """Seconds an epoch from finished trials that computed alike; for trials unlike any, the mean of
-    the plan's others, or ``default``."""
+    """Return a function for the seconds per epoch, from finished trials that computed alike.
+
+    A trial unlike any of them gets the mean of the plan's others, or ``default``.
+    """
     found: dict[str, list[float]] = {}
     for state in states:
         for trial in state.known.values():
@@ -126,7 +130,7 @@ def recorded_seconds(
 def recorded_errors(
     states: Sequence[StudyState], metric: str
 ) -> Callable[[PlannedTrial, int], float]:
-    """A trial's recorded metric, as far as it was recorded; a synthetic curve else."""
+    """Return a function for a trial's metric: the recorded one, or else a synthetic curve."""
     known = {trial.id: trial.metric(metric) for state in states for trial in state.known.values()}
 
     def error(trial: PlannedTrial, epoch: int) -> float:
@@ -137,8 +141,10 @@ def recorded_errors(
 
 
 def synthetic(key: str, epoch: int) -> float:
-    """``a + b epoch^-c`` with a in 0.02 .. 0.2, b in 0.1 .. 0.8, c in 0.3 .. 1.5, from the hash of
-    ``key``."""
+    """Return ``a + b epoch^-c`` with a, b, c from the hash of ``key``.
+
+    a is in 0.02 .. 0.2, b in 0.1 .. 0.8, c in 0.3 .. 1.5.
+    """
     digest = hashlib.sha256(key.encode()).digest()
     a, b, c = (int.from_bytes(digest[4 * i : 4 * i + 4]) / 2**32 for i in range(3))
     return 0.02 + 0.18 * a + (0.1 + 0.7 * b) * math.pow(epoch, -(0.3 + 1.2 * c))

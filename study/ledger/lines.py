@@ -1,19 +1,19 @@
-"""A ledger's lines: numbered and checked, so that one that is damaged, cut out, swapped or doubled
-is seen, and named.
+"""Lines of a ledger, numbered and with a checksum, so that damaged, lost, swapped or repeated lines
+are found and named.
 
 Version 2. Every line is a JSON object whose last two keys are ``n``, the line's running number from
 1, and ``check``, eight hex digits of the CRC-32 of all bytes before ``, "check"``. The first line
-is a header, ``{"event": "ledger", "version": 2, "id": ...}``; ``id`` is random and stays with the
-ledger for ever. A ledger is a concatenation of such lines: each can be checked alone, and a part of
-one may begin with a header of its own that names the same id and goes on with the numbers.
+is a header, ``{"event": "ledger", "version": 2, "id": ...}``; ``id`` is random and never changes. A
+ledger is a concatenation of such lines: each can be checked alone, and a part of one may begin with
+a header of its own that names the same id and continues the numbers.
 
-Version 1 had neither. Its lines count by their place in the file, up to the first that is checked;
-its id is what the first plan was stamped with. A crash then left torn lines in the middle, each
+Version 1 had neither. Its lines are numbered by their place in the file, up to the first line with
+a checksum; its id is the one in the first plan. A crash then left torn lines in the middle, each
 followed by the next run's plan: those are no damage.
 
-Limits: the CRC finds accidents, not forgery. A file cut between two lines is whole as far as the
-lines tell; the writer's note of how many there are (:mod:`study.ledger.log`) tells more. In version
-1 only a line that is no JSON is seen.
+Limits: the CRC finds accidents, not forgery. A file cut between two lines looks complete; the
+writer's note of how many lines there are (:mod:`study.ledger.log`) reveals the cut. In version 1
+only a line that is no JSON is found.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VERSION = 2
 HEADER = "ledger"
 MARK = b', "check": "'
 SEAL = len(MARK) + 8 + len(b'"}')
-"""Bytes of a line from :data:`MARK` to its end."""
+"""Number of bytes of a line from :data:`MARK` to its end."""
 
 Event: TypeAlias = dict[str, Any]
 
@@ -38,10 +38,10 @@ class Damage:
     """A place where a ledger is not as it was written.
 
     Attributes:
-        line: in the file, from 1.
-        number: of the event that is lost; None if none is.
-        text: what is wrong.
-        hints: what can still be read of the lost event: ``event``, ``trial``, ``epoch``.
+        line: line of the file, from 1.
+        number: number of the lost event; None if none is lost.
+        text: description of the damage.
+        hints: readable parts of the lost event: ``event``, ``trial``, ``epoch``.
     """
 
     line: int
@@ -59,14 +59,14 @@ class Damage:
 
 
 class Lines:
-    """Takes the lines of a ledger in the file's order.
+    """A reader that takes the lines of a ledger in the file's order.
 
     Attributes:
-        id: the ledger's; "" until a line tells.
-        number: the highest so far.
-        checked: whether lines have checks by now.
-        damage: what is wrong so far; lines that cannot be read are in it once the next whole one
-            has come, or :meth:`end`.
+        id: id of the ledger; "" before a line has named it.
+        number: highest number so far.
+        checked: whether a line with a checksum has come.
+        damage: damage found so far; unreadable lines are added once the next whole line has come,
+            or at :meth:`end`.
     """
 
     def __init__(self) -> None:
@@ -77,8 +77,10 @@ class Lines:
         self._missing: dict[int, Damage] = {}
 
     def read(self, line: bytes) -> tuple[int, Event] | None:
-        """The event of the next line and its number; None where there is none, or it has been read
-        already."""
+        """Return the number and event of the next line.
+
+        Returns None for a line without an event, and for one that has been read before.
+        """
         self._line += 1
         if not line.strip():
             return None
@@ -93,7 +95,7 @@ class Lines:
         return self._enter(number, event)
 
     def end(self, events: int = 0) -> None:
-        """Nothing comes any more; there should be so many lines at least."""
+        """Close the reader; lines are missing if there were fewer than ``events``."""
         last = self.number + len(self._broken)
         self._resolve(last + 1, "")
         self._lose(range(last + 1, events + 1), self._line + 1)
@@ -113,7 +115,7 @@ class Lines:
         return number, event
 
     def _late(self, number: int, event: Event) -> tuple[int, Event] | None:
-        """A line whose number has been passed: the file has it twice, or in a wrong place."""
+        """Note a line whose number has been passed: a repetition, or a line out of its place."""
         missed = self._missing.pop(number, None)
         self._note(
             f"is a second line {number}" if missed is None else f"is out of its place, {number}"
@@ -124,8 +126,7 @@ class Lines:
         return None if event["event"] == HEADER else (number, event)
 
     def _resolve(self, number: int, kind: str) -> None:
-        """The next whole line has this number: what the broken ones before it were, and what is
-        missing."""
+        """Note the broken and missing lines before the next whole line, which has ``number``."""
         broken, self._broken = self._broken, []
         if (
             not self.checked
@@ -162,14 +163,16 @@ class Lines:
 
 
 def seal(event: Event, number: int) -> bytes:
-    """The line of an event, its end included."""
+    """Return the line of an event, its line break included."""
     body = json.dumps({**event, "n": number})[:-1].encode()
     return body + MARK + b'%08x"}\n' % zlib.crc32(body)
 
 
 def unseal(line: bytes) -> tuple[int | None, Event | None]:
-    """Number and event of a line; no number for one of version 1, and no event for one that is torn
-    or damaged."""
+    """Return the number and event of a line.
+
+    A line of version 1 has no number; a torn or damaged one has no event.
+    """
     body, end = line[:-SEAL], line[-SEAL:]
     sealed = end.startswith(MARK)
     if sealed and end != MARK + b'%08x"}' % zlib.crc32(body):
@@ -186,8 +189,7 @@ def unseal(line: bytes) -> tuple[int | None, Event | None]:
 
 
 def hints(line: bytes) -> dict[str, str]:
-    """What can be read of a damaged line: ``event``, ``trial`` and ``epoch``, as far as they are
-    there."""
+    """Return the readable parts of a damaged line: ``event``, ``trial`` and ``epoch``, if there."""
     text = line.decode(errors="replace")
     patterns = {
         "event": r'"event": "(\w+)"',

@@ -1,8 +1,7 @@
-"""The ledger: what happened in a study, one JSON object a line, appended and fsynced before anyone
-acts on it.
+"""The ledger: the events of a study, one JSON object per line, on disk before anyone acts on them.
 
-It is the truth. MLflow and the report are made from it and can be made again. Events, each with
-``event`` and ``time`` (seconds since 1970)::
+It is the source of truth. MLflow and the report are made from it and can be made again. Events,
+each with ``event`` and ``time`` (seconds since 1970)::
 
     planned     a run of the study begins: config, trials, data, code
     capacity    CPUs, GPUs and machines that the run has now    cpus, gpus, nodes
@@ -24,10 +23,11 @@ It is the truth. MLflow and the report are made from it and can be made again. E
                                                                 words)
     lost        a plan was here that nobody knows any more      what
 
-What was taken over from another study or a shorter trial names it under ``source``, has the time at
-which it happened there, and says in which ``commits``; a report how many ``seconds`` the epoch
-took. What a repair restored names where it was found under ``recovered``. Times of one writer are
-as far apart as its events were, whatever the machine's clock is set to meanwhile.
+An event that was taken over from another study or a shorter trial names it under ``source``, keeps
+the time at which it happened there, and has the ``commits`` of the code; a report also has the
+``seconds`` that the epoch took. An event that a repair restored names where it was found under
+``recovered``. The differences between the times of one writer are those of a monotonic clock,
+whatever the machine's clock is set to meanwhile.
 
 A restarted trial repeats the epochs since its checkpoint, bit for bit; the ledger keeps the first
 report of each. A machine that dies while a line is written leaves a torn last line: readers skip
@@ -35,8 +35,9 @@ it, the next writer drops it. Any other line that is not as it was written is da
 (:mod:`study.ledger.lines`): readers leave it out and say so, and nobody writes on before it is
 repaired.
 
-Limits: one writer at a time: a lock file says who writes, on which host, or how many lines the last
-one left; local or NFS storage with working fsync and locks.
+Limits: there is one writer at a time. A lock file names the writer's process and host or, once it
+has closed, the number of lines that it left. The storage is local or NFS, with working fsync and
+locks.
 """
 
 from __future__ import annotations
@@ -65,9 +66,9 @@ FILE = "ledger.jsonl"
 LOCK = "ledger.lock"
 LOCK_ATTEMPTS = 6
 ID_LENGTH = 12
-"""Hex digits of a ledger's id."""
+"""Number of hex digits of a ledger's id."""
 BUSY = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
-"""Errors of a lock that say that another process has it."""
+"""Errors of a lock that mean that another process has it."""
 SHOWN = 3
 
 Listener: TypeAlias = Callable[[Event], None]
@@ -75,15 +76,15 @@ Listener: TypeAlias = Callable[[Event], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What a study's folder has of its ledger.
+    """Contents of the ledger in a study's folder.
 
     Attributes:
-        events: the whole ones in order, headers and repeated reports left out; ``numbers`` are
-            theirs.
-        damage: where the ledger is not as it was written.
-        id: the ledger's, "" if no whole line tells.
-        number: of the last line.
-        checked: whether it is of version 2.
+        events: whole events in order, without headers and repeated reports.
+        numbers: numbers of ``events``.
+        damage: places where the ledger is not as it was written.
+        id: id of the ledger; "" if no whole line names it.
+        number: number of the last line.
+        checked: whether the ledger is of version 2.
     """
 
     events: list[Event]
@@ -95,7 +96,7 @@ class Contents:
 
 
 def open_ledger(folder: Path) -> Contents:
-    """Everything in the ledger of a study's folder; nothing if there is none."""
+    """Return the contents of the ledger in a study's folder; empty ones if there is no ledger."""
     closed = _closed_at(folder / LOCK)  # before the ledger, which may grow meanwhile
     with suppress(FileNotFoundError):
         return _contents((folder / FILE).read_bytes(), closed)
@@ -103,19 +104,21 @@ def open_ledger(folder: Path) -> Contents:
 
 
 def read_ledger(folder: Path) -> list[Event]:
-    """Every whole event of a study's folder, in order, repeated reports dropped; empty if there is
-    no ledger."""
+    """Return the whole events of a study's ledger, in order, without repeated reports.
+
+    Returns an empty list if there is no ledger.
+    """
     return open_ledger(folder).events
 
 
 def describe_damage(damage: list[Damage]) -> str:
-    """The first of the damaged places, and how many more there are."""
+    """Describe the first damaged places, and say how many more there are."""
     more = f"; and {len(damage) - SHOWN} more" if len(damage) > SHOWN else ""
     return "; ".join(map(str, damage[:SHOWN])) + more
 
 
 def how_to_repair(folder: Path) -> str:
-    """The command that mends the ledger in ``folder``."""
+    """Return the command that repairs the ledger in ``folder``."""
     usual = folder.parent == Path(STORAGE).resolve()
     return lns_study(
         "doctor", folder.name, "--repair", storage=STORAGE if usual else str(folder.parent)
@@ -123,11 +126,10 @@ def how_to_repair(folder: Path) -> str:
 
 
 class Follower:
-    """Reads a ledger that another process writes, from its beginning and then whatever has been
-    added.
+    """A reader of a ledger that another process writes.
 
     Args:
-        folder: the study's; the ledger may not be there yet.
+        folder: folder of the study; the ledger may not be there yet.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -135,8 +137,10 @@ class Follower:
         self._seen: set[tuple[object, ...]] = set()
 
     def poll(self) -> list[Event]:
-        """The whole events since the last call, repeated reports dropped. A line without its end is
-        left for the next call."""
+        """Return the whole events since the last call, without repeated reports.
+
+        A line without its line break is left for the next call.
+        """
         try:
             with self._path.open("rb") as file:
                 file.seek(self._position)
@@ -154,21 +158,21 @@ class Follower:
 
 
 class Ledger:
-    """The one writer of a study's ledger; listeners hear every event after it is on disk.
+    """The one writer of a study's ledger; it calls listeners with every event that is on disk.
 
     Args:
-        folder: the study's; made if missing.
+        folder: folder of the study; made if missing.
 
     Attributes:
-        broken: why the file could not be written; from then on nothing is, so that what it holds
-            has no gaps.
-        id: random, made once a ledger; tells its checkpoints and MLflow runs from those of the same
-            study run elsewhere.
-        history: the events before this writer.
+        broken: error with which writing failed; nothing is written after it, so that the file has
+            no gaps.
+        id: random id, made once per ledger; it tells its checkpoints and MLflow runs from those of
+            the same study run elsewhere.
+        history: events before this writer.
 
     Raises:
-        ValueError: another process is writing it, the storage has no locks, or the ledger is
-            damaged.
+        ValueError: another process is writing the ledger, the storage has no locks, or the ledger
+            is damaged.
         OSError: the folder cannot be written.
     """
 
@@ -192,28 +196,32 @@ class Ledger:
             _is_new(event, self._seen)
         self._listeners: list[Listener] = []
         self._last = b""
-        self._since = time.time() - time.monotonic()  # a clock that is set meanwhile moves no event
+        self._since = time.time() - time.monotonic()  # setting the clock moves no event
 
     def listen(self, listener: Listener) -> None:
-        """Call ``listener`` with every event from now on, in the writer's thread; it must be quick
-        and not raise."""
+        """Call ``listener`` with every event from now on, in the writer's thread.
+
+        The listener must be quick and must not raise.
+        """
         self._listeners.append(listener)
 
     def append(self, event: str, **values: Any) -> bool:
-        """Write one event, stamped with the time; False, and nothing written, if it repeats a known
-        report.
+        """Write one event, stamped with the time; tell whether it was new.
+
+        A repeated report is not written.
 
         Raises:
-            OSError: it cannot be written, or one before it could not.
+            OSError: it cannot be written, or an earlier one could not.
         """
         return bool(self.append_all([{"event": event, **values}]))
 
     def append_all(self, events: list[Event]) -> list[Event]:
-        """Write several events at once, stamped with the time, and hear of them once all are on
-        disk; those that were new.
+        """Write several events at once, stamped with the time; return those that were new.
+
+        Listeners are called once all events are on disk.
 
         Raises:
-            OSError: they cannot be written, or one before them could not.
+            OSError: they cannot be written, or an earlier one could not.
         """
         if self.broken is not None:
             raise self.broken
@@ -243,7 +251,7 @@ class Ledger:
         return records
 
     def _write(self, lines: bytes) -> None:
-        """The whole lines on disk, or none of them."""
+        """Write all of the lines to disk, or none of them."""
         start = self._file.tell()
         try:
             try:
@@ -260,11 +268,12 @@ class Ledger:
         self._last = lines
 
     def _open_again(self, end: int, stale: OSError) -> None:
-        """The file anew after its server forgot it, where that is safe: the lock is ours again, and
-        the file ends as we left it.
+        """Open the file again after its NFS server forgot it, if that is safe.
+
+        It is if the lock can be taken again and the file ends as this writer left it.
 
         Raises:
-            OSError: ``stale``: it is not.
+            OSError: it is not safe; the error is ``stale``.
         """
         with suppress(OSError):
             self._lock.close()
@@ -280,11 +289,13 @@ class Ledger:
         self._file.truncate(end)
 
     def close(self) -> None:
-        """Close the file, note how many lines it has, and give the lock up; a second call does
-        nothing."""
+        """Close the file, note how many lines it has, and release the lock.
+
+        A second call does nothing.
+        """
         self._file.close()
         if not self._lock.closed:
-            with suppress(OSError):  # of a full storage: the note is missed by nobody else
+            with suppress(OSError):  # the storage may be full; the note is optional
                 write_lock(self._lock, {"lines": self._number} if self.broken is None else {})
             self._lock.close()
 
@@ -301,12 +312,12 @@ class Ledger:
 
 
 def new_id() -> str:
-    """A random id of a ledger."""
+    """Return a random id for a ledger."""
     return uuid.uuid4().hex[:ID_LENGTH]
 
 
 def make_header(id_: str, time_: float) -> Event:
-    """The line with which a ledger, or a part of one, begins."""
+    """Return the line with which a ledger, or a part of one, begins."""
     return {
         "event": HEADER,
         "time": time_,
@@ -319,7 +330,7 @@ def make_header(id_: str, time_: float) -> Event:
 def _contents(content: bytes, closed: int) -> Contents:
     lines = Lines()
     whole = content.rfind(b"\n") + 1
-    # but for its end, which a crash took
+    # whole but for its line break, which a crash cut off
     last = [content[whole:]] if unseal(content[whole:])[1] is not None else []
     read = [
         entry
@@ -349,7 +360,7 @@ def _refuse_damage(folder: Path, damage: list[Damage]) -> None:
 
 
 def _is_new(event: Event, seen: set[tuple[object, ...]]) -> bool:
-    """False for the second report of an epoch; remembers the first in ``seen``."""
+    """Tell whether an event is no repeated report of an epoch; remember reports in ``seen``."""
     if event["event"] != "report":
         return True
     key = (event.get("trial"), event.get("epoch"))
@@ -360,7 +371,7 @@ def _is_new(event: Event, seen: set[tuple[object, ...]]) -> bool:
 
 
 def _open_for_append(path: Path) -> io.FileIO:
-    """The file, at the start of a line whatever a crash left, its name on disk too."""
+    """Open the file for appending, at the start of a line even after a crash, its name on disk."""
     file = path.open("ab", buffering=0)
     if file.tell() and not (content := path.read_bytes()).endswith(b"\n"):
         start = content.rfind(b"\n") + 1
@@ -373,7 +384,7 @@ def _open_for_append(path: Path) -> io.FileIO:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on disk."""
+    """Flush the names in a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
@@ -389,23 +400,25 @@ def _write_all(file: io.FileIO, content: bytes) -> None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process writes the ledger in ``folder`` now, on this machine or, where the
-    storage's locks reach that far, on another."""
+    """Tell whether a process writes the ledger in ``folder`` now.
+
+    The process may be on another machine if the storage's locks reach that far.
+    """
     try:
         with (folder / LOCK).open(encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
-        return error.errno in BUSY  # a storage without locks lets nobody write
+        return error.errno in BUSY  # without locks nobody writes
     return False
 
 
 def take_lock(folder: Path) -> IO[str]:
-    """The lock of the ledger in ``folder``, as a file; what it says is left as it is.
+    """Take the lock of the ledger in ``folder``; return its file, the contents unchanged.
 
     Raises:
-        ValueError: another process has it, or the storage gives none.
+        ValueError: another process has the lock, or the storage has no locks.
     """
-    for attempt in range(LOCK_ATTEMPTS):  # over the moments in which is_locked looks at it
+    for attempt in range(LOCK_ATTEMPTS):  # is_locked takes it for moments
         lock = (folder / LOCK).open("a+", encoding="utf-8")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -423,8 +436,7 @@ def take_lock(folder: Path) -> IO[str]:
 
 
 def no_locks(folder: Path, error: OSError) -> UserError:
-    """What to tell where a lock in ``folder`` fails for another reason than that somebody has
-    it."""
+    """Return the error for a lock in ``folder`` that fails although no other process has it."""
     return UserError(
         f"{folder}: its storage gives no lock ({error.strerror}), so that two processes could write"
         " one file; mount it with locks, or choose another storage with storage=..."
@@ -436,15 +448,14 @@ def _this_process() -> dict[str, Any]:
 
 
 def write_lock(lock: IO[str], note: dict[str, Any]) -> None:
-    """Have the lock file say ``note``: ``pid`` and ``host`` of who writes, or how many ``lines``
-    were left."""
+    """Write ``note`` to the lock file: ``pid`` and ``host`` of the writer, or ``lines`` left."""
     lock.truncate(0)
     lock.write(json.dumps(note))
     lock.flush()
 
 
 def _read_lock(path: Path) -> dict[str, Any]:
-    """What the lock file says; version 1 wrote the process alone."""
+    """Return the note in the lock file; version 1 wrote the process id alone."""
     try:
         note = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -460,5 +471,5 @@ def _describe_owner(path: Path) -> str:
 
 
 def _closed_at(path: Path) -> int:
-    """How many lines the last writer left, where it ended in order; 0 where nobody knows."""
+    """Return how many lines the last writer left if it closed in order; 0 if that is unknown."""
     return int(_read_lock(path).get("lines", 0))

@@ -1,8 +1,8 @@
-"""Which code and which packages produced a study: enough to run it again.
+"""Provenance of a study: the code, the packages and the hardware that produced it.
 
-The git commit is that of the checkout this package is imported from: our ``pyproject.toml`` lies
-beside it, and git tracks this file. An installed copy has none and says so, also one in a virtual
-environment inside somebody else's repository.
+The git commit is that of the checkout from which this package is imported: our ``pyproject.toml``
+lies beside the package, and git tracks this file. An installed copy has no commit and says so, even
+in a virtual environment inside somebody else's repository.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ PACKAGES = ("lns-study", "torch", "numpy", "numba", "ray", "mlflow", "omegaconf"
 
 @cache
 def provenance() -> dict[str, Any]:
-    """Git commit (or None), whether the checkout differs from it, package versions, Python,
-    platform and CPU count."""
+    """Return git commit (or None), whether the checkout differs from it, versions, platform."""
     return {
         "commit": _git("rev-parse", "HEAD"),
         "dirty": _dirty(),
@@ -43,7 +42,7 @@ def provenance() -> dict[str, Any]:
 
 @cache
 def hardware() -> dict[str, Any]:
-    """This machine: processor, cores that this process may use, memory in bytes, GPUs by name."""
+    """Describe this machine: processor, usable cores, memory in bytes, names of the GPUs."""
     from lns_ops import cuda
     from trainers.config.validation import memory
 
@@ -75,8 +74,10 @@ def _dirty() -> bool | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """Standard output of a git command in the checkout of this package; None outside one or without
-    git."""
+    """Return the output of a git command in this package's checkout.
+
+    Returns None outside a checkout or without git.
+    """
     if (
         not _is_ours(HERE.parents[2] / "pyproject.toml")
         or _run_git("ls-files", "--error-unmatch", HERE.name) is None
@@ -95,8 +96,10 @@ def _is_ours(project: Path) -> bool:
 
 
 def _run_git(*arguments: str) -> str | None:
-    """Standard output of a git command in this package's folder, whatever repository a git hook's
-    environment names; None if it fails."""
+    """Return the output of a git command in this package's folder; None if it fails.
+
+    The repository that a git hook's environment names is ignored.
+    """
     environment = {
         name: value for name, value in os.environ.items() if name not in REPOSITORY_VARIABLES
     }
@@ -124,15 +127,14 @@ def _version(name: str) -> str:
 def different_data(
     ours: list[dict[str, Any]], theirs: list[dict[str, Any]]
 ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The first data set of ``ours`` that has other bytes in ``theirs``, and that; None if they
-    agree.
+    """Return the first data set of ``ours`` whose bytes differ in ``theirs``, with the other one.
 
-    Files are compared, whatever was chosen of them; where a ledger is too old to tell of files, the
-    examples of choices of one size.
+    Returns None if all agree. The files are compared, whichever examples were chosen from them; if
+    a ledger is too old to know the files, the examples are compared where equally many were chosen.
 
     Args:
         ours: :class:`trainers.data.DatasetInfo` as dicts, as in the ledger's ``planned`` events.
-        theirs: likewise.
+        theirs: the other study's, in the same form.
     """
     for one in ours:
         for other in (entry for entry in theirs if entry["name"] == one["name"]):

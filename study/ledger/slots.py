@@ -1,14 +1,14 @@
-"""Which trial held which slots when: one run of a study, folded from its ledger's events.
+"""Intervals in which trials hold slots: the runs of a study, folded from its ledger's events.
 
-A *slot* is the place of one process. A trial of several workers has several; they are told by the
-lowest numbers that were free. A trial holds its slots, and with them CPUs and a share of GPUs, from
-``started`` to whichever comes first of its ``finished``, ``stopped``, ``failed``, ``restarted`` and
-``relieved``, or to the end of the run: ``ended``, or the last event of a run that was killed.
+A *slot* is the place of one process. A trial of several workers has several; it gets the lowest
+free numbers. A trial holds its slots, and with them CPUs and a share of GPUs, from ``started`` to
+the first of its ``finished``, ``stopped``, ``failed``, ``restarted`` and ``relieved``, or to the
+end of the run: ``ended``, or the last event of a run that was killed.
 
 Each event costs the same however many came before. What the figures mean is in
-:mod:`study.results.utilisation`. Limits: reports of epochs that the ledger knows already (of a
-trial that was restarted) are not in it, so until the first new one a trial counts as starting;
-ledgers written before slots were noted have no intervals.
+:mod:`study.results.utilisation`. Limits: a restarted trial repeats epochs whose reports are not in
+the ledger again, so it counts as starting until its first new report; ledgers written before slots
+were noted have no intervals.
 """
 
 from __future__ import annotations
@@ -18,26 +18,30 @@ from dataclasses import dataclass, field
 from study.ledger.lines import Event
 
 AGAIN = ("restarted", "relieved")
-"""Ends after which a trial waits to be started once more."""
+"""Events that end an interval and after which the trial waits to be started again."""
 ENDS = ("finished", "stopped", "failed", *AGAIN)
 INTERRUPTED = "interrupted"
-"""How an interval ended where the run ended before the trial."""
+"""End of an interval whose run ended before the trial did."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Interval:
-    """A trial holds slots; times in seconds since 1970.
+    """An interval in which a trial holds slots; times in seconds since 1970.
 
     Attributes:
-        hosts: the machine of each slot.
-        cpus, gpus: what all slots hold together.
-        waited: since when the trial waited for them.
-        end: None while it holds them.
-        how: the event that ended it, or ``interrupted``; "" while it holds them.
-        first, last: its first and last report of an epoch; None before.
-        epochs: reported.
-        alone, alone_seconds: epochs from one report to the next during which no other trial ran,
-            and how long they took in all.
+        trial: id of the trial.
+        row: label of its row.
+        slots: numbers of the slots.
+        hosts: machine of each slot.
+        cpus, gpus: CPUs and GPUs that all slots hold together.
+        waited: time from which the trial waited for the slots.
+        begin: time at which it got them.
+        end: time at which it gave them up; None while it holds them.
+        how: event that ended the interval, or ``interrupted``; "" while it lasts.
+        first, last: times of the trial's first and last report of an epoch; None before.
+        epochs: number of reported epochs.
+        alone, alone_seconds: number of epochs, from one report to the next, during which no other
+            trial ran, and their total seconds.
     """
 
     trial: str
@@ -59,7 +63,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """What the run had from ``time`` on."""
+    """Resources of the run from ``time`` on."""
 
     time: float
     cpus: float
@@ -72,14 +76,14 @@ class Run:
     """One run of a study.
 
     Attributes:
-        begin: when it was planned.
-        end: its last event.
-        over: whether that is its end, as far as the ledger knows.
-        most: trials at a time that the config allows; None for as many as fit.
-        rows: label of the row by trial.
-        capacity: each time it changed.
-        intervals: by their beginning.
-        running: those that hold slots now, by trial.
+        begin: time of its plan.
+        end: time of its last event.
+        over: whether the run has ended, as far as the ledger knows.
+        most: largest number of trials at a time that the config allows; None for as many as fit.
+        rows: row label by trial id.
+        capacity: resources after each change.
+        intervals: intervals in the order of their beginning.
+        running: intervals that have not ended, by trial id.
     """
 
     begin: float
@@ -95,7 +99,7 @@ class Run:
 
     @staticmethod
     def of(planned: Event) -> Run:
-        """The run that a ``planned`` event begins."""
+        """Return the run that a ``planned`` event begins."""
         return Run(
             begin=planned["time"],
             end=planned["time"],
@@ -104,8 +108,10 @@ class Run:
         )
 
     def apply(self, event: Event) -> None:
-        """Take in the next event of the run; what was taken over from elsewhere was no work of this
-        run."""
+        """Apply the next event of the run.
+
+        Events taken over from elsewhere are skipped: they were no work of this run.
+        """
         if "source" in event or self.over:
             return
         kind, time, trial = event["event"], event["time"], event.get("trial", "")
@@ -127,7 +133,7 @@ class Run:
             self.close()
 
     def close(self) -> None:
-        """Nothing comes any more."""
+        """Mark the run as over, and end every interval that still lasts."""
         for trial in list(self.running):
             self._end(trial, self.end, INTERRUPTED)
         self.over = True
@@ -170,7 +176,7 @@ class Run:
 
 
 def runs_of(events: list[Event]) -> list[Run]:
-    """All runs in a ledger, the oldest first."""
+    """Return all runs in a ledger, the oldest first."""
     runs: list[Run] = []
     for event in events:
         follow(runs, event)
@@ -178,7 +184,7 @@ def runs_of(events: list[Event]) -> list[Run]:
 
 
 def follow(runs: list[Run], event: Event) -> None:
-    """Take in the next event of a ledger; a ``planned`` one begins a run."""
+    """Apply the next event of a ledger to its runs; a ``planned`` event begins a run."""
     if event["event"] == "planned":
         if runs:
             runs[-1].close()

@@ -1,5 +1,4 @@
-"""The state of a study, folded from its ledger's events: what progress, tracking and the report
-look at.
+"""The state of a study, folded from its ledger's events; progress, tracking and the report read it.
 
 The last ``planned`` event says which trials belong to the study now; older ones stay in the ledger
 and count again if a later plan names them.
@@ -20,38 +19,46 @@ from study.ledger.slots import Run, follow
 from study.tracking_uri import without_password
 
 ALL, UNFINISHED, ONLY_FAILED = "all", "unfinished", "failed"
-"""Which trials a run takes on: all that have not finished, those of them that have not failed, or
-the failed ones alone."""
+"""Options for which trials a run takes on.
+
+In order: all that have not finished; those of them that have not failed; the failed ones alone.
+"""
 
 PLANNED, RUNNING, FINISHED, FAILED, STOPPED = "planned", "running", "finished", "failed", "stopped"
 ENDED = (FINISHED, FAILED, STOPPED)
-"""What a trial stays at in this run of the study: done, given up, or ended early by the
-scheduler."""
+"""Final states of a trial in this run of the study: done, given up, or ended by the scheduler."""
 
 
 @dataclass(kw_only=True)
 class TrialState:
-    """What is known of one trial.
+    """State of one trial.
 
     Attributes:
-        reports: the ledger's report event of each epoch.
+        id: id of the trial.
+        row: label of its row.
+        seed: its seed.
+        config: its config, with the changes of ``relief``.
+        status: ``planned``, ``running``, ``finished``, ``failed`` or ``stopped``.
+        reports: report event by epoch.
         test: final metrics, ``test/loss`` and ``test/error`` (a fraction); empty until finished.
         checkpoints: paths, oldest first.
-        restarts: how often its process died and was started again.
+        restarts: number of times that its process died and was started again.
+        error: last error; "" if there is none.
         commits: git commits of the runs that trained it, also in the study that it was taken over
             from.
-        number: of the configuration in its row; None where nothing is searched.
-        params: the sampled values by dotted key.
-        asked: what an adaptive search noted when it proposed the trial.
-        started, ended: seconds since 1970, or None.
-        ends: when it ended, and its ``seconds`` then, None where they are not known, each time: one
-            that failed may have been retried.
-        took: seconds of each reported epoch, evaluation included; it lacks those of which nobody
-            noted them.
-        seconds: their sum; ``spent`` of them in this trial and study, not in what was taken over.
-        source: the trial's id or the study's folder that epochs were taken over from, or "".
-        stopped_by: the scheduler that ended it early, or "".
+        number: number of the configuration in its row; None if nothing is searched.
+        params: sampled values by dotted key.
+        asked: notes of the adaptive search that proposed the trial.
+        started, ended: times in seconds since 1970, or None.
+        ends: time of each end, with ``seconds`` at that time (None if unknown); several if a failed
+            trial was retried.
+        took: seconds by reported epoch, evaluation included; without epochs whose seconds were not
+            noted.
+        spent: seconds in this trial and study, without epochs that were taken over.
+        source: id of the trial or folder of the study that epochs were taken over from, or "".
+        stopped_by: scheduler that ended it early, or "".
         relief: keys changed in ``config`` since it ran out of memory.
+        last_heard: time of its last start or report.
     """
 
     id: str
@@ -80,22 +87,21 @@ class TrialState:
 
     @property
     def epochs(self) -> int:
-        """Epochs the trial is to train."""
+        """Number of epochs that the trial is to train."""
         return int(self.config["epochs"])
 
     @property
     def epoch(self) -> int:
-        """The last epoch reported; 0 before the first."""
+        """Last epoch reported; 0 before the first."""
         return max(self.reports, default=0)
 
     @property
     def seconds(self) -> float:
-        """Spent in epochs that were reported, evaluation included, as far as it is known."""
+        """Seconds of all reported epochs, evaluation included, as far as they are known."""
         return sum(self.took.values())
 
     def metric(self, name: str, *, own: bool = False) -> dict[int, float]:
-        """One reported metric by epoch, ascending; ``own`` leaves out the epochs that were taken
-        over."""
+        """Return one reported metric by epoch, ascending; ``own`` leaves out epochs taken over."""
         return {
             epoch: float(self.reports[epoch]["metrics"][name])
             for epoch in sorted(self.reports)
@@ -104,22 +110,22 @@ class TrialState:
         }
 
     def checkpoints_left(self) -> list[str]:
-        """The checkpoints that are still on disk, newest first, each once."""
+        """Return the checkpoints that are still on disk, newest first, each once."""
         return [path for path in dict.fromkeys(reversed(self.checkpoints)) if Path(path).exists()]
 
 
 @dataclass(kw_only=True)
 class StudyState:
-    """A study as far as its ledger tells.
+    """State of a study as far as its ledger tells.
 
     Attributes:
-        plan: the last ``planned`` event.
-        known: every trial the ledger ever planned, by id.
-        limits: the study's limits as last edited; None if they are the config's.
-        outcome: of the last run: finished, failed, stopped, interrupted, or "" while it runs or
-            after it was killed.
-        runs: which trials held which slots, the oldest run first.
-        damage: what is wrong with the ledger, in words; "" if nothing is.
+        plan: last ``planned`` event.
+        known: every trial that the ledger ever planned, by id.
+        limits: limits as last edited; None if they are the config's.
+        outcome: outcome of the last run: finished, failed, stopped, interrupted; "" while it runs
+            or after it was killed.
+        runs: runs with the slots that trials held, the oldest first.
+        damage: description of the ledger's damage; "" if there is none.
     """
 
     plan: Event = field(default_factory=dict)
@@ -132,34 +138,36 @@ class StudyState:
 
     @property
     def config(self) -> StudyConfig:
-        """The study's config as last planned."""
+        """Config of the study as last planned."""
         return StudyConfig.from_dict(self.plan["study"])
 
     @property
     def trials(self) -> list[TrialState]:
-        """The trials of the last plan, in its order."""
+        """Trials of the last plan, in its order."""
         return [self.known[trial["id"]] for trial in self.plan.get("trials", [])]
 
     @property
     def run(self) -> Run | None:
-        """The last run that had something to run on; None in ledgers written before that was
-        noted."""
+        """Last run whose capacity is known; None in ledgers written before that was noted."""
         return next((run for run in reversed(self.runs) if run.capacity), None)
 
     def counts(self) -> dict[str, int]:
-        """The trials of the last plan by status."""
+        """Return the number of trials of the last plan by status."""
         return dict(Counter(trial.status for trial in self.trials))
 
     def rows(self) -> dict[str, list[TrialState]]:
-        """The trials of the last plan by row label, rows in the config's order."""
+        """Return the trials of the last plan by row label, rows in the config's order."""
         rows: dict[str, list[TrialState]] = {}
         for trial in self.trials:
             rows.setdefault(trial.row, []).append(trial)
         return rows
 
     def apply(self, event: Event) -> None:
-        """Fold one event in. Those of unknown kinds are ignored; those of unknown trials wait for
-        the plan that names them, since the one that did may have been lost."""
+        """Apply one event.
+
+        Events of unknown kinds are ignored. Events of unknown trials wait for the plan that names
+        the trial, since the plan that did may have been lost.
+        """
         follow(self.runs, event)
         if event["event"] == "planned":
             self._plan(event)
@@ -180,8 +188,10 @@ class StudyState:
             self._early.setdefault(event["trial"], []).append(event)
 
     def _with_origin(self, event: Event) -> Event:
-        """An event with the seconds and the code of the trial that it was taken over from, which
-        earlier versions did not write."""
+        """Add seconds and code of the trial that an event was taken over from.
+
+        Earlier versions did not write them.
+        """
         origin = self.known.get(event.get("source", ""))
         if origin is None or "commits" in event:
             return event
@@ -216,19 +226,19 @@ class StudyState:
 
 
 def study_without_password(study: dict[str, Any]) -> dict[str, Any]:
-    """A study's config without the password that ledgers of earlier versions have in it."""
+    """Return a study's config without the password that ledgers of earlier versions contain."""
     uri = study.get("tracking_uri")
     return study | {"tracking_uri": without_password(uri)} if uri else study
 
 
 def name_of(trial: TrialState) -> str:
-    """``lns12 #7, seed 0``."""
+    """Return a trial's name for people: ``lns12 #7, seed 0``."""
     number = "" if trial.number is None else f" #{trial.number}"
     return f"{trial.row}{number}, seed {trial.seed}"
 
 
 def fold(events: Iterable[Event]) -> StudyState:
-    """The state after ``events``."""
+    """Return the state of a study after ``events``."""
     state = StudyState()
     for event in events:
         state.apply(event)
@@ -272,22 +282,25 @@ def _apply_to_trial(trial: TrialState, event: Event, plan: Event) -> None:
 
 
 def _take_time(trial: TrialState, event: Event) -> None:
-    """What an epoch took; of one that was taken over only what the event says, its time is that of
-    the copy where it says nothing."""
-    here = (
+    """Note the seconds of an epoch.
+
+    For an epoch that was taken over, only the event's own ``seconds`` count: its time may be that
+    of the copy.
+    """
+    measured = (
         None if "source" in event else max(0.0, event["time"] - (trial.last_heard or event["time"]))
     )  # another writer's clock may lag
-    seconds = event.get("seconds", here)
+    seconds = event.get("seconds", measured)
     if seconds is not None:
         trial.took[event["epoch"]] = seconds
         trial.spent += 0.0 if "source" in event else seconds
 
 
 def code_of(plan: Event) -> str:
-    """The git commit of the code that made a plan."""
+    """Return the git commit of the code that made a plan, for people."""
     code = plan.get("provenance", {})
     return f"{code.get('commit') or 'no git commit'}{' (modified)' if code.get('dirty') else ''}"
 
 
 EXTRA = ("samples_per_second",)
-"""Metrics beside those of a namespace (``train/loss``)."""
+"""Metrics beside those in a namespace (``train/loss``)."""

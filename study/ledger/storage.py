@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 def check_writable(folder: Path, key: str, remedy: str = "") -> None:
-    """Make the folder if missing and write a file in it.
+    """Make the folder if it is missing, and write a file in it.
 
     Raises:
-        ValueError: it cannot be made or written.
+        ValueError: the folder cannot be made or written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -25,8 +25,10 @@ def check_writable(folder: Path, key: str, remedy: str = "") -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file such that readers find all of it, or the one before, whenever the process dies;
-    a lost machine may lose it."""
+    """Write a file such that readers find all of it, or the earlier one, whenever the process dies.
+
+    If the machine dies, the new contents may be lost.
+    """
     part = path.with_name(f".{path.name}.{os.getpid()}")
     part.write_bytes(content)
     part.replace(path)

@@ -1,9 +1,9 @@
-"""What a study's folder has of checkpoints: which ledger they belong to, and what they know of
-their trials. Reads no tensors.
+"""Checkpoints in a study's folder: the ledger that they belong to, and what they know of their
+trials.
 
-A checkpoint's state has, under ``origin``, the id of the ledger whose study trained it, the code
-that did (a git commit) and what was planned. So one that was left behind by another ledger, or by
-one that was deleted, is not taken for this study's work.
+Reads no tensors. A checkpoint's state has, under ``origin``, the id of the ledger whose study
+trained it, the code that did (a git commit) and the trial's plan. So a checkpoint left behind by
+another ledger, or by one that was deleted, is not taken for this study's work.
 """
 
 from __future__ import annotations
@@ -17,28 +17,31 @@ from typing import Any
 from study.ledger.lines import Event
 from study.ledger.log import Ledger, how_to_repair
 from study.ledger.state import FINISHED, STOPPED, StudyState, code_of
-from study.plan.plan import PlannedTrial
+from study.plan.trials import PlannedTrial
 from trainers.checkpoint.manifest import STATE, read_state
 
 
 def origin_of(trial: PlannedTrial, ledger: str, plan: Event) -> dict[str, Any]:
-    """What the checkpoints of a trial carry: the ledger's id, the code, and the trial's plan (its
-    config they have anyway)."""
+    """Return the origin that a trial's checkpoints carry: the ledger's id, the code, the plan.
+
+    The plan lacks the trial's config, which checkpoints have anyway.
+    """
     planned = {key: value for key, value in trial.to_dict().items() if key != "config"}
     return {"ledger": ledger, "code": code_of(plan), "trial": planned}
 
 
 def checkpoints_of(folder: Path) -> Iterator[tuple[str, Path, dict[str, Any]]]:
-    """Trial, folder and state of every whole checkpoint of the study in ``folder``, the newest of a
-    trial first."""
+    """Yield trial, folder and state of every whole checkpoint of the study in ``folder``.
+
+    The newest of a trial comes first.
+    """
     for path in _paths(folder):
         with suppress(ValueError):
             yield path.parent.name, path, read_state(path)
 
 
 def broken_checkpoints(folder: Path) -> Iterator[Path]:
-    """The checkpoints of the study in ``folder`` whose state or tensors are not as they were
-    written."""
+    """Yield the checkpoints of the study whose state or tensors are not as they were written."""
     for path in _paths(folder):
         try:
             state = read_state(path)
@@ -53,18 +56,20 @@ def broken_checkpoints(folder: Path) -> Iterator[Path]:
 
 
 def _paths(folder: Path) -> Iterator[Path]:
-    """Where checkpoints were written to the end: ours, and Ray Train's; the newest of a trial
-    first."""
+    """Yield the folders of completely written checkpoints, ours and Ray Train's.
+
+    The newest of a trial comes first.
+    """
     for trial in sorted([*(folder / "checkpoints").glob("*"), *(folder / "train").glob("*")]):
         yield from sorted((path.parent for path in trial.glob(f"*/{STATE}")), reverse=True)
 
 
 def check_same_ledger(ledger: Ledger, before: StudyState) -> None:
-    """Trials must not continue from what another ledger's study has left in this one's folder.
+    """Refuse to continue trials from checkpoints that another ledger's study left in this folder.
 
     Raises:
-        ValueError: there is a checkpoint of another ledger, or, where the ledger is new, of a
-            version that did not say of which.
+        ValueError: there is a checkpoint of another ledger or, if the ledger is new, of a version
+            that did not name the ledger.
     """
     done = {trial.id for trial in before.known.values() if trial.status in (FINISHED, STOPPED)}
     for trial, path, state in checkpoints_of(ledger.folder):

@@ -1,5 +1,7 @@
-"""What is known of a study's trials beside its ledger: what their checkpoints carry, and what their
-runs in MLflow have. :mod:`study.manage.repair` makes a damaged ledger again from it.
+"""Evidence of a study's trials beside its ledger: from their checkpoints, and from their MLflow
+runs.
+
+:mod:`study.manage.repair` restores a damaged ledger from it.
 """
 
 from __future__ import annotations
@@ -19,17 +21,17 @@ CHECKPOINT, MLFLOW = "checkpoint", "mlflow"
 
 @dataclass(kw_only=True)
 class Known:
-    """What is known of one trial beside the ledger.
+    """Evidence of one trial beside the ledger.
 
     Attributes:
-        source: where from.
+        source: where the evidence comes from.
         epochs: metrics by epoch.
-        times: when they were reported, seconds since 1970, as far as that is known.
-        end: the event of its end, without trial and time; None where it is not known.
-        ended: when.
+        times: time of each epoch's report in seconds since 1970, as far as known.
+        end: event of the trial's end, without trial and time; None if unknown.
+        ended: time of the end; None if unknown.
         paths: its checkpoints, by epoch.
-        origin: what its checkpoints carry.
-        config: theirs.
+        origin: origin that its checkpoints carry.
+        config: config that its checkpoints carry.
     """
 
     source: str = ""
@@ -43,13 +45,13 @@ class Known:
 
 
 def known_to_checkpoints(folder: Path) -> dict[str, Known]:
-    """What the checkpoints in a study's folder know, by trial."""
+    """Return the evidence of the checkpoints in a study's folder, by trial."""
     found: dict[str, Known] = {}
     for trial, path, state in checkpoints_of(folder):
         entry = found.setdefault(trial, Known(source=CHECKPOINT))
         entry.paths.setdefault(int(state["epoch"]), path)
         if entry.config:
-            continue  # an older one
+            continue  # an older checkpoint
         entry.config, entry.origin = state.get("config", {}), state.get("origin", {})
         entry.epochs = {
             int(metrics["epoch"]): _numbers(metrics) for metrics in state.get("history", [])
@@ -63,15 +65,21 @@ def known_to_checkpoints(folder: Path) -> dict[str, Known]:
 
 
 def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
-    """What a report has of an epoch's metrics."""
+    """Return the part of an epoch's metrics that a report has."""
     return {name: float(value) for name, value in metrics.items() if "/" in name or name in EXTRA}
 
 
 def add_known_to_mlflow(
     known: dict[str, Known], name: str, id_: str, uri: str, names: set[str]
 ) -> None:
-    """Add what the store at ``uri`` knows of the ledger ``id_``: times, and where there is no
-    checkpoint the figures too.
+    """Add the evidence of an MLflow store: times, and figures where no checkpoint has them.
+
+    Args:
+        known: evidence by trial, added to.
+        name: name of the experiment.
+        id_: id of the ledger.
+        uri: tracking URI of the store.
+        names: names of the study's metrics.
 
     Raises:
         ValueError: the store does not answer.
@@ -103,10 +111,10 @@ def _known_to_run(client: Any, run: Any, plain: dict[str, str]) -> Known:
                 test[plain[key]] = metric.value
             else:
                 found.epochs.setdefault(metric.step, {})[plain[key]] = metric.value
-                # as the ledger's time, cut to milliseconds
+                # MLflow cut the ledger's time to milliseconds
                 found.times[metric.step] = (metric.timestamp + 0.5) / 1000
     names = {name for values in found.epochs.values() for name in values}
-    # it has no infinite ones
+    # MLflow lacks infinite metrics, so an epoch with one is incomplete
     found.epochs = {step: values for step, values in found.epochs.items() if set(values) == names}
     status = run.data.tags.get("status", "")
     if status in ENDS and run.info.end_time:
@@ -125,6 +133,6 @@ def _end(status: str, test: dict[str, float], tags: dict[str, str]) -> Event | N
 
 
 def _merge(entry: Known, other: Known) -> None:
-    """Take into ``entry`` what it lacks; figures of a checkpoint go before MLflow's."""
+    """Add to ``entry`` what it lacks; figures of a checkpoint take precedence over MLflow's."""
     entry.epochs = other.epochs | entry.epochs
     entry.times, entry.ended, entry.end = other.times, other.ended, entry.end or other.end

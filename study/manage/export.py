@@ -1,4 +1,4 @@
-"""A study's trials and epochs as CSV, JSON or Parquet."""
+"""Export of a study's trials or epochs as CSV, JSON or Parquet."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from study.results.objectives import objective
 
 EXPORTS = ("csv", "json", "parquet")
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
-"""With these begins what spreadsheets compute, and may so run (OWASP, "CSV injection")."""
+"""First characters of cells that spreadsheets compute, and may so run (OWASP, "CSV injection")."""
 
 
 def export_rows(state: StudyState, *, epochs: bool = False) -> list[dict[str, Any]]:
-    """Flat dicts, one a trial of the last plan (or one an epoch): identity, config under dotted
-    keys, status, times, metrics."""
+    """Return one flat dict per trial of the last plan, or one per epoch.
+
+    It has identity, config under dotted keys, status and metrics.
+    """
     rows = []
     for trial in state.trials:
         base = _identity(trial)
@@ -58,7 +60,10 @@ def _identity(trial: TrialState) -> dict[str, Any]:
 
 
 def export(state: StudyState, path: Path, form: str, *, epochs: bool = False) -> int:
-    """Write :func:`export_rows` to ``path`` as csv, json (lines) or parquet; the number of rows."""
+    """Write :func:`export_rows` to ``path``; return the number of rows.
+
+    The format is csv, json (lines) or parquet.
+    """
     rows = export_rows(state, epochs=epochs)
     names = list(dict.fromkeys(name for row in rows for name in row))
     if form == "parquet":
@@ -77,14 +82,14 @@ def export(state: StudyState, path: Path, form: str, *, epochs: bool = False) ->
 
 
 def write_csv(file: TextIO, names: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write rows under a heading, nothing in which a spreadsheet would take for a formula."""
+    """Write rows under a heading; no cell is one that a spreadsheet takes for a formula."""
     writer = csv.writer(file)
     writer.writerow([_cell(name) for name in names])
     writer.writerows([_cell(row.get(name)) for name in names] for row in rows)
 
 
 def _cell(value: Any) -> Any:
-    """A value, after an apostrophe if it begins like a formula (``=cmd|...``) and is no number."""
+    """Return a value, after an apostrophe if it begins like a formula and is no number."""
     if isinstance(value, str) and value.startswith(FORMULA):
         try:
             float(value)

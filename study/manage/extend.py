@@ -1,4 +1,4 @@
-"""Studies that grow: more epochs from checkpoints, trials taken over from another study."""
+"""Extension of studies: more epochs from checkpoints, and trials taken over from another study."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from study.program import lns_study
 
 
 def extended(state: StudyState, overrides: Sequence[str]) -> StudyConfig:
-    """The study's config with ``key=value`` changes, for more seeds, rows, samples or epochs.
+    """Return the study's config with ``key=value`` changes: more seeds, rows, samples or epochs.
 
     Raises:
-        ValueError: a change that is no config, or one of the name or the storage, which would be
-            another study.
+        ValueError: a change gives no valid config, or changes the name or the storage, which would
+            be another study.
     """
     for override in overrides:
         if override.partition("=")[0] in ("name", "storage"):
@@ -33,16 +33,17 @@ def extended(state: StudyState, overrides: Sequence[str]) -> StudyConfig:
 def continuations(
     ledger: Ledger, state: StudyState, trials: Iterable[TrialState] | None = None
 ) -> int:
-    """Enter in the ledger, for every trial that an earlier one differs from in fewer epochs alone,
-    what that one has done.
+    """Enter the epochs of a shorter trial for every trial that only adds epochs to it.
 
-    The longer trial goes on from the shorter one's last checkpoint, and ends with the bits it would
-    have had from the start. What changes after the shorter one's end
-    (:mod:`trainers.config.schedule_changes`) may differ too. Only for trials whose epochs do not
-    depend on how many there are.
+    The longer trial goes on from the shorter one's last checkpoint, and ends with the same bits as
+    if it had trained from the start. Changes after the shorter one's end
+    (:mod:`trainers.config.schedule_changes`) may differ too. Trials whose epochs depend on how many
+    there are are left out.
 
     Args:
-        trials: which; None for the plan's.
+        ledger: ledger of the study.
+        state: its state.
+        trials: trials to continue; None for the plan's.
 
     Returns:
         The number of trials that go on.
@@ -61,12 +62,14 @@ def continuations(
         sources = (
             shorter.get((n, beginning_key(trial.config, n))) for n in lengths if n < trial.epochs
         )
-        found += any(_go_on(ledger, trial, source) for source in sources if source is not None)
+        found += any(
+            _continue_from(ledger, trial, source) for source in sources if source is not None
+        )
     return found
 
 
-def _go_on(ledger: Ledger, trial: TrialState, source: TrialState) -> bool:
-    """Let ``trial`` continue from the last checkpoint of ``source``; False if none is left."""
+def _continue_from(ledger: Ledger, trial: TrialState, source: TrialState) -> bool:
+    """Let ``trial`` continue from the last checkpoint of ``source``; tell whether there is one."""
     kept = source.checkpoints_left()
     if not kept:
         return False
@@ -77,8 +80,10 @@ def _go_on(ledger: Ledger, trial: TrialState, source: TrialState) -> bool:
 
 
 def _independent(config: dict[str, Any]) -> bool:
-    """Whether an epoch is the same however many follow: one process, and a learning rate that does
-    not decay to the last one."""
+    """Tell whether an epoch is the same however many follow.
+
+    It is with one process and a learning rate that does not decay towards the last epoch.
+    """
     return bool(
         config["workers"] == 1
         and config.get("lr_schedule", {}).get("decay", "constant") == "constant"
@@ -86,14 +91,15 @@ def _independent(config: dict[str, Any]) -> bool:
 
 
 def take_over(folder: Path, source: Path) -> tuple[int, int]:
-    """Enter finished trials of the study in ``source`` into the ledger of the one in ``folder``,
-    where both planned the same trial.
+    """Copy finished trials from the study in ``source`` into the ledger of the one in ``folder``.
+
+    Only trials that both have planned are copied.
 
     Returns:
-        How many were taken, and how many trials the study still lacks.
+        The number of trials copied, and of trials that the study still lacks.
 
     Raises:
-        ValueError: either has no plan or is damaged, they saw different data, or the study is
+        ValueError: either study has no plan or is damaged, they saw different data, or the study is
             running.
     """
     before, other = whole(folder), whole(source)
@@ -123,8 +129,7 @@ def _copy(ledger: Ledger, known: TrialState, source: Path) -> None:
 
 
 def _copy_reports(ledger: Ledger, known: TrialState, source: str, trial: str) -> None:
-    """Enter the epochs of ``known`` as those of ``trial``, with when, how long and by which code
-    they were trained."""
+    """Enter the epochs of ``known`` as those of ``trial``, with their times, seconds and code."""
     for epoch, event in sorted(known.reports.items()):
         ledger.append(
             "report",

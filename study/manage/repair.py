@@ -1,16 +1,17 @@
-"""``lns-study doctor STUDY --repair``: a damaged ledger made again from what is whole of it and
+"""Repair of a damaged ledger (``lns-study doctor STUDY --repair``), from its whole lines and from
 what checkpoints and MLflow still know.
 
-Every event that is whole stays, in its order. Where lines are lost, what a trial must have had
-there is put in: that it was started, its epochs (from the history that its newest whole checkpoint
-carries, else from MLflow), its checkpoints, its end. Such events say under ``recovered`` where they
-are from. Their times are MLflow's, else those of the line before, so that the seconds of a trial
-still add up where its neighbours are whole. A finished trial with an epoch that nobody knows any
-more is set back: the next run trains it again.
+Every whole event stays, in its order. Where lines are lost, the events that a trial must have had
+there are restored: its start, its epochs (from the history in its newest whole checkpoint, else
+from MLflow), its checkpoints, its end. Such events name their source under ``recovered``. Events of
+a trial that was taken over from another study are restored as taken over, with the code that its
+other lines or its checkpoints name. Times are MLflow's, else those of the line before, so that the
+seconds of a trial still add up where its neighbours are whole. A finished trial with an epoch that
+cannot be restored is set back: the next run trains it again.
 
-The damaged file is kept beside the new one, which has no password that an earlier version left in
-the old. Where every plan is lost, the next ``lns-study run CONFIG`` plans anew, and what the ledger
-has of its trials counts.
+The damaged file is kept beside the new one. The new one has no password that an earlier version
+left in the old. If every plan is lost, the next ``lns-study run CONFIG`` plans anew, and the events
+of its trials in the ledger count.
 
 Limits: what was neither in a checkpoint nor in MLflow stays lost: edited limits, restarts, how many
 CPUs there were, and, without MLflow, the seconds of a trial of which every line is lost.
@@ -47,18 +48,18 @@ from study.manage.evidence import CHECKPOINT, ENDS, Known, add_known_to_mlflow, 
 KINDS = (*ENDS, "started", "report", "checkpoint", "added")
 """Events that can be restored."""
 BESIDE = ("planned", "capacity", "ended", "edited", "restarted", "relieved", "damaged", HEADER)
-"""Those that cannot."""
+"""Events that cannot be restored."""
 ELIMINATION = "elimination"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Repaired:
-    """What a repair did.
+    """Result of a repair.
 
     Attributes:
-        kept: the damaged file; None if there was none.
-        recovered: the events that were put in.
-        lost: what remains so, in words.
+        kept: path of the damaged file; None if there was none.
+        recovered: restored events.
+        lost: descriptions of what could not be restored.
         planned: whether the ledger has a plan.
     """
 
@@ -69,7 +70,7 @@ class Repaired:
 
 
 def needs_repair(folder: Path) -> str:
-    """What is wrong with the ledger in ``folder``, in words; "" if nothing is."""
+    """Describe what is wrong with the ledger in ``folder``; "" if nothing is."""
     contents = open_ledger(folder)
     if contents.damage:
         return describe_damage(contents.damage)
@@ -79,10 +80,11 @@ def needs_repair(folder: Path) -> str:
 
 
 def repair(folder: Path, uri: str | None) -> Repaired:
-    """Make the ledger in ``folder`` again; see the module.
+    """Repair the ledger in ``folder``.
 
     Args:
-        uri: the MLflow store that has the study's runs; None asks none.
+        folder: folder of the study.
+        uri: tracking URI of the MLflow store with the study's runs; None to ask none.
 
     Raises:
         ValueError: another process writes the ledger, or the store does not answer.
@@ -95,17 +97,19 @@ def repair(folder: Path, uri: str | None) -> Repaired:
             add_known_to_mlflow(
                 known, _name(folder, contents), id_, uri, _all_names(contents, known)
             )
-        work = _Restoration(contents, known)
-        work.restore()
+        restoration = _Restoration(contents, known)
+        restoration.restore()
         write_lock(lock, {})
-        kept = _replace(folder, id_, work)
-        write_lock(lock, {"lines": 1 + len(work.events)})
-    planned = any(event["event"] == "planned" for event in work.events)
-    return Repaired(kept=kept, recovered=work.recovered, lost=work.lost, planned=planned)
+        kept = _replace(folder, id_, restoration)
+        write_lock(lock, {"lines": 1 + len(restoration.events)})
+    planned = any(event["event"] == "planned" for event in restoration.events)
+    return Repaired(
+        kept=kept, recovered=restoration.recovered, lost=restoration.lost, planned=planned
+    )
 
 
 def _common_id(known: dict[str, Known]) -> str:
-    """The ledger that most checkpoints name; "" if none does."""
+    """Return the ledger that most checkpoints name; "" if none does."""
     named = Counter(
         str(entry.origin["ledger"]) for entry in known.values() if entry.origin.get("ledger")
     )
@@ -118,7 +122,7 @@ def _name(folder: Path, contents: Contents) -> str:
 
 
 def _all_names(contents: Contents, known: dict[str, Known]) -> set[str]:
-    """The names of all metrics."""
+    """Return the names of all metrics."""
     metrics = [event["metrics"] for event in contents.events if "metrics" in event]
     metrics += [
         values
@@ -129,12 +133,12 @@ def _all_names(contents: Contents, known: dict[str, Known]) -> set[str]:
 
 
 class _Restoration:
-    """Makes the events of the new ledger from the whole ones of the old.
+    """The events of the new ledger, made from the whole events of the old one and the evidence.
 
     Attributes:
-        events: in order, once :meth:`restore` has been called.
-        recovered: those that are new.
-        lost: what nobody knows, in words.
+        events: events in order, once :meth:`restore` has been called.
+        recovered: restored events.
+        lost: descriptions of what could not be restored.
     """
 
     def __init__(self, contents: Contents, known: dict[str, Known]) -> None:
@@ -146,27 +150,27 @@ class _Restoration:
         # the first line is the header
         self._gaps = [gap for gap in sorted(self._damage) if gap > 1] if self._whole else [1]
         self._known, self._state = known, fold(contents.events)
-        self._of_trial: dict[str, list[tuple[int, Event]]] = defaultdict(list)
+        self._events_of: dict[str, list[tuple[int, Event]]] = defaultdict(list)
         for number, event in self._whole:
             if "trial" in event:
-                self._of_trial[event["trial"]].append((number, event))
+                self._events_of[event["trial"]].append((number, event))
         self._plans = [number for number, event in self._whole if event["event"] == "planned"]
-        self._put: dict[int, list[Event]] = defaultdict(list)
+        self._inserted: dict[int, list[Event]] = defaultdict(list)
         self._latest: dict[tuple[int, str], float] = defaultdict(lambda: -math.inf)
         self.recovered: list[Event] = []
         self.lost: list[str] = []
         self.events: list[Event] = []
 
     def restore(self) -> None:
-        """Fill the gaps, set back what cannot be filled, put all in order."""
+        """Fill the gaps, set back trials that stay incomplete, and put all events in order."""
         for gap in self._gaps:
             if self._is_plan(gap):
-                self._put[gap].append(
+                self._inserted[gap].append(
                     {"event": "lost", "time": self._between(gap), "what": "planned"}
                 )
-        for trial in sorted({*self._of_trial, *self._known, *self._state.known}):
+        for trial in sorted({*self._events_of, *self._known, *self._state.known}):
             self._restore(
-                trial, self._of_trial[trial], self._known.get(trial, Known(source=ELIMINATION))
+                trial, self._events_of[trial], self._known.get(trial, Known(source=ELIMINATION))
             )
         if self._whole or not self._damage:
             self.lost += [
@@ -179,28 +183,34 @@ class _Restoration:
         numbered = [(number, 1, event) for number, event in self._whole]
         numbered += [
             (number, 0, event)
-            for number, events in self._put.items()
+            for number, events in self._inserted.items()
             for event in sorted(events, key=_time)
         ]
         self.events = [event for *_, event in sorted(numbered, key=lambda entry: entry[:2])]
         self.recovered = [
-            event for events in self._put.values() for event in events if "recovered" in event
+            event for events in self._inserted.values() for event in events if "recovered" in event
         ]
 
     def _restore(self, trial: str, events: list[tuple[int, Event]], known: Known) -> None:
-        """What a trial must have had where lines are lost."""
+        """Restore the events that a trial must have had where lines are lost."""
         first = events[0][0] if events else math.inf
         if trial not in self._state.known and self._plans and self._adaptive:
             self._add(trial, known, first)
+        taken = self._taken_over(events, known)
         begun = min((number for number, event in events if event["event"] == "started"), default=0)
         for number in self._not_started(events, known):
             at = self._insert(
-                {"event": "started", "trial": trial, **_code(known)},
+                {"event": "started", "trial": trial, **(taken or _code(known))},
                 self._before(events, number),
                 number,
                 ELIMINATION,
             )
             begun = begun or at or 0
+            if at is not None and taken and "commits" not in taken:
+                self.lost.append(
+                    f"trial {trial}: the commit of the code that trained it; it was taken over from"
+                    f" {taken['source']}"
+                )
         epochs = {event["epoch"]: number for number, event in events if event["event"] == "report"}
         ends = [number for number, event in events if event["event"] in ENDS]
         end = min(ends, default=math.inf)
@@ -209,13 +219,14 @@ class _Restoration:
                 after = max((n for e, n in epochs.items() if e < epoch), default=begun)
                 before = min((n for e, n in epochs.items() if e > epoch), default=end)
                 report = {"event": "report", "trial": trial, "epoch": epoch, "metrics": metrics}
+                report |= taken
                 if (
                     gap := self._insert(report, after, before, known.source, known.times.get(epoch))
                 ) is not None:
                     epochs[epoch] = gap
-        told = {event["epoch"] for _, event in events if event["event"] == "checkpoint"}
+        noted = {event["epoch"] for _, event in events if event["event"] == "checkpoint"}
         for epoch, path in sorted(known.paths.items()):
-            if epoch not in told and epoch in epochs:
+            if epoch not in noted and epoch in epochs:
                 checkpoint = {
                     "event": "checkpoint",
                     "trial": trial,
@@ -229,8 +240,8 @@ class _Restoration:
         self, trial: str, known: Known, epochs: dict[int, int], ends: list[int]
     ) -> None:
         planned = self._state.known.get(trial)
-        wanted = planned.epochs if planned else int(known.config.get("epochs", 0))
-        missing = [epoch for epoch in range(1, wanted + 1) if epoch not in epochs]
+        epoch_count = planned.epochs if planned else int(known.config.get("epochs", 0))
+        missing = [epoch for epoch in range(1, epoch_count + 1) if epoch not in epochs]
         if not ends and known.end and not (known.end["event"] == FINISHED and missing):
             self._insert(
                 {"trial": trial, **known.end},
@@ -239,8 +250,10 @@ class _Restoration:
                 known.source,
                 known.ended,
             )
-        finished = [number for number, event in self._of_trial[trial] if event["event"] == FINISHED]
-        if not wanted and finished:  # how many it had to have, nobody knows
+        finished = [
+            number for number, event in self._events_of[trial] if event["event"] == FINISHED
+        ]
+        if not epoch_count and finished:  # nobody knows how many epochs it needs
             report = {"event": "report", "trial": trial}
             missing = [
                 gap for gap in self._gaps if gap < finished[0] and self._may_hold(gap, report)
@@ -248,14 +261,14 @@ class _Restoration:
         if finished and missing:
             self._whole = [entry for entry in self._whole if entry[0] not in finished]
             epochs_ = (
-                f"epochs {', '.join(map(str, missing))}" if wanted else "some epochs, perhaps,"
+                f"epochs {', '.join(map(str, missing))}" if epoch_count else "some epochs, perhaps,"
             )
             self.lost.append(f"trial {trial}: {epochs_} that nobody knows; it is trained again")
 
     def _insert(
         self, event: Event, after: float, before: float, source: str, when: float | None = None
     ) -> int | None:
-        """Put an event into the first gap between two numbers; where, or None if there is none."""
+        """Put an event into the first gap between two numbers; return the gap, or None."""
         gap = next(
             (gap for gap in self._gaps if after <= gap <= before and self._may_hold(gap, event)),
             None,
@@ -267,26 +280,27 @@ class _Restoration:
             gap, when if when is not None or self._whole else self._worked_on(trial)
         )
         moment = self._latest[gap, trial] = max(moment, self._latest[gap, trial])
-        self._put[gap].append(
+        self._inserted[gap].append(
             {"event": event["event"], "time": moment, **event, "recovered": source}
         )
         return gap
 
     def _may_hold(self, gap: int, event: Event) -> bool:
-        """Whether what can still be read of a lost line speaks against its having been this
-        event."""
-        said = self._damage[gap].hints if self._whole else {}
-        other_kind = said.get("event") in (*KINDS, *BESIDE) and said["event"] != event["event"]
+        """Tell whether a lost line may have been this event, by what can still be read of it."""
+        hints = self._damage[gap].hints if self._whole else {}
+        other_kind = hints.get("event") in (*KINDS, *BESIDE) and hints["event"] != event["event"]
         trial = event.get("trial") or event["planned"]["id"]
         other_trial = (
-            said.get("trial") in {*self._of_trial, *self._known, *self._state.known}
-            and said["trial"] != trial
+            hints.get("trial") in {*self._events_of, *self._known, *self._state.known}
+            and hints["trial"] != trial
         )
         return not (other_kind or other_trial or self._is_plan(gap))
 
     def _between(self, gap: int, when: float | None = None) -> float:
-        """``when``, or else as late as the line before the gap; not before that one, nor after the
-        next."""
+        """Return ``when``, limited to the times of the lines before and after the gap.
+
+        Without ``when``, return the time of the line before.
+        """
         place = bisect(self._numbers, gap)
         before = self._times[place - 1] if place else -math.inf
         after = self._times[place] if place < len(self._times) else math.inf
@@ -294,28 +308,32 @@ class _Restoration:
         return moment if math.isfinite(moment) else after if math.isfinite(after) else time.time()
 
     def _is_plan(self, gap: int) -> bool:
-        """Whether the lost line was a plan: it says so, or comes after the end of a run, and what
-        follows is none."""
+        """Tell whether the lost line was a plan.
+
+        It was if its text says so, or if it follows the end of a run and the next line is no plan.
+        """
         place = bisect(self._numbers, gap)
         around = [event["event"] for _, event in self._whole[max(0, place - 1) : place + 1]]
-        said = self._damage[gap].hints.get("event") if self._whole else None
-        return said == "planned" or (
+        kind = self._damage[gap].hints.get("event") if self._whole else None
+        return kind == "planned" or (
             place > 0 and len(around) == 2 and around[0] == "ended" and around[1] != "planned"
         )
 
     def _is_lost(self, number: int) -> bool:
-        """Whether nothing was put in for a line; of the header all is known."""
-        recovered = any("recovered" in event for event in self._put[number])
+        """Tell whether nothing was restored for a line; a lost header is not missed."""
+        recovered = any("recovered" in event for event in self._inserted[number])
         return not recovered and not (number == 1 and self._whole)
 
     def _worked_on(self, trial: str) -> float | None:
-        """When the checkpoints of a trial were written, the first of those that are left."""
+        """Return the time of the first of a trial's checkpoints that are left, or None."""
         paths = self._known[trial].paths.values() if trial in self._known else []
         return min((path.stat().st_mtime for path in paths), default=None)
 
     def _not_started(self, events: list[tuple[int, Event]], known: Known) -> Iterator[float]:
-        """Before which numbers, or the end, the trial must have been started and, as far as the
-        whole lines tell, was not."""
+        """Yield the numbers before which the trial must have been started but has no such event.
+
+        Infinity stands for the end of the ledger.
+        """
         if not events and (known.epochs or known.end):
             yield math.inf
         begun = False
@@ -325,13 +343,32 @@ class _Restoration:
             last = number
             if event["event"] == "started":
                 begun = True
-            elif not begun and "source" not in event and event["event"] in ("report", *ENDS):
+            elif not begun and self._is_own(event) and event["event"] in ("report", *ENDS):
                 begun = True
                 yield number
 
+    def _is_own(self, event: Event) -> bool:
+        """Tell whether a trial must have been started for this event.
+
+        It need not for an epoch that it continues from, which another trial of the study trained.
+        """
+        return event.get("source") not in self._state.known
+
+    def _taken_over(self, events: list[tuple[int, Event]], known: Known) -> Event:
+        """Return a trial's source and the commits that trained it, if it was taken over.
+
+        The commits are those that its lines or its checkpoints name; the result is empty for a
+        trial of this study.
+        """
+        from_elsewhere = [event for _, event in events if "source" in event and self._is_own(event)]
+        if not from_elsewhere:
+            return {}
+        told = [commit for event in from_elsewhere for commit in event.get("commits", [])]
+        commits = list(dict.fromkeys(told)) or list(_code(known).values())
+        return {"source": from_elsewhere[0]["source"]} | ({"commits": commits} if commits else {})
+
     def _before(self, events: list[tuple[int, Event]], number: float) -> int:
-        """What comes before a number in the life of a trial: its own last line, or the plan of that
-        run."""
+        """Return the number of the trial's last line, or of the run's plan, before a number."""
         return max(
             [0, *(n for n, _ in events if n < number), *(n for n in self._plans if n < number)]
         )
@@ -358,12 +395,12 @@ def _time(event: Event) -> float:
 
 
 def _code(known: Known) -> dict[str, str]:
-    """The code that trained, where checkpoints tell."""
+    """Return the code that trained, if checkpoints name it, as part of an event."""
     return {"code": known.origin["code"]} if "code" in known.origin else {}
 
 
 def _meaning(damage: Damage) -> str:
-    """What the loss of a line means."""
+    """Describe what the loss of a line means for the user."""
     meanings = {
         "planned": "; what a run planned: which code it was is unknown, the next run plans anew",
         "edited": "; limits that were edited: edit them again",
@@ -375,27 +412,27 @@ def _meaning(damage: Damage) -> str:
     return meanings.get(damage.hints.get("event", ""), "")
 
 
-def _replace(folder: Path, id_: str, work: _Restoration) -> Path | None:
-    """Write the new ledger, the old one kept beside it; at no moment is there none."""
+def _replace(folder: Path, id_: str, restoration: _Restoration) -> Path | None:
+    """Write the new ledger and keep the old one beside it; at no moment is there none."""
     path = folder / FILE
-    last = work.events[-1]["time"] if work.events else time.time()
+    last = restoration.events[-1]["time"] if restoration.events else time.time()
     kept = (
         path.with_name(f"{FILE}.damaged-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}")
         if path.exists()
         else None
     )
-    work.events.append(
+    restoration.events.append(
         {
             "event": "repaired",
             "time": last,
             "damaged": kept.name if kept else None,
-            "lost": work.lost,
+            "lost": restoration.lost,
         }
     )
-    first = work.events[0]["time"]
+    first = restoration.events[0]["time"]
     part = path.with_name(f"{FILE}.part")
     with part.open("wb") as file:
-        for number, event in enumerate([make_header(id_, first), *work.events], 1):
+        for number, event in enumerate([make_header(id_, first), *restoration.events], 1):
             file.write(
                 seal(
                     event | {"study": study_without_password(event["study"])}
@@ -409,7 +446,7 @@ def _replace(folder: Path, id_: str, work: _Restoration) -> Path | None:
     if kept is not None:
         try:
             os.link(path, kept)
-        except OSError:  # a file system without them
+        except OSError:  # a file system without hard links
             shutil.copyfile(path, kept)
     part.replace(path)
     sync_folder(folder)

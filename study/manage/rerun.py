@@ -1,4 +1,4 @@
-"""A trial trained once more, and where its figures differ."""
+"""Repetition of a trial, to compare its figures."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from study.plan.plan import make_plan
 from trainers.config import TrialConfig
 
 UNTIMED = ("samples_per_second",)
-"""Metrics that depend on the machine's mood, left out where results are compared."""
+"""Metrics that vary from run to run, left out where results are compared."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Repetition:
-    """What came of repeating a trial: ``differences`` are empty if every figure had the same
-    bits."""
+    """Result of repeating a trial; ``differences`` is empty if every figure had the same bits."""
 
     trial: TrialState
     again: TrialState
@@ -31,10 +30,11 @@ class Repetition:
 def rerun(
     state: StudyState, trial: TrialState, run: Callable[[StudyConfig], StudyState]
 ) -> Repetition:
-    """Train a trial again from the start, in a study of its own that is thrown away, and compare
-    every figure.
+    """Train a trial again from the start, in a temporary study, and compare every figure.
 
     Args:
+        state: state of the study.
+        trial: trial to repeat.
         run: runs a study and returns its state.
 
     Raises:
@@ -64,8 +64,10 @@ def rerun(
 
 
 def differences(trial: TrialState, again: TrialState) -> list[str]:
-    """Where two runs of a trial have different figures, times aside; epochs that only one reported
-    count only if both finished."""
+    """Describe where two runs of a trial have different figures, times aside.
+
+    Epochs that only one of them reported are not compared.
+    """
     found = []
     for epoch in sorted(set(trial.reports) & set(again.reports)):
         ours, theirs = (_comparable(t.reports[epoch]["metrics"]) for t in (trial, again))

@@ -1,7 +1,6 @@
-"""What can be done with studies that there are: list, look at, export, extend, take finished trials
-from another, repeat a trial.
+"""Access to studies that exist: find them, read their state, find their trials, list them.
 
-Everything here reads ledgers; what must write one takes its lock first and so refuses while the
+Everything here reads ledgers; commands that write one take its lock first and so refuse while the
 study runs.
 """
 
@@ -12,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from study.config import StudyConfig
-from study.ledger.log import FILE, describe_damage, how_to_repair, is_locked, open_ledger
+from study.ledger.log import FILE, Contents, describe_damage, how_to_repair, is_locked, open_ledger
 from study.ledger.state import ENDED, FAILED, StudyState, TrialState, fold
 from study.program import lns_study
 from study.results.configurations import groups_of_seeds
 
 
 def find(study: str, storage: str) -> Path:
-    """The folder of a study, from its name or its folder.
+    """Return the folder of a study, given its name or its folder.
 
     Raises:
-        ValueError: there is none; the message lists those there are.
+        ValueError: there is no such study; the message lists those there are.
     """
     direct = Path(study)
     if (direct / FILE).exists():
@@ -38,24 +37,21 @@ def find(study: str, storage: str) -> Path:
 
 
 def folders(storage: str) -> list[Path]:
-    """The folders of all studies in a storage, by name."""
+    """Return the folders of all studies in a storage, by name."""
     return sorted(path.parent for path in Path(storage).expanduser().resolve().glob(f"*/{FILE}"))
 
 
 def read(folder: Path) -> StudyState:
-    """The state of the study in ``folder``, as far as its ledger is whole; ``damage`` says what is
-    not.
+    """Return the state of the study in ``folder``, as far as its ledger is whole.
+
+    Its ``damage`` describes what is not.
 
     Raises:
-        ValueError: its ledger holds no plan.
+        ValueError: the ledger holds no plan.
     """
     contents = open_ledger(folder)
     state = fold(contents.events)
-    if contents.damage:
-        state.damage = (
-            f"the ledger is damaged: {describe_damage(contents.damage)}; to repair it:"
-            f" {how_to_repair(folder)}"
-        )
+    state.damage = _damage(folder, contents)
     if not state.plan:
         raise ValueError(
             f"{folder}: {state.damage}"
@@ -68,11 +64,27 @@ def read(folder: Path) -> StudyState:
     return state
 
 
+def damage_of(folder: Path) -> str:
+    """Return what is wrong with the ledger in ``folder``, and what repairs it; "" if nothing is."""
+    return _damage(folder, open_ledger(folder))
+
+
+def _damage(folder: Path, contents: Contents) -> str:
+    if not contents.damage:
+        return ""
+    return (
+        f"the ledger is damaged: {describe_damage(contents.damage)}; to repair it:"
+        f" {how_to_repair(folder)}"
+    )
+
+
 def whole(folder: Path) -> StudyState:
-    """The same, for what would spread the gaps of a damaged ledger.
+    """Return the state of the study in ``folder``; refuse a damaged ledger.
+
+    For commands that would spread the gaps of a damaged ledger.
 
     Raises:
-        ValueError: its ledger holds no plan, or is damaged.
+        ValueError: the ledger holds no plan, or is damaged.
     """
     state = read(folder)
     if state.damage:
@@ -81,7 +93,7 @@ def whole(folder: Path) -> StudyState:
 
 
 def condition(folder: Path, state: StudyState) -> str:
-    """``running``, ``damaged``, or how the last run ended; ``interrupted`` where it was killed."""
+    """Return ``running``, ``damaged`` or the last run's outcome, ``interrupted`` if killed."""
     if is_locked(folder):
         return "running"
     if state.damage:
@@ -90,10 +102,12 @@ def condition(folder: Path, state: StudyState) -> str:
 
 
 def find_trial(state: StudyState, key: str) -> TrialState:
-    """The trial with that id, or the only one whose id begins so, or of a row's ``label #number``.
+    """Return the trial with an id, with a unique beginning of one, or named in words.
+
+    The words are ``label #number`` or ``label, seed N``.
 
     Raises:
-        ValueError: there is none, or more than one.
+        ValueError: no trial matches, or more than one.
     """
     exact = [trial for trial in state.known.values() if trial.id == key]
     found = exact or [
@@ -112,8 +126,11 @@ def find_trial(state: StudyState, key: str) -> TrialState:
 
 
 def overview(folder: Path) -> dict[str, Any]:
-    """One study in a list: name, condition, trials, the best first objective, when it was last
-    heard of."""
+    """Return a study's entry in a list.
+
+    It has the name, the condition, the trials, the best first objective and the time of the last
+    event.
+    """
     contents = open_ledger(folder)
     events, state = contents.events, fold(contents.events)
     state.damage = describe_damage(contents.damage)
@@ -142,6 +159,6 @@ def overview(folder: Path) -> dict[str, Any]:
         "condition": condition(folder, state),
         "trials": f"{ended}/{len(state.trials)}" + (f", {failed} failed" if failed else ""),
         "best": f"{metric} {best:.4g}" if best is not None else "-",
-        # what was taken over has the times of its source
+        # events that were taken over have the times of their source
         "time": max(event["time"] for event in events),
     }

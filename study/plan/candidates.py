@@ -1,29 +1,30 @@
-"""The configurations that a search may try, before any has run."""
+"""Configurations that a search may try, as far as they are known before any trial has run."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import combinations
 from typing import Any
 
-from study.config import RowConfig, StudyConfig
+from study.config import RowConfig, SearchConfig, StudyConfig
 from study.config.compose import override_trial
-from study.config.space import Params, Space, unit_points
+from study.config.space import Params, Space, canonical, describe, unit_points
+from study.plan.trials import Base, Excluded, PlannedTrial
 
 OF_ROUNDS = ("epochs", "changes", "data.train_size")
-"""What a search in rounds sets beside the space."""
+"""Trial keys that a search in rounds sets beside those of the space."""
 
 
 def is_history(params: Params, space: Space) -> bool:
-    """Whether sampled values lie outside the space: they were proposed before it was changed."""
+    """Tell whether sampled values lie outside the space: proposed before the space was changed."""
     return not space.holds(params) and not space.holds(
         {key: value for key, value in params.items() if key not in OF_ROUNDS}
     )
 
 
 def halved(configurations: int, factor: int) -> list[int]:
-    """How many configurations take part in each round of successive halving."""
+    """Return the number of configurations in each round of successive halving."""
     return [
         configurations,
         *(halved(configurations // factor, factor) if configurations >= factor else []),
@@ -31,21 +32,22 @@ def halved(configurations: int, factor: int) -> list[int]:
 
 
 def generation_ends(epochs: int, interval: int) -> list[int]:
-    """The epochs at which a population's generations end: every ``interval``, and the last."""
+    """Return the last epochs of a population's generations: every ``interval``, and the last."""
     return [*range(interval, epochs, interval), epochs]
 
 
 def rows_of(study: StudyConfig) -> list[RowConfig]:
-    """The study's rows; one named like the study if it has none."""
+    """Return the study's rows; one named like the study if it has none."""
     return study.rows or [RowConfig(label=study.name)]
 
 
 def bind_space(study: StudyConfig) -> Space:
-    """The study's space, its values converted to what the keys take.
+    """Return the study's space, its values converted to the types that the keys take.
+
+    A point that a trial refuses is no error here: it breaks a rule of trials and is left out later.
 
     Raises:
-        ValueError: a key that no trial has or that two domains set, or a value of the wrong type. A
-            point that a trial refuses is no error: it breaks a rule.
+        ValueError: no trial has a key, two domains set the same key, or a value has the wrong type.
     """
     for one, other in combinations(study.parsed_space.domains, 2):
         if not one.when and not other.when and (key := common_keys(one.sets, other.sets)):
@@ -76,7 +78,7 @@ def bind_space(study: StudyConfig) -> Space:
 
 
 def _taken(trial: dict[str, Any], key: str, value: Any) -> Any:
-    """What a trial's dict holds under ``key``; of a mapping, only the keys that ``value`` has."""
+    """Return what a trial's dict holds under ``key``; of a mapping, only the keys of ``value``."""
     held: Any = trial
     for part in key.split("."):
         held = held[part]
@@ -86,7 +88,7 @@ def _taken(trial: dict[str, Any], key: str, value: Any) -> Any:
 
 
 def common_keys(keys: Iterable[str], others: Iterable[str]) -> list[str]:
-    """Those of ``keys`` that one of ``others`` is, holds or lies in."""
+    """Return the ``keys`` that equal, contain or lie inside one of ``others``, sorted."""
     return sorted(
         key
         for key in keys
@@ -95,21 +97,127 @@ def common_keys(keys: Iterable[str], others: Iterable[str]) -> list[str]:
 
 
 CANDIDATES = 8
-"""Points drawn for each one wanted; where invalid or equal ones use them up, a row has fewer
-configurations."""
+"""Points sampled for each configuration wanted.
+
+If equal points use them up, a row has fewer configurations; if refused ones do, that is an error
+(:func:`draw`).
+"""
 
 
 def candidates(
     study: StudyConfig, space: Space
 ) -> Iterator[tuple[Params | None, Iterator[Params]]]:
-    """For each point of the grids the points to try, in order; for algorithm grid all at once, with
-    None."""
-    search = study.search
-    if search.algorithm == "grid" or not space.sampled:
+    """Yield each point of the grids with the points to try there, in order.
+
+    For algorithm grid, yield None once, with all points.
+    """
+    if study.search.algorithm == "grid" or not space.sampled:
         yield None, iter(space.all_points())
         return
     for point in space.grid_points():
-        units = unit_points(
-            search.algorithm, len(space.sampled), CANDIDATES * search.num_samples, search.seed
+        yield point, sampled_points(study.search, space, point)
+
+
+def sampled_points(search: SearchConfig, space: Space, point: Params) -> Iterator[Params]:
+    """Draw the points to try at one point of the grids, in order."""
+    units = unit_points(
+        search.algorithm, len(space.sampled), CANDIDATES * search.num_samples, search.seed
+    )
+    return (space.point(unit, point) for unit in units)
+
+
+def first_point(
+    study: StudyConfig, base: Base, space: Space, point: Params
+) -> PlannedTrial | Excluded:
+    """Return the first valid trial of a row at a point of the grids.
+
+    If none of the points that a search would try is valid, return the point of the grids with the
+    rule that refuses the first.
+    """
+
+    def make(params: Params, number: int) -> list[PlannedTrial]:
+        return [base.trial(study.seeds[0], None, params)]
+
+    found, excluded = draw(base, make, sampled_points(study.search, space, point), set(), wanted=1)
+    return found[0][0] if found else dataclasses.replace(excluded[0], params=point)
+
+
+def draw(
+    base: Base,
+    make: Callable[[Params, int], list[PlannedTrial]],
+    points: Iterable[Params],
+    seen: set[str],
+    *,
+    wanted: int | None = None,
+    before: int = 0,
+) -> tuple[list[list[PlannedTrial]], list[Excluded]]:
+    """Make the trials of the first ``wanted`` points that are valid and new, or of all.
+
+    A point that is refused or known already is replaced by the next.
+
+    Args:
+        base: of the row.
+        make: gives a configuration's trials, of its sampled values and its number.
+        points: to try, in order.
+        seen: ids of the first trials of configurations that are known; takes those found.
+        wanted: configurations; None for as many as there are.
+        before: configurations of the row that have numbers already.
+
+    Returns:
+        The trials by configuration, and the points that were refused, each once.
+
+    Raises:
+        ValueError: some points are valid, but too few, and it is refused ones that used them up.
+    """
+    found: list[list[PlannedTrial]] = []
+    refused: dict[str, Excluded] = {}
+    tried = 0
+    for params in points:
+        if len(found) == wanted:
+            break
+        tried += 1
+        try:
+            trials = make(params, before + len(found) + 1)
+        except ValueError as error:
+            refused.setdefault(canonical(params), base.exclude(params, error))
+            continue
+        if trials[0].id not in seen:
+            seen.add(trials[0].id)
+            found.append(trials)
+    if wanted is not None and 0 < len(found) < wanted:
+        refuse_scarcity(base.row, len(found), wanted, tried, list(refused.values()))
+    return found, list(refused.values())
+
+
+def refuse_scarcity(
+    row: RowConfig, found: int, wanted: int, tried: int, refused: Sequence[Excluded]
+) -> None:
+    """Refuse a search that hardly finds a valid point.
+
+    A search whose few points are all known has ended instead.
+
+    Args:
+        row: searched.
+        found: configurations.
+        wanted: configurations.
+        tried: points that it took.
+        refused: those of them that are no valid trial, each once.
+
+    Raises:
+        ValueError: more of the tries were refused than were repetitions.
+    """
+    if len(refused) > tried - found - len(refused):
+        count, entry = by_rule(refused)[0]
+        raise ValueError(
+            f"row {row.label!r}: search.num_samples={wanted}, but {tried} points of the space gave"
+            f" {found} valid trials; {count} were refused as this one was, {describe(entry.params)}"
+            f": {entry.reason}; narrow the space or tie its keys by when, or use fewer samples"
         )
-        yield point, (space.point(unit, point) for unit in units)
+
+
+def by_rule(excluded: Iterable[Excluded]) -> list[tuple[int, Excluded]]:
+    """Group configurations left out by rule: their number and the first of each, most first."""
+    groups: dict[str, list[Excluded]] = {}
+    for entry in excluded:
+        groups.setdefault(entry.rule, []).append(entry)
+    return sorted(((len(group), group[0]) for group in groups.values()), key=lambda of: -of[0])

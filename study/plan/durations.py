@@ -1,6 +1,6 @@
-"""How long a trial will take, by what trials like it took.
+"""Expected time of a trial, from the times of earlier trials like it.
 
-The seconds an epoch takes are the median over trials that computed the same way: same model, data,
+The seconds per epoch are the median over trials that computed the same way: same model, data,
 precision, optimizer, batch size, workers, threads and device. Seeds, learning rates and the number
 of epochs change nothing.
 """
@@ -14,12 +14,14 @@ from collections.abc import Iterable
 
 from study.ledger.state import StudyState, TrialState
 from study.plan.identity import pace_key
-from study.plan.plan import PlannedTrial
+from study.plan.trials import PlannedTrial
 
 
 def seconds_an_epoch(states: Iterable[StudyState]) -> dict[str, float]:
-    """Median seconds an epoch, by :func:`pace_key`, over all trials that have reported two
-    epochs."""
+    """Return the median seconds per epoch by :func:`pace_key`.
+
+    Trials count once they have reported two epochs.
+    """
     found: dict[str, list[float]] = defaultdict(list)
     for state in states:
         for trial in state.known.values():
@@ -29,10 +31,15 @@ def seconds_an_epoch(states: Iterable[StudyState]) -> dict[str, float]:
 
 
 def _epochs(trial: TrialState) -> list[float]:
-    """Seconds of the epochs after the first, which has the start in it."""
+    """Return the seconds of each epoch but the first, which includes the start."""
     return [seconds for epoch, seconds in sorted(trial.took.items()) if epoch > 1 and seconds > 0]
 
 
 def expected_seconds(trial: PlannedTrial, seconds: dict[str, float]) -> float:
-    """Of a trial by :func:`seconds_an_epoch`; infinite where no trial was like it."""
+    """Return the expected seconds of a trial; infinity if no earlier trial was like it.
+
+    Args:
+        trial: the trial.
+        seconds: seconds per epoch from :func:`seconds_an_epoch`.
+    """
     return trial.config.epochs * seconds.get(pace_key(trial.config.to_dict()), math.inf)

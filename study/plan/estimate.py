@@ -1,7 +1,7 @@
-"""What a study would take: trials, resources, and time as earlier studies in the storage took it
-(:mod:`study.plan.durations`).
+"""Estimate of what a study takes: trials, resources and time.
 
-Where no earlier trial is like a planned one there is no estimate, and the plan says so.
+The time is estimated from earlier studies in the storage (:mod:`study.plan.durations`). Where no
+earlier trial is like a planned one there is no estimate, and the plan says so.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from study.config.space import describe
 from study.ledger.log import FILE, read_ledger
 from study.ledger.state import fold
+from study.plan.candidates import by_rule
 from study.plan.durations import seconds_an_epoch
 from study.plan.identity import pace_key
-from study.plan.plan import Plan, PlannedTrial
+from study.plan.plan import Plan
 from study.plan.resources import local_cpus
+from study.plan.trials import PlannedTrial
 from study.text import duration
 from trainers.workers.resources import cpus_of, gpus_of, lanes_of
 
@@ -24,13 +27,16 @@ TRIALS_SHOWN = 12
 
 
 def of_storage(storage: str) -> dict[str, float]:
-    """:func:`study.plan.durations.seconds_an_epoch` over all studies in a storage."""
+    """Return the median seconds per epoch, by pace key, over all studies in a storage.
+
+    See :func:`study.plan.durations.seconds_an_epoch`.
+    """
     paths = Path(storage).expanduser().resolve().glob(f"*/{FILE}")
     return seconds_an_epoch(fold(read_ledger(path.parent)) for path in paths)
 
 
 def describe_plan(plan: Plan) -> Iterator[str]:
-    """The plan in lines for a terminal."""
+    """Yield the description of a plan, as lines for a terminal."""
     study = plan.study
     known = of_storage(study.storage)
     rows = ", ".join(row.label for row in plan.rows)
@@ -51,13 +57,18 @@ def describe_plan(plan: Plan) -> Iterator[str]:
     yield from _describe_processes(plan)
     if plan.excluded:
         yield f"Left out, {len(plan.excluded)} configurations that make no valid trial:"
-        yield from (f"  {entry}" for entry in plan.excluded)
+        for count, first in by_rule(plan.excluded):
+            yield f"  {count}: {first.reason}"
+            left_out = [entry for entry in plan.excluded if entry.rule == first.rule]
+            yield from (f"    {entry.row}: {describe(entry.params)}" for entry in left_out)
     yield _describe_time(plan, known)
 
 
 def _describe_processes(plan: Plan) -> Iterator[str]:
-    """How many trials train in which kind of process, and why; where all have one of their own
-    there is nothing to say."""
+    """Yield how many trials train in which kind of process, and why.
+
+    Yields nothing if every trial has a process of its own.
+    """
     if plan.study.executor == "train":
         yield "Processes: by Ray Train, which restarts a gang within its trial (executor=train)"
         return
@@ -101,8 +112,10 @@ def _describe_trial(trial: PlannedTrial, known: dict[str, float]) -> str:
 
 
 def _describe_time(plan: Plan, known: dict[str, float]) -> str:
-    """Summed over trials, divided by those that run at a time; longest first, no trial is shorter
-    than itself."""
+    """Describe the expected time: that of all trials, divided by how many run at a time.
+
+    It is never less than the time of the longest trial.
+    """
     study = plan.study
     values = [trial.config.to_dict() for trial in plan.trials]
     like_known = [each for each in values if pace_key(each) in known]
@@ -127,10 +140,12 @@ def _describe_time(plan: Plan, known: dict[str, float]) -> str:
     cut = ", less with what the scheduler ends early" if study.search.ends_early else ""
     use = ""
     if study.address is None and not any(map(gpus_of, values)):
-        held = sum(map(operator.mul, times, map(cpus_of, like_known))) / len(times) * plan.size
+        cpu_seconds = (
+            sum(map(operator.mul, times, map(cpus_of, like_known))) / len(times) * plan.size
+        )
         use = (
             ", utilisation of the CPUs at most"
-            f" {100 * min(1.0, held / (local_cpus(study) * seconds)):.0f} %"
+            f" {100 * min(1.0, cpu_seconds / (local_cpus(study) * seconds)):.0f} %"
         )
     return (
         f"Expected time: {duration(seconds)}, {concurrent} at a time ({duration(total)} of trial"

@@ -1,7 +1,7 @@
-"""What makes trials the same: their config, minus what does not matter to the question.
+"""Identity of trials: keys that equivalent trials share, made from their configs.
 
 Four equivalences, from the finest: the same trial (:func:`trial_id`), the same results
-(:func:`results_key`), the same first epochs (:func:`beginning_key`), the same seconds an epoch
+(:func:`results_key`), the same first epochs (:func:`beginning_key`), the same seconds per epoch
 (:func:`pace_key`).
 """
 
@@ -14,12 +14,14 @@ from typing import Any
 from trainers.config import TrialConfig
 
 ID_LENGTH = 12
-"""Hex digits kept of the hash: 48 bits, ample for the trials of one study."""
+"""Number of hex digits of the hash that are kept: 48 bits, ample for the trials of one study."""
 
 
 def trial_id(config: TrialConfig) -> str:
-    """Hash what a config has other than the defaults, what changes no result left out: the id of
-    the trial."""
+    """Return the id of a trial: a hash of the config's departures from the defaults.
+
+    Keys that change no result are left out.
+    """
     return digest(_departures(_deciding(config.to_dict()), TrialConfig().to_dict()))
 
 
@@ -35,21 +37,23 @@ def beginning_key(config: dict[str, Any], epochs: int) -> str:
 
 
 def pace_key(config: dict[str, Any]) -> str:
-    """Return the key that trials share if their epochs take as long."""
+    """Return the key that trials share if their epochs take equally long."""
     optimizer = config["optimizer"]
     kind = [optimizer["name"], bool(optimizer["momentum"]), bool(optimizer["weight_decay"])]
     return json.dumps(_deciding(config, "epochs", "seed") | {"optimizer": kind}, sort_keys=True)
 
 
 def digest(values: Any) -> str:
-    """First :data:`ID_LENGTH` hex digits of the sha256 of ``values`` as canonical JSON."""
+    """Return :data:`ID_LENGTH` hex digits of the sha256 of ``values`` as canonical JSON."""
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:ID_LENGTH]
 
 
 def _deciding(config: dict[str, Any], *ignored: str) -> dict[str, Any]:
-    """Copy ``config`` without what changes no result (:data:`study.config.OUTSIDE`) and without the
-    keys ``ignored``."""
+    """Return ``config`` without the keys that change no result and without the keys ``ignored``.
+
+    The former are :data:`study.config.OUTSIDE`.
+    """
     values = {key: value for key, value in config.items() if key not in ("gpus", *ignored)}
     data = {key: value for key, value in config["data"].items() if key != "root"}
     return values | {"data": _placeless(data), "model": _placeless(config["model"])}
@@ -62,7 +66,7 @@ def _placeless(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def _departures(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """The entries of ``values`` that differ from ``defaults``, nested dicts likewise."""
+    """Return the entries of ``values`` that differ from ``defaults``, nested dicts recursively."""
     found = {}
     for key, value in values.items():
         if value != defaults[key]:

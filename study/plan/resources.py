@@ -1,4 +1,4 @@
-"""What this machine has for trials."""
+"""CPUs of this machine that trials may use."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from study.config import StudyConfig
 
 
 def local_cpus(study: StudyConfig) -> int:
-    """CPUs of the local Ray: the config's, or those this process may use."""
+    """Return the CPUs of a local Ray: those of the config, or all that this process may use."""
     return study.cpus or len(os.sched_getaffinity(0))

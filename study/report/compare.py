@@ -1,12 +1,12 @@
-"""Two studies side by side: the configurations that both ran, their errors paired by seed, and a
+"""Comparison of two studies: the configurations that both ran, their errors paired by seed, and a
 test of the difference.
 
-A trial is matched by its whole config, what changes no result left out; where no trial is the same
-in both, by row, number and seed. A configuration counts with the seeds that finished in both
-studies. The test of a row, and of all together, is Student's t over the seeds
+Trials are matched by their whole config, without what changes no result; if no trial is the same in
+both studies, by row, number and seed. A configuration counts with the seeds that finished in both.
+The test of a row, and of all together, is Student's t over the seeds
 (:mod:`study.results.contrasts`): the difference of a seed is the mean over the configurations, so
 that these do not count as if they were seeds. With one seed the test is over the configurations,
-and says so. One correction is over all that is told.
+and says so. One correction is over all tests of the comparison.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ from study.results.statistics import measure
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One matched trial of each study; errors in per cent. ``name`` is the row, ``number`` the
-    configuration's in it."""
+    """One matched trial of each study; errors in per cent.
+
+    ``name`` is the row's label, ``number`` that of the configuration in it.
+    """
 
     name: str
     number: int | None
@@ -51,15 +53,17 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What came of comparing two studies.
+    """Result of comparing two studies.
 
     Attributes:
+        names: names of the two studies.
+        pairs: matched trials.
         matched_by: ``config`` or ``row``.
         measured: ``test error`` or ``validation error``.
         difference: mean of second minus first over all pairs, in percentage points.
-        contrast: of that difference, over seeds, or over configurations where there is one seed;
-            None where nothing can be tested.
-        rows: the same for each row.
+        contrast: contrast of that difference, over seeds, or over configurations if there is one
+            seed; None if nothing can be tested.
+        rows: contrast of each row, or None.
     """
 
     names: tuple[str, str]
@@ -75,7 +79,7 @@ def compare(first: StudyState, second: StudyState) -> Comparison:
     """Match the finished trials of two studies.
 
     Raises:
-        ValueError: none match.
+        ValueError: no trials match.
     """
     ours, theirs, matched_by = _matched(first, second)
     shared = [name for name in ours if name in theirs]
@@ -91,7 +95,7 @@ def compare(first: StudyState, second: StudyState) -> Comparison:
     if not pairs:
         raise ValueError(
             f"{first.config.name} and {second.config.name}: the matched trials have no finite"
-            " errors to compare"
+            " errors; compare studies whose trials did not diverge"
         )
     rows = {
         row: _contrast([pair for pair in pairs if pair.name == row])
@@ -115,7 +119,7 @@ def compare(first: StudyState, second: StudyState) -> Comparison:
 
 
 def _contrast(pairs: Iterable[Pair]) -> Contrast | None:
-    """See the module; of the seeds, those that every configuration has."""
+    """Return the contrast of pairs, over the seeds that every configuration has."""
     gaps: dict[tuple[str, int | None], dict[int, float]] = {}
     for pair in pairs:
         gaps.setdefault((pair.name, pair.number), {})[pair.seed] = pair.second - pair.first
@@ -136,7 +140,7 @@ def _contrast(pairs: Iterable[Pair]) -> Contrast | None:
 def _matched(
     first: StudyState, second: StudyState
 ) -> tuple[dict[str, TrialState], dict[str, TrialState], str]:
-    """The finished trials of both by what matches them, and what that is."""
+    """Return the finished trials of both studies by a common key, and the key's name."""
     for matched_by, key in (("config", lambda trial: results_key(trial.config)), ("row", _row_key)):
         ours, theirs = (
             {key(trial): trial for trial in state.trials if trial.status == FINISHED}
@@ -166,8 +170,7 @@ def _error(trial: TrialState, tested: bool) -> float | None:
 
 
 def lines(found: Comparison) -> list[list[str]]:
-    """One line a row: label, pairs, mean error in each study, mean difference in percentage
-    points."""
+    """Return one line per row: label, pairs, both mean errors, mean difference in points."""
     groups: dict[str, list[Pair]] = {}
     for pair in found.pairs:
         groups.setdefault(pair.name, []).append(pair)
@@ -189,7 +192,7 @@ def lines(found: Comparison) -> list[list[str]]:
 
 
 def verdict(found: Comparison) -> str:
-    """The overall difference in one sentence."""
+    """Describe the overall difference in one sentence."""
     test = "; too few seeds to test"
     contrast = found.contrast
     difference, half = (
@@ -217,7 +220,7 @@ def verdict(found: Comparison) -> str:
 
 
 def draw(found: Comparison, theme: Theme = LIGHT) -> bytes:
-    """PNG: each pair as a dot, both studies on the same axes; on the line they are equal."""
+    """Draw a PNG with a dot per pair, one study on each axis; on the line they are equal."""
     figure, axes = canvas(theme, height=6.4)
     rows = list(dict.fromkeys(pair.name for pair in found.pairs))
     for number, row in enumerate(rows):

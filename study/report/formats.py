@@ -1,4 +1,4 @@
-"""A study's results in other forms than the page: Markdown and LaTeX tables, csv and parquet of the
+"""Results in other forms than the page: Markdown and LaTeX tables, csv and parquet of the
 trials."""
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ SPECIAL = {
     "^": r"\textasciicircum{}",
     **{char: f"\\{char}" for char in "&%$#_{}"},
 }
-"""What LaTeX takes for its own, and how it is written."""
+"""Characters with a meaning in LaTeX, and how they are written."""
 
 
 def write_format(state: StudyState, folder: Path, form: str) -> Path:
-    """Write the results into the report's folder as ``md``, ``csv``, ``parquet`` or ``latex``; the
-    file."""
+    """Write the results as ``md``, ``csv``, ``parquet`` or ``latex``; return the file's path.
+
+    The file is in the report's folder.
+    """
     if form in ("csv", "parquet"):
         path = folder / f"trials.{form}"
         export(state, path, form)
@@ -39,7 +41,7 @@ def write_format(state: StudyState, folder: Path, form: str) -> Path:
 
 
 def render_latex(state: StudyState) -> str:
-    """The table for a paper; needs the package ``booktabs``."""
+    """Return the table for a paper; it needs the package ``booktabs``."""
     summary = summarise(state)
     names = headings(state, summary)
     lines = [names, *(cells(row) for row in summary.rows)]
@@ -70,5 +72,5 @@ def render_latex(state: StudyState) -> str:
 
 
 def escape(text: str) -> str:
-    """Text that LaTeX prints as it is."""
+    """Return text that LaTeX prints as it is."""
     return re.sub(r"[\\~^&%$#_{}]", lambda match: SPECIAL[match[0]], text).replace("±", r"\(\pm\)")

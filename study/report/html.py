@@ -19,35 +19,24 @@ from study.results.summary import Summary, test_errors
 
 
 def render_html(state: StudyState, summary: Summary, made: Parts, where: Links) -> str:
-    """The page, pictures inside."""
+    """Return the page, with the pictures inside."""
     environment = Environment(
         loader=PackageLoader("study.report"), autoescape=True, undefined=StrictUndefined
     )
     return environment.get_template("report.html.j2").render(
-        study=state.config,
-        answer=answer(state, summary),
-        headings=headings(state, summary),
-        shown=shown_rows(summary),
-        objectives=_objective_names(state),
-        front=_front_lines(state),
-        ranked=_ranked_lines(state),
-        rows=[(cells(row), row.verdict) for row in summary.rows],
-        intervals=interval_lines(summary),
-        remarks=[*remarks(state, summary), *made.failed],
-        protocol=protocol(state),
-        facts=facts(state),
-        versions=state.plan["provenance"]["versions"],
+        study=state.config, answer=answer(state, summary), headings=headings(state, summary),
+        shown=shown_rows(summary), objectives=_objective_names(state), front=_front_lines(state),
+        ranked=_ranked_lines(state), rows=[(cells(row), row.verdict) for row in summary.rows],
+        intervals=interval_lines(summary), remarks=[*remarks(state, summary), *made.failed],
+        protocol=protocol(state), facts=facts(state), versions=state.plan["provenance"]["versions"],
         config=yaml.safe_dump(state.plan["study"], sort_keys=False, allow_unicode=True),
-        trials=_trial_lines(state),
-        pictures=made.pictures,
-        tables=made.tables,
-        links=where,
+        trials=_trial_lines(state), pictures=made.pictures, tables=made.tables, links=where,
         explore=made.explore,
-    )
+    )  # fmt: skip
 
 
 def interval_lines(summary: Summary) -> dict[str, str]:
-    """95 % confidence intervals of the rows' means by label, where there are two seeds."""
+    """Return the 95 % confidence intervals of the rows' means by label, from two seeds on."""
     found = {}
     for row in summary.rows:
         half = interval(test_errors(row.trials))
@@ -57,7 +46,7 @@ def interval_lines(summary: Summary) -> dict[str, str]:
 
 
 SHOWN = 100
-"""Configurations listed in the page; the CSV file has all."""
+"""Largest number of configurations listed in the page; the CSV file has all."""
 
 
 def _objective_names(state: StudyState) -> list[str]:
@@ -65,7 +54,7 @@ def _objective_names(state: StudyState) -> list[str]:
 
 
 def _ranked_lines(state: StudyState) -> list[list[str]]:
-    """The best configurations of all rows."""
+    """Return the best configurations of all rows."""
     objectives = state.config.search.objectives
     found = [entry for entry in configurations(state.trials, objectives) if entry.whole]
     return [
@@ -81,7 +70,7 @@ def _ranked_lines(state: StudyState) -> list[list[str]]:
 
 
 def _front_lines(state: StudyState) -> list[list[str]]:
-    """The Pareto front of all rows together, where there are several objectives."""
+    """Return the Pareto front of all rows together, if there are several objectives."""
     objectives = state.config.search.objectives
     if len(objectives) < 2:
         return []

@@ -1,5 +1,5 @@
-"""The report's interactive part: plotly and the data it draws, inside the page, so that it works
-offline and from a file.
+"""Interactive plots of a report: plotly and its data, inside the page, so that they work offline
+and from a file.
 
 plotly.js has 4.8 MB; packed with gzip it takes 1.9 MB of base64, which the browser unpacks
 (``DecompressionStream``). The page's content security policy admits two scripts by their hashes,
@@ -32,7 +32,7 @@ MOST_SETTINGS = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Interactive:
-    """What the template needs: ``policy`` is the script-src of the content security policy."""
+    """Values for the template; ``policy`` is the script-src of the content security policy."""
 
     policy: str
     plotly: str
@@ -41,8 +41,10 @@ class Interactive:
 
 
 def interactive(state: StudyState) -> Interactive | None:
-    """The interactive part of a study's page; None before a trial has reported, and on a host
-    without plotly."""
+    """Return the interactive part of a study's page.
+
+    Returns None before a trial has reported, and on a host without plotly.
+    """
     data = explore_data(state)
     if data is None or importlib.util.find_spec("plotly") is None:
         return None
@@ -58,7 +60,7 @@ def interactive(state: StudyState) -> Interactive | None:
 
 @cache
 def _plotly() -> tuple[str, str]:
-    """plotly.js, packed, and the hash of what unpacks."""
+    """Return plotly.js, packed, and the hash of the unpacked text."""
     from plotly.offline import get_plotlyjs
 
     text = get_plotlyjs()
@@ -70,7 +72,7 @@ def _sha256(text: str) -> str:
 
 
 def explore_data(state: StudyState) -> dict[str, Any] | None:
-    """Trials with the figures that can be chosen as axes, and their curves."""
+    """Return trials with the figures that can be chosen as axes, and their curves."""
     trials = [trial for trial in state.trials if trial.reports][:MOST_TRIALS]
     if not trials:
         return None
@@ -97,7 +99,7 @@ def explore_data(state: StudyState) -> dict[str, Any] | None:
 
 
 def _settings(trials: list[TrialState]) -> list[str]:
-    """Numeric config keys with more than one value; the sampled ones first."""
+    """Return the numeric config keys with more than one value, sampled ones first."""
     sampled = list(
         dict.fromkeys(
             key
@@ -143,6 +145,6 @@ def _line(
 
 
 def _finite(value: Any) -> float | None:
-    """The number as JSON can hold it."""
+    """Return a finite number with six digits, as JSON can hold it, else None."""
     usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return float(f"{value:.6g}") if usable else None

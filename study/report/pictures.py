@@ -1,8 +1,8 @@
-"""The pictures and tables of a report's page beyond its first table, in their order.
+"""Pictures and tables of a report's page beyond its first table, in their order.
 
-A picture is drawn twice, for light and dark; each says what it shows in words, for those who cannot
-see it, and links to the study's runs in MLflow where it is known where they are (``mlflow.json``,
-which the writer leaves in the study's folder).
+A picture is drawn twice, for light and dark pages. Each has a description for those who cannot see
+it. The links lead to the study's runs in MLflow, if ``mlflow.json``, which the writer leaves in the
+study's folder, says where they are.
 """
 
 from __future__ import annotations
@@ -56,8 +56,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """One figure: ``file`` names its PNG, ``title`` stands over it, ``alt`` tells what it shows,
-    ``note`` what it adds up to."""
+    """One picture: ``file`` is the name of its PNG, ``title`` its heading, ``alt`` its description.
+
+    ``note`` is a text below it.
+    """
 
     file: str
     title: str
@@ -68,7 +70,7 @@ class Picture:
 
     @property
     def sources(self) -> tuple[str, str]:
-        """Both as data addresses."""
+        """Light and dark picture as data addresses."""
         light, dark = (
             f"data:image/png;base64,{base64.b64encode(data).decode()}"
             for data in (self.light, self.dark)
@@ -141,13 +143,12 @@ TITLES = {
         ),
     ),
 }
-"""Of each figure by the name of its file: the title, and what it shows in words."""
+"""Title and description of each picture by the name of its file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a page has beyond its first table; ``failed`` says of each part that could not be made
-    why."""
+    """Parts of a page beyond its first table; ``failed`` says which could not be made, and why."""
 
     pictures: list[Picture]
     tables: list[Table]
@@ -156,13 +157,12 @@ class Parts:
 
 
 def parts(state: StudyState, summary: Summary, use: list[str]) -> Parts:
-    """Every part by itself: a mistake in one, or a library that has changed, leaves a note and the
-    others.
+    """Make every part by itself: an error in one leaves a note, and the others are made.
 
     Args:
-        state: the study's.
-        summary: of its rows.
-        use: how the slots were used, in sentences.
+        state: state of the study.
+        summary: summary of its rows.
+        use: sentences about how the slots were used.
     """
     attempt = _PartMaker()
     made = [
@@ -179,12 +179,12 @@ def parts(state: StudyState, summary: Summary, use: list[str]) -> Parts:
 
 @dataclass
 class _PartMaker:
-    """Makes parts of a report; ``failed`` tells of those that it could not make."""
+    """A maker of parts of a report; ``failed`` describes those that could not be made."""
 
     failed: list[str] = field(default_factory=list)
 
     def __call__(self, what: str, make: Callable[[], T]) -> T | None:
-        """The part, or None and a warning."""
+        """Return the part, or None and warn."""
         try:
             return make()
         except Exception as error:  # whatever it is, the rest of the report is right
@@ -198,8 +198,10 @@ class _PartMaker:
 def _drawings(
     state: StudyState, summary: Summary, use: list[str]
 ) -> dict[str, Callable[[], Picture]]:
-    """What draws every figure, by the name of its file; one that there is nothing to show in has no
-    bytes."""
+    """Return a function that draws each picture, by the name of its file.
+
+    A picture in which there is nothing to show has no bytes.
+    """
 
     @cache
     def found() -> list[Entry]:
@@ -252,7 +254,7 @@ class Table:
 
 
 def tables(state: StudyState) -> list[Table]:
-    """The tables beyond the first, those that have lines."""
+    """Return the tables beyond the first, without empty ones."""
     made = [_formats(entries(state)), *map(_tests, groups(state)), _failures(state), _costs(state)]
     return [table for table in made if table.lines]
 
@@ -285,9 +287,9 @@ def _tests(group: Groups) -> Table:
     lines = []
     for name, errors in group.errors.items():
         contrast = group.contrasts.get(name)
-        said = ["-"] * 3
+        figures = ["-"] * 3
         if contrast is not None:
-            said = [
+            figures = [
                 f"{contrast.difference:+.2f} ± {contrast.half:.2f}",
                 contrast.over,
                 f"{contrast.p:.2g}",
@@ -297,7 +299,7 @@ def _tests(group: Groups) -> Table:
                 name,
                 str(len(errors)),
                 f"{statistics.fmean(errors):.3g}",
-                *said,
+                *figures,
                 _verdict(name, contrast, group),
             ]
         )
@@ -358,7 +360,7 @@ def _costs(state: StudyState) -> Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """Addresses of a study's runs in MLflow's interface; empty where nobody knows them."""
+    """Addresses of a study's runs in MLflow's interface; empty if unknown."""
 
     study: str = ""
     rows: dict[str, str] | None = None
@@ -366,11 +368,11 @@ class Links:
 
 
 def links(state: StudyState, folder: Path) -> Links:
-    """Where the runs are, from what the writer left in the study's folder."""
+    """Return the addresses of the runs, from the writer's note in the study's folder."""
     try:
-        where: dict[str, Any] = json.loads((folder / WHERE).read_text())
+        place: dict[str, Any] = json.loads((folder / WHERE).read_text())
         base = (
-            f"{where['uri'].rstrip('/') if is_server(where['uri']) else f'http://{HOST}:{PORT}'}/"
+            f"{place['uri'].rstrip('/') if is_server(place['uri']) else f'http://{HOST}:{PORT}'}/"
         )
     except (OSError, ValueError, KeyError):
         return Links()
@@ -379,13 +381,13 @@ def links(state: StudyState, folder: Path) -> Links:
         query = urllib.parse.urlencode(
             {"searchFilter": condition, "workflowType": "machine_learning"}
         )
-        return f"{base}#/experiments/{where['experiment']}/runs?{query}"
+        return f"{base}#/experiments/{place['experiment']}/runs?{query}"
 
     rows = {row: search(f"tags.row = {_quoted(row)}") for row in state.rows()}
     trials = {trial.id: search(f"tags.trial = '{trial.id}'") for trial in state.trials}
-    return Links(study=base + page(where["experiment"], where["view"]), rows=rows, trials=trials)
+    return Links(study=base + page(place["experiment"], place["view"]), rows=rows, trials=trials)
 
 
 def _quoted(text: str) -> str:
-    """A string of MLflow's search language."""
+    """Return a string of MLflow's search language."""
     return f'"{text}"' if "'" in text else f"'{text}'"

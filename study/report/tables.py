@@ -1,13 +1,13 @@
-"""The report of a study, from its ledger's state alone: text for the terminal, Markdown, one
-self-contained HTML page, PNGs.
+"""Tables and text of a report, from the state of the ledger alone: for the terminal, for Markdown,
+as CSV, and for the HTML page.
 
-Files, written whole (a new file renamed over the old)::
+The files of a report, written whole (a new file renamed over the old)::
 
     report.html            everything, pictures inside; light and dark; nothing fetched
     report.md              the table and the protocol
     error_per_epoch.png    validation error per epoch
     test_error.png         final test errors beside the published ones
-    pareto.png ...         what :mod:`study.report.pictures` lists, as far as there is something to
+    pareto.png ...         the pictures of :mod:`study.report.pictures`, if there is something to
                            show
     configurations.csv     of a search: every configuration, ranked
 
@@ -31,24 +31,28 @@ from study.text import duration
 
 HEADINGS = ("row", "test error, %", "seeds", "published", "minus {baseline}", "required", "verdict")
 MOST_FAILURES = 3
-"""Told one by one above the table; the rest is a number."""
+"""Largest number of failures listed one by one above the table; the rest are counted."""
 BEST = "best of {count}, by {metric}"
 
 
 def render_text(state: StudyState) -> str:
-    """The table for a terminal, with what must be said about it."""
+    """Return the table for a terminal, with the remarks about it."""
     summary = summarise(state)
     lines = _align([headings(state, summary), *(cells(row) for row in summary.rows)])
     return "\n".join([*lines, "", *remarks(state, summary)])
 
 
 def render_markdown(state: StudyState, summary: Summary, notes: list[str]) -> str:
-    """The table and the protocol as Markdown; ``notes`` say how the slots were used, and what could
-    not be made."""
+    """Return the table and the remarks as Markdown.
+
+    ``notes`` say how the slots were used, and which parts could not be made.
+    """
     names = headings(state, summary)
     table = [names, ["---"] * len(names), *(cells(row) for row in summary.rows)]
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in table]
-    said = [f"- {remark}" for remark in (*remarks(state, summary), *facts(state).values(), *notes)]
+    notices = [
+        f"- {remark}" for remark in (*remarks(state, summary), *facts(state).values(), *notes)
+    ]
     return "\n".join(
         [
             f"# {state.config.name}",
@@ -59,14 +63,17 @@ def render_markdown(state: StudyState, summary: Summary, notes: list[str]) -> st
             "",
             *lines,
             "",
-            *said,
+            *notices,
             "",
         ]
     )
 
 
 def render_csv(state: StudyState) -> str:
-    """Every configuration as a line, ranked: row, number, sampled values, objectives, state."""
+    """Return every configuration as a CSV line, ranked.
+
+    The columns are row, number, sampled values, objectives, state.
+    """
     objectives = state.config.search.objectives
     lines = table(configurations(state.trials, objectives), objectives)
     names = list(dict.fromkeys(name for line in lines for name in line))
@@ -83,7 +90,7 @@ def render_csv(state: StudyState) -> str:
 
 
 def shown_rows(summary: Summary) -> list[int]:
-    """The columns of the table in which any row has something, and the first three."""
+    """Return the columns in which any row of the table has something, and the first three."""
     lines = [cells(row) for row in summary.rows]
     return [
         place
@@ -93,7 +100,7 @@ def shown_rows(summary: Summary) -> list[int]:
 
 
 def headings(state: StudyState, summary: Summary) -> list[str]:
-    """The table's column heads; one more where rows were searched."""
+    """Return the table's column heads; one more if rows were searched."""
     metric = next(iter(state.config.search.objectives))
     count = max((row.searched for row in summary.rows), default=0)
     found = [BEST.format(count=count, metric=metric)] if state.config.space else []
@@ -104,7 +111,7 @@ def headings(state: StudyState, summary: Summary) -> list[str]:
 
 
 def cells(row: Row) -> list[str]:
-    """One row of the table; errors in per cent, gaps in percentage points, two decimals."""
+    """Return one row of the table: errors in per cent, gaps in percentage points, two decimals."""
     spread = f" ± {row.sd:.2f}" if row.sd is not None else ""
     mean = f"{row.mean:.2f}{spread}" if row.mean is not None else "-"
     seeds = f"{row.finished}" if row.finished == row.seeds else f"{row.finished} of {row.seeds}"
@@ -115,48 +122,48 @@ def cells(row: Row) -> list[str]:
 
 
 def remarks(state: StudyState, summary: Summary) -> list[str]:
-    """What a reader must know before trusting the table."""
-    said = [f"DAMAGED: {state.damage}; figures may lack what it had."] if state.damage else []
+    """Return what a reader must know before trusting the table, in sentences."""
+    texts = [f"DAMAGED: {state.damage}; figures may lack what it had."] if state.damage else []
     if summary.departures:
-        said.append(
+        texts.append(
             "SMALL BUDGET, not comparable with the published figures, so no verdicts:"
             f" {'; '.join(summary.departures)}."
         )
     unfinished = sum(trial.status not in ENDED for trial in state.trials)
     early = sum(trial.status == STOPPED for trial in state.trials)
     if early:
-        said.append(
+        texts.append(
             f"{early} of {len(state.trials)} trials were ended early by"
             f" {state.config.search.scheduler}; they have no test error."
         )
     if unfinished:
-        said.append(
+        texts.append(
             f"INCOMPLETE: {unfinished} of {len(state.trials)} trials have not finished; run the"
             " same command again to continue."
         )
     for trial in (trial for trial in state.trials if trial.relief):
-        said.append(
+        texts.append(
             f"{name_of(trial)} ran out of memory, and then ran with {describe(trial.relief)}."
         )
     failed = [trial for trial in state.trials if trial.status == FAILED]
-    said += [
+    texts += [
         f"FAILED: {trial.row}, seed {trial.seed}: {trial.error}" for trial in failed[:MOST_FAILURES]
     ]
     if len(failed) > MOST_FAILURES:
-        said.append(
+        texts.append(
             f"FAILED: {len(failed) - MOST_FAILURES} more; `lns-study show {state.config.slug}"
             " TRIAL` and the report have their causes."
         )
     commits = {commit for trial in state.trials for commit in trial.commits}
     if len(commits) > 1:
-        said.append(
+        texts.append(
             f"MIXED CODE: trials ran at {len(commits)} commits: {', '.join(sorted(commits))}."
         )
-    return said
+    return texts
 
 
 def protocol(state: StudyState) -> str:
-    """How the figures came about, in sentences."""
+    """Describe how the figures came about, in sentences."""
     data = state.plan["data"]
     sizes = "; ".join(
         f"{d['name']}: {d['train']:,} train, {d['validation']:,} validation, {d['test']:,} test"
@@ -164,13 +171,13 @@ def protocol(state: StudyState) -> str:
     )
     if state.config.space:
         search = state.config.search
-        how = f"{search.algorithm} search" + (
+        method = f"{search.algorithm} search" + (
             f" with {search.scheduler}" if search.scheduler != "none" else ""
         )
         choice = (
-            f"Each row is searched alike ({how}); its figures are those of the configuration with"
-            f" the best {next(iter(search.objectives))} after the last epoch, mean over seeds, so"
-            " that gaps between rows are exploratory: they have the luck of the choice in them. "
+            f"Each row is searched alike ({method}); its figures are those of the configuration"
+            f" with the best {next(iter(search.objectives))} after the last epoch, mean over seeds,"
+            " so that gaps between rows are exploratory: they have the luck of the choice in them. "
         )
     else:
         choice = ""
@@ -184,7 +191,7 @@ def protocol(state: StudyState) -> str:
 
 
 def facts(state: StudyState) -> dict[str, str]:
-    """Where the figures come from: data, code, machine, time."""
+    """Return where the figures come from: data, code, machine, time."""
     code = state.plan["provenance"]
     ended = [trial.ended for trial in state.trials if trial.ended]
     began = [trial.started for trial in state.trials if trial.started]
@@ -212,11 +219,12 @@ def facts(state: StudyState) -> dict[str, str]:
 
 
 def when(seconds: float) -> str:
+    """Return a time in seconds since 1970 as date and UTC time."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 
 def _align(table: list[list[str]]) -> list[str]:
-    """Columns padded to their widest cell, the first left, figures right, words left."""
+    """Return a table's lines with padded columns, words to the left and figures to the right."""
     widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
     left = {0, 5, 6, 7}
     rows = [

@@ -14,13 +14,13 @@ from study.results.utilisation import sentences
 
 
 def write_report(state: StudyState, folder: Path) -> Path:
-    """Write the report's files into ``folder``; returns it."""
+    """Write the report's files into ``folder`` and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     summary = summarise(state)
     use = sentences(state)
     made = parts(state, summary, use)
     for file in {f"{name}.png" for name in TITLES} - {picture.file for picture in made.pictures}:
-        (folder / file).unlink(missing_ok=True)  # of an earlier report
+        (folder / file).unlink(missing_ok=True)  # left by an earlier report
     for picture in made.pictures:
         write_whole(folder / picture.file, picture.light)
     if state.config.space:

@@ -1,10 +1,9 @@
-"""The configurations of a searched row: their objectives, the best one, the ones that no other
-beats.
+"""Configurations of a searched row: their objectives, the best one, the Pareto front.
 
-A configuration is one set of sampled values with a trial for each seed. Its objectives are means
-over the seeds, of the last epoch; it counts once all its trials have finished, and where it is
-searched in rounds (:mod:`study.search.rounds`) only in the last one. The best has the lowest (or
-highest) first objective; the test set has no part in the choice.
+A configuration is one set of sampled values with a trial per seed. Its objectives are means over
+the seeds, of the last epoch. It counts once all its trials have finished; where the search goes in
+rounds (:mod:`study.search.rounds`), only configurations of the last round count. The best one has
+the lowest (or highest) first objective; the test set has no part in the choice.
 """
 
 from __future__ import annotations
@@ -27,11 +26,14 @@ class Configuration:
     """One set of sampled values of a row.
 
     Attributes:
-        number: None for a row that is not searched.
-        whole: False for one of an earlier round (:mod:`study.search.rounds`), whose trials had
-            fewer epochs or examples than the row's last ones.
-        objectives: mean over seeds by metric; NaN where a trial has no value. Of trials that were
-            ended early, those of their last epoch.
+        row: label of the row.
+        number: number of the configuration; None in a row that is not searched.
+        params: sampled values by dotted key.
+        trials: its trials, one per seed.
+        objectives: mean over seeds by metric; NaN if a trial has no value. The value of a trial
+            that was ended early is that of its last epoch.
+        whole: whether it is of the last round (:mod:`study.search.rounds`); in earlier rounds
+            trials had fewer epochs or examples.
     """
 
     row: str
@@ -43,27 +45,28 @@ class Configuration:
 
     @property
     def finished(self) -> bool:
-        """Whether every seed's trial ran to its end, and to that of the row."""
+        """Whether every seed's trial ran to its end, in the row's last round."""
         return self.whole and all(trial.status == FINISHED for trial in self.trials)
 
     @property
     def ended(self) -> bool:
-        """Whether no seed's trial is to run any more."""
+        """Whether every seed's trial has ended, in whichever way."""
         return all(trial.status in ENDED for trial in self.trials)
 
 
 def configurations(trials: Iterable[TrialState], metrics: Iterable[str]) -> list[Configuration]:
-    """The configurations among ``trials``, in order of row and number; trials of a row that is not
-    searched are left out."""
+    """Return the configurations among ``trials``, in order of row and number.
+
+    Trials of a row that is not searched are left out.
+    """
     return [entry for entry in groups_of_seeds(trials, metrics) if entry.number is not None]
 
 
 def groups_of_seeds(trials: Iterable[TrialState], metrics: Iterable[str]) -> list[Configuration]:
-    """What differs in its seeds alone: the configurations among ``trials``, and every row that is
-    not searched; by number.
+    """Group trials that differ only in their seeds, by number.
 
-    Numbers alone do not tell configurations apart: a study whose space was changed keeps what was
-    tried before.
+    The groups are the configurations among ``trials``, and every row that is not searched. Numbers
+    alone do not tell configurations apart: a study whose space was changed keeps earlier trials.
     """
     groups: dict[tuple[str, int | None, str], list[TrialState]] = {}
     for trial in trials:
@@ -88,8 +91,10 @@ def groups_of_seeds(trials: Iterable[TrialState], metrics: Iterable[str]) -> lis
 
 
 def _is_whole(trial: TrialState, budget: tuple[int, float]) -> bool:
-    """Whether a trial is of its search's last round; ledgers of earlier versions do not tell how
-    many rounds there are."""
+    """Tell whether a trial is of its search's last round.
+
+    Ledgers of earlier versions do not say how many rounds there are.
+    """
     if "round" not in trial.asked:
         return True
     return _budget(trial) == budget and trial.asked["round"] + 1 == trial.asked.get(
@@ -98,15 +103,15 @@ def _is_whole(trial: TrialState, budget: tuple[int, float]) -> bool:
 
 
 def _budget(trial: TrialState) -> tuple[int, float]:
-    """Epochs and examples."""
+    """Return the epochs and the number of training examples of a trial."""
     return trial.epochs, trial.config["data"]["train_size"] or math.inf
 
 
 def best(found: Iterable[Configuration], objectives: dict[str, str]) -> Configuration | None:
-    """The finished configuration with the best first objective, among those with most seeds; of
-    equals the first. None if there is none.
+    """Return the best finished configuration by the first objective, the first of equals, or None.
 
-    Who ran with fewer seeds dropped out of a race (:mod:`study.search.racing`), or was never in it.
+    Only configurations with the most seeds take part: one with fewer seeds dropped out of a race
+    (:mod:`study.search.racing`), or was never in it.
     """
     metric, mode = next(iter(objectives.items()))
     usable = [
@@ -120,8 +125,10 @@ def best(found: Iterable[Configuration], objectives: dict[str, str]) -> Configur
 
 
 def pareto_front(found: Iterable[Configuration], objectives: dict[str, str]) -> list[Configuration]:
-    """The finished configurations that no other equals or beats in every objective, best first
-    objective first."""
+    """Return the finished configurations that no other dominates, by their first objective.
+
+    One dominates another if it is at least as good in every objective and better in one.
+    """
     usable = [
         entry
         for entry in found
@@ -135,8 +142,10 @@ def pareto_front(found: Iterable[Configuration], objectives: dict[str, str]) -> 
 
 
 def undominated(points: Sequence[Sequence[float]]) -> list[int]:
-    """Find the points that no other equals or beats in every coordinate, smaller being better:
-    their places, by coordinates."""
+    """Return the indices of the points that no other dominates, sorted by their coordinates.
+
+    A point dominates another if it is nowhere larger and somewhere smaller.
+    """
     values = np.array(points)
     beaten = (np.all(values <= point, axis=1) & np.any(values < point, axis=1) for point in values)
     return sorted(
@@ -146,7 +155,7 @@ def undominated(points: Sequence[Sequence[float]]) -> list[int]:
 
 
 def ranked(found: Iterable[Configuration], objectives: dict[str, str]) -> list[Configuration]:
-    """Configurations, most seeds first as in :func:`best`; those without figures at the end."""
+    """Return configurations by rank, most seeds first as in :func:`best`, unusable ones last."""
     metric, mode = next(iter(objectives.items()))
 
     def rank(entry: Configuration) -> tuple[bool, int, float]:
@@ -162,8 +171,10 @@ def ranked(found: Iterable[Configuration], objectives: dict[str, str]) -> list[C
 
 
 def table(found: Iterable[Configuration], objectives: dict[str, str]) -> list[dict[str, Any]]:
-    """One flat dict a configuration, :func:`ranked`: row, number, sampled values, objectives,
-    states."""
+    """Return one flat dict per configuration, by rank.
+
+    It has row, number, sampled values, objectives and states.
+    """
     return [
         {
             "row": entry.row,
@@ -177,12 +188,12 @@ def table(found: Iterable[Configuration], objectives: dict[str, str]) -> list[di
 
 
 def condition(entry: Configuration) -> str:
-    """The states of a configuration's trials, or that it is of an early round."""
+    """Describe the states of a configuration's trials, or say that it is of an early round."""
     if not entry.whole:
         return "early round"
     return ", ".join(sorted({trial.status for trial in entry.trials}))
 
 
 def signed(value: float, mode: str) -> float:
-    """``value`` such that lower is better."""
+    """Return ``value`` with the sign for which lower is better."""
     return value if mode == "min" else -value

@@ -1,20 +1,21 @@
-"""Whether two means differ, by Student's t, and what difference the replicates could have shown.
+"""Tests whether two means differ, by Student's t, and the difference that the replicates could
+show.
 
-A contrast is tested against no difference over replicates that are alike: seeds, each with one
-figure, or configurations drawn alike. Figures that belong together (the same seed) are paired, so
-that what they share does not count as noise::
+A contrast is tested against no difference over replicates: seeds, each with one figure, or
+configurations sampled alike. Figures that belong together (the same seed) are paired, so that what
+they share does not count as noise::
 
     paired:       t = mean(d) / (s_d / sqrt(n)),  n - 1 degrees of freedom, d the differences
                   Student 1908
     independent:  t = (mean(a) - mean(b)) / sqrt(s_a^2 / n_a + s_b^2 / n_b),  Welch 1947, his
                   degrees of freedom
 
-Where several are told together, each is tested at ``alpha / tests`` (Dunn 1961), and its interval
-has that level too, so that the interval holds 0 exactly where the corrected p is not below alpha;
-Holm's correction rejects more, but no intervals go with it.
+Where several contrasts are reported together, each is tested at ``alpha / tests`` (Dunn 1961), and
+its interval has that level too, so that the interval contains 0 exactly if the corrected p is not
+below alpha; Holm's correction rejects more, but no intervals go with it.
 
 The smallest difference that could have been shown is the one that such a test finds with
-probability :data:`POWER` where the spread is the one that was seen: ``delta = ncp * se``, where the
+probability :data:`POWER` if the spread is the observed one: ``delta = ncp * se``, where the
 noncentral t with noncentrality ncp exceeds the critical value with that probability (J. Cohen,
 "Statistical Power Analysis for the Behavioral Sciences", 2nd ed. 1988, chapter 2)::
 
@@ -35,9 +36,9 @@ import numpy as np
 
 ALPHA, POWER = 0.05, 0.8
 ROUNDING = 1e-12
-"""Relative spread below which figures are equal."""
+"""Relative spread below which figures count as equal."""
 POINTS = 4000
-"""Quantiles of the chi-squared distribution over which power is averaged: three digits."""
+"""Number of chi-squared quantiles over which power is averaged; enough for three digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +46,11 @@ class Contrast:
     """A difference of two means.
 
     Attributes:
-        difference: first minus second, in the figures' unit.
-        error: its standard error.
+        difference: first mean minus second, in the figures' unit.
+        error: standard error of the difference.
         df: degrees of freedom.
-        over: of what the replicates are, and how many: ``4 seeds``.
-        tests: told together with this one, itself counted.
+        over: kind and number of the replicates: ``4 seeds``.
+        tests: number of contrasts reported together, this one included.
     """
 
     difference: float
@@ -60,7 +61,7 @@ class Contrast:
 
     @property
     def p(self) -> float:
-        """Corrected, two-sided."""
+        """Two-sided p, corrected for the number of tests."""
         from scipy.special import stdtr  # scipy.stats takes a second to load
 
         return min(1.0, self.tests * 2 * float(stdtr(self.df, -abs(self.difference) / self.error)))
@@ -72,13 +73,15 @@ class Contrast:
 
     @property
     def decided(self) -> bool:
-        """Whether the interval leaves 0 out."""
+        """Whether the interval excludes 0."""
         return abs(self.difference) > self.half
 
     @property
     def least(self) -> float:
-        """The smallest difference that such a test shows with probability :data:`POWER`; see the
-        module."""
+        """Smallest difference that such a test shows with probability :data:`POWER`.
+
+        See the head of this file.
+        """
         from scipy.optimize import brentq
         from scipy.special import gammaincinv, ndtr
 
@@ -98,8 +101,14 @@ class Contrast:
 
 
 def paired(differences: Sequence[float], of: str) -> Contrast | None:
-    """The contrast of figures that belong together pair by pair; None below two, or where all
-    differences are equal."""
+    """Return the contrast of figures that belong together pair by pair.
+
+    Returns None below two pairs, or if all differences are equal.
+
+    Args:
+        differences: difference of each pair.
+        of: kind of the replicates, in the plural: ``seeds``.
+    """
     n = len(differences)
     error = statistics.stdev(differences) / math.sqrt(n) if n > 1 else 0.0
     if error <= ROUNDING * max(map(abs, differences), default=0.0):
@@ -110,8 +119,15 @@ def paired(differences: Sequence[float], of: str) -> Contrast | None:
 
 
 def independent(first: Sequence[float], second: Sequence[float], of: str) -> Contrast | None:
-    """The contrast of figures that do not belong together; None below two of either, or where all
-    are equal."""
+    """Return the contrast of figures that do not belong together.
+
+    Returns None below two figures on either side, or if all are equal.
+
+    Args:
+        first: figures of the first mean.
+        second: figures of the second mean.
+        of: kind of the replicates, in the plural: ``seeds``.
+    """
     if min(len(first), len(second)) < 2:
         return None
     parts = [statistics.variance(values) / len(values) for values in (first, second)]

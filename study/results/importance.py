@@ -1,4 +1,4 @@
-"""How much each hyperparameter matters: fANOVA over a random forest, by Optuna."""
+"""Importance of each hyperparameter: fANOVA over a random forest, by Optuna."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from study.ledger.state import StudyState
 from study.results.statistics import DEPTH, PAIR_DEPTH, PAIRED, TREES, Entry, entries
 
 FOREST = 500
-"""Configurations that importance and dependence are computed from, at most: the first ones."""
+"""Largest number of configurations, the first ones, that enter importance and dependence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +23,11 @@ class Importance:
     """Shares of the error's variance.
 
     Attributes:
-        single: by key, largest first.
-        pairs: by two keys: what they explain together beyond each alone, largest first.
-        curves: partial dependence by key: places and mean predicted errors in per cent; places are
-            values, or texts of choices.
-        configurations: how many it rests on.
+        single: share by key, largest first.
+        pairs: share that two keys explain together beyond each alone, largest first.
+        curves: partial dependence by key: places on the axis and mean predicted errors in per cent;
+            places are values, or texts of choices.
+        configurations: number of configurations that the shares are computed from.
     """
 
     single: dict[str, float]
@@ -37,8 +37,10 @@ class Importance:
 
 
 def importance(state: StudyState) -> Importance | None:
-    """Which sampled keys the error depends on, all rows together (the row is a key too); None with
-    fewer than ten configurations."""
+    """Compute how much the error depends on each sampled key, all rows together.
+
+    The row is a key too. Returns None with fewer than ten configurations.
+    """
     found = [entry for entry in entries(state) if entry.number is not None][:FOREST]
     domains = {domain.key: domain for domain in state.config.parsed_space.domains}
     keys = [key for key in domains if all(key in entry.params for entry in found)]
@@ -63,7 +65,7 @@ def importance(state: StudyState) -> Importance | None:
 def _optuna_study(
     found: Sequence[Entry], keys: Sequence[str], domains: Mapping[str, Any]
 ) -> tuple[Any, list[str]]:
-    """The configurations as an Optuna study."""
+    """Return the configurations as an Optuna study, and the names of its parameters."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -96,7 +98,7 @@ def _distribution(domain: Any, values: Sequence[Any]) -> Any:
     import optuna
 
     if domain.categorical:
-        # what was tried before the space was narrowed counts too
+        # values tried before the space was narrowed count too
         return optuna.distributions.CategoricalDistribution(
             list(dict.fromkeys(show(value) for value in (*domain.values, *values)))
         )
@@ -110,12 +112,14 @@ def _plain(distribution: Any, value: Any) -> Any:
 
 
 def _pairs(study: Any, names: Sequence[str], of: Sequence[str]) -> dict[tuple[str, str], float]:
-    """What two keys explain together beyond each alone, from the trees of an evaluator of Optuna's,
-    which itself offers single keys."""
+    """Compute what two keys explain together beyond each alone.
+
+    Optuna's evaluator offers single keys only, so its trees are read.
+    """
     import optuna
 
     distributions = study.trials[0].distributions
-    # the evaluator's columns
+    # in the order of the evaluator's columns
     varied = sorted(name for name in names if not distributions[name].single())
     evaluator = optuna.importance.FanovaImportanceEvaluator(
         n_trees=TREES, max_depth=PAIR_DEPTH, seed=0
@@ -148,7 +152,7 @@ def _dependence(
 
 
 def _with(trial: Any, transform: Any, x: np.ndarray, name: str, place: Any) -> np.ndarray:
-    """The configurations with one key set; ``trial`` is any of them."""
+    """Return the encoded configurations with one key set; ``trial`` is any of them."""
     columns = transform.column_to_encoded_columns[list(trial.distributions).index(name)]
     moved = x.copy()
     moved[:, columns] = transform.transform(trial.params | {name: place})[columns]

@@ -1,5 +1,4 @@
-"""What a search optimises: the values of a trial's objectives, and their means over a
-configuration's seeds."""
+"""Objectives of a search: a trial's values, and their means over a configuration's seeds."""
 
 from __future__ import annotations
 
@@ -12,10 +11,10 @@ from study.ledger.state import TrialState
 
 
 def objective(trial: TrialState, metric: str) -> float | None:
-    """A trial's value of an objective; None if it has none.
+    """Return a trial's value of an objective; None if it has none.
 
-    ``seconds`` is the time spent in training, also before it was taken over from elsewhere (None
-    where that is not known), ``bits`` the width of the number format; all others are the last
+    ``seconds`` is the time spent in training, also before the trial was taken over from elsewhere
+    (None if that is not known). ``bits`` is the width of the number format. All others are the last
     epoch's report.
     """
     if metric == "bits":
@@ -27,15 +26,14 @@ def objective(trial: TrialState, metric: str) -> float | None:
 
 
 def mean_objective(trials: Sequence[TrialState], metric: str) -> float:
-    """The mean of an objective over a configuration's trials, one a seed; NaN if one of them has no
-    value."""
+    """Return the mean of an objective over a configuration's trials; NaN if one has no value."""
     values = [objective(trial, metric) for trial in trials]
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if len(known) == len(values) else math.nan
 
 
 def bits_of(config: dict[str, Any]) -> float:
-    """Bits of a value in a trial's number format."""
+    """Return the bits of a value in a trial's number format."""
     from lns_ops.formats import parse
 
     return parse(config["precision"]["format"]).bits

@@ -1,18 +1,17 @@
-"""What a report says beyond its table: fronts, importance, dependence, tests, budgets, costs.
-Figures from a study's state, no drawing.
+"""Statistics of a report beyond its table: fronts, tests, budgets, costs; figures, no drawing.
 
 An :class:`Entry` is one configuration (of a searched row) or one row, with means over its seeds of
-what can be weighed against each other: error, bits of the format, seconds, joules, bytes sent. It
-counts once every seed's trial has finished, in the last round where there are rounds. Errors are
-validation errors, in per cent: the test set chooses nothing.
+the measures that can be weighed against each other: error, bits of the format, seconds, joules,
+bytes sent. It counts once every seed's trial has finished, in the last round where there are
+rounds. Errors are validation errors, in per cent: the test set chooses nothing.
 
 - Intervals: 95 %, Student's t over seeds.
-- Importance: fANOVA (Hutter, Hoos, Leyton-Brown 2014), Optuna's evaluator, single keys and pairs;
-  fractions of the variance of the error.
+- Importance (:mod:`study.results.importance`): fANOVA (Hutter, Hoos, Leyton-Brown 2014), Optuna's
+  evaluator, single keys and pairs; fractions of the variance of the error.
 - Partial dependence (Friedman 2001): a random forest over the sampled keys (Optuna's encoding), the
   mean prediction as one key moves.
 - Tests between categories: :func:`groups`, by :mod:`study.results.contrasts`, one correction over
-  all that a report tells.
+  all contrasts of a report.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ MEASURES = {
     "joules": "joules",
     "bytes": "bytes sent",
 }
-"""What configurations are weighed by, all of them the smaller the better, and their axis labels."""
-TOLD = {"joules": "telemetry/joules", "bytes": "bytes/sent"}
-"""The metrics of those that trials report."""
+"""Measures of a configuration, all the smaller the better, with their axis labels."""
+REPORTED = {"joules": "telemetry/joules", "bytes": "bytes/sent"}
+"""Reported metrics behind those measures that trials report."""
 CATEGORIES = {
     "row": "row",
     "format": "number format",
@@ -55,20 +54,27 @@ CATEGORIES = {
 }
 CONFIGURATIONS = "configurations"
 KEYS = {"format": ("precision.format",), "layout": ("layout", "workers")}
-"""The trial keys that make a category, where they are not its name."""
+"""Trial keys of a category whose name is not the key itself."""
 TREES, DEPTH, PAIR_DEPTH, PAIRED = 16, 8, 5, 4
-"""Of the forests behind importance. Optuna walks a tree once for every combination of its
-thresholds, in Python: its default of 64 trees of depth 64 takes minutes on 500 configurations.
-Pairs are those of the most important keys."""
+"""Sizes of the forests behind importance.
+
+Optuna walks a tree once for every combination of its thresholds, in Python: its default of 64 trees
+of depth 64 takes minutes on 500 configurations. ``PAIRED`` is the number of most important keys
+whose pairs are computed.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One configuration or row.
+    """One configuration, or one row that is not searched.
 
     Attributes:
-        values: mean over seeds by measure; only those that every trial has.
-        categories: by name of :data:`CATEGORIES`.
+        row: label of the row.
+        number: number of the configuration; None for a row.
+        params: sampled values by dotted key, at the end of training.
+        trials: its trials, one per seed.
+        values: mean over seeds by measure, for the measures that every trial has.
+        categories: its value of each of :data:`CATEGORIES`, by name.
     """
 
     row: str
@@ -80,13 +86,15 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """``lns12`` or ``lns12 #7``."""
+        """Name for people: ``lns12`` or ``lns12 #7``."""
         return self.row if self.number is None else f"{self.row} #{self.number}"
 
 
 def entries(state: StudyState) -> list[Entry]:
-    """The configurations and rows of which every seed has finished with a finite error, by
-    number."""
+    """Return the configurations and rows whose seeds have all finished with a finite error.
+
+    They are ordered by number.
+    """
     found = []
     for group in groups_of_seeds(state.trials, []):
         values = (
@@ -115,7 +123,7 @@ def _mean(trials: Sequence[TrialState], name: str) -> float | None:
 
 
 def measure(trial: TrialState, name: str) -> float | None:
-    """One of :data:`MEASURES` of a trial; None if it was not measured."""
+    """Return one of :data:`MEASURES` of a trial; None if it was not measured."""
     if name == "error":
         values = trial.metric("validation/error")
         return 100.0 * values[max(values)] if values else None
@@ -123,12 +131,12 @@ def measure(trial: TrialState, name: str) -> float | None:
         return float(bits_of(trial.config))
     if name == "seconds":
         return objective(trial, name) or None
-    found = trial.metric(TOLD[name])
+    found = trial.metric(REPORTED[name])
     return sum(found.values()) if found else None
 
 
 def categories_of(trial: TrialState) -> dict[str, str]:
-    """What a trial is, by name of :data:`CATEGORIES`."""
+    """Return a trial's value of each of :data:`CATEGORIES`, by name."""
     known = {
         "row": trial.row,
         "format": str(trial.config["precision"]["format"]),
@@ -139,8 +147,10 @@ def categories_of(trial: TrialState) -> dict[str, str]:
 
 
 def spread_measures(found: Sequence[Entry]) -> list[str]:
-    """The measures in which entries differ; not every entry need have all (one worker sends no
-    bytes)."""
+    """Return the measures in which entries differ.
+
+    Not every entry need have all: one worker sends no bytes.
+    """
     return [
         name
         for name in MEASURES
@@ -149,7 +159,10 @@ def spread_measures(found: Sequence[Entry]) -> list[str]:
 
 
 def interval(values: Sequence[float], level: float = 0.95) -> float | None:
-    """Half the width of the mean's confidence interval by Student's t; None below two values."""
+    """Return half the width of the mean's confidence interval, by Student's t.
+
+    Returns None below two values.
+    """
     if len(values) < 2:
         return None
     from scipy.special import stdtrit  # scipy.stats takes a second to load
@@ -162,8 +175,10 @@ def interval(values: Sequence[float], level: float = 0.95) -> float | None:
 
 
 def front(found: Sequence[Entry], measures: Sequence[str]) -> list[Entry]:
-    """The entries that none other equals or beats in every measure (all smaller the better), by the
-    first."""
+    """Return the entries that no other dominates in the measures, by the first of them.
+
+    Smaller is better in every measure.
+    """
     return [
         found[place]
         for place in undominated([[entry.values[name] for name in measures] for entry in found])
@@ -175,14 +190,15 @@ def front(found: Sequence[Entry], measures: Sequence[str]) -> list[Entry]:
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """Errors by category, each value set against one of them that was chosen before anything ran.
+    """Errors by value of a category, compared with a reference chosen before anything ran.
 
     Attributes:
-        reference: the value that the others are set against: the baseline's, or the plan's first.
-        errors: of the trials, per cent, by value of the category, the reference first.
-        contrasts: of each other value's mean error minus the reference's, percentage points; None
-            where nothing can be tested.
-        exploratory: why the tests prove nothing by themselves; "" where they do.
+        category: name of the category.
+        reference: value that the others are compared with: the baseline's, or the plan's first.
+        errors: errors of the trials in per cent, by value of the category, the reference first.
+        contrasts: contrast of each other value's mean error minus the reference's, in percentage
+            points; None if nothing can be tested.
+        exploratory: reason for which the tests prove nothing by themselves; "" if they do.
     """
 
     category: str
@@ -193,14 +209,14 @@ class Groups:
 
 
 def groups(state: StudyState) -> list[Groups]:
-    """The categories that rows and configurations differ in, each with its errors and tests.
+    """Return the categories in which rows and configurations differ, with errors and tests.
 
-    What is the same but for the category is compared, seed by seed: of every seed the mean
-    difference over the configurations that two values share, and the test is over the seeds. With
-    one seed the configurations are what is tested over. Where no configuration has its like, as of
-    a random search over the category, the means of the configurations are independent figures.
-    Searches that choose configurations by their results leave nothing to test. One correction is
-    over all contrasts of the study.
+    Entries that differ only in the category are compared seed by seed: for each seed, the mean
+    difference is taken over the configurations that two values share, and the test is over the
+    seeds. With one seed the test is over the configurations. If no configurations are alike but for
+    the category, as when a random search samples it, the means of the configurations are
+    independent figures. Searches that choose configurations by their results leave nothing to test.
+    One correction is over all contrasts of the study.
     """
     found, seen = [], set[frozenset[frozenset[str]]]()
     usable = entries(state)
@@ -263,7 +279,7 @@ def _groups(state: StudyState, category: str, values: dict[str, list[Entry]]) ->
 
 
 def _contrast(category: str, first: list[Entry], second: list[Entry]) -> Contrast | None:
-    """See :func:`groups`."""
+    """Return the contrast of two values of a category, as :func:`groups` describes."""
     for with_row in (True, False):
         ours, theirs = (_by_likeness(category, found, with_row) for found in (first, second))
         if shared := [key for key in ours if key in theirs]:
@@ -273,7 +289,7 @@ def _contrast(category: str, first: list[Entry], second: list[Entry]) -> Contras
 
 
 def _by_likeness(category: str, found: Iterable[Entry], with_row: bool) -> dict[str, list[Entry]]:
-    """Entries by what they have beside the category: their other sampled values, and their row."""
+    """Group entries by what they have beside the category: other sampled values, and their row."""
     keys = KEYS.get(category, (category,))
     like: dict[str, list[Entry]] = {}
     for entry in found:
@@ -293,8 +309,10 @@ def _overlap(name: str, key: str) -> bool:
 
 
 def _matched(first: Sequence[list[Entry]], second: Sequence[list[Entry]]) -> Contrast | None:
-    """The contrast of lists of entries that are alike pair by pair, over the seeds that all have;
-    over the pairs with one seed."""
+    """Return the contrast of lists of entries that are alike pair by pair.
+
+    It is over the seeds that all have, or over the pairs if there is one seed.
+    """
     by_seed = [
         [_errors_by_seed(found) for found in pair] for pair in zip(first, second, strict=True)
     ]
@@ -306,7 +324,7 @@ def _matched(first: Sequence[list[Entry]], second: Sequence[list[Entry]]) -> Con
 
 
 def _errors_by_seed(found: Sequence[Entry]) -> dict[int, float]:
-    """The mean error of entries by seed, for the seeds that all have; per cent."""
+    """Return the mean error of entries by seed, in per cent, for the seeds that all have."""
     errors = [
         {
             trial.seed: error
@@ -320,8 +338,10 @@ def _errors_by_seed(found: Sequence[Entry]) -> dict[int, float]:
 
 
 def heat_map(found: Sequence[Entry]) -> tuple[list[str], list[str], np.ndarray] | None:
-    """Lowest error by format and layout (NaN where there is none): names down, names across, per
-    cent. None unless both vary."""
+    """Return formats, layouts and the lowest error of each pair in per cent, NaN where none.
+
+    Returns None unless both vary.
+    """
     formats = list(dict.fromkeys(entry.categories["format"] for entry in found))
     layouts = list(dict.fromkeys(entry.categories["layout"] for entry in found))
     if len(formats) < 2 or len(layouts) < 2:
@@ -337,10 +357,10 @@ def heat_map(found: Sequence[Entry]) -> tuple[list[str], list[str], np.ndarray] 
 
 
 def best_of_budget(state: StudyState) -> dict[str, tuple[list[float], list[float]]]:
-    """Of each row, the lowest validation error so far (per cent) over the seconds its trials have
-    taken, in the order they ended.
+    """Return each row's lowest validation error so far, in per cent, over the seconds spent.
 
-    The error is that of a configuration, mean over its seeds, once the last of them has ended.
+    The seconds are those of the row's trials in the order in which they ended. The error is that of
+    a configuration, the mean over its seeds, once the last of them has ended.
     """
     found, planned = entries(state), {trial.id for trial in state.trials}
     last = {
@@ -367,7 +387,7 @@ def best_of_budget(state: StudyState) -> dict[str, tuple[list[float], list[float
 
 
 def rank_formats(found: Iterable[Entry]) -> list[dict[str, Any]]:
-    """The best entry of every number format: format, bits, error, seconds, and its rank in each."""
+    """Return the best entry of every number format, with its rank in error, bits and seconds."""
     best: dict[str, Entry] = {}
     for entry in found:
         name = entry.categories["format"]
@@ -384,8 +404,11 @@ def rank_formats(found: Iterable[Entry]) -> list[dict[str, Any]]:
 
 
 def failures(state: StudyState) -> list[tuple[str, int, list[str]]]:
-    """What ended trials for good: the message (numbers aside, alike ones together), how many
-    trials, some of their ids."""
+    """Return the errors that ended trials for good, the most frequent first.
+
+    Each entry has the message, the number of trials, and some of their ids. Messages that differ
+    only in numbers are one entry.
+    """
     import re
 
     found: dict[str, list[TrialState]] = {}
@@ -400,10 +423,10 @@ def failures(state: StudyState) -> list[tuple[str, int, list[str]]]:
 
 
 def costs(state: StudyState) -> dict[str, float]:
-    """What the study has taken: trial seconds, seconds of trials that failed or were ended early,
-    GPU hours, joules, bytes.
+    """Return what the study has taken: trial seconds, GPU hours, joules, bytes.
 
-    Epochs that were taken over, from another study or trial, are not counted again.
+    The seconds of trials that failed or were ended early are also listed apart. Epochs that were
+    taken over, from another study or trial, are not counted again.
     """
     total: dict[str, float] = {
         "trials": float(len(state.trials)),
@@ -418,7 +441,7 @@ def costs(state: StudyState) -> dict[str, float]:
     )
     total["GPU hours"] = _sum(state, lambda trial: trial.spent / 3600 * gpus_of(trial.config))
     for name in ("joules", "bytes"):
-        key = TOLD[name]
+        key = REPORTED[name]
         total[name] = sum(sum(trial.metric(key, own=True).values()) for trial in state.trials)
     return {name: value for name, value in total.items() if value}
 

@@ -1,16 +1,15 @@
-"""From a study's state to its figures: mean and spread of each row's test error, gaps to the
-baseline, verdicts.
+"""Summary of a study: each row's mean test error, its spread, its gap to the baseline, its verdict.
 
 The protocol: the recipe is fixed in the config before anything runs, the test error is that of the
 last epoch, and every seed counts, also one that diverged. Errors are in per cent; spread is the
 sample standard deviation over seeds (n - 1).
 
-Of a searched row the figures are those of its best configuration, chosen by the first objective,
+The figures of a searched row are those of its best configuration, chosen by the first objective,
 never by the test set.
 
-The published figures are always shown, but verdicts are given only where the study has the
-published recipe (``comparable`` in the config, of the study and of each row); anything else says
-how it departs.
+The published figures are always shown, but verdicts are given only if the study has the published
+recipe (``comparable`` in the config, of the study and of each row); any other study says how it
+departs from it.
 """
 
 from __future__ import annotations
@@ -30,18 +29,20 @@ from study.results.configurations import Configuration, best, configurations
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the table; errors and gaps in per cent and percentage points, None where there is
-    no figure.
+    """One line of the table; errors in per cent, gaps in percentage points, None for no figure.
 
     Attributes:
-        mean, sd: of the final test error over finished seeds; sd is None below two.
+        label: label of the row.
+        mean, sd: mean and spread of the final test error over finished seeds; sd is None below two.
+        finished, failed, seeds: numbers of finished, failed and all trials.
+        published: published test error, or None.
         gap: mean minus the baseline row's mean; None until every seed of both has finished.
-        verdict: ``pass``, ``fail`` or "" where nothing is required or the study is not comparable.
-        rule: what the verdict is about, in words.
-        trials: whose figures these are: all of the row, or those of its best configuration where
-            the row was searched.
-        searched: configurations of the row that have ended; 0 where nothing is searched.
-        params: the best configuration's sampled values.
+        rule: requirement that the verdict is about, in words.
+        verdict: ``pass``, ``fail``, or "" if nothing is required or the study is not comparable.
+        trials: trials behind the figures: all of the row, or those of a searched row's best
+            configuration.
+        searched: number of the row's configurations that have ended; 0 if nothing is searched.
+        params: sampled values of the best configuration.
     """
 
     label: str
@@ -64,9 +65,9 @@ class Summary:
     """The table of a study.
 
     Attributes:
-        rows: in the config's order.
-        departures: how the study departs from the published recipe, one sentence each; empty means
-            comparable.
+        rows: rows in the config's order.
+        departures: departures of the study from the published recipe, one sentence each; empty if
+            the study is comparable.
     """
 
     rows: list[Row]
@@ -74,17 +75,17 @@ class Summary:
 
     @property
     def comparable(self) -> bool:
-        """Whether the figures may be set beside the published ones."""
+        """Whether the figures may be compared with the published ones."""
         return not self.departures
 
 
 def summarise(state: StudyState) -> Summary:
-    """The table of a study, from its state alone."""
+    """Return the table of a study, from its state alone."""
     study = state.config
     departures = find_departures(study, state)
     wanted = {row.label: row for row in study.rows}
     found = configurations(state.trials, study.search.objectives)
-    chosen = {label: _chosen(label, of_row, found, study) for label, of_row in state.rows().items()}
+    chosen = {label: _chosen(label, trials, found, study) for label, trials in state.rows().items()}
     base = _mean_error(chosen[study.baseline].trials) if study.baseline in chosen else None
     rows = [
         _row(wanted.get(label, RowConfig(label=label)), choice, base, study, not departures)
@@ -95,7 +96,7 @@ def summarise(state: StudyState) -> Summary:
 
 @dataclass(frozen=True, kw_only=True)
 class _Choice:
-    """The trials that speak for a row."""
+    """The trials whose figures are a row's."""
 
     trials: tuple[TrialState, ...]
     searched: int = 0
@@ -103,13 +104,15 @@ class _Choice:
 
 
 def _chosen(
-    label: str, of_row: list[TrialState], found: list[Configuration], study: StudyConfig
+    label: str, trials: list[TrialState], found: list[Configuration], study: StudyConfig
 ) -> _Choice:
-    """All trials of a row; of a searched one those of its best configuration, of which there may be
-    none yet."""
+    """Return all trials of a row; for a searched row, those of its best configuration.
+
+    A searched row may have no best configuration yet.
+    """
     mine = [entry for entry in found if entry.row == label]
     if not mine:
-        return _Choice(trials=tuple(of_row))
+        return _Choice(trials=tuple(trials))
     winner = best(mine, study.search.objectives)
     ended = sum(entry.ended and entry.whole for entry in mine)
     return (
@@ -120,11 +123,11 @@ def _chosen(
 
 
 def find_departures(study: StudyConfig, state: StudyState) -> list[str]:
-    """Where trials differ from the values that make figures comparable, each once, in words."""
+    """Describe where trials differ from the values that make figures comparable, each once."""
     found: dict[str, None] = {}
-    of_row = {row.label: row.comparable for row in study.rows}
+    by_row = {row.label: row.comparable for row in study.rows}
     for trial in state.trials:
-        for key, wanted in (study.comparable | of_row.get(trial.row, {})).items():
+        for key, wanted in (study.comparable | by_row.get(trial.row, {})).items():
             value = lookup(trial.config, key)
             if value != wanted:
                 found[f"{key} is {_show(value)}, not {_show(wanted)}"] = None
@@ -137,7 +140,7 @@ def find_departures(study: StudyConfig, state: StudyState) -> list[str]:
 
 
 def test_errors(trials: Iterable[TrialState]) -> list[float]:
-    """Final test errors of the finished trials, per cent."""
+    """Return the final test errors of the finished trials, in per cent."""
     return [
         100.0 * trial.test["test/error"]
         for trial in trials
@@ -146,8 +149,10 @@ def test_errors(trials: Iterable[TrialState]) -> list[float]:
 
 
 def _mean_error(trials: Sequence[TrialState]) -> float | None:
-    """The mean once every seed has finished: a row that lost its worst seed would look better than
-    it is."""
+    """Return the mean test error once every seed has finished, else None.
+
+    A row that lost its worst seed would look better than it is.
+    """
     errors = test_errors(trials)
     return statistics.fmean(errors) if errors and len(errors) == len(trials) else None
 
@@ -160,24 +165,17 @@ def _row(
     whole = _mean_error(trials)
     gap = None if whole is None or base is None or wanted.label == study.baseline else whole - base
     return Row(
-        label=wanted.label,
-        mean=statistics.fmean(errors) if errors else None,
-        sd=statistics.stdev(errors) if len(errors) > 1 else None,
-        finished=len(errors),
-        failed=sum(trial.status == FAILED for trial in trials),
-        seeds=len(trials),
-        published=wanted.published,
-        gap=gap,
-        rule=describe_rule(wanted, study.baseline),
-        verdict=judge(wanted, gap) if comparable else "",
-        trials=choice.trials,
-        searched=choice.searched,
-        params=choice.params,
-    )
+        label=wanted.label, mean=statistics.fmean(errors) if errors else None,
+        sd=statistics.stdev(errors) if len(errors) > 1 else None, finished=len(errors),
+        failed=sum(trial.status == FAILED for trial in trials), seeds=len(trials),
+        published=wanted.published, gap=gap, rule=describe_rule(wanted, study.baseline),
+        verdict=judge(wanted, gap) if comparable else "", trials=choice.trials,
+        searched=choice.searched, params=choice.params,
+    )  # fmt: skip
 
 
 def describe_rule(row: RowConfig, baseline: str | None) -> str:
-    """What is required of a row's gap, in words; "" if nothing is."""
+    """Describe what is required of a row's gap; "" if nothing is."""
     rules = []
     if row.within is not None:
         rules.append(f"within {row.within:.2f} of {baseline}")
@@ -187,8 +185,10 @@ def describe_rule(row: RowConfig, baseline: str | None) -> str:
 
 
 def judge(row: RowConfig, gap: float | None) -> str:
-    """``pass`` or ``fail`` for a row with a rule and a gap; "" otherwise. A gap that is not a
-    number fails."""
+    """Return ``pass`` or ``fail`` for a row with a rule and a gap; "" otherwise.
+
+    A gap that is not a number fails.
+    """
     if gap is None or (row.within is None and row.worse_by is None):
         return ""
     near = row.within is None or abs(gap) <= row.within

@@ -1,17 +1,17 @@
-"""How well a run used what it had, and what held it where it did not.
+"""Utilisation of a run's resources, its speed, and the causes of idle time.
 
 *Utilisation* is measured in the resource that binds. With ``h_r(t)`` the CPUs (or GPUs) that trials
 held at a time and ``c_r(t)`` those that the run had, over a window from ``a`` to ``b``::
 
     share_r = integral_a^b h_r dt / integral_a^b c_r dt        utilisation = max over r of share_r
 
-once *from the command*, from the ``planned`` event to the end of the run, and once from the first
-trial's start to the last one's end. Before the first ``capacity`` event the run is taken to have
-had what that one says. A trial that starts, or tests, holds its slots.
+It is computed *from the command*, from the ``planned`` event to the end of the run, and from the
+first trial's start to the last one's end. Before the first ``capacity`` event the run is taken to
+have had the capacity of that event. A trial that starts, or tests, holds its slots.
 
-*Speed* sets epochs against those of trials that had the study's machines to themselves. Over the
-intervals ``i`` of the kinds of trial (:func:`study.plan.identity.pace_key`) of which an epoch was
-timed while no other trial ran, on average ``a_i`` seconds::
+*Speed* compares epochs with those of trials that had the study's machines to themselves. It is
+taken over the intervals ``i`` of trials whose kind (:func:`study.plan.identity.pace_key`) has an
+epoch that was timed while no other trial ran, on average ``a_i`` seconds::
 
     speed = sum_i epochs_i a_i / sum_i seconds_i
 
@@ -36,9 +36,9 @@ from study.plan.identity import pace_key
 
 RESOURCES = {"cpus": "CPUs", "gpus": "GPUs"}
 LOW, LEAST_SECONDS = 0.5, 60.0
-"""Below which utilisation a run is told what held it, if it lasted that long."""
+"""Utilisation below which causes of idle time are reported, and the least seconds of such a run."""
 MOST_CAUSES, LEAST_SHARE = 3, 0.05
-"""Causes named, and the share of the capacity from which one is."""
+"""Largest number of causes reported, and the least share of the capacity of each."""
 EPSILON = 1e-6
 
 BEFORE, LIMIT, DRIVER, RESULTS, FEW, TAIL, STARTS = (
@@ -65,7 +65,7 @@ CAUSES = {
     FEW: "because there were fewer trials than slots",
     TAIL: "at the end, when no trial was left to start",
 }
-"""Why a part of what there was lay idle."""
+"""Descriptions of the causes for which capacity lay idle."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +73,10 @@ class Use:
     """Utilisation of a run.
 
     Attributes:
-        resource: the one that binds, ``cpus`` or ``gpus``.
-        share: of it, from the command to the end of the run.
-        training: of it, from the first trial's start to the last one's end.
-        shares: of every resource that there was, from the command.
+        resource: resource that binds, ``cpus`` or ``gpus``.
+        share: its utilisation from the command to the end of the run.
+        training: its utilisation from the first trial's start to the last one's end.
+        shares: utilisation of every resource of the run, from the command.
     """
 
     resource: str
@@ -86,10 +86,11 @@ class Use:
 
 
 def utilisation(run: Run, now: float | None = None) -> Use | None:
-    """See the module; None where nothing was noted.
+    """Return the utilisation of a run; None if the ledger has no slots or capacity of it.
 
     Args:
-        now: the time, where the run goes on.
+        run: the run.
+        now: the time, if the run goes on.
     """
     end = _end(run, now)
     if not run.intervals or not run.capacity or end <= run.begin:
@@ -107,18 +108,23 @@ def utilisation(run: Run, now: float | None = None) -> Use | None:
 
 
 def epochs_a_second(run: Run, now: float | None = None) -> float | None:
-    """Epochs that trials reported, from the first trial's start to the last one's end; None before
-    there is one."""
+    """Return the reported epochs per second, from the first trial's start to the last one's end.
+
+    Returns None before the first report.
+    """
     epochs = sum(interval.epochs for interval in run.intervals)
     begin, end = _window(run, now) if run.intervals else (0.0, 0.0)
     return epochs / (end - begin) if epochs and end > begin else None
 
 
 def speed(run: Run, kind: Callable[[str], str]) -> tuple[float, int] | None:
-    """See the module, with the number of trials that it is of; None where no epoch was timed alone.
+    """Return the speed of a run and the number of trials that it is computed from.
+
+    Returns None if no epoch was timed alone. See the head of this file.
 
     Args:
-        kind: of a trial, by its id; trials of one kind take equally long alone.
+        run: the run.
+        kind: maps a trial's id to its kind; trials of one kind take equally long alone.
     """
     alone: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for interval in run.intervals:
@@ -138,8 +144,10 @@ def speed(run: Run, kind: Callable[[str], str]) -> tuple[float, int] | None:
 
 
 def slots_over_time(run: Run) -> list[tuple[float, int]]:
-    """About how many slots there were from each time on: what there was by what a slot of the run's
-    trials takes on average."""
+    """Estimate the number of slots from each time on.
+
+    It is the capacity divided by what a slot of the run's trials takes on average.
+    """
     count = sum(len(interval.slots) for interval in run.intervals)
     taken = {name: sum(getattr(interval, name) for interval in run.intervals) for name in RESOURCES}
 
@@ -156,18 +164,17 @@ def slots_over_time(run: Run) -> list[tuple[float, int]]:
 
 
 def slots_in_use(run: Run) -> tuple[int, int]:
-    """Slots that trials hold now, of how many."""
+    """Return the number of slots that trials hold now, and the number of all slots."""
     used = sum(len(interval.slots) for interval in list(run.running.values()))
     return used, max(used, slots_over_time(run)[-1][1])
 
 
 def what_held(run: Run, now: float | None = None) -> dict[str, float]:
-    """Why a run's utilisation was not higher: keys of :data:`CAUSES` with the share of the run's
-    capacity (of the resource that binds) that lay idle for it, the largest first; with the
-    utilisation they add up to 1.
+    """Return the share of the run's capacity that lay idle for each of :data:`CAUSES`.
 
-    Beside them under :data:`STARTS`: the share that trials held from their start to their first
-    report, beyond the seconds of an epoch.
+    The capacity is that of the resource that binds. The largest share comes first; with the
+    utilisation, the shares add up to 1. :data:`STARTS` is listed beside them: the share that trials
+    held from their start to their first report, beyond the seconds of an epoch.
     """
     use = utilisation(run, now)
     if use is None:
@@ -178,18 +185,20 @@ def what_held(run: Run, now: float | None = None) -> dict[str, float]:
         for cause, amount in _causes(moment, name):
             idle[cause] += amount * seconds
     idle[STARTS] = _starts(run, name, now)
-    had = _capacity_integral(run, name, run.begin, end)
+    capacity = _capacity_integral(run, name, run.begin, end)
     return dict(
         sorted(
-            ((cause, amount / had) for cause, amount in idle.items() if amount > 0),
+            ((cause, amount / capacity) for cause, amount in idle.items() if amount > 0),
             key=lambda item: -item[1],
         )
     )
 
 
 def remark(run: Run | None) -> str:
-    """What held a run that lasted more than a minute and used less than half of what it had, in a
-    sentence; "" of any other."""
+    """Explain in a sentence why a run used less than half of its capacity.
+
+    Returns "" for any other run, and for one that lasted less than a minute.
+    """
     use = utilisation(run) if run is not None and run.over else None
     if run is None or use is None or use.share >= LOW or run.end - run.begin <= LEAST_SECONDS:
         return ""
@@ -213,11 +222,13 @@ def remark(run: Run | None) -> str:
 
 
 def line(state: StudyState, now: float | None = None) -> str:
-    """The last run in a line: ``3 of 4 slots in use, utilisation 91 % of the CPUs, 12.3 epochs/s``;
-    "" where nothing was noted.
+    """Describe the last run in a line; "" if the ledger has no slots or capacity of it.
+
+    ``3 of 4 slots in use, utilisation 91 % of the CPUs, 12.3 epochs/s``
 
     Args:
-        now: the time, while it runs.
+        state: the study's state.
+        now: the time, while the study runs.
     """
     run = state.run if now is None or not state.runs else state.runs[-1]
     if run is None or (use := utilisation(run, now)) is None:
@@ -231,13 +242,16 @@ def line(state: StudyState, now: float | None = None) -> str:
 
 
 def sentences(state: StudyState) -> list[str]:
-    """The figures beside the picture of a study's slots: utilisation, epochs a second, and what
-    held it; none where nothing was noted."""
+    """Return the sentences beside the picture of a study's slots.
+
+    They have the utilisation, the epochs per second and the causes of idle time. The list is empty
+    if the ledger has no slots or capacity.
+    """
     run = state.run
     if run is None or (use := utilisation(run)) is None:
         return []
     name = RESOURCES[use.resource]
-    said = [
+    texts = [
         f"Utilisation {_percent(use.share)} of the {name} from the command,"
         f" {_percent(use.training)} from the first trial's start to the last one's end."
     ]
@@ -250,8 +264,8 @@ def sentences(state: StudyState) -> list[str]:
             if alone
             else "no trial ran alone for an epoch, so there is no speed to compare with"
         )
-        said.append(f"{rate:.3g} epochs a second; {compared}.")
-    return [*said, *filter(None, [remark(run)])]
+        texts.append(f"{rate:.3g} epochs a second; {compared}.")
+    return [*texts, *filter(None, [remark(run)])]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -266,24 +280,24 @@ def _until(interval: Interval, end: float) -> float:
 
 
 def _window(run: Run, now: float | None) -> tuple[float, float]:
-    """From the first trial's start to the last one's end."""
+    """Return the times of the first trial's start and the last one's end."""
     return run.intervals[0].begin, max(
         _until(interval, _end(run, now)) for interval in run.intervals
     )
 
 
 def _share(run: Run, name: str, begin: float, end: float, now: float | None) -> float | None:
-    """Of a resource; None where there was none of it."""
-    had = _capacity_integral(run, name, begin, end)
+    """Return the utilisation of a resource; None if the run had none of it."""
+    capacity = _capacity_integral(run, name, begin, end)
     held = sum(
         getattr(interval, name) * (_until(interval, _end(run, now)) - interval.begin)
         for interval in run.intervals
     )
-    return min(1.0, held / had) if had > 0 else None
+    return min(1.0, held / capacity) if capacity > 0 else None
 
 
 def _capacity_integral(run: Run, name: str, begin: float, end: float) -> float:
-    """The integral of the capacity."""
+    """Integrate the capacity of a resource over time."""
     steps = [
         (begin, run.capacity[0]),
         *((step.time, step) for step in run.capacity if begin < step.time < end),
@@ -304,13 +318,13 @@ def _capacity_at(capacity: Sequence[Capacity], time: float) -> Capacity:
 
 @dataclass(kw_only=True)
 class _Moment:
-    """What was so for a while.
+    """A span of time in which nothing changes.
 
     Attributes:
-        have, held: of every resource, what there was and what trials held.
-        needed: of every resource, what all trials of the run take together.
-        next: of the trials that waited the one that started first; None where none waited.
-        full: whether as many ran as the config allows.
+        have, held: amount of every resource that the run had, and that trials held.
+        needed: amount of every resource that all trials of the run take together.
+        next: the waiting trial that started first; None if none waited.
+        full: whether as many trials ran as the config allows.
         begun, more: whether a trial had started, and whether one was still to start, known or not.
     """
 
@@ -324,7 +338,7 @@ class _Moment:
 
 
 def _causes(moment: _Moment, name: str) -> Iterator[tuple[str, float]]:
-    """Why how much of a resource is idle."""
+    """Yield the causes for which a resource is idle, each with the idle amount."""
     idle = max(0.0, moment.have[name] - moment.held[name])
     if not moment.begun:
         yield BEFORE, idle
@@ -345,7 +359,7 @@ def _causes(moment: _Moment, name: str) -> Iterator[tuple[str, float]]:
 
 
 def _moments(run: Run, now: float | None) -> Iterator[tuple[float, _Moment]]:
-    """The run in pieces in which nothing changes, each with its seconds, in their order."""
+    """Yield the spans of a run in which nothing changes, in order, each with its seconds."""
     end = _end(run, now)
     trials = {interval.trial: interval for interval in run.intervals}.values()
     needed = {
@@ -395,11 +409,11 @@ def _moments(run: Run, now: float | None) -> Iterator[tuple[float, _Moment]]:
 
 
 def _starts(run: Run, name: str, now: float | None) -> float:
-    """What trials held of a resource, times the seconds, while they started: until the first
-    report, less an epoch.
+    """Return the amount of a resource, times seconds, that trials held while they started.
 
-    An epoch takes as long as from report to report in the same trial, or on average in its row; of
-    a row without two reports in a row nothing is known.
+    A start lasts until the first report, less the seconds of an epoch. An epoch takes as long as
+    from report to report in the same trial, or on average in its row; rows in which no trial
+    reported twice are left out.
     """
     gaps: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for found in run.intervals:

@@ -1,17 +1,16 @@
-"""What runs next: the planned trials in order, and, where an algorithm learns from results, what it
-proposes when there is room.
+"""The agenda of a study: which trial runs next, planned or proposed by an adaptive search.
 
 An :class:`Agenda` hands out trials one at a time. For adaptive algorithms it keeps one
-:class:`Proposer` a row and point of the grids, so that every row is searched with the same effort.
-A proposal becomes one trial a seed, entered in the ledger before it runs; once all of them have
-ended the proposer learns the mean of their objectives. Everything it learns is in the ledger, so a
-study that is continued proposes on from where it was: the proposals are told to a fresh Optuna
-study again, and each is drawn with a generator seeded by the search's seed and its own number. With
-one trial at a time tpe and cmaes then propose exactly what they would have; nsga2 goes on with its
-generations, but may draw other children.
+:class:`Proposer` per row and point of the grids, so that every row is searched with the same
+effort. A proposal becomes one trial per seed, entered in the ledger before it runs; once all of
+them have ended, the proposer learns the mean of their objectives. Everything it learns is in the
+ledger, so a study that is continued proposes on from where it was: a fresh Optuna study is told the
+earlier proposals again, and each proposal is sampled with a generator seeded by the search's seed
+and its own number. With one trial at a time tpe and cmaes then propose exactly what they would have
+proposed; nsga2 goes on with its generations, but may sample other children.
 
-Objectives are taken from the last epoch. A trial that diverged or failed counts as failed, one that
-a scheduler ended early as pruned (with one objective) or with its last value (with several).
+Objectives are taken from the last epoch. A trial that diverged or failed counts as failed; one that
+a scheduler ended early counts as pruned (with one objective) or with its last value (with several).
 
 Source: T. Akiba et al., "Optuna", KDD 2019.
 """
@@ -29,9 +28,10 @@ from study.config.keys import apply
 from study.config.space import canonical
 from study.errors import refusals
 from study.ledger.state import ENDED, FINISHED, STOPPED, StudyState, TrialState
-from study.plan.candidates import bind_space, is_history
+from study.plan.candidates import bind_space, first_point, is_history
 from study.plan.durations import expected_seconds, seconds_an_epoch
-from study.plan.plan import Base, Plan, PlannedTrial, refuse_twins
+from study.plan.plan import Plan
+from study.plan.trials import Base, Excluded, PlannedTrial, refuse_twins
 from study.search.halving import Halving
 from study.search.optuna_proposer import Counter, Proposer
 from study.search.population import Population
@@ -43,25 +43,26 @@ ESTIMATE_SECONDS = 5.0
 
 
 class Agenda:
-    """The trials still to run, in order; with an adaptive search also those not yet thought of.
+    """The trials still to run, in order, and the source of those an adaptive search will propose.
 
-    Once no more than :attr:`tail` wait, the one that is expected to take longest comes first, so
-    that no long one is left to run alone at the end. Before that the plan's order holds, which
-    gives every row a figure early.
+    Once no more than :attr:`tail` trials wait, the one that is expected to take longest comes
+    first, so that no long trial is left to run alone at the end. Before that the plan's order
+    holds, which gives every row a figure early.
 
     Attributes:
-        tail: set once it is known how many trials run at a time; 0 keeps the order to the end.
+        tail: number of waiting trials from which the longest comes first; set once it is known how
+            many trials run at a time. 0 keeps the order to the end.
 
     Args:
-        plan: the study's.
-        state: what has happened; kept up to date by the ledger.
-        added: told of every newly proposed trial before it is handed out; it must enter it in the
-            ledger.
-        only: ids of the trials to run, and nothing is proposed; None for all.
+        plan: plan of the study.
+        state: state of the study, kept up to date by the ledger.
+        added: called with every newly proposed trial before it is handed out; it must enter the
+            trial in the ledger.
+        only: ids of the trials to run, with nothing proposed; None for all.
 
     Raises:
         UserError: from :meth:`peek` and :meth:`next`, where a proposal is a trial that the study
-            has.
+            has, or a rule refuses nearly all of the space; the latter also from here.
     """
 
     def __init__(
@@ -80,7 +81,8 @@ class Agenda:
         self._todo = deque(relieved(trial, state) for trial in left)
         self._entered = {trial.id: trial for trial in plan.trials}
         self._handed_out: dict[str, PlannedTrial] = {}
-        self._proposers = make_proposers(plan, state) if only is None else []
+        with refusals():
+            self._proposers = make_proposers(plan, state) if only is None else []
         self._confirmations = make_confirmations(plan) if only is None else []
         self._turn = 0
         self._seconds: dict[str, float] = {}
@@ -88,8 +90,10 @@ class Agenda:
         self.tail = 0
 
     def peek(self) -> PlannedTrial | None:
-        """The next trial to run, left on the agenda; None if there is none, now or (see
-        :attr:`exhausted`) at all."""
+        """Return the next trial to run, and leave it on the agenda.
+
+        Returns None if there is none now, or none any more (see :attr:`exhausted`).
+        """
         if not self._todo:
             self._propose()
         if not self._todo and self._all_proposed:
@@ -100,15 +104,16 @@ class Agenda:
         return self._todo[0] if self._todo else None
 
     def epoch_seconds(self) -> dict[str, float]:
-        """:func:`study.plan.durations.seconds_an_epoch` of this study, looked up anew every few
-        seconds."""
+        """Return the seconds per epoch of this study's trials, computed anew every few seconds.
+
+        See :func:`study.plan.durations.seconds_an_epoch`.
+        """
         if time.monotonic() - self._estimated > ESTIMATE_SECONDS:
             self._seconds, self._estimated = seconds_an_epoch([self._state]), time.monotonic()
         return self._seconds
 
     def behind(self, head: PlannedTrial, count: int) -> list[PlannedTrial]:
-        """So many of the trials that come after the next one, as far as they are known: nothing is
-        proposed for want of results."""
+        """Return up to ``count`` known trials that come after ``head``; propose nothing."""
         return [trial for trial in itertools.islice(self._todo, count + 1) if trial is not head][
             :count
         ]
@@ -119,24 +124,24 @@ class Agenda:
         self._handed_out[trial.id] = trial
 
     def next(self) -> PlannedTrial | None:
-        """The next trial to run, taken off the agenda; None as for :meth:`peek`."""
+        """Return the next trial to run and take it off the agenda; None as for :meth:`peek`."""
         trial = self.peek()
         if trial is not None:
             self.take(trial)
         return trial
 
     def again(self, trial: str) -> None:
-        """Put the trial of that id, which was handed out, on the agenda once more, at its head."""
+        """Put a trial that was handed out, named by its id, back at the head of the agenda."""
         self._todo.appendleft(relieved(self._handed_out[trial], self._state))
 
     @property
     def trials(self) -> list[PlannedTrial]:
-        """Those that wait, as far as they are known."""
+        """Trials that wait, as far as they are known."""
         return list(self._todo)
 
     @property
     def exhausted(self) -> bool:
-        """Whether nothing will come any more."""
+        """Whether no trial will come any more."""
         return (
             not self._todo
             and self._all_proposed
@@ -148,23 +153,25 @@ class Agenda:
         return all(proposer.exhausted for proposer in self._proposers)
 
     def _confirm(self) -> None:
-        """The next round of every row's race, as far as there is one now."""
+        """Enter the next round of every row's race, if there is one now."""
         for race in self._confirmations:
             self._enter(race.next(self._state))
 
     def _propose(self) -> None:
-        """One more configuration, from the proposers in turn."""
+        """Enter one more configuration, from the proposers in turn."""
         for proposer in self._proposers:
             proposer.learn(self._state)
         for _ in self._proposers:
             proposer = self._proposers[self._turn % len(self._proposers)]
             self._turn += 1
-            if trials := proposer.propose():
+            with refusals():
+                trials = proposer.propose()
+            if trials:
                 self._enter(trials)
                 return
 
     def _enter(self, trials: list[PlannedTrial]) -> None:
-        """Take in what was proposed."""
+        """Enter proposed trials on the agenda and in the ledger."""
         with refusals():
             refuse_twins(trials, self._entered)
         for trial in trials:
@@ -173,7 +180,7 @@ class Agenda:
 
 
 def relieved(trial: PlannedTrial, state: StudyState) -> PlannedTrial:
-    """The trial as it is to run since it ran out of memory, if it did."""
+    """Return the trial with the changes that it runs with since it ran out of memory, if any."""
     relief = state.known[trial.id].relief
     return (
         dataclasses.replace(
@@ -185,8 +192,10 @@ def relieved(trial: PlannedTrial, state: StudyState) -> PlannedTrial:
 
 
 def make_proposers(plan: Plan, state: StudyState) -> list[Proposer | Rounds]:
-    """One a row and point of the grids, each knowing what ``state`` holds of its row; none where
-    the search is not adaptive."""
+    """Return a proposer per row and point of the grids, with what ``state`` knows of its row.
+
+    Returns none if the search is not adaptive.
+    """
     study = plan.study
     if not study.search.adaptive:
         return []
@@ -203,6 +212,8 @@ def make_proposers(plan: Plan, state: StudyState) -> list[Proposer | Rounds]:
             )
         )
         for place, point in enumerate(points):
+            if isinstance(first_point(study, base, space, point), Excluded):
+                continue
             proposer: Proposer | Rounds = (
                 kind(base, space, point, study.search, study.seeds, place, len(points))
                 if study.search.in_rounds
@@ -214,12 +225,12 @@ def make_proposers(plan: Plan, state: StudyState) -> list[Proposer | Rounds]:
 
 
 def adopt(plan: Plan, before: StudyState) -> Plan:
-    """A plan with the trials that earlier runs of the study proposed, as far as they are still what
-    their sampled values say.
+    """Return the plan with the trials that earlier runs of the study proposed.
 
-    An adaptive search has no trials of its own until it runs; what it proposed before is in the
-    ledger, and so are the repetitions of the best configurations (:mod:`study.search.racing`). Of
-    what lies outside a space that was changed since, only what has ended stays.
+    An adaptive search has no trials of its own until it runs; its earlier proposals are in the
+    ledger, and so are the repetitions of the best configurations (:mod:`study.search.racing`). A
+    trial is left out if its sampled values no longer give its config. Of trials outside a space
+    that was changed since, only those that have ended stay.
     """
     search = plan.study.search
     proposed = {*(plan.study.seeds if search.adaptive else []), *search.confirm_seeds}

@@ -1,10 +1,10 @@
-"""Successive halving over the training data: all configurations see a small part of it, the best of
-them more, the last ones all.
+"""Successive halving over the training data: all configurations train on a small part of it, the
+best on more, the last ones on all.
 
 With ``search.reduction_factor`` r and n configurations there are ``1 + floor(log_r n)`` rounds; in
-round k a trial trains on ``r^(k - last)`` of the examples, from scratch, with as many epochs as
-ever, and one of r goes on. So every round costs about the same. Rounds whose share has less than
-one batch are left out.
+round k a trial trains on ``r^(k - last)`` of the examples, from scratch, with the same number of
+epochs in every round, and one configuration in r is promoted. So every round costs about the same.
+Rounds with less than one batch of examples are left out.
 
 Sources: K. Jamieson, A. Talwalkar 2016 (arXiv:1502.07943); A. Klein et al. 2017, "Fast Bayesian
 Optimization of Machine Learning Hyperparameters on Large Datasets" (arXiv:1605.07079), for the data
@@ -22,17 +22,16 @@ from study.search.rounds import Member, Rounds
 
 
 class Halving(Rounds):
-    """See the head of this file, and :class:`study.search.rounds.Rounds`."""
+    """A search by successive halving, see the head of this file."""
 
     def _prepare(self) -> int:
         from trainers.data import prepare
 
-        config = self._base.trial(self._seeds[0], None, self._point).config
         self._sizes = sizes(
-            prepare(config.data).train,
+            prepare(self._base.data).train,
             self._search.num_samples,
             self._search.reduction_factor,
-            config.batch_size,
+            self._base.values(self._point)["batch_size"],
         )
         return len(self._sizes) - 1
 
@@ -53,7 +52,7 @@ class Halving(Rounds):
 
 
 def sizes(examples: int, configurations: int, factor: int, batch_size: int) -> list[int]:
-    """Examples by round, from few to all."""
+    """Return the number of training examples of each round, from few to all."""
     rounds = len(halved(configurations, factor))
     found = [examples // factor ** (rounds - 1 - k) for k in range(rounds)]
     return [size for size in found if size >= batch_size] or [examples]

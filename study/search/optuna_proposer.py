@@ -1,4 +1,4 @@
-"""What an Optuna sampler proposes next, and how it is told what became of it."""
+"""Proposals by an Optuna sampler, which is told the results of earlier ones."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ import numpy as np
 from study.config import SearchConfig
 from study.config.space import Domain, Params, Space, canonical
 from study.ledger.state import ENDED, FAILED, STOPPED, StudyState, TrialState
-from study.plan.candidates import CANDIDATES, is_history
-from study.plan.plan import Base, Excluded, PlannedTrial
+from study.plan.candidates import CANDIDATES, is_history, refuse_scarcity
+from study.plan.trials import Base, Excluded, PlannedTrial
 from study.results.objectives import mean_objective
 
 
 class Counter:
-    """Numbers of a row's configurations, from 1; ``last`` was given already."""
+    """A counter of a row's configurations, from 1; ``last`` is the last number in use."""
 
     def __init__(self, last: int = 0) -> None:
         self.last = last
 
     def next(self) -> int:
-        """The next number."""
+        """Return the next number."""
         self.last += 1
         return self.last
 
 
 class Proposer:
-    """Proposes configurations of one row at one point of the grids, with Optuna.
+    """A proposer of configurations for one row at one point of the grids, with Optuna.
 
     Args:
-        base: the row's base trial.
-        space: what is searched.
-        point: of the grids.
-        search: how.
-        seeds: the study's; a proposal is a trial for each.
-        numbers: of the row's configurations.
+        base: base trial of the row.
+        space: search space.
+        point: point of the grids.
+        search: options of the search.
+        seeds: seeds of the study; a proposal is a trial for each.
+        numbers: counter of the row's configurations.
     """
 
     def __init__(
@@ -63,20 +63,26 @@ class Proposer:
         self._open: dict[int, list[str]] = {}
         self._known: set[str] = set()
         self.proposed = 0
-        self.excluded: list[Excluded] = []
+        self._refused: dict[str, Excluded] = {}
         self._tries = 0
 
     @property
     def exhausted(self) -> bool:
-        """Whether it will propose nothing more: it has proposed all it may, or tried long to find
-        what is valid and new."""
+        """Whether nothing more will be proposed.
+
+        Either all configurations have been proposed, or many tries found no valid new one.
+        """
         return (
             self.proposed >= self._search.num_samples
             or self._tries >= CANDIDATES * self._search.num_samples
         )
 
     def propose(self) -> list[PlannedTrial]:
-        """The next configuration, one trial a seed; none if exhausted."""
+        """Return the next configuration, one trial per seed; none if exhausted.
+
+        Raises:
+            ValueError: it tried long, and found little but what a rule refuses.
+        """
         optuna = _optuna()
         while not self.exhausted:
             asked, params = self._ask()
@@ -86,7 +92,7 @@ class Proposer:
                     self._base.trial(seed, self._numbers.last + 1, params) for seed in self._seeds
                 ]
             except ValueError as error:
-                self.excluded.append(self._base.exclude(params, error))
+                self._refused.setdefault(canonical(params), self._base.exclude(params, error))
                 self._study.tell(asked, state=optuna.trial.TrialState.FAIL)
                 continue
             if trials[0].id in self._known:
@@ -96,14 +102,20 @@ class Proposer:
             self._enter(asked.number, trials[0].id, [trial.id for trial in trials])
             noted = dict(self._study.trials[asked.number].system_attrs)
             return [dataclasses.replace(trial, asked=noted) for trial in trials]
+        if self.proposed < self._search.num_samples:
+            refuse_scarcity(
+                self._base.row,
+                self.proposed,
+                self._search.num_samples,
+                self._tries,
+                list(self._refused.values()),
+            )
         return []
 
     def recall(self, state: StudyState, trials: Iterable[TrialState]) -> None:
-        """Take in what was proposed at this point before, in its order, each with its result if it
-        has one.
+        """Learn the earlier proposals at this point, in their order, with their results if known.
 
-        What lies outside the space, which has been changed since, is history: Optuna does not hear
-        of it.
+        Optuna is not told of proposals outside the space, which has been changed since.
         """
         configurations: dict[int, list[TrialState]] = {}
         for trial in trials:
@@ -135,10 +147,13 @@ class Proposer:
         self._known.add(first)
         self.proposed += 1
         self._tries = 0
+        self._refused = {}
 
     def _ask(self) -> tuple[Any, Params]:
-        """A trial of Optuna's and its values; the generator depends on how many were proposed
-        before, and on nothing else."""
+        """Ask Optuna for a trial and its values.
+
+        The generator depends only on how many configurations were proposed and tried before.
+        """
         seed = np.random.SeedSequence(
             [self._search.seed, self.proposed, self._tries]
         ).generate_state(1)[0]
@@ -151,7 +166,7 @@ class Proposer:
         return asked, self._space.pruned(params)
 
     def _again(self, trial: TrialState) -> Any:
-        """An earlier proposal as a running trial of Optuna's."""
+        """Return an earlier proposal as a running trial of Optuna's."""
         optuna = _optuna()
         drawn = [domain for domain in self._space.sampled if domain.key in trial.params]
         return optuna.trial.create_trial(
@@ -186,7 +201,7 @@ class Proposer:
 
 
 def make_sampler(search: SearchConfig, seed: int) -> Any:
-    """Optuna's sampler for ``search.algorithm``."""
+    """Return Optuna's sampler for ``search.algorithm``."""
     optuna = _optuna()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -202,7 +217,7 @@ def make_sampler(search: SearchConfig, seed: int) -> Any:
 
 
 def distribution(domain: Domain) -> Any:
-    """Optuna's distribution of a domain; choices are categories by their place in the list."""
+    """Return Optuna's distribution of a domain; choices are categories by their index."""
     optuna = _optuna()
     if domain.categorical:
         return optuna.distributions.CategoricalDistribution(list(range(len(domain.values))))
@@ -215,7 +230,7 @@ def distribution(domain: Domain) -> Any:
 
 
 def suggest(asked: Any, domain: Domain) -> Any:
-    """A value for ``domain`` from an Optuna trial."""
+    """Sample a value for ``domain`` from an Optuna trial."""
     shape = distribution(domain)
     if domain.categorical:
         return domain.values[asked.suggest_categorical(domain.key, shape.choices)]
@@ -230,7 +245,7 @@ def _place(domain: Domain, value: Any) -> int:
 
 
 def _optuna() -> Any:
-    """Optuna, quiet; loaded where an adaptive search needs it."""
+    """Import Optuna, made quiet; only adaptive searches need it."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)

@@ -1,17 +1,16 @@
-"""How a population's hyperparameters move: by chance (``pbt``), or where a Gaussian process expects
-most (``pb2``).
+"""Exploration in a population: hyperparameters move at random (``pbt``) or by a bandit (``pb2``).
 
-For ``pb2`` the process is over (time, values) of what the last generations gained: how far the
-objective fell. Covariance between two observations, at generations t, t' and with values x, x' in
-the unit cube::
+For ``pb2`` a Gaussian process over (time, values) models the gain of the last generations: how far
+the objective fell. Covariance between two observations, at generations t, t' and with values x, x'
+in the unit cube::
 
     k = variance exp(-|x - x'|^2 / (2 length^2)) (1 - forgetting)^(|t - t'| / 2) + noise [same]
 
 with variance, length, forgetting (as a length in time) and noise by maximum likelihood. The next
-values maximise ``mean + sqrt(beta) deviation`` over random points of the space; what others of the
-same generation have just been given counts as observed at its mean (their deviation shrinks there,
-so that they do not all choose the same). ``beta`` is ``0.2 + max(0, log(0.4 t))``. Values from
-lists are moved as in ``pbt``.
+values maximise ``mean + sqrt(beta) deviation`` over random points of the space. The values that
+other members of the same generation have just been given count as observed at their predicted mean:
+the deviation shrinks there, so that members do not all choose the same. ``beta`` is ``0.2 + max(0,
+log(0.4 t))``. Values from lists are moved as in ``pbt``.
 
 Sources: J. Parker-Holder et al. 2020 (arXiv:2002.02518); I. Bogunovic et al. 2016, "Time-Varying
 Gaussian Process Bandit Optimization".
@@ -31,19 +30,18 @@ from numpy.typing import NDArray
 from study.config.space import Domain, Params
 
 FACTORS = (0.8, 1.2)
-"""By one of which a number is multiplied."""
+"""Factors, one of which a number is multiplied by."""
 POINTS = 1000
-"""Random points among which the bound is maximised."""
+"""Number of random points among which the bound is maximised."""
 FEWEST = 2
-"""Observations without which points are drawn at random."""
+"""Number of observations below which points are sampled at random."""
 _FIXED = (1e6, 1e6 * (1 + 1e-9))
-"""Bounds of the length scale of a dimension that a factor of the kernel does not see."""
+"""Bounds of the length scale of a dimension that a factor of the kernel ignores."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """A member's values in one generation, in the unit cube, and what they gained; NaN while that
-    is not known."""
+    """A member's values in one generation, in the unit cube, and their gain (NaN while unknown)."""
 
     generation: int
     units: dict[str, float]
@@ -53,8 +51,11 @@ class Step:
 def explored(
     domain: Domain, value: Any, resample_probability: float, generator: np.random.Generator
 ) -> Any:
-    """A value near ``value``: a number times 0.8 or 1.2, within the domain; of a list, a neighbour;
-    or, rarely, any of the domain."""
+    """Return a value near ``value``.
+
+    A number is multiplied by 0.8 or 1.2, within the domain; a value of a list moves to a neighbour.
+    With ``resample_probability`` the value is instead sampled from the whole domain.
+    """
     if generator.random() < resample_probability:
         return domain.at(generator.random())
     up = bool(generator.integers(2))
@@ -68,12 +69,15 @@ def propose_step(
     known: Sequence[Step], chosen: Sequence[Step], domains: Sequence[Domain], now: Params,
     generation: int, generator: np.random.Generator
 ) -> Params:  # fmt: skip
-    """Values for ``domains`` in ``generation``.
+    """Return values for ``domains`` in ``generation``.
 
     Args:
-        known: what earlier generations gained.
-        chosen: for other members of the same generation.
-        now: today's values; those of lists stay or move to a neighbour.
+        known: steps of earlier generations.
+        chosen: steps chosen for other members of the same generation.
+        domains: domains of the values.
+        now: current values; values of lists stay or move to a neighbour.
+        generation: number of the generation.
+        generator: source of random numbers.
     """
     numbers = [domain for domain in domains if not domain.categorical]
     lists = {
@@ -102,7 +106,7 @@ def _best(
     points: NDArray[np.float64],
     generation: int,
 ) -> Any:
-    """The one of ``points`` with the highest bound."""
+    """Return the one of ``points`` with the highest upper confidence bound."""
     from sklearn.gaussian_process import GaussianProcessRegressor
 
     x, y = _rows(known, keys), np.array([step.gain for step in known])
@@ -132,7 +136,7 @@ def _rows(steps: Sequence[Step], keys: list[str]) -> NDArray[np.float64]:
 
 
 def _kernel(dimensions: int) -> Any:
-    """The product above; Matern's with nu = 1/2 is exp(-|t - t'| / length)."""
+    """Return the kernel above; Matern's with nu = 1/2 is exp(-|t - t'| / length)."""
     from sklearn.gaussian_process.kernels import RBF, ConstantKernel, Matern, WhiteKernel
 
     space = RBF([1e6] + [0.3] * dimensions, [_FIXED] + [(0.05, 5.0)] * dimensions)

@@ -1,17 +1,17 @@
-"""Population based training: members train side by side, and the worst take over the best one's
-weights with other hyperparameters.
+"""Population based training: members train side by side, and the worst continue from the weights of
+the best with other hyperparameters.
 
 Every ``search.perturbation_interval`` epochs the members of a row are ranked by the first objective
-(the mean over the study's seeds). The worst ``quantile_fraction`` of them, and whoever diverged or
-failed, goes on from the weights of a random member of the best such fraction (*exploit*), with
-hyperparameters that :mod:`study.search.pb2` moves away from its: by chance (``pbt``) or by a bandit
-(``pb2``). The rest goes on as it is.
+(the mean over the study's seeds). The worst ``quantile_fraction`` of them, and every member that
+diverged or failed, continues from the weights of a random member of the equally large best fraction
+(*exploit*), with hyperparameters moved away from that member's by :mod:`study.search.pb2`
+(*explore*): at random (``pbt``) or by a bandit (``pb2``). The others continue unchanged.
 
-A member of a generation is an ordinary trial. Its config says what its whole line did, ``changes:
-[{epoch: 4, optimizer.lr: 0.02}]``, so it trains again from the start to the same bits wherever that
-is wanted; here it continues from the last checkpoint of the trial that it is the continuation of
-(:func:`study.manage.extend.continuations`). The next generation begins once all of this one have
-ended, as with ``synch=True`` of Ray Tune's PopulationBasedTraining.
+A member of a generation is an ordinary trial. Its config describes its whole line of ancestors,
+``changes: [{epoch: 4, optimizer.lr: 0.02}]``, so training it again from the start gives the same
+bits; here it continues from the last checkpoint of the trial that it continues
+(:func:`study.manage.extend.continuations`). The next generation begins once all trials of this one
+have ended, as with ``synch=True`` of Ray Tune's PopulationBasedTraining.
 
 Sources: M. Jaderberg et al. 2017, "Population Based Training of Neural Networks"
 (arXiv:1711.09846); J. Parker-Holder et al. 2020, "Provably Efficient Online Hyperparameter
@@ -33,11 +33,10 @@ from study.search.rounds import Member, Rounds
 
 
 class Population(Rounds):
-    """See the head of this file, and :class:`study.search.rounds.Rounds`, whose rounds are the
-    generations."""
+    """A search by population based training, see the head of this file; rounds are generations."""
 
     def _prepare(self) -> int:
-        epochs = self._base.trial(self._seeds[0], None, self._point).config.epochs
+        epochs = self._base.values(self._point)["epochs"]
         self._ends = generation_ends(epochs, self._search.perturbation_interval)
         self._steps: list[Step] = []
         return len(self._ends) - 1
@@ -71,8 +70,10 @@ class Population(Rounds):
     def _offspring(
         self, parent: Member, number: int, chosen: list[Step], others: list[Member]
     ) -> Member:
-        """A new line that leaves ``parent``'s at the end of this generation; ``parent``'s own where
-        no other is valid."""
+        """Return a new member that continues ``parent`` with other values from now on.
+
+        Returns ``parent`` itself if no other values are valid.
+        """
         generator = self._generator(number, 1)
         epoch = self._ends[self._round]
         domains = [domain for domain in self._space.sampled if domain.key in _now(parent)]
@@ -108,8 +109,7 @@ class Population(Rounds):
         return parent
 
     def _note(self, state: StudyState, errors: Sequence[float]) -> None:
-        """What each member's values brought in this generation: how far the error fell, for the
-        bandit."""
+        """Note each member's gain in this generation, how far its error fell, for the bandit."""
         begin = self._ends[self._round - 1] if self._round else 1
         metric, mode = next(iter(self._search.objectives.items()))
         for member, trials, error in zip(self._members, self._trials, errors, strict=True):
@@ -124,12 +124,12 @@ class Population(Rounds):
 
 
 def _now(member: Member) -> Params:
-    """A member's values today."""
+    """Return a member's current values."""
     return params_at(member.params | {"changes": member.changes})
 
 
 def _units(domains: Iterable[Domain], values: Params) -> dict[str, float]:
-    """Values as numbers in [0, 1], those of lists left out."""
+    """Return values as numbers in [0, 1], without values of lists."""
     return {
         domain.key: domain.unit(values[domain.key]) for domain in domains if not domain.categorical
     }

@@ -1,15 +1,28 @@
-"""More seeds for the promising: once a row's search has ended, its best configurations are
-repeated, as long as evidence is wanting.
+"""Racing: once a row's search has ended, its best configurations run with more seeds until the
+evidence decides.
 
 A search compares many configurations on few seeds, so its best one owes its place partly to luck.
 With ``search.confirm: k`` the best ``k`` of every row run with the seeds ``search.confirm_seeds``,
-one seed a round. After each round the leader stays, and so does whoever is not significantly worse:
-one-sided paired t-test over the seeds both have, p above :data:`ALPHA`. The rounds end when one is
-left (``k`` above
-1) or the seeds are used up. This is a race (O. Maron, A. Moore, "Hoeffding races", NIPS 1993) with
-   the t-test of F-Race (M. Birattari et
-al. 2002). Everything that decides is in the ledger, so a study that is continued goes on with the
-same race. What lies outside a space that was changed since takes no part in it.
+one seed per round. After each round the leader stays, and so does every configuration that is not
+significantly worse: one-sided paired t-test over the seeds both have, at the level below. The
+rounds end when one is left (with ``k`` above 1) or the seeds are used up. This is a race (O. Maron,
+A. Moore, "Hoeffding races", NIPS 1993) with the t-test of F-Race (M. Birattari et al. 2002).
+Everything that decides is in the ledger, so a study that is continued goes on with the same race.
+Configurations outside a space that was changed since take no part in it.
+
+Level: a test that is repeated after every round finds a difference sooner or later where there is
+none (P. Armitage, C. McPherson, B. Rowe, "Repeated significance tests on accumulating data", J. R.
+Stat. Soc. A 132, 1969), and a comparison with the leader of the moment picks the pair. So each test
+has the share of the whole level that Bonferroni's inequality allows it (O. J. Dunn, "Multiple
+comparisons among means", JASA 56, 1961, and, over rounds as over candidates, Maron and Moore)::
+
+    level = ALPHA / (L k (k - 1))
+
+with the ``k`` candidates that begin the race, each of which may be tested against each other one,
+and the ``L`` planned looks: the rounds after which seeds are left and there are three pairs or
+more. Of candidates that are equal, one or more is eliminated with a probability of at most
+:data:`ALPHA`, however the looks depend on each other. Whoever leaves the race early costs no seeds;
+after the last round nobody would save any, so there is no look.
 """
 
 from __future__ import annotations
@@ -20,19 +33,23 @@ from collections.abc import Sequence
 
 from study.ledger.state import ENDED, FINISHED, StudyState
 from study.plan.candidates import bind_space, is_history
-from study.plan.plan import Base, Plan, PlannedTrial
+from study.plan.plan import Plan
+from study.plan.trials import Base, PlannedTrial
 from study.results.configurations import Configuration, configurations, signed
 from study.results.objectives import objective
 
 ALPHA = 0.05
+"""Probability of eliminating any of several equal candidates in a whole race, at most."""
+PAIRS = 3
+"""Seeds from which on a difference is tested."""
 
 
 class Confirmation:
     """The race of one row.
 
     Args:
-        base: the row's base trial, of a study with ``search.confirm``.
-        row: its label.
+        base: base trial of the row, in a study with ``search.confirm``.
+        row: label of the row.
     """
 
     def __init__(self, base: Base, row: str) -> None:
@@ -49,9 +66,9 @@ class Confirmation:
         """Whether the race is over."""
 
     def next(self, state: StudyState) -> list[PlannedTrial]:
-        """The trials to add now; none while those of a round still run, or once the race is over.
+        """Return the trials to add now; none while a round still runs, or once the race is over.
 
-        To be asked when no trial of the search itself is left to propose.
+        Call it when no trial of the search itself is left to propose.
         """
         trials = (
             trial
@@ -72,7 +89,8 @@ class Confirmation:
             if len(errors) == len(self._seeds)
         ]
         racing = [entry for _, entry in sorted(usable, key=lambda pair: pair[0])[: self._most]]
-        for round_, seed in enumerate(self._more):
+        level = level_of_test(len(racing), len(self._seeds), len(self._more))
+        for round_, seed in enumerate(self._more, 1):
             if not racing or (self._most > 1 and len(racing) == 1):
                 break
             wanted = [self._base.trial(seed, entry.number, entry.params) for entry in racing]
@@ -80,13 +98,16 @@ class Confirmation:
                 return missing
             if any(state.known[trial.id].status not in ENDED for trial in wanted):
                 return []
-            racing = self._contenders(racing, [*self._seeds, *self._more[: round_ + 1]])
+            if round_ < len(self._more):
+                racing = self._contenders(racing, [*self._seeds, *self._more[:round_]], level)
         self.exhausted = True
         return []
 
     def _errors(self, entry: Configuration, seeds: Sequence[int]) -> list[float]:
-        """The objective, the lower the better, of the trials that finished with these seeds, in
-        their order."""
+        """Return the objective of the trials that finished with ``seeds``, in the seeds' order.
+
+        Its sign is such that lower is better.
+        """
         of_seed = {
             trial.seed: objective(trial, self._metric)
             for trial in entry.trials
@@ -99,32 +120,69 @@ class Confirmation:
             if value is not None and math.isfinite(value)
         ]
 
-    def _contenders(self, racing: list[Configuration], seeds: list[int]) -> list[Configuration]:
-        """Of ``racing``, the leader over ``seeds`` and those that are not significantly worse; who
-        lost a trial is out."""
+    def _contenders(
+        self, racing: list[Configuration], seeds: list[int], level: float
+    ) -> list[Configuration]:
+        """Return the leader of ``racing`` over ``seeds``, and those not significantly worse.
+
+        A configuration that lost a trial drops out.
+        """
         of_all = [(self._errors(entry, seeds), entry) for entry in racing]
         whole = [(errors, entry) for errors, entry in of_all if len(errors) == len(seeds)]
-        if not whole:
-            return []
-        best, leader = min(whole, key=lambda pair: statistics.fmean(pair[0]))
-        return [entry for errors, entry in whole if entry is leader or not worse(errors, best)]
+        left = contenders([errors for errors, _ in whole], level)
+        return [whole[place][1] for place in left]
 
 
-def worse(errors: Sequence[float], others: Sequence[float]) -> bool:
-    """Whether ``errors`` are significantly higher than ``others``, pair by pair; never with fewer
-    than three pairs."""
-    if len(errors) < 3:
+def level_of_test(candidates: int, seeds: int, more: int) -> float:
+    """Return the level of one test of a race; see the module.
+
+    Args:
+        candidates: that begin the race.
+        seeds: that every candidate has before.
+        more: rounds of one more seed each.
+    """
+    looks = sum(seeds + round_ >= PAIRS for round_ in range(1, more))
+    return ALPHA / max(1, looks * candidates * (candidates - 1))
+
+
+def contenders(errors: Sequence[Sequence[float]], level: float) -> list[int]:
+    """Return the places of the candidates that stay in a race.
+
+    They are the one with the lowest mean, and those that are not significantly worse.
+
+    Args:
+        errors: of each candidate, over the same seeds.
+        level: of each test.
+    """
+    if not errors:
+        return []
+    leader = min(range(len(errors)), key=lambda place: statistics.fmean(errors[place]))
+    return [
+        place
+        for place, entry in enumerate(errors)
+        if place == leader or not worse(entry, errors[leader], level)
+    ]
+
+
+def worse(errors: Sequence[float], others: Sequence[float], level: float) -> bool:
+    """Tell whether ``errors`` are significantly higher than ``others``, pair by pair.
+
+    They never are with fewer than :data:`PAIRS` pairs.
+    """
+    if len(errors) < PAIRS:
         return False
     differences = [a - b for a, b in zip(errors, others, strict=True)]
     if not any(value != differences[0] for value in differences):
         return differences[0] > 0
-    from scipy.stats import ttest_rel
+    from scipy.special import stdtr
 
-    return bool(ttest_rel(errors, others, alternative="greater").pvalue < ALPHA)
+    pairs = len(differences)
+    statistic = statistics.fmean(differences) / statistics.stdev(differences) * math.sqrt(pairs)
+    return bool(stdtr(pairs - 1, -statistic) < level)
 
 
 def make_confirmations(plan: Plan) -> list[Confirmation]:
-    """One a row, where the study wants it."""
+    """Return a race for each row; none if the study has no ``search.confirm``."""
     return (
         [Confirmation(Base(plan.study, row), row.label) for row in plan.rows]
         if plan.study.search.confirm

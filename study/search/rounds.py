@@ -1,8 +1,8 @@
-"""Searches in rounds: what the results of one round say decides which trials the next one has.
+"""Searches in rounds: the results of one round decide which trials the next one has.
 
-Everything random comes from the search's seed, so the ledger's results alone say what comes next: a
-study that is continued goes through the same rounds to where it was. Rounds are synchronous, one
-begins once all trials of the one before have ended.
+All randomness comes from the search's seed, so the ledger's results alone determine what comes
+next: a study that is continued goes through the same rounds to where it was. Rounds are
+synchronous: each begins once all trials of the one before have ended.
 """
 
 from __future__ import annotations
@@ -17,32 +17,35 @@ from typing import Any
 import numpy as np
 
 from study.config import SearchConfig
-from study.config.space import Params, Space, unit_points
+from study.config.space import Params, Space
 from study.ledger.state import ENDED, FAILED, StudyState, TrialState
-from study.plan.candidates import CANDIDATES
-from study.plan.plan import Base, Excluded, PlannedTrial
+from study.plan.candidates import draw, refuse_scarcity, sampled_points
+from study.plan.trials import Base, PlannedTrial
 from study.results.configurations import signed
 from study.results.objectives import mean_objective
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Member:
-    """One line through the rounds: what it began with, and what changed on the way."""
+    """One participant over the rounds: its first values, and their changes during training."""
 
     params: Params
     changes: tuple[dict[str, Any], ...] = ()
 
 
 class Rounds(ABC):
-    """The search of one row at one point of the grids; asked as a
-    :class:`study.search.optuna_proposer.Proposer` is.
+    """The search of one row at one point of the grids, in rounds.
+
+    It has the interface of :class:`study.search.optuna_proposer.Proposer`.
 
     Args:
-        base: the row's base trial.
-        space: what is searched.
-        point: of the grids, the ``place``-th of ``places``.
-        search: how; ``num_samples`` configurations take part in the first round.
-        seeds: the study's; every configuration is a trial for each.
+        base: base trial of the row.
+        space: search space.
+        point: point of the grids.
+        search: options of the search; ``num_samples`` configurations take part in the first round.
+        seeds: seeds of the study; every configuration is a trial for each.
+        place: index of the point of the grids.
+        places: number of points of the grids.
 
     Attributes:
         excluded: points of the space that make no valid trial.
@@ -61,38 +64,41 @@ class Rounds(ABC):
         self._base, self._space, self._point, self._search = base, space, point, search
         self._seeds, self._place, self._places = list(seeds), place, places
         self._planned: set[str] = set()
-        self.excluded: list[Excluded] = []
         self._round = 0
-        self._members = self._first()
         self._last = self._prepare()
+        self._members = self._first()
         self._enter()
 
     @abstractmethod
     def _prepare(self) -> int:
-        """Whatever the rounds need to know; the number of the last one, from 0."""
+        """Prepare what the rounds need; return the index of the last round."""
 
     @abstractmethod
     def _params(self, member: Member) -> Params:
-        """What a member's trials have in this round."""
+        """Return the sampled values of a member's trials in this round."""
 
     @abstractmethod
     def _next(self, state: StudyState, errors: list[float]) -> list[Member]:
-        """Who takes part in the next round, given every member's error in this one, infinite for
-        those that are lost; one is not."""
+        """Return the members of the next round.
+
+        Args:
+            state: state of the study.
+            errors: error of every member in this round; infinity for members that are lost. At
+                least one is finite.
+        """
 
     @property
     def exhausted(self) -> bool:
-        """Whether it will propose nothing more."""
+        """Whether nothing more will be proposed."""
         return not self._waiting and (self._round == self._last or not self._members)
 
     def recall(self, state: StudyState, trials: Iterable[TrialState]) -> None:
-        """Take in what earlier runs of the study did."""
+        """Learn what earlier runs of the study did."""
         self._planned = {trial.id for trial in trials}
         self.learn(state)
 
     def learn(self, state: StudyState) -> None:
-        """Enter the next round if this one has ended; and the one after, where that is known
-        already."""
+        """Enter the next round if this one has ended, and further ones whose results are known."""
         while self._members and self._round < self._last and self._ended(state):
             errors = [self._error(state, trials) for trials in self._trials]
             self._members = self._next(state, errors) if any(map(math.isfinite, errors)) else []
@@ -100,7 +106,7 @@ class Rounds(ABC):
             self._enter()
 
     def propose(self) -> list[PlannedTrial]:
-        """The next member of this round, one trial a seed; none while the others train."""
+        """Return the next member of this round, one trial per seed; none while the others train."""
         while self._waiting:
             trials = [trial for trial in self._waiting.popleft() if trial.id not in self._planned]
             self._planned |= {trial.id for trial in trials}
@@ -109,26 +115,30 @@ class Rounds(ABC):
         return []
 
     def _first(self) -> list[Member]:
-        """As many valid points of the space as are to take part."""
-        search, members, seen = self._search, list[Member](), set[str]()
-        for units in unit_points(
-            search.algorithm, len(self._space.sampled), CANDIDATES * search.num_samples, search.seed
-        ):
-            params = self._space.point(units, self._point)
-            try:
-                trial = self._base.trial(self._seeds[0], None, params)
-            except ValueError as error:
-                self.excluded.append(self._base.exclude(params, error))
-                continue
-            if trial.id not in seen:
-                seen.add(trial.id)
-                members.append(Member(params=params))
-            if len(members) == search.num_samples:
-                break
-        return members
+        """Return the members of the first round.
+
+        Each is a point of the space that is valid at full length and in the first round.
+        """
+
+        def make(params: Params, number: int) -> list[PlannedTrial]:
+            self._base.trial(self._seeds[0], None, self._params(Member(params=params)))
+            return [self._base.trial(self._seeds[0], None, params)]
+
+        found, self.excluded = draw(
+            self._base,
+            make,
+            sampled_points(self._search, self._space, self._point),
+            set(),
+            wanted=self._search.num_samples,
+        )
+        if not found:
+            refuse_scarcity(
+                self._base.row, 0, self._search.num_samples, len(self.excluded), self.excluded
+            )
+        return [Member(params=trial.params) for (trial,) in found]
 
     def _enter(self) -> None:
-        """The trials of this round, by member."""
+        """Plan the trials of this round, by member."""
         first = 1 + (self._round * self._places + self._place) * self._search.num_samples
         asked = {"round": self._round, "rounds": self._last + 1}
         self._trials = [
@@ -147,7 +157,7 @@ class Rounds(ABC):
         return all(key in state.known and state.known[key].status in ENDED for key in ids)
 
     def _error(self, state: StudyState, trials: Sequence[PlannedTrial]) -> float:
-        """The mean objective of a member, the lower the better, infinite for what is lost."""
+        """Return the mean objective of a member, lower is better; infinity if a trial is lost."""
         known = [state.known[trial.id] for trial in trials]
         if any(trial.status == FAILED or trial.epoch < trial.epochs for trial in known):
             return math.inf
@@ -156,5 +166,5 @@ class Rounds(ABC):
         return value if math.isfinite(value) else math.inf
 
     def _generator(self, number: int, purpose: int = 0) -> np.random.Generator:
-        """Of a member of this round."""
+        """Return the random generator of a member in this round."""
         return np.random.default_rng([self._search.seed, self._place, self._round, number, purpose])

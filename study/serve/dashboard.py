@@ -1,9 +1,9 @@
-"""A live page: the study's report behind Flask (which MLflow brings along), written again every few
-seconds while the ledger grows.
+"""A live page: the study's report served by Flask (which MLflow brings along), written again every
+few seconds while the ledger grows.
 
-The page loads itself again while the study runs (a refresh in its head, no script). It listens on
-127.0.0.1, answers to that name and localhost only, to browsers that have opened the printed link
-with its token, and shows nothing that the report does not.
+The page reloads itself while the study runs (a refresh in its head, no script). It listens on
+127.0.0.1, answers only to that name and localhost, and only to browsers that have opened the
+printed link with its token, and shows nothing that the report does not.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ RELOAD = """<meta http-equiv="refresh" content="{seconds:g}">"""
 
 
 class Page:
-    """The newest report of the study in ``folder``, written into a folder of its own when the
-    ledger has grown, or the study has begun or ended: its last event is written while it still
-    holds the lock."""
+    """The newest report of the study in ``folder``.
+
+    It is written into a temporary folder when the ledger has grown, or when the study has begun or
+    ended: the last event is written while the study still holds the lock.
+    """
 
     def __init__(self, folder: Path, every: float) -> None:
         self._folder, self._every = folder, every
@@ -41,7 +43,7 @@ class Page:
         self._text = ""
 
     def text(self) -> str:
-        """The page."""
+        """Return the page."""
         with self._lock:
             now = (self._folder / FILE).stat().st_size, is_locked(self._folder)
             if now != self._made[0] and time.monotonic() - self._made[1] >= self._every / 2:
@@ -77,8 +79,10 @@ class Page:
 
 
 def make_app(page: Page, token: str, cookie: str = "lns_study_dashboard") -> Any:
-    """The Flask application, guarded like MLflow's pages
-    (:class:`study.serve.mlflow_server.Guard`)."""
+    """Return the Flask application, guarded like MLflow's pages.
+
+    See :class:`study.serve.mlflow_server.Guard`.
+    """
     from flask import Flask, Response, abort, redirect, request
 
     app = Flask("lns-study")
@@ -114,7 +118,7 @@ def make_app(page: Page, token: str, cookie: str = "lns_study_dashboard") -> Any
 
 
 def serve(folder: Path, port: int, every: float, say: Callable[[str], None]) -> int:
-    """Serve the page until Ctrl-C; the exit code."""
+    """Serve the page until Ctrl-C; return the exit code."""
     from werkzeug.serving import make_server
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)

@@ -1,13 +1,13 @@
-"""The process behind ``lns-study ui``: MLflow's server for one user, ``python -m
+"""The server process of ``lns-study ui``: MLflow for one user, ``python -m
 study.serve.mlflow_server``.
 
 ``mlflow server`` imports MLflow, makes or migrates the database, and starts uvicorn in a second
-process, which imports MLflow again: seconds and memory twice. Here one process does both. What
-MLflow's command tells that second process, it tells by environment variables whose names are its
-own affair; they are set here and compared with MLflow's before anything is served. Where they or
-the functions called here are not what they were, nothing is served.
+process, which imports MLflow again: seconds and memory twice. Here one process does both. MLflow's
+command configures that second process by environment variables with private names; they are set
+here and compared with MLflow's before anything is served. If they, or the functions called here,
+have changed, nothing is served.
 
-127.0.0.1 is every user's of the machine, so :class:`Guard` lets in only who has the token of
+Every user of the machine reaches 127.0.0.1, so :class:`Guard` admits only those with the token of
 ``lns-study ui``: a browser by the printed link, which leaves a cookie, and MLflow's clients by
 ``MLFLOW_TRACKING_TOKEN``.
 
@@ -33,28 +33,28 @@ from study.serve.team_guard import refuse_places
 from study.tracking.sqlite import use_write_ahead_log, write_statistics
 
 TOKEN = "LNS_STUDY_UI_TOKEN"
-"""Variable with what a visitor must know."""
+"""Environment variable with the token that visitors must present."""
 HEALTH = "/health"
-"""Open to all: whether the server answers."""
+"""Path that is open to all and tells whether the server answers."""
 ROOT = "mlflow-artifacts:/"
-"""Of new experiments: the server hands their artifacts out."""
+"""Artifact root of new experiments: the server serves their artifacts."""
 
 
 def mlflow_command(
     artifacts: str, host: str, port: int, workers: int, hosts: str, more: list[str], options: str
 ) -> list[str]:
-    """``mlflow server`` as a command line.
+    """Return the command line of ``mlflow server``.
 
     Args:
         artifacts: folder or address for artifacts of new experiments.
-        host: to listen on.
-        port: likewise.
-        workers: processes that answer requests.
-        hosts: names that it may be called by, with commas.
+        host: host to listen on.
+        port: port to listen on.
+        workers: number of processes that answer requests.
+        hosts: names by which the server may be called, separated by commas.
         more: further arguments.
-        options: of uvicorn.
+        options: options of uvicorn.
     """
-    where = [
+    listening = [
         "--host",
         host,
         "--port",
@@ -65,7 +65,7 @@ def mlflow_command(
         hosts,
     ]
     return [
-        *(sys.executable, "-m", "mlflow", "server", *where, *more),
+        *(sys.executable, "-m", "mlflow", "server", *listening, *more),
         *("--artifacts-destination", artifacts, "--uvicorn-opts", options),
     ]
 
@@ -75,17 +75,17 @@ Send = Callable[[Scope], Awaitable[None]]
 
 
 class Guard:
-    """An ASGI application before another: who does not know the token gets 401.
+    """An ASGI application before another: a request without the token gets 401.
 
-    It is taken from the query ``?token=``, which is answered with a cookie and a redirect to the
-    page without it, from that cookie, as password of HTTP's basic authentication, or as its bearer
-    token.
+    The token is taken from the query ``?token=``, which is answered with a cookie and a redirect to
+    the page without it, from that cookie, as password of HTTP's basic authentication, or as its
+    bearer token.
 
     Args:
-        application: what is guarded.
+        application: application to guard.
         token: the secret.
-        port: that is served; cookies are a host's, whatever the port, so it is part of the cookie's
-            name.
+        port: port that is served; it is part of the cookie's name, since cookies are a host's,
+            whatever the port.
     """
 
     def __init__(self, application: Any, token: str, port: int) -> None:
@@ -109,17 +109,17 @@ class Guard:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            says = (
+            text = (
                 "Open the link that `lns-study ui` has printed, with its token; MLflow's clients:"
                 f" MLFLOW_TRACKING_TOKEN or {TOKEN}.\n"
             )
-            await _answer(send, 401, says, {"WWW-Authenticate": "Bearer"})
+            await _answer(send, 401, text, {"WWW-Authenticate": "Bearer"})
 
     def _is_token(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(), self._token.encode())
 
     def _given(self, scope: Scope) -> Iterator[str]:
-        """What a request shows instead of the token."""
+        """Yield the secrets in a request's headers, any of which may be the token."""
         for name, value in scope["headers"]:
             text = value.decode("latin-1")
             if name == b"cookie":
@@ -134,7 +134,7 @@ class Guard:
 
 
 def _password(secret: str) -> str:
-    """The password of HTTP's basic authentication; "" if that is none."""
+    """Return the password of HTTP's basic authentication; "" if the header is malformed."""
     try:
         return base64.b64decode(secret).decode().partition(":")[2]
     except (binascii.Error, UnicodeDecodeError):
@@ -149,11 +149,12 @@ async def _answer(send: Send, status: int, text: str, headers: dict[str, str]) -
 
 
 def _application(uri: str) -> Any:
-    """MLflow's ASGI application over a database that is up to date, without artifacts at places
-    that clients name.
+    """Return MLflow's ASGI application over an up-to-date database.
+
+    It refuses artifacts at places that clients name.
 
     Raises:
-        ImportError, AttributeError: MLflow has other parts than this knows.
+        ImportError, AttributeError: this version of MLflow has other parts.
     """
     import uvicorn  # noqa: F401 (by its presence MLflow knows that it serves, and protects itself)
     from mlflow.server import app as pages
@@ -171,7 +172,7 @@ def _application(uri: str) -> Any:
 
 
 def main() -> None:
-    """The process; see the module."""
+    """Run the process; see the head of this file."""
     parser = argparse.ArgumentParser(prog="python -m study.serve.mlflow_server")
     parser.add_argument("--artifacts", required=True)
     parser.add_argument("--host", required=True)

@@ -1,18 +1,17 @@
-"""``lns-study ui --team``: MLflow for several people, with logins, over PostgreSQL, in several
+"""MLflow for several people (``lns-study ui --team``): with logins, over PostgreSQL, in several
 worker processes.
 
-Beside what :mod:`study.serve.ui` does for one: MLflow's basic-auth app keeps users and what they
-may do in the same database (tables of its own), everybody who has logged in reads everything, and
-who makes an experiment manages it. A checked password is remembered for a minute, since checking it
-costs some 0.1 s. uvloop and httptools are named to uvicorn, which without them answers 44 ms later
-as soon as it has two workers. Artifacts go through the server into a folder (or bucket) that holds
-nothing else, and clients may not name another place for them (:mod:`study.serve.team_guard`). The
-server's working folder is an empty one of its own, gone at the end, with MLflow's settings,
-readable by its user only; neither passwords nor the database's address stand in a command line.
+What it adds to :mod:`study.serve.ui`: MLflow's basic-auth app keeps users and their permissions in
+the same database (tables of its own), everybody who has logged in reads everything, and whoever
+makes an experiment manages it. A checked password is cached for a minute, since checking it costs
+some 0.1 s. uvicorn is told to use uvloop and httptools; without them it answers 44 ms later as soon
+as it has two workers. Artifacts go through the server into a folder (or bucket) that holds nothing
+else, and clients may not name another place for them (:mod:`study.serve.team_guard`). The server's
+working folder is empty but for MLflow's settings, readable by its user only, and removed at the
+end; neither passwords nor the database's address stand in a command line.
 
-Limits: it speaks HTTP, so for other machines TLS is the business of a proxy before it, or of an ssh
-tunnel. A password that was changed is taken by other workers for up to :data:`AUTH_CACHE_SECONDS`
-more.
+Limits: it speaks HTTP, so for other machines put a proxy with TLS before it, or use an ssh tunnel.
+Other workers accept a password that was changed for up to :data:`AUTH_CACHE_SECONDS` more.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ PASSWORD = "MLFLOW_AUTH_ADMIN_PASSWORD"
 USER = "MLFLOW_AUTH_ADMIN_USERNAME"
 SECRET = "MLFLOW_FLASK_SERVER_SECRET_KEY"
 SHORTEST_PASSWORD = 12
-"""MLflow takes no shorter one."""
+"""Least length of a password that MLflow accepts."""
 AUTH_CACHE_SECONDS = 60
 WORKERS = 4
 PACKAGES = {
@@ -56,9 +55,9 @@ class Team:
         uri: database of the tracking store and of the users.
         storage: folder of the studies; must not be within reach of the server's artifact pages.
         artifacts: folder, or address such as ``s3://bucket/folder``, for artifacts.
-        host: to listen on.
-        port: to listen on.
-        workers: processes that answer requests.
+        host: host to listen on.
+        port: port to listen on.
+        workers: number of processes that answer requests.
         names: host names, beside 127.0.0.1 and localhost, by which browsers and clients may call
             the server.
     """
@@ -73,7 +72,7 @@ class Team:
 
     @property
     def local(self) -> bool:
-        """Whether it listens to this machine alone."""
+        """Whether the server listens to this machine alone."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -81,10 +80,10 @@ class Team:
 
 
 def check(team: Team) -> None:
-    """Everything that can be known to fail, before anything starts.
+    """Check everything that can be known to fail, before anything starts.
 
     Raises:
-        ValueError: with the value, the rule and the remedy.
+        ValueError: a check fails; the message has the value, the rule and the remedy.
     """
     missing = [
         package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None
@@ -101,8 +100,10 @@ def check(team: Team) -> None:
 
 
 def serve(team: Team, say: Callable[[str], None]) -> int:
-    """Run the server in the foreground until Ctrl-C or SIGTERM; its exit code, 0 if it was asked to
-    end."""
+    """Run the server in the foreground until Ctrl-C or SIGTERM; return its exit code.
+
+    The exit code is 0 if it was asked to end.
+    """
     if not team.local:
         say(
             f"Listening on {team.host}: passwords travel as they are unless a proxy with TLS is"
@@ -126,8 +127,10 @@ def serve(team: Team, say: Callable[[str], None]) -> int:
 
 
 def environment(uri: str, settings: Path) -> dict[str, str]:
-    """What the server's environment has beside ours; the key of its forms is new at every start
-    unless the user set one."""
+    """Return the server's additional environment variables.
+
+    The key of its forms is new at every start unless the user set one.
+    """
     return {
         **ENVIRONMENT,
         "MLFLOW_BACKEND_STORE_URI": uri,
@@ -138,8 +141,10 @@ def environment(uri: str, settings: Path) -> dict[str, str]:
 
 
 def auth_settings(uri: str) -> configparser.ConfigParser:
-    """MLflow's settings of logins; the first admin's password is none of them, it comes from the
-    environment."""
+    """Return MLflow's settings of logins.
+
+    The first admin's password is not among them: it comes from the environment.
+    """
     settings = configparser.ConfigParser()
     settings["mlflow"] = {
         "default_permission": "READ",
@@ -200,7 +205,7 @@ def _check_artifacts(team: Team) -> None:
 
 
 def _check_password(team: Team) -> None:
-    """The first admin's password is asked for only while the database has no users."""
+    """Refuse to start without the first admin's password while the database has no users."""
     if _has_users(team.uri):
         return
     password = os.environ.get(PASSWORD, "")
@@ -214,7 +219,7 @@ def _check_password(team: Team) -> None:
 
 
 def _has_users(uri: str) -> bool:
-    """Whether somebody can log in already.
+    """Tell whether somebody can log in already.
 
     Raises:
         ValueError: the database does not answer.

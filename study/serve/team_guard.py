@@ -1,13 +1,13 @@
-"""What clients may do on our servers: on a team's, MLflow's basic authentication; on all, no
-artifacts at places that clients name.
+"""Guards of our MLflow servers: a team's requires basic authentication, and none takes artifacts at
+places that clients name.
 
 MLflow lets whoever may make an experiment give it ``artifact_location=file:///any/folder`` and then
 read and write there through the server, with the rights of the server's user. On our servers every
 experiment's artifacts lie in the server's own root.
 
-Loaded by MLflow's server, a team's calls :func:`authenticate` for every request
-(``authorization_function``), a single user's :func:`refuse_places`; the request is read by MLflow's
-own parser, so that what is refused here is what it would have taken.
+MLflow's server loads this module. A team's server calls :func:`authenticate` for every request
+(``authorization_function``), a single user's :func:`refuse_places`. The request is read by MLflow's
+own parser, so that the request that is checked is the one that MLflow executes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ CREATE = "/mlflow/experiments/create"
 
 
 def authenticate() -> Any:
-    """The authorization of flask's current request, or the response that asks for a login.
+    """Return the authorization of flask's current request, or a response that asks for a login.
 
     Raises:
-        MlflowException: the request makes an experiment with a place for artifacts of its own.
+        MlflowException: the request makes an experiment with its own place for artifacts.
     """
     from flask import Response
     from mlflow.server.auth import authenticate_request_basic_auth
@@ -35,8 +35,7 @@ def authenticate() -> Any:
 
 
 def refuse_places() -> None:
-    """Refuse flask's current request if it makes an experiment with a place for artifacts of its
-    own.
+    """Refuse flask's current request if it makes an experiment with its own place for artifacts.
 
     Raises:
         MlflowException: it does.

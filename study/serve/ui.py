@@ -1,11 +1,11 @@
-"""``lns-study ui``: MLflow's web interface over a storage folder, on this machine only;
+"""MLflow's web interface over a storage folder, on this machine only (``lns-study ui``);
 :mod:`study.serve.team` serves others.
 
 One worker and no job execution: one process (:mod:`study.serve.mlflow_server`) instead of fifteen
-and 2 GB. It listens on 127.0.0.1, answers only to that name and localhost, and lets in who has the
-token in the printed link: 127.0.0.1 is every user's of the machine. To watch a remote machine,
-forward the port with ssh. The database's address, which may hold a password, and the token go
-through the environment: command lines are everybody's to read.
+and 2 GB. It listens on 127.0.0.1, answers only to that name and localhost, and admits only those
+with the token in the printed link, since every user of the machine reaches 127.0.0.1. To watch a
+remote machine, forward the port with ssh. The database's address, which may hold a password, and
+the token go through the environment: everybody can read command lines.
 
 The server runs in its own process group, so that Ctrl-C ends it and all of its children, and
 nothing else.
@@ -43,13 +43,14 @@ ENVIRONMENT = {
 
 
 def serve(uri: str, artifacts: Path, port: int, say: Callable[[str], None]) -> int:
-    """Run the server in the foreground until Ctrl-C or SIGTERM; its exit code, 0 if it was asked to
-    end.
+    """Run the server in the foreground until Ctrl-C or SIGTERM; return its exit code.
+
+    The exit code is 0 if it was asked to end.
 
     Args:
         uri: database of the tracking store.
         artifacts: folder for artifacts of new experiments.
-        port: to listen on.
+        port: port to listen on.
         say: prints one line.
 
     Raises:
@@ -80,12 +81,12 @@ def run(
 
     Args:
         words: the command line.
-        variables: environment beside ours.
-        port: it listens on.
+        variables: environment variables to add to this process's.
+        port: port on which the server listens.
         say: prints one line.
-        host: it listens on.
-        folder: it works in; None for ours.
-        page: what to open there.
+        host: host on which the server listens.
+        folder: working folder of the server; None for this process's.
+        page: path of the page to open.
     """
     say("Starting MLflow, some seconds ...")
     server = subprocess.Popen(
@@ -111,7 +112,7 @@ def run(
 
 
 def check_servable(uri: str) -> None:
-    """``lns-study ui`` serves databases.
+    """Refuse what ``lns-study ui`` cannot serve: anything but a database.
 
     Raises:
         ValueError: it is no tracking URI, or that of a server.
@@ -125,7 +126,7 @@ def check_servable(uri: str) -> None:
 
 
 def environment(uri: str) -> dict[str, str]:
-    """What the server's environment has beside ours."""
+    """Return the server's additional environment variables."""
     return {**ENVIRONMENT, "MLFLOW_BACKEND_STORE_URI": uri}
 
 
@@ -138,15 +139,15 @@ def command(
     names: Sequence[str] = (),
     team: bool = False,
 ) -> list[str]:
-    """The server's command line.
+    """Return the server's command line.
 
     Args:
         artifacts: folder or address for artifacts of new experiments.
-        port: to listen on.
-        host: to listen on.
-        workers: processes that answer requests; more than one need uvloop and httptools.
-        names: hosts, beside 127.0.0.1 and localhost, by which it may be called; their pages may
-            change things too.
+        port: port to listen on.
+        host: host to listen on.
+        workers: number of processes that answer requests; several need uvloop and httptools.
+        names: hosts, beside 127.0.0.1 and localhost, by which the server may be called; their pages
+            may change things too.
         team: whether users must log in.
     """
     hosts = ",".join(
@@ -159,7 +160,7 @@ def command(
         for end in ("", f":{port}")
     )
     if not team and workers == 1 and not names:
-        where = [
+        arguments = [
             "--artifacts",
             artifacts,
             "--host",
@@ -169,7 +170,7 @@ def command(
             "--allowed-hosts",
             hosts,
         ]
-        return [sys.executable, "-m", "study.serve.mlflow_server", *where]
+        return [sys.executable, "-m", "study.serve.mlflow_server", *arguments]
     more = ["--cors-allowed-origins", origins] if names else []
     more += ["--app-name", "basic-auth"] if team else []
     options = "--log-level warning" + " --loop uvloop --http httptools" * (team or workers > 1)
@@ -177,7 +178,7 @@ def command(
 
 
 def check_port(port: int, host: str = HOST) -> None:
-    """The port must be free.
+    """Refuse a port that is not free.
 
     Raises:
         ValueError: something listens there, or there is no such port or address.
@@ -205,7 +206,7 @@ def stop(server: subprocess.Popen[bytes]) -> None:
 
 
 def _group_ends(server: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Wait until the server and every process of its group have gone."""
+    """Wait for the server and every process of its group to end; tell whether they have."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:

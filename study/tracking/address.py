@@ -1,4 +1,4 @@
-"""Where MLflow's server is, and the addresses of its pages."""
+"""Addresses of MLflow's server and its pages."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from study.program import lns_study
 from study.tracking_uri import without_login, without_password
 
 WHERE = "mlflow.json"
-"""In the study's folder: the store, and experiment, parent run and view in it; the report's links
-are made from it."""
+"""File in the study's folder with the store, and the experiment, parent run and view in it.
+
+The report's links are made from it.
+"""
 
 
 def page(experiment: str, view: str) -> str:
-    """The address of a saved view within MLflow's interface."""
+    """Return the address of a saved view within MLflow's interface."""
     query = urllib.parse.urlencode({"viewStateShareKey": view, "workflowType": "machine_learning"})
     return f"#/experiments/{experiment}/runs?{query}"
 
@@ -24,12 +26,12 @@ PORT = 5000
 
 
 def how_to_open(uri: str, storage: str, page: str) -> str:
-    """How a user gets to a page of a tracking store in the browser, in one line.
+    """Describe in one line how to open a page of a tracking store in the browser.
 
     Args:
-        uri: the store's.
+        uri: tracking URI of the store.
         storage: folder of the studies, as the user wrote it.
-        page: the address within MLflow's interface, ``#/experiments/...``; "" for its first page.
+        page: address within MLflow's interface, ``#/experiments/...``; "" for its first page.
     """
     if is_server(uri):
         return f"{without_login(uri).rstrip('/')}/{page}"
@@ -40,6 +42,8 @@ def how_to_open(uri: str, storage: str, page: str) -> str:
 
 
 def is_server(uri: str) -> bool:
-    """Whether a tracking URI is that of a server, which has an interface of its own, and not of a
-    database."""
+    """Tell whether a tracking URI is that of a server, with an interface of its own.
+
+    If not, it is that of a database.
+    """
     return uri.startswith(("http://", "https://"))

@@ -1,9 +1,9 @@
-"""The best model of each row as an MLflow LoggedModel: tensors in safetensors and a JSON, no
-pickle, so opening one runs no code.
+"""The best model of each row as an MLflow LoggedModel: safetensors and JSON, no pickle, so opening
+one runs no code.
 
-A row's best finished trial by the last validation error gives its newest checkpoint that is still
-on disk. Nothing is logged twice: a model is found by its source run. Limit: a checkpoint of more
-than :data:`MOST_BYTES` stays where it is, and the run's checkpoints are in the ledger.
+It is the newest checkpoint still on disk of the row's best finished trial, by the last validation
+error. Nothing is logged twice: a model is found by its source run. Limit: a checkpoint of more than
+:data:`MOST_BYTES` stays where it is; the ledger names the run's checkpoints.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ MODEL_TYPE = "lns-study checkpoint (safetensors)"
 
 
 def log_models(client: Any, experiment: str, state: StudyState, runs: dict[str, str]) -> None:
-    """Log each row's best model that the store does not have yet.
+    """Log each row's best model unless the store has it.
 
     Args:
         client: an ``MlflowClient``.
         experiment: id of the study's experiment.
-        state: the study's.
+        state: state of the study.
         runs: run ids by trial id.
     """
     best = {
@@ -57,7 +57,7 @@ def _error(trial: TrialState) -> float:
 
 
 def _sources(client: Any, experiment: str) -> set[str]:
-    """The runs of which the experiment has a whole model."""
+    """Return the ids of the runs whose model the experiment has completely."""
     found: set[str] = set()
     token = None
     while True:

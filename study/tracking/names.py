@@ -1,11 +1,11 @@
-"""What MLflow can hold: names, values and lengths; how ours become its own, and which are refused
+"""Names, values and lengths that MLflow can hold: how ours are escaped, and which are refused
 before anything runs.
 
 Names of metrics and params may have letters, digits, ``_ - . space : /`` and must be normal paths,
 at most 250 characters. Any other character becomes its code point in hex between colons, ``dp=2``
-is ``dp:3d:2``, and so does a colon itself, so :func:`restore` gives back exactly what went in and
-no two names meet. MLflow stores an infinite metric as 1.8e308, which is false: such points are left
-out and a tag says where they were (:func:`nonfinite_tags`). NaN is stored as NaN.
+is ``dp:3d:2``, and so does a colon itself; so :func:`restore` gives back exactly the original name
+and no two names collide. MLflow stores an infinite metric as 1.8e308, which is false: such points
+are left out and a tag says where they were (:func:`nonfinite_tags`). NaN is stored as NaN.
 
 Source of the limits: ``mlflow/utils/validation.py`` of MLflow 3.17.
 """
@@ -31,18 +31,20 @@ EXPERIMENT_LENGTH = 500
 RUN_NAME_LENGTH = 250
 
 SETTING = "cfg/"
-"""Numeric settings are metrics as well, ``cfg/optimizer.lr``: MLflow can compare and plot metrics,
-params only for equality."""
+"""Prefix of numeric settings that are sent as metrics too, ``cfg/optimizer.lr``.
+
+MLflow can compare and plot metrics; params it compares only for equality.
+"""
 NONFINITE = "nonfinite/"
-"""Tags that tell where a metric was infinite."""
+"""Prefix of tags that say where a metric was infinite."""
 OF_ROW = "/test_error_percent_sd"
-"""The longest ending of a metric named after a row."""
+"""Longest suffix of a metric named after a row."""
 
 _ESCAPED = re.compile(r":([0-9a-f]+):")
 
 
 def sanitise(name: str) -> str:
-    """A legal metric, param or tag name that :func:`restore` turns back into ``name``."""
+    """Return a legal metric, param or tag name that :func:`restore` turns back into ``name``."""
     legal = re.sub(r"[^\w\-. /]|[^\x00-\x7f]", lambda match: _escape(match[0]), name)
     if posixpath.normpath(legal) != legal or legal.startswith(("/", "..")) or legal in (".", ""):
         legal = re.sub(r"[./]", lambda match: _escape(match[0]), legal)
@@ -50,7 +52,7 @@ def sanitise(name: str) -> str:
 
 
 def restore(name: str) -> str:
-    """The name that :func:`sanitise` was given."""
+    """Return the name that :func:`sanitise` was given."""
     return "" if name == "::" else _ESCAPED.sub(lambda match: chr(int(match[1], 16)), name)
 
 
@@ -59,7 +61,9 @@ def _escape(character: str) -> str:
 
 
 def nonfinite_tags(history: Mapping[int, Mapping[str, float]]) -> dict[str, str]:
-    """A tag for every metric with infinite points: ``nonfinite/validation/loss = inf at 3, 4``.
+    """Return a tag for every metric with infinite points.
+
+    An example is ``nonfinite/validation/loss = inf at 3, 4``.
 
     Args:
         history: metrics by epoch.
@@ -76,7 +80,7 @@ def nonfinite_tags(history: Mapping[int, Mapping[str, float]]) -> dict[str, str]
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a config under ``cfg/`` and their dotted key."""
+    """Return the numbers of a config by ``cfg/`` and their dotted key."""
     return {
         f"{SETTING}{name}": float(value)
         for name, value in flatten(dict(config)).items()
@@ -85,10 +89,11 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, float]:
 
 
 def check_loggable(plan: Plan) -> None:
-    """Refuse what MLflow would cut off or reject, before anything runs.
+    """Refuse, before anything runs, what MLflow would cut off or reject.
 
     Raises:
-        ValueError: a name or value is too long; with its length, the limit and the remedy.
+        ValueError: a name or value is too long; the message has its length, the limit and the
+            remedy.
     """
     _check("name", plan.study.name, EXPERIMENT_LENGTH)
     for row in plan.rows:
@@ -107,5 +112,5 @@ def _check(what: str, text: str, limit: int) -> None:
 
 
 def too_long(names: Iterable[str]) -> list[str]:
-    """Those of ``names`` that MLflow could not hold as metric names."""
+    """Return the ``names`` that MLflow could not hold as metric names."""
     return [name for name in names if len(sanitise(name)) > NAME_LENGTH]

@@ -1,4 +1,4 @@
-"""What an MLflow run of a trial holds: params, metrics, tags, data sets, documents."""
+"""Contents of a trial's MLflow run: params, metrics, tags, data sets, documents."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ KEY_TAG = "lns_study.key"
 PARENT_TAG = "mlflow.parentRunId"
 KIND_TAG = "mlflow.experimentKind"
 PROFILE = "profile"
-"""Among a trial's artifacts: what ``trial.profile.steps`` recorded. Sent before the run's end, so
-once; sent again it is the same files."""
+"""Name of the artifact with what ``trial.profile.steps`` recorded.
+
+It is sent before the run's end, so once; sent again it is the same files.
+"""
 TEXT = 5000
-"""Characters kept of an error or a description in a tag."""
+"""Number of characters kept of an error or a description in a tag."""
 SECONDS, BITS = "seconds", "bits"
 RESULT_TAGS = ("status", "restarts", "stopped_by", "error")
-"""Of a trial that has ended; one that is tried again loses them."""
+"""Tags of a trial that has ended; one that is tried again loses them."""
 
 MLFLOW_STATUS = {
     RUNNING: "RUNNING",
@@ -43,13 +45,17 @@ MLFLOW_STATUS = {
     FAILED: "FAILED",
     PLANNED: "KILLED",
 }
-"""A trial that a scheduler ended early did what it was to do; the tag ``stopped_by`` tells it
-apart."""
+"""MLflow's status of a run by the status of its trial.
+
+A trial that a scheduler ended early counts as finished; its tag ``stopped_by`` tells it apart.
+"""
 
 
 def expected_points(trial: TrialState, plan: Event) -> set[tuple[str, int, int, float | None]]:
-    """Every metric point that the run of a trial should have: name, step, timestamp, value (None
-    for NaN)."""
+    """Return every metric point that a trial's run should have.
+
+    A point is name, step, timestamp and value (None for NaN).
+    """
     metrics = list(settings_metrics(trial, plan))
     metrics += [
         metric for epoch, event in trial.reports.items() for metric in report_metrics(epoch, event)
@@ -59,7 +65,7 @@ def expected_points(trial: TrialState, plan: Event) -> set[tuple[str, int, int, 
 
 
 def point_of(metric: Any) -> tuple[str, int, int, float | None]:
-    """A metric of MLflow's as it compares: NaN is None."""
+    """Return a metric of MLflow's as a point that can be compared: NaN is None."""
     return (
         metric.key,
         metric.step,
@@ -69,20 +75,21 @@ def point_of(metric: Any) -> tuple[str, int, int, float | None]:
 
 
 def is_setting(point: tuple[str, int, int, float | None]) -> bool:
-    """Whether a point tells how the trial began: its time says when it was sent, and nothing
-    else."""
+    """Tell whether a point is a setting, whose time only says when it was sent."""
     name, step, *_ = point
     return step == 0 and (name == BITS or name.startswith(SETTING))
 
 
 def expected_params(trial: TrialState) -> dict[str, str]:
-    """The params that the run of a trial should have."""
+    """Return the params that a trial's run should have."""
     return dict(params_of(trial.config))
 
 
 def may_differ(trial: TrialState) -> set[str]:
-    """The params that may be others than when the run was made, and the trial is the same: MLflow
-    cannot change them."""
+    """Return the params that may have changed since the run was made, for the same trial.
+
+    MLflow cannot change them.
+    """
     relieved = tuple(f"{key}." for key in trial.relief)
     return {
         sanitise(key)
@@ -92,7 +99,7 @@ def may_differ(trial: TrialState) -> set[str]:
 
 
 def expected_tags(trial: TrialState) -> dict[str, str]:
-    """The tags that tell how a trial ended, if it has, and where its metrics were infinite."""
+    """Return the tags for how a trial ended, if it has, and where its metrics were infinite."""
     history = {epoch: dict(event["metrics"]) for epoch, event in trial.reports.items()}
     history[trial.epochs] = {**history.get(trial.epochs, {}), **trial.test}
     ended = {
@@ -107,16 +114,21 @@ def expected_tags(trial: TrialState) -> dict[str, str]:
 
 
 def report_metrics(epoch: int, event: Event) -> Iterator[Any]:
-    """An epoch's metrics; settings that changed while the trial ran (``params`` of the event) are
-    metrics too, since params are immutable."""
+    """Yield an epoch's metrics, and the settings that changed while the trial ran.
+
+    Those are the ``params`` of the event; MLflow's params are immutable, so they are sent as
+    metrics.
+    """
     yield from metrics_of(event["metrics"], epoch, event["time"])
     if event.get("params"):
         yield from metrics_of(settings_of(event["params"]), epoch, event["time"])
 
 
 def settings_metrics(trial: TrialState, plan: Event) -> Iterator[Any]:
-    """Numeric settings and the width of the number format: MLflow compares and plots metrics
-    only."""
+    """Yield the numeric settings and the width of the number format.
+
+    They are metrics because MLflow compares and plots only those.
+    """
     from study.results.objectives import bits_of
 
     yield from metrics_of(
@@ -125,7 +137,7 @@ def settings_metrics(trial: TrialState, plan: Event) -> Iterator[Any]:
 
 
 def end_metrics(trial: TrialState) -> Iterator[Any]:
-    """The test figures, where the trial has ended, and each time it did the seconds of training."""
+    """Yield the test figures of a trial that has ended, and the seconds of training at each end."""
     for time_, seconds in trial.ends:
         yield from metrics_of({SECONDS: seconds}, trial.epochs, time_)
     if trial.status in ENDED and trial.ended is not None:
@@ -133,7 +145,7 @@ def end_metrics(trial: TrialState) -> Iterator[Any]:
 
 
 def metrics_of(values: Mapping[str, Any], epoch: int, seconds: float) -> Iterator[Any]:
-    """MLflow's metrics; infinite ones are left out, a tag names them."""
+    """Yield MLflow metrics; infinite ones are left out, a tag names them."""
     from mlflow.entities import Metric
 
     for name, value in values.items():
@@ -142,11 +154,12 @@ def metrics_of(values: Mapping[str, Any], epoch: int, seconds: float) -> Iterato
 
 
 def params_of(config: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    """A nested config as flat params, ``precision.format`` and so on."""
+    """Return a nested config as flat params, ``precision.format`` and so on."""
     return [(sanitise(name), str(value)) for name, value in flatten(dict(config)).items()]
 
 
 def row_figures(state: StudyState) -> dict[str, float]:
+    """Return mean and spread of each row's test error, in per cent, by metric name."""
     from study.results.summary import summarise
 
     figures: dict[str, float | None] = {}
@@ -159,7 +172,7 @@ def row_figures(state: StudyState) -> dict[str, float]:
 
 
 def datasets_of(plan: Event, trial: TrialState) -> Iterator[Any]:
-    """The data set of a trial, with its digest and sizes."""
+    """Yield the data set of a trial, with its digest and sizes."""
     import json
 
     from mlflow.entities import Dataset, DatasetInput, InputTag
@@ -175,7 +188,7 @@ def datasets_of(plan: Event, trial: TrialState) -> Iterator[Any]:
 
 
 def data_of(plan: Event, trial: TrialState) -> dict[str, Any] | None:
-    """The plan's description of what a trial's data chose; None if it has none."""
+    """Return the plan's description of the data that a trial trains on; None if it has none."""
     chosen = trial.config["data"]
     named = [entry for entry in plan["data"] if entry["name"] == chosen["name"]]
     found = [
@@ -189,7 +202,7 @@ def data_of(plan: Event, trial: TrialState) -> dict[str, Any] | None:
 
 
 def documents_of(plan: Event) -> dict[str, str]:
-    """The parent run's files: config, plan, environment."""
+    """Return the parent run's files: config, plan, environment."""
     import yaml
 
     def dump(values: Any) -> str:
@@ -219,6 +232,7 @@ def _code_tags(plan: Event) -> dict[str, str]:
 
 
 def parent_tags(plan: Event) -> dict[str, str]:
+    """Return the tags of the parent run."""
     question = (
         {"mlflow.note.content": plan["study"]["question"][:TAG_LENGTH]}
         if plan["study"]["question"]
@@ -235,6 +249,7 @@ def parent_tags(plan: Event) -> dict[str, str]:
 
 
 def trial_tags(trial: TrialState, plan: Event) -> dict[str, str]:
+    """Return the tags of a trial's run."""
     names = {
         "study": plan["study"]["name"],
         "kind": "trial",
@@ -254,8 +269,10 @@ def trial_tags(trial: TrialState, plan: Event) -> dict[str, str]:
 
 
 def profiles(folder: Path, trial: TrialState) -> list[Path]:
-    """Where the profile of a trial lies, if it has one: executors of their own storage keep it with
-    that."""
+    """Return the folders of a trial's profile.
+
+    Executors with a storage of their own keep it there.
+    """
     return [
         path
         for path in (folder / "profiles" / trial.id, folder / "train" / trial.id / "profile")

@@ -1,18 +1,18 @@
-"""Make an MLflow store equal a ledger, and prove it: every run, every point of every metric, every
+"""Reconciliation of an MLflow store with a ledger: every run, every point of every metric, every
 param, every status.
 
-An audit reads everything back from the store and compares it with what the ledger says, both ways:
-what is missing and what is too much. What is missing is sent; a run that has something false (a
-point or param that the ledger does not have: MLflow can take neither back) is deleted and made
-again, with the tags and the note that users gave it; runs that belong to no trial of the ledger,
-and twins, are deleted. Then everything is read and compared once more.
+An audit reads everything back from the store and compares it with the ledger, both ways: what is
+missing and what is too much. What is missing is sent. A run with something false (a point or param
+that the ledger does not have: MLflow can take neither back) is made again, with the tags and the
+note that users gave it, and then deleted. Runs that belong to no trial of the ledger, and twins,
+are deleted. Then everything is read and compared once more.
 
-Params and metrics of names that are none of ours, which users logged, and params that are no part
-of a trial's identity (the data's folder, the share of a GPU, what was changed when memory ran out)
-are no difference: a run is not deleted for them. Deleting is MLflow's: such runs are hidden,
-``mlflow gc`` removes them.
+Params and metrics with other names, which users logged, and params that are no part of a trial's
+identity (the data's folder, the share of a GPU, what was changed when memory ran out) are no
+difference: a run is not deleted for them. Deleting is MLflow's: such runs are hidden, ``mlflow gc``
+removes them.
 
-Cost: one request a thousand runs, and one a metric for a hundred runs: the history of one metric in
+Cost: one request per thousand runs, and one per metric and hundred runs for the metric's history in
 many runs, which MLflow's own pages ask for (internal to MLflow 3.17, to which ``pyproject.toml``
 pins it).
 """
@@ -33,7 +33,7 @@ from study.ledger.log import Follower
 from study.ledger.state import ENDED, StudyState, TrialState, fold
 from study.program import lns_study
 from study.tracking.address import is_server
-from study.tracking.names import NONFINITE, SETTING, sanitise
+from study.tracking.names import SETTING, sanitise
 from study.tracking.payload import (
     BITS,
     KEY_TAG,
@@ -56,24 +56,27 @@ READERS = 8
 SHOWN = 3
 RUNS = 100
 MOST_POINTS = 25_000
-"""Of one answer, as MLflow's server limits it; and runs of one question."""
+"""Largest number of points in one answer, as MLflow's server limits it.
+
+``RUNS`` is the largest number of runs in one request.
+"""
 
 BULK = "/ajax-api/2.0/mlflow/metrics/get-history-bulk"
 
 Point: TypeAlias = tuple[str, int, int, float | None]
 _Entry: TypeAlias = tuple[TrialState, tuple[int, int, int], list[str], list[str]]
-"""A trial; its runs, points and params compared; what is missing; what is false."""
+"""A trial; the numbers of its runs, points and params compared; what is missing; what is false."""
 
 
 @dataclass(kw_only=True)
 class Audit:
-    """What a store has of a ledger.
+    """Comparison of a store with a ledger.
 
     Attributes:
-        runs, points, params: compared.
-        missing: by trial id, what the store lacks, in words.
-        false: by trial id, what the store has and the ledger has not.
-        strangers: run ids that belong to no trial, or are twins.
+        runs, points, params: numbers of runs, points and params compared.
+        missing: descriptions of what the store lacks, by trial id.
+        false: descriptions of what the store has and the ledger has not, by trial id.
+        strangers: ids of runs that belong to no trial, or are twins.
     """
 
     runs: int = 0
@@ -95,7 +98,7 @@ class Audit:
         )
 
     def differences(self) -> Iterator[str]:
-        """The differences, one a line; of a run the first few."""
+        """Yield the differences, one per line; of each trial the first few."""
         for title, found in (("lacks", self.missing), ("has, and the ledger has not,", self.false)):
             for trial, entries in found.items():
                 more = f" and {len(entries) - SHOWN} more" if len(entries) > SHOWN else ""
@@ -107,22 +110,20 @@ class Audit:
 def reconcile(
     folder: Path, uri: str, artifacts: Path, *, repair: bool = True, delete: bool = True
 ) -> tuple[Audit, Audit]:
-    """Compare a store with the ledger in ``folder``, mend it, compare again.
+    """Compare a store with the ledger in ``folder``, repair it, compare again.
 
     Args:
-        folder: the study's.
+        folder: folder of the study.
         uri: MLflow tracking URI.
-        artifacts: folder for artifacts where the store is a database.
+        artifacts: folder for artifacts if the store is a database.
         repair: whether anything may be changed.
-        delete: whether what is too much may be deleted; if not, what is missing is sent all the
-            same.
+        delete: whether what is too much may be deleted; if not, what is missing is still sent.
 
     Returns:
-        The audits before and after; the same one twice where nothing was to be mended, or nothing
-            may be.
+        The audits before and after; the same one twice if nothing had to, or might, be changed.
 
     Raises:
-        ValueError: the ledger holds no plan, or another process sends it at the moment.
+        ValueError: the ledger holds no plan, or another process is sending it.
     """
     with tracking_lock(folder, patience=0.0) as free:
         if not free:
@@ -145,7 +146,7 @@ def reconcile(
 
 
 def audit(client: Any, state: StudyState) -> Audit:
-    """Read everything that a store has of a study and compare."""
+    """Read everything that a store has of a study and compare it with the ledger."""
     found = Audit()
     experiment = client.get_experiment_by_name(state.config.name)
     key = str(state.plan["ledger"])
@@ -175,7 +176,7 @@ def audit(client: Any, state: StudyState) -> Audit:
 
 
 def has_run(trial: TrialState) -> bool:
-    """Whether a trial has begun, and so has a run in MLflow."""
+    """Tell whether a trial has begun, and so has a run in MLflow."""
     return bool(trial.reports or trial.started or trial.status in ENDED)
 
 
@@ -198,7 +199,7 @@ def _enter(
 def _compare(
     client: Any, pairs: Sequence[tuple[TrialState, Any]], state: StudyState, parent: str
 ) -> list[_Entry]:
-    """Some trials and their runs."""
+    """Compare some trials with their runs."""
     wanted = {run.info.run_id: expected_points(trial, state.plan) for trial, run in pairs}
     ours = _metric_names(state)
     names = {
@@ -228,7 +229,7 @@ def _compare(
 
 
 def _metric_names(state: StudyState) -> set[str]:
-    """The metrics that trials of the study report."""
+    """Return the names of the metrics that trials of the study report."""
     reports = (
         trial.reports[trial.epoch]["metrics"] for trial in state.known.values() if trial.reports
     )
@@ -242,7 +243,7 @@ def _is_ours(name: str, reported: set[str]) -> bool:
 def _compare_points(
     trial: TrialState, wanted: set[Point], points: Sequence[Point]
 ) -> tuple[list[str], list[str]]:
-    """What is missing and what is false."""
+    """Describe the points that are missing and those that are false."""
     ours, theirs = _comparable_points(wanted, trial), _comparable_points(points, trial)
     missing = [f"{name} at step {step}" for name, step, *_ in sorted(ours - theirs, key=str)]
     false = [
@@ -254,7 +255,7 @@ def _compare_points(
 
 
 def _comparable_points(points: Iterable[Point], trial: TrialState) -> set[Point]:
-    """Points as they compare: settings without a time, and without those that may differ."""
+    """Return points as they compare: settings without their time, and none that may differ."""
     free = {f"{SETTING}{name}" for name in may_differ(trial)}
     return {
         (
@@ -268,7 +269,7 @@ def _comparable_points(points: Iterable[Point], trial: TrialState) -> set[Point]
 
 
 def _compare_tags(trial: TrialState, run: Any, parent: str) -> list[str]:
-    """What the run does not say, or still says, of the trial's end and of its place."""
+    """Describe what the run lacks, or has too much, of the trial's end and of its place."""
     tags, wanted = run.data.tags, expected_tags(trial)
     status = MLFLOW_STATUS[trial.status] if trial.status in ENDED else "KILLED"
     missing = [f"its end ({status}; it is {run.info.status})"] if run.info.status != status else []
@@ -286,7 +287,7 @@ def _compare_tags(trial: TrialState, run: Any, parent: str) -> list[str]:
 
 
 def _histories(client: Any, names: Mapping[str, set[str]]) -> dict[str, list[Point]]:
-    """Every point of the metrics ``names`` by run."""
+    """Return every point of the metrics ``names``, by run."""
     found: dict[str, list[Point]] = {run: [] for run in names}
     for name in sorted(set().union(*names.values())):
         runs = [run for run in names if name in names[run]]
@@ -296,8 +297,10 @@ def _histories(client: Any, names: Mapping[str, set[str]]) -> dict[str, list[Poi
 
 
 def _history(client: Any, runs: list[str], name: str) -> Iterator[tuple[str, Point]]:
-    """The points of one metric in several runs; run by run where that was refused or may have been
-    cut off."""
+    """Yield the points of one metric in several runs.
+
+    The runs are asked for one by one if the common request was refused or may have been cut off.
+    """
     from mlflow.utils.rest_utils import http_request
 
     store = tracking_store(client)
@@ -340,31 +343,17 @@ def _repair(
     folder: Path,
     delete: bool,
 ) -> None:
-    theirs: dict[str, dict[str, str]] = {}
-    if delete:
-        for run in before.strangers:
-            client.delete_run(run)
-        known = Runs(client, state.plan, artifacts, folder).run_ids()
-        for id_ in before.false.keys() & known.keys():
-            theirs[id_] = client.get_run(known[id_]).data.tags
-            client.delete_run(known[id_])
+    for run in before.strangers if delete else []:
+        client.delete_run(run)
     runs = Runs(client, state.plan, artifacts, folder)
-    for id_ in {**before.missing, **(before.false if delete else {})}:
-        if id_ in state.known:
-            runs.forget(state.known[id_])
-            runs.push(state.known[id_])
-    for id_, tags in theirs.items():
-        _give_back(client, runs.run_ids()[id_], tags)
+    false = before.false.keys() & state.known.keys() if delete else set()
+    for id_ in sorted(false):
+        runs.replace(state.known[id_])
+    for id_ in sorted((before.missing.keys() & state.known.keys()) - false):
+        runs.forget(state.known[id_])
+        runs.push(state.known[id_])
     for trial in state.known.values():
         runs.settle(trial)
     runs.describe(view_key(state.plan))
     report = folder / "report"
     runs.finish(state, report if report.exists() else None)
-
-
-def _give_back(client: Any, run: str, tags: Mapping[str, str]) -> None:
-    """Set the tags that users gave a run on the one that takes its place."""
-    ours = client.get_run(run).data.tags.keys() | {*RESULT_TAGS}
-    for name, value in tags.items():
-        if name not in ours and not name.startswith(NONFINITE):
-            client.set_tag(run, name, value)

@@ -1,17 +1,17 @@
-"""One ledger's runs in one MLflow store. Every method may be repeated: after a lost reply, by
+"""One ledger's runs in one MLflow store, by methods that may be repeated: after a lost reply, by
 another process, years later.
 
-What makes it repeatable: a run is found by its tag ``lns_study.key`` before it is made
-(``create_run`` is not idempotent; twins that a lost reply left are deleted, the oldest stays); a
-metric with the same run, key, step, value and timestamp is the same row in MLflow, and timestamps
-are the ledger's. The store itself is the cursor: the last step that a run has says which epochs it
-lacks, so a database that was swapped or set back is completed as well.
+What makes them repeatable: a run is looked up by its tag ``lns_study.key`` before it is made
+(``create_run`` is not idempotent; of twins that a lost reply left, all but the oldest are deleted).
+A metric with the same run, key, step, value and timestamp is the same row in MLflow, and timestamps
+are the ledger's. The store itself is the cursor: the last step of a run says which epochs it lacks,
+so a database that was swapped or set back is completed as well.
 
-Layout: one experiment a study; one parent run a ledger with config, plan, environment and report;
-one child run a trial with params, tags, data sets, metrics. More seeds or rows keep the runs there
-are: keys are made of the ledger's id and the trial's, not of the plan. Requests: four a trial and
-one a file of its profile (make, params and metrics, data set, end) and one a batch of what came
-meanwhile.
+Layout: one experiment per study; one parent run per ledger with config, plan, environment and
+report; one child run per trial with params, tags, data sets, metrics. A study extended by seeds or
+rows keeps its runs: keys are made of the ledger's id and the trial's, not of the plan. Requests:
+four per trial (make, params and metrics, data set, end), one per file of its profile, and one per
+batch of later reports.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 from study._compat import latest_metrics
 from study.ledger.lines import Event
 from study.ledger.state import ENDED, StudyState, TrialState, name_of
-from study.tracking.names import SETTING
+from study.tracking.names import NONFINITE, SETTING
 from study.tracking.payload import (
     KEY_TAG,
     KIND_TAG,
@@ -52,6 +52,7 @@ from study.tracking.payload import (
 
 BATCH = 1000
 MOST_TAGS = 100
+NAME_TAG = "mlflow.runName"
 
 
 @dataclass(kw_only=True)
@@ -59,9 +60,16 @@ class _Known:
     """What the store has of one run.
 
     Attributes:
-        last: the last epoch of which it has a metric; that one may be incomplete.
-        results: its tags that say how the trial ended.
-        parent: the run it is shown under.
+        run: id of the run.
+        status: MLflow's status of the run.
+        end: time of its end in milliseconds since 1970; None before.
+        last: last epoch with a metric; that epoch may be incomplete.
+        params: names of its params.
+        settings: whether it has the settings as metrics.
+        inputs: whether it has its data set.
+        results: its tags about the trial's end.
+        parent: id of the run under which it is shown.
+        sent: epochs sent by this process.
     """
 
     run: str
@@ -77,13 +85,13 @@ class _Known:
 
 
 class Runs:
-    """One plan's runs.
+    """The runs of one plan.
 
     Args:
         client: an ``MlflowClient``.
-        plan: the ledger's last ``planned`` event.
+        plan: last ``planned`` event of the ledger.
         artifacts: folder for artifacts of a new experiment; None leaves it to the store.
-        folder: of the study, where the profiles of its trials lie.
+        folder: folder of the study, with the profiles of its trials.
     """
 
     def __init__(self, client: Any, plan: Event, artifacts: Path | None, folder: Path) -> None:
@@ -97,11 +105,11 @@ class Runs:
 
     @property
     def parent_ids(self) -> tuple[str, str]:
-        """Experiment id and parent run id."""
+        """Id of the experiment and id of the parent run."""
         return self._experiment, self._parent
 
     def run_ids(self) -> dict[str, str]:
-        """Run id of every trial that the store knows, by trial id."""
+        """Return the run id of every trial that the store knows, by trial id."""
         return {
             key.partition("/")[2]: known.run for key, known in self._known.items() if "/" in key
         }
@@ -138,8 +146,7 @@ class Runs:
             self._end(known, MLFLOW_STATUS[trial.status], trial.ended)
 
     def forget(self, trial: TrialState) -> None:
-        """Take none of the points that the store has of a trial for complete: the next :meth:`push`
-        sends all of them."""
+        """Forget which points the store has of a trial: the next :meth:`push` sends all of them."""
         known = self._known.get(f"{self._key}/{trial.id}")
         if known is not None:
             self._known[f"{self._key}/{trial.id}"] = _Known(
@@ -150,6 +157,21 @@ class Runs:
                 parent=known.parent,
             )
 
+    def replace(self, trial: TrialState) -> None:
+        """Make the run of a trial again, with the tags that users gave it, and delete the one there
+        was once it is complete.
+
+        The new run has those tags from its first moment. Whatever ends this process, a run with
+        them is left, and of the two whoever looks next keeps either and completes it.
+        """
+        old = self._known.pop(f"{self._key}/{trial.id}", None)
+        if old is not None:
+            self._ensure_run(trial, _tags_of_users(self._client.get_run(old.run)))
+        self.push(trial)
+        self.settle(trial)
+        if old is not None:
+            self._client.delete_run(old.run)
+
     def settle(self, trial: TrialState) -> None:
         """Close the run of a trial that stopped without an end: the study was interrupted."""
         known = self._known.get(f"{self._key}/{trial.id}")
@@ -157,8 +179,7 @@ class Runs:
             self._end(known, "KILLED", trial.last_heard or trial.started)
 
     def finish(self, state: StudyState, report: Path | None) -> None:
-        """Attach the report, write each row's mean and spread, keep the best models, close the
-        parent run."""
+        """Send the report, each row's mean and spread, and the best models; close the parent."""
         from study.tracking.models import log_models
 
         time_ = max((trial.ended or 0.0 for trial in state.trials), default=0.0)
@@ -170,8 +191,10 @@ class Runs:
         self._end(self._known[self._key], outcome, time_ or None)
 
     def describe(self, view: str) -> None:
-        """Give the experiment its saved view and the parent run its config, plan and environment;
-        each once a plan."""
+        """Give the experiment its saved view, and the parent run its config, plan and environment.
+
+        Called once per plan.
+        """
         from study.tracking.view import view_tag
 
         name, value = view_tag(self.plan, view)
@@ -210,8 +233,10 @@ class Runs:
                 known.parent = self._parent
 
     def _runs_of_ledger(self) -> dict[str, _Known]:
-        """What the store has of every run of this ledger, by key; of twins the oldest, the others
-        deleted."""
+        """Return what the store has of every run of this ledger, by key.
+
+        Of twins the oldest is kept, the others are deleted.
+        """
         found: dict[str, _Known] = {}
         for run in runs_with_key(self._client, self._experiment, self._key):
             key = run.data.tags[KEY_TAG]
@@ -221,18 +246,22 @@ class Runs:
                 found[key] = _known(run)
         return found
 
-    def _ensure_run(self, trial: TrialState) -> _Known:
+    def _ensure_run(self, trial: TrialState, theirs: Mapping[str, str] | None = None) -> _Known:
+        """What is known of a trial's run; made, with the tags ``theirs`` too, if there is none."""
         key = f"{self._key}/{trial.id}"
         if key not in self._known:
-            tags = trial_tags(trial, self.plan) | {PARENT_TAG: self._parent}
+            tags = {**(theirs or {}), **trial_tags(trial, self.plan), PARENT_TAG: self._parent}
             self._known[key] = self._make(
                 key, name_of(trial), trial.started or self.plan["time"], tags
             )
         return self._known[key]
 
     def _make(self, key: str, name: str, started: float, tags: Mapping[str, str]) -> _Known:
-        """A new run. After a lost reply it may be there already, so whoever repeats this looks
-        first (:class:`Runs` is made anew)."""
+        """Make a run.
+
+        After a lost reply it may exist already, so a repetition must look first (:class:`Runs` is
+        made anew).
+        """
         run = self._client.create_run(
             self._experiment,
             start_time=int(started * 1000),
@@ -244,8 +273,10 @@ class Runs:
     # ----------------------------------------------------------------------------------------------
 
     def _is_complete(self, known: _Known, trial: TrialState) -> bool:
-        """Whether the run ended as the trial did: its end is written last, so everything before it
-        is there."""
+        """Tell whether the run ended as the trial did.
+
+        The end is written last, so everything before it is there.
+        """
         if trial.status not in ENDED or trial.ended is None:
             return False
         return known.status == MLFLOW_STATUS[trial.status] and known.end == int(trial.ended * 1000)
@@ -256,8 +287,10 @@ class Runs:
         known.status, known.end = status, end
 
     def _tag(self, known: _Known, trial: TrialState, fresh: Mapping[int, Event]) -> None:
-        """Say how the trial ended, and no longer how it did before it was tried again; of infinite
-        metrics, where they are."""
+        """Set the tags about the trial's end and its infinite metrics.
+
+        Tags about an earlier end, before the trial was tried again, are removed.
+        """
         infinite = any(
             math.isinf(value) for event in fresh.values() for value in event["metrics"].values()
         )
@@ -284,7 +317,7 @@ class Runs:
         params: Sequence[tuple[str, str]] = (),
         tags: Mapping[str, str] | None = None,
     ) -> None:
-        """One request a thousand entries, params and tags a hundred at a time."""
+        """Log in requests of a thousand entries, with a hundred params and a hundred tags each."""
         from mlflow.entities import Param, RunTag
 
         params_ = [Param(name, value) for name, value in params]
@@ -297,7 +330,7 @@ class Runs:
 
 
 def runs_with_key(client: Any, experiment: str, key: str) -> Iterator[Any]:
-    """Every run of a ledger, parent and children, oldest first; one question a thousand."""
+    """Yield every run of a ledger, parent and children, oldest first; one request per thousand."""
     for condition in (f"= '{key}'", f"LIKE '{key}/%'"):
         token = None
         while True:
@@ -314,6 +347,15 @@ def runs_with_key(client: Any, experiment: str, key: str) -> Iterator[Any]:
                 break
 
 
+def _tags_of_users(run: Any) -> dict[str, str]:
+    """The tags of a run that a new run of the same trial does not get from the ledger."""
+    return {
+        name: value
+        for name, value in run.data.tags.items()
+        if name not in (KEY_TAG, NAME_TAG, *RESULT_TAGS) and not name.startswith(NONFINITE)
+    }
+
+
 def _known(run: Any) -> _Known:
     metrics = latest_metrics(run)
     reported = [
@@ -322,13 +364,11 @@ def _known(run: Any) -> _Known:
         if metric.key != SECONDS and not metric.key.startswith((SETTING, "test/"))
     ]
     return _Known(
-        run=run.info.run_id,
-        status=run.info.status,
-        end=run.info.end_time,
+        run=run.info.run_id, status=run.info.status, end=run.info.end_time,
         last=max((metric.step for metric in reported), default=0),
         params=frozenset(run.data.params),
         settings=any(metric.key.startswith(SETTING) for metric in metrics),
         inputs=bool(run.inputs and run.inputs.dataset_inputs),
         results={name: run.data.tags[name] for name in RESULT_TAGS if name in run.data.tags},
         parent=run.data.tags.get(PARENT_TAG, ""),
-    )
+    )  # fmt: skip

@@ -1,14 +1,13 @@
-"""How an MLflow store in a sqlite file is kept: with a write-ahead log, to which transactions are
-committed without waiting for the disk.
+"""Settings of an MLflow store in a sqlite file: a write-ahead log, and statistics for queries.
 
-With the log readers (``lns-study ui``) and the writer work at the same time. ``synchronous=NORMAL``
-keeps the database consistent whatever happens, and loses nothing where a process dies; where the
-machine does, the last transactions may be missing
-(https://www.sqlite.org/pragma.html#pragma_synchronous). The ledger has them: the next run, ``sync``
-or ``reconcile`` sends them again. A file system of the network cannot share the log between
-machines, so there the database stays as MLflow makes it.
+With the log, readers (``lns-study ui``) and the writer work at the same time, and transactions are
+committed to it without waiting for the disk. ``synchronous=NORMAL`` keeps the database consistent
+whatever happens, and loses nothing if a process dies; if the machine does, the last transactions
+may be missing (https://www.sqlite.org/pragma.html#pragma_synchronous). The ledger has them: the
+next run, ``sync`` or ``reconcile`` sends them again. A network file system cannot share the log
+between machines, so there the database stays as MLflow makes it.
 
-And with statistics for its query planner (:func:`write_statistics`).
+The statistics are for sqlite's query planner (:func:`write_statistics`).
 """
 
 from __future__ import annotations
@@ -21,12 +20,14 @@ from typing import Any
 PREFIX = "sqlite:///"
 
 BY_KEY = ("latest_metrics", "params", "tags")
-"""Tables in which MLflow looks for what all runs have of one key, to sort or filter by it."""
+"""Tables in which MLflow looks up one key of all runs, to sort or filter by it."""
 
 
 def use_write_ahead_log(uri: str) -> None:
-    """Keep the local sqlite file of ``uri`` so, made here if it is missing; every engine of this
-    process then commits to the log."""
+    """Have the local sqlite file of ``uri`` use the log; make the file if it is missing.
+
+    Every engine of this process then commits to the log.
+    """
     from sqlalchemy import event
     from sqlalchemy.engine import Engine
 
@@ -43,13 +44,12 @@ def use_write_ahead_log(uri: str) -> None:
 
 
 def write_statistics(uri: str) -> None:
-    """Tell sqlite's query planner that many runs share a key, where ``uri`` is a local sqlite file
-    with MLflow's tables.
+    """Tell sqlite's query planner that many runs share a key, in a local file with MLflow's tables.
 
-    Without statistics it takes a key to be in ten rows, and looks for each run among those of the
-    key from their beginning: sorting n runs by a metric took time in n^2 (3,000 runs 0.45 s, 0.016
-    with statistics). Measured once, while runs are few, they would say the same; so for these
-    tables they are set by hand (https://www.sqlite.org/optoverview.html#manctrl).
+    Without statistics sqlite assumes that a key is in ten rows, and looks for each run among those
+    of the key from their beginning: sorting n runs by a metric took time in n^2 (3,000 runs 0.45 s,
+    0.016 s with statistics). Statistics measured while runs are few would say the same; so for
+    these tables they are set by hand (https://www.sqlite.org/optoverview.html#manctrl).
     """
     path = Path(uri.removeprefix(PREFIX))
     if not uri.startswith(PREFIX) or not path.is_file() or not _is_local(path):
@@ -79,7 +79,7 @@ def _commit_to_the_log(connection: Any, _: object) -> None:
 
 
 def _is_local(path: Path) -> bool:
-    """Whether a file lies on a disk of this machine, as far as /proc/mounts tells."""
+    """Tell whether a file lies on a disk of this machine, as far as /proc/mounts says."""
     try:
         lines = Path("/proc/mounts").read_text(encoding="utf-8").splitlines()
     except OSError:

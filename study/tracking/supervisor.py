@@ -1,5 +1,5 @@
-"""MLflow, seen from the process that runs a study: it starts the writer, hears of trouble, and
-waits for it at the end.
+"""Supervision of the MLflow writer by the process that runs a study: start it, pass on its
+warnings, and wait for it at the end.
 
 Nothing is sent from here and MLflow is not imported: :mod:`study.tracking.writer` reads the ledger
 in a process of its own. So logging costs training no more than the ledger's line, whatever the
@@ -28,15 +28,16 @@ from study.tracking.writer import URI_VARIABLE, connect, reason
 from study.tracking_uri import reveal, without_password
 
 OFF = "none"
-"""As a tracking URI: nothing is sent to MLflow."""
+"""Tracking URI with which nothing is sent to MLflow."""
 MOST_STARTS = 5
-"""A writer that dies so often is not started again; the ledger has what it leaves."""
+"""Number of starts after which a writer that dies stays dead; the ledger keeps the rest."""
 PROBE_SECONDS = 10.0
 
 
 def check_tracking(uri: str) -> None:
-    """Whether an MLflow tracking store can be where the URI says; a sqlite database that is not
-    there yet is made later, by the writer.
+    """Refuse a URI at which there can be no MLflow tracking store.
+
+    A sqlite database that does not exist yet is made later, by the writer.
 
     Raises:
         ValueError: nothing answers there, or not MLflow, or its password is missing.
@@ -67,7 +68,7 @@ def check_tracking(uri: str) -> None:
 
 
 def _check_sqlite(path: Path) -> None:
-    """The file is a database, or its folder takes one.
+    """Check that the file is a database, or that its folder takes one.
 
     It is opened by sqlite alone: closing a file that was opened otherwise drops the locks of every
     connection this process has to it (POSIX), after which another process may delete the
@@ -85,8 +86,10 @@ def _check_sqlite(path: Path) -> None:
 
 
 def _probe(uri: str) -> None:
-    """One small request, as the client would send it; a server that asks for a login is left to the
-    client, which knows it."""
+    """Send one small request, as the client would.
+
+    A server that asks for a login is left to the client, which knows it.
+    """
     body = json.dumps({"max_results": 1}).encode()
     request = urllib.request.Request(
         f"{uri.rstrip('/')}/api/2.0/mlflow/experiments/search",
@@ -103,18 +106,20 @@ def _probe(uri: str) -> None:
 
 
 class NoTracker:
-    """Stands in for :class:`Tracker` where tracking is off; `lns-study sync --tracking-uri` can
-    send the ledger later."""
+    """A stand-in for :class:`Tracker` if tracking is off.
+
+    `lns-study sync --tracking-uri` can send the ledger later.
+    """
 
     def start(self) -> None:
-        """Nothing to begin."""
+        """Do nothing."""
 
     def close(self, report: Path | None) -> str:
-        """Nothing is missing."""
+        """Return "": nothing is missing."""
         return ""
 
     def where(self) -> dict[str, str]:
-        """Nowhere."""
+        """Return no place."""
         return {}
 
 
@@ -125,19 +130,19 @@ def make_tracker(
     warn: Callable[[str], None],
     opened: Callable[[dict[str, str]], None],
 ) -> Tracker | NoTracker:
-    """The tracker for a URI; see :class:`Tracker`."""
+    """Return the tracker for a URI; see :class:`Tracker`."""
     return NoTracker() if uri == OFF else Tracker(folder, uri, artifacts, warn, opened)
 
 
 class Tracker:
-    """Runs the writer of a study.
+    """The supervisor of a study's writer process.
 
     Args:
-        folder: the study's, with its ledger.
-        uri: MLflow tracking URI, its password left out where this process knows it.
-        artifacts: folder for artifacts where the store is a database; servers choose their own.
+        folder: folder of the study, with its ledger.
+        uri: MLflow tracking URI, its password left out if this process knows it.
+        artifacts: folder for artifacts if the store is a database; servers choose their own.
         warn: called with a sentence when the store stops answering, and when it answers again.
-        opened: called once with where the runs are: ``experiment``, ``run`` and ``view``.
+        opened: called once with the place of the runs: ``experiment``, ``run`` and ``view``.
     """
 
     def __init__(
@@ -183,16 +188,19 @@ class Tracker:
         return self._done if self._done is not None else "the process that feeds MLflow died"
 
     def where(self) -> dict[str, str]:
-        """``experiment``, ``run`` (the parent's) and ``view``, once they are known."""
+        """Return ``experiment``, ``run`` (the parent's) and ``view``, once they are known."""
         return self._where
 
     @property
     def pid(self) -> int | None:
-        """Of the writer."""
+        """Process id of the writer."""
         return self._process.pid if self._process else None
 
     def _spawn(self) -> None:
-        """A session of its own: Ctrl-C and the end of our process group leave it alone."""
+        """Start a writer process.
+
+        It has a session of its own: Ctrl-C and the end of our process group leave it alone.
+        """
         self._process = subprocess.Popen(
             self._words,
             env=os.environ | {URI_VARIABLE: reveal(self._uri)},
@@ -210,7 +218,7 @@ class Tracker:
             self._process.stdin.write(self._finish or "")
             self._process.stdin.flush()
         except OSError:
-            return  # it died; the reading thread starts another and asks that
+            return  # it died; the reading thread starts another and asks it
 
     def _run(self) -> None:
         for start in range(MOST_STARTS):

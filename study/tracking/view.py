@@ -1,16 +1,17 @@
-"""The prepared view: what a user sees first in MLflow's interface, and the link that opens it.
+"""The prepared view: the page that a user sees first in MLflow's interface, and the link that opens
+it.
 
 A saved view of MLflow 3.17 is a tag of the experiment, ``mlflow.sharedViewState.KEY``, holding
 ``{"name", "createdAt", "updatedAt", "state"}`` with ``state`` = ``deflate;`` + base64 of the
 zlib-compressed JSON of the runs page: columns, sort, charts. The format is internal to MLflow,
-hence the pin in ``pyproject.toml`` and the browser test; where it is not understood MLflow shows
+hence the pin in ``pyproject.toml`` and the browser test; if MLflow does not understand it, it shows
 its plain table. ``workflowType`` keeps MLflow from opening its overview for GenAI, which has no
 columns.
 
 MLflow adds a chart for every metric that has none, in sections by the part of its name before the
 last ``/``, and sorts the sections by name unless they count as reordered
-(``isAccordionReordered``). So ours comes first, and those of settings and of rows are there
-beforehand, closed: a closed section draws nothing.
+(``isAccordionReordered``). So our section is listed first, and the sections of settings and of rows
+are listed too, closed: a closed section draws nothing.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ SECTION = "study"
 ERROR = "validation/error"
 MOST_PARAMS = 6
 MOST_AXES = 3
-"""Of the parallel coordinates; more settings write over each other in MLflow's card."""
+"""Number of axes of the parallel coordinates; more overlap in MLflow's card."""
 LOSSES = ("validation/error", "validation/loss", "train/loss")
 
 
 def view_key(plan: Mapping[str, Any]) -> str:
-    """The key of a ledger's view."""
+    """Return the key of a ledger's view."""
     return f"lns-study-{plan['ledger']}"
 
 
 def view_tag(plan: Mapping[str, Any], view: str) -> tuple[str, str]:
-    """Name and value of the experiment tag that holds the study's view."""
+    """Return name and value of the experiment tag that holds the study's view."""
     state = (
         "deflate;" + base64.b64encode(zlib.compress(json.dumps(view_state(plan)).encode())).decode()
     )
@@ -51,7 +52,7 @@ def view_tag(plan: Mapping[str, Any], view: str) -> tuple[str, str]:
 
 
 def read_view(value: str) -> dict[str, Any]:
-    """The state that the tag's value holds."""
+    """Return the state that the tag's value holds."""
     state: dict[str, Any] = json.loads(
         zlib.decompress(base64.b64decode(json.loads(value)["state"].removeprefix("deflate;")))
     )
@@ -59,7 +60,7 @@ def read_view(value: str) -> dict[str, Any]:
 
 
 def view_state(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Columns, sort and charts for a study: what differs between its trials beside their errors."""
+    """Return columns, sort and charts for a study: what differs between its trials, and errors."""
     metric, mode = next(iter(plan["study"]["search"]["objectives"].items()))
     metric = metric if "/" in metric else ERROR
     varied = varied_keys(plan)
@@ -102,11 +103,10 @@ def view_state(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def varied_keys(plan: Mapping[str, Any]) -> list[str]:
-    """Config keys with more than one value among the trials, those of the space first; seeds and
-    what follows from others left out.
+    """Return the config keys with more than one value among the trials, keys of the space first.
 
-    A search that looks at its results has no trials yet when it is planned: what it varies is its
-    space, and what its rows override.
+    Seeds and keys that change no result are left out. A search that learns from results has no
+    trials yet when it is planned: the keys of its space count, and those that its rows override.
     """
     values: dict[str, set[str]] = {}
     for config in _configs(plan):
@@ -128,13 +128,12 @@ def varied_keys(plan: Mapping[str, Any]) -> list[str]:
 
 
 def _configs(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Those of the trials; of a search that has none yet, the one that all of them are made
-    from."""
+    """Return the configs of the trials, or the base trial's if there are none yet."""
     return [trial["config"] for trial in plan["trials"]] or [plan["study"]["trial"]]
 
 
 def space_keys(space: Mapping[str, Any]) -> list[str]:
-    """The config keys of a space, dotted; a choice among mappings varies the keys in them."""
+    """Return the dotted config keys of a space; a choice among mappings varies the keys in them."""
     from study.config.space import parse_space
 
     keys: list[str] = []
@@ -154,7 +153,10 @@ def _column(kind: str, name: str) -> str:
 
 
 def _sections(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Ours, those of metrics as MLflow names them, and, closed, those of settings and of rows."""
+    """Return our section, those of metrics as MLflow names them, and closed ones.
+
+    The closed ones are those of settings and of rows.
+    """
     shown = {SECTION: "Study", "train": "train", "test": "test", "model": "Model metrics"}
     rows = {
         f"row-{place}": sanitise(f"{row['label']}{OF_ROW}").rpartition("/")[0]

@@ -1,16 +1,16 @@
-"""The process that feeds MLflow from a study's ledger: ``python -m study.tracking.writer``, started
-by the driver, one a study.
+"""The process that sends a study's ledger to MLflow: ``python -m study.tracking.writer``, started
+by the driver, one per study.
 
 The ledger is the journal: every report is in it, fsynced, before anybody acts on it. So the driver
 sends nothing and imports no MLflow; this process reads the ledger's new lines every half second and
-sends what each trial's run lacks, in batches. A slow server costs fewer, larger requests. When it
-does not answer, the news wait, one warning is printed, and it is tried again every few seconds.
+sends what each trial's run lacks, in batches. A slow server causes fewer, larger requests. If it
+does not answer, the events wait, one warning is printed, and it is tried again every few seconds.
 
-It has a session of its own, so Ctrl-C and a killed driver leave it alone: when its standard input
-closes it sends what the ledger has, closes the runs (KILLED, as the study was interrupted) and
-ends, at the latest after :data:`LINGER_SECONDS` without the server. If this process itself is
-killed the driver starts another, which asks the store what it has. What could not be sent is sent
-by ``lns-study sync``, or by the next run of the study.
+The process has a session of its own, so Ctrl-C and a killed driver leave it alone: when its
+standard input closes it sends what the ledger has, closes the runs (KILLED, as the study was
+interrupted) and ends, at the latest after :data:`LINGER_SECONDS` without the server. If this
+process itself is killed, the driver starts another, which asks the store what it has. What could
+not be sent is sent by ``lns-study sync``, or by the next run of the study.
 
 Standard input: a line ``finish FOLDER`` (of the report; may be empty) asks it to end. Standard
 output: JSON lines, ``opened`` (where the runs are), ``trouble`` (a sentence for the user),
@@ -52,24 +52,28 @@ ENVIRONMENT = {
     "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
-"""Set before MLflow is imported, unless the user set them: no telemetry, a dead server is noticed
-in seconds, not minutes."""
+"""Variables set before MLflow is imported, unless the user set them.
+
+They turn telemetry off and make a dead server known in seconds, not minutes.
+"""
 
 URI_VARIABLE = "LNS_STUDY_WRITER_URI"
-"""Where the process gets the store's address from: it may hold a password, and everybody can read
-command lines."""
+"""Environment variable with the store's address.
+
+It may hold a password, and everybody can read command lines.
+"""
 LOCK = "tracking.lock"
 ROUND_SECONDS = 0.5
 RETRY_SECONDS = 2.0
 FINISH_SECONDS = 20.0
-"""How long the end of a study waits for a store that does not answer."""
+"""Seconds for which the end of a study waits for a store that does not answer."""
 LINGER_SECONDS = 120.0
 
 Say = Callable[[dict[str, Any]], None]
 
 
 def connect(uri: str) -> Any:
-    """An ``MlflowClient`` for a tracking URI, telemetry off and migration chatter silenced.
+    """Return an ``MlflowClient`` for a tracking URI, with telemetry off and migrations silent.
 
     Raises:
         ValueError: the URI's password was left out, and the environment does not have it.
@@ -87,13 +91,13 @@ def connect(uri: str) -> Any:
 
 
 class Sender:
-    """Keeps an MLflow store in step with a ledger's events.
+    """A sender that keeps an MLflow store in step with a ledger's events.
 
     Args:
         uri: MLflow tracking URI.
-        artifacts: folder for artifacts where the store is a database; servers choose their own.
-        folder: of the study.
-        say: told of what happens, see the module.
+        artifacts: folder for artifacts if the store is a database; servers choose their own.
+        folder: folder of the study.
+        say: called with the messages of the module's standard output.
     """
 
     def __init__(self, uri: str, artifacts: Path, folder: Path, say: Say) -> None:
@@ -108,7 +112,7 @@ class Sender:
         self._retry_at = 0.0
 
     def hear(self, events: list[Event]) -> None:
-        """Take events in; nothing is sent yet."""
+        """Apply events; nothing is sent yet."""
         for event in events:
             self.state.apply(event)
             if event["event"] == "planned":
@@ -121,7 +125,7 @@ class Sender:
                 self._news.add(event["trial"])
 
     def send(self) -> bool:
-        """Send what there is, unless the store failed a moment ago; whether nothing is left."""
+        """Send all news, unless the store failed a moment ago; tell whether nothing is left."""
         if not self.state.plan or time.monotonic() < self._retry_at:
             return False
         if not self._attempt(self._open):
@@ -133,10 +137,10 @@ class Sender:
         return True
 
     def finish(self, report: Path | None, patience: float) -> str:
-        """Send the rest and close every run; tries again for ``patience`` seconds.
+        """Send the rest and close every run; try again for ``patience`` seconds.
 
         Returns:
-            Why something could not be sent, or "".
+            The reason for which something could not be sent, or "".
         """
         deadline = time.monotonic() + patience
         if self._failed_before:
@@ -156,7 +160,7 @@ class Sender:
         write_statistics(self._uri)
 
     def _open(self) -> None:
-        """Find or make experiment and parent run, once a plan."""
+        """Find or make experiment and parent run, once per plan."""
         if self._runs is not None and self._runs.plan is self.state.plan:
             return
         self._client = self._client or connect(self._uri)
@@ -180,7 +184,11 @@ class Sender:
         return self._runs
 
     def _attempt(self, action: Callable[[], None]) -> bool:
-        """Do it; on failure remember why, tell of the first time, and wait before the next try."""
+        """Call ``action``; tell whether it succeeded.
+
+        After a failure the reason is kept, the user is told if it is the first, and the next try
+        waits.
+        """
         try:
             action()
         except Exception as error:  # whatever the store raises, the ledger keeps everything
@@ -198,8 +206,12 @@ class Sender:
 
 @contextmanager
 def tracking_lock(folder: Path, patience: float) -> Iterator[bool]:
-    """Whether this process is the only one that feeds MLflow from the ledger in ``folder``; waits
-    so many seconds for another to end."""
+    """Take the lock for sending the ledger in ``folder`` to MLflow; yield whether it was free.
+
+    Waits up to ``patience`` seconds for another process to end.
+
+    Waits up to ``patience`` seconds for another process to end.
+    """
     deadline = time.monotonic() + patience
     with (folder / LOCK).open("a") as lock:
         while True:
@@ -220,11 +232,12 @@ def tracking_lock(folder: Path, patience: float) -> Iterator[bool]:
 def follow(
     folder: Path, uri: str, artifacts: Path, inbox: queue.SimpleQueue[str | None], say: Say
 ) -> str:
-    """Send a ledger while it is written, until ``inbox`` says ``finish FOLDER`` or, as None, that
-    the driver is gone.
+    """Send a ledger while it is written, until ``inbox`` has ``finish FOLDER``.
+
+    None in the inbox means that the driver is gone.
 
     Returns:
-        Why something could not be sent, or "".
+        The reason for which something could not be sent, or "".
     """
     follower, sender = Follower(folder), Sender(uri, artifacts, folder, _noting(folder, uri, say))
     while True:
@@ -247,7 +260,7 @@ def sync(folder: Path, uri: str, artifacts: Path, report: Path | None, say: Say)
     """Send MLflow what it lacks of the ledger in ``folder``, now and in this process.
 
     Returns:
-        Why something could not be sent, or "".
+        The reason for which something could not be sent, or "".
     """
     with tracking_lock(folder, patience=0.0) as free:
         if not free:
@@ -258,23 +271,25 @@ def sync(folder: Path, uri: str, artifacts: Path, report: Path | None, say: Say)
 
 
 def _noting(folder: Path, uri: str, say: Say) -> Say:
-    """``say``, which also leaves in the study's folder where its runs are; a password in the URI
-    stays out."""
+    """Return ``say`` extended to note, without password, where the study's runs are.
+
+    The note is a file in the study's folder.
+    """
 
     def note(message: dict[str, Any]) -> None:
         if message["kind"] == "opened":
-            where = {
+            place = {
                 "uri": without_login(uri),
                 **{key: message[key] for key in ("experiment", "run", "view")},
             }
-            write_whole(folder / WHERE, json.dumps(where).encode())
+            write_whole(folder / WHERE, json.dumps(place).encode())
         say(message)
 
     return note
 
 
 def reason(error: BaseException) -> str:
-    """The innermost cause in one line, without the URL's retries and without passwords."""
+    """Describe the innermost cause in one line, without the URL's retries and without passwords."""
     while error.__cause__ is not None and isinstance(error.__cause__, Exception):
         error = error.__cause__
     text = without_password(" ".join(str(error).split()))
@@ -282,7 +297,7 @@ def reason(error: BaseException) -> str:
 
 
 def main() -> int:
-    """The process; see the module."""
+    """Run the process; see the head of this file."""
     parser = argparse.ArgumentParser(prog="python -m study.tracking.writer")
     for name in ("folder", "artifacts"):
         parser.add_argument(f"--{name}", required=True)

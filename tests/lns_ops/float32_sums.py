@@ -1,5 +1,7 @@
-"""Whether a product with float32 sums keeps the bound that lns_ops.accumulation states, for the
-tests of every device."""
+"""The check that a product with float32 sums keeps the bound that lns_ops.accumulation states.
+
+The tests of every device use it.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +11,17 @@ from lns_ops import LNSFormat, reference
 
 
 def order(codes: np.ndarray, fmt: LNSFormat) -> np.ndarray:
-    """Numbers that compare as the values do."""
+    """Return numbers that compare as the values of ``codes`` do."""
     return np.where(codes < 0, -(codes & fmt.field_mask).astype(np.int32), codes.astype(np.int32))
 
 
 def outside(
     codes: np.ndarray, x: np.ndarray, y: np.ndarray, fmt: LNSFormat, e: float, u: float
 ) -> np.ndarray:
-    """Where ``codes`` encode no number within the bound around ``x @ y``; e and u as in
-    lns_ops.accumulation.
+    """Tell, for each element, whether ``codes`` is outside the bound around ``x @ y``.
 
-    Encoding is monotonic, so the codes of the bound's two ends enclose those allowed. float64 errs
-    by less than 1e-3 of the bound.
+    e and u are those of lns_ops.accumulation. Encoding is monotonic, so the codes of the bound's
+    two ends enclose those allowed. float64 errs by less than 1e-3 of the bound.
     """
     exact_x, exact_y = reference.decode(x, fmt, np.float64), reference.decode(y, fmt, np.float64)
     K = x.shape[-1]

@@ -1,5 +1,4 @@
-"""Networks as their users write them, plain torch without a word of LNS: a ResNet, an LSTM
-classifier, a GPT."""
+"""Networks as users write them, in plain torch without LNS: a ResNet, an LSTM classifier, a GPT."""
 
 from __future__ import annotations
 
@@ -106,8 +105,10 @@ class Attention(nn.Module):
 
 
 class GPT(nn.Module):
-    """A. Radford et al. 2019, small: learned positions, pre-norm blocks, GELU, tied output
-    weights."""
+    """A small GPT: learned positions, pre-norm blocks, GELU, tied output weights.
+
+    Source: A. Radford et al. 2019.
+    """
 
     def __init__(
         self,

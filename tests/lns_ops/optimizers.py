@@ -1,4 +1,4 @@
-"""Every optimizer with options to step by, and what tests step them with."""
+"""Every optimizer, with options to step it by and the tensors that tests step it with."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Shared by the study tests: one Ray session, one storage folder with its MLflow database, tiny
-studies, made-up ledgers."""
+"""The fixtures of the study tests: one Ray session, one storage folder with its MLflow database,
+tiny studies, and made-up ledgers."""
 
 from __future__ import annotations
 

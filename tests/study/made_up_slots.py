@@ -1,4 +1,4 @@
-"""Ledgers of runs whose trials held slots, made up."""
+"""Made-up ledgers of runs whose trials held slots."""
 
 from __future__ import annotations
 
@@ -75,14 +75,16 @@ def events_of(
 
 
 def run_of(*arguments: Any, **options: Any) -> Run:
-    """The run of :func:`events_of`."""
+    """Return the run of :func:`events_of`."""
     (run,) = runs_of(events_of(*arguments, **options))
     return run
 
 
 def with_slots(events: list[Event], cpus: float = 2.0) -> list[Event]:
-    """A ledger of :func:`tests.study.conftest.made_up_events` as it would be with slots noted: each
-    trial on slot 0, with one CPU."""
+    """Return a ledger of :func:`tests.study.conftest.made_up_events` with slots.
+
+    Each trial is on slot 0, with one CPU.
+    """
     slots = {"slots": [0], "hosts": ["host"], "cpus": 1.0, "gpus": 0.0}
     capacity = {"event": "capacity", "time": events[0]["time"], "cpus": cpus, "gpus": 0, "nodes": 1}
     return [

@@ -1,5 +1,5 @@
-"""Real servers on loopback: MLflow's, that can be killed and started again at the same port, and
-PostgreSQL."""
+"""Real servers on loopback for tests: PostgreSQL, and an MLflow server that can be killed and
+started again at the same port."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ from study.serve.ui import command, environment, stop
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens to."""
+    """Return a port of loopback that no process listens to."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class Server:
-    """One over its own database in ``folder``; ``uri`` says where. Not running until :meth:`start`;
-    open to all without a ``token``."""
+    """A server over its own database in ``folder``, at the address ``uri``.
+
+    Not running until :meth:`start`; open to all without a ``token``.
+    """
 
     def __init__(self, folder: Path, database: str = "", token: str = "") -> None:
         self.port = free_port()
@@ -38,7 +40,7 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Returns when it answers."""
+        """Start the server and return when it answers."""
         self._process = subprocess.Popen(
             [
                 *command(str(self.folder / "artifacts"), self.port),
@@ -59,21 +61,21 @@ class Server:
         raise AssertionError(f"{self.uri} does not answer")
 
     def kill(self) -> None:
-        """As a power cut would."""
+        """Kill the server, as a power cut would."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._process = None
 
     def stop(self) -> None:
-        """Politely."""
+        """End the server by a request to terminate."""
         if self._process is not None:
             stop(self._process)
             self._process = None
 
 
 def postgres_programs() -> Path | None:
-    """The folder of PostgreSQL's programs."""
+    """Return the folder of PostgreSQL's programs."""
     found = shutil.which("initdb")
     here = (
         [Path(found).resolve()]
@@ -85,8 +87,10 @@ def postgres_programs() -> Path | None:
 
 @contextmanager
 def postgres_cluster(programs: Path) -> Iterator[str]:
-    """A cluster of our own, by the URI of a database; PostgreSQL refuses to run as root, so root
-    runs it as the user postgres."""
+    """Run a PostgreSQL cluster of the tests' own, and give the URI of a database in it.
+
+    PostgreSQL refuses to run as root, so root runs it as the user postgres.
+    """
     folder = Path(tempfile.mkdtemp(prefix="lns-study-postgres-"))
     who: list[str] = []
     if os.getuid() == 0:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from trainers.config import TrialConfig
-from trainers.workers.executors import Context
+from trainers.workers import resources
+from trainers.workers.executors import Context, Executor
 from trainers.workers.messages import Beginning
 
 SLEEPS = "tests.study.sleeping:Sleeps"
 
 
-class Sleeps:
+class Sleeps(Executor):
     """An executor whose epochs take the trial's learning rate in seconds."""
 
     def __init__(self, context: Context) -> None:
@@ -36,14 +37,15 @@ class Sleeps:
             "done": done,
         } | test
 
-    def save(self, folder: Path) -> None:
-        """Nothing to keep."""
+    def save(self, folder: Path) -> bool:
+        """Write nothing: there is nothing to keep."""
+        return False
 
     def profile(self) -> dict[str, bytes]:
         return {}
 
     def end(self) -> None:
-        """Nothing to let go of."""
+        """Let go of nothing."""
 
 
 FAILS_ONCE = "tests.study.sleeping:FailsOnce"
@@ -68,14 +70,12 @@ class FailsOnce(Sleeps):
 @contextmanager
 def executor(name: str = SLEEPS) -> Iterator[None]:
     """Have every trial trained by the executor of that name."""
-    from study.execution.loop import Loop  # not in the processes that sleep
-
-    real: Callable[..., str] = Loop._executor_module
-    Loop._executor_module = lambda self, config: name  # type: ignore[method-assign]
+    real = resources.choose_executor
+    resources.choose_executor = lambda wanted, lanes: name
     try:
         yield
     finally:
-        Loop._executor_module = real  # type: ignore[method-assign]
+        resources.choose_executor = real
 
 
 def most_at_once(events: list[dict[str, Any]]) -> int:

@@ -1,5 +1,7 @@
-"""A trial on one rank of several: four epochs, and the last two again by new objects from the
-checkpoint after the second."""
+"""One rank's part of a test trial of four epochs.
+
+The last two epochs are trained again by new objects, from the checkpoint after the second.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,10 @@ Metrics = list[dict[str, float]]
 def broken_off(
     config: TrialConfig, rank: int, world_size: int, folder: Path
 ) -> tuple[Training, Metrics, Metrics]:
-    """The trial after four epochs, their metrics, and those of the two that were trained again;
-    times left out."""
+    """Return the trial after four epochs, their metrics, and those of the two trained again.
+
+    Times are left out.
+    """
     training = Training(config, rank=rank, world_size=world_size)
     metrics = [training.train_epoch() for _ in range(2)]
     training.save(folder)

@@ -1,4 +1,4 @@
-"""Executors for tests, loaded by worker processes: trials that misbehave in one way each."""
+"""Executors for tests, loaded by worker processes; the trials of each misbehave in one way."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import psutil
 
 from trainers.config import TrialConfig
 from trainers.workers import process_reset
-from trainers.workers.executors import InProcess
+from trainers.workers.in_process import InProcess
 from trainers.workers.messages import Beginning
 
 
 class Mistaken(InProcess):
-    """Has a mistake in its code."""
+    """An executor with a mistake in its code."""
 
     def step(self) -> dict[str, Any]:
         return self.nothing_of_that_name  # type: ignore[attr-defined, no-any-return]
 
 
 class Unlucky(InProcess):
-    """Fails after its first epoch, with what another try may not meet."""
+    """An executor that fails after its first epoch, with an error that another try may not meet."""
 
     def step(self) -> dict[str, Any]:
-        if self._now.epoch == 1:
+        if self._training.epoch == 1:
             raise ConnectionError("the network is away")
         return super().step()
 
 
 class Greedy(InProcess):
-    """Keeps more than a process may."""
+    """An executor that keeps more memory than a process may."""
 
     def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
         process_reset.MEMORY = -(1 << 40)
@@ -41,7 +41,7 @@ class Greedy(InProcess):
 
 
 class Threads(InProcess):
-    """Leaves threads behind."""
+    """An executor that leaves threads behind."""
 
     def end(self) -> None:
         super().end()
@@ -50,7 +50,7 @@ class Threads(InProcess):
 
 
 class Limited(InProcess):
-    """A process that may have 700 MB more than after its first, small trial."""
+    """An executor whose process may have 700 MB more than after its first, small trial."""
 
     def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
         if (
@@ -63,7 +63,7 @@ class Limited(InProcess):
 
 
 class Environment(InProcess):
-    """Reports a variable as its error."""
+    """An executor that reports an environment variable beside its metrics."""
 
     def step(self) -> dict[str, Any]:
         return super().step() | {"variable": os.environ.get("LNS_TEST_VARIABLE", "")}

@@ -1,4 +1,4 @@
-"""For tests of worker processes: a node, and what its processes said."""
+"""A node for tests of worker processes, and the messages that its processes sent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
-from trainers.workers.messages import DIED, ENDED, HELLO, IN_PROCESS, REPORT, TRAIN, Message
+from trainers.training.trainer import Training
+from trainers.workers.executors import IN_PROCESS
+from trainers.workers.messages import DIED, ENDED, HELLO, REPORT, TRAIN, Message
 from trainers.workers.node import Node
 
 SMALL = TrialConfig(
@@ -26,7 +28,7 @@ MADE_UP = "tests.trainers.made_up:"
 def plan(
     config: TrialConfig, folder: Path, executor: str = IN_PROCESS, **values: Any
 ) -> dict[str, Any]:
-    """What a worker process needs for a trial."""
+    """Return what a worker process needs for a trial."""
     defaults = {
         "checkpoint_every": 1,
         "resume_from": [],
@@ -40,7 +42,7 @@ def plan(
 
 
 class Driver:
-    """Drives the processes of a node."""
+    """A driver of the processes of a node."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -48,7 +50,7 @@ class Driver:
         self.pids: dict[int, int] = {}
 
     def start(self, key: int, lanes: int = 1, **environment: str) -> int:
-        """Make a process; its id."""
+        """Start a process and return its process id."""
         self.node.start(key, environment, lanes)
         self.until(key, lambda message: message.kind == HELLO)
         return self.pids[key]
@@ -59,14 +61,14 @@ class Driver:
     def train(
         self, key: int, trial: str, config: TrialConfig, folder: Path, *values: str, **more: Any
     ) -> list[Message]:
-        """Train a trial; what the process said of it."""
+        """Train a trial and return the messages that the process sent about it."""
         self.send(key, TRAIN, trial, plan(config, folder, *values, **more))
         return self.until(key, lambda message: message.kind == ENDED or message.kind == DIED)
 
     def until(
         self, key: int, wanted: Callable[[Message], bool], seconds: float = 60.0
     ) -> list[Message]:
-        """What a process says up to what is wanted."""
+        """Return the messages of a process up to the wanted one."""
         found: list[Message] = []
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -85,8 +87,19 @@ class Driver:
         raise AssertionError(f"process {key} said only {found}")
 
 
+def alone(config: TrialConfig) -> list[dict[str, Any]]:
+    """What :func:`reports` returns of a trial that this process trains."""
+    training = Training(config)
+    epochs: list[dict[str, Any]] = [
+        {**training.train_epoch(), "done": training.epoch == config.epochs}
+        for _ in range(config.epochs)
+    ]
+    epochs[-1] |= training.test()
+    return reports([Message(REPORT, "", metrics) for metrics in epochs])
+
+
 def reports(said: list[Message]) -> list[dict[str, Any]]:
-    """The metrics that do not depend on the machine's mood, by epoch."""
+    """Return the metrics that do not depend on the machine's load, by epoch."""
     from trainers.telemetry.metrics import repeatable
 
     return [

@@ -1,5 +1,7 @@
-"""Worker processes for tests: each in the group of all, its result handed back, and gone without a
-thread left behind."""
+"""Worker processes for tests.
+
+Each is a rank of one group, hands back its result and ends without leaving a thread behind.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,17 @@ import torch.multiprocessing as mp
 from trainers.comm import process_group
 
 Work = Callable[[int, str], dict[str, Any]]
-"""What each process runs, given its rank and a folder that all share; the result must be writable
-as JSON."""
+"""The function that each process runs, given its rank and a folder that all share; its result must
+be writable as JSON."""
 
 
 def spawned(
     work: Work, folder: Path, world: int = 2, backend: str = "gloo"
 ) -> list[dict[str, Any]]:
-    """The results of ``work`` in ``world`` new processes, by rank, each with its process's id as
-    ``pid``."""
+    """Return the results of ``work`` in ``world`` new processes, by rank.
+
+    Each has its process's id as ``pid``.
+    """
     mp.spawn(_member, args=(work, str(folder), world, backend), nprocs=world)
     results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
     assert len({os.getpid(), *(result["pid"] for result in results)}) == world + 1
@@ -38,8 +42,10 @@ def _member(rank: int, work: Work, folder: str, world: int, backend: str) -> Non
 
 
 def gloo_threads() -> list[str]:
-    """Names of this process's threads that gloo runs; while there is one, Python cannot be sure to
-    end in peace. Linux only, else empty."""
+    """Return the names of this process's threads that gloo runs; none outside Linux.
+
+    While there is one, Python may fail to end cleanly.
+    """
     tasks = Path("/proc/self/task")
     names = (
         [(task / "comm").read_text().strip() for task in tasks.iterdir()] if tasks.exists() else []

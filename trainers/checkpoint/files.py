@@ -1,9 +1,9 @@
-"""Checkpoints: tensors in a safetensors file, everything else in JSON; no pickle, so reading one
-runs no code.
+"""Checkpoints on disk: tensors in a safetensors file, everything else in JSON.
 
-A folder holds ``state.json`` and one ``tensors-*.safetensors``. The JSON is written last and by
-rename, and carries its own digest and that of the tensor file it belongs to: a checkpoint is whole
-or absent, whenever the process dies. LNS values are stored as their int16 codes.
+There is no pickle in them, so reading one runs no code. A folder holds ``state.json`` and one
+``tensors-*.safetensors``. The JSON is written last and by rename, and has its own digest and that
+of the tensor file that it belongs to: a checkpoint is whole or absent, whenever the process dies.
+LNS values are stored as their int16 codes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from trainers.checkpoint.manifest import STATE, read_state, sealed
 
 
 def _write(path: Path, content: bytes) -> None:
+    """Write ``content`` to ``path`` in one step: to a file beside it, synced, then renamed."""
     part = path.with_name(path.name + ".part")
     with part.open("wb") as file:
         file.write(content)
@@ -30,10 +31,10 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def save_checkpoint(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-    """Write a checkpoint into ``folder``, replacing the one that may be there only once this one is
-    whole.
+    """Write a checkpoint into ``folder``; an earlier one is replaced only once this one is whole.
 
     Args:
+        folder: made if need be.
         tensors: plain tensors; LNS ones as codes.
         state: JSON values.
     """
@@ -49,7 +50,7 @@ def save_checkpoint(folder: Path, tensors: dict[str, Tensor], state: dict[str, A
 
 
 def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and state of the checkpoint in ``folder``.
+    """Return the tensors and the state of the checkpoint in ``folder``.
 
     Raises:
         ValueError: there is none, or its files do not belong together.

@@ -1,5 +1,7 @@
-"""state.json, the file of a checkpoint that is written last and says what it holds. Loads no
-torch."""
+"""The manifest of a checkpoint, ``state.json``, which says what the checkpoint holds.
+
+The manifest is the last file to be written. This module loads no torch.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +12,22 @@ from pathlib import Path
 from typing import Any
 
 STATE = "state.json"
-"""Of a checkpoint's files the one that is written last: without it there is no checkpoint."""
+"""The file of a checkpoint that is written last: without it there is no checkpoint."""
 
 
 def sealed(state: Mapping[str, Any]) -> str:
-    """The text of a checkpoint's :data:`STATE`, with a digest of everything in it."""
+    """Return the text of :data:`STATE` for ``state``, with a digest of everything in it."""
     kept = json.loads(json.dumps(state))  # as it will be read
     return json.dumps({**kept, "digest": _digest(kept)}, indent=1)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What the checkpoint in ``folder`` has beside its tensors; one of an earlier version has no
-    digest, and is taken as it is.
+    """Return what the checkpoint in ``folder`` holds besides its tensors.
+
+    A checkpoint of an earlier version has no digest and is accepted without one.
 
     Raises:
-        ValueError: there is none, or it is not as it was written.
+        ValueError: there is none, or it does not match its digest.
     """
     try:
         state: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))
@@ -42,11 +45,12 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def _digest(state: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of ``state`` as canonical JSON."""
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def write_files(folder: Path, files: dict[str, bytes]) -> None:
-    """Files by name into ``folder``, which is made; nothing where there are none."""
+    """Write files, by name, into ``folder``; make the folder only if there are any."""
     if not files:
         return
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """A trial's tensors under their names, to and from a checkpoint.
 
 Parameters and buffers are ``model/NAME``; optimizer state in the parameter's format is
-``optimizer/KEY/NAME``, other state ``plain/KEY/NAME``; what belongs to one rank alone, such as the
+``optimizer/KEY/NAME``, other state ``plain/KEY/NAME``; state of one rank alone, such as the
 residues of error feedback, is ``rank/RANK/NAME``.
 """
 
@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lns_ops import LNSTensor
-from trainers.models.precision import storage_of
+from lns_ops.tensor import storage_of
 
 
 def model_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Parameters and optimizer state under their names; LNS ones as codes, on the CPU."""
+    """Return parameters, buffers and optimizer state by name, on the CPU, LNS ones as codes."""
     tensors: dict[str, Tensor] = {}
     tensors |= {f"model/{name}": buffer for name, buffer in model.named_buffers()}
     for name, parameter in model.named_parameters():
@@ -34,8 +34,10 @@ def model_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 def load_model_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]
 ) -> None:
-    """Give ``model`` and ``optimizer`` what :func:`model_tensors` returned; names that the model
-    has not are left out."""
+    """Load the tensors that :func:`model_tensors` returned into ``model`` and ``optimizer``.
+
+    Names that the model does not have are left out.
+    """
     parameters = dict(model.named_parameters()) | dict(model.named_buffers())
     optimizer.state.clear()
     for path, tensor in tensors.items():
@@ -56,8 +58,10 @@ def load_model_tensors(
 
 
 def gather_ranks(own: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
-    """The ``own`` tensors of all ranks as ``rank/RANK/NAME``, on rank 0; collective, and empty on
-    the others."""
+    """Gather the ``own`` tensors of all ranks on rank 0, as ``rank/RANK/NAME``.
+
+    A collective; the other ranks get an empty dict, and so does a world of one rank.
+    """
     if world_size == 1:
         return {}
     return gather_stages(
@@ -66,15 +70,17 @@ def gather_ranks(own: dict[str, Tensor], rank: int, world_size: int) -> dict[str
 
 
 def gather_stages(own: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
-    """All ranks' ``own`` tensors, whose names differ, on rank 0; collective, and empty on the
-    others."""
+    """Gather all ranks' ``own`` tensors, whose names differ, on rank 0.
+
+    A collective; the other ranks get an empty dict.
+    """
     gathered: list[dict[str, Tensor]] | None = [{}] * world_size if rank == 0 else None
     dist.gather_object(own, gathered)
     return {name: tensor for part in gathered or [] for name, tensor in part.items()}
 
 
 def of_rank(tensors: dict[str, Tensor], rank: int, device: torch.device) -> dict[str, Tensor]:
-    """What :func:`gather_ranks` had from ``rank``, on ``device``."""
+    """Return the tensors that :func:`gather_ranks` gathered from ``rank``, on ``device``."""
     prefix = f"rank/{rank}/"
     return {
         name.removeprefix(prefix): tensor.to(device)

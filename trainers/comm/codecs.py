@@ -1,7 +1,7 @@
 """Wire formats: how float32 values are written into bytes before they travel, and read back.
 
-A codec writes rows of values into rows of bytes of a length that the row's alone decides, so that
-every rank knows what to expect::
+A codec writes rows of values into rows of bytes. The length in bytes depends only on the number of
+values in a row, so every rank knows what to expect::
 
     format     bytes for m values         error of a value
     float32    4 m                        none
@@ -35,30 +35,35 @@ from lns_ops import functional as lns
 from trainers.config.wire import WireConfig
 
 BLOCK = 1024
-"""Values that share a scale."""
+"""The number of values that share a scale."""
 INVERSE = 1 / 127
-"""A factor: where a CPU divides by a constant, a GPU multiplies by its reciprocal, which may differ
-in the last bit."""
+"""The step of int8, as a factor.
+
+Where a CPU divides by a constant, a GPU multiplies by its reciprocal, which may differ in the last
+bit; a factor gives the same bits on both.
+"""
 
 
 class Codec(ABC):
-    """Rows of float32 values to rows of bytes and back; tensors on any device."""
+    """A writer of rows of float32 values into rows of bytes and back, for tensors on any device."""
 
     @abstractmethod
     def size(self, values: int) -> int:
-        """Bytes that a row of so many values takes."""
+        """Return the bytes that a row of ``values`` values takes."""
 
     @abstractmethod
     def encode(self, x_NM: Tensor) -> Tensor:
-        """float32 ``[N, M]``, finite, to uint8 ``[N, size(M)]``."""
+        """Encode float32 ``[N, M]``, finite, as uint8 ``[N, size(M)]``."""
 
     @abstractmethod
     def decode(self, payload_NB: Tensor, values: int) -> Tensor:
-        """uint8 ``[N, size(values)]`` to float32 ``[N, values]``."""
+        """Decode uint8 ``[N, size(values)]`` to float32 ``[N, values]``."""
 
     def sum(self, payload_NB: Tensor, values: int) -> Tensor:
-        """The rows' sum, float32 ``[values]``, added in row order; in LNS where the codec is told
-        so."""
+        """Return the sum of the rows, float32 ``[values]``, added in row order.
+
+        A codec with LNS sums adds in LNS.
+        """
         total, *rest = self.decode(payload_NB, values).unbind(0)
         for row in rest:
             total = total + row
@@ -66,11 +71,12 @@ class Codec(ABC):
 
 
 def _bytes(x: Tensor) -> Tensor:
+    """Return the bytes of ``x``."""
     return x.contiguous().view(torch.uint8)
 
 
 def _values(payload_NB: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes as ``dtype``, copied: a view needs them aligned."""
+    """Return bytes as values of ``dtype``, copied, because a view needs them aligned."""
     return payload_NB.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
@@ -81,11 +87,11 @@ class FloatCodec(Codec):
     dtype: torch.dtype = torch.float32
 
     def size(self, values: int) -> int:
-        """``values`` times the type's size."""
+        """Return ``values`` times the type's size."""
         return values * self.dtype.itemsize
 
     def encode(self, x_NM: Tensor) -> Tensor:
-        """Rounded to nearest."""
+        """Round to nearest."""
         largest = torch.finfo(self.dtype).max
         return _bytes(
             x_NM.clamp(-largest, largest).to(self.dtype)
@@ -94,33 +100,35 @@ class FloatCodec(Codec):
         )
 
     def decode(self, payload_NB: Tensor, values: int) -> Tensor:
-        """Exact."""
+        """Return the exact values."""
         return payload_NB.contiguous().view(self.dtype).to(torch.float32)
 
 
 @dataclass(frozen=True)
 class LNSCodec(Codec):
-    """int16 codes of an LNS format of up to 16 bits; with ``lns_sum`` they are added as the
-    arithmetic contract says."""
+    """The int16 codes of an LNS format of up to 16 bits.
+
+    With ``lns_sum`` they are added as the arithmetic contract says.
+    """
 
     fmt: LNSFormat = lns16
     lns_sum: bool = False
 
     def size(self, values: int) -> int:
-        """2 bytes a value."""
+        """Return 2 bytes a value."""
         return 2 * values
 
     def encode(self, x_NM: Tensor) -> Tensor:
-        """Rounded to nearest in the logarithm; sums beyond float32 saturate."""
+        """Round to nearest in the logarithm; sums beyond float32 saturate."""
         largest = torch.finfo(torch.float32).max
         return _bytes(lns.encode(x_NM.clamp(-largest, largest), self.fmt))
 
     def decode(self, payload_NB: Tensor, values: int) -> Tensor:
-        """Exact enough to encode back to the same codes."""
+        """Return values that are exact enough to encode back to the same codes."""
         return lns.decode(payload_NB.contiguous().view(torch.int16), self.fmt)
 
     def sum(self, payload_NB: Tensor, values: int) -> Tensor:
-        """In LNS or in float32."""
+        """Return the sum of the rows, in LNS or in float32."""
         if not self.lns_sum:
             return super().sum(payload_NB, values)
         return lns.decode(
@@ -129,15 +137,17 @@ class LNSCodec(Codec):
 
 
 class ScaledCodec(Codec):
-    """One byte a value and one float32 scale a block of :data:`BLOCK`; subclasses say what the byte
-    means for a value of -1 .. 1."""
+    """A byte a value, and a float32 scale for each block of :data:`BLOCK` values.
+
+    Subclasses say which byte stands for a value in -1 .. 1.
+    """
 
     def size(self, values: int) -> int:
-        """``values + 4 ceil(values / 1024)``."""
+        """Return ``values + 4 ceil(values / 1024)``."""
         return values + 4 * math.ceil(values / BLOCK)
 
     def encode(self, x_NM: Tensor) -> Tensor:
-        """Each block over its largest magnitude; a block of zeros has scale 0."""
+        """Quantise each block, divided by its largest magnitude; a block of zeros has scale 0."""
         rows, values = x_NM.shape
         blocks = torch.nn.functional.pad(x_NM, (0, -values % BLOCK)).view(rows, -1, BLOCK)
         scale = blocks.abs().amax(2, keepdim=True)
@@ -146,22 +156,22 @@ class ScaledCodec(Codec):
         return torch.cat([_bytes(codes), _bytes(scale.view(rows, -1))], 1)
 
     def decode(self, payload_NB: Tensor, values: int) -> Tensor:
-        """The byte's value times the block's scale."""
+        """Multiply the value of each byte by its block's scale."""
         unit = self._value(payload_NB[:, :values].contiguous().view(torch.int8))
         scale = _values(payload_NB[:, values:], torch.float32)
         return unit * scale.repeat_interleave(BLOCK, 1)[:, :values]
 
     @abstractmethod
     def _quantise(self, unit_NM: Tensor) -> Tensor:
-        """int8 codes of float32 values in -1 .. 1."""
+        """Return the int8 codes of float32 values in -1 .. 1."""
 
     @abstractmethod
     def _value(self, codes_NM: Tensor) -> Tensor:
-        """float32 values of int8 codes."""
+        """Return the float32 values of int8 codes."""
 
 
 class Int8Codec(ScaledCodec):
-    """127 equal steps either side of zero."""
+    """127 equal steps on either side of zero."""
 
     def _quantise(self, unit_NM: Tensor) -> Tensor:
         return (unit_NM * 127).round().to(torch.int8)
@@ -171,8 +181,10 @@ class Int8Codec(ScaledCodec):
 
 
 class LNS8Codec(ScaledCodec):
-    """8-bit logarithms: eight steps an octave, from the block's largest value down; an lns8 code is
-    a byte, sign-extended."""
+    """8-bit logarithms: eight steps an octave, from the block's largest value down.
+
+    An lns8 code is a byte, sign-extended.
+    """
 
     def _quantise(self, unit_NM: Tensor) -> Tensor:
         return lns.encode(unit_NM * lns8.largest, lns8).to(torch.int8)
@@ -183,26 +195,28 @@ class LNS8Codec(ScaledCodec):
 
 @dataclass(frozen=True)
 class TopKCodec(Codec):
-    """The largest ``fraction`` of a row's values by magnitude, at least one, as float32 with their
-    int32 places."""
+    """The largest ``fraction`` of a row's values by magnitude, at least one.
+
+    They travel as float32, with their positions as int32.
+    """
 
     fraction: float = 0.01
 
     def kept(self, values: int) -> int:
-        """How many of ``values`` are sent."""
+        """Return how many of ``values`` values are sent."""
         return min(values, math.ceil(self.fraction * values))
 
     def size(self, values: int) -> int:
-        """8 bytes a value sent."""
+        """Return 8 bytes for each value sent."""
         return 8 * self.kept(values)
 
     def encode(self, x_NM: Tensor) -> Tensor:
-        """The values sent are exact."""
+        """Select the largest values; they are sent exactly."""
         places = x_NM.abs().topk(self.kept(x_NM.shape[1]), 1).indices
         return torch.cat([_bytes(x_NM.gather(1, places)), _bytes(places.to(torch.int32))], 1)
 
     def decode(self, payload_NB: Tensor, values: int) -> Tensor:
-        """What was not sent is zero."""
+        """Put the values sent into their positions; the others are zero."""
         half = payload_NB.shape[1] // 2
         sent, places = (
             _values(payload_NB[:, :half], torch.float32),
@@ -212,8 +226,11 @@ class TopKCodec(Codec):
 
 
 def make_codec(wire: WireConfig, fmt: LNSFormat | None) -> Codec | None:
-    """The codec of ``wire`` for values of the LNS format ``fmt``, None for float32 ones; None for a
-    plain float32 all-reduce.
+    """Return the codec of ``wire``, or None for a plain float32 all-reduce.
+
+    Args:
+        wire: the wire format.
+        fmt: LNS format of the values; None for float32 values.
 
     Raises:
         ValueError: LNS sums of float32 gradients in their native format.

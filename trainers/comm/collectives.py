@@ -3,7 +3,7 @@
 What is counted is the payload that the algorithm has to move, in bytes sent by this rank: in a
 group of N, ``all_to_all``, ``all_gather`` and a ring ``reduce_scatter`` send N - 1 parts, a ring
 ``all_reduce`` of B bytes sends ``2 (N - 1) / N B``, which is what gloo and NCCL do with large
-buffers. Headers of the transport are not in it (about 0.1 % over loopback;
+buffers. Headers of the transport are not counted (about 0.1 % over loopback;
 ``tests/trainers/comm/test_wire_counters.py`` compares with the kernel's own counters).
 
 Payloads of codecs are uint8: neither gloo nor NCCL has collectives for int16.
@@ -19,17 +19,18 @@ from torch import Tensor
 
 from trainers.telemetry.spans import Spans
 
-# Before torch 2.13 they had other names, which warn since.
+# torch 2.13 renamed these functions; the old names warn since.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Collectives:
-    """Collectives of ``group`` (the default one if None), which must exist, for tensors on
-    ``device``; ``spans`` times them.
+    """The collectives of ``group`` (the default group if None), which must exist.
+
+    Tensors are on ``device``; ``spans`` times the collectives.
 
     Attributes:
-        size, rank: of the group, and this process's place in it.
+        size, rank: size of the group, and this process's rank in it.
         sent: bytes that this rank has sent so far.
     """
 
@@ -44,8 +45,10 @@ class Collectives:
         self.sent = 0
 
     def all_to_all(self, parts_NB: Tensor) -> Tensor:
-        """Send row ``i`` to rank ``i``; the rows that the ranks have sent here, in rank order.
-        uint8 ``[N, B]`` both."""
+        """Send row ``i`` to rank ``i`` and return the rows received, in rank order.
+
+        uint8 ``[N, B]`` both.
+        """
         received = torch.empty_like(parts_NB)
         with self.spans("communication", "all_to_all"):
             dist.all_to_all_single(received, parts_NB, group=self.group)
@@ -53,7 +56,7 @@ class Collectives:
         return received
 
     def all_gather(self, part_B: Tensor) -> Tensor:
-        """The parts of all ranks in rank order: uint8 ``[B]`` to ``[N, B]``."""
+        """Gather the parts of all ranks in rank order: uint8 ``[B]`` to ``[N, B]``."""
         gathered_NB = part_B.new_empty(self.size, part_B.numel())
         with self.spans("communication", "all_gather"):
             dist.all_gather(list(gathered_NB), part_B, group=self.group)
@@ -61,18 +64,16 @@ class Collectives:
         return gathered_NB
 
     def all_gather_into(self, whole: Tensor, part: Tensor) -> None:
-        """``whole`` becomes the parts of all ranks in rank order, one after the other; floats ``[N
-        M]`` and ``[M]``."""
+        """Fill ``whole`` (floats ``[N M]``) with all ranks' parts (``[M]``) in rank order."""
         with self.spans("communication", "all_gather"):
             _all_gather(whole, part, group=self.group)
         self.sent += (self.size - 1) * part.nbytes
 
     def reduce_scatter_into(self, part: Tensor, whole: Tensor) -> None:
-        """``part`` becomes this rank's part of the sum of all ranks' ``whole``; floats ``[M]`` and
-        ``[N M]``.
+        """Fill ``part`` with this rank's part of the sum of all ranks' ``whole``.
 
-        On CPUs an all-to-all and a sum in rank order: gloo's own reduce-scatter sends as much as an
-        all-reduce.
+        Floats ``[M]`` and ``[N M]``. On CPUs it is an all-to-all and a sum in rank order, because
+        gloo's own reduce-scatter sends as much as an all-reduce.
         """
         with self.spans("communication", "reduce_scatter"):
             if self.device.type == "cpu":
@@ -84,14 +85,14 @@ class Collectives:
         self.sent += (self.size - 1) * part.nbytes
 
     def all_reduce_(self, x: Tensor) -> Tensor:
-        """``x`` (any float) replaced by its sum over the ranks, the same bits on each."""
+        """Replace ``x`` (any float) by its sum over the ranks, the same bits on each; return it."""
         with self.spans("communication", "all_reduce"):
             dist.all_reduce(x, group=self.group)
         self.sent += 2 * (self.size - 1) * x.numel() * x.element_size() // self.size
         return x
 
     def all_true(self, value: bool) -> bool:
-        """Whether ``value`` is true on every rank; one int64 a rank."""
+        """Tell whether ``value`` is true on every rank; sends one int64 a rank."""
         flag = torch.tensor([int(value)], device=self.device)
         with self.spans("communication", "all_true"):
             dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.group)

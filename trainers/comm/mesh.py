@@ -1,4 +1,4 @@
-"""Where a worker stands in a trial's layout: its coordinates and the process groups it talks in."""
+"""A worker's place in a trial's layout: its coordinates and the process groups it belongs to."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from trainers.config.layout import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """One worker's coordinates and the groups it talks in.
+    """One worker's coordinates and the groups that it belongs to.
 
     Attributes:
-        dp, pp: the degrees.
-        dp_rank: which replica, 0 to dp - 1.
-        pp_rank: which stage of it, 0 to pp - 1.
-        dp_group: the same stage of all replicas, by dp_rank; None without other workers.
-        pp_group: all stages of this replica, by pp_rank; None at pp=1.
-        shards: the replicas that a model is sharded over; None without ``fsdp``.
-        tp_rank: which part of its replica.
-        parts: the workers of this replica, by tp_rank; None at tp=1.
+        dp, pp: number of replicas, and of pipeline stages.
+        dp_rank: index of this worker's replica, 0 to dp - 1.
+        pp_rank: index of its stage in the replica, 0 to pp - 1.
+        dp_group: group of the workers with the same stage, by dp_rank; None without other workers.
+        pp_group: group of all stages of this replica, by pp_rank; None at pp=1.
+        shards: mesh of the replicas that a model is sharded over; None without ``fsdp``.
+        tp_rank: index of this worker's part of the layers in the replica.
+        parts: mesh of the workers of this replica, by tp_rank; None at tp=1.
     """
 
     dp: int = 1
@@ -38,10 +38,10 @@ class Place:
 
 
 def place(layout: Layout, rank: int, workers: int, device_type: str = "cpu") -> Place:
-    """Where ``rank`` of ``workers`` stands; makes the process groups, so every rank must call it.
+    """Return the place of ``rank`` among ``workers``.
 
-    With one worker, or one process that stands for all (``workers=1``), there is no group. At pp=1
-    the default group serves.
+    Makes the process groups, so every rank must call it. With one worker, or one process that
+    stands for all (``workers=1``), there is no group. At pp=1 the default group serves.
     """
     if workers > 1 and layout.tp > 1:
         mesh = process_group.mesh(device_type, dp=layout.replicas(workers), tp=layout.tp)

@@ -1,12 +1,13 @@
-"""The torch.distributed group of one training's workers: joined before the first trial, left in a
-way that lets the process end.
+"""The torch.distributed group of one training's workers: how they join it and leave it.
 
+The group is joined before the first trial, and left in a way that lets the process end.
 ``destroy_process_group`` ends a gloo group's threads only once nothing refers to the group any
-more. A thread that is left lets go of the last tensor it sent whenever it gets a processor; if
+more. A thread that remains releases the last tensor that it sent whenever it gets a processor; if
 Python is ending by then, it may not take the GIL any more and the process aborts ("terminate called
-without an active exception", https://github.com/pytorch/pytorch/pull/179291). Four things used to
-keep a group: meshes, cached here and dropped by :func:`leave`; caches of DTensor's, by mesh, which
-it clears; objects in reference cycles, which it collects; and a module of torch's own, below.
+without an active exception", https://github.com/pytorch/pytorch/pull/179291). Four things would
+keep a group alive: meshes, cached here and dropped by :func:`leave`; DTensor's caches, whose keys
+hold meshes, which it clears; objects in reference cycles, which it collects; and a module of
+torch's own, which is therefore imported below, before there is a group.
 """
 
 from __future__ import annotations
@@ -19,26 +20,34 @@ from typing import Any
 
 import torch.distributed as dist
 
-# torch imports this module by itself, late (torch.compile and pipelining do). Its functions take
-# the default group of the moment it is imported as the default of an argument, so it must be
-# imported while there is none.
+# torch.compile and pipelining import this module late. The default arguments of its functions hold
+# the default group that exists at that moment, so it must be imported while there is none.
 import torch.distributed.nn.functional  # noqa: F401
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from trainers import _compat
 
 PATIENCE = timedelta(days=7)
-"""How long a rank waits for the others in training. Replicas may be an epoch apart; a rank that has
-died ends its gang, and a study's ``heartbeat`` one that hangs."""
+"""The time that a rank waits for the others in training.
+
+Replicas may be an epoch apart; a rank that has died ends its gang, and a study's ``heartbeat`` ends
+a gang that hangs.
+"""
 
 
 def join(
     backend: str, where: Any, rank: int, world_size: int, timeout: timedelta | None = None
 ) -> None:
-    """Meet the other ranks, at a URL or a store; every one of them must call it, as
-    ``torch.distributed.init_process_group``.
+    """Meet the other ranks at a URL or a store, as ``torch.distributed.init_process_group`` does.
+
+    Every rank must call it.
 
     Args:
-        timeout: of the meeting alone.
+        backend: torch's name of the backend.
+        where: URL or store.
+        rank: this process's rank.
+        world_size: number of ranks.
+        timeout: time limit of the meeting alone.
     """
     met: dict[str, Any] = {"init_method": where} if isinstance(where, str) else {"store": where}
     dist.init_process_group(backend, **met, timeout=timeout, rank=rank, world_size=world_size)
@@ -48,15 +57,15 @@ def join(
 def wait_in_training(group: dist.ProcessGroup | None = None) -> None:
     """Have collectives of ``group``, by default of all ranks, wait for :data:`PATIENCE`; torch's
     own 10 and 30 minutes end training."""
-    _set_pg_timeout(PATIENCE, group)
+    _compat.set_timeout(PATIENCE, group)
 
 
 def mesh(device_type: str, **degrees: int) -> DeviceMesh:
-    """The ranks in dimensions of these names and sizes, ``pp=2, dp=3``; makes groups where there
-    are several, so every rank must call it.
+    """Return the ranks in dimensions of these names and sizes, for example ``pp=2, dp=3``.
 
-    Made once for all trials that these ranks train with these degrees: groups are not given back
-    before :func:`leave`.
+    Several dimensions make groups, so every rank must call it. A mesh is made once for all trials
+    that these ranks train with these degrees, because groups are not given back before
+    :func:`leave`.
     """
     return _mesh(dist.group.WORLD, device_type, tuple(degrees), tuple(degrees.values()))
 
@@ -65,6 +74,7 @@ def mesh(device_type: str, **degrees: int) -> DeviceMesh:
 def _mesh(
     world: dist.ProcessGroup, device_type: str, names: tuple[str, ...], sizes: tuple[int, ...]
 ) -> DeviceMesh:
+    """Make the mesh of :func:`mesh`, with groups whose collectives are patient."""
     made = init_device_mesh(device_type, sizes, mesh_dim_names=names)
     for group in made.get_all_groups():
         wait_in_training(group)
@@ -72,23 +82,13 @@ def _mesh(
 
 
 def leave() -> None:
-    """End this process's groups and, where the caller keeps nothing that refers to them (a
-    ``Training`` does), their threads."""
+    """End this process's groups.
+
+    Their threads end too, unless the caller keeps an object that refers to a group (a ``Training``
+    does).
+    """
     _mesh.cache_clear()
     if "torch.distributed.tensor" in sys.modules:  # models in shards or parts load it
-        _clear_tensor_caches()
+        _compat.clear_tensor_caches()
     gc.collect()
     dist.destroy_process_group()
-
-
-def _clear_tensor_caches() -> None:
-    """Those of sharding rules and redistributions have functions that clear them; others, some in
-    closures, are functools' own."""
-    from torch.distributed.tensor import _redistribute, debug
-
-    debug._clear_sharding_prop_cache()
-    _redistribute.clear_redistribute_planner_cache()
-    cached = type(_mesh)
-    for function in gc.get_objects():
-        if type(function) is cached and function.__module__.startswith("torch.distributed.tensor"):
-            function.cache_clear()

@@ -1,5 +1,7 @@
-"""The configuration of one trial: frozen dataclasses that refuse what does not go together. Loads
-no process groups and no loop."""
+"""The configuration of one trial, as frozen dataclasses that refuse combinations that cannot work.
+
+Loads no process groups and no training loop.
+"""
 
 from trainers.config.layout import Layout
 from trainers.config.lr_schedule import LRSchedule

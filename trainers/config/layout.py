@@ -1,16 +1,15 @@
-"""Layout: how the workers of one trial share its model and its batches, and the only place that
-knows their ranks.
+"""The layout of a trial: how its workers share the model and the batches, and which rank does what.
 
 ``workers`` processes form a grid of ``pp`` pipeline stages by ``dp`` replicas, ``dp * pp =
-workers``. Rank ``r`` has stage ``r // dp`` of replica ``r % dp``: neighbours in rank are replicas
-of one stage, which exchange most. Or, with ``dp * tp = workers``, it has part ``r % tp`` of replica
-``r // tp``: parts of one replica exchange more than replicas. Every replica takes ``batch_size /
-dp`` examples of a batch and goes through them in ``micro_batches`` equal parts, whose gradients it
-adds up in order; at ``pp=1`` that is gradient accumulation, with stages it is what keeps them busy
-at the same time.
+workers``. Rank ``r`` holds stage ``r // dp`` of replica ``r % dp``: neighbours in rank are replicas
+of one stage, which exchange most. Or, with tensor parallelism, ``dp * tp = workers``, and rank
+``r`` holds part ``r % tp`` of replica ``r // tp``: the parts of one replica exchange more than
+replicas do. Every replica takes ``batch_size / dp`` examples of a batch and goes through them in
+``micro_batches`` equal parts, whose gradients it adds up in order. At ``pp=1`` that is gradient
+accumulation; with several stages it is what keeps them busy at the same time.
 
-Uneven micro-batches are refused: the summed loss would not mind, but stages agree on the shape of
-what they send once, at the start.
+Uneven micro-batches are refused. The summed loss would allow them, but the stages agree on the
+shape of what they send only once, at the start.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from trainers.config.validation import at_least, one_of
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble", "zbv", "dualpipev")
 DEFERRING = ("zero_bubble", "zbv", "dualpipev")
-"""Schedules that compute gradients of weights later than those of inputs."""
+"""The schedules that compute the gradients of weights later than the gradients of inputs."""
 V_SHAPED = ("zbv", "dualpipev")
-"""Schedules under which the worker of stage ``i`` also holds the ``i``-th from the end."""
+"""The schedules under which a worker holds the ``i``-th stage and the ``i``-th from the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,17 +34,18 @@ class Layout:
         pp: pipeline stages that each replica is cut into, one worker each.
         schedule: order of a stage's work: ``1f1b`` (one forward, one backward in turn; holds the
             activations of at most ``pp`` micro-batches), ``gpipe`` (all forwards, then all
-            backwards), ``interleaved`` (1f1b, every worker with ``virtual_stages`` stages), or one
-            that fills waiting with gradients of weights
+            backwards), ``interleaved`` (1f1b, every worker with ``virtual_stages`` stages), or a
+            schedule that fills waiting time with gradients of weights
             (:mod:`trainers.parallel.pipeline_zero_bubble`): ``zero_bubble`` (1f1b or interleaved),
-            ``zbv`` and ``dualpipev`` (two stages a worker, the first and the last on one). All give
-            the same gradients.
-        micro_batches: equal parts that a replica's share of a batch is taken in.
-        virtual_stages: stages a worker holds; 1 under 1f1b and gpipe, 2 under zbv and dualpipev.
-        fsdp: shard parameters, gradients and optimizer state over the replicas
-            (:mod:`trainers.parallel.fsdp`); float32 alone.
-        tp: workers that each linear layer of a replica is cut over
-            (:mod:`trainers.parallel.tensor_parallel`); float32 alone.
+            ``zbv`` and ``dualpipev`` (two stages a worker, the first and the last on one worker).
+            All schedules give the same gradients.
+        micro_batches: equal parts in which a replica takes its share of a batch.
+        virtual_stages: stages that a worker holds; 1 under 1f1b and gpipe, 2 under zbv and
+            dualpipev.
+        fsdp: whether parameters, gradients and optimizer state are sharded over the replicas
+            (:mod:`trainers.parallel.fsdp`); for float32 trials only.
+        tp: workers over which each linear layer of a replica is split
+            (:mod:`trainers.parallel.tensor_parallel`); for float32 trials only.
     """
 
     dp: int | None = None
@@ -78,7 +78,7 @@ class Layout:
         ):
             raise ValueError(
                 f"layout.virtual_stages={self.virtual_stages} with layout.schedule={self.schedule}:"
-                " interleaved stages are two or more a worker, 1f1b's and gpipe's one; use"
+                " interleaved needs two or more stages a worker, 1f1b and gpipe one; use"
                 " layout.schedule=interleaved layout.virtual_stages=2, or 1f1b and 1"
             )
         if self.schedule not in ("1f1b", "gpipe") and self.pp == 1:
@@ -88,6 +88,7 @@ class Layout:
             )
 
     def _check_schedule(self) -> None:
+        """Refuse a number of micro-batches that the pipeline schedule cannot use."""
         if self.schedule == "1f1b" and self.micro_batches < self.pp:
             raise ValueError(
                 f"layout.micro_batches={self.micro_batches}, layout.pp={self.pp}: 1f1b needs at"
@@ -107,28 +108,31 @@ class Layout:
 
     @property
     def stages(self) -> int:
-        """Parts that a replica's model is cut into, over all its workers."""
+        """The number of stages that a replica's model is cut into, over all its workers."""
         return self.pp * self.virtual_stages
 
     def owner(self, stage: int) -> int:
-        """The pp_rank of the worker that holds ``stage``: in rounds, or in a V, there and back."""
+        """Return the pp_rank of the worker that holds ``stage``.
+
+        Stages are dealt out in rounds, or, under the V-shaped schedules, forth and back.
+        """
         lap, place = divmod(stage, self.pp)
         return self.pp - 1 - place if self.schedule in V_SHAPED and lap % 2 else place
 
     def replicas(self, workers: int) -> int:
-        """``dp``, with None worked out from ``workers``."""
+        """Return ``dp``, or, where it is None, the number of replicas that ``workers`` give."""
         return self.dp or workers // (self.pp * self.tp)
 
     def check(self, *, workers: int, batch_size: int, layers: int) -> None:
-        """Refuse what does not come out even.
+        """Refuse a layout that does not divide the workers, the batch or the layers evenly.
 
         Args:
             workers: processes of the trial.
-            batch_size: examples a step, over all of them.
+            batch_size: examples a step, over all workers together.
             layers: linear layers of the model; a stage holds at least one.
 
         Raises:
-            ValueError: with the equation that does not hold.
+            ValueError: an equation of the layout does not hold; the message shows it.
         """
         dp = self.replicas(workers)
         if dp * self.pp * self.tp != workers:

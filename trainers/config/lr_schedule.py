@@ -1,17 +1,17 @@
-"""The learning rate over a trial: linear scaling with the batch, gradual warm-up, decay.
+"""The learning rate over a trial: linear scaling with the batch size, gradual warm-up, and decay.
 
-With ``t`` the step, ``w`` the steps of the warm-up and ``T`` those of the trial::
+With ``t`` the step, ``w`` the number of warm-up steps and ``T`` the number of steps of the trial::
 
     lr_t = lr * scale * (t + 1) / w                                   for t < w
-    lr_t = lr * scale * (end + (1 - end) * f((t - w) / (T - w)))      after it
+    lr_t = lr * scale * (end + (1 - end) * f((t - w) / (T - w)))      after the warm-up
 
 with ``f(u) = 1`` (constant), ``(1 - u)^power`` (polynomial; power 1 is linear) or ``(1 + cos(pi u))
 / 2`` (cosine), and ``scale = batch_size / reference_batch`` where a reference is given: a batch k
 times as large takes a step k times as long.
 
-A function of the step alone, so a trial that is broken off continues with the rate it had. In an
-LNS update the rate is a code of the format: it moves in steps of an ulp and does not go below the
-format's smallest magnitude.
+The rate depends on the step alone, so a trial that is interrupted continues with the rate it had.
+In an LNS update the rate is a code of the format: it moves in steps of an ulp and does not go below
+the format's smallest magnitude.
 
 Sources: P. Goyal et al. 2017 (arXiv:1706.02677) for scaling and warm-up; I. Loshchilov, F. Hutter
 2017 (arXiv:1608.03983) for cosine.
@@ -29,15 +29,14 @@ DECAYS = ("constant", "polynomial", "cosine")
 
 @dataclass(frozen=True, kw_only=True)
 class LRSchedule:
-    """How ``optimizer.lr`` changes during a trial.
+    """The course of the learning rate, ``optimizer.lr`` at its full value, during a trial.
 
     Attributes:
         decay: ``constant``, ``polynomial`` or ``cosine``.
         warmup_epochs: epochs (a fraction is possible) in which the rate rises to its full value.
-        power: of polynomial decay; 1 is linear.
+        power: exponent of polynomial decay; 1 is linear.
         end: share of the full rate at which the decay ends.
-        reference_batch: the batch size that ``optimizer.lr`` was found for; None if it is the
-            trial's own.
+        reference_batch: batch size that ``optimizer.lr`` was found for; None for the trial's own.
     """
 
     decay: str = "constant"
@@ -76,11 +75,11 @@ class LRSchedule:
         return self.decay != "constant" or self.warmup_epochs > 0
 
     def scale(self, batch_size: int) -> float:
-        """What ``optimizer.lr`` is multiplied by for a batch of so many examples."""
+        """Return the factor on ``optimizer.lr`` for a batch of ``batch_size`` examples."""
         return batch_size / self.reference_batch if self.reference_batch else 1.0
 
     def factor(self, step: int, steps_per_epoch: int, epochs: int) -> float:
-        """The share of the full rate at ``step`` (0 for the first of the trial)."""
+        """Return the share of the full rate at ``step`` (0 for the first step of the trial)."""
         warmup, total = round(self.warmup_epochs * steps_per_epoch), epochs * steps_per_epoch
         if step < warmup:
             return (step + 1) / warmup

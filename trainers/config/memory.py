@@ -1,4 +1,4 @@
-"""MemoryConfig: what a trial does to need less memory."""
+"""The configuration of what a trial does to need less memory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ AUTOCASTS = ("none", "bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    """Less memory for more computing.
+    """The ways to save memory, each at the price of more computation or transfer.
 
     Attributes:
-        activation_checkpoints: keep only the inputs of segments of layers, compute the rest again
-            in backward.
-        segments: of the model, or of a pipeline's stage; None for the root of its number of layers.
-        offload_optimizer: keep a GPU trial's optimizer state on the CPU, and update there
-            (:mod:`trainers.optim.offload`).
+        activation_checkpoints: whether only the inputs of segments of layers are kept, and the
+            other activations are computed again in backward.
+        segments: number of segments of the model, or of a pipeline's stage; None for the square
+            root of the number of layers.
+        offload_optimizer: whether the optimizer state of a GPU trial is kept on the CPU and the
+            update is computed there (:mod:`trainers.optim.offload`).
     """
 
     activation_checkpoints: bool = False

@@ -1,5 +1,7 @@
-"""Which optimizer a trial takes, and what may be said of it; :mod:`trainers.optim.build` makes
-it."""
+"""The configuration of a trial's optimizer: its name and the options that it understands.
+
+:mod:`trainers.optim.build` makes the optimizer from it.
+"""
 
 from __future__ import annotations
 
@@ -28,34 +30,36 @@ OPTIMIZERS: dict[str, frozenset[str]] = {
     "mul": frozenset(),
     "signmul": frozenset(),
 }
-"""The optimizers of :mod:`lns_ops.optim` that a trial can take, and the options that mean something
-to each besides ``lr``."""
+"""The optimizers of :mod:`lns_ops.optim` that a trial can use, each with the options that it
+understands besides ``lr``."""
 DECAYS = {"alpha": 0.99, "rho": 0.9, "beta": 0.999}
 WHOLE_TENSORS = ("lars", "lamb", "madam", "mul", "signmul")
-"""Those whose step needs a norm of a whole tensor."""
+"""The optimizers whose step needs the norm of a whole tensor."""
 SLICEABLE = ("sgd", "adam", "adamw")
-"""Those whose step of a slice across tensors is the slice of their step."""
+"""The optimizers that work element by element: the step of a slice, even one that runs across
+tensors, is the slice of the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """How a step changes the weights, for the mean loss of a batch. An option that means nothing to
-    the optimizer is refused.
+    """The optimizer of a trial and its options, for the mean loss of a batch.
+
+    An option that the optimizer does not understand is refused.
 
     Attributes:
         name: a key of :data:`OPTIMIZERS`; the classes are those of :mod:`lns_ops.optim`.
         lr: step size.
-        momentum: of sgd (heavy ball), rmsprop and lars.
-        nesterov: look ahead, for sgd and lars with momentum.
-        betas: decays of the two averages of Adam's kin and of lion.
-        eps: added to a root.
-        weight_decay: added to the gradient by sgd, adam and others, decoupled in adamw, lamb and
-            lion.
-        alpha, rho, beta: decay of the second moment of rmsprop, adadelta, madam.
-        centered: rmsprop by the deviation.
-        amsgrad: adam and adamw by the largest root so far.
-        trust_coefficient: of lars. lars and lamb leave biases and other vectors without ratio and
-            without decay.
+        momentum: momentum of sgd (heavy ball), rmsprop and lars.
+        nesterov: whether sgd or lars with momentum looks ahead.
+        betas: decays of the two averages of lion and of Adam and its variants.
+        eps: number added to a root.
+        weight_decay: weight decay; added to the gradient by sgd, adam and others, decoupled in
+            adamw, lamb and lion.
+        alpha, rho, beta: decay of the second moment of rmsprop, adadelta and madam.
+        centered: whether rmsprop divides by the standard deviation instead of the root mean square.
+        amsgrad: whether adam and adamw divide by the largest root so far.
+        trust_coefficient: trust coefficient of lars. lars and lamb update biases and other vectors
+            without trust ratio and without decay.
     """
 
     name: str = "sgd"
@@ -107,6 +111,7 @@ class OptimizerConfig:
         self._refuse_what_means_nothing()
 
     def _refuse_what_means_nothing(self) -> None:
+        """Refuse an option that was set but that this optimizer does not understand."""
         usual = {"betas": [0.9, 0.999], "eps": 1e-8, "trust_coefficient": 1e-3, **DECAYS}
         for option in sorted(frozenset().union(*OPTIMIZERS.values()) - OPTIMIZERS[self.name]):
             value, default = getattr(self, option), usual.get(option, 0)

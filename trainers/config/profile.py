@@ -1,4 +1,4 @@
-"""ProfileConfig: which steps of which ranks are profiled."""
+"""The configuration of the profiler: which steps of which ranks are recorded."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from trainers.config.validation import at_least
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """Which steps are recorded.
+    """The steps and ranks that torch's profiler records.
 
     Attributes:
-        steps: the first and the one after the last, counted from 0 over the whole trial; empty for
-            none.
-        ranks: workers that record; empty for all.
+        steps: the first step and the one after the last, counted from 0 over the whole trial; empty
+            for none.
+        ranks: ranks of the workers that record; empty for all.
     """
 
     steps: list[int] = field(default_factory=list)

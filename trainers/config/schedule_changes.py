@@ -1,67 +1,61 @@
-"""Hyperparameters that change in the middle of a trial: ``changes: [{epoch: 4, optimizer.lr:
-0.02}]``.
+"""Hyperparameters that change in the middle of a trial.
 
-An entry holds from the end of its epoch on, until a later one says otherwise. Weights and the
-optimizer's state stay as they are. So population based training (:mod:`study.search.population`)
-can write what it did as the config of a trial, which gives the same bits again.
+Written as ``changes: [{epoch: 4, optimizer.lr: 0.02}]``. An entry holds from the end of its epoch
+until a later entry changes the same key. Weights and optimizer state are kept. Population based
+training (:mod:`study.search.population`) writes what it did in this form, as the config of an
+ordinary trial, which gives the same bits again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainers.config.optimizer import OptimizerConfig
-
-if TYPE_CHECKING:
-    from trainers.config.trial import TrialConfig
-
 
 PREFIX = "optimizer."
 CHANGEABLE = tuple(
     PREFIX + option.name for option in fields(OptimizerConfig) if option.name != "name"
 )
-"""Keys that may change."""
+"""The keys that may change."""
 
 
-def optimizer_at(config: TrialConfig, epoch: int) -> OptimizerConfig:
-    """The optimizer's options after ``epoch`` epochs.
+def optimizer_at(
+    optimizer: OptimizerConfig, changes: Sequence[Mapping[str, Any]], epoch: int
+) -> OptimizerConfig:
+    """Return an optimizer's options after ``epoch`` epochs.
 
     Raises:
-        ValueError: they fit no optimizer.
+        ValueError: the optimizer does not accept the options.
     """
     options: dict[str, Any] = {}
-    for change in config.changes:
+    for change in changes:
         if change["epoch"] <= epoch:
             options |= {
                 key.removeprefix(PREFIX): value for key, value in change.items() if key != "epoch"
             }
-    return replace(config.optimizer, **options)
+    return replace(optimizer, **options)
 
 
-def check_changes(config: TrialConfig) -> None:
-    """Refuse changes that cannot be.
+def check_changes(optimizer: OptimizerConfig, changes: Sequence[Any], epochs: int) -> None:
+    """Refuse changes that cannot be, of a trial of so many epochs.
 
     Raises:
-        ValueError: with the entry, the rule and the remedy.
+        ValueError: an entry cannot be applied; the message has the entry, the rule and the remedy.
     """
     before = 0
-    for change in config.changes:
-        _check_entry(change, before, config.epochs)
+    for change in changes:
+        _check_entry(change, before, epochs)
         before = change["epoch"]
         try:
-            optimizer_at(config, before)
+            optimizer_at(optimizer, changes, before)
         except ValueError as error:
             raise ValueError(f"changes, epoch {before}: {error}") from None
-    if config.changes and config.sync.name == "asynchronous":
-        raise ValueError(
-            "changes with sync.name=asynchronous: the parameter server has the optimizer, not the"
-            " trial; leave one of them out"
-        )
 
 
 def _check_entry(change: Any, before: int, epochs: int) -> None:
+    """Refuse an entry without an epoch in (``before``, ``epochs``) or without a changeable key."""
     example = "use for example changes=[{epoch: 4, optimizer.lr: 0.02}]"
     if (
         not isinstance(change, Mapping)
@@ -79,6 +73,6 @@ def _check_entry(change: Any, before: int, epochs: int) -> None:
     for key in change:
         if key != "epoch" and key not in CHANGEABLE:
             raise ValueError(
-                f"changes: {key} cannot change in the middle of a trial; what can:"
-                f" {', '.join(CHANGEABLE)}"
+                f"changes: {key} cannot change in the middle of a trial; leave it out, or use one"
+                f" of {', '.join(CHANGEABLE)}"
             )

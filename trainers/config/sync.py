@@ -1,4 +1,4 @@
-"""How the replicas of one trial stay together: the keys, and which of them each way uses."""
+"""The configuration of how the replicas of a trial stay together, and the keys of each method."""
 
 from __future__ import annotations
 
@@ -15,35 +15,37 @@ USES: dict[str, tuple[str, ...]] = {
     "ensemble": (),
     "asynchronous": ("staleness", "shards", "work", "staleness_aware"),
 }
-"""Every way and the keys that mean something to it, beside ``straggler_seconds``, which delays
-any."""
+"""Every method with its keys, besides ``straggler_seconds``, which delays any of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig:
-    """When the replicas exchange what; see :mod:`trainers.sync.weight_averaging` and
-    :mod:`trainers.sync.async_client`.
+    """The method by which the replicas of a trial stay together, and its options.
+
+    See :mod:`trainers.sync.weight_averaging` and :mod:`trainers.sync.async_client`.
 
     Attributes:
         name: ``synchronous`` (gradients, every step), ``local_sgd`` (weights, every ``period``
             steps), ``diloco`` (the same with an outer Nesterov step), ``elastic`` (replicas pulled
             towards a centre), ``final_average`` (weights, once, at the end), ``ensemble`` (nothing:
-            the mean of the replicas' predictions is what counts) or ``asynchronous`` (gradients to
-            a parameter server, weights back, without waiting for all).
+            the mean of the replicas' predictions is evaluated) or ``asynchronous`` (gradients to a
+            parameter server, weights back, without waiting for all).
         period: steps between two exchanges.
-        outer_lr, outer_momentum: of diloco's outer step.
-        moving_rate: of elastic averaging: the share of the way that the centre moves to the
+        outer_lr, outer_momentum: learning rate and momentum of diloco's outer step.
+        moving_rate: share of the way that the centre of elastic averaging moves towards the
             replicas' mean at an exchange.
-        staleness: of asynchronous: how many steps a replica may be ahead of the slowest one; 0 for
-            none (bulk synchronous), None for no bound.
-        shards: processes that the parameter server is divided over, equal parts of the weights
-            each.
-        work: of asynchronous: ``fixed`` (every replica takes its part of every batch, so an epoch
-            lasts as long as the slowest replica) or ``shared`` (a replica that is ready takes the
-            next part of the epoch; without a bound only, the slow shall not hold up the fast).
-        staleness_aware: of asynchronous with a bound above 0 or none: divide the learning rate of a
-            gradient by the updates that it does not know of.
-        straggler_seconds: the last replica sleeps so long every step, for the study of stragglers.
+        staleness: steps that an asynchronous replica may be ahead of the slowest one; 0 for none
+            (bulk synchronous), None for no bound.
+        shards: processes that the parameter server is divided over, with equal parts of the
+            weights.
+        work: how asynchronous replicas divide an epoch: ``fixed`` (every replica takes its part of
+            every batch, so an epoch lasts as long as the slowest replica) or ``shared`` (a replica
+            that is ready takes the next part of the epoch; only without a bound on staleness, since
+            fast replicas shall not wait for slow ones).
+        staleness_aware: whether the parameter server divides the learning rate of a gradient by the
+            number of updates that the gradient does not know of; for asynchronous with a bound
+            above 0 or none.
+        straggler_seconds: seconds that the last replica sleeps every step, to study stragglers.
     """
 
     name: str = "synchronous"
@@ -89,7 +91,7 @@ class SyncConfig:
         self._check_unused()
 
     def _check_unused(self) -> None:
-        """A key that this way does not use would be without effect."""
+        """Refuse a key that was set but that this method does not use."""
         for entry in fields(self):
             used = entry.name in ("name", "straggler_seconds", *USES[self.name])
             value = getattr(self, entry.name)
@@ -102,5 +104,5 @@ class SyncConfig:
 
     @property
     def local(self) -> bool:
-        """Whether a replica steps by its own gradients, the mean of its share of the batch."""
+        """Whether a replica updates by its own gradients, the mean over its share of the batch."""
         return self.name not in ("synchronous", "asynchronous")

@@ -1,4 +1,4 @@
-"""What one trial is: data, model, precision, optimizer, length, seed, workers.
+"""The configuration of one trial: data, model, precision, optimizer, length, seed and workers.
 
 Frozen dataclasses, validated once, where they are made; nothing checks them again. ``study`` builds
 them from YAML; a script may build them by hand::
@@ -34,25 +34,25 @@ SCOPES = ("matmul", "everywhere")
 FLOAT_FORMATS = ("float32",)
 DEVICES = ("cpu", "cuda", "auto")
 EPOCHS = 1 << 20
-"""How far apart the data orders of two seeds are (:func:`trainers.data.epoch_order`)."""
+"""The distance between the data orders of two seeds (:func:`trainers.data.epoch_order`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which examples a trial sees.
+    """The examples that a trial sees.
 
     Attributes:
         name: ``mnist`` (28 x 28, 60,000 + 10,000), ``digits`` (8 x 8, scikit-learn's 1,797, the
             last 297 for testing), or ``auto``: mnist where it is found or can be downloaded,
             otherwise digits; or ``file.py:factory`` or ``package.module:factory``, which returns
             examples and classes (:mod:`trainers.data.factory`).
-        args: that the factory is given.
+        args: arguments of the factory.
         code: sha256 of the factory's file, filled in when a study is planned.
         root: folder of the four MNIST IDX files (plain or .gz); None looks in the usual places.
         validation_size: examples taken from the end of the training set for validation, never
             trained on; None for 10,000 (mnist), 300 (digits), or a tenth.
-        train_size: train on the first so many of the rest; None for all. A budget, not part of the
-            recipe.
+        train_size: number of the remaining examples to train on, from the first; None for all. A
+            budget, not part of the recipe.
     """
 
     name: str = "mnist"
@@ -70,17 +70,17 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A feed-forward net; inputs and classes come from the data.
+    """A feed-forward net; the data decide the number of inputs and classes.
 
     Attributes:
-        name: ``mlp``: ``inputs - hidden... - classes`` with ReLU between; ``cnn``: convolutions of
-            3 x 3, each with ReLU and pooling to half the size, before that; or
+        name: ``mlp``: ``inputs - hidden... - classes`` with ReLU between; ``cnn``: before that,
+            convolutions of 3 x 3, each with ReLU and pooling to half the size; or
             ``file.py:factory`` or ``package.module:factory``, which returns a torch module
             (:mod:`trainers.models.factory`).
-        args: that the factory is given.
+        args: arguments of the factory.
         code: sha256 of the factory's file, filled in when a study is planned.
         hidden: widths of the linear layers before the last one.
-        channels: of the cnn's convolutions; None for [8, 16].
+        channels: channels of the cnn's convolutions; None for [8, 16].
     """
 
     name: str = "mlp"
@@ -140,7 +140,7 @@ def _check_factory(part: str, name: str, args: dict[str, Any], ours: tuple[str, 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """In which arithmetic a trial trains.
+    """The arithmetic in which a trial trains.
 
     Attributes:
         format: ``float32``; an LNS format, in whose arithmetic everything is computed: ``lns16``,
@@ -149,19 +149,19 @@ class PrecisionConfig:
             in float32.
         scope: for LNS formats, ``matmul`` (products and their sums only) or ``everywhere``
             (parameters, activations, gradients and updates too). Ignored for float32; simulated
-            formats are everywhere.
-        kahan_sum: keep a Kahan compensation for each parameter. With scope ``matmul`` the
-            parameters are float32 and so is it.
-        stochastic_rounding: round weights at random, their expected value exact, where the update
-            is added; not for float32 parameters. The random bits come from the trial's seed.
-        update_arithmetic: of LNS parameters' updates: ``lns``, or ``float32`` between loads and
-            stores of codes.
+            formats are always used everywhere.
+        kahan_sum: whether a Kahan compensation is kept for each parameter. With scope ``matmul``
+            the parameters are float32, and so are the compensations.
+        stochastic_rounding: whether an update rounds weights at random, with the exact value as the
+            expected one; not for float32 parameters. The random bits come from the trial's seed.
+        update_arithmetic: arithmetic in which LNS parameters are updated: ``lns``, or ``float32``
+            between loads and stores of codes.
         accumulation: for LNS formats, how sums of matrix products are taken: ``contract`` (in LNS)
             or ``float32``; see :mod:`lns_ops.accumulation`. Ignored for other formats, whose sums
             are float32.
-        gradient_format: of gradients in a simulated format; None for ``format``.
-        master_format: of finer copies of the weights that updates are added to, in a simulated
-            format; None for no copies.
+        gradient_format: format of the gradients of a simulated format; None for ``format``.
+        master_format: format of the finer copies of the weights to which a simulated format adds
+            updates; None for no copies.
     """
 
     format: str = "float32"
@@ -179,8 +179,8 @@ class PrecisionConfig:
         one_of("precision.accumulation", self.accumulation, ACCUMULATIONS)
         if self.stochastic_rounding and self.kahan_sum:
             raise ValueError(
-                "precision.kahan_sum=true, precision.stochastic_rounding=true: each keeps what the"
-                " other has nothing left of; choose one"
+                "precision.kahan_sum=true, precision.stochastic_rounding=true: both save the"
+                " part of an update that rounding would lose, so one is enough; choose one"
             )
         for key in ("format", "gradient_format", "master_format"):
             self._check_format(key)
@@ -195,6 +195,7 @@ class PrecisionConfig:
         self._check_simulated()
 
     def _check_format(self, key: str) -> None:
+        """Refuse a name of a number format that cannot be parsed."""
         name = getattr(self, key)
         if name is None and key != "format":
             return
@@ -206,14 +207,14 @@ class PrecisionConfig:
             ) from None
 
     def _check_simulated(self) -> None:
-        """What only simulated formats have, and what they have not."""
+        """Refuse simulated formats' options for other formats, and scopes for simulated formats."""
         if not self.simulated:
             for key in ("gradient_format", "master_format"):
                 if (value := getattr(self, key)) is not None:
                     raise ValueError(
-                        f"precision.{key}={value} with precision.format={self.format}: computes in"
-                        " that one format; leave it out, or use a simulated format such as"
-                        " bfloat16 or lns8/channel"
+                        f"precision.{key}={value} with precision.format={self.format}: the trial"
+                        " computes in that one format; leave it out, or use a simulated format"
+                        " such as bfloat16 or lns8/channel"
                     )
             return
         if self.scope != "everywhere":
@@ -231,7 +232,7 @@ class PrecisionConfig:
 
     @property
     def number_format(self) -> NumberFormat:
-        """The format behind the interface that all have."""
+        """The format, behind the interface that all formats share."""
         return parse(self.format)
 
     @property
@@ -242,7 +243,7 @@ class PrecisionConfig:
 
     @property
     def simulated(self) -> bool:
-        """Whether values are put on the format's grid and computed with in float32."""
+        """Whether values are rounded to the format's grid and computed with in float32."""
         return self.format not in FLOAT_FORMATS and self.lns_format is None
 
 
@@ -253,10 +254,10 @@ class TrialConfig:
     Attributes:
         epochs: passes over the training examples.
         batch_size: examples a step, over all workers together.
-        seed: of the initial weights and the data order.
+        seed: seed of the initial weights and the data order.
         workers: processes that train together, the layout's dp x pp x tp.
-        min_workers: with executor=train, go on with as few as so many data-parallel workers where
-            there is no room for ``workers``, and with more when there is; None for all or none.
+        min_workers: with executor=train, the fewest data-parallel workers to go on with where there
+            is no room for ``workers`` (more join when there is); None for all or none.
         threads: CPU threads a worker computes with.
         device: ``cpu``, ``cuda`` (an NVIDIA GPU), or ``auto``: cuda where there is one and the
             trial has one worker, otherwise cpu. LNS arithmetic gives the same bits on both; float32
@@ -265,17 +266,18 @@ class TrialConfig:
             (:mod:`trainers.training.format_analysis`), reported as ``analysis/LAYER/...``; 0 for
             none.
         gpus: share of a GPU that the worker of a one-worker trial takes on device cuda, so that
-            0.25 lets four trials share one; None for what the trial's size calls for
-            (:data:`trainers.workers.resources.SHARES`). Each of several workers takes a whole one.
-        telemetry: report where time, memory and energy go, as ``telemetry/...``
+            0.25 lets four trials share one; None for a share according to the trial's size
+            (:data:`trainers.workers.resources.SHARES`). With several workers each takes a whole
+            GPU.
+        telemetry: whether to report where time, memory and energy go, as ``telemetry/...``
             (:mod:`trainers.telemetry.metrics`).
         profile: steps of which a trace is kept with the trial's files
             (:mod:`trainers.telemetry.profiler`).
-        autocast: ``bfloat16`` or, on cuda, ``float16``: products of a float32 trial in that type
-            (:mod:`trainers.models.forward`); or ``none``.
-        memory: activation checkpoints, likewise, and the optimizer's state on the CPU
-            (:mod:`trainers.optim.offload`).
-        changes: options of the optimizer that change on the way
+        autocast: ``bfloat16`` or, on cuda, ``float16`` to compute the products of a float32 trial
+            in that type (:mod:`trainers.models.forward`); or ``none``.
+        memory: activation checkpoints (:mod:`trainers.models.forward`), and optimizer state on the
+            CPU (:mod:`trainers.optim.offload`).
+        changes: options of the optimizer that change in the middle of the trial
             (:mod:`trainers.config.schedule_changes`).
     """
 
@@ -329,12 +331,14 @@ class TrialConfig:
                 f"seed={self.seed}: must be below 2^32 = {1 << 32}; use for example 0, 1, 2"
             )
         check_combinations(self)
-        check_changes(self)
+        check_changes(self.optimizer, self.changes, self.epochs)
 
     @property
     def update_examples(self) -> int:
-        """Over how many examples one update takes the mean gradient: the batch, or a replica's
-        share where it steps by itself."""
+        """The number of examples whose mean gradient makes one update.
+
+        The whole batch, or a replica's share of it where each replica updates by itself.
+        """
         return (
             self.batch_size // self.layout.replicas(self.workers)
             if self.sync.local
@@ -342,12 +346,12 @@ class TrialConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain nested dict of JSON values; :meth:`from_dict` reads it back."""
+        """Return a plain nested dict of JSON values, which :meth:`from_dict` reads back."""
         return asdict(self)
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> TrialConfig:
-        """The config whose :meth:`to_dict` is ``values``."""
+        """Return the config whose :meth:`to_dict` is ``values``."""
         parts: dict[str, Any] = {
             "data": DataConfig,
             "model": ModelConfig,

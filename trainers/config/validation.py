@@ -1,5 +1,7 @@
-"""Checks of config values, used where the frozen dataclasses are made; every message has the value,
-the rule and the remedy."""
+"""Checks of config values, for the ``__post_init__`` of the frozen dataclasses.
+
+Every error message has the value, the rule and the remedy.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import os
 
 
 def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Refuse what is not among ``allowed``.
+    """Refuse a value that is not among ``allowed``.
 
     Raises:
         ValueError: with ``name``, ``value``, what is allowed and an example.
@@ -21,7 +23,9 @@ def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 def at_least(name: str, value: int | None, low: int, remedy: str) -> None:
-    """Refuse what is no whole number or below ``low``; None, where a key may be left out, passes.
+    """Refuse a value that is not a whole number of at least ``low``.
+
+    None, where a key may be left out, passes.
 
     Raises:
         ValueError: with ``name``, ``value``, the rule and ``remedy``.
@@ -31,8 +35,9 @@ def at_least(name: str, value: int | None, low: int, remedy: str) -> None:
 
 
 def finite(name: str, value: float | None, low: float, remedy: str) -> None:
-    """Refuse a NaN, an infinity or what is below ``low``; None, where a key may be left out,
-    passes.
+    """Refuse a NaN, an infinity, or a value below ``low``.
+
+    None, where a key may be left out, passes.
 
     Raises:
         ValueError: with ``name``, ``value``, the rule and ``remedy``.
@@ -42,11 +47,11 @@ def finite(name: str, value: float | None, low: float, remedy: str) -> None:
 
 
 def fits(what: str, size: float, remedy: str) -> None:
-    """Refuse what the memory of this machine plainly cannot hold.
+    """Refuse a size that the memory of this machine cannot hold.
 
     Args:
-        what: needs the memory.
-        size: bytes, at the least.
+        what: name of what needs the memory.
+        size: bytes needed, at the least.
         remedy: what to do about it.
 
     Raises:
@@ -60,5 +65,18 @@ def fits(what: str, size: float, remedy: str) -> None:
 
 
 def memory() -> int:
-    """Bytes of this machine's memory."""
+    """Return the bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def show(value: object) -> str:
+    """Return a value as YAML writes it; whole floats without their point, texts without quotes."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {show(entry)}" for key, entry in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(show, value)) + "]"
+    return str(value)

@@ -1,4 +1,4 @@
-"""WireConfig: the format in which gradients travel between workers."""
+"""The configuration of the wire: the format in which gradients travel between workers."""
 
 from __future__ import annotations
 
@@ -9,30 +9,32 @@ from trainers.config.validation import at_least, finite, one_of
 FORMATS = ("native", "float32", "bfloat16", "float16", "lns16", "lns8", "int8", "topk", "powersgd")
 SUMS = ("auto", "float32", "lns")
 COMPRESSING = ("lns8", "int8", "topk", "powersgd")
-"""Formats that need error feedback."""
+"""The formats that need error feedback."""
 JOINT = ("lns8", "int8", "topk")
-"""Formats in which what a value becomes depends on values of other tensors that travel with it."""
+"""The formats in which a value's code depends on other tensors that travel with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WireConfig:
-    """How gradients, or differences of weights, travel between replicas.
+    """The format in which gradients, or differences of weights, travel between replicas.
 
     Attributes:
         name: ``native`` (float32 gradients as float32, LNS gradients as their own codes, 2 bytes),
             or a format of :mod:`trainers.comm.codecs`, or ``powersgd``
             (:mod:`trainers.sync.powersgd`).
-        sum: in which arithmetic the values of the replicas are added up: ``float32``, ``lns``
+        sum: arithmetic in which the values of the replicas are added up: ``float32``, ``lns``
             (codes of ``native`` LNS and ``lns16`` only), or ``auto``: LNS for ``native`` LNS
             gradients, else float32.
         topk: share of values that ``topk`` sends.
-        rank: of ``powersgd``'s two factors.
-        error_feedback: for lns8, int8, topk and powersgd, add what a step's sending lost to the
-            next step's values. The other formats lose too little to need it and keep no residue.
-        bucket_cap_mb: of synchronous replicas: send gradients in buckets of about so many megabytes
-            (of float32 values), while backward still runs (:mod:`trainers.sync.buckets`); None
-            sends all at once after it.
-        overlap: of buckets; False sends them after backward, for comparison.
+        rank: rank of ``powersgd``'s two factors.
+        error_feedback: whether lns8, int8, topk and powersgd add what was lost in sending a step's
+            values to the next step's values. The other formats lose too little to need it and keep
+            no residue.
+        bucket_cap_mb: size of the buckets, in megabytes of float32 values, in which synchronous
+            replicas send gradients while backward still runs (:mod:`trainers.sync.buckets`); None
+            sends all gradients at once after backward.
+        overlap: whether buckets are sent while backward runs; False sends them after it, for
+            comparison.
     """
 
     name: str = "native"
@@ -77,7 +79,7 @@ class WireConfig:
         self._check_unused()
 
     def _check_unused(self) -> None:
-        """A key that this format does not use would be without effect."""
+        """Refuse a key that was set but that this format does not use."""
         for key, users in (
             ("topk", ("topk",)),
             ("rank", ("powersgd",)),
@@ -92,5 +94,5 @@ class WireConfig:
 
     @property
     def feedback(self) -> bool:
-        """Whether residues are kept."""
+        """Whether residues are kept for error feedback."""
         return self.error_feedback and self.name in COMPRESSING

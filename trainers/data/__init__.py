@@ -1,5 +1,7 @@
-"""The data of a trial, as tensors in memory: found, checked, read, split, and handed out in an
-order that the seed fixes."""
+"""The data of a trial as tensors in memory: found, checked, read, split, and dealt out in batches.
+
+The order of the batches depends on the seed and the epoch alone.
+"""
 
 from trainers.data.batches import batches, epoch_order, evaluation_batches, share
 from trainers.data.datasets import load, prepare, resolve

@@ -1,4 +1,4 @@
-"""The order of an epoch's examples, and each rank's part of a batch."""
+"""The order of an epoch's examples, and each replica's part of a batch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from trainers.data.split import Split
 
 
 def epoch_order(examples: int, seed: int, epoch: int) -> Tensor:
-    """The order in which an epoch visits its examples: a permutation of (seed, epoch) alone, int64
-    on the CPU."""
+    """Return the order in which an epoch visits its examples, int64 ``[examples]`` on the CPU.
+
+    It is a permutation that depends on (seed, epoch) alone.
+    """
     return torch.randperm(examples, generator=torch.Generator().manual_seed(seed * EPOCHS + epoch))
 
 
 def share(
     split: Split, order: Tensor, *, batch_size: int, step: int, part: int, parts: int
 ) -> Split:
-    """The ``part``-th of ``parts`` contiguous parts of batch ``step`` in ``order``."""
+    """Return the ``part``-th of ``parts`` contiguous parts of batch ``step`` in ``order``."""
     size = batch_size // parts
     start = step * batch_size + part * size
     chosen = order[start : start + size]
@@ -31,10 +33,10 @@ def share(
 def batches(
     split: Split, *, batch_size: int, seed: int, epoch: int, rank: int = 0, world_size: int = 1
 ) -> Iterator[Split]:
-    """The batches of one epoch in the order of (seed, epoch); the last, incomplete one is left out.
+    """Yield the batches of one epoch in the order of (seed, epoch).
 
-    Rank ``r`` gets the ``r``-th contiguous part of every batch, ``batch_size / world_size``
-    examples.
+    The last, incomplete batch is left out. Rank ``r`` gets the ``r``-th contiguous part of every
+    batch, ``batch_size / world_size`` examples.
     """
     order = epoch_order(len(split.y), seed, epoch)
     for step in range(len(order) // batch_size):
@@ -42,12 +44,14 @@ def batches(
 
 
 EVALUATION_BATCH = {"cpu": 2_000, "cuda": 10_000}
-"""Examples at a time, by device: few enough for the caches, or many to a launch."""
+"""Examples evaluated at a time, by device: few fit a CPU's caches, many fill a GPU's launch."""
 
 
 def evaluation_batches(split: Split, like: int | None = None) -> Iterator[Split]:
-    """``split`` in parts of :data:`EVALUATION_BATCH` examples, or in as many equal ones as ``like``
-    examples would take."""
+    """Yield ``split`` in parts of :data:`EVALUATION_BATCH` examples.
+
+    With ``like``, yield as many equal parts as ``like`` examples would take instead.
+    """
     size = EVALUATION_BATCH[split.y.device.type]
     if like is None:
         yield from map(Split, split.x.split(size), split.y.split(size))

@@ -1,12 +1,12 @@
-"""The data of a trial: MNIST from its four IDX files, or scikit-learn's handwritten digits, as
-tensors in memory.
+"""The data sets of a trial, as tensors in memory.
 
-MNIST is looked for in ``root``, else in ``$LNS_STUDY_DATA`` (either the folder itself or its
-``mnist/``): who names one means it, so it is an error if files are missing there. If neither is
-given, it is looked for in ``./data/mnist``, then in the download cache
-``~/.cache/lns-study/mnist``; otherwise it is downloaded there. Files may be gzipped or plain. Every
-file is checked (magic number, size, SHA-256 of its content) before it is used, wherever it came
-from.
+MNIST is read from its four IDX files, the handwritten digits from scikit-learn. The IDX files are
+looked for in ``root``, else in ``$LNS_STUDY_DATA`` (either the folder itself or its ``mnist/``). A
+folder that is named in one of these ways must hold all files; a missing file is an error. If
+neither is given, they are looked for in ``./data/mnist``, then in the download cache
+``~/.cache/lns-study/mnist``; otherwise they are downloaded there. Files may be gzipped or plain.
+Every file is checked (magic number, size, SHA-256 of its content) before it is used, wherever it
+came from.
 
 Pixels are scaled to [0, 1], nothing else. Splits are by position, never shuffled: training first,
 the last ``validation_size`` of the training set for validation, the test set as published (digits:
@@ -48,14 +48,14 @@ from trainers.user_code import names_code
 
 
 def resolve(config: DataConfig, *, download: bool = True) -> DataConfig:
-    """``config`` with a concrete name, root and validation size.
+    """Return ``config`` with a concrete name, root and validation size.
 
     ``auto`` becomes ``mnist`` where the files are found or can be downloaded, otherwise ``digits``.
 
     Args:
         config: the data asked for.
-        download: where MNIST has to be downloaded, do so; otherwise ``root`` stays None, and
-            ``auto`` becomes ``mnist`` on trust.
+        download: whether MNIST is downloaded where it is not found; if not, ``root`` stays None,
+            and ``auto`` becomes ``mnist`` without a check that it can be downloaded.
 
     Raises:
         ValueError: ``root`` or ``$LNS_STUDY_DATA`` names a folder that lacks files.
@@ -77,16 +77,19 @@ def resolve(config: DataConfig, *, download: bool = True) -> DataConfig:
 
 
 def _download() -> Path:
+    """Download MNIST into the cache and return the cache's folder."""
     download_mnist(cache_folder())
     return cache_folder()
 
 
 @lru_cache(maxsize=4)
 def load(config: DataConfig) -> Dataset:
-    """The splits of ``config`` (resolved first), kept in memory for the next trial of this process.
+    """Return the splits of ``config``, resolving it first.
+
+    They stay in memory for the next trial of this process.
 
     Raises:
-        ValueError: files missing or corrupt, or split sizes that do not fit.
+        ValueError: files are missing or corrupt, or split sizes do not fit.
     """
     config = resolve(config)
     validation: Split | None = None
@@ -99,13 +102,14 @@ def load(config: DataConfig) -> Dataset:
     wanted = available if config.train_size is None else config.train_size
     if available < 1:
         raise ValueError(
-            f"data.validation_size={size}: {config.name} has {len(whole.y)}"
-            " training examples; leave some for training"
+            f"data.validation_size={size}: must leave some of"
+            f" {config.name}'s {len(whole.y)} training examples for training; use less, or leave it"
+            " out for the usual size"
         )
     if wanted > available:
         raise ValueError(
-            f"data.train_size={wanted}: {available} examples are left after validation; use at most"
-            f" {available} or null for all"
+            f"data.train_size={wanted}: must be at most the {available} examples that validation"
+            f" leaves; use {available}, or null for all"
         )
     if validation is None:
         validation = Split(whole.x[available:], whole.y[available:])
@@ -124,17 +128,17 @@ def prepare(config: DataConfig) -> DatasetInfo:
     config = resolve(config)
     known, key = _known_descriptions(), json.dumps([asdict(config), *_files_of(config)])
     if key in known:
-        with suppress(TypeError):  # of another version
+        with suppress(TypeError):  # a description by another version
             return DatasetInfo(**known[key])
     info = _describe(config)
     if config.name == "mnist":
-        with suppress(OSError):  # the next command reads the files again
+        with suppress(OSError):  # then the next command reads the files again
             _write_descriptions({**known, key: asdict(info)})
     return info
 
 
 def _files_of(config: DataConfig) -> list[tuple[str, int, int]]:
-    """Path, size and time of change of each file."""
+    """Return path, size and time of change (ns) of each MNIST file; an empty list for digits."""
     paths = (
         [file_in(Path(config.root), name) for name in FILES]
         if config.name == "mnist" and config.root
@@ -148,10 +152,12 @@ def _files_of(config: DataConfig) -> list[tuple[str, int, int]]:
 
 
 def _descriptions() -> Path:
+    """Return the path of the file that keeps the descriptions of data sets."""
     return cache_folder().parent / "datasets.json"
 
 
 def _known_descriptions() -> dict[str, dict[str, Any]]:
+    """Return the descriptions kept so far, by config and files; empty where there are none."""
     try:
         known = json.loads(_descriptions().read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -160,6 +166,7 @@ def _known_descriptions() -> dict[str, dict[str, Any]]:
 
 
 def _write_descriptions(known: dict[str, dict[str, Any]]) -> None:
+    """Replace the kept descriptions in one step."""
     path = _descriptions()
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}")
@@ -168,6 +175,7 @@ def _write_descriptions(known: dict[str, dict[str, Any]]) -> None:
 
 
 def _describe(config: DataConfig) -> DatasetInfo:
+    """Read the data of ``config`` and describe them, with digests and sizes."""
     data = load(config)
     own = names_code(config.name)
     digest = hashlib.sha256()

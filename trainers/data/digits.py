@@ -1,5 +1,7 @@
-"""The handwritten digits that scikit-learn brings along: 1,797 images of 8 x 8 pixels (UCI, E.
-Alpaydin and C. Kaynak 1998)."""
+"""The handwritten digits of scikit-learn: 1,797 images of 8 x 8 pixels.
+
+Source: E. Alpaydin, C. Kaynak 1998 (UCI).
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,17 @@ from trainers.data.split import Split, scaled
 
 
 def load_digits() -> tuple[Split, Split]:
+    """Return the training examples (the first 1,500) and the test examples (the last 297)."""
     table = digits_table()
     pixels, labels = table[:, :-1], table[:, -1]
     return scaled(pixels[:1500], labels[:1500], 16), scaled(pixels[1500:], labels[1500:], 16)
 
 
 def digits_table() -> NDArray[np.float64]:
-    """64 pixels (0 to 16) and the label of each of scikit-learn's digits, ``[1797, 65]``.
+    """Return 64 pixels (0 to 16) and the label of each digit, ``[1797, 65]``.
 
-    From the file in its package where that is in its place: importing scikit-learn takes every
-    process of a study seconds.
+    Read from the file in scikit-learn's package where it is found: importing scikit-learn takes
+    every process of a study seconds.
     """
     package = find_spec("sklearn")
     for folder in (package and package.submodule_search_locations) or []:

@@ -1,4 +1,7 @@
-"""MNIST: found, downloaded, and read from its IDX files (http://yann.lecun.com/exdb/mnist/)."""
+"""MNIST: where its IDX files are found, how they are downloaded, checked and read.
+
+Format: http://yann.lecun.com/exdb/mnist/
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,11 @@ DATA_VARIABLE = "LNS_STUDY_DATA"
 
 
 class DownloadError(ValueError):
-    """MNIST is nowhere to be found and cannot be downloaded: where ``data.name=auto`` turns to
-    digits."""
+    """The error where MNIST cannot be found or downloaded; ``data.name=auto`` then uses digits."""
 
 
 class _File(NamedTuple):
-    """One of the four files: expected magic number, items, and SHA-256 of the uncompressed
-    content."""
+    """One of the four files: its magic number, items, and SHA-256 of the uncompressed content."""
 
     magic: int
     items: int
@@ -55,6 +56,7 @@ FILES = {
 
 
 def _content(path: Path) -> bytes:
+    """Return the bytes of a file, uncompressed."""
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -72,10 +74,10 @@ def _content(path: Path) -> bytes:
 
 
 def read_idx(path: Path, expected: _File) -> NDArray[np.uint8]:
-    """The items of an IDX file, ``[N]`` labels or ``[N, 784]`` pixels.
+    """Return the items of an IDX file, ``[N]`` labels or ``[N, 784]`` pixels.
 
     Raises:
-        ValueError: wrong magic number, wrong size, or content that is not MNIST's.
+        ValueError: the magic number, the size or the content is not that of MNIST's file.
     """
     content = _content(path)
     is_images = expected.magic == 2051
@@ -85,7 +87,7 @@ def read_idx(path: Path, expected: _File) -> NDArray[np.uint8]:
     if magic != expected.magic:
         raise ValueError(
             f"{path}: magic number {magic}, must be {expected.magic} for this file; it is not the"
-            " MNIST file of that name"
+            " MNIST file of that name, download it again"
         )
     if len(content) != size:
         raise ValueError(
@@ -103,24 +105,28 @@ def read_idx(path: Path, expected: _File) -> NDArray[np.uint8]:
 
 
 def cache_folder() -> Path:
-    """Where downloads are kept: ``$XDG_CACHE_HOME/lns-study/mnist`` or
-    ``~/.cache/lns-study/mnist``."""
+    """Return the folder that keeps downloads.
+
+    It is ``$XDG_CACHE_HOME/lns-study/mnist`` or ``~/.cache/lns-study/mnist``.
+    """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lns-study" / "mnist"
 
 
 def file_in(folder: Path, name: str) -> Path | None:
+    """Return the path of file ``name`` in ``folder``, plain or .gz; None where there is neither."""
     return next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None)
 
 
 def _missing_in(folder: Path) -> list[str]:
+    """Return the names of MNIST's files that ``folder`` lacks."""
     return [name for name in FILES if file_in(folder, name) is None]
 
 
 def find_mnist(root: str | None) -> Path | None:
-    """The folder that holds the four files, or None where no usual place does.
+    """Return the folder that holds the four files, or None where none of the usual places does.
 
     Raises:
-        ValueError: ``root`` is given, or else ``$LNS_STUDY_DATA`` is set, and lacks some of them.
+        ValueError: the folder that ``root`` or else ``$LNS_STUDY_DATA`` names lacks some of them.
     """
     named = os.environ.get(DATA_VARIABLE)
     if root is not None:
@@ -134,8 +140,11 @@ def find_mnist(root: str | None) -> Path | None:
 
 
 def _mnist_in(key: str, value: str, remedy: str) -> Path:
-    """``value`` or its ``mnist/``, whichever holds the four files; the error names those missing in
-    the one that holds more."""
+    """Return ``value`` or its ``mnist/``, whichever holds the four files.
+
+    Raises:
+        ValueError: neither does; the message names the files missing in the one that holds more.
+    """
     folders = [Path(value), Path(value) / "mnist"]
     best = min(folders, key=lambda folder: len(_missing_in(folder)))
     if missing := _missing_in(best):
@@ -149,7 +158,7 @@ def _mnist_in(key: str, value: str, remedy: str) -> Path:
 
 
 def download_mnist(folder: Path) -> None:
-    """Download the four files into ``folder``, each checked before it appears there under its name.
+    """Download the four files into ``folder``; each appears there only after it has been checked.
 
     ``$LNS_STUDY_MNIST_URL`` names another mirror.
 
@@ -181,11 +190,12 @@ def download_mnist(folder: Path) -> None:
 
 
 def _mirror() -> str:
+    """Return the address that MNIST is downloaded from."""
     return os.environ.get("LNS_STUDY_MNIST_URL", MIRROR).rstrip("/")
 
 
 def describe_download() -> str:
-    """What :func:`resolve` would download, from where and where to."""
+    """Return what :func:`download_mnist` would download, from where and to which folder."""
     return (
         f"{', '.join(f'{name}.gz' for name in _missing_in(cache_folder()))} from {_mirror()}/ to"
         f" {cache_folder()}"
@@ -194,18 +204,25 @@ def describe_download() -> str:
 
 @lru_cache(maxsize=2)
 def mnist_arrays(root: str) -> tuple[NDArray[np.uint8], ...]:
+    """Return the pixels and labels for training, then those for testing, of the files in ``root``.
+
+    Raises:
+        ValueError: a file is missing or corrupt.
+    """
     folder = Path(root)
     arrays = []
     for name, expected in FILES.items():
         path = file_in(folder, name)
         if path is None:
             raise ValueError(
-                f"{folder}: lacks {name}; MNIST needs all four files: {', '.join(FILES)}"
+                f"{folder}: lacks {name}, must hold all four files: {', '.join(FILES)}; put them"
+                " there, or use data.name=digits"
             )
         arrays.append(read_idx(path, expected))
     return tuple(arrays)
 
 
 def load_mnist(root: str) -> tuple[Split, Split]:
+    """Return the training examples and the test examples of the files in ``root``."""
     train_x, train_y, test_x, test_y = mnist_arrays(root)
     return scaled(train_x, train_y, 255), scaled(test_x, test_y, 255)

@@ -1,5 +1,4 @@
-"""Examples in memory: a split, the three splits of a data set, and what is known of it without
-them."""
+"""Examples in memory: one split, a data set's three splits, and the description of a data set."""
 
 from __future__ import annotations
 
@@ -37,11 +36,11 @@ def count_classes(data: Dataset) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetInfo:
-    """What a trial's data are: where from, and sizes in examples.
+    """The description of a trial's data: source, digests, and sizes in examples.
 
     Attributes:
-        digest: sha256 of the examples that were chosen.
-        files: sha256 of all there are to choose from, the same whatever was chosen.
+        digest: SHA-256 of the examples that were chosen.
+        files: SHA-256 of all examples that there are to choose from, whatever was chosen.
     """
 
     name: str
@@ -57,6 +56,7 @@ class DatasetInfo:
 
 
 def scaled(pixels: NDArray[np.generic], labels: NDArray[np.generic], largest: int) -> Split:
+    """Return a split whose float32 pixels are ``pixels / largest``."""
     return Split(
         torch.from_numpy(pixels.astype(np.float32)) / largest,
         torch.from_numpy(labels.astype(np.int64)),

@@ -1,4 +1,4 @@
-"""Models as plain torch modules: they know nothing of precision or parallelism."""
+"""The models of trials, as plain torch modules that know nothing of precision or parallelism."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainers.models.init import initialize_
 from trainers.models.mlp import mlp
 
 CHANNELS = [8, 16]
-"""Of the cnn's convolutions, unless the config says otherwise."""
+"""The channels of the cnn's convolutions, unless the config names others."""
 
 
 def make_model(config: ModelConfig, shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:
@@ -34,8 +34,10 @@ def make_model(config: ModelConfig, shape: tuple[int, ...], classes: int, seed: 
 
 
 def build(config: ModelConfig, inputs: int, classes: int) -> nn.Module:
-    """Return our model that ``config`` names, for flat inputs ``[B, inputs]`` and logits ``[B,
-    classes]``; its weights are not yet drawn."""
+    """Return the model that ``config`` names, its weights not yet drawn.
+
+    It maps flat inputs ``[B, inputs]`` to logits ``[B, classes]``.
+    """
     if config.name == "cnn":
         return cnn(inputs, config.channels or CHANNELS, config.hidden, classes)
     return mlp(inputs, config.hidden, classes)

@@ -1,5 +1,8 @@
-"""A small convolutional net: 3 x 3 convolutions, each with ReLU and pooling to half the size, then
-linear layers with ReLU between them."""
+"""A small convolutional net.
+
+It has 3 x 3 convolutions, each with ReLU and pooling to half the size, then linear layers with ReLU
+between them.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ from trainers.models.mlp import mlp
 
 
 def cnn(inputs: int, channels: Sequence[int], hidden: Sequence[int], classes: int) -> nn.Sequential:
-    """Convolutions of ``channels``, then ``features - hidden... - classes``.
+    """Return convolutions of ``channels``, then linear layers ``features - hidden... - classes``.
 
-    Input ``[B, inputs]``, a square grey image a row; output logits ``[B, classes]``.
+    The input is ``[B, inputs]``, a square grey image a row; the output is logits ``[B, classes]``.
 
     Raises:
         ValueError: ``inputs`` is no square, or the image is too small to be halved so often.

@@ -9,8 +9,10 @@ from torch import nn
 
 
 def mlp(inputs: int, hidden: Sequence[int], classes: int) -> nn.Sequential:
-    """``inputs - hidden[0] - ... - classes``; input ``[B, inputs]``, output logits ``[B,
-    classes]``."""
+    """Return the linear layers ``inputs - hidden[0] - ... - classes`` with ReLU between them.
+
+    The input is ``[B, inputs]``, the output is logits ``[B, classes]``.
+    """
     layers: list[nn.Module] = []
     for fan_in, fan_out in pairwise([inputs, *hidden, classes]):
         layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]

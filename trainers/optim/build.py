@@ -1,11 +1,11 @@
-"""The optimizer of a trial, for gradients of a loss that is summed over a batch.
+"""The optimizer of a trial, made for gradients of a loss that is summed over a batch.
 
 Low-precision gradients of a mean would lose their small entries to underflow (lns12 ends at 2^-16);
-those of a sum do not. What makes the step that of the mean depends on how an optimizer scales: sgd,
-asgd and mul take ``lr / batch``; the others divide by an average of the gradient, so only what is
-added to it (``eps``, decay in the gradient) is multiplied by ``batch``. adadelta's ``eps`` and
-hybridmul's thresholds cannot be moved so: the first stays as it is, and is then smaller beside the
-gradient; the second is not offered here.
+gradients of a sum do not. How the step of the sum is made that of the mean depends on how an
+optimizer scales: sgd, asgd and mul take ``lr / batch``; the others divide by an average of the
+gradient, so only what is added to the gradient (``eps``, weight decay) is multiplied by ``batch``.
+This works neither for adadelta's ``eps`` nor for hybridmul's thresholds: the ``eps`` stays as it
+is, and is then smaller beside the gradient; hybridmul is not offered here.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _Make = Callable[[Any, OptimizerConfig, float, int, dict[str, Any]], torch.optim
 def _sgd(
     params: Any, o: OptimizerConfig, lr: float, batch: int, rounding: dict[str, Any]
 ) -> torch.optim.Optimizer:
+    """Return SGD with the step of the mean loss."""
     return optim.SGD(
         params, lr / batch, o.momentum, weight_decay=o.weight_decay * batch, nesterov=o.nesterov,
         **rounding
@@ -35,6 +36,7 @@ def _sgd(
 def _adam(
     params: Any, o: OptimizerConfig, lr: float, batch: int, rounding: dict[str, Any]
 ) -> torch.optim.Optimizer:
+    """Return Adam or AdamW with the step of the mean loss."""
     kind, decay = (
         (optim.AdamW, o.weight_decay) if o.name == "adamw" else (optim.Adam, o.weight_decay * batch)
     )
@@ -46,6 +48,7 @@ def _adam(
 def _with_betas(
     params: Any, o: OptimizerConfig, lr: float, batch: int, rounding: dict[str, Any]
 ) -> torch.optim.Optimizer:
+    """Return Adamax, NAdam or RAdam with the step of the mean loss."""
     kinds: dict[str, Any] = {"adamax": optim.Adamax, "nadam": optim.NAdam, "radam": optim.RAdam}
     more = {"grad_scale": float(batch)} if o.name == "radam" else {}
     made: torch.optim.Optimizer = kinds[o.name](
@@ -63,12 +66,14 @@ def _with_betas(
 def _lion(
     params: Any, o: OptimizerConfig, lr: float, batch: int, rounding: dict[str, Any]
 ) -> torch.optim.Optimizer:
+    """Return Lion, whose step does not depend on the scale of the gradient."""
     return optim.Lion(params, lr, (o.betas[0], o.betas[1]), o.weight_decay, **rounding)
 
 
 def _rmsprop(
     params: Any, o: OptimizerConfig, lr: float, batch: int, rounding: dict[str, Any]
 ) -> torch.optim.Optimizer:
+    """Return RMSprop with the step of the mean loss."""
     return optim.RMSprop(
         params,
         lr,
@@ -84,6 +89,7 @@ def _rmsprop(
 def _adagrad(
     params: Any, o: OptimizerConfig, lr: float, batch: int, rounding: dict[str, Any]
 ) -> torch.optim.Optimizer:
+    """Return Adagrad with the step of the mean loss."""
     return optim.Adagrad(
         params, lr, weight_decay=o.weight_decay * batch, eps=o.eps * batch, **rounding
     )
@@ -92,18 +98,21 @@ def _adagrad(
 def _adadelta(
     params: Any, o: OptimizerConfig, lr: float, batch: int, rounding: dict[str, Any]
 ) -> torch.optim.Optimizer:
+    """Return Adadelta; its ``eps`` is not multiplied by the batch."""
     return optim.Adadelta(params, lr, o.rho, o.eps, o.weight_decay * batch, **rounding)
 
 
 def _rprop(
     params: Any, o: OptimizerConfig, lr: float, batch: int, rounding: dict[str, Any]
 ) -> torch.optim.Optimizer:
+    """Return Rprop, whose step depends on the signs of the gradient alone."""
     return optim.Rprop(params, lr, **rounding)
 
 
 def _asgd(
     params: Any, o: OptimizerConfig, lr: float, batch: int, rounding: dict[str, Any]
 ) -> torch.optim.Optimizer:
+    """Return ASGD with the step of the mean loss."""
     return optim.ASGD(
         params, lr / batch, lambd=1e-4 * batch, weight_decay=o.weight_decay * batch, **rounding
     )
@@ -112,11 +121,12 @@ def _asgd(
 def _lars(
     params: Any, o: OptimizerConfig, lr: float, batch: int, rounding: dict[str, Any]
 ) -> torch.optim.Optimizer:
+    """Return LARS with the step of the mean loss; vectors take the step of SGD."""
     groups, options = (
         _apart(params),
         (o.momentum, o.weight_decay * batch, o.trust_coefficient, o.nesterov),
     )
-    for group in groups[1:]:  # without ratio the step is sgd's
+    for group in groups[1:]:  # without a trust ratio the step is that of sgd
         group["lr"] = lr / batch
     return optim.LARS(groups, lr, *options, **rounding)
 
@@ -124,13 +134,17 @@ def _lars(
 def _lamb(
     params: Any, o: OptimizerConfig, lr: float, batch: int, rounding: dict[str, Any]
 ) -> torch.optim.Optimizer:
+    """Return LAMB with the step of the mean loss."""
     return optim.LAMB(
         _apart(params), lr, (o.betas[0], o.betas[1]), o.eps * batch, o.weight_decay, **rounding
     )
 
 
 def _apart(params: Any) -> list[dict[str, Any]]:
-    """Matrices and kernels; vectors, without ratio and decay, where there are any."""
+    """Return a group of matrices and kernels and, where there are any, one of vectors.
+
+    Vectors are updated without trust ratio and without decay.
+    """
     matrices, vectors = ([p for p in params if (p.dim() > 1) == many] for many in (True, False))
     return [
         {"params": matrices},
@@ -141,18 +155,21 @@ def _apart(params: Any) -> list[dict[str, Any]]:
 def _madam(
     params: Any, o: OptimizerConfig, lr: float, batch: int, rounding: dict[str, Any]
 ) -> torch.optim.Optimizer:
+    """Return Madam with the step of the mean loss."""
     return optim.Madam(params, lr, o.beta, o.eps * batch, **rounding)
 
 
 def _mul(
     params: Any, o: OptimizerConfig, lr: float, batch: int, rounding: dict[str, Any]
 ) -> torch.optim.Optimizer:
+    """Return Mul with the step of the mean loss."""
     return optim.Mul(params, lr / batch, **rounding)
 
 
 def _signmul(
     params: Any, o: OptimizerConfig, lr: float, batch: int, rounding: dict[str, Any]
 ) -> torch.optim.Optimizer:
+    """Return SignMul, whose step depends on the signs of the gradient alone."""
     return optim.SignMul(params, lr, **rounding)
 
 
@@ -172,11 +189,15 @@ def make_optimizer(
     seed: int = 0,
     scale: float = 1.0,
 ) -> torch.optim.Optimizer:
-    """The optimizer of a trial whose loss is the *sum* over a batch, making the step of the mean.
+    """Return the optimizer for a loss that is the *sum* over a batch, with the step of the mean.
 
     Args:
-        seed: of stochastic rounding.
-        scale: of ``optimizer.lr``.
+        model: the parameters, in the arithmetic of ``precision``.
+        optimizer: name and options.
+        precision: format, rounding and arithmetic of the update.
+        batch_size: examples in the sum.
+        seed: seed of stochastic rounding.
+        scale: factor on ``optimizer.lr``.
 
     Raises:
         ValueError: a value underflows, or a decay rounds to 1, in the format.

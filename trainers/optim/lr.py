@@ -1,19 +1,14 @@
-"""The learning rate of every step."""
+"""The learning rate of every step, set on the optimizer's parameter groups."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 
 from trainers.config import TrialConfig
 
-if TYPE_CHECKING:
-    pass
-
 
 class Rate:
-    """The learning rate of ``optimizer`` as the trial's schedule has it."""
+    """The learning rate of ``optimizer`` over the steps of a trial, as its schedule says."""
 
     def __init__(
         self, config: TrialConfig, optimizer: torch.optim.Optimizer, steps_per_epoch: int
@@ -36,7 +31,7 @@ class Rate:
         self._smallest = fmt.smallest if codes and fmt is not None else 0.0
 
     def set(self, epoch: int, step: int) -> None:
-        """Make it that of ``step`` of ``epoch``, both counted from 0."""
+        """Set the learning rate of step ``step`` of epoch ``epoch``, both counted from 0."""
         if not self._schedule.varies:
             return
         factor = self._schedule.factor(epoch * self._steps + step, self._steps, self._epochs)

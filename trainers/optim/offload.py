@@ -1,13 +1,13 @@
-"""Optimizer state in the host's memory (``memory.offload_optimizer=true``): a GPU then holds
-weights, gradients and activations.
+"""Optimizer state in the host's memory (``memory.offload_optimizer=true``).
 
-The optimizer's momenta, moments and Kahan compensations are one to three times as large as the
-weights, and are read once a step. Here they stay on the CPU, beside a copy of the weights, in
-page-locked memory: after backward the gradients are copied there, the optimizer steps with the
-kernels of a CPU on the trial's ``threads``, and the new weights are copied back. With w bytes of
-weights a step moves w down and w up. LNS trials end with the same bits as without, since the
-kernels of both devices agree bit for bit; float32 within its rounding. Checkpoints are the same as
-without, and each way can continue the other's.
+A GPU then holds only weights, gradients and activations. The optimizer's momenta, moments and Kahan
+compensations are one to three times as large as the weights, and are read once a step. Here they
+stay on the CPU, beside a copy of the weights, in page-locked memory: after backward the gradients
+are copied there, the optimizer steps with the kernels of a CPU on the trial's ``threads``, and the
+new weights are copied back. With w bytes of weights a step copies w bytes to the CPU and w bytes
+back. LNS trials end with the same bits as without offloading, since the kernels of both devices
+agree bit for bit; float32 trials agree within their rounding. The checkpoints are the same with and
+without, and either can continue the other's.
 
 Source: J. Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training"
 (arXiv:2101.06840).
@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from lns_ops import LNSTensor
-from trainers.models.precision import storage_of
+from lns_ops.tensor import storage_of
 
 
 class Offload:
-    """A model's parameters once more, on the CPU, for an optimizer there.
+    """A copy of a model's parameters on the CPU, for an optimizer that steps there.
 
     Args:
-        model: on any device; a parameter may be an LNSTensor. Nothing but
-            :class:`OffloadedOptimizer` may change its weights, or :meth:`push`.
+        model: on any device; a parameter may be an LNSTensor. Only :meth:`push`, and
+            :class:`OffloadedOptimizer` through it, may change its weights.
 
     Attributes:
         own: the copy, under the same names and with the model's own buffers; not to be called.
@@ -40,20 +40,20 @@ class Offload:
 
     @torch.no_grad()
     def push(self) -> None:
-        """Give the model the weights of the copy."""
+        """Copy the weights from the CPU to the model."""
         for parameter, own in self._pairs:
             storage_of(parameter.detach()).copy_(storage_of(own.detach()), non_blocking=True)
-        self._wait()  # or the next step could write over what is still being read
+        self._wait()  # or the next step could overwrite weights that are still being copied
 
     @torch.no_grad()
     def pull_gradients(self) -> None:
-        """Give the copy the gradients of the model; None where there is none."""
+        """Copy the model's gradients to the CPU; a parameter without gradient gets None."""
         for parameter, own in self._pairs:
             own.grad = None if parameter.grad is None else self._pulled(parameter.grad, own)
         self._wait()
 
     def forget_gradients(self, set_to_none: bool) -> None:
-        """Of the model; those of the copy are written over."""
+        """Reset the model's gradients; those on the CPU are overwritten by the next pull."""
         for parameter, _ in self._pairs:
             if set_to_none:
                 parameter.grad = None
@@ -61,6 +61,7 @@ class Offload:
                 parameter.grad.zero_()
 
     def _pulled(self, gradient: Tensor, own: Tensor) -> Tensor:
+        """Copy ``gradient`` into the page-locked buffer of parameter ``own``, and return it."""
         buffer = self._gradients.get(own)
         if buffer is None:
             buffer = self._gradients[own] = _locked(
@@ -70,6 +71,7 @@ class Offload:
         return LNSTensor(buffer, gradient.fmt) if isinstance(gradient, LNSTensor) else buffer
 
     def _wait(self) -> None:
+        """Wait for the copies of every GPU that holds parameters."""
         for device in {
             parameter.device for parameter, _ in self._pairs if parameter.device.type == "cuda"
         }:
@@ -77,28 +79,34 @@ class Offload:
 
 
 def _copied(module: nn.Module) -> nn.Module:
-    """A module like ``module`` without its code: parameters on the CPU, buffers its own, and what
-    number format its layers are in."""
-    own = nn.Module()
+    """Return a module like ``module`` without its code, with its parameters on the CPU.
+
+    Buffers are shared, and the number format of each layer is kept.
+    """
+    copy = nn.Module()
     for name, parameter in module.named_parameters(recurse=False):
-        own.register_parameter(
+        copy.register_parameter(
             name, nn.Parameter(_on_cpu(parameter.detach()), requires_grad=parameter.requires_grad)
         )
     for name, buffer in module.named_buffers(recurse=False):
-        own.register_buffer(name, buffer)
+        copy.register_buffer(name, buffer)
     for name, child in module.named_children():
-        own.add_module(name, _copied(child))
+        copy.add_module(name, _copied(child))
     if hasattr(module, "simulation"):
-        own.simulation = module.simulation
-    return own
+        copy.simulation = module.simulation
+    return copy
 
 
 def _on_cpu(parameter: Tensor) -> Tensor:
+    """Return a copy of ``parameter`` on the CPU, page-locked where it comes from a GPU."""
     values = storage_of(parameter)
-    own = _locked(values.to("cpu", copy=True), values.device)
-    return LNSTensor(own, parameter.fmt) if isinstance(parameter, LNSTensor) else own
+    copy = _locked(values.to("cpu", copy=True), values.device)
+    return LNSTensor(copy, parameter.fmt) if isinstance(parameter, LNSTensor) else copy
 
 
 def _locked(tensor: Tensor, device: torch.device) -> Tensor:
-    """Page-locked where ``device`` is a GPU, which then copies by itself, at its full speed."""
+    """Return ``tensor`` in page-locked memory where ``device`` is a GPU.
+
+    A GPU copies from and to page-locked memory at full speed, without the CPU.
+    """
     return tensor.pin_memory() if device.type == "cuda" else tensor

@@ -1,4 +1,4 @@
-"""Optimizers around an optimizer: of scaled gradients, and of weights that live on the CPU."""
+"""Optimizers around an optimizer: one for scaled gradients, one for an update on the CPU."""
 
 from __future__ import annotations
 
@@ -9,40 +9,44 @@ from trainers.optim.offload import Offload
 
 
 class ScaledOptimizer:
-    """What a training step calls as its optimizer where gradients are scaled."""
+    """The optimizer of a training step whose gradients are scaled."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: GradScaler) -> None:
         self._optimizer, self._scaler = optimizer, scaler
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the optimizer's."""
+        """Reset the gradients."""
         self._optimizer.zero_grad(set_to_none=set_to_none)
 
     def step(self) -> None:
-        """Divide the gradients by the scale and update, or leave the update out where one has
-        overflowed; then choose the next scale."""
+        """Divide the gradients by the scale and update; then choose the next scale.
+
+        The update is left out where a gradient has overflowed.
+        """
         self._scaler.step(self._optimizer)
         self._scaler.update()
 
 
 class OffloadedOptimizer:
-    """What a training step calls as its optimizer.
+    """The optimizer of a training step whose update runs on the CPU.
 
     Args:
-        optimizer: of the parameters of ``offload.own``.
-        offload: the model's.
+        optimizer: steps the parameters of ``offload.own``.
+        offload: holds the copy of the model's parameters.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, offload: Offload) -> None:
         self._optimizer, self._offload = optimizer, offload
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the model's gradients."""
+        """Reset the model's gradients."""
         self._offload.forget_gradients(set_to_none)
 
     def step(self) -> None:
-        """Bring the gradients down, step, and bring the weights up; parameters without gradient are
-        left out, as everywhere."""
+        """Copy the gradients to the CPU, step there, and copy the weights back.
+
+        Parameters without gradient are left out, as by every optimizer.
+        """
         self._offload.pull_gradients()
         self._optimizer.step()
         self._offload.push()

@@ -1,5 +1,7 @@
-"""Which layouts cut tensors, and by what; loaded here and not sooner, since torch takes a while to
-load what they need."""
+"""The choice of how a layout partitions tensors: FSDP, tensor parallelism or neither.
+
+What each of them needs is imported only where it is used, since torch takes a while to load it.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,15 @@ def make_parts(
     wire: WireConfig,
     seed: int,
 ) -> PartitionedModel | None:
-    """This worker's parts of ``model``, which is cut in place; None where the layout cuts no
-    tensors.
+    """Partition ``model`` in place and return this worker's parts; None where tensors stay whole.
 
     Args:
-        model: whole, the same on every worker.
-        place: this worker's.
+        model: the whole model, the same on every worker.
+        place: this worker's place in the layout.
         replicas: collectives of the replicas; None with one.
-        within: of the workers of one replica; None where each has one.
+        within: collectives of the workers of one replica; None where each replica has one worker.
         wire: how gradients travel between replicas.
-        seed: the trial's.
+        seed: the trial's seed.
     """
     if place.shards is not None:
         from trainers.parallel.fsdp import Sharding

@@ -1,22 +1,23 @@
-"""Fully sharded data parallelism (FSDP2): every replica keeps a part of the parameters, of their
-gradients and of the optimizer's state.
+"""Fully sharded data parallelism (FSDP2).
+
+Every replica keeps a shard of the parameters, of their gradients and of the optimizer's state.
 
 ``layout.fsdp=true``. torch's ``fully_shard`` cuts every tensor of a layer along its first
 dimension, ``ceil(rows / N)`` rows to each of N replicas, fewer or none to the last ones. A layer's
-parameters are gathered before it computes, forwards and backwards, and given up after; what
-backward finds is summed over the replicas, each of which gets its own rows. So N replicas hold a
-model N times as large, beside one whole layer at a time. torch would take the mean of gradients;
-here losses and gradients are sums.
+parameters are gathered before it computes, in forward and in backward, and released after; the
+gradients of backward are summed over the replicas, each of which gets its own rows. So N replicas
+hold a model N times as large, beside one whole layer at a time. torch would take the mean of
+gradients; here losses and gradients are sums.
 
 *Bytes.* With B the bytes of the parameters (rows rounded up to a multiple of N) and m
-micro-batches, a rank sends ``3 m (N - 1) / N B`` a step: an all-gather forwards, one backwards and
-a reduce-scatter. With two ranks and m = 1 these are 6 bytes a parameter; replicas that keep
-everything send 4. They are counted where they are sent.
+micro-batches, a rank sends ``3 m (N - 1) / N B`` a step: an all-gather in forward, an all-gather in
+backward and a reduce-scatter. With two ranks and m = 1 these are 6 bytes a parameter; replicas that
+keep everything send 4. The bytes are counted where they are sent.
 
 Optimizer and checkpoints: :mod:`trainers.parallel.partitioned`.
 
-On a GPU transfers run beside the computation, on streams of torch's; telemetry cannot tell what is
-waited for there and leaves a step's time undivided.
+On a GPU transfers run beside the computation, on streams of torch's; telemetry cannot tell which of
+them are waited for and leaves a step's time undivided.
 
 Source: Y. Zhao et al. 2023, "PyTorch FSDP" (arXiv:2304.11277); S. Rajbhandari et al. 2020, "ZeRO"
 (arXiv:1910.02054).
@@ -32,8 +33,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from trainers import _compat
 from trainers.comm.collectives import Collectives
 from trainers.parallel.partitioned import PartitionedModel, hand_gradients_, shapes_of
 from trainers.sync.base import Synchroniser
@@ -41,7 +42,7 @@ from trainers.sync.base import Synchroniser
 
 class _Allocating:
     """How torch's own collectives of this kind get their memory, and the trial's collectives that
-    count them."""
+    count them. torch asks for no base class."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
@@ -49,10 +50,11 @@ class _Allocating:
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
+        """Return uninitialised memory."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _Gather(_Allocating, AllGather):
+class _Gather(_Allocating):
     def __call__(
         self,
         output_tensor: Tensor,
@@ -60,11 +62,12 @@ class _Gather(_Allocating, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> None:
+        """Fill ``output_tensor`` with all ranks' ``input_tensor``."""
         assert not async_op
         self._collectives.all_gather_into(output_tensor, input_tensor)
 
 
-class _SumScatter(_Allocating, ReduceScatter):
+class _SumScatter(_Allocating):
     def __call__(
         self,
         output_tensor: Tensor,
@@ -73,6 +76,7 @@ class _SumScatter(_Allocating, ReduceScatter):
         op: object,
         async_op: bool = False,
     ) -> None:
+        """Fill ``output_tensor`` with this rank's part of the sum of all ``input_tensor``."""
         assert not async_op
         assert op == dist.ReduceOp.SUM
         self._collectives.reduce_scatter_into(output_tensor, input_tensor)
@@ -83,8 +87,8 @@ class Sharding(PartitionedModel):
 
     Args:
         model: float32, the same on every replica; sharded in place, each of its layers by itself.
-        mesh: the replicas.
-        collectives: of the same.
+        mesh: mesh of the replicas.
+        collectives: collectives of the replicas.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, collectives: Collectives) -> None:
@@ -99,20 +103,23 @@ class Sharding(PartitionedModel):
                 self._sum_and_count_(module)
 
     def _sum_and_count_(self, module: FSDPModule) -> None:
+        """Let ``module`` sum gradients, not take their mean, through collectives that count."""
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        module.set_custom_all_gather(_Gather(self._collectives))
-        module.set_custom_reduce_scatter(_SumScatter(self._collectives))
+        module.set_custom_all_gather(_Gather(self._collectives))  # type: ignore[arg-type]
+        module.set_custom_reduce_scatter(_SumScatter(self._collectives))  # type: ignore[arg-type]
 
     def synchroniser(self) -> ShardedSync:
-        """What the training loop calls."""
+        """Return the synchroniser of sharded replicas."""
         assert isinstance(self._model, FSDPModule)
         return ShardedSync(self._model, self.own, self._collectives)
 
     def _rows(self, shape: torch.Size) -> int:
+        """Return the rows of a shard of a tensor of ``shape``; the last shards may have fewer."""
         return -(-shape[0] // self._collectives.size)
 
     def _gathered(self, name: str, part: Tensor) -> Tensor:
+        """Gather a tensor like parameter ``name`` from the shards of all replicas."""
         shape = self._shapes[name]
         padded = torch.zeros(
             self._rows(shape), *shape[1:], dtype=part.dtype, device=self._collectives.device
@@ -122,17 +129,18 @@ class Sharding(PartitionedModel):
         return gathered_NB.view(-1).view(part.dtype).view(-1, *shape[1:])[: shape[0]]
 
     def _part(self, name: str, whole: Tensor) -> Tensor:
+        """Return a copy of this replica's rows of ``whole``."""
         rows = self._rows(whole.shape)
         return whole[self._collectives.rank * rows : (self._collectives.rank + 1) * rows].clone()
 
 
 class ShardedSync(Synchroniser):
-    """Replicas whose gradients backward has summed and sharded already.
+    """The synchroniser of replicas whose gradients backward has already summed and sharded.
 
     Args:
-        model: that is sharded.
-        own: the module of its shards.
-        collectives: of the replicas.
+        model: the sharded model.
+        own: module of this replica's shards.
+        collectives: collectives of the replicas.
     """
 
     together = True
@@ -141,13 +149,15 @@ class ShardedSync(Synchroniser):
         self._model, self._own, self._collectives = model, own, collectives
 
     def begin_step(self, micro_batches: int) -> None:
-        """Forget the model's gradients; an optimizer clears those of the shards alone."""
+        """Reset the model's gradients; the optimizer resets those of the shards only."""
         assert isinstance(self._model, nn.Module)
         self._model.zero_grad(set_to_none=True)
 
     def gradients(self, parameters: Iterable[Tensor], finite: bool) -> bool:
-        """Hand the optimizer its shards of the gradients; False on every rank where a loss is not
-        finite."""
+        """Give the optimizer its shards of the gradients.
+
+        Return False on every rank where a rank's loss is not finite.
+        """
         if not self._collectives.all_true(finite):
             return False
         hand_gradients_(self._own, parameters)
@@ -155,8 +165,10 @@ class ShardedSync(Synchroniser):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Forward passes without backward: afterwards torch forgets their order, or the next
-        backward would gather layers ahead by it."""
+        """Give a context for forward passes without backward, whose order torch forgets after it.
+
+        Otherwise the next backward would gather layers ahead in that order.
+        """
         try:
             yield
         finally:
@@ -164,8 +176,10 @@ class ShardedSync(Synchroniser):
 
 
 def _forget_forward(model: FSDPModule) -> None:
-    """``reset_iter_state``, which torch has since 2.13; before it, what that does after whole
-    forward passes: give up what was gathered."""
+    """Call ``reset_iter_state``, which torch has since 2.13, or do the same for an older torch.
+
+    That releases what was gathered, as torch does after whole forward passes.
+    """
     if hasattr(model, "reset_iter_state"):
         model.reset_iter_state()
         return
@@ -173,7 +187,4 @@ def _forget_forward(model: FSDPModule) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-            state = module._get_fsdp_state()
-            state._comm_ctx.post_forward_order.clear()
-            if state._fsdp_param_group is not None:
-                state._fsdp_param_group._post_forward_indices.clear()
+            _compat.forget_forward_order(module)

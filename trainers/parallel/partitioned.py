@@ -1,11 +1,11 @@
-"""Models of which a worker has parts: what its optimizer gets of them, and whole tensors for
-checkpoints.
+"""Models whose tensors are divided over workers.
 
+This module has the parts that an optimizer gets, and makes whole tensors for checkpoints.
 :mod:`trainers.parallel.fsdp` cuts tensors over the replicas,
 :mod:`trainers.parallel.tensor_parallel` over the workers of one replica. Both leave a model whose
 parameters are torch's DTensors. An optimizer gets the local tensors beneath, plain ones over the
-same memory, so each of :mod:`lns_ops.optim` serves whose step takes elements one by one.
-Checkpoints have whole tensors, the same as of any other layout.
+same memory, so every optimizer of :mod:`lns_ops.optim` works whose step is elementwise. Checkpoints
+have whole tensors, the same as those of any other layout.
 """
 
 from __future__ import annotations
@@ -25,43 +25,51 @@ class PartitionedModel(ABC):
     """One worker's parts of a model.
 
     Args:
-        model: that has been cut.
-        shapes: of its parameters before, by name.
-        collectives: of the workers whose parts make the whole.
+        model: the model after it was partitioned.
+        shapes: shapes of its parameters before, by name.
+        collectives: collectives of the workers whose parts make the whole.
 
     Attributes:
-        own: a module with the parts as its parameters, under the names they have in ``model``; for
-            an optimizer, not to be called.
-        formulas: of operations that torch's FLOP counter would take for those of whole tensors, by
-            operation.
+        own: module with the parts as its parameters, under the names they have in ``model``; for an
+            optimizer, not to be called.
+        formulas: formulas, by operation, of operations that torch's FLOP counter would count as
+            operations on whole tensors.
     """
 
     def __init__(
         self, model: nn.Module, shapes: dict[str, torch.Size], collectives: Collectives
     ) -> None:
         self._model, self._shapes, self._collectives = model, shapes, collectives
-        self.own = _own(model)
+        self.own = _local_module(model)
         self.formulas: dict[Any, Callable[..., int]] = {}
 
     @abstractmethod
     def synchroniser(self) -> Synchroniser:
-        """What the training loop calls."""
+        """Return the synchroniser that the training loop calls."""
 
     def whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What :func:`trainers.checkpoint.state.model_tensors` has of :attr:`own`, made whole, on
-        rank 0; collective, and empty on the others."""
-        own = dict(self.own.named_parameters())
+        """Return, on rank 0, whole tensors of the parts in ``tensors``.
+
+        A collective; the other ranks get an empty dict.
+
+        Args:
+            tensors: the tensors of :attr:`own`, from
+                :func:`trainers.checkpoint.state.model_tensors`.
+        """
+        parts = dict(self.own.named_parameters())
         found: dict[str, Tensor] = {}
         for path, tensor in tensors.items():
             name = path.split("/")[-1]
-            value = self._gathered(name, tensor) if tensor.shape == own[name].shape else tensor
+            value = self._gathered(name, tensor) if tensor.shape == parts[name].shape else tensor
             if self._collectives.rank == 0:
                 found[path] = value.cpu()
         return found
 
     def parts(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This worker's parts of the ``tensors`` of a checkpoint; those without the shape of a
-        parameter as they are."""
+        """Return this worker's parts of the ``tensors`` of a checkpoint.
+
+        A tensor that does not have the shape of its parameter is returned as it is.
+        """
         names = {path: path.split("/")[-1] for path in tensors}
         return {
             path: self._part(names[path], tensor)
@@ -72,35 +80,36 @@ class PartitionedModel(ABC):
 
     @abstractmethod
     def _gathered(self, name: str, part: Tensor) -> Tensor:
-        """The whole of what all workers have of a tensor like parameter ``name``; collective."""
+        """Gather a tensor like parameter ``name`` from the parts of all workers; a collective."""
 
     @abstractmethod
     def _part(self, name: str, whole: Tensor) -> Tensor:
-        """This worker's part of it, in memory of its own."""
+        """Return this worker's part of ``whole``, in memory of its own."""
 
 
 def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
-    """Of the parameters, by name."""
+    """Return the shapes of the parameters, by name."""
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
 def hand_gradients_(own: nn.Module, parameters: Iterable[Tensor]) -> None:
-    """Give ``own`` the gradients that the model's ``parameters`` have, the same memory."""
+    """Give the parameters of ``own`` the gradients of ``parameters``, in the same memory."""
     for part, parameter in zip(own.parameters(), parameters, strict=True):
         part.grad = None if parameter.grad is None else _local(parameter.grad)
 
 
-def _own(module: nn.Module) -> nn.Module:
-    """A module like ``module`` without its code, with the local part of each parameter."""
-    own = nn.Module()
+def _local_module(module: nn.Module) -> nn.Module:
+    """Return a module like ``module`` without its code, with the local part of each parameter."""
+    local = nn.Module()
     for name, parameter in module.named_parameters(recurse=False):
-        own.register_parameter(name, nn.Parameter(_local(parameter.detach())))
+        local.register_parameter(name, nn.Parameter(_local(parameter.detach())))
     for name, child in module.named_children():
-        own.add_module(name, _own(child))
-    return own
+        local.add_module(name, _local_module(child))
+    return local
 
 
 def _local(tensor: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor  # loaded where there are any
+    """Return the local tensor of a DTensor; another tensor as it is."""
+    from torch.distributed.tensor import DTensor  # loaded only where a model has DTensors
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

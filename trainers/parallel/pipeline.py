@@ -1,24 +1,21 @@
-"""Pipeline parallelism: a worker holds one stage of the model (or several, interleaved) and passes
-activations on.
+"""Pipeline parallelism: each worker holds one stage of the model, or several, interleaved.
 
-torch.distributed.pipelining runs the schedules. What is ours: where to cut
-(:mod:`trainers.parallel.pipeline_partition`), stages that pass LNS values as codes, evaluation, and
-counting.
+A worker passes its activations on to the worker of the next stage. torch.distributed.pipelining
+runs the schedules. This module adds the partition (:mod:`trainers.parallel.pipeline_partition`),
+stages that pass LNS values as codes, evaluation, and the counting of bytes.
 
 - **Codes between stages.** LNS activations and gradients travel as 2-byte codes. The pipeline must
-  see a floating type, or it drops the gradient without a word (int16 has none); so codes are viewed
-  as float16, never computed with, and two autograd functions pack and unpack them in both
-  directions. This is sound because an activation has one consumer: gradients viewed so could not be
-  added.
-- **Shapes are static**, given at the start. Left to find out, the pipeline would run a forward pass
-  on uninitialised memory.
+  see a floating type, or it drops the gradient silently (int16 has none); so codes are viewed as
+  float16, never computed with, and two autograd functions pack and unpack them in both directions.
+  This is sound because an activation has one consumer: gradients viewed so could not be added.
+- **Shapes are static**, given at the start. If the pipeline had to infer them, it would run a
+  forward pass on uninitialised memory.
 - **Sums, not means**: the loss is summed, gradients of micro-batches are added up in their order
   and not scaled, so they are bit for bit those of one process that takes the same micro-batches, in
   every schedule, for float32 and LNS.
-
-- **Zero-bubble schedules** compute gradients of weights later than those of inputs;
-  :mod:`trainers.parallel.pipeline_zero_bubble` has how. Under ``zbv`` and ``dualpipev`` the first
-  worker holds the first and the last stage, so it is the one that knows the loss.
+- **Zero-bubble schedules** compute gradients of weights later than those of inputs
+  (:mod:`trainers.parallel.pipeline_zero_bubble`). Under ``zbv`` and ``dualpipev`` the first worker
+  holds the first and the last stage, so it is the one that knows the loss.
 
 Source of the schedules: GPipe: Y. Huang et al. 2019 (arXiv:1811.06965); 1F1B and interleaved: D.
 Narayanan et al. 2021 (arXiv:2104.04473); zero-bubble and ZBV: P. Qi et al. 2023 (arXiv:2401.10241);
@@ -60,50 +57,56 @@ from trainers.telemetry.spans import Spans
 from trainers.telemetry.tally import Tally
 
 SINGLE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-"""Schedules of one stage a worker."""
+"""The schedules of one stage a worker."""
 MULTI: dict[str, Any] = {
     "interleaved": ScheduleInterleaved1F1B,
     "zero_bubble": ScheduleInterleavedZeroBubble,
     "zbv": ScheduleZBVZeroBubble,
     "dualpipev": ScheduleDualPipeV,
 }
-"""Schedules of a list of stages."""
+"""The schedules that take a list of stages a worker."""
 
 
 class _Pack(torch.autograd.Function):
-    """LNS values out of a stage: codes as float16; gradients come back the same way."""
+    """LNS values that leave a stage, as codes viewed as float16; their gradients come back so."""
 
     @staticmethod
     def forward(ctx: Any, x: LNSTensor) -> Tensor:
+        """Return the codes of ``x`` viewed as float16."""
         ctx.fmt = x.fmt
         return x.codes.contiguous().view(torch.float16)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> LNSTensor:
+        """Return the gradient, codes viewed as float16, as LNS values."""
         return LNSTensor(grad.contiguous().view(torch.int16), ctx.fmt)
 
 
 class _Unpack(torch.autograd.Function):
-    """Codes as float16 into a stage: LNS values; gradients go out the same way."""
+    """LNS values that enter a stage, from codes viewed as float16; their gradients leave so."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, fmt: LNSFormat) -> LNSTensor:
+        """Return the LNS values of codes viewed as float16."""
         return LNSTensor(x.contiguous().view(torch.int16), fmt)
 
     @staticmethod
     def backward(ctx: Any, grad: LNSTensor) -> tuple[Tensor, None]:
+        """Return the codes of the gradient viewed as float16."""
         return grad.codes.contiguous().view(torch.float16), None
 
 
 class Stage(nn.Module):
-    """Consecutive layers; tensors that come from or go to another stage are float32, or codes
-    viewed as float16 with ``fmt``.
+    """Consecutive layers of a model.
+
+    Tensors that come from or go to another stage are float32, or codes viewed as float16 with
+    ``fmt``.
 
     Args:
-        layers: of this stage.
-        fmt: of activations, None for float32.
-        first, last: whether it takes the model's input and gives its output, which are what they
-            are.
+        layers: layers of this stage.
+        fmt: LNS format of activations, None for float32.
+        first, last: whether the stage takes the model's input, and whether it gives the model's
+            output; these tensors are not converted.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class Stage(nn.Module):
         self.layers, self.fmt, self.first, self.last = layers, fmt, first, last
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[B, I]`` to ``[B, O]``."""
+        """Return the outputs ``[B, O]`` of the inputs ``[B, I]``."""
         if self.fmt is not None and not self.first:
             x = _Unpack.apply(x, self.fmt)  # type: ignore[no-untyped-call]
         y: Tensor = self.layers(x)
@@ -121,37 +124,39 @@ class Stage(nn.Module):
 
 
 class _TimedStage(PipelineStage):
-    """A stage whose computing is marked; everything else in a schedule is waiting for
-    neighbours."""
+    """A stage whose computing is marked; the rest of a schedule is waiting for neighbours."""
 
     spans: Spans
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass of a micro-batch."""
         with self.spans("stage", f"forward {self.stage_index}.{fwd_chunk_id}"):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Run the backward pass of a micro-batch."""
         with self.spans("stage", f"backward {self.stage_index}.{bwd_chunk_id}"):
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Compute the deferred weight gradients of a micro-batch."""
         with self.spans("stage", f"weights {self.stage_index}.{bwd_chunk_id}"):
             return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
 class Pipeline:
-    """One worker's part of a replica.
+    """One worker's stages of a replica.
 
     Args:
-        model: the whole model, initialised; its layers that this worker does not hold may be
+        model: the whole model, initialised; the layers that this worker does not hold may be
             dropped afterwards.
         layout: pp, schedule, micro_batches.
-        place: this worker's.
+        place: this worker's place in the layout.
         share: examples of a step that a replica takes.
         fmt: LNS format of activations, None for float32.
-        device: of the stages.
+        device: device of the stages.
         spans: marks what the stages do.
-        memory: of every stage.
+        memory: memory options of every stage.
 
     Attributes:
         own: this worker's layers under their names in ``model``; convert them to LNS before the
@@ -199,11 +204,11 @@ class Pipeline:
 
     @property
     def last(self) -> bool:
-        """Whether this worker holds the last stage, which alone knows loss and answers."""
+        """Whether this worker holds the last stage, the only one that knows losses and answers."""
         return self._stages[-1].last
 
     def train_step(self, optimizer: Updater, batch: Split, sync: Synchroniser) -> tuple[float, int]:
-        """One step of all stages together, each with the whole share ``batch``.
+        """Take one step of all stages together, each called with the whole share ``batch``.
 
         Returns:
             Summed loss and wrong answers, on the last stage; (0, 0) on others; NaN on all where a
@@ -212,20 +217,20 @@ class Pipeline:
         optimizer.zero_grad(set_to_none=True)
         loss = self._forward_backward(batch)
         with self._spans("synchronise"):
-            go = self._collectives.all_true(
+            update = self._collectives.all_true(
                 sync.gradients(self.own.parameters(), math.isfinite(loss))
             )
         with self._spans("update"):
-            go = go and self._collectives.all_true(sync.update(optimizer))
-        return loss if go else math.nan, self._wrong
+            updated = update and self._collectives.all_true(sync.update(optimizer))
+        return loss if updated else math.nan, self._wrong
 
     def agree(self, value: bool) -> bool:
-        """Whether ``value`` is true on every stage of this replica."""
+        """Tell whether ``value`` is true on every stage of this replica."""
         return self._collectives.all_true(value)
 
     @torch.no_grad()
     def evaluate(self, split: Split) -> Tally:
-        """Loss and errors on ``split``, on the last stage; an empty tally on others."""
+        """Return loss and errors on ``split``, on the last stage; an empty tally on others."""
         tally = Tally()
         for x, y in evaluation_batches(split):
             logits = self._relay(x)
@@ -235,6 +240,7 @@ class Pipeline:
         return tally
 
     def _forward_backward(self, batch: Split) -> float:
+        """Run the schedule once and return the summed loss; 0 where the last stage is elsewhere."""
         losses: list[Tensor] = []
         self._wrong = 0
         arguments = (batch.x,) if self._stages[0].first else ()
@@ -245,13 +251,13 @@ class Pipeline:
         return sum(loss.item() for loss in losses)
 
     def _loss(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Return the summed loss of a micro-batch, and count its wrong answers."""
         with self._spans("stage", "loss"):
             self._wrong += int((logits.argmax(1) != target).sum())
             return F.cross_entropy(logits, target, reduction="sum")
 
     def _bytes_a_step(self, examples: int) -> int:
-        """Activations to the next stage and gradients to the one before, where another worker holds
-        it."""
+        """Return the bytes of activations and gradients that a step sends to other workers."""
         values = 0
         for index in self._indices:
             for neighbour, width in (
@@ -263,8 +269,10 @@ class Pipeline:
         return examples * values * (4 if self._fmt is None else 2)
 
     def _example(self, index: int) -> Tensor:
-        """What enters stage ``index`` (or leaves the last): shape, type and whether it has a
-        gradient."""
+        """Return an example of what enters stage ``index``, or leaves the last stage.
+
+        It has the shape and the type, and requires a gradient where the tensor does.
+        """
         inner = 0 < index < len(self._widths) - 1
         dtype = torch.float16 if inner and self._fmt is not None else torch.float32
         return torch.empty(
@@ -276,6 +284,7 @@ class Pipeline:
         )
 
     def _make_schedule(self, layout: Layout) -> Any:
+        """Return torch's schedule of this worker's stages."""
         stages = [
             self._make_stage(index, stage)
             for index, stage in zip(self._indices, self._stages, strict=True)
@@ -290,6 +299,7 @@ class Pipeline:
         return MULTI[layout.schedule](stages, **options)
 
     def _make_stage(self, index: int, stage: Stage) -> _TimedStage:
+        """Return torch's stage ``index``, with deferred weight gradients if the schedule defers."""
         deferred = Deferred() if self._layout.schedule in DEFERRING else None
         if deferred is not None:
             defer_(stage, deferred)
@@ -307,7 +317,7 @@ class Pipeline:
         return made
 
     def _relay(self, x: Tensor) -> Tensor | None:
-        """``x`` through all stages in turn; the logits on the last stage, None on others."""
+        """Pass ``x`` through all stages; return the logits on the last stage, None on others."""
         y = x
         for index, stage in zip(self._indices, self._stages, strict=True):
             if not stage.first and index - 1 not in self._indices:
@@ -320,13 +330,15 @@ class Pipeline:
         return y if self.last else None
 
     def _rank_of(self, stage: int) -> int:
-        """In the default group, the worker that holds ``stage`` of this replica."""
+        """Return the rank, in the default group, of the worker with ``stage`` of this replica."""
         return dist.get_global_rank(self._group, self._layout.owner(stage))
 
 
 def widths(model: nn.Sequential, names: list[list[str]]) -> list[int]:
-    """Values of an example that enter each stage, whose first layer is a linear one, and that leave
-    the last."""
+    """Return the values an example has where it enters each stage, and where it leaves the last.
+
+    Every stage begins with a linear layer.
+    """
     linear = {name: layer for name, layer in model.named_children() if isinstance(layer, nn.Linear)}
     return [
         *(linear[part[0]].in_features for part in names),

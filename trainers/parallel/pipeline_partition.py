@@ -1,10 +1,10 @@
-"""Where to cut a chain of layers into pipeline stages: contiguous parts whose largest cost is as
-small as can be.
+"""The partition of a chain of layers into pipeline stages.
 
-The time of a pipeline is that of its slowest stage, so the maximum is what counts. The cost of a
-layer is the multiply-adds of a training step an example: a linear layer of I inputs and O outputs
-takes I O forward, as many for its weight's gradient and as many for its input's, which the first
-layer does not need.
+Stages are contiguous parts whose largest cost is as small as possible. The time of a pipeline is
+that of its slowest stage, so the maximum is what counts. The cost of a layer is the multiply-adds
+of a training step an example: a linear layer of I inputs and O outputs takes I O in forward, as
+many for its weight's gradient and as many for its input's gradient, which the first layer does not
+need.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from torch import nn
 
 
 def balanced(costs: Sequence[int], parts: int) -> list[slice]:
-    """``costs`` in ``parts`` contiguous, nonempty parts with the smallest possible largest sum; of
-    equal ones, early parts are shortest.
+    """Return ``costs`` in ``parts`` contiguous, nonempty parts with the smallest largest sum.
+
+    Of equally good partitions it returns the one whose early parts are shortest.
 
     Raises:
         ValueError: fewer costs than parts.
@@ -28,7 +29,7 @@ def balanced(costs: Sequence[int], parts: int) -> list[slice]:
         )
     best: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {
         (0, 0): (0, ())
-    }  # (parts, layers): largest sum, where parts start
+    }  # (parts, layers): (largest sum, starts of the parts)
     for part in range(1, parts + 1):
         for end in range(part, len(costs) + 1):
             choices = (
@@ -45,8 +46,7 @@ def balanced(costs: Sequence[int], parts: int) -> list[slice]:
 
 
 def units(model: nn.Sequential) -> list[list[str]]:
-    """The names of the layers of ``model``, each linear one together with what follows it up to the
-    next."""
+    """Return the names of layers in groups, each a linear layer with what follows it."""
     found: list[list[str]] = []
     for name, layer in model.named_children():
         if isinstance(layer, nn.Linear) or not found:
@@ -56,7 +56,7 @@ def units(model: nn.Sequential) -> list[list[str]]:
 
 
 def costs(model: nn.Sequential) -> list[int]:
-    """Multiply-adds of a training step an example, for each of :func:`units`."""
+    """Return the multiply-adds of a training step an example, for each of :func:`units`."""
     linear = [layer for layer in model.children() if isinstance(layer, nn.Linear)]
     return [
         (2 if place == 0 else 3) * layer.in_features * layer.out_features
@@ -65,7 +65,7 @@ def costs(model: nn.Sequential) -> list[int]:
 
 
 def split(model: nn.Sequential, stages: int) -> list[list[str]]:
-    """The names of the layers of every stage, in order, balanced by counted cost."""
+    """Return the names of the layers of every stage, in order, balanced by cost."""
     names = units(model)
     return [
         [name for unit in names[part] for name in unit] for part in balanced(costs(model), stages)

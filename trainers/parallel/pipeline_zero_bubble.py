@@ -1,13 +1,13 @@
-"""Weight gradients that wait: what zero-bubble pipelines fill their bubbles with.
+"""Deferred weight gradients, with which zero-bubble pipelines fill their bubbles.
 
-The stage before waits for the gradient of a linear layer's input, ``dx = dy w``; nobody waits for
-``dw = dy^T x`` and ``db = sum dy``. Zero-bubble schedules run them later. Torch's own way to split
-a backward pass asks autograd for the inputs' gradients first and the parameters' afterwards; a
-layer whose backward is one autograd function, as LNS layers' is, would compute everything twice. So
-a deferred layer's backward gives ``dx`` alone and puts ``(x, dy)`` into its stage's queue, from
-which the schedule (``dw_builder`` of torch.distributed.pipelining) takes a micro-batch's entries at
-a time, in their order. The products are those of the layer's usual backward on the same operands,
-so the gradients are the same bits.
+The previous stage waits for the gradient of a linear layer's input, ``dx = dy w``; no stage waits
+for ``dw = dy^T x`` and ``db = sum dy``. Zero-bubble schedules compute them later. Torch's own way
+to split a backward pass asks autograd for the inputs' gradients first and the parameters'
+afterwards; a layer whose backward is one autograd function, as LNS layers' is, would compute
+everything twice. So the backward of a deferred layer returns ``dx`` alone and puts ``(x, dy)`` into
+its stage's queue, from which the schedule (``dw_builder`` of torch.distributed.pipelining) takes a
+micro-batch's entries at a time, in their order. The products are those of the layer's usual
+backward on the same operands, so the gradients are the same bits.
 
 Limits: two-dimensional inputs; parameters must not be shared between layers. Source: P. Qi et al.
 2023, "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241).
@@ -26,17 +26,17 @@ Work = Callable[[], None]
 
 
 class Deferred:
-    """A stage's work that waits: filled by backward passes, taken once after each."""
+    """The deferred work of a stage: filled by backward passes, taken once after each."""
 
     def __init__(self) -> None:
         self._waiting: list[Work] = []
 
     def put(self, work: Work) -> None:
-        """Leave ``work`` for later."""
+        """Defer ``work``."""
         self._waiting.append(work)
 
     def take(self) -> Work:
-        """All that waits, as one piece of work; the next backward pass begins anew."""
+        """Return all deferred work as one function; the next backward pass begins anew."""
         taken, self._waiting = self._waiting, []
 
         def run() -> None:
@@ -47,16 +47,20 @@ class Deferred:
 
 
 class _DeferredFunction(torch.autograd.Function):
+    """A linear layer whose backward defers the gradients of weight and bias."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred: Deferred
     ) -> Tensor:
+        """Return ``x weight^T + bias``."""
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.deferred = weight, bias, deferred
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        """Return the gradient of the input, and defer those of weight and bias."""
         (x,) = ctx.saved_tensors
         weight, bias = ctx.weight, ctx.bias
 
@@ -71,6 +75,7 @@ class _DeferredFunction(torch.autograd.Function):
 
 
 def _add(parameter: Tensor, gradient: Tensor) -> None:
+    """Add ``gradient`` to the parameter's gradient."""
     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
@@ -80,16 +85,16 @@ class DeferredLinear(nn.Linear):
     deferred: Deferred
 
     def forward(self, input: Tensor) -> Tensor:
-        """``[B, I]`` to ``[B, O]``."""
+        """Return the outputs ``[B, O]`` of the inputs ``[B, I]``."""
         y: Tensor = _DeferredFunction.apply(input, self.weight, self.bias, self.deferred)  # type: ignore[no-untyped-call]
         return y
 
 
 def defer_(module: nn.Module, deferred: Deferred) -> None:
-    """Make the linear layers in ``module`` leave their weight gradients in ``deferred``; their
-    class changes, names and parameters stay.
+    """Make the linear layers in ``module`` leave their weight gradients in ``deferred``.
 
-    Layers of other kinds that do so by themselves have an attribute ``deferred``, which is set.
+    Their class changes; names and parameters stay. Layers of other kinds that can defer have an
+    attribute ``deferred``, which is set.
     """
     for layer in module.modules():
         if type(layer) is nn.Linear:

@@ -1,21 +1,21 @@
-"""One synchroniser for every wire format: after backward, every rank ends with the sum over all
-ranks.
+"""One all-reduce for every wire format.
 
-The gradients are laid end to end and cut into one shard a rank. Every rank encodes the shards and
-sends each to its owner (all-to-all); the owner adds up what it received in rank order, encodes the
-sum and sends it to all (all-gather), so all ranks decode the same bits. A rank sends ``2 (N - 1) /
-N`` times the encoded gradient: with two ranks 4 bytes a parameter and step in float32, 2 in the
-16-bit formats, 1 in the 8-bit ones.
+After backward, every rank ends with the sum of the gradients over all ranks. The gradients are laid
+end to end and cut into one shard a rank. Every rank encodes the shards and sends each to its owner
+(all-to-all); the owner adds up what it received in rank order, encodes the sum and sends it to all
+(all-gather), so all ranks decode the same bits. A rank sends ``2 (N - 1) / N`` times the encoded
+gradient: with two ranks 4 bytes a parameter and step in float32, 2 in the 16-bit formats, 1 in the
+8-bit ones.
 
 *Native* LNS gradients travel as their own codes and are added with the contract's sum. With 64
 examples a rank this is the order in which one process adds its blocks of 64, so the result is the
 same bits as without data parallelism. Native float32 gradients are summed by one all-reduce.
 
-*Error feedback*: a format of 8 bits or less loses too much at once. What it lost of this rank's
-gradient, and of the sum that this rank owns, is kept and added to the next step's, so nothing is
-lost for good: ``sent = encode(g + e)``, ``e = g + e - decode(sent)``. Both residues are float32 and
-belong to the rank's state. Source: S. P. Karimireddy et al. 2019 (arXiv:1901.09847); both legs: H.
-Tang et al. 2019, "DoubleSqueeze" (arXiv:1905.05957).
+*Error feedback*: a format of 8 bits or less loses too much in one step. What it lost of this rank's
+gradient, and of the sum that this rank owns, is kept and added to the values of the next step, so
+nothing is lost for good: ``sent = encode(g + e)``, ``e = g + e - decode(sent)``. Both residues are
+float32 and belong to the rank's state. Source: S. P. Karimireddy et al. 2019 (arXiv:1901.09847);
+for feedback in both directions: H. Tang et al. 2019, "DoubleSqueeze" (arXiv:1905.05957).
 """
 
 from __future__ import annotations
@@ -35,22 +35,23 @@ class ShardedSum:
     """The sum over ranks of one flat float32 tensor a rank, through a codec.
 
     Args:
-        collectives: of the group.
+        collectives: collectives of the ranks.
         codec: the wire format.
-        feedback: keep what the codec loses for the next call, whose tensor must have the same
-            length.
+        feedback: whether what the codec loses is kept for the next call, whose tensor must have the
+            same length.
 
     Attributes:
-        residues: ``own`` (what was lost of this rank's values, ``[N, M]``) and ``owned`` (of the
-            sums of its shard, ``[M]``); empty without feedback or before the first call.
+        residues: ``own`` (what was lost of this rank's values, ``[N, M]``) and ``owned`` (what was
+            lost of the sums of its shard, ``[M]``); empty without feedback or before the first
+            call.
     """
 
-    def __init__(self, collectives: Collectives, codec: Codec, feedback: bool = False) -> None:
+    def __init__(self, collectives: Collectives, codec: Codec, *, feedback: bool = False) -> None:
         self._collectives, self._codec, self._feedback = collectives, codec, feedback
         self.residues: dict[str, Tensor] = {}
 
     def __call__(self, flat: Tensor) -> Tensor:
-        """The sum of all ranks' ``flat``, which must be finite; the same bits on every rank."""
+        """Return the sum of all ranks' ``flat`` (finite values); the same bits on every rank."""
         ranks = self._collectives.size
         shard = -(-flat.numel() // ranks)
         rows_NM = torch.nn.functional.pad(flat, (0, ranks * shard - flat.numel())).view(
@@ -62,6 +63,7 @@ class ShardedSum:
         return self._codec.decode(gathered, shard).view(-1)[: flat.numel()]
 
     def _encode(self, leg: str, x_NM: Tensor) -> Tensor:
+        """Encode ``x_NM``; with feedback, add the residue of ``leg`` first and keep the new one."""
         if not self._feedback:
             return self._codec.encode(x_NM)
         if leg in self.residues:
@@ -72,11 +74,11 @@ class ShardedSum:
 
 
 class GradientSync:
-    """Sums the gradients of one model over the ranks, step after step.
+    """The sum of the gradients of one model over the ranks, step after step.
 
     Args:
         wire: the wire format; ``powersgd`` has a class of its own.
-        collectives: of the replicas.
+        collectives: collectives of the replicas.
     """
 
     def __init__(self, wire: WireConfig, collectives: Collectives) -> None:
@@ -87,13 +89,13 @@ class GradientSync:
         """Replace each parameter's gradient by its sum over all ranks.
 
         Args:
-            parameters: of the model, the same on every rank.
+            parameters: parameters of the model, the same on every rank.
             finite: False on a rank whose loss is not finite, which may have no gradients.
 
         Returns:
-            Whether all ranks were finite; where one was not, no gradient is touched. For encoded
-                formats the gradients themselves must be
-            finite too: none of them can carry a NaN.
+            Whether all ranks were finite; where one was not, no gradient is changed. For encoded
+                formats the gradients themselves must be finite too, since none of them can carry a
+                NaN.
         """
         gradients = [p.grad for p in parameters if p.grad is not None]
         if self._wire.name != "native":
@@ -103,11 +105,11 @@ class GradientSync:
         if not self._collectives.all_true(finite):
             return False
         for name, members in self._segments(gradients).items():
-            self._sum_(name, members)
+            self._sum_segment_(name, members)
         return True
 
     def state(self) -> dict[str, Tensor]:
-        """This rank's residues by name, empty where the format keeps none."""
+        """Return this rank's residues by name; empty where the format keeps none."""
         return {
             f"{name}/{leg}": value
             for name, total in self._sums.items()
@@ -115,13 +117,13 @@ class GradientSync:
         }
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Continue with the residues that :meth:`state` gave."""
+        """Continue from the residues that :meth:`state` returned."""
         for path, value in state.items():
             name, leg = path.split("/")
-            self._sharded(name, make_codec(self._wire, None)).residues[leg] = value
+            self._sharded_sum(name, make_codec(self._wire, None)).residues[leg] = value
 
     def _segments(self, gradients: list[Tensor]) -> dict[str, list[Tensor]]:
-        """Gradients that travel together: all, but in native form codes apart from floats."""
+        """Return the gradients that travel together: all, but native codes apart from floats."""
         if self._wire.name != "native":
             return {"all": gradients} if gradients else {}
         codes: list[Tensor] = [g for g in gradients if isinstance(g, LNSTensor)]
@@ -130,26 +132,28 @@ class GradientSync:
             name: members for name, members in (("codes", codes), ("floats", floats)) if members
         }
 
-    def _sum_(self, name: str, gradients: list[Tensor]) -> None:
+    def _sum_segment_(self, name: str, gradients: list[Tensor]) -> None:
+        """Replace the gradients of segment ``name`` by their sum over the ranks."""
         first = gradients[0]
         codec = make_codec(self._wire, first.fmt if isinstance(first, LNSTensor) else None)
         flat = flatten(gradients)
         total = (
             self._collectives.all_reduce_(flat)
             if codec is None
-            else self._sharded(name, codec)(flat)
+            else self._sharded_sum(name, codec)(flat)
         )
         unflatten_(gradients, total)
 
-    def _sharded(self, name: str, codec: Codec | None) -> ShardedSum:
+    def _sharded_sum(self, name: str, codec: Codec | None) -> ShardedSum:
+        """Return the sharded sum of segment ``name``, making it at the first call."""
         if name not in self._sums:
             assert codec is not None
-            self._sums[name] = ShardedSum(self._collectives, codec, self._wire.feedback)
+            self._sums[name] = ShardedSum(self._collectives, codec, feedback=self._wire.feedback)
         return self._sums[name]
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """The values of ``tensors`` end to end, float32."""
+    """Return the values of ``tensors`` end to end, float32."""
     return torch.cat(
         [(t.to_float() if isinstance(t, LNSTensor) else t).reshape(-1) for t in tensors]
     )
@@ -157,7 +161,9 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def unflatten_(tensors: Sequence[Tensor], flat: Tensor) -> None:
-    """Write the values of ``flat``, laid end to end, into ``tensors``; LNS ones take the nearest
-    codes."""
+    """Write the values of ``flat``, laid end to end, into ``tensors``.
+
+    LNS tensors take the nearest codes.
+    """
     for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(part.view(tensor.shape))

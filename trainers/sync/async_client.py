@@ -1,15 +1,15 @@
-"""Asynchronous data parallelism: a replica's side of the parameter server
-(:mod:`trainers.sync.parameter_server`).
+"""Asynchronous data parallelism: a replica's side of the parameter server.
 
-Rank 0 starts the shards as Ray actors, which need no CPU of their own in Ray's books and end with
-it; the others find them by name. After every backward pass a replica pushes its gradient to all
-shards and pulls the weights for its next step. With fixed work every replica takes its share of
-every batch, so all make the same number of steps; with shared work who is ready asks the first
-shard for the next share, so a slow replica makes fewer. At the end of an epoch they wait for each
-other, and evaluate the same weights. Ray must be running in the process.
+The server's side is :mod:`trainers.sync.parameter_server`. Rank 0 starts the shards as Ray actors,
+which reserve no CPU in Ray and end with rank 0; the others find them by name. After every backward
+pass a replica pushes its gradient to all shards and pulls the weights for its next step. With fixed
+work every replica takes its share of every batch, so all make the same number of steps; with shared
+work a replica that is ready asks the first shard for the next share, so a slow replica makes fewer.
+At the end of an epoch the replicas wait for each other, and evaluate the same weights. Ray must be
+running in the process.
 
 Bytes: a push and a pull, the whole model each: with float32 8 bytes a parameter, replica and step,
-with LNS 4; what the server sends is counted for the replica that receives it.
+with LNS 4. What the server sends is counted for the replica that receives it.
 
 The server keeps the weights and the optimizer's state; a checkpoint has both, end to end, so that
 another number of shards can continue it.
@@ -27,26 +27,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lns_ops.tensor import storage_of
 from trainers.comm.collectives import Collectives
 from trainers.config import TrialConfig
-from trainers.models.precision import storage_of
 from trainers.sync.base import Synchroniser, Updater
 from trainers.sync.parameter_server import Shard, Values, slices
 
 SERVER = "server/"
-"""In a checkpoint's names: what the parameter server keeps."""
+"""The prefix of the parameter server's state in a checkpoint's names."""
 BUCKETS = 4
-"""Version lags reported one by one, 0 to BUCKETS - 1; longer ones together."""
+"""The number of version lags reported one by one, from 0; longer ones are counted together."""
 
 
 class Asynchronous(Synchroniser):
-    """Gradients to the server, weights back.
+    """The synchroniser that sends gradients to the parameter server and gets weights back.
 
     Args:
         config: the trial.
         model: the replica.
-        collectives: of the replicas.
-        shard: the class of the server's shards.
+        collectives: collectives of the replicas.
+        shard: class of the server's shards.
 
     Raises:
         ValueError: Ray does not run in this process.
@@ -68,11 +68,11 @@ class Asynchronous(Synchroniser):
         values = self._flat([p.detach() for p in model.parameters()])
         self._slices = slices(len(values), config.sync.shards)
         self._shards = self._start(values, config, shard)
-        self._clock, self._good, self._shared = 0, True, config.sync.work == "shared"
+        self._clock, self._all_finite, self._work_is_shared = 0, True, config.sync.work == "shared"
 
     def shares(self, steps: int, part: int) -> Iterator[tuple[int, int]]:
-        """With shared work the shares that nobody has taken yet, else this replica's own."""
-        if not self._shared:
+        """Yield this replica's own shares or, with shared work, those that no replica has taken."""
+        if not self._work_is_shared:
             yield from super().shares(steps, part)
             return
         replicas = self._collectives.size
@@ -80,17 +80,19 @@ class Asynchronous(Synchroniser):
             yield divmod(number, replicas)
 
     def begin_epoch(self) -> None:
-        """Clocks begin anew; all pull the same weights."""
+        """Reset the clocks; all replicas pull the same weights."""
         self._collectives.all_true(True)
         if self._collectives.rank == 0:
             ray.get([shard.restart.remote() for shard in self._shards])
         self._collectives.all_true(True)
-        self._clock, self._good = 0, True
+        self._clock, self._all_finite = 0, True
         self._pull()
 
     def update(self, optimizer: Updater) -> bool:
-        """Push the gradients, pull the weights of the next step; False where a replica has
-        diverged."""
+        """Push the gradients and pull the weights of the next step.
+
+        Return False where a replica has diverged.
+        """
         gradient = self._flat([p.grad for p in self._model.parameters() if p.grad is not None])
         pushed = [
             s.push.remote(self._collectives.rank, gradient[part])
@@ -101,27 +103,31 @@ class Asynchronous(Synchroniser):
         self._collectives.sent += gradient.nbytes
         self._clock += 1
         self._pull()
-        return self._good
+        return self._all_finite
 
     def after_step(self, finite: bool) -> bool:
-        """A replica that has diverged tells the server, so that nobody waits for it; the epoch's
-        end ends the trial."""
-        if not finite and self._good:
-            self._good = False
+        """Tell the server where this replica has diverged, so that no other replica waits for it.
+
+        Training goes on until the end of the epoch, which then ends the trial.
+        """
+        if not finite and self._all_finite:
+            self._all_finite = False
             ray.get([shard.give_up.remote() for shard in self._shards])
         return True
 
-    def end_epoch(self, finite: bool, last: bool = False) -> bool:
-        """Wait for all, and take the weights that all have made."""
-        finite = self._collectives.all_true(finite and self._good)
+    def end_epoch(self, finite: bool, *, last: bool = False) -> bool:
+        """Wait for all replicas and take their weights; tell whether all replicas are finite."""
+        finite = self._collectives.all_true(finite and self._all_finite)
         if finite:
             self._write(ray.get([shard.state.remote() for shard in self._shards]))
         return finite
 
     def metrics(self) -> dict[str, float]:
-        """``staleness/version_lag`` (updates) and ``staleness/clock_gap`` (steps): mean, ``_max``,
-        and the shares of 0, 1, 2 ...; ``staleness/steps_min`` and ``_max``: of the replicas with
-        the fewest and the most steps.
+        """Return the distribution of staleness and the number of steps of the replicas.
+
+        ``staleness/version_lag`` (updates) and ``staleness/clock_gap`` (steps): mean, ``_max``, and
+        the shares of 0, 1, 2 ...; ``staleness/steps_min`` and ``_max``: steps of the replicas with
+        the fewest and the most.
         """
         recorded = ray.get([shard.recorded.remote() for shard in self._shards])
         self._collectives.all_true(True)
@@ -134,7 +140,10 @@ class Asynchronous(Synchroniser):
         return describe("version_lag", merged(lags)) | describe("clock_gap", merged(gaps)) | steps
 
     def state(self) -> dict[str, Tensor]:
-        """The server's, from rank 0; the others have nothing but a place to be asked."""
+        """Return the server's state on rank 0.
+
+        The other ranks return their rank, since all ranks or none must have a state to gather.
+        """
         if self._collectives.rank != 0:
             return {"rank": torch.tensor(self._collectives.rank)}
         states = ray.get([shard.state.remote() for shard in self._shards])
@@ -144,8 +153,11 @@ class Asynchronous(Synchroniser):
         }
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Rank 0 gives it back to the server; without the server's (a checkpoint of another layout)
-        the model's weights, as they are."""
+        """Load the state into the server, from rank 0.
+
+        Without the server's state (a checkpoint of another layout) the server takes the model's
+        weights.
+        """
         server = {
             name.removeprefix(SERVER): value.numpy()
             for name, value in state.items()
@@ -168,6 +180,7 @@ class Asynchronous(Synchroniser):
         self._collectives.all_true(True)
 
     def _start(self, values: Values, config: TrialConfig, shard: type[Shard]) -> list[Any]:
+        """Start the shards on rank 0, and return handles of them on every rank."""
         names = [f"lns-study-shard-{uuid.uuid4().hex}" for _ in self._slices]
         dist.broadcast_object_list(names, 0, self._collectives.group)
         if self._collectives.rank == 0:
@@ -181,17 +194,19 @@ class Asynchronous(Synchroniser):
         return started if self._collectives.rank == 0 else [ray.get_actor(name) for name in names]
 
     def _pull(self) -> None:
+        """Pull the weights of the next step, once the bound on staleness allows it."""
         with self._collectives.spans("communication", "pull"):
             pulled = ray.get(
                 [shard.pull.remote(self._collectives.rank, self._clock) for shard in self._shards]
             )
-        self._good = self._good and all(part is not None for part in pulled)
-        if self._good:
+        self._all_finite = self._all_finite and all(part is not None for part in pulled)
+        if self._all_finite:
             self._write([{"weight": part} for part in pulled])
             self._collectives.sent += sum(part.nbytes for part in pulled)
 
     @torch.no_grad()
     def _write(self, states: list[dict[str, Values]]) -> None:
+        """Write the shards' slices of the weights into the model."""
         flat = torch.from_numpy(np.concatenate([state["weight"] for state in states]))
         parameters = [storage_of(p.detach()) for p in self._model.parameters()]
         for parameter, part in zip(
@@ -200,18 +215,18 @@ class Asynchronous(Synchroniser):
             parameter.copy_(part.view(parameter.shape))
 
     def _flat(self, tensors: list[Tensor]) -> Values:
-        """Codes or float32 values end to end."""
+        """Return codes or float32 values end to end."""
         values: Values = torch.cat([storage_of(t).reshape(-1) for t in tensors]).numpy()
         return values
 
 
 def _joined(parts: list[Values]) -> Values:
-    """Slices end to end; of a scalar, which all shards have alike, the first."""
+    """Return slices end to end; of a scalar, which is the same on all shards, return the first."""
     return np.concatenate(parts) if parts[0].ndim else parts[0]
 
 
 def merged(counts: list[dict[int, int]]) -> dict[int, int]:
-    """Counts of several shards added up."""
+    """Return the sum of the counts of several shards."""
     return {
         key: sum(count.get(key, 0) for count in counts)
         for key in sorted({key for count in counts for key in count})
@@ -219,7 +234,7 @@ def merged(counts: list[dict[int, int]]) -> dict[int, int]:
 
 
 def describe(name: str, counts: dict[int, int]) -> dict[str, float]:
-    """Mean, maximum and the shares of the small values of a histogram."""
+    """Return the mean, the maximum and the shares of the small values of a histogram."""
     total = sum(counts.values()) or 1
     values = {
         "": sum(key * count for key, count in counts.items()) / total,

@@ -1,9 +1,10 @@
-"""What the replicas of one trial do to stay together, as the training loop sees it.
+"""The interface through which the training loop keeps the replicas of one trial together.
 
 The loop calls :meth:`Synchroniser.begin_step` before forward, :meth:`gradients` between backward
-and :meth:`update`, :meth:`after_step` after every step and :meth:`end_epoch` after the last of an
-epoch. Every rank makes the same calls in the same order, whether or not its own loss is still
-finite, so that none waits for another: what is collective is decided by the count of steps alone.
+and :meth:`update`, :meth:`after_step` after every step and :meth:`end_epoch` after the last step of
+an epoch. Every rank makes the same calls in the same order, whether or not its own loss is still
+finite, so that no rank waits for another in vain: only the number of steps decides when a
+collective runs.
 """
 
 from __future__ import annotations
@@ -16,76 +17,94 @@ from torch import Tensor
 
 
 class Updater(Protocol):
-    """What a training step asks of an optimizer: torch's have it, and what stands between it and
-    one."""
+    """The part of an optimizer that a training step calls; torch's and our wrappers have it."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
+        """Reset the gradients."""
 
     def step(self) -> Any:
-        """Change the weights by the gradients."""
+        """Update the weights by the gradients."""
 
 
 class Synchroniser:
-    """One replica alone: nothing to do. The base of all others.
+    """The synchroniser of a single replica, which has nothing to do; the base of all others.
 
     Attributes:
         whole: whether every replica evaluates all examples, not its share of them.
-        together: whether forward passes are collective, so that every replica must make as many.
+        together: whether forward passes are collective, so that every replica must run equally
+            many.
     """
 
     whole = False
     together = False
 
     def combine(self, logits: Tensor) -> Tensor:
-        """What the trial predicts where this replica has ``logits``, ``[B, classes]``; collective
-        where replicas predict together."""
+        """Return the trial's predictions where this replica has ``logits``, ``[B, classes]``.
+
+        A collective where replicas predict together.
+        """
         return logits
 
     def gradients(self, parameters: Iterable[Tensor], finite: bool) -> bool:
-        """Make the gradients what this replica's update shall use; whether to update (False leaves
-        the weights alone)."""
+        """Turn the gradients into those of this replica's update; return whether to update at all.
+
+        False leaves the weights as they are.
+        """
         return finite
 
     def begin_step(self, micro_batches: int) -> None:
-        """Before a step's first forward pass; backward will run so many times."""
+        """Prepare for a step of ``micro_batches`` backward passes; called before forward."""
 
     def begin_epoch(self) -> None:
-        """Before an epoch's first step."""
+        """Prepare for an epoch; called before its first step."""
 
     def shares(self, steps: int, part: int) -> Iterator[tuple[int, int]]:
-        """Which parts of which batches of an epoch this replica takes: by default its own ``part``
-        of each of ``steps``."""
+        """Yield (step, part): which parts of which batches of an epoch this replica takes.
+
+        By default it takes its own ``part`` of each of ``steps`` batches.
+        """
         for step in range(steps):
             yield step, part
 
     def update(self, optimizer: Updater) -> bool:
-        """Change the weights by the gradients; whether they are still good."""
+        """Update the weights by the gradients; tell whether the replica can go on."""
         optimizer.step()
         return True
 
     def metrics(self) -> dict[str, float]:
-        """What to report of the epoch that has just ended, the same on every rank; collective."""
+        """Return the metrics of the epoch that has just ended, the same on every rank.
+
+        A collective.
+        """
         return {}
 
     def after_step(self, finite: bool) -> bool:
-        """After a step, done or left out (``finite`` False); whether training goes on, the same on
-        every rank that has been asked."""
+        """Finish a step and tell whether training goes on.
+
+        Ranks that exchanged something in this call agree on the answer.
+
+        Args:
+            finite: False where the update was left out because a loss was not finite.
+        """
         return finite
 
-    def end_epoch(self, finite: bool, last: bool = False) -> bool:
-        """After an epoch's last step (``last``: of the trial's last epoch); whether training goes
-        on, the same on every rank."""
+    def end_epoch(self, finite: bool, *, last: bool = False) -> bool:
+        """Finish an epoch and tell whether training goes on, the same on every rank.
+
+        Args:
+            finite: False where a loss was not finite.
+            last: whether this was the trial's last epoch.
+        """
         return finite
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """While inside, the model has the weights that the trial's figures are about."""
+        """Give the model, within the context, the weights whose metrics the trial reports."""
         yield
 
     def state(self) -> dict[str, Tensor]:
-        """Tensors of this rank alone that a checkpoint must hold, by name."""
+        """Return the tensors, by name, that a checkpoint must hold for this rank alone."""
         return {}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Continue with what :meth:`state` gave."""
+        """Continue from the tensors that :meth:`state` returned."""

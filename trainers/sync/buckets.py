@@ -4,20 +4,20 @@ Backward makes the last layer's gradients first. With ``wire.bucket_cap_mb`` par
 that order into buckets of about so many megabytes of float32 values. As soon as all gradients of a
 bucket are there (after the last micro-batch's backward), it is summed over the replicas by the same
 code that :class:`~trainers.sync.all_reduce.GradientSync` runs after backward: on a CPU by a second
-thread, on a GPU in a second stream. The step waits for all buckets before it updates, so what is
-exposed of the transfer is the last bucket's and what backward did not cover.
+thread, on a GPU in a second stream. The step waits for all buckets before it updates, so the
+exposed part of the transfer is the last bucket and what backward did not cover.
 
 - **Same bits.** A bucket's sum depends on its own gradients alone, so the result is that of the
-  same buckets sent after backward (``wire.overlap=false``). It equals one bucket's of everything
+  same buckets sent after backward (``wire.overlap=false``). It equals the result of a single bucket
   where a format treats every value alike (all but int8, lns8 and top-k, whose blocks and choices
-  are per bucket, and float32 all-reduces of more than two replicas, which add in an order by
-  position).
-- **Same order on all ranks.** Buckets leave in their order, each after the one before it, whenever
-  their gradients come.
-- **Divergence.** Buckets leave before anybody knows whether every replica is finite. A replica
-  whose forward or backward raised sends what it has (zeros for what it has not), values that are
-  not finite go as zeros where the format cannot carry them, and the flag that all exchange at the
-  end discards the sums.
+  are per bucket, and float32 all-reduces of more than two replicas, which add in an order that
+  depends on the position).
+- **Same order on all ranks.** Buckets are sent in their order, each after the one before it,
+  whenever their gradients become ready.
+- **Divergence.** Buckets are sent before any rank knows whether every replica is finite. A replica
+  whose forward or backward raised an error sends what it has (zeros for what it does not have),
+  values that are not finite are sent as zeros where the format cannot carry them, and the flag that
+  all ranks exchange at the end discards the sums.
 
 Source: S. Li et al. 2020, "PyTorch Distributed" (arXiv:2006.15704), section 3.2.3.
 """
@@ -42,10 +42,10 @@ MEGABYTE = 1 << 20
 
 
 def buckets(parameters: Sequence[Tensor], cap_mb: float) -> list[list[Tensor]]:
-    """``parameters`` from the last to the first, cut where a bucket reaches ``cap_mb`` megabytes of
-    float32 values.
+    """Return ``parameters`` from the last to the first, in buckets of ``cap_mb`` megabytes.
 
-    A bucket has LNS parameters or float ones, not both: in native form they travel differently.
+    A bucket ends where it reaches ``cap_mb`` megabytes of float32 values. It holds LNS parameters
+    or float ones, not both: in native form they travel differently.
     """
     found: list[list[Tensor]] = []
     size = 0.0
@@ -64,23 +64,23 @@ def buckets(parameters: Sequence[Tensor], cap_mb: float) -> list[list[Tensor]]:
 
 
 class BucketSync(GradientSync):
-    """Sums gradients over the ranks bucket by bucket; called as
-    :class:`trainers.sync.all_reduce.GradientSync` is.
+    """The sum of gradients over the ranks, bucket by bucket.
+
+    Called as :class:`trainers.sync.all_reduce.GradientSync` is. With ``wire.overlap`` buckets are
+    sent by themselves between :meth:`begin_step` and the call.
 
     Args:
-        wire: the wire format, with ``bucket_cap_mb``; while ``overlap``, between :meth:`begin_step`
-            and the call buckets leave by
-        themselves.
-        collectives: of the replicas; nothing else may use their group in between.
-        parameters: of the model, in its order.
+        wire: the wire format, with ``bucket_cap_mb``.
+        collectives: collectives of the replicas; nothing else may use their group in between.
+        parameters: parameters of the model, in its order.
     """
 
     def __init__(
         self, wire: WireConfig, collectives: Collectives, parameters: Iterable[Tensor]
     ) -> None:
         assert wire.bucket_cap_mb is not None
-        # Its own object: what runs beside backward is not exposed, and is counted when it has come
-        # back.
+        # The sums have collectives of their own: what runs beside backward is not exposed time, and
+        # its bytes are counted when all buckets are back.
         super().__init__(wire, Collectives(collectives.group, collectives.device))
         self._agreement = collectives
         self._buckets = buckets([p for p in parameters if p.requires_grad], wire.bucket_cap_mb)
@@ -95,47 +95,53 @@ class BucketSync(GradientSync):
             else None
         )
         if wire.overlap:
-            self._hook()
+            self._register_hooks()
 
     def begin_step(self, micro_batches: int) -> None:
-        """Before forward: every gradient will be added to so many times."""
+        """Expect ``micro_batches`` gradients of every parameter; called before forward."""
         self._remaining = [micro_batches * len(bucket) for bucket in self._buckets]
         self._next, self._sent = 0, []
 
     def __call__(self, parameters: Iterable[Tensor], finite: bool = True) -> bool:
-        """Send what has not left yet, wait for all; the rest as of the base."""
-        self._launch(len(self._buckets))
+        """Send the buckets that are left, wait for all, and tell whether all ranks were finite.
+
+        Arguments and result are those of :meth:`trainers.sync.all_reduce.GradientSync.__call__`.
+        """
+        self._send_until(len(self._buckets))
         with self._agreement.spans("communication", "wait for buckets"):
-            if self._stream is not None:  # before anything of it is read
+            if self._stream is not None:  # before a sum is read
                 torch.cuda.current_stream().wait_stream(self._stream)
-            arrived = [self._arrived(sent) for sent in self._sent]
+            finite_here = [self._was_finite(sent) for sent in self._sent]
         self._remaining = []
         self._agreement.sent += self._collectives.sent
         self._collectives.sent = 0
-        return self._agreement.all_true(finite and all(arrived))
+        return self._agreement.all_true(finite and all(finite_here))
 
-    def _hook(self) -> None:
-        """Hooks that do not keep this object: it keeps the parameters, they keep their hooks, and
-        Python cannot collect that circle."""
+    def _register_hooks(self) -> None:
+        """Register hooks that count gradients, without a reference to this object.
+
+        This object refers to the parameters and they to their hooks; Python cannot collect the
+        cycle that a reference from the hooks to this object would close.
+        """
         this = weakref.ref(self)
         for number, bucket in enumerate(self._buckets):
             for parameter in bucket:
                 parameter.register_post_accumulate_grad_hook(partial(_accumulated, this, number))
 
-    def _count(self, number: int) -> None:
-        """One more gradient of that bucket has been added to."""
+    def _gradient_added(self, number: int) -> None:
+        """Count one more gradient of bucket ``number``, and send the buckets that are complete."""
         if self._remaining:
             self._remaining[number] -= 1
             if number == self._next and not self._remaining[number]:
-                self._launch(
+                self._send_until(
                     next(
                         (i for i in range(number, len(self._buckets)) if self._remaining[i]),
                         len(self._buckets),
                     )
                 )
 
-    def _launch(self, end: int) -> None:
-        """Send the buckets before ``end`` that have not left."""
+    def _send_until(self, end: int) -> None:
+        """Send the buckets before ``end`` that have not been sent."""
         for number in range(self._next, end):
             members = self._buckets[number]
             if self._stream is not None:
@@ -149,12 +155,15 @@ class BucketSync(GradientSync):
         self._next = max(self._next, end)
 
     def _sum_bucket_on_cpu(self, number: int, members: list[Tensor]) -> bool:
+        """Sum a bucket, and return whether its values were finite as a bool."""
         return bool(self._sum_bucket(number, members))
 
     @torch.no_grad()
     def _sum_bucket(self, number: int, members: list[Tensor]) -> Tensor:
-        """Replace the members' gradients by their sums; whether this rank's could travel, a tensor
-        so that a GPU is not waited for."""
+        """Replace the members' gradients by their sums; return whether this rank's could be sent.
+
+        The result is a tensor, so that the host does not wait for a GPU.
+        """
         first = members[0]
         codec = make_codec(self._wire, first.fmt if isinstance(first, LNSTensor) else None)
         flat = flatten(
@@ -164,19 +173,20 @@ class BucketSync(GradientSync):
         total = (
             self._collectives.all_reduce_(flat)
             if codec is None
-            else self._sharded(str(number), codec)(flat.where(finite, 0.0))
+            else self._sharded_sum(str(number), codec)(flat.where(finite, 0.0))
         )
         for parameter, part in zip(members, total.split([p.numel() for p in members]), strict=True):
             if parameter.grad is not None:
                 unflatten_([parameter.grad], part)
-        # a plain sum carries what is not finite
+        # a plain float sum carries values that are not finite
         return finite.all() if codec is not None else torch.ones((), dtype=torch.bool)
 
-    def _arrived(self, sent: Future[bool] | Tensor) -> bool:
-        """Whether that bucket was finite here."""
+    def _was_finite(self, sent: Future[bool] | Tensor) -> bool:
+        """Wait for a bucket, and tell whether its values were finite on this rank."""
         return bool(sent if isinstance(sent, Tensor) else sent.result())
 
 
 def _accumulated(sync: weakref.ref[BucketSync], number: int, _parameter: Tensor) -> None:
+    """Count a gradient of bucket ``number``, if its :class:`BucketSync` still exists."""
     if (alive := sync()) is not None:
-        alive._count(number)
+        alive._gradient_added(number)

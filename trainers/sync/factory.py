@@ -1,4 +1,4 @@
-"""The synchroniser that a trial's config asks for."""
+"""The choice of the synchroniser that a trial's config asks for."""
 
 from __future__ import annotations
 
@@ -18,8 +18,13 @@ def make_synchroniser(
     optimizer: torch.optim.Optimizer,
     collectives: Collectives | None,
 ) -> Synchroniser:
-    """The synchroniser that ``config`` asks for, of the replicas in ``collectives``; None where
-    there is only one."""
+    """Return the synchroniser that ``config`` asks for.
+
+    Args:
+        config: the trial.
+        model, optimizer: the replica.
+        collectives: collectives of the replicas; None where there is only one.
+    """
     if collectives is None:
         return Synchroniser()
     if config.sync.name == "synchronous":

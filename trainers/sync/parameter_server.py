@@ -1,28 +1,27 @@
-"""A parameter server's shard: a slice of the weights, their optimizer, and the rule how far
-replicas may run apart.
+"""A shard of the parameter server.
 
-All weights lie end to end and are cut into equal slices, one a shard; every shard is a process of
-its own (a Ray actor) and keeps its slice, the optimizer's state of it, a *version* (updates so far)
-and a *clock* for every replica (steps whose gradients it has). A replica at clock ``c`` pulls the
+It has a slice of the weights, its optimizer, and the bound on how far replicas may run apart. All
+weights lie end to end and are cut into equal slices, one a shard. Every shard is a process of its
+own (a Ray actor) and keeps its slice, the optimizer's state of it, a *version* (updates so far) and
+a *clock* for every replica (steps whose gradients it has). A replica at clock ``c`` pulls the
 weights, computes, pushes its gradient and is then at ``c + 1``.
 
 - **Staleness bound s** (Q. Ho et al. 2013, "stale synchronous parallel"): a pull at clock ``c``
-  waits until every replica's clock is at least ``c - s``. None never waits.
-- **s = 0** is bulk synchronous: the gradients of a clock are added up in the order of ranks, as the
-  synchronous way does, and make one update.
+  waits until every replica's clock is at least ``c - s``. Without a bound (None) it never waits.
+- **s = 0** is bulk synchronous: the gradients of a clock are added up in the order of ranks, as in
+  synchronous training, and make one update.
 - **Otherwise** every gradient is an update at once, in order of arrival. It is the sum over the
   replica's share of the batch and the learning rate is divided by the whole batch, so N pushes move
   the weights as far as one synchronous step; momentum decays with every push.
-
 - **Staleness-aware** (``sync.staleness_aware``): the learning rate of an update is divided by
   ``max(1, version lag)`` of its gradient, so that old gradients count less (W. Zhang et al. 2016,
   arXiv:1511.05950).
 
-Recorded: *version lag*, updates between a replica's pull and its push, which its gradient does not
-know of; *clock gap*, steps by which a replica that begins one is ahead of the slowest.
+Recorded: *version lag*, the updates between a replica's pull and its push, which its gradient does
+not know of; *clock gap*, the steps by which a replica that begins a step is ahead of the slowest.
 
-Limits: arrival decides, so with s > 0 a run does not repeat bit for bit; a checkpoint is exact,
-what follows is another course.
+Limits: the order of arrival matters, so with s > 0 a run does not repeat bit for bit. A checkpoint
+is exact, but the training that continues it takes another course.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ from torch import Tensor, nn
 
 from lns_ops import LNSTensor
 from lns_ops import functional as lns
+from lns_ops.tensor import storage_of
 from trainers.config import TrialConfig
-from trainers.models.precision import storage_of
 from trainers.optim.build import make_optimizer
 
 Values = NDArray[Any]
@@ -48,8 +47,9 @@ Values = NDArray[Any]
 
 
 class Shard:
-    """One slice of the weights; methods are asynchronous, so that a pull that waits does not keep
-    others from being served.
+    """One slice of the weights and its optimizer.
+
+    The methods are asynchronous, so that other replicas are served while a pull waits.
 
     Args:
         values: the slice.
@@ -68,11 +68,11 @@ class Shard:
         self._optimizer = make_optimizer(
             holder, trial.optimizer, trial.precision, trial.update_examples, trial.seed, scale
         )
-        self._aware, self._lr = (
+        self._staleness_aware, self._lr = (
             trial.sync.staleness_aware,
             float(self._optimizer.param_groups[0]["lr"]),
         )
-        # a rate that underflows would be refused
+        # the least learning rate; the optimizer would refuse one that underflows
         self._smallest = self._fmt.smallest if self._fmt is not None else 0.0
         self._version = 0
         self._failed = False
@@ -81,12 +81,14 @@ class Shard:
         self._restart()
 
     async def restart(self) -> None:
-        """Before an epoch: all clocks 0, nothing recorded."""
+        """Reset all clocks and records; called before an epoch."""
         self._restart()
 
     async def pull(self, replica: int, clock: int) -> Values | None:
-        """The weights, once the bound lets ``replica`` begin step ``clock``; None where a replica
-        has given up."""
+        """Return the weights once the bound lets ``replica`` begin step ``clock``.
+
+        Return None where a replica has given up.
+        """
         async with self._changed:
             await self._changed.wait_for(lambda: self._failed or self.may_start(clock))
             self._pulled[replica] = self._version
@@ -94,7 +96,7 @@ class Shard:
             return None if self._failed else self._values()
 
     async def push(self, replica: int, gradient: Values) -> None:
-        """A gradient of ``replica``, computed from the weights that it pulled last."""
+        """Take a gradient that ``replica`` computed from the weights that it pulled last."""
         async with self._changed:
             lag = self._version - self._pulled[replica]
             self._lags[lag] += 1
@@ -104,29 +106,32 @@ class Shard:
                 if len(self._waiting) == self._replicas:
                     self._update(self._sum())
             else:
-                self._update(self._tensor(gradient), lag if self._aware else 1)
+                self._update(self._tensor(gradient), lag if self._staleness_aware else 1)
             self._changed.notify_all()
 
     async def give_up(self) -> None:
-        """A replica's loss is no longer finite: nobody shall wait for it, all shall stop."""
+        """Stop all replicas, because one replica's loss is not finite; no pull waits any longer."""
         async with self._changed:
             self._failed = True
             self._changed.notify_all()
 
     async def take(self) -> int:
-        """The next number from 0 on: which part of the epoch the replica that asks shall
-        compute."""
+        """Return the next number from 0: the part of the epoch that the caller shall compute."""
         self._taken += 1
         return self._taken - 1
 
     async def recorded(self) -> tuple[dict[int, int], dict[int, int], list[int]]:
-        """How often each version lag and each clock gap occurred since the restart, and the
-        replicas' clocks."""
+        """Return how often each version lag and each clock gap occurred, and the replicas' clocks.
+
+        All count from the restart.
+        """
         return dict(self._lags), dict(self._gaps), list(self._clocks)
 
     async def state(self) -> dict[str, Values]:
-        """The slice as ``weight``, and the optimizer's state of it: ``codes/KEY`` for LNS values,
-        ``plain/KEY`` for others."""
+        """Return the slice as ``weight``, and the optimizer's state of it.
+
+        LNS values are ``codes/KEY``, others ``plain/KEY``.
+        """
         states = self._optimizer.state.get(self._weight, {})
         named = {
             f"{'codes' if isinstance(value, LNSTensor) else 'plain'}/{key}": value
@@ -137,7 +142,7 @@ class Shard:
         }
 
     async def load_state(self, state: dict[str, Values]) -> None:
-        """Continue with what :meth:`state` gave, from shards of other sizes too."""
+        """Continue from what :meth:`state` returned, also where shards had other sizes."""
         self._failed = False
         with torch.no_grad():
             self._weight.copy_(self._tensor(state["weight"]))
@@ -149,10 +154,11 @@ class Shard:
                 self._optimizer.state[self._weight][key] = value
 
     def may_start(self, clock: int) -> bool:
-        """Whether the bound lets a replica begin step ``clock``."""
+        """Tell whether the bound lets a replica begin step ``clock``."""
         return self._bound is None or clock - min(self._clocks) <= self._bound
 
     def _restart(self) -> None:
+        """Reset clocks, records and waiting gradients."""
         self._clocks = [0] * self._replicas
         self._waiting: dict[int, Values] = {}
         self._taken = 0
@@ -160,15 +166,17 @@ class Shard:
         self._gaps: Counter[int] = Counter()
 
     def _values(self) -> Values:
+        """Return a copy of the slice: codes or float32 values."""
         values: Values = storage_of(self._weight.detach()).numpy().copy()
         return values
 
     def _tensor(self, values: Values) -> Tensor:
+        """Return ``values`` as a tensor in the format of the weights."""
         tensor = torch.from_numpy(values.copy())
         return tensor if self._fmt is None else LNSTensor(tensor, self._fmt)
 
     def _sum(self) -> Tensor:
-        """Of the gradients waiting, in the order of ranks and their own arithmetic."""
+        """Return the sum of the waiting gradients, in rank order and in their own arithmetic."""
         rows = [torch.from_numpy(self._waiting.pop(rank)) for rank in range(self._replicas)]
         if self._fmt is not None:
             return LNSTensor(lns.sum(torch.stack(rows), [0], self._fmt), self._fmt)
@@ -178,6 +186,7 @@ class Shard:
         return total
 
     def _update(self, gradient: Tensor, lag: int = 1) -> None:
+        """Update the slice by ``gradient``, its learning rate divided by ``lag``."""
         self._weight.grad = gradient
         group = self._optimizer.param_groups[0]
         group["lr"] = max(self._lr / max(1, lag), self._smallest)
@@ -186,6 +195,6 @@ class Shard:
 
 
 def slices(values: int, shards: int) -> list[slice]:
-    """``values`` in ``shards`` contiguous parts whose lengths differ by one at most."""
+    """Return ``shards`` contiguous parts of ``values`` values, with lengths equal to within one."""
     bounds = [values * i // shards for i in range(shards + 1)]
     return [slice(low, high) for low, high in pairwise(bounds)]

@@ -1,4 +1,4 @@
-"""Synchronous data-parallel training: every step ends with the mean of all replicas' gradients."""
+"""Synchronous data parallelism: every step updates by the gradients summed over all replicas."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from trainers.sync.powersgd import PowerSGD
 
 
 class Synchronous(Synchroniser):
-    """Every step's gradients are summed over the replicas, which so remain the same.
+    """The synchroniser that sums every step's gradients over the replicas.
+
+    All replicas make the same update, and so remain identical.
 
     Args:
         wire: how gradients travel.
-        collectives: of the replicas.
-        seed: of PowerSGD's first factors.
-        parameters: of the model, for buckets.
+        collectives: collectives of the replicas.
+        seed: seed of PowerSGD's first factors.
+        parameters: the model's parameters, for buckets.
     """
 
     def __init__(
@@ -40,18 +42,18 @@ class Synchronous(Synchroniser):
             self._sum = GradientSync(wire, collectives)
 
     def begin_step(self, micro_batches: int) -> None:
-        """Buckets may leave from now on."""
+        """Let buckets be sent from now on."""
         if isinstance(self._sum, BucketSync):
             self._sum.begin_step(micro_batches)
 
     def gradients(self, parameters: Iterable[Tensor], finite: bool) -> bool:
-        """Sum them; False on every rank where one is not finite."""
+        """Sum the gradients; return False on every rank if they are not finite on one."""
         return self._sum(parameters, finite)
 
     def state(self) -> dict[str, Tensor]:
-        """The residues of error feedback."""
+        """Return the residues of error feedback."""
         return self._sum.state()
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Continue with them."""
+        """Continue from the residues that :meth:`state` returned."""
         self._sum.load_state(state)

@@ -1,16 +1,16 @@
 """Telemetry: what an epoch of a trial cost, beside what it learned.
 
 With ``telemetry=true`` an epoch reports, over its training steps alone (:data:`NAMES` describes
-each):
+each metric):
 
 - **where a step's time goes**. Every worker times its collectives
-  (:mod:`trainers.telemetry.spans`). A collective lasts, on the worker that comes to it last, as
-  long as its transfer; the others wait for that one. So, step by step, the least time of all
+  (:mod:`trainers.telemetry.spans`). On the worker that arrives last a collective takes as long as
+  its transfer; the other workers wait for that one. So, step by step, the least time of all
   workers is *communication* (exposed: nothing overlaps it, or it would not be waited for), and what
-  a worker spends beyond is *idle*. In a pipeline the time of its schedule in which a worker's
+  a worker spends beyond it is *idle*. In a pipeline the part of the schedule in which a worker's
   stages do not compute is idle too: the bubble, transfers between stages included. The rest is
-  *compute*. The three add up to the step. The parameter server's replicas keep no common steps;
-  there all waiting for it is communication.
+  *compute*. The three add up to the step. The replicas of a parameter server have no common steps;
+  there all waiting for the server is communication.
 - **memory**: of the process on a CPU (its resident set's peak, which Linux can reset), of torch's
   allocator on a GPU.
 - **multiply-accumulates** of matrix products and convolutions, counted by torch's FlopCounterMode
@@ -18,9 +18,9 @@ each):
   (:mod:`trainers.telemetry.roofline`).
 - **energy and activity of GPUs** (:mod:`trainers.telemetry.nvml`), of whole devices.
 
-A metric that the hardware or the system does not tell is absent, never estimated. All names begin
-with :data:`PREFIX`: they depend on the machine and its mood, and are left out where results are
-compared.
+A metric that the hardware or the system does not offer is absent, never estimated. All names begin
+with :data:`PREFIX`. The values depend on the machine and its load, and are left out where results
+are compared.
 """
 
 from __future__ import annotations
@@ -59,16 +59,15 @@ NAMES = {
     "integer_busy": "share of time with integer operations",
     "tensor_busy": "share of time with tensor operations",
 }
-"""Of the metrics, without the prefix: what they mean."""
+"""The metrics, without the prefix, and what they mean."""
 _PARTS = ("step", "compute", "communication", "idle")
 SHARES = ("sm_busy", "sm_occupancy", "integer_busy", "tensor_busy")
 RESET_PEAK = "5"
-"""Written to ``/proc/self/clear_refs``: the resident set's peak becomes its present size
-(proc(5))."""
+"""The text that, written to ``/proc/self/clear_refs``, resets the resident set's peak (proc(5))."""
 
 
 def repeatable(metrics: dict[str, float]) -> dict[str, float]:
-    """``metrics`` without those that depend on the machine's mood: speed and telemetry."""
+    """Return ``metrics`` without those that depend on the machine's load: speed and telemetry."""
     return {
         name: value
         for name, value in metrics.items()
@@ -77,16 +76,16 @@ def repeatable(metrics: dict[str, float]) -> dict[str, float]:
 
 
 class Telemetry:
-    """Of one worker of a trial.
+    """The telemetry of one worker of a trial.
 
     Args:
-        spans: that the worker's code marks.
-        device: where it computes.
-        world_size: workers; with more than one the default process group must exist.
+        spans: marks that the worker's code sets.
+        device: where the worker computes.
+        world_size: number of workers; with more than one the default process group must exist.
+        ceiling: returns the kernel's multiply-accumulates a second; called once.
         aligned: whether all workers take the same steps.
-        ceiling: gives the kernel's multiply-accumulates a second; asked once.
-        waits: whether spans tell all waiting; without, a step's time is not divided.
-        formulas: of operations, instead of torch's FLOP counter's own.
+        waits: whether the spans contain all waiting; if not, a step's time is not divided.
+        formulas: formulas of operations that replace those of torch's FLOP counter.
     """
 
     def __init__(
@@ -94,8 +93,9 @@ class Telemetry:
         spans: Spans,
         device: torch.device,
         world_size: int,
-        aligned: bool,
         ceiling: Callable[[], float],
+        *,
+        aligned: bool,
         waits: bool = True,
         formulas: dict[Any, Callable[..., int]] | None = None,
     ) -> None:
@@ -106,7 +106,7 @@ class Telemetry:
             aligned,
             ceiling,
         )
-        self._told, self._formulas = _PARTS if waits else _PARTS[:1], formulas
+        self._reported, self._formulas = _PARTS if waits else _PARTS[:1], formulas
         self._gpu = GPUCounters(torch.cuda.current_device() if device.type == "cuda" else None)
         self._ceiling_rate: float | None = None
         self._macs: float | None = None
@@ -115,8 +115,10 @@ class Telemetry:
 
     @contextmanager
     def counting(self, steps: int = 1) -> Iterator[None]:
-        """Inside runs the first training step, or ``steps`` equal ones: its multiply-accumulates
-        are counted."""
+        """Count the multiply-accumulates of the training steps that run in this context.
+
+        These are the trial's first step, or ``steps`` equal ones; later contexts count nothing.
+        """
         if self._macs is not None:
             yield
             return
@@ -125,7 +127,7 @@ class Telemetry:
         self._macs = counter.get_total_flops() / 2 / steps
 
     def begin(self) -> None:
-        """Training of an epoch begins."""
+        """Begin the training of an epoch."""
         if self._ceiling_rate is None:
             self._ceiling_rate = self._ceiling()
         self._reset_peak()
@@ -133,10 +135,12 @@ class Telemetry:
         self._spans.begin()
 
     def metrics(self, seconds: float) -> dict[str, float]:
-        """What to report of the epoch, whose training took ``seconds``; the same on every worker;
-        collective."""
+        """Return the metrics of the epoch, whose training took ``seconds``.
+
+        The same on every worker; a collective.
+        """
         self._spans.end()
-        counted, peak = self._gpu.end(), self._peak()  # before what this allocates
+        counted, peak = self._gpu.end(), self._peak()  # before this method allocates
         steps, macs, possible = (
             self._spans.steps,
             (self._macs or 0.0) * self._spans.steps,
@@ -152,7 +156,7 @@ class Telemetry:
             found |= {
                 f"{name}_seconds": value / all_steps
                 for name, value in zip(_PARTS, times, strict=True)
-                if name in self._told
+                if name in self._reported
             }
             found["macs_per_step"] = all_macs / all_steps * self._world_size
             found["ceiling_fraction"] = all_macs / all_possible
@@ -162,7 +166,7 @@ class Telemetry:
         return {PREFIX + name: value for name, value in found.items() if math.isfinite(value)}
 
     def _split(self, table: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Every step's seconds: all, compute, communication, idle."""
+        """Return every step's seconds: in total, computing, in communication and idle."""
         total, communication, schedule, stage = table.unbind(1)
         least = communication.clone()
         if self._world_size > 1 and self._aligned and len(least):
@@ -171,10 +175,11 @@ class Telemetry:
         return total, total - least - idle, least, idle
 
     def _summed(self, values: Tensor) -> Tensor:
+        """Return the sum of ``values`` over the workers."""
         return self._reduced(values, "SUM") if self._world_size > 1 else values
 
     def _over_all(self, value: float, how: str) -> float:
-        """An infinity (absent) on one worker is one on all."""
+        """Return ``value`` reduced over the workers; absent (infinite) on one is absent on all."""
         return (
             float(self._reduced(torch.tensor([value], dtype=torch.float64), how))
             if self._world_size > 1
@@ -182,11 +187,13 @@ class Telemetry:
         )
 
     def _reduced(self, values: Tensor, how: str) -> Tensor:
+        """Return ``values`` after an all-reduce over the workers, on the CPU."""
         reduced = values.to(self._device)
         dist.all_reduce(reduced, op=getattr(dist.ReduceOp, how))
         return reduced.cpu()
 
     def _reset_peak(self) -> None:
+        """Reset the memory peak, and note whether the system allows it."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             return
@@ -197,7 +204,7 @@ class Telemetry:
             self._resettable = False
 
     def _peak(self) -> float:
-        """Bytes; infinity where the peak of an earlier epoch or trial may be in it."""
+        """Return the memory peak in bytes; infinity where it may be that of an earlier epoch."""
         if self._device.type == "cuda":
             return float(torch.cuda.max_memory_allocated())
         if not self._resettable:

@@ -1,10 +1,10 @@
-"""What an NVIDIA GPU tells of itself through NVML: energy from its counter, and how busy its
-multiprocessors were (GPM).
+"""Counters that an NVIDIA GPU offers through NVML.
 
-nvidia-smi's "utilisation" says only that some kernel ran; GPM (Hopper and later) counts, between
-two samples, the share of multiprocessors that were busy, of warps that were resident, and of time
-in tensor and integer operations. Where the library, the driver or the device has none of it, there
-is none: nothing is estimated. Counters are the whole device's, other processes on it included.
+They are its energy, and how busy its multiprocessors were (GPM). nvidia-smi's "utilisation" says
+only that some kernel ran; GPM (Hopper and later) counts, between two samples, the share of
+multiprocessors that were busy, of warps that were resident, and of time in tensor and integer
+operations. Where the library, the driver or the device does not offer a counter, it is absent from
+the result: nothing is estimated. Counters are the whole device's, other processes on it included.
 
 Source: NVML API reference, "GPM Functions" and ``nvmlDeviceGetTotalEnergyConsumption`` (Volta and
 later).
@@ -26,7 +26,7 @@ GPM = {
 
 
 class GPUCounters:
-    """Of one device, between :meth:`begin` and :meth:`end`.
+    """The counters of one device, between :meth:`begin` and :meth:`end`.
 
     Args:
         device: index as torch.cuda counts, None for no GPU.
@@ -47,8 +47,10 @@ class GPUCounters:
             self._nvml.nvmlGpmSampleGet(self._handle, self._samples[0])
 
     def end(self) -> dict[str, float]:
-        """``joules`` and, where the device counts them, the shares of :data:`GPM` since
-        :meth:`begin`; empty where it tells nothing."""
+        """Return ``joules`` and the shares of :data:`GPM` since :meth:`begin`.
+
+        What the device does not count is absent.
+        """
         found: dict[str, float] = {}
         energy = self._millijoules()
         if energy is not None and self._energy is not None:
@@ -59,14 +61,15 @@ class GPUCounters:
         return found
 
     def _open(self, device: int) -> None:
+        """Find the device in NVML, and allocate two samples where it supports GPM."""
         try:
             import pynvml
         except ImportError:
             return
         try:
             pynvml.nvmlInit()
-            # CUDA_VISIBLE_DEVICES renumbers what NVML does not: the UUID names the same device to
-            # both.
+            # CUDA_VISIBLE_DEVICES renumbers torch's devices but not those of NVML; a UUID names the
+            # same device in both.
             uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
             self._handle, self._nvml = pynvml.nvmlDeviceGetHandleByUUID(uuid), pynvml
         except pynvml.NVMLError:
@@ -78,6 +81,7 @@ class GPUCounters:
             self._samples = []
 
     def _millijoules(self) -> int | None:
+        """Return the device's energy counter, or None where there is none."""
         if self._nvml is None:
             return None
         try:
@@ -86,6 +90,7 @@ class GPUCounters:
             return None
 
     def _shares(self) -> dict[str, float]:
+        """Return the shares of :data:`GPM` between the two samples."""
         nvml = self._nvml
         request = nvml.c_nvmlGpmMetricsGet_t()
         request.version, request.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, len(GPM)

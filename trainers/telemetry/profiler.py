@@ -1,19 +1,19 @@
-"""Profiles: a trace by torch.profiler of chosen steps of a trial, one file a rank, and a table that
-sums it up.
+"""Profiles: traces of chosen steps of a trial, by torch.profiler.
 
-``profile.steps=[10, 14]`` records steps 10 to 13 (of the whole trial, counted from 0) of the ranks
-in ``profile.ranks``. A trace shows, on one time line, what the rank's code says it does
-(``communication``: the collectives by name; ``schedule`` and ``stage``: a pipeline, whose bubbles
-are the gaps between its stages; ``forward``, ``backward``, ``update``), torch's operators, the LNS
-operators by name (``lns_ops::matmul``), and on a GPU its kernels. https://ui.perfetto.dev and
-chrome://tracing open it as it is, gzip-compressed JSON. A study keeps the files in
-``profiles/TRIAL`` of its folder, with ``executor: train`` in ``train/TRIAL/profile``.
+Each rank writes a trace, and a table that sums it up. ``profile.steps=[10, 14]`` records steps 10
+to 13 (of the whole trial, counted from 0) of the ranks in ``profile.ranks``. A trace shows, on one
+time line, what the rank's code says it does (``communication``: the collectives by name;
+``schedule`` and ``stage``: a pipeline, whose bubbles are the gaps between its stages; ``forward``,
+``backward``, ``update``), torch's operators, the LNS operators by name (``lns_ops::matmul``), and
+on a GPU its kernels. https://ui.perfetto.dev and chrome://tracing open the file as it is,
+gzip-compressed JSON. A study keeps the files in ``profiles/TRIAL`` of its folder, with ``executor:
+train`` in ``train/TRIAL/profile``.
 
 A recording ends with its epoch at the latest. The table has a line for every name: calls, its own
 time on the CPU and on the GPU (without what it calls), and the share of all own time.
 
-torch's profiler belongs to the process: where several trials run in one, one at a time is recorded;
-a trial that finds it in use goes on without, and its table says so.
+torch's profiler belongs to the process. Where several trials run in one process, only one at a time
+is recorded; a trial that finds the profiler in use goes on without it, and its table says so.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _IN_USE = threading.Lock()
 
 
 class Profiler:
-    """Of one worker of a trial.
+    """The profiler of one worker of a trial.
 
     Args:
-        config: which steps and ranks.
-        rank: this worker's.
+        config: which steps and ranks are recorded.
+        rank: this worker's rank.
         device: where it computes.
-        spans: whose names go into the trace.
+        spans: marks whose names go into the trace.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Profiler:
         self._files: dict[str, bytes] = {}
 
     def step(self, number: int) -> None:
-        """Step ``number`` of the trial comes next: start or stop if it is one of the two."""
+        """Start or stop the recording where the next step, ``number``, is one of its ends."""
         if number == self._first:
             self._start()
         elif number == self._end:
@@ -71,11 +71,12 @@ class Profiler:
         self._running = None
 
     def take(self) -> dict[str, bytes]:
-        """The files of what has been recorded and not yet taken, by name."""
+        """Return the files, by name, of recordings that have not been taken yet."""
         files, self._files = self._files, {}
         return files
 
     def _start(self) -> None:
+        """Start a recording, or note in the summary that another trial uses the profiler."""
         if not _IN_USE.acquire(blocking=False):
             self._files[self._name("summary.txt")] = (
                 b"Not recorded: another trial of this process was using torch's profiler.\n"
@@ -89,6 +90,7 @@ class Profiler:
         self._running.start()
 
     def _keep(self, profile: torch.profiler.profile) -> None:
+        """Keep the trace, compressed, and the table of a finished recording."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             profile.export_chrome_trace(str(path))
@@ -101,7 +103,7 @@ class Profiler:
 
 
 def summary(profile: torch.profiler.profile, steps: int) -> str:
-    """The table, the longest names first."""
+    """Return the table of a profile of ``steps`` steps, the names that took longest first."""
     rows = [
         (event.key, event.count, event.self_cpu_time_total, event.self_device_time_total)
         for event in profile.key_averages()

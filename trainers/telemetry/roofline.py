@@ -1,11 +1,11 @@
-"""The measured ceiling of a trial's matrix products: multiply-accumulates a second of the kernel
-that it uses, on the machine it runs on.
+"""The measured ceiling of a trial's matrix products.
 
-What a trial reaches is set against the same kernel on one large dense square product, in this
-process, with this trial's threads: 512^3 on a CPU, 4096^3 on a GPU, the best of a few. It is what
-the kernel gives here and now, not a data sheet's peak; with other work on the same cores it is
-less. A product whose operands have many zeros (the pixels of MNIST) may be faster than the ceiling,
-since kernels skip them.
+It is the number of multiply-accumulates a second that the kernel of the trial reaches on the
+machine that the trial runs on. The rate of a trial is compared with that of the same kernel on one
+large dense square product, in this process, with this trial's threads: 512^3 on a CPU, 4096^3 on a
+GPU, the best of a few. It is what the kernel gives here and now, not a data sheet's peak; other
+work on the same cores lowers it. A product whose operands have many zeros (the pixels of MNIST) may
+be faster than the ceiling, since kernels skip zeros.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ REPETITIONS = 4
 def kernel_ceiling(
     fmt: LNSFormat | None, accumulation: str, dtype: torch.dtype, device: str, threads: int
 ) -> float:
-    """Multiply-accumulates a second, the best of :data:`REPETITIONS` products.
+    """Return the multiply-accumulates a second of the best of :data:`REPETITIONS` products.
 
     Args:
-        fmt: of LNS products with sums as ``accumulation`` says; None for torch's product of
+        fmt: format of LNS products with sums as ``accumulation`` says; None for torch's product of
             ``dtype``.
+        accumulation: how LNS sums are taken (:mod:`lns_ops.accumulation`).
+        dtype: type of torch's product.
         device: ``cpu`` or ``cuda``.
-        threads: that torch and the LNS kernels are set to; a figure is kept for each.
+        threads: number that torch and the LNS kernels are set to; a result is kept for each number.
     """
     size = GPU_SIZE if device == "cuda" else CPU_SIZE
     x, y = (
@@ -49,6 +51,7 @@ def kernel_ceiling(
 
 
 def _seconds(multiply: object, device: str) -> float:
+    """Return the seconds of one call of ``multiply``, waiting for the device."""
     assert callable(multiply)
     _wait(device)
     start = time.perf_counter()
@@ -58,5 +61,6 @@ def _seconds(multiply: object, device: str) -> float:
 
 
 def _wait(device: str) -> None:
+    """Wait for the current stream of a GPU; a CPU has nothing to wait for."""
     if device == "cuda":
         torch.cuda.current_stream().synchronize()

@@ -1,14 +1,13 @@
-"""Spans: what a worker does when, for telemetry (seconds a step) and for profiles (names in a
-trace).
+"""Spans: marks of what a worker does when, for telemetry (seconds a step) and profiles (a trace).
 
 Code marks what it does, ``with spans("communication", "all_reduce"):``, and does not know whether
-anybody looks. With telemetry off and no profile running a span costs a function call. On a GPU a
-span is a pair of events in the stream: nothing waits for it until the epoch's end.
+anything records it. With telemetry off and no profile running a span costs a function call. On a
+GPU a span is a pair of events in the stream; the host does not wait for them until the epoch's end.
 
 Kinds: ``communication`` (in a collective, or waiting for what a collective that ran beside the
-computation brings), ``schedule`` (in a pipeline's schedule) and ``stage`` (of that, computing); a
-stage's idle time is what the schedule has and its stages have not. Any other kind is a name in the
-trace only.
+computation brings), ``schedule`` (in a pipeline's schedule) and ``stage`` (the part of a schedule
+in which a stage computes); a stage's idle time is that of the schedule less that of its stages. Any
+other kind is only a name in the trace.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from torch.profiler import record_function
 
 Mark = float | torch.cuda.Event
 KINDS = ("communication", "schedule", "stage")
-"""Those that are timed."""
+"""The kinds of spans that are timed."""
 
 
 class Spans:
-    """Of one worker; nobody looks until :attr:`timing` or :attr:`naming` is set.
+    """The spans of one worker; nothing is recorded until :attr:`timing` or :attr:`naming` is set.
 
     Args:
         device: where the worker computes.
-        clock: seconds, of workers on a CPU.
+        clock: returns seconds, for workers on a CPU.
 
     Attributes:
-        timing: keep the seconds of :data:`KINDS`.
-        naming: give the spans' names to torch's profiler.
-        steps: since :meth:`begin`.
+        timing: whether the seconds of :data:`KINDS` are kept.
+        naming: whether the spans' names are given to torch's profiler.
+        steps: steps since :meth:`begin`.
     """
 
     def __init__(
@@ -50,30 +49,32 @@ class Spans:
         self._spent: list[tuple[int, int, Mark, Mark]] = []
 
     def __call__(self, kind: str, name: str = "") -> AbstractContextManager[None]:
-        """The time inside belongs to ``kind``; a trace shows it as ``name``."""
+        """Return a context whose time belongs to ``kind``; a trace shows it as ``name``."""
         looked_at = self.naming or (self.timing and kind in KINDS)
         return self._span(kind, name or kind) if looked_at else nullcontext()
 
     def begin(self) -> None:
-        """Forget what was; the first step begins."""
+        """Drop what was recorded, and begin the first step."""
         self.steps = 0
         self._spent.clear()
         self._marks = [self._now()] if self.timing else []
 
     def step(self, steps: int = 1) -> None:
-        """A step has ended, or so many that count as one row; the next begins."""
+        """End a step, or ``steps`` of them that make one row, and begin the next."""
         self.steps += steps
         if self.timing:
             self._marks.append(self._now())
 
     def end(self) -> None:
-        """What has happened since the last step belongs to it."""
+        """Count the time since the last step as part of it."""
         if self.timing and len(self._marks) > 1:
             self._marks[-1] = self._now()
 
     def seconds(self) -> Tensor:
-        """float64 ``[rows, 1 + kinds]`` on the CPU: every step's time, and of it that of
-        :data:`KINDS`. Waits for the GPU."""
+        """Return each step's seconds and, of them, those of each of :data:`KINDS`.
+
+        A float64 tensor ``[rows, 1 + kinds]`` on the CPU. Waits for the GPU.
+        """
         if self._cuda:
             torch.cuda.current_stream().synchronize()
         table = torch.zeros(max(0, len(self._marks) - 1), 1 + len(KINDS), dtype=torch.float64)
@@ -86,6 +87,7 @@ class Spans:
 
     @contextmanager
     def _span(self, kind: str, name: str) -> Iterator[None]:
+        """Time the context as ``kind`` and name it ``name`` in the trace, as far as asked for."""
         timed = self.timing and kind in KINDS
         start = self._now() if timed else 0.0
         try:
@@ -96,6 +98,7 @@ class Spans:
                 self._spent.append((len(self._marks) - 1, KINDS.index(kind), start, self._now()))
 
     def _now(self) -> Mark:
+        """Return the time: a number on a CPU, an event in the stream on a GPU."""
         if not self._cuda:
             return self._clock()
         event = torch.cuda.Event(enable_timing=True)
@@ -104,6 +107,7 @@ class Spans:
 
     @staticmethod
     def _between(start: Mark, end: Mark) -> float:
+        """Return the seconds from ``start`` to ``end``."""
         if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
             return float(start.elapsed_time(end)) / 1e3
         assert isinstance(start, float)

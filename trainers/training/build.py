@@ -1,4 +1,4 @@
-"""Build what one process needs of a trial, from the trial's config and the process's rank.
+"""The construction of one worker's components of a trial, from the config and the worker's rank.
 
 The order is part of the result: process groups are made by all ranks alike, weights are drawn for
 the whole model before it is cut, the precision is applied to what this worker holds, and the
@@ -45,12 +45,11 @@ if TYPE_CHECKING:
     from trainers.sync.base import Synchroniser, Updater
 
 STAGE_SEED = 1_000_003
-"""Between the seeds of stochastic rounding of two workers' stages."""
+"""The distance between the seeds of stochastic rounding of two pipeline stages."""
 
 
 class NoTelemetry:
-    """Measures nothing: what a trial without ``telemetry`` has in the place of a
-    :class:`Telemetry`."""
+    """The stand-in for a :class:`Telemetry` in a trial without ``telemetry``; measures nothing."""
 
     def counting(self, steps: int = 1) -> AbstractContextManager[None]:
         """Count nothing."""
@@ -69,8 +68,8 @@ class Workers:
     """All workers of a trial, as one of them reaches them.
 
     Attributes:
-        rank, world_size: of this worker, and how many there are.
-        device: where it computes.
+        rank, world_size: this worker's rank, and the number of workers.
+        device: device that this worker computes on.
     """
 
     rank: int
@@ -78,7 +77,7 @@ class Workers:
     device: torch.device
 
     def summed(self, values: list[float]) -> list[float]:
-        """Sum ``values`` over all workers, in float64."""
+        """Return the sums of ``values`` over all workers, in float64."""
         if self.world_size == 1:
             return values
         sums = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -86,8 +85,10 @@ class Workers:
         return [float(value) for value in sums]
 
     def faultless(self) -> bool:
-        """Tell whether no worker has encoded a NaN or an infinity since the last call: a GPU counts
-        them and goes on. Collective there."""
+        """Tell whether no worker has encoded a NaN or an infinity since the last call.
+
+        A GPU only counts them and goes on; there the call is a collective.
+        """
         if self.device.type != "cuda":
             return True
         try:
@@ -102,22 +103,24 @@ class Components:
     """One worker's components of a trial.
 
     Attributes:
-        config: the trial's.
-        workers: all of them, and which this one is.
-        place: where this one stands in the layout.
-        data: on the worker's device.
-        parameters: of the whole model, a count.
-        model: what this worker computes with.
-        kept: what it updates and keeps: the model, its parts of it, or a copy on the CPU of either.
-        optimizer: of ``kept``.
-        updater: what a training step calls as its optimizer.
-        collectives: between the replicas; None with one.
-        within: between the workers of one replica that cut tensors; None where each has one.
-        pipeline: this worker's stages; None where a replica has one.
-        partition: its parts of tensors; None where tensors are whole.
-        offload: the way between ``model`` and the copy on the CPU; None without one.
-        scaler: of the loss; None without float16.
-        spans, profiler, telemetry: that watch it.
+        config: the trial.
+        workers: all workers, and which of them this one is.
+        place: this worker's place in the layout.
+        data: data set, on the worker's device.
+        parameters: number of parameters of the whole model.
+        model: module that this worker computes with.
+        kept: module that this worker updates and keeps: the model, its parts of it, or a copy on
+            the CPU of either.
+        optimizer: optimizer of the parameters of ``kept``.
+        updater: object that a training step calls as its optimizer.
+        collectives: collectives of the replicas; None with one.
+        within: collectives of the workers of one replica that cut tensors; None where each replica
+            has one worker.
+        pipeline: this worker's stages; None where a replica has only one.
+        partition: this worker's parts of tensors; None where tensors are whole.
+        offload: exchange between ``model`` and the copy on the CPU; None without one.
+        scaler: scaler of the loss; None without float16.
+        spans, profiler, telemetry: records of what the worker does, and its cost.
     """
 
     config: TrialConfig
@@ -141,26 +144,26 @@ class Components:
 
     @property
     def sent(self) -> int:
-        """Bytes that this worker has sent to others."""
+        """The number of bytes that this worker has sent to others."""
         return sum(
             part.sent for part in (self.collectives, self.within, self.pipeline) if part is not None
         )
 
     def synchroniser(self) -> Synchroniser:
-        """Make what keeps this replica and the others together."""
+        """Return the synchroniser that keeps this replica and the others together."""
         if self.partition is not None:
             return self.partition.synchroniser()
         return make_synchroniser(self.config, self.model, self.optimizer, self.collectives)
 
 
 def set_threads(threads: int) -> None:
-    """Compute with so many CPU threads in this process, in torch and in the LNS kernels."""
+    """Set the CPU threads of this process, in torch and in the LNS kernels."""
     torch.set_num_threads(threads)
     lns_ops.cpu.set_num_threads(threads)
 
 
 def check(config: TrialConfig, info: DatasetInfo) -> None:
-    """Refuse what could only fail, before any process starts.
+    """Refuse a trial that could only fail, before any process starts.
 
     Args:
         config: the trial.
@@ -175,7 +178,7 @@ def check(config: TrialConfig, info: DatasetInfo) -> None:
         _check_own_model(config)
     model = apply_precision(nn.Linear(1, 1), config.precision)
     for epoch in (0, *(change["epoch"] for change in config.changes)):
-        make_trial_optimizer(config, optimizer_at(config, epoch), model)
+        make_trial_optimizer(config, optimizer_at(config.optimizer, config.changes, epoch), model)
 
 
 def _check_own_model(config: TrialConfig) -> None:
@@ -211,29 +214,36 @@ def _load_data(config: TrialConfig) -> Dataset:
 
 
 def _check_batch(config: TrialConfig, examples: int) -> None:
+    """Refuse a batch larger than the training set."""
     if examples < config.batch_size:
         raise ValueError(
-            f"batch_size={config.batch_size}: there are {examples} training examples; use a smaller"
-            " batch"
+            f"batch_size={config.batch_size}: there are {examples} training examples, and a batch"
+            f" takes no example twice; use at most batch_size={examples}"
         )
 
 
 def make_trial_optimizer(
     config: TrialConfig, options: OptimizerConfig, kept: nn.Module, stage: int = 0
 ) -> torch.optim.Optimizer:
-    """Make the optimizer that ``config`` asks for, with ``options``, of what a worker of a
-    pipeline's ``stage`` keeps."""
+    """Return the optimizer of the parameters in ``kept`` that ``config`` asks for.
+
+    Args:
+        config: the trial.
+        options: options of the optimizer.
+        kept: module that the worker updates.
+        stage: pipeline stage of the worker; its stochastic rounding has a seed of its own.
+    """
     seed = (config.seed + stage * STAGE_SEED) % (1 << 31)
     scale = config.lr_schedule.scale(config.batch_size)
     return make_optimizer(kept, options, config.precision, config.update_examples, seed, scale)
 
 
 def build(config: TrialConfig, rank: int, world_size: int) -> Components:
-    """Build the components of worker ``rank`` of ``world_size``; collective with more than one.
+    """Return the components of worker ``rank`` of ``world_size``; a collective with more than one.
 
     Raises:
-        ValueError: the data are not to be had, or the config asks for what cannot be (its message
-            says what).
+        ValueError: the data cannot be had, or the config asks for something impossible; the message
+            says what.
     """
     set_threads(config.threads)
     device = torch.device(
@@ -256,9 +266,9 @@ def build(config: TrialConfig, rank: int, world_size: int) -> Components:
     collectives = Collectives(here.dp_group, device, spans) if here.dp > 1 else None
     within = Collectives(here.parts.get_group(), device, spans) if here.parts is not None else None
     partition = make_parts(model, here, collectives, within, config.wire, config.seed)
-    own = partition.own if partition else model
-    offload = Offload(own) if config.memory.offload_optimizer else None
-    kept = offload.own if offload else own
+    held = partition.own if partition else model
+    offload = Offload(held) if config.memory.offload_optimizer else None
+    kept = offload.own if offload else held
     optimizer = make_trial_optimizer(config, config.optimizer, kept, here.pp_rank)
     telemetry = (
         _make_telemetry(config, spans, device, world_size, partition)
@@ -277,7 +287,8 @@ def build(config: TrialConfig, rank: int, world_size: int) -> Components:
 def _make_pipeline(
     model: nn.Module, config: TrialConfig, here: Place, spans: Spans, device: torch.device
 ) -> Pipeline:
-    # torch's brings its compiler along, seconds that other trials need not wait
+    """Return this worker's pipeline stages."""
+    # torch's pipelining loads its compiler, which takes seconds that other trials need not wait
     from trainers.parallel.pipeline import Pipeline
 
     assert isinstance(model, nn.Sequential)
@@ -289,6 +300,7 @@ def _make_pipeline(
 def _make_updater(
     optimizer: torch.optim.Optimizer, offload: Offload | None, scaler: GradScaler | None
 ) -> Updater:
+    """Return the object that a training step calls as its optimizer."""
     if offload is not None:
         return OffloadedOptimizer(optimizer, offload)
     return optimizer if scaler is None else ScaledOptimizer(optimizer, scaler)
@@ -301,6 +313,7 @@ def _make_telemetry(
     world_size: int,
     partition: PartitionedModel | None,
 ) -> Telemetry:
+    """Return the telemetry of this worker."""
     precision = config.precision
 
     def ceiling() -> float:
@@ -309,14 +322,12 @@ def _make_telemetry(
             precision.lns_format, precision.accumulation, dtype, device.type, config.threads
         )
 
-    aligned = config.sync.name != "asynchronous"
-    waits = not (config.layout.fsdp and device.type == "cuda")
     return Telemetry(
         spans,
         device,
         world_size,
-        aligned,
         ceiling,
-        waits,
-        partition.formulas if partition else None,
+        aligned=config.sync.name != "asynchronous",
+        waits=not (config.layout.fsdp and device.type == "cuda"),
+        formulas=partition.formulas if partition else None,
     )

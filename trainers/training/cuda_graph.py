@@ -1,10 +1,9 @@
-"""Where a trial computes: on the CPU, or on an NVIDIA GPU, where a whole training step is one CUDA
-graph.
+"""Training steps on an NVIDIA GPU as one CUDA graph, replayed for every step of an epoch.
 
 A step of a small net is some forty kernels of a few microseconds, which Python takes longer to
 launch than the GPU to run. Captured once in a CUDA graph and replayed, they run back to back. The
-graph reads its batch through a counter on the device, so an epoch is a row of replays without a
-word from the host; losses and wrong answers are tallied on the device and read once at the end.
+graph reads its batch through a counter on the device, so an epoch is a sequence of replays without
+input from the host; losses and wrong answers are added up on the device and read once at the end.
 """
 
 from __future__ import annotations
@@ -17,34 +16,36 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from lns_ops.tensor import storage_of
 from trainers.data import Split
-from trainers.models.precision import storage_of
 
 WARM_UP_STEPS = 2
-"""Before capture: they compile kernels, upload tables and create the optimizer's state."""
+"""The steps before capture, which compile kernels, upload tables and create optimizer state."""
 STEPS_TO_CAPTURE = WARM_UP_STEPS + 1
-"""Training steps that making a :class:`GraphedEpochs` goes through."""
+"""The training steps that making a :class:`GraphedEpochs` runs."""
 
 _capturing = threading.Lock()
-"""Held while a thread captures a graph: beginning another capture waits for the whole device, which
-a capture forbids."""
+"""The lock that a thread holds while it captures a graph.
+
+Beginning another capture waits for the whole device, which a capture forbids.
+"""
 
 
 class GraphedEpochs:
-    """Training steps on one GPU, replayed from a CUDA graph.
+    """The training steps on one GPU, replayed from a CUDA graph.
+
+    Several threads may each have one, on a stream of their own that is current while they make and
+    use it.
 
     Args:
         model, optimizer: on the GPU; captured as they are, so replaced parameters or state need a
             new object. Capturing leaves their values unchanged.
-        data: the training examples, on the GPU.
+        data: training examples, on the GPU.
         batch_size: examples a step.
         micro_batches: equal parts of a batch, whose gradients are added up in order.
 
     Attributes:
-        steps: of an epoch.
-
-    Several threads may each have one, on a stream of their own that is current while they make and
-    use it.
+        steps: steps of an epoch.
     """
 
     def __init__(
@@ -68,8 +69,7 @@ class GraphedEpochs:
         )
         self._step = torch.zeros((), dtype=torch.int64, device=device)
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
-        # wrong answers, batches counted
-        self._counts = torch.zeros(2, dtype=torch.int64, device=device)
+        self._wrong_and_batches = torch.zeros(2, dtype=torch.int64, device=device)
         self._finite = torch.ones((), dtype=torch.bool, device=device)
         with _capturing, self._unchanged():
             current = torch.cuda.current_stream(device)
@@ -91,16 +91,15 @@ class GraphedEpochs:
     def train(
         self, order: Tensor, before_step: Callable[[int], None] = lambda step: None
     ) -> tuple[float, int, int]:
-        """Train once over the examples in ``order`` (int64, any device); the last, incomplete batch
-        is left out.
+        """Train once over the examples in ``order``; the last, incomplete batch is left out.
 
         Args:
+            order: indices of examples, int64, on any device.
             before_step: called with each step's number in the epoch.
 
         Returns:
-            Summed loss (NaN once a batch's was not finite; what comes after that batch is not
-                counted), wrong answers, and
-            batches counted.
+            Summed loss (NaN once a batch's was not finite; the batches after it are not counted),
+                wrong answers, and the number of batches counted.
         """
         self._order.copy_(order[: self._order.numel()].view_as(self._order))
         self._begin()
@@ -108,28 +107,30 @@ class GraphedEpochs:
             before_step(step)
             self._graph.replay()
         loss, finite = float(self._loss), bool(self._finite)
-        wrong, counted = self._counts.tolist()
+        wrong, counted = self._wrong_and_batches.tolist()
         return loss if finite else float("nan"), wrong, counted
 
     def _begin(self) -> None:
-        for tensor in (self._step, self._loss, self._counts):
+        """Reset the sums and the step counter on the device."""
+        for tensor in (self._step, self._loss, self._wrong_and_batches):
             tensor.zero_()
         self._finite.fill_(True)
 
     def _train_step(self) -> None:
+        """Run one step: the batch at the step counter, forward, backward, update and sums."""
         chosen = self._order.index_select(0, self._step.view(1)).view(-1)
         self._optimizer.zero_grad(set_to_none=True)
         parts = [self._forward_backward(part) for part in chosen.chunk(self._micro_batches)]
         self._optimizer.step()
         value, wrong = (sum(values[1:], values[0]) for values in zip(*parts, strict=True))
-        self._counts[0].add_(torch.where(self._finite, wrong, 0))
-        self._counts[1].add_(self._finite)
+        self._wrong_and_batches[0].add_(torch.where(self._finite, wrong, 0))
+        self._wrong_and_batches[1].add_(self._finite)
         self._finite.logical_and_(torch.isfinite(value))
         self._loss.add_(torch.where(self._finite, value, 0))
         self._step.add_(1)
 
     def _forward_backward(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the gradients of the ``chosen`` examples; their summed loss and wrong answers."""
+        """Add the gradients of ``chosen`` examples; return their summed loss and wrong answers."""
         x, y = self._data.x.index_select(0, chosen), self._data.y.index_select(0, chosen)
         logits = self._model(x)
         loss = F.cross_entropy(logits, y, reduction="sum")
@@ -138,8 +139,7 @@ class GraphedEpochs:
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """Give parameters, buffers and optimizer state back the values that they had; new state is
-        zero."""
+        """Restore parameters, buffers and optimizer state after the context; zero new state."""
         parameters = [
             storage_of(p.detach()) for p in (*self._model.parameters(), *self._model.buffers())
         ]
@@ -155,6 +155,7 @@ class GraphedEpochs:
                 state.zero_()
 
     def _states(self) -> list[Tensor]:
+        """Return the tensors of the optimizer's state."""
         return [
             storage_of(value)
             for state in self._optimizer.state.values()

@@ -6,8 +6,10 @@ from lns_ops import cuda
 
 
 def resolve_device(name: str) -> str:
-    """``cuda`` or ``cpu`` for ``auto``: the GPU where torch finds one and LNS kernels can run
-    there."""
+    """Return ``cuda`` or ``cpu`` for ``auto``, and any other name as it is.
+
+    ``auto`` is ``cuda`` where torch finds a GPU and LNS kernels can run there.
+    """
     if name != "auto":
         return name
     return "cpu" if cuda.unavailable() else "cuda"
@@ -17,7 +19,7 @@ def check_device(name: str) -> None:
     """Refuse a device that this process does not have.
 
     Raises:
-        ValueError: with what is missing.
+        ValueError: the device is missing; the message says why.
     """
     if name == "cuda" and (reason := cuda.unavailable()) is not None:
         raise ValueError(f"device=cuda: {reason}; use device=cpu")

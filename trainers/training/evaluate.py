@@ -1,4 +1,4 @@
-"""One evaluation pass."""
+"""One evaluation pass over a split."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ def evaluate(
     combine: Callable[[Tensor], Tensor] = lambda logits: logits,
     like: int | None = None,
 ) -> Tally:
-    """Loss and errors of ``model`` in eval mode on ``split``, in its own arithmetic, of what
-    ``combine`` makes of its logits.
+    """Return loss and errors of ``model`` on ``split``, in the model's own arithmetic.
 
-    ``like``: see :func:`evaluation_batches`.
+    Args:
+        model: the model.
+        split: examples, on the model's device.
+        combine: turns the model's logits into the logits that are evaluated.
+        like: see :func:`evaluation_batches`.
     """
     tally, training = Tally(), model.training
     model.eval()

@@ -1,9 +1,9 @@
-"""What a trial's format does to each layer, as metrics of an epoch: :func:`lns_ops.analyze` on the
-first batch of training examples.
+"""The effect of a trial's format on each layer, as metrics of an epoch.
 
-The batch is the same every time, and so is the optimizer asked for its update: a fresh one with the
-trial's options. The model is copied, and the random numbers of training are left alone, so a trial
-with analyses trains the same bits as one without.
+They come from :func:`lns_ops.analyze` on the first batch of training examples. The batch is the
+same every time, and so is the optimizer whose update is analysed: a fresh one with the trial's
+options. The model is copied, and the random numbers of training are left alone, so a trial with
+analyses trains the same bits as one without.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _SHARES = ("underflow", "saturated")
 
 
 def analysis_metrics(model: nn.Module, config: TrialConfig, split: Split) -> dict[str, float]:
-    """``analysis/LAYER/NAME`` of every layer.
+    """Return ``analysis/LAYER/NAME`` of every layer.
 
     NAME is ``forward_db``, ``backward_db``, ``weight_gradient_db`` (signal-to-noise against
     float32), ``underflow``, ``saturated`` (shares of the layer's nonzero weights, outputs and
-    gradients) and ``updates_lost`` (share of nonzero updates). What is not finite is left out, as
-    are all of them where the network overflows.
+    gradients) and ``updates_lost`` (share of nonzero updates). Values that are not finite are left
+    out, and all values where the network overflows.
     """
     precision = config.precision
     scope = "everywhere" if precision.simulated else precision.scope
@@ -53,10 +53,12 @@ def analysis_metrics(model: nn.Module, config: TrialConfig, split: Split) -> dic
 
 
 def _summed(logits: Tensor, y: Tensor) -> Tensor:
+    """Return the summed cross-entropy."""
     return F.cross_entropy(logits, y, reduction="sum")
 
 
 def _figures(layer: LayerAnalysis) -> dict[str, float]:
+    """Return one layer's metrics, as far as they are known."""
     values = [
         v
         for v in (layer.weight, layer.output, layer.gradient, layer.weight_gradient)

@@ -1,6 +1,6 @@
-"""Save and restore a trial: what a checkpoint holds, and which parts of it another layout can use.
+"""Saving and restoring a trial: what a checkpoint holds, and what another layout can use of it.
 
-A checkpoint has whole tensors, whatever the layout, and beside them what belongs to single ranks.
+A checkpoint has whole tensors, whatever the layout, and beside them the state of single ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainers.sync.base import Synchroniser
 from trainers.training.build import Components
 
 SAME_TRIAL = ("model", "precision", "seed", "optimizer.name")
-"""Keys in which two trials must agree for one to continue the other's checkpoint."""
+"""The keys in which two trials must agree for one to continue the other's checkpoint."""
 RANKS_SHARE = (
     "workers",
     "layout.pp",
@@ -35,14 +35,13 @@ RANKS_SHARE = (
     "wire",
     "sync.name",
 )
-"""Keys in which two trials must agree for a rank of one to take what belonged to the same rank of
-the other."""
+"""The keys in which two trials must agree for a rank of one to load the state that belonged to the
+same rank of the other."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a trial has come; the attributes are those of
-    :class:`trainers.training.trainer.Training`."""
+    """The progress of a trial, in attributes of :class:`trainers.training.trainer.Training`."""
 
     epoch: int = 0
     diverged: bool = False
@@ -57,12 +56,13 @@ def save(
     origin: dict[str, Any],
     folder: Path,
 ) -> None:
-    """Write a trial's state into ``folder``; whole or absent, whenever the process dies.
-    Collective: rank 0 writes."""
+    """Write a trial's state into ``folder``; it is whole or absent, whenever the process dies.
+
+    A collective; rank 0 writes.
+    """
     config, workers, scaler = components.config, components.workers, components.scaler
-    own = sync.state()
-    # on every rank or on none
-    ranks = gather_ranks(own, workers.rank, workers.world_size) if own else {}
+    rank_state = sync.state()  # on every rank or on none
+    ranks = gather_ranks(rank_state, workers.rank, workers.world_size) if rank_state else {}
     scale = {} if scaler is None else {"scaler": scaler.state_dict()}
     with sync.evaluating():
         tensors = _whole(components, model_tensors(components.kept, components.optimizer))
@@ -72,8 +72,7 @@ def save(
 
 
 def restore(components: Components, sync: Synchroniser, folder: Path) -> Progress:
-    """Take over the state in ``folder``, of this layout or another, and return how far that trial
-    has come.
+    """Load the state in ``folder``, of this layout or another; return how far that trial has come.
 
     Raises:
         ValueError: no whole checkpoint there, or one of another model or precision.
@@ -81,11 +80,11 @@ def restore(components: Components, sync: Synchroniser, folder: Path) -> Progres
     tensors, state = load_checkpoint(folder)
     config, saved_config = components.config, TrialConfig.from_dict(state["config"])
     for key in SAME_TRIAL:
-        saved_value, own = (attrgetter(key)(trial) for trial in (saved_config, config))
-        if saved_value != own:
+        saved_value, value = (attrgetter(key)(trial) for trial in (saved_config, config))
+        if saved_value != value:
             raise ValueError(
-                f"{folder}: checkpoint of {key}={saved_value}, this trial has {own}; use its own"
-                " config"
+                f"{folder}: checkpoint of {key}={saved_value}, this trial has {value};"
+                " restore it with the config it was saved with"
             )
     if components.scaler is not None and "scaler" in state:
         components.scaler.load_state_dict(state["scaler"])
@@ -97,12 +96,12 @@ def restore(components: Components, sync: Synchroniser, folder: Path) -> Progres
     sync.load_state(
         of_rank(tensors, components.workers.rank, components.workers.device) if alike else {}
     )
-    # older ones lack history and tested
+    # checkpoints of earlier versions lack history and tested
     return Progress(**{name: state[name] for name in vars(Progress()) if name in state})
 
 
 def _whole(components: Components, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Make the trial's tensors of every worker's, on rank 0; collective."""
+    """Return, on rank 0, the whole tensors of a trial from every worker's; a collective."""
     workers = components.workers
     if components.partition is not None:
         tensors = components.partition.whole(tensors)

@@ -1,4 +1,4 @@
-"""One training step and one evaluation pass."""
+"""One training step: forward, backward, synchronisation of the replicas, update."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ def train_step(
     micro_batches: int = 1,
     spans: Spans | None = None,
 ) -> tuple[float, int]:
-    """Forward, backward, synchronise the replicas, update; returns the batch's summed loss and
-    wrong answers before it.
+    """Take one training step; return the batch's summed loss and wrong answers before the update.
 
-    Where a loss is not finite, no rank that knows of it updates and all of those return a NaN loss.
-    The batch is taken in ``micro_batches`` equal parts, whose gradients are added up in order, in
-    the gradients' own arithmetic.
+    Where a loss is not finite, no rank that knows of it updates, and all those ranks return a NaN
+    loss. The batch is taken in ``micro_batches`` equal parts, whose gradients are added up in
+    order, in the gradients' own arithmetic.
     """
     sync, spans = sync or Synchroniser(), spans or Spans()
     optimizer.zero_grad(set_to_none=True)
     sync.begin_step(micro_batches)
     loss, wrong = accumulate(model, batch, micro_batches, spans)
     with spans("synchronise"):
-        go = sync.gradients(model.parameters(), math.isfinite(loss))
+        update = sync.gradients(model.parameters(), math.isfinite(loss))
     with spans("update"):
-        updated = go and sync.update(optimizer)
+        updated = update and sync.update(optimizer)
     return loss if updated else math.nan, wrong
 
 
 def accumulate(
     model: nn.Module, batch: Split, micro_batches: int, spans: Spans | None = None
 ) -> tuple[float, int]:
-    """Add the gradients of ``micro_batches`` equal parts of ``batch`` to those there are; summed
-    loss (NaN if one is) and wrong answers."""
+    """Add the gradients of ``micro_batches`` equal parts of ``batch`` to the present ones.
+
+    Return the summed loss (NaN if a part's is) and the number of wrong answers.
+    """
     loss, wrong, size = 0.0, 0, len(batch.y) // micro_batches
     for x, y in zip(batch.x.split(size), batch.y.split(size), strict=True):
         part_loss, part_wrong = _forward_backward(model, Split(x, y), spans or Spans())
@@ -52,8 +53,10 @@ def accumulate(
 
 
 def _forward_backward(model: nn.Module, batch: Split, spans: Spans) -> tuple[float, int]:
-    """Summed loss and wrong answers; NaN where a float part of the model has overflowed on its way
-    into LNS."""
+    """Run forward and backward; return the summed loss and the number of wrong answers.
+
+    The loss is NaN where a float part of the model has overflowed on its way into LNS.
+    """
     try:
         with spans("forward"):
             logits = model(batch.x)

@@ -1,7 +1,7 @@
-"""Strategies of training and evaluating: eager, from a CUDA graph, in pipeline stages. A trial has
-one, chosen when it is built.
+"""The strategies of training and evaluating: eager, from a CUDA graph, or in pipeline stages.
 
-Sharded models need none of their own: their synchroniser and their tensors do what differs.
+A trial has one strategy, chosen when it is built. Sharded models need none of their own: their
+synchroniser and their tensors differ instead.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ def seed_of(text: str) -> int:
 
 
 def choose_step(components: Components) -> Step:
-    """Choose the strategy of a trial: a step is captured where it runs on this GPU alone, and the
-    same every time."""
+    """Return the strategy of a trial.
+
+    Steps are captured in a CUDA graph where one worker runs them on a GPU, the same every time.
+    """
     if components.pipeline is not None:
         return PipelineStep(components, components.pipeline)
     workers, config = components.workers, components.config
@@ -47,10 +49,10 @@ def choose_step(components: Components) -> Step:
 
 
 class Step:
-    """Eager steps, one after the other; the base of the other strategies.
+    """The eager strategy, one step after the other; the base of the other strategies.
 
     Args:
-        components: of the trial.
+        components: components of the trial.
     """
 
     def __init__(self, components: Components) -> None:
@@ -59,8 +61,8 @@ class Step:
             components.config,
             components.place,
         )
-        straggles = components.place.dp_rank == components.place.dp - 1
-        self._delay = components.config.sync.straggler_seconds if straggles else 0.0
+        is_last_replica = components.place.dp_rank == components.place.dp - 1
+        self._delay = components.config.sync.straggler_seconds if is_last_replica else 0.0
 
     def train_epoch(
         self, split: Split, epoch: int, sync: Synchroniser, before_step: Callable[[int], None]
@@ -68,9 +70,9 @@ class Step:
         """Train once over ``split``.
 
         Args:
-            split: the training examples, on the worker's device.
-            epoch: finished ones.
-            sync: of the replicas.
+            split: training examples, on the worker's device.
+            epoch: number of finished epochs.
+            sync: synchroniser of the replicas.
             before_step: called with each step's number in the epoch.
 
         Returns:
@@ -86,18 +88,20 @@ class Step:
                 finite = math.isfinite(found.loss)
                 tally.add(found.loss, found.wrong, found.examples)
             if self._delay:
-                time.sleep(self._delay)  # injected for study
-            goes_on = self._agree(sync.after_step(finite))
+                time.sleep(self._delay)  # a straggler, for study
+            goes_on = self._all_go_on(sync.after_step(finite))
             components.spans.step()
             if not goes_on:
                 return tally, False
         if not components.workers.faultless():
             finite, tally.loss = False, math.nan
-        return tally, self._agree(sync.end_epoch(finite, last=epoch + 1 == self._config.epochs))
+        return tally, self._all_go_on(sync.end_epoch(finite, last=epoch + 1 == self._config.epochs))
 
     def batches(self, split: Split, epoch: int, sync: Synchroniser) -> Iterator[tuple[int, Split]]:
-        """Yield an epoch's steps with this replica's shares of their batches; the last, incomplete
-        batch is left out."""
+        """Yield an epoch's steps with this replica's shares of their batches.
+
+        The last, incomplete batch is left out.
+        """
         size, place = self._config.batch_size, self._place
         order = epoch_order(len(split.y), self._config.seed, epoch)
         for step, part in sync.shares(len(order) // size, place.dp_rank):
@@ -107,17 +111,22 @@ class Step:
         """Take one step with this replica's share of a batch.
 
         Returns:
-            What this worker knows of it; its loss is NaN where that of a worker it has heard of is
-                not finite.
+            What this worker knows of losses and answers; the loss is NaN where it, or that of a
+                worker whose result arrived here, is not finite.
         """
-        own = self._components
+        components = self._components
         loss, wrong = train_step(
-            own.model, own.updater, batch, sync, self._config.layout.micro_batches, own.spans
+            components.model,
+            components.updater,
+            batch,
+            sync,
+            self._config.layout.micro_batches,
+            components.spans,
         )
         return Tally(loss, wrong, len(batch.y))
 
     def evaluate(self, split: Split, sync: Synchroniser, like: int | None) -> Tally:
-        """Evaluate on ``split`` and return what this worker knows of it.
+        """Evaluate on ``split`` and return what this worker knows of losses and answers.
 
         Args:
             split: examples, on the worker's device.
@@ -127,11 +136,11 @@ class Step:
         return evaluate(self._components.model, split, sync.combine, like)
 
     def forget(self) -> None:
-        """Drop what was recorded of the optimizer and its state, which have changed."""
+        """Drop what was captured of the optimizer and its state, because they have changed."""
 
-    def _agree(self, go: bool) -> bool:
+    def _all_go_on(self, goes_on: bool) -> bool:
         """Tell whether all workers of this replica go on."""
-        return go
+        return goes_on
 
 
 class OwnModelStep(Step):
@@ -161,11 +170,13 @@ class OwnModelStep(Step):
 
 
 class PipelineStep(Step):
-    """Steps of all stages of a replica together; the last stage alone knows losses and answers.
+    """The strategy of pipeline stages that step together.
+
+    The last stage alone knows losses and answers.
 
     Args:
-        components: of the trial.
-        pipeline: its stages here.
+        components: components of the trial.
+        pipeline: this worker's stages.
     """
 
     def __init__(self, components: Components, pipeline: Pipeline) -> None:
@@ -178,19 +189,22 @@ class PipelineStep(Step):
         return Tally(loss, wrong, len(batch.y) if self._pipeline.last else 0)
 
     def evaluate(self, split: Split, sync: Synchroniser, like: int | None) -> Tally:
-        """Evaluate on ``split``, as :meth:`Step.evaluate`; no synchroniser combines the logits of
-        stages."""
+        """Evaluate on ``split``, as :meth:`Step.evaluate`.
+
+        No synchroniser combines the logits of stages.
+        """
         return self._pipeline.evaluate(split)
 
-    def _agree(self, go: bool) -> bool:
-        return self._pipeline.agree(go)
+    def _all_go_on(self, goes_on: bool) -> bool:
+        """Tell whether all stages of this replica go on."""
+        return self._pipeline.agree(goes_on)
 
 
 class GraphStep(Step):
-    """Steps on one GPU, replayed from a CUDA graph that the first epoch captures.
+    """The strategy of steps on one GPU, replayed from a CUDA graph that the first epoch captures.
 
     Args:
-        components: of the trial.
+        components: components of the trial.
     """
 
     def __init__(self, components: Components) -> None:
@@ -201,19 +215,23 @@ class GraphStep(Step):
         self, split: Split, epoch: int, sync: Synchroniser, before_step: Callable[[int], None]
     ) -> tuple[Tally, bool]:
         """Train once over ``split``, as :meth:`Step.train_epoch`."""
-        own, config = self._components, self._config
+        components, config = self._components, self._config
         if self._graphed is None:
-            with own.telemetry.counting(STEPS_TO_CAPTURE):
+            with components.telemetry.counting(STEPS_TO_CAPTURE):
                 self._graphed = GraphedEpochs(
-                    own.model, own.optimizer, split, config.batch_size, config.layout.micro_batches
+                    components.model,
+                    components.optimizer,
+                    split,
+                    config.batch_size,
+                    config.layout.micro_batches,
                 )
-            own.spans.begin()
+            components.spans.begin()
         order = epoch_order(len(split.y), config.seed, epoch)
-        loss, wrong, counted = self._graphed.train(order.to(own.workers.device), before_step)
-        own.spans.step(self._graphed.steps)
-        goes_on = own.workers.faultless() and math.isfinite(loss)
+        loss, wrong, counted = self._graphed.train(order.to(components.workers.device), before_step)
+        components.spans.step(self._graphed.steps)
+        goes_on = components.workers.faultless() and math.isfinite(loss)
         return Tally(loss if goes_on else math.nan, wrong, counted * config.batch_size), goes_on
 
     def forget(self) -> None:
-        """Capture anew in the next epoch."""
+        """Drop the graph; the next epoch captures a new one."""
         self._graphed = None

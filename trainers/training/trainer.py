@@ -1,6 +1,6 @@
 """Training: one trial from its config to its metrics, an epoch at a time.
 
-Both executors use it, the in-process one and the Ray Train worker, and so may a script::
+The in-process executor and the Ray Train worker both use it, and so may a script::
 
     training = Training(TrialConfig(epochs=3))
     while training.epoch < training.config.epochs:
@@ -9,8 +9,8 @@ Both executors use it, the in-process one and the Ray Train worker, and so may a
 
 Everything that decides the result is in the config: weights come from (seed, name), the data order
 from (seed, epoch), so a run that is saved and restored continues bit for bit. Divergence is a
-result: once the loss is not finite, training stops computing and reports NaN losses and errors of
-the remaining epochs as they are.
+result: once the loss is not finite, training stops computing and reports NaN losses and errors for
+the remaining epochs.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from trainers.data import Split
 from trainers.optim.lr import Rate
 from trainers.telemetry.tally import Tally
 from trainers.training import persistence
-from trainers.training.build import build, check, make_trial_optimizer, set_threads
+from trainers.training.build import build, check, make_trial_optimizer
 from trainers.training.format_analysis import analysis_metrics
 from trainers.training.strategies import choose_step
 
-__all__ = ["Training", "check", "set_threads"]
+__all__ = ["Training", "check"]
 
 
 class Training:
@@ -39,22 +39,23 @@ class Training:
 
     Args:
         config: the trial.
-        rank, world_size: this worker's place; with more than one, the default torch.distributed
-            group must exist.
+        rank, world_size: this worker's rank and the number of workers; with more than one, the
+            default torch.distributed group must exist.
 
     Attributes:
-        epoch: finished epochs.
-        history: the metrics of each, as :meth:`train_epoch` returned them. They travel in the
-            checkpoint, so that whoever keeps a record of a run can complete it from the state that
-            the run continues from.
-        tested: what :meth:`test` returned last, likewise; empty before.
-        origin: who trains it and with which code, in words of whoever drives it; :meth:`save` puts
+        epoch: number of finished epochs.
+        history: metrics of each finished epoch, as :meth:`train_epoch` returned them. They are part
+            of the checkpoint, so that whoever keeps a record of a run can complete it from the
+            state that the run continues from.
+        tested: what :meth:`test` returned last, also part of the checkpoint; empty before.
+        origin: who trains the trial and with which code, in the caller's words; :meth:`save` puts
             it into checkpoints.
-        profiler: has the files of a profile (:meth:`trainers.telemetry.profiler.Profiler.take`).
+        profiler: holder of the files of a profile
+            (:meth:`trainers.telemetry.profiler.Profiler.take`).
 
     Raises:
-        ValueError: the data are not to be had, or the config asks for what cannot be (its message
-            says what).
+        ValueError: the data cannot be had, or the config asks for something impossible; the message
+            says what.
     """
 
     def __init__(self, config: TrialConfig, *, rank: int = 0, world_size: int = 1) -> None:
@@ -88,19 +89,17 @@ class Training:
         """Train one epoch, then evaluate on the validation split.
 
         Returns:
-            ``epoch`` (finished ones), ``train/loss`` and ``train/error`` (as met during the epoch),
-                ``validation/loss`` and
-            ``validation/error`` (losses in nats, errors as fractions), ``samples_per_second``
-                (training alone, all workers). With
-            several workers also ``bytes/sent`` (bytes that a worker sent while training this epoch,
-                mean over the workers) and
-            ``bytes/parameter_step`` (the same over parameters and steps). Every ``analysis_every``
-                epochs ``analysis/LAYER/...``.
-            With telemetry also :data:`trainers.telemetry.metrics.NAMES`.
+            ``epoch`` (number of finished epochs), ``train/loss`` and ``train/error`` (as met during
+                the epoch), ``validation/loss`` and ``validation/error`` (losses in nats, errors as
+                fractions), ``samples_per_second`` (training alone, all workers). With several
+                workers also ``bytes/sent`` (bytes that a worker sent while training this epoch,
+                mean over the workers) and ``bytes/parameter_step`` (the same over parameters and
+                steps). Every ``analysis_every`` epochs ``analysis/LAYER/...``. With telemetry also
+                :data:`trainers.telemetry.metrics.NAMES`.
         """
         self._change_options()
         components, telemetry = self._components, self._components.telemetry
-        # The setting is the process's, which other trials have used or use in turn.
+        # The setting belongs to the process, in which other trials run before or after this one.
         with matmul_accumulation(self.config.precision.accumulation):
             telemetry.begin()
             start, before = time.perf_counter(), components.sent
@@ -111,7 +110,7 @@ class Training:
             seconds, sent = time.perf_counter() - start, components.sent - before
             costs = telemetry.metrics(seconds)
             self.epoch += 1
-            total = self._over_workers(tally)
+            total = self._summed_over_workers(tally)
             metrics = {
                 "epoch": float(self.epoch),
                 **total.metrics("train"),
@@ -123,28 +122,26 @@ class Training:
             | costs
         )
         metrics["samples_per_second"] = total.examples / seconds
-        metrics |= self._analysed()
+        metrics |= self._analysis_metrics()
         self.history.append(dict(metrics))
         return metrics
 
     def test(self) -> dict[str, float]:
-        """Report ``test/loss`` (nats) and ``test/error`` (fraction) of the weights as they are."""
+        """Return ``test/loss`` (nats) and ``test/error`` (fraction) of the present weights."""
         with matmul_accumulation(self.config.precision.accumulation):
             self.tested = self._evaluate(self.data.test, "test")
         return dict(self.tested)
 
     def save(self, folder: Path) -> None:
-        """Write the state into ``folder``; whole or absent, whenever the process dies.
+        """Write the state into ``folder``; it is whole or absent, whenever the process dies.
 
-        With several workers every one calls it: rank 0 writes, and has first from the others what
-        is theirs alone.
+        Every worker must call it: rank 0 writes, after it has gathered the state of the others.
         """
         progress = persistence.Progress(self.epoch, self.diverged, self.history, self.tested)
         persistence.save(self._components, self.sync, progress, self.origin, folder)
 
     def restore(self, folder: Path) -> None:
-        """Continue from the state in ``folder``; the next epoch comes out as if there had been no
-        break.
+        """Continue from the state in ``folder``; the next epoch is as if there had been no break.
 
         A checkpoint of another layout is read too; what belonged to its ranks alone (residues of
         error feedback, replicas' own weights and optimizer state) is then left out.
@@ -158,9 +155,11 @@ class Training:
         self.history, self.tested = progress.history, progress.tested
 
     def _change_options(self) -> None:
-        """Give the optimizer the options that ``changes`` has after this epoch; its state stays, a
-        captured graph does not."""
-        wanted = optimizer_at(self.config, self.epoch)
+        """Give the optimizer the options that ``changes`` has after this epoch.
+
+        The optimizer's state is kept; a captured graph is dropped.
+        """
+        wanted = optimizer_at(self.config.optimizer, self.config.changes, self.epoch)
         if wanted == self._options:
             return
         self._options = wanted
@@ -173,7 +172,7 @@ class Training:
         self._rate = Rate(self.config, self.optimizer, self._steps_per_epoch)
 
     def _train(self) -> Tally:
-        """Train the epoch; nothing where training has diverged before."""
+        """Train the epoch; do nothing where training has diverged before."""
         if self.diverged:
             return Tally()
         tally, goes_on = self._step.train_epoch(
@@ -183,10 +182,12 @@ class Training:
         return tally
 
     def _before_step(self, step: int) -> None:
+        """Tell the profiler that ``step`` comes next, and set its learning rate."""
         self.profiler.step(self.epoch * self._steps_per_epoch + step)
         self._rate.set(self.epoch, step)
 
-    def _analysed(self) -> dict[str, float]:
+    def _analysis_metrics(self) -> dict[str, float]:
+        """Return the metrics of the format's analysis, in epochs that have one."""
         every = self.config.analysis_every
         if not every or self.epoch % every or self.diverged:
             return {}
@@ -194,7 +195,7 @@ class Training:
             return analysis_metrics(self.model, self.config, self.data.train)
 
     def _traffic(self, sent: int, steps: int) -> dict[str, float]:
-        """Report the bytes that the workers sent, a mean over them."""
+        """Return the bytes that the workers sent, as a mean over them."""
         if self.world_size == 1:
             return {}
         mean = self._workers.summed([float(sent)])[0] / self.world_size
@@ -206,22 +207,27 @@ class Training:
         }
 
     def _evaluate(self, split: Split, name: str) -> dict[str, float]:
-        """Report ``name/loss`` and ``name/error`` on ``split``, whose examples the replicas share
-        where they can; collective."""
+        """Return ``name/loss`` and ``name/error`` on ``split``; a collective.
+
+        The replicas share the examples where they can.
+        """
         mine = slice(None) if self.sync.whole else slice(self.place.dp_rank, None, self.place.dp)
-        own = Split(split.x[mine], split.y[mine])
+        examples = Split(split.x[mine], split.y[mine])
         like = math.ceil(len(split.y) / self.place.dp) if self.sync.together else None
         with self.sync.evaluating():
             try:
-                tally = self._step.evaluate(own, self.sync, like)
+                tally = self._step.evaluate(examples, self.sync, like)
                 check_faults(self.device)
             except NonFiniteError:
-                tally = Tally(math.nan, len(own.y), len(own.y))
-        return self._over_workers(tally).metrics(name)
+                tally = Tally(math.nan, len(examples.y), len(examples.y))
+        return self._summed_over_workers(tally).metrics(name)
 
-    def _over_workers(self, tally: Tally) -> Tally:
-        """Sum over the workers; of those that have computed the same examples together, the first
-        counts."""
+    def _summed_over_workers(self, tally: Tally) -> Tally:
+        """Return the sum of ``tally`` over the workers.
+
+        Of workers that computed the same examples together (tensor parallelism) only the first
+        counts.
+        """
         if self.place.tp_rank:
             tally = Tally()
         loss, wrong, examples = self._workers.summed(

@@ -1,21 +1,65 @@
-"""The ways in which a worker process trains a trial, behind one protocol: alone or as a rank of a
-gang, beside others, by Ray Train."""
+"""What hosting a trial means: the one protocol by which a worker process trains it, and the ways
+there are.
+
+===================  =====================  ========================================================
+executor             class                  hosts
+===================  =====================  ========================================================
+:data:`IN_PROCESS`   ``InProcess``          a trial of one worker, alone in its process; in each
+                                            process of a gang, that process's rank of the trial
+:data:`PACKED`       ``Packed(InProcess)``  a trial of one worker in a thread, others beside it
+:data:`RAY_TRAIN`    ``RayTrainRun``        a Ray Train run, each of whose workers has an
+                                            ``InProcess`` for its rank
+===================  =====================  ========================================================
+
+A worker process (:mod:`trainers.workers.worker_process`) makes an executor for every trial and
+makes all calls to it from one thread: :meth:`Executor.begin` once; :meth:`Executor.step` until its
+metrics say ``done`` or the trial is told to stop; after a step maybe :meth:`Executor.profile` and
+:meth:`Executor.save`; :meth:`Executor.end` once, whatever has happened before. Different executors
+of a process may be called from different threads at the same time.
+
+The executor owns the trial's state (weights, optimizer, device memory, Ray Train's run) from
+``begin`` to ``end``. The worker process owns everything else: its rank in a gang, which checkpoints
+are kept where, what is reported, and the process's settings, which it puts back between trials.
+
+What an executor raises decides what becomes of the trial (:mod:`trainers.workers.messages`): an
+error of :data:`~trainers.workers.messages.DETERMINISTIC` refuses it, one that says that memory ran
+out may begin it again with less, any other ends the process, and the trial begins again elsewhere.
+
+Loads no torch, so that who only chooses an executor need not wait for it.
+"""
 
 from __future__ import annotations
 
 import importlib
-import threading
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from trainers.config import TrialConfig
 from trainers.workers.messages import Beginning
-from trainers.workers.packed import Host
-from trainers.workers.resume import begin, step
 
 if TYPE_CHECKING:
-    from trainers.training.trainer import Training
+    from trainers.config import TrialConfig
+    from trainers.workers.packed import Host
+
+IN_PROCESS, PACKED, RAY_TRAIN = (
+    "trainers.workers.in_process:InProcess",
+    "trainers.workers.packed:Packed",
+    "trainers.workers.ray_train_run:RayTrainRun",
+)
+"""The executors, by module and class."""
+
+
+def choose_executor(wanted: str, lanes: int) -> str:
+    """Return the executor of a trial.
+
+    Args:
+        wanted: the study's key ``executor``.
+        lanes: trials at once in a process that trains this one.
+    """
+    if wanted == "train":
+        return RAY_TRAIN
+    return PACKED if lanes > 1 else IN_PROCESS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,113 +67,70 @@ class Context:
     """What an executor is made of.
 
     Attributes:
-        trial: its id.
-        plan: of the trial, see :mod:`trainers.workers.worker_process`.
-        rank, workers: of the torch.distributed group that the process has joined.
-        shared: what the executors of one process keep together, by name; ``lock`` keeps them apart.
+        trial: the trial's id.
+        plan: what the study says of the trial, see :mod:`trainers.workers.worker_process`.
+        rank, workers: place in the torch.distributed group that the process has joined.
+        host: what packed trials of the process share; None where it has one lane.
     """
 
     trial: str
     plan: dict[str, Any]
     rank: int = 0
     workers: int = 1
-    shared: dict[str, Any] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    host: Host | None = None
 
 
-def make_executor(context: Context) -> Executor:
-    """The executor that the plan names."""
-    module, _, name = str(context.plan["executor"]).partition(":")
-    made: Executor = getattr(importlib.import_module(module), name)(context)
-    return made
+class Executor(ABC):
+    """Trains one trial; see the module for who calls what, and when."""
 
+    @abstractmethod
+    def __init__(self, context: Context) -> None:
+        """Take nothing yet that :meth:`end` would have to give back."""
 
-class Executor(Protocol):
-    """Trains one trial."""
-
+    @abstractmethod
     def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
         """Build the trial, continued from the first whole checkpoint.
 
+        The result is the same with and without checkpoints. In a gang every rank is asked; all
+        continue from one checkpoint.
+
         Raises:
-            ValueError: it cannot be built.
+            ValueError: the trial cannot be built.
         """
 
+    @abstractmethod
     def step(self) -> dict[str, Any]:
-        """Train one epoch; its metrics, ``done`` after the last one, with the test's."""
+        """Train one epoch and return its metrics.
 
-    def save(self, folder: Path) -> None:
-        """Write the trial's state; every rank of a gang is asked, one writes."""
+        They have ``epoch`` (finished ones), ``done`` (whether it was the last one) and, with the
+        last one, ``test/*``. A trial that was continued after its last epoch is only tested.
+        """
 
+    @abstractmethod
+    def save(self, folder: Path) -> bool:
+        """Write the trial's state into ``folder``, whole or not at all.
+
+        In a gang every rank is asked and one writes.
+
+        Returns:
+            Whether there is a checkpoint now; False where the executor keeps its own elsewhere.
+        """
+
+    @abstractmethod
     def profile(self) -> dict[str, bytes]:
-        """The files of a profile that the last step completed, by name."""
+        """Return the files of a profile that the last step completed, by name, once."""
 
+    @abstractmethod
     def end(self) -> None:
-        """Let go of the trial."""
+        """Stop the trial where it is and let go of all that it holds.
+
+        Raises:
+            LeakError: something stays, so the process must not train another trial.
+        """
 
 
-class InProcess:
-    """Trains a trial, or one rank of it, in this process."""
-
-    _training: Training | None = None
-
-    def __init__(self, context: Context) -> None:
-        self._rank, self._workers = context.rank, context.workers
-        self._origin = context.plan.get("origin", {})
-
-    def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
-        """See :class:`Executor`."""
-        self._training, beginning = begin(config, checkpoints, self._rank, self._workers)
-        self._training.origin = self._origin
-        return beginning
-
-    def step(self) -> dict[str, Any]:
-        """See :class:`Executor`."""
-        return step(self._now)
-
-    def save(self, folder: Path) -> None:
-        """See :class:`Executor`."""
-        self._now.save(folder)
-
-    def profile(self) -> dict[str, bytes]:
-        """See :class:`Executor`."""
-        return self._now.profiler.take()
-
-    def end(self) -> None:
-        """See :class:`Executor`."""
-        self._training = None
-
-    @property
-    def _now(self) -> Training:
-        assert self._training is not None
-        return self._training
-
-
-class Packed:
-    """Trains a trial beside others of the same process."""
-
-    def __init__(self, context: Context) -> None:
-        with context.lock:
-            if "host" not in context.shared:
-                context.shared["host"] = Host(TrialConfig.from_dict(context.plan["config"]))
-        self._host: Host = context.shared["host"]
-        self._name, self._origin = context.trial, context.plan.get("origin", {})
-
-    def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
-        """See :class:`Executor`."""
-        return self._host.begin(self._name, config, checkpoints, self._origin)
-
-    def step(self) -> dict[str, Any]:
-        """See :class:`Executor`."""
-        return self._host.step(self._name)
-
-    def save(self, folder: Path) -> None:
-        """See :class:`Executor`."""
-        self._host.save(self._name, folder)
-
-    def profile(self) -> dict[str, bytes]:
-        """See :class:`Executor`."""
-        return self._host.profile(self._name)
-
-    def end(self) -> None:
-        """See :class:`Executor`."""
-        self._host.end(self._name)
+def make_executor(context: Context) -> Executor:
+    """Return a new executor of the class that the plan names."""
+    module, _, name = str(context.plan["executor"]).partition(":")
+    made: Executor = getattr(importlib.import_module(module), name)(context)
+    return made

@@ -1,22 +1,22 @@
-"""A process that has loaded torch and all that a trial needs, and forks worker processes from
-itself.
+"""A server process that has loaded torch and all that a trial needs, and forks worker processes.
 
 Loading torch, numba and this package takes two seconds of a core and 250 MB in every process that
-does it; a fork takes milliseconds, and its pages are shared until somebody writes to them. So each
-machine loads once, and a worker that dies is replaced at once.
+does it; a fork takes milliseconds, and its pages are shared until one of the processes writes to
+them. So each machine loads once, and a worker that dies is replaced at once.
 
 The server must stay forkable: it computes nothing, so it has neither threads of its own nor a CUDA
 context (a child of a process that has one cannot use the GPU). It runs in a session of its own, out
-of reach of Ctrl-C, and dies with whoever started it; its children die with it
+of reach of Ctrl-C, and dies with the process that started it; its children die with it
 (``PR_SET_PDEATHSIG``, prctl(2)).
 
-Method: as ``multiprocessing``'s forkserver, which however imports the main module of its parent in
-every child (a Ray worker's is Ray) and knows no environment for one child alone.
+The method is that of ``multiprocessing``'s forkserver. That one, however, imports the main module
+of its parent in every child (a Ray worker's is Ray) and cannot give one child an environment of its
+own.
 
-Messages on the socket, one JSON object each: ``{"ready": seconds}`` and, of children, ``{"forked":
-KEY, "pid": PID}``, ``{"failed": KEY, "why": WHY}`` and ``{"exited": PID, "status": STATUS}``
-(negative: the signal) from the server; to it ``{"log": PATH}``, ``{"data": [...]}``, and ``{"key":
-KEY, "environment": {...}, "lanes": N}`` with the child's end of a socket.
+Messages on the socket are one JSON object each. The server sends ``{"ready": seconds}`` and, about
+its children, ``{"forked": KEY, "pid": PID}``, ``{"failed": KEY, "why": WHY}`` and ``{"exited": PID,
+"status": STATUS}`` (negative: the signal). It receives ``{"log": PATH}``, ``{"data": [...]}``, and
+``{"key": KEY, "environment": {...}, "lanes": N}`` with the child's end of a socket.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """The server's."""
+        """The server's process id."""
         return self._process.pid
 
     def fork(
@@ -115,7 +115,7 @@ class ForkServer:
             self.socket.send(json.dumps({"data": data}).encode())
 
     def receive(self) -> dict[str, Any] | None:
-        """The next message; None where the server has died. Waits for one."""
+        """Wait for the next message and return it; None where the server has died."""
         try:
             content = self.socket.recv(MESSAGE_BYTES)
         except OSError:
@@ -140,7 +140,7 @@ def main(descriptor: int) -> None:
 
 
 def _load() -> None:
-    """Everything that a trial's first epoch would load."""
+    """Load everything that a trial's first epoch would load."""
     # torch loads it, half a second, with the first detach of a tensor subclass
     import torch.distributed.tensor
 
@@ -191,8 +191,10 @@ def _serve(control: socket.socket) -> None:
 
 
 def _load_data(configs: list[dict[str, Any]]) -> None:
-    """Load data sets for all children to come; what cannot be loaded the trials that want it will
-    say."""
+    """Load data sets for all children to come.
+
+    What cannot be loaded is refused by the trials that want it.
+    """
     from trainers.config import DataConfig
     from trainers.data import load
 
@@ -221,7 +223,7 @@ def _reap(control: socket.socket) -> None:
 
 
 def send(control: socket.socket, message: dict[str, Any]) -> None:
-    """Send a message; to one that has gone, nothing: its end is noticed where it is read."""
+    """Send a message; where nobody listens any more, do nothing, which whoever reads notices."""
     with contextlib.suppress(OSError):
         control.send(json.dumps(message).encode())
 
@@ -229,7 +231,7 @@ def send(control: socket.socket, message: dict[str, Any]) -> None:
 def _become_worker(
     control: socket.socket, pipe: tuple[int, int], descriptor: int, request: dict[str, Any]
 ) -> None:
-    """In a child: serve its own connection, and end."""
+    """Serve a forked child's own connection, and end the child."""
     status = 1
     try:
         libc = ctypes.CDLL(None)

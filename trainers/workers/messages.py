@@ -1,5 +1,7 @@
-"""What processes tell each other of a trial. Loads no torch, so that who only passes it on need not
-wait for it."""
+"""What processes tell each other of a trial.
+
+Loads no torch, so that who only passes messages on need not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -49,13 +51,6 @@ DONE, STOPPED, REFUSED, OUT_OF_MEMORY, FAILED = (
 """How a trial ended: trained and tested; told to stop; cannot work, a second try would not either;
 memory ran out; anything else."""
 
-IN_PROCESS, PACKED, RAY_TRAIN = (
-    "trainers.workers.executors:InProcess",
-    "trainers.workers.executors:Packed",
-    "trainers.workers.ray_train_run:RayTrainRun",
-)
-"""Where a worker process finds the class that trains a trial."""
-
 
 class Message(NamedTuple):
     """Between a worker process and who drives it."""
@@ -79,7 +74,6 @@ class Beginning:
 
 
 def last_line(text: str) -> str:
-    """The last line of an error's text that says something, at most 500 characters; "" if none
-    does."""
+    """Return the last line of a text that is not blank, at most 500 characters; "" if all are."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:500] if lines else ""

@@ -1,11 +1,11 @@
-"""The worker processes of one machine: made, spoken to, heard and ended.
+"""The worker processes of one machine: they are made, given messages, listened to and ended here.
 
 On the machine that runs a study a :class:`Node` lives in the study's own process; on the nodes of a
-Ray cluster it is a Ray actor, which holds the CPUs and GPUs that its processes use. What the
-processes say is passed on unread, and what has come together meanwhile in one piece, so that a
-machine with hundreds of processes costs whoever drives them one call for many reports.
+Ray cluster it is a Ray actor, which holds the CPUs and GPUs that its processes use. The messages of
+the processes are passed on unread, and those that arrived in the meantime together, so that a
+machine with hundreds of processes costs its driver one call for many reports.
 
-A process that has died is told after everything that it said before.
+The death of a process is reported after all messages that it sent before.
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ BATCH = 1000
 
 @dataclass
 class _Process:
-    """A worker process, by our end of its connection; ``pid`` once it is known."""
+    """A worker process.
+
+    Attributes:
+        connection: our end of the connection to it.
+        pid: its process id, once it is known.
+        unwanted: whether it is to end as soon as its id is known.
+    """
 
     connection: Connection
     pid: int | None = None
@@ -42,7 +48,7 @@ class _Process:
 
 
 class Node:
-    """See the module. Calls may come from any thread.
+    """The worker processes of one machine; calls may come from any thread.
 
     Args:
         log: file that takes what the processes print; None for nowhere.
@@ -118,13 +124,15 @@ class Node:
                 self._end(process)
 
     def call(self, calls: list[tuple[str, tuple[Any, ...]]]) -> None:
-        """Several calls, by method and arguments, in order."""
+        """Make several calls, by method and arguments, in order."""
         for method, arguments in calls:
             getattr(self, method)(*arguments)
 
     def events(self, seconds: float) -> list[tuple[int, bytes]]:
-        """What processes have said, with their keys, as soon as there is something; nothing after
-        ``seconds``, or where this is closed."""
+        """Return what processes have said, with their keys, as soon as there is something.
+
+        After ``seconds``, or where this is closed, return nothing.
+        """
         try:
             found = [self._said.get(timeout=seconds)]
         except queue.Empty:
@@ -135,8 +143,10 @@ class Node:
         return found
 
     def describe(self) -> tuple[str, str, list[str], str]:
-        """As a Ray actor: the machine's name, its address, the GPUs that Ray gave, the Ray node's
-        id."""
+        """Return the machine's name, its address, the GPUs that Ray gave and the Ray node's id.
+
+        For a node that is a Ray actor.
+        """
         import ray
 
         gpus = [str(name) for name in ray.get_gpu_ids()]
@@ -205,8 +215,10 @@ class Node:
                     self._lose_all("the node lost its processes by a mistake; please report it")
 
     def _hear(self, key: int) -> None:
-        """One message of a process; where its connection has closed, its death is told by the
-        server, maybe a moment ago."""
+        """Take in one message of a process.
+
+        Where its connection has closed, the server tells of its death, maybe a moment ago.
+        """
         process = self._processes.get(key)
         if process is None:
             return

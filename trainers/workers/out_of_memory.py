@@ -1,9 +1,9 @@
-"""A trial that runs out of memory: how to tell, and what to try once more.
+"""Trials that run out of memory: how the error is recognised, and what is tried next.
 
-Whatever allocates says it in its own way: torch's ``OutOfMemoryError`` on a GPU, a ``RuntimeError``
-of its allocator on a CPU, CuPy's error, Python's. What helps without another result: a whole GPU,
-where trials share one. Else smaller micro-batches, whose gradients add up to the batch's; sums are
-then rounded at other places.
+Every allocator raises an error of its own: torch's ``OutOfMemoryError`` on a GPU, a
+``RuntimeError`` of torch's allocator on a CPU, CuPy's error, Python's. A whole GPU, where trials
+share one, helps without changing the result. Otherwise smaller micro-batches help, whose gradients
+add up to the batch's; sums are then rounded at other places.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SAID = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error``, or what it was raised from, says that memory ran out."""
+    """Return whether ``error``, or what it was raised from, says that memory ran out."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     if isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _SAID):
@@ -34,7 +34,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def relief(config: TrialConfig) -> dict[str, Any] | None:
-    """Keys under which the trial needs less memory, or has more; None where there are none."""
+    """Return keys under which the trial needs less memory, or has more; None if there are none."""
     if config.device == "cuda" and config.workers == 1 and (config.gpus or 1.0) < 1:
         return {"gpus": 1.0}
     parts = config.layout.micro_batches

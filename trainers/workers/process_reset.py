@@ -1,10 +1,10 @@
-"""What a trial leaves behind in a process that trains the next one, put back or noticed.
+"""The reset of a process between two trials: what a trial changed is put back, or noticed.
 
-Everything that decides a result is made anew for each trial; what lies outside of it, settings of
-the process, a trial's code (or a library it calls) may still change. Between two trials
-:class:`Leftovers` puts those settings back as they were before the first. What cannot be put back,
-threads and memory that are never given up, it refuses beyond a bound, so that the next trial gets a
-fresh process.
+Everything that decides a result is made anew for each trial, but settings of the process may still
+be changed by a trial's code or a library that it calls. Between two trials :class:`Leftovers`
+restores those settings to what they were before the first trial. Threads and memory that are never
+released cannot be restored; beyond a bound it refuses them, so that the next trial gets a fresh
+process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LeakError(RuntimeError):
 
 
 class Leftovers:
-    """Made before the first trial; :meth:`clear` between trials."""
+    """A process's settings as they are when this is made, before the first trial."""
 
     def __init__(self) -> None:
         self._environment = dict(os.environ)
@@ -45,7 +45,7 @@ class Leftovers:
         gc.freeze()
 
     def clear(self) -> None:
-        """Put the process's settings back.
+        """Put the process's settings back; to be called between trials.
 
         Raises:
             LeakError: threads or memory have grown beyond their bounds.
@@ -68,7 +68,7 @@ class Leftovers:
 
 
 def _memory() -> tuple[int, int]:
-    """Bytes of the process, and of its tensors on the GPU."""
+    """Return the bytes of the process, and of its tensors on the GPU."""
     on_gpu = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
     return int(psutil.Process().memory_info().rss), on_gpu
 

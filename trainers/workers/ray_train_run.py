@@ -1,6 +1,5 @@
-"""A trial by Ray Train (``executor: train``), behind the protocol of
-:mod:`trainers.workers.executors`: for long trials, since Ray Train restarts a gang within the
-trial.
+"""A trial by Ray Train (``executor: train``): for long trials, since Ray Train restarts a gang
+within the trial.
 
 A worker process drives ``trainers.workers.ray_train_worker.build_trainer(...).fit()`` in a thread
 and does nothing else. Ray Train's controller is a process of its own, maybe on another machine; a
@@ -15,7 +14,6 @@ The Ray Train run's name is the trial's id, so a driver that is started again co
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
 import threading
@@ -27,19 +25,19 @@ from typing import Any
 import ray
 from ray.train import TrainingFailedError, UserCallback
 
+from trainers._compat import abort_ray_train, latest_ray_train_checkpoint
 from trainers.checkpoint.files import load_checkpoint
 from trainers.config import TrialConfig
-from trainers.workers.executors import Context
+from trainers.workers.executors import Context, Executor
 from trainers.workers.messages import Beginning, last_line
+from trainers.workers.process_reset import LeakError
 from trainers.workers.ray_train_worker import build_trainer, read_results
 
-SNAPSHOT = "checkpoint_manager_snapshot.json"
-"""In a Ray Train run's folder: which checkpoint it will continue from."""
 Address = tuple[str, int]
 
 
 class Told(UserCallback):  # type: ignore[misc]
-    """In the controller: passes reports on, and waits until it may go on.
+    """Passes reports on from the controller, and has it wait until it may go on.
 
     Args:
         address: where the driver listens.
@@ -59,12 +57,11 @@ class Told(UserCallback):  # type: ignore[misc]
         path = {"checkpoint_path": checkpoint.path} if checkpoint is not None else {}
         self._connection.send(metrics[0] | path)
         if not self._connection.recv():
-            # runs once this one has returned
-            ray.get_runtime_context().current_actor.abort.remote()
+            abort_ray_train(ray.get_runtime_context().current_actor)
 
 
-class RayTrainRun:
-    """See the module.
+class RayTrainRun(Executor):
+    """Has Ray Train train a trial; see the module.
 
     The plan has ``storage`` for Ray Train's files, and ``max_failures``: how often a gang with a
     dead worker starts again.
@@ -81,7 +78,7 @@ class RayTrainRun:
         self._results: dict[str, Any] = {}
 
     def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
-        """Start the run, or continue it; its own folder says where from."""
+        """Start the run, or continue it from the newest checkpoint of its own."""
         damaged = set_damaged_aside(Path(self._plan["storage"]) / self._trial)
         key = os.urandom(32)
         here = ray.util.get_node_ip_address()
@@ -101,7 +98,7 @@ class RayTrainRun:
         return Beginning(damaged=damaged)
 
     def step(self) -> dict[str, Any]:
-        """The next report; ``done`` with the last, which has the test's figures.
+        """Return the next report of rank 0's.
 
         Raises:
             ValueError: the training cannot work; Ray Train has tried again what could be tried.
@@ -109,9 +106,9 @@ class RayTrainRun:
         if self._asked:
             self._answers.put(True)
         report = self._reports.get()
-        if report is not None and not any(name.startswith("test/") for name in report):
+        if report is not None and not report["done"]:
             self._asked = True
-            return report | {"done": False}
+            return report
         if report is not None:
             self._answers.put(True)
         assert self._thread is not None
@@ -120,21 +117,27 @@ class RayTrainRun:
             raise self._failure
         return (report or {}) | self._results | {"done": True}
 
-    def save(self, folder: Path) -> None:
-        """Ray Train keeps checkpoints itself."""
+    def save(self, folder: Path) -> bool:
+        """Write nothing: Ray Train keeps checkpoints in the run's storage."""
+        return False
 
     def profile(self) -> dict[str, bytes]:
-        """Ray Train's workers write theirs to the run's storage."""
+        """Return nothing: Ray Train's workers write profiles to the run's storage."""
         return {}
 
     def end(self) -> None:
-        """Stop the run where it has not ended."""
+        """Abort the run where it has not ended."""
+        aborts = self._thread is not None and self._thread.is_alive()
         self._stopped = True
         self._answers.put(False)
         if self._thread is not None:
             self._thread.join()
         if self._listener is not None:
             self._listener.close()
+        if aborts:
+            raise LeakError(
+                "Ray Train's run was aborted, and what its library keeps of it nobody knows"
+            )
 
     def _fit(self, trainer: Any) -> None:
         try:
@@ -146,7 +149,7 @@ class RayTrainRun:
         self._reports.put(None)
 
     def _listen(self) -> None:
-        """Hear the controller, until the end; one that was started again connects anew."""
+        """Hear the controller until the run ends; one that was started again connects anew."""
         assert self._listener is not None
         while not self._stopped:
             with contextlib.suppress(EOFError, OSError):
@@ -157,15 +160,13 @@ class RayTrainRun:
 
 
 def set_damaged_aside(run: Path) -> str:
-    """Move a Ray Train run whose newest checkpoint is damaged out of the way, so that the gang
-    starts from scratch.
+    """Rename a run whose newest checkpoint is damaged, so that the gang starts from scratch.
 
     Returns:
         What is wrong with the checkpoint; "" if it is whole or there is none.
     """
     try:
-        snapshot = json.loads((run / SNAPSHOT).read_text())
-        load_checkpoint(run / snapshot["latest_checkpoint_result"]["checkpoint_dir_name"])
+        load_checkpoint(latest_ray_train_checkpoint(run))
     except (FileNotFoundError, KeyError, TypeError):  # not begun, or no checkpoint yet
         return ""
     except ValueError as error:
@@ -175,7 +176,7 @@ def set_damaged_aside(run: Path) -> str:
 
 
 def describe_failure(error: TrainingFailedError) -> str:
-    """The last line of the first worker's error, which names what happened."""
+    """Return the last line of the first worker's error, which names what happened."""
     of_workers: dict[int, Exception] = getattr(error, "worker_failures", {})
     causes = [*of_workers.values(), getattr(error, "controller_failure", error)]
     return last_line(str(causes[0])) or type(causes[0]).__name__

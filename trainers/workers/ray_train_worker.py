@@ -1,8 +1,7 @@
-"""The Ray Train side: several workers train one trial together, over gloo on CPUs, over NCCL on
-GPUs.
+"""Ray Train's side: its workers train one trial together, over gloo on CPUs, over NCCL on GPUs.
 
-Each worker runs :func:`train_loop`: a :class:`~trainers.training.trainer.Training` with its rank,
-an epoch at a time; rank 0 saves a checkpoint with every report, so a group that Ray restarts
+Each worker runs :func:`train_loop`: an :class:`~trainers.workers.in_process.InProcess` with its
+rank, an epoch at a time; rank 0 keeps a checkpoint with every report, so a group that Ray restarts
 continues after the last reported epoch and ends with the same bits.
 
 With ``min_workers`` the group is elastic: it begins with as many workers as there is room for, goes
@@ -21,6 +20,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,8 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from trainers.checkpoint.files import load_checkpoint
 from trainers.comm import process_group
 from trainers.config import TrialConfig
-from trainers.training.trainer import Training
+from trainers.workers.executors import Context
+from trainers.workers.in_process import InProcess
 from trainers.workers.messages import DETERMINISTIC, HISTORY
 from trainers.workers.resources import WorkerResources
 
@@ -55,44 +56,52 @@ class FailAtOnce(UserCallback):  # type: ignore[misc]
                 raise error
 
 
-def train_loop(values: dict[str, Any]) -> None:
-    """What every worker runs; ``values`` is ``TrialConfig.to_dict()``, and may have the
-    checkpoints' ``origin`` beside.
+def train_loop(plan: dict[str, Any]) -> None:
+    """Train a worker's rank of a trial; every worker runs it.
 
-    Reports each epoch's metrics, the last one's with ``test/*``, the first one's after a restart
-    with :data:`HISTORY`.
+    Reports each epoch's metrics, as :meth:`~trainers.workers.executors.Executor.step` returns them;
+    the first report after a restart also has :data:`HISTORY`.
+
+    Args:
+        plan: ``config``, as ``TrialConfig.to_dict()`` has it, and ``origin``.
+
+    Raises:
+        ValueError: the trial cannot be built, or the run's checkpoint is damaged.
     """
     context = ray.train.get_context()
-    if context.get_world_size() > 1:
+    rank, workers = context.get_world_rank(), context.get_world_size()
+    if workers > 1:
         process_group.wait_in_training()
-    values, origin = (
-        {key: value for key, value in values.items() if key != "origin"},
-        values.get("origin", {}),
-    )
-    config = replace(
-        TrialConfig.from_dict(values), workers=context.get_world_size(), min_workers=None
-    )
-    training = Training(config, rank=context.get_world_rank(), world_size=context.get_world_size())
-    training.origin = origin
-    checkpoint = ray.train.get_checkpoint()
-    if checkpoint is not None:
-        with checkpoint.as_directory() as folder:
-            training.restore(Path(folder))
-    before = {HISTORY: list(training.history)} if training.history else {}
-    while training.epoch < training.config.epochs:
-        metrics: dict[str, Any] = training.train_epoch() | before
-        before = {}
-        keep_profile(training.profiler.take())
-        if training.epoch == training.config.epochs:
-            metrics |= training.test()
+    config = replace(TrialConfig.from_dict(plan["config"]), workers=workers, min_workers=None)
+    trial = InProcess(Context(trial="", plan=plan, rank=rank, workers=workers))
+    before = {HISTORY: history} if (history := _begin(trial, config)) else {}
+    done = len(history) >= config.epochs
+    while not done:
+        metrics = trial.step() | before
+        done, before = metrics["done"], {}
+        keep_profile(trial.profile())
         with tempfile.TemporaryDirectory() as folder:
-            training.save(Path(folder))
-            saved = Checkpoint.from_directory(folder) if training.rank == 0 else None
+            trial.save(Path(folder))
+            saved = Checkpoint.from_directory(folder) if rank == 0 else None
             ray.train.report(metrics, checkpoint=saved)
 
 
+def _begin(trial: InProcess, config: TrialConfig) -> list[dict[str, float]]:
+    """Begin at the run's checkpoint, if there is one, and return the metrics of the epochs before.
+
+    Raises:
+        ValueError: the trial cannot be built, or the checkpoint is damaged.
+    """
+    checkpoint = ray.train.get_checkpoint()
+    with checkpoint.as_directory() if checkpoint else nullcontext() as folder:
+        beginning = trial.begin(config, [str(folder)] if folder else [])
+    if beginning.damaged:
+        raise ValueError(beginning.damaged)
+    return beginning.history
+
+
 def keep_profile(files: dict[str, bytes]) -> None:
-    """Write a profile's files to ``profile`` in the run's folder, wherever Ray Train keeps that."""
+    """Write a profile's files to the folder ``profile`` of the run's storage."""
     if not files:
         return
     storage = ray.train.get_context().get_storage()
@@ -104,11 +113,10 @@ def keep_profile(files: dict[str, bytes]) -> None:
 
 
 def read_results(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Everything a complete run has reported, from its last checkpoint: ``epoch``, ``test/*`` and
-    :data:`HISTORY`.
+    """Return what a complete run has reported, from its last checkpoint.
 
-    Ray Train's own copy in ``Result.metrics`` loses NaNs (a diverged run's) when the run is read
-    back from disk.
+    That is ``epoch``, ``test/*`` and :data:`HISTORY`. Ray Train's own copy in ``Result.metrics``
+    loses NaNs (a diverged run's) when the run is read back from disk.
     """
     with checkpoint.as_directory() as folder:
         _, state = load_checkpoint(Path(folder))
@@ -125,7 +133,7 @@ def build_trainer(
     resize_seconds: float = 60.0,
     origin: dict[str, Any] | None = None,
 ) -> TorchTrainer:
-    """The TorchTrainer of ``config``; ``.fit()`` runs it.
+    """Return the TorchTrainer of ``config``; ``.fit()`` runs it.
 
     Args:
         storage_path: absolute folder or URI where Ray Train keeps checkpoints.
@@ -139,7 +147,7 @@ def build_trainer(
     """
     return TorchTrainer(
         train_loop,
-        train_loop_config=config.to_dict() | {"origin": origin or {}},
+        train_loop_config={"config": config.to_dict(), "origin": origin or {}},
         torch_config=TorchConfig(backend="nccl" if config.device == "cuda" else "gloo"),
         scaling_config=ScalingConfig(
             num_workers=config.workers

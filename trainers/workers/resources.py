@@ -1,5 +1,7 @@
-"""What a trial's processes take of a cluster. Loads no torch: who starts processes need not wait
-for it."""
+"""What a trial's processes take of a cluster.
+
+Loads no torch, so that who only starts processes need not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,8 @@ import math
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trainers.workers.executors import IN_PROCESS, RAY_TRAIN, choose_executor
 
 if TYPE_CHECKING:
     from trainers.config import TrialConfig
@@ -26,11 +30,15 @@ CLASSES = 10
 
 
 class WorkerResources(NamedTuple):
-    """What two trials must share to run in the same processes: the keys of
-    :class:`~trainers.config.TrialConfig` of these names, and where several share one process at the
-    same time, the settings that are a process's (``packed``; "" where a process is a trial's
-    alone); and whether Ray Train makes the ranks' processes (``by_train``), which one process
-    drives.
+    """What two trials must share to run in the same processes.
+
+    Attributes:
+        workers, threads, device, gpus: the keys of :class:`~trainers.config.TrialConfig` of these
+            names; ``gpus`` None where it does not matter.
+        packed: the settings of a process that several trials share at the same time; "" where a
+            process is a trial's alone.
+        lanes: trials at once in a process.
+        executor: what trains the trial there, see :mod:`trainers.workers.executors`.
     """
 
     workers: int
@@ -39,21 +47,25 @@ class WorkerResources(NamedTuple):
     gpus: float | None = None
     packed: str = ""
     lanes: int = 1
-    by_train: bool = False
+    executor: str = IN_PROCESS
 
     @classmethod
-    def of(cls, config: TrialConfig, lanes: int = 1) -> WorkerResources:
-        """Of a trial that may share a process with so many others, less itself."""
+    def of(cls, config: TrialConfig, wanted: str = "auto") -> WorkerResources:
+        """Return what a trial takes, where the study's key ``executor`` is ``wanted``."""
         share = 1.0 if config.gpus is None else config.gpus
         gpus = share if config.device == "cuda" and config.workers == 1 else None
-        if config.workers > 1 or lanes == 1:
-            return cls(config.workers, config.threads, config.device, gpus)
-        return cls(config.workers, config.threads, config.device, gpus, str(key_of(config)), lanes)
+        lanes = lanes_of(wanted, config)
+        packed = str(key_of(config)) if lanes > 1 else ""
+        executor = choose_executor(wanted, lanes)
+        return cls(config.workers, config.threads, config.device, gpus, packed, lanes, executor)
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """CPUs and GPUs of every rank: its threads and, on device cuda, a GPU, or a trial's share
-        of one where it is alone."""
+        """CPUs and GPUs of every rank.
+
+        A rank takes its threads and, on device cuda, a GPU; a trial of one worker takes its share
+        of one.
+        """
         bundle = {"CPU": float(self.threads)}
         if self.device == "cuda":
             bundle["GPU"] = 1.0 if self.gpus is None else self.gpus
@@ -61,8 +73,8 @@ class WorkerResources(NamedTuple):
 
     @property
     def processes(self) -> int:
-        """Of ours: one a rank."""
-        return 1 if self.by_train else self.workers
+        """Worker processes: one a rank, or the one that drives Ray Train's."""
+        return 1 if self.executor == RAY_TRAIN else self.workers
 
     @property
     def cpus(self) -> float:
@@ -76,14 +88,16 @@ class WorkerResources(NamedTuple):
 
 
 def key_of(config: TrialConfig) -> tuple[Any, ...]:
-    """What trials must share to run in one process at the same time: settings that are the
-    process's."""
+    """Return the settings of a process, which trials in it at the same time must share."""
     return (config.device, config.threads, config.precision.accumulation)
 
 
 def gpus_of(values: Mapping[str, Any]) -> float:
-    """GPUs, or the share of one, that all ranks of a trial take together; ``values`` as of
-    ``TrialConfig.to_dict()``."""
+    """Return the GPUs, or the share of one, that all ranks of a trial take together.
+
+    Args:
+        values: the trial, as ``TrialConfig.to_dict()`` has it.
+    """
     if values["device"] != "cuda":
         return 0.0
     if values["workers"] > 1:
@@ -92,7 +106,7 @@ def gpus_of(values: Mapping[str, Any]) -> float:
 
 
 def captured(config: TrialConfig) -> bool:
-    """Whether a trial's step is one CUDA graph: on one GPU, and the same every time."""
+    """Return whether a trial's step is one CUDA graph: on one GPU, and the same every time."""
     if config.model.own:
         return False
     alone = config.device == "cuda" and config.workers == 1 and not config.memory.offload_optimizer
@@ -100,22 +114,29 @@ def captured(config: TrialConfig) -> bool:
 
 
 def packs(config: TrialConfig) -> bool:
-    """Whether a trial is faster beside others in one process: small, so that processes would take
-    turns on its GPU, and captured, so that threads do not wait for each other's Python.
+    """Return whether a trial is faster beside others in one process.
+
+    It is where it is small, so that processes would take turns on its GPU, and captured, so that
+    threads do not wait for each other's Python.
     """
     return captured(config) and config.gpus is not None and config.gpus <= SHARES[-1][1]
 
 
 def lanes_of(executor: str, config: TrialConfig) -> int:
-    """Trials at once in a process that trains this one, by the study's ``executor``."""
+    """Return how many trials are at once in a process that trains this one.
+
+    Args:
+        executor: the study's key.
+    """
+    if config.workers > 1:
+        return 1
     if executor == "packed":
         return MOST
     return LANES if executor == "auto" and packs(config) else 1
 
 
 def choose_share(config: TrialConfig) -> float:
-    """The share of a GPU that a trial of one worker takes where none is asked for, see
-    :data:`SHARES`."""
+    """Return the share of a GPU, by :data:`SHARES`, of a trial that asks for none."""
     if not captured(config):
         return 1.0
     macs = 3.0 * config.batch_size * _macs(config)
@@ -123,17 +144,17 @@ def choose_share(config: TrialConfig) -> float:
 
 
 def _macs(config: TrialConfig) -> float:
-    """Multiply-accumulates of an example's forward pass."""
+    """Return the multiply-accumulates of an example's forward pass."""
     return sum(weights * places for weights, places in _layers(config))
 
 
 def parameters(config: TrialConfig) -> float:
-    """Return the weights of a trial's net, biases left out; 0 of a user's, whose size is theirs."""
+    """Return how many weights our net has, biases left out; 0 for a user's, of unknown size."""
     return sum(weights for weights, _ in _layers(config))
 
 
 def _layers(config: TrialConfig) -> Iterator[tuple[float, float]]:
-    """Of each layer, its weights and at how many places of an example it applies them."""
+    """Yield each layer's weights, and at how many places of an example it applies them."""
     if config.model.own:
         return
     model, inputs = config.model, INPUTS.get(config.data.name, INPUTS["mnist"])
@@ -150,5 +171,5 @@ def _layers(config: TrialConfig) -> Iterator[tuple[float, float]]:
 
 
 def cpus_of(values: Mapping[str, Any]) -> int:
-    """CPUs that all ranks take together."""
+    """Return the CPUs that all ranks of a trial take together, see :func:`gpus_of`."""
     return int(values["workers"]) * int(values["threads"])

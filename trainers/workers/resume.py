@@ -1,5 +1,4 @@
-"""What every executor does with a trial: begin it where an earlier attempt left off, and train it
-an epoch at a time."""
+"""A trial continued where an earlier attempt left off, by all its ranks from one checkpoint."""
 
 from __future__ import annotations
 
@@ -16,11 +15,12 @@ from trainers.training.trainer import Training
 from trainers.workers.messages import Beginning
 
 
-def begin(
+def resume(
     config: TrialConfig, checkpoints: list[str], rank: int = 0, world_size: int = 1
 ) -> tuple[Training, Beginning]:
-    """A trial continued from the first whole one of ``checkpoints``, from scratch if there is none;
-    the result is the same.
+    """Return a trial continued from the first whole checkpoint, or from scratch if there is none.
+
+    The result of the trial is the same either way.
 
     All ranks continue from one: the first in rank 0's list that every rank has read with the same
     content. A file system may show the newest to some ranks only.
@@ -48,8 +48,10 @@ def begin(
 
 
 def _differing(path: str, world_size: int) -> str:
-    """Why the ranks cannot all continue from a checkpoint; "" if they can, or one rank alone will
-    see."""
+    """Return why the ranks cannot all continue from a checkpoint; "" if they can.
+
+    A rank that is alone will see.
+    """
     if world_size == 1:
         return ""
     digest = wrong = ""
@@ -68,13 +70,13 @@ def _differing(path: str, world_size: int) -> str:
 
 
 def _of_first(checkpoints: list[str], world_size: int) -> list[str]:
-    """Rank 0's list."""
+    """Return rank 0's list; collective."""
     lists: list[list[str]] = _gathered(checkpoints, world_size)
     return lists[0]
 
 
 def _gathered(value: Any, world_size: int) -> list[Any]:
-    """Every rank's value; collective."""
+    """Return every rank's value; collective."""
     if world_size == 1:
         return [value]
     values = [None] * world_size
@@ -83,22 +85,10 @@ def _gathered(value: Any, world_size: int) -> list[Any]:
 
 
 def _first_of(texts: list[str]) -> str:
-    """The first that says something."""
+    """Return the first text that is not empty; "" if all are."""
     return next(filter(None, texts), "")
 
 
 def _in_a_line(error: Exception) -> str:
+    """Return an error's text without line breaks."""
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def step(training: Training) -> dict[str, Any]:
-    """One epoch of a trial, and its test after the last; ``done`` says whether that was it.
-
-    A trial restored after its last epoch only tests.
-    """
-    epochs = training.config.epochs
-    metrics: dict[str, Any] = (
-        training.train_epoch() if training.epoch < epochs else {"epoch": float(epochs)}
-    )
-    done = training.epoch >= epochs
-    return {**metrics, **(training.test() if done else {}), "done": done}

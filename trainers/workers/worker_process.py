@@ -1,12 +1,11 @@
-"""What a worker process does: it trains the trials that it is told to, an epoch at a time, and
-tells what comes of them.
+"""A worker process: it trains the trials that it is told to and reports what comes of them.
 
 It knows nothing of Ray or of a study. It hears :class:`Message`s from its node
 (:mod:`trainers.workers.node`) and answers with others; where the connection closes it ends at once.
-One trial after another runs in its main thread; a process of several *lanes* runs as many at once,
-in threads (:mod:`trainers.workers.packed`). A gang's processes are ranks of one torch.distributed
-group, which they join before their first trial; each runs the same trials in the same order, and
-rank 0 speaks for all.
+What trains a trial is its executor's (:mod:`trainers.workers.executors`). One trial after another
+runs in the main thread; a process of several *lanes* runs as many at once, in threads. A gang's
+processes are ranks of one torch.distributed group, which they join before their first trial; each
+runs the same trials in the same order, and rank 0 speaks for all.
 
 A trial does not wait for anybody after an epoch, unless its plan says so (``waits``: a scheduler
 may end it then).
@@ -53,7 +52,6 @@ from trainers.workers.messages import (
     MEET,
     NAMESPACE,
     OUT_OF_MEMORY,
-    RAY_TRAIN,
     REFUSED,
     REPORT,
     STOP,
@@ -63,6 +61,7 @@ from trainers.workers.messages import (
     last_line,
 )
 from trainers.workers.out_of_memory import is_out_of_memory
+from trainers.workers.packed import Host
 from trainers.workers.process_reset import LeakError, Leftovers
 
 CHECKPOINTS_KEPT = 2
@@ -81,13 +80,13 @@ def serve(connection: Connection, lanes: int) -> None:
     """Serve ``connection`` until it closes.
 
     Args:
-        lanes: trials at once; with 1 they run in this very thread.
+        lanes: trials at once; with 1 they run in the calling thread.
     """
     Worker(connection, lanes).run()
 
 
 class Worker:
-    """See the module."""
+    """A worker process's side of its connection; see the module."""
 
     def __init__(self, connection: Connection, lanes: int) -> None:
         self._connection, self._lanes = connection, lanes
@@ -95,12 +94,11 @@ class Worker:
         self._work: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._answers: dict[str, queue.SimpleQueue[str]] = {}
         self._place = {"rank": 0, "workers": 1}
-        self._shared: dict[str, Any] = {}
-        self._lock = threading.Lock()
+        self._host = Host() if lanes > 1 else None
         self._leftovers: Leftovers | None = None
 
     def run(self) -> None:
-        """Do what is asked for, for ever."""
+        """Do what is asked for until the connection closes."""
         threading.Thread(target=self._listen, daemon=True, name="listener").start()
         self._say(HELLO, payload=os.getpid())
         while True:
@@ -138,11 +136,11 @@ class Worker:
                 os._exit(0)
 
     def _join(self, rank: int, workers: int, address: str, port: int, backend: str) -> None:
-        """Become a rank. Rank 0 opens the store by which all meet, at a port that is free, and says
-        which.
+        """Become a rank of a torch.distributed group.
 
-        It listens at ``address`` alone, where torch would at all of the machine's; gloo and NCCL do
-        so where all ranks are on one machine.
+        Rank 0 opens the store by which all meet, at a port that is free, and says which. It listens
+        at ``address`` alone, where torch would at all of the machine's; gloo and NCCL do so where
+        all ranks are on one machine.
         """
         limit = timedelta(seconds=MEET_SECONDS)
         if address.startswith("127."):
@@ -167,7 +165,7 @@ class Worker:
         self._say(JOINED)
 
     def _train(self, trial: str, plan: dict[str, Any]) -> None:
-        """One trial, to its end or that of this process."""
+        """Train one trial, to its end or that of this process."""
         if self._leftovers is None and self._lanes == 1:
             self._leftovers = Leftovers()
         executor: Executor | None = None
@@ -176,7 +174,7 @@ class Worker:
             if plan["ray"]:
                 connect_to_ray(plan["ray"])
             executor = make_executor(
-                Context(trial=trial, plan=plan, **self._place, shared=self._shared, lock=self._lock)
+                Context(trial=trial, plan=plan, **self._place, host=self._host)
             )
             how = self._epochs(executor, trial, plan)
         except DETERMINISTIC as error:
@@ -190,18 +188,14 @@ class Worker:
                 self._say(ENDED, trial, {"how": how, "text": text, "retire": text})
                 os._exit(1)  # what state the process is in, nobody knows
             error.__traceback__ = None  # its frames hold tensors
-        if executor is not None:
-            executor.end()
-        del self._answers[trial], executor
-        retire = self._clean()
-        if how == STOPPED and plan["executor"] == RAY_TRAIN:
-            retire = "Ray Train's run was aborted, and what its library keeps of it nobody knows"
+        del self._answers[trial]
+        retire = self._end(executor)
         self._say(ENDED, trial, {"how": how, "text": text, "retire": retire})
         if retire:
             os._exit(0)
 
     def _epochs(self, executor: Executor, trial: str, plan: dict[str, Any]) -> str:
-        """Train until the trial is done or stopped."""
+        """Train until the trial is done or stopped, and return which of both."""
         folder = Path(plan["checkpoints"])
         paths = list(dict.fromkeys([*map(str, checkpoints_in(folder)), *plan["resume_from"]]))
         config = TrialConfig.from_dict(plan["config"])
@@ -211,8 +205,7 @@ class Worker:
             metrics = executor.step()
             if config.profile.steps:
                 write_files(Path(plan["profile"]), executor.profile())
-            if plan["executor"] != RAY_TRAIN:  # which keeps its own
-                metrics |= self._keep(executor, folder, metrics, int(plan["checkpoint_every"]))
+            metrics |= self._keep(executor, folder, metrics, int(plan["checkpoint_every"]))
             self._say(REPORT, trial, metrics)
             if metrics["done"]:
                 return DONE
@@ -222,12 +215,17 @@ class Worker:
     def _keep(
         self, executor: Executor, folder: Path, metrics: dict[str, Any], every: int
     ) -> dict[str, str]:
-        """Write a checkpoint if one is due, and drop those before the last two."""
+        """Write a checkpoint if one is due, and drop those before :data:`CHECKPOINTS_KEPT`.
+
+        Returns:
+            What the epoch's report has of it.
+        """
         epoch = int(metrics["epoch"])
         if not metrics["done"] and epoch % every:
             return {}
         path = folder / f"{epoch:06d}"
-        executor.save(path)
+        if not executor.save(path):
+            return {}
         if self._place["rank"] == 0:
             for old in checkpoints_in(folder)[CHECKPOINTS_KEPT:]:
                 # first of all, so that one that is half removed is no checkpoint
@@ -236,19 +234,20 @@ class Worker:
                 shutil.rmtree(old, ignore_errors=True)
         return {"checkpoint_path": str(path)}
 
-    def _clean(self) -> str:
-        """Put back what the trial left behind; why the process must end, or ""."""
-        if self._leftovers is None:
-            return ""
+    def _end(self, executor: Executor | None) -> str:
+        """End a trial and put back what it left behind; return why the process must end, or ""."""
         try:
-            self._leftovers.clear()
+            if executor is not None:
+                executor.end()
+            if self._leftovers is not None:
+                self._leftovers.clear()
         except LeakError as error:
             return str(error)
         return ""
 
 
 def why_not(config: TrialConfig, info: DatasetInfo) -> str | None:
-    """Why a trial could only fail; None if nothing forbids it."""
+    """Return why a trial could only fail; None if nothing forbids it."""
     try:
         check(config, info)
     except ValueError as error:
@@ -257,8 +256,10 @@ def why_not(config: TrialConfig, info: DatasetInfo) -> str | None:
 
 
 def connect_to_ray(address: str) -> None:
-    """Join the study's Ray as a driver of its own, for what is made of Ray actors; the second time
-    does nothing."""
+    """Join the study's Ray as a driver of its own, unless this process has.
+
+    What is made of Ray actors needs it: Ray Train's runs, parameter servers.
+    """
     import logging
 
     import ray
@@ -274,11 +275,11 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """A trial's checkpoints by epoch, the newest first."""
+    """Return a trial's checkpoints, the newest first."""
     return sorted((path for path in folder.glob("[0-9]*") if path.is_dir()), reverse=True)
 
 
 def _describe(error: BaseException) -> str:
-    """What was refused, in a line; of a mistake in code also its kind."""
+    """Return what was refused, in a line; of a mistake in code also its kind."""
     said = last_line(str(error))
     return said if isinstance(error, ValueError) else f"{type(error).__name__}: {said}"

@@ -1,1 +1,1 @@
-"""From Python functions to cached machine code, and the threads that run it."""
+"""Compilation of kernels to cached machine code, and the threads that run it."""

@@ -1,5 +1,4 @@
-"""The decorator of device functions and array accesses: numba intrinsics that kernels are written
-with.
+"""Decorators and array accesses that kernels are written with: numba intrinsics.
 
 A ``@kernel`` is an entry point: Python calls it, through :mod:`lns_ops.cpu.compiler.object_cache`,
 which keeps its machine code on disk. A ``@helper`` is called by kernels and other helpers only.
@@ -21,39 +20,56 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from llvmlite import binding as llvm
 from llvmlite import ir
-from numba import njit, types
+from numba import config, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic as _intrinsic
 
+from lns_ops._compat import NO_REFERENCE_COUNTS, struct_value
+
 ARRAY_HEADER = object.__basicsize__
-"""Bytes of an array object before numpy's part of it."""
+"""The bytes of an array object before numpy's part of it."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def helper(function: F) -> F:
-    """A function that kernels call; it is compiled into them."""
-    compiled: F = njit(nogil=True, _nrt=False)(function)
+    """Mark a function as one that kernels call; it is compiled into them."""
+    compiled: F = njit(nogil=True, **NO_REFERENCE_COUNTS)(function)
     return compiled
 
 
 def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that writes LLVM instructions of its own."""
+    """Mark a function as one that writes LLVM instructions of its own."""
     compiled: Callable[..., Any] = _intrinsic(function)
     return compiled
 
 
+def processor() -> tuple[str, str]:
+    """Return name and features of the processor that numba compiles for, its settings
+    considered."""
+    features = llvm.get_host_cpu_features()
+    if not config.ENABLE_AVX:
+        features = type(features)(
+            {name: on and not name.startswith("avx") for name, on in features.items()}
+        )
+    chosen = config.CPU_FEATURES
+    return (
+        config.CPU_NAME or llvm.get_host_cpu_name(),
+        features.flatten() if chosen is None else chosen,
+    )
+
+
 def _label(module: Any, instruction: Any, kind: str) -> None:
-    """Mark an access as one of tables (``alias.scope``) or as never touching tables
-    (``noalias``)."""
+    """Mark an access as one of tables (``alias.scope``) or as never of tables (``noalias``)."""
     domain = module.add_metadata([ir.MetaDataString(module, "lns_ops")])
     scope = module.add_metadata([ir.MetaDataString(module, "lns_ops tables"), domain])
     instruction.set_metadata(kind, module.add_metadata([scope]))
 
 
 def _allow_gathers(context: Any, builder: Any) -> None:
-    features = context.codegen()._tm_features
+    _, features = processor()
     if "+avx2" in features.split(","):
         # llvmlite's own `add` knows no attributes with values.
         set.add(
@@ -68,7 +84,7 @@ def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any
 
 @intrinsic
 def get(typing_context: Any, array: Any, index: Any) -> Any:
-    """``array[index]``, not a table; no negative indices."""
+    """Return ``array[index]`` of an array that is no table; no negative indices."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         value = builder.load(_address(context, builder, signature.args[0], *args))
@@ -80,7 +96,7 @@ def get(typing_context: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def put(typing_context: Any, array: Any, index: Any, value: Any) -> Any:
-    """``array[index] = value``, not a table; no negative indices."""
+    """Store ``array[index] = value`` in an array that is no table; no negative indices."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _allow_gathers(context, builder)
@@ -95,7 +111,7 @@ def put(typing_context: Any, array: Any, index: Any, value: Any) -> Any:
 
 @intrinsic
 def look_up(typing_context: Any, table: Any, index: Any) -> Any:
-    """``table[index]`` with an index in ``0 .. 2^31 - 1``."""
+    """Return ``table[index]`` for an index in ``0 .. 2^31 - 1``."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         # Clearing the sign lets LLVM see that 32 bits are enough for the address.
@@ -111,7 +127,7 @@ def look_up(typing_context: Any, table: Any, index: Any) -> Any:
 
 
 def _flat_array(context: Any, builder: Any, array_type: Any, address: Any, size: Any) -> Any:
-    """A contiguous array of ``size`` elements at ``address``, which nobody owns."""
+    """Make a contiguous array of ``size`` elements at ``address``, memory that it does not own."""
     array = context.make_array(array_type)(context, builder)
     array.data, array.nitems = builder.bitcast(address, array.data.type), size
     array.itemsize = ir.Constant(
@@ -121,13 +137,15 @@ def _flat_array(context: Any, builder: Any, array_type: Any, address: Any, size:
         cgutils.pack_array(builder, [size]),
         cgutils.pack_array(builder, [array.itemsize]),
     )
-    return array._getvalue()
+    return struct_value(array)
 
 
 @intrinsic
 def scratch(typing_context: Any, size: Any, dtype: Any) -> Any:
-    """An uninitialized array on the stack, as ``numpy.empty(size, dtype)``; to be called once,
-    outside of loops."""
+    """Return an uninitialized array on the stack, as ``numpy.empty(size, dtype)`` would.
+
+    Call it once, outside of loops.
+    """
     array_type = types.Array(dtype.instance_type, 1, "C")
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -139,14 +157,13 @@ def scratch(typing_context: Any, size: Any, dtype: Any) -> Any:
 
 
 def _word(builder: Any, address: Any, index: int) -> Any:
-    """A 64-bit word of memory."""
+    """Load a 64-bit word of memory."""
     pointer = builder.inttoptr(address, ir.IntType(64).as_pointer())
     return builder.load(builder.gep(pointer, [ir.Constant(ir.IntType(64), index)]))
 
 
 def _array_parts(builder: Any, address: Any) -> tuple[Any, Any, Any, Any]:
-    """Data address, number of dimensions, first size and first stride of the array object at an
-    address."""
+    """Load data address, number of dimensions, first size and first stride of an array object."""
     fields = builder.add(address, ir.Constant(address.type, ARRAY_HEADER))
     data, dimensions, shape, strides = (_word(builder, fields, i) for i in range(4))
     return (
@@ -158,8 +175,10 @@ def _array_parts(builder: Any, address: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def argument_readers(kinds: list[Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Two functions of a pointer to the words that :mod:`lns_ops.cpu.compiler.object_cache` packs:
-    the array objects, then the numbers.
+    """Return two functions that check and read a kernel's packed arguments.
+
+    Both take a pointer to the words that :mod:`lns_ops.cpu.compiler.object_cache` packs: the array
+    objects, then the numbers.
 
     The first says whether all arrays are contiguous and of one dimension, the second gives values
     of the types ``kinds``.
@@ -209,7 +228,3 @@ def argument_readers(kinds: list[Any]) -> tuple[Callable[..., Any], Callable[...
         return types.Tuple(kinds)(words), generate
 
     return fit, arguments
-
-
-ARRAY_HEADER = object.__basicsize__
-"""Bytes of an array object before numpy's part of it."""

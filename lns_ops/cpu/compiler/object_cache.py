@@ -1,5 +1,4 @@
-"""Machine code of the kernels: compiled once by numba, kept as object files, loaded by llvmlite
-alone.
+"""Machine code of the kernels: compiled once by numba, kept as object files, loaded by llvmlite.
 
 Why not numba's own cache: before it loads anything, a process pays 0.4 s for numba's registries,
 and every call pays 3 microseconds for the types of its arguments. Here a kernel's signature is its
@@ -47,12 +46,13 @@ import numpy as np
 from llvmlite import binding as llvm
 from numpy.typing import NDArray
 
-from lns_ops.cpu.compiler.intrinsics import ARRAY_HEADER, argument_readers, helper
+from lns_ops._compat import NO_REFERENCE_COUNTS
+from lns_ops.cpu.compiler.intrinsics import ARRAY_HEADER, argument_readers, helper, processor
 
 _ENTRY = "lns_ops_entry"
 _PACKAGE = Path(__file__).parents[2]
-_MADE_OF = ("cpu/compiler", "cpu/kernels", "cpu/simd", "spec")
-"""Folders of the package that kernels, and the tables compiled into them, are written in."""
+_MADE_OF = ("_compat.py", "cpu/compiler/*.py", "cpu/kernels/*.py", "cpu/simd/*.py", "spec/*.py")
+"""The files of the package that hold kernels and the tables compiled into them."""
 _DIGEST = hashlib.sha256().digest_size
 
 _WRAPPER = """
@@ -73,8 +73,10 @@ define i64 @{entry}(ptr %arguments) {{
 
 
 class _Process:
-    """What this process has loaded. Machine code stays for good; a forked child owns its
-    parent's."""
+    """The machine code that this process has loaded.
+
+    It stays for good; a forked child owns its parent's.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -82,12 +84,11 @@ class _Process:
         self._libraries: list[Any] = []
 
     def after_fork(self) -> None:
-        """In a child: another thread of the parent may have held the lock at the moment of the
-        fork."""
+        """Replace the lock in a child, since another thread of the parent may have held it."""
         self.lock = threading.RLock()
 
     def load(self, name: str, machine_code: bytes) -> int:
-        """Link an object file; returns the address of its entry."""
+        """Link an object file and return the address of its entry."""
         if self._engine is None:
             llvm.initialize_native_target()
             llvm.initialize_native_asmprinter()
@@ -123,8 +124,9 @@ class Kernel:
         self._code: dict[bool, Callable[..., int]] = {}
 
     def code(self, args: tuple[Any, ...]) -> Callable[..., int]:
-        """What to call with arguments such as ``args``, which may be only the first ones; loaded or
-        compiled when first asked for.
+        """Return what to call with arguments such as ``args``; load or compile it on first use.
+
+        ``args`` may be only the first ones.
 
         A call raises ``TypeError`` where an array is not as the signature says.
         """
@@ -133,14 +135,14 @@ class Kernel:
 
     @cached_property
     def _kinds(self) -> tuple[Any, ...]:
-        """Of each parameter: an array's dtype, or a type."""
+        """The kind of each parameter: an array's dtype, or a type."""
         hints = get_type_hints(self.function)
         del hints["return"]
         return tuple(_kind(hint) for hint in hints.values())
 
     @cached_property
     def _choice(self) -> int | None:
-        """Position of the parameter that may be None."""
+        """The position of the parameter that may be None."""
         return next((i for i, kind in enumerate(self._kinds) if NoneType in get_args(kind)), None)
 
     def _prepare(self, absent: bool) -> Callable[..., int]:
@@ -168,12 +170,14 @@ class Kernel:
 
 
 kernel = Kernel
-"""As a decorator."""
+"""The decorator that makes a :class:`Kernel`."""
 
 
 def _kind(hint: Any) -> Any:
-    """A hint's array dtype, or the hint: ``NDArray[T]`` is an alias of its own from numpy 2.5 on,
-    before ``ndarray[..., dtype[T]]``."""
+    """Return a hint's array dtype, or the hint itself.
+
+    ``NDArray[T]`` is an alias of its own from numpy 2.5 on, before that ``ndarray[..., dtype[T]]``.
+    """
     origin, args = get_origin(hint), get_args(hint)
     if origin is np.ndarray:
         return np.dtype(get_args(args[1])[0])
@@ -189,12 +193,17 @@ def call({parameters}):
         refuse({parameters})
     return result
 """
-"""Written out per kernel, as dataclasses write ``__init__``: loops over the arguments would cost
-more than many a call's work."""
+"""The source of a caller, written out per kernel as dataclasses write ``__init__``.
+
+Loops over the arguments would cost more than many a call's work.
+"""
 
 
 def _caller(name: str, entry: Callable[[bytes], int], kinds: tuple[Any, ...]) -> Callable[..., int]:
-    """Packs arguments into the words that an entry reads: the arrays' objects, then the numbers."""
+    """Make the function that packs arguments into the words that an entry reads.
+
+    The words are the arrays' objects, then the numbers.
+    """
     arrays = [i for i, kind in enumerate(kinds) if isinstance(kind, np.dtype)]
     numbers = [i for i, kind in enumerate(kinds) if kind is int or kind is bool]
 
@@ -223,8 +232,9 @@ def _caller(name: str, entry: Callable[[bytes], int], kinds: tuple[Any, ...]) ->
 
 @lru_cache(maxsize=1)
 def _check_array_layout() -> None:
-    """Entries read an array's address, dimension, shape and strides where numpy's ``PyArrayObject``
-    has them.
+    """Check that numpy's ``PyArrayObject`` has its fields where entries read them.
+
+    These are an array's address, dimension, shape and strides.
 
     Raises:
         RuntimeError: they are elsewhere.
@@ -245,24 +255,12 @@ def _check_array_layout() -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def _processor() -> tuple[str, str]:
-    """Name and features of the processor that numba compiles for, its settings considered."""
-    features = llvm.get_host_cpu_features()
-    if not numba.config.ENABLE_AVX:
-        features = type(features)(
-            {name: on and not name.startswith("avx") for name, on in features.items()}
-        )
-    chosen = numba.config.CPU_FEATURES
-    return (
-        numba.config.CPU_NAME or llvm.get_host_cpu_name(),
-        features.flatten() if chosen is None else chosen,
-    )
-
-
 def sources() -> list[Path]:
-    """The files that kernels may be made of: with any of them changed, all machine code is made
-    again."""
-    return sorted(file for folder in _MADE_OF for file in (_PACKAGE / folder).glob("*.py"))
+    """Return the files that kernels may be made of.
+
+    With any of them changed, all machine code is compiled again.
+    """
+    return sorted(file for pattern in _MADE_OF for file in _PACKAGE.glob(pattern))
 
 
 @lru_cache(maxsize=1)
@@ -273,7 +271,7 @@ def _folder_name() -> str:
         llvmlite.__version__,
         np.__version__,
         llvm.get_default_triple(),
-        *_processor(),
+        *processor(),
     ]
     digest = hashlib.sha256("\n".join(parts).encode())
     for source in sources():
@@ -294,7 +292,10 @@ def _folders() -> Iterator[Path]:
 
 
 def _load_or_compile(name: str, compiled: Callable[[], bytes]) -> int:
-    """Address of the kernel's entry, from the first folder that has it whole."""
+    """Return the address of the kernel's entry, from the first folder that has it undamaged.
+
+    Where none has, the kernel is compiled and stored.
+    """
     for folder in _folders():
         try:
             stored = (folder / f"{name}.o").read_bytes()
@@ -309,7 +310,7 @@ def _load_or_compile(name: str, compiled: Callable[[], bytes]) -> int:
 
 
 def _store(name: str, content: bytes) -> None:
-    """Write a file in the first folder that takes it, whole or not at all."""
+    """Write a file atomically in the first folder that takes it."""
     for folder in _folders():
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -325,7 +326,7 @@ def _store(name: str, content: bytes) -> None:
 
 
 def _compile(function: Callable[..., int], kinds: tuple[Any, ...]) -> bytes:
-    """The object file of a kernel's entry.
+    """Return the object file of a kernel's entry.
 
     Raises:
         RuntimeError: it refers to symbols outside itself.
@@ -339,9 +340,9 @@ def _compile(function: Callable[..., int], kinds: tuple[Any, ...]) -> bytes:
         return kernel(*arguments(words)) if fit(words) else -1
 
     int64 = numba.types.int64
-    callback = numba.cfunc(int64(numba.types.CPointer(int64)), error_model="numpy", _nrt=False)(
-        entry
-    )
+    callback = numba.cfunc(
+        int64(numba.types.CPointer(int64)), error_model="numpy", **NO_REFERENCE_COUNTS
+    )(entry)
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     module = llvm.parse_assembly(callback.inspect_llvm())
@@ -364,11 +365,11 @@ def _numba_type(kind: Any) -> Any:
 
 
 def _emit(module: Any) -> bytes:
-    """Machine code of the entry and what it needs."""
+    """Return machine code of the entry and what it needs."""
     for value in [*module.functions, *module.global_variables]:
         if not value.is_declaration and value.name != _ENTRY:
             value.linkage = "internal"
-    name, features = _processor()
+    name, features = processor()
     machine = llvm.Target.from_default_triple().create_target_machine(
         name, features, opt=3, jit=True
     )

@@ -26,8 +26,10 @@ from lns_ops.cpu.compiler.object_cache import Kernel
 
 
 def _default_threads() -> int:
-    """OMP_NUM_THREADS where it is a positive integer (its first level), else the number of CPUs
-    this process may use."""
+    """Return OMP_NUM_THREADS if it is a positive integer, else the number of the process's CPUs.
+
+    Of a list in OMP_NUM_THREADS the first level counts.
+    """
     first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if first.isdigit() and int(first) > 0:
         return int(first)
@@ -35,7 +37,7 @@ def _default_threads() -> int:
 
 
 class _Pool:
-    """Helper threads of one process, replaced when the process or the thread count changes."""
+    """The helper threads of one process, replaced when the process or the thread count changes."""
 
     def __init__(self) -> None:
         self.threads = _default_threads()
@@ -44,8 +46,10 @@ class _Pool:
         self._owner: tuple[int, int] = (0, 0)
 
     def executor(self) -> ThreadPoolExecutor:
-        """The helpers of this process. A forked child drops its parent's executor without joining
-        threads it does not have."""
+        """Return the helpers of this process.
+
+        A forked child drops its parent's executor without joining threads that it does not have.
+        """
         with self._lock:
             owner = (os.getpid(), self.threads)
             if self._executor is None or self._owner != owner:
@@ -58,8 +62,10 @@ class _Pool:
             return self._executor
 
     def after_fork(self) -> None:
-        """In a child: another thread of the parent may have held the lock at the moment of the
-        fork."""
+        """Replace the lock and drop the executor in a child.
+
+        Another thread of the parent may have held the lock at the moment of the fork.
+        """
         self._lock = threading.Lock()
         self._executor = None
 
@@ -70,13 +76,14 @@ if hasattr(os, "register_at_fork"):
 
 
 def get_num_threads() -> int:
-    """Threads that a kernel may use, the caller's included."""
+    """Return the number of threads that a kernel may use, the caller's included."""
     return _POOL.threads
 
 
 def set_num_threads(threads: int) -> None:
-    """Use ``threads`` threads, the caller's included, from the next call on. torch's own count is
-    untouched.
+    """Use ``threads`` threads, the caller's included, from the next call on.
+
+    torch's own count is untouched.
 
     Raises:
         ValueError: ``threads`` is not a positive integer.
@@ -89,8 +96,10 @@ def set_num_threads(threads: int) -> None:
 
 
 def _ranges(units: int, grain: int, threads: int) -> Iterator[tuple[int, int]]:
-    """Cover ``0 .. units`` by large ranges first and small ones last, so that the threads end
-    together."""
+    """Cover ``0 .. units`` by ranges, large ones first and small ones last.
+
+    So the threads end together.
+    """
     start = 0
     while start < units:
         stop = min(units, start + max(grain, (units - start) // (2 * threads)))
@@ -99,8 +108,7 @@ def _ranges(units: int, grain: int, threads: int) -> Iterator[tuple[int, int]]:
 
 
 def run(kernel: Kernel, units: int, grain: int, *args: Any) -> int:
-    """Call ``kernel(*args, start, stop)`` over ranges that cover ``0 .. units``; returns the OR of
-    the kernels' results.
+    """Call ``kernel(*args, start, stop)`` over ``0 .. units``; return the OR of the results.
 
     Args:
         kernel: what to call; it releases the GIL.

@@ -38,8 +38,10 @@ _I32 = NDArray[np.int32]
 
 @helper
 def add_fields(sx: Any, fx: Any, sy: Any, fy: Any, table: _I32, last: Any, mask: Any) -> Any:
-    """One LNS addition on (sign, field) pairs of int32: sign is 0 or -1, field is 0 for zero.
-    Returns a pair."""
+    """Return the LNS sum of two (sign, field) pairs of int32, as a pair.
+
+    A sign is 0 or -1; field 0 is zero.
+    """
     larger, smaller = max(fx, fy), min(fx, fy)
     distance = min(int32(larger - smaller), last)
     index = int32(distance + ((sx ^ sy) & int32(last + 1)))
@@ -53,8 +55,10 @@ def add_fields(sx: Any, fx: Any, sy: Any, fy: Any, table: _I32, last: Any, mask:
 def add_fields_stochastic(
     sx: Any, fx: Any, sy: Any, fy: Any, bits: Any, table: _I32, last: Any, mask: Any
 ) -> Any:
-    """As :func:`add_fields`, rounded at random by 16 uniform ``bits``; ``table`` has 16 bits behind
-    the ulp."""
+    """Return :func:`add_fields` rounded at random by 16 uniform ``bits``.
+
+    ``table`` has 16 bits behind the ulp.
+    """
     larger, smaller = max(fx, fy), min(fx, fy)
     distance = min(int32(larger - smaller), last)
     looked_up = int32(look_up(table, int32(distance + ((sx ^ sy) & int32(last + 1)))) + bits) >> 16
@@ -65,7 +69,7 @@ def add_fields_stochastic(
 
 @helper
 def mul_fields(fx: Any, fy: Any, bias: Any, mask: Any) -> Any:
-    """Field of a product; the sign is the XOR of the signs."""
+    """Return the field of a product; the sign is the XOR of the signs."""
     field = max(min(int32(int32(fx + fy) - bias), mask), int32(0))
     return field if min(fx, fy) > 0 else int32(0)
 
@@ -80,7 +84,7 @@ def code_of(sign: Any, field: Any, mask: Any) -> Any:
 def add(
     x: _I16, y: _I16, out: _I16, table: _I32, last: int, mask: int, flip: int, start: int, stop: int
 ) -> int:
-    """``out = x + y``, or ``x - y`` with ``flip = -1``."""
+    """Store ``out = x + y``, or ``x - y`` with ``flip = -1``."""
     last_, mask_, flip_ = int32(last), int32(mask), int32(flip)
     for i in range(start, stop):
         cx, cy = int32(get(x, i)), int32(get(y, i))
@@ -93,7 +97,7 @@ def add(
 
 @kernel
 def repeat(x: _I16, out: _I16, length: int, start: int, stop: int) -> int:
-    """``out`` in runs of ``length`` equal codes, those of ``x`` in turn; a unit is a run."""
+    """Fill ``out`` with runs of ``length`` equal codes, those of ``x`` in turn; a unit is a run."""
     size, first = x.size, start
     while length == 1 and first < stop:
         at = first % size
@@ -110,7 +114,7 @@ def repeat(x: _I16, out: _I16, length: int, start: int, stop: int) -> int:
 
 @kernel
 def mul(x: _I16, y: _I16, out: _I16, bias: int, mask: int, start: int, stop: int) -> int:
-    """``out = x y``."""
+    """Store ``out = x y``."""
     bias_, mask_ = int32(bias), int32(mask)
     for i in range(start, stop):
         cx, cy = int32(get(x, i)), int32(get(y, i))
@@ -124,7 +128,7 @@ def mul(x: _I16, y: _I16, out: _I16, bias: int, mask: int, start: int, stop: int
 
 @kernel
 def div(x: _I16, y: _I16, out: _I16, bias: int, mask: int, start: int, stop: int) -> int:
-    """``out = x / y``; returns 1 where some ``y`` is zero."""
+    """Store ``out = x / y``; return 1 where some ``y`` is zero."""
     bias_, mask_ = int32(bias), int32(mask)
     bad = int32(0)
     for i in range(start, stop):
@@ -138,8 +142,10 @@ def div(x: _I16, y: _I16, out: _I16, bias: int, mask: int, start: int, stop: int
 
 @kernel
 def sqrt(x: _I16, out: _I16, bias: int, mask: int, start: int, stop: int) -> int:
-    """``out = sqrt(x)``, half the logarithm rounded half to even; returns 1 where some ``x`` is
-    negative."""
+    """Store ``out = sqrt(x)``, half the logarithm rounded half to even.
+
+    Return 1 where some ``x`` is negative.
+    """
     bias_, mask_ = int32(bias), int32(mask)
     bad = int32(0)
     for i in range(start, stop):
@@ -156,7 +162,7 @@ def sqrt(x: _I16, out: _I16, bias: int, mask: int, start: int, stop: int) -> int
 def encode32(
     x: _I32, out: _I16, shift: _I32, fraction_bits: int, bias: int, mask: int, start: int, stop: int
 ) -> int:
-    """Codes of float32 bit patterns ``x``; returns 1 where one is NaN or infinite."""
+    """Store the codes of float32 bit patterns ``x``; return 1 where one is NaN or infinite."""
     mask_, f = int32(mask), int32(fraction_bits)
     down = int32(22 - fraction_bits)
     offset = int32(bias - (127 << fraction_bits))
@@ -187,8 +193,10 @@ def encode32_stochastic(
     x: _I32, bits: _U16, out: _I16, base: _I32, mantissas: _I32, reciprocals: NDArray[np.int64],
     fraction_bits: int, bias: int, mask: int, start: int, stop: int,
 ) -> int:  # fmt: skip
-    """Codes of finite float32 bit patterns ``x``, rounded at random; ``base``: the last significand
-    at or below a cell's start."""
+    """Store the codes of finite float32 bit patterns ``x``, rounded at random.
+
+    ``base`` holds the last significand at or below each cell's start.
+    """
     f, down = fraction_bits, 22 - fraction_bits
     for i in range(start, stop):
         pattern = get(x, i)
@@ -221,8 +229,10 @@ def encode64(
     x: NDArray[np.int64], out: _I16, threshold: NDArray[np.int64], base: _I32, fraction_bits: int,
     bias: int, mask: int, start: int, stop: int,
 ) -> int:  # fmt: skip
-    """Codes of float64 bit patterns ``x``; returns 1 where one is NaN or infinite. Subnormals
-    underflow in every format."""
+    """Store the codes of float64 bit patterns ``x``; return 1 where one is NaN or infinite.
+
+    Subnormals underflow in every format.
+    """
     mask_ = int64(mask)
     down = int64(51 - fraction_bits)
     offset = int64(bias - (1023 << fraction_bits))
@@ -245,8 +255,10 @@ def encode64(
 def decode32(
     x: _I16, out: _I32, table: _I32, fraction_bits: int, bias: int, mask: int, start: int, stop: int
 ) -> int:
-    """float32 bit patterns of the codes. ``table``: significand fields, then the subnormal results
-    of two exponents."""
+    """Store the float32 bit patterns of the codes.
+
+    ``table`` holds significand fields, then the subnormal results of two exponents.
+    """
     mask_, f = int32(mask), int32(fraction_bits)
     low = int32((1 << fraction_bits) - 1)
     # counts logarithms from 2^-128, where exponent 0 and 1 are subnormal
@@ -275,7 +287,10 @@ def decode64(
     start: int,
     stop: int,
 ) -> int:
-    """float64 bit patterns of the codes; every format lies inside float64's normal range."""
+    """Store the float64 bit patterns of the codes.
+
+    Every format lies inside float64's normal range.
+    """
     mask_ = int64(mask)
     low = int64((1 << fraction_bits) - 1)
     for i in range(start, stop):

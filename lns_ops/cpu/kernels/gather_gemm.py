@@ -44,8 +44,10 @@ _CANCELLED = -(1 << 29)
 
 @lru_cache(maxsize=32)
 def distance_table(fraction_bits: int) -> _I32:
-    """``4 G(distance)`` by word distance, int32; the last entry is 0 and stands for every larger
-    distance."""
+    """Return ``4 G(distance)`` by the distance of two words, int32.
+
+    The last entry is 0 and stands for every larger distance.
+    """
     plus, minus = gaussian_tables(fraction_bits)
     table = np.zeros(4 * len(plus), np.int32)
     minus_words = np.where(minus == CANCEL, _CANCELLED, 4 * minus.astype(np.int64))
@@ -57,14 +59,14 @@ def distance_table(fraction_bits: int) -> _I32:
 
 @helper
 def word_of_code(code: Any, bias: Any, mask: Any) -> Any:
-    """The word of a code."""
+    """Return the word of a code."""
     field = int32(int32(code) & mask)
     return int32((int32(field - bias) << 2) + int32(code < 0)) if field > 0 else int32(NOTHING)
 
 
 @helper
 def code_of_word(word: Any, bias: Any, mask: Any) -> Any:
-    """The code of a word: saturates above the format's range, zero below."""
+    """Return the code of a word: saturated above the format's range, zero below it."""
     field = int32((word >> 2) + bias)
     stored = int32(min(field, mask) | (~mask if word & 1 else int32(0)))
     return int16(stored) if field > 0 else int16(0)
@@ -72,7 +74,7 @@ def code_of_word(word: Any, bias: Any, mask: Any) -> Any:
 
 @helper
 def add_words(x: Any, y: Any, table: _I32, last: Any) -> Any:
-    """Sum of two words, unclamped."""
+    """Return the sum of two words, unclamped."""
     larger, smaller = max(x, y), min(x, y)
     return int32(larger + look_up(table, min(int32(larger - smaller), last)))
 
@@ -87,7 +89,7 @@ def clamp_word(word: Any, lowest: Any, highest: Any) -> Any:
 
 @kernel
 def widen(x: _I16, out: _I32, bias: int, mask: int, start: int, stop: int) -> int:
-    """Codes to words."""
+    """Convert codes to words."""
     for i in range(start, stop):
         put(out, i, word_of_code(get(x, i), int32(bias), int32(mask)))
     return 0
@@ -95,7 +97,7 @@ def widen(x: _I16, out: _I32, bias: int, mask: int, start: int, stop: int) -> in
 
 @kernel
 def narrow(x: _I32, out: _I16, bias: int, mask: int, start: int, stop: int) -> int:
-    """Words to codes."""
+    """Convert words to codes."""
     for i in range(start, stop):
         put(out, i, code_of_word(get(x, i), int32(bias), int32(mask)))
     return 0
@@ -103,8 +105,10 @@ def narrow(x: _I32, out: _I16, bias: int, mask: int, start: int, stop: int) -> i
 
 @kernel
 def survey(x: _I16, found: _I64, mask: int, start: int, stop: int) -> int:
-    """``found`` = smallest and largest field among the nonzero codes (2^16 and 0 if there are
-    none), and their number."""
+    """Store in ``found`` the smallest and largest field of the nonzero codes, and their number.
+
+    Without any, the fields are 2^16 and 0.
+    """
     low, high, nonzero, mask_ = uint16(0xFFFF), int16(0), int64(0), int16(mask)
     for first in range(start, stop, _COUNTABLE):
         count = int16(0)  # 16 bits throughout, so that a vector holds 32 codes
@@ -123,8 +127,10 @@ def sum_columns(
     x: _I16, out: _I32, K: int, inner: int, table: _I32, bias: int, mask: int, lowest: int,
     highest: int, block: int, start: int, stop: int,
 ) -> int:  # fmt: skip
-    """Sum a flat (outer, K, inner) array over K into words (outer, inner); a unit is one strip of
-    one outer index."""
+    """Sum a flat (outer, K, inner) array over K into words (outer, inner).
+
+    A unit is one strip of one outer index.
+    """
     last, low, high = int32(table.size - 1), int32(lowest), int32(highest)
     bias_, mask_ = int32(bias), int32(mask)
     strips = (inner + STRIP - 1) // STRIP
@@ -179,11 +185,10 @@ def sum_rows(
     start: int,
     stop: int,
 ) -> int:
-    """Block totals of a flat (rows, K) array: words (blocks, rows). A unit is a strip of STRIP
-    (row, block) pairs.
+    """Sum the blocks of a flat (rows, K) array into words (blocks, rows).
 
-    Adding within one row is a chain of dependent steps, so STRIP chains are transposed into columns
-    and run side by side.
+    A unit is a strip of STRIP (row, block) pairs: adding within one row is a chain of dependent
+    steps, so STRIP chains are transposed into columns and run side by side.
     """
     last, low, high = int32(table.size - 1), int32(lowest), int32(highest)
     bias_, mask_ = int32(bias), int32(mask)
@@ -241,8 +246,7 @@ def matmul(
     x: _I32, y: _I32, out: _I16, K: int, N: int, table: _I32, bias: int, mask: int, lowest: int,
     highest: int, clamp: bool, block: int, start: int, stop: int,
 ) -> int:  # fmt: skip
-    """Words ``x`` (M, K) times words ``y`` (K, N) to codes (M, N); a unit is one strip of one
-    row."""
+    """Multiply words (M, K) by words (K, N) into codes (M, N); a unit is one strip of one row."""
     last, low, high = int32(table.size - 1), int32(lowest), int32(highest)
     rows = x.size // max(K, 1)
     total, part = scratch(STRIP, int32), scratch(STRIP, int32)

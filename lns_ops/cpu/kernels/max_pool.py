@@ -18,7 +18,7 @@ from lns_ops.cpu.compiler.object_cache import kernel
 _I16 = NDArray[np.int16]
 
 _BELOW = -(1 << 31) + (1 << 16)
-"""Below every key with its number, and no overflow when a tap is subtracted."""
+"""A word below every key with its number; subtracting a tap from it does not overflow."""
 
 
 @kernel
@@ -26,8 +26,10 @@ def max_pool(
     x: _I16, out: _I16, indices: NDArray[np.int64], H: int, W: int, OH: int, OW: int, KH: int,
     KW: int, SH: int, SW: int, PH: int, PW: int, DH: int, DW: int, mask: int, start: int, stop: int,
 ) -> int:  # fmt: skip
-    """Maxima (planes, OH, OW) of images (planes, H, W) and their places ``y W + x``; a unit is a
-    plane. 1 where a window is empty."""
+    """Store the maxima (planes, OH, OW) of images (planes, H, W) and their places ``y W + x``.
+
+    A unit is a plane; return 1 where a window is empty.
+    """
     mask_ = int16(mask)
     columns = (OW - 1) * SW + 1
     reach = columns + (KW - 1) * DW

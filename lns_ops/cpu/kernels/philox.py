@@ -1,5 +1,7 @@
-"""Random bits for rounding: Philox4x32-10, a counter-based generator;
-:func:`lns_ops.reference.random_bits` is the definition."""
+"""Random bits for rounding by Philox4x32-10, a counter-based generator.
+
+:func:`lns_ops.reference.random_bits` is the definition.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from lns_ops.cpu.compiler.object_cache import kernel
 
 @helper
 def _round(a: Any, b: Any, c: Any, d: Any, low: Any, high: Any) -> Any:
-    """One round on four words with two key words."""
+    """Compute one round on four words with two key words."""
     first, second = uint64(uint64(a) * uint64(0xD2511F53)), uint64(uint64(c) * uint64(0xCD9E8D57))
     return (
         uint32(uint32(second >> uint64(32)) ^ uint32(b ^ low)),
@@ -35,7 +37,7 @@ def random_bits(
     start: int,
     stop: int,
 ) -> int:
-    """Blocks ``start .. stop`` of eight uniform 16-bit integers each."""
+    """Store blocks ``start .. stop`` of eight uniform 16-bit integers each."""
     for block in range(start, stop):
         index = uint64(block)
         a, b = uint32(index & uint64(0xFFFFFFFF)), uint32(index >> uint64(32))

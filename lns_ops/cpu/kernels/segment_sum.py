@@ -1,5 +1,4 @@
-"""Compiled kernels that go by an index: functions read from a table, and sums of the terms that
-share a destination.
+"""Compiled kernels that go by an index: table look-ups, and sums of terms with one destination.
 
 A table of results has ``2^bits`` entries, indexed by the low bits of a code; it stays in the first
 or second level of the cache, so plain loads keep up with memory. The entry ``undefined`` marks
@@ -36,7 +35,7 @@ _I64 = NDArray[np.int64]
 def lookup(
     x: _I16, out: _I16, table: _I16, word: int, undefined: int, start: int, stop: int
 ) -> int:
-    """``out = table[x & word]``; returns 1 where an entry is ``undefined``."""
+    """Store ``out = table[x & word]``; return 1 where an entry is ``undefined``."""
     word_, undefined_ = int32(word), int16(undefined)
     bad = int32(0)
     for i in range(start, stop):
@@ -51,8 +50,10 @@ def segment_sum(
     x: _I16, out: _I16, order: _I64, starts: _I64, table: _I32, width: int, bias: int, mask: int,
     lowest: int, highest: int, block: int, start: int, stop: int,
 ) -> int:  # fmt: skip
-    """Row ``r`` of ``out`` (rows, width): the sum of the rows ``order[starts[r] : starts[r + 1]]``
-    of ``x``; a unit is one row."""
+    """Store in row ``r`` of ``out`` (rows, width) the sum of its terms.
+
+    These are the rows ``order[starts[r] : starts[r + 1]]`` of ``x``; a unit is one row of ``out``.
+    """
     last, low, high = int32(table.size - 1), int32(lowest), int32(highest)
     bias_, mask_ = int32(bias), int32(mask)
     total, part = scratch(STRIP, int32), scratch(STRIP, int32)

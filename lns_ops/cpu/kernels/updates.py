@@ -1,5 +1,6 @@
-"""Compiled kernels of optimizer updates: fused SGD and Adam steps, and the directions of composed
-optimizers in one pass.
+"""Compiled kernels of optimizer updates: fused SGD and Adam steps, and update directions.
+
+The directions are those of composed optimizers, in one pass.
 
 A step composes the primitives of :mod:`lns_ops.cpu.kernels.elementwise` on signs and fields that
 stay in registers from one operation to the next; it reads and writes each array once. Every
@@ -36,8 +37,10 @@ def _direction(
     grad: Any, buffer: Any, i: Any, table: Any, last: Any, bias: Any, mask: Any, momentum: Any,
     use_momentum: Any
 ) -> Any:  # fmt: skip
-    """The pair of ``grad``, or with momentum of ``momentum buffer + grad``, which becomes the
-    buffer."""
+    """Return the pair of ``grad``, or with momentum that of ``momentum buffer + grad``.
+
+    The latter becomes the buffer.
+    """
     g = int32(get(grad, i))
     sign, field = g >> 31, g & mask
     if use_momentum:
@@ -50,7 +53,7 @@ def _direction(
 
 @helper
 def _add_plain(weight: Any, i: Any, su: Any, fu: Any, table: Any, last: Any, mask: Any) -> None:
-    """``weight += update``, the update a pair, to nearest."""
+    """Add ``weight += update``, the update a (sign, field) pair, rounded to nearest."""
     w = int32(get(weight, i))
     sn, fn = add_fields(w >> 31, w & mask, su, fu, table, last, mask)
     put(weight, i, code_of(sn, fn, mask))
@@ -60,7 +63,7 @@ def _add_plain(weight: Any, i: Any, su: Any, fu: Any, table: Any, last: Any, mas
 def _add_kahan(
     weight: Any, compensation: Any, i: Any, su: Any, fu: Any, table: Any, last: Any, mask: Any
 ) -> None:
-    """``c += update; new = w + c; c -= new - w; w = new``."""
+    """Add with Kahan compensation: ``c += update; new = w + c; c -= new - w; w = new``."""
     c, w = int32(get(compensation, i)), int32(get(weight, i))
     sw, fw = w >> 31, w & mask
     sc, fc = add_fields(c >> 31, c & mask, su, fu, table, last, mask)
@@ -75,7 +78,7 @@ def _add_kahan(
 def _add_stochastic(
     weight: Any, bits: Any, i: Any, su: Any, fu: Any, fine: Any, last: Any, mask: Any
 ) -> None:
-    """``weight += update``, the sum rounded at random."""
+    """Add ``weight += update``, the sum rounded at random."""
     w, chance = int32(get(weight, i)), int32(get(bits, i))
     sn, fn = add_fields_stochastic(w >> 31, w & mask, su, fu, chance, fine, last, mask)
     put(weight, i, code_of(sn, fn, mask))
@@ -86,8 +89,10 @@ def sgd_plain(
     weight: _I16, grad: _I16, buffer: _I16, table: _I32, last: int, bias: int, mask: int,
     negative_lr: int, momentum: int, use_momentum: bool, start: int, stop: int,
 ) -> int:  # fmt: skip
-    """``buffer = momentum buffer + grad; weight += negative_lr buffer`` (``grad`` itself without
-    momentum)."""
+    """Compute ``buffer = momentum buffer + grad; weight += negative_lr buffer`` in place.
+
+    Without momentum, ``grad`` itself takes the buffer's place.
+    """
     last_, bias_, mask_ = int32(last), int32(bias), int32(mask)
     lr, mu = int32(negative_lr), int32(momentum)
     for i in range(start, stop):
@@ -102,7 +107,10 @@ def sgd_kahan(
     weight: _I16, grad: _I16, buffer: _I16, compensation: _I16, table: _I32, last: int, bias: int,
     mask: int, negative_lr: int, momentum: int, use_momentum: bool, start: int, stop: int,
 ) -> int:  # fmt: skip
-    """As :func:`sgd_plain`, with ``c += update; new = w + c; c -= new - w; w = new``."""
+    """Step as :func:`sgd_plain`, the sum with Kahan compensation.
+
+    That is ``c += update; new = w + c; c -= new - w; w = new``.
+    """
     last_, bias_, mask_ = int32(last), int32(bias), int32(mask)
     lr, mu = int32(negative_lr), int32(momentum)
     for i in range(start, stop):
@@ -118,7 +126,7 @@ def sgd_stochastic(
     fine_last: int, bias: int, mask: int, negative_lr: int, momentum: int, use_momentum: bool,
     start: int, stop: int,
 ) -> int:  # fmt: skip
-    """As :func:`sgd_plain`, the sum of weight and update rounded at random."""
+    """Step as :func:`sgd_plain`, the sum of weight and update rounded at random."""
     last_, fine_last_, bias_, mask_ = int32(last), int32(fine_last), int32(bias), int32(mask)
     lr, mu = int32(negative_lr), int32(momentum)
     for i in range(start, stop):
@@ -133,8 +141,10 @@ def _root(
     root: Any, x: Any, residue: Any, added: Any, decay: _I32, first: Any, last: Any, keep: Any,
     take: Any, bias: Any
 ) -> Any:  # fmt: skip
-    """Logarithm of ``sqrt(beta root^2 + (1 - beta) x^2)`` with 16 bits behind the ulp, ``added`` to
-    it; of fields, 0 for zero."""
+    """Return the logarithm of ``sqrt(beta root^2 + (1 - beta) x^2)``, plus ``added``.
+
+    It has 16 bits behind the ulp; ``root`` and ``x`` are fields, 0 for zero.
+    """
     index = max(min(int32(x - root), last), first)
     correction = int64(look_up(decay, int32(index - first)))
     nothing = int64(-(1 << 40))
@@ -145,7 +155,7 @@ def _root(
 
 @helper
 def _bounded(fine: Any, bias: Any, mask: Any) -> Any:
-    """The field of a logarithm with 16 bits behind the ulp, those cut off."""
+    """Return the field of a logarithm with 16 bits behind the ulp, those cut off."""
     return int32(max(min((fine >> 16) + bias, int64(mask)), int64(0)))
 
 
@@ -154,7 +164,7 @@ def _advance(
     root: Any, residue: Any, i: Any, field: Any, decay: _I32, first: Any, last: Any, keep: Any,
     take: Any, bias: Any, mask: Any
 ) -> Any:  # fmt: skip
-    """The root's field after it follows ``field``, stored with what rounding it left over."""
+    """Return the root's field after it follows ``field``; store it and its rounding residue."""
     lacks, half = int64(get(residue, i)), int64(1 << 15)
     old = int32(get(root, i))
     rounded = _root(old, field, lacks, half, decay, first, last, keep, take, bias)
@@ -170,7 +180,7 @@ def _decayed(
     grad: Any, weight: Any, i: Any, table: Any, last: Any, bias: Any, mask: Any, decay: Any,
     use: Any
 ) -> Any:  # fmt: skip
-    """The pair of ``grad``, or of ``grad + decay weight``."""
+    """Return the pair of ``grad``, or of ``grad + decay weight``."""
     g = int32(get(grad, i))
     sign, field = g >> 31, g & mask
     if use:
@@ -185,7 +195,7 @@ def _average(
     average: Any, i: Any, sg: Any, fg: Any, table: Any, last: Any, bias: Any, mask: Any, beta: Any,
     rest: Any
 ) -> Any:  # fmt: skip
-    """``average = beta average + rest x``, both factors positive; returns the pair."""
+    """Store ``average = beta average + rest x``, both factors positive; return the pair."""
     m = int32(get(average, i))
     fm, fx = mul_fields(m & mask, beta, bias, mask), mul_fields(fg, rest, bias, mask)
     sign, field = add_fields(m >> 31, fm, sg, fx, table, last, mask)
@@ -195,7 +205,7 @@ def _average(
 
 @helper
 def _ratio(x: Any, y: Any, bias: Any, mask: Any) -> Any:
-    """The field of ``x / y``, of fields; y is not zero."""
+    """Return the field of ``x / y``, both fields; y is not zero."""
     return max(min(int32(int32(x - y) + bias), mask), int32(0)) if x > 0 else int32(0)
 
 
@@ -204,7 +214,10 @@ def _adam_update(
     weight: Any, i: Any, sm: Any, fm: Any, root: Any, table: Any, last: Any, bias: Any, mask: Any,
     negative_lr: Any, correction: Any, eps: Any, decay: Any, use: Any,
 ) -> Any:  # fmt: skip
-    """The pair of ``-lr (correction average / (root + eps) + decay weight)``; eps is positive."""
+    """Return the pair of ``-lr (correction average / (root + eps) + decay weight)``.
+
+    eps is positive.
+    """
     _, below = add_fields(int32(0), root, int32(0), eps, table, last, mask)
     sign, field = sm, mul_fields(_ratio(fm, below, bias, mask), correction, bias, mask)
     if use:
@@ -219,7 +232,7 @@ def follow(
     root: _I16, residue: _I16, x: _I16, decay: _I32, first: int, keep: int, take: int, bias: int,
     mask: int, start: int, stop: int
 ) -> int:  # fmt: skip
-    """One step of :func:`lns_ops.reference.followed`, in place on ``root`` and ``residue``."""
+    """Compute one step of :func:`lns_ops.reference.followed`, in place on root and residue."""
     bias_, mask_, first_ = int32(bias), int32(mask), int32(first)
     end, keep_, take_ = int32(first + len(decay) - 1), int64(keep), int64(take)
     for i in range(start, stop):
@@ -235,8 +248,7 @@ def adam_plain(
     eps: int, weight_decay: int, into_grad: bool, decoupled: bool, first: int, keep: int, take: int,
     start: int, stop: int,
 ) -> int:  # fmt: skip
-    """One Adam step, :func:`lns_ops.reference.adam_update`, the sum of weight and update rounded to
-    nearest."""
+    """Compute one step of :func:`lns_ops.reference.adam_update`, the weight rounded to nearest."""
     last_, bias_, mask_ = int32(last), int32(bias), int32(mask)
     lr, wd, first_ = int32(negative_lr), int32(weight_decay), int32(first)
     end, keep_, take_ = int32(first + len(decay) - 1), int64(keep), int64(take)
@@ -259,7 +271,7 @@ def adam_kahan(
     rest: int, correction: int, eps: int, weight_decay: int, into_grad: bool, decoupled: bool,
     first: int, keep: int, take: int, start: int, stop: int,
 ) -> int:  # fmt: skip
-    """As :func:`adam_plain`, with Kahan compensation."""
+    """Step as :func:`adam_plain`, the weight with Kahan compensation."""
     last_, bias_, mask_ = int32(last), int32(bias), int32(mask)
     lr, wd, first_ = int32(negative_lr), int32(weight_decay), int32(first)
     end, keep_, take_ = int32(first + len(decay) - 1), int64(keep), int64(take)
@@ -282,7 +294,7 @@ def adam_stochastic(
     beta: int, rest: int, correction: int, eps: int, weight_decay: int, into_grad: bool,
     decoupled: bool, first: int, keep: int, take: int, start: int, stop: int,
 ) -> int:  # fmt: skip
-    """As :func:`adam_plain`, weight and root rounded at random."""
+    """Step as :func:`adam_plain`, weight and root rounded at random."""
     last_, fine_last_, bias_, mask_ = int32(last), int32(fine_last), int32(bias), int32(mask)
     lr, wd, first_ = int32(negative_lr), int32(weight_decay), int32(first)
     end, keep_, take_ = int32(first + len(decay) - 1), int64(keep), int64(take)
@@ -305,7 +317,7 @@ def adam_stochastic(
 def _blend(
     x: Any, y: Any, table: _I32, last: Any, bias: Any, mask: Any, keep: Any, rest: Any
 ) -> Any:
-    """The pair of ``keep x + rest y`` of codes, both factors positive."""
+    """Return the pair of ``keep x + rest y`` of codes, both factors positive."""
     fx, fy = mul_fields(x & mask, keep, bias, mask), mul_fields(y & mask, rest, bias, mask)
     return add_fields(x >> 31, fx, y >> 31, fy, table, last, mask)
 
@@ -315,7 +327,10 @@ def nesterov(
     weight: _I16, grad: _I16, buffer: _I16, out: _I16, table: _I32, last: int, bias: int, mask: int,
     momentum: int, decay: int, use_decay: bool, start: int, stop: int,
 ) -> int:  # fmt: skip
-    """``g = grad + decay weight; buffer = momentum buffer + g; out = g + momentum buffer``."""
+    """Compute Nesterov's direction.
+
+    ``g = grad + decay weight; buffer = momentum buffer + g; out = g + momentum buffer``.
+    """
     last_, bias_, mask_, mu = int32(last), int32(bias), int32(mask), int32(momentum)
     for i in range(start, stop):
         sg, fg = _decayed(grad, weight, i, table, last_, bias_, mask_, int32(decay), use_decay)
@@ -331,8 +346,11 @@ def lion(
     mask: int, keep: int, rest: int, average_keep: int, average_rest: int, decay: int,
     use_decay: bool, start: int, stop: int,
 ) -> int:  # fmt: skip
-    """``out = sign(keep average + rest grad) + decay weight; average = average_keep average +
-    average_rest grad``."""
+    """Compute Lion's direction, then move its average.
+
+    ``out = sign(keep average + rest grad) + decay weight; average = average_keep average +
+    average_rest grad``.
+    """
     last_, bias_, mask_ = int32(last), int32(bias), int32(mask)
     for i in range(start, stop):
         g, m = int32(get(grad, i)), int32(get(average, i))
@@ -354,8 +372,10 @@ def normed(
     last: int, bias: int, mask: int, decay: int, use_decay: bool, first: int, keep: int, take: int,
     eps: int, factor: int, bound: int, start: int, stop: int,
 ) -> int:  # fmt: skip
-    """``g = grad + decay weight``; the root follows it by the table ``squares``; ``out = (g / (root
-    + eps)) factor``, at most ``bound``."""
+    """Compute ``out = (g / (root + eps)) factor``, at most ``bound``.
+
+    ``g = grad + decay weight``; the root follows it by the table ``squares`` first.
+    """
     last_, bias_, mask_ = int32(last), int32(bias), int32(mask)
     first_, end = int32(first), int32(first + len(squares) - 1)
     keep_, take_ = int64(keep), int64(take)
@@ -373,8 +393,10 @@ def multiply(
     weight: _I16, x: _I16, residue: _I16, bits: _U16, table: _I64, words: int, bias: int, mask: int,
     highest: int, start: int, stop: int
 ) -> int:  # fmt: skip
-    """``weight *= 2^(-sign(weight) table[x])``, as :func:`lns_ops.optim.moments.multiply_`;
-    ``highest`` is a field, zero weights stay."""
+    """Compute ``weight *= 2^(-sign(weight) table[x])``; zero weights stay.
+
+    :func:`lns_ops.optim.moments.multiply_` is the definition; ``highest`` is a field.
+    """
     for i in range(start, stop):
         w = int64(get(weight, i))
         field = w & mask

@@ -1,5 +1,6 @@
-"""The LNS addition of :mod:`lns_ops.cpu.simd.avx512` for processors with AVX2 but not AVX-512: byte
-permutations of 16 entries.
+"""The LNS addition on vectors for processors with AVX2 but not AVX-512.
+
+It is that of :mod:`lns_ops.cpu.simd.avx512` with byte permutations of 16 entries.
 
 A vector of 32 lanes is two registers here. LLVM splits what both instruction sets have in common;
 :func:`add` works on the halves. Their windows are packed into the bytes of one register, so that a
@@ -28,24 +29,30 @@ from lns_ops.cpu.simd import avx512
 from lns_ops.cpu.simd.piecewise_avx2 import ENTRIES, Cut
 
 MULTIPLIER = avx512.SPREAD
-"""This row of the constants holds the window's multiplier; the rows REACH, ONE, SCALE, UNITS,
-NOTHING and ZONE are as there."""
+"""The row of the constants that holds the window's multiplier.
+
+The rows REACH, ONE, SCALE, UNITS, NOTHING and ZONE are those of :mod:`lns_ops.cpu.simd.avx512`.
+"""
 SIDE_BY_SIDE = 4
-"""Additions of 32 products whose instructions take turns: they hide each other's latency and share
-the loads of tables."""
+"""The number of additions of 32 products whose instructions take turns.
+
+They hide each other's latency and share the loads of tables.
+"""
 FORMS = {large: Cut(1 if large else 2, 0, 0, 0, 64 if large else 32) for large in (False, True)}
-"""What cuts have in common that one form of the addition serves."""
+"""The facts of a cut that one compiled form of the addition serves."""
 
 COARSE, SIXTEEN, HALVES, BASE, MASK, CHANGE, CELLS = 0, 1, 2, 4, 6, 8, 10
-"""Where constants and tables start, in registers of 32 bytes; at CELLS the low bytes of A, its high
-bytes, and both of B."""
+"""The starts of constants and tables, in registers of 32 bytes.
+
+At CELLS lie the low bytes of A, its high bytes, and both of B.
+"""
 OFFSET_HIGH = 1
 
 _HALF, _BYTES = ir.VectorType(ir.IntType(16), 16), ir.VectorType(ir.IntType(8), 32)
 
 
 def _halves(builder: Any, value: Any) -> list[Any]:
-    """The two registers of a vector of 32 words."""
+    """Return the two registers of a vector of 32 words."""
     parts = (
         ir.Constant(ir.VectorType(ir.IntType(32), 16), list(range(16 * i, 16 * i + 16)))
         for i in (0, 1)
@@ -56,7 +63,7 @@ def _halves(builder: Any, value: Any) -> list[Any]:
 
 
 class _Emit:
-    """Writes AVX2 instructions into one function."""
+    """The writer of AVX2 instructions into one function."""
 
     def __init__(self, builder: Any, tables: Any) -> None:
         self.builder = builder
@@ -73,7 +80,7 @@ class _Emit:
         )
 
     def table(self, index: int) -> Any:
-        """32 bytes, loaded once: a table of 16 twice, or a constant."""
+        """Load 32 bytes once: a table of 16 twice, or a constant."""
         if index not in self.loaded:
             self.loaded[index] = self.builder.load(
                 self.builder.gep(self.tables, [ir.Constant(ir.IntType(64), index)]), align=1
@@ -81,17 +88,17 @@ class _Emit:
         return self.loaded[index]
 
     def joined(self, low: Any, high: Any) -> Any:
-        """The inverse of :func:`_halves`."""
+        """Join two registers to a vector of 32 words, the inverse of :func:`_halves`."""
         return self.builder.shuffle_vector(
             low, high, ir.Constant(ir.VectorType(ir.IntType(32), 32), list(range(32)))
         )
 
     def packed(self, low: Any, high: Any) -> Any:
-        """Words of two registers as bytes, saturating: from each 128 bits of both in turn."""
+        """Pack words of two registers to bytes, saturating, 128 bits of each in turn."""
         return self.call("llvm.x86.avx2.packuswb", low, high, result=_BYTES)
 
     def words(self, low: Any, high: Any) -> list[Any]:
-        """Two registers of words, in the order of :meth:`packed`, from their low and high bytes."""
+        """Interleave low and high bytes to two registers of words, ordered as by :meth:`packed`."""
         orders = (
             [16 * lane + 8 * half + i // 2 + 32 * (i % 2) for lane in (0, 1) for i in range(16)]
             for half in (0, 1)
@@ -105,21 +112,20 @@ class _Emit:
         ]
 
     def shifted(self, value: Any, bits: int) -> Any:
-        """Bytes shifted right as words: bits cross from byte to byte."""
+        """Shift bytes right as words: bits cross from byte to byte."""
         words = self.builder.lshr(
             self.builder.bitcast(value, _HALF), ir.Constant(_HALF, [bits] * 16)
         )
         return self.builder.bitcast(words, _BYTES)
 
     def look_up(self, table: int, index: Any, found: Any = None) -> Any:
-        """Bytes of a table of 16, or zero where the index is negative; XORed with what was found
-        before."""
+        """Look up bytes in a table of 16, zero where the index is negative; XOR with ``found``."""
         part = self.call("llvm.x86.avx2.pshuf.b", self.table(table), index, result=_BYTES)
         return part if found is None else self.builder.xor(found, part)
 
 
 def _addition(emit: _Emit, x: Any, y: Any, c: dict[int, Any], form: Cut) -> Iterator[Any]:
-    """Sums of 32 words; pauses after every few instructions, and gives the sums at last."""
+    """Write the sums of 32 words; pause after every few instructions and yield the sums at last."""
     b, halves = emit.builder, (0, 1)
 
     def high_product(u: Any, v: Any) -> Any:
@@ -203,7 +209,10 @@ def _addition(emit: _Emit, x: Any, y: Any, c: dict[int, Any], form: Cut) -> Iter
 
 @intrinsic
 def add(typing_context: Any, x: Any, y: Any, constants: Any, tables: Any, mapped: Any) -> Any:
-    """As :func:`lns_ops.cpu.simd.avx512.add`; ``tables`` is the address of the tables."""
+    """Add two tuples of words as :func:`lns_ops.cpu.simd.avx512.add` does.
+
+    ``tables`` is the address of the tables.
+    """
     large = not isinstance(mapped, types.NoneType)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -31,20 +31,22 @@ from lns_ops.cpu.compiler.object_cache import Kernel, kernel
     TO_DISTANCE, NEAR, UNITS, CELL_PLUS, CELL_MINUS, NOTHING, ZONE,
 ) = range(17)  # fmt: skip
 ROWS = 17
-"""Rows of the constants: 32 int16 lanes each."""
+"""The number of rows of the constants: 32 int16 lanes each."""
 
 PANEL = 256
-"""Columns of a panel: eight vectors, enough independent additions to cover each other's latency."""
+"""The columns of a panel: eight vectors, enough independent additions to hide latency."""
 SIDE_BY_SIDE = 2
-"""Additions whose instructions are interleaved: with more, instructions of one kind queue for the
-one port that takes them."""
+"""The number of additions whose instructions are interleaved.
+
+With more, instructions of one kind queue for the one port that takes them.
+"""
 ROWS_AT_ONCE = 8
-"""Rows that share a panel's block while it is in the first-level cache."""
+"""The rows that share a panel's block while it is in the first-level cache."""
 LOWEST_WORD = -32768
 """The word of zero."""
 
 HIGH_BYTES = -0x5555555555555556
-"""Mask of the upper byte of every lane, 0xAAAA..."""
+"""The mask of the upper byte of every lane, 0xAAAA..."""
 
 _I16, _I32 = ir.IntType(16), ir.IntType(32)
 WORDS, _BYTES, _QUADS = (
@@ -73,7 +75,7 @@ register_model(_Lanes)(_LanesModel)
 
 
 class _Emit:
-    """Writes vector instructions into one function."""
+    """The writer of vector instructions into one function."""
 
     def __init__(self, builder: Any) -> None:
         self.builder = builder
@@ -91,7 +93,7 @@ class _Emit:
         return self.builder.bitcast(value, WORDS)
 
     def logic(self, rule: Callable[[int, int, int], int], a: Any, b: Any, c: Any) -> Any:
-        """Any bitwise function of three operands, one instruction."""
+        """Compute any bitwise function of three operands in one instruction."""
         table = sum(bool(rule(i >> 2 & 1, i >> 1 & 1, i & 1)) << i for i in range(8))
         operands = [self.builder.bitcast(value, _QUADS) for value in (a, b, c)]
         done = self.call(
@@ -104,7 +106,7 @@ class _Emit:
         return ir.Constant(WORDS, None)
 
     def eight_bits_from(self, positions: Any, value: Any) -> Any:
-        """Each byte: eight bits of its own quad of ``value`` from the given bit on."""
+        """Set each byte to eight bits of its own quad of ``value``, from the given bit on."""
         operands = (self.bytes_of(positions), self.bytes_of(value))
         return self.call("llvm.x86.avx512.pmultishift.qb.512", *operands, result=_BYTES)
 
@@ -118,15 +120,15 @@ class _Emit:
         return self.call("llvm.usub.sat.v32i16", x, y)
 
     def high_product(self, x: Any, y: Any) -> Any:
-        """Unsigned ``x y >> 16``."""
+        """Return the unsigned ``x y >> 16``."""
         return self.call("llvm.x86.avx512.pmulhu.w.512", x, y)
 
     def rounded_product(self, x: Any, y: Any) -> Any:
-        """Signed ``x y + 2^14 >> 15``."""
+        """Return the signed ``x y + 2^14 >> 15``."""
         return self.call("llvm.x86.avx512.pmul.hr.sw.512", x, y)
 
     def look_up_bytes(self, table: Any, index: Any) -> Any:
-        """A 64-byte table at the low six bits of each byte of ``index``."""
+        """Look up a 64-byte table at the low six bits of each byte of ``index``."""
         return self.call(
             "llvm.x86.avx512.permvar.qi.512",
             self.bytes_of(table),
@@ -135,12 +137,14 @@ class _Emit:
         )
 
     def look_up_words(self, low: Any, high: Any, index: Any) -> Any:
-        """A 64-word table at the low six bits of each word of ``index``."""
+        """Look up a 64-word table at the low six bits of each word of ``index``."""
         return self.call("llvm.x86.avx512.vpermi2var.hi.512", low, index, high)
 
     def look_up_split(self, low: Any, high: Any, index: Any, high_bytes: Any) -> Any:
-        """A 64-word table kept as low and high bytes; both bytes of each word of ``index`` hold the
-        same index."""
+        """Look up a 64-word table kept as low and high bytes.
+
+        Both bytes of each word of ``index`` hold the same index.
+        """
         merged = self.builder.select(
             high_bytes, self.look_up_bytes(high, index), self.look_up_bytes(low, index)
         )
@@ -148,13 +152,12 @@ class _Emit:
 
 
 def _each(step: Callable[..., Any], *columns: list[Any]) -> list[Any]:
-    """One step of several independent additions: emitted side by side, they hide each other's
-    latency."""
+    """Emit one step of several independent additions side by side, to hide each other's latency."""
     return [step(*values) for values in zip(*columns, strict=True)]
 
 
 def _distances(emit: _Emit, x: list[Any], y: list[Any], one: Any) -> tuple[list[Any], list[Any]]:
-    """The larger words, and D: the unit times the distance, plus one where the signs differ."""
+    """Return the larger words, and D: the unit times the distance, plus one where signs differ."""
     larger = _each(emit.larger, x, y)
     odd = _each(lambda word: emit.builder.or_(word, one), larger)
     # x ^ y ^ larger is the smaller word; with `odd` its sign bit becomes "signs agree", so the
@@ -164,7 +167,7 @@ def _distances(emit: _Emit, x: list[Any], y: list[Any], one: Any) -> tuple[list[
 
 
 def _direct_cells(emit: _Emit, c: list[Any], distance: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Remaining distances, and the cell's number in both bytes of each word."""
+    """Return remaining distances, and the cell's number in both bytes of each word."""
     remaining = _each(lambda d: emit.subtract_to_zero(c[REACH], d), distance)
     square = _each(emit.high_product, remaining, remaining)
     index = _each(
@@ -174,7 +177,7 @@ def _direct_cells(emit: _Emit, c: list[Any], distance: list[Any]) -> tuple[list[
 
 
 def _mapped_cells(emit: _Emit, c: list[Any], distance: list[Any]) -> tuple[list[Any], list[Any]]:
-    """As :func:`_direct_cells`, by way of the byte tables."""
+    """Return what :func:`_direct_cells` does, with cells from the byte tables."""
     b = emit.builder
     remaining = _each(lambda d: emit.subtract_to_zero(c[REACH], d), distance)
     remaining = _each(lambda r: b.mul(r, c[SCALE]), remaining)
@@ -191,7 +194,7 @@ def _mapped_cells(emit: _Emit, c: list[Any], distance: list[Any]) -> tuple[list[
 
 
 def _near_exact(emit: _Emit, c: list[Any], distance: list[Any]) -> list[Any]:
-    """The exact corrections where signs differ and the distance is small, else 0."""
+    """Return the exact corrections where signs differ and the distance is small, else 0."""
     b = emit.builder
     differ = _each(lambda d: b.icmp_unsigned("!=", b.and_(d, c[ONE]), emit.zero), distance)
     near = _each(lambda d, k: b.and_(b.icmp_unsigned("<", d, c[NEAR]), k), distance, differ)
@@ -206,7 +209,7 @@ def _near_exact(emit: _Emit, c: list[Any], distance: list[Any]) -> list[Any]:
 def _additions(
     emit: _Emit, cells_of: Callable[..., Any], x: list[Any], y: list[Any], c: list[Any], high: Any
 ) -> list[Any]:
-    """Sums of words, several side by side."""
+    """Return the sums of words, several side by side."""
     larger, distance = _distances(emit, x, y, c[ONE])
     remaining, cell = cells_of(emit, c, distance)
     slope = _each(lambda i: emit.look_up_split(c[SLOPE_LOW], c[SLOPE_HIGH], i, high), cell)
@@ -220,8 +223,10 @@ def _additions(
 
 @intrinsic
 def add(typing_context: Any, x: Any, y: Any, constants: Any, high_bytes: Any, mapped: Any) -> Any:
-    """Sums of two tuples of words. The *type* of ``mapped`` chooses at compile time: None for a
-    direct shape, else mapped."""
+    """Return the sums of two tuples of words.
+
+    The *type* of ``mapped`` chooses at compile time: None for a direct shape, else mapped.
+    """
     cells_of = _direct_cells if isinstance(mapped, types.NoneType) else _mapped_cells
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -245,7 +250,7 @@ def add(typing_context: Any, x: Any, y: Any, constants: Any, high_bytes: Any, ma
 def _address(
     context: Any, builder: Any, array_type: Any, array: Any, offset: Any, vector: int
 ) -> Any:
-    """Of the 32 lanes that start ``vector`` vectors after ``offset``."""
+    """Return the address of the 32 lanes that start ``vector`` vectors after ``offset``."""
     data = context.make_array(array_type)(context, builder, array).data
     start = builder.add(offset, ir.Constant(offset.type, 32 * vector))
     return builder.bitcast(builder.gep(data, [start]), WORDS.as_pointer())
@@ -253,7 +258,7 @@ def _address(
 
 @intrinsic
 def load(typing_context: Any, array: Any, offset: Any) -> Any:
-    """32 lanes of a contiguous int16 array from ``offset`` on."""
+    """Load 32 lanes of a contiguous int16 array from ``offset`` on."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load(
@@ -265,7 +270,7 @@ def load(typing_context: Any, array: Any, offset: Any) -> Any:
 
 @intrinsic
 def load_like(typing_context: Any, array: Any, offset: Any, like: Any) -> Any:
-    """As many consecutive vectors as the tuple ``like`` holds."""
+    """Load as many consecutive vectors as the tuple ``like`` holds."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         places = (
@@ -295,8 +300,10 @@ def store_all(typing_context: Any, array: Any, offset: Any, values: Any) -> Any:
 
 @intrinsic
 def products(typing_context: Any, pair: Any, y: Any) -> Any:
-    """The word that an int32 holds in both halves, times each vector of a tuple: saturating
-    sums."""
+    """Return the products of one word and each vector of a tuple.
+
+    An int32 holds the word in both halves; a product is a saturating sum.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         empty = ir.Constant(_QUADS, ir.Undefined)
@@ -311,7 +318,7 @@ def products(typing_context: Any, pair: Any, y: Any) -> Any:
 
 @intrinsic
 def settle(typing_context: Any, x: Any, zone: Any, nothing: Any) -> Any:
-    """``nothing`` where a word of the tuple ``x`` is below ``zone``, else the word."""
+    """Return ``nothing`` where a word of the tuple ``x`` is below ``zone``, else the word."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         words = cgutils.unpack_tuple(builder, args[0])
@@ -328,7 +335,7 @@ def _unpack(
     words: Any, at: Any, out: Any, to: Any, count: Any, zone: Any, top: Any, unit_shift: Any,
     mask: Any
 ) -> None:  # fmt: skip
-    """Codes of ``count`` result words: saturate above the format's range, zero below it."""
+    """Store the codes of ``count`` result words: saturated above the range, zero below it."""
     zone_, top_, shift_, mask_ = int16(zone), int32(top), int32(unit_shift), int32(mask)
     for j in range(count):
         short = get(words, at + j)
@@ -339,15 +346,17 @@ def _unpack(
 
 
 def product(addition: Callable[..., Any], name: str) -> Kernel:
-    """The kernel of matrix products around a way to add two tuples of words."""
+    """Make the kernel of matrix products around a way to add two tuples of words."""
 
     @helper
     def row(
         steps: Any, words: Any, first: Any, last: Any, panels: Any, base: Any, totals: Any, at: Any,
         empty: Any, floor: Any, c: Any, extra: Any, mapped: Any,
     ) -> None:  # fmt: skip
-        """Add one row's terms of one block, and the block's total to ``totals`` at ``at``; the
-        tuple ``empty`` sets the width."""
+        """Add one row's terms of one block, and the block's total to ``totals`` at ``at``.
+
+        The tuple ``empty`` sets the width.
+        """
         sums = empty
         for e in range(first, last):
             y = load_like(panels, base + int64(get(steps, e)), sums)
@@ -363,8 +372,10 @@ def product(addition: Callable[..., Any], name: str) -> Kernel:
         out: NDArray[np.int16], M: int, K: int, N: int, block: int, zone: int, top: int,
         unit_shift: int, mask: int, start: int, stop: int,
     ) -> int:  # fmt: skip
-        """Codes (M, N) of packed operands; a unit is one panel times ROWS_AT_ONCE rows. Packing is
-        in :mod:`lns_ops.cpu.simd.gemm`."""
+        """Compute codes (M, N) of packed operands; a unit is one panel times ROWS_AT_ONCE rows.
+
+        Packing is in :mod:`lns_ops.cpu.simd.gemm`.
+        """
         blocks = (K + block - 1) // block
         chunks = (M + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE
         c = (
@@ -390,64 +401,24 @@ def product(addition: Callable[..., Any], name: str) -> Kernel:
                     if width > 128:
                         empty = (none, none, none, none, none, none, none, none)
                         row(
-                            steps,
-                            words,
-                            e0,
-                            e1,
-                            panels,
-                            base,
-                            totals,
-                            t,
-                            empty,
-                            floor,
-                            c,
-                            extra,
+                            steps, words, e0, e1, panels, base, totals, t, empty, floor, c, extra,
                             mapped,
-                        )
+                        )  # fmt: skip
                     elif width > 32:
                         row(
-                            steps,
-                            words,
-                            e0,
-                            e1,
-                            panels,
-                            base,
-                            totals,
-                            t,
-                            (none, none, none, none),
-                            floor,
-                            c,
-                            extra,
-                            mapped,
-                        )
+                            steps, words, e0, e1, panels, base, totals, t, (none, none, none, none),
+                            floor, c, extra, mapped,
+                        )  # fmt: skip
                     else:
                         row(
-                            steps,
-                            words,
-                            e0,
-                            e1,
-                            panels,
-                            base,
-                            totals,
-                            t,
-                            (none,),
-                            floor,
-                            c,
-                            extra,
+                            steps, words, e0, e1, panels, base, totals, t, (none,), floor, c, extra,
                             mapped,
-                        )
+                        )  # fmt: skip
             for i in range(rows):
                 _unpack(
-                    totals,
-                    i * PANEL,
-                    out,
-                    (first + i) * N + panel * PANEL,
-                    width,
-                    zone,
-                    top,
-                    unit_shift,
-                    mask,
-                )
+                    totals, i * PANEL, out, (first + i) * N + panel * PANEL, width, zone, top,
+                    unit_shift, mask,
+                )  # fmt: skip
         return 0
 
     matmul.__qualname__ = name

@@ -1,5 +1,4 @@
-"""Matrix products on 16-bit vector lanes: 32 multiply-accumulates at a time, no memory look-ups,
-exact.
+"""Matrix products on 16-bit vector lanes: exact, 32 multiply-accumulates at a time, no gathers.
 
 Words. A signed logarithm is one int16, ``w = u (log - top - 1) + s``: ``u`` is a power of two that
 leaves room for the sign bit ``s`` (:mod:`lns_ops.cpu.simd.piecewise_avx512`), and ``top`` an upper
@@ -54,7 +53,7 @@ _I64 = NDArray[np.int64]
 
 
 class WordLayout(NamedTuple):
-    """How one call's logarithms map to words.
+    """The map from one call's logarithms to words.
 
     Attributes:
         unit_shift: log2 of the unit.
@@ -83,19 +82,22 @@ class WordLayout(NamedTuple):
 
 
 def _bytes_as_words(low_then: NDArray[Any]) -> _I16:
-    """64 bytes as 32 lanes."""
+    """Return 64 bytes as 32 lanes."""
     return np.ascontiguousarray(low_then.astype(np.uint8)).view(np.int16)
 
 
 def _zone(fraction_bits: int, unit_shift: int) -> int:
-    """Words below it are zero: a block's worth of sums of zeros, above the lowest word."""
+    """Return the word below which all are zero.
+
+    It lies a block's worth of sums of zeros above the lowest word.
+    """
     growth = 6 * (1 << fraction_bits) + BLOCK // 2 + 1
     return (growth << unit_shift) + 2 - (1 << 15)
 
 
 @lru_cache(maxsize=8)
 def _constants(fraction_bits: int) -> _I16:
-    """The rows that :mod:`lns_ops.cpu.simd.avx512` names."""
+    """Return the rows of constants that :mod:`lns_ops.cpu.simd.avx512` names."""
     pieces = segments(fraction_bits)
     shape = pieces.shape
     rows = np.zeros((avx512.ROWS, 32), np.int64)
@@ -121,8 +123,10 @@ def _constants(fraction_bits: int) -> _I16:
 
 
 def _registers(table: _I64) -> _I16:
-    """A table in bytes, 16 to a register of 32 and each there twice, all but the first XORed with
-    the 16 before."""
+    """Return a table in bytes as registers of 32, 16 bytes to each and each there twice.
+
+    All but the first are XORed with the 16 before.
+    """
     parts = (table & 0xFF).astype(np.uint8).reshape(-1, 1, ENTRIES)
     parts[1:] ^= parts[:-1].copy()
     return np.ascontiguousarray(np.repeat(parts, 2, axis=1)).reshape(-1).view(np.int16)
@@ -130,7 +134,7 @@ def _registers(table: _I64) -> _I16:
 
 @lru_cache(maxsize=8)
 def _constants_avx2(fraction_bits: int) -> _I16:
-    """The rows that :mod:`lns_ops.cpu.simd.avx2` uses, and its tables."""
+    """Return the rows that :mod:`lns_ops.cpu.simd.avx2` uses, and its tables."""
     made = pieces(fraction_bits)
     cut, unit = made.cut, 1 << made.cut.unit_shift
     rows = np.zeros((avx512.ROWS, 32), np.int64)
@@ -167,7 +171,7 @@ def _constants_avx2(fraction_bits: int) -> _I16:
 
 
 class _Method(NamedTuple):
-    """What a plan takes over from the way to add, and the length in words of the tables."""
+    """The way to add that a plan uses, with the length of its tables in words."""
 
     unit_shift: int
     length: int
@@ -199,8 +203,9 @@ def _method(fraction_bits: int, use_avx2: bool) -> _Method:
 def _bounds(
     x_span: tuple[int, int], y_span: tuple[int, int], K: int, fmt: LNSFormat
 ) -> tuple[int, int]:
-    """The smallest and largest logarithm that products and sums can take, for nonzero fields in the
-    spans (inclusive).
+    """Return the smallest and largest logarithm that products and sums can take.
+
+    The spans are those of the operands' nonzero fields, inclusive.
 
     A sum lies at most ``G-(1)`` below its larger term, so block totals and their sum lie at most
     ``2 G-(1)`` below the smallest product. A sum of n terms lies at most log2(n) octaves above the
@@ -217,7 +222,7 @@ def _bounds(
 def within_accumulator(
     x_span: tuple[int, int], y_span: tuple[int, int], K: int, fmt: LNSFormat
 ) -> bool:
-    """Whether the accumulator's limits are out of reach, so that a kernel need not apply them."""
+    """Return whether the accumulator's limits are out of reach, so that no kernel applies them."""
     lowest, highest = _bounds(x_span, y_span, K, fmt)
     return lowest >= ACC_MIN and highest <= ACC_MAX
 
@@ -225,8 +230,9 @@ def within_accumulator(
 def plan(
     x_span: tuple[int, int], y_span: tuple[int, int], K: int, fmt: LNSFormat, use_avx2: bool = False
 ) -> WordLayout | None:
-    """The words for operands whose nonzero fields lie in the spans (inclusive), or None where 16
-    bits do not do.
+    """Return the word layout for operands of these spans, or None where 16 bits are too few.
+
+    The spans are those of the operands' nonzero fields, inclusive.
 
     ``use_avx2`` says which instruction set to plan for.
     """
@@ -239,16 +245,10 @@ def plan(
     if zone + method.length + (highest - lowest + 3 << method.unit_shift) > 0:
         return None
     return WordLayout(
-        unit_shift=method.unit_shift,
-        x_top=x_span[1],
-        y_top=highest + 1 + 2 * fmt.bias - x_span[1],
-        top_field=highest + 1 + fmt.bias,
-        zone=zone,
-        constants=method.constants,
-        extra=method.extra,
-        mapped=method.mapped,
-        kernel=method.kernel,
-    )
+        unit_shift=method.unit_shift, x_top=x_span[1], y_top=highest + 1 + 2 * fmt.bias - x_span[1],
+        top_field=highest + 1 + fmt.bias, zone=zone, constants=method.constants, extra=method.extra,
+        mapped=method.mapped, kernel=method.kernel,
+    )  # fmt: skip
 
 
 @kernel
@@ -256,8 +256,7 @@ def pack_x(
     x: _I16, K: int, mask: int, top: int, unit_shift: int, block: int, counts: _I32, steps: _I32,
     words: _I32, start: int, stop: int,
 ) -> int:  # fmt: skip
-    """List the nonzero elements of rows ``start .. stop``, packed to the front of each block's
-    place.
+    """Pack the nonzero elements of rows ``start .. stop`` to the front of each block's place.
 
     ``counts`` (M, blocks) says how many; ``steps`` holds offsets into a panel, ``words`` the word
     twice (both (M, K)).
@@ -316,7 +315,10 @@ def pack_y(
     start: int,
     stop: int,
 ) -> int:
-    """Words of panels ``start .. stop``: (panel, K, sign plane, 256); columns beyond N are zero."""
+    """Store the words of panels ``start .. stop``: (panel, K, sign plane, 256).
+
+    Columns beyond N are zero.
+    """
     mask_, top_, shift_ = int32(mask), int32(top), int32(unit_shift)
     for panel in range(start, stop):
         width = min(PANEL, N - panel * PANEL)

@@ -1,5 +1,4 @@
-"""The Gaussian-logarithm tables as straight lines whose coefficients lie in tables of 16 bytes,
-exact in every entry.
+"""The Gaussian-logarithm tables as straight lines with tables of 16 bytes, exact in every entry.
 
 :mod:`lns_ops.cpu.simd.piecewise_avx512` does the same for processors whose byte permutations reach
 64 entries. AVX2 reaches 16, so every further 16 cells cost instructions, and here the cut is made
@@ -41,13 +40,16 @@ from lns_ops.cpu.simd.piecewise_avx512 import CANCEL_WORD, fit_line
 from lns_ops.spec.gaussian_log import gaussian_tables
 
 ENTRIES = 16
-"""Bytes that one look-up reaches; also the number of distances with a table of their own."""
+"""The bytes that one look-up reaches; also the number of distances with a table of their own."""
 
 _I64 = NDArray[np.int64]
 
 
 class Cut(NamedTuple):
-    """How distances are cut; see the head of the file. ``cells`` is 32 or 64."""
+    """The way distances are cut into cells; the head of the file has the method.
+
+    ``cells`` is 32 or 64.
+    """
 
     unit_shift: int
     reach: int
@@ -62,17 +64,17 @@ class Cut(NamedTuple):
 
     @property
     def fine(self) -> int:
-        """Bits of the window inside a coarse window."""
+        """The number of bits of the window inside a coarse window."""
         return 3 if self.large else 4
 
     @property
     def plain(self) -> int:
-        """In cells below this one A has no high byte."""
+        """The first cell whose A may have a high byte."""
         return HIGH_FROM[self.large]
 
 
 HIGH_FROM = {False: 16, True: 32}
-"""By whether a cut is large: the first cell that may have a high byte of A."""
+"""The first cell that may have a high byte of A, by whether a cut is large."""
 
 _CUTS = {
     3: Cut(2, 336, 177, 164, 32),
@@ -84,7 +86,7 @@ _CUTS = {
 
 
 class Pieces(NamedTuple):
-    """One format's pieces.
+    """The pieces of one format.
 
     Attributes:
         cut: the cut.
@@ -106,7 +108,7 @@ class Pieces(NamedTuple):
 
 
 def supported(fraction_bits: int) -> bool:
-    """Whether exact pieces are known for this many fraction bits."""
+    """Return whether exact pieces are known for this many fraction bits."""
     return fraction_bits in _CUTS
 
 
@@ -118,7 +120,7 @@ def _window_and_curve(cut: Cut, distance: _I64, parity: int) -> tuple[_I64, _I64
 
 
 def _wanted(fraction_bits: int, cut: Cut, parity: int) -> _I64:
-    """The correction in words, by distance, to beyond where the pieces end."""
+    """Return the correction in words by distance, to beyond where the pieces end."""
     table = gaussian_tables(fraction_bits)[parity].astype(np.int64)
     distance = np.arange(max(len(table), cut.reach >> cut.unit_shift) + 8)
     values = (
@@ -130,8 +132,7 @@ def _wanted(fraction_bits: int, cut: Cut, parity: int) -> _I64:
 
 
 class _Part(NamedTuple):
-    """A coarse window of one sign: the bits of the window that count, and a line for each value
-    they take."""
+    """A coarse window of one sign: the bits of the window that count, and a line for each value."""
 
     parity: int
     coarse: int
@@ -140,7 +141,7 @@ class _Part(NamedTuple):
 
 
 def _part(cut: Cut, parity: int, coarse: int, window: _I64, curve: _I64, wanted: _I64) -> _Part:
-    """The least divided cut of a coarse window that lines fit."""
+    """Return the coarsest division of a coarse window that lines fit."""
     for halvings in range(cut.fine + 1):
         mask = (1 << cut.fine) - (1 << cut.fine - halvings)
         chosen = window & mask
@@ -155,7 +156,7 @@ def _part(cut: Cut, parity: int, coarse: int, window: _I64, curve: _I64, wanted:
 
 
 def _parts(fraction_bits: int, cut: Cut) -> list[_Part]:
-    """All coarse windows of both signs, those with most cells first."""
+    """Return all coarse windows of both signs, those with most cells first."""
     found = []
     for parity in (0, 1):
         wanted = _wanted(fraction_bits, cut, parity)
@@ -170,7 +171,7 @@ def _parts(fraction_bits: int, cut: Cut) -> list[_Part]:
 
 @lru_cache(maxsize=8)
 def pieces(fraction_bits: int) -> Pieces:
-    """The pieces for ``fraction_bits``, compared with every entry of the tables.
+    """Return the pieces for ``fraction_bits``, compared with every entry of the tables.
 
     Raises:
         KeyError: not :func:`supported`.
@@ -203,7 +204,7 @@ def pieces(fraction_bits: int) -> Pieces:
 
 
 def _cell_and_line(made: Pieces, distance: _I64, parity: int) -> tuple[_I64, _I64]:
-    """Cells, and ``B curve`` rounded."""
+    """Return cells, and ``B curve`` rounded."""
     window, curve = _window_and_curve(made.cut, distance, parity)
     coarse = window >> made.cut.fine
     cell = made.base[parity][coarse] + (window & made.mask[parity][coarse])
@@ -211,8 +212,10 @@ def _cell_and_line(made: Pieces, distance: _I64, parity: int) -> tuple[_I64, _I6
 
 
 def evaluate(made: Pieces, distance: _I64, parity: int) -> _I64:
-    """What the vector kernel computes: ``u G+`` (parity 0) or ``u G-`` (parity 1) at each distance
-    in ulps, int64."""
+    """Return what the vector kernel computes at each distance in ulps, int64.
+
+    That is ``u G+`` (parity 0) or ``u G-`` (parity 1).
+    """
     cell, line_part = _cell_and_line(made, distance, parity)
     offset = made.offset[cell]
     if parity:

@@ -1,5 +1,4 @@
-"""The Gaussian-logarithm tables as short tables of straight lines that fit in vector registers,
-exact in every entry.
+"""The Gaussian-logarithm tables as straight lines in vector registers, exact in every entry.
 
 A vector kernel has no room for a table of a thousand entries, but G+ and G- are smooth: cut into
 pieces, each rounded curve equals a rounded straight line *exactly*. This file builds those pieces
@@ -49,8 +48,10 @@ _I64 = NDArray[np.int64]
 
 
 class Cells(NamedTuple):
-    """How distances are cut: see the head of the file. ``window`` is the lowest bit of ``square``
-    used, or -1 for direct."""
+    """The way distances are cut into cells; the head of the file has the method.
+
+    ``window`` is the lowest bit of ``square`` used, or -1 for direct.
+    """
 
     unit_shift: int
     reach: int
@@ -68,7 +69,7 @@ _CELLS = {
 
 
 class Segments(NamedTuple):
-    """One format's pieces.
+    """The pieces of one format.
 
     Attributes:
         shape: the cut.
@@ -88,13 +89,15 @@ class Segments(NamedTuple):
 
 
 def supported(fraction_bits: int) -> bool:
-    """Whether exact pieces are known for this many fraction bits."""
+    """Return whether exact pieces are known for this many fraction bits."""
     return fraction_bits in _CELLS
 
 
 def fit_line(remaining: _I64, wanted: _I64, unit: int) -> tuple[int, int] | None:
-    """``A, B`` with ``A + (B remaining + 2^14 >> 15)`` in ``wanted .. wanted + unit - 1``
-    throughout, or None."""
+    """Return a line ``A, B`` that meets the wanted corrections, or None.
+
+    ``A + (B remaining + 2^14 >> 15)`` lies in ``wanted .. wanted + unit - 1`` throughout.
+    """
     if np.all(wanted == wanted[0]):
         return int(wanted[0]), 0
     span = int(remaining[0] - remaining[-1])
@@ -113,8 +116,10 @@ def fit_line(remaining: _I64, wanted: _I64, unit: int) -> tuple[int, int] | None
 
 
 class _Curve(NamedTuple):
-    """One sign's distances: remaining (scale R), window, wanted correction; ``first`` is the first
-    distance on a line."""
+    """One sign's distances: remaining (scale R), window, wanted correction.
+
+    ``first`` is the first distance on a line.
+    """
 
     remaining: _I64
     window: _I64
@@ -138,7 +143,10 @@ def _curve(fraction_bits: int, shape: Cells, parity: int) -> _Curve:
 
 
 def _pieces(curve: _Curve, unit: int, merge: bool) -> list[tuple[int, int, int, int]]:
-    """``(first window, last window, A, B)`` per piece, from small distances on; windows descend."""
+    """Return ``(first window, last window, A, B)`` per piece, by ascending distance.
+
+    Windows descend.
+    """
     edges = np.concatenate([[0], np.flatnonzero(np.diff(curve.window)) + 1, [len(curve.window)]])
     edges = edges[edges >= curve.first]
     pieces: list[tuple[int, int, int, int]] = []
@@ -161,7 +169,7 @@ def _pieces(curve: _Curve, unit: int, merge: bool) -> list[tuple[int, int, int, 
 
 @lru_cache(maxsize=8)
 def segments(fraction_bits: int) -> Segments:
-    """The pieces for ``fraction_bits``, compared with every entry of the tables.
+    """Return the pieces for ``fraction_bits``, compared with every entry of the tables.
 
     Raises:
         KeyError: not :func:`supported`.
@@ -193,8 +201,10 @@ def segments(fraction_bits: int) -> Segments:
 
 
 def evaluate(pieces: Segments, distance: _I64, parity: int) -> _I64:
-    """What the vector kernel computes: ``u G+`` (parity 0) or ``u G-`` (parity 1) at each distance
-    in ulps, int64."""
+    """Return what the vector kernel computes at each distance in ulps, int64.
+
+    That is ``u G+`` (parity 0) or ``u G-`` (parity 1).
+    """
     shape = pieces.shape
     remaining = np.maximum(shape.reach - ((distance << shape.unit_shift) + parity), 0) * shape.scale
     window = _square_window(remaining, shape)

@@ -1,5 +1,6 @@
-"""Elementwise sums and reductions on 16-bit vector lanes: the addition of
-:mod:`lns_ops.cpu.simd.avx512`, operands in plain arrays.
+"""Elementwise sums and reductions on 16-bit vector lanes, operands in plain arrays.
+
+The addition is that of :mod:`lns_ops.cpu.simd.avx512`.
 
 The words are those of the matrix product (:mod:`lns_ops.cpu.simd.gemm`), with products by one:
 :func:`plan` says whether the operands' logarithms fit 16 bits; where they do not, or on processors
@@ -35,15 +36,17 @@ _I32 = NDArray[np.int32]
 
 LANES = 32
 WORTH = 1 << 13
-"""Elements from which on looking at the operands' range pays."""
+"""The number of elements from which on a pass over the operands' range pays."""
 
 
 @helper
 def _to_words(
     x: Any, at: Any, words: Any, to: Any, count: Any, top: Any, unit: Any, mask: Any, flip: Any
 ) -> None:
-    """Words of ``count`` codes, their signs flipped if ``flip`` is 1; ``top`` is the field whose
-    word would be 0."""
+    """Store the words of ``count`` codes, their signs flipped if ``flip`` is 1.
+
+    ``top`` is the field whose word would be 0.
+    """
     top_, unit_, mask_, flip_ = int16(top), int16(unit), int16(mask), int16(flip)
     for j in range(count):
         code = get(x, at + j)
@@ -57,7 +60,7 @@ def _to_words(
 def _from_words(
     words: Any, out: Any, to: Any, count: Any, zone: Any, top: Any, shift: Any, mask: Any
 ) -> None:
-    """Codes of ``count`` words: saturate above the format's range, zero below it."""
+    """Store the codes of ``count`` words: saturated above the format's range, zero below it."""
     zone_, mask_, top_ = int16(zone), int16(mask), int16(top)
     above, below = int16(min(mask - top, 32767)), int16(max(-top, -32768))
     negative = int16(~mask)
@@ -83,8 +86,10 @@ def _from_words(
 
 @helper
 def _to_gathers(words: Any, out: Any, to: Any, count: Any, zone: Any, top: Any, shift: Any) -> None:
-    """Words of :mod:`lns_ops.cpu.kernels.gather_gemm` (``4 log + s``); ``top`` is the logarithm
-    whose word here would be 0."""
+    """Store words of :mod:`lns_ops.cpu.kernels.gather_gemm` (``4 log + s``).
+
+    ``top`` is the logarithm whose word here would be 0.
+    """
     for j in range(count):
         word = int32(get(words, j))
         log = int32((word >> int32(shift)) + int32(top))
@@ -95,7 +100,7 @@ def _to_gathers(words: Any, out: Any, to: Any, count: Any, zone: Any, top: Any, 
 def _transpose(
     typing_context: Any, x: Any, origins: Any, first: Any, k: Any, out: Any, to: Any
 ) -> Any:
-    """``out[to + 256 j + i] = x[origins[first + i] + k + j]`` for i and j below 32."""
+    """Store ``out[to + 256 j + i] = x[origins[first + i] + k + j]`` for i and j below 32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, places, start, column, target, base = args
@@ -117,7 +122,7 @@ def _transpose(
 
 
 def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """Blocks of 16, 8, ... 1 change places across the diagonal."""
+    """Transpose 32 x 32 words: blocks of 16, 8, ... 1 change places across the diagonal."""
     size = LANES // 2
     while size:
         low = [j if not j & size else LANES + j - size for j in range(LANES)]
@@ -133,8 +138,10 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
 
 @helper
 def _block(x: Any, origins: Any, terms: Any, lengths: Any, longest: Any, furthest: Any) -> None:
-    """The codes of 256 blocks of at most 64 terms, term by term: ``terms[256 k + i]``; what a
-    shorter block lacks is zero."""
+    """Store the codes of 256 blocks of at most 64 terms, term by term: ``terms[256 k + i]``.
+
+    A shorter block is filled up with zeros.
+    """
     for k in range(0, longest, LANES):
         for first in range(0, PANEL, LANES):
             if furthest + k + LANES <= x.size:
@@ -149,7 +156,7 @@ def _block(x: Any, origins: Any, terms: Any, lengths: Any, longest: Any, furthes
 
 
 class _Kernels(NamedTuple):
-    """Kernels around one way to add."""
+    """The kernels around one way to add."""
 
     add: Kernel
     sum_rows: Kernel
@@ -170,7 +177,7 @@ def _kernels(addition: Callable[..., Any], suffix: str) -> _Kernels:
         x: _I16, y: _I16, out: _I16, constants: _I16, extra: int, mapped: bool | None, zone: int,
         top: int, shift: int, mask: int, flip: int, start: int, stop: int,
     ) -> int:  # fmt: skip
-        """``out = x + y``, or ``x - y`` with ``flip = 1``; a unit is 256 elements."""
+        """Store ``out = x + y``, or ``x - y`` with ``flip = 1``; a unit is 256 elements."""
         c, none = constants_of(constants), load(constants, 480)
         empty = (none, none, none, none, none, none, none, none)
         left, right = scratch(PANEL, int16), scratch(PANEL, int16)
@@ -194,7 +201,10 @@ def _kernels(addition: Callable[..., Any], suffix: str) -> _Kernels:
         x: _I16, out: _I32, K: int, constants: _I16, extra: int, mapped: bool | None, zone: int,
         top: int, shift: int, bias: int, mask: int, block: int, start: int, stop: int,
     ) -> int:  # fmt: skip
-        """As :func:`lns_ops.cpu.kernels.gather_gemm.sum_rows`; a unit is 256 (row, block) pairs."""
+        """Sum as :func:`lns_ops.cpu.kernels.gather_gemm.sum_rows`.
+
+        A unit is 256 (row, block) pairs.
+        """
         c, none, floor = constants_of(constants), load(constants, 480), load(constants, 512)
         empty = (none, none, none, none, none, none, none, none)
         terms, line, totals = (
@@ -229,8 +239,10 @@ def _kernels(addition: Callable[..., Any], suffix: str) -> _Kernels:
         x: _I16, out: _I32, K: int, inner: int, constants: _I16, extra: int, mapped: bool | None,
         zone: int, top: int, shift: int, bias: int, mask: int, block: int, start: int, stop: int,
     ) -> int:  # fmt: skip
-        """As :func:`lns_ops.cpu.kernels.gather_gemm.sum_columns`; a unit is 256 columns of one
-        outer index."""
+        """Sum as :func:`lns_ops.cpu.kernels.gather_gemm.sum_columns`.
+
+        A unit is 256 columns of one outer index.
+        """
         c, none, floor = constants_of(constants), load(constants, 480), load(constants, 512)
         empty = (none, none, none, none, none, none, none, none)
         line, totals = scratch(PANEL, int16), scratch(PANEL, int16)
@@ -269,8 +281,7 @@ AVX512, AVX2 = _kernels(avx512.add, ""), _kernels(avx2.add, "_avx2")
 def plan(
     spans: list[tuple[int, int]], K: int, fmt: LNSFormat, kernel: str
 ) -> tuple[_Kernels, gemm.WordLayout] | None:
-    """Kernels and words for sums of K operands whose nonzero fields lie in the spans; None where
-    gathers must do.
+    """Return kernels and words for sums of K operands; None where gathers must do.
 
     Args:
         spans: smallest and largest field of each operand's nonzero codes.

@@ -1,14 +1,12 @@
 // LNS addition in seven instructions on float registers.
 //
-// A logarithm of `e` ulps and a sign `s` are carried in one float register as the integer  n =
-//                                                                                          PITCH *
-//                                                                                          e + 2 *
-//                                                                                          s  in
-//                                                                                          units of
-//                                                                                          2^-149,
-// float32's smallest step. Sums and differences of such numbers are exact while |n| < 2^24, they
-// run on the pipe that has twice the rate of integer instructions, and a nonnegative one *is* its
-// own bit pattern, so it can address memory. The LNS zero is NaN:
+// A logarithm of `e` ulps and a sign `s` are carried in one float register as the integer
+//
+//   n = PITCH * e + 2 * s             in units of 2^-149, float32's smallest step.
+//
+// Sums and differences of such numbers are exact while |n| < 2^24, they run on the pipe that has
+// twice the rate of integer instructions, and a nonnegative one *is* its own bit pattern, so it can
+// address memory. The LNS zero is NaN:
 //
 //   p   = a + b                       product: logarithms add, sign parities add in bit 1 (a carry
 //                                     into bit 2 does no harm)
@@ -21,9 +19,9 @@
 //                                     cancellation is a NaN
 //   acc = max(acc, p) + PITCH * g     max takes the other operand where one is NaN
 //
-// Every addition moves the logarithm up by DRIFT = -min G-. Whoever adds repeatedly adds DRIFT to
-// the k-th term k times as well, and takes the sum off at the end; see `drift`. It equals
-// lns_ops.reference.add on unbounded logarithms; clamping is the caller's.
+// Every addition moves the logarithm up by DRIFT = -min G-. Repeated additions therefore add DRIFT
+// to the k-th term k times as well, and subtract the total at the end; see `drift`. The result
+// equals lns_ops.reference.add on unbounded logarithms; clamping is the caller's.
 //
 // The float instructions are written in PTX, because compilers that are told -ftz=true (as CuPy
 // tells them) would flush all of it to zero.
@@ -116,14 +114,14 @@ __device__ __forceinline__ float times(float x, float y) {
     return z;
 }
 
-// The smaller one; the other one where one is NaN.
+// The smaller of two numbers; where one is NaN, the other one.
 __device__ __forceinline__ float smaller(float x, float y) {
     float z;
     asm("min.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
     return z;
 }
 
-// The larger one, likewise.
+// The larger of two numbers; where one is NaN, the other one.
 __device__ __forceinline__ float larger(float x, float y) {
     float z;
     asm("max.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));

@@ -175,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(512)
         });
 }
 
-// The same for float64; thresholds in units of 2^-52.
+// The code nearest to a float64 x in logarithm; thresholds in units of 2^-52.
 extern "C" __global__ void __launch_bounds__(512)
     lns_encode_double(const double* __restrict__ x, short* __restrict__ out, i64 n,
                       const i64* __restrict__ thresholds, int* faults) {

@@ -1,5 +1,5 @@
-// What elementwise kernels share: arithmetic whose results are clamped to the format, and access to
-// arrays, WIDE = 8 codes, 16 bytes, at a time.
+// The common part of elementwise kernels: arithmetic clamped to the format, and access to arrays,
+// WIDE = 8 codes, 16 bytes, at a time.
 //
 // -D: the format (arithmetic.cuh); FAST 1: sums through an Adder with COPIES copies of its table,
 // 0: from the definition.

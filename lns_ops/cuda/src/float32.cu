@@ -1,4 +1,4 @@
-// What surrounds a matrix product with float32 sums: decoding of both operands, encoding of the
+// The kernels around a matrix product with float32 sums: they decode both operands and encode the
 // sums. Bound by memory. Arrays are contiguous except where strides are given. -D: the format
 // (arithmetic.cuh).
 #include "arithmetic.cuh"
@@ -135,8 +135,8 @@ __device__ __forceinline__ bool finite(float v) {
     return (__float_as_int(v) & 0x7f800000) != 0x7f800000;
 }
 
-// The elements of one thread once more, those that left float32 on their way. Rare, and a function
-// so as not to cost the kernel registers.
+// Computes the elements of one thread again that overflowed float32 on their way. It is rare, and a
+// function of its own so as not to cost the kernel registers.
 __device__ __noinline__ void encode_again(const float* sums, short* out, i64 n, i64 first,
                                           i64 stride, Encoder encoded, const Operands& operands) {
     for (i64 i = first; i < n / 4; i += stride)

@@ -36,7 +36,7 @@ __device__ __forceinline__ void fetch(short (&r)[N], const short* __restrict__ p
     }
 }
 
-// One output straight from the definition.
+// One output computed straight from the definition.
 __device__ __noinline__ int exact(const short* A, const short* B, i64 a_k, i64 b_k, int K,
                                   const int2* gauss) {
     ExactSum sum;

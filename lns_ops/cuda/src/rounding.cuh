@@ -1,6 +1,6 @@
 #pragma once
 
-// How a weight takes its update: rounded to nearest, with Kahan compensation, or rounded at random.
+// The rounding of weight + update: to nearest, with Kahan compensation, or at random.
 enum Rounding { NEAREST, KAHAN, STOCHASTIC };
 
 // Uniform 16-bit integers for elements 8 b .. 8 b + 7: Philox4x32-10 of the key and the counter (b
@@ -28,5 +28,5 @@ struct Random {
     }
 };
 
-// Where weight decay goes.
+// The place of weight decay: none, added to the gradient (L2), or decoupled from it (AdamW).
 enum WeightDecay { NONE, INTO_GRADIENT, DECOUPLED };

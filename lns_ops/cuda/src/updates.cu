@@ -50,7 +50,7 @@ __device__ __forceinline__ float stochastic_sum(const FastArithmetic&, float x, 
 }
 #endif
 
-// Without that table, and for the definition: by way of codes.
+// The same sum by way of codes, where that table is absent and for the definition.
 template <class A>
 __device__ __forceinline__ typename A::Number stochastic_sum(const A& arithmetic,
                                                              typename A::Number x,
@@ -97,7 +97,7 @@ __device__ __forceinline__ void sgd(A& arithmetic, int rate, int decay, Codes& w
                    j, bits, fine);
 }
 
-// What the elements of an update share.
+// The values that all elements of an update share.
 struct SgdArguments {
     short* weight;
     const short* grad;

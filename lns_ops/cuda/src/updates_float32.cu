@@ -8,7 +8,7 @@
 #include "encoding.cuh"
 #include "rounding.cuh"
 
-// With a rounding mode written out: the assembler fuses a product and a sum that have none.
+// Operations with an explicit rounding mode: the assembler fuses a product and a sum without one.
 __device__ __forceinline__ float rounded_sum(float x, float y) {
     float z;
     asm("add.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
@@ -27,7 +27,7 @@ __device__ __forceinline__ float rounded_product(float x, float y) {
     return z;
 }
 
-// The largest number where x has left float32.
+// x, clamped to float32's largest number where it has overflowed.
 __device__ __forceinline__ float inside(float x) {
     return smaller(larger(x, -0x1.fffffep127f), 0x1.fffffep127f);
 }

@@ -1,5 +1,7 @@
-"""The operations of LNSTensor, one topic a file; importing this package registers them
-(:func:`lns_ops.tensor.handles`)."""
+"""The operations of LNSTensor, one topic a file.
+
+Importing this package registers them (:func:`lns_ops.tensor.handles`).
+"""
 
 from lns_ops.tensor import autograd
 from lns_ops.tensor.ops import (

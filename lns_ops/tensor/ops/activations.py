@@ -1,5 +1,4 @@
-"""Functions of one number: exponentials, logarithms, powers, activation functions and their
-gradients.
+"""Functions of one number and their gradients: exp, log, powers, activation functions.
 
 Smooth functions are look-ups (:mod:`lns_ops.spec.unary_functions`), rounded once. Gradients:
 autograd's own formulas where they are products and quotients, which LNS has exactly (exp, log,
@@ -29,7 +28,7 @@ def _tabled(x: LNSTensor, function: str, *parameters: float) -> LNSTensor:
 
 
 def _sloped(grad: LNSTensor, x: LNSTensor, function: str, *parameters: float) -> LNSTensor:
-    """The incoming gradient times a derivative at ``x``."""
+    """Return the incoming gradient times a derivative at ``x``."""
     slope, grad_codes, fmt = operands(function, _tabled(x, function, *parameters), grad)
     return LNSTensor(lns.mul(slope, grad_codes, fmt), fmt)
 
@@ -81,7 +80,7 @@ def _pow(func: Any, x: LNSTensor, exponent: float) -> LNSTensor:
 
 @handles(aten.pow.Tensor_Tensor)
 def _pow_of_each(func: Any, x: Any, y: Any) -> LNSTensor:
-    """``x^y``: the logarithm of x times the value of y, in float64, rounded half to even."""
+    """Return ``x^y``: log x times the value of y, in float64, rounded half to even."""
     x_codes, y_codes, fmt = operands("pow", x, y)
     base, exponent = torch.broadcast_tensors(
         x_codes, lns.decode(y_codes, fmt, torch.float64).to(x_codes.device)
@@ -213,7 +212,7 @@ def _prelu_backward(
 
 
 class _FromArgument(torch.autograd.Function):
-    """A function of the table whose derivative is taken at the argument."""
+    """A function by table whose derivative is taken at the argument."""
 
     @staticmethod
     def forward(ctx: Any, x: LNSTensor, function: str) -> LNSTensor:
@@ -228,18 +227,18 @@ class _FromArgument(torch.autograd.Function):
 
 @replaces(torch.sigmoid, torch.Tensor.sigmoid, torch.special.expit, F.sigmoid)
 def sigmoid(x: LNSTensor) -> LNSTensor:
-    """``1 / (1 + e^-x)``, its derivative taken at ``x``."""
+    """Return ``1 / (1 + e^-x)``, its derivative taken at ``x``."""
     return _FromArgument.apply(x, "sigmoid")  # type: ignore[no-untyped-call, no-any-return]
 
 
 @replaces(torch.tanh, torch.Tensor.tanh, F.tanh)
 def tanh(x: LNSTensor) -> LNSTensor:
-    """Hyperbolic tangent, its derivative taken at ``x``."""
+    """Return the hyperbolic tangent, its derivative taken at ``x``."""
     return _FromArgument.apply(x, "tanh")  # type: ignore[no-untyped-call, no-any-return]
 
 
 @replaces(F.glu)
 def glu(x: LNSTensor, dim: int = -1) -> Tensor:
-    """``a sigmoid(b)`` of the halves of ``x``."""
+    """Return ``a sigmoid(b)`` of the halves of ``x``."""
     a, b = x.chunk(2, dim)
     return a * torch.sigmoid(b)

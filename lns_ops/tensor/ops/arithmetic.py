@@ -1,5 +1,7 @@
-"""Addition, multiplication, division, signs and roots: one LNS operation each, exact or rounded
-once."""
+"""Addition, multiplication, division, signs and roots, each one LNS operation.
+
+Each is exact or rounded once.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,11 @@ def _check_broadcast(name: str, x: Tensor, y: Tensor) -> None:
 
 @handles(*(getattr(getattr(aten, n), o) for n in _BINARY for o in ("Tensor", "Scalar")))
 def binary(func: Any, x: Any, y: Any, alpha: Any = 1) -> LNSTensor:
-    """The elementwise operation of two tensors, or a tensor and a number; ``alpha`` multiplies
-    ``y`` first."""
-    name = func._schema.name.removeprefix("aten::")
+    """Apply an elementwise operation to two tensors, or a tensor and a number.
+
+    ``alpha`` multiplies ``y`` first.
+    """
+    name = func.overloadpacket.__name__
     x_codes, y_codes, fmt = operands(name, x, y)
     if x_codes.shape != y_codes.shape:
         _check_broadcast(name, x_codes, y_codes)
@@ -52,8 +56,10 @@ def _with_alpha(
     alpha: Any,
     fmt: LNSFormat,
 ) -> Tensor:
-    """``x +- alpha y``; where ``alpha y`` leaves the range, ``(x / alpha +- y) alpha``, whose terms
-    are as far apart."""
+    """Return ``x +- alpha y``, or ``(x / alpha +- y) alpha`` where ``alpha y`` leaves the range.
+
+    The terms of the latter are as far apart.
+    """
     factor = operands("alpha", LNSTensor(y, fmt), alpha)[1]
     product = lns.mul(y, factor, fmt)
     result = operation(x, product, fmt)
@@ -125,7 +131,7 @@ def _for_each(operator: Any) -> Callable[..., Any]:
         results = [
             binary(operator, x, y, *rest, **kwargs) for x, y in zip(tensors, matched, strict=True)
         ]
-        if func._schema.name.endswith("_"):
+        if func.overloadpacket.__name__.endswith("_"):
             for x, result in zip(tensors, results, strict=True):
                 x.codes.copy_(result.codes)
         return results

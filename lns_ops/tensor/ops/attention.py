@@ -1,5 +1,6 @@
-"""Softmax and attention inside a network, in LNS: the softmax at a loss is
-:mod:`lns_ops.tensor.ops.losses`.
+"""Softmax and attention inside a network, in LNS.
+
+The softmax at a loss is in :mod:`lns_ops.tensor.ops.losses`.
 
 ``softmax(x) = e / sum(e)`` with ``e = exp(x - max x)``: a difference, a table, a sum in the
 contract's order, an exact division. Its error is that of the difference: a score of 8 is kept to
@@ -74,7 +75,7 @@ class _MaskedSoftmax(torch.autograd.Function):
 def _masks(
     mask: Tensor | None, is_causal: bool, scores: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Which scores to keep, and what to add to them."""
+    """Return which scores to keep, and what to add to them."""
     kept = None
     if is_causal:
         kept = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
@@ -106,8 +107,9 @@ def scaled_dot_product_attention(
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """``softmax(scale q k^T + mask) v``, the scale (``1 / sqrt(d)``) applied to the queries as one
-    LNS product.
+    """Return ``softmax(scale q k^T + mask) v``.
+
+    The scale (``1 / sqrt(d)``) is applied to the queries as one LNS product.
 
     Shapes: query ``[..., L, D]``, key ``[..., S, D]``, value ``[..., S, E]``, output ``[..., L,
     E]``. A mask is boolean (True is kept), or is added, where ``-inf`` masks.
@@ -121,7 +123,7 @@ def scaled_dot_product_attention(
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:
-    """``[L, B, E]`` to ``[B, heads, L, E / heads]``."""
+    """Reshape ``[L, B, E]`` to ``[B, heads, L, E / heads]``."""
     length, batch, width = x.shape
     return x.reshape(length, batch, heads, width // heads).permute(1, 2, 0, 3)
 
@@ -129,7 +131,7 @@ def _heads(x: Tensor, heads: int) -> Tensor:
 def _projected(
     query: Tensor, key: Tensor, value: Tensor, weights: Any, bias: Tensor | None
 ) -> list[Tensor]:
-    """Query, key and value, each by its third of the stacked weight or by its own."""
+    """Return query, key and value, each by its third of the stacked weight or by its own."""
     each = weights.chunk(3) if isinstance(weights, Tensor) else weights
     biases = bias.chunk(3) if bias is not None else (None, None, None)
     return [F.linear(x, w, b) for x, w, b in zip((query, key, value), each, biases, strict=True)]
@@ -138,8 +140,10 @@ def _projected(
 def _padding_mask(
     mask: Tensor | None, key_padding: Tensor | None, heads: int, fmt: LNSFormat
 ) -> Tensor | None:
-    """torch's two masks, True is *left out*, as one of which True is kept; float masks as one that
-    is added."""
+    """Merge torch's two masks, in which True is *left out*, into one in which True is kept.
+
+    Float masks become one that is added.
+    """
     if mask is not None and mask.dim() == 3:
         mask = mask.reshape(-1, heads, *mask.shape[1:])
     if key_padding is not None:
@@ -172,8 +176,9 @@ def multi_head_attention_forward(
     static_k: Tensor | None = None, static_v: Tensor | None = None,
     average_attn_weights: bool = True, is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """nn.MultiheadAttention: projections, attention of each head, output projection; A. Vaswani et
-    al. 2017 (arXiv:1706.03762).
+    """Run nn.MultiheadAttention: projections, attention of each head, output projection.
+
+    Source: A. Vaswani et al. 2017 (arXiv:1706.03762).
 
     Raises:
         NotImplementedError: bias_k, bias_v, add_zero_attn or static keys, which few networks have.

@@ -1,5 +1,7 @@
-"""Convolutions and transposed convolutions with their gradients
-(:mod:`lns_ops.functional.convolution`), plus the bias as in linear."""
+"""Convolutions and transposed convolutions with their gradients and bias.
+
+The products are those of :mod:`lns_ops.functional.convolution`; the bias is added as in linear.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,7 @@ def _convolution_backward(
 def _columns(
     x: Tensor, kernel: list[int], dilation: list[int], padding: list[int], stride: list[int]
 ) -> Tensor:
-    """``[..., C, H, W]`` to ``[..., C taps, positions]``: what ``F.unfold`` gathers."""
+    """Return what ``F.unfold`` gathers: ``[..., C, H, W]`` to ``[..., C taps, positions]``."""
     single = x.dim() == 3
     padded = conv.zero_padded(x[None] if single else x, padding, padding).contiguous()
     windows = conv.sliding_windows(padded, kernel, stride, dilation)
@@ -103,7 +105,7 @@ def _im2col(
 def _col2im(
     func: Any, x: LNSTensor, size: Any, kernel: Any, dilation: Any, padding: Any, stride: Any
 ) -> LNSTensor:
-    """``F.fold``: sums of what overlaps, in the contract's order."""
+    """Return ``F.fold``: sums of what overlaps, in the contract's order."""
     planes = x.codes.shape[:-2].numel() * (x.shape[-2] // math.prod(kernel))
     places = torch.arange(1, planes * math.prod(size) + 1, device=x.codes.device).reshape(
         planes, 1, *size

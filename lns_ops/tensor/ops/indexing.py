@@ -1,5 +1,6 @@
-"""Gathers by index have scatters as gradients; sums of what meets at one place are in the
-contract's order, on every device.
+"""Gathers by index, and the scatters that are their gradients.
+
+Terms that meet at one place are summed in the contract's order, on every device.
 
 torch's own kernels add such terms with atomics or in the order of threads; here
 :func:`lns_ops.functional.indexed.index_sum` sorts them first.
@@ -45,7 +46,7 @@ def _embedding_backward(
 
 
 _MEAN, _MAX = 1, 2
-"""What torch's embedding_bag calls two of its modes; 0 is the sum."""
+"""torch's numbers of two modes of embedding_bag; 0 is the sum."""
 
 
 @handles(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
@@ -54,8 +55,11 @@ def _embedding_bag(
     mode: int = 0, sparse: bool = False, factors: Any = None, include_last_offset: bool = False,
     padding: int = -1,
 ) -> tuple[LNSTensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Sums, means or maxima over bags ``[B, D]``; the bag of each index, B for those left out;
-    indices a bag; rows of the maxima."""
+    """Return sums, means or maxima over bags ``[B, D]``, and what the backward pass needs.
+
+    That is the bag of each index (B for those left out), the indices per bag, and the rows of the
+    maxima.
+    """
     if type(offsets) is Tensor and not offsets.is_cuda and offsets.numel() and offsets[0] != 0:
         raise ValueError(
             f"embedding_bag with offsets[0]={int(offsets[0])}: the first bag begins at 0; make it 0"
@@ -84,8 +88,10 @@ def _divisors(sizes: Tensor, fmt: LNSFormat) -> Tensor:
 
 
 def _largest_of_bags(rows: Tensor, bag: Tensor, bags: int, fmt: LNSFormat) -> tuple[Tensor, Tensor]:
-    """The largest value of each bag and column, 0 of an empty bag, and its place among the rows:
-    the first, or their number if empty."""
+    """Return the largest value of each bag and column, and its row: the first of equal ones.
+
+    An empty bag has the value 0, and the number of rows as its row.
+    """
     keys, at, count = lns.order_key(rows, fmt), bag[:, None].expand(rows.shape), len(rows)
     lowest = keys.new_full((bags + 1, rows.shape[1]), torch.iinfo(torch.int16).min)
     largest = lowest.scatter_reduce(0, at, keys, "amax")
@@ -133,7 +139,7 @@ def _embedding_bag_factors_backward(
     mode: int,
     padding: int = -1,
 ) -> LNSTensor:
-    """Of each factor: its row times the gradient of its bag, 0 where it is left out."""
+    """Return each factor's gradient: its row times its bag's gradient, 0 where it is left out."""
     codes, rows, fmt = operands("embedding_bag", grad, weight)
     products = lns.mul(
         codes.index_select(0, bag.clamp(max=len(codes) - 1)), rows.index_select(0, indices), fmt
@@ -144,14 +150,14 @@ def _embedding_bag_factors_backward(
 def _destinations(
     shape: Sequence[int], indices: Sequence[Tensor | None], device: torch.device
 ) -> Tensor:
-    """The flat positions that ``x[indices]`` reads of a tensor of ``shape``."""
+    """Return the flat positions that ``x[indices]`` reads of a tensor of ``shape``."""
     return torch.arange(math.prod(shape), device=device).reshape(tuple(shape))[
         tuple(slice(None) if i is None else i for i in indices)
     ]
 
 
 def _added(x: Tensor, source: Tensor, positions: Tensor, fmt: LNSFormat) -> Tensor:
-    """``x`` plus the sums of ``source`` at flat ``positions``."""
+    """Return ``x`` plus the sums of ``source`` at flat ``positions``."""
     source = source.expand(positions.shape)
     total = index_sum(source.reshape(-1), positions.reshape(-1), x.numel(), fmt).reshape(x.shape)
     return lns.add(x, total, fmt)
@@ -189,7 +195,7 @@ def _index_put(
 
 
 def _along(shape: Sequence[int], dim: int, index: Tensor) -> Tensor:
-    """Flat positions of the elements of a tensor of ``shape`` that ``gather(dim, index)`` reads."""
+    """Return the flat positions that ``gather(dim, index)`` reads of a tensor of ``shape``."""
     if not shape:
         return torch.zeros_like(index)
     positions = torch.zeros_like(index)
@@ -245,11 +251,11 @@ def _scatter_reduce(
     *,
     include_self: bool = True,
 ) -> Any:
-    """Of ``sum`` that includes the tensor itself."""
+    """Scatter with the reduction ``sum``, the tensor itself included."""
     if reduce != "sum" or not include_self:
         raise NotImplementedError(
-            f"scatter_reduce of {reduce!r}, include_self={include_self} has no LNS form: 'sum' with"
-            " itself has"
+            f"scatter_reduce of {reduce!r}, include_self={include_self} has no LNS form: use 'sum'"
+            " with include_self=True"
         )
     return _scatter_add(func, x, dim, index, source)
 

@@ -1,11 +1,11 @@
-"""``linear`` of LNSTensors as one step of the graph, forward and backward.
+"""The function ``linear`` of LNSTensors as one step of the graph, forward and backward.
 
 Left to torch, a linear layer is a product, an addition, two transpositions and as many views, each
 of which comes back to LNSTensor by itself, some 25 microseconds of Python every time. Here the
 forward pass and the backward pass take one step each, on codes::
 
-    forward   y = x w^T + b        backward   dx = dy w,   dw = dy^T x,   db = sum of dy over the
-                                                                          examples
+    forward   y = x w^T + b
+    backward  dx = dy w,   dw = dy^T x,   db = sum of dy over the examples
 
 the same kernels on the same operands as torch's own formula, so the same bits.
 """
@@ -19,6 +19,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lns_ops import functional as lns
+from lns_ops._compat import DisableTorchFunction
 from lns_ops.functional.accumulation import get_matmul_accumulation
 from lns_ops.tensor.lns_tensor import LNSTensor
 from lns_ops.tensor.registry import replaces
@@ -68,17 +69,21 @@ class _Linear(torch.autograd.Function):
 
 @replaces(F.linear)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``torch.nn.functional.linear``; operands that torch's own formula must sort out, or refuse,
-    are left to it."""
+    """Return ``torch.nn.functional.linear``.
+
+    Operands that torch's own formula must sort out, or refuse, are left to it.
+    """
     if _plain(input, weight, bias):
         return _Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunction():
         return F.linear(input, weight, bias)
 
 
 def _plain(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether these are LNSTensors of one format, of at least two, of two and of one dimensions,
-    that fit."""
+    """Return whether these operands are LNSTensors of one format whose shapes the fast path takes.
+
+    They have at least two, two, and one dimensions, and fit.
+    """
     if not (
         isinstance(input, LNSTensor) and isinstance(weight, LNSTensor) and input.fmt == weight.fmt
     ):

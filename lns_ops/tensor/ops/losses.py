@@ -1,4 +1,4 @@
-"""Losses leave LNS: they decode their arguments, and the gradient they give back is encoded.
+"""Losses, which leave LNS: they decode their arguments, and encode the gradient they give back.
 
 A loss is a number for people and for the first gradient; its softmax spans more octaves than a
 narrow format has, and the literature's recipes compute it in float32. So these functions of an
@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch.utils._pytree import tree_map
 
+from lns_ops._compat import tree_map
 from lns_ops.tensor.lns_tensor import LNSTensor
 from lns_ops.tensor.registry import replaces
 
@@ -30,13 +30,13 @@ LOSSES = (
     F.margin_ranking_loss, F.cosine_embedding_loss, F.triplet_margin_loss, F.multi_margin_loss,
     F.poisson_nll_loss, F.gaussian_nll_loss, F.ctc_loss,
 )  # fmt: skip
-"""Functions computed in float32."""
+"""The functions computed in float32."""
 
 
 LOST = 2.0**-10
 """The smallest part of a term's gradient that a mean must keep."""
 _OF_CLASSES = (F.cross_entropy, F.nll_loss, F.multi_margin_loss)
-"""Losses with one term for each place beside dimension 1."""
+"""The losses with one term for each place beside dimension 1."""
 
 
 def _warn_of_mean(function: Callable[..., Any], x: Any, reduction: str) -> None:

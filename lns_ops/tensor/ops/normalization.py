@@ -1,5 +1,4 @@
-"""Batch, layer, group, instance and root-mean-square normalization, every operation in LNS, with
-one gradient for all.
+"""Batch, layer, group, instance and root-mean-square normalization, in LNS, with one gradient.
 
 Over the dimensions that are averaged, ``n`` values (the last dimensions first, so for images:
 positions, then examples)::
@@ -37,13 +36,15 @@ from lns_ops.tensor.registry import replaces
 
 
 def _number(value: float, fmt: LNSFormat) -> Tensor:
-    """A code on the CPU, which operations on a GPU take as an argument."""
+    """Encode a number as a code on the CPU, which operations on a GPU take as an argument."""
     return lns.encode(torch.tensor(value, dtype=torch.float64), fmt)
 
 
 def _mean(x: Tensor, dims: Sequence[int], fmt: LNSFormat) -> Tensor:
-    """Of the last dimensions first, then of the others: means of means, of equal numbers of values,
-    without moving any."""
+    """Return means over the last dimensions first, then over the others.
+
+    They are means of means of equal numbers of values, without moving any.
+    """
     trailing = [d for d in dims if set(range(d, x.dim())) <= set(dims)]
     rest = [d for d in dims if d not in trailing]
     inner = lns.mean(x, trailing, fmt, keepdim=True) if trailing else x
@@ -57,8 +58,10 @@ def _inverse_root(variance: Tensor, eps: float, fmt: LNSFormat) -> Tensor:
 
 
 class _Normalize(torch.autograd.Function):
-    """``y`` of the head of this file; also the mean (None for RMSNorm) and the variance, without
-    gradients."""
+    """The normalization ``y`` of the head of this file, with its gradient.
+
+    It also returns the mean (None for RMSNorm) and the variance, without gradients.
+    """
 
     @staticmethod
     def forward(
@@ -92,8 +95,10 @@ class _Normalize(torch.autograd.Function):
 def normalize(
     x: Tensor, dims: Sequence[int], eps: float, centred: bool = True
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """``x`` less its mean (if ``centred``) over ``dims``, divided by the root of its variance plus
-    ``eps``; the mean; the variance."""
+    """Return ``(x - mean) / sqrt(variance + eps)`` over ``dims``, the mean, and the variance.
+
+    The mean is subtracted only if ``centred``.
+    """
     if not x.numel():
         raise ValueError(
             f"normalization of an empty tensor of shape {tuple(x.shape)}: it has no mean; leave"
@@ -117,7 +122,7 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn: bool = False,
 ) -> Tensor:
-    """LayerNorm over the last dimensions."""
+    """Normalize over the last dimensions (LayerNorm)."""
     dims = range(input.dim() - len(normalized_shape), input.dim())
     return _affine(normalize(input, dims, eps)[0], weight, bias, normalized_shape)
 
@@ -126,7 +131,10 @@ def layer_norm(
 def rms_norm(
     input: LNSTensor, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
 ) -> Tensor:
-    """RMSNorm over the last dimensions; ``eps`` is float32's epsilon unless given."""
+    """Normalize by the root mean square (RMSNorm) over the last dimensions.
+
+    ``eps`` is float32's epsilon unless given.
+    """
     dims = range(input.dim() - len(normalized_shape), input.dim())
     eps = torch.finfo(torch.float32).eps if eps is None else eps
     return _affine(normalize(input, dims, eps, centred=False)[0], weight, None, normalized_shape)
@@ -141,7 +149,7 @@ def group_norm(
     eps: float = 1e-5,
     cudnn: bool = False,
 ) -> Tensor:
-    """GroupNorm: over the channels of a group and all positions of an example."""
+    """Normalize over the channels of a group and all positions of an example (GroupNorm)."""
     n, channels = input.shape[:2]
     grouped = input.reshape(n, num_groups, channels // num_groups, math.prod(input.shape[2:]))
     normal = normalize(grouped, (2, 3), eps)[0].reshape(input.shape)
@@ -150,7 +158,7 @@ def group_norm(
 
 @torch.no_grad()
 def _track(running: Tensor | None, batch: Any, factor: float) -> None:
-    """``running = (1 - factor) running + factor batch`` in float32."""
+    """Update ``running = (1 - factor) running + factor batch`` in float32."""
     if running is not None:
         running.mul_(1 - factor).add_(lns.decode(batch.codes, batch.fmt).reshape(-1), alpha=factor)
 
@@ -184,8 +192,10 @@ def batch_norm(
     input: LNSTensor, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5, cudnn: bool = False,
 ) -> Tensor:  # fmt: skip
-    """BatchNorm over examples and positions; running statistics are float32 tensors, updated in
-    training. F's and torch's signature."""
+    """Normalize over examples and positions (BatchNorm), with F's and torch's signature.
+
+    Running statistics are float32 tensors, updated in training.
+    """
     if isinstance(running_mean, LNSTensor) or isinstance(running_var, LNSTensor):
         raise ValueError(
             "running statistics as LNSTensors: they are float32; convert_ leaves buffers alone,"
@@ -218,7 +228,7 @@ def instance_norm(
     input: LNSTensor, running_mean: Any = None, running_var: Any = None, weight: Any = None,
     bias: Any = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    """InstanceNorm: over the positions of each channel of each example."""
+    """Normalize over the positions of each channel of each example (InstanceNorm)."""
     if not use_input_stats:
         y = _with_statistics(input, running_mean, running_var, eps)
     else:

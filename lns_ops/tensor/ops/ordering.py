@@ -1,4 +1,4 @@
-"""Operations that only compare: maxima, minima, clamping, sorting, selection. All are exact.
+"""Operations that only compare, all exact: maxima, minima, clamping, sorting, selection.
 
 A code has an integer key that compares as its value does (:func:`lns_ops.functional.order_key`), so
 torch's own integer operations do the work, and :func:`_from_key` turns keys back into codes.
@@ -30,7 +30,7 @@ def _from_key(key: Tensor, fmt: LNSFormat) -> LNSTensor:
 
 
 def finite(value: Any, fmt: LNSFormat) -> Any:
-    """``value``, an infinite number replaced by the format's largest magnitude."""
+    """Return ``value``, an infinite number replaced by the format's largest magnitude."""
     if isinstance(value, float) and math.isinf(value):
         return math.copysign(fmt.largest, value)
     if (
@@ -171,7 +171,7 @@ def _aminmax(
 
 @handles(aten.nan_to_num.default)
 def _nan_to_num(func: Any, x: LNSTensor, *args: Any) -> LNSTensor:
-    """There is nothing to replace."""
+    """Return the values as they are: there is no NaN to replace."""
     return LNSTensor(x.codes.clone(), x.fmt)
 
 
@@ -183,7 +183,7 @@ def _logical(func: Any, x: Any, y: Any) -> Tensor:
 
 @handles(aten.hardshrink.default, aten.softshrink.default)
 def _shrink(func: Any, x: LNSTensor, lambd: float = 0.5) -> LNSTensor:
-    """Zero where ``|x| <= lambd``; beyond, ``x`` or ``x`` less ``lambd`` with its sign."""
+    """Return zero where ``|x| <= lambd``; beyond, ``x`` or ``x`` less ``lambd`` with its sign."""
     beyond = (x.codes & x.fmt.field_mask) > operands(func, x, lambd)[1]
     shrunk = x.codes
     if func is aten.softshrink.default:

@@ -32,7 +32,7 @@ def _replicated(at: Tensor, length: int) -> Tensor:
 def _places(
     x: Tensor, padding: Sequence[int], rule: Callable[[Tensor, int], Tensor]
 ) -> list[tuple[int, Tensor]]:
-    """For each padded dimension, the last first, which of its positions each of the result's is."""
+    """Return the input position of each output position, per padded dimension, the last first."""
     pairs = list(zip(padding[::2], padding[1::2], strict=True))
     each = [(-1 - i, x.shape[-1 - i], before, after) for i, (before, after) in enumerate(pairs)]
     return [
@@ -97,8 +97,11 @@ def interpolate(
     align_corners: bool | None = None, recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> Tensor:  # fmt: skip
-    """``nearest``, ``nearest-exact``, ``linear``, ``bilinear``, ``trilinear`` and ``area``, as
-    torch has them.
+    """Interpolate as torch does, by gathers (nearest) or products (linear, area).
+
+    Modes: ``nearest``, ``nearest-exact``, ``linear``, ``bilinear``, ``trilinear`` and ``area``.
+
+    They are torch's; ``bilinear`` lies between ``linear`` and ``trilinear``.
 
     Raises:
         NotImplementedError: another mode, or antialiasing.

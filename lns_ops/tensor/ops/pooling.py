@@ -1,5 +1,4 @@
-"""Pooling. Maxima are exact; averages are a sum in the contract's order, divided by the encoded
-count.
+"""Pooling: maxima are exact; averages are a sum in the contract's order over the encoded count.
 
 Gradients of maxima go to the position that was chosen, sums of several in the contract's order. An
 adaptive average is a product with a matrix of zeros and ones along each dimension, so its gradient
@@ -28,7 +27,7 @@ from lns_ops.tensor.registry import aten, handles, replaces
 
 
 def _chosen(codes: Tensor, indices: Tensor, dims: int) -> Tensor:
-    """The codes at flat spatial ``indices``."""
+    """Return the codes at flat spatial ``indices``."""
     flat = codes.reshape(*codes.shape[: codes.dim() - dims], -1)
     picked = flat.gather(-1, indices.reshape(*indices.shape[: indices.dim() - dims], -1))
     return picked.reshape(indices.shape)
@@ -86,7 +85,7 @@ def _max_pool1d(
     aten.adaptive_max_pool2d_backward.default, aten.adaptive_max_pool3d_backward.default,
 )  # fmt: skip
 def _max_pool_backward(func: Any, grad: LNSTensor, x: LNSTensor, *args: Any) -> LNSTensor:
-    indices, dims = args[-1], 3 if "3d" in func._schema.name else 2
+    indices, dims = args[-1], 3 if "3d" in func.overloadpacket.__name__ else 2
     planes = math.prod(x.shape[:-dims])
     size = math.prod(x.shape[-dims:])
     first = torch.arange(planes, device=indices.device) * size
@@ -107,7 +106,7 @@ def _full(value: Any, dims: int) -> tuple[int, ...]:
 def _extra(
     size: Sequence[int], positions: Sequence[int], kernel: Any, stride: Any, padding: Any
 ) -> list[int]:
-    """Padding behind the input, beyond the symmetric one, that ``ceil_mode`` may ask for."""
+    """Return the padding that ``ceil_mode`` asks for behind the input, beyond the symmetric one."""
     each = zip(size, positions, kernel, stride, padding, strict=True)
     return [max(0, (n - 1) * s + k - length - p) for length, n, k, s, p in each]
 
@@ -120,7 +119,7 @@ def _counts(
     padding: Any,
     include_pad: bool,
 ) -> Tensor:
-    """How many values each position averages, float64 of shape ``positions``."""
+    """Return how many values each position averages, float64 of shape ``positions``."""
     lengths = []
     for length, n, k, s, p in zip(size, positions, kernel, stride, padding, strict=True):
         starts = [i * s - p for i in range(n)]
@@ -179,7 +178,7 @@ def _avg_pool(
     func: Any, x: LNSTensor, kernel: Any, stride: Any = (), padding: Any = 0,
     ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
 ) -> LNSTensor:  # fmt: skip
-    dims = int(func._schema.name[-2])
+    dims = int(func.overloadpacket.__name__[-2])
     kernel, stride, padding, positions, extra = _pool_arguments(
         x, kernel, stride, padding, ceil_mode, dims
     )
@@ -202,7 +201,7 @@ def _avg_pool_backward(
     func: Any, grad: LNSTensor, x: LNSTensor, kernel: Any, stride: Any, padding: Any,
     ceil_mode: bool, count_include_pad: bool, divisor_override: int | None,
 ) -> LNSTensor:  # fmt: skip
-    dims, fmt = 3 if "3d" in func._schema.name else 2, grad.fmt
+    dims, fmt = 3 if "3d" in func.overloadpacket.__name__ else 2, grad.fmt
     kernel, stride, padding, positions, _ = _pool_arguments(
         x, kernel, stride, padding, ceil_mode, dims
     )
@@ -218,7 +217,7 @@ def _avg_pool_backward(
 
 
 def _belongs(length: int, outputs: int) -> tuple[list[list[int]], list[int]]:
-    """For each output of an adaptive average the inputs that it takes, and their number."""
+    """Return which inputs each output of an adaptive average takes, and their number."""
     spans = [range(i * length // outputs, -(-(i + 1) * length // outputs)) for i in range(outputs)]
     return [[int(j in span) for j in range(length)] for span in spans], [
         len(span) for span in spans
@@ -226,8 +225,10 @@ def _belongs(length: int, outputs: int) -> tuple[list[list[int]], list[int]]:
 
 
 def adaptive_average(x: LNSTensor, output_size: Any, dims: int) -> Tensor:
-    """The average over as many nearly equal, maybe overlapping parts of each of the last ``dims``
-    dimensions."""
+    """Average nearly equal parts of each of the last ``dims`` dimensions.
+
+    There are as many parts as outputs; they may overlap.
+    """
     sizes = _full(output_size, dims) if isinstance(output_size, int) else tuple(output_size)
     result: Tensor = x
     for d, wanted in zip(range(-dims, 0), sizes, strict=True):

@@ -1,5 +1,6 @@
-"""LSTM, GRU and plain recurrent networks and their cells, composed of LNS products, sums, sigmoids
-and tanhs.
+"""LSTM, GRU and plain recurrent networks and their cells, composed of LNS operations.
+
+These are products, sums, sigmoids and tanhs.
 
 torch's own are written in C++ and would take the derivatives of sigmoid and tanh from their rounded
 results; these take them from their arguments. The products of the input with its weights are one
@@ -27,6 +28,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from lns_ops import _compat
 from lns_ops.tensor.lns_tensor import LNSTensor
 from lns_ops.tensor.registry import replaces
 
@@ -74,8 +76,10 @@ def _direction(
     step: _Step,
     reverse: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """One layer in one direction over steps of ``sizes`` sequences: all outputs ``[N, H]``, and
-    every sequence's last states ``[B, H]``."""
+    """Run one layer in one direction over steps of ``sizes`` sequences.
+
+    Returns all outputs ``[N, H]``, and every sequence's last states ``[B, H]``.
+    """
     w_x, w_h, *rest = weights
     b_x, b_h = rest[:2] if len(rest) > 1 else (None, None)
     projection = rest[-1] if len(rest) % 2 else None
@@ -106,8 +110,10 @@ def _run(
     x_NI: Tensor, sizes: list[int], states: tuple[Tensor, ...], params: Any, step: _Step,
     has_biases: bool, num_layers: int, dropout: float, train: bool, bidirectional: bool,
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-    """Outputs ``[N, directions H]`` and last states ``[layers directions, B, H]`` of steps of
-    ``sizes`` sequences."""
+    """Run all layers and directions over steps of ``sizes`` sequences.
+
+    Returns outputs ``[N, directions H]`` and last states ``[layers directions, B, H]``.
+    """
     directions = 2 if bidirectional else 1
     per = len(params) // (num_layers * directions)
     ends: list[tuple[Tensor, ...]] = []
@@ -135,8 +141,10 @@ def _padded(
     *options: Any,
     batch_first: bool,
 ) -> tuple[Tensor, list[Tensor]]:
-    """:func:`_run` for ``[T, B, I]``, ``[B, T, I]`` with ``batch_first``, or one sequence ``[T,
-    I]``."""
+    """Run :func:`_run` on a padded batch or one sequence.
+
+    Shapes: ``[T, B, I]``, ``[B, T, I]`` with ``batch_first``, or one sequence ``[T, I]``.
+    """
     single = x.dim() == 2
     if single:
         x, states = x.unsqueeze(1), tuple(s.unsqueeze(1) for s in states)
@@ -190,8 +198,10 @@ _cell(torch.rnn_relu_cell, _relu_step, 1)
 
 @replaces(torch.bilinear, F.bilinear)
 def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``y_o = sum over i, j of x1_i w_oij x2_j + b_o``: the sum over i as a product, then that over
-    j."""
+    """Return ``y_o = sum over i, j of x1_i w_oij x2_j + b_o``.
+
+    The sum over i is a product, then that over j.
+    """
     outputs, first, second = weight.shape
     rows = input1.reshape(-1, first) @ weight.permute(1, 0, 2).reshape(first, -1)
     y = (
@@ -202,21 +212,23 @@ def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None
     return y if bias is None else y + bias
 
 
-@replaces(torch._pack_padded_sequence)
+@replaces(_compat.pack_padded_sequence)
 def pack_padded_sequence(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """``[T, B, ...]`` (``[B, T, ...]`` if ``batch_first``) of descending lengths to ``[N, ...]``
-    and the number of sequences a step."""
+    """Pack ``[T, B, ...]`` of descending lengths into ``[N, ...]`` and the sequences per step.
+
+    With ``batch_first`` the input is ``[B, T, ...]``.
+    """
     places = torch.arange(x.shape[0] * x.shape[1]).reshape(*x.shape[:2], 1)
-    packed, sizes = torch._pack_padded_sequence(places, lengths, batch_first)
+    packed, sizes = _compat.pack_padded_sequence(places, lengths, batch_first)
     return x.flatten(0, 1).index_select(0, packed.reshape(-1).to(x.device)), sizes
 
 
-@replaces(torch._pad_packed_sequence)
+@replaces(_compat.pad_packed_sequence)
 def pad_packed_sequence(
     data: Tensor, sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
-    """What :func:`pack_padded_sequence` undoes, and the lengths."""
-    places, lengths = torch._pad_packed_sequence(
+    """Undo :func:`pack_padded_sequence`; return the padded sequences and the lengths."""
+    places, lengths = _compat.pad_packed_sequence(
         torch.arange(len(data))[:, None], sizes, batch_first, -1, total_length
     )
     places = places[..., 0].to(data.device)
@@ -225,14 +237,14 @@ def pad_packed_sequence(
     return padded.masked_fill(missing, padding_value), lengths
 
 
-@replaces(torch._C._nn.pad_sequence)
+@replaces(_compat.pad_sequence)
 def pad_sequence(
     sequences: Sequence[Tensor],
     batch_first: bool = False,
     padding_value: float = 0.0,
     padding_side: str = "right",
 ) -> Any:
-    """Sequences ``[T_i, ...]`` beside each other, filled up to the longest."""
+    """Stack sequences ``[T_i, ...]``, each padded to the longest."""
     if padding_side not in ("left", "right"):
         raise ValueError(f"padding_side={padding_side!r}: must be 'right' or 'left'")
     longest = max(len(s) for s in sequences)

@@ -26,6 +26,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lns_ops import functional as lns
+from lns_ops._compat import DisableTorchFunction
 from lns_ops.functional import reductions
 from lns_ops.functional.accumulation import get_matmul_accumulation
 from lns_ops.functional.indexed import lookup
@@ -58,8 +59,10 @@ def _sum(
 
 @handles(aten.cumsum.default)
 def _cumsum(func: Any, x: LNSTensor, dim: int, *, dtype: Any = None) -> LNSTensor:
-    """Entry k is the sum of the first k + 1 terms, bit for bit: products with a triangle of ones,
-    whose zeros are skipped."""
+    """Return cumulative sums: entry k is the sum of the first k + 1 terms, bit for bit.
+
+    They are products with a triangle of ones, whose zeros are skipped.
+    """
     if not x.dim() or not x.numel():
         return LNSTensor(x.codes.clone(), x.fmt)
     terms = x.codes.movedim(dim, 0)
@@ -152,7 +155,7 @@ def _largest(x: LNSTensor, dim: Any) -> Tensor:
 
 @handles(aten.mm.default, aten.bmm.default)
 def matmul(func: Any, x: Any, y: Any) -> LNSTensor:
-    """The product of two matrices or two batches of them."""
+    """Return the product of two matrices or two batches of them."""
     x_codes, y_codes, fmt = operands("matmul", x, y)
     return LNSTensor(lns.matmul(x_codes, y_codes, fmt, accumulation=get_matmul_accumulation()), fmt)
 
@@ -225,8 +228,12 @@ def _norm(
 
 
 def _summed(x: Tensor, ord: float, dims: list[int] | None, keepdim: bool) -> Tensor:
-    """The norm in float64, of quotients by the largest number (the smallest for negative orders),
-    so that no power leaves float64."""
+    """Return the norm in float64, computed from quotients so that no power leaves float64.
+
+    Values are divided by the largest number, for negative orders by the smallest.
+
+    For negative orders the quotients are by the smallest number.
+    """
     if ord == 0 or not x.numel():
         return torch.linalg.vector_norm(x, ord, dims, keepdim)  # type: ignore[no-any-return]
     extremum = (torch.amax if ord > 0 else torch.amin)(x.abs(), dims or (), keepdim=True)
@@ -241,7 +248,10 @@ def _norms(func: Any, tensors: list[LNSTensor], ord: Any = 2, dtype: Any = None)
 
 
 class _Norm(torch.autograd.Function):
-    """``n = (sum |x|^p)^(1/p)`` with ``dn/dx = sign(x) (|x| / n)^(p - 1)``, 0 where n is."""
+    """The norm ``n = (sum |x|^p)^(1/p)`` and its gradient.
+
+    It is ``dn/dx = sign(x) (|x| / n)^(p - 1)``, and 0 where n is.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: LNSTensor, p: float, dims: list[int]) -> LNSTensor:
@@ -260,7 +270,7 @@ class _Norm(torch.autograd.Function):
 
 
 def _torchs(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunction():
         return function(*args, **kwargs)
 
 
@@ -274,7 +284,7 @@ def vector_norm(
     dtype: Any = None,
     out: Any = None,
 ) -> Any:
-    """``torch.linalg.vector_norm``."""
+    """Return ``torch.linalg.vector_norm``."""
     if out is not None or ord == 0 or math.isinf(ord):
         return _torchs(torch.linalg.vector_norm, x, ord, dim, keepdim, dtype=dtype, out=out)
     dims = dimensions(x, dim)
@@ -291,7 +301,7 @@ def norm(
     out: Any = None,
     dtype: Any = None,
 ) -> Any:
-    """``torch.norm`` and ``Tensor.norm``."""
+    """Return ``torch.norm`` or ``Tensor.norm``."""
     if p == "nuc":
         return _torchs(torch.norm, input, p, dim, keepdim, out, dtype)
     return vector_norm(input, 2 if p in ("fro", None) else p, dim, keepdim, out=out)
@@ -307,7 +317,7 @@ def linalg_norm(
     out: Any = None,
     dtype: Any = None,
 ) -> Any:
-    """``torch.linalg.norm``: matrix norms other than Frobenius' are torch's."""
+    """Return ``torch.linalg.norm``; matrix norms other than Frobenius' are torch's."""
     reduced = A.dim() if dim is None else len(dimensions(A, dim))
     if ord in (None, "fro") or reduced == 1:
         return vector_norm(A, 2 if ord in (None, "fro") else ord, dim, keepdim, out=out)
@@ -319,7 +329,7 @@ def matrix_norm(
     A: LNSTensor, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *,
     dtype: Any = None, out: Any = None
 ) -> Any:  # fmt: skip
-    """``torch.linalg.matrix_norm``, likewise."""
+    """Return ``torch.linalg.matrix_norm``; norms other than Frobenius' are torch's."""
     if ord == "fro":
         return vector_norm(A, 2, dim, keepdim, out=out)
     return _torchs(torch.linalg.matrix_norm, A, ord, dim, keepdim, out=out, dtype=dtype)
@@ -329,7 +339,7 @@ def matrix_norm(
 def normalize(
     input: LNSTensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None
 ) -> Any:
-    """``x / max(norm, eps)``, with ``eps`` at least the format's smallest magnitude."""
+    """Return ``x / max(norm, eps)``, with ``eps`` at least the format's smallest magnitude."""
     if out is not None:
         return _torchs(F.normalize, input, p, dim, eps, out)
     return input / vector_norm(input, p, dim, True).clamp_min(max(eps, input.fmt.smallest))
@@ -354,12 +364,12 @@ class _Root(torch.autograd.Function):
 
 @replaces(torch.std, torch.Tensor.std)
 def std(input: LNSTensor, *args: Any, **kwargs: Any) -> Any:
-    """``torch.std`` and ``Tensor.std``."""
+    """Return ``torch.std`` or ``Tensor.std``."""
     return _Root.apply(torch.var(input, *args, **kwargs))  # type: ignore[no-untyped-call]
 
 
 @replaces(torch.std_mean)
 def std_mean(input: LNSTensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
-    """``torch.std_mean``."""
+    """Return ``torch.std_mean``."""
     variance, mean = torch.var_mean(input, *args, **kwargs)
     return _Root.apply(variance), mean  # type: ignore[no-untyped-call]

@@ -1,5 +1,6 @@
-"""Operations that move values without changing them: they are torch's own, on the codes. Zero is
-code 0, so padding with zeros is too.
+"""Operations that move values without changing them: torch's own, on the codes.
+
+Zero is code 0, so padding with zeros is such an operation, too.
 
 What reaches for a tensor's memory comes to the codes as well: the float32 memory that torch takes
 an LNSTensor to have does not exist. Sharing it between processes and replacing it (``x.data = y``,
@@ -14,9 +15,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._mode_utils import no_dispatch
 
 from lns_ops import functional as lns
+from lns_ops._compat import DisableTorchFunction, no_dispatch
 from lns_ops.tensor.lns_tensor import LNSTensor, operands
 from lns_ops.tensor.ops.ordering import finite
 from lns_ops.tensor.registry import aten, handles, replaces_untraced
@@ -99,7 +100,10 @@ def _to_copy(
     aten.new_empty_strided.default,
 )
 def _zeros(func: Any, x: LNSTensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
-    """Memory for results, never left uninitialized: not every word is a code."""
+    """Return zeros as memory for results.
+
+    Memory is never left uninitialized, because not every word is a code.
+    """
     if dtype not in (None, torch.float32):
         return func(x.codes, *args, dtype=dtype, **kwargs)
     zeros = aten.zeros_like.default if func is aten.empty_like.default else func
@@ -152,7 +156,7 @@ def _fill(func: Any, x: LNSTensor, value: Any) -> LNSTensor:
 
 @handles(aten.uniform_.default, aten.normal_.default, aten.bernoulli_.float)
 def _random(func: Any, x: LNSTensor, *args: Any, **kwargs: Any) -> LNSTensor:
-    """Random numbers, drawn in float32 and encoded: initialization and dropout masks."""
+    """Draw random numbers in float32 and encode them: initialization and dropout masks."""
     x.codes.copy_(
         lns.encode(func(torch.empty(x.shape, device=x.codes.device), *args, **kwargs), x.fmt)
     )
@@ -171,7 +175,7 @@ def _bernoulli(func: Any, x: LNSTensor, p: float, *, generator: Any = None) -> L
 
 @handles(aten.native_dropout.default)
 def _dropout(func: Any, x: LNSTensor, p: float, train: bool | None) -> tuple[LNSTensor, Tensor]:
-    """The mask, and the values that it leaves times the code of ``1 / (1 - p)``."""
+    """Return the kept values times the code of ``1 / (1 - p)``, and the mask."""
     if train is False or p == 0:
         return LNSTensor(x.codes.clone(), x.fmt), torch.ones_like(x.codes, dtype=torch.bool)
     mask = torch.rand(x.shape, device=x.codes.device) >= p
@@ -207,20 +211,20 @@ def _scattered(func: Any, x: LNSTensor, source: Any, *args: Any, **kwargs: Any) 
 
 @replaces_untraced(torch.Tensor.share_memory_)
 def share_memory_(self: LNSTensor) -> LNSTensor:
-    """``Tensor.share_memory_``."""
+    """Move the codes to shared memory, as ``Tensor.share_memory_``."""
     self.codes.share_memory_()
     return self
 
 
 @replaces_untraced(torch.Tensor.is_shared)
 def is_shared(self: LNSTensor) -> bool:
-    """``Tensor.is_shared``."""
+    """Return whether the codes are in shared memory, as ``Tensor.is_shared``."""
     shared: bool = self.codes.is_shared()
     return shared
 
 
 def _source(name: str, x: Any, source: Any) -> LNSTensor:
-    """``source`` if ``x`` may take its memory.
+    """Return ``source`` if ``x`` may take its memory.
 
     Raises:
         ValueError: it is no LNSTensor of the format of ``x``.
@@ -240,9 +244,9 @@ def _source(name: str, x: Any, source: Any) -> LNSTensor:
 
 @replaces_untraced(torch.Tensor.data.__set__)  # type: ignore[attr-defined]
 def set_data(self: LNSTensor, value: Tensor) -> None:
-    """``x.data = value``: shape, strides and memory are those of ``value`` from then on."""
+    """Assign ``x.data = value``: shape, strides and memory are those of ``value`` from then on."""
     source = _source("data", self, value)
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunction():
         torch.Tensor.data.__set__(self, source)  # type: ignore[attr-defined]
     self.codes = source.codes.detach()
 
@@ -272,8 +276,9 @@ def _refused(func: Any, *args: Any, **kwargs: Any) -> NoReturn:
 
 @replaces_untraced(torch.Tensor.storage)
 def storage(self: LNSTensor) -> NoReturn:
-    """``Tensor.storage``: what asks for the memory's address falls back to it; ``untyped_storage``
-    stays, as an identity for the compiler.
+    """Refuse ``Tensor.storage``, to which all that asks for the memory's address falls back.
+
+    ``untyped_storage`` stays, as an identity for the compiler.
 
     Raises:
         ValueError: always.

@@ -1,8 +1,8 @@
-"""The report's pictures of what :mod:`study.results.statistics` finds: fronts, importance,
-dependence, parallel coordinates, boxes, budgets, heat map.
+"""Pictures of a report's statistics: fronts, importance, dependence, parallel coordinates, boxes,
+budgets, heat map.
 
 Each is drawn for a light and a dark page, in the colours and sizes of
-:mod:`study.report.figures.results`; b"" where there is nothing to show.
+:mod:`study.report.figures.style`; b"" if there is nothing to show.
 """
 
 from __future__ import annotations
@@ -35,15 +35,17 @@ from study.results.importance import Importance
 from study.results.statistics import MEASURES, Entry, Groups, front
 
 MOST_NAMES = 12
-"""Points of a front that are named."""
+"""Largest number of points of a front that are named."""
 MOST_BOXES = 24
 FEWEST_DOTS, FEWEST_IN_A_BOX = 3, 3
 """Below them a front, or a box, says nothing that the table does not."""
 
 
 def draw_front(found: Sequence[Entry], measures: Sequence[str], theme: Theme) -> bytes:
-    """PNG: error over every other measure, a dot an entry; the line joins those that none beats in
-    both."""
+    """Draw a PNG of error over every other measure, a dot per entry.
+
+    The line joins the entries that no other dominates in both.
+    """
     others = [name for name in measures if name != "error"]
     if "error" not in measures or not others or len(found) < FEWEST_DOTS:
         return b""
@@ -86,16 +88,9 @@ def _front_axes(
         )
         xs, ys = [entry.values[other] for entry in mine], [entry.values["error"] for entry in mine]
         axes.scatter(
-            xs,
-            ys,
-            s=20,
-            color=colour,
-            marker=marker,
-            alpha=0.75,
-            linewidths=0,
-            label=plain(row),
+            xs, ys, s=20, color=colour, marker=marker, alpha=0.75, linewidths=0, label=plain(row),
             zorder=2,
-        )
+        )  # fmt: skip
     best = front(found, [other, "error"])
     axes.plot(
         [e.values[other] for e in best],
@@ -124,7 +119,7 @@ def _front_axes(
 
 
 def draw_importance(found: Importance | None, theme: Theme) -> bytes:
-    """PNG: shares of the error's variance by key, and by pairs of keys where they matter."""
+    """Draw a PNG of the shares of the error's variance by key, and by the pairs that matter."""
     if found is None:
         return b""
     bars = [(key, share, 0) for key, share in found.single.items()]
@@ -154,7 +149,7 @@ def draw_importance(found: Importance | None, theme: Theme) -> bytes:
 
 
 def draw_dependence(found: Importance | None, theme: Theme) -> bytes:
-    """PNG: the error that a forest predicts as one key moves, mean over the configurations."""
+    """Draw a PNG of the error that a forest predicts as one key moves, mean over configurations."""
     if found is None or not found.curves:
         return b""
     columns = min(2, len(found.curves))
@@ -182,8 +177,10 @@ def draw_dependence(found: Importance | None, theme: Theme) -> bytes:
 
 
 def draw_parallel(found: Sequence[Entry], theme: Theme) -> bytes:
-    """PNG: parallel coordinates, a line a configuration over the sampled keys and its error; dark
-    lines have low errors."""
+    """Draw a PNG of parallel coordinates, a line per configuration.
+
+    The axes are the sampled keys and the error; dark lines have low errors.
+    """
     usable = [entry for entry in found if entry.params]
     keys = [
         key
@@ -226,7 +223,7 @@ def draw_parallel(found: Sequence[Entry], theme: Theme) -> bytes:
 
 
 def _column(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]]]:
-    """Heights in 0 to 1 and labelled ticks; ranges over a factor of twenty by their logarithm."""
+    """Return heights in 0 to 1 and labelled ticks, logarithmic if values span a factor of 20."""
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         low, high = min(values), max(values)
         log = low > 0 and high > 20 * low
@@ -244,7 +241,7 @@ def _column(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]]
 
 
 def draw_groups(found: Sequence[Groups], theme: Theme) -> bytes:
-    """PNG: box plots of the trials' errors by category."""
+    """Draw a PNG with box plots of the trials' errors by category."""
     shown = [
         group
         for group in found
@@ -286,7 +283,7 @@ def draw_groups(found: Sequence[Groups], theme: Theme) -> bytes:
 
 
 def draw_budget(curves: Mapping[str, tuple[list[float], list[float]]], theme: Theme) -> bytes:
-    """PNG: the lowest error so far over the time the trials have taken."""
+    """Draw a PNG of the lowest error so far over the time that the trials have taken."""
     if not any(len(xs) > 1 for xs, _ in curves.values()):
         return b""
     figure, axes = canvas(theme)
@@ -311,7 +308,7 @@ def draw_budget(curves: Mapping[str, tuple[list[float], list[float]]], theme: Th
 
 
 def draw_heat_map(table: tuple[list[str], list[str], np.ndarray] | None, theme: Theme) -> bytes:
-    """PNG: the lowest error of every format and layout."""
+    """Draw a PNG of the lowest error of every format and layout."""
     if table is None:
         return b""
     formats, layouts, values = table

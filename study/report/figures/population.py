@@ -1,4 +1,4 @@
-"""The picture of a population: what its members' hyperparameters were, epoch by epoch."""
+"""Picture of a population: its members' hyperparameters, epoch by epoch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from study.report.figures.style import COLOURS, DPI, SIZE, Theme, plain, png, se
 from study.results.configurations import best, configurations
 
 MOST = 6
-"""Keys shown."""
+"""Largest number of keys shown."""
 
 
 def draw_population(state: StudyState, theme: Theme) -> bytes:
-    """PNG: a panel for each key that changes on the way, a line a member that trained to the end,
-    the best of each row thick; b"" without a population.
+    """Draw a PNG with a panel for each key that changes during training; b"" without a population.
+
+    Each member that trained to the end has a line; the best of each row is thick.
     """
     study = state.config
     if not study.search.population:

@@ -1,5 +1,5 @@
-"""The report's two pictures: error per epoch with spread, and the final errors beside the published
-ones.
+"""Pictures of a study's results: error per epoch, final errors beside the published ones, and the
+objective over each sampled key.
 
 Each is drawn for a light and a dark page. Colours are Okabe and Ito's (2008), told apart with every
 common colour blindness; lines also differ in dash and marker, published bars in hatch. Errors are
@@ -40,15 +40,15 @@ from study.results.configurations import Configuration, configurations
 from study.results.summary import Row, Summary, test_errors
 
 MOST_BARS = 6
-"""Rows whose bars stand; more of them lie, a line each."""
+"""Largest number of rows with vertical bars; more rows have horizontal ones, a line each."""
 mpl.use("Agg")
 
 
 def draw_epochs(state: StudyState, summary: Summary, theme: Theme) -> bytes:
-    """PNG: validation error by epoch, one line a row (mean over seeds), the band from the lowest to
-    the highest seed.
+    """Draw a PNG of the validation error by epoch, one line per row with a band over its seeds.
 
-    Of a searched row, its best configuration; before there is one, nothing.
+    The line is the mean over seeds, the band spans the lowest and highest. A searched row is drawn
+    by its best configuration, or not at all before there is one.
     """
     figure, axes = canvas(theme)
     chosen = _most_telling(summary)
@@ -70,7 +70,7 @@ def draw_epochs(state: StudyState, summary: Summary, theme: Theme) -> bytes:
 
 
 def _most_telling(summary: Summary) -> list[Row]:
-    """The first :data:`MOST_CURVES` rows, or of more those with the lowest test error."""
+    """Return the first :data:`MOST_CURVES` rows, or, of more, those with the lowest test error."""
     if len(summary.rows) <= MOST_CURVES:
         return list(summary.rows)
     return sorted(summary.rows, key=lambda row: math.inf if row.mean is None else row.mean)[
@@ -89,26 +89,22 @@ def _draw_faint(axes: Any, trials: list[TrialState], theme: Theme) -> None:
 
 
 def draw_bars(state: StudyState, summary: Summary, theme: Theme) -> bytes:
-    """PNG: final test error of each row (bar: mean, whisker: sd, dots: seeds) beside the published
-    figure (hatched)."""
+    """Draw a PNG of each row's final test error beside the published figure (hatched).
+
+    The bar is the mean, the whisker the standard deviation, the dots are seeds.
+    """
     if len(summary.rows) > MOST_BARS:
         return _draw_lying_bars(summary, theme)
     figure, axes = canvas(theme)
     published = any(row.published is not None for row in summary.rows)
     width = 0.38 if published else 0.6
     for number, row in enumerate(summary.rows):
-        here = number - (0.2 if published else 0)
+        x = number - (0.2 if published else 0)
         if row.mean is not None:
-            _bar(axes, here, row.mean, row.sd, width, number, theme)
+            _bar(axes, x, row.mean, row.sd, width, number, theme)
             errors = test_errors(list(row.trials))
             axes.scatter(
-                [here] * len(errors),
-                errors,
-                s=14,
-                color=theme.text,
-                zorder=4,
-                alpha=0.7,
-                linewidths=0,
+                [x] * len(errors), errors, s=14, color=theme.text, zorder=4, alpha=0.7, linewidths=0
             )
         if row.published is not None:
             hatched: dict[str, Any] = {
@@ -156,11 +152,11 @@ def _draw_lying_bars(summary: Summary, theme: Theme) -> bytes:
 
 
 def draw_slices(state: StudyState, theme: Theme) -> bytes:
-    """PNG: the first objective over each sampled key, a dot a configuration, rows by colour and
-    marker; b"" where nothing was searched.
+    """Draw a PNG of the first objective over each sampled key; b"" if nothing was searched.
 
-    Filled dots ran to their end; hollow ones were ended early, or are a population's earlier
-    generations. Lists are spread over the axis in their order.
+    Each configuration is a dot, rows differ in colour and marker. Filled dots ran to their end;
+    hollow ones were ended early, or are a population's earlier generations. Lists are spread over
+    the axis in their order.
     """
     metric = next(iter(state.config.search.objectives))
     found = [
@@ -190,7 +186,7 @@ def draw_slices(state: StudyState, theme: Theme) -> bytes:
 
 
 def _with_history(domain: Domain, found: list[Configuration]) -> Domain:
-    """A list with the values, too, that were tried before it was shortened."""
+    """Return a list domain with the values, too, that were tried before it was shortened."""
     if not domain.categorical:
         return domain
     values = list(domain.values)

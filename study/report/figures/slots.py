@@ -1,7 +1,7 @@
-"""The picture of a run's slots: which trial held which slot when, and what lay idle.
+"""Picture of a run's slots: which trial held which slot when, and what lay idle.
 
-Drawn for a light and a dark page in the colours of :mod:`study.report.figures.results`. All bars
-are one collection of rectangles, so thousands of trials are drawn as fast as ten.
+Drawn for a light and a dark page in the colours of :mod:`study.report.figures.style`. All bars are
+one collection of rectangles, so thousands of trials are drawn as fast as ten.
 """
 
 from __future__ import annotations
@@ -22,34 +22,36 @@ from study.report.figures.style import COLOURS, MOST_CURVES, Theme, canvas, plai
 from study.results.utilisation import slots_over_time
 
 PALE = 0.4
-"""How much of its colour a bar has until the first report."""
+"""Share of its colour that a bar has until the first report."""
 UNITS = ((7200.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
-"""From how many seconds on time is told in what."""
+"""Units of time: the least seconds of a run for a unit, the seconds in it, its name."""
 MARKS = {
     ("stopped",): ("|", 2.0, "ended early"),
     ("failed",): ("x", 5.0, "failed"),
     AGAIN: ("3", 5.0, "started again"),
 }
-"""By how an interval ended; with the least size, so that what is rare is found among many."""
+"""Marker, least size and label by the end of an interval.
+
+The least size makes rare marks visible among many.
+"""
 HEIGHTS, SLOT = (2.4, 4.8), 0.25
-"""Inches: of the picture, and of a slot as far as they allow."""
+"""Least and largest height of the picture, and height of a slot within these, in inches."""
 MARGINS = 1.5
-"""Inches above and below the slots."""
+"""Height above and below the slots, in inches."""
 
 
 def draw_slots(run: Run | None, rows: Sequence[str], theme: Theme) -> bytes:
-    """PNG: a bar for every trial in every slot that it held, in its row's colour, pale until the
-    first report; the line is how many slots there were. b"" where nothing was noted.
+    """Draw a PNG with a bar for every trial in every slot that it held; b"" if none is known.
 
-    Args:
-        rows: labels, in the order of their colours.
+    Bars have the colour of their row (``rows`` are labels in the order of their colours), pale
+    until the first report; the line is the number of slots.
     """
     if run is None or not run.intervals or not run.capacity or run.end <= run.begin:
         return b""
-    there = slots_over_time(run)
+    total = slots_over_time(run)
     count = max(
         1 + max(slot for interval in run.intervals for slot in interval.slots),
-        *(slots for _, slots in there),
+        *(slots for _, slots in total),
     )
     height = min(HEIGHTS[1], max(HEIGHTS[0], MARGINS + SLOT * count))
     points = 72 * (height - MARGINS) / count
@@ -60,26 +62,20 @@ def draw_slots(run: Run | None, rows: Sequence[str], theme: Theme) -> bytes:
     axes.add_collection(
         _bars(run, rows, divisor, 0.86 if points > 4 else 1.0, theme), autolim=False
     )
+    line: dict[str, Any] = {"color": theme.text, "linewidth": 1.2, "linestyle": "--"}
+    times = [run.begin, *(time for time, _ in total[1:]), run.end]
     axes.step(
-        [
-            0.0,
-            *((time - run.begin) / divisor for time, _ in there[1:]),
-            (run.end - run.begin) / divisor,
-        ],
-        [*(slots for _, slots in there), there[-1][1]],
+        [(time - run.begin) / divisor for time in times],
+        [*(slots for _, slots in total), total[-1][1]],
         where="post",
-        color=theme.text,
-        linewidth=1.2,
-        linestyle="--",
+        **line,
     )
     handles = [
         *_row_handles(rows),
         Patch(color=_pale(theme.text, theme), label="until its first report"),
     ]
     handles += _marks(axes, run, divisor, min(7.0, 0.8 * points), theme)
-    handles.append(
-        Line2D([], [], color=theme.text, linewidth=1.2, linestyle="--", label="slots in all")
-    )
+    handles.append(Line2D([], [], label="slots in all", **line))
     axes.set_xlim(0, (run.end - run.begin) / divisor)
     axes.set_ylim(0, count * 1.02)
     axes.grid(visible=False)
@@ -101,10 +97,10 @@ def draw_slots(run: Run | None, rows: Sequence[str], theme: Theme) -> bytes:
 def _bars(
     run: Run, rows: Sequence[str], divisor: float, thickness: float, theme: Theme
 ) -> PolyCollection:
-    """Two rectangles for every slot of a trial, one of them pale."""
+    """Return two rectangles for every slot of a trial, one of them pale."""
     colours = {row: COLOURS[number % len(COLOURS)] for number, row in enumerate(rows)}
     shades = {row: (_pale(colour, theme), to_rgb(colour)) for row, colour in colours.items()}
-    other = (_pale(theme.grid, theme), to_rgb(theme.grid))  # of a row that the study no longer has
+    other = (_pale(theme.grid, theme), to_rgb(theme.grid))  # a row that the study no longer has
     boxes, filled = [], []
     for interval in run.intervals:
         end = run.end if interval.end is None else interval.end
@@ -139,13 +135,13 @@ def _pale(colour: Any, theme: Theme) -> Any:
 
 
 def _row_handles(rows: Sequence[str]) -> list[Any]:
-    """Of so few rows that each has a colour of its own."""
+    """Return the legend's handles of the rows, if each has a colour of its own."""
     few = rows if len(rows) <= MOST_CURVES else ()
     return [Patch(color=COLOURS[number], label=plain(row)) for number, row in enumerate(few)]
 
 
 def _marks(axes: Any, run: Run, divisor: float, size: float, theme: Theme) -> list[Any]:
-    """Marks at the ends of bars; the legend's handles of those there are."""
+    """Mark the ends of bars; return the legend's handles of the marks in use."""
     handles = []
     for ends, (marker, least, label) in MARKS.items():
         found = [

@@ -1,4 +1,4 @@
-"""How every picture looks: size, colours that the colour-blind tell apart, the two themes."""
+"""Style of every picture: size, colours that the colour-blind tell apart, the two themes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DPI = 160
 COLOURS_KEPT = 128
 MOST_CURVES = 7
-"""Rows with a colour of their own; the others are thin and grey."""
+"""Largest number of rows with a colour of their own; the others are thin and grey."""
 SIZE = (8.0, 4.4)
-"""Inches: text of 11 points stays legible when the picture is 700 pixels wide."""
+"""Width and height in inches: text of 11 points stays legible at a width of 700 pixels."""
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,18 @@ DARK = Theme("#15191e", "#e6e9ec", "#3a4149")
 
 
 def short(value: Any) -> str:
-    """A value in at most 24 characters; dollars do not begin a formula."""
+    """Return a value in at most 24 characters, without formulas."""
     text = show(value)
     return plain(text if len(text) <= 24 else text[:21] + "...")
 
 
 def plain(text: str) -> str:
-    """Text that matplotlib does not take for a formula."""
+    """Return text that matplotlib does not take for a formula."""
     return text.replace("$", r"\$")
 
 
 def canvas(theme: Theme, height: float = SIZE[1]) -> tuple[Figure, Any]:
-    """An empty picture with axes; ``height`` in inches."""
+    """Return an empty picture with axes; ``height`` in inches."""
     figure = Figure(figsize=(SIZE[0], height), dpi=DPI, facecolor=theme.page, layout="constrained")
     axes = figure.add_subplot(facecolor=theme.page)
     style_axes(axes, theme)
@@ -58,7 +58,7 @@ def canvas(theme: Theme, height: float = SIZE[1]) -> tuple[Figure, Any]:
 
 
 def style_axes(axes: Any, theme: Theme) -> None:
-    """Grid, spines and letters in the theme's colours."""
+    """Set grid, spines and letters to the theme's colours."""
     axes.grid(axis="y", color=theme.grid, linewidth=0.8, zorder=0)
     axes.set_axisbelow(True)
     axes.tick_params(colors=theme.text, which="both", labelsize=11)
@@ -71,12 +71,12 @@ def style_axes(axes: Any, theme: Theme) -> None:
 
 
 def set_title(axes: Any, text: str, theme: Theme) -> None:
-    """The axes' title."""
+    """Set the axes' title."""
     axes.set_title(text, loc="left", fontsize=11, color=theme.text)
 
 
 def percent_axis(axes: Any) -> None:
-    """Logarithmic, so that rows near 2 % stay apart beside a row near 90 %."""
+    """Make the y axis logarithmic, so that rows near 2 % stay apart beside a row near 90 %."""
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -84,11 +84,12 @@ def percent_axis(axes: Any) -> None:
 
 
 def wrap_label(label: str) -> str:
+    """Return a label with a line break before every plus."""
     return label.replace(" + ", "\n+ ")
 
 
 def png(figure: Figure) -> bytes:
-    """The picture with at most 128 colours, a third of the bytes."""
+    """Return the picture as PNG with at most 128 colours, a third of the bytes."""
     drawn: Any = FigureCanvasAgg(figure)
     drawn.draw()
     image = Image.fromarray(np.asarray(drawn.buffer_rgba())).convert("RGB")

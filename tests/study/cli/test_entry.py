@@ -25,7 +25,7 @@ from study.ledger.log import Ledger, read_ledger
 from study.ledger.state import FINISHED, fold
 from study.manage.rerun import differences
 from tests.study.conftest import TINY, made_up_events
-from tests.study.tracking.test_runs import runs_of
+from tests.study.tracking.conftest import runs_of
 
 
 def lns_study(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:

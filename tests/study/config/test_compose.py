@@ -8,9 +8,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from study.config import StudyConfig
 from study.config.compose import change, load, override_trial
+from tests.study.conftest import TINY
 from trainers.config import PrecisionConfig, TrialConfig
 
 
@@ -226,6 +229,16 @@ REFUSED = [
     ),
     (["table", "trial.epochs=999999999999"], ["epochs=999999999999", "below 2^20"]),
     (["table", "seeds=&a [*a]"], ["alias (*) of itself"]),
+    (
+        ["table", "rows={a: {epochs: 3}}"],
+        ["rows: {'a': {'epochs': 3}}", "must be a list", "rows=[{label: a, overrides"],
+    ),
+    (["table", "seeds={a: 1}"], ["seeds: {'a': 1}", "must be a list", "seeds=[0,1]"]),
+    (
+        ["table", "rows.0.label=x"],
+        ["'rows.0.label=x'", "the entries of a list cannot be set one by one", "the whole list"],
+    ),
+    (["table", "seeds.1=7"], ["'seeds.1=7'", "one by one", "seeds=[0,1]"]),
 ]
 
 
@@ -278,7 +291,6 @@ def test_bad_files(tmp_path: Path, text: str, said: str) -> None:
         "${oc.${name}:HOME}",
         "${oc.decode:'${oc.env:HOME}'}",
         "a ${oc.create:{a: 1}} b",
-        "\\${oc.env:HOME}",  # escaped, it would be read where the stored config is read again
     ],
 )
 @pytest.mark.parametrize(
@@ -294,8 +306,6 @@ def test_a_study_cannot_read_the_environment(tmp_path: Path, text: str, place: s
     (tmp_path / "mine.yaml").write_text(place.format(json.dumps(text)))
     with pytest.raises(ValueError, match=r"may only name another key of the study"):
         load(str(tmp_path / "mine.yaml"))
-    with pytest.raises(ValueError, match=r"may only name another key of the study"):
-        override_trial(TrialConfig().to_dict(), {"data.root": text})
 
 
 def test_a_study_may_name_its_own_keys(tmp_path: Path) -> None:
@@ -379,3 +389,38 @@ def test_groups_that_lead_back_are_refused(tmp_path: Path) -> None:
     (folder / "detour.yaml").write_text("groups: [study/loop]\n")
     with pytest.raises(ValueError, match=r"study/loop -> study/detour -> study/loop"):
         load(str(folder / "loop.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (r"does \${trial.epochs} matter?", "does ${trial.epochs} matter?"),
+        (r"\${oc.env:HOME}", "${oc.env:HOME}"),
+        (r"a \\\${b} c\d \${", "a \\${b} c\\d ${"),
+        (r"epochs: ${trial.epochs}, \${name}", "epochs: 3, ${name}"),
+    ],
+)
+def test_an_escaped_reference_is_text_wherever_the_study_goes(
+    tmp_path: Path, written: str, read: str
+) -> None:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY + f"question: '{written}'\n")
+    study = load(str(path))
+    assert study.question == read
+    again = StudyConfig.from_dict(json.loads(json.dumps(study.to_dict())))
+    assert change(again, ["seeds=[0,1]"]).question == read
+    assert change(change(again, []), []) == study
+
+
+@given(st.text(alphabet="\\${}a.: ", max_size=12))
+def test_any_text_of_a_study_survives_a_change(text: str) -> None:
+    study = dataclasses.replace(load("quickstart", ["data=digits"]), question=text)
+    assert change(study, []).question == text
+
+
+def test_text_of_a_row_stays_text_in_its_trials() -> None:
+    root = "${oc.env:HOME}"
+    for overrides in ({"data.root": root}, [f"data.root={root}"], {"data": {"root": root}}):
+        trial = override_trial(TrialConfig().to_dict(), overrides)
+        assert trial["data"]["root"] == root
+        assert override_trial(trial, None) == trial

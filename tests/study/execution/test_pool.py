@@ -22,10 +22,11 @@ from tests.trainers.nodes import SMALL, plan, reports
 from tests.trainers.telemetry.test_profiler import events
 from trainers.config import OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.config.profile import ProfileConfig
-from trainers.workers.messages import BEGAN, DIED, DONE, ENDED, PACKED, REFUSED, REPORT, Message
+from trainers.workers.executors import PACKED
+from trainers.workers.messages import BEGAN, DIED, DONE, ENDED, REFUSED, REPORT, Message
 from trainers.workers.node import Node
 from trainers.workers.resources import WorkerResources
-from trainers.workers.resume import begin
+from trainers.workers.resume import resume
 
 GANG = replace(SMALL, workers=2, batch_size=128)
 LONG = replace(GANG, epochs=10_000)
@@ -52,7 +53,7 @@ class Driver:
         executor = (PACKED,) if packed else values
         return self.pool.start(
             trial,
-            WorkerResources.of(config, 32 if packed else 1),
+            WorkerResources.of(config, "packed" if packed else "auto"),
             lambda: plan(config, folder / trial, *executor, **more),
         )
 
@@ -95,9 +96,9 @@ def test_a_gang_in_lns_ends_with_the_bits_of_one_process_and_is_kept(
     assert [message.kind for message in said] == [BEGAN, REPORT, REPORT, ENDED]
     assert said[-1].payload["how"] == DONE
     before = driver.processes()
-    alone, _ = begin(replace(GANG, workers=1), [])
+    alone, _ = resume(replace(GANG, workers=1), [])
     alone.train_epoch()
-    of_gang, beginning = begin(
+    of_gang, beginning = resume(
         replace(GANG, workers=1), [str(tmp_path / "gang" / "checkpoints" / "000001")]
     )
     assert beginning.damaged == ""

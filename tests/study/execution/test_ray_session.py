@@ -3,7 +3,9 @@ whoever started it."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -19,6 +21,8 @@ from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED, fold
 from tests.study.conftest import TINY
 
+DASHBOARD_PORT = 8265
+"""The usual one."""
 GANG = [
     "trial.workers=2",
     "rows=[{label: a}]",
@@ -113,6 +117,21 @@ def test_a_study_goes_on_after_its_ray_has_died(names: list[str], tmp_path: Path
     assert "Ray is back." in said
     (trial,) = fold(read_ledger(folder)).trials
     assert (trial.status, trial.epoch, trial.restarts) == (FINISHED, 40, 1)
+
+
+@pytest.mark.slow
+def test_a_ray_of_our_own_starts_beside_another_one() -> None:
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):  # another Ray has it already
+            taken.bind(("127.0.0.1", DASHBOARD_PORT))
+            taken.listen()
+        ray = OwnRay(1, 0, dashboard=True)
+        try:
+            assert ray.look()
+            assert not ray.lost
+        finally:
+            ray.close()
 
 
 def modes(*paths: Path) -> list[int]:

@@ -7,7 +7,6 @@ import csv
 import dataclasses
 import io
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,42 +15,20 @@ import pandas
 import pytest
 
 from study.cli import main
-from study.config import LimitsConfig, StudyConfig
+from study.config import LimitsConfig
 from study.execution.control import FILE as CONTROL
-from study.execution.control import Control, Wish, ask, gpu_seconds, reached
-from study.ledger.lines import Event
-from study.ledger.log import Ledger, is_locked, read_ledger
-from study.ledger.state import FAILED, FINISHED, PLANNED, StudyState, fold
+from study.execution.control import Control, Wish, ask, reached
+from study.ledger.log import Ledger, is_locked
+from study.ledger.state import FAILED, StudyState, fold
 from study.manage.export import export, write_csv
-from study.manage.extend import continuations, extended, take_over
 from study.manage.rerun import differences
-from study.manage.studies import find_trial, overview, read
-from study.plan.durations import seconds_an_epoch
+from study.manage.studies import find_trial, read
 from study.plan.estimate import describe_plan
-from study.plan.identity import pace_key
 from study.plan.plan import make_plan
-from study.report.tables import render_csv, render_text
-from study.results.objectives import objective
-from study.results.statistics import best_of_budget, costs, entries
+from study.report.tables import render_csv
 from tests.study.conftest import made_up_events
 from tests.study.made_up_slots import with_slots
-
-Tiny = Callable[..., StudyConfig]
-
-
-def write(study: StudyConfig, events: list[Event]) -> Path:
-    """A study's folder with that ledger."""
-    study.folder.mkdir(parents=True)
-    (study.folder / "ledger.jsonl").write_text(
-        "".join(json.dumps(event) + "\n" for event in events)
-    )
-    return study.folder
-
-
-@pytest.fixture
-def local(tiny: Tiny, tmp_path: Path) -> Callable[..., StudyConfig]:
-    """A tiny study in a storage of the test's own."""
-    return lambda name, *overrides: tiny(name, f"storage={tmp_path / 'own'}", *overrides)
+from tests.study.manage.conftest import Tiny, write
 
 
 def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -256,172 +233,6 @@ def test_limits(local: Tiny, limits: dict[str, Any], seconds: float, said: str) 
     assert reached(LimitsConfig(**limits), state, seconds) == said
 
 
-def test_a_longer_trial_goes_on_from_a_shorter_one(local: Tiny) -> None:
-    study = local("longer")
-    events = made_up_events(study)
-    checkpoint = study.folder / "checkpoint"
-    short = fold(events).trials[0]
-    events.append(
-        {"event": "checkpoint", "time": 1.0, "trial": short.id, "epoch": 3, "path": str(checkpoint)}
-    )
-    write(study, events)
-    checkpoint.mkdir()
-    plan = make_plan(extended(read(study.folder), ["trial.epochs=5"]))
-    with Ledger(study.folder) as ledger:
-        state = fold(ledger.history)
-        ledger.listen(state.apply)
-        ledger.append("planned", **plan.to_event(), data=[], provenance={})
-        assert continuations(ledger, state) == 1  # the other trial has no checkpoint left
-        first, second = state.trials
-        assert (first.status, first.epoch, first.checkpoints_left()) == (
-            PLANNED,
-            3,
-            [str(checkpoint)],
-        )
-        assert (first.seconds, first.spent) == (pytest.approx(3.0), 0.0)
-        assert first.took == short.took
-        assert first.commits == ["c0ffee"]
-        assert first.id != short.id
-        assert second.epoch == 0
-        assert continuations(ledger, state) == 0
-
-
-@pytest.mark.parametrize(
-    "change", ["trial.workers=2", "trial.optimizer.lr=0.2", "trial.data.train_size=500"]
-)
-def test_other_trials_do_not_go_on(local: Tiny, change: str) -> None:
-    study = local("others")
-    events = made_up_events(study)
-    events += [
-        {
-            "event": "checkpoint",
-            "time": 1.0,
-            "trial": trial.id,
-            "epoch": 3,
-            "path": str(study.folder),
-        }
-        for trial in fold(events).trials
-    ]
-    write(study, events)
-    plan = make_plan(extended(read(study.folder), ["trial.epochs=5", change]))
-    with Ledger(study.folder) as ledger:
-        state = fold(ledger.history)
-        ledger.listen(state.apply)
-        ledger.append("planned", **plan.to_event(), data=[], provenance={})
-        assert continuations(ledger, state) == 0
-
-
-def test_finished_trials_are_taken_over_once(local: Tiny) -> None:
-    ours, theirs = local("ours", "seeds=[0,1]"), local("theirs", "seeds=[1,2]")
-    began = [made_up_events(ours)[0]]
-    write(ours, began)
-    write(theirs, made_up_events(theirs))
-    assert take_over(ours.folder, theirs.folder) == (2, 2)
-    assert take_over(ours.folder, theirs.folder) == (0, 2)
-    state = read(ours.folder)
-    done = [trial for trial in state.trials if trial.status == FINISHED]
-    assert {trial.seed for trial in done} == {1}
-    assert all(trial.epoch == 3 and trial.test for trial in done)
-    assert all(event["source"] == str(theirs.folder) for event in read_ledger(ours.folder)[1:])
-
-
-def test_what_is_taken_over_keeps_its_seconds_and_its_code(local: Tiny) -> None:
-    """Seconds are an objective; they feed plans and fronts, and what this study spent is none of
-    them."""
-    ours, theirs = local("ours"), local("theirs")
-    write(ours, made_up_events(ours)[:1])
-    other = made_up_events(theirs)
-    other[0]["provenance"] = other[0]["provenance"] | {"commit": "decade"}
-    relieved = {
-        "event": "relieved",
-        "time": other[0]["time"],
-        "trial": other[1]["trial"],
-        "error": "boom",
-        "relief": {"batch_size": 16},
-    }
-    # broken off for 100 s after the second epoch, on another day
-    began = [
-        event | {"time": event["time"] - 1e5 + 100 * (event.get("epoch") == 3)}
-        for event in [other[0], relieved, *other[1:]]
-    ]
-    again = {"event": "started", "time": other[1]["time"] - 1e5 + 102, "trial": other[1]["trial"]}
-    write(theirs, [*began[:5], again, *began[5:]])
-    source = read(theirs.folder)
-    assert take_over(ours.folder, theirs.folder) == (2, 0)
-    state = read(ours.folder)
-    for known, trial in zip(source.trials, state.trials, strict=True):
-        assert objective(trial, "seconds") == objective(known, "seconds")
-        assert (trial.started, trial.ended, trial.took) == (known.started, known.ended, known.took)
-        assert trial.commits == known.commits == ["decade"]
-        assert trial.spent == 0.0
-        assert trial.relief == known.relief
-    assert state.trials[0].seconds == pytest.approx(3.0)
-    assert gpu_seconds(state) == 0.0
-    assert costs(state) == {"trials": 2.0, "epochs": 6.0}
-    assert best_of_budget(state) == best_of_budget(source)
-    assert overview(ours.folder)["time"] == read_ledger(ours.folder)[0]["time"]
-    events = read_ledger(ours.folder)
-    later = events[0] | {"time": time.time()}
-    (missing,) = [
-        event
-        for event in events
-        if event["event"] == "finished" and event["trial"] == state.trials[1].id
-    ]
-    more = {"event": "started", "time": later["time"], "trial": missing["trial"]}
-    assert "MIXED CODE: trials ran at 2 commits: c0ffee, decade" in render_text(
-        fold([*events, later, more])
-    )
-
-
-def test_an_import_of_an_earlier_version_says_what_it_does_not_know(local: Tiny) -> None:
-    study = local("old")
-    events = made_up_events(study)
-    now = events[-1]["time"]
-    for event in events:
-        if event.get("trial") == events[1]["trial"]:
-            event |= {"time": now, "source": "/elsewhere"}
-    first, second = fold(events).trials
-    assert (objective(first, "seconds"), objective(second, "seconds")) == (None, pytest.approx(3.0))
-    assert first.commits == ["unknown, taken over from /elsewhere"]
-    assert "bits" in entries(fold(events))[0].values
-    assert "seconds" not in entries(fold(events))[0].values
-    assert list(seconds_an_epoch([fold(events)])) == [pace_key(second.config)]
-
-
-def test_studies_of_other_data_are_not_mixed(local: Tiny) -> None:
-    ours, theirs = local("ours"), local("theirs")
-    other = made_up_events(theirs)
-    other[0]["data"] = [{**other[0]["data"][0], "digest": "e" * 64}]
-    write(ours, made_up_events(ours)[:1])
-    write(theirs, other)
-    with pytest.raises(ValueError, match="the two studies saw different files"):
-        take_over(ours.folder, theirs.folder)
-
-
-def test_studies_that_choose_other_parts_of_the_same_data_can_be_mixed(local: Tiny) -> None:
-    """Ledgers written before files had a digest have one of each choice."""
-    rows = "rows=[{label: few, overrides: {data.train_size: 100}}, {label: all}]"
-    ours, theirs = (local(name, rows, "baseline=null") for name in ("ours", "theirs"))
-    first, second = made_up_events(ours), made_up_events(theirs)
-    (entry,) = first[0]["data"]
-    few, many = {**entry, "train": 100, "digest": "e" * 64}, {**entry, "train": 1200}
-    first[0]["data"], second[0]["data"] = [few, many], [many, few]
-    write(ours, first[:1])
-    write(theirs, second)
-    assert take_over(ours.folder, theirs.folder) == (2, 0)
-
-
-def test_of_other_files_no_other_part_is_taken_either(local: Tiny) -> None:
-    ours, theirs = local("ours"), local("theirs")
-    first, second = made_up_events(ours), made_up_events(theirs)
-    first[0]["data"] = [{**first[0]["data"][0], "files": "f" * 64}]
-    second[0]["data"] = [{**second[0]["data"][0], "train": 7, "files": "e" * 64}]
-    write(ours, first[:1])
-    write(theirs, second)
-    with pytest.raises(ValueError, match="the two studies saw different files"):
-        take_over(ours.folder, theirs.folder)
-
-
 def test_differences_are_of_figures_not_of_times(local: Tiny) -> None:
     state = fold(made_up_events(local("same")))
     trial = state.trials[0]
@@ -440,60 +251,6 @@ def test_differences_are_of_figures_not_of_times(local: Tiny) -> None:
     assert differences(trial, again) == ["epoch 2: train/loss: 0.5 and 0.4999"]
     lost = dataclasses.replace(trial, status=FAILED, error="boom")
     assert differences(trial, lost) == ["the repetition failed: boom"]
-
-
-def test_only_what_was_asked_for_is_tried_again(local: Tiny) -> None:
-    events = made_up_events(local("failed"))
-    trial = fold(events).trials[0]
-    events = [
-        event for event in events if event["event"] != "finished" or event["trial"] != trial.id
-    ]
-    events.append({"event": "failed", "time": 2.0, "trial": trial.id, "error": "boom"})
-    for only, status in (("all", PLANNED), ("unfinished", FAILED), ("failed", PLANNED)):
-        state = fold([*events, {**events[0], "only": only}])
-        assert state.trials[0].status == status
-        assert state.trials[1].status == FINISHED
-
-
-def test_a_trial_that_goes_on_in_an_earlier_versions_ledger_has_its_seconds(local: Tiny) -> None:
-    """The trial that it continues is in the same ledger."""
-    events = made_up_events(local("longer"))
-    short = fold(events).trials[0]
-    plan = make_plan(local("longer", "trial.epochs=4"))
-    trial, now = plan.trials[0].id, events[-1]["time"] + 50
-    events.append(
-        {
-            "event": "planned",
-            "time": now,
-            **plan.to_event(),
-            "data": [],
-            "provenance": {"commit": "decade"},
-        }
-    )
-    for epoch, report in short.reports.items():
-        events.append(
-            {
-                "event": "report",
-                "time": now,
-                "trial": trial,
-                "epoch": epoch,
-                "metrics": report["metrics"],
-                "source": short.id,
-            }
-        )
-    events += [
-        {"event": "started", "time": now + 1, "trial": trial},
-        {
-            "event": "report",
-            "time": now + 3,
-            "trial": trial,
-            "epoch": 4,
-            "metrics": short.reports[3]["metrics"],
-        },
-    ]
-    longer = fold(events).known[trial]
-    assert (longer.seconds, longer.spent) == (pytest.approx(5.0), pytest.approx(2.0))
-    assert longer.commits == ["c0ffee", "decade"]
 
 
 def test_find_trial(local: Tiny) -> None:
@@ -525,3 +282,48 @@ def test_a_plan_says_what_it_knows_of_time(local: Tiny) -> None:
         "Expected time: 7 min, 1 at a time (7 min of trial time), utilisation of the CPUs at most"
         " 50 %" in "\n".join(describe_plan(alone))
     )
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_what_is_planned_of_a_damaged_study_names_the_damage_first(
+    local: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    study = local("damaged")
+    folder = write(study, made_up_events(study))
+    text = (folder / "ledger.jsonl").read_text()
+    (folder / "ledger.jsonl").write_text(text.replace('"started"', '"star', 1))
+    config = tmp_path / "tiny.yaml"
+    words = [str(config), "name=damaged", f"storage={study.storage}", "tracking_uri=none"]
+    assert main([command, *words]) == 0
+    said = capsys.readouterr()
+    assert "damaged: the ledger is damaged: line 2" in said.err
+    assert "doctor damaged --repair" in said.err
+    assert ("`lns-study run` would refuse" in said.err) == (command == "plan")
+    assert "2 trials" in said.out
+    if command == "simulate":
+        assert main([command, "damaged", "--storage", study.storage]) == 0
+        assert "damaged: the ledger is damaged: line 2" in capsys.readouterr().err
+
+
+def test_a_plan_of_a_study_whose_ledger_is_whole_says_nothing_of_damage(
+    local: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = local("undamaged")
+    write(study, made_up_events(study))
+    words = ["name=undamaged", f"storage={study.storage}", "tracking_uri=none"]
+    assert main(["plan", str(tmp_path / "tiny.yaml"), *words]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("cut", [None, -2])
+def test_a_retry_of_nothing_says_so_and_runs_nothing(
+    local: Tiny, capsys: pytest.CaptureFixture[str], cut: int | None
+) -> None:
+    study = local("retried")
+    folder = write(study, made_up_events(study)[:cut])
+    before = (folder / "ledger.jsonl").read_bytes()
+    assert main(["retry", "retried", "--storage", study.storage]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("retried: no trial has failed, so there is nothing to retry")
+    assert ("; 1 are left, run them with: lns-study resume retried" in said) == (cut is not None)
+    assert (folder / "ledger.jsonl").read_bytes() == before

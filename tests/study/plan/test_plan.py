@@ -12,7 +12,8 @@ from study.errors import UserError
 from study.execution.preflight import check_elastic
 from study.ledger.state import StudyState, fold
 from study.plan.identity import trial_id
-from study.plan.plan import PlannedTrial, make_plan
+from study.plan.plan import make_plan
+from study.plan.trials import PlannedTrial
 from study.search.agenda import Agenda
 from trainers.config import DataConfig, PrecisionConfig, TrialConfig
 

@@ -29,7 +29,7 @@ from study.results.statistics import best_of_budget, entries, front, interval, s
 from study.results.summary import summarise
 from study.serve.dashboard import Page, make_app
 from tests.study.conftest import made_up_events, write_ledger
-from tests.study.search.test_rounds import Pretend
+from tests.study.search.conftest import Pretend, errors_of
 
 Tiny = Callable[..., StudyConfig]
 SEARCH = (
@@ -328,7 +328,7 @@ def test_early_rounds_of_halving_are_in_no_figure(tiny: Tiny) -> None:
         "rows=[]",
         "baseline=null",
     )
-    pretend = Pretend(make_plan(study))
+    pretend = Pretend(make_plan(study), errors_of)
     for trials, whole in ((9, 0), (3, 0), (1, 1)):
         pretend.run(trials)
         assert len(entries(pretend.state)) == whole

@@ -17,7 +17,7 @@ from study.report.pictures import tables
 from study.results.contrasts import ALPHA, POWER, Contrast, independent, paired
 from study.results.statistics import groups
 from tests.study.conftest import made_up_events
-from tests.study.search.test_agenda import Pretend, bowl
+from tests.study.search.conftest import Pretend, bowl, steady
 
 Tiny = Callable[..., StudyConfig]
 REPETITIONS = 400
@@ -210,7 +210,7 @@ def test_what_a_search_chose_by_results_is_not_tested(tiny: Tiny) -> None:
         "search={algorithm: tpe, num_samples: 12}",
         "seeds=[0,1]",
     )
-    pretend = Pretend(make_plan(study), bowl)
+    pretend = Pretend(make_plan(study), steady(bowl))
     pretend.run()
     found = groups(pretend.state)
     assert {group.category for group in found} == {"row", "optimizer.name"}

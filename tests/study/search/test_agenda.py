@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
-from study.config import StudyConfig
 from study.config.compose import load
 from study.execution.preflight import describe_data
-from study.ledger.state import StudyState, TrialState, fold
+from study.ledger.state import TrialState, fold
 from study.plan.candidates import bind_space
-from study.plan.plan import Plan, PlannedTrial, make_plan
+from study.plan.plan import make_plan
 from study.report.write import write_report
 from study.results.configurations import best, configurations, pareto_front
 from study.results.importance import importance
@@ -24,67 +22,7 @@ from study.results.objectives import bits_of
 from study.results.statistics import entries
 from study.search.agenda import Agenda, adopt
 from tests.study.conftest import TINY
-
-Make = Callable[..., StudyConfig]
-SPACE = """
-space:
-  optimizer.lr: {loguniform: [0.001, 1.0]}
-  optimizer.name: {choice: [sgd, adam]}
-  optimizer.momentum: {uniform: [0.0, 0.9], when: {optimizer.name: sgd}}
-search: {num_samples: 6}
-"""
-
-
-@pytest.fixture
-def searched(tmp_path: Path) -> Make:
-    """The tiny study with a space: ``searched("search.algorithm=tpe")``."""
-
-    def make(*overrides: str, space: str = SPACE) -> StudyConfig:
-        path = tmp_path / "searched.yaml"
-        path.write_text(TINY + space)
-        return load(str(path), [f"storage={tmp_path}", *overrides])
-
-    return make
-
-
-class Pretend:
-    """Runs an agenda without training: every trial's error is a function of its sampled values."""
-
-    def __init__(self, plan: Plan, error: Callable[[dict[str, Any]], float]) -> None:
-        self.plan, self._error = plan, error
-        self._events: list[dict[str, Any]] = []
-        self.state = StudyState()
-        self._append({"event": "planned", **plan.to_event(), "data": []})
-        self.agenda = Agenda(
-            plan,
-            self.state,
-            lambda trial: self._append({"event": "added", "planned": trial.to_dict()}),
-        )
-
-    def run(self, at_most: int = 10**6) -> list[PlannedTrial]:
-        """The trials that were run, in order."""
-        done: list[PlannedTrial] = []
-        while len(done) < at_most and (trial := self.agenda.next()) is not None:
-            done.append(trial)
-            self._append({"event": "started", "trial": trial.id})
-            metrics = {"validation/error": self._error(trial.params)}
-            self._append({"event": "report", "trial": trial.id, "epoch": 3, "metrics": metrics})
-            self._append({"event": "finished", "trial": trial.id, "metrics": {"test/error": 0.5}})
-        return done
-
-    def _append(self, event: dict[str, Any]) -> None:
-        self._events.append(event | {"time": float(len(self._events))})
-        self.state.apply(self._events[-1])
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        """The ledger."""
-        return list(self._events)
-
-
-def bowl(params: dict[str, Any]) -> float:
-    """Lowest at lr = 0.03 with adam."""
-    return (math.log10(params["optimizer.lr"] / 0.03)) ** 2 + (params["optimizer.name"] == "sgd")
+from tests.study.search.conftest import Make, Pretend, bowl, steady
 
 
 def test_every_row_gets_the_same_configurations_and_seeds(searched: Make) -> None:
@@ -137,7 +75,9 @@ def test_choices_take_the_type_of_their_key(searched: Make) -> None:
 
 @pytest.mark.parametrize("algorithm", ["tpe", "nsga2"])
 def test_an_adaptive_search_proposes_as_many_for_every_row(searched: Make, algorithm: str) -> None:
-    pretend = Pretend(make_plan(searched(f"search.algorithm={algorithm}", "seeds=[0,1]")), bowl)
+    pretend = Pretend(
+        make_plan(searched(f"search.algorithm={algorithm}", "seeds=[0,1]")), steady(bowl)
+    )
     done = pretend.run()
     assert pretend.agenda.exhausted
     assert len(done) == pretend.plan.size == 24
@@ -163,7 +103,7 @@ def test_tpe_learns(searched: Make) -> None:
         make_plan(
             searched("search.algorithm=tpe", "search.num_samples=40", "rows=[]", "baseline=null")
         ),
-        bowl,
+        steady(bowl),
     ).run()
     errors = [bowl(trial.params) for trial in done]
     assert statistics.median(errors[20:]) < 0.5 * statistics.median(errors[:10])
@@ -185,14 +125,10 @@ def test_a_search_broken_off_proposes_what_it_would_have(
     def error(params: dict[str, Any]) -> float:
         return float(abs(params["optimizer.lr"] - 0.1) + params["optimizer.momentum"])
 
-    whole = [trial.params for trial in Pretend(make_plan(study), error).run()]
-    begun = Pretend(make_plan(study), error)
+    whole = [trial.params for trial in Pretend(make_plan(study), steady(error)).run()]
+    begun = Pretend(make_plan(study), steady(error))
     first = begun.run(at_most=broken_off)
-    before = fold(begun.events)
-    again = Pretend(adopt(make_plan(study), before), error)
-    for event in begun.events[1:]:
-        again._append(event) if event["event"] != "added" else None
-    again.agenda = Agenda(again.plan, again.state, again.agenda._added)
+    again = Pretend(make_plan(study), steady(error), begun.events)
     rest = again.run()
     params = [trial.params for trial in [*first, *rest]]
     assert len(params) == len(whole) == len({tuple(entry.values()) for entry in params})
@@ -243,12 +179,12 @@ def test_what_lies_outside_a_changed_space_is_history(
     """It stays in the figures; the sampler does not learn from it, and proposes as many inside as
     are wanted."""
     rows = ("rows=[]", "baseline=null", "seeds=[0,1]")
-    begun = Pretend(make_plan(searched(*rows, space=space_of(WIDE))), uneven)
+    begun = Pretend(make_plan(searched(*rows, space=space_of(WIDE))), steady(uneven))
     first = begun.run(broken_off)
     assert fold(begun.events).trials  # and, broken off in the middle of one, a trial that never ran
     study = searched(*rows, space=space_of(WIDE | change))
     space = bind_space(study)
-    again = continued(begun, study, uneven)
+    again = Pretend(make_plan(study), steady(uneven), begun.events)
     history = [trial.id for trial in first if not space.holds(trial.params)]
     waiting = [
         trial for trial in again.plan.trials if trial.id not in {trial.id for trial in first}
@@ -277,35 +213,6 @@ def test_what_lies_outside_a_changed_space_is_history(
     ).exhausted
 
 
-P = TypeVar("P", bound=Pretend)
-
-
-def continued(begun: P, study: StudyConfig, error: Callable[..., float]) -> P:
-    """Another run of the study that ``begun`` ran, with this config."""
-    again = type(begun)(adopt(make_plan(study), fold(begun.events)), error)
-    planned = again.events
-    again._events, again.state = [], StudyState()
-    for event in [*begun.events, *planned]:
-        again._append(event)
-    again.agenda = Agenda(again.plan, again.state, again.agenda._added)
-    return again
-
-
-def test_more_seeds_of_what_is_no_longer_planned_are_no_configuration(searched: Make) -> None:
-    """Only the seeds that confirmed it would be left, and most seeds win."""
-    rows = ("rows=[]", "baseline=null")
-    begun = Noisy(make_plan(searched(*rows, space=RACE)), lucky)
-    begun.run()
-    narrow = RACE.replace("0.03, 0.04, ", "")
-    plan = adopt(make_plan(searched(*rows, space=narrow)), fold(begun.events))
-    assert {(trial.params["optimizer.lr"], trial.number) for trial in plan.trials} == {
-        (0.01, 1),
-        (0.02, 2),
-        (0.05, 3),
-    }
-    assert {trial.seed for trial in plan.trials if trial.params["optimizer.lr"] == 0.02} > {0, 10}
-
-
 def test_grids_are_searched_point_by_point(searched: Make) -> None:
     space = (
         "\nspace: {batch_size: {grid: [32, 64]}, optimizer.lr: {loguniform: [0.001, 1.0]}}\nsearch:"
@@ -313,7 +220,7 @@ def test_grids_are_searched_point_by_point(searched: Make) -> None:
     )
     done = Pretend(
         make_plan(searched("rows=[]", "baseline=null", space=space)),
-        lambda params: params["optimizer.lr"],
+        steady(lambda params: params["optimizer.lr"]),
     ).run()
     assert [trial.params["batch_size"] for trial in done].count(32) == 3
     assert sorted(trial.number or 0 for trial in done) == [1, 2, 3, 4, 5, 6]
@@ -323,7 +230,7 @@ def test_the_best_and_the_unbeaten(searched: Make) -> None:
     study = searched(
         "search.objectives={validation/error: min, bits: min}", "search.algorithm=nsga2"
     )
-    pretend = Pretend(make_plan(study), bowl)
+    pretend = Pretend(make_plan(study), steady(bowl))
     pretend.run()
     objectives = study.search.objectives
     found = configurations(pretend.state.trials, objectives)
@@ -383,130 +290,10 @@ def test_a_search_without_a_space_is_refused(tmp_path: Path) -> None:
         load(str(path), ["search.num_samples=3"])
 
 
-class Noisy(Pretend):
-    """As :class:`Pretend`, the error also a function of the seed; takes turns as two slots do."""
-
-    def __init__(self, plan: Plan, error: Callable[[dict[str, Any], int], float]) -> None:
-        super().__init__(plan, lambda params: 0.0)
-        self._noisy = error
-
-    def run(self, at_most: int = 10**6) -> list[PlannedTrial]:
-        done: list[PlannedTrial] = []
-        running: list[PlannedTrial] = []
-        while len(done) < at_most:
-            while len(running) < 2 and (trial := self.agenda.next()) is not None:
-                running.append(trial)
-                self._append({"event": "started", "trial": trial.id})
-            if not running:
-                return done
-            trial = running.pop(0)
-            done.append(trial)
-            metrics = {"validation/error": self._noisy(trial.params, trial.seed)}
-            self._append({"event": "report", "trial": trial.id, "epoch": 3, "metrics": metrics})
-            self._append({"event": "finished", "trial": trial.id, "metrics": {"test/error": 0.5}})
-        return done
-
-
-RATES = {0.01: 0.30, 0.02: 0.18, 0.03: 0.10, 0.04: 0.101, 0.05: 0.40}
-RACE = (
-    "\nspace: {optimizer.lr: {grid: [0.01, 0.02, 0.03, 0.04, 0.05]}}\n"
-    + "search: {algorithm: grid, confirm: 3, confirm_seeds: [10, 11, 12, 13, 14, 15]}\n"
-)
-
-
-def lucky(params: dict[str, Any], seed: int) -> float:
-    """With seed 0 the configuration that is third best in truth is the best by far."""
-    rate = params["optimizer.lr"]
-    luck = -0.1 if (rate, seed) == (0.02, 0) else 0.002 * math.sin(seed + 100 * rate)
-    return RATES[rate] + luck
-
-
-def test_the_promising_get_more_seeds_until_the_evidence_is_clear(searched: Make) -> None:
-    pretend = Noisy(make_plan(searched("rows=[]", "baseline=null", space=RACE)), lucky)
-    done = pretend.run()
-    assert pretend.agenda.exhausted
-    seeds = {
-        rate: [trial.seed for trial in done if trial.params["optimizer.lr"] == rate]
-        for rate in RATES
-    }
-    assert seeds[0.01] == seeds[0.05] == [0]
-    assert seeds[0.03] == seeds[0.04] == [0, 10, 11, 12, 13, 14, 15]
-    assert seeds[0.02][:3] == [0, 10, 11]  # no test has power with two pairs
-    assert len(seeds[0.02]) < 7
-    found = configurations(pretend.state.trials, ["validation/error"])
-    winner = best(found, {"validation/error": "min"})
-    assert winner is not None
-    assert winner.params["optimizer.lr"] in (0.03, 0.04)
-
-
-@pytest.mark.parametrize("broken_off", [3, 5, 6, 9, 14])
-def test_a_race_broken_off_goes_on_as_it_would_have(searched: Make, broken_off: int) -> None:
-    study = searched("rows=[]", "baseline=null", space=RACE)
-    whole = {trial.id for trial in Noisy(make_plan(study), lucky).run()}
-    begun = Noisy(make_plan(study), lucky)
-    first = {trial.id for trial in begun.run(at_most=broken_off)}
-    again = Noisy(adopt(make_plan(study), fold(begun.events)), lucky)
-    for event in begun.events[1:]:
-        again._append(event) if event["event"] not in ("added", "started") else None
-    again.agenda = Agenda(again.plan, again.state, again.agenda._added)
-    rest = [trial.id for trial in again.run()]
-    assert first | set(rest) == whole
-    assert len(first) + len(rest) == len(whole)
-
-
-@pytest.mark.parametrize("broken_off", [4, 7, 9, 20])
-def test_a_race_is_between_configurations_of_the_space_as_it_is_now(
-    searched: Make, broken_off: int
-) -> None:
-    """What lies outside is repeated no more, and does not keep the race from its end."""
-    confirmed = (
-        "search: {algorithm: tpe, num_samples: 6, confirm: 3, confirm_seeds: [10, 11, 12]}\n"
-    )
-    wide, narrow = (
-        f"\nspace: {{optimizer.lr: {{uniform: [{low}, 1.0]}}}}\n{confirmed}"
-        for low in (0.0001, 0.5)
-    )
-
-    def noisy(params: dict[str, Any], seed: int) -> float:
-        return float(params["optimizer.lr"]) + 1e-6 * math.sin(seed)  # the best lie outside
-
-    rows = ("rows=[]", "baseline=null")
-    begun = Noisy(make_plan(searched(*rows, space=wide)), noisy)
-    begun.run(at_most=broken_off)
-    study = searched(*rows, space=narrow)
-    again = continued(begun, study, noisy)
-    rest = again.run()
-    assert again.agenda.exhausted
-    assert all(trial.params["optimizer.lr"] >= 0.5 for trial in rest)
-    rates = {trial.params["optimizer.lr"] for trial in again.state.trials}
-    best_inside = min(rate for rate in rates if rate >= 0.5)
-    seeds = {
-        trial.seed for trial in again.state.trials if trial.params["optimizer.lr"] == best_inside
-    }
-    assert seeds >= {0, 10, 11}
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        (
-            "search.confirm_seeds=[]",
-            "search.confirm=3 with search.confirm_seeds=\\[\\].* belong together",
-        ),
-        ("seeds=[0,12]", "search.confirm_seeds: 12 is among the study's seeds"),
-        ("search.confirm_seeds=[10,10]", "10 appears more than once"),
-        ("search.confirm=-1", "search.confirm=-1"),
-    ],
-)
-def test_races_that_cannot_be_are_refused(searched: Make, override: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        searched("rows=[]", "baseline=null", override, space=RACE)
-
-
 def test_the_last_trials_run_longest_first(searched: Make) -> None:
     """Once three a slot are left; until then the plan's order holds. What no trial was like counts
     as the longest."""
-    pretend = Pretend(make_plan(searched("seeds=[0,1]", space="")), lambda params: 0.5)
+    pretend = Pretend(make_plan(searched("seeds=[0,1]", space="")), steady(lambda params: 0.5))
     assert [trial.row for trial in pretend.agenda.trials] == ["float32", "lns matmul"] * 2
     pretend.agenda.tail = 3
     for trial, seconds in zip(pretend.plan.trials[:2], (5.0, 1.0), strict=True):
@@ -525,7 +312,7 @@ def test_the_last_trials_run_longest_first(searched: Make) -> None:
         "lns matmul",
         "lns matmul",
     ]
-    again = Pretend(pretend.plan, lambda params: 0.5)
+    again = Pretend(pretend.plan, steady(lambda params: 0.5))
     again.agenda.tail = 4
     again.state.known["lns matmul"] = pretend.state.known["lns matmul"]
     assert [trial.row for trial in iter(again.agenda.next, None)] == [

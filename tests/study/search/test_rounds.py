@@ -6,9 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,15 +17,14 @@ from study.api import run_study
 from study.config import StudyConfig
 from study.config.compose import load
 from study.config.space import Domain
-from study.ledger.state import fold
 from study.manage.rerun import rerun
-from study.plan.plan import Plan, PlannedTrial, make_plan
+from study.plan.plan import make_plan
+from study.plan.trials import PlannedTrial
 from study.results.configurations import best, configurations
-from study.search.agenda import Agenda, adopt
 from study.search.pb2 import explored
 from tests.study.conftest import TINY, SilentView
+from tests.study.search.conftest import Make, Pretend, errors_of, rates
 
-Make = Callable[..., StudyConfig]
 SPACE = """
 space:
   optimizer.lr: {loguniform: [0.001, 1.0]}
@@ -59,67 +56,6 @@ def bred(tmp_path: Path) -> Make:
     return make
 
 
-def rates(trial: PlannedTrial) -> list[float]:
-    """The learning rate of each epoch."""
-    found = [trial.params["optimizer.lr"]] * trial.config.epochs
-    for change in trial.config.changes:
-        found[change["epoch"] :] = [change.get("optimizer.lr", found[-1])] * (
-            trial.config.epochs - change["epoch"]
-        )
-    return found
-
-
-def errors_of(trial: PlannedTrial) -> list[float]:
-    """Made-up errors by epoch: they fall the faster, the nearer the rate is to 0.03."""
-    steps = [1 / (1 + math.log10(rate / 0.03) ** 2) for rate in rates(trial)]
-    return [math.exp(-0.3 * total) for total in itertools.accumulate(steps)]
-
-
-class Pretend:
-    """Runs an agenda without training."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        history: list[dict[str, Any]] | None = None,
-        fails: Callable[[PlannedTrial], bool] = lambda trial: False,
-    ):
-        self.events, self._fails = list(history or []), fails
-        self.state = fold(self.events)
-        if history:
-            plan = adopt(plan, self.state)
-        self._append({"event": "planned", **plan.to_event(), "data": []})
-        self.agenda = Agenda(
-            plan,
-            self.state,
-            lambda trial: self._append({"event": "added", "planned": trial.to_dict()}),
-        )
-
-    def run(self, at_most: int = 10**6) -> list[PlannedTrial]:
-        done: list[PlannedTrial] = []
-        while len(done) < at_most and (trial := self.agenda.next()) is not None:
-            done.append(trial)
-            self._append({"event": "started", "trial": trial.id})
-            if self._fails(trial):
-                self._append({"event": "failed", "trial": trial.id, "error": "made up"})
-                continue
-            for epoch, error in enumerate(errors_of(trial), 1):
-                self._append(
-                    {
-                        "event": "report",
-                        "trial": trial.id,
-                        "epoch": epoch,
-                        "metrics": {"validation/error": error},
-                    }
-                )
-            self._append({"event": "finished", "trial": trial.id, "metrics": {"test/error": 0.5}})
-        return done
-
-    def _append(self, event: dict[str, Any]) -> None:
-        self.events.append(event | {"time": float(len(self.events))})
-        self.state.apply(self.events[-1])
-
-
 def final_error(trials: list[PlannedTrial]) -> float:
     return min(errors_of(trial)[-1] for trial in trials if trial.config.epochs == 6)
 
@@ -128,7 +64,7 @@ def final_error(trials: list[PlannedTrial]) -> float:
 def test_the_worst_go_on_from_the_best_with_other_values(bred: Make, scheduler: str) -> None:
     plan = make_plan(bred(f"search.scheduler={scheduler}"))
     assert plan.size == 18
-    trials = Pretend(plan).run()
+    trials = Pretend(plan, errors_of).run()
     generations = [trials[i : i + 6] for i in (0, 6, 12)]
     assert [{trial.config.epochs for trial in generation} for generation in generations] == [
         {2},
@@ -162,18 +98,18 @@ def test_a_population_broken_off_breeds_what_it_would_have(
     bred: Make, scheduler: str, broken_off: int
 ) -> None:
     study = bred(f"search.scheduler={scheduler}", "seeds=[0,1]")
-    whole = [trial.id for trial in Pretend(make_plan(study)).run()]
+    whole = [trial.id for trial in Pretend(make_plan(study), errors_of).run()]
     assert len(set(whole)) == 36
-    first = Pretend(make_plan(study))
+    first = Pretend(make_plan(study), errors_of)
     begun = [trial.id for trial in first.run(broken_off)]
-    second = Pretend(make_plan(study), first.events)
+    second = Pretend(make_plan(study), errors_of, first.events)
     assert begun + [trial.id for trial in second.run()] == whole
     assert second.agenda.exhausted
 
 
 def test_only_members_that_trained_to_the_end_are_chosen(bred: Make) -> None:
     study = bred()
-    pretend = Pretend(make_plan(study))
+    pretend = Pretend(make_plan(study), errors_of)
     trials = pretend.run()
     found = configurations(pretend.state.trials, ["validation/error"])
     assert [entry.whole for entry in found] == [False] * 12 + [True] * 6
@@ -185,7 +121,7 @@ def test_only_members_that_trained_to_the_end_are_chosen(bred: Make) -> None:
 
 def test_the_best_of_the_last_round_get_more_seeds(bred: Make) -> None:
     study = bred("search.confirm=1", "search.confirm_seeds=[7,8]")
-    pretend = Pretend(make_plan(study))
+    pretend = Pretend(make_plan(study), errors_of)
     trials = pretend.run()
     assert [trial.seed for trial in trials] == [0] * 18 + [7, 8]
     winner = min(trials[12:18], key=lambda trial: errors_of(trial)[-1])
@@ -195,13 +131,13 @@ def test_the_best_of_the_last_round_get_more_seeds(bred: Make) -> None:
 
 def test_members_that_fail_are_replaced_and_a_dead_population_ends(bred: Make) -> None:
     plan = make_plan(bred())
-    lost = {trial.id for trial in Pretend(plan).run()[:4]}
-    survivors = Pretend(plan, fails=lambda trial: trial.id in lost).run()
+    lost = {trial.id for trial in Pretend(plan, errors_of).run()[:4]}
+    survivors = Pretend(plan, errors_of, fails=lambda trial: trial.id in lost).run()
     assert len(survivors) == 18
     assert all(
         trial.config.changes and trial.config.changes[0]["epoch"] == 2 for trial in survivors[6:10]
     )
-    dead = Pretend(plan, fails=lambda trial: True)
+    dead = Pretend(plan, errors_of, fails=lambda trial: True)
     assert len(dead.run()) == 6
     assert dead.agenda.exhausted
 
@@ -218,7 +154,7 @@ def test_populations_find_better_than_their_first_members_would_have(bred: Make)
                 "search.perturbation_interval=1",
                 "search.quantile_fraction=0.5",
             )
-            trials = Pretend(make_plan(study)).run()
+            trials = Pretend(make_plan(study), errors_of).run()
             found[scheduler].append(final_error(trials))
         steady = [
             1 / (1 + math.log10(trial.params["optimizer.lr"] / 0.03) ** 2) for trial in trials[:6]
@@ -232,7 +168,7 @@ def test_populations_find_better_than_their_first_members_would_have(bred: Make)
 def test_a_grid_makes_a_population_of_each_point(bred: Make) -> None:
     space = SPACE.replace("search:", "  model.hidden: {grid: [[8], [16]]}\nsearch:")
     plan = make_plan(bred(space=space))
-    trials = Pretend(plan).run()
+    trials = Pretend(plan, errors_of).run()
     assert plan.size == len(trials) == len({trial.id for trial in trials}) == 36
     assert sorted(trial.number or 0 for trial in trials) == list(range(1, 37))
     for hidden in ([8], [16]):
@@ -259,7 +195,7 @@ def test_halving_shows_all_a_part_of_the_data_and_the_best_all_of_it(bred: Make)
     study = bred("search.scheduler=halving", "search.num_samples=9", "seeds=[0,1]")
     plan = make_plan(study)
     assert plan.size == 26
-    pretend = Pretend(plan)
+    pretend = Pretend(plan, errors_of)
     trials = pretend.run()
     sizes = [trial.config.data.train_size for trial in trials]
     assert sizes == [133] * 18 + [400] * 6 + [None] * 2
@@ -272,11 +208,10 @@ def test_halving_shows_all_a_part_of_the_data_and_the_best_all_of_it(bred: Make)
     }
     found = configurations(pretend.state.trials, ["validation/error"])
     assert [entry.whole for entry in found] == [False] * 12 + [True]
-    broken = Pretend(make_plan(study))
+    broken = Pretend(make_plan(study), errors_of)
     begun = [trial.id for trial in broken.run(19)]
-    assert begun + [trial.id for trial in Pretend(make_plan(study), broken.events).run()] == [
-        trial.id for trial in trials
-    ]
+    rest = Pretend(make_plan(study), errors_of, broken.events).run()
+    assert [*begun, *(trial.id for trial in rest)] == [trial.id for trial in trials]
 
 
 @given(

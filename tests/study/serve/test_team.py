@@ -27,7 +27,7 @@ from study.tracking.payload import expected_points
 from tests.study.cli.test_entry import assert_refused, lns_study
 from tests.study.conftest import made_up_events, write_ledger
 from tests.study.servers import free_port
-from tests.study.tracking.test_runs import is_equal, report_in, runs_of, send
+from tests.study.tracking.conftest import is_equal, report_in, runs_of, send
 
 Tiny = Callable[..., StudyConfig]
 ADMIN = ("admin", "correct horse battery")

@@ -10,7 +10,7 @@ import pytest
 from study.config import StudyConfig
 from study.tracking.supervisor import check_tracking
 from tests.study.conftest import made_up_events
-from tests.study.tracking.test_runs import is_equal, report_in, runs_of, send
+from tests.study.tracking.conftest import is_equal, report_in, runs_of, send
 
 Tiny = Callable[..., StudyConfig]
 

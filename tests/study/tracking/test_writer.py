@@ -23,7 +23,7 @@ from study.tracking.supervisor import Tracker
 from study.tracking.writer import connect, tracking_lock
 from tests.study.conftest import SilentView, made_up_events, write_ledger
 from tests.study.servers import Server
-from tests.study.tracking.test_runs import is_equal, runs_of
+from tests.study.tracking.conftest import is_equal, runs_of
 
 Tiny = Callable[..., StudyConfig]
 

@@ -121,7 +121,7 @@ def test_impossible_wires_are_refused(values: dict[str, Any], said: str) -> None
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"wire": WireConfig(name="int8")}, "wire.name=int8 with one replica"),
+        ({"wire": WireConfig(name="int8")}, "wire.name=int8 with workers=1, .* one replica"),
         (
             {"workers": 2, "wire": WireConfig(sum="lns")},
             "wire.sum=lns with wire.name=native, precision.format=float32",

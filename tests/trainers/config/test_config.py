@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -101,7 +102,7 @@ def test_round_trip_through_plain_values() -> None:
         (
             PrecisionConfig,
             {"format": "lns12", "stochastic_rounding": True, "kahan_sum": True},
-            r"each keeps what the other",
+            r"both save the part of an update",
         ),
         (
             PrecisionConfig,
@@ -175,9 +176,12 @@ def test_wrong_precisions_are_refused(changes: dict[str, Any], said: str) -> Non
         ),
         (
             {"workers": 2, "layout": Layout(pp=2, micro_batches=2)},
-            r"layout.pp=2 with float16 gradients",
+            r"layout.pp=2 with precision.format=float16, precision.gradient_format=null: each",
         ),
-        ({"workers": 2, "wire": WireConfig(name="int8")}, r"wire.name=int8 with float16 gradients"),
+        (
+            {"workers": 2, "wire": WireConfig(name="int8")},
+            r"wire.name=int8 with precision.format=float16, .* only float32 carries",
+        ),
     ],
 )
 def test_what_float16_cannot_do_is_refused(changes: dict[str, Any], said: str) -> None:
@@ -206,14 +210,19 @@ def test_the_cnn_says_what_it_needs() -> None:
         build(ModelConfig(name="cnn"), 50, 10)
 
 
-def test_every_rule_of_combinations_has_a_name_of_its_own() -> None:
-    names = [rule.name for rule in RULES]
-    assert len(set(names)) == len(names)
+def test_every_rule_states_its_keys_with_their_values_why_and_what_to_use() -> None:
+    said = [rule.message(TrialConfig()) for rule in RULES]
+    assert len(set(said)) == len(said)
+    for rule, message in zip(RULES, said, strict=True):
+        found = re.findall(r"([\w.]+)=\S", message.partition("; use ")[0])
+        assert tuple(found) == rule.keys
+        assert re.search(r": \w.*; use \w", message)
+        assert "{" not in message
 
 
 def test_of_several_rules_that_apply_the_first_is_raised() -> None:
     both = {"analysis_every": 1, "wire": WireConfig(name="int8")}
     with pytest.raises(ValueError, match=r"analysis_every=1 with precision.format=float32"):
         TrialConfig(**both)
-    with pytest.raises(ValueError, match=r"wire.name=int8 with one replica"):
+    with pytest.raises(ValueError, match=r"wire.name=int8 with workers=1, .* one replica"):
         TrialConfig(**both | {"analysis_every": 0})

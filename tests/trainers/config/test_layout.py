@@ -38,7 +38,7 @@ DEEP = ModelConfig(hidden=[16, 16, 16])
         ),
         (
             {"pp": 2, "micro_batches": 2, "virtual_stages": 2},
-            "layout.virtual_stages=2 with layout.schedule=1f1b: interleaved stages",
+            "layout.virtual_stages=2 with layout.schedule=1f1b: interleaved needs",
         ),
         (
             {"pp": 2, "micro_batches": 2, "schedule": "interleaved"},

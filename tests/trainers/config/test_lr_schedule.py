@@ -138,7 +138,7 @@ def test_impossible_schedules_are_refused(values: dict[str, Any], said: str) -> 
 
 
 def test_schedules_that_do_not_fit_the_trial_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"lr_schedule.warmup_epochs=4, epochs=4: .*; \w"):
+    with pytest.raises(ValueError, match=r"lr_schedule.warmup_epochs=4 with epochs=4: .*; \w"):
         replace(BASE, lr_schedule=LRSchedule(warmup_epochs=4.0))
     with pytest.raises(
         ValueError, match=r"lr_schedule.decay=cosine.* with sync.name=asynchronous.*; \w"

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from lns_ops import cuda
+from lns_ops.tensor import storage_of
 from trainers.config import DataConfig, ModelConfig, PrecisionConfig, TrialConfig
 from trainers.config.optimizer import OptimizerConfig
 from trainers.config.schedule_changes import optimizer_at
 from trainers.data import prepare
-from trainers.models.precision import storage_of
 from trainers.telemetry.metrics import repeatable
 from trainers.training.trainer import Training, check
 
@@ -49,7 +49,11 @@ def in_pieces(config: TrialConfig, folder: Path) -> tuple[list[dict[str, float]]
     """An epoch at a time, each a trial of its own with the options of its time."""
     metrics = []
     for epoch in range(config.epochs):
-        training = Training(replace(config, changes=[], optimizer=optimizer_at(config, epoch)))
+        training = Training(
+            replace(
+                config, changes=[], optimizer=optimizer_at(config.optimizer, config.changes, epoch)
+            )
+        )
         if epoch:
             training.restore(folder)
         metrics.append(repeatable(training.train_epoch()))

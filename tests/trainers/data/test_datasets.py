@@ -262,7 +262,7 @@ def test_damaged_files_are_refused(small_mnist: Path, name: str, how: str, said:
     ("config", "said"),
     [
         (DataConfig(name="digits", validation_size=1500), "validation_size=1500"),
-        (DataConfig(name="digits", train_size=1201), "train_size=1201: 1200"),
+        (DataConfig(name="digits", train_size=1201), "train_size=1201: must be at most the 1200"),
     ],
 )
 def test_split_sizes_must_fit(config: DataConfig, said: str) -> None:

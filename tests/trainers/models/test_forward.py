@@ -13,6 +13,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from lns_ops import cuda
+from lns_ops.tensor import storage_of
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.config.layout import Layout
 from trainers.config.memory import MemoryConfig
@@ -20,7 +21,6 @@ from trainers.config.sync import SyncConfig
 from trainers.config.wire import WireConfig
 from trainers.data import Split
 from trainers.models.forward import set_forward_
-from trainers.models.precision import storage_of
 from trainers.optim.wrappers import ScaledOptimizer
 from trainers.telemetry.metrics import repeatable
 from trainers.training.step import accumulate, train_step

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lns_ops import cuda
+from lns_ops.tensor import storage_of
 from tests.trainers.courses import broken_off
 from tests.trainers.processes import spawned
 from trainers.checkpoint.files import load_checkpoint
@@ -23,7 +24,6 @@ from trainers.config.layout import Layout
 from trainers.config.lr_schedule import LRSchedule
 from trainers.config.memory import MemoryConfig
 from trainers.config.sync import SyncConfig
-from trainers.models.precision import storage_of
 from trainers.optim.offload import Offload
 from trainers.telemetry.metrics import repeatable
 from trainers.training.trainer import Training

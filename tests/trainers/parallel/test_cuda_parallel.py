@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lns_ops import cuda
+from lns_ops.tensor import storage_of
 from tests.trainers.courses import broken_off
 from tests.trainers.processes import spawned
 from trainers.comm.codecs import make_codec
@@ -18,7 +19,6 @@ from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionC
 from trainers.config.layout import Layout
 from trainers.config.sync import SyncConfig
 from trainers.config.wire import FORMATS, WireConfig
-from trainers.models.precision import storage_of
 from trainers.telemetry.metrics import PREFIX
 from trainers.training.trainer import Training
 

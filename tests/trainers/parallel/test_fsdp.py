@@ -257,7 +257,7 @@ def test_every_optimizer_that_takes_elements_one_by_one_steps_the_same(
             {"workers": 4, "layout": Layout(fsdp=True, pp=2, micro_batches=2)},
             "layout.fsdp=true with layout.pp=2: every",
         ),
-        ({"workers": 1}, "layout.fsdp=true with workers=1, min_workers=None: parameters"),
+        ({"workers": 1}, "layout.fsdp=true with workers=1, min_workers=null: parameters"),
         ({"min_workers": 2}, "layout.fsdp=true with workers=2, min_workers=2: parameters"),
         (
             {"sync": SyncConfig(name="local_sgd", period=2)},
@@ -269,7 +269,7 @@ def test_every_optimizer_that_takes_elements_one_by_one_steps_the_same(
         ),
         (
             {"wire": WireConfig(bucket_cap_mb=1.0)},
-            "layout.fsdp=true .* wire.bucket_cap_mb=1.0: backward itself",
+            "layout.fsdp=true .* wire.bucket_cap_mb=1: backward itself",
         ),
         (
             {"autocast": "float16", "device": "cuda"},

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lns_ops import LNSTensor
+from lns_ops.tensor import storage_of
 from tests.trainers.courses import broken_off
 from tests.trainers.processes import spawned
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
@@ -23,7 +24,6 @@ from trainers.config.sync import SyncConfig
 from trainers.config.wire import WireConfig
 from trainers.data import Split
 from trainers.models import build
-from trainers.models.precision import storage_of
 from trainers.parallel import pipeline as pipeline_module
 from trainers.parallel.pipeline_partition import balanced, costs, split
 from trainers.parallel.pipeline_zero_bubble import Deferred
@@ -339,8 +339,8 @@ def test_both_parallelisms_together(tmp_path: Path) -> None:
             {"precision": PrecisionConfig(format="lns12", scope="matmul")},
             "layout.pp=2 with precision.scope=matmul",
         ),
-        ({"sync": SyncConfig(name="local_sgd")}, "sync.name=local_sgd.* with one replica"),
-        ({"wire": WireConfig(name="int8")}, "wire.name=int8 with one replica"),
+        ({"sync": SyncConfig(name="local_sgd")}, "local_sgd with workers=2, .* one replica"),
+        ({"wire": WireConfig(name="int8")}, "wire.name=int8 with workers=2, .* one replica"),
         (
             {"precision": PrecisionConfig(format="bfloat16"), "layout": DEFERRED["zbv"]},
             "layout.schedule=zbv with precision.format=bfloat16",

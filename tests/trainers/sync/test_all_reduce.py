@@ -24,7 +24,7 @@ from trainers.config import DataConfig, ModelConfig, PrecisionConfig, TrialConfi
 from trainers.config.wire import WireConfig
 from trainers.sync.all_reduce import GradientSync
 from trainers.training.trainer import Training
-from trainers.workers.resume import begin
+from trainers.workers.resume import resume
 
 WORLD = 2
 
@@ -88,7 +88,7 @@ def restored(rank: int, folder: str) -> dict[str, Any]:
         "another": Path("older"),
     }.items():
         Path(name).symlink_to(root / "2" if rank == 0 else second)
-        again, beginning = begin(trial, [name, str(root / "1")] if rank == 0 else [], rank, WORLD)
+        again, beginning = resume(trial, [name, str(root / "1")] if rank == 0 else [], rank, WORLD)
         found[name] = [again.epoch, beginning.damaged]
     return found
 

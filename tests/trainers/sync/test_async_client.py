@@ -18,12 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lns_ops import LNSTensor, lns12
+from lns_ops.tensor import storage_of
 from trainers.comm import process_group
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.config.layout import Layout
 from trainers.config.sync import SyncConfig
 from trainers.config.wire import WireConfig
-from trainers.models.precision import storage_of
 from trainers.sync.async_client import Asynchronous, describe, merged
 from trainers.sync.parameter_server import Shard, slices
 from trainers.training.trainer import Training
@@ -375,12 +375,12 @@ def test_staleness_is_bounded_and_divergence_ends_the_trial(
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"workers": 1, "batch_size": 64}, "sync.name=asynchronous.* with one replica"),
+        ({"workers": 1, "batch_size": 64}, "sync.name=asynchronous with workers=1, .* one replica"),
         ({"wire": WireConfig(name="int8")}, "wire.name=int8.* with sync.name=asynchronous"),
         ({"device": "cuda"}, "device=cuda with sync.name=asynchronous"),
         (
             {"optimizer": OptimizerConfig(name="adam", lr=0.01), "sync": asynchronous(1)},
-            "optimizer.name=adam, sync.staleness=1: every replica's",
+            "optimizer.name=adam with sync.staleness=1: every replica's",
         ),
         ({"layout": Layout(pp=2, micro_batches=2), "workers": 4}, r"layout.pp=2"),
     ],

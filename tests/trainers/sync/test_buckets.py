@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lns_ops.tensor import storage_of
 from tests.trainers.processes import spawned
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.config.layout import Layout
 from trainers.config.sync import SyncConfig
 from trainers.config.wire import WireConfig
-from trainers.models.precision import storage_of
 from trainers.sync.buckets import MEGABYTE, BucketSync, buckets
 from trainers.sync.synchronous import Synchronous
 from trainers.telemetry.metrics import repeatable

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 
+from lns_ops.tensor import storage_of
 from tests.trainers.processes import spawned
 from trainers.checkpoint.files import load_checkpoint
 from trainers.checkpoint.state import load_model_tensors, of_rank
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.config.sync import SyncConfig
 from trainers.config.wire import WireConfig
-from trainers.models.precision import storage_of
 from trainers.sync.weight_averaging import REPLICA, OuterStep
 from trainers.training.trainer import Training
 
@@ -318,11 +318,11 @@ def test_impossible_ways_are_refused(values: dict[str, Any], said: str) -> None:
     [
         (
             {"workers": 1, "sync": SyncConfig(name="local_sgd")},
-            "sync.name=local_sgd.* with one replica",
+            "sync.name=local_sgd with workers=1, .* one replica",
         ),
         (
             {"workers": 1, "sync": SyncConfig(straggler_seconds=1.0)},
-            "sync.straggler_seconds=1 with one replica",
+            "sync.straggler_seconds=1: one replica",
         ),
         (
             {"sync": SyncConfig(name="diloco"), "wire": WireConfig(name="powersgd")},

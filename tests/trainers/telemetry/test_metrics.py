@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from lns_ops import cuda
+from lns_ops.tensor import storage_of
 from tests.trainers.processes import spawned
 from trainers.config import DataConfig, ModelConfig, PrecisionConfig, TrialConfig
 from trainers.config.layout import Layout
 from trainers.config.sync import SyncConfig
-from trainers.models.precision import storage_of
 from trainers.telemetry.metrics import NAMES, PREFIX, Telemetry, repeatable
 from trainers.telemetry.nvml import GPM, GPUCounters
 from trainers.telemetry.roofline import kernel_ceiling
@@ -108,7 +108,7 @@ for the first one second."""
 def waits(rank: int) -> dict[str, float]:
     first, second = COLLECTIVES[rank]
     spans = Spans(clock=scripted([0.0, 5.0, 5.0 + first, 10.0, 12.0, 12.0 + second, 20.0, 20.0]))
-    telemetry = Telemetry(spans, torch.device("cpu"), 2, True, lambda: 1.0)
+    telemetry = Telemetry(spans, torch.device("cpu"), 2, lambda: 1.0, aligned=True)
     telemetry.begin()
     for _ in range(2):
         with spans("communication"):
@@ -168,7 +168,7 @@ def test_workers_tell_the_same_and_learn_the_same(workers: list[dict[str, Any]],
 
 def test_a_step_whose_waiting_is_not_told_is_not_divided() -> None:
     spans = Spans(clock=scripted([0.0, 1.0, 3.0, 10.0, 10.0]))
-    telemetry = Telemetry(spans, torch.device("cpu"), 1, True, lambda: 1.0, waits=False)
+    telemetry = Telemetry(spans, torch.device("cpu"), 1, lambda: 1.0, aligned=True, waits=False)
     telemetry.begin()
     with spans("communication"):
         pass

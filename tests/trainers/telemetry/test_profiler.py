@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from lns_ops.tensor import storage_of
 from trainers.config import DataConfig, ModelConfig, PrecisionConfig, TrialConfig
 from trainers.config.profile import ProfileConfig
-from trainers.models.precision import storage_of
 from trainers.telemetry import profiler as profile_module
 from trainers.training.trainer import Training
 
@@ -90,7 +90,7 @@ def test_steps_that_are_none_are_refused(steps: list[int]) -> None:
 
 
 def test_ranks_that_are_none_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"profile.ranks=\[2\], workers=2: .*; use"):
+    with pytest.raises(ValueError, match=r"profile.ranks=\[2\] with workers=2: .*; use"):
         replace(BASE, workers=2, profile=ProfileConfig(steps=[0, 1], ranks=[2]))
     with pytest.raises(ValueError, match=r"profile.ranks=-1: .*; use"):
         ProfileConfig(steps=[0, 1], ranks=[-1])

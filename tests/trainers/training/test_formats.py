@@ -12,11 +12,11 @@ import torch
 
 from lns_ops import LNSTensor
 from lns_ops.formats import microscaling
+from lns_ops.tensor import storage_of
 from tests.trainers.processes import spawned
 from tests.trainers.training.test_trainer import without_speed
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.config.layout import Layout
-from trainers.models.precision import storage_of
 from trainers.training.trainer import Training
 
 BASE = TrialConfig(

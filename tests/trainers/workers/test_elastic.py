@@ -106,7 +106,7 @@ def test_a_group_grows_with_a_node_and_shrinks_when_it_is_lost(
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"min_workers": 3}, "min_workers=3, workers=2"),
+        ({"min_workers": 3}, "min_workers=3 with workers=2"),
         ({"layout": Layout(pp=2, micro_batches=2)}, "min_workers=1 with layout.pp=2"),
         ({"wire": WireConfig(name="int8")}, "min_workers=1 with wire.name=int8"),
         (
@@ -115,7 +115,7 @@ def test_a_group_grows_with_a_node_and_shrinks_when_it_is_lost(
         ),
         (
             {"workers": 4},
-            r"batch_size=128 with min_workers=1, workers=4: 3 workers .* multiple of 12",
+            r"batch_size=128 with min_workers=1, workers=4, .*: any number .* multiple of 12",
         ),
     ],
 )

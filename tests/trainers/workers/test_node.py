@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.trainers.nodes import MADE_UP, SMALL, Driver, plan, reports
-from trainers.config import ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
-from trainers.training.trainer import Training
+from tests.trainers.nodes import MADE_UP, SMALL, Driver, alone, plan, reports
+from trainers.config import ModelConfig, OptimizerConfig, PrecisionConfig
+from trainers.workers.executors import PACKED
 from trainers.workers.messages import (
     BEGAN,
     DIED,
@@ -26,7 +26,6 @@ from trainers.workers.messages import (
     GO,
     HELLO,
     OUT_OF_MEMORY,
-    PACKED,
     REFUSED,
     REPORT,
     STOP,
@@ -36,7 +35,6 @@ from trainers.workers.messages import (
 )
 from trainers.workers.node import Node
 from trainers.workers.out_of_memory import relief
-from trainers.workers.resume import step
 from trainers.workers.worker_process import checkpoints_in
 
 
@@ -50,11 +48,6 @@ def driver() -> Iterator[Driver]:
 def key(request: pytest.FixtureRequest) -> int:
     """A new process's, by the test's name."""
     return abs(hash(request.node.nodeid)) % 10**9
-
-
-def alone(config: TrialConfig) -> list[dict[str, float]]:
-    training = Training(config)
-    return reports([Message(REPORT, "", step(training)) for _ in range(config.epochs)])
 
 
 def how(said: list[Message]) -> str:

@@ -13,8 +13,9 @@ import pytest
 from lns_ops import cuda, get_matmul_accumulation, set_matmul_accumulation
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.training.trainer import Training
-from trainers.workers import packed
-from trainers.workers.resume import step
+from trainers.workers.executors import Context
+from trainers.workers.in_process import InProcess
+from trainers.workers.packed import Host, Packed
 
 BASE = TrialConfig(
     data=DataConfig(name="digits", validation_size=300, train_size=512),
@@ -54,25 +55,29 @@ DEVICES = [
 ]
 
 
-def course(begin: Any, take_step: Any) -> list[dict[str, Any]]:
+def course(trial: InProcess) -> list[dict[str, Any]]:
     """All epochs' metrics, times left out; NaN as text, since it differs from itself."""
-    begin()
     metrics: list[dict[str, Any]] = []
-    while not metrics or not metrics[-1]["done"]:
+    while not metrics or metrics[-1]["done"] != "True":
         metrics.append(
             {
                 name: repr(value)
-                for name, value in take_step().items()
+                for name, value in trial.step().items()
                 if name in ("epoch", "done") or "/" in name
             }
         )
-        metrics[-1]["done"] = metrics[-1]["done"] == "True"
     return metrics
 
 
 def alone(config: TrialConfig) -> list[dict[str, Any]]:
-    training = Training(config)
-    return course(lambda: None, lambda: step(training))
+    trial = InProcess(Context(trial="alone", plan={}))
+    trial.begin(config, [])
+    return course(trial)
+
+
+def beside(host: Host) -> Packed:
+    """A trial that shares this process."""
+    return Packed(Context(trial="beside", plan={}, host=host))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -83,17 +88,16 @@ def test_trials_side_by_side_come_out_as_alone(device: str, tmp_path: Path) -> N
     expected = {name: alone(config) for name, config in trials.items()}
     assert "nan" in str(expected["diverges"])
     assert "nan" not in str(expected["kahan"])
-    shared = packed.Host(trials["kahan"])
+    host = Host()
     together = threading.Barrier(len(trials))
 
     def train(name: str) -> list[dict[str, Any]]:
-        def begin() -> None:
-            shared.begin(name, trials[name], [])
-            together.wait()
-
-        metrics = course(begin, lambda: shared.step(name))
-        shared.save(name, tmp_path / name)
-        shared.end(name)
+        trial = beside(host)
+        trial.begin(trials[name], [])
+        together.wait()
+        metrics = course(trial)
+        trial.save(tmp_path / name)
+        trial.end()
         return metrics
 
     with ThreadPoolExecutor(len(trials)) as threads:
@@ -103,28 +107,25 @@ def test_trials_side_by_side_come_out_as_alone(device: str, tmp_path: Path) -> N
     assert again.epoch == BASE.epochs
 
 
-def test_a_host_takes_only_what_shares_its_process_settings() -> None:
-    shared = packed.Host(BASE)
-    with pytest.raises(ValueError, match="take another host"):
-        shared.begin(
-            "linear sums",
-            replace(BASE, precision=replace(BASE.precision, accumulation="float32")),
-            [],
-        )
+def test_a_process_takes_only_trials_that_share_its_settings() -> None:
+    host = Host()
+    first, other, large = beside(host), beside(host), beside(host)
+    first.begin(BASE, [])
+    with pytest.raises(ValueError, match="use another process"):
+        other.begin(replace(BASE, precision=replace(BASE.precision, accumulation="float32")), [])
     with pytest.raises(ValueError, match="batch_size=100000"):
-        shared.begin("too large", replace(BASE, batch_size=100_000), [])
-    assert shared._trials == {}
+        large.begin(replace(BASE, batch_size=100_000), [])
+    for trial in (first, other, large):
+        trial.end()
+    assert host._trials == 0
 
 
-def test_a_host_of_other_sums_computes_them() -> None:
+def test_a_process_of_other_sums_computes_them() -> None:
     config = replace(BASE, precision=replace(BASE.precision, accumulation="float32"), epochs=1)
     before = get_matmul_accumulation()
+    trial = beside(Host())
     try:
-        shared = packed.Host(config)
-        assert (
-            course(lambda: shared.begin("a", config, []), lambda: shared.step("a"))
-            == alone(config)
-            != alone(replace(BASE, epochs=1))
-        )
+        trial.begin(config, [])
+        assert course(trial) == alone(config) != alone(replace(BASE, epochs=1))
     finally:
         set_matmul_accumulation(before)

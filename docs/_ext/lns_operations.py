@@ -1,0 +1,110 @@
+"""Makes the reference page of torch operations in LNS from the tests' table, the registry of
+``lns_ops.tensor`` and torch's dispatcher."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import lns_ops  # noqa: F401 (registers operations)
+from lns_ops.tensor.registry import HANDLERS, REPLACEMENTS
+from tests.lns_ops.operations import GROUPS
+
+DEVICES = {"CPU": "CPU", "CUDA": "GPU"}
+"""Keys of torch's dispatcher, and what the page calls them."""
+
+
+def topics(table: dict[Any, Callable[..., Any]]) -> dict[str, list[str]]:
+    """Return the names in a table of the registry by the module that computes them."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for operation, handler in table.items():
+        module = inspect.unwrap(handler).__module__
+        found[module.rpartition(".")[2]].add(spelled(operation))
+    return {topic: sorted(names) for topic, names in sorted(found.items())}
+
+
+def spelled(operation: Any) -> str:
+    """Return an aten operator's name without its overload, or a torch function's as it is written
+    in code."""
+    if isinstance(operation, torch._ops.OpOverload):
+        return str(operation.overloadpacket)
+    name = operation.__name__
+    if name == "__set__":
+        return f"torch.Tensor.{operation.__self__.__name__} = ..."
+    if hasattr(operation, "__objclass__") or "Tensor." in operation.__qualname__:
+        return f"torch.Tensor.{name}"
+    place = operation.__module__ or "torch"
+    part = place.removeprefix("torch._C._")  # where torch keeps what it wrote in C++
+    if part == place:
+        return f"{place}.{name}"
+    return f"torch.{'nn.functional' if part == 'nn' else part}.{name.removeprefix(f'{part}_')}"
+
+
+def kernels() -> Iterator[tuple[str, list[str]]]:
+    """Yield the operators on codes, and the devices for which the dispatcher has a kernel."""
+    for name in sorted(torch._C._dispatch_get_all_op_names()):
+        if name.startswith("lns_ops::"):
+            yield (
+                name,
+                [
+                    shown
+                    for key, shown in DEVICES.items()
+                    if torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+                ],
+            )
+
+
+def code(names: list[str]) -> str:
+    """Return names as code, in a cell of a table."""
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def page() -> str:
+    """Return the page of operations."""
+    groups = [
+        f"| {title} | {len(names)} | {meaning} |" for title, (names, meaning) in GROUPS.items()
+    ]
+    forms, replaced = topics(HANDLERS), topics(REPLACEMENTS)
+    by_topic = [
+        f"| `{topic}` | {code(forms.get(topic, []))} | {code(replaced.get(topic, []))} |"
+        for topic in sorted(forms.keys() | replaced.keys())
+    ]
+    on_codes = [f"| `{name}` | {', '.join(devices)} |" for name, devices in kernels()]
+    return "\n".join(
+        [
+            "# Operations in LNS",
+            "Which torch operations have an LNS form, how exact it is, and on which devices.",
+            "",
+            "## How exact",
+            "The same in every LNS format and, but for losses and norms, with the same bits on CPU"
+            " and GPU."
+            " [Operations of LNSTensor](../operations.md) names the operations of each group.",
+            "In a simulated format an operation is torch's own in float32; values are rounded to"
+            " the grid between layers.",
+            "",
+            "| group | operations | result |",
+            "|---|---|---|",
+            *groups,
+            "",
+            "## By topic",
+            "A topic is a file of `lns_ops/tensor/ops`. *aten operators* have an LNS form of their"
+            " own; *torch functions* are replaced as a whole. Everything else is taken apart by"
+            " torch into these, or raises with its name.",
+            "",
+            "| topic | aten operators | torch functions |",
+            "|---|---|---|",
+            *by_topic,
+            "",
+            "## Kernels on codes",
+            "The operators that all of these end in, as torch's dispatcher has them.",
+            "",
+            "| operator | kernels |",
+            "|---|---|",
+            *on_codes,
+            "",
+        ]
+    )

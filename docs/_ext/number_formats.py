@@ -1,0 +1,87 @@
+"""Makes the reference page of number formats from the registry of ``lns_ops.formats``."""
+
+from __future__ import annotations
+
+import math
+
+from lns_ops.formats import Integer, Logarithmic, Microscaling, NumberFormat, Scaled, parse
+from lns_ops.formats.floating_point import FLOATS
+from lns_ops.formats.microscaling import ELEMENTS
+from lns_ops.spec.format import PRESETS
+
+NAMES = (
+    *FLOATS,
+    "fixed(16,8)",
+    "int8",
+    "int8/channel",
+    *ELEMENTS,
+    *PRESETS,
+    "lns(14,7)",
+    "float8_e4m3fn/channel",
+    "lns8/channel",
+)
+"""Every name without parameters, and an example of each kind of name that has some."""
+
+
+def power(value: float) -> str:
+    """Return a number as a power of two; 0 as it is."""
+    return f"2^{math.log2(value):.5g}" if value else "0"
+
+
+def scale_of(fmt: NumberFormat) -> str:
+    """Return what values share a scale."""
+    if isinstance(fmt, Microscaling):
+        return "a power of two for 32 values"
+    if isinstance(fmt, Scaled | Integer):
+        kind = "a power of two" if isinstance(fmt, Scaled) else "a factor"
+        return f"{kind} for each {fmt.granularity}"
+    return "none"
+
+
+def arithmetic_of(fmt: NumberFormat) -> str:
+    """Return in what the products of a network in this format are computed."""
+    if isinstance(fmt, Logarithmic):
+        return "LNS, on codes"
+    if fmt.name == "float32":
+        return "float32"
+    if fmt.name == "float8_e4m3fn":
+        return "simulated; linear layers by `torch._scaled_mm` where there is one"
+    return "simulated: float32"
+
+
+def row(name: str) -> str:
+    """Return a format's row."""
+    fmt = parse(name)
+    error = fmt.error
+    unit = " x largest" if error.scaled else ""
+    step = error.absolute if isinstance(fmt, Logarithmic) else 2 * error.absolute
+    return (
+        f"| `{name}` | {fmt.bits:g} | {power(error.relative)} | {power(error.smallest)}{unit} |"
+        f" {power(error.largest)}{unit} | {power(step)}{unit} | {scale_of(fmt)} |"
+        f" `{str(fmt.storage).removeprefix('torch.')}` | {arithmetic_of(fmt)} |"
+    )
+
+
+def page() -> str:
+    """Return the page of number formats."""
+    return "\n".join(
+        [
+            "# Number formats",
+            "What `lns_ops.formats.parse(name)` says of each name; parameters and scales are"
+            " examples.",
+            "*Unit roundoff* is the largest relative error of rounding to nearest; 0 where steps"
+            " are even.",
+            "*Smallest step* is the distance of neighbours near zero; for LNS without a scale the"
+            " smallest magnitude, below which there is zero.",
+            "Where a scale is shared, magnitudes are in units of the largest that shares it.",
+            "",
+            "| name | bits | unit roundoff | smallest | largest | smallest step | scale | stored as"
+            " | computed in |",
+            "|---|---|---|---|---|---|---|---|---|",
+            *map(row, NAMES),
+            "",
+            "Every name takes `/tensor` or `/channel` where it has no scale of its own."
+            " What each costs is [measured](../benchmarks/formats.md).",
+            "",
+        ]
+    )

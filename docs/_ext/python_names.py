@@ -1,0 +1,55 @@
+"""Makes the reference page of public Python names, whose docstrings Sphinx's autodoc reads."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import lns_ops
+from lns_ops import formats, optim, serialization
+from study import api
+from study.config import compose
+from study.ledger import log, state
+from study.plan import plan
+
+STUDY = {
+    compose: ["load"],
+    plan: ["make_plan", "Plan", "PlannedTrial"],
+    api: ["run_study", "View", "Outcome"],
+    log: ["read_ledger", "Follower"],
+    state: ["fold", "StudyState", "TrialState"],
+}
+"""What a script needs of ``study``: a config, its plan, a run of it, and what a ledger holds."""
+
+
+def directive(module: ModuleType, name: str) -> str:
+    """Return the autodoc directive of a name; "" for what is neither a class nor a function."""
+    value: Any = getattr(module, name)
+    if inspect.isclass(value):
+        return f".. autoclass:: {module.__name__}.{name}\n   :members:\n"
+    return f".. autofunction:: {module.__name__}.{name}\n" if inspect.isfunction(value) else ""
+
+
+def section(title: str, module: ModuleType, names: list[str]) -> Iterator[str]:
+    """Yield a section of names."""
+    found = [text for name in names if (text := directive(module, name))]
+    yield f"## {title}\n```{{eval-rst}}\n" + "\n".join(found) + "```\n"
+
+
+def page() -> str:
+    """Return the page of Python names."""
+    head = (
+        "# Python\nThe public names, from their docstrings. `import study` itself has none: its"
+        " modules below are what a script needs.\n"
+    )
+    parts = [
+        *section("`lns_ops`", lns_ops, lns_ops.__all__),
+        *section("`lns_ops.optim`", optim, optim.__all__),
+        *section("`lns_ops.formats`", formats, formats.__all__),
+        *section("`lns_ops.serialization`", serialization, ["save_file", "load_file"]),
+    ]
+    for module, names in STUDY.items():
+        parts += section(f"`{module.__name__}`", module, names)
+    return "\n".join([head, *parts])

@@ -1,0 +1,116 @@
+"""Writes the page of what a trial's keys refuse together, from the table that refuses it
+(:data:`trainers.config.compatibility.RULES`).
+
+Its matrices are computed: every pair of choices is a config that the rules are asked about.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from study.config.keys import apply
+from trainers.config import TrialConfig
+from trainers.config.compatibility import RULES, Rule
+from trainers.config.validation import show
+
+Choice = Mapping[str, Any]
+
+BASE = TrialConfig().to_dict() | {"workers": 4, "batch_size": 120}
+"""A trial in which every choice alone is right: four workers, two hidden layers."""
+BASE["model"]["hidden"] = [512, 512]
+
+LAYOUTS: tuple[Choice, ...] = (
+    {"layout.pp": 2, "layout.micro_batches": 2},
+    {"layout.tp": 2},
+    {"layout.fsdp": True},
+    {"min_workers": 2},
+)
+PRECISIONS: tuple[Choice, ...] = (
+    {"precision.format": "lns12"},
+    {"precision.format": "lns12", "precision.scope": "matmul"},
+    {"precision.format": "bfloat16"},
+    {"precision.format": "float16"},
+    {"autocast": "bfloat16"},
+    {"autocast": "float16", "device": "cuda"},
+)
+EXCHANGES: tuple[Choice, ...] = (
+    {"sync.name": "local_sgd"},
+    {"sync.name": "diloco"},
+    {"sync.name": "elastic"},
+    {"sync.name": "final_average"},
+    {"sync.name": "ensemble"},
+    {"sync.name": "asynchronous"},
+    {"wire.name": "float32"},
+    {"wire.name": "lns16", "wire.sum": "lns"},
+    {"wire.name": "int8"},
+    {"wire.name": "powersgd"},
+    {"wire.bucket_cap_mb": 25.0},
+)
+
+
+def allowed(*choices: Choice) -> bool:
+    """Tell whether a trial may make these choices together."""
+    values = BASE
+    for choice in choices:
+        values = apply(values, choice)
+    try:
+        TrialConfig.from_dict(values)
+    except ValueError:
+        return False
+    return True
+
+
+def label(choice: Choice) -> str:
+    """Return a choice as a command spells it."""
+    return " ".join(f"`{key}={show(value)}`" for key, value in choice.items())
+
+
+def matrix(columns: tuple[Choice, ...], rows: tuple[Choice, ...]) -> str:
+    """Return a table of which choices go together."""
+    lines = [["", *map(label, columns)], ["---"] * (len(columns) + 1)]
+    lines += [
+        [label(row), *("yes" if allowed(row, column) else "**no**" for column in columns)]
+        for row in rows
+    ]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def text(template: str) -> str:
+    """Return a text of a rule as Markdown, with the names of keys in the place of their values."""
+    names = re.sub(r"\{([\w.]+)\}", r"\1", template)
+    return re.sub(r"\b([a-z_]+\.[a-z_.]+[a-z]|\w+_\w+|[a-z_.]+=\w+)(=\w+)?", r"`\g<0>`", names)
+
+
+def section(key: str, rules: list[Rule]) -> str:
+    """Return the table of the rules whose first key is ``key``."""
+    rows = [
+        f"| {', '.join(f'`{other}`' for other in rule.keys[1:])} | {text(rule.because)} |"
+        f" {text(rule.use)} |"
+        for rule in rules
+    ]
+    return "\n".join([f"### `{key}`", "| with | why not | use instead |", "|---|---|---|", *rows])
+
+
+def page() -> str:
+    """Return the page."""
+    grouped: dict[str, list[Rule]] = {}
+    for rule in RULES:
+        grouped.setdefault(rule.keys[0], []).append(rule)
+    return (
+        "\n\n".join(
+            [
+                "# Which keys go together\nA trial whose keys contradict each other is refused"
+                " before any work starts; a search leaves such points out.",
+                "## Choices in pairs\nFour workers and two hidden layers, each choice beside the"
+                " defaults. First the layouts, then the precisions, against the rest.",
+                matrix(LAYOUTS, PRECISIONS + EXCHANGES),
+                matrix(PRECISIONS, EXCHANGES),
+                "## Rules\nA rule is listed under the first of its keys; names stand for their"
+                " values.",
+                *(section(key, rules) for key, rules in grouped.items()),
+            ]
+        )
+        + "\n"
+    )

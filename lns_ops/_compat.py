@@ -1,0 +1,123 @@
+"""Every private name of another library that this package uses, each with its reason and the
+version it was seen with.
+
+Names are bound when this module is imported, so that no call goes through a function of ours.
+``tests/lns_ops/test_compat.py`` says which one a new version has changed. aten operators whose
+names begin with an underscore stay where they are handled (:mod:`lns_ops.tensor.ops`): dispatch
+has no other names for them, and without one the import fails.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from operator import attrgetter, methodcaller
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _mode_utils, _pytree
+
+# --- torch: LNSTensor and its dispatch
+
+make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+"""Makes a tensor without memory; torch's guide to subclasses calls it, nothing public does (torch
+2.13)."""
+DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
+"""Context in which torch functions are torch's own; torch's guide to subclasses enters it, nothing
+public does (torch 2.13)."""
+no_dispatch = _mode_utils.no_dispatch
+"""Context in which an operator acts on the wrapper alone, for its shape and strides; nothing public
+does (torch 2.13)."""
+tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
+"""Walk nested arguments; torch has no public ones (torch 2.13)."""
+tensor_text: Callable[[torch.Tensor, int], str] = torch._tensor_str._tensor_str
+"""Writes a tensor's values, indented; ``repr`` adds a name, a dtype and a device (torch 2.13)."""
+pack_padded_sequence, pad_packed_sequence = (
+    torch._pack_padded_sequence,
+    torch._pad_packed_sequence,
+)
+pad_sequence = torch._C._nn.pad_sequence
+"""What :mod:`torch.nn.utils.rnn` calls with tensor subclasses, so what must be replaced for them
+(torch 2.13)."""
+
+
+def written_arguments(operator: Any) -> list[Any]:
+    """Return the arguments that an aten operator writes to; only its schema tells (torch 2.13)."""
+    return [
+        argument
+        for argument in operator._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+# --- torch: layers and optimizers
+
+scaled_mm = torch._scaled_mm
+"""The product of float8 matrices; ``torch.nn.functional.scaled_mm`` took 112 microseconds a call
+instead of 81, of 16 x 32 values on a CPU, and was never tried on a GPU (torch 2.13)."""
+reversed_padding: Callable[[Any], list[int]] = attrgetter("_reversed_padding_repeated_twice")
+"""The padding of a convolution as ``torch.nn.functional.pad`` wants it; the layer works it out for
+itself alone (torch 2.13)."""
+
+
+def remove_forward_hooks(module: nn.Module, kinds: tuple[type, ...]) -> None:
+    """Remove a module's own forward hooks and pre-hooks of these types.
+
+    A public handle of each would have to be kept, copied and pickled with the module (torch 2.13).
+    """
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in list(hooks.items()):
+            if isinstance(hook, kinds):
+                del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+COMPILER = "torch._dynamo"
+"""The module of torch's compiler, which ``torch.compiler.allow_in_graph`` imports (torch 2.13)."""
+
+
+def without_compiler(method: Any) -> Any:
+    """Return a method of torch's Optimizer without the wrapper that keeps the compiler out of it,
+    where no compiler is loaded.
+
+    The wrapper loads the compiler first, which takes a process two seconds (torch 2.13).
+    """
+    if COMPILER in sys.modules:
+        return method
+    return inspect.unwrap(method.__func__).__get__(method.__self__)
+
+
+# --- CUDA: before every launch of a kernel
+
+
+def _handle_of_current_stream(device: int) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""``torch.cuda.current_device()``, which asks first whether CUDA is there (torch 2.13)."""
+current_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", _handle_of_current_stream
+)
+"""CUDA's handle of a device's current stream, for which torch's public function makes an object
+(torch 2.13)."""
+
+
+def cupy_driver() -> Any:
+    """Import CuPy's way to CUDA's driver, which launches with arguments packed already; a public
+    ``RawKernel`` packs them one by one at every launch (CuPy 14.2)."""
+    from cupy_backends.cuda.api import driver
+
+    return driver
+
+
+# --- numba: machine code of its own
+
+NO_REFERENCE_COUNTS = {"_nrt": False}
+"""Option of numba's decorators: without it code refers to numba's runtime, and no object file of it
+can be loaded by itself (numba 0.68)."""
+struct_value: Callable[[Any], Any] = methodcaller("_getvalue")
+"""The LLVM value of a structure; numba's guide to intrinsics calls it, nothing public does (numba
+0.68)."""

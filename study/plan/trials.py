@@ -1,0 +1,213 @@
+"""The trials of a plan: the base that a row's trials share, and each trial with its id."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from study.config import RowConfig, StudyConfig
+from study.config.compose import override_trial
+from study.config.keys import apply
+from study.config.space import Params, describe
+from study.plan.identity import trial_id
+from trainers.config import DataConfig, TrialConfig
+from trainers.config.validation import fits
+from trainers.user_code import digest_source, names_code
+from trainers.workers.resources import choose_share, parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedTrial:
+    """One trial to run.
+
+    Attributes:
+        id: hash of ``config``.
+        row: label of its row.
+        seed: its seed.
+        config: its complete config.
+        number: number of the configuration in its row, from 1; None if nothing is searched.
+        params: sampled values by dotted key.
+        asked: notes of an adaptive algorithm that proposed the values; it needs them again when the
+            study is continued.
+    """
+
+    id: str
+    row: str
+    seed: int
+    config: TrialConfig
+    number: int | None = None
+    params: Params = dataclasses.field(default_factory=dict)
+    asked: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a plain nested dict of JSON values."""
+        values: dict[str, Any] = {
+            "id": self.id,
+            "row": self.row,
+            "seed": self.seed,
+            "config": self.config.to_dict(),
+        }
+        if self.number is not None:
+            values |= {"number": self.number, "params": self.params}
+        return values | {"asked": self.asked} if self.asked else values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Excluded:
+    """A configuration that makes no valid trial, with the rule that it breaks."""
+
+    row: str
+    params: Params
+    reason: str
+
+    @property
+    def rule(self) -> str:
+        """The reason without the values before it, which differ from point to point."""
+        return self.reason.partition(": ")[2] or self.reason
+
+    def __str__(self) -> str:
+        return f"{self.row}: {describe(self.params)}: {self.reason}"
+
+
+def resolve_data(config: DataConfig, download: bool = True) -> DataConfig:
+    """Return the data config with concrete name, folder and sizes.
+
+    The import is inside because it loads torch.
+    """
+    from trainers.data import resolve
+
+    return resolve(config, download=download)
+
+
+class Base:
+    """The common part of a row's trials: the base trial with the row's overrides.
+
+    Raises:
+        ValueError: the overrides fit no trial, or the row's data cannot be found.
+    """
+
+    def __init__(self, study: StudyConfig, row: RowConfig, download: bool = True) -> None:
+        self.study, self.row = study, row
+        try:
+            self._values = override_trial(study.trial.to_dict(), row.overrides)
+            refuse_seed("seed", self._values["seed"])
+            data = DataConfig(**self._values["data"])
+        except ValueError as error:
+            raise ValueError(f"row {row.label!r}: {error}") from None
+        if data != study.trial.data:
+            self._values["data"] = dataclasses.asdict(resolve_data(data, download))
+
+    @property
+    def data(self) -> DataConfig:
+        """Config of the row's data."""
+        return DataConfig(**self._values["data"])
+
+    def values(self, params: Params) -> dict[str, Any]:
+        """Return a trial's nested dict with ``params`` set, which may make no valid trial."""
+        return apply(self._values, params)
+
+    def trial(
+        self, seed: int, number: int | None = None, params: Params | None = None
+    ) -> PlannedTrial:
+        """Return the trial with the sampled ``params`` and the seed.
+
+        Raises:
+            ValueError: the result is no valid trial.
+        """
+        try:
+            values = self.values(params or {}) | {"seed": seed}
+            config = with_code(TrialConfig.from_dict(values))
+        except ValueError as error:
+            raise ValueError(f"row {self.row.label!r}: {error}") from None
+        if self.study.address is None:
+            _check_memory(self.row, config)
+        if config.device == "auto":
+            config = dataclasses.replace(config, device=_auto_device(config))
+        if config.device == "cuda" and config.workers == 1 and config.gpus is None:
+            config = dataclasses.replace(config, gpus=choose_share(config))
+        return PlannedTrial(
+            id=trial_id(config),
+            row=self.row.label,
+            seed=seed,
+            config=config,
+            number=number,
+            params=params or {},
+        )
+
+    def exclude(self, params: Params, error: ValueError) -> Excluded:
+        """Return the note that ``params`` make no valid trial, with the reason."""
+        return Excluded(
+            row=self.row.label,
+            params=params,
+            reason=str(error).removeprefix(f"row {self.row.label!r}: "),
+        )
+
+
+def with_code(config: TrialConfig) -> TrialConfig:
+    """Note the digests of the user's code that a trial names; other code makes another trial.
+
+    Raises:
+        ValueError: there is no such code.
+    """
+    for part in ("model", "data"):
+        named = getattr(config, part)
+        if names_code(named.name):
+            code = digest_source(f"{part}.name", named.name)
+            config = dataclasses.replace(config, **{part: dataclasses.replace(named, code=code)})
+    return config
+
+
+def _check_memory(row: RowConfig, config: TrialConfig) -> None:
+    """Refuse a model whose weights and gradients do not fit this machine.
+
+    If trials compute on a GPU, the gradients are in the GPU's own memory and do not count.
+    """
+    codes = config.precision.lns_format is not None and config.precision.scope == "everywhere"
+    count = parameters(config)
+    fits(
+        f"row {row.label!r}: model.hidden={config.model.hidden}, {count:.3g} parameters",
+        count * (4 if codes or config.device != "cpu" else 8),
+        "use a smaller model.hidden or model.channels, or address=... for a cluster with larger"
+        " machines",
+    )
+
+
+def _auto_device(config: TrialConfig) -> str:
+    """Return ``cuda`` if this machine has a GPU that the trial can use, else ``cpu``.
+
+    The import is inside because it loads torch.
+    """
+    from trainers.training.device import resolve_device
+
+    return resolve_device("auto") if config.workers == 1 else "cpu"
+
+
+def refuse_seed(key: str, value: int) -> None:
+    if value != TrialConfig.seed:
+        raise ValueError(
+            f"{key}={value}: every row runs with every one of the study's seeds; use"
+            f" seeds=[{value}]"
+        )
+
+
+def refuse_twins(trials: Iterable[PlannedTrial], entered: dict[str, PlannedTrial]) -> None:
+    """Refuse trials with equal ids.
+
+    Equal ids are equal work: it would be trained twice into one folder and counted as two trials.
+
+    Args:
+        trials: trials to enter.
+        entered: trials entered before, by id; ``trials`` are added to it.
+
+    Raises:
+        ValueError: a trial has been entered before.
+    """
+    for trial in trials:
+        twin = entered.setdefault(trial.id, trial)
+        if twin is not trial:
+            raise ValueError(
+                f"rows {twin.row!r} and {trial.row!r} with seed {trial.seed}: both are the same"
+                " trial; change the overrides of one or drop it"
+            )

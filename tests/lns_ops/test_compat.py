@@ -1,0 +1,204 @@
+"""Private names of other libraries still are what this package takes them for; each failure names
+the library that changed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from numba.core.registry import cpu_target
+from torch import Tensor, nn
+from torch.nn.utils import rnn
+
+from lns_ops import LNSTensor, _compat, cuda
+from lns_ops.cpu.compiler import object_cache
+from lns_ops.cpu.compiler.intrinsics import helper, processor, scratch
+
+aten = torch.ops.aten
+
+
+class _Seen(Tensor):
+    """A subclass that notes what torch calls it with."""
+
+    functions: list[Any] = []  # noqa: RUF012
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.functions.append(func)
+        with _compat.DisableTorchFunction():
+            return func(*args, **(kwargs or {}))
+
+
+def test_torch_makes_tensors_without_memory() -> None:
+    made = _compat.make_wrapper_subclass(LNSTensor, (2, 3), dtype=torch.float32)
+    assert (type(made), made.shape, made.dtype) == (LNSTensor, (2, 3), torch.float32), (
+        "torch: Tensor._make_wrapper_subclass makes something else"
+    )
+
+
+def test_torch_functions_can_be_torchs_own() -> None:
+    x = torch.ones(2).as_subclass(_Seen)
+    _Seen.functions.clear()
+    with _compat.DisableTorchFunction():
+        y = torch.add(x, 1.0)
+    assert _Seen.functions == [], "torch: DisableTorchFunctionSubclass still asks the subclass"
+    assert y.tolist() == [2.0, 2.0]
+
+
+def test_torch_operators_can_act_on_the_wrapper_alone() -> None:
+    x = LNSTensor.from_float(torch.ones(2, 3))
+    with _compat.no_dispatch():
+        aten.t_.default(x)
+    assert (x.shape, x.codes.shape) == ((3, 2), (2, 3)), (
+        "torch: no_dispatch goes to the subclass, or leaves the wrapper's shape"
+    )
+
+
+def test_torch_walks_nested_arguments() -> None:
+    nested = ([1, (2,)], {"a": 3})
+    assert _compat.tree_map(lambda n: 2 * n, nested) == ([2, (4,)], {"a": 6}), (
+        "torch: tree_map visits other leaves"
+    )
+    assert _compat.tree_leaves(nested) == [1, 2, 3], "torch: tree_leaves visits other leaves"
+
+
+def test_torch_writes_values_without_a_name() -> None:
+    assert _compat.tensor_text(torch.tensor([1.0, 2.5]), 10) == "[1.0000, 2.5000]", (
+        "torch: _tensor_str writes tensors otherwise"
+    )
+
+
+def test_torch_packs_sequences_by_the_functions_that_are_replaced() -> None:
+    long, short = torch.ones(3).as_subclass(_Seen), torch.ones(2).as_subclass(_Seen)
+    _Seen.functions.clear()
+    padded = rnn.pad_sequence([long, short]).as_subclass(_Seen)
+    packed = rnn.pack_padded_sequence(padded, torch.tensor([3, 2]))
+    rnn.pad_packed_sequence(packed._replace(data=packed.data.as_subclass(_Seen)))
+    wanted = {_compat.pack_padded_sequence, _compat.pad_packed_sequence, _compat.pad_sequence}
+    assert wanted <= set(_Seen.functions), (
+        f"torch: torch.nn.utils.rnn does not call {wanted - set(_Seen.functions)}"
+    )
+
+
+def test_torch_operators_say_what_they_write_to() -> None:
+    operators = (aten.add.Tensor, aten.add_.Tensor, aten.add.out)
+    written = [[a.name for a in _compat.written_arguments(each)] for each in operators]
+    assert written == [[], ["self"], ["out"]], "torch: schemas say otherwise what is written to"
+
+
+def test_torch_multiplies_float8() -> None:
+    x, y = torch.ones(16, 32).to(torch.float8_e4m3fn), torch.ones(16, 32).to(torch.float8_e4m3fn)
+    scale = torch.tensor(0.5)
+    out = _compat.scaled_mm(x, y.t(), scale, scale, out_dtype=torch.float32, use_fast_accum=False)
+    assert out.unique().tolist() == [8.0], "torch: _scaled_mm scales otherwise"
+
+
+@pytest.mark.parametrize("padding", ["same", (1, 2)])
+def test_torch_convolutions_know_their_padding(padding: Any) -> None:
+    layer = nn.Conv2d(1, 1, (2, 4), padding=padding, padding_mode="circular", bias=False)
+    x = torch.randn(1, 1, 5, 6)
+    padded = F.pad(x, _compat.reversed_padding(layer), mode="circular")
+    assert torch.equal(F.conv2d(padded, layer.weight), layer(x)), (
+        "torch: convolutions keep their padding otherwise"
+    )
+
+
+def test_torch_modules_hold_their_hooks() -> None:
+    class Hook:
+        calls = 0
+
+        def __call__(self, *arguments: Any) -> None:
+            self.calls += 1
+
+    gone, stays, module = Hook(), [], nn.Identity()
+    module.register_forward_pre_hook(gone, with_kwargs=True)
+    module.register_forward_hook(gone)
+    module.register_forward_pre_hook(lambda module, arguments: stays.append(arguments))
+    _compat.remove_forward_hooks(module, (Hook,))
+    module(1)
+    assert (gone.calls, stays) == (0, [(1,)]), "torch: modules hold their forward hooks otherwise"
+
+
+COMPILER = f"""
+import sys, torch, lns_ops
+from lns_ops.tensor import dynamo
+parameters = [torch.nn.Parameter(torch.ones(2))]
+lns_ops.optim.SGD(parameters, lr=0.1).zero_grad()
+print({_compat.COMPILER!r} in sys.modules)
+torch.optim.SGD(parameters, lr=0.1)
+print({_compat.COMPILER!r} in sys.modules, len(dynamo._waiting))
+"""
+
+
+def test_torch_optimizers_load_the_compiler() -> None:
+    """The compiler is what both :mod:`lns_ops.optim` and :mod:`lns_ops.tensor.dynamo` keep out."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILER], capture_output=True, text=True, check=True
+    )
+    ours, theirs = done.stdout.splitlines()
+    assert ours == "False", "torch: Optimizer wraps its methods otherwise, ours load the compiler"
+    assert theirs == "True 0", (
+        "torch: its optimizers load no compiler any more (without_compiler can go), or the compiler"
+        " was not told of the functions that wait for it"
+    )
+
+
+def test_torch_names_the_current_device_and_stream() -> None:
+    """The file of types lists them in builds without CUDA, too."""
+    stub = (Path(torch.__file__).parent / "_C" / "__init__.pyi").read_text()
+    for line in (
+        "def _cuda_getDevice() -> _int",
+        "def _cuda_getCurrentRawStream(device: _int) -> _int",
+    ):
+        assert line in stub, f"torch: there is no `{line}`, launches take the slower public way"
+
+
+@pytest.mark.skipif(bool(cuda.unavailable()), reason="no CUDA backend")
+def test_cuda_launches_where_torch_computes() -> None:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        assert _compat.current_device() == torch.cuda.current_device(), "torch: another device"
+        assert _compat.current_stream(_compat.current_device()) == stream.cuda_stream, (
+            "torch: _cuda_getCurrentRawStream is not CUDA's handle"
+        )
+    assert callable(_compat.cupy_driver().launchKernel), "CuPy: cupy_backends launches otherwise"
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+@pytest.mark.parametrize("options", [{}, _compat.NO_REFERENCE_COUNTS])
+def test_numba_leaves_reference_counts_out(options: dict[str, Any]) -> None:
+    compiled = numba.njit("int16[::1](int16[::1])", **options)(_same)
+    (code,) = compiled.inspect_llvm().values()
+    assert ("NRT_incref" in code) == (not options), "numba: the option _nrt does something else"
+
+
+def test_numba_structures_have_a_value() -> None:
+    @helper
+    def squares(n: int) -> int:
+        values = scratch(n, np.int64)
+        for i in range(n):
+            values[i] = i * i
+        return values.sum()
+
+    assert squares(5) == 30, "numba: arrays are made otherwise of their parts"
+
+
+def test_numba_compiles_for_the_processor_that_machine_code_is_kept_for() -> None:
+    assert processor()[1] == cpu_target.target_context.codegen()._tm_features, (
+        "numba: it compiles for other features"
+    )
+
+
+def test_numpy_arrays_lie_in_memory_as_kernels_read_them() -> None:
+    """It raises what is wrong."""
+    object_cache._check_array_layout.__wrapped__()

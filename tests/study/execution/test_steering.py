@@ -1,0 +1,151 @@
+"""Studies that are steered, by schedulers, limits and wishes, and trials that hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+
+from study.api import run_study
+from study.execution.control import POLL_SECONDS, Wish, ask
+from study.ledger.lines import Event
+from study.ledger.state import FINISHED, PLANNED, STOPPED
+from study.results.summary import summarise
+from tests.study.conftest import SilentView
+from tests.study.execution.conftest import Tiny, count_reports, results, run
+
+SEARCH = [
+    "rows=[{label: a}, {label: b, overrides: {precision.format: lns12}}]",
+    "baseline=null",
+    "space={optimizer.lr: {loguniform: [0.001, 1.0]}}",
+    "trial.epochs=4",
+]
+
+
+@pytest.mark.slow
+def test_a_scheduler_ends_trials_early_and_a_second_run_leaves_them(tiny: Tiny) -> None:
+    study = tiny("asha", *SEARCH, "search={num_samples: 8, scheduler: asha, reduction_factor: 2}")
+    outcome, _ = run(study)
+    states = [trial.status for trial in outcome.state.trials]
+    assert set(states) == {FINISHED, STOPPED}
+    early = [trial for trial in outcome.state.trials if trial.status == STOPPED]
+    assert all(
+        1 <= trial.epoch < 4 and trial.stopped_by == "asha" and not trial.test for trial in early
+    )
+    best = {row.label: row.params["optimizer.lr"] for row in summarise(outcome.state).rows}
+    lowest = min(
+        (t for t in outcome.state.trials if t.status == FINISHED and t.row == "a"),
+        key=lambda t: t.metric("validation/error")[4],
+    )
+    assert best["a"] == lowest.params["optimizer.lr"]
+    again, view = run(study)
+    assert [event["event"] for event in view.events] == ["ended"]
+    assert results(again.state) == results(outcome.state)
+
+
+@pytest.mark.slow
+def test_an_adaptive_search_that_was_broken_off_goes_on(tiny: Tiny) -> None:
+    """Interrupted after a few trials: what was proposed is kept, and as many follow as are
+    missing."""
+    study = tiny("tpe", *SEARCH, "search={num_samples: 5, algorithm: tpe}", "trial.epochs=2")
+    finished: list[str] = []
+
+    def interrupt(event: Event) -> None:
+        if event["event"] == "finished":
+            finished.append(event["trial"])
+            if len(finished) == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(study, interrupt)
+    outcome, view = run(study)
+    assert [trial.status for trial in outcome.state.trials] == [FINISHED] * 10
+    assert not {event["trial"] for event in view.events if event["event"] == "started"} & set(
+        finished[:3]
+    )
+    assert set(count_reports(study).values()) == {1}
+    assert {(trial.row, trial.number) for trial in outcome.state.trials} == {
+        (row, n) for row in "ab" for n in range(1, 6)
+    }
+
+
+@pytest.mark.slow
+def test_a_limit_stops_a_study_and_the_same_command_goes_on(tiny: Tiny) -> None:
+    study = tiny("limited", *SEARCH, "search.num_samples=3", "limits.trials=2")
+    said: list[str] = []
+    outcome = run_study(study, SilentView(), said.append)
+    assert sum(trial.status == FINISHED for trial in outcome.state.trials) == 2
+    assert outcome.state.outcome == "stopped"
+    assert any("limits.trials=2 reached" in line for line in said)
+    outcome, _ = run(tiny("limited", *SEARCH, "search.num_samples=3"))
+    assert all(trial.status == FINISHED for trial in outcome.state.trials)
+    assert outcome.state.outcome == "finished"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("wish", "ended"), [(Wish.STOP, FINISHED), (Wish.CANCEL, "running")])
+def test_stop_lets_trials_end_and_cancel_does_not(tiny: Tiny, wish: Wish, ended: str) -> None:
+    study = tiny(f"asked to {wish.name}", "trial.epochs=60", "seeds=[0,1,2]", "limits.failures=3")
+    asked: list[str] = []
+
+    def ask_once(event: Event) -> None:
+        if event["event"] == "report" and event["epoch"] == 2 and not asked:
+            asked.append(event["trial"])
+            ask(study.folder, wish=wish)
+            time.sleep(POLL_SECONDS)
+
+    outcome, _ = run(study, ask_once)
+    assert outcome.state.outcome == "stopped"
+    assert outcome.state.known[asked[0]].status == ended
+    assert any(trial.status == PLANNED for trial in outcome.state.trials)
+    if wish == Wish.CANCEL:
+        assert outcome.state.known[asked[0]].epoch < 60
+
+
+@pytest.mark.slow
+def test_a_paused_study_begins_nothing_until_it_is_resumed(tiny: Tiny) -> None:
+    study = tiny("paused", "trial.epochs=2", "seeds=[0,1,2]")
+    resumed: list[float] = []
+    reported: set[str] = set()
+
+    def pause_once(event: Event) -> None:
+        if event["event"] == "report":
+            reported.add(event["trial"])
+        # both processes are up; nothing that was handed out before is still starting
+        if len(reported) == 2 and not resumed:
+            ask(study.folder, wish=Wish.PAUSE, limits={"trials": 5, "hours": 3.0})
+            time.sleep(POLL_SECONDS)
+            resumed.append(time.time() + 4)
+            threading.Timer(4, ask, [study.folder], {"wish": Wish.RUN}).start()
+
+    outcome, view = run(study, pause_once)
+    begun = [event["time"] for event in view.events if event["event"] == "started"]
+    assert not [at for at in begun if resumed[0] - 3 < at < resumed[0]]
+    assert [at for at in begun if at >= resumed[0]]
+    assert sum(trial.status == FINISHED for trial in outcome.state.trials) == 5
+    assert outcome.state.limits == {"trials": 5, "hours": 3.0}
+
+
+@pytest.mark.slow
+def test_a_trial_that_hangs_is_killed_and_started_again(tiny: Tiny) -> None:
+    """Stopped (SIGSTOP) after its second epoch, a process reports no more; after the heartbeat
+    another one ends its trial."""
+    undisturbed, _ = run(tiny("no hang", "rows=[{label: float32}]", "baseline=null"))
+    stopped: list[int] = []
+
+    def hang_once(event: Event) -> None:
+        if event["event"] == "report" and event["epoch"] == 2 and not stopped:
+            stopped.append(event["pid"])
+            os.kill(event["pid"], signal.SIGSTOP)
+
+    outcome, view = run(
+        tiny("hang", "rows=[{label: float32}]", "baseline=null", "heartbeat=20"), hang_once
+    )
+    (again,) = [event for event in view.events if event["event"] == "restarted"]
+    assert again["error"] == "no report for 20 s, so its process was killed (heartbeat)"
+    assert results(outcome.state) == results(undisturbed.state)
+    assert not psutil.pid_exists(stopped[0])

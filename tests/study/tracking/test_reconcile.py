@@ -1,0 +1,301 @@
+"""MLflow compared with the ledger, and mended."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from study.cli import main
+from study.config import OUTSIDE
+from study.config.keys import apply
+from study.ledger.log import FILE
+from study.plan.identity import trial_id
+from study.tracking.payload import KEY_TAG
+from study.tracking.reconcile import reconcile
+from study.tracking.runs import runs_with_key
+from study.tracking.writer import connect
+from tests.study.conftest import made_up_events, write_ledger
+from tests.study.servers import Server
+from tests.study.tracking.conftest import Tiny, break_store, is_equal, runs_of, send
+from trainers.config import TrialConfig
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        (
+            "DELETE FROM metrics WHERE run_uuid='{run}' AND key='train/loss' AND step=2",
+            "lacks train/loss at step 2",
+        ),
+        (
+            "UPDATE metrics SET value=7 WHERE run_uuid='{run}' AND key='train/loss' AND step=2",
+            "train/loss = 7.0 at step 2",
+        ),
+        ("DELETE FROM params WHERE run_uuid='{run}' AND key='epochs'", "lacks param epochs"),
+        ("UPDATE params SET value='9' WHERE run_uuid='{run}' AND key='epochs'", "param epochs = 9"),
+        (
+            "UPDATE runs SET status='RUNNING' WHERE run_uuid='{run}'",
+            r"its end \(FINISHED; it is RUNNING\)",
+        ),
+        ("UPDATE runs SET lifecycle_stage='deleted' WHERE run_uuid='{run}'", "lacks its run"),
+        (
+            (
+                "UPDATE tags SET value='abc123/stranger' WHERE run_uuid='{run}' AND"
+                " key='lns_study.key'"
+            ),
+            "belongs to no trial",
+        ),
+    ],
+)
+def test_reconcile_finds_and_mends(
+    tracked: Tiny, capsys: pytest.CaptureFixture[str], statement: str, said: str
+) -> None:
+    study = tracked("reconciled")
+    if not (study.folder / FILE).exists():
+        send(study, made_up_events(study))
+    _, _, (run, *_) = runs_of(study)
+    break_store(study, statement.format(run=run.info.run_id))
+    words = [
+        "reconcile",
+        "reconciled",
+        "--storage",
+        study.storage,
+        "--tracking-uri",
+        study.tracking,
+    ]
+    assert main([*words, "--check"]) == 1
+    assert re.search(said, capsys.readouterr().out)
+    assert main(words) == 0
+    assert "2 runs" in capsys.readouterr().out
+    assert main([*words, "--check"]) == 0
+
+
+LACKS = [
+    (
+        "DELETE FROM metrics WHERE run_uuid='{run}' AND key='train/loss' AND step=2",
+        "lacks train/loss at step 2",
+    ),
+    (
+        "DELETE FROM metrics WHERE run_uuid='{run}' AND key='cfg/optimizer.lr'",
+        "lacks cfg/optimizer.lr at step 0",
+    ),
+    ("DELETE FROM params WHERE run_uuid='{run}' AND key='epochs'", "lacks param epochs"),
+    ("INSERT INTO tags VALUES ('error', 'stale', '{run}')", "the tag error"),
+    (
+        "UPDATE tags SET value='x' WHERE run_uuid='{run}' AND key='mlflow.parentRunId'",
+        "the parent run",
+    ),
+]
+
+
+@pytest.mark.parametrize(("statement", "said"), LACKS)
+def test_sync_finds_and_mends_what_a_run_that_ended_lacks(
+    tracked: Tiny, capsys: pytest.CaptureFixture[str], statement: str, said: str
+) -> None:
+    study = tracked("synchronised")
+    if not (study.folder / FILE).exists():
+        send(study, made_up_events(study))
+    run = runs_of(study)[2][0].info.run_id
+    break_store(study, statement.format(run=run))
+    words = [study.slug, "--storage", study.storage]
+    assert main(["reconcile", *words, "--check"]) == 1
+    assert said in capsys.readouterr().out
+    assert main(["sync", *words]) == 0
+    assert "MLflow has everything" in capsys.readouterr().out
+    assert is_equal(study)
+    assert run in {run.info.run_id for run in runs_of(study)[2]}
+
+
+def test_sync_deletes_nothing_and_names_what_is_too_much(
+    tracked: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = tracked("synchronised with more")
+    send(study, made_up_events(study))
+    run = runs_of(study)[2][0].info.run_id
+    break_store(
+        study, f"UPDATE metrics SET value=7 WHERE key='train/loss' AND step=2 AND run_uuid='{run}'"
+    )
+    assert main(["sync", study.slug, "--storage", study.storage]) == 1
+    said = capsys.readouterr()
+    assert "train/loss = 7.0 at step 2" in said.err
+    assert "lns-study reconcile" in said.err
+    assert "MLflow has everything" not in said.out
+    assert run in {run.info.run_id for run in runs_of(study)[2]}
+
+
+@pytest.mark.parametrize("key", ["data.root", "gpus"])
+def test_reconcile_keeps_runs_whose_params_changed_without_changing_the_trial(
+    tracked: Tiny, key: str
+) -> None:
+    """The data's folder and the share of a GPU; and params and metrics of the user's own."""
+    study = tracked(f"reconciled {key}")
+    events = made_up_events(study)
+    send(study, events)
+    client, _, (run, *_) = runs_of(study)
+    client.log_param(run.info.run_id, "my own", "1")
+    client.log_metric(run.info.run_id, "my metric", 1.0)
+    again = json.loads(json.dumps(events[0])) | {"time": events[-1]["time"] + 1}
+    for trial in again["trials"]:
+        trial["config"] = apply(trial["config"], {key: {"data.root": "/another", "gpus": 0.5}[key]})
+    write_ledger(study, [*events, again, events[-1]])
+    before, after = reconcile(study.folder, study.tracking, study.folder.parent / "artifacts")
+    assert before.false == {}
+    assert after.equal
+    assert client.get_run(run.info.run_id).info.lifecycle_stage == "active"
+    assert main(["sync", study.slug, "--storage", study.storage]) == 0
+
+
+def test_reconcile_keeps_runs_of_trials_that_were_changed_when_memory_ran_out(
+    tracked: Tiny,
+) -> None:
+    study = tracked("reconciled relief", "rows=[{label: a}]", "baseline=null")
+    planned, started, first, *rest = made_up_events(study)
+    send(study, [planned, started, first])
+    relieved = {
+        "event": "relieved",
+        "time": first["time"],
+        "trial": first["trial"],
+        "error": "full",
+    }
+    relieved["relief"] = {"memory.activation_checkpoints": True, "batch_size": 8}
+    write_ledger(
+        study, [planned, started, first, relieved, started | {"time": first["time"] + 0.5}, *rest]
+    )
+    before, after = reconcile(study.folder, study.tracking, study.folder.parent / "artifacts")
+    assert before.false == {}
+    assert after.equal
+
+
+@pytest.mark.parametrize("key", OUTSIDE)
+def test_what_a_param_may_differ_in_is_no_part_of_a_trials_identity(key: str) -> None:
+    config = apply(TrialConfig().to_dict(), {key: {"data.root": "/another", "gpus": 0.5}[key]})
+    assert trial_id(TrialConfig.from_dict(config)) == trial_id(TrialConfig())
+
+
+def test_a_run_that_is_made_anew_keeps_its_users_tags(tracked: Tiny) -> None:
+    study = tracked("reconciled notes")
+    send(study, made_up_events(study))
+    client, _, (run, *_) = runs_of(study)
+    client.set_tag(run.info.run_id, "mlflow.note.content", "mine")
+    client.set_tag(run.info.run_id, "paper", "figure 3")
+    break_store(
+        study, f"UPDATE params SET value='9' WHERE run_uuid='{run.info.run_id}' AND key='epochs'"
+    )
+    assert reconcile(study.folder, study.tracking, study.folder.parent / "artifacts")[1].equal
+    (anew,) = [
+        other for other in runs_of(study)[2] if other.data.tags["trial"] == run.data.tags["trial"]
+    ]
+    assert anew.info.run_id != run.info.run_id
+    assert (anew.data.tags["mlflow.note.content"], anew.data.tags["paper"]) == ("mine", "figure 3")
+
+
+@pytest.mark.parametrize("command", ["sync", "reconcile"])
+def test_children_of_a_deleted_parent_run_are_found_and_put_under_the_new_one(
+    tracked: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    study = tracked(f"orphans of {command}")
+    send(study, made_up_events(study))
+    client, parent, children = runs_of(study)
+    client.delete_run(parent.info.run_id)
+    words = [study.slug, "--storage", study.storage]
+    assert main([command, *words]) == 0
+    _, anew, moved = runs_of(study)  # which looks at their parent
+    assert anew.info.run_id != parent.info.run_id
+    assert {run.info.run_id for run in moved} == {run.info.run_id for run in children}
+    assert {"config.yaml", "plan.yaml", "environment.yaml"} <= {
+        file.path for file in client.list_artifacts(anew.info.run_id)
+    }
+    break_store(
+        study, f"UPDATE tags SET value='{parent.info.run_id}' WHERE value='{anew.info.run_id}'"
+    )
+    assert main(["reconcile", *words, "--check"]) == 1
+    assert "the parent run" in capsys.readouterr().out
+
+
+def test_a_long_history_is_read_whole(
+    tracked: Tiny, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server answers for many runs at once, up to a number of points."""
+    from study.tracking import reconcile as module
+
+    study = tracked("read whole", f"tracking_uri={server.uri}", "seeds=[0,1]")
+    events = made_up_events(study)
+    send(study, events)
+    assert is_equal(study)
+    monkeypatch.setattr(module, "MOST_POINTS", 5)
+    assert is_equal(study)
+
+
+def test_reconcile_deletes_twins(tracked: Tiny) -> None:
+    study = tracked("reconciled twins")
+    send(study, made_up_events(study))
+    client, parent, (run, *_) = runs_of(study)
+    tags = {
+        KEY_TAG: run.data.tags[KEY_TAG],
+        "kind": "trial",
+        "mlflow.parentRunId": parent.info.run_id,
+    }
+    twin = client.create_run(run.info.experiment_id, tags=tags)
+    before, after = reconcile(study.folder, study.tracking, study.folder.parent / "artifacts")
+    assert before.strangers == [twin.info.run_id]
+    assert after.equal
+    assert len(list(runs_with_key(client, run.info.experiment_id, "abc123"))) == 3
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+class Mortal:
+    """A client of the real store whose process is killed before its so-manieth change of it."""
+
+    CHANGES = ("create", "delete", "log", "set", "update", "restore")
+
+    def __init__(self, client: Any, changes: int) -> None:
+        self._client, self._left = client, changes
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._client, name)
+        if not name.startswith(self.CHANGES):
+            return call
+
+        def change(*arguments: Any, **named: Any) -> Any:
+            if self._left == 0:
+                raise Killed
+            self._left -= 1
+            return call(*arguments, **named)
+
+        return change
+
+
+def test_reconcile_killed_anywhere_keeps_the_users_tags_and_ends_right_the_next_time(
+    tracked: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from study.tracking import reconcile as module
+
+    study = tracked("reconciled killed", "rows=[{label: a}]", "baseline=null")
+    send(study, made_up_events(study))
+    client, _, (run,) = runs_of(study)
+    client.set_tag(run.info.run_id, "mlflow.note.content", "mine")
+    artifacts = study.folder.parent / "artifacts"
+    killed = True
+    for changes in range(100):
+        run = runs_of(study)[2][0].info.run_id
+        break_store(study, f"UPDATE params SET value='9' WHERE run_uuid='{run}' AND key='epochs'")
+        with monkeypatch.context() as patch, suppress(Killed):
+            patch.setattr(module, "connect", lambda uri, n=changes: Mortal(connect(uri), n))
+            reconcile(study.folder, study.tracking, artifacts)
+            killed = False
+        tags = [run.data.tags.get("mlflow.note.content") for run in runs_of(study)[2]]
+        assert "mine" in tags
+        assert reconcile(study.folder, study.tracking, artifacts)[1].equal
+        (only,) = runs_of(study)[2]
+        assert only.data.tags["mlflow.note.content"] == "mine"
+        if not killed:
+            return
+    raise AssertionError("it never came to its end")

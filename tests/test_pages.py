@@ -1,0 +1,170 @@
+"""The commands of the pages run, with a small budget on digits, and generated pages hold what they
+should.
+
+A fence after a line ``<!-- runs -->`` holds commands of a shell, one a line. Those of a page run in
+its order, in one folder. A fence after ``<!-- file: NAME -->`` is a file there. ``TRIAL`` stands
+for the id of a trial of the study that the command names. Studies that come with the program get
+:data:`BUDGET` before the page's own keys, which count more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from study.ledger.log import read_ledger
+from study.ledger.state import FAILED, FINISHED, StudyState, fold
+
+ROOT = Path(__file__).parents[1]
+RUNS = {
+    "README.md": 2,
+    "docs/tutorials/first-study.md": 7,
+    "docs/howto/studies.md": 12,
+    "docs/howto/search.md": 3,
+    "docs/howto/coming-from.md": 4,
+}
+"""Pages whose commands run, and how many they are."""
+BUDGET = (
+    "data=digits 'trial.model.hidden=[16]' trial.epochs=2 'seeds=[0,1]' tracking_uri=none cpus=2"
+)
+MORE = {"search": "'seeds=[0]' search.num_samples=3 trial.data.train_size=null"}
+"""What some studies need beside it, by name."""
+SCRIPTS = {
+    "quickstart": "data=digits trial.epochs=1 'seeds=[0]' cpus=2",
+    "test": "tests/test_imports.py -k import_direction",
+}
+"""What is given to the scripts of a checkout: a budget, and some of the tests."""
+FENCE = r"```\w*\n(.*?)```\n"
+SECONDS = 180
+"""Most that a command may take where the machine is busy; alone it takes some seconds."""
+
+
+def commands_of(text: str) -> list[str]:
+    """Return the commands of a page that run."""
+    blocks = re.findall(rf"<!-- runs -->\n{FENCE}", text, re.DOTALL)
+    return [line for block in blocks for line in block.splitlines()]
+
+
+def with_budget(command: str, storage: Path) -> str:
+    """Return a command as it runs here: the same program on less."""
+    script = re.match(r"\./scripts/(\w+)", command)
+    if script:
+        options = SCRIPTS[script[1]]
+        if script[1] == "quickstart":
+            options += f" storage={shlex.quote(str(storage))}"
+        return f"{ROOT}/scripts/{script[1]} {options} {command[script.end() :]}"
+    named = re.match(r"lns-study (?:run|plan) (\S+)", command)
+    if named and not named[1].endswith(".yaml"):
+        return f"{named[0]} {BUDGET} {MORE.get(named[1], '')} {command[named.end() :]}"
+    return command
+
+
+def state_of(storage: Path, name: str) -> StudyState:
+    """Return what the ledger of a study holds."""
+    return fold(read_ledger(storage / name))
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What makes ``lns-study`` and the scripts run this checkout with the packages that the tests
+    have: a command, and a venv that needs no installation."""
+    folder = tmp_path_factory.mktemp("programs")
+    program = folder / "lns-study"
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m study "$@"\n')
+    program.chmod(0o755)
+    venv = folder / "venv"
+    venv.mkdir()
+    for part in Path(sys.prefix).iterdir():
+        (venv / part.name).symlink_to(part)
+    (venv / ".installed").unlink(missing_ok=True)
+    made_of = [
+        (ROOT / name).read_bytes() for name in ("pyproject.toml", "setup.py", "constraints.txt")
+    ]
+    digest = hashlib.sha256(b"".join(made_of)).hexdigest()
+    (venv / ".installed").write_text(f"{digest} {sys.version}\n")
+    return {
+        **os.environ,
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "PYTHON": sys.executable,
+        "LNS_STUDY_VENV": str(venv),
+        "COLUMNS": "120",
+    }
+
+
+def run(command: str, folder: Path, environment: dict[str, str]) -> str:
+    """Run a command of a page; what it printed."""
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("page", RUNS)
+def test_the_commands_of_a_page_run(page: str, environment: dict[str, str], tmp_path: Path) -> None:
+    text = (ROOT / page).read_text()
+    for name, content in re.findall(rf"<!-- file: (\S+) -->\n{FENCE}", text, re.DOTALL):
+        (tmp_path / name).write_text(content)
+    storage = tmp_path / "studies"
+    commands = commands_of(text)
+    assert len(commands) == RUNS[page]
+    for command in commands:
+        words = command.split()
+        if "TRIAL" in words:
+            trial = state_of(storage, words[2]).trials[0].id
+            command = command.replace("TRIAL", trial)
+        run(with_budget(command, storage), tmp_path, environment)
+    for study in studies_in(storage):
+        trials = state_of(storage, study).trials
+        assert trials
+        assert not any(trial.status == FAILED for trial in trials)
+        assert any(trial.status == FINISHED for trial in trials)
+
+
+def studies_in(storage: Path) -> Iterator[str]:
+    """Yield the studies of a storage; there is one at least."""
+    names = [path.parent.name for path in storage.glob("*/ledger.jsonl")]
+    assert names
+    yield from names
+
+
+def test_a_command_that_fails_is_seen(environment: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="nobody"):
+        run("lns-study status nobody", tmp_path, environment)
+
+
+def test_every_ledger_event_is_listed_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "_ext"))
+    import ledger_events
+
+    listed = [entry.event for entry in ledger_events.listed()]
+    assert len(listed) == len(set(listed)) == 16
+    assert ledger_events.writers().keys() - {"ledger"} == set(listed)
+
+
+def test_number_formats_are_all_on_their_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "_ext"))
+    import number_formats
+
+    page = number_formats.page()
+    rows = {row.split("`")[1]: row for row in page.splitlines() if row.startswith("| `")}
+    assert rows.keys() == set(number_formats.NAMES)
+    assert "| 12 |" in rows["lns12"]
+    assert rows["lns12"].endswith("LNS, on codes |")
+    assert rows["bfloat16"].split("|")[3].strip() == "2^-8"

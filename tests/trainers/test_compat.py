@@ -1,0 +1,127 @@
+"""Private names of other libraries still are what this package takes them for; each failure names
+the library that changed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.trainers.processes import gloo_threads
+from trainers import _compat
+from trainers.comm import process_group
+from trainers.parallel import fsdp
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A group of this process."""
+    process_group.join("gloo", dist.HashStore(), 0, 1)
+    yield
+    process_group.leave()
+
+
+@pytest.mark.usefixtures("alone")
+def test_torch_groups_wait_as_long_as_they_are_told() -> None:
+    _compat.set_timeout(timedelta(seconds=7))
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert backend.options._timeout == timedelta(seconds=7), (
+        "torch: _set_pg_timeout leaves the timeout of gloo's collectives"
+    )
+
+
+def test_torch_tensors_in_parts_keep_no_group() -> None:
+    """Once what keeps meshes is cleared, the threads of their group end."""
+    process_group.join("gloo", dist.HashStore(), 0, 1)
+    use_tensors_in_parts()
+    process_group.leave()
+    assert gloo_threads() == [], "torch: DTensor keeps groups in a cache that is not cleared"
+
+
+def use_tensors_in_parts() -> None:
+    """Have DTensor derive shardings and redistribute."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = process_group.mesh("cpu", dp=1)
+    x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    (x @ x).redistribute(mesh, [Replicate()])
+
+
+@pytest.mark.usefixtures("alone")
+def test_torch_shards_remember_when_they_ran() -> None:
+    model = torch.distributed.fsdp.fully_shard(
+        nn.Linear(4, 2), mesh=process_group.mesh("cpu", dp=1)
+    )
+    model(torch.ones(3, 4))
+    order = model._get_fsdp_state()._comm_ctx.post_forward_order
+    assert len(order) == 1, "torch: FSDP keeps the order of forward passes elsewhere"
+    _compat.forget_forward_order(model)
+    assert order == [], "torch: FSDP keeps the order of forward passes elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(fsdp._Gather, "AllGather"), (fsdp._SumScatter, "ReduceScatter")]
+)
+def test_torch_calls_custom_collectives_as_ours_are_made(ours: type, theirs: str) -> None:
+    """``set_custom_all_gather`` and its like take what has these methods."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_api
+
+    wanted = getattr(_fsdp_api, theirs)
+    assert wanted.__abstractmethods__ == {"allocate", "__call__"}, (
+        f"torch: FSDP's {theirs} has other methods"
+    )
+    for method in wanted.__abstractmethods__:
+        parameters = [
+            list(inspect.signature(getattr(each, method)).parameters) for each in (ours, wanted)
+        ]
+        assert parameters[0] == parameters[1], f"torch: FSDP calls {theirs}.{method} otherwise"
+
+
+def test_torch_counts_operations_of_tensors() -> None:
+    kinds = []
+
+    def count(x: Any, y: Any, *, out_val: Any) -> int:
+        kinds.extend([type(x), type(y), type(out_val)])
+        return 5
+
+    mapping = {torch.ops.aten.mm: _compat.of_tensors(count)}
+    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    assert (counter.get_total_flops(), kinds) == (5, [Tensor] * 3), (
+        "torch: a formula marked _get_raw is given shapes"
+    )
+
+
+def test_ray_train_runs_can_be_aborted() -> None:
+    from ray.train.v2._internal.execution.controller.controller import TrainController
+
+    abort = getattr(TrainController, "abort", None)
+    assert inspect.iscoroutinefunction(abort), "Ray: its controller has no method that aborts"
+    assert list(inspect.signature(abort).parameters) == ["self"], "Ray: aborting takes arguments"
+
+
+def test_ray_train_runs_say_where_they_continue(tmp_path: Path) -> None:
+    from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
+    from ray.train.v2._internal.execution.checkpoint import checkpoint_manager
+
+    latest = checkpoint_manager._TrainingResultState(checkpoint_dir_name="checkpoint_7", metrics={})
+    lists = {
+        name: []
+        for name, kind in checkpoint_manager._CheckpointManagerState.__annotations__.items()
+        if str(kind).startswith("typing.List")
+    }
+    state = checkpoint_manager._CheckpointManagerState(
+        latest_checkpoint_result=latest, current_report_index=7, **lists
+    )
+    (tmp_path / CHECKPOINT_MANAGER_SNAPSHOT_FILENAME).write_text(state.model_dump_json())
+    assert _compat.latest_ray_train_checkpoint(tmp_path) == tmp_path / "checkpoint_7", (
+        "Ray: a run's newest checkpoint is written elsewhere"
+    )

@@ -1,0 +1,179 @@
+"""Networks and data of the user's own: made, trained, resumed with the same bits, or refused with
+file, line and remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lns_ops import LNSTensor
+from tests.trainers.user_network import NETWORK
+from trainers.config import DataConfig, ModelConfig, PrecisionConfig, TrialConfig
+from trainers.data import load
+from trainers.training.trainer import Training
+from trainers.user_code import PRIVATE, digest_source, find_source, load_code
+
+KAHAN = PrecisionConfig(format="lns12", scope="everywhere", kahan_sum=True)
+SIMULATED = PrecisionConfig(format="bfloat16", kahan_sum=True)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "net.py"
+    path.write_text(NETWORK)
+    return path
+
+
+def trial(file: Path, *, args: dict[str, Any] | None = None, **changes: Any) -> TrialConfig:
+    return TrialConfig(
+        model=ModelConfig(name=f"{file}:make_net", args=args or {}),
+        data=DataConfig(name=f"{file}:digits"),
+        epochs=2,
+        batch_size=20,
+        **changes,
+    )
+
+
+def bits(training: Training) -> list[Tensor]:
+    held = [*training.model.parameters(), *training.model.buffers()]
+    return [t.codes.clone() if isinstance(t, LNSTensor) else t.detach().clone() for t in held]
+
+
+def without_speed(metrics: dict[str, float]) -> dict[str, float]:
+    return {key: value for key, value in metrics.items() if key != "samples_per_second"}
+
+
+@pytest.mark.parametrize("precision", [PrecisionConfig(), KAHAN, SIMULATED], ids=lambda p: p.format)
+def test_it_trains_and_resumes_with_the_same_bits(
+    file: Path, tmp_path: Path, precision: PrecisionConfig
+) -> None:
+    """Batch norm keeps statistics and dropout draws random numbers; both continue."""
+    config = trial(file, args={"dropout": 0.5}, precision=precision)
+    whole, begun, resumed = Training(config), Training(config), Training(config)
+    expected = [without_speed(whole.train_epoch()) for _ in range(2)]
+    begun.train_epoch()
+    begun.save(tmp_path / "checkpoint")
+    torch.rand(7)  # what others draw in between changes nothing
+    resumed.restore(tmp_path / "checkpoint")
+    assert without_speed(resumed.train_epoch()) == expected[1]
+    for one, other in zip(bits(whole), bits(resumed), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert expected[0]["train/loss"] != expected[1]["train/loss"]
+
+
+def test_it_is_evaluated_in_eval_mode(file: Path) -> None:
+    training = Training(trial(file, args={"dropout": 0.5}))
+    training.train_epoch()
+    statistics = [buffer.clone() for buffer in training.model.buffers()]
+    assert training.test() == training.test()
+    assert training.model.training
+    for before, after in zip(statistics, training.model.buffers(), strict=True):
+        torch.testing.assert_close(before, after, rtol=0, atol=0)
+
+
+def test_weights_depend_on_the_seed_alone(file: Path) -> None:
+    made = []
+    for seed in (0, 0, 1):
+        made.append(Training(trial(file, seed=seed)))
+        torch.rand(1)  # what others draw in between changes nothing
+    first, again, other = made
+    assert all(torch.equal(a, b) for a, b in zip(bits(first), bits(again), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(bits(first), bits(other), strict=True))
+
+
+def test_our_networks_take_the_users_data(file: Path) -> None:
+    config = dataclasses.replace(trial(file), model=ModelConfig(hidden=[8]))
+    assert Training(config).train_epoch()["validation/error"] < 1.0
+
+
+@pytest.mark.parametrize(
+    ("factory", "sizes"), [("digits", (180, 20)), ("three", (200, 50)), ("Examples", (180, 20))]
+)
+def test_data_are_split_as_the_factory_gives_them(
+    file: Path, factory: str, sizes: tuple[int, int]
+) -> None:
+    data = load(DataConfig(name=f"{file}:{factory}"))
+    assert (len(data.train.y), len(data.validation.y)) == sizes
+    assert data.train.x.shape[1:] == (1, 8, 8)
+    assert data.train.x.dtype == torch.float32
+
+
+def test_a_file_loads_under_a_private_name_and_shadows_nothing(file: Path) -> None:
+    (file.parent / "json.py").write_text("raise RuntimeError('shadowed')")
+    made = load_code("model.name", f"{file}:make_net")
+    assert made.__module__.startswith(PRIVATE)
+    assert "net" not in sys.modules
+    import json
+
+    assert json.loads("1") == 1
+    assert sys.path.index(str(file.parent)) == len(sys.path) - 1
+
+
+def test_a_module_is_found_and_hashed_without_being_run(file: Path) -> None:
+    assert find_source("model.name", "antigravity:x").name == "antigravity.py"
+    assert "antigravity" not in sys.modules
+    before = digest_source("model.name", f"{file}:make_net")
+    file.write_text(NETWORK + "\n")
+    assert digest_source("model.name", f"{file}:make_net") != before
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("{file}:raises", {}, r"RuntimeError in .*net\.py, line 38: no such weights"),
+        ("{file}:needs", {}, r"missing a required argument: 'depth'.*set model\.args"),
+        ("{file}:make_net", {"depth": 3}, r"unexpected keyword argument 'depth'.*set model\.args"),
+        ("{file}:nothing", {}, "returned a NoneType; return a torch.nn.Module"),
+        ("{file}:wrong_shape", {}, "no parameters"),
+        ("{file}:absent", {}, "has no function or class absent; it has Examples, digits"),
+        ("{file}x.py:make_net", {}, "there is no file"),
+        ("no_such_package:make_net", {}, "there is no module no_such_package"),
+    ],
+)
+def test_wrong_factories_are_refused(
+    file: Path, name: str, args: dict[str, Any], message: str
+) -> None:
+    config = dataclasses.replace(
+        trial(file), model=ModelConfig(name=name.format(file=file), args=args)
+    )
+    with pytest.raises(ValueError, match=message):
+        Training(config)
+
+
+def test_code_that_changed_after_planning_is_refused(file: Path) -> None:
+    name = f"{file}:make_net"
+    model = ModelConfig(name=name, code=digest_source("model.name", name))
+    file.write_text(NETWORK.replace("width=4", "width=5"))
+    with pytest.raises(ValueError, match="has changed since the study was planned"):
+        Training(dataclasses.replace(trial(file), model=model))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("my net:make", "must be file.py:name or package.module:name"),
+        ("resnet", "must be one of mlp, cnn, or a factory of your own"),
+    ],
+)
+def test_wrong_names_are_refused(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(name=name)
+
+
+def test_only_factories_take_arguments() -> None:
+    with pytest.raises(ValueError, match="only a factory of your own takes arguments"):
+        ModelConfig(args={"width": 3})
+    with pytest.raises(ValueError, match="is of our networks"):
+        ModelConfig(name="net.py:make", hidden=[3])
+
+
+def test_layers_are_those_of_the_factory(file: Path) -> None:
+    model = Training(trial(file, args={"width": 6, "norm": False})).model
+    assert [type(layer) for layer in model][:2] == [nn.Conv2d, nn.ReLU]
+    assert model[0].out_channels == 6

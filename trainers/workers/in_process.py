@@ -1,0 +1,61 @@
+"""A trial in this process: the executor that the others are made of."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from trainers.config import TrialConfig
+from trainers.training.trainer import Training
+from trainers.workers.executors import Context, Executor
+from trainers.workers.messages import Beginning
+from trainers.workers.resume import resume
+
+
+class InProcess(Executor):
+    """Trains a trial, or one rank of it, in this process.
+
+    The plan's ``origin`` goes into the trial's checkpoints.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._started: Training | None = None
+
+    def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
+        with self._on_device():
+            self._started, beginning = resume(
+                config, checkpoints, self._context.rank, self._context.workers
+            )
+        self._started.origin = self._context.plan.get("origin", {})
+        return beginning
+
+    def step(self) -> dict[str, Any]:
+        training, epochs = self._training, self._training.config.epochs
+        with self._on_device():
+            metrics: dict[str, Any] = (
+                training.train_epoch() if training.epoch < epochs else {"epoch": float(epochs)}
+            )
+            done = training.epoch >= epochs
+            return {**metrics, **(training.test() if done else {}), "done": done}
+
+    def save(self, folder: Path) -> bool:
+        with self._on_device():
+            self._training.save(folder)
+        return True
+
+    def profile(self) -> dict[str, bytes]:
+        return self._training.profiler.take()
+
+    def end(self) -> None:
+        self._started = None
+
+    @property
+    def _training(self) -> Training:
+        assert self._started is not None, "begin comes first"
+        return self._started
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """Return a context in which the trial's work goes where it belongs."""
+        return nullcontext()
