@@ -155,7 +155,7 @@ REFUSED = [
     ),
     (
         ["table", "trial.model=7"],
-        ["trial.model: 7", "must be a mapping with the keys name, hidden"],
+        ["trial.model: 7", "must be a mapping with the keys name, args"],
     ),
     (["table", "seeds=3"], ["seeds: 3", "must be a list", "seeds=[0,1]"]),
     (
