@@ -153,10 +153,7 @@ REFUSED = [
         ["table", "trial.data.train_size=x"],
         ["'x'", "whole number or null", "trial.data.train_size=2"],
     ),
-    (
-        ["table", "trial.model=7"],
-        ["trial.model: 7", "must be a mapping with the keys name, args"],
-    ),
+    (["table", "trial.model=7"], ["trial.model: 7", "must be a mapping with the keys name, args"]),
     (["table", "seeds=3"], ["seeds: 3", "must be a list", "seeds=[0,1]"]),
     (
         ["table", "seeds=[0,a]"],
