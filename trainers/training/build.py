@@ -7,9 +7,10 @@ optimizer gets what this worker keeps.
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,7 @@ from trainers.telemetry.profiler import Profiler
 from trainers.telemetry.roofline import kernel_ceiling
 from trainers.telemetry.spans import Spans
 from trainers.training.device import check_device, resolve_device
+from trainers.user_code import names_code
 
 if TYPE_CHECKING:
     from trainers.parallel.partitioned import PartitionedModel
@@ -205,6 +207,35 @@ def _check_own_model(config: TrialConfig) -> None:
         ) from error
 
 
+def _check_made_alike(
+    config: TrialConfig, model: nn.Module, data: Dataset, world_size: int
+) -> None:
+    """Refuse a user's factory that made something else on another worker; collective.
+
+    Raises:
+        ValueError: the workers' weights or examples differ.
+    """
+    made: dict[str, list[torch.Tensor]] = {
+        "model": list(model.state_dict().values()),
+        "data": [tensor for split in data for tensor in split],
+    }
+    for part, tensors in made.items():
+        name = getattr(config, part).name
+        if not names_code(name):
+            continue
+        digest = hashlib.sha256()
+        for tensor in tensors:
+            digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+        digests: list[Any] = [None] * world_size
+        dist.all_gather_object(digests, digest.hexdigest())
+        if len(set(digests)) > 1:
+            raise ValueError(
+                f"{part}.name={name!r}: made something else on another worker, so that the replicas"
+                " would not be replicas; take random numbers from torch, NumPy or random alone, and"
+                " sort what you list from folders or sets"
+            )
+
+
 def _load_data(config: TrialConfig) -> Dataset:
     """Load a trial's data; flat for our networks, whatever shape the user's examples have."""
     data = load(config.data)
@@ -256,6 +287,8 @@ def build(config: TrialConfig, rank: int, world_size: int) -> Components:
     parameters = sum(p.numel() for p in whole.parameters())
     data = Dataset(*(Split(split.x.to(device), split.y.to(device)) for split in data))
     here = place(config.layout, rank, world_size, device.type)
+    if world_size > 1:
+        _check_made_alike(config, whole, data, world_size)
     spans = Spans(device)
     profiler = Profiler(config.profile, rank, device, spans)
     pipeline = _make_pipeline(whole, config, here, spans, device) if here.pp > 1 else None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lns_ops import LNSTensor
+from tests.trainers.processes import spawned
 from tests.trainers.user_network import NETWORK
 from trainers.config import DataConfig, ModelConfig, PrecisionConfig, TrialConfig
 from trainers.data import load
@@ -171,6 +172,25 @@ def test_only_factories_take_arguments() -> None:
         ModelConfig(args={"width": 3})
     with pytest.raises(ValueError, match="is of our networks"):
         ModelConfig(name="net.py:make", hidden=[3])
+
+
+def replica(rank: int, folder: str) -> dict[str, Any]:
+    file = Path(folder) / "net.py"
+    training = Training(trial(file, args={"dropout": 0.5}, workers=2), rank=rank, world_size=2)
+    training.train_epoch()
+    other = ModelConfig(name=f"{file}:random_net")
+    try:
+        Training(dataclasses.replace(training.config, model=other), rank=rank, world_size=2)
+    except ValueError as error:
+        refused = str(error)
+    return {"state": [tensor.tolist() for tensor in bits(training)], "refused": refused}
+
+
+def test_replicas_keep_one_set_of_weights_and_statistics(file: Path, tmp_path: Path) -> None:
+    first, second = spawned(replica, tmp_path)
+    assert first["state"] == second["state"]
+    assert "made something else on another worker" in first["refused"]
+    assert first["refused"] == second["refused"]
 
 
 def test_layers_are_those_of_the_factory(file: Path) -> None:
