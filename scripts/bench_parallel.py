@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from lns_ops import LNSTensor, lns12
 from trainers.comm import process_group
 from trainers.comm.collectives import Collectives
+from trainers.comm.mesh import place
 from trainers.config import DataConfig, ModelConfig, PrecisionConfig, TrialConfig
 from trainers.config.layout import Layout
 from trainers.config.memory import MemoryConfig
@@ -263,7 +264,7 @@ def bubbles(rank: int, world: int) -> list[dict[str, Any]]:
             pipeline = Pipeline(
                 nn.Sequential(*layers),
                 layout,
-                layout.place(rank, world),
+                place(layout, rank, world),
                 2 * parts,
                 None,
                 torch.device("cpu"),
@@ -355,9 +356,9 @@ def stages(rank: int, world: int) -> list[dict[str, Any]]:
                 step = lambda: train_step(whole, optimizer, batch, micro_batches=parts)
             else:
                 layout = Layout(pp=world, micro_batches=parts)
-                place = layout.place(rank, world, "cuda")
+                here = place(layout, rank, world, "cuda")
                 pipeline = Pipeline(
-                    model, layout, place, GPU_BATCH, precision.lns_format, torch.device("cuda")
+                    model, layout, here, GPU_BATCH, precision.lns_format, torch.device("cuda")
                 )
                 own = apply_precision(pipeline.own.cuda(), precision)
                 optimizer = make_optimizer(own, OptimizerConfig(lr=1.0), precision, GPU_BATCH)

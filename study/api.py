@@ -28,6 +28,7 @@ from study.manage.checkpoints import check_same_ledger
 from study.manage.extend import continuations
 from study.manage.studies import read
 from study.plan.candidates import by_rule
+from study.plan.identity import factories
 from study.plan.plan import Plan, make_plan
 from study.program import lns_study
 from study.results.utilisation import remark
@@ -360,7 +361,7 @@ def _say_changed_code(plan: Plan, before: StudyState, say: Callable[[str], None]
 
 def _codes(configs: Iterable[dict[str, Any]]) -> dict[str, str]:
     """Return the digest of each factory that trials name."""
-    named = (config[part] for config in configs for part in ("model", "data"))
+    named = (part for config in configs for part in factories(config))
     return {part["name"]: part["code"] for part in named if part.get("code")}
 
 

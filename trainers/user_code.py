@@ -106,7 +106,8 @@ def load_code(key: str, name: str, digest: str = "") -> Callable[..., Any]:
         module = _from_file(path) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:
         raise ValueError(
-            f"{key}={name!r}: {path} cannot be imported: {_told(error, path)}; mend it there"
+            f"{key}={name!r}: {path} cannot be imported: {describe_error(error, path)}; mend it"
+            " there"
         ) from error
     found: Any = getattr(module, attribute, None)
     if not callable(found):
@@ -145,7 +146,9 @@ def call(
     try:
         return function(**arguments)
     except Exception as error:
-        raise ValueError(f"{key}={name!r} raised {_told(error, path)}; mend it there") from error
+        raise ValueError(
+            f"{key}={name!r} raised {describe_error(error, path)}; mend it there"
+        ) from error
 
 
 def _from_file(path: Path) -> ModuleType:
@@ -169,13 +172,15 @@ def _from_file(path: Path) -> ModuleType:
     return module
 
 
-def _told(error: BaseException, path: Path) -> str:
-    """Say what was raised, and in which line of the user's file."""
-    line = error.lineno if isinstance(error, SyntaxError) else None
+def describe_error(error: BaseException, *files: Path) -> str:
+    """Describe what was raised, with the last line of the user's files that led to it."""
+    place = str(files[0]) if files else ""
+    if isinstance(error, SyntaxError):
+        place = f"{place}, line {error.lineno}"
     for frame in traceback.extract_tb(error.__traceback__):
-        if Path(frame.filename) == path:
-            line = frame.lineno
-    return f"{type(error).__name__} in {path}{f', line {line}' if line else ''}: {error}"
+        if Path(frame.filename) in files:
+            place = f"{frame.filename}, line {frame.lineno}"
+    return f"{type(error).__name__}{f' in {place}' if place else ''}: {error}"
 
 
 def _own(value: object) -> bool:

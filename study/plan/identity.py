@@ -13,6 +13,8 @@ from typing import Any
 
 from trainers.config import TrialConfig
 
+NAMED = ("model", "data", "loss")
+"""Parts of a trial's config that may name code of the user's; each of ``metrics`` does too."""
 ID_LENGTH = 12
 """Number of hex digits of the hash that are kept: 48 bits, ample for the trials of one study."""
 
@@ -56,12 +58,20 @@ def _deciding(config: dict[str, Any], *ignored: str) -> dict[str, Any]:
     """
     values = {key: value for key, value in config.items() if key not in ("gpus", *ignored)}
     data = {key: value for key, value in config["data"].items() if key != "root"}
-    return values | {"data": _placeless(data), "model": _placeless(config["model"])}
+    named = {part: _placeless(config[part]) for part in NAMED if part in config}
+    metrics = {name: _placeless(part) for name, part in config.get("metrics", {}).items()}
+    return values | named | {"data": _placeless(data), "metrics": metrics}
+
+
+def factories(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the parts of a trial's config that may name code of the user's."""
+    named = [config[part] for part in NAMED if part in config]
+    return [*named, *config.get("metrics", {}).values()]
 
 
 def _placeless(part: dict[str, Any]) -> dict[str, Any]:
-    """Copy a model's or a data set's config with the file of its factory named without its folder:
-    its code has a digest."""
+    """Copy the config of a part with the file of its factory named without its folder: its code has
+    a digest."""
     return part | {"name": part["name"].rpartition("/")[2]}
 
 

@@ -151,12 +151,18 @@ def with_code(config: TrialConfig) -> TrialConfig:
     Raises:
         ValueError: there is no such code.
     """
-    for part in ("model", "data"):
-        named = getattr(config, part)
-        if names_code(named.name):
-            code = digest_source(f"{part}.name", named.name)
-            config = dataclasses.replace(config, **{part: dataclasses.replace(named, code=code)})
-    return config
+    coded = {part: _with_digest(part, getattr(config, part)) for part in ("model", "data", "loss")}
+    metrics = {
+        name: _with_digest(f"metrics.{name}", metric) for name, metric in config.metrics.items()
+    }
+    return dataclasses.replace(config, **coded, metrics=metrics)
+
+
+def _with_digest(part: str, named: Any) -> Any:
+    """Return the config of a part with the digest of the code that it names, if it does."""
+    if not names_code(named.name):
+        return named
+    return dataclasses.replace(named, code=digest_source(f"{part}.name", named.name))
 
 
 def _check_memory(row: RowConfig, config: TrialConfig) -> None:

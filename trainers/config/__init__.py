@@ -4,6 +4,7 @@ Loads no process groups and no training loop.
 """
 
 from trainers.config.layout import Layout
+from trainers.config.loss import LOSSES, LossConfig, MetricConfig
 from trainers.config.lr_schedule import LRSchedule
 from trainers.config.memory import AUTOCASTS, MemoryConfig
 from trainers.config.optimizer import OptimizerConfig
@@ -29,12 +30,15 @@ __all__ = [
     "DEVICES",
     "EPOCHS",
     "FLOAT_FORMATS",
+    "LOSSES",
     "MODELS",
     "SCOPES",
     "DataConfig",
     "LRSchedule",
     "Layout",
+    "LossConfig",
     "MemoryConfig",
+    "MetricConfig",
     "ModelConfig",
     "OptimizerConfig",
     "PrecisionConfig",

@@ -414,6 +414,18 @@ RULES: tuple[Rule, ...] = (
         "sync.name=synchronous",
     ),
     Rule(
+        ("sync.name", "loss.name"),
+        lambda c: c.sync.name == "ensemble" and c.loss.name != "cross_entropy",
+        "replicas that predict together average the probabilities of classes",
+        "loss.name=cross_entropy, or sync.name=synchronous",
+    ),
+    Rule(
+        ("metrics", "layout.pp"),
+        lambda c: bool(c.metrics) and c.layout.pp > 1,
+        "only the last stage sees answers",
+        "layout.pp=1, or leave out metrics",
+    ),
+    Rule(
         ("profile.ranks", "workers"),
         lambda c: any(rank >= c.workers for rank in c.profile.ranks),
         "ranks are counted from 0",

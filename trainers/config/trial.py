@@ -18,15 +18,16 @@ from lns_ops.formats import Logarithmic, NumberFormat, parse
 from lns_ops.optim import ARITHMETICS
 from trainers.config.compatibility import check_combinations
 from trainers.config.layout import Layout
+from trainers.config.loss import LossConfig, MetricConfig, check_metrics
 from trainers.config.lr_schedule import LRSchedule
 from trainers.config.memory import AUTOCASTS, MemoryConfig
 from trainers.config.optimizer import OptimizerConfig
 from trainers.config.profile import ProfileConfig
 from trainers.config.schedule_changes import check_changes
 from trainers.config.sync import SyncConfig
-from trainers.config.validation import at_least, finite, one_of
+from trainers.config.validation import at_least, check_named, finite, one_of
 from trainers.config.wire import WireConfig
-from trainers.user_code import names_code, split_name
+from trainers.user_code import names_code
 
 DATASETS = ("auto", "mnist", "digits")
 MODELS = ("mlp", "cnn")
@@ -123,15 +124,8 @@ def _check_factory(part: str, name: str, args: dict[str, Any], ours: tuple[str, 
     Raises:
         ValueError: with the value, the rule and the remedy.
     """
-    if names_code(name):
-        split_name(f"{part}.name", name)
-        return
-    if name not in ours:
-        raise ValueError(
-            f"{part}.name={name!r}: must be one of {', '.join(ours)}, or a factory of your own,"
-            f" file.py:factory or package.module:factory; use for example {part}.name={ours[0]}"
-        )
-    if args:
+    check_named(part, name, ours)
+    if args and not names_code(name):
         raise ValueError(
             f"{part}.args={args} with {part}.name={name}: only a factory of your own takes"
             f" arguments; leave them out, or use {part}.name=file.py:factory"
@@ -252,6 +246,8 @@ class TrialConfig:
     """One training run, complete: the same config gives the same bits on the same machine.
 
     Attributes:
+        loss: what is minimised.
+        metrics: what else is measured of the answers on validation and test examples, by name.
         epochs: passes over the training examples.
         batch_size: examples a step, over all workers together.
         seed: seed of the initial weights and the data order.
@@ -283,6 +279,8 @@ class TrialConfig:
 
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    metrics: dict[str, MetricConfig] = field(default_factory=dict)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_schedule: LRSchedule = field(default_factory=LRSchedule)
@@ -330,6 +328,7 @@ class TrialConfig:
             raise ValueError(
                 f"seed={self.seed}: must be below 2^32 = {1 << 32}; use for example 0, 1, 2"
             )
+        check_metrics(self.metrics)
         check_combinations(self)
         check_changes(self.optimizer, self.changes, self.epochs)
 
@@ -355,6 +354,7 @@ class TrialConfig:
         parts: dict[str, Any] = {
             "data": DataConfig,
             "model": ModelConfig,
+            "loss": LossConfig,
             "precision": PrecisionConfig,
             "optimizer": OptimizerConfig,
         }
@@ -366,6 +366,9 @@ class TrialConfig:
             "profile": ProfileConfig,
         }
         parts["memory"] = MemoryConfig
+        if "metrics" in values:
+            made = {name: MetricConfig(**metric) for name, metric in values["metrics"].items()}
+            values = values | {"metrics": made}
         return TrialConfig(
             **{key: parts[key](**value) if key in parts else value for key, value in values.items()}
         )

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import os
 
+from trainers.user_code import names_code, split_name
+
 
 def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     """Refuse a value that is not among ``allowed``.
@@ -44,6 +46,23 @@ def finite(name: str, value: float | None, low: float, remedy: str) -> None:
     """
     if value is not None and (not math.isfinite(value) or value < low):
         raise ValueError(f"{name}={value}: must be a finite number of at least {low:g}; {remedy}")
+
+
+def check_named(part: str, name: str, ours: tuple[str, ...]) -> None:
+    """Refuse a name that is neither one of ``ours`` nor of the user's code.
+
+    Raises:
+        ValueError: with the name, the rule and the remedy.
+    """
+    if names_code(name):
+        split_name(f"{part}.name", name)
+    elif name not in ours:
+        either = f"one of {', '.join(ours)}, or " if ours else ""
+        example = ours[0] if ours else "torchmetrics:R2Score"
+        raise ValueError(
+            f"{part}.name={name!r}: must be {either}a factory of your own, file.py:factory or"
+            f" package.module:factory; use for example {part}.name={example}"
+        )
 
 
 def fits(what: str, size: float, remedy: str) -> None:

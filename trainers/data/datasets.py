@@ -43,7 +43,7 @@ from trainers.data.mnist import (
     load_mnist,
     mnist_arrays,
 )
-from trainers.data.split import CLASSES, Dataset, DatasetInfo, Split, count_classes
+from trainers.data.split import CLASSES, Dataset, DatasetInfo, Split, count_outputs
 from trainers.user_code import names_code
 
 
@@ -198,5 +198,5 @@ def _describe(config: DataConfig) -> DatasetInfo:
         name=config.name, source=sources[config.name], digest=digest.hexdigest(),
         files=files.hexdigest(), root=config.root, train=len(data.train.y),
         validation=len(data.validation.y), test=len(data.test.y),
-        inputs=data.train.x[0].numel(), classes=count_classes(data) if own else CLASSES,
+        inputs=data.train.x[0].numel(), classes=count_outputs(data) if own else CLASSES,
     )  # fmt: skip

@@ -4,8 +4,10 @@ The factory is called once for each part: as ``factory(split="train" | "validati
 **data.args)`` where it has a parameter ``split``, else as ``factory(train=True | False,
 **data.args)``; then the last ``data.validation_size`` training examples validate, a tenth where
 that is not set. It returns a pair ``(x, y)`` of tensors or arrays, or a map-style
-``torch.utils.data.Dataset`` of such pairs: examples ``x`` [N, ...] as float32, classes ``y`` [N] as
-whole numbers from 0. All examples are kept in memory.
+``torch.utils.data.Dataset`` of such pairs. Examples ``x`` [N, ...] of 32 or 64 bit whole numbers
+stay whole (tokens), all others become float32. Targets ``y`` [N, ...] are whole numbers (classes)
+or become float32, whichever the loss takes (:mod:`trainers.models.loss`). All examples are kept in
+memory.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from trainers.data.split import Split
 from trainers.user_code import call, load_code
 
 KEY = "data.name"
+TOKENS = (torch.int32, torch.int64)
+"""Types of examples that stay whole numbers."""
 VALIDATION_SHARE = 10
 """One part in so many validates, where nothing is said."""
 
@@ -30,7 +34,7 @@ def load_own(config: DataConfig) -> tuple[Split, Split | None, Split]:
     """Return the training, validation (None where it must be cut from training) and test examples.
 
     Raises:
-        ValueError: the factory cannot be loaded or called, or returns no examples with classes.
+        ValueError: the factory cannot be loaded or called, or returns no examples with targets.
     """
     factory = load_code(KEY, config.name, config.code)
     if "split" not in inspect.signature(factory).parameters:
@@ -56,21 +60,24 @@ def _examples(config: DataConfig, made: Any) -> Split:
             " tensors or arrays, or a torch.utils.data.Dataset of such pairs"
         )
     x, y = (_tensor(part) for part in made)
-    if len(x) != len(y) or not len(y) or y.dim() != 1 or y.is_floating_point() or y.min() < 0:
+    if not x.dim() or not y.dim() or len(x) != len(y) or not len(y):
         raise ValueError(
-            f"{KEY}={config.name!r}: returned examples of shape {tuple(x.shape)} and classes of"
-            f" shape {tuple(y.shape)}, {str(y.dtype).removeprefix('torch.')}; return as many"
-            " classes, whole numbers from 0, as examples"
+            f"{KEY}={config.name!r}: returned examples of shape {tuple(x.shape)} and targets of"
+            f" shape {tuple(y.shape)}; return as many targets as examples, at least one"
         )
-    if not torch.isfinite(x).all():
-        raise ValueError(f"{KEY}={config.name!r}: returned examples that are not finite; mend them")
-    return Split(x.float().contiguous(), y.long().contiguous())
+    if not (torch.isfinite(x).all() and torch.isfinite(y).all()):
+        raise ValueError(
+            f"{KEY}={config.name!r}: returned examples or targets that are not finite; mend them"
+        )
+    x = x.long() if x.dtype in TOKENS else x.float()
+    y = y.float() if y.is_floating_point() else y.long()
+    return Split(x.contiguous(), y.contiguous())
 
 
-def _collected(dataset: Any) -> tuple[Tensor, Tensor]:
+def _collected(dataset: Any) -> tuple[Tensor, ...]:
     """Return all of a map-style data set's pairs."""
     pairs = [dataset[index] for index in range(len(dataset))]
-    return torch.stack([_tensor(x) for x, _ in pairs]), torch.tensor([int(y) for _, y in pairs])
+    return tuple(torch.stack([_tensor(pair[part]) for pair in pairs]) for part in (0, 1))
 
 
 def _tensor(values: Any) -> Tensor:

@@ -14,8 +14,8 @@ PIXELS, CLASSES = 784, 10
 
 
 class Split(NamedTuple):
-    """Examples ``x`` [N, inputs] float32 in [0, 1], or [N, ...] of the user's own, and classes
-    ``y`` [N] int64."""
+    """Examples ``x`` [N, ...], float32 (ours in [0, 1]) or int64 (tokens), and targets ``y``
+    [N, ...], int64 (classes) or float32."""
 
     x: Tensor
     y: Tensor
@@ -29,8 +29,11 @@ class Dataset(NamedTuple):
     test: Split
 
 
-def count_classes(data: Dataset) -> int:
-    """Return how many classes there are: one more than the largest of any split."""
+def count_outputs(data: Dataset) -> int:
+    """Return the number of outputs that an answer needs: one for each class, of which there is one
+    more than the largest of any split, or as many as an example has numbers to predict."""
+    if (y := data.train.y).is_floating_point():
+        return y.shape[-1] if y.dim() > 1 else 1
     return 1 + max(int(split.y.max()) for split in data)
 
 

@@ -16,21 +16,21 @@ CHANNELS = [8, 16]
 """The channels of the cnn's convolutions, unless the config names others."""
 
 
-def make_model(config: ModelConfig, shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:
+def make_model(config: ModelConfig, shape: tuple[int, ...], outputs: int, seed: int) -> nn.Module:
     """Return the model that ``config`` names, its weights drawn.
 
     Args:
         config: of the model.
         shape: of an example; ours take flat ones, ``[B, inputs]``.
-        classes: logits are ``[B, classes]``.
+        outputs: number of outputs of an answer; ours have ``[B, outputs]``.
         seed: of the weights.
 
     Raises:
         ValueError: the data do not fit our model, or the user's factory fails.
     """
     if config.own:
-        return make_own_model(config, shape, classes, seed)
-    return initialize_(build(config, math.prod(shape), classes), seed)
+        return make_own_model(config, shape, outputs, seed)
+    return initialize_(build(config, math.prod(shape), outputs), seed)
 
 
 def build(config: ModelConfig, inputs: int, classes: int) -> nn.Module:

@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -50,11 +49,12 @@ from trainers.config.memory import MemoryConfig
 from trainers.data import Split
 from trainers.data.batches import evaluation_batches
 from trainers.models.forward import set_forward_
+from trainers.models.loss import CROSS_ENTROPY, Loss
 from trainers.parallel.pipeline_partition import split
 from trainers.parallel.pipeline_zero_bubble import Deferred, defer_
 from trainers.sync.base import Synchroniser, Updater
 from trainers.telemetry.spans import Spans
-from trainers.telemetry.tally import Tally
+from trainers.telemetry.tally import Tally, tallied
 
 SINGLE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 """The schedules of one stage a worker."""
@@ -155,6 +155,7 @@ class Pipeline:
         share: examples of a step that a replica takes.
         fmt: LNS format of activations, None for float32.
         device: device of the stages.
+        loss: loss of the trial.
         spans: marks what the stages do.
         memory: memory options of every stage.
 
@@ -172,6 +173,7 @@ class Pipeline:
         share: int,
         fmt: LNSFormat | None,
         device: torch.device,
+        loss: Loss = CROSS_ENTROPY,
         spans: Spans | None = None,
         memory: MemoryConfig | None = None,
     ) -> None:
@@ -199,7 +201,7 @@ class Pipeline:
         for stage in self._stages:
             set_forward_(stage.layers, memory or MemoryConfig())
         self._schedule = self._make_schedule(layout)
-        self._wrong = 0
+        self._loss, self._tally = loss, Tally()
         self.sent = 0
 
     @property
@@ -207,22 +209,23 @@ class Pipeline:
         """Whether this worker holds the last stage, the only one that knows losses and answers."""
         return self._stages[-1].last
 
-    def train_step(self, optimizer: Updater, batch: Split, sync: Synchroniser) -> tuple[float, int]:
+    def train_step(self, optimizer: Updater, batch: Split, sync: Synchroniser) -> Tally:
         """Take one step of all stages together, each called with the whole share ``batch``.
 
         Returns:
-            Summed loss and wrong answers, on the last stage; (0, 0) on others; NaN on all where a
-                loss is not finite.
+            Losses and answers, on the last stage; an empty tally on others; a NaN loss on all where
+                a loss is not finite.
         """
         optimizer.zero_grad(set_to_none=True)
-        loss = self._forward_backward(batch)
+        tally = self._forward_backward(batch)
         with self._spans("synchronise"):
             update = self._collectives.all_true(
-                sync.gradients(self.own.parameters(), math.isfinite(loss))
+                sync.gradients(self.own.parameters(), math.isfinite(tally.loss))
             )
         with self._spans("update"):
-            updated = update and self._collectives.all_true(sync.update(optimizer))
-        return loss if updated else math.nan, self._wrong
+            if not (update and self._collectives.all_true(sync.update(optimizer))):
+                tally.loss = math.nan
+        return tally
 
     def agree(self, value: bool) -> bool:
         """Tell whether ``value`` is true on every stage of this replica."""
@@ -235,26 +238,25 @@ class Pipeline:
         for x, y in evaluation_batches(split):
             logits = self._relay(x)
             if logits is not None:
-                loss = F.cross_entropy(logits, y, reduction="sum").item()
-                tally.add(loss, int((logits.argmax(1) != y).sum()), len(y))
+                tally.add(tallied(logits, Split(x, y), self._loss(logits, y), self._loss))
         return tally
 
-    def _forward_backward(self, batch: Split) -> float:
-        """Run the schedule once and return the summed loss; 0 where the last stage is elsewhere."""
-        losses: list[Tensor] = []
-        self._wrong = 0
+    def _forward_backward(self, batch: Split) -> Tally:
+        """Run the schedule once; return an empty tally where the last stage is elsewhere."""
+        self._tally = Tally()
         arguments = (batch.x,) if self._stages[0].first else ()
-        target = {"target": batch.y, "losses": losses} if self.last else {}
+        target = {"target": batch.y} if self.last else {}
         with self._spans("schedule"):
             self._schedule.step(*arguments, return_outputs=False, **target)
         self.sent += self._bytes_a_step(len(batch.y))
-        return sum(loss.item() for loss in losses)
+        return self._tally
 
-    def _loss(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Return the summed loss of a micro-batch, and count its wrong answers."""
+    def _lose(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Return the summed loss of a micro-batch, and count it."""
         with self._spans("stage", "loss"):
-            self._wrong += int((logits.argmax(1) != target).sum())
-            return F.cross_entropy(logits, target, reduction="sum")
+            loss = self._loss(logits, target)
+            self._tally.add(tallied(logits, Split(logits, target), loss, self._loss))
+            return loss
 
     def _bytes_a_step(self, examples: int) -> int:
         """Return the bytes of activations and gradients that a step sends to other workers."""
@@ -291,7 +293,7 @@ class Pipeline:
         ]
         options: dict[str, Any] = {
             "n_microbatches": layout.micro_batches,
-            "loss_fn": self._loss,
+            "loss_fn": self._lose,
             "scale_grads": False,
         }
         if layout.schedule in SINGLE:

@@ -8,7 +8,8 @@ optimizer gets what this worker keeps.
 from __future__ import annotations
 
 import hashlib
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,18 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.nn import functional
 
 import lns_ops.cpu
 from lns_ops import NonFiniteError, check_faults
 from trainers.comm.collectives import Collectives
 from trainers.comm.mesh import Place, place
-from trainers.config import OptimizerConfig, TrialConfig
+from trainers.config import LossConfig, OptimizerConfig, TrialConfig
 from trainers.config.schedule_changes import optimizer_at
 from trainers.data import Dataset, DatasetInfo, Split, load
-from trainers.data.split import count_classes
+from trainers.data.split import count_outputs
 from trainers.models import make_model
 from trainers.models.forward import set_forward_
+from trainers.models.loss import Loss
 from trainers.models.precision import apply_precision
 from trainers.optim.build import make_optimizer
 from trainers.optim.offload import Offload
@@ -39,13 +40,16 @@ from trainers.telemetry.profiler import Profiler
 from trainers.telemetry.roofline import kernel_ceiling
 from trainers.telemetry.spans import Spans
 from trainers.training.device import check_device, resolve_device
-from trainers.user_code import names_code
+from trainers.training.evaluate import Metrics, evaluate
+from trainers.user_code import describe_error, find_source, names_code
 
 if TYPE_CHECKING:
     from trainers.parallel.partitioned import PartitionedModel
     from trainers.parallel.pipeline import Pipeline
     from trainers.sync.base import Synchroniser, Updater
 
+CHECKED = 100
+"""Most validation examples that a trial of the user's code is tried on before it starts."""
 STAGE_SEED = 1_000_003
 """The distance between the seeds of stochastic rounding of two pipeline stages."""
 
@@ -109,6 +113,8 @@ class Components:
         workers: all workers, and which of them this one is.
         place: this worker's place in the layout.
         data: data set, on the worker's device.
+        loss: what is minimised.
+        metrics: what else is measured of the answers.
         parameters: number of parameters of the whole model.
         model: module that this worker computes with.
         kept: module that this worker updates and keeps: the model, its parts of it, or a copy on
@@ -129,6 +135,8 @@ class Components:
     workers: Workers
     place: Place
     data: Dataset
+    loss: Loss
+    metrics: Metrics
     parameters: int
     model: nn.Module
     kept: nn.Module
@@ -172,39 +180,101 @@ def check(config: TrialConfig, info: DatasetInfo) -> None:
         info: its data, from :func:`trainers.data.prepare`.
 
     Raises:
-        ValueError: a batch larger than the training set, or a learning rate or momentum that
-            underflows in the LNS format.
+        ValueError: a batch larger than the training set, a learning rate or momentum that
+            underflows in the LNS format, or the user's code does not train.
     """
     _check_batch(config, info.train)
-    if config.model.own:
-        _check_own_model(config)
+    answers = 1
+    if _unusual(config):
+        answers = _check_task(config)
     model = apply_precision(nn.Linear(1, 1), config.precision)
     for epoch in (0, *(change["epoch"] for change in config.changes)):
-        make_trial_optimizer(config, optimizer_at(config.optimizer, config.changes, epoch), model)
+        options = optimizer_at(config.optimizer, config.changes, epoch)
+        make_trial_optimizer(config, options, model, answers)
 
 
-def _check_own_model(config: TrialConfig) -> None:
-    """Make the user's model and train it on two examples, in the trial's precision.
+def _unusual(config: TrialConfig) -> bool:
+    """Tell whether a trial's model, data, loss or metrics come from its user."""
+    named = names_code(config.model.name) or names_code(config.data.name)
+    return named or config.loss != LossConfig() or bool(config.metrics)
+
+
+def _check_task(config: TrialConfig) -> int:
+    """Train and evaluate on some examples, in the trial's precision.
+
+    Returns:
+        The number of answers of an example.
 
     Raises:
-        ValueError: it cannot be made or converted, or does not turn examples into logits.
+        ValueError: the data, the model, the loss or a metric do not go together.
     """
-    data, where = _load_data(config), f"model.name={config.model.name!r}"
-    shape, classes = data.train.x.shape[1:], count_classes(data)
-    try:
-        model = make_model(config.model, shape, classes, config.seed)
-        logits = apply_precision(model, config.precision)(data.train.x[:2])
-        if logits.shape != (2, classes):
-            raise ValueError(
-                f"{where}: turns two examples of shape {tuple(shape)} into {tuple(logits.shape)};"
-                f" return logits of shape (batch, {classes}), one for each class"
-            )
-        functional.cross_entropy(logits, data.train.y[:2], reduction="sum").backward()
-    except (RuntimeError, TypeError, NotImplementedError) as error:
+    loss = Loss(config.loss)
+    data = _load_data(config, loss)
+    each, some = loss.answers_each(data.train.y), Split(data.train.x[:2], data.train.y[:2])
+    if config.sync.name == "asynchronous" and each > 1:
         raise ValueError(
-            f"{where} does not train in precision.format={config.precision.format}:"
-            f" {type(error).__name__}: {error}; mend the network, or use another precision"
+            f"sync.name=asynchronous with data.name={config.data.name}: the server takes examples"
+            f" of one answer, not of {each}; use sync.name=synchronous"
+        )
+    model = make_model(config.model, data.train.x.shape[1:], count_outputs(data), config.seed)
+    metrics = Metrics(config.metrics, count_outputs(data))
+    with _explained(config):
+        outputs = apply_precision(model, config.precision)(some.x)
+    _check_outputs(config, outputs, some, count_outputs(data))
+    with _explained(config):
+        loss(outputs, some.y).backward()
+        seen = Split(data.validation.x[:CHECKED], data.validation.y[:CHECKED])
+        evaluate(model, seen, loss, metrics)
+    metrics.compute("validation")
+    return each
+
+
+@contextmanager
+def _explained(config: TrialConfig) -> Iterator[None]:
+    """Raise what the user's code raises as a ``ValueError`` that says where.
+
+    Raises:
+        ValueError: the code within has raised.
+    """
+    try:
+        yield
+    except Exception as error:
+        files = [
+            find_source(f"{part}.name", named.name)
+            for part, named in (("model", config.model), ("loss", config.loss))
+            if names_code(named.name)
+        ]
+        raise ValueError(
+            f"model.name={config.model.name!r} with loss.name={config.loss.name!r} does not train"
+            f" in precision.format={config.precision.format}: {describe_error(error, *files)};"
+            " mend the code, or use another precision"
         ) from error
+
+
+def _check_outputs(config: TrialConfig, outputs: Any, some: Split, count: int) -> None:
+    """Refuse outputs of another shape than the loss takes.
+
+    Raises:
+        ValueError: with both shapes.
+    """
+    where = f"model.name={config.model.name!r} with loss.name={config.loss.name!r}"
+    if not isinstance(outputs, torch.Tensor):
+        raise ValueError(
+            f"{where}: turns examples into a {type(outputs).__name__}; return a tensor, or an"
+            " object whose logits are one"
+        )
+    wanted = {tuple(some.y.shape)}
+    if config.loss.name == "cross_entropy":
+        size, *rest = some.y.shape
+        wanted = {(size, *rest, count), (size, count, *rest)}
+    elif outputs.numel() == some.y.numel():
+        return
+    if not config.loss.own and tuple(outputs.shape) not in wanted:
+        shapes = " or ".join(str(("batch", *shape[1:])).replace("'", "") for shape in wanted)
+        raise ValueError(
+            f"{where}: turns two examples of shape {tuple(some.x.shape[1:])} into"
+            f" {tuple(outputs.shape)}; return outputs of shape {shapes}"
+        )
 
 
 def _check_made_alike(
@@ -236,9 +306,13 @@ def _check_made_alike(
             )
 
 
-def _load_data(config: TrialConfig) -> Dataset:
-    """Load a trial's data; flat for our networks, whatever shape the user's examples have."""
-    data = load(config.data)
+def _load_data(config: TrialConfig, loss: Loss) -> Dataset:
+    """Load a trial's data; flat for our networks, whatever shape the user's examples have.
+
+    Raises:
+        ValueError: they cannot be had, or have no targets that the loss takes.
+    """
+    data = loss.fit(config.data.name, load(config.data))
     if config.model.own or data.train.x.dim() == 2:
         return data
     return Dataset(*(Split(split.x.flatten(1), split.y) for split in data))
@@ -254,7 +328,7 @@ def _check_batch(config: TrialConfig, examples: int) -> None:
 
 
 def make_trial_optimizer(
-    config: TrialConfig, options: OptimizerConfig, kept: nn.Module, stage: int = 0
+    config: TrialConfig, options: OptimizerConfig, kept: nn.Module, answers: int, stage: int = 0
 ) -> torch.optim.Optimizer:
     """Return the optimizer of the parameters in ``kept`` that ``config`` asks for.
 
@@ -262,11 +336,13 @@ def make_trial_optimizer(
         config: the trial.
         options: options of the optimizer.
         kept: module that the worker updates.
+        answers: answers of an example, whose losses are summed.
         stage: pipeline stage of the worker; its stochastic rounding has a seed of its own.
     """
     seed = (config.seed + stage * STAGE_SEED) % (1 << 31)
     scale = config.lr_schedule.scale(config.batch_size)
-    return make_optimizer(kept, options, config.precision, config.update_examples, seed, scale)
+    terms = config.update_examples * answers
+    return make_optimizer(kept, options, config.precision, terms, seed, scale)
 
 
 def build(config: TrialConfig, rank: int, world_size: int) -> Components:
@@ -281,9 +357,10 @@ def build(config: TrialConfig, rank: int, world_size: int) -> Components:
         resolve_device(config.device) if world_size == 1 or config.device != "auto" else "cpu"
     )
     check_device(device.type)
-    data = _load_data(config)
+    loss = Loss(config.loss)
+    data = _load_data(config, loss)
     _check_batch(config, len(data.train.y))
-    whole = make_model(config.model, data.train.x.shape[1:], count_classes(data), config.seed)
+    whole = make_model(config.model, data.train.x.shape[1:], count_outputs(data), config.seed)
     parameters = sum(p.numel() for p in whole.parameters())
     data = Dataset(*(Split(split.x.to(device), split.y.to(device)) for split in data))
     here = place(config.layout, rank, world_size, device.type)
@@ -291,7 +368,7 @@ def build(config: TrialConfig, rank: int, world_size: int) -> Components:
         _check_made_alike(config, whole, data, world_size)
     spans = Spans(device)
     profiler = Profiler(config.profile, rank, device, spans)
-    pipeline = _make_pipeline(whole, config, here, spans, device) if here.pp > 1 else None
+    pipeline = _make_pipeline(whole, config, here, loss, device, spans) if here.pp > 1 else None
     model = apply_precision((pipeline.own if pipeline else whole).to(device), config.precision)
     scaler = GradScaler(device.type) if config.autocast == "float16" else None
     if pipeline is None:
@@ -302,7 +379,8 @@ def build(config: TrialConfig, rank: int, world_size: int) -> Components:
     held = partition.own if partition else model
     offload = Offload(held) if config.memory.offload_optimizer else None
     kept = offload.own if offload else held
-    optimizer = make_trial_optimizer(config, config.optimizer, kept, here.pp_rank)
+    answers = loss.answers_each(data.train.y)
+    optimizer = make_trial_optimizer(config, config.optimizer, kept, answers, here.pp_rank)
     telemetry = (
         _make_telemetry(config, spans, device, world_size, partition)
         if config.telemetry
@@ -310,6 +388,7 @@ def build(config: TrialConfig, rank: int, world_size: int) -> Components:
     )
     return Components(
         config=config, workers=Workers(rank, world_size, device), place=here, data=data,
+        loss=loss, metrics=Metrics(config.metrics, count_outputs(data), here, device),
         parameters=parameters, model=model, kept=kept, optimizer=optimizer,
         updater=_make_updater(optimizer, offload, scaler), collectives=collectives, within=within,
         pipeline=pipeline, partition=partition, offload=offload, scaler=scaler, spans=spans,
@@ -318,7 +397,12 @@ def build(config: TrialConfig, rank: int, world_size: int) -> Components:
 
 
 def _make_pipeline(
-    model: nn.Module, config: TrialConfig, here: Place, spans: Spans, device: torch.device
+    model: nn.Module,
+    config: TrialConfig,
+    here: Place,
+    loss: Loss,
+    device: torch.device,
+    spans: Spans,
 ) -> Pipeline:
     """Return this worker's pipeline stages."""
     # torch's pipelining loads its compiler, which takes seconds that other trials need not wait
@@ -327,7 +411,7 @@ def _make_pipeline(
     assert isinstance(model, nn.Sequential)
     precision, examples = config.precision, config.batch_size // here.dp
     fmt = precision.lns_format if precision.scope == "everywhere" else None
-    return Pipeline(model, config.layout, here, examples, fmt, device, spans, config.memory)
+    return Pipeline(model, config.layout, here, examples, fmt, device, loss, spans, config.memory)
 
 
 def _make_updater(

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from lns_ops.tensor import storage_of
 from trainers.data import Split
+from trainers.models.loss import Loss
+from trainers.telemetry.tally import Tally
 
 WARM_UP_STEPS = 2
 """The steps before capture, which compile kernels, upload tables and create optimizer state."""
@@ -42,6 +43,7 @@ class GraphedEpochs:
             new object. Capturing leaves their values unchanged.
         data: training examples, on the GPU.
         batch_size: examples a step.
+        loss: loss of the trial.
         micro_batches: equal parts of a batch, whose gradients are added up in order.
 
     Attributes:
@@ -54,14 +56,11 @@ class GraphedEpochs:
         optimizer: torch.optim.Optimizer,
         data: Split,
         batch_size: int,
+        loss: Loss,
         micro_batches: int = 1,
     ) -> None:
-        self._model, self._optimizer, self._data, self._micro_batches = (
-            model,
-            optimizer,
-            data,
-            micro_batches,
-        )
+        self._model, self._optimizer, self._data = model, optimizer, data
+        self._batch_size, self._lose, self._micro_batches = batch_size, loss, micro_batches
         device, examples = data.y.device, len(data.y)
         self.steps = examples // batch_size
         self._order = torch.arange(self.steps * batch_size, device=device).view(
@@ -69,7 +68,7 @@ class GraphedEpochs:
         )
         self._step = torch.zeros((), dtype=torch.int64, device=device)
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
-        self._wrong_and_batches = torch.zeros(2, dtype=torch.int64, device=device)
+        self._counts = torch.zeros(3, dtype=torch.int64, device=device)
         self._finite = torch.ones((), dtype=torch.bool, device=device)
         with _capturing, self._unchanged():
             current = torch.cuda.current_stream(device)
@@ -88,9 +87,7 @@ class GraphedEpochs:
             with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
                 self._train_step()
 
-    def train(
-        self, order: Tensor, before_step: Callable[[int], None] = lambda step: None
-    ) -> tuple[float, int, int]:
+    def train(self, order: Tensor, before_step: Callable[[int], None] = lambda step: None) -> Tally:
         """Train once over the examples in ``order``; the last, incomplete batch is left out.
 
         Args:
@@ -98,8 +95,8 @@ class GraphedEpochs:
             before_step: called with each step's number in the epoch.
 
         Returns:
-            Summed loss (NaN once a batch's was not finite; the batches after it are not counted),
-                wrong answers, and the number of batches counted.
+            Losses and answers. The loss is NaN once a batch's was not finite; the batches after
+                it are not counted.
         """
         self._order.copy_(order[: self._order.numel()].view_as(self._order))
         self._begin()
@@ -107,12 +104,12 @@ class GraphedEpochs:
             before_step(step)
             self._graph.replay()
         loss, finite = float(self._loss), bool(self._finite)
-        wrong, counted = self._wrong_and_batches.tolist()
-        return loss if finite else float("nan"), wrong, counted
+        wrong, answers, counted = self._counts.tolist()
+        return Tally(loss if finite else float("nan"), wrong, counted * self._batch_size, answers)
 
     def _begin(self) -> None:
         """Reset the sums and the step counter on the device."""
-        for tensor in (self._step, self._loss, self._wrong_and_batches):
+        for tensor in (self._step, self._loss, self._counts):
             tensor.zero_()
         self._finite.fill_(True)
 
@@ -122,20 +119,25 @@ class GraphedEpochs:
         self._optimizer.zero_grad(set_to_none=True)
         parts = [self._forward_backward(part) for part in chosen.chunk(self._micro_batches)]
         self._optimizer.step()
-        value, wrong = (sum(values[1:], values[0]) for values in zip(*parts, strict=True))
-        self._wrong_and_batches[0].add_(torch.where(self._finite, wrong, 0))
-        self._wrong_and_batches[1].add_(self._finite)
+        value, counts = (sum(values[1:], values[0]) for values in zip(*parts, strict=True))
+        self._counts[:2].add_(torch.where(self._finite, counts, 0))
+        self._counts[2].add_(self._finite)
         self._finite.logical_and_(torch.isfinite(value))
         self._loss.add_(torch.where(self._finite, value, 0))
         self._step.add_(1)
 
     def _forward_backward(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the gradients of ``chosen`` examples; return their summed loss and wrong answers."""
+        """Add the gradients of ``chosen`` examples.
+
+        Returns:
+            Their summed loss, and the numbers of wrong answers and of answers.
+        """
         x, y = self._data.x.index_select(0, chosen), self._data.y.index_select(0, chosen)
-        logits = self._model(x)
-        loss = F.cross_entropy(logits, y, reduction="sum")
+        outputs = self._model(x)
+        loss = self._lose(outputs, y)
         loss.backward()
-        return loss.detach(), (logits.argmax(1) != y).sum()
+        answers = self._lose.answers(y).to(y.device)
+        return loss.detach(), torch.stack([self._lose.wrong(outputs, y), answers])
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:

@@ -1,40 +1,141 @@
-"""One evaluation pass over a split."""
+"""One evaluation pass over a split, and the metrics that a trial asks for beside its loss."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from trainers.comm.mesh import Place
+from trainers.config import MetricConfig
 from trainers.data import Split
 from trainers.data.batches import evaluation_batches
-from trainers.telemetry.tally import Tally
+from trainers.models.loss import Loss, by_answer, plain
+from trainers.telemetry.tally import Tally, tallied
+from trainers.user_code import call, load_code
+
+
+class Metrics:
+    """Metrics of torchmetrics, of all answers of a split.
+
+    Args:
+        configs: names each metric.
+        classes: number of outputs, which factories with a parameter ``num_classes`` get.
+        place: this worker's place in the layout, None with one worker: replicas that evaluate
+            different examples add up what they saw.
+        device: device of the outputs.
+
+    Raises:
+        ValueError: a factory cannot be loaded or called, or returns no ``torchmetrics.Metric``.
+    """
+
+    def __init__(
+        self,
+        configs: Mapping[str, MetricConfig],
+        classes: int,
+        place: Place | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self._metrics: dict[str, Any] = {}
+        self._place = place
+        for name, config in configs.items():
+            self._metrics[name] = _make_metric(f"metrics.{name}.name", config, classes).to(device)
+
+    def reset(self, alone: bool) -> None:
+        """Forget all answers; ``alone`` says that every replica now sees all examples."""
+        for metric in self._metrics.values():
+            metric.reset()
+            metric.sync_on_compute = not alone and self._place is not None and self._place.dp > 1
+            metric.process_group = None if self._place is None else self._place.dp_group
+
+    def update(self, outputs: Tensor, targets: Tensor, of_classes: bool) -> None:
+        """Add the answers of a batch.
+
+        Args:
+            outputs: of the model.
+            targets: as many, or classes ``[B, ...]``.
+            of_classes: whether they are classes, whose outputs are logits ``[B, ..., C]``.
+        """
+        if not self._metrics:
+            return
+        answers = plain(outputs)
+        if of_classes:
+            answers, targets = by_answer(answers, targets)
+        elif answers.numel() == targets.numel():
+            answers = answers.reshape(targets.shape)
+        for metric in self._metrics.values():
+            metric.update(answers, targets)
+
+    def compute(self, split: str) -> dict[str, float]:
+        """Return ``split/NAME`` of each metric; NaN where its answers were not finite.
+
+        Raises:
+            ValueError: a metric is no single number.
+        """
+        found = {}
+        for name, metric in self._metrics.items():
+            value = metric.compute()
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                raise ValueError(
+                    f"metrics.{name}: {type(metric).__name__} has {_said(value)}, and a metric of a"
+                    " trial is one number; set its args, for example average=macro"
+                )
+            found[f"{split}/{name}"] = float(value)
+        return found
+
+    def missing(self, split: str) -> dict[str, float]:
+        """Return NaN for each metric."""
+        return {f"{split}/{name}": math.nan for name in self._metrics}
+
+
+def _make_metric(key: str, config: MetricConfig, classes: int) -> Any:
+    """Return what a metric's factory makes."""
+    factory = load_code(key, config.name, config.code)
+    metric = call(key, config.name, factory, config.args, num_classes=classes)
+    from torchmetrics import Metric  # takes a second to load
+
+    if not isinstance(metric, Metric):
+        raise ValueError(
+            f"{key}={config.name!r}: returned a {type(metric).__name__}; return a"
+            " torchmetrics.Metric"
+        )
+    return metric
+
+
+def _said(value: object) -> str:
+    return f"values of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
     split: Split,
-    combine: Callable[[Tensor], Tensor] = lambda logits: logits,
+    loss: Loss,
+    metrics: Metrics | None = None,
+    combine: Callable[[Tensor], Tensor] = lambda outputs: outputs,
     like: int | None = None,
 ) -> Tally:
-    """Return loss and errors of ``model`` on ``split``, in the model's own arithmetic.
+    """Return losses and answers of ``model`` on ``split``, in the model's own arithmetic.
 
     Args:
         model: the model.
         split: examples, on the model's device.
+        loss: loss of the trial.
+        metrics: metrics that the answers are added to.
         combine: turns the model's logits into the logits that are evaluated.
         like: see :func:`evaluation_batches`.
     """
     tally, training = Tally(), model.training
     model.eval()
     try:
-        for x, y in evaluation_batches(split, like):
-            logits = combine(model(x))
-            loss = F.cross_entropy(logits, y, reduction="sum").item()
-            tally.add(loss, int((logits.argmax(1) != y).sum()), len(y))
+        for batch in evaluation_batches(split, like):
+            outputs = combine(model(batch.x))
+            tally.add(tallied(outputs, batch, loss(outputs, batch.y), loss))
+            if metrics is not None:
+                metrics.update(outputs, batch.y, loss.config.name == "cross_entropy")
     finally:
         model.train(training)
     return tally

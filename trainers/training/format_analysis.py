@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import math
 
-import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
+from torch import nn
 
 from lns_ops import NonFiniteError
 from lns_ops.analysis import LayerAnalysis, analyze
 from trainers.config import PrecisionConfig, TrialConfig
 from trainers.data import Split
+from trainers.models.loss import Loss
 from trainers.optim.build import make_optimizer
 
 _SHARES = ("underflow", "saturated")
 
 
-def analysis_metrics(model: nn.Module, config: TrialConfig, split: Split) -> dict[str, float]:
+def analysis_metrics(
+    model: nn.Module, config: TrialConfig, split: Split, loss: Loss
+) -> dict[str, float]:
     """Return ``analysis/LAYER/NAME`` of every layer.
 
     NAME is ``forward_db``, ``backward_db``, ``weight_gradient_db`` (signal-to-noise against
@@ -36,10 +38,10 @@ def analysis_metrics(model: nn.Module, config: TrialConfig, split: Split) -> dic
     scale = config.lr_schedule.scale(config.batch_size)
     try:
         analysis = analyze(
-            model, batch, precision.format, loss=_summed, scope=scope,
+            model, batch, precision.format, loss=loss, scope=scope,
             optimizer=lambda weights: make_optimizer(
                 nn.ParameterList(weights), config.optimizer, PrecisionConfig(),
-                config.update_examples, scale=scale
+                config.update_examples * loss.answers_each(split.y), scale=scale
             ),
         )  # fmt: skip
     except NonFiniteError:
@@ -50,11 +52,6 @@ def analysis_metrics(model: nn.Module, config: TrialConfig, split: Split) -> dic
         for name, value in _figures(layer).items()
     }
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
-
-
-def _summed(logits: Tensor, y: Tensor) -> Tensor:
-    """Return the summed cross-entropy."""
-    return F.cross_entropy(logits, y, reduction="sum")
 
 
 def _figures(layer: LayerAnalysis) -> dict[str, float]:

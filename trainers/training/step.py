@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 
-import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from lns_ops import NonFiniteError
 from trainers.data import Split
+from trainers.models.loss import CROSS_ENTROPY, Loss
 from trainers.sync.base import Synchroniser, Updater
 from trainers.telemetry.spans import Spans
+from trainers.telemetry.tally import Tally, faulty, tallied
 
 
 def train_step(
@@ -20,8 +21,9 @@ def train_step(
     sync: Synchroniser | None = None,
     micro_batches: int = 1,
     spans: Spans | None = None,
-) -> tuple[float, int]:
-    """Take one training step; return the batch's summed loss and wrong answers before the update.
+    loss: Loss = CROSS_ENTROPY,
+) -> Tally:
+    """Take one training step; return the batch's losses and answers before the update.
 
     Where a loss is not finite, no rank that knows of it updates, and all those ranks return a NaN
     loss. The batch is taken in ``micro_batches`` equal parts, whose gradients are added up in
@@ -30,39 +32,43 @@ def train_step(
     sync, spans = sync or Synchroniser(), spans or Spans()
     optimizer.zero_grad(set_to_none=True)
     sync.begin_step(micro_batches)
-    loss, wrong = accumulate(model, batch, micro_batches, spans)
+    tally = accumulate(model, batch, micro_batches, spans, loss)
     with spans("synchronise"):
-        update = sync.gradients(model.parameters(), math.isfinite(loss))
+        update = sync.gradients(model.parameters(), math.isfinite(tally.loss))
     with spans("update"):
-        updated = update and sync.update(optimizer)
-    return loss if updated else math.nan, wrong
+        if not (update and sync.update(optimizer)):
+            tally.loss = math.nan
+    return tally
 
 
 def accumulate(
-    model: nn.Module, batch: Split, micro_batches: int, spans: Spans | None = None
-) -> tuple[float, int]:
+    model: nn.Module,
+    batch: Split,
+    micro_batches: int,
+    spans: Spans | None = None,
+    loss: Loss = CROSS_ENTROPY,
+) -> Tally:
     """Add the gradients of ``micro_batches`` equal parts of ``batch`` to the present ones.
 
-    Return the summed loss (NaN if a part's is) and the number of wrong answers.
+    Return the losses (NaN if a part's is) and answers.
     """
-    loss, wrong, size = 0.0, 0, len(batch.y) // micro_batches
+    tally, size = Tally(), len(batch.y) // micro_batches
     for x, y in zip(batch.x.split(size), batch.y.split(size), strict=True):
-        part_loss, part_wrong = _forward_backward(model, Split(x, y), spans or Spans())
-        loss, wrong = loss + part_loss, wrong + part_wrong
-    return loss, wrong
+        tally.add(_forward_backward(model, Split(x, y), spans or Spans(), loss))
+    return tally
 
 
-def _forward_backward(model: nn.Module, batch: Split, spans: Spans) -> tuple[float, int]:
-    """Run forward and backward; return the summed loss and the number of wrong answers.
+def _forward_backward(model: nn.Module, batch: Split, spans: Spans, loss: Loss) -> Tally:
+    """Run forward and backward; return the losses and answers.
 
     The loss is NaN where a float part of the model has overflowed on its way into LNS.
     """
     try:
         with spans("forward"):
-            logits = model(batch.x)
-            loss = F.cross_entropy(logits, batch.y, reduction="sum")
+            outputs = model(batch.x)
+            summed = loss(outputs, batch.y)
         with spans("backward"):
-            loss.backward()
+            summed.backward()
     except NonFiniteError:
-        return math.nan, len(batch.y)
-    return loss.item(), int((logits.argmax(1) != batch.y).sum())
+        return faulty(batch, loss)
+    return tallied(outputs, batch, summed, loss)

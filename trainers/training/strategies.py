@@ -43,7 +43,8 @@ def choose_step(components: Components) -> Step:
     alone = workers.device.type == "cuda" and workers.world_size == 1 and components.offload is None
     if config.model.own:
         return OwnModelStep(components)
-    if alone and not config.lr_schedule.varies and components.scaler is None:
+    captured = not config.loss.own and not config.lr_schedule.varies and components.scaler is None
+    if alone and captured:
         return GraphStep(components)
     return Step(components)
 
@@ -86,7 +87,7 @@ class Step:
                 with components.telemetry.counting():
                     found = self.train_step(batch, sync)
                 finite = math.isfinite(found.loss)
-                tally.add(found.loss, found.wrong, found.examples)
+                tally.add(found)
             if self._delay:
                 time.sleep(self._delay)  # a straggler, for study
             goes_on = self._all_go_on(sync.after_step(finite))
@@ -115,15 +116,15 @@ class Step:
                 worker whose result arrived here, is not finite.
         """
         components = self._components
-        loss, wrong = train_step(
+        return train_step(
             components.model,
             components.updater,
             batch,
             sync,
             self._config.layout.micro_batches,
             components.spans,
+            components.loss,
         )
-        return Tally(loss, wrong, len(batch.y))
 
     def evaluate(self, split: Split, sync: Synchroniser, like: int | None) -> Tally:
         """Evaluate on ``split`` and return what this worker knows of losses and answers.
@@ -133,7 +134,8 @@ class Step:
             sync: combines the logits of replicas that predict together.
             like: see :func:`trainers.data.batches.evaluation_batches`.
         """
-        return evaluate(self._components.model, split, sync.combine, like)
+        own = self._components
+        return evaluate(own.model, split, own.loss, own.metrics, sync.combine, like)
 
     def forget(self) -> None:
         """Drop what was captured of the optimizer and its state, because they have changed."""
@@ -185,8 +187,7 @@ class PipelineStep(Step):
 
     def train_step(self, batch: Split, sync: Synchroniser) -> Tally:
         """Take one step, as :meth:`Step.train_step`."""
-        loss, wrong = self._pipeline.train_step(self._components.updater, batch, sync)
-        return Tally(loss, wrong, len(batch.y) if self._pipeline.last else 0)
+        return self._pipeline.train_step(self._components.updater, batch, sync)
 
     def evaluate(self, split: Split, sync: Synchroniser, like: int | None) -> Tally:
         """Evaluate on ``split``, as :meth:`Step.evaluate`.
@@ -223,14 +224,17 @@ class GraphStep(Step):
                     components.optimizer,
                     split,
                     config.batch_size,
+                    components.loss,
                     config.layout.micro_batches,
                 )
             components.spans.begin()
         order = epoch_order(len(split.y), config.seed, epoch)
-        loss, wrong, counted = self._graphed.train(order.to(components.workers.device), before_step)
+        tally = self._graphed.train(order.to(components.workers.device), before_step)
         components.spans.step(self._graphed.steps)
-        goes_on = components.workers.faultless() and math.isfinite(loss)
-        return Tally(loss if goes_on else math.nan, wrong, counted * config.batch_size), goes_on
+        goes_on = components.workers.faultless() and math.isfinite(tally.loss)
+        if not goes_on:
+            tally.loss = math.nan
+        return tally, goes_on
 
     def forget(self) -> None:
         """Drop the graph; the next epoch captures a new one."""

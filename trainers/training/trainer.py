@@ -25,7 +25,7 @@ from trainers.config import TrialConfig
 from trainers.config.schedule_changes import optimizer_at
 from trainers.data import Split
 from trainers.optim.lr import Rate
-from trainers.telemetry.tally import Tally
+from trainers.telemetry.tally import Tally, faulty
 from trainers.training import persistence
 from trainers.training.build import build, check, make_trial_optimizer
 from trainers.training.format_analysis import analysis_metrics
@@ -91,7 +91,8 @@ class Training:
         Returns:
             ``epoch`` (number of finished epochs), ``train/loss`` and ``train/error`` (as met during
                 the epoch), ``validation/loss`` and ``validation/error`` (losses in nats, errors as
-                fractions), ``samples_per_second`` (training alone, all workers). With several
+                fractions; no errors where answers are numbers), ``validation/NAME`` of the metrics
+                asked for, ``samples_per_second`` (training alone, all workers). With several
                 workers also ``bytes/sent`` (bytes that a worker sent while training this epoch,
                 mean over the workers) and ``bytes/parameter_step`` (the same over parameters and
                 steps). Every ``analysis_every`` epochs ``analysis/LAYER/...``. With telemetry also
@@ -113,7 +114,7 @@ class Training:
             total = self._summed_over_workers(tally)
             metrics = {
                 "epoch": float(self.epoch),
-                **total.metrics("train"),
+                **total.metrics("train", self._components.loss.config.counts_errors),
                 **self._evaluate(self.data.validation, "validation"),
             }
         metrics |= (
@@ -127,7 +128,8 @@ class Training:
         return metrics
 
     def test(self) -> dict[str, float]:
-        """Return ``test/loss`` (nats) and ``test/error`` (fraction) of the present weights."""
+        """Return ``test/loss``, ``test/error`` and ``test/NAME`` of the present weights, as
+        :meth:`train_epoch` does for validation."""
         with matmul_accumulation(self.config.precision.accumulation):
             self.tested = self._evaluate(self.data.test, "test")
         return dict(self.tested)
@@ -165,7 +167,11 @@ class Training:
         self._options = wanted
         self._step.forget()
         changed = make_trial_optimizer(
-            self.config, wanted, self._components.kept, self.place.pp_rank
+            self.config,
+            wanted,
+            self._components.kept,
+            self._components.loss.answers_each(self.data.train.y),
+            self.place.pp_rank,
         )
         for group, new in zip(self.optimizer.param_groups, changed.param_groups, strict=True):
             group.update((name, value) for name, value in new.items() if name != "params")
@@ -192,7 +198,7 @@ class Training:
         if not every or self.epoch % every or self.diverged:
             return {}
         with matmul_accumulation(self.config.precision.accumulation), self.sync.evaluating():
-            return analysis_metrics(self.model, self.config, self.data.train)
+            return analysis_metrics(self.model, self.config, self.data.train, self._components.loss)
 
     def _traffic(self, sent: int, steps: int) -> dict[str, float]:
         """Return the bytes that the workers sent, as a mean over them."""
@@ -207,20 +213,25 @@ class Training:
         }
 
     def _evaluate(self, split: Split, name: str) -> dict[str, float]:
-        """Return ``name/loss`` and ``name/error`` on ``split``; a collective.
+        """Return ``name/loss``, ``name/error`` and other metrics on ``split``; a collective.
 
         The replicas share the examples where they can.
         """
         mine = slice(None) if self.sync.whole else slice(self.place.dp_rank, None, self.place.dp)
         examples = Split(split.x[mine], split.y[mine])
         like = math.ceil(len(split.y) / self.place.dp) if self.sync.together else None
+        loss, metrics = self._components.loss, self._components.metrics
+        metrics.reset(alone=self.sync.whole)
         with self.sync.evaluating():
             try:
                 tally = self._step.evaluate(examples, self.sync, like)
                 check_faults(self.device)
             except NonFiniteError:
-                tally = Tally(math.nan, len(examples.y), len(examples.y))
-        return self._summed_over_workers(tally).metrics(name)
+                tally = faulty(examples, loss)
+        total = self._summed_over_workers(tally)
+        found = total.metrics(name, loss.config.counts_errors)
+        finite = math.isfinite(total.loss)
+        return found | (metrics.compute(name) if finite else metrics.missing(name))
 
     def _summed_over_workers(self, tally: Tally) -> Tally:
         """Return the sum of ``tally`` over the workers.
@@ -230,7 +241,7 @@ class Training:
         """
         if self.place.tp_rank:
             tally = Tally()
-        loss, wrong, examples = self._workers.summed(
-            [tally.loss, float(tally.wrong), float(tally.examples)]
+        loss, wrong, examples, answers = self._workers.summed(
+            [tally.loss, *map(float, (tally.wrong, tally.examples, tally.answers))]
         )
-        return Tally(loss, int(wrong), int(examples))
+        return Tally(loss, int(wrong), int(examples), int(answers))

@@ -70,7 +70,7 @@ def test_its_arguments_are_searched(folder: Path) -> None:
 def test_a_network_that_does_not_fit_is_refused_before_anything_starts(folder: Path) -> None:
     flat = f"trial.model.name={folder / 'net.py'}:flat"
     study = load(str(folder / "own.yaml"), [f"storage={folder}", flat])
-    with pytest.raises(ValueError, match=r"into \(2, 7\); return logits of shape \(batch, 10\)"):
+    with pytest.raises(ValueError, match=r"into \(2, 7\); return outputs of shape \(batch, 10\)"):
         preflight(make_plan(study))
 
 

@@ -16,6 +16,8 @@ from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionC
 from trainers.config.lr_schedule import LRSchedule
 from trainers.config.sync import SyncConfig
 from trainers.data import Split, epoch_order
+from trainers.models.loss import CROSS_ENTROPY
+from trainers.telemetry.tally import Tally
 from trainers.training.cuda_graph import GraphedEpochs
 from trainers.training.device import check_device, resolve_device
 from trainers.training.step import train_step
@@ -97,16 +99,15 @@ def test_a_graphed_epoch_is_the_eager_one(precision: str, optimizer: str) -> Non
     config = replace(BASE, precision=PRECISIONS[precision], optimizer=OPTIMIZERS[optimizer])
     graphed, eager = Training(config), Training(config)
     order = epoch_order(len(graphed.data.train.y), config.seed, 0)
-    loss, wrong, counted = GraphedEpochs(
-        graphed.model, graphed.optimizer, graphed.data.train, config.batch_size
+    tally = GraphedEpochs(
+        graphed.model, graphed.optimizer, graphed.data.train, config.batch_size, CROSS_ENTROPY
     ).train(order)
-    losses, mistakes = 0.0, 0
-    for chosen in order[: counted * config.batch_size].view(-1, config.batch_size):
+    found = Tally()
+    for chosen in order[: tally.examples].view(-1, config.batch_size):
         batch = Split(eager.data.train.x[chosen.cuda()], eager.data.train.y[chosen.cuda()])
-        summed, missed = train_step(eager.model, eager.optimizer, batch, None)
-        losses, mistakes = losses + summed, mistakes + missed
-    assert counted == len(order) // config.batch_size
-    assert (loss, wrong) == (losses, mistakes)
+        found.add(train_step(eager.model, eager.optimizer, batch, None))
+    assert tally.examples == len(order) // config.batch_size * config.batch_size
+    assert tally == found
     assert_equal_bits(tensors(graphed), tensors(eager))
 
 

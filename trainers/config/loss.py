@@ -1,0 +1,96 @@
+"""The loss that a trial minimises, and what else is measured of its answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainers.config.validation import check_named
+from trainers.user_code import names_code
+
+LOSSES: dict[str, tuple[str, ...]] = {
+    "cross_entropy": ("label_smoothing",),
+    "binary_cross_entropy": (),
+    "mse": (),
+    "l1": (),
+    "huber": ("delta",),
+}
+"""Our losses, with the arguments that they take."""
+OF_CLASSES = ("cross_entropy", "binary_cross_entropy")
+"""Losses of answers that are right or wrong."""
+MEASURED = ("loss", "error")
+"""Names of what a trial reports anyway."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """The loss, averaged over all answers of a batch; an example has one answer or several.
+
+    Attributes:
+        name: ``cross_entropy`` of classes; ``binary_cross_entropy`` of labels that are 0 or 1, from
+            logits; ``mse``, ``l1`` or ``huber`` of numbers; or ``file.py:factory`` or
+            ``package.module:factory``, which returns ``loss(outputs, targets)``
+            (:mod:`trainers.models.loss`).
+        args: arguments of the loss (``label_smoothing`` of cross_entropy, ``delta`` of huber, as
+            torch has them) or of the factory.
+        code: sha256 of the factory's file, filled in when a study is planned.
+    """
+
+    name: str = "cross_entropy"
+    args: dict[str, Any] = field(default_factory=dict)
+    code: str = ""
+
+    def __post_init__(self) -> None:
+        check_named("loss", self.name, tuple(LOSSES))
+        if self.own:
+            return
+        for name in self.args:
+            if name not in LOSSES[self.name]:
+                takes = ", ".join(LOSSES[self.name]) or "none"
+                raise ValueError(
+                    f"loss.args={self.args} with loss.name={self.name}: {name} is not among its"
+                    f" arguments ({takes}); leave it out"
+                )
+
+    @property
+    def own(self) -> bool:
+        """Whether the user's code makes the loss."""
+        return names_code(self.name)
+
+    @property
+    def counts_errors(self) -> bool:
+        """Whether answers are right or wrong, so that a trial reports ``error``."""
+        return self.name in OF_CLASSES
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricConfig:
+    """A metric of all answers of a split, reported as ``validation/NAME`` and ``test/NAME``.
+
+    Attributes:
+        name: ``package.module:factory`` or ``file.py:factory``, which returns a
+            ``torchmetrics.Metric``, for example ``torchmetrics:R2Score``.
+        args: arguments of the factory.
+        code: sha256 of the factory's file, filled in when a study is planned.
+    """
+
+    name: str
+    args: dict[str, Any] = field(default_factory=dict)
+    code: str = ""
+
+    def __post_init__(self) -> None:
+        check_named("metrics.name", self.name, ())
+
+
+def check_metrics(metrics: dict[str, MetricConfig]) -> None:
+    """Refuse names that a trial reports anyway, or that are no names.
+
+    Raises:
+        ValueError: with the name, the rule and the remedy.
+    """
+    for name in metrics:
+        if name in MEASURED or not name.isidentifier():
+            raise ValueError(
+                f"metrics.{name}: must be a name of letters, digits and _, other than"
+                f" {' and '.join(MEASURED)}, which are always reported; use for example metrics.r2"
+            )

@@ -1,0 +1,146 @@
+"""Losses: what a trial minimises, from a model's outputs and the data's targets.
+
+An *answer* is one element of the targets ``y``; an example has one, or several (a text one for each
+token). With B examples:
+
+- ``cross_entropy``: classes ``[B]``, or ``[B, ...]`` with -100 where no answer is asked for; logits
+  ``[B, ..., C]``, or ``[B, C, ...]`` as torch has them. Answers are right or wrong.
+- ``binary_cross_entropy``: labels 0 or 1, ``[B, ...]``; as many logits. Answers are right or wrong.
+- ``mse``, ``l1``, ``huber``: numbers ``[B, ...]``; as many outputs.
+- your own, ``loss(outputs, targets)``: gets float32 outputs, whatever the format, and returns a
+  mean over the examples, as torch's losses do, or losses that are averaged. One answer an example.
+
+The mean over all answers is minimised. The gradient is that of their *sum*, and the optimizer
+divides (:mod:`trainers.optim.build`), because gradients of a mean underflow in narrow formats. It
+divides by the same number in every step, so that answers not asked for make a step smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from lns_ops import LNSTensor
+from trainers.config import LossConfig
+from trainers.data.split import Dataset, Split
+from trainers.user_code import call, load_code
+
+IGNORED = -100
+"""Class of an answer that is not asked for, torch's ``ignore_index``."""
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "binary_cross_entropy": F.binary_cross_entropy_with_logits,
+    "mse": F.mse_loss,
+    "l1": F.l1_loss,
+    "huber": F.huber_loss,
+}
+"""Losses of targets that are as many as the outputs."""
+
+
+class Loss:
+    """The loss of a trial.
+
+    Args:
+        config: names the loss.
+
+    Raises:
+        ValueError: the user's factory cannot be loaded or called, or returns nothing callable.
+    """
+
+    def __init__(self, config: LossConfig) -> None:
+        self.config = config
+        if not config.own:
+            return
+        where = f"loss.name={config.name!r}"
+        factory = load_code("loss.name", config.name, config.code)
+        self._own = call("loss.name", config.name, factory, config.args)
+        if not callable(self._own):
+            raise ValueError(
+                f"{where}: returned a {type(self._own).__name__}; return a function or module that"
+                " is called as loss(outputs, targets)"
+            )
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss summed over the answers, a float32 scalar."""
+        config = self.config
+        if config.own:
+            found: Tensor = self._own(plain(outputs), targets)
+            return found.mean() * len(targets)
+        if config.name == "cross_entropy":
+            return F.cross_entropy(*by_answer(outputs, targets), reduction="sum", **config.args)
+        outputs = outputs.reshape(targets.shape)
+        return FUNCTIONS[config.name](outputs, targets, reduction="sum", **config.args)
+
+    def wrong(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the number of wrong answers, int64; 0 where answers are not right or wrong."""
+        if self.config.name == "cross_entropy":
+            logits, classes = by_answer(outputs, targets)
+            wrong = logits.argmax(1) != classes
+            return (wrong if targets.dim() == 1 else wrong & (classes != IGNORED)).sum()
+        if self.config.name == "binary_cross_entropy":
+            return ((plain(outputs).reshape(targets.shape) > 0) != (targets > 0.5)).sum()
+        return torch.zeros((), dtype=torch.int64, device=targets.device)
+
+    def answers(self, targets: Tensor) -> Tensor:
+        """Return the number of answers that are asked for, int64."""
+        if self.config.name == "cross_entropy" and targets.dim() > 1:
+            return (targets != IGNORED).sum()
+        return torch.tensor(len(targets) * self.answers_each(targets))
+
+    def answers_each(self, targets: Tensor) -> int:
+        """Return the number of answers of an example."""
+        return 1 if self.config.own else targets[0].numel()
+
+    def fit(self, name: str, data: Dataset) -> Dataset:
+        """Return ``data`` with targets of the type that the loss takes.
+
+        Args:
+            name: name of the data, for errors.
+            data: all splits.
+
+        Raises:
+            ValueError: the targets are not of the loss's kind.
+        """
+        if self.config.own:
+            return data
+        return Dataset(*(Split(split.x, self._fitting(name, split.y)) for split in data))
+
+    def _fitting(self, name: str, y: Tensor) -> Tensor:
+        """Return the targets ``y`` in the type that the loss takes."""
+        found = f"data.name={name!r} with loss.name={self.config.name}: its targets are"
+        if self.config.name == "cross_entropy":
+            if y.is_floating_point() or bool((y[y != IGNORED] if y.dim() > 1 else y).lt(0).any()):
+                kind = "float32" if y.is_floating_point() else f"whole numbers from {int(y.min())}"
+                raise ValueError(
+                    f"{found} {kind}, and classes are whole numbers from 0; return such classes, or"
+                    " use another loss.name, for example mse"
+                )
+            return y
+        if self.config.name == "binary_cross_entropy" and not bool(((y == 0) | (y == 1)).all()):
+            raise ValueError(
+                f"{found} not all 0 or 1; return such labels, or use loss.name=cross_entropy for"
+                " classes, loss.name=mse for numbers"
+            )
+        return y.float()
+
+
+def by_answer(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return logits ``[N, C]`` and classes ``[N]``, one a line for each answer.
+
+    Where the logits' classes could be in either place, ``[B, T, T]``, they are in the last.
+    """
+    if targets.dim() == 1:
+        return outputs, targets
+    logits = outputs if outputs.shape[:-1] == targets.shape else outputs.movedim(1, -1)
+    return logits.flatten(0, -2), targets.flatten()
+
+
+def plain(outputs: Tensor) -> Tensor:
+    """Return outputs as float32."""
+    return outputs.to_float() if isinstance(outputs, LNSTensor) else outputs.float()
+
+
+CROSS_ENTROPY = Loss(LossConfig())
+"""The loss of a trial that names none."""
