@@ -420,6 +420,18 @@ RULES: tuple[Rule, ...] = (
         "loss.name=cross_entropy, or sync.name=synchronous",
     ),
     Rule(
+        ("sync.name", "data.num_workers"),
+        lambda c: c.sync.name in ("asynchronous", "ensemble") and c.data.num_workers is not None,
+        "which examples a replica takes must be known before they are loaded",
+        "sync.name=synchronous, or leave out data.num_workers",
+    ),
+    Rule(
+        ("analysis_every", "data.num_workers"),
+        lambda c: c.analysis_every > 0 and c.data.num_workers is not None,
+        "it looks at the same examples every time",
+        "analysis_every=0, or leave out data.num_workers",
+    ),
+    Rule(
         ("metrics", "layout.pp"),
         lambda c: bool(c.metrics) and c.layout.pp > 1,
         "only the last stage sees answers",

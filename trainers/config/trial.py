@@ -54,6 +54,9 @@ class DataConfig:
             trained on; None for 10,000 (mnist), 300 (digits), or a tenth.
         train_size: number of the remaining examples to train on, from the first; None for all. A
             budget, not part of the recipe.
+        num_workers: number of processes that load the examples of a factory's ``Dataset`` when they
+            are needed, as of torch's ``DataLoader``; None to load all before and keep them in
+            memory.
     """
 
     name: str = "mnist"
@@ -62,9 +65,16 @@ class DataConfig:
     root: str | None = None
     validation_size: int | None = None
     train_size: int | None = None
+    num_workers: int | None = None
 
     def __post_init__(self) -> None:
         _check_factory("data", self.name, self.args, DATASETS)
+        at_least("data.num_workers", self.num_workers, 1, "leave it out to keep them in memory")
+        if self.num_workers is not None and not names_code(self.name):
+            raise ValueError(
+                f"data.num_workers={self.num_workers} with data.name={self.name}: our data sets"
+                " are kept in memory; leave it out"
+            )
         at_least("data.validation_size", self.validation_size, 1, "leave it out for the usual size")
         at_least("data.train_size", self.train_size, 1, "leave it out to train on all")
 

@@ -14,7 +14,7 @@ from trainers.data.mnist import (
     find_mnist,
     read_idx,
 )
-from trainers.data.split import CLASSES, PIXELS, Dataset, DatasetInfo, Split
+from trainers.data.split import CLASSES, PIXELS, Dataset, DatasetInfo, Examples, Split
 
 __all__ = [
     "CLASSES",
@@ -23,6 +23,7 @@ __all__ = [
     "Dataset",
     "DatasetInfo",
     "DownloadError",
+    "Examples",
     "Split",
     "batches",
     "cache_folder",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainers.config import EPOCHS
-from trainers.data.split import Split
+from trainers.data.split import Examples, Split
 
 
 def epoch_order(examples: int, seed: int, epoch: int) -> Tensor:
@@ -20,14 +20,11 @@ def epoch_order(examples: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(examples, generator=torch.Generator().manual_seed(seed * EPOCHS + epoch))
 
 
-def share(
-    split: Split, order: Tensor, *, batch_size: int, step: int, part: int, parts: int
-) -> Split:
+def share(order: Tensor, *, batch_size: int, step: int, part: int, parts: int) -> Tensor:
     """Return the ``part``-th of ``parts`` contiguous parts of batch ``step`` in ``order``."""
     size = batch_size // parts
     start = step * batch_size + part * size
-    chosen = order[start : start + size]
-    return Split(split.x[chosen], split.y[chosen])
+    return order[start : start + size]
 
 
 def batches(
@@ -39,19 +36,30 @@ def batches(
     batch, ``batch_size / world_size`` examples.
     """
     order = epoch_order(len(split.y), seed, epoch)
-    for step in range(len(order) // batch_size):
-        yield share(split, order, batch_size=batch_size, step=step, part=rank, parts=world_size)
+    yield from split.load(
+        (
+            share(order, batch_size=batch_size, step=step, part=rank, parts=world_size)
+            for step in range(len(order) // batch_size)
+        ),
+        seed,
+    )
 
 
 EVALUATION_BATCH = {"cpu": 2_000, "cuda": 10_000}
 """Examples evaluated at a time, by device: few fit a CPU's caches, many fill a GPU's launch."""
+STREAMED = 250
+"""Examples evaluated at a time that are not in memory."""
 
 
-def evaluation_batches(split: Split, like: int | None = None) -> Iterator[Split]:
-    """Yield ``split`` in parts of :data:`EVALUATION_BATCH` examples.
+def evaluation_batches(split: Examples, like: int | None = None) -> Iterator[Split]:
+    """Yield ``split`` in parts of :data:`EVALUATION_BATCH` examples, or of :data:`STREAMED` where
+    they are not in memory.
 
     With ``like``, yield as many equal parts as ``like`` examples would take instead.
     """
+    if not isinstance(split, Split):
+        yield from split.load(torch.arange(split.size).split(STREAMED), 0)
+        return
     size = EVALUATION_BATCH[split.y.device.type]
     if like is None:
         yield from map(Split, split.x.split(size), split.y.split(size))

@@ -43,8 +43,11 @@ from trainers.data.mnist import (
     load_mnist,
     mnist_arrays,
 )
-from trainers.data.split import CLASSES, Dataset, DatasetInfo, Split, count_outputs
+from trainers.data.split import CLASSES, Dataset, DatasetInfo, Examples, Split
 from trainers.user_code import names_code
+
+STREAMED_DIGEST = 100
+"""Examples of a split that are hashed, with its size, where they are not in memory."""
 
 
 def resolve(config: DataConfig, *, download: bool = True) -> DataConfig:
@@ -92,18 +95,20 @@ def load(config: DataConfig) -> Dataset:
         ValueError: files are missing or corrupt, or split sizes do not fit.
     """
     config = resolve(config)
-    validation: Split | None = None
+    whole: Examples
+    test: Examples
+    validation: Examples | None = None
     if names_code(config.name):
         whole, validation, test = load_own(config)
     else:
         whole, test = load_digits() if config.name == "digits" else load_mnist(str(config.root))
-    size = config.validation_size or max(1, len(whole.y) // VALIDATION_SHARE)
-    available = len(whole.y) - (size if validation is None else 0)
+    size = config.validation_size or max(1, whole.size // VALIDATION_SHARE)
+    available = whole.size - (size if validation is None else 0)
     wanted = available if config.train_size is None else config.train_size
     if available < 1:
         raise ValueError(
             f"data.validation_size={size}: must leave some of"
-            f" {config.name}'s {len(whole.y)} training examples for training; use less, or leave it"
+            f" {config.name}'s {whole.size} training examples for training; use less, or leave it"
             " out for the usual size"
         )
     if wanted > available:
@@ -112,8 +117,8 @@ def load(config: DataConfig) -> Dataset:
             f" leaves; use {available}, or null for all"
         )
     if validation is None:
-        validation = Split(whole.x[available:], whole.y[available:])
-    return Dataset(Split(whole.x[:wanted], whole.y[:wanted]), validation, test)
+        validation = whole.part(slice(available, None))
+    return Dataset(whole.part(slice(wanted)), validation, test)
 
 
 def prepare(config: DataConfig) -> DatasetInfo:
@@ -180,8 +185,10 @@ def _describe(config: DataConfig) -> DatasetInfo:
     own = names_code(config.name)
     digest = hashlib.sha256()
     for split in data:
-        digest.update(split.x.numpy().tobytes())
-        digest.update(split.y.numpy().tobytes())
+        known = split if isinstance(split, Split) else split.head(STREAMED_DIGEST)
+        digest.update(b"" if known is split else str(split.size).encode())
+        digest.update(known.x.numpy().tobytes())
+        digest.update(known.y.numpy().tobytes())
     files = hashlib.sha256()
     if own:
         files.update(digest.digest())
@@ -196,7 +203,7 @@ def _describe(config: DataConfig) -> DatasetInfo:
     }
     return DatasetInfo(
         name=config.name, source=sources[config.name], digest=digest.hexdigest(),
-        files=files.hexdigest(), root=config.root, train=len(data.train.y),
-        validation=len(data.validation.y), test=len(data.test.y),
-        inputs=data.train.x[0].numel(), classes=count_outputs(data) if own else CLASSES,
+        files=files.hexdigest(), root=config.root, train=data.train.size,
+        validation=data.validation.size, test=data.test.size,
+        inputs=data.train.head(1).x[0].numel(), classes=data.outputs if own else CLASSES,
     )  # fmt: skip

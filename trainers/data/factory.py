@@ -7,12 +7,19 @@ that is not set. It returns a pair ``(x, y)`` of tensors or arrays, or a map-sty
 ``torch.utils.data.Dataset`` of such pairs. Examples ``x`` [N, ...] of 32 or 64 bit whole numbers
 stay whole (tokens), all others become float32. Targets ``y`` [N, ...] are whole numbers (classes)
 or become float32, whichever the loss takes (:mod:`trainers.models.loss`). All examples are kept in
-memory.
+memory, unless ``data.num_workers`` says how many processes load those of a ``Dataset`` when they
+are needed (:mod:`trainers.data.stream`).
+
+A factory with neither parameter is called once, and returns a ``LightningDataModule``, or what has
+its ``setup``, ``train_dataloader``, ``val_dataloader`` and ``test_dataloader``: the data sets of
+these loaders are taken, not their batches.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sized
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +27,8 @@ import torch
 from torch import Tensor
 
 from trainers.config import DataConfig
-from trainers.data.split import Split
+from trainers.data.split import Examples, Split
+from trainers.data.stream import Stream
 from trainers.user_code import call, load_code
 
 KEY = "data.name"
@@ -30,14 +38,17 @@ VALIDATION_SHARE = 10
 """One part in so many validates, where nothing is said."""
 
 
-def load_own(config: DataConfig) -> tuple[Split, Split | None, Split]:
+def load_own(config: DataConfig) -> tuple[Examples, Examples | None, Examples]:
     """Return the training, validation (None where it must be cut from training) and test examples.
 
     Raises:
         ValueError: the factory cannot be loaded or called, or returns no examples with targets.
     """
     factory = load_code(KEY, config.name, config.code)
-    if "split" not in inspect.signature(factory).parameters:
+    parameters = inspect.signature(factory).parameters
+    if not {"split", "train"} & parameters.keys():
+        return _of_module(config, call(KEY, config.name, factory, config.args))
+    if "split" not in parameters:
         train, test = (
             _examples(config, call(KEY, config.name, factory, config.args, train=train))
             for train in (True, False)
@@ -50,9 +61,32 @@ def load_own(config: DataConfig) -> tuple[Split, Split | None, Split]:
     return train, validation, test
 
 
-def _examples(config: DataConfig, made: Any) -> Split:
-    """Return what a factory made as tensors."""
+def _of_module(config: DataConfig, module: Any) -> tuple[Examples, Examples | None, Examples]:
+    """Return the data sets of a ``LightningDataModule``'s loaders.
+
+    Raises:
+        ValueError: it is none.
+    """
+    names = ("train_dataloader", "val_dataloader", "test_dataloader")
+    if any(not callable(getattr(module, name, None)) for name in names):
+        raise ValueError(
+            f"{KEY}={config.name!r}: takes neither train= nor split=, and returned a"
+            f" {type(module).__name__} without {', '.join(names)}; give it a parameter train, or"
+            " return a LightningDataModule"
+        )
+    for name, arguments in (("prepare_data", ()), ("setup", (None,))):
+        getattr(module, name, lambda *_: None)(*arguments)
+    loaders = [getattr(module, name)() for name in names]
+    train, validation, test = (_examples(config, loader.dataset) for loader in loaders)
+    return train, validation, test
+
+
+def _examples(config: DataConfig, made: Any) -> Examples:
+    """Return what a factory made as tensors, or as a stream where it is not to be in memory."""
     if isinstance(made, torch.utils.data.Dataset):
+        _check_map_style(config, made)
+        if config.num_workers is not None:
+            return _streamed(config, made)
         made = _collected(made)
     if not isinstance(made, tuple | list) or len(made) != 2:
         raise ValueError(
@@ -60,6 +94,16 @@ def _examples(config: DataConfig, made: Any) -> Split:
             " tensors or arrays, or a torch.utils.data.Dataset of such pairs"
         )
     x, y = (_tensor(part) for part in made)
+    return _checked(config, Split(x, y))
+
+
+def _checked(config: DataConfig, split: Split) -> Split:
+    """Return examples in the types that training takes.
+
+    Raises:
+        ValueError: they are not finite, or not as many as their targets.
+    """
+    x, y = split
     if not x.dim() or not y.dim() or len(x) != len(y) or not len(y):
         raise ValueError(
             f"{KEY}={config.name!r}: returned examples of shape {tuple(x.shape)} and targets of"
@@ -72,6 +116,42 @@ def _examples(config: DataConfig, made: Any) -> Split:
     x = x.long() if x.dtype in TOKENS else x.float()
     y = y.float() if y.is_floating_point() else y.long()
     return Split(x.contiguous(), y.contiguous())
+
+
+def _check_map_style(config: DataConfig, dataset: Any) -> None:
+    """Refuse a data set without a length.
+
+    Raises:
+        ValueError: it has none, or holds nothing.
+    """
+    if not hasattr(dataset, "__len__") or not len(dataset):
+        raise ValueError(
+            f"{KEY}={config.name!r}: returned a {type(dataset).__name__} without examples or"
+            " without a length; return a map-style data set, with __len__ and __getitem__, so that"
+            " an epoch's order can be drawn"
+        )
+
+
+def _streamed(config: DataConfig, dataset: Any) -> Stream:
+    """Return a data set whose examples are loaded when they are needed.
+
+    Raises:
+        ValueError: it does not say how many classes there are.
+    """
+    assert config.num_workers is not None
+    check = partial(_checked, config)
+    first = Stream(dataset, config.num_workers, 0, (check,)).head(1)
+    outputs = first.outputs
+    if not first.y.is_floating_point():
+        classes = getattr(dataset, "classes", None)
+        if not isinstance(classes, int | Sized):
+            raise ValueError(
+                f"{KEY}={config.name!r} with data.num_workers={config.num_workers}: its data set"
+                " must say how many classes there are, as examples are not all loaded first; give"
+                " it an attribute classes, their number or a list of their names"
+            )
+        outputs = classes if isinstance(classes, int) else len(classes)
+    return Stream(dataset, config.num_workers, outputs, (check,))
 
 
 def _collected(dataset: Any) -> tuple[Tensor, ...]:

@@ -1,9 +1,10 @@
-"""Examples in memory: one split, a data set's three splits, and the description of a data set."""
+"""Examples: one split in memory, a data set's three splits, and the description of a data set."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -13,6 +14,36 @@ from torch import Tensor
 PIXELS, CLASSES = 784, 10
 
 
+class Examples(Protocol):
+    """Examples of one split, in memory (:class:`Split`) or not
+    (:class:`trainers.data.stream.Stream`)."""
+
+    @property
+    def size(self) -> int:
+        """The number of examples."""
+
+    @property
+    def outputs(self) -> int:
+        """The number of outputs that an answer needs: one for each class, or as many as an example
+        has numbers to predict."""
+
+    def head(self, examples: int) -> Split:
+        """Return the first examples."""
+
+    def part(self, chosen: slice) -> Examples:
+        """Return the examples at the ``chosen`` places."""
+
+    def to(self, device: torch.device) -> Examples:
+        """Return the same examples on a device."""
+
+    def map(self, change: Callable[[Split], Split]) -> Examples:
+        """Return the examples as ``change`` makes them of any batch."""
+
+    def load(self, batches: Iterable[Tensor], seed: int) -> Iterator[Split]:
+        """Yield the examples at the indices (int64) of each of ``batches``; what is drawn at random
+        depends on ``seed``."""
+
+
 class Split(NamedTuple):
     """Examples ``x`` [N, ...], float32 (ours in [0, 1]) or int64 (tokens), and targets ``y``
     [N, ...], int64 (classes) or float32."""
@@ -20,21 +51,51 @@ class Split(NamedTuple):
     x: Tensor
     y: Tensor
 
+    @property
+    def size(self) -> int:
+        """The number of examples."""
+        return len(self.y)
+
+    @property
+    def outputs(self) -> int:
+        """The number of outputs that an answer needs; classes count from 0 to the largest here."""
+        if self.y.is_floating_point():
+            return self.y.shape[-1] if self.y.dim() > 1 else 1
+        return 1 + int(self.y.max())
+
+    def head(self, examples: int) -> Split:
+        """Return the first examples."""
+        return self.part(slice(examples))
+
+    def part(self, chosen: slice) -> Split:
+        """Return the examples at the ``chosen`` places, a view."""
+        return Split(self.x[chosen], self.y[chosen])
+
+    def to(self, device: torch.device) -> Split:
+        """Return the same examples on a device."""
+        return Split(self.x.to(device), self.y.to(device))
+
+    def map(self, change: Callable[[Split], Split]) -> Split:
+        """Return the examples as ``change`` makes them."""
+        return change(self)
+
+    def load(self, batches: Iterable[Tensor], seed: int) -> Iterator[Split]:
+        """Yield the examples at the indices of each of ``batches``."""
+        for chosen in batches:
+            yield Split(self.x[chosen], self.y[chosen])
+
 
 class Dataset(NamedTuple):
     """The three splits of a data set."""
 
-    train: Split
-    validation: Split
-    test: Split
+    train: Examples
+    validation: Examples
+    test: Examples
 
-
-def count_outputs(data: Dataset) -> int:
-    """Return the number of outputs that an answer needs: one for each class, of which there is one
-    more than the largest of any split, or as many as an example has numbers to predict."""
-    if (y := data.train.y).is_floating_point():
-        return y.shape[-1] if y.dim() > 1 else 1
-    return 1 + max(int(split.y.max()) for split in data)
+    @property
+    def outputs(self) -> int:
+        """The number of outputs that an answer needs."""
+        return max(split.outputs for split in self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ divides by the same number in every step, so that answers not asked for make a s
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -105,10 +106,12 @@ class Loss:
         """
         if self.config.own:
             return data
-        return Dataset(*(Split(split.x, self._fitting(name, split.y)) for split in data))
+        fit = partial(self._fitting, name)
+        return Dataset(*(split.map(fit) for split in data))
 
-    def _fitting(self, name: str, y: Tensor) -> Tensor:
-        """Return the targets ``y`` in the type that the loss takes."""
+    def _fitting(self, name: str, split: Split) -> Split:
+        """Return examples with targets in the type that the loss takes."""
+        y = split.y
         found = f"data.name={name!r} with loss.name={self.config.name}: its targets are"
         if self.config.name == "cross_entropy":
             if y.is_floating_point() or bool((y[y != IGNORED] if y.dim() > 1 else y).lt(0).any()):
@@ -117,13 +120,13 @@ class Loss:
                     f"{found} {kind}, and classes are whole numbers from 0; return such classes, or"
                     " use another loss.name, for example mse"
                 )
-            return y
+            return split
         if self.config.name == "binary_cross_entropy" and not bool(((y == 0) | (y == 1)).all()):
             raise ValueError(
                 f"{found} not all 0 or 1; return such labels, or use loss.name=cross_entropy for"
                 " classes, loss.name=mse for numbers"
             )
-        return y.float()
+        return Split(split.x, y.float())
 
 
 def by_answer(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

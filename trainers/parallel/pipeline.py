@@ -46,7 +46,7 @@ from trainers.comm.collectives import Collectives
 from trainers.comm.mesh import Place
 from trainers.config.layout import DEFERRING, Layout
 from trainers.config.memory import MemoryConfig
-from trainers.data import Split
+from trainers.data import Examples, Split
 from trainers.data.batches import evaluation_batches
 from trainers.models.forward import set_forward_
 from trainers.models.loss import CROSS_ENTROPY, Loss
@@ -232,13 +232,13 @@ class Pipeline:
         return self._collectives.all_true(value)
 
     @torch.no_grad()
-    def evaluate(self, split: Split) -> Tally:
+    def evaluate(self, split: Examples) -> Tally:
         """Return loss and errors on ``split``, on the last stage; an empty tally on others."""
         tally = Tally()
-        for x, y in evaluation_batches(split):
-            logits = self._relay(x)
+        for batch in evaluation_batches(split):
+            logits = self._relay(batch.x)
             if logits is not None:
-                tally.add(tallied(logits, Split(x, y), self._loss(logits, y), self._loss))
+                tally.add(tallied(logits, batch, self._loss(logits, batch.y), self._loss))
         return tally
 
     def _forward_backward(self, batch: Split) -> Tally:

@@ -55,7 +55,11 @@ def tallied(outputs: Tensor, batch: Split, summed: Tensor, loss: Loss) -> Tally:
     return Tally(summed.item(), int(wrong), len(batch.y), int(answers))
 
 
-def faulty(batch: Split, loss: Loss) -> Tally:
-    """Return a tally whose loss is NaN and whose answers are all wrong."""
-    answers = int(loss.answers(batch.y))
-    return Tally(math.nan, answers, len(batch.y), answers)
+def faulty(examples: int, answers: int) -> Tally:
+    """Return a tally whose loss is NaN, and all answers of whose examples are wrong.
+
+    Args:
+        examples: number of examples.
+        answers: answers of an example.
+    """
+    return Tally(math.nan, examples * answers, examples, examples * answers)

@@ -24,8 +24,7 @@ from trainers.comm.collectives import Collectives
 from trainers.comm.mesh import Place, place
 from trainers.config import LossConfig, OptimizerConfig, TrialConfig
 from trainers.config.schedule_changes import optimizer_at
-from trainers.data import Dataset, DatasetInfo, Split, load
-from trainers.data.split import count_outputs
+from trainers.data import Dataset, DatasetInfo, Examples, Split, load
 from trainers.models import make_model
 from trainers.models.forward import set_forward_
 from trainers.models.loss import Loss
@@ -114,6 +113,7 @@ class Components:
         place: this worker's place in the layout.
         data: data set, on the worker's device.
         loss: what is minimised.
+        answers: answers of an example.
         metrics: what else is measured of the answers.
         parameters: number of parameters of the whole model.
         model: module that this worker computes with.
@@ -136,6 +136,7 @@ class Components:
     place: Place
     data: Dataset
     loss: Loss
+    answers: int
     metrics: Metrics
     parameters: int
     model: nn.Module
@@ -210,21 +211,21 @@ def _check_task(config: TrialConfig) -> int:
     """
     loss = Loss(config.loss)
     data = _load_data(config, loss)
-    each, some = loss.answers_each(data.train.y), Split(data.train.x[:2], data.train.y[:2])
+    some = data.train.head(2)
+    each = loss.answers_each(some.y)
     if config.sync.name == "asynchronous" and each > 1:
         raise ValueError(
             f"sync.name=asynchronous with data.name={config.data.name}: the server takes examples"
             f" of one answer, not of {each}; use sync.name=synchronous"
         )
-    model = make_model(config.model, data.train.x.shape[1:], count_outputs(data), config.seed)
-    metrics = Metrics(config.metrics, count_outputs(data))
+    model = make_model(config.model, some.x.shape[1:], data.outputs, config.seed)
+    metrics = Metrics(config.metrics, data.outputs)
     with _explained(config):
         outputs = apply_precision(model, config.precision)(some.x)
-    _check_outputs(config, outputs, some, count_outputs(data))
+    _check_outputs(config, outputs, some, data.outputs)
     with _explained(config):
         loss(outputs, some.y).backward()
-        seen = Split(data.validation.x[:CHECKED], data.validation.y[:CHECKED])
-        evaluate(model, seen, loss, metrics)
+        evaluate(model, data.validation.head(CHECKED), loss, metrics)
     metrics.compute("validation")
     return each
 
@@ -287,7 +288,7 @@ def _check_made_alike(
     """
     made: dict[str, list[torch.Tensor]] = {
         "model": list(model.state_dict().values()),
-        "data": [tensor for split in data for tensor in split],
+        "data": [tensor for split in data for tensor in _known(split)],
     }
     for part, tensors in made.items():
         name = getattr(config, part).name
@@ -306,6 +307,11 @@ def _check_made_alike(
             )
 
 
+def _known(split: Examples) -> Split:
+    """Return the examples, or the first ones of those that are not in memory."""
+    return split if isinstance(split, Split) else split.head(CHECKED)
+
+
 def _load_data(config: TrialConfig, loss: Loss) -> Dataset:
     """Load a trial's data; flat for our networks, whatever shape the user's examples have.
 
@@ -313,9 +319,9 @@ def _load_data(config: TrialConfig, loss: Loss) -> Dataset:
         ValueError: they cannot be had, or have no targets that the loss takes.
     """
     data = loss.fit(config.data.name, load(config.data))
-    if config.model.own or data.train.x.dim() == 2:
+    if config.model.own or data.train.head(1).x.dim() == 2:
         return data
-    return Dataset(*(Split(split.x.flatten(1), split.y) for split in data))
+    return Dataset(*(split.map(lambda part: Split(part.x.flatten(1), part.y)) for split in data))
 
 
 def _check_batch(config: TrialConfig, examples: int) -> None:
@@ -359,10 +365,11 @@ def build(config: TrialConfig, rank: int, world_size: int) -> Components:
     check_device(device.type)
     loss = Loss(config.loss)
     data = _load_data(config, loss)
-    _check_batch(config, len(data.train.y))
-    whole = make_model(config.model, data.train.x.shape[1:], count_outputs(data), config.seed)
+    _check_batch(config, data.train.size)
+    first = data.train.head(1)
+    whole = make_model(config.model, first.x.shape[1:], data.outputs, config.seed)
     parameters = sum(p.numel() for p in whole.parameters())
-    data = Dataset(*(Split(split.x.to(device), split.y.to(device)) for split in data))
+    data = Dataset(*(split.to(device) for split in data))
     here = place(config.layout, rank, world_size, device.type)
     if world_size > 1:
         _check_made_alike(config, whole, data, world_size)
@@ -379,7 +386,7 @@ def build(config: TrialConfig, rank: int, world_size: int) -> Components:
     held = partition.own if partition else model
     offload = Offload(held) if config.memory.offload_optimizer else None
     kept = offload.own if offload else held
-    answers = loss.answers_each(data.train.y)
+    answers = loss.answers_each(first.y)
     optimizer = make_trial_optimizer(config, config.optimizer, kept, answers, here.pp_rank)
     telemetry = (
         _make_telemetry(config, spans, device, world_size, partition)
@@ -388,7 +395,7 @@ def build(config: TrialConfig, rank: int, world_size: int) -> Components:
     )
     return Components(
         config=config, workers=Workers(rank, world_size, device), place=here, data=data,
-        loss=loss, metrics=Metrics(config.metrics, count_outputs(data), here, device),
+        loss=loss, answers=answers, metrics=Metrics(config.metrics, data.outputs, here, device),
         parameters=parameters, model=model, kept=kept, optimizer=optimizer,
         updater=_make_updater(optimizer, offload, scaler), collectives=collectives, within=within,
         pipeline=pipeline, partition=partition, offload=offload, scaler=scaler, spans=spans,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainers.comm.mesh import Place
 from trainers.config import MetricConfig
-from trainers.data import Split
+from trainers.data import Examples
 from trainers.data.batches import evaluation_batches
 from trainers.models.loss import Loss, by_answer, plain
 from trainers.telemetry.tally import Tally, tallied
@@ -112,7 +112,7 @@ def _said(value: object) -> str:
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
-    split: Split,
+    split: Examples,
     loss: Loss,
     metrics: Metrics | None = None,
     combine: Callable[[Tensor], Tensor] = lambda outputs: outputs,

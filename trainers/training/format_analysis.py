@@ -23,7 +23,7 @@ _SHARES = ("underflow", "saturated")
 
 
 def analysis_metrics(
-    model: nn.Module, config: TrialConfig, split: Split, loss: Loss
+    model: nn.Module, config: TrialConfig, batch: Split, loss: Loss
 ) -> dict[str, float]:
     """Return ``analysis/LAYER/NAME`` of every layer.
 
@@ -34,14 +34,13 @@ def analysis_metrics(
     """
     precision = config.precision
     scope = "everywhere" if precision.simulated else precision.scope
-    batch = split.x[: config.batch_size], split.y[: config.batch_size]
     scale = config.lr_schedule.scale(config.batch_size)
     try:
         analysis = analyze(
             model, batch, precision.format, loss=loss, scope=scope,
             optimizer=lambda weights: make_optimizer(
                 nn.ParameterList(weights), config.optimizer, PrecisionConfig(),
-                config.update_examples * loss.answers_each(split.y), scale=scale
+                config.update_examples * loss.answers_each(batch.y), scale=scale
             ),
         )  # fmt: skip
     except NonFiniteError:

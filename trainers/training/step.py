@@ -70,5 +70,5 @@ def _forward_backward(model: nn.Module, batch: Split, spans: Spans, loss: Loss) 
         with spans("backward"):
             summed.backward()
     except NonFiniteError:
-        return faulty(batch, loss)
+        return faulty(batch.size, loss.answers_each(batch.y))
     return tallied(outputs, batch, summed, loss)

@@ -9,13 +9,15 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from trainers.data import Split, epoch_order, share
+from trainers.data import Examples, Split, epoch_order, share
 from trainers.sync.base import Synchroniser
 from trainers.telemetry.tally import Tally
 from trainers.training.build import Components
@@ -43,7 +45,8 @@ def choose_step(components: Components) -> Step:
     alone = workers.device.type == "cuda" and workers.world_size == 1 and components.offload is None
     if config.model.own:
         return OwnModelStep(components)
-    captured = not config.loss.own and not config.lr_schedule.varies and components.scaler is None
+    fixed = isinstance(components.data.train, Split) and not config.loss.own
+    captured = fixed and not config.lr_schedule.varies and components.scaler is None
     if alone and captured:
         return GraphStep(components)
     return Step(components)
@@ -66,7 +69,7 @@ class Step:
         self._delay = components.config.sync.straggler_seconds if is_last_replica else 0.0
 
     def train_epoch(
-        self, split: Split, epoch: int, sync: Synchroniser, before_step: Callable[[int], None]
+        self, split: Examples, epoch: int, sync: Synchroniser, before_step: Callable[[int], None]
     ) -> tuple[Tally, bool]:
         """Train once over ``split``.
 
@@ -98,15 +101,24 @@ class Step:
             finite, tally.loss = False, math.nan
         return tally, self._all_go_on(sync.end_epoch(finite, last=epoch + 1 == self._config.epochs))
 
-    def batches(self, split: Split, epoch: int, sync: Synchroniser) -> Iterator[tuple[int, Split]]:
+    def batches(
+        self, split: Examples, epoch: int, sync: Synchroniser
+    ) -> Iterator[tuple[int, Split]]:
         """Yield an epoch's steps with this replica's shares of their batches.
 
         The last, incomplete batch is left out.
         """
         size, place = self._config.batch_size, self._place
-        order = epoch_order(len(split.y), self._config.seed, epoch)
-        for step, part in sync.shares(len(order) // size, place.dp_rank):
-            yield step, share(split, order, batch_size=size, step=step, part=part, parts=place.dp)
+        order, steps = epoch_order(split.size, self._config.seed, epoch), deque[int]()
+
+        def shares() -> Iterator[Tensor]:
+            for step, part in sync.shares(len(order) // size, place.dp_rank):
+                steps.append(step)
+                yield share(order, batch_size=size, step=step, part=part, parts=place.dp)
+
+        seed = seed_of(f"examples/{self._config.seed}/{epoch}/{self._components.workers.rank}")
+        for batch in split.load(shares(), seed):
+            yield steps.popleft(), batch
 
     def train_step(self, batch: Split, sync: Synchroniser) -> Tally:
         """Take one step with this replica's share of a batch.
@@ -126,7 +138,7 @@ class Step:
             components.loss,
         )
 
-    def evaluate(self, split: Split, sync: Synchroniser, like: int | None) -> Tally:
+    def evaluate(self, split: Examples, sync: Synchroniser, like: int | None) -> Tally:
         """Evaluate on ``split`` and return what this worker knows of losses and answers.
 
         Args:
@@ -154,7 +166,7 @@ class OwnModelStep(Step):
     """
 
     def train_epoch(
-        self, split: Split, epoch: int, sync: Synchroniser, before_step: Callable[[int], None]
+        self, split: Examples, epoch: int, sync: Synchroniser, before_step: Callable[[int], None]
     ) -> tuple[Tally, bool]:
         """Train once over ``split``, as :meth:`Step.train_epoch`."""
         own, devices = self._components, []
@@ -189,7 +201,7 @@ class PipelineStep(Step):
         """Take one step, as :meth:`Step.train_step`."""
         return self._pipeline.train_step(self._components.updater, batch, sync)
 
-    def evaluate(self, split: Split, sync: Synchroniser, like: int | None) -> Tally:
+    def evaluate(self, split: Examples, sync: Synchroniser, like: int | None) -> Tally:
         """Evaluate on ``split``, as :meth:`Step.evaluate`.
 
         No synchroniser combines the logits of stages.
@@ -213,10 +225,11 @@ class GraphStep(Step):
         self._graphed: GraphedEpochs | None = None
 
     def train_epoch(
-        self, split: Split, epoch: int, sync: Synchroniser, before_step: Callable[[int], None]
+        self, split: Examples, epoch: int, sync: Synchroniser, before_step: Callable[[int], None]
     ) -> tuple[Tally, bool]:
         """Train once over ``split``, as :meth:`Step.train_epoch`."""
         components, config = self._components, self._config
+        assert isinstance(split, Split)
         if self._graphed is None:
             with components.telemetry.counting(STEPS_TO_CAPTURE):
                 self._graphed = GraphedEpochs(

@@ -23,7 +23,7 @@ from typing import Any
 from lns_ops import NonFiniteError, check_faults, matmul_accumulation
 from trainers.config import TrialConfig
 from trainers.config.schedule_changes import optimizer_at
-from trainers.data import Split
+from trainers.data import Examples
 from trainers.optim.lr import Rate
 from trainers.telemetry.tally import Tally, faulty
 from trainers.training import persistence
@@ -77,7 +77,7 @@ class Training:
         self.sync = components.synchroniser()
         self._step = choose_step(components)
         self._options = config.optimizer
-        self._steps_per_epoch = len(self.data.train.y) // config.batch_size
+        self._steps_per_epoch = self.data.train.size // config.batch_size
         self._rate = Rate(config, self.optimizer, self._steps_per_epoch)
         self.epoch = 0
         self.history: list[dict[str, float]] = []
@@ -167,11 +167,7 @@ class Training:
         self._options = wanted
         self._step.forget()
         changed = make_trial_optimizer(
-            self.config,
-            wanted,
-            self._components.kept,
-            self._components.loss.answers_each(self.data.train.y),
-            self.place.pp_rank,
+            self.config, wanted, self._components.kept, self._components.answers, self.place.pp_rank
         )
         for group, new in zip(self.optimizer.param_groups, changed.param_groups, strict=True):
             group.update((name, value) for name, value in new.items() if name != "params")
@@ -198,7 +194,8 @@ class Training:
         if not every or self.epoch % every or self.diverged:
             return {}
         with matmul_accumulation(self.config.precision.accumulation), self.sync.evaluating():
-            return analysis_metrics(self.model, self.config, self.data.train, self._components.loss)
+            first = self.data.train.head(self.config.batch_size)
+            return analysis_metrics(self.model, self.config, first, self._components.loss)
 
     def _traffic(self, sent: int, steps: int) -> dict[str, float]:
         """Return the bytes that the workers sent, as a mean over them."""
@@ -212,14 +209,14 @@ class Training:
             else math.nan,
         }
 
-    def _evaluate(self, split: Split, name: str) -> dict[str, float]:
+    def _evaluate(self, split: Examples, name: str) -> dict[str, float]:
         """Return ``name/loss``, ``name/error`` and other metrics on ``split``; a collective.
 
         The replicas share the examples where they can.
         """
         mine = slice(None) if self.sync.whole else slice(self.place.dp_rank, None, self.place.dp)
-        examples = Split(split.x[mine], split.y[mine])
-        like = math.ceil(len(split.y) / self.place.dp) if self.sync.together else None
+        examples = split.part(mine)
+        like = math.ceil(split.size / self.place.dp) if self.sync.together else None
         loss, metrics = self._components.loss, self._components.metrics
         metrics.reset(alone=self.sync.whole)
         with self.sync.evaluating():
@@ -227,7 +224,7 @@ class Training:
                 tally = self._step.evaluate(examples, self.sync, like)
                 check_faults(self.device)
             except NonFiniteError:
-                tally = faulty(examples, loss)
+                tally = faulty(examples.size, self._components.answers)
         total = self._summed_over_workers(tally)
         found = total.metrics(name, loss.config.counts_errors)
         finite = math.isfinite(total.loss)
