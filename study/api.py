@@ -350,7 +350,7 @@ def _artifacts(study: StudyConfig) -> Path:
 
 def _say_changed_code(plan: Plan, before: StudyState, say: Callable[[str], None]) -> None:
     """Say whose code is no longer that of the last run: its trials are others."""
-    now = _codes(trial.config.to_dict() for trial in plan.trials)
+    now = _codes(trial.config.to_dict() for trial in (*plan.trials, *plan.first))
     for name, code in _codes(trial.config for trial in before.trials).items():
         if now.get(name, code) != code:
             say(

@@ -1,9 +1,13 @@
 """Find, hash, load and call what a config names as ``package.module:name`` or ``file.py:name``.
 
 A file is loaded by its path under a private module name, so that it shadows nothing; its folder is
-appended to ``sys.path``, after everything else, so that it may import its neighbours. A module is
-imported as usual. Nothing is imported before a process asks for it, and finding and hashing a file
-runs none of it.
+appended to ``sys.path``, after everything else, so that it may import its neighbours. A trial loads
+files anew (:func:`forget`), so that nothing is left that an earlier one changed in them. A module
+is imported as usual. Nothing is imported before a process asks for it, and finding and hashing a
+file runs none of it.
+
+What is called runs with the random numbers of torch, NumPy and Python seeded, on copies of its
+arguments.
 
 Errors are ``ValueError`` and name the key, the file and line, the rule and the remedy.
 """
@@ -14,9 +18,12 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import random
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +32,8 @@ DIGEST_LENGTH = 12
 """Hex digits kept of a file's sha256."""
 PRIVATE = "_lns_study_user_"
 """Begins the names of modules that are loaded from files."""
+_FOLDERS: list[str] = []
+"""Folders of the files that are loaded, which stand at the end of ``sys.path``."""
 
 
 def names_code(name: str) -> bool:
@@ -104,7 +113,7 @@ def load_code(key: str, name: str, digest: str = "") -> Callable[..., Any]:
         )
     try:
         module = _from_file(path) if place.endswith(".py") else importlib.import_module(place)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(
             f"{key}={name!r}: {path} cannot be imported: {describe_error(error, path)}; mend it"
             " there"
@@ -121,9 +130,22 @@ def load_code(key: str, name: str, digest: str = "") -> Callable[..., Any]:
 
 
 def call(
-    key: str, name: str, function: Callable[..., Any], args: Mapping[str, Any], **offered: Any
+    key: str,
+    name: str,
+    function: Callable[..., Any],
+    args: Mapping[str, Any],
+    seed: int = 0,
+    **offered: Any,
 ) -> Any:
     """Call ``function`` with ``args``, and with those of ``offered`` that it has parameters for.
+
+    Args:
+        key: of the config, for errors.
+        name: of the function, in the config.
+        function: what is called.
+        args: its arguments, of which it gets a copy.
+        seed: of random numbers while it runs.
+        offered: further arguments.
 
     Raises:
         ValueError: it does not take ``args``, needs others, or raises.
@@ -134,7 +156,7 @@ def call(
     except (TypeError, ValueError):  # of compiled code
         signature = inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_KEYWORD)])
     given = {name: value for name, value in offered.items() if name in signature.parameters}
-    arguments = given | dict(args)
+    arguments = given | deepcopy(dict(args))
     try:
         signature.bind(**arguments)
     except TypeError as error:
@@ -144,28 +166,60 @@ def call(
             f" {', '.join(arguments) or 'no arguments'}; set {said}.args, or give it defaults"
         ) from None
     try:
-        return function(**arguments)
-    except Exception as error:
+        with seeded(seed):
+            return function(**arguments)
+    except (Exception, SystemExit) as error:
         raise ValueError(
             f"{key}={name!r} raised {describe_error(error, path)}; mend it there"
         ) from error
 
 
+def forget() -> None:
+    """Forget the files that were loaded, and the modules beside them that they imported."""
+    for name, module in list(sys.modules.items()):
+        place = getattr(module, "__file__", None) or ""
+        if name.startswith(PRIVATE) or str(Path(place).parent) in _FOLDERS:
+            del sys.modules[name]
+    sys.path[:] = [folder for folder in sys.path if folder not in _FOLDERS]
+    _FOLDERS.clear()
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the random numbers of torch, NumPy and Python, and put them back afterwards."""
+    import numpy as np
+    import torch
+
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(seed)
+            np.random.seed(seed % (1 << 32))
+            random.seed(seed)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
 def _from_file(path: Path) -> ModuleType:
-    """Load a file as a module of a private name, once for each content."""
+    """Load a file as a module of a private name, once for each content until :func:`forget`."""
     digest = hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:DIGEST_LENGTH]
     name = f"{PRIVATE}{digest}_{path.stem}"
     if name in sys.modules:
         return sys.modules[name]
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
+        _FOLDERS.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        with seeded(0):
+            spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise

@@ -9,18 +9,31 @@ from pathlib import Path
 from typing import Any
 
 _FILE = re.compile(r"[^:]+\.py:[A-Za-z_]\w*")
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
-def locate(values: Any, folder: Path) -> Any:
-    """Make relative names of code in files, ``file.py:name``, absolute, in a nested structure; they
-    are relative to ``folder``."""
+def locate(values: Any, folder: Path, key: str = "") -> Any:
+    """Complete what a study says of code: relative files of ``name``s, ``file.py:name``, become
+    absolute, and numbers such as ``1e-3`` in ``args``, which YAML takes for texts, become numbers.
+
+    Args:
+        values: nested structure, as it was read.
+        folder: folder that files are relative to.
+        key: dotted key of ``values``.
+    """
     if isinstance(values, dict):
-        return {key: locate(value, folder) for key, value in values.items()}
+        return {name: locate(value, folder, f"{key}.{name}") for name, value in values.items()}
     if isinstance(values, list):
-        return [locate(value, folder) for value in values]
-    if isinstance(values, str) and _FILE.fullmatch(values):
-        return str(folder.resolve() / values)
-    return values
+        return [locate(value, folder, key) for value in values]
+    if not isinstance(values, str):
+        return values
+    if "args" in key.split("."):
+        return float(values) if _NUMBER.fullmatch(values) else values
+    name, equals, value = values.rpartition("=")  # of overrides as a list: model.name=net.py:make
+    named = {"name", "trainable"} & set((f"{key}.{name}" if equals else key).split("."))
+    if not named or not _FILE.fullmatch(value):
+        return values
+    return f"{name}{equals}{folder.resolve() / value}"
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> set[str]:

@@ -18,7 +18,7 @@ from study.config import StudyConfig
 from study.ledger.provenance import different_data
 from study.ledger.state import StudyState
 from study.plan.plan import Plan
-from study.plan.trials import Base, Excluded, PlannedTrial
+from study.plan.trials import Excluded, PlannedTrial
 from study.tracking.names import check_loggable
 from study.tracking.supervisor import OFF, check_tracking
 from trainers.config import DataConfig, TrialConfig
@@ -183,9 +183,7 @@ def describe_data(plan: Plan) -> dict[DataConfig, DatasetInfo]:
     """
     from trainers.data import prepare  # loads torch
 
-    used = [trial.config.data for trial in plan.trials] or [
-        Base(plan.study, row).data for row in plan.rows
-    ]
+    used = [trial.config.data for trial in plan.trials or plan.first]
     distinct: dict[DataConfig, None] = dict.fromkeys(used)
     return {config: prepare(config) for config in distinct}
 
@@ -208,8 +206,11 @@ def check_trials(plan: Plan, data: dict[DataConfig, DatasetInfo], node: Node | N
     """
     kept: list[PlannedTrial] = []
     excluded: dict[tuple[str, int], Excluded] = {}
-    reasons = _why_not([(trial.config, data[trial.config.data]) for trial in plan.trials], node)
-    for trial, reason in zip(plan.trials, reasons, strict=True):
+    checked = plan.trials or plan.first
+    reasons = _why_not([(trial.config, data[trial.config.data]) for trial in checked], node)
+    if plan.first and not plan.trials and None not in reasons:
+        raise ValueError(f"row {plan.first[0].row!r}: {reasons[0]}")
+    for trial, reason in zip(plan.trials, reasons, strict=bool(plan.trials)):
         if reason is None:
             kept.append(trial)
         elif trial.number is None:

@@ -137,7 +137,7 @@ def different_data(
         theirs: the other study's, in the same form.
     """
     for one in ours:
-        for other in (entry for entry in theirs if entry["name"] == one["name"]):
+        for other in (entry for entry in theirs if _which(entry) == _which(one)):
             key = "files" if "files" in one and "files" in other else "digest"
             alike = key == "files" or all(
                 one.get(size) == other.get(size) for size in ("train", "validation")
@@ -145,3 +145,8 @@ def different_data(
             if alike and one[key] != other[key]:
                 return one, other
     return None
+
+
+def _which(entry: dict[str, Any]) -> tuple[str, str]:
+    """Return what two descriptions of the same data have in common, wherever its files are."""
+    return entry["name"].rpartition("/")[2], entry.get("identity", "")

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable
 from study.config import RowConfig, StudyConfig
 from study.errors import UserError, refusals
 from study.ledger.state import FINISHED, StudyState, TrialState
-from study.plan.identity import trial_id
+from study.plan.identity import factories, trial_id
 from study.plan.plan import make_plan
+from study.plan.trials import with_code
 from trainers.config import TrialConfig
 
 UNTIMED = ("samples_per_second",)
@@ -56,11 +57,22 @@ def rerun(
             (planned,) = make_plan(study).trials
         if planned.id != trial_id(config):
             raise UserError(
-                f"trial {trial.id}: this machine makes another trial of its config (device=auto?);"
-                " run it where it ran"
+                f"trial {trial.id}: this machine makes another trial of its config{_why(config)};"
+                " run it where, and with the code with which, it ran"
             )
         (again,) = run(study).trials
     return Repetition(trial=trial, again=again, differences=differences(trial, again))
+
+
+def _why(config: TrialConfig) -> str:
+    """Name the user's code that is not what it was when the trial ran."""
+    try:
+        now = factories(with_code(config).to_dict())
+    except ValueError as error:
+        return f" ({error})"
+    then = factories(config.to_dict())
+    changed = [one["name"] for one, other in zip(then, now, strict=True) if one != other]
+    return f" ({', '.join(changed)} changed)" if changed else " (device=auto?)"
 
 
 def differences(trial: TrialState, again: TrialState) -> list[str]:

@@ -50,6 +50,8 @@ class Plan:
         trials: the trials, in the order in which they begin.
         excluded: configurations left out; of an adaptive search, the points of the grids at which a
             row has none.
+        first: of an adaptive search, the first valid trial of each row and point of the grids,
+            which are checked in place of the trials that it will propose.
 
     Raises:
         ValueError: two of the trials are the same.
@@ -58,6 +60,7 @@ class Plan:
     study: StudyConfig
     trials: tuple[PlannedTrial, ...]
     excluded: tuple[Excluded, ...] = ()
+    first: tuple[PlannedTrial, ...] = ()
 
     def __post_init__(self) -> None:
         refuse_twins(self.trials, {})
@@ -167,13 +170,14 @@ def _plan_search(study: StudyConfig, space: Space, download: bool) -> Plan:
             )
         trials += found
         excluded += left_out
+    first: list[PlannedTrial] = []
     if study.search.adaptive:
         refuse_twins(trials, {})
-        trials = []
+        trials, first = [], trials
     order = {seed: place for place, seed in enumerate(study.seeds)}
     # seeds slowest, then configurations, then rows: every row has its first trials early
     trials.sort(key=lambda trial: (order[trial.seed], trial.number or 0))
-    return Plan(study=study, trials=tuple(trials), excluded=tuple(excluded))
+    return Plan(study=study, trials=tuple(trials), excluded=tuple(excluded), first=tuple(first))
 
 
 def _refuse_searched(row: RowConfig, space: Space, population: bool) -> None:

@@ -67,6 +67,11 @@ class DataConfig:
     train_size: int | None = None
     num_workers: int | None = None
 
+    def __eq__(self, other: object) -> bool:
+        """Tell whether the other one has the same values of the same types: 1 is not 1.0 or true
+        for a factory."""
+        return isinstance(other, DataConfig) and repr(self) == repr(other)
+
     def __post_init__(self) -> None:
         _check_factory("data", self.name, self.args, DATASETS)
         at_least("data.num_workers", self.num_workers, 1, "leave it out to keep them in memory")

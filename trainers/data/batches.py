@@ -52,8 +52,8 @@ STREAMED = 250
 
 
 def evaluation_batches(split: Examples, like: int | None = None) -> Iterator[Split]:
-    """Yield ``split`` in parts of :data:`EVALUATION_BATCH` examples, or of :data:`STREAMED` where
-    they are not in memory.
+    """Yield copies of ``split`` in parts of :data:`EVALUATION_BATCH` examples, or of
+    :data:`STREAMED` where they are not in memory. A model may change them in place.
 
     With ``like``, yield as many equal parts as ``like`` examples would take instead.
     """
@@ -62,7 +62,9 @@ def evaluation_batches(split: Examples, like: int | None = None) -> Iterator[Spl
         return
     size = EVALUATION_BATCH[split.y.device.type]
     if like is None:
-        yield from map(Split, split.x.split(size), split.y.split(size))
+        parts = zip(split.x.split(size), split.y.split(size), strict=True)
     else:
-        parts = math.ceil(like / size)
-        yield from map(Split, split.x.tensor_split(parts), split.y.tensor_split(parts))
+        count = math.ceil(like / size)
+        parts = zip(split.x.tensor_split(count), split.y.tensor_split(count), strict=True)
+    for x, y in parts:
+        yield Split(x.clone(), y.clone())

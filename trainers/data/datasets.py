@@ -179,6 +179,13 @@ def _write_descriptions(known: dict[str, dict[str, Any]]) -> None:
     part.replace(path)
 
 
+def _identity(config: DataConfig) -> str:
+    """Return what decides the examples of a user's factory, in a line."""
+    values = asdict(config)
+    named = values | {"name": config.name.rpartition("/")[2]}
+    return json.dumps(named, sort_keys=True, default=repr)
+
+
 def _describe(config: DataConfig) -> DatasetInfo:
     """Read the data of ``config`` and describe them, with digests and sizes."""
     data = load(config)
@@ -206,4 +213,5 @@ def _describe(config: DataConfig) -> DatasetInfo:
         files=files.hexdigest(), root=config.root, train=data.train.size,
         validation=data.validation.size, test=data.test.size,
         inputs=data.train.head(1).x[0].numel(), classes=data.outputs if own else CLASSES,
+        identity=_identity(config) if own else "",
     )  # fmt: skip

@@ -18,7 +18,7 @@ these loaders are taken, not their batches.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch import Tensor
 from trainers.config import DataConfig
 from trainers.data.split import Examples, Split
 from trainers.data.stream import Stream
-from trainers.user_code import call, load_code
+from trainers.user_code import call, describe_error, find_source, load_code
 
 KEY = "data.name"
 TOKENS = (torch.int32, torch.int64)
@@ -45,6 +45,22 @@ def load_own(config: DataConfig) -> tuple[Examples, Examples | None, Examples]:
         ValueError: the factory cannot be loaded or called, or returns no examples with targets.
     """
     factory = load_code(KEY, config.name, config.code)
+    try:
+        return _loaded(config, factory)
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        if str(error).startswith(f"{KEY}="):
+            raise
+        raise ValueError(
+            f"{KEY}={config.name!r}: its examples cannot be put together:"
+            f" {describe_error(error, find_source(KEY, config.name))}; return examples of one shape"
+            " each with its target"
+        ) from error
+
+
+def _loaded(
+    config: DataConfig, factory: Callable[..., Any]
+) -> tuple[Examples, Examples | None, Examples]:
+    """Return the splits of :func:`load_own`."""
     parameters = inspect.signature(factory).parameters
     if not {"split", "train"} & parameters.keys():
         return _of_module(config, call(KEY, config.name, factory, config.args))
@@ -54,6 +70,11 @@ def load_own(config: DataConfig) -> tuple[Examples, Examples | None, Examples]:
             for train in (True, False)
         )
         return train, None, test
+    if config.validation_size is not None:
+        raise ValueError(
+            f"data.validation_size={config.validation_size} with {KEY}={config.name!r}: the factory"
+            " has a parameter split, and gives the validation examples; leave it out"
+        )
     train, validation, test = (
         _examples(config, call(KEY, config.name, factory, config.args, split=split))
         for split in ("train", "validation", "test")
@@ -115,7 +136,7 @@ def _checked(config: DataConfig, split: Split) -> Split:
         )
     x = x.long() if x.dtype in TOKENS else x.float()
     y = y.float() if y.is_floating_point() else y.long()
-    return Split(x.contiguous(), y.contiguous())
+    return Split(x.detach().contiguous(), y.detach().contiguous())
 
 
 def _check_map_style(config: DataConfig, dataset: Any) -> None:
@@ -154,10 +175,10 @@ def _streamed(config: DataConfig, dataset: Any) -> Stream:
     return Stream(dataset, config.num_workers, outputs, (check,))
 
 
-def _collected(dataset: Any) -> tuple[Tensor, ...]:
+def _collected(dataset: Any) -> tuple[Tensor, Tensor]:
     """Return all of a map-style data set's pairs."""
     pairs = [dataset[index] for index in range(len(dataset))]
-    return tuple(torch.stack([_tensor(pair[part]) for pair in pairs]) for part in (0, 1))
+    return torch.stack([_tensor(x) for x, _ in pairs]), torch.stack([_tensor(y) for _, y in pairs])
 
 
 def _tensor(values: Any) -> Tensor:

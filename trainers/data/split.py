@@ -28,7 +28,7 @@ class Examples(Protocol):
         has numbers to predict."""
 
     def head(self, examples: int) -> Split:
-        """Return the first examples."""
+        """Return the first examples, which the caller may change."""
 
     def part(self, chosen: slice) -> Examples:
         """Return the examples at the ``chosen`` places."""
@@ -64,8 +64,8 @@ class Split(NamedTuple):
         return 1 + int(self.y.max())
 
     def head(self, examples: int) -> Split:
-        """Return the first examples."""
-        return self.part(slice(examples))
+        """Return copies of the first examples."""
+        return Split(self.x[:examples].clone(), self.y[:examples].clone())
 
     def part(self, chosen: slice) -> Split:
         """Return the examples at the ``chosen`` places, a view."""
@@ -103,6 +103,7 @@ class DatasetInfo:
     """The description of a trial's data: source, digests, and sizes in examples.
 
     Attributes:
+        identity: what decides the examples of a user's factory, in a line; "" of ours.
         digest: SHA-256 of the examples that were chosen.
         files: SHA-256 of all examples that there are to choose from, whatever was chosen.
     """
@@ -117,6 +118,7 @@ class DatasetInfo:
     test: int
     inputs: int
     classes: int
+    identity: str = ""
 
 
 def scaled(pixels: NDArray[np.generic], labels: NDArray[np.generic], largest: int) -> Split:

@@ -11,18 +11,18 @@ ones are kept.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from weakref import WeakSet
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from trainers.config import ModelConfig
 from trainers.user_code import call, load_code
 
 KEY = "model.name"
+_MADE: WeakSet[nn.Module] = WeakSet()
+"""Modules that factories have returned in this process and their parts, while they are there."""
 
 
 def make_own_model(
@@ -41,14 +41,23 @@ def make_own_model(
             parameters.
     """
     factory = load_code(KEY, config.name, config.code)
-    with seeded(seed):
-        inputs = shape[0] if len(shape) == 1 else shape
-        model = call(
-            KEY, config.name, factory, config.args, inputs=inputs, classes=outputs, outputs=outputs
-        )
+    inputs = shape[0] if len(shape) == 1 else shape
+    offered = {"inputs": inputs, "classes": outputs, "outputs": outputs}
+    model = call(KEY, config.name, factory, config.args, seed, **offered)
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"{KEY}={config.name!r}: returned a {type(model).__name__}; return a torch.nn.Module"
+        )
+    if any(module in _MADE for module in model.modules()):
+        raise ValueError(
+            f"{KEY}={config.name!r}: returned a module, or a part of one, that it returned before,"
+            " whose weights may have been trained; make a new one in every call"
+        )
+    _MADE.update(model.modules())
+    if any(isinstance(p, UninitializedParameter) for p in model.parameters()):
+        raise ValueError(
+            f"{KEY}={config.name!r}: its module has lazy layers, whose weights are not drawn yet;"
+            " give them their sizes, or call the module on an example before you return it"
         )
     other = {p.dtype for p in model.parameters()} - {torch.float32}
     if other or next(model.parameters(), None) is None:
@@ -64,18 +73,3 @@ def make_own_model(
 def _logits(model: nn.Module, inputs: object, outputs: object) -> object:
     """Return the logits of an object that has some."""
     return outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", outputs)
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed the random numbers of torch, NumPy and Python, and put them back afterwards."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            np.random.seed(seed)
-            random.seed(seed)
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)

@@ -8,8 +8,7 @@ optimizer gets what this worker keeps.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +19,11 @@ from torch.amp.grad_scaler import GradScaler
 
 import lns_ops.cpu
 from lns_ops import NonFiniteError, check_faults
+from lns_ops.tensor import storage_of
 from trainers.comm.collectives import Collectives
 from trainers.comm.mesh import Place, place
-from trainers.config import LossConfig, OptimizerConfig, TrialConfig
-from trainers.config.schedule_changes import optimizer_at
-from trainers.data import Dataset, DatasetInfo, Examples, Split, load
+from trainers.config import OptimizerConfig, TrialConfig
+from trainers.data import Dataset, Examples, Split, load
 from trainers.models import make_model
 from trainers.models.forward import set_forward_
 from trainers.models.loss import Loss
@@ -39,8 +38,8 @@ from trainers.telemetry.profiler import Profiler
 from trainers.telemetry.roofline import kernel_ceiling
 from trainers.telemetry.spans import Spans
 from trainers.training.device import check_device, resolve_device
-from trainers.training.evaluate import Metrics, evaluate
-from trainers.user_code import describe_error, find_source, names_code
+from trainers.training.evaluate import Metrics
+from trainers.user_code import forget, names_code
 
 if TYPE_CHECKING:
     from trainers.parallel.partitioned import PartitionedModel
@@ -173,109 +172,10 @@ def set_threads(threads: int) -> None:
     lns_ops.cpu.set_num_threads(threads)
 
 
-def check(config: TrialConfig, info: DatasetInfo) -> None:
-    """Refuse a trial that could only fail, before any process starts.
-
-    Args:
-        config: the trial.
-        info: its data, from :func:`trainers.data.prepare`.
-
-    Raises:
-        ValueError: a batch larger than the training set, a learning rate or momentum that
-            underflows in the LNS format, or the user's code does not train.
-    """
-    _check_batch(config, info.train)
-    answers = 1
-    if _unusual(config):
-        answers = _check_task(config)
-    model = apply_precision(nn.Linear(1, 1), config.precision)
-    for epoch in (0, *(change["epoch"] for change in config.changes)):
-        options = optimizer_at(config.optimizer, config.changes, epoch)
-        make_trial_optimizer(config, options, model, answers)
-
-
-def _unusual(config: TrialConfig) -> bool:
-    """Tell whether a trial's model, data, loss or metrics come from its user."""
-    named = names_code(config.model.name) or names_code(config.data.name)
-    return named or config.loss != LossConfig() or bool(config.metrics)
-
-
-def _check_task(config: TrialConfig) -> int:
-    """Train and evaluate on some examples, in the trial's precision.
-
-    Returns:
-        The number of answers of an example.
-
-    Raises:
-        ValueError: the data, the model, the loss or a metric do not go together.
-    """
-    loss = Loss(config.loss)
-    data = _load_data(config, loss)
-    some = data.train.head(2)
-    each = loss.answers_each(some.y)
-    if config.sync.name == "asynchronous" and each > 1:
-        raise ValueError(
-            f"sync.name=asynchronous with data.name={config.data.name}: the server takes examples"
-            f" of one answer, not of {each}; use sync.name=synchronous"
-        )
-    model = make_model(config.model, some.x.shape[1:], data.outputs, config.seed)
-    metrics = Metrics(config.metrics, data.outputs)
-    with _explained(config):
-        outputs = apply_precision(model, config.precision)(some.x)
-    _check_outputs(config, outputs, some, data.outputs)
-    with _explained(config):
-        loss(outputs, some.y).backward()
-        evaluate(model, data.validation.head(CHECKED), loss, metrics)
-    metrics.compute("validation")
-    return each
-
-
-@contextmanager
-def _explained(config: TrialConfig) -> Iterator[None]:
-    """Raise what the user's code raises as a ``ValueError`` that says where.
-
-    Raises:
-        ValueError: the code within has raised.
-    """
-    try:
-        yield
-    except Exception as error:
-        files = [
-            find_source(f"{part}.name", named.name)
-            for part, named in (("model", config.model), ("loss", config.loss))
-            if names_code(named.name)
-        ]
-        raise ValueError(
-            f"model.name={config.model.name!r} with loss.name={config.loss.name!r} does not train"
-            f" in precision.format={config.precision.format}: {describe_error(error, *files)};"
-            " mend the code, or use another precision"
-        ) from error
-
-
-def _check_outputs(config: TrialConfig, outputs: Any, some: Split, count: int) -> None:
-    """Refuse outputs of another shape than the loss takes.
-
-    Raises:
-        ValueError: with both shapes.
-    """
-    where = f"model.name={config.model.name!r} with loss.name={config.loss.name!r}"
-    if not isinstance(outputs, torch.Tensor):
-        raise ValueError(
-            f"{where}: turns examples into a {type(outputs).__name__}; return a tensor, or an"
-            " object whose logits are one"
-        )
-    wanted = {tuple(some.y.shape)}
-    if config.loss.name == "cross_entropy":
-        size, *rest = some.y.shape
-        wanted = {(size, *rest, count), (size, count, *rest)}
-    elif outputs.numel() == some.y.numel():
-        return
-    if not config.loss.own and tuple(outputs.shape) not in wanted:
-        shapes = " or ".join(str(("batch", *shape[1:])).replace("'", "") for shape in wanted)
-        raise ValueError(
-            f"{where}: turns two examples of shape {tuple(some.x.shape[1:])} into"
-            f" {tuple(outputs.shape)}; return outputs of shape {shapes}"
-        )
+def uses_code(config: TrialConfig) -> bool:
+    """Tell whether a trial's model, data, loss or metrics are the user's code."""
+    named = [config.model.name, config.data.name, config.loss.name]
+    return any(map(names_code, [*named, *(metric.name for metric in config.metrics.values())]))
 
 
 def _check_made_alike(
@@ -294,11 +194,8 @@ def _check_made_alike(
         name = getattr(config, part).name
         if not names_code(name):
             continue
-        digest = hashlib.sha256()
-        for tensor in tensors:
-            digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
         digests: list[Any] = [None] * world_size
-        dist.all_gather_object(digests, digest.hexdigest())
+        dist.all_gather_object(digests, digest(*tensors))
         if len(set(digests)) > 1:
             raise ValueError(
                 f"{part}.name={name!r}: made something else on another worker, so that the replicas"
@@ -307,12 +204,21 @@ def _check_made_alike(
             )
 
 
+def digest(*tensors: torch.Tensor) -> str:
+    """Return the sha256 of tensors' bits, as hex digits."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        plain = storage_of(tensor.detach()).cpu().to_dense().contiguous().flatten()
+        found.update(plain.view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
 def _known(split: Examples) -> Split:
     """Return the examples, or the first ones of those that are not in memory."""
     return split if isinstance(split, Split) else split.head(CHECKED)
 
 
-def _load_data(config: TrialConfig, loss: Loss) -> Dataset:
+def load_data(config: TrialConfig, loss: Loss) -> Dataset:
     """Load a trial's data; flat for our networks, whatever shape the user's examples have.
 
     Raises:
@@ -324,7 +230,7 @@ def _load_data(config: TrialConfig, loss: Loss) -> Dataset:
     return Dataset(*(split.map(lambda part: Split(part.x.flatten(1), part.y)) for split in data))
 
 
-def _check_batch(config: TrialConfig, examples: int) -> None:
+def check_batch(config: TrialConfig, examples: int) -> None:
     """Refuse a batch larger than the training set."""
     if examples < config.batch_size:
         raise ValueError(
@@ -358,16 +264,19 @@ def build(config: TrialConfig, rank: int, world_size: int) -> Components:
         ValueError: the data cannot be had, or the config asks for something impossible; the message
             says what.
     """
+    if uses_code(config):
+        forget()
     set_threads(config.threads)
     device = torch.device(
         resolve_device(config.device) if world_size == 1 or config.device != "auto" else "cpu"
     )
     check_device(device.type)
     loss = Loss(config.loss)
-    data = _load_data(config, loss)
-    _check_batch(config, data.train.size)
+    data = load_data(config, loss)
+    check_batch(config, data.train.size)
     first = data.train.head(1)
     whole = make_model(config.model, first.x.shape[1:], data.outputs, config.seed)
+    set_threads(config.threads)  # the user's code may have set others
     parameters = sum(p.numel() for p in whole.parameters())
     data = Dataset(*(split.to(device) for split in data))
     here = place(config.layout, rank, world_size, device.type)

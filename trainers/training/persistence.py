@@ -5,7 +5,7 @@ A checkpoint has whole tensors, whatever the layout, and beside them the state o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from trainers.checkpoint.state import (
     model_tensors,
     of_rank,
 )
-from trainers.config import TrialConfig
+from trainers.config import ModelConfig, TrialConfig
 from trainers.sync.base import Synchroniser
 from trainers.training.build import Components
 
@@ -80,7 +80,9 @@ def restore(components: Components, sync: Synchroniser, folder: Path) -> Progres
     tensors, state = load_checkpoint(folder)
     config, saved_config = components.config, TrialConfig.from_dict(state["config"])
     for key in SAME_TRIAL:
-        saved_value, value = (attrgetter(key)(trial) for trial in (saved_config, config))
+        saved_value, value = (
+            _placeless(attrgetter(key)(trial)) for trial in (saved_config, config)
+        )
         if saved_value != value:
             raise ValueError(
                 f"{folder}: checkpoint of {key}={saved_value}, this trial has {value};"
@@ -98,6 +100,13 @@ def restore(components: Components, sync: Synchroniser, folder: Path) -> Progres
     )
     # checkpoints of earlier versions lack history and tested
     return Progress(**{name: state[name] for name in vars(Progress()) if name in state})
+
+
+def _placeless(value: Any) -> Any:
+    """Return a model's config with the file of its factory named without its folder."""
+    if not isinstance(value, ModelConfig):
+        return value
+    return replace(value, name=value.name.rpartition("/")[2])
 
 
 def _whole(components: Components, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -11,19 +11,21 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from trainers.comm.collectives import Collectives
 from trainers.data import Examples, Split, epoch_order, share
 from trainers.sync.base import Synchroniser
 from trainers.telemetry.tally import Tally
-from trainers.training.build import Components
+from trainers.training.build import Components, digest
 from trainers.training.cuda_graph import STEPS_TO_CAPTURE, GraphedEpochs
 from trainers.training.evaluate import evaluate
 from trainers.training.step import train_step
+from trainers.user_code import seeded
 
 if TYPE_CHECKING:
     from trainers.parallel.pipeline import Pipeline
@@ -43,10 +45,10 @@ def choose_step(components: Components) -> Step:
         return PipelineStep(components, components.pipeline)
     workers, config = components.workers, components.config
     alone = workers.device.type == "cuda" and workers.world_size == 1 and components.offload is None
-    if config.model.own:
+    if config.model.own or config.loss.own:
         return OwnModelStep(components)
-    fixed = isinstance(components.data.train, Split) and not config.loss.own
-    captured = fixed and not config.lr_schedule.varies and components.scaler is None
+    in_memory = isinstance(components.data.train, Split)
+    captured = in_memory and not config.lr_schedule.varies and components.scaler is None
     if alone and captured:
         return GraphStep(components)
     return Step(components)
@@ -160,27 +162,38 @@ class Step:
 class OwnModelStep(Step):
     """Eager steps of a user's model, which may draw random numbers and keep statistics.
 
-    The random numbers of an epoch (dropout) are seeded by (seed, epoch, rank), so that a trial that
-    is resumed draws the same ones. Floating-point buffers (running statistics of batch norm) are
-    averaged over the replicas at the end of every epoch: what is evaluated and kept is their mean.
+    Random numbers of torch, NumPy and Python are seeded by (seed, epoch, rank), in training
+    (dropout) and in evaluation, so that a trial that is resumed draws the same ones. Floating-point
+    buffers that differ between the replicas (running statistics of batch norm) are averaged at the
+    end of every epoch: what is evaluated and kept is their mean.
     """
 
     def train_epoch(
         self, split: Examples, epoch: int, sync: Synchroniser, before_step: Callable[[int], None]
     ) -> tuple[Tally, bool]:
         """Train once over ``split``, as :meth:`Step.train_epoch`."""
-        own, devices = self._components, []
-        if own.workers.device.type == "cuda":
-            devices = [own.workers.device]
-        with torch.random.fork_rng(devices):
-            torch.manual_seed(seed_of(f"{self._config.seed}/{epoch}/{own.workers.rank}"))
+        own = self._components
+        with seeded(seed_of(f"{self._config.seed}/{epoch}/{own.workers.rank}")):
             result = super().train_epoch(split, epoch, sync, before_step)
         if own.collectives is not None:
-            for buffer in own.model.buffers():
-                if buffer.is_floating_point():
-                    dist.all_reduce(buffer, group=own.place.dp_group)
-                    buffer.div_(own.place.dp)
+            _average_buffers(own.model, own.collectives)
         return result
+
+    def evaluate(self, split: Examples, sync: Synchroniser, like: int | None) -> Tally:
+        """Evaluate on ``split``, as :meth:`Step.evaluate`."""
+        with seeded(seed_of(f"evaluation/{self._config.seed}/{self._components.workers.rank}")):
+            return super().evaluate(split, sync, like)
+
+
+@torch.no_grad()
+def _average_buffers(model: nn.Module, replicas: Collectives) -> None:
+    """Replace floating-point buffers that differ between replicas by their mean, in float64."""
+    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    digests: list[Any] = [None] * replicas.size
+    dist.all_gather_object(digests, [digest(buffer) for buffer in buffers], group=replicas.group)
+    for place, buffer in enumerate(buffers):
+        if len({of_replica[place] for of_replica in digests}) > 1:
+            buffer.copy_(replicas.all_reduce_(buffer.double()) / replicas.size)
 
 
 class PipelineStep(Step):

@@ -27,7 +27,8 @@ from trainers.data import Examples
 from trainers.optim.lr import Rate
 from trainers.telemetry.tally import Tally, faulty
 from trainers.training import persistence
-from trainers.training.build import build, check, make_trial_optimizer
+from trainers.training.build import build, make_trial_optimizer
+from trainers.training.check import check
 from trainers.training.format_analysis import analysis_metrics
 from trainers.training.strategies import choose_step
 

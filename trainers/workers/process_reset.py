@@ -85,6 +85,7 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "anomaly": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     "accumulation": (get_matmul_accumulation, set_matmul_accumulation),
     "random": (random.getstate, random.setstate),
+    "threads": (torch.get_num_threads, torch.set_num_threads),
 }
 """What reads a setting, and what sets it. Set only where it has changed: torch loads its compiler,
 two seconds, to be told of some."""

@@ -1,0 +1,178 @@
+"""Checks of a trial before any process starts: of its batch, its rates, and the user's code.
+
+The user's model, data, loss and metrics are tried together on a few examples: they must train,
+evaluate, and go on with the same bits after an interruption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainers.checkpoint.state import load_model_tensors, model_tensors
+from trainers.config import LossConfig, TrialConfig
+from trainers.config.schedule_changes import optimizer_at
+from trainers.data import DatasetInfo, Split
+from trainers.models import make_model
+from trainers.models.loss import Loss
+from trainers.models.precision import apply_precision
+from trainers.training.build import (
+    CHECKED,
+    check_batch,
+    digest,
+    load_data,
+    make_trial_optimizer,
+    uses_code,
+)
+from trainers.training.evaluate import Metrics, evaluate
+from trainers.training.step import train_step
+from trainers.user_code import describe_error, find_source, forget, names_code, seeded
+
+_answers: dict[str, int] = {}
+"""Answers of an example, by what has been checked in this process of trials of the user's code."""
+
+
+def check(config: TrialConfig, info: DatasetInfo) -> None:
+    """Refuse a trial that could only fail, before any process starts.
+
+    Args:
+        config: the trial.
+        info: its data, from :func:`trainers.data.prepare`.
+
+    Raises:
+        ValueError: a batch larger than the training set, a learning rate or momentum that
+            underflows in the LNS format, or the user's code does not train.
+    """
+    check_batch(config, info.train)
+    answers = 1
+    if uses_code(config) or config.loss != LossConfig():
+        parts = (config.model, config.data, config.loss, config.metrics, config.precision)
+        if (task := repr(parts)) not in _answers:
+            forget()
+            _answers[task] = _check_task(config)
+        answers = _answers[task]
+    model = apply_precision(nn.Linear(1, 1), config.precision)
+    for epoch in (0, *(change["epoch"] for change in config.changes)):
+        options = optimizer_at(config.optimizer, config.changes, epoch)
+        make_trial_optimizer(config, options, model, answers)
+
+
+def _check_task(config: TrialConfig) -> int:
+    """Train and evaluate on some examples, in the trial's precision.
+
+    Returns:
+        The number of answers of an example.
+
+    Raises:
+        ValueError: the data, the model, the loss or a metric do not go together.
+    """
+    loss = Loss(config.loss)
+    data = load_data(config, loss)
+    some = data.train.head(2)
+    each = loss.answers_each(some.y)
+    if config.sync.name == "asynchronous" and each > 1:
+        raise ValueError(
+            f"sync.name=asynchronous with data.name={config.data.name}: the server takes examples"
+            f" of one answer, not of {each}; use sync.name=synchronous"
+        )
+    model = make_model(config.model, some.x.shape[1:], data.outputs, config.seed)
+    metrics = Metrics(config.metrics, data.outputs)
+    with _explained(config):
+        outputs = apply_precision(model, config.precision)(some.x)
+    _check_outputs(config, outputs, some, data.outputs)
+    with _explained(config):
+        loss(outputs, some.y).backward()
+        evaluate(model, data.validation.head(CHECKED), loss, metrics)
+        outputs = model.eval()(data.test.head(2).x)
+    _check_outputs(config, outputs, data.test.head(2), data.outputs)
+    metrics.compute("validation")
+    if config.model.own:
+        _check_resumes(config, some, data.outputs, loss)
+    return each
+
+
+def _check_resumes(config: TrialConfig, some: Split, outputs: int, loss: Loss) -> None:
+    """Take two steps of the user's model in one go, and again with a save and a restore between.
+
+    Raises:
+        ValueError: the weights are not the same.
+    """
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = make_model(config.model, some.x.shape[1:], outputs, config.seed)
+        model = apply_precision(model, config.precision)
+        answers = loss.answers_each(some.y)
+        return model, make_trial_optimizer(config, config.optimizer, model, answers)
+
+    def weights(interrupted: bool) -> str:
+        model, optimizer = make()
+        for step in range(2):
+            if step and interrupted:
+                saved = model_tensors(model, optimizer)
+                model, optimizer = make()
+                load_model_tensors(model, optimizer, saved)
+            with seeded(step):
+                train_step(model, optimizer, some.head(2), loss=loss)
+        return digest(*model.state_dict().values())
+
+    with _explained(config):
+        found = [weights(interrupted=False), weights(interrupted=True)]
+    if len(set(found)) > 1:
+        raise ValueError(
+            f"model.name={config.model.name!r}: after an interruption it would not go on with the"
+            " same bits: two steps gave other weights where its state was saved and restored"
+            " between them; keep all its state in parameters and buffers of fixed shapes, and draw"
+            " random numbers from torch, NumPy or random, not from a generator of its own"
+        )
+
+
+@contextmanager
+def _explained(config: TrialConfig) -> Iterator[None]:
+    """Raise what the user's code raises as a ``ValueError`` that says where.
+
+    Raises:
+        ValueError: the code within has raised.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        files = [
+            find_source(f"{part}.name", named.name)
+            for part, named in (("model", config.model), ("loss", config.loss))
+            if names_code(named.name)
+        ]
+        raise ValueError(
+            f"model.name={config.model.name!r} with loss.name={config.loss.name!r} does not train"
+            f" in precision.format={config.precision.format}: {describe_error(error, *files)};"
+            " mend the code, or use another precision"
+        ) from error
+
+
+def _check_outputs(config: TrialConfig, outputs: Any, some: Split, count: int) -> None:
+    """Refuse outputs of another shape than the loss takes.
+
+    Raises:
+        ValueError: with both shapes.
+    """
+    where = f"model.name={config.model.name!r} with loss.name={config.loss.name!r}"
+    if not isinstance(outputs, torch.Tensor):
+        raise ValueError(
+            f"{where}: turns examples into a {type(outputs).__name__}; return a tensor, or an"
+            " object whose logits are one"
+        )
+    wanted = {tuple(some.y.shape)}
+    if config.loss.name == "cross_entropy":
+        size, *rest = some.y.shape
+        wanted = {(size, *rest, count), (size, count, *rest)}
+    elif outputs.numel() == some.y.numel():
+        return
+    if not config.loss.own and tuple(outputs.shape) not in wanted:
+        shapes = " or ".join(str(("batch", *shape[1:])).replace("'", "") for shape in wanted)
+        raise ValueError(
+            f"{where}: turns two examples of shape {tuple(some.x.shape[1:])} into"
+            f" {tuple(outputs.shape)}; return outputs of shape {shapes}"
+        )
