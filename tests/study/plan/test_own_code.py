@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from study.api import run_study
+from study.api import Outcome, run_study
 from study.config.compose import load
+from study.errors import UserError
 from study.execution.preflight import preflight
 from study.ledger.state import FINISHED
+from study.manage.rerun import rerun
 from study.plan.plan import make_plan
 from tests.study.conftest import SilentView
 from tests.trainers.user_network import NETWORK
@@ -92,3 +94,96 @@ def test_it_runs_and_says_when_its_code_has_changed(folder: Path) -> None:
     )
     assert any("has changed since the last run" in line for line in said)
     assert len(again.state.known) == 4
+
+
+def run(folder: Path, *overrides: str) -> tuple[Outcome, list[str]]:
+    said: list[str] = []
+    study = load(str(folder / "own.yaml"), [f"storage={folder.parent / 'store'}", *overrides])
+    return run_study(study, SilentView(), said.append), said
+
+
+def test_rows_of_different_data_of_one_factory_go_on(folder: Path) -> None:
+    rows = [
+        f"{{label: {name}, overrides: {{data.args: {{size: {size}}}}}}}" for name, size in SIZES
+    ]
+    changes = [f"rows=[{', '.join(rows)}]", "baseline=a"]
+    run(folder, *changes)
+    outcome, said = run(folder, *changes, "seeds=[0,1]")
+    assert [trial.status for trial in outcome.state.trials] == [FINISHED] * 4
+    assert any("Resuming: 2 of 4" in line for line in said)
+
+
+def test_other_examples_of_the_same_code_are_refused_wherever_the_file_is(folder: Path) -> None:
+    """What the factory reads is not in its code."""
+    size = 'int((__import__("pathlib").Path(__file__).parent / "size.txt").read_text())'
+    (folder / "net.py").write_text(NETWORK.replace("size=200", f"size={size}"))
+    (folder / "size.txt").write_text("60")
+    row = "rows=[{label: float32}]"
+    run(folder, row)
+    moved = folder.parent / "moved"
+    shutil.copytree(folder, moved)
+    outcome, _ = run(moved, row)
+    assert outcome.state.trials[0].status == FINISHED
+    (moved / "size.txt").write_text("80")
+    with pytest.raises(UserError, match=r"net.py:digits.*differs from.*restore the files"):
+        run(moved, row)
+
+
+def test_code_that_makes_other_examples_trains_anew(folder: Path) -> None:
+    row = "rows=[{label: float32}]"
+    run(folder, row)
+    (folder / "net.py").write_text(NETWORK.replace("/ 16", "/ 17"))
+    outcome, said = run(folder, row)
+    assert outcome.state.trials[0].status == FINISHED
+    assert any("net.py:digits has changed since the last run" in line for line in said)
+
+
+def test_a_moved_file_goes_on_from_its_checkpoints(folder: Path) -> None:
+    row = "rows=[{label: float32}]"
+    first, _ = run(folder, row)
+    shutil.move(folder, folder.parent / "moved")
+    outcome, said = run(folder.parent / "moved", row, "trial.epochs=2")
+    assert any("1 trials go on from the last checkpoint" in line for line in said), said
+    trial = outcome.state.trials[0]
+    assert trial.reports[1]["metrics"] == first.state.trials[0].reports[1]["metrics"]
+    assert "source" in trial.reports[1]
+    assert not any("damaged" in line for line in said)
+
+
+def test_a_search_that_proposes_as_it_goes_checks_the_network_first(folder: Path) -> None:
+    study = load(
+        str(folder / "own.yaml"),
+        [
+            f"storage={folder}",
+            f"trial.model.name={folder / 'net.py'}:flat",
+            "space={optimizer.lr: {loguniform: [0.01, 0.1]}}",
+            "search={algorithm: tpe, num_samples: 2}",
+        ],
+    )
+    with pytest.raises(ValueError, match=r"into \(2, 7\); return outputs of shape"):
+        preflight(make_plan(study))
+
+
+def test_names_and_numbers_of_arguments_are_what_was_written(folder: Path) -> None:
+    text = STUDY.replace(
+        'net.py:make_net"}', 'net.py:make_net", args: {dropout: 1e-3, norm: "a.py:f"}}'
+    )
+    (folder / "own.yaml").write_text(text)
+    model = load(str(folder / "own.yaml"), [f"storage={folder}"]).trial.model
+    assert model.args == {"dropout": 1e-3, "norm": "a.py:f"}
+    assert model.name == f"{folder / 'net.py'}:make_net"
+    rows = text.replace("precision.format: lns12,", "model.name: net.py:flat,")
+    (folder / "own.yaml").write_text(rows)
+    row = load(str(folder / "own.yaml"), [f"storage={folder}"]).rows[1]
+    assert row.overrides["model.name"] == f"{folder / 'net.py'}:flat"
+
+
+def test_rerun_names_the_code_that_has_changed(folder: Path) -> None:
+    outcome, _ = run(folder, "rows=[{label: float32}]")
+    (folder / "net.py").write_text(NETWORK + "\n")
+    with pytest.raises(UserError, match=r"net.py:make_net, .*net.py:digits changed"):
+        rerun(
+            outcome.state,
+            outcome.state.trials[0],
+            lambda study: run_study(study, SilentView(), print).state,
+        )
