@@ -7,7 +7,6 @@ import ast
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -39,8 +38,6 @@ ORDER = {
 }  # fmt: skip
 """The rooms of each package; a room imports from those before it only. Not listed: modules that
 only pass names on."""
-LAZY = {("lns_ops.analysis.result", "lns_ops.analysis.plot")}
-"""``Analysis.plot`` imports what draws it, which names the type of what it draws."""
 LONGER = {
     "lns_ops/cpu/simd/avx2.py:_addition",
     "lns_ops/cpu/simd/avx512.py:product",
@@ -91,18 +88,10 @@ FILES = {
 }
 
 
-def executed(tree: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of what runs: all but imports for annotations alone."""
-    for node in ast.iter_child_nodes(tree):
-        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
-            yield node
-            yield from executed(node)
-
-
 def dependencies(module: str) -> set[str]:
-    """The modules of ours that a module imports, inside functions too."""
+    """The modules of ours that a module imports, inside functions and for annotations too."""
     found = set()
-    for node in executed(ast.parse(FILES[module].read_text())):
+    for node in ast.walk(ast.parse(FILES[module].read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
             found |= {
                 name if (name := f"{node.module}.{alias.name}") in FILES else node.module
@@ -110,7 +99,7 @@ def dependencies(module: str) -> set[str]:
             }
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-    return {name for name in found & set(FILES) - {module} if (module, name) not in LAZY}
+    return found & set(FILES) - {module}
 
 
 GRAPH = {module: dependencies(module) for module in FILES}

@@ -3,6 +3,7 @@
 Loads no process groups and no training loop.
 """
 
+from trainers.config.compatibility import TrialConfig
 from trainers.config.layout import Layout
 from trainers.config.lr_schedule import LRSchedule
 from trainers.config.memory import AUTOCASTS, MemoryConfig
@@ -19,7 +20,6 @@ from trainers.config.trial import (
     DataConfig,
     ModelConfig,
     PrecisionConfig,
-    TrialConfig,
 )
 from trainers.config.wire import WireConfig
 
