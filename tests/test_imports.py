@@ -38,6 +38,25 @@ ORDER = {
 }  # fmt: skip
 """The rooms of each package; a room imports from those before it only. Not listed: modules that
 only pass names on."""
+PARSERS = {f"study.cli.{name}" for name in ("manage", "run", "serve", "tracking")}
+"""Modules whose commands import what they need when they are called, as completion and ``--help``
+wait for the others: 0.1 s of CPU time, 2.6 s with torch."""
+LAZY = {
+    ("study.api", "study.report.write"): "draws with what takes 1.6 s, as the first trial trains",
+    (
+        "study.execution.preflight",
+        "trainers.workers.worker_process",
+    ): "0.1 s, and a node mostly checks",
+    ("trainers.parallel.factory", "trainers.parallel.fsdp"): "0.8 s, of torch's sharding",
+    ("trainers.parallel.factory", "trainers.parallel.tensor_parallel"): "0.8 s, likewise",
+    ("trainers.sync.factory", "trainers.sync.async_client"): "0.6 s, of Ray",
+    ("trainers.training.build", "trainers.parallel.pipeline"): "0.6 s, of torch's compiler",
+    ("trainers.workers.fork_server", "trainers.config"): "2.3 s, by which it answers before",
+    ("trainers.workers.fork_server", "trainers.data"): "2.3 s, likewise",
+    ("trainers.workers.fork_server", "trainers.workers.worker_process"): "2.3 s, likewise",
+}
+"""Imports of ours inside functions, and the CPU time that they keep from those who do without (two
+cores of an AMD EPYC, Python 3.11)."""
 LONGER = {
     "lns_ops/cpu/simd/avx2.py:_addition",
     "lns_ops/cpu/simd/avx512.py:product",
@@ -100,6 +119,39 @@ def dependencies(module: str) -> set[str]:
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
     return found & set(FILES) - {module}
+
+
+def inside_functions(module: str) -> set[str]:
+    """The modules of ours that functions of a module import when they are called."""
+    return {
+        name
+        for function in ast.walk(ast.parse(FILES[module].read_text()))
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in (
+            [node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
+        )
+        if name and name.partition(".")[0] in MAY_IMPORT
+    }
+
+
+def test_functions_import_only_what_others_should_not_wait_for() -> None:
+    modules = set(FILES) - PARSERS
+    assert {(module, name) for module in modules for name in inside_functions(module)} == set(LAZY)
+
+
+def test_the_command_line_waits_for_no_library() -> None:
+    code = (
+        "import sys, study.cli.entry; study.cli.entry.build_parser(); print([m for m in ('torch',"
+        " 'numpy', 'ray', 'mlflow', 'omegaconf', 'rich') if m in sys.modules])"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )
 
 
 GRAPH = {module: dependencies(module) for module in FILES}

@@ -16,13 +16,10 @@ import math
 import posixpath
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from study.config.keys import flatten
-
-if TYPE_CHECKING:
-    from study.plan.plan import Plan
-
+from study.plan.plan import Plan
 
 NAME_LENGTH = 250
 PARAM_LENGTH = 6000

@@ -1,18 +1,13 @@
-"""What a trial's processes take of a cluster.
-
-Loads no torch, so that who only starts processes need not wait for it.
-"""
+"""What a trial's processes take of a cluster."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from trainers.config import TrialConfig
-
+from trainers.config import TrialConfig
 
 IN_PROCESS, PACKED, RAY_TRAIN = (
     "trainers.workers.in_process:InProcess",
