@@ -196,7 +196,8 @@ def body_lines(function: ast.FunctionDef) -> int:
 
 
 def test_files_functions_and_folders_are_small() -> None:
-    assert [name for name, path in FILES.items() if len(path.read_text().splitlines()) > FILE] == []
+    others = [path for folder in ("tests", "scripts") for path in (ROOT / folder).rglob("*.py")]
+    assert [p for p in (*FILES.values(), *others) if len(p.read_text().splitlines()) > FILE] == []
     folders = Counter(path.parent for path in FILES.values() if path.name != "__init__.py")
     assert [str(folder) for folder, count in folders.items() if count > FOLDER] == []
     long = {
