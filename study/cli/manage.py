@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from study.errors import UserError, refusals
 from study.program import lns_study
+from study.text import duration, percent, when
 
 if TYPE_CHECKING:
     from study.config import StudyConfig
@@ -163,7 +164,7 @@ def _list(options: argparse.Namespace) -> int:
         return 0
     lines.sort(key=lambda line: -float(line["time"]))
     cells = [
-        [str(line[key]) for key in ("name", "condition", "trials", "best")] + [_when(line["time"])]
+        [str(line[key]) for key in ("name", "condition", "trials", "best")] + [when(line["time"])]
         for line in lines
     ]
     print_table(
@@ -220,7 +221,6 @@ def _print_trial(folder: Path, trial: TrialState) -> None:
 
     from study.ledger.state import name_of
     from study.results.objectives import objective
-    from study.text import duration, percent
 
     print(
         f"{trial.id}: {name_of(trial)}: {trial.status}"
@@ -405,10 +405,6 @@ def _rerun(options: argparse.Namespace) -> int:
     for line in done.differences[:20]:
         print(f"  {line}", file=sys.stderr)
     return 1
-
-
-def _when(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 
 def print_table(headings: list[str], lines: list[list[str]], *, plain: bool = False) -> None:
