@@ -26,7 +26,8 @@ import torch
 from trainers.config import ModelConfig, PrecisionConfig, TrialConfig
 from trainers.training.trainer import Training
 from trainers.workers.executors import Context
-from trainers.workers.packed import Host, Packed
+from trainers.workers.host import Host
+from trainers.workers.packed import Packed
 
 EPOCHS = 2
 COURSES = 3

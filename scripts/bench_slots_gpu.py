@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from trainers.config import ModelConfig, PrecisionConfig, TrialConfig
-from trainers.workers.executors import IN_PROCESS, PACKED
 from trainers.workers.messages import DIED, ENDED, HELLO, REPORT, TRAIN, Message
 from trainers.workers.node import Node
+from trainers.workers.resources import IN_PROCESS, PACKED
 
 
 def config(seed: int, epochs: int, hidden: list[int]) -> TrialConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,3 +29,8 @@ def duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def when(seconds: float) -> str:
+    """Return a time in seconds since 1970 as date and UTC time."""
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))

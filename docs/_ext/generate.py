@@ -35,7 +35,8 @@ ROWS = "rows[]"
 
 def attributes(config: type) -> dict[str, str]:
     """Return what the ``Attributes:`` of a docstring say, by name."""
-    _, _, listed = (inspect.getdoc(config) or "").partition("Attributes:\n")
+    texts = [inspect.getdoc(base) or "" for base in config.__mro__]
+    listed = "\n".join(text.partition("Attributes:\n")[2] for text in texts)
     entries = re.findall(r"^    (\w[\w, ]*): (.*\n?(?: {8}.*\n?)*)", listed, re.MULTILINE)
     return {name: plain(text) for names, text in entries for name in names.split(", ")}
 

@@ -1,4 +1,5 @@
-"""The results of an analysis: ranges and losses per layer, and the table of all layers."""
+"""The results of an analysis: ranges and losses per layer, and the table and the picture of
+all layers."""
 
 from __future__ import annotations
 
@@ -147,6 +148,14 @@ _COLUMNS = (
 )  # fmt: skip
 
 
+_SERIES = (
+    ("weight", "weights", "#4c72b0"),
+    ("output", "outputs", "#55a868"),
+    ("gradient", "gradients of outputs", "#c44e52"),
+    ("weight_gradient", "gradients of weights", "#8172b3"),
+)
+
+
 @dataclass(frozen=True)
 class Analysis:
     """The layers of a model in a format, in the order of the forward pass.
@@ -219,13 +228,38 @@ class Analysis:
         return "\n".join(lines)
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """Draw ranges beside the format's, signal-to-noise ratios and lost updates.
+        """Draw three panels with a row per layer: ranges, signal-to-noise ratios, updates lost.
 
-        Returns a matplotlib figure, saved to ``path`` if given.
+        The format's own range is shaded behind the layers'.
+
+        Args:
+            path: where to save it; by its ending PNG, SVG, PDF.
+
+        Returns:
+            the matplotlib Figure.
+
+        Raises:
+            ImportError: matplotlib is not installed.
         """
-        from lns_ops.analysis.plot import draw
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
 
-        return draw(self, path)
+        rows = len(self.layers)
+        figure = Figure(figsize=(12, 1.5 + 0.45 * max(2, rows)), layout="constrained")
+        FigureCanvasAgg(figure)
+        ranges, ratios, lost = figure.subplots(1, 3, sharey=True, width_ratios=(2, 1.3, 1))
+        _ranges(ranges, self)
+        _ratios(ratios, self)
+        for y, layer in enumerate(self.layers):
+            if layer.updates_lost is not None and not math.isnan(layer.updates_lost):
+                lost.barh(y, 100 * layer.updates_lost, color="#937860", height=0.6)
+        lost.set(xlabel="updates lost, %", xlim=(0, 100))
+        ranges.set_yticks(range(rows), [f"{layer.name} ({layer.kind})" for layer in self.layers])
+        ranges.invert_yaxis()
+        figure.suptitle(f"{self.format}: what it does to each layer")
+        if path is not None:
+            figure.savefig(path, dpi=120)
+        return figure
 
 
 def _row(layer: LayerAnalysis) -> tuple[str, ...]:
@@ -252,3 +286,47 @@ def _row(layer: LayerAnalysis) -> tuple[str, ...]:
         number(lost, 100, 2), number(above, 100, 2), number(layer.forward_db),
         number(layer.backward_db), number(layer.updates_lost, 100),
     )  # fmt: skip
+
+
+def _ranges(axes: Any, analysis: Analysis) -> None:
+    if analysis.span is not None:
+        axes.axvspan(*analysis.span, color="0.92", label=f"range of {analysis.format}")
+    for offset, (key, label, colour) in enumerate(_SERIES):
+        for y, layer in enumerate(analysis.layers):
+            values = getattr(layer, key)
+            if values is not None and not math.isnan(values.low):
+                place = y + 0.18 * (offset - 1.5)
+                axes.plot(
+                    [values.low, values.high],
+                    [place, place],
+                    color=colour,
+                    linewidth=4,
+                    solid_capstyle="butt",
+                    label=label,
+                )
+    axes.set(xlabel="magnitudes, octaves (log2)")
+    handles, labels = axes.get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))  # one entry a series, not one a layer
+    axes.legend(unique.values(), unique.keys(), fontsize="small", loc="best")
+
+
+def _ratios(axes: Any, analysis: Analysis) -> None:
+    for key, label, colour, marker in (
+        ("forward_db", "forward", "#55a868", "o"),
+        ("backward_db", "backward", "#c44e52", "s"),
+    ):
+        points = [
+            (getattr(layer, key), y)
+            for y, layer in enumerate(analysis.layers)
+            if getattr(layer, key) is not None
+        ]
+        finite = [(ratio, y) for ratio, y in points if math.isfinite(ratio)]
+        axes.plot(
+            [ratio for ratio, _ in finite],
+            [y for _, y in finite],
+            marker=marker,
+            color=colour,
+            label=label,
+        )
+    axes.set(xlabel="signal to noise, dB")
+    axes.legend(fontsize="small", loc="best")

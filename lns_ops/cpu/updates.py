@@ -100,20 +100,29 @@ def sgd_update(
         _in_place("buffer", buffer, weight.shape) if use_momentum and buffer is not None else None,
         w,
     )
-    table = sum_table(fmt.fraction_bits)
-    last = table.size // 2 - 1
-    scalars = (fmt.bias, fmt.field_mask, _scalar(negative_lr), _scalar(momentum), use_momentum)
+    kernels, extra, sums = _rounded(weight, fmt, compensation, key, step)
+    grain = GRAIN // 2 if kernels is updates.PLAIN else GRAIN // 4
+    run(
+        kernels.sgd, w.size, grain, w, g, b, extra, *sums, fmt.bias, fmt.field_mask,
+        _scalar(negative_lr), _scalar(momentum), use_momentum,
+    )  # fmt: skip
+
+
+def _rounded(
+    weight: Codes, fmt: LNSFormat, compensation: Codes | None, key: int | None, step: int
+) -> tuple[updates.Rounded, Codes, tuple[NDArray[np.int32], NDArray[np.int32], int, int]]:
+    """Return the kernels that round as asked for, their ``extra``, and what they sum by.
+
+    That is ``table, fine, last, fine_last``.
+    """
+    table = fine = sum_table(fmt.fraction_bits)
+    kernels, extra = updates.PLAIN, weight.reshape(-1)
     if key is not None:
-        bits, fine = random_bits(w.size, key, step, WEIGHT_SLOT), _fine_table(fmt.fraction_bits)
-        run(
-            updates.sgd_stochastic, w.size, GRAIN // 4, w, g, b, bits, table, fine, last,
-            fine.size // 2 - 1, *scalars,
-        )  # fmt: skip
-    elif compensation is None:
-        run(updates.sgd_plain, w.size, GRAIN // 2, w, g, b, table, last, *scalars)
-    else:
-        c = _in_place("compensation", compensation, weight.shape)
-        run(updates.sgd_kahan, w.size, GRAIN // 4, w, g, b, c, table, last, *scalars)
+        kernels, fine = updates.STOCHASTIC, _fine_table(fmt.fraction_bits)
+        extra = random_bits(weight.size, key, step, WEIGHT_SLOT).view(np.int16)
+    elif compensation is not None:
+        kernels, extra = updates.KAHAN, _in_place("compensation", compensation, weight.shape)
+    return kernels, extra, (table, fine, table.size // 2 - 1, fine.size // 2 - 1)
 
 
 def _gradient(grad: Codes, weight: Codes) -> Codes:
@@ -148,41 +157,24 @@ def adam_update(
     codes, decay = adam_codes(beta1, beta2, eps, fmt), decay_table(beta2, fmt.fraction_bits)
     w, g = _in_place("weight", weight, weight.shape), _gradient(grad, weight)
     m, r = _in_place("exp_avg", exp_avg, weight.shape), _in_place("root", root, weight.shape)
-    now, table = min(step, len(codes.correction)) - 1, sum_table(fmt.fraction_bits)
-    last = table.size // 2 - 1
-    scalars = (
+    if key is not None:
+        lacks = random_bits(w.size, key, step, ROOT_SLOT).view(np.int16)
+    elif residue is not None:
+        lacks = _in_place("residue", residue, weight.shape)
+    else:
+        raise ValueError(
+            "residue=None: without it or a key the second moment would never move; pass int16 zeros"
+            " of the weight's shape"
+        )
+    kernels, extra, (table, *sums) = _rounded(weight, fmt, compensation, key, step)
+    now = min(step, len(codes.correction)) - 1
+    run(
+        kernels.adam, w.size, GRAIN // 8, w, g, m, r, lacks, extra, table, decay.table, *sums,
         fmt.bias, fmt.field_mask, _scalar(negative_lr), codes.beta1, codes.one_minus_beta1,
         int(codes.correction[now]), int(codes.eps_hat[now]), _scalar(weight_decay),
         weight_decay is not None and not decoupled, weight_decay is not None and decoupled,
         decay.first, decay.keep, decay.take,
     )  # fmt: skip
-    if key is not None:
-        bits, root_bits = (
-            random_bits(w.size, key, step, slot) for slot in (WEIGHT_SLOT, ROOT_SLOT)
-        )
-        fine = _fine_table(fmt.fraction_bits)
-        run(
-            updates.adam_stochastic, w.size, GRAIN // 8, w, g, m, r, bits, root_bits, table,
-            decay.table, fine, last, fine.size // 2 - 1, *scalars,
-        )  # fmt: skip
-        return
-    if residue is None:
-        raise ValueError(
-            "residue=None: without it or a key the second moment would never move; pass int16 zeros"
-            " of the weight's shape"
-        )
-    e = _in_place("residue", residue, weight.shape)
-    if compensation is None:
-        run(
-            updates.adam_plain, w.size, GRAIN // 8, w, g, m, r, e, table, decay.table, last,
-            *scalars,
-        )  # fmt: skip
-    else:
-        c = _in_place("compensation", compensation, weight.shape)
-        run(
-            updates.adam_kahan, w.size, GRAIN // 8, w, g, m, r, e, c, table, decay.table, last,
-            *scalars,
-        )  # fmt: skip
 
 
 _CODEC = reference_updates.Float32Codec(

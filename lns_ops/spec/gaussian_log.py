@@ -62,8 +62,13 @@ def gaussian_tables(fraction_bits: int) -> GaussianTables:
     minus = np.full_like(plus, CANCEL)
     minus[1:] = np.log(-np.expm1(-octaves[1:] * np.log(2.0))) * (scale / np.log(2.0))
     plus_ulps, minus_ulps = np.rint(plus).astype(np.int32), np.rint(minus).astype(np.int32)
-    length = int(np.flatnonzero(plus_ulps | minus_ulps)[-1]) + 2
-    tables = GaussianTables(plus_ulps[:length].copy(), minus_ulps[:length].copy())
+    return _until_zero(plus_ulps, minus_ulps)
+
+
+def _until_zero(plus: NDArray[np.int32], minus: NDArray[np.int32]) -> GaussianTables:
+    """Return the tables up to the first entry from which both are 0, for reading only."""
+    length = int(np.flatnonzero(plus | minus)[-1]) + 2
+    tables = GaussianTables(plus[:length].copy(), minus[:length].copy())
     for table in tables:
         table.setflags(write=False)
     return tables
@@ -93,12 +98,7 @@ def stochastic_tables(fraction_bits: int) -> GaussianTables:
             up = np.expm1((exact - lower) * (np.log(2.0) / scale)) / np.expm1(np.log(2.0) / scale)
             fine = np.where(np.isfinite(exact), lower * unit + np.rint(up * unit), -np.inf)
         tables.append(np.maximum(fine, -(2.0**31)).astype(np.int32))
-    plus, minus = tables
-    length = int(np.flatnonzero(plus | minus)[-1]) + 2
-    result = GaussianTables(plus[:length].copy(), minus[:length].copy())
-    for table in result:
-        table.setflags(write=False)
-    return result
+    return _until_zero(*tables)
 
 
 class DecayTable(NamedTuple):

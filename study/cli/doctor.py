@@ -3,25 +3,26 @@ remedy."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from study.config import StudyConfig, default_tracking_uri
-from study.errors import UserError, refusals
+import lns_ops
+from study.config import StudyConfig, check_tracking_uri, default_tracking_uri
+from study.errors import UserError
 from study.execution.preflight import check_address
+from study.execution.ray_session import ray_session
 from study.ledger.log import LOCK, how_to_repair, open_ledger, read_ledger
 from study.ledger.provenance import hardware, provenance
 from study.ledger.state import fold
 from study.ledger.storage import check_writable
 from study.manage.checkpoints import broken_checkpoints, checkpoints_of
 from study.manage.repair import needs_repair, repair
-from study.manage.studies import find
+from study.manage.studies import find, folders
 from study.program import lns_study
-from study.tracking.supervisor import OFF
+from study.tracking.supervisor import OFF, check_tracking
 from study.tracking_uri import REMEDY, hide, stored
 
 DAMAGED_SHOWN, RECOVERED_SHOWN = 3, 20
@@ -201,8 +202,6 @@ def _machine() -> Finding:
 
 
 def _kernels() -> Iterator[Finding]:
-    import lns_ops
-
     for device, info in lns_ops.backends().items():
         text = (
             ", ".join(f"{key} {value}" for key, value in info.items())
@@ -234,9 +233,6 @@ def _storage(storage: str) -> Finding:
 
 def _passwords(storage: str) -> Iterator[Finding]:
     """Yield a finding for every ledger that holds a password."""
-    from study.ledger.log import read_ledger
-    from study.manage.studies import folders
-
     for folder in folders(storage):
         for uri in stored(read_ledger(folder)):
             yield Finding(
@@ -248,9 +244,6 @@ def _passwords(storage: str) -> Iterator[Finding]:
 
 
 def _tracking(uri: str) -> Finding:
-    from study.config import check_tracking_uri
-    from study.tracking.supervisor import check_tracking
-
     try:
         check_tracking_uri(uri)
         check_tracking(uri)
@@ -262,8 +255,6 @@ def _tracking(uri: str) -> Finding:
 def _ray(address: str | None) -> Finding:
     import ray
 
-    from study.execution.ray_session import ray_session
-
     try:
         check_address(address)
         with ray_session(StudyConfig(name="doctor", address=address)) as session:
@@ -273,55 +264,3 @@ def _ray(address: str | None) -> Finding:
         return Finding(name="Ray", good=False, text=str(address), remedy=str(error))
     text = f"{nodes} node(s), {found.get('CPU', 0):g} CPUs, {found.get('GPU', 0):g} GPUs"
     return Finding(name="Ray", good=True, text=f"{address or 'a local one'} starts: {text}")
-
-
-def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command ``doctor`` to argparse's subparsers."""
-    doctor = commands.add_parser(
-        "doctor",
-        help="check this machine, or a study's ledger and checkpoints, and repair these",
-        description=(
-            "Check what studies need of this machine, or, of a study, its ledger and checkpoints,"
-            " and say how to mend what is not as it should be."
-        ),
-    )
-    doctor.add_argument(
-        "study",
-        metavar="STUDY",
-        nargs="?",
-        help="look at this study (its name, or its folder), not at the machine",
-    )
-    doctor.add_argument(
-        "--repair",
-        action="store_true",
-        help="repair a damaged ledger from what checkpoints and MLflow know",
-    )
-    doctor.add_argument(
-        "--storage", default="studies", help="folder of all studies (default: studies)"
-    )
-    doctor.add_argument(
-        "--tracking-uri",
-        help=(
-            "MLflow store to ask (default: the study's, or the storage's database); none asks none"
-        ),
-    )
-    doctor.add_argument("--address", help="Ray cluster to ask (default: start a local Ray)")
-    doctor.set_defaults(command=_doctor)
-
-
-def _doctor(options: argparse.Namespace) -> int:
-    from study.cli.doctor import examine, examine_study, repair_study
-
-    def say(line: str) -> None:
-        print(line, flush=True)
-
-    if options.repair and options.study is None:
-        raise UserError(
-            "--repair: mends the ledger of one study; name it: lns-study doctor STUDY --repair"
-        )
-    if options.study is not None:
-        with refusals():
-            look = repair_study if options.repair else examine_study
-            return 0 if look(options.study, options.storage, options.tracking_uri, say) else 1
-    findings = examine(options.storage, options.tracking_uri, options.address, say)
-    return 0 if all(finding.good for finding in findings) else 1

@@ -12,8 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from study.cli.doctor import add_doctor
-from study.cli.manage import add_commands
+from study.cli.manage import add_commands, add_doctor
 from study.cli.run import EXIT_CODES, add_plan, add_report, add_run, add_simulate, run_config
 from study.cli.serve import add_ui
 from study.cli.tracking import add_tracking_commands

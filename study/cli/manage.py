@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from study.errors import UserError, refusals
 from study.program import lns_study
+from study.text import duration, percent, when
 
 if TYPE_CHECKING:
     from study.config import StudyConfig
@@ -163,7 +164,7 @@ def _list(options: argparse.Namespace) -> int:
         return 0
     lines.sort(key=lambda line: -float(line["time"]))
     cells = [
-        [str(line[key]) for key in ("name", "condition", "trials", "best")] + [_when(line["time"])]
+        [str(line[key]) for key in ("name", "condition", "trials", "best")] + [when(line["time"])]
         for line in lines
     ]
     print_table(
@@ -220,7 +221,6 @@ def _print_trial(folder: Path, trial: TrialState) -> None:
 
     from study.ledger.state import name_of
     from study.results.objectives import objective
-    from study.text import duration, percent
 
     print(
         f"{trial.id}: {name_of(trial)}: {trial.status}"
@@ -407,10 +407,6 @@ def _rerun(options: argparse.Namespace) -> int:
     return 1
 
 
-def _when(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
-
-
 def print_table(headings: list[str], lines: list[list[str]], *, plain: bool = False) -> None:
     """Print a table with aligned columns; ``plain`` has tabs and no headings."""
     if plain:
@@ -424,3 +420,55 @@ def print_table(headings: list[str], lines: list[list[str]], *, plain: bool = Fa
         print(
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         )
+
+
+def add_doctor(commands: Commands) -> None:
+    """Add the command ``doctor`` to argparse's subparsers."""
+    doctor = commands.add_parser(
+        "doctor",
+        help="check this machine, or a study's ledger and checkpoints, and repair these",
+        description=(
+            "Check what studies need of this machine, or, of a study, its ledger and checkpoints,"
+            " and say how to mend what is not as it should be."
+        ),
+    )
+    doctor.add_argument(
+        "study",
+        metavar="STUDY",
+        nargs="?",
+        help="look at this study (its name, or its folder), not at the machine",
+    )
+    doctor.add_argument(
+        "--repair",
+        action="store_true",
+        help="repair a damaged ledger from what checkpoints and MLflow know",
+    )
+    doctor.add_argument(
+        "--storage", default="studies", help="folder of all studies (default: studies)"
+    )
+    doctor.add_argument(
+        "--tracking-uri",
+        help=(
+            "MLflow store to ask (default: the study's, or the storage's database); none asks none"
+        ),
+    )
+    doctor.add_argument("--address", help="Ray cluster to ask (default: start a local Ray)")
+    doctor.set_defaults(command=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from study.cli.doctor import examine, examine_study, repair_study
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    if options.repair and options.study is None:
+        raise UserError(
+            "--repair: mends the ledger of one study; name it: lns-study doctor STUDY --repair"
+        )
+    if options.study is not None:
+        with refusals():
+            look = repair_study if options.repair else examine_study
+            return 0 if look(options.study, options.storage, options.tracking_uri, say) else 1
+    findings = examine(options.storage, options.tracking_uri, options.address, say)
+    return 0 if all(finding.good for finding in findings) else 1

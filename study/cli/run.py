@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from study.errors import UserError, refusals
 from study.program import STORAGE, lns_study
+from study.text import duration
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -235,7 +236,6 @@ def _simulate(options: argparse.Namespace) -> int:
     from study.ledger.state import fold
     from study.manage.studies import folders
     from study.plan.plan import make_plan
-    from study.text import duration
 
     with refusals():
         study = _study_or_config(options)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from study.cli.run import say_plainly
 from study.errors import UserError, refusals
+from study.ledger.storage import check_writable
+from study.tracking_uri import reveal
 
 
 def add_ui(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -49,9 +51,7 @@ def add_ui(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def _ui(options: argparse.Namespace) -> int:
     from study.config import default_tracking_uri
-    from study.ledger.storage import check_writable
     from study.serve.ui import check_port, check_servable, serve
-    from study.tracking_uri import reveal
 
     with refusals():
         uri = reveal(options.tracking_uri or default_tracking_uri(options.storage))
@@ -72,7 +72,6 @@ def _ui(options: argparse.Namespace) -> int:
 
 
 def _ui_of_team(options: argparse.Namespace, uri: str, storage: Path) -> int:
-    from study.ledger.storage import check_writable
     from study.serve.team import WORKERS, Team, check, serve
     from study.serve.ui import check_servable
     from study.tracking.address import HOST

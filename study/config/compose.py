@@ -44,6 +44,7 @@ from study.config.space import flatten_space
 from study.config.study import StudyConfig
 from study.config.yaml_loader import as_text, check_references, parse
 from trainers.config import DataConfig, TrialConfig
+from trainers.data import DownloadError, resolve
 
 SELF = "_self_"
 NAME_BYTES = 250
@@ -204,8 +205,6 @@ def _resolve_auto(config: DataConfig, say: Callable[[str], None], download: bool
 
     Tries to download once at most.
     """
-    from trainers.data import DownloadError, resolve  # loads torch
-
     try:
         return resolve(dataclasses.replace(config, name="mnist"), download=download)
     except DownloadError as error:

@@ -27,7 +27,7 @@ from typing import Any
 
 from study.config import LimitsConfig
 from study.ledger.state import ENDED, FAILED, StudyState
-from study.ledger.storage import write_whole
+from trainers.files import write_whole
 from trainers.workers.resources import gpus_of
 
 FILE = "control.json"

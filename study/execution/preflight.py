@@ -12,24 +12,23 @@ import pickle
 import shlex
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from study.config import StudyConfig
 from study.ledger.provenance import different_data
 from study.ledger.state import StudyState
+from study.ledger.storage import check_writable
 from study.plan.plan import Plan
+from study.plan.resources import local_cpus
 from study.plan.trials import Excluded, PlannedTrial
 from study.tracking.names import check_loggable
 from study.tracking.supervisor import OFF, check_tracking
 from trainers.config import DataConfig, TrialConfig
+from trainers.data import DatasetInfo, prepare
+from trainers.training.device import check_device
 from trainers.workers.messages import CHECK, CHECKED, DIED, Message
 from trainers.workers.node import Node
 from trainers.workers.resources import MOST, cpus_of
-
-if TYPE_CHECKING:
-    from trainers.data import DatasetInfo
-from study.ledger.storage import check_writable
-from study.plan.resources import local_cpus
 
 CONNECT_SECONDS = 5.0
 CHECKING = 0
@@ -96,8 +95,6 @@ def check_gpus(plan: Plan) -> None:
         _check_shares(on_gpu)
     if on_gpu and plan.study.address is None:
         import torch
-
-        from trainers.training.device import check_device
 
         try:
             check_device("cuda")
@@ -181,8 +178,6 @@ def describe_data(plan: Plan) -> dict[DataConfig, DatasetInfo]:
     Raises:
         ValueError: files are missing, corrupt or too few.
     """
-    from trainers.data import prepare  # loads torch
-
     used = [trial.config.data for trial in plan.trials or plan.first]
     distinct: dict[DataConfig, None] = dict.fromkeys(used)
     return {config: prepare(config) for config in distinct}
@@ -244,7 +239,7 @@ def _why_not(trials: list[tuple[TrialConfig, DatasetInfo]], node: Node | None) -
         node.kill(CHECKING)
         if message.kind == CHECKED:
             return list(message.payload)
-    from trainers.workers.worker_process import why_not  # loads torch
+    from trainers.workers.worker_process import why_not
 
     return [why_not(config, info) for config, info in trials]
 

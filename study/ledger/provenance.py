@@ -16,6 +16,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from lns_ops import cuda
+from trainers.config.validation import memory
+
 HERE = Path(__file__).resolve()
 REPOSITORY_VARIABLES = (
     "GIT_DIR",
@@ -43,9 +46,6 @@ def provenance() -> dict[str, Any]:
 @cache
 def hardware() -> dict[str, Any]:
     """Describe this machine: processor, usable cores, memory in bytes, names of the GPUs."""
-    from lns_ops import cuda
-    from trainers.config.validation import memory
-
     gpus = []
     if cuda.unavailable() is None:
         import torch

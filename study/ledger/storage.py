@@ -1,8 +1,7 @@
-"""The folder that studies are stored in, and how files in it are written."""
+"""The folder that studies are stored in."""
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 
@@ -22,13 +21,3 @@ def check_writable(folder: Path, key: str, remedy: str = "") -> None:
             f"{key}={str(folder)!r}: must be a folder that can be written ({error.strerror}); "
             f"{remedy or f'choose another with {key}=/path/to/folder'}"
         ) from None
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file such that readers find all of it, or the earlier one, whenever the process dies.
-
-    If the machine dies, the new contents may be lost.
-    """
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_bytes(content)
-    part.replace(path)

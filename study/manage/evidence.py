@@ -13,6 +13,11 @@ from typing import Any
 from study.ledger.lines import Event
 from study.ledger.state import EXTRA, FAILED, FINISHED, STOPPED
 from study.manage.checkpoints import checkpoints_of
+from study.tracking.names import sanitise
+from study.tracking.payload import KEY_TAG
+from study.tracking.runs import runs_with_key
+from study.tracking.supervisor import check_tracking
+from study.tracking.writer import connect
 
 ENDS = (FINISHED, STOPPED, FAILED)
 """Events that end a trial."""
@@ -84,12 +89,6 @@ def add_known_to_mlflow(
     Raises:
         ValueError: the store does not answer.
     """
-    from study.tracking.names import sanitise
-    from study.tracking.payload import KEY_TAG
-    from study.tracking.runs import runs_with_key
-    from study.tracking.supervisor import check_tracking
-    from study.tracking.writer import connect
-
     check_tracking(uri)
     client = connect(uri)
     experiment = client.get_experiment_by_name(name)

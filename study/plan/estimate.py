@@ -96,8 +96,6 @@ def _configurations(plan: Plan) -> str:
 
 
 def _describe_trial(trial: PlannedTrial, known: dict[str, float]) -> str:
-    from study.config.space import describe
-
     config = trial.config
     number = "" if trial.number is None else f" #{trial.number}"
     sampled = f" ({describe(trial.params)})" if trial.params else ""

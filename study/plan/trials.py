@@ -14,6 +14,8 @@ from study.config.space import Params, describe
 from study.plan.identity import trial_id
 from trainers.config import DataConfig, TrialConfig
 from trainers.config.validation import fits
+from trainers.data import resolve
+from trainers.training.device import resolve_device
 from trainers.user_code import digest_source, names_code
 from trainers.workers.resources import choose_share, parameters
 
@@ -72,12 +74,7 @@ class Excluded:
 
 
 def resolve_data(config: DataConfig, download: bool = True) -> DataConfig:
-    """Return the data config with concrete name, folder and sizes.
-
-    The import is inside because it loads torch.
-    """
-    from trainers.data import resolve
-
+    """Return the data config with concrete name, folder and sizes."""
     return resolve(config, download=download)
 
 
@@ -181,12 +178,7 @@ def _check_memory(row: RowConfig, config: TrialConfig) -> None:
 
 
 def _auto_device(config: TrialConfig) -> str:
-    """Return ``cuda`` if this machine has a GPU that the trial can use, else ``cpu``.
-
-    The import is inside because it loads torch.
-    """
-    from trainers.training.device import resolve_device
-
+    """Return ``cuda`` if this machine has a GPU that the trial can use, else ``cpu``."""
     return resolve_device("auto") if config.workers == 1 else "cpu"
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import io
 import json
-import time
 
 from study.config.space import describe
 from study.ledger.state import ENDED, FAILED, STOPPED, StudyState, name_of
@@ -27,7 +26,7 @@ from study.manage.export import write_csv
 from study.results.answer import answer
 from study.results.configurations import configurations, table
 from study.results.summary import Row, Summary, summarise
-from study.text import duration
+from study.text import duration, when
 
 HEADINGS = ("row", "test error, %", "seeds", "published", "minus {baseline}", "required", "verdict")
 MOST_FAILURES = 3
@@ -216,11 +215,6 @@ def facts(state: StudyState) -> dict[str, str]:
             " restarts after a dead process"
         ),
     }
-
-
-def when(seconds: float) -> str:
-    """Return a time in seconds since 1970 as date and UTC time."""
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 
 def _align(table: list[list[str]]) -> list[str]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from study.ledger.state import StudyState
-from study.ledger.storage import write_whole
 from study.report.html import render_html
 from study.report.pictures import TITLES, links, parts
 from study.report.tables import render_csv, render_markdown
 from study.results.summary import summarise
 from study.results.utilisation import sentences
+from trainers.files import write_whole
 
 
 def write_report(state: StudyState, folder: Path) -> Path:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 
 from study._compat import marginal_shares, search_space_transform
-from study.config.space import show
+from study.config.distribution import distribution, quiet_optuna
+from study.config.space import Domain, show
 from study.ledger.state import StudyState
 from study.results.statistics import DEPTH, PAIR_DEPTH, PAIRED, TREES, Entry, entries
 
 FOREST = 500
 """Largest number of configurations, the first ones, that enter importance and dependence."""
+ROW = "row"
+"""The name of the row as a key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +49,15 @@ def importance(state: StudyState) -> Importance | None:
     keys = [key for key in domains if all(key in entry.params for entry in found)]
     if len(found) < 10 or not keys:
         return None
-    study, names = _optuna_study(found, keys, domains)
+    observed = [_observed(domains[key], [entry.params[key] for entry in found]) for key in keys]
+    rows = list(dict.fromkeys(entry.row for entry in found))
+    if len(rows) > 1:
+        observed.append(Domain(key=ROW, kind="choice", values=tuple(rows)))
+    study = _optuna_study(found, observed)
     if len({trial.value for trial in study.trials}) < 2:
         return None
-    import optuna
-
+    names = [domain.key for domain in observed]
+    optuna = quiet_optuna()
     try:
         single = optuna.importance.FanovaImportanceEvaluator(
             n_trees=TREES, max_depth=DEPTH, seed=0
@@ -58,57 +65,44 @@ def importance(state: StudyState) -> Importance | None:
     except RuntimeError:  # no variance in any tree
         return None
     pairs = _pairs(study, names, list(single)[:PAIRED])
-    curves = _dependence(study, [name for name in single if name in names][:4])
+    by_name = {domain.key: domain for domain in observed}
+    curves = _dependence(study, [by_name[name] for name in single][:4])
     return Importance(single=dict(single), pairs=pairs, curves=curves, configurations=len(found))
 
 
-def _optuna_study(
-    found: Sequence[Entry], keys: Sequence[str], domains: Mapping[str, Any]
-) -> tuple[Any, list[str]]:
-    """Return the configurations as an Optuna study, and the names of its parameters."""
-    import optuna
+def _observed(domain: Domain, values: Sequence[Any]) -> Domain:
+    """Return the domain of what was tried, in the space or before the space was narrowed.
 
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    rows = list(dict.fromkeys(entry.row for entry in found))
-    distributions: dict[str, Any] = {
-        key: _distribution(domains[key], [entry.params[key] for entry in found]) for key in keys
-    }
-    if len(rows) > 1:
-        distributions["row"] = optuna.distributions.CategoricalDistribution(rows)
+    Choices are texts, and ranges are of reals.
+    """
+    if domain.categorical:
+        texts = dict.fromkeys(show(value) for value in (*domain.values, *values))
+        return replace(domain, kind="choice", values=tuple(texts))
+    kind = "loguniform" if domain.kind.startswith("log") else "uniform"
+    return replace(domain, kind=kind, values=(float(min(values)), float(max(values))))
+
+
+def _optuna_study(found: Sequence[Entry], observed: Sequence[Domain]) -> Any:
+    """Return the configurations as an Optuna study."""
+    optuna = quiet_optuna()
+    distributions = {domain.key: distribution(domain) for domain in observed}
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     study.add_trials(
         [
             optuna.trial.create_trial(
-                params={
-                    name: entry.row
-                    if name == "row"
-                    else _plain(distributions[name], entry.params[name])
-                    for name in distributions
-                },
+                params={domain.key: _plain(domain, entry) for domain in observed},
                 distributions=distributions,
                 value=entry.values["error"],
             )
             for entry in found
         ]
     )
-    return study, list(distributions)
+    return study
 
 
-def _distribution(domain: Any, values: Sequence[Any]) -> Any:
-    import optuna
-
-    if domain.categorical:
-        # values tried before the space was narrowed count too
-        return optuna.distributions.CategoricalDistribution(
-            list(dict.fromkeys(show(value) for value in (*domain.values, *values)))
-        )
-    return optuna.distributions.FloatDistribution(
-        float(min(values)), float(max(values)), log=domain.kind.startswith("log")
-    )
-
-
-def _plain(distribution: Any, value: Any) -> Any:
-    return show(value) if hasattr(distribution, "choices") else float(value)
+def _plain(domain: Domain, entry: Entry) -> int | float:
+    value = entry.row if domain.key == ROW else entry.params[domain.key]
+    return domain.values.index(show(value)) if domain.categorical else float(value)
 
 
 def _pairs(study: Any, names: Sequence[str], of: Sequence[str]) -> dict[tuple[str, str], float]:
@@ -116,8 +110,7 @@ def _pairs(study: Any, names: Sequence[str], of: Sequence[str]) -> dict[tuple[st
 
     Optuna's evaluator offers single keys only, so its trees are read.
     """
-    import optuna
-
+    optuna = quiet_optuna()
     distributions = study.trials[0].distributions
     # in the order of the evaluator's columns
     varied = sorted(name for name in names if not distributions[name].single())
@@ -133,21 +126,23 @@ def _pairs(study: Any, names: Sequence[str], of: Sequence[str]) -> dict[tuple[st
 
 
 def _dependence(
-    study: Any, names: Sequence[str], points: int = 24
+    study: Any, domains: Sequence[Domain], points: int = 24
 ) -> dict[str, tuple[list[Any], list[float]]]:
     from sklearn.ensemble import RandomForestRegressor
 
     trials = study.get_trials(deepcopy=False)  # Optuna's ``trials`` copies all of them each time
-    distributions = trials[0].distributions
-    transform = search_space_transform(distributions)
+    transform = search_space_transform(trials[0].distributions)
     x = np.array([transform.transform(trial.params) for trial in trials])
     forest = RandomForestRegressor(n_estimators=64, min_samples_leaf=2, random_state=0)
     forest.fit(x, [trial.value for trial in trials])
     curves: dict[str, tuple[list[Any], list[float]]] = {}
-    for name in names:
-        places = _places(distributions[name], points)
-        predicted = [_with(trials[0], transform, x, name, place) for place in places]
-        curves[name] = places, [float(forest.predict(moved).mean()) for moved in predicted]
+    for domain in domains:
+        places = _places(domain, points)
+        predicted = [_with(trials[0], transform, x, domain.key, place) for place in places]
+        curves[domain.key] = (
+            list(domain.values) if domain.categorical else places,
+            [float(forest.predict(moved).mean()) for moved in predicted],
+        )
     return curves
 
 
@@ -159,9 +154,9 @@ def _with(trial: Any, transform: Any, x: np.ndarray, name: str, place: Any) -> n
     return moved
 
 
-def _places(distribution: Any, points: int) -> list[Any]:
-    if hasattr(distribution, "choices"):
-        return list(distribution.choices)
-    space = np.geomspace if distribution.log else np.linspace
-    places = space(distribution.low, distribution.high, points)
-    return [float(place) for place in np.clip(places, distribution.low, distribution.high)]
+def _places(domain: Domain, points: int) -> list[Any]:
+    if domain.categorical:
+        return list(range(len(domain.values)))
+    low, high = domain.values
+    places = (np.geomspace if domain.kind == "loguniform" else np.linspace)(low, high, points)
+    return [float(place) for place in np.clip(places, low, high)]

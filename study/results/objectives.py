@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from lns_ops.formats import parse
 from study.ledger.state import TrialState
 
 
@@ -34,6 +35,4 @@ def mean_objective(trials: Sequence[TrialState], metric: str) -> float:
 
 def bits_of(config: dict[str, Any]) -> float:
     """Return the bits of a value in a trial's number format."""
-    from lns_ops.formats import parse
-
     return parse(config["precision"]["format"]).bits

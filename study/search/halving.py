@@ -19,14 +19,13 @@ from study.config.space import Params
 from study.ledger.state import StudyState
 from study.plan.candidates import halved
 from study.search.rounds import Member, Rounds
+from trainers.data import prepare
 
 
 class Halving(Rounds):
     """A search by successive halving, see the head of this file."""
 
     def _prepare(self) -> int:
-        from trainers.data import prepare
-
         self._sizes = sizes(
             prepare(self._base.data).train,
             self._search.num_samples,

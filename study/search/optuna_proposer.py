@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import warnings
 from collections.abc import Iterable
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from study.config import SearchConfig
+from study.config.distribution import distribution, quiet_optuna
 from study.config.space import Domain, Params, Space, canonical
 from study.ledger.state import ENDED, FAILED, STOPPED, StudyState, TrialState
 from study.plan.candidates import CANDIDATES, is_history, refuse_scarcity
@@ -52,7 +52,7 @@ class Proposer:
         seeds: Iterable[int],
         numbers: Counter,
     ) -> None:
-        optuna = _optuna()
+        optuna = quiet_optuna()
         self._base, self._space, self._point, self._search = base, space, point, search
         self._seeds, self._numbers = list(seeds), numbers
         directions = [
@@ -83,7 +83,7 @@ class Proposer:
         Raises:
             ValueError: it tried long, and found little but what a rule refuses.
         """
-        optuna = _optuna()
+        optuna = quiet_optuna()
         while not self.exhausted:
             asked, params = self._ask()
             self._tries += 1
@@ -167,7 +167,7 @@ class Proposer:
 
     def _again(self, trial: TrialState) -> Any:
         """Return an earlier proposal as a running trial of Optuna's."""
-        optuna = _optuna()
+        optuna = quiet_optuna()
         drawn = [domain for domain in self._space.sampled if domain.key in trial.params]
         return optuna.trial.create_trial(
             state=optuna.trial.TrialState.RUNNING,
@@ -182,7 +182,7 @@ class Proposer:
         )
 
     def _tell(self, number: int, trials: list[TrialState]) -> None:
-        state = _optuna().trial.TrialState
+        state = quiet_optuna().trial.TrialState
         values = [mean_objective(trials, metric) for metric in self._search.objectives]
         usable = all(trial.status != FAILED for trial in trials) and all(
             math.isfinite(value) for value in values
@@ -202,7 +202,7 @@ class Proposer:
 
 def make_sampler(search: SearchConfig, seed: int) -> Any:
     """Return Optuna's sampler for ``search.algorithm``."""
-    optuna = _optuna()
+    optuna = quiet_optuna()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if search.algorithm == "tpe":
@@ -214,19 +214,6 @@ def make_sampler(search: SearchConfig, seed: int) -> Any:
         return optuna.samplers.NSGAIISampler(
             seed=seed, population_size=min(50, max(4, search.num_samples // 4))
         )
-
-
-def distribution(domain: Domain) -> Any:
-    """Return Optuna's distribution of a domain; choices are categories by their index."""
-    optuna = _optuna()
-    if domain.categorical:
-        return optuna.distributions.CategoricalDistribution(list(range(len(domain.values))))
-    low, high, *step = domain.values
-    if domain.kind.endswith("randint"):
-        return optuna.distributions.IntDistribution(low, high - 1, log=domain.kind == "lograndint")
-    if step:
-        return optuna.distributions.FloatDistribution(low, high, step=step[0])
-    return optuna.distributions.FloatDistribution(low, high, log=domain.kind == "loguniform")
 
 
 def suggest(asked: Any, domain: Domain) -> Any:
@@ -242,13 +229,3 @@ def suggest(asked: Any, domain: Domain) -> Any:
 
 def _place(domain: Domain, value: Any) -> int:
     return [canonical(entry) for entry in domain.values].index(canonical(value))
-
-
-def _optuna() -> Any:
-    """Import Optuna, made quiet; only adaptive searches need it."""
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    logging.getLogger("optuna").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
-    return optuna

@@ -15,20 +15,16 @@ from __future__ import annotations
 import math
 import posixpath
 import re
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from study.config.keys import flatten
-
-if TYPE_CHECKING:
-    from study.plan.plan import Plan
-
+from study.plan.plan import Plan
 
 NAME_LENGTH = 250
 PARAM_LENGTH = 6000
 TAG_LENGTH = 8000
 EXPERIMENT_LENGTH = 500
-RUN_NAME_LENGTH = 250
 
 SETTING = "cfg/"
 """Prefix of numeric settings that are sent as metrics too, ``cfg/optimizer.lr``.
@@ -109,8 +105,3 @@ def _check(what: str, text: str, limit: int) -> None:
             f"{what}: has {len(text)} characters as MLflow stores it, which takes {limit}; shorten"
             " it, or set tracking_uri=none"
         )
-
-
-def too_long(names: Iterable[str]) -> list[str]:
-    """Return the ``names`` that MLflow could not hold as metric names."""
-    return [name for name in names if len(sanitise(name)) > NAME_LENGTH]

@@ -21,6 +21,8 @@ from study.ledger.state import (
     StudyState,
     TrialState,
 )
+from study.results.objectives import bits_of
+from study.results.summary import summarise
 from study.text import layout_of
 from study.tracking.names import SETTING, TAG_LENGTH, nonfinite_tags, sanitise, settings_of
 
@@ -129,8 +131,6 @@ def settings_metrics(trial: TrialState, plan: Event) -> Iterator[Any]:
 
     They are metrics because MLflow compares and plots only those.
     """
-    from study.results.objectives import bits_of
-
     yield from metrics_of(
         {**settings_of(trial.config), BITS: bits_of(trial.config)}, 0, trial.started or plan["time"]
     )
@@ -160,8 +160,6 @@ def params_of(config: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 def row_figures(state: StudyState) -> dict[str, float]:
     """Return mean and spread of each row's test error, in per cent, by metric name."""
-    from study.results.summary import summarise
-
     figures: dict[str, float | None] = {}
     for row in summarise(state).rows:
         figures |= {

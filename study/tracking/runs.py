@@ -27,6 +27,7 @@ from typing import Any
 from study._compat import latest_metrics
 from study.ledger.lines import Event
 from study.ledger.state import ENDED, StudyState, TrialState, name_of
+from study.tracking.models import log_models
 from study.tracking.names import NONFINITE, SETTING
 from study.tracking.payload import (
     KEY_TAG,
@@ -49,6 +50,7 @@ from study.tracking.payload import (
     settings_metrics,
     trial_tags,
 )
+from study.tracking.view import view_tag
 
 BATCH = 1000
 MOST_TAGS = 100
@@ -180,8 +182,6 @@ class Runs:
 
     def finish(self, state: StudyState, report: Path | None) -> None:
         """Send the report, each row's mean and spread, and the best models; close the parent."""
-        from study.tracking.models import log_models
-
         time_ = max((trial.ended or 0.0 for trial in state.trials), default=0.0)
         self._log(self._parent, list(metrics_of(row_figures(state), 0, time_)))
         if report is not None and report.exists():
@@ -195,8 +195,6 @@ class Runs:
 
         Called once per plan.
         """
-        from study.tracking.view import view_tag
-
         name, value = view_tag(self.plan, view)
         self._client.set_experiment_tag(self._experiment, name, value)
         self._client.set_experiment_tag(self._experiment, KIND_TAG, "custom_model_development")

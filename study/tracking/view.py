@@ -24,6 +24,7 @@ from typing import Any
 
 from study.config import OUTSIDE
 from study.config.keys import flatten
+from study.config.space import parse_space
 from study.tracking.names import OF_ROW, SETTING, sanitise, settings_of
 
 TAG = "mlflow.sharedViewState."
@@ -134,8 +135,6 @@ def _configs(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def space_keys(space: Mapping[str, Any]) -> list[str]:
     """Return the dotted config keys of a space; a choice among mappings varies the keys in them."""
-    from study.config.space import parse_space
-
     keys: list[str] = []
     for domain in parse_space(space).domains:
         inner = [

@@ -35,12 +35,12 @@ from typing import Any
 from study.ledger.lines import Event
 from study.ledger.log import BUSY, Follower, is_locked, no_locks
 from study.ledger.state import PLANNED, StudyState
-from study.ledger.storage import write_whole
 from study.tracking.address import WHERE, is_server
 from study.tracking.runs import Runs
 from study.tracking.sqlite import use_write_ahead_log, write_statistics
 from study.tracking.view import view_key
 from study.tracking_uri import hide, reveal, without_login, without_password
+from trainers.files import write_whole
 
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",

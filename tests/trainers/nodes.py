@@ -10,9 +10,9 @@ from typing import Any
 
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.training.trainer import Training
-from trainers.workers.executors import IN_PROCESS
 from trainers.workers.messages import DIED, ENDED, HELLO, REPORT, TRAIN, Message
 from trainers.workers.node import Node
+from trainers.workers.resources import IN_PROCESS
 
 SMALL = TrialConfig(
     data=DataConfig(name="digits", validation_size=300, train_size=256),

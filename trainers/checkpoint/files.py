@@ -9,7 +9,6 @@ LNS values are stored as their int16 codes.
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from trainers.checkpoint.manifest import STATE, read_state, sealed
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write ``content`` to ``path`` in one step: to a file beside it, synced, then renamed."""
-    part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+from trainers.files import write_whole
 
 
 def save_checkpoint(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
@@ -42,8 +32,9 @@ def save_checkpoint(folder: Path, tensors: dict[str, Tensor], state: dict[str, A
     content = save({name: tensor.detach().contiguous() for name, tensor in tensors.items()})
     digest = hashlib.sha256(content).hexdigest()
     name = f"tensors-{digest[:16]}.safetensors"
-    _write(folder / name, content)
-    _write(folder / STATE, sealed({"tensors": name, "sha256": digest, **state}).encode())
+    write_whole(folder / name, content, sync=True)
+    manifest = sealed({"tensors": name, "sha256": digest, **state})
+    write_whole(folder / STATE, manifest.encode(), sync=True)
     for old in folder.glob("tensors-*.safetensors"):
         if old.name != name:
             old.unlink()

@@ -3,6 +3,7 @@
 Loads no process groups and no training loop.
 """
 
+from trainers.config.compatibility import TrialConfig
 from trainers.config.layout import Layout
 from trainers.config.loss import LOSSES, LossConfig, MetricConfig
 from trainers.config.lr_schedule import LRSchedule
@@ -20,7 +21,6 @@ from trainers.config.trial import (
     DataConfig,
     ModelConfig,
     PrecisionConfig,
-    TrialConfig,
 )
 from trainers.config.wire import WireConfig
 

@@ -2,7 +2,8 @@
 each with its reason.
 
 Every dataclass of a config refuses what is wrong by itself; :data:`RULES` has what is wrong only
-together. The site's page of them (``docs/_ext/rules.py``) is made from the same table.
+together, which :class:`TrialConfig` refuses. The site's page of them (``docs/_ext/rules.py``) is
+made from the same table.
 """
 
 from __future__ import annotations
@@ -11,15 +12,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from lns_ops.formats import parse
 from trainers.config.layout import DEFERRING
 from trainers.config.optimizer import SLICEABLE, WHOLE_TENSORS
+from trainers.config.schedule_changes import check_changes
+from trainers.config.trial import TrialKeys
 from trainers.config.validation import show
-
-if TYPE_CHECKING:
-    from trainers.config.trial import TrialConfig
 
 
 @dataclass(frozen=True)
@@ -35,11 +34,11 @@ class Rule:
     """
 
     keys: tuple[str, ...]
-    when: Callable[[TrialConfig], bool]
+    when: Callable[[TrialKeys], bool]
     because: str
     use: str
 
-    def message(self, config: TrialConfig) -> str:
+    def message(self, config: TrialKeys) -> str:
         """Return what is wrong with a config that has the combination."""
         first, *others = [f"{key}={show(attrgetter(key)(config))}" for key in self.keys]
         texts = f"{self.because}; use {self.use}".format(
@@ -48,43 +47,29 @@ class Rule:
         return f"{first} with {', '.join(others)}: {texts}"
 
 
-def check_combinations(config: TrialConfig) -> None:
-    """Refuse keys that contradict each other.
-
-    Raises:
-        ValueError: the keys and their values, why they cannot be together, and what to use.
-    """
-    config.layout.check(
-        workers=config.workers, batch_size=config.batch_size, layers=len(config.model.hidden) + 1
-    )
-    for rule in RULES:
-        if rule.when(config):
-            raise ValueError(rule.message(config))
-
-
-def common_multiple(config: TrialConfig) -> int:
+def common_multiple(config: TrialKeys) -> int:
     """Return the smallest batch that every number of workers of a trial shares evenly."""
     sizes = range(config.min_workers or config.workers, config.workers + 1)
     return math.lcm(*sizes) * config.layout.micro_batches
 
 
-def _alone(config: TrialConfig) -> bool:
+def _alone(config: TrialKeys) -> bool:
     """Tell whether the model has one replica."""
     return config.layout.replicas(config.workers) == 1
 
 
-def _raises(config: TrialConfig) -> bool:
+def _raises(config: TrialKeys) -> bool:
     """Tell whether encoding raises where training diverges."""
     return config.precision.lns_format is not None and config.precision.scope == "matmul"
 
 
-def _scales_loss(config: TrialConfig) -> bool:
+def _scales_loss(config: TrialKeys) -> bool:
     """Tell whether simulated gradients may overflow, so that the loss is scaled."""
     precision = config.precision
     return precision.simulated and parse(precision.gradient_format or precision.format).overflows
 
 
-def _plain(config: TrialConfig) -> bool:
+def _plain(config: TrialKeys) -> bool:
     """Tell whether replicas sum gradients every step in their native form."""
     return config.wire.name == "native" and config.sync.name == "synchronous"
 
@@ -451,3 +436,24 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 """The rules in the order in which they are asked; the first that applies is raised."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialConfig(TrialKeys):
+    """One training run, complete: the same config gives the same bits on the same machine.
+
+    Its keys are those of :class:`~trainers.config.trial.TrialKeys`.
+
+    Raises:
+        ValueError: keys that contradict each other, why they cannot be together, and what to use.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.layout.check(
+            workers=self.workers, batch_size=self.batch_size, layers=len(self.model.hidden) + 1
+        )
+        for rule in RULES:
+            if rule.when(self):
+                raise ValueError(rule.message(self))
+        check_changes(self.optimizer, self.changes, self.epochs)

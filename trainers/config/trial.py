@@ -10,20 +10,18 @@ them from YAML; a script may build them by hand::
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from lns_ops.accumulation import ACCUMULATIONS
 from lns_ops.format import LNSFormat
 from lns_ops.formats import Logarithmic, NumberFormat, parse
 from lns_ops.optim import ARITHMETICS
-from trainers.config.compatibility import check_combinations
 from trainers.config.layout import Layout
 from trainers.config.loss import LossConfig, MetricConfig, check_metrics
 from trainers.config.lr_schedule import LRSchedule
 from trainers.config.memory import AUTOCASTS, MemoryConfig
 from trainers.config.optimizer import OptimizerConfig
 from trainers.config.profile import ProfileConfig
-from trainers.config.schedule_changes import check_changes
 from trainers.config.sync import SyncConfig
 from trainers.config.validation import at_least, check_named, finite, one_of
 from trainers.config.wire import WireConfig
@@ -257,8 +255,8 @@ class PrecisionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrialConfig:
-    """One training run, complete: the same config gives the same bits on the same machine.
+class TrialKeys:
+    """The keys of a trial, each right by itself.
 
     Attributes:
         loss: what is minimised.
@@ -320,7 +318,7 @@ class TrialConfig:
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "workers", "threads"):
             at_least(
-                name, getattr(self, name), 1, f"use for example {name}={getattr(TrialConfig, name)}"
+                name, getattr(self, name), 1, f"use for example {name}={getattr(TrialKeys, name)}"
             )
         if self.epochs >= EPOCHS:
             raise ValueError(
@@ -344,8 +342,6 @@ class TrialConfig:
                 f"seed={self.seed}: must be below 2^32 = {1 << 32}; use for example 0, 1, 2"
             )
         check_metrics(self.metrics)
-        check_combinations(self)
-        check_changes(self.optimizer, self.changes, self.epochs)
 
     @property
     def update_examples(self) -> int:
@@ -363,8 +359,8 @@ class TrialConfig:
         """Return a plain nested dict of JSON values, which :meth:`from_dict` reads back."""
         return asdict(self)
 
-    @staticmethod
-    def from_dict(values: dict[str, Any]) -> TrialConfig:
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
         """Return the config whose :meth:`to_dict` is ``values``."""
         parts: dict[str, Any] = {
             "data": DataConfig,
@@ -384,6 +380,6 @@ class TrialConfig:
         if "metrics" in values:
             made = {name: MetricConfig(**metric) for name, metric in values["metrics"].items()}
             values = values | {"metrics": made}
-        return TrialConfig(
+        return cls(
             **{key: parts[key](**value) if key in parts else value for key, value in values.items()}
         )

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import lru_cache
@@ -44,6 +43,7 @@ from trainers.data.mnist import (
     mnist_arrays,
 )
 from trainers.data.split import CLASSES, Dataset, DatasetInfo, Examples, Split
+from trainers.files import write_whole
 from trainers.user_code import forget, names_code
 
 STREAMED_DIGEST = 100
@@ -174,9 +174,7 @@ def _write_descriptions(known: dict[str, dict[str, Any]]) -> None:
     """Replace the kept descriptions in one step."""
     path = _descriptions()
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}")
-    part.write_text(json.dumps(known), encoding="utf-8")
-    part.replace(path)
+    write_whole(path, json.dumps(known).encode())
 
 
 def _identity(config: DataConfig) -> str:

@@ -15,14 +15,15 @@ before an update. torch's GradScaler halves the factor when a gradient overflowe
 left out) and doubles it after 2,000 good updates. Every replica sums the same scaled gradients, so
 all replicas decide alike.
 
-A model keeps the types and names of its layers; only the way they are called changes, so that
-training, evaluation and CUDA graphs need not know.
+A model keeps the types and names of its layers; only its ``forward`` is set, so that training,
+evaluation and CUDA graphs need not know.
 """
 
 from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,30 +49,27 @@ class _ScaledBackward(torch.autograd.Function):
         return ctx.scaler.scale(grad), None
 
 
-class _Forward(nn.Sequential):
-    """A chain of layers whose forward pass is run as :func:`set_forward_` says."""
-
-    segments: int
-    autocast: torch.dtype | None
-    scaler: GradScaler | None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the output in float32, from segments and in mixed precision where they are set."""
-        mixed = (
-            torch.autocast(x.device.type, self.autocast, cache_enabled=False)
-            if self.autocast
-            else nullcontext()
-        )
-        with mixed:
-            if self.segments > 1 and torch.is_grad_enabled():
-                y: Tensor = checkpoint_sequential(
-                    list(self), self.segments, x, use_reentrant=False, preserve_rng_state=False
-                )
-            else:
-                y = super().forward(x)  # type: ignore[no-untyped-call]
-        if self.autocast is not None:
-            y = y.float()
-        return y if self.scaler is None else _ScaledBackward.apply(y, self.scaler)  # type: ignore[no-untyped-call]
+def _forward(
+    layers: nn.Sequential,
+    segments: int,
+    autocast: torch.dtype | None,
+    scaler: GradScaler | None,
+    x: Tensor,
+) -> Tensor:
+    """Return the output in float32, from segments and in mixed precision where they are set."""
+    mixed = (
+        torch.autocast(x.device.type, autocast, cache_enabled=False) if autocast else nullcontext()
+    )
+    with mixed:
+        if segments > 1 and torch.is_grad_enabled():
+            y: Tensor = checkpoint_sequential(
+                list(layers), segments, x, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            y = nn.Sequential.forward(layers, x)  # type: ignore[no-untyped-call]
+    if autocast is not None:
+        y = y.float()
+    return y if scaler is None else _ScaledBackward.apply(y, scaler)  # type: ignore[no-untyped-call]
 
 
 def set_forward_(
@@ -93,8 +91,7 @@ def set_forward_(
         if memory.activation_checkpoints
         else 1
     )
-    model.__class__ = _Forward
-    assert isinstance(model, _Forward)
-    model.segments = min(segments, len(model))
-    model.autocast = None if autocast == "none" else getattr(torch, autocast)
-    model.scaler = scaler
+    dtype = None if autocast == "none" else getattr(torch, autocast)
+    model.forward = partial(  # type: ignore[method-assign]
+        _forward, model, min(segments, len(model)), dtype, scaler
+    )

@@ -16,6 +16,7 @@ Limits: two-dimensional inputs; parameters must not be shared between layers. So
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,25 +80,20 @@ def _add(parameter: Tensor, gradient: Tensor) -> None:
     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
-class DeferredLinear(nn.Linear):
-    """A linear layer that leaves its weight gradients in ``deferred``."""
-
-    deferred: Deferred
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the outputs ``[B, O]`` of the inputs ``[B, I]``."""
-        y: Tensor = _DeferredFunction.apply(input, self.weight, self.bias, self.deferred)  # type: ignore[no-untyped-call]
-        return y
+def _forward(layer: nn.Linear, deferred: Deferred, x: Tensor) -> Tensor:
+    """Return the outputs ``[B, O]`` of the inputs ``[B, I]``."""
+    y: Tensor = _DeferredFunction.apply(x, layer.weight, layer.bias, deferred)  # type: ignore[no-untyped-call]
+    return y
 
 
 def defer_(module: nn.Module, deferred: Deferred) -> None:
     """Make the linear layers in ``module`` leave their weight gradients in ``deferred``.
 
-    Their class changes; names and parameters stay. Layers of other kinds that can defer have an
-    attribute ``deferred``, which is set.
+    Their ``forward`` is set; types, names and parameters stay. Layers of other kinds that can defer
+    have an attribute ``deferred``, which is set.
     """
     for layer in module.modules():
         if type(layer) is nn.Linear:
-            layer.__class__ = DeferredLinear
-        if isinstance(layer, DeferredLinear) or hasattr(layer, "deferred"):
+            layer.forward = partial(_forward, layer, deferred)  # type: ignore[method-assign]
+        elif hasattr(layer, "deferred"):
             layer.__dict__["deferred"] = deferred

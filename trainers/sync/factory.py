@@ -30,7 +30,7 @@ def make_synchroniser(
     if config.sync.name == "synchronous":
         return Synchronous(config.wire, collectives, config.seed, model.parameters())
     if config.sync.name == "asynchronous":
-        from trainers.sync.async_client import Asynchronous  # loads Ray
+        from trainers.sync.async_client import Asynchronous
 
         return Asynchronous(config, model, collectives)
     kinds: dict[str, type[OuterStep | Elastic | FinalAverage]] = {

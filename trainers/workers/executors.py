@@ -24,8 +24,6 @@ are kept where, what is reported, and the process's settings, which it puts back
 What an executor raises decides what becomes of the trial (:mod:`trainers.workers.messages`): an
 error of :data:`~trainers.workers.messages.DETERMINISTIC` refuses it, one that says that memory ran
 out may begin it again with less, any other ends the process, and the trial begins again elsewhere.
-
-Loads no torch, so that who only chooses an executor need not wait for it.
 """
 
 from __future__ import annotations
@@ -34,32 +32,11 @@ import importlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from trainers.config import TrialConfig
+from trainers.workers.host import Host
 from trainers.workers.messages import Beginning
-
-if TYPE_CHECKING:
-    from trainers.config import TrialConfig
-    from trainers.workers.packed import Host
-
-IN_PROCESS, PACKED, RAY_TRAIN = (
-    "trainers.workers.in_process:InProcess",
-    "trainers.workers.packed:Packed",
-    "trainers.workers.ray_train_run:RayTrainRun",
-)
-"""The executors, by module and class."""
-
-
-def choose_executor(wanted: str, lanes: int) -> str:
-    """Return the executor of a trial.
-
-    Args:
-        wanted: the study's key ``executor``.
-        lanes: trials at once in a process that trains this one.
-    """
-    if wanted == "train":
-        return RAY_TRAIN
-    return PACKED if lanes > 1 else IN_PROCESS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,11 +9,9 @@ add up to the batch's; sums are then rounded at other places.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from trainers.config import TrialConfig
-
+from trainers.config import TrialConfig
 
 _SAID = (
     "out of memory",

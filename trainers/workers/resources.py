@@ -1,21 +1,20 @@
-"""What a trial's processes take of a cluster.
-
-Loads no torch, so that who only starts processes need not wait for it.
-"""
+"""What a trial's processes take of a cluster."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from trainers.workers.executors import IN_PROCESS, RAY_TRAIN, choose_executor
+from trainers.config import TrialConfig
 
-if TYPE_CHECKING:
-    from trainers.config import TrialConfig
-
-
+IN_PROCESS, PACKED, RAY_TRAIN = (
+    "trainers.workers.in_process:InProcess",
+    "trainers.workers.packed:Packed",
+    "trainers.workers.ray_train_run:RayTrainRun",
+)
+"""The executors, by module and class (:mod:`trainers.workers.executors`)."""
 MOST = 32
 """Trials at once in a process: CUDA streams that torch gives one."""
 LANES = 6
@@ -27,6 +26,18 @@ SHARES = ((200e6, 1 / 12), (2e9, 1 / 4))
 does: where so many at once were faster than fewer on an H200. A larger trial takes a whole one."""
 INPUTS = {"mnist": 784, "digits": 64}
 CLASSES = 10
+
+
+def choose_executor(wanted: str, lanes: int) -> str:
+    """Return the executor of a trial.
+
+    Args:
+        wanted: the study's key ``executor``.
+        lanes: trials at once in a process that trains this one.
+    """
+    if wanted == "train":
+        return RAY_TRAIN
+    return PACKED if lanes > 1 else IN_PROCESS
 
 
 class WorkerResources(NamedTuple):

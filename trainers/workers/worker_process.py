@@ -37,6 +37,7 @@ from trainers.config import TrialConfig
 from trainers.data import DatasetInfo
 from trainers.training.trainer import check
 from trainers.workers.executors import Context, Executor, make_executor
+from trainers.workers.host import Host
 from trainers.workers.messages import (
     BEGAN,
     CHECK,
@@ -61,7 +62,6 @@ from trainers.workers.messages import (
     last_line,
 )
 from trainers.workers.out_of_memory import is_out_of_memory
-from trainers.workers.packed import Host
 from trainers.workers.process_reset import LeakError, Leftovers
 
 CHECKPOINTS_KEPT = 2

@@ -16,14 +16,15 @@ Kernels return 0.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import int16, int32, int64
 from numpy.typing import NDArray
 
 from lns_ops.cpu.compiler.intrinsics import get, helper, look_up, put
-from lns_ops.cpu.compiler.object_cache import kernel
+from lns_ops.cpu.compiler.object_cache import Kernel, kernel
 from lns_ops.cpu.kernels.elementwise import add_fields, add_fields_stochastic, code_of, mul_fields
 
 _I16 = NDArray[np.int16]
@@ -52,7 +53,10 @@ def _direction(
 
 
 @helper
-def _add_plain(weight: Any, i: Any, su: Any, fu: Any, table: Any, last: Any, mask: Any) -> None:
+def _add_plain(
+    weight: Any, extra: Any, i: Any, su: Any, fu: Any, table: Any, last: Any, fine: Any,
+    fine_last: Any, mask: Any,
+) -> None:  # fmt: skip
     """Add ``weight += update``, the update a (sign, field) pair, rounded to nearest."""
     w = int32(get(weight, i))
     sn, fn = add_fields(w >> 31, w & mask, su, fu, table, last, mask)
@@ -61,79 +65,59 @@ def _add_plain(weight: Any, i: Any, su: Any, fu: Any, table: Any, last: Any, mas
 
 @helper
 def _add_kahan(
-    weight: Any, compensation: Any, i: Any, su: Any, fu: Any, table: Any, last: Any, mask: Any
-) -> None:
+    weight: Any, extra: Any, i: Any, su: Any, fu: Any, table: Any, last: Any, fine: Any,
+    fine_last: Any, mask: Any,
+) -> None:  # fmt: skip
     """Add with Kahan compensation: ``c += update; new = w + c; c -= new - w; w = new``."""
-    c, w = int32(get(compensation, i)), int32(get(weight, i))
+    c, w = int32(get(extra, i)), int32(get(weight, i))
     sw, fw = w >> 31, w & mask
     sc, fc = add_fields(c >> 31, c & mask, su, fu, table, last, mask)
     sn, fn = add_fields(sw, fw, sc, fc, table, last, mask)
     sd, fd = add_fields(sn, fn, ~sw, fw, table, last, mask)
     sc, fc = add_fields(sc, fc, ~sd, fd, table, last, mask)
     put(weight, i, code_of(sn, fn, mask))
-    put(compensation, i, code_of(sc, fc, mask))
+    put(extra, i, code_of(sc, fc, mask))
 
 
 @helper
 def _add_stochastic(
-    weight: Any, bits: Any, i: Any, su: Any, fu: Any, fine: Any, last: Any, mask: Any
-) -> None:
+    weight: Any, extra: Any, i: Any, su: Any, fu: Any, table: Any, last: Any, fine: Any,
+    fine_last: Any, mask: Any,
+) -> None:  # fmt: skip
     """Add ``weight += update``, the sum rounded at random."""
-    w, chance = int32(get(weight, i)), int32(get(bits, i))
-    sn, fn = add_fields_stochastic(w >> 31, w & mask, su, fu, chance, fine, last, mask)
+    w, chance = int32(get(weight, i)), _unsigned(extra, i)
+    sn, fn = add_fields_stochastic(w >> 31, w & mask, su, fu, chance, fine, fine_last, mask)
     put(weight, i, code_of(sn, fn, mask))
 
 
-@kernel
-def sgd_plain(
-    weight: _I16, grad: _I16, buffer: _I16, table: _I32, last: int, bias: int, mask: int,
-    negative_lr: int, momentum: int, use_momentum: bool, start: int, stop: int,
-) -> int:  # fmt: skip
-    """Compute ``buffer = momentum buffer + grad; weight += negative_lr buffer`` in place.
-
-    Without momentum, ``grad`` itself takes the buffer's place.
-    """
-    last_, bias_, mask_ = int32(last), int32(bias), int32(mask)
-    lr, mu = int32(negative_lr), int32(momentum)
-    for i in range(start, stop):
-        ss, fs = _direction(grad, buffer, i, table, last_, bias_, mask_, mu, use_momentum)
-        fu = mul_fields(fs, lr & mask_, bias_, mask_)
-        _add_plain(weight, i, ss ^ (lr >> 31), fu, table, last_, mask_)
-    return 0
+@helper
+def _unsigned(bits: Any, i: Any) -> Any:
+    """Return 16 random bits as a number, 0 to 65535."""
+    return int32(get(bits, i)) & int32(0xFFFF)
 
 
-@kernel
-def sgd_kahan(
-    weight: _I16, grad: _I16, buffer: _I16, compensation: _I16, table: _I32, last: int, bias: int,
-    mask: int, negative_lr: int, momentum: int, use_momentum: bool, start: int, stop: int,
-) -> int:  # fmt: skip
-    """Step as :func:`sgd_plain`, the sum with Kahan compensation.
+def _sgd(rounding: str, add: Callable[..., Any]) -> Kernel:
+    """Return the kernel of :func:`lns_ops.reference.sgd_update` that adds by ``add``."""
 
-    That is ``c += update; new = w + c; c -= new - w; w = new``.
-    """
-    last_, bias_, mask_ = int32(last), int32(bias), int32(mask)
-    lr, mu = int32(negative_lr), int32(momentum)
-    for i in range(start, stop):
-        ss, fs = _direction(grad, buffer, i, table, last_, bias_, mask_, mu, use_momentum)
-        fu = mul_fields(fs, lr & mask_, bias_, mask_)
-        _add_kahan(weight, compensation, i, ss ^ (lr >> 31), fu, table, last_, mask_)
-    return 0
+    def sgd(
+        weight: _I16, grad: _I16, buffer: _I16, extra: _I16, table: _I32, fine: _I32, last: int,
+        fine_last: int, bias: int, mask: int, negative_lr: int, momentum: int, use_momentum: bool,
+        start: int, stop: int,
+    ) -> int:  # fmt: skip
+        """Compute ``buffer = momentum buffer + grad; weight += negative_lr buffer`` in place.
 
+        Without momentum, ``grad`` itself takes the buffer's place.
+        """
+        last_, fine_last_, bias_, mask_ = int32(last), int32(fine_last), int32(bias), int32(mask)
+        lr, mu = int32(negative_lr), int32(momentum)
+        for i in range(start, stop):
+            ss, fs = _direction(grad, buffer, i, table, last_, bias_, mask_, mu, use_momentum)
+            su, fu = ss ^ (lr >> 31), mul_fields(fs, lr & mask_, bias_, mask_)
+            add(weight, extra, i, su, fu, table, last_, fine, fine_last_, mask_)
+        return 0
 
-@kernel
-def sgd_stochastic(
-    weight: _I16, grad: _I16, buffer: _I16, bits: _U16, table: _I32, fine: _I32, last: int,
-    fine_last: int, bias: int, mask: int, negative_lr: int, momentum: int, use_momentum: bool,
-    start: int, stop: int,
-) -> int:  # fmt: skip
-    """Step as :func:`sgd_plain`, the sum of weight and update rounded at random."""
-    last_, fine_last_, bias_, mask_ = int32(last), int32(fine_last), int32(bias), int32(mask)
-    lr, mu = int32(negative_lr), int32(momentum)
-    for i in range(start, stop):
-        ss, fs = _direction(grad, buffer, i, table, last_, bias_, mask_, mu, use_momentum)
-        fu = mul_fields(fs, lr & mask_, bias_, mask_)
-        _add_stochastic(weight, bits, i, ss ^ (lr >> 31), fu, fine, fine_last_, mask_)
-    return 0
+    sgd.__qualname__ = f"sgd_{rounding}"
+    return kernel(sgd)
 
 
 @helper
@@ -172,6 +156,19 @@ def _advance(
     inside = (new > 0) & ((rounded >> 16) + int64(bias) <= int64(mask))
     put(root, i, int16(new))
     put(residue, i, int16((rounded & 0xFFFF) - half) if inside else int16(0))
+    return new
+
+
+@helper
+def _advance_stochastic(
+    root: Any, bits: Any, i: Any, field: Any, decay: _I32, first: Any, last: Any, keep: Any,
+    take: Any, bias: Any, mask: Any
+) -> Any:  # fmt: skip
+    """Return the root's field after it follows ``field``, rounded at random; store it."""
+    old, chance = int32(get(root, i)), int64(_unsigned(bits, i))
+    rounded = _root(old, field, int64(0), chance, decay, first, last, keep, take, bias)
+    new = _bounded(rounded, int64(bias), mask)
+    put(root, i, int16(new))
     return new
 
 
@@ -241,76 +238,56 @@ def follow(
     return 0
 
 
-@kernel
-def adam_plain(
-    weight: _I16, grad: _I16, average: _I16, root: _I16, residue: _I16, table: _I32, decay: _I32,
-    last: int, bias: int, mask: int, negative_lr: int, beta: int, rest: int, correction: int,
-    eps: int, weight_decay: int, into_grad: bool, decoupled: bool, first: int, keep: int, take: int,
-    start: int, stop: int,
-) -> int:  # fmt: skip
-    """Compute one step of :func:`lns_ops.reference.adam_update`, the weight rounded to nearest."""
-    last_, bias_, mask_ = int32(last), int32(bias), int32(mask)
-    lr, wd, first_ = int32(negative_lr), int32(weight_decay), int32(first)
-    end, keep_, take_ = int32(first + len(decay) - 1), int64(keep), int64(take)
-    for i in range(start, stop):
-        sg, fg = _decayed(grad, weight, i, table, last_, bias_, mask_, wd, into_grad)
-        sm, fm = _average(average, i, sg, fg, table, last_, bias_, mask_, int32(beta), int32(rest))
-        fr = _advance(root, residue, i, fg, decay, first_, end, keep_, take_, bias_, mask_)
-        su, fu = _adam_update(
-            weight, i, sm, fm, fr, table, last_, bias_, mask_, lr, int32(correction), int32(eps),
-            wd, decoupled,
-        )  # fmt: skip
-        _add_plain(weight, i, su, fu, table, last_, mask_)
-    return 0
+def _adam(rounding: str, add: Callable[..., Any], advance: Callable[..., Any]) -> Kernel:
+    """Return the kernel of :func:`lns_ops.reference.adam_update` that adds by ``add``.
+
+    ``advance`` moves the root, by its residue or by random bits, ``lacks``.
+    """
+
+    def adam(
+        weight: _I16, grad: _I16, average: _I16, root: _I16, lacks: _I16, extra: _I16, table: _I32,
+        decay: _I32, fine: _I32, last: int, fine_last: int, bias: int, mask: int, negative_lr: int,
+        beta: int, rest: int, correction: int, eps: int, weight_decay: int, into_grad: bool,
+        decoupled: bool, first: int, keep: int, take: int, start: int, stop: int,
+    ) -> int:  # fmt: skip
+        """Compute one step in place."""
+        last_, fine_last_, bias_, mask_ = int32(last), int32(fine_last), int32(bias), int32(mask)
+        lr, wd, first_ = int32(negative_lr), int32(weight_decay), int32(first)
+        end, keep_, take_ = int32(first + len(decay) - 1), int64(keep), int64(take)
+        for i in range(start, stop):
+            sg, fg = _decayed(grad, weight, i, table, last_, bias_, mask_, wd, into_grad)
+            sm, fm = _average(
+                average, i, sg, fg, table, last_, bias_, mask_, int32(beta), int32(rest)
+            )
+            fr = advance(root, lacks, i, fg, decay, first_, end, keep_, take_, bias_, mask_)
+            su, fu = _adam_update(
+                weight, i, sm, fm, fr, table, last_, bias_, mask_, lr, int32(correction),
+                int32(eps), wd, decoupled,
+            )  # fmt: skip
+            add(weight, extra, i, su, fu, table, last_, fine, fine_last_, mask_)
+        return 0
+
+    adam.__qualname__ = f"adam_{rounding}"
+    return kernel(adam)
 
 
-@kernel
-def adam_kahan(
-    weight: _I16, grad: _I16, average: _I16, root: _I16, residue: _I16, compensation: _I16,
-    table: _I32, decay: _I32, last: int, bias: int, mask: int, negative_lr: int, beta: int,
-    rest: int, correction: int, eps: int, weight_decay: int, into_grad: bool, decoupled: bool,
-    first: int, keep: int, take: int, start: int, stop: int,
-) -> int:  # fmt: skip
-    """Step as :func:`adam_plain`, the weight with Kahan compensation."""
-    last_, bias_, mask_ = int32(last), int32(bias), int32(mask)
-    lr, wd, first_ = int32(negative_lr), int32(weight_decay), int32(first)
-    end, keep_, take_ = int32(first + len(decay) - 1), int64(keep), int64(take)
-    for i in range(start, stop):
-        sg, fg = _decayed(grad, weight, i, table, last_, bias_, mask_, wd, into_grad)
-        sm, fm = _average(average, i, sg, fg, table, last_, bias_, mask_, int32(beta), int32(rest))
-        fr = _advance(root, residue, i, fg, decay, first_, end, keep_, take_, bias_, mask_)
-        su, fu = _adam_update(
-            weight, i, sm, fm, fr, table, last_, bias_, mask_, lr, int32(correction), int32(eps),
-            wd, decoupled,
-        )  # fmt: skip
-        _add_kahan(weight, compensation, i, su, fu, table, last_, mask_)
-    return 0
+class Rounded(NamedTuple):
+    """The kernels of one way to round a weight.
+
+    All have one list of arguments: ``extra`` is Kahan's compensation, or random bits; ``fine`` the
+    table of sums that round at random; ``lacks`` the root's residue, or random bits. A kernel reads
+    no argument that its rounding has no use for, so any array may stand there.
+    """
+
+    sgd: Kernel
+    adam: Kernel
 
 
-@kernel
-def adam_stochastic(
-    weight: _I16, grad: _I16, average: _I16, root: _I16, bits: _U16, root_bits: _U16, table: _I32,
-    decay: _I32, fine: _I32, last: int, fine_last: int, bias: int, mask: int, negative_lr: int,
-    beta: int, rest: int, correction: int, eps: int, weight_decay: int, into_grad: bool,
-    decoupled: bool, first: int, keep: int, take: int, start: int, stop: int,
-) -> int:  # fmt: skip
-    """Step as :func:`adam_plain`, weight and root rounded at random."""
-    last_, fine_last_, bias_, mask_ = int32(last), int32(fine_last), int32(bias), int32(mask)
-    lr, wd, first_ = int32(negative_lr), int32(weight_decay), int32(first)
-    end, keep_, take_ = int32(first + len(decay) - 1), int64(keep), int64(take)
-    for i in range(start, stop):
-        sg, fg = _decayed(grad, weight, i, table, last_, bias_, mask_, wd, into_grad)
-        sm, fm = _average(average, i, sg, fg, table, last_, bias_, mask_, int32(beta), int32(rest))
-        old, chance = int32(get(root, i)), int64(int32(get(root_bits, i)))
-        rounded = _root(old, fg, int64(0), chance, decay, first_, end, keep_, take_, bias_)
-        fr = _bounded(rounded, int64(bias), mask_)
-        put(root, i, int16(fr))
-        su, fu = _adam_update(
-            weight, i, sm, fm, fr, table, last_, bias_, mask_, lr, int32(correction), int32(eps),
-            wd, decoupled,
-        )  # fmt: skip
-        _add_stochastic(weight, bits, i, su, fu, fine, fine_last_, mask_)
-    return 0
+PLAIN = Rounded(_sgd("plain", _add_plain), _adam("plain", _add_plain, _advance))
+KAHAN = Rounded(_sgd("kahan", _add_kahan), _adam("kahan", _add_kahan, _advance))
+STOCHASTIC = Rounded(
+    _sgd("stochastic", _add_stochastic), _adam("stochastic", _add_stochastic, _advance_stochastic)
+)
 
 
 @helper

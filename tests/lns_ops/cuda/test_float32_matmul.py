@@ -14,7 +14,7 @@ import lns_ops
 from lns_ops import LNSFormat, cuda, lns8, lns12, lns16, reference
 from lns_ops import functional as lns
 from lns_ops.cuda import float32_matmul
-from tests.lns_ops.cuda.test_kernels import assert_same, gpu, random_codes
+from tests.lns_ops.cuda.codes import assert_same, gpu, random_codes
 from tests.lns_ops.float32_sums import outside
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.training.trainer import Training

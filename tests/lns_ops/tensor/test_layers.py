@@ -3,7 +3,6 @@ conventions that each layer has."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,82 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.nn.utils.rnn import (
-    pack_padded_sequence,
-    pack_sequence,
-    pad_packed_sequence,
-    pad_sequence,
-)
 
-from lns_ops import LNSFormat, LNSTensor, convert_, decode, lns12, lns16
+from lns_ops import LNSTensor, convert_, lns12, lns16
 from lns_ops import functional as lns
-from tests.lns_ops.lns_formats import half_ulp
-
-FMT = LNSFormat(16, 10)
-
-ROUNDINGS = {"few": 12, "some": 40, "many": 150}
-"""Half-ulps in the norm: a layer of a few operations; norms and attention; recurrences over steps,
-where errors are fed back."""
-
-
-def values(x: Any) -> Tensor:
-    return (
-        decode(x.detach().codes, x.fmt, torch.float64)
-        if isinstance(x, LNSTensor)
-        else x.detach().double()
-    )
-
-
-def gradients(
-    model: nn.Module, inputs: tuple[Tensor, ...], weight: Tensor, **kwargs: Any
-) -> tuple[Tensor, list[Tensor]]:
-    inputs = tuple(x.detach().requires_grad_() if x.dtype.is_floating_point else x for x in inputs)
-    out = model(*inputs, **kwargs)
-    out = out[0] if isinstance(out, tuple) else out
-    out.backward(
-        LNSTensor.from_float(weight, FMT) if isinstance(out, LNSTensor) else weight.double()
-    )
-    found = [x.grad for x in inputs if x.grad is not None] + [
-        p.grad for p in model.parameters() if p.grad is not None
-    ]
-    return out, found
-
-
-def exact_twin(model: nn.Module) -> nn.Module:
-    """float64 with the weights that the encoded ones stand for."""
-    from lns_ops import revert_
-
-    return revert_(copy.deepcopy(model)).double()
-
-
-def check(model: nn.Module, inputs: tuple[Tensor, ...], half_ulps: float, **kwargs: Any) -> None:
-    model = convert_(model, FMT, scope="everywhere")
-    exact = exact_twin(model)
-    encoded = tuple(
-        LNSTensor.from_float(x, FMT) if x.dtype.is_floating_point else x for x in inputs
-    )
-    wide = {
-        k: v.double() if isinstance(v, Tensor) and v.dtype.is_floating_point else v
-        for k, v in kwargs.items()
-    }
-    shape = exact(*(x.double() if x.dtype.is_floating_point else x for x in inputs), **wide)
-    weight = values(
-        LNSTensor.from_float(
-            torch.randn((shape[0] if isinstance(shape, tuple) else shape).shape), FMT
-        )
-    ).float()
-    exact = exact_twin(model)
-    out, found = gradients(model, encoded, weight, **kwargs)
-    truth, wanted = gradients(
-        exact, tuple(values(x) if isinstance(x, LNSTensor) else x for x in encoded), weight, **wide
-    )
-    assert len(found) == len(wanted)
-    for got, want in zip([out, *found], [truth, *wanted], strict=True):
-        assert got.shape == want.shape
-        assert (values(got) - values(want)).norm() <= half_ulps * half_ulp(FMT) * values(
-            want
-        ).norm() + 32 * FMT.smallest
-
+from tests.lns_ops.tensor.twins import FMT, ROUNDINGS, check
 
 IMAGES = (4, 6, 5, 7)
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
@@ -278,94 +205,6 @@ def test_what_an_embedding_bag_cannot_do() -> None:
     assert not empty.codes.any()
 
 
-@pytest.mark.parametrize("options", [{}, {"kdim": 5, "vdim": 7}, {"bias": False}], ids=str)
-@pytest.mark.parametrize("need_weights", [False, True])
-def test_multi_head_attention(options: dict[str, Any], need_weights: bool) -> None:
-    torch.manual_seed(1)
-    k, v = options.get("kdim", 8), options.get("vdim", 8)
-    inputs = torch.randn(4, 2, 8), torch.randn(6, 2, k), torch.randn(6, 2, v)
-    check(
-        nn.MultiheadAttention(8, 2, **options), inputs, ROUNDINGS["some"], need_weights=need_weights
-    )
-
-
-def test_the_masks_of_multi_head_attention() -> None:
-    torch.manual_seed(1)
-    attention = nn.MultiheadAttention(8, 2, batch_first=True)
-    x, padding = (
-        torch.randn(2, 5, 8),
-        torch.tensor([[False] * 5, [False, False, False, True, True]]),
-    )
-    for mask in (
-        torch.ones(5, 5, dtype=torch.bool).triu(1),
-        nn.Transformer.generate_square_subsequent_mask(5),
-        torch.randn(4, 5, 5),
-    ):
-        for key_padding in (None, padding):
-            check(
-                copy.deepcopy(attention),
-                (x, x, x),
-                ROUNDINGS["some"],
-                attn_mask=mask,
-                key_padding_mask=key_padding,
-            )
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("mask", [None, "bool", "float", "inf"])
-def test_scaled_dot_product_attention(causal: bool, mask: str | None) -> None:
-    if causal and mask is not None:
-        pytest.skip("torch takes one of them")
-    torch.manual_seed(1)
-    shapes = [(2, 3, 5, 8), (2, 3, 6, 8), (2, 3, 6, 4)]
-    inputs = [LNSTensor.from_float(torch.randn(s), FMT).detach().requires_grad_() for s in shapes]
-    exact = [values(x).requires_grad_() for x in inputs]
-    masks = {
-        None: None,
-        "bool": torch.rand(5, 6) > 0.4,
-        "float": torch.randn(5, 6),
-        "inf": torch.zeros(5, 6).fill_diagonal_(-torch.inf),
-    }
-    chosen = masks[mask]
-    got = F.scaled_dot_product_attention(*inputs, attn_mask=chosen, is_causal=causal)
-    want = F.scaled_dot_product_attention(
-        *exact,
-        attn_mask=chosen.double() if chosen is not None and chosen.dtype != torch.bool else chosen,
-        is_causal=causal,
-    )
-    weight = values(LNSTensor.from_float(torch.randn(want.shape), FMT))
-    got.backward(LNSTensor.from_float(weight, FMT))
-    want.backward(weight)
-    for a, b in zip(
-        [got, *(x.grad for x in inputs)], [want, *(x.grad for x in exact)], strict=True
-    ):
-        assert (values(a) - values(b)).norm() <= ROUNDINGS["some"] * half_ulp(FMT) * values(
-            b
-        ).norm()
-
-
-def test_a_masked_score_takes_no_part() -> None:
-    q, k, v = (LNSTensor.from_float(torch.randn(1, 4, 8), lns12) for _ in range(3))
-    kept = torch.tensor([[True, False, True, False]])
-    got = F.scaled_dot_product_attention(q, k, v, attn_mask=kept)
-    k.codes[:, 1::2], v.codes[:, 1::2] = 321, 1234
-    assert torch.equal(F.scaled_dot_product_attention(q, k, v, attn_mask=kept).codes, got.codes)
-    nothing = F.scaled_dot_product_attention(q, k, v, attn_mask=torch.zeros(1, 4, dtype=torch.bool))
-    assert not nothing.codes.any()
-
-
-def test_minus_infinity_masks_scores_before_a_softmax() -> None:
-    scores = LNSTensor.from_float(torch.tensor([1.0, 2.0, 3.0]), lns12).masked_fill(
-        torch.tensor([False, True, False]), float("-inf")
-    )
-    weights = F.softmax(scores, -1)
-    assert isinstance(weights, LNSTensor)
-    torch.testing.assert_close(
-        weights.to_float(), torch.tensor([0.1192, 0.0, 0.8808]), rtol=0.03, atol=0
-    )
-    assert weights.codes[1] == 0
-
-
 def test_running_statistics_are_float32_and_follow_the_batches() -> None:
     torch.manual_seed(0)
     norm, exact = convert_(nn.BatchNorm2d(3), lns16, scope="everywhere"), nn.BatchNorm2d(3)
@@ -410,88 +249,6 @@ def test_dropout_keeps_a_share_and_scales_it_exactly() -> None:
         assert torch.equal(x.grad.codes != 0, kept)
     assert torch.equal(F.dropout(x, 0.5, training=False).codes, x.codes)
     assert not F.dropout(x, 1.0).codes.any()
-
-
-class Packed(nn.Module):
-    """A recurrent network over sequences of several lengths, packed and padded again: ``[T, B, I]``
-    to ``[T, B, H]`` and last states."""
-
-    def __init__(self, network: nn.RNNBase, lengths: list[int]) -> None:
-        super().__init__()
-        self.network, self.lengths = network, lengths
-
-    def forward(self, x: Tensor, *states: Tensor) -> Tensor:
-        hx = (states[0] if len(states) == 1 else states) if states else None
-        packed = pack_padded_sequence(x, self.lengths, enforce_sorted=False)
-        out, last = self.network(packed, hx)
-        padded, lengths = pad_packed_sequence(out, total_length=len(x))
-        assert lengths.tolist() == self.lengths
-        ends = [h.reshape(-1) for h in (last if isinstance(last, tuple) else (last,))]
-        return torch.cat([padded.reshape(-1), *ends])
-
-
-PACKED: dict[str, Callable[[], nn.RNNBase]] = {
-    "LSTM": lambda: nn.LSTM(6, 8, 2, bidirectional=True),
-    "LSTM with a projection": lambda: nn.LSTM(6, 8, 2, bidirectional=True, proj_size=3),
-    "GRU": lambda: nn.GRU(6, 8, 2, bidirectional=True),
-    "GRU without biases": lambda: nn.GRU(6, 8, bias=False),
-    "RNN": lambda: nn.RNN(6, 8, 2),
-    "RNN of relus": lambda: nn.RNN(6, 8, nonlinearity="relu", bidirectional=True),
-}
-
-
-@pytest.mark.parametrize("name", PACKED)
-@pytest.mark.parametrize("given", [False, True])
-def test_packed_sequences_agree_with_float64(name: str, given: bool) -> None:
-    """Outputs, the last states of each sequence, and gradients, to initial states as well; the
-    longest neither first nor full."""
-    torch.manual_seed(1)
-    network = PACKED[name]()
-    rows = network.num_layers * (2 if network.bidirectional else 1)
-    widths = [
-        network.proj_size or network.hidden_size,
-        *[network.hidden_size] * isinstance(network, nn.LSTM),
-    ]
-    states = tuple(torch.randn(rows, 4, width) for width in widths) if given else ()
-    check(Packed(network, [2, 4, 1, 4]), (torch.randn(5, 4, 6), *states), ROUNDINGS["many"])
-
-
-@pytest.mark.parametrize("make", PACKED.values(), ids=PACKED)
-def test_a_packed_sequence_has_the_bits_of_each_alone(make: Callable[[], nn.RNNBase]) -> None:
-    torch.manual_seed(1)
-    network, lengths = convert_(make(), lns12, scope="everywhere"), [5, 3, 3, 1]
-    x = LNSTensor.from_float(torch.randn(5, 4, 6), lns12)
-    out, last = network(pack_padded_sequence(x, lengths))
-    padded, _ = pad_packed_sequence(out)
-    for b, length in enumerate(lengths):
-        alone, end = network(x[:length, b])
-        assert torch.equal(padded[:length, b].codes, alone.codes)
-        assert not padded[length:, b].codes.any()
-        pairs = zip(last, end, strict=True) if isinstance(last, tuple) else [(last, end)]
-        assert all(torch.equal(whole[:, b].codes, own.codes) for whole, own in pairs)
-
-
-def test_sequences_are_packed_and_padded_as_torchs() -> None:
-    shapes = [(3, 2), (5, 2), (1, 2)]
-    encoded = [
-        LNSTensor.from_float(torch.randn(s), lns16).detach().requires_grad_() for s in shapes
-    ]
-    floats = [x.detach().to_float().requires_grad_() for x in encoded]
-    for side in ("right", "left"):
-        got, want = (pad_sequence(xs, True, 2.0, padding_side=side) for xs in (encoded, floats))
-        assert torch.equal(got.to_float(), want)
-    got, want = (pack_sequence(xs, enforce_sorted=False) for xs in (encoded, floats))
-    assert torch.equal(got.data.to_float(), want.data)
-    assert torch.equal(got.batch_sizes, want.batch_sizes)
-    weights = torch.randint(1, 9, (6, 3, 2)).float()
-    for packed in (got, want):
-        padded, lengths = pad_packed_sequence(packed, padding_value=-1.0, total_length=6)
-        assert lengths.tolist() == [3, 5, 1]
-        padded.backward(
-            LNSTensor.from_float(weights, lns16) if isinstance(padded, LNSTensor) else weights
-        )
-    for x, f in zip(encoded, floats, strict=True):
-        assert torch.equal(x.grad.codes, LNSTensor.from_float(f.grad, lns16).codes)
 
 
 def test_gradients_of_sigmoid_and_tanh_survive_where_the_result_rounds_to_one() -> None:

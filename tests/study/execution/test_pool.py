@@ -22,10 +22,9 @@ from tests.trainers.nodes import SMALL, plan, reports
 from tests.trainers.telemetry.test_profiler import events
 from trainers.config import OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.config.profile import ProfileConfig
-from trainers.workers.executors import PACKED
 from trainers.workers.messages import BEGAN, DIED, DONE, ENDED, REFUSED, REPORT, Message
 from trainers.workers.node import Node
-from trainers.workers.resources import WorkerResources
+from trainers.workers.resources import PACKED, WorkerResources
 from trainers.workers.resume import resume
 
 GANG = replace(SMALL, workers=2, batch_size=128)

@@ -23,7 +23,6 @@ from trainers.config import DataConfig, ModelConfig, PrecisionConfig, TrialConfi
 from trainers.config.layout import Layout
 from trainers.config.memory import MemoryConfig
 from trainers.config.optimizer import OPTIMIZERS, WHOLE_TENSORS, OptimizerConfig
-from trainers.config.sync import SyncConfig
 from trainers.config.wire import FORMATS, WireConfig
 from trainers.models import build
 from trainers.parallel import tensor_parallel
@@ -480,78 +479,3 @@ def test_one_process_reads_the_checkpoint_of_replicas_in_parts(
     single = Training(replace(REPLICAS["native"], workers=1, layout=Layout()))
     single.restore(folder / "four" / "native" / "end")
     assert_close(single.test(), four[0]["native"]["test"])
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        (
-            {"precision": PrecisionConfig(format="lns12")},
-            "layout.tp=2 with precision.format=lns12: torch cuts",
-        ),
-        (
-            {"precision": PrecisionConfig(format="bfloat16")},
-            "layout.tp=2 with precision.format=bfloat16: torch cuts",
-        ),
-        ({"model": ModelConfig(name="cnn")}, "layout.tp=2 with model.name=cnn"),
-        (
-            {"model": ModelConfig(hidden=[])},
-            r"layout.tp=2 with model.name=mlp, model.hidden=\[\]: linear layers are cut in pairs",
-        ),
-        (
-            {"model": ModelConfig(hidden=[32, 16, 33])},
-            r"layout.tp=2 with model.hidden=\[32, 16, 33\]: .* 2 equal parts",
-        ),
-        (
-            {"workers": 4, "layout": Layout(tp=2, pp=2, micro_batches=2)},
-            "layout.tp=2 with layout.pp=2, layout.fsdp=false",
-        ),
-        (
-            {"workers": 4, "layout": Layout(tp=2, fsdp=True)},
-            "layout.tp=2 with layout.pp=1, layout.fsdp=true",
-        ),
-        ({"min_workers": 2}, "layout.tp=2 with min_workers=2"),
-        (
-            {"workers": 4, "sync": SyncConfig(name="local_sgd", period=2)},
-            "layout.tp=2 with sync.name=local_sgd",
-        ),
-        (
-            {"workers": 4, "sync": SyncConfig(name="asynchronous")},
-            "layout.tp=2 with sync.name=asynchronous",
-        ),
-        (
-            {"workers": 4, "wire": WireConfig(bucket_cap_mb=1.0)},
-            "layout.tp=2 .* wire.bucket_cap_mb=1: the workers",
-        ),
-        ({"autocast": "float16", "device": "cuda"}, "layout.tp=2 with autocast=float16: a worker"),
-        *(
-            (
-                {"optimizer": OptimizerConfig(name=name)},
-                f"layout.tp=2 with optimizer.name={name}: its step needs norms",
-            )
-            for name in WHOLE_TENSORS
-        ),
-    ],
-)
-def test_what_cannot_be_cut_is_refused(values: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=rf"{said}.*; .*use .*layout.tp=1$"):
-        replace(BASE, **values)
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"workers": 1}, r"dp 0 \* pp 1 \* tp 2 != workers 1.*; use workers=2"),
-        ({"workers": 3}, r"dp 1 \* pp 1 \* tp 2 != workers 3.*; use workers=2"),
-        (
-            {"wire": WireConfig(name="int8")},
-            "wire.name=int8 with workers=2, layout.pp=1, layout.tp=2: no gradient travels",
-        ),
-        ({"layout": Layout(dp=2, tp=2)}, r"dp 2 \* pp 1 \* tp 2 != workers 2.*; use workers=4"),
-    ],
-)
-def test_layouts_in_parts_that_do_not_come_out_even_are_refused(
-    values: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(ValueError, match=said):
-        replace(BASE, **values)

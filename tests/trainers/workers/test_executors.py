@@ -19,7 +19,6 @@ from trainers.checkpoint.files import load_checkpoint
 from trainers.config import TrialConfig
 from trainers.config.profile import ProfileConfig
 from trainers.training.trainer import Training
-from trainers.workers.executors import IN_PROCESS, PACKED, RAY_TRAIN, choose_executor
 from trainers.workers.messages import (
     BEGAN,
     DIED,
@@ -38,6 +37,7 @@ from trainers.workers.messages import (
     Message,
 )
 from trainers.workers.node import Node
+from trainers.workers.resources import IN_PROCESS, PACKED, RAY_TRAIN, choose_executor
 
 EPOCHS = 3
 ORIGIN = {"study": "contract"}

@@ -17,7 +17,6 @@ import pytest
 
 from tests.trainers.nodes import MADE_UP, SMALL, Driver, alone, plan, reports
 from trainers.config import ModelConfig, OptimizerConfig, PrecisionConfig
-from trainers.workers.executors import PACKED
 from trainers.workers.messages import (
     BEGAN,
     DIED,
@@ -35,6 +34,7 @@ from trainers.workers.messages import (
 )
 from trainers.workers.node import Node
 from trainers.workers.out_of_memory import relief
+from trainers.workers.resources import PACKED
 from trainers.workers.worker_process import checkpoints_in
 
 

@@ -14,8 +14,9 @@ from lns_ops import cuda, get_matmul_accumulation, set_matmul_accumulation
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.training.trainer import Training
 from trainers.workers.executors import Context
+from trainers.workers.host import Host
 from trainers.workers.in_process import InProcess
-from trainers.workers.packed import Host, Packed
+from trainers.workers.packed import Packed
 
 BASE = TrialConfig(
     data=DataConfig(name="digits", validation_size=300, train_size=512),

@@ -1,0 +1,32 @@
+"""A domain of the search space as Optuna's distribution."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+from study.config.space import Domain
+
+
+def quiet_optuna() -> Any:
+    """Import Optuna, made quiet; only adaptive searches and importance need it."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    logging.getLogger("optuna").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+    return optuna
+
+
+def distribution(domain: Domain) -> Any:
+    """Return Optuna's distribution of a domain; choices are categories by their index."""
+    optuna = quiet_optuna()
+    if domain.categorical:
+        return optuna.distributions.CategoricalDistribution(list(range(len(domain.values))))
+    low, high, *step = domain.values
+    if domain.kind.endswith("randint"):
+        return optuna.distributions.IntDistribution(low, high - 1, log=domain.kind == "lograndint")
+    if step:
+        return optuna.distributions.FloatDistribution(low, high, step=step[0])
+    return optuna.distributions.FloatDistribution(low, high, log=domain.kind == "loguniform")

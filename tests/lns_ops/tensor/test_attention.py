@@ -1,0 +1,103 @@
+"""Attention: multi-head and scaled dot products against float64, and their masks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from lns_ops import LNSTensor, lns12
+from tests.lns_ops.lns_formats import half_ulp
+from tests.lns_ops.tensor.twins import FMT, ROUNDINGS, check, values
+
+
+@pytest.mark.parametrize("options", [{}, {"kdim": 5, "vdim": 7}, {"bias": False}], ids=str)
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_multi_head_attention(options: dict[str, Any], need_weights: bool) -> None:
+    torch.manual_seed(1)
+    k, v = options.get("kdim", 8), options.get("vdim", 8)
+    inputs = torch.randn(4, 2, 8), torch.randn(6, 2, k), torch.randn(6, 2, v)
+    check(
+        nn.MultiheadAttention(8, 2, **options), inputs, ROUNDINGS["some"], need_weights=need_weights
+    )
+
+
+def test_the_masks_of_multi_head_attention() -> None:
+    torch.manual_seed(1)
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    x, padding = (
+        torch.randn(2, 5, 8),
+        torch.tensor([[False] * 5, [False, False, False, True, True]]),
+    )
+    for mask in (
+        torch.ones(5, 5, dtype=torch.bool).triu(1),
+        nn.Transformer.generate_square_subsequent_mask(5),
+        torch.randn(4, 5, 5),
+    ):
+        for key_padding in (None, padding):
+            check(
+                copy.deepcopy(attention),
+                (x, x, x),
+                ROUNDINGS["some"],
+                attn_mask=mask,
+                key_padding_mask=key_padding,
+            )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask", [None, "bool", "float", "inf"])
+def test_scaled_dot_product_attention(causal: bool, mask: str | None) -> None:
+    if causal and mask is not None:
+        pytest.skip("torch takes one of them")
+    torch.manual_seed(1)
+    shapes = [(2, 3, 5, 8), (2, 3, 6, 8), (2, 3, 6, 4)]
+    inputs = [LNSTensor.from_float(torch.randn(s), FMT).detach().requires_grad_() for s in shapes]
+    exact = [values(x).requires_grad_() for x in inputs]
+    masks = {
+        None: None,
+        "bool": torch.rand(5, 6) > 0.4,
+        "float": torch.randn(5, 6),
+        "inf": torch.zeros(5, 6).fill_diagonal_(-torch.inf),
+    }
+    chosen = masks[mask]
+    got = F.scaled_dot_product_attention(*inputs, attn_mask=chosen, is_causal=causal)
+    want = F.scaled_dot_product_attention(
+        *exact,
+        attn_mask=chosen.double() if chosen is not None and chosen.dtype != torch.bool else chosen,
+        is_causal=causal,
+    )
+    weight = values(LNSTensor.from_float(torch.randn(want.shape), FMT))
+    got.backward(LNSTensor.from_float(weight, FMT))
+    want.backward(weight)
+    for a, b in zip(
+        [got, *(x.grad for x in inputs)], [want, *(x.grad for x in exact)], strict=True
+    ):
+        assert (values(a) - values(b)).norm() <= ROUNDINGS["some"] * half_ulp(FMT) * values(
+            b
+        ).norm()
+
+
+def test_a_masked_score_takes_no_part() -> None:
+    q, k, v = (LNSTensor.from_float(torch.randn(1, 4, 8), lns12) for _ in range(3))
+    kept = torch.tensor([[True, False, True, False]])
+    got = F.scaled_dot_product_attention(q, k, v, attn_mask=kept)
+    k.codes[:, 1::2], v.codes[:, 1::2] = 321, 1234
+    assert torch.equal(F.scaled_dot_product_attention(q, k, v, attn_mask=kept).codes, got.codes)
+    nothing = F.scaled_dot_product_attention(q, k, v, attn_mask=torch.zeros(1, 4, dtype=torch.bool))
+    assert not nothing.codes.any()
+
+
+def test_minus_infinity_masks_scores_before_a_softmax() -> None:
+    scores = LNSTensor.from_float(torch.tensor([1.0, 2.0, 3.0]), lns12).masked_fill(
+        torch.tensor([False, True, False]), float("-inf")
+    )
+    weights = F.softmax(scores, -1)
+    assert isinstance(weights, LNSTensor)
+    torch.testing.assert_close(
+        weights.to_float(), torch.tensor([0.1192, 0.0, 0.8808]), rtol=0.03, atol=0
+    )
+    assert weights.codes[1] == 0
