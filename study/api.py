@@ -29,6 +29,7 @@ from study.manage.extend import continuations
 from study.manage.studies import read
 from study.plan.candidates import by_rule
 from study.plan.plan import Plan, make_plan
+from study.plan.trials import CODED
 from study.program import lns_study
 from study.results.utilisation import remark
 from study.search.agenda import adopt
@@ -108,7 +109,8 @@ def run_study(
         check_writable(Path(study.storage).expanduser().resolve(), "storage")
         plan = make_plan(study)
         plan, data = preflight(plan, node)
-    say(f"Data: {'; '.join(entry['source'] for entry in data)}")
+    if data:
+        say(f"Data: {'; '.join(entry['source'] for entry in data)}")
     with ExitStack() as stack:
         with refusals():
             ledger = stack.enter_context(Ledger(plan.study.folder))
@@ -359,8 +361,8 @@ def _say_changed_code(plan: Plan, before: StudyState, say: Callable[[str], None]
 
 
 def _codes(configs: Iterable[dict[str, Any]]) -> dict[str, str]:
-    """Return the digest of each factory that trials name."""
-    named = (config[part] for config in configs for part in ("model", "data"))
+    """Return the digest of each factory and loop that trials name."""
+    named = (config[part] for config in configs for part in CODED if part in config)
     return {part["name"]: part["code"] for part in named if part.get("code")}
 
 

@@ -28,8 +28,8 @@ ORDER = {
         "formats", "tensor", "tensor.ops", "nn", "optim", "analysis",
     ],
     "trainers": [
-        "_compat", "user_code", "config", "data", "models", "optim", "checkpoint", "telemetry",
-        "comm", "sync", "parallel", "training", "workers",
+        "_compat", "user_code", "user_loop", "config", "data", "models", "optim", "checkpoint",
+        "telemetry", "comm", "sync", "parallel", "training", "workers",
     ],
     "study": [
         "text", "tracking_uri", "program", "errors", "_compat", "config", "ledger", "plan",

@@ -23,6 +23,8 @@ from typing import Any
 
 DIGEST_LENGTH = 12
 """Hex digits kept of a file's sha256."""
+LENGTH = 300
+"""Characters kept of what the user's code says in an error."""
 PRIVATE = "_lns_study_user_"
 """Begins the names of modules that are loaded from files."""
 
@@ -106,7 +108,7 @@ def load_code(key: str, name: str, digest: str = "") -> Callable[..., Any]:
         module = _from_file(path) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:
         raise ValueError(
-            f"{key}={name!r}: {path} cannot be imported: {_told(error, path)}; mend it there"
+            f"{key}={name!r}: {path} cannot be imported: {told(error, path)}; mend it there"
         ) from error
     found: Any = getattr(module, attribute, None)
     if not callable(found):
@@ -145,7 +147,7 @@ def call(
     try:
         return function(**arguments)
     except Exception as error:
-        raise ValueError(f"{key}={name!r} raised {_told(error, path)}; mend it there") from error
+        raise ValueError(f"{key}={name!r} raised {told(error, path)}; mend it there") from error
 
 
 def _from_file(path: Path) -> ModuleType:
@@ -169,13 +171,14 @@ def _from_file(path: Path) -> ModuleType:
     return module
 
 
-def _told(error: BaseException, path: Path) -> str:
-    """Say what was raised, and in which line of the user's file."""
+def told(error: BaseException, path: Path) -> str:
+    """Return in a line what was raised, and in which line of the user's file."""
     line = error.lineno if isinstance(error, SyntaxError) else None
     for frame in traceback.extract_tb(error.__traceback__):
         if Path(frame.filename) == path:
             line = frame.lineno
-    return f"{type(error).__name__} in {path}{f', line {line}' if line else ''}: {error}"
+    text = " ".join(str(error).split())[:LENGTH]
+    return f"{type(error).__name__} in {path}{f', line {line}' if line else ''}: {text}"
 
 
 def _own(value: object) -> bool:

@@ -19,17 +19,19 @@ from study.execution.ray_session import Session
 from study.execution.schedulers import make_scheduler
 from study.ledger.lines import Event
 from study.ledger.log import Ledger
-from study.ledger.state import EXTRA, StudyState
+from study.ledger.state import StudyState
 from study.manage.checkpoints import origin_of
 from study.plan.durations import expected_seconds
 from study.plan.identity import pace_key
 from study.plan.trials import PlannedTrial
 from study.search.agenda import Agenda
 from trainers.config import TrialConfig
+from trainers.user_loop import RESERVED
 from trainers.workers.messages import (
     BEGAN,
     DIED,
     DONE,
+    FINAL,
     HISTORY,
     OUT_OF_MEMORY,
     REFUSED,
@@ -52,6 +54,8 @@ LOOK_AHEAD = 8
 """Number of trials behind a waiting one that may be started before it."""
 LONELY_SECONDS = 10.0
 """Seconds after which a study says that no machine has room for its next trial."""
+COMPUTED = ("seconds", "bits")
+"""Objectives that no trial reports."""
 
 
 class Loop:
@@ -303,11 +307,13 @@ class Loop:
         """Return the events of a trial's report of an epoch.
 
         The last report also has the test figures; that of a trial that only tested has no others.
+        A loop of the user's own names its figures as it likes, and may repeat its last epoch there.
         """
-        metrics = metrics_of(result)
-        test = {name: value for name, value in metrics.items() if name.startswith("test/")}
-        epoch = {name: value for name, value in metrics.items() if name not in test}
-        if test:
+        epoch = metrics_of(result)
+        test: dict[str, float] = result.get(FINAL, {})
+        if result["done"] and FINAL not in result:
+            test = {name: epoch.pop(name) for name in list(epoch) if name.startswith("test/")}
+        if test or FINAL in result:
             self._tests[trial] = test
         events = _past(trial, result.get(HISTORY, []))
         number = int(result["epoch"])
@@ -424,6 +430,7 @@ class Loop:
             "resume_from": [] if by_train else self._state.known[trial.id].checkpoints_left(),
             "waits": self._scheduler is not None and trial.seed not in study.search.confirm_seeds,
             "executor": self._shape(trial.config).executor,
+            "metrics": [name for name in study.search.objectives if name not in COMPUTED],
             "storage": str(study.folder / "train"),
             "max_failures": study.max_failures,
             "ray": (
@@ -461,11 +468,9 @@ def _past(trial: str, history: list[dict[str, Any]]) -> list[Event]:
 
 
 def metrics_of(result: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics of a result: numbers with a namespace, or among :data:`EXTRA`."""
+    """Return the metrics of a result: the numbers in it, but for what a message says beside."""
     return {
         name: float(value)
         for name, value in result.items()
-        if ("/" in name or name in EXTRA)
-        and isinstance(value, int | float)
-        and not isinstance(value, bool)
+        if name != "epoch" and name not in RESERVED and isinstance(value, int | float)
     }

@@ -56,6 +56,7 @@ def preflight(plan: Plan, node: Node | None = None) -> tuple[Plan, list[dict[str
     check_packed(plan)
     check_gpus(plan)
     check_address(plan.study.address)
+    check_loops(plan, node)
     data = describe_data(plan)
     plan = check_trials(plan, data, node)
     if plan.study.tracking != OFF:
@@ -173,19 +174,36 @@ def check_address(address: str | None) -> None:
         ) from None
 
 
+def check_loops(plan: Plan, node: Node | None = None) -> None:
+    """Refuse rows whose own loop cannot be loaded or called, before a search proposes trials.
+
+    The loops of trials that are planned already are checked with them.
+
+    Raises:
+        ValueError: a row's loop cannot be had.
+    """
+    rows = [] if plan.trials else [(row, Base(plan.study, row).trainable) for row in plan.rows]
+    loops = [(row, TrialConfig(trainable=loop)) for row, loop in rows if loop.name]
+    for (row, _), reason in zip(loops, _why_not([(c, None) for _, c in loops], node), strict=True):
+        if reason is not None:
+            raise ValueError(f"row {row.label!r}: {reason}")
+
+
 def describe_data(plan: Plan) -> dict[DataConfig, DatasetInfo]:
     """Check the files of each distinct data set; return its name, source, digest and sizes.
 
-    The data sets of a search without trials yet are those of its rows.
+    A loop of the user's own has its own data, which nobody else sees. The data sets of a search
+    without trials yet are those of its rows.
 
     Raises:
         ValueError: files are missing, corrupt or too few.
     """
     from trainers.data import prepare  # loads torch
 
-    used = [trial.config.data for trial in plan.trials] or [
-        Base(plan.study, row).data for row in plan.rows
-    ]
+    used = [trial.config.data for trial in plan.trials if not trial.config.own_loop]
+    if not plan.trials:
+        bases = (Base(plan.study, row) for row in plan.rows)
+        used = [base.data for base in bases if not base.trainable.name]
     distinct: dict[DataConfig, None] = dict.fromkeys(used)
     return {config: prepare(config) for config in distinct}
 
@@ -208,7 +226,11 @@ def check_trials(plan: Plan, data: dict[DataConfig, DatasetInfo], node: Node | N
     """
     kept: list[PlannedTrial] = []
     excluded: dict[tuple[str, int], Excluded] = {}
-    reasons = _why_not([(trial.config, data[trial.config.data]) for trial in plan.trials], node)
+    pairs = [
+        (trial.config, None if trial.config.own_loop else data[trial.config.data])
+        for trial in plan.trials
+    ]
+    reasons = _why_not(pairs, node)
     for trial, reason in zip(plan.trials, reasons, strict=True):
         if reason is None:
             kept.append(trial)
@@ -228,8 +250,12 @@ def check_trials(plan: Plan, data: dict[DataConfig, DatasetInfo], node: Node | N
     )
 
 
-def _why_not(trials: list[tuple[TrialConfig, DatasetInfo]], node: Node | None) -> list[str | None]:
+def _why_not(
+    trials: list[tuple[TrialConfig, DatasetInfo | None]], node: Node | None
+) -> list[str | None]:
     """Return for each trial why it could only fail, or None.
+
+    A trial that a loop of the user's own trains has no data here.
 
     If there is a node, one of its processes answers, since it has loaded what that takes.
     """

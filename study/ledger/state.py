@@ -300,7 +300,3 @@ def code_of(plan: Event) -> str:
     """Return the git commit of the code that made a plan, for people."""
     code = plan.get("provenance", {})
     return f"{code.get('commit') or 'no git commit'}{' (modified)' if code.get('dirty') else ''}"
-
-
-EXTRA = ("samples_per_second",)
-"""Metrics beside those in a namespace (``train/loss``)."""

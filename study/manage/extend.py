@@ -82,10 +82,12 @@ def _continue_from(ledger: Ledger, trial: TrialState, source: TrialState) -> boo
 def _independent(config: dict[str, Any]) -> bool:
     """Tell whether an epoch is the same however many follow.
 
-    It is with one process and a learning rate that does not decay towards the last epoch.
+    It is with one process and a learning rate that does not decay towards the last epoch. What a
+    loop of the user's own does with the number of epochs, nobody knows.
     """
     return bool(
         config["workers"] == 1
+        and not config.get("trainable", {}).get("name")
         and config.get("lr_schedule", {}).get("decay", "constant") == "constant"
     )
 

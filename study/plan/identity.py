@@ -56,12 +56,15 @@ def _deciding(config: dict[str, Any], *ignored: str) -> dict[str, Any]:
     """
     values = {key: value for key, value in config.items() if key not in ("gpus", *ignored)}
     data = {key: value for key, value in config["data"].items() if key != "root"}
-    return values | {"data": _placeless(data), "model": _placeless(config["model"])}
+    parts = {"data": data, "model": config["model"]}
+    if "trainable" in config:  # not in ledgers of earlier versions
+        parts["trainable"] = config["trainable"]
+    return values | {name: _placeless(part) for name, part in parts.items()}
 
 
 def _placeless(part: dict[str, Any]) -> dict[str, Any]:
-    """Copy a model's or a data set's config with the file of its factory named without its folder:
-    its code has a digest."""
+    """Copy the config of a part with the file of the user's code named without its folder: its
+    code has a digest."""
     return part | {"name": part["name"].rpartition("/")[2]}
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from trainers.checkpoint.manifest import STATE, read_state, sealed
 
 
-def _write(path: Path, content: bytes) -> None:
+def write(path: Path, content: bytes) -> None:
     """Write ``content`` to ``path`` in one step: to a file beside it, synced, then renamed."""
     part = path.with_name(path.name + ".part")
     with part.open("wb") as file:
@@ -42,8 +42,8 @@ def save_checkpoint(folder: Path, tensors: dict[str, Tensor], state: dict[str, A
     content = save({name: tensor.detach().contiguous() for name, tensor in tensors.items()})
     digest = hashlib.sha256(content).hexdigest()
     name = f"tensors-{digest[:16]}.safetensors"
-    _write(folder / name, content)
-    _write(folder / STATE, sealed({"tensors": name, "sha256": digest, **state}).encode())
+    write(folder / name, content)
+    write(folder / STATE, sealed({"tensors": name, "sha256": digest, **state}).encode())
     for old in folder.glob("tensors-*.safetensors"):
         if old.name != name:
             old.unlink()

@@ -19,6 +19,7 @@ from trainers.config.trial import (
     DataConfig,
     ModelConfig,
     PrecisionConfig,
+    TrainableConfig,
     TrialConfig,
 )
 from trainers.config.wire import WireConfig
@@ -40,6 +41,7 @@ __all__ = [
     "PrecisionConfig",
     "ProfileConfig",
     "SyncConfig",
+    "TrainableConfig",
     "TrialConfig",
     "WireConfig",
 ]

@@ -51,14 +51,20 @@ class Rule:
 def check_combinations(config: TrialConfig) -> None:
     """Refuse keys that contradict each other.
 
+    To a loop of the user's own most keys are values and nothing else: only the rules that name
+    ``trainable.name`` hold for it.
+
     Raises:
         ValueError: the keys and their values, why they cannot be together, and what to use.
     """
-    config.layout.check(
-        workers=config.workers, batch_size=config.batch_size, layers=len(config.model.hidden) + 1
-    )
+    if not config.own_loop:
+        config.layout.check(
+            workers=config.workers,
+            batch_size=config.batch_size,
+            layers=len(config.model.hidden) + 1,
+        )
     for rule in RULES:
-        if rule.when(config):
+        if rule.when(config) and (not config.own_loop or LOOP in rule.keys):
             raise ValueError(rule.message(config))
 
 
@@ -89,7 +95,27 @@ def _plain(config: TrialConfig) -> bool:
     return config.wire.name == "native" and config.sync.name == "synchronous"
 
 
+LOOP = "trainable.name"
+
 RULES: tuple[Rule, ...] = (
+    Rule(
+        (LOOP, "sync.name"),
+        lambda c: c.own_loop and c.sync.name == "ensemble",
+        "predictions are averaged by our loop",
+        "sync.name=synchronous, and average in your loop",
+    ),
+    Rule(
+        (LOOP, "min_workers"),
+        lambda c: c.own_loop and c.min_workers is not None,
+        "a loop of your own is not told of workers that come and go",
+        "a fixed number of workers, without min_workers",
+    ),
+    Rule(
+        (LOOP, "changes"),
+        lambda c: c.own_loop and c.changes != [],
+        "our loop changes the optimizer's options",
+        "trainable.args, and change them in your loop",
+    ),
     Rule(
         ("lr_schedule.warmup_epochs", "epochs"),
         lambda c: c.lr_schedule.warmup_epochs >= c.epochs,

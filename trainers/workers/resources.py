@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainers.workers.executors import IN_PROCESS, RAY_TRAIN, choose_executor
+from trainers.workers.executors import IN_PROCESS, OWN_LOOP, RAY_TRAIN, choose_executor
 
 if TYPE_CHECKING:
     from trainers.config import TrialConfig
@@ -56,7 +56,7 @@ class WorkerResources(NamedTuple):
         gpus = share if config.device == "cuda" and config.workers == 1 else None
         lanes = lanes_of(wanted, config)
         packed = str(key_of(config)) if lanes > 1 else ""
-        executor = choose_executor(wanted, lanes)
+        executor = OWN_LOOP if config.own_loop else choose_executor(wanted, lanes)
         return cls(config.workers, config.threads, config.device, gpus, packed, lanes, executor)
 
     @property
@@ -107,7 +107,7 @@ def gpus_of(values: Mapping[str, Any]) -> float:
 
 def captured(config: TrialConfig) -> bool:
     """Return whether a trial's step is one CUDA graph: on one GPU, and the same every time."""
-    if config.model.own:
+    if config.model.own or config.own_loop:
         return False
     alone = config.device == "cuda" and config.workers == 1 and not config.memory.offload_optimizer
     return alone and not config.lr_schedule.varies and config.autocast != "float16"
@@ -155,7 +155,7 @@ def parameters(config: TrialConfig) -> float:
 
 def _layers(config: TrialConfig) -> Iterator[tuple[float, float]]:
     """Yield each layer's weights, and at how many places of an example it applies them."""
-    if config.model.own:
+    if config.model.own or config.own_loop:
         return
     model, inputs = config.model, INPUTS.get(config.data.name, INPUTS["mnist"])
     if model.name == "cnn":
