@@ -240,8 +240,7 @@ def check_report(values: Any, epoch: int, wanted: Sequence[str]) -> dict[str, fl
     if lacking := [name for name in wanted if name not in found]:
         raise ValueError(
             f"{what} has {', '.join(found) or 'nothing'} and lacks {', '.join(lacking)}, by which"
-            " the study compares its trials; report it too, or name another in"
-            " search.objectives"
+            " the study compares its trials; report it too"
         )
     if found.get("epoch", epoch) != epoch:
         raise ValueError(

@@ -87,7 +87,7 @@ class Loop:
         self._control, self._pool, self._ray, self._find, self._say = control, pool, ray, find, say
         self._scheduler = make_scheduler(study.search, state)
         self._heard: dict[str, float] = {}
-        self._tests: dict[str, dict[str, float]] = {}
+        self._tests: dict[str, dict[str, Any]] = {}
         self._failures: Counter[str] = Counter()
         self._capacity: tuple[float, int, int] | None = None
         self._shapes: dict[str, WorkerResources] = {}
@@ -314,7 +314,9 @@ class Loop:
         if result["done"] and FINAL not in result:
             test = {name: epoch.pop(name) for name in list(epoch) if name.startswith("test/")}
         if test or FINAL in result:
-            self._tests[trial] = test
+            self._tests[trial] = {"metrics": test}
+        if FINAL in result:
+            self._tests[trial]["epochs"] = int(result["epoch"])
         events = _past(trial, result.get(HISTORY, []))
         number = int(result["epoch"])
         process = {name: result[name] for name in ("pid", "host")}
@@ -337,7 +339,7 @@ class Loop:
         """Return the event of a trial's end; None if the storage has failed."""
         test = self._tests.pop(trial, None)
         if how == DONE and test is not None:
-            return {"event": "finished", "trial": trial, "metrics": test}
+            return {"event": "finished", "trial": trial, **test}
         if how == DONE:
             return {
                 "event": "failed",

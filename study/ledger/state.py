@@ -91,6 +91,11 @@ class TrialState:
         return int(self.config["epochs"])
 
     @property
+    def own_loop(self) -> bool:
+        """Whether a loop of the user's own trains it, which may return before ``epochs``."""
+        return bool(self.config.get("trainable", {}).get("name"))
+
+    @property
     def epoch(self) -> int:
         """Last epoch reported; 0 before the first."""
         return max(self.reports, default=0)

@@ -61,6 +61,8 @@ def known_to_checkpoints(folder: Path) -> dict[str, Known]:
                 "event": FINISHED,
                 "metrics": {name: float(value) for name, value in state["tested"].items()},
             }
+            if state.get("returned"):
+                entry.end["epochs"] = int(state["epoch"])
     return found
 
 

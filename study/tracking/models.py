@@ -33,8 +33,7 @@ def log_models(client: Any, experiment: str, state: StudyState, runs: dict[str, 
     best = {
         trial.id: trial
         for row in summarise(state).rows
-        if (trial := _best(list(row.trials))) is not None
-        and not trial.config.get("trainable", {}).get("name")
+        if (trial := _best(list(row.trials))) is not None and not trial.own_loop
     }
     wanted = {runs[id_]: trial for id_, trial in best.items() if id_ in runs}
     folders = {

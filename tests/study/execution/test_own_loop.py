@@ -15,14 +15,15 @@ from study.config import StudyConfig
 from study.config.compose import change, load, override_trial
 from study.execution.preflight import preflight
 from study.ledger.lines import Event
-from study.ledger.log import read_ledger
+from study.ledger.log import FILE, read_ledger
 from study.ledger.state import FAILED, FINISHED, STOPPED, fold
 from study.manage.checkpoints import broken_checkpoints
+from study.manage.repair import repair
 from study.plan.estimate import describe_plan
 from study.plan.plan import make_plan
 from study.report.tables import render_text
 from tests.study.conftest import SilentView
-from tests.study.execution.conftest import count_reports, run
+from tests.study.execution.conftest import count_reports, results, run
 from tests.trainers.user_loops import LOOPS
 
 STUDY = """
@@ -142,10 +143,23 @@ def test_asha_ends_loops_that_fall_behind(loops: Loops) -> None:
 
 
 @pytest.mark.slow
-def test_a_loop_that_returns_early_has_finished(loops: Loops) -> None:
-    outcome, _ = run(loops("epochs=50"))
+@pytest.mark.parametrize("lost", ["report", "finished"])
+def test_a_loop_that_returns_early_has_finished_also_in_a_repaired_ledger(
+    loops: Loops, lost: str
+) -> None:
+    study = loops("epochs=50")
+    outcome, _ = run(study)
     assert [(trial.status, trial.epoch) for trial in outcome.state.trials] == [(FINISHED, 4)] * 2
-    _, view = run(loops("epochs=50"))
+    ledger = study.folder / FILE
+    lines = ledger.read_bytes().splitlines(keepends=True)
+    (place, *_) = (at for at, line in enumerate(lines) if b'"event": "%b"' % lost.encode() in line)
+    lines[place] = lines[place].replace(b"validation", b"veneration").replace(b"accu", b"acco")
+    ledger.write_bytes(b"".join(lines))
+    repair(study.folder, None)
+    repaired = fold(read_ledger(study.folder))
+    assert repaired.damage == ""
+    assert results(repaired) == results(outcome.state)
+    _, view = run(study)
     assert [event["event"] for event in view.events] == ["ended"]
 
 
