@@ -109,7 +109,8 @@ def run_study(
         check_writable(Path(study.storage).expanduser().resolve(), "storage")
         plan = make_plan(study)
         plan, data = preflight(plan, node)
-    say(f"Data: {'; '.join(entry['source'] for entry in data)}")
+    if data:
+        say(f"Data: {'; '.join(entry['source'] for entry in data)}")
     with ExitStack() as stack:
         with refusals():
             ledger = stack.enter_context(Ledger(plan.study.folder))

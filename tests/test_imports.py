@@ -27,8 +27,8 @@ ORDER = {
         "formats", "tensor", "tensor.ops", "nn", "optim", "analysis",
     ],
     "trainers": [
-        "_compat", "user_code", "files", "config", "data", "models", "optim", "checkpoint",
-        "telemetry", "comm", "sync", "parallel", "training", "workers",
+        "_compat", "user_code", "user_loop", "files", "config", "data", "models", "optim",
+        "checkpoint", "telemetry", "comm", "sync", "parallel", "training", "workers",
     ],
     "study": [
         "text", "tracking_uri", "program", "errors", "_compat", "config", "ledger", "plan",

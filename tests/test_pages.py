@@ -29,6 +29,7 @@ RUNS = {
     "docs/tutorials/first-study.md": 7,
     "docs/howto/studies.md": 12,
     "docs/howto/search.md": 3,
+    "docs/howto/own-loop.md": 2,
     "docs/howto/coming-from.md": 4,
 }
 """Pages whose commands run, and how many they are."""

@@ -30,6 +30,8 @@ from typing import Any
 
 DIGEST_LENGTH = 12
 """Hex digits kept of a file's sha256."""
+LENGTH = 300
+"""Characters kept of what the user's code says in an error."""
 PRIVATE = "_lns_study_user_"
 """Begins the names of modules that are loaded from files."""
 _FOLDERS: list[str] = []
@@ -234,7 +236,8 @@ def describe_error(error: BaseException, *files: Path) -> str:
     for frame in traceback.extract_tb(error.__traceback__):
         if Path(frame.filename) in files:
             place = f"{frame.filename}, line {frame.lineno}"
-    return f"{type(error).__name__}{f' in {place}' if place else ''}: {error}"
+    text = " ".join(str(error).split())[:LENGTH]
+    return f"{type(error).__name__}{f' in {place}' if place else ''}: {text}"
 
 
 def _own(value: object) -> bool:

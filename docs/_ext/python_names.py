@@ -13,6 +13,7 @@ from study import api
 from study.config import compose
 from study.ledger import log, state
 from study.plan import plan
+from trainers import user_loop
 
 STUDY = {
     compose: ["load"],
@@ -22,6 +23,8 @@ STUDY = {
     state: ["fold", "StudyState", "TrialState"],
 }
 """What a script needs of ``study``: a config, its plan, a run of it, and what a ledger holds."""
+LOOP = ["report", "get_checkpoint", "LoopContext"]
+"""What a training loop of one's own needs of ``trainers``."""
 
 
 def directive(module: ModuleType, name: str) -> str:
@@ -50,6 +53,7 @@ def page() -> str:
         *section("`lns_ops.formats`", formats, formats.__all__),
         *section("`lns_ops.serialization`", serialization, ["save_file", "load_file"]),
     ]
+    parts += section("`trainers`", user_loop, LOOP)
     for module, names in STUDY.items():
         parts += section(f"`{module.__name__}`", module, names)
     return "\n".join([head, *parts])

@@ -240,7 +240,7 @@ def _most_interesting(trials: list[TrialState]) -> list[TrialState]:
 def _cells(trial: TrialState) -> list[str]:
     errors = trial.metric("validation/error")
     last = percent(errors[max(errors)]) if errors else ""
-    test = percent(trial.test["test/error"]) if trial.test else ""
+    test = percent(trial.test["test/error"]) if "test/error" in trial.test else ""
     status = trial.status + (f" (restarted {trial.restarts}x)" if trial.restarts else "")
     row = trial.row if trial.number is None else f"{trial.row} #{trial.number}"
     return [row, str(trial.seed), status, f"{trial.epoch}/{trial.epochs}", last, test, trial.id]

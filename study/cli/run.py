@@ -329,7 +329,9 @@ def _dry_run(study: StudyConfig) -> int:
         size = f"{trial.config.epochs} epochs, {trial.config.workers} worker(s)"
         print(f"#   {trial.id}  {trial.row}, seed {trial.seed}: {precision.format}, {size}")
     if any(
-        trial.config.data.name == "mnist" and trial.config.data.root is None
+        trial.config.data.name == "mnist"
+        and trial.config.data.root is None
+        and not trial.config.own_loop
         for trial in plan.trials
     ):
         _print_download()

@@ -39,7 +39,7 @@ from study.config.explain import (
     schema,
     unknown_key,
 )
-from study.config.keys import leaves, locate
+from study.config.keys import leaves, locate, spell_out
 from study.config.space import flatten_space
 from study.config.study import StudyConfig
 from study.config.yaml_loader import as_text, check_references, parse
@@ -77,7 +77,7 @@ def load(
     groups, keys = _split_overrides(overrides)
     merged = schema()
     for source, values in _layers(path, groups):
-        merged = _merge(merged, locate(values, path.parent), source)
+        merged = _merge(merged, spell_out(locate(values, path.parent)), source)
     swapped = [
         layer
         for group, file in groups.items()
@@ -185,7 +185,7 @@ def _with_data(
     its keys later.
     """
     study = _finish(_with_keys(merged, keys))
-    auto = study.trial.data.name == "auto"
+    auto = study.trial.data.name == "auto" and not study.trial.own_loop
     data = _resolve_auto(study.trial.data, say, download) if auto else study.trial.data
     if data.name == "digits" and study.digits:
         merged = _merge(
@@ -317,7 +317,7 @@ def _parse_override(override: str) -> dict[str, Any]:
         if "&" in value:  # an anchor; OmegaConf follows it for ever
             parse(value)
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"{name}={value}"]))
-        return locate(parsed, Path.cwd())  # type: ignore[no-any-return]
+        return spell_out(locate(parsed, Path.cwd()))
     except (OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
         raise ValueError(
             f"override {override!r}: the value is not YAML ({first_line(error)}); quote it, for"

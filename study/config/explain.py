@@ -24,6 +24,7 @@ EXAMPLES = {
     "rows[].label": "my row",
     "trial": "{epochs: 3}",
     "trial.model.hidden": "[512]",
+    "trial.trainable": "{name: 'loop.py:train'}",
     "digits": "{epochs: 3}",
     "comparable": "{epochs: 3}",
     "rows[].comparable": "{epochs: 3}",

@@ -36,6 +36,20 @@ def locate(values: Any, folder: Path, key: str = "") -> Any:
     return f"{name}{equals}{folder.resolve() / value}"
 
 
+def spell_out(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a study's values with ``trainable: file.py:function``, of the study or its trial, as
+    the key that it stands for, ``trial.trainable.name``."""
+    trial = values.get("trial", {})
+    short = [part.get("trainable") for part in (trial, values) if isinstance(part, Mapping)]
+    names = [name for name in short if isinstance(name, str)]
+    if not names:
+        return values
+    given = trial.get("trainable")
+    loop = {**(given if isinstance(given, Mapping) else {}), "name": names[-1]}
+    kept = {key: value for key, value in values.items() if key != "trainable"}
+    return kept | {"trial": trial | {"trainable": loop}}
+
+
 def leaves(values: Mapping[str, Any], prefix: str = "") -> set[str]:
     """Return the dotted keys of all values in a nested mapping that are not mappings themselves."""
     found: set[str] = set()

@@ -19,17 +19,19 @@ from study.execution.ray_session import Session
 from study.execution.schedulers import make_scheduler
 from study.ledger.lines import Event
 from study.ledger.log import Ledger
-from study.ledger.state import EXTRA, StudyState
+from study.ledger.state import StudyState
 from study.manage.checkpoints import origin_of
 from study.plan.durations import expected_seconds
 from study.plan.identity import pace_key
 from study.plan.trials import PlannedTrial
 from study.search.agenda import Agenda
 from trainers.config import TrialConfig
+from trainers.user_loop import RESERVED
 from trainers.workers.messages import (
     BEGAN,
     DIED,
     DONE,
+    FINAL,
     HISTORY,
     OUT_OF_MEMORY,
     REFUSED,
@@ -52,6 +54,8 @@ LOOK_AHEAD = 8
 """Number of trials behind a waiting one that may be started before it."""
 LONELY_SECONDS = 10.0
 """Seconds after which a study says that no machine has room for its next trial."""
+COMPUTED = ("seconds", "bits")
+"""Objectives that no trial reports."""
 
 
 class Loop:
@@ -83,7 +87,7 @@ class Loop:
         self._control, self._pool, self._ray, self._find, self._say = control, pool, ray, find, say
         self._scheduler = make_scheduler(study.search, state)
         self._heard: dict[str, float] = {}
-        self._tests: dict[str, dict[str, float]] = {}
+        self._tests: dict[str, dict[str, Any]] = {}
         self._failures: Counter[str] = Counter()
         self._capacity: tuple[float, int, int] | None = None
         self._shapes: dict[str, WorkerResources] = {}
@@ -303,12 +307,16 @@ class Loop:
         """Return the events of a trial's report of an epoch.
 
         The last report also has the test figures; that of a trial that only tested has no others.
+        A loop of the user's own names its figures as it likes, and may repeat its last epoch there.
         """
-        metrics = metrics_of(result)
-        test = {name: value for name, value in metrics.items() if name.startswith("test/")}
-        epoch = {name: value for name, value in metrics.items() if name not in test}
-        if test:
-            self._tests[trial] = test
+        epoch = metrics_of(result)
+        test: dict[str, float] = result.get(FINAL, {})
+        if result["done"] and FINAL not in result:
+            test = {name: epoch.pop(name) for name in list(epoch) if name.startswith("test/")}
+        if test or FINAL in result:
+            self._tests[trial] = {"metrics": test}
+        if FINAL in result:
+            self._tests[trial]["epochs"] = int(result["epoch"])
         events = _past(trial, result.get(HISTORY, []))
         number = int(result["epoch"])
         process = {name: result[name] for name in ("pid", "host")}
@@ -331,7 +339,7 @@ class Loop:
         """Return the event of a trial's end; None if the storage has failed."""
         test = self._tests.pop(trial, None)
         if how == DONE and test is not None:
-            return {"event": "finished", "trial": trial, "metrics": test}
+            return {"event": "finished", "trial": trial, **test}
         if how == DONE:
             return {
                 "event": "failed",
@@ -424,6 +432,7 @@ class Loop:
             "resume_from": [] if by_train else self._state.known[trial.id].checkpoints_left(),
             "waits": self._scheduler is not None and trial.seed not in study.search.confirm_seeds,
             "executor": self._shape(trial.config).executor,
+            "metrics": [name for name in study.search.objectives if name not in COMPUTED],
             "storage": str(study.folder / "train"),
             "max_failures": study.max_failures,
             "ray": (
@@ -461,11 +470,9 @@ def _past(trial: str, history: list[dict[str, Any]]) -> list[Event]:
 
 
 def metrics_of(result: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics of a result: numbers with a namespace, or among :data:`EXTRA`."""
+    """Return the metrics of a result: the numbers in it, but for what a message says beside."""
     return {
         name: float(value)
         for name, value in result.items()
-        if ("/" in name or name in EXTRA)
-        and isinstance(value, int | float)
-        and not isinstance(value, bool)
+        if name != "epoch" and name not in RESERVED and isinstance(value, int | float)
     }

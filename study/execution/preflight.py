@@ -173,12 +173,14 @@ def check_address(address: str | None) -> None:
 def describe_data(plan: Plan) -> dict[DataConfig, DatasetInfo]:
     """Check the files of each distinct data set; return its name, source, digest and sizes.
 
-    The data sets of a search without trials yet are those of its rows.
+    A loop of the user's own has its own data, which nobody else sees. The data sets of a search
+    without trials yet are those of its rows.
 
     Raises:
         ValueError: files are missing, corrupt or too few.
     """
-    used = [trial.config.data for trial in plan.trials or plan.first]
+    checked = plan.trials or plan.first
+    used = [trial.config.data for trial in checked if not trial.config.own_loop]
     distinct: dict[DataConfig, None] = dict.fromkeys(used)
     return {config: prepare(config) for config in distinct}
 
@@ -202,7 +204,11 @@ def check_trials(plan: Plan, data: dict[DataConfig, DatasetInfo], node: Node | N
     kept: list[PlannedTrial] = []
     excluded: dict[tuple[str, int], Excluded] = {}
     checked = plan.trials or plan.first
-    reasons = _why_not([(trial.config, data[trial.config.data]) for trial in checked], node)
+    pairs = [
+        (trial.config, None if trial.config.own_loop else data[trial.config.data])
+        for trial in checked
+    ]
+    reasons = _why_not(pairs, node)
     if plan.first and not plan.trials and None not in reasons:
         raise ValueError(f"row {plan.first[0].row!r}: {reasons[0]}")
     for trial, reason in zip(plan.trials, reasons, strict=bool(plan.trials)):
@@ -224,8 +230,12 @@ def check_trials(plan: Plan, data: dict[DataConfig, DatasetInfo], node: Node | N
     )
 
 
-def _why_not(trials: list[tuple[TrialConfig, DatasetInfo]], node: Node | None) -> list[str | None]:
+def _why_not(
+    trials: list[tuple[TrialConfig, DatasetInfo | None]], node: Node | None
+) -> list[str | None]:
     """Return for each trial why it could only fail, or None.
+
+    A trial that a loop of the user's own trains has no data here.
 
     If there is a node, one of its processes answers, since it has loaded what that takes.
     """

@@ -146,7 +146,8 @@ def _pool(
 
 def _data_of(agenda: Agenda, study: StudyConfig) -> list[dict[str, Any]]:
     """Return the data sets of the trials that run first, for every machine to load once."""
-    used = [trial.config.data for trial in agenda.trials] or [study.trial.data]
+    configs = [trial.config for trial in agenda.trials] or [study.trial]
+    used = [config.data for config in configs if not config.own_loop]
     return [dataclasses.asdict(config) for config in list(dict.fromkeys(used))[:DATA_SETS]]
 
 

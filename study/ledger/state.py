@@ -91,6 +91,11 @@ class TrialState:
         return int(self.config["epochs"])
 
     @property
+    def own_loop(self) -> bool:
+        """Whether a loop of the user's own trains it, which may return before ``epochs``."""
+        return bool(self.config.get("trainable", {}).get("name"))
+
+    @property
     def epoch(self) -> int:
         """Last epoch reported; 0 before the first."""
         return max(self.reports, default=0)
@@ -300,7 +305,3 @@ def code_of(plan: Event) -> str:
     """Return the git commit of the code that made a plan, for people."""
     code = plan.get("provenance", {})
     return f"{code.get('commit') or 'no git commit'}{' (modified)' if code.get('dirty') else ''}"
-
-
-EXTRA = ("samples_per_second",)
-"""Metrics beside those in a namespace (``train/loss``)."""

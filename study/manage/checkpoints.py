@@ -8,7 +8,6 @@ another ledger, or by one that was deleted, is not taken for this study's work.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +17,7 @@ from study.ledger.lines import Event
 from study.ledger.log import Ledger, how_to_repair
 from study.ledger.state import FINISHED, STOPPED, StudyState, code_of
 from study.plan.trials import PlannedTrial
-from trainers.checkpoint.manifest import STATE, read_state
+from trainers.checkpoint.manifest import STATE, digest_file, file_digests, read_state
 
 
 def origin_of(trial: PlannedTrial, ledger: str, plan: Event) -> dict[str, Any]:
@@ -41,14 +40,11 @@ def checkpoints_of(folder: Path) -> Iterator[tuple[str, Path, dict[str, Any]]]:
 
 
 def broken_checkpoints(folder: Path) -> Iterator[Path]:
-    """Yield the checkpoints of the study whose state or tensors are not as they were written."""
+    """Yield the checkpoints of the study whose state or files are not as they were written."""
     for path in _paths(folder):
         try:
-            state = read_state(path)
-            whole = (
-                hashlib.sha256((path / str(state["tensors"])).read_bytes()).hexdigest()
-                == state["sha256"]
-            )
+            files = file_digests(read_state(path))
+            whole = all(digest_file(path / name) == digest for name, digest in files.items())
         except (ValueError, KeyError, OSError):
             whole = False
         if not whole:

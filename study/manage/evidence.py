@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from study.ledger.lines import Event
-from study.ledger.state import EXTRA, FAILED, FINISHED, STOPPED
+from study.ledger.state import FAILED, FINISHED, STOPPED
 from study.manage.checkpoints import checkpoints_of
 from study.tracking.names import sanitise
 from study.tracking.payload import KEY_TAG
@@ -66,12 +66,14 @@ def known_to_checkpoints(folder: Path) -> dict[str, Known]:
                 "event": FINISHED,
                 "metrics": {name: float(value) for name, value in state["tested"].items()},
             }
+            if state.get("returned"):
+                entry.end["epochs"] = int(state["epoch"])
     return found
 
 
 def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
     """Return the part of an epoch's metrics that a report has."""
-    return {name: float(value) for name, value in metrics.items() if "/" in name or name in EXTRA}
+    return {name: float(value) for name, value in metrics.items() if name != "epoch"}
 
 
 def add_known_to_mlflow(

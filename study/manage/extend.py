@@ -38,7 +38,7 @@ def continuations(
     The longer trial goes on from the shorter one's last checkpoint, and ends with the same bits as
     if it had trained from the start. Changes after the shorter one's end
     (:mod:`trainers.config.schedule_changes`) may differ too. Trials whose epochs depend on how many
-    there are are left out.
+    there are are left out, as are loops of the user's own, which may know how many.
 
     Args:
         ledger: ledger of the study.
@@ -57,7 +57,9 @@ def continuations(
     lengths = sorted({epochs for epochs, _ in shorter}, reverse=True)
     found = 0
     for trial in state.trials if trials is None else trials:
-        if trial.reports or trial.status in ENDED or not _independent(trial.config):
+        if trial.reports or trial.status in ENDED:
+            continue
+        if trial.own_loop or not _independent(trial.config):
             continue
         sources = (
             shorter.get((n, beginning_key(trial.config, n))) for n in lengths if n < trial.epochs

@@ -241,6 +241,8 @@ class _Restoration:
     ) -> None:
         planned = self._state.known.get(trial)
         epoch_count = planned.epochs if planned else int(known.config.get("epochs", 0))
+        told = [event.get("epochs") for _, event in self._events_of[trial]]
+        epoch_count = next(filter(None, [*told, (known.end or {}).get("epochs")]), epoch_count)
         missing = [epoch for epoch in range(1, epoch_count + 1) if epoch not in epochs]
         if not ends and known.end and not (known.end["event"] == FINISHED and missing):
             self._insert(

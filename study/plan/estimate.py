@@ -54,6 +54,8 @@ def describe_plan(plan: Plan) -> Iterator[str]:
             "  the rest is proposed by"
             f" {search.scheduler if search.in_rounds else search.algorithm} as results come in"
         )
+    for loop in dict.fromkeys(_describe_loop(trial) for trial in plan.trials):
+        yield from loop
     yield from _describe_processes(plan)
     if plan.excluded:
         yield f"Left out, {len(plan.excluded)} configurations that make no valid trial:"
@@ -62,6 +64,12 @@ def describe_plan(plan: Plan) -> Iterator[str]:
             left_out = [entry for entry in plan.excluded if entry.rule == first.rule]
             yield from (f"    {entry.row}: {describe(entry.params)}" for entry in left_out)
     yield _describe_time(plan, known)
+
+
+def _describe_loop(trial: PlannedTrial) -> tuple[str, ...]:
+    """Return a line on the user's loop that trains a trial, if one does."""
+    loop = trial.config.trainable
+    return (f"Loop: {loop.name} (code {loop.code})",) if loop.name else ()
 
 
 def _describe_processes(plan: Plan) -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from trainers.config import TrialConfig
 
-NAMED = ("model", "data", "loss")
+NAMED = ("model", "data", "loss", "trainable")
 """Parts of a trial's config that may name code of the user's; each of ``metrics`` does too."""
 ID_LENGTH = 12
 """Number of hex digits of the hash that are kept: 48 bits, ample for the trials of one study."""

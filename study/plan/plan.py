@@ -230,7 +230,12 @@ def _configurations(
 
 
 def _resolve_data(study: StudyConfig, download: bool) -> StudyConfig:
-    """Resolve ``data.name=auto`` once, in the base trial, before the rows copy it."""
+    """Resolve ``data.name=auto`` once, in the base trial, before the rows copy it.
+
+    A loop of the user's own has its own data.
+    """
+    if study.trial.own_loop:
+        return study
     return dataclasses.replace(
         study, trial=dataclasses.replace(study.trial, data=resolve_data(study.trial.data, download))
     )

@@ -11,8 +11,8 @@ from study.config import RowConfig, StudyConfig
 from study.config.compose import override_trial
 from study.config.keys import apply
 from study.config.space import Params, describe
-from study.plan.identity import trial_id
-from trainers.config import DataConfig, TrialConfig
+from study.plan.identity import NAMED, trial_id
+from trainers.config import DataConfig, TrainableConfig, TrialConfig
 from trainers.config.validation import fits
 from trainers.data import resolve
 from trainers.training.device import resolve_device
@@ -93,13 +93,19 @@ class Base:
             data = DataConfig(**self._values["data"])
         except ValueError as error:
             raise ValueError(f"row {row.label!r}: {error}") from None
-        if data != study.trial.data:
+        unresolved = data != study.trial.data or study.trial.own_loop
+        if unresolved and not self._values["trainable"]["name"]:
             self._values["data"] = dataclasses.asdict(resolve_data(data, download))
 
     @property
     def data(self) -> DataConfig:
         """Config of the row's data."""
         return DataConfig(**self._values["data"])
+
+    @property
+    def trainable(self) -> TrainableConfig:
+        """Config of the row's own loop; without a name if it has none."""
+        return TrainableConfig(**self._values["trainable"])
 
     def values(self, params: Params) -> dict[str, Any]:
         """Return a trial's nested dict with ``params`` set, which may make no valid trial."""
@@ -116,6 +122,7 @@ class Base:
         try:
             values = self.values(params or {}) | {"seed": seed}
             config = with_code(TrialConfig.from_dict(values))
+            _check_loop(self.study, config)
         except ValueError as error:
             raise ValueError(f"row {self.row.label!r}: {error}") from None
         if self.study.address is None:
@@ -148,7 +155,7 @@ def with_code(config: TrialConfig) -> TrialConfig:
     Raises:
         ValueError: there is no such code.
     """
-    coded = {part: _with_digest(part, getattr(config, part)) for part in ("model", "data", "loss")}
+    coded = {part: _with_digest(part, getattr(config, part)) for part in NAMED}
     metrics = {
         name: _with_digest(f"metrics.{name}", metric) for name, metric in config.metrics.items()
     }
@@ -160,6 +167,31 @@ def _with_digest(part: str, named: Any) -> Any:
     if not names_code(named.name):
         return named
     return dataclasses.replace(named, code=digest_source(f"{part}.name", named.name))
+
+
+def _check_loop(study: StudyConfig, config: TrialConfig) -> None:
+    """Refuse what a study cannot do with a loop of the user's own.
+
+    Raises:
+        ValueError: trials share a process, Ray Train runs them, or rounds decide on their length.
+    """
+    if not config.own_loop:
+        return
+    name = config.trainable.name
+    if study.executor != "auto":
+        why = (
+            "what it sets in the process, random numbers among it, would be its neighbours' too"
+            if study.executor == "packed"
+            else "Ray Train calls our loop, and its workers would not know of this one's reports"
+        )
+        raise ValueError(
+            f"executor={study.executor} with trainable.name={name}: {why}; use executor=auto"
+        )
+    if study.search.in_rounds:
+        raise ValueError(
+            f"search.scheduler={study.search.scheduler} with trainable.name={name}: it changes the"
+            " optimizer or the data of our loop; use search.scheduler=asha, hyperband or median"
+        )
 
 
 def _check_memory(row: RowConfig, config: TrialConfig) -> None:

@@ -2,7 +2,8 @@
 one runs no code.
 
 It is the newest checkpoint still on disk of the row's best finished trial, by the last validation
-error. Nothing is logged twice: a model is found by its source run. Limit: a checkpoint of more than
+error. Nothing is logged twice: a model is found by its source run. Limits: checkpoints of a
+loop of the user's own may be anything, and stay where they are; a checkpoint of more than
 :data:`MOST_BYTES` stays where it is; the ledger names the run's checkpoints.
 """
 
@@ -32,7 +33,7 @@ def log_models(client: Any, experiment: str, state: StudyState, runs: dict[str, 
     best = {
         trial.id: trial
         for row in summarise(state).rows
-        if (trial := _best(list(row.trials))) is not None
+        if (trial := _best(list(row.trials))) is not None and not trial.own_loop
     }
     wanted = {runs[id_]: trial for id_, trial in best.items() if id_ in runs}
     folders = {

@@ -187,6 +187,8 @@ def datasets_of(plan: Event, trial: TrialState) -> Iterator[Any]:
 
 def data_of(plan: Event, trial: TrialState) -> dict[str, Any] | None:
     """Return the plan's description of the data that a trial trains on; None if it has none."""
+    if trial.own_loop:
+        return None
     chosen = trial.config["data"]
     named = [entry for entry in plan["data"] if entry["name"] == chosen["name"]]
     found = [

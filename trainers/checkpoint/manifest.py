@@ -44,6 +44,25 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
+def file_digests(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return the SHA-256 of each file of a checkpoint beside its manifest, by its name there.
+
+    Raises:
+        KeyError: the manifest names no files.
+    """
+    return state["files"] if "files" in state else {state["tensors"]: state["sha256"]}
+
+
+def digest_file(path: Path) -> str:
+    """Return the SHA-256 of a file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _digest(state: Mapping[str, Any]) -> str:
     """Return the SHA-256 of ``state`` as canonical JSON."""
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()

@@ -21,6 +21,7 @@ from trainers.config.trial import (
     DataConfig,
     ModelConfig,
     PrecisionConfig,
+    TrainableConfig,
 )
 from trainers.config.wire import WireConfig
 
@@ -44,6 +45,7 @@ __all__ = [
     "PrecisionConfig",
     "ProfileConfig",
     "SyncConfig",
+    "TrainableConfig",
     "TrialConfig",
     "WireConfig",
 ]

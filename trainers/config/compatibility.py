@@ -74,7 +74,27 @@ def _plain(config: TrialKeys) -> bool:
     return config.wire.name == "native" and config.sync.name == "synchronous"
 
 
+LOOP = "trainable.name"
+
 RULES: tuple[Rule, ...] = (
+    Rule(
+        (LOOP, "sync.name"),
+        lambda c: c.own_loop and c.sync.name == "ensemble",
+        "predictions are averaged by our loop",
+        "sync.name=synchronous, and average in your loop",
+    ),
+    Rule(
+        (LOOP, "min_workers"),
+        lambda c: c.own_loop and c.min_workers is not None,
+        "a loop of your own is not told of workers that come and go",
+        "a fixed number of workers, without min_workers",
+    ),
+    Rule(
+        (LOOP, "changes"),
+        lambda c: c.own_loop and c.changes != [],
+        "our loop changes the optimizer's options",
+        "trainable.args, and change them in your loop",
+    ),
     Rule(
         ("lr_schedule.warmup_epochs", "epochs"),
         lambda c: c.lr_schedule.warmup_epochs >= c.epochs,
@@ -442,7 +462,8 @@ RULES: tuple[Rule, ...] = (
 class TrialConfig(TrialKeys):
     """One training run, complete: the same config gives the same bits on the same machine.
 
-    Its keys are those of :class:`~trainers.config.trial.TrialKeys`.
+    Its keys are those of :class:`~trainers.config.trial.TrialKeys`. To a loop of the user's own
+    most of them are values and nothing else: only the rules that name ``trainable.name`` hold.
 
     Raises:
         ValueError: keys that contradict each other, why they cannot be together, and what to use.
@@ -450,10 +471,11 @@ class TrialConfig(TrialKeys):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.layout.check(
-            workers=self.workers, batch_size=self.batch_size, layers=len(self.model.hidden) + 1
-        )
+        if not self.own_loop:
+            self.layout.check(
+                workers=self.workers, batch_size=self.batch_size, layers=len(self.model.hidden) + 1
+            )
         for rule in RULES:
-            if rule.when(self):
+            if rule.when(self) and (not self.own_loop or LOOP in rule.keys):
                 raise ValueError(rule.message(self))
         check_changes(self.optimizer, self.changes, self.epochs)

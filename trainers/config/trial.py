@@ -25,7 +25,7 @@ from trainers.config.profile import ProfileConfig
 from trainers.config.sync import SyncConfig
 from trainers.config.validation import at_least, check_named, finite, one_of
 from trainers.config.wire import WireConfig
-from trainers.user_code import names_code
+from trainers.user_code import names_code, split_name
 
 DATASETS = ("auto", "mnist", "digits")
 MODELS = ("mlp", "cnn")
@@ -146,6 +146,34 @@ def _check_factory(part: str, name: str, args: dict[str, Any], ours: tuple[str, 
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainableConfig:
+    """A training loop of the user's own, which takes the place of ours.
+
+    Of the trial's other keys only ``epochs`` (the most reports), ``seed``, ``device``, ``gpus``,
+    ``threads`` and ``workers`` act; all are told to the loop.
+
+    Attributes:
+        name: ``file.py:function`` or ``package.module:function``, called with ``args``
+            (:mod:`trainers.user_loop`); empty for our loop.
+        args: arguments of the function.
+        code: sha256 of the function's file, filled in when a study is planned.
+    """
+
+    name: str = ""
+    args: dict[str, Any] = field(default_factory=dict)
+    code: str = ""
+
+    def __post_init__(self) -> None:
+        if self.name:
+            split_name("trainable.name", self.name)
+        elif self.args:
+            raise ValueError(
+                f"trainable.args={self.args} without trainable.name: they are arguments of a loop"
+                " of your own; name it, trainable.name=file.py:function, or leave them out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
     """The arithmetic in which a trial trains.
 
@@ -261,7 +289,7 @@ class TrialKeys:
     Attributes:
         loss: what is minimised.
         metrics: what else is measured of the answers on validation and test examples, by name.
-        epochs: passes over the training examples.
+        epochs: passes over the training examples; of a loop of the user's own the most reports.
         batch_size: examples a step, over all workers together.
         seed: seed of the initial weights and the data order.
         workers: processes that train together, the layout's dp x pp x tp.
@@ -302,6 +330,7 @@ class TrialKeys:
     sync: SyncConfig = field(default_factory=SyncConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    trainable: TrainableConfig = field(default_factory=TrainableConfig)
     epochs: int = 20
     batch_size: int = 128
     seed: int = 0
@@ -344,6 +373,11 @@ class TrialKeys:
         check_metrics(self.metrics)
 
     @property
+    def own_loop(self) -> bool:
+        """Whether a loop of the user's own trains the trial."""
+        return bool(self.trainable.name)
+
+    @property
     def update_examples(self) -> int:
         """The number of examples whose mean gradient makes one update.
 
@@ -363,6 +397,7 @@ class TrialKeys:
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Return the config whose :meth:`to_dict` is ``values``."""
         parts: dict[str, Any] = {
+            "trainable": TrainableConfig,
             "data": DataConfig,
             "model": ModelConfig,
             "loss": LossConfig,

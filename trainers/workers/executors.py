@@ -9,6 +9,8 @@ executor             class                  hosts
 :data:`PACKED`       ``Packed(InProcess)``  a trial of one worker in a thread, others beside it
 :data:`RAY_TRAIN`    ``RayTrainRun``        a Ray Train run, each of whose workers has an
                                             ``InProcess`` for its rank
+:data:`OWN_LOOP`     ``OwnLoop``            a loop of the user's own, or one rank of it, in a thread
+                                            that waits after every report
 ===================  =====================  ========================================================
 
 A worker process (:mod:`trainers.workers.worker_process`) makes an executor for every trial and
@@ -80,7 +82,8 @@ class Executor(ABC):
         """Train one epoch and return its metrics.
 
         They have ``epoch`` (finished ones), ``done`` (whether it was the last one) and, with the
-        last one, ``test/*``. A trial that was continued after its last epoch is only tested.
+        last one, ``test/*``, or :data:`~trainers.workers.messages.FINAL`. A trial that was
+        continued after its last epoch is only tested.
         """
 
     @abstractmethod

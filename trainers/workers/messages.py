@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 HISTORY = "history"
 """In a report: the metrics of the epochs before it, one dict each."""
+FINAL = "final"
+"""In the last report of a loop of the user's own: what it returned, a dict of figures."""
 NAMESPACE = "lns-study"
 """Ray's, of the actors that a trial's processes find by name."""
 

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 from trainers.config import TrialConfig
 
-IN_PROCESS, PACKED, RAY_TRAIN = (
+IN_PROCESS, PACKED, RAY_TRAIN, OWN_LOOP = (
     "trainers.workers.in_process:InProcess",
     "trainers.workers.packed:Packed",
     "trainers.workers.ray_train_run:RayTrainRun",
+    "trainers.workers.own_loop:OwnLoop",
 )
 """The executors, by module and class (:mod:`trainers.workers.executors`)."""
 MOST = 32
@@ -67,7 +68,7 @@ class WorkerResources(NamedTuple):
         gpus = share if config.device == "cuda" and config.workers == 1 else None
         lanes = lanes_of(wanted, config)
         packed = str(key_of(config)) if lanes > 1 else ""
-        executor = choose_executor(wanted, lanes)
+        executor = OWN_LOOP if config.own_loop else choose_executor(wanted, lanes)
         return cls(config.workers, config.threads, config.device, gpus, packed, lanes, executor)
 
     @property
@@ -118,7 +119,7 @@ def gpus_of(values: Mapping[str, Any]) -> float:
 
 def captured(config: TrialConfig) -> bool:
     """Return whether a trial's step is one CUDA graph: on one GPU, and the same every time."""
-    if config.model.own:
+    if config.model.own or config.own_loop:
         return False
     alone = config.device == "cuda" and config.workers == 1 and not config.memory.offload_optimizer
     return alone and not config.lr_schedule.varies and config.autocast != "float16"
@@ -166,7 +167,7 @@ def parameters(config: TrialConfig) -> float:
 
 def _layers(config: TrialConfig) -> Iterator[tuple[float, float]]:
     """Yield each layer's weights, and at how many places of an example it applies them."""
-    if config.model.own:
+    if config.model.own or config.own_loop:
         return
     model, inputs = config.model, INPUTS.get(config.data.name, INPUTS["mnist"])
     if model.name == "cnn":

@@ -29,7 +29,7 @@ def resume(
         ValueError: the trial cannot be built.
     """
     damaged: list[str] = []
-    for path in _of_first(checkpoints, world_size):
+    for path in of_first(checkpoints, world_size):
         wrong = _differing(path, world_size)
         training = Training(config, rank=rank, world_size=world_size)
         if not wrong:
@@ -37,8 +37,8 @@ def resume(
                 training.restore(Path(path))
             # whatever a damaged file leads to, the epochs can be computed again
             except Exception as error:
-                wrong = _in_a_line(error)
-            wrong = _first_of(_gathered(wrong, world_size))
+                wrong = in_a_line(error)
+            wrong = first_of(gathered(wrong, world_size))
         if not wrong:
             return training, Beginning(
                 damaged="; ".join(damaged), history=[dict(metrics) for metrics in training.history]
@@ -59,9 +59,9 @@ def _differing(path: str, world_size: int) -> str:
         load_checkpoint(Path(path))
         digest = hashlib.sha256((Path(path) / STATE).read_bytes()).hexdigest()
     except (ValueError, OSError) as error:
-        wrong = _in_a_line(error)
-    found = _gathered((digest, wrong), world_size)
-    wrong = _first_of([text for _, text in found])
+        wrong = in_a_line(error)
+    found = gathered((digest, wrong), world_size)
+    wrong = first_of([text for _, text in found])
     return wrong or (
         ""
         if len(set(found)) == 1
@@ -69,13 +69,13 @@ def _differing(path: str, world_size: int) -> str:
     )
 
 
-def _of_first(checkpoints: list[str], world_size: int) -> list[str]:
+def of_first(checkpoints: list[str], world_size: int) -> list[str]:
     """Return rank 0's list; collective."""
-    lists: list[list[str]] = _gathered(checkpoints, world_size)
+    lists: list[list[str]] = gathered(checkpoints, world_size)
     return lists[0]
 
 
-def _gathered(value: Any, world_size: int) -> list[Any]:
+def gathered(value: Any, world_size: int) -> list[Any]:
     """Return every rank's value; collective."""
     if world_size == 1:
         return [value]
@@ -84,11 +84,11 @@ def _gathered(value: Any, world_size: int) -> list[Any]:
     return values
 
 
-def _first_of(texts: list[str]) -> str:
+def first_of(texts: list[str]) -> str:
     """Return the first text that is not empty; "" if all are."""
     return next(filter(None, texts), "")
 
 
-def _in_a_line(error: Exception) -> str:
+def in_a_line(error: Exception) -> str:
     """Return an error's text without line breaks."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -36,6 +36,7 @@ from trainers.comm import process_group
 from trainers.config import TrialConfig
 from trainers.data import DatasetInfo
 from trainers.training.trainer import check
+from trainers.user_loop import load_loop
 from trainers.workers.executors import Context, Executor, make_executor
 from trainers.workers.host import Host
 from trainers.workers.messages import (
@@ -121,7 +122,8 @@ class Worker:
             except (EOFError, OSError):
                 os._exit(0)  # nobody is left to train for
             if message.kind in (GO, STOP):
-                self._answers[message.trial].put(message.kind)
+                if (answers := self._answers.get(message.trial)) is not None:  # it has not ended
+                    answers.put(message.kind)
             else:
                 if message.kind == TRAIN:
                     self._answers[message.trial] = queue.SimpleQueue()
@@ -246,10 +248,18 @@ class Worker:
         return ""
 
 
-def why_not(config: TrialConfig, info: DatasetInfo) -> str | None:
-    """Return why a trial could only fail; None if nothing forbids it."""
+def why_not(config: TrialConfig, info: DatasetInfo | None) -> str | None:
+    """Return why a trial could only fail; None if nothing forbids it.
+
+    Args:
+        config: the trial.
+        info: its data; None for a loop of the user's own, which has its own.
+    """
     try:
-        check(config, info)
+        if info is None:
+            load_loop(config.trainable.name, config.trainable.code)
+        else:
+            check(config, info)
     except ValueError as error:
         return str(error)
     return None

@@ -54,6 +54,8 @@ class Hosted:
         values: more of a trial's plan.
     """
 
+    _fresh = itertools.count(1000)
+
     def __init__(
         self,
         driver: Driver,
@@ -67,7 +69,6 @@ class Hosted:
         self.config = replace(SMALL, epochs=EPOCHS, batch_size=128, workers=workers)
         self._driver, self._executor, self._values = driver, executor, values
         self._processes, self._lanes = processes, lanes
-        self._fresh = itertools.count(abs(hash((executor, processes))) % 10**9)
         self.keys: list[int] = []
 
     def train(

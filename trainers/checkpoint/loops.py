@@ -1,0 +1,97 @@
+"""Checkpoints of a user's own loop: the folder or the dict that it reported, as it is.
+
+A loop's checkpoint is *staged* while the loop waits in its report, and *kept* once the epoch's
+report is to be written: the staged folder is renamed, then its manifest is written, so that a
+checkpoint is whole or absent, whenever the process dies. It holds the loop's folder as ``files``,
+or ``dict.pt``, which ``torch.save`` writes and ``torch.load(weights_only=True)`` reads: reading it
+runs no code. The manifest has the digest of each file.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint
+
+from trainers.checkpoint.manifest import STATE, digest_file, file_digests, read_state, sealed
+from trainers.files import write_whole
+
+FILES, DICT = "files", "dict.pt"
+
+
+def stage(checkpoint: object, folder: Path) -> None:
+    """Copy what a loop reported into ``folder``, in place of what was there.
+
+    Raises:
+        ValueError: it is neither a folder nor a dict, or the dict has what could not be loaded.
+        OSError: it cannot be written.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    if isinstance(checkpoint, dict):
+        torch.save(checkpoint, folder / DICT)
+        if unsafe := get_unsafe_globals_in_checkpoint(folder / DICT):
+            raise ValueError(
+                f"checkpoint has values of {', '.join(sorted(unsafe)[:4])}, which torch.load does"
+                " not read with weights_only=True; give tensors, numbers, texts, lists and dicts,"
+                " or a folder with files of your own"
+            )
+    elif isinstance(checkpoint, str | os.PathLike):
+        if not (source := Path(checkpoint)).is_dir():
+            raise ValueError(f"checkpoint={str(source)!r} is no folder; give a folder, or a dict")
+        shutil.copytree(source, folder / FILES)
+    else:
+        raise ValueError(
+            f"checkpoint is of type {type(checkpoint).__name__}; give a folder, or a dict"
+        )
+
+
+def keep(staged: Path, folder: Path, state: dict[str, Any]) -> None:
+    """Make what is staged the checkpoint in ``folder``, with ``state`` in its manifest.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    digests = {}
+    for path in sorted(path for path in staged.rglob("*") if path.is_file()):
+        digests[path.relative_to(staged).as_posix()] = digest_file(path)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    if folder.exists():
+        (folder / STATE).unlink(missing_ok=True)
+        shutil.rmtree(folder)
+    staged.rename(folder)
+    write_whole(folder / STATE, sealed({"files": digests, **state}).encode(), sync=True)
+
+
+def note(folder: Path, state: dict[str, Any]) -> None:
+    """Replace the state of the checkpoint in ``folder``, whose files stay.
+
+    Raises:
+        ValueError: there is no checkpoint.
+        OSError: it cannot be written.
+    """
+    files = file_digests(read_state(folder))
+    write_whole(folder / STATE, sealed({"files": files, **state}).encode(), sync=True)
+
+
+def load(folder: Path) -> tuple[Path | dict[str, Any], dict[str, Any]]:
+    """Return what a loop reported, a dict with tensors on the CPU or a folder, and the state.
+
+    Raises:
+        ValueError: no whole checkpoint is there.
+    """
+    try:
+        state = read_state(folder)
+        for name, digest in state.pop("files").items():
+            if digest_file(folder / name) != digest:
+                raise ValueError(f"{folder}: {name} does not match its digest; use an earlier one")
+        if (folder / DICT).exists():
+            return torch.load(folder / DICT, map_location="cpu", weights_only=True), state
+    except (OSError, KeyError) as error:
+        raise ValueError(f"{folder}: no whole checkpoint of a loop there ({error})") from None
+    return folder / FILES, state

@@ -1,0 +1,251 @@
+"""A training loop of the user's own, as the loop sees its trial: the context, and what it reports.
+
+The loop is a function that trains in its own way and calls :func:`report` once an epoch::
+
+    from trainers import get_checkpoint, report
+
+    def train(config):
+        model = make_model(config["width"])
+        state = get_checkpoint() or {"epoch": 0, "model": model.state_dict()}
+        model.load_state_dict(state["model"])
+        for epoch in range(state["epoch"], 10):
+            ...
+            state = {"epoch": epoch + 1, "model": model.state_dict()}
+            report({"validation/error": validate(model)}, checkpoint=state)
+        return {"test/error": test(model)}
+
+It is called as ``train(config)``, or with a :class:`LoopContext` where it has a parameter of the
+name ``context``. A process trains one such trial at a time, so :func:`report` need not be told
+which. The other side is :mod:`trainers.workers.own_loop`. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainers.user_code import find_source, load_code
+
+if TYPE_CHECKING:
+    from trainers.config import TrialConfig
+
+KEY = "trainable.name"
+RESERVED = ("done", "history", "checkpoint_path", "final", "pid", "host")
+"""What a trial's messages say beside its metrics."""
+
+Checkpoint = Path | dict[str, Any]
+"""A folder, or a dict of what ``torch.load(weights_only=True)`` loads."""
+
+
+class TrialEnded(BaseException):
+    """Unwinds a loop whose trial has ended.
+
+    No ``Exception``, so that it passes where a loop catches those.
+    """
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoopContext:
+    """The trial that a loop trains.
+
+    Attributes:
+        config: arguments of the loop, ``trainable.args``.
+        trial: config of the whole trial. Of its keys only ``epochs``, ``seed``, ``device``,
+            ``gpus``, ``threads`` and ``workers`` act by themselves.
+        seed: seed of the trial, by which the random numbers of torch, NumPy and Python have been
+            seeded.
+        device: ``cpu`` or ``cuda``.
+        resume: last checkpoint of an earlier attempt, see :func:`get_checkpoint`.
+        rank, world_size: place among the trial's workers. Several are ranks of torch.distributed's
+            default group.
+    """
+
+    config: dict[str, Any]
+    trial: TrialConfig
+    seed: int
+    device: str
+    resume: Checkpoint | None
+    rank: int = 0
+    world_size: int = 1
+    _tell: Callable[[Mapping[str, Any], Checkpoint | str | None], None]
+
+    def report(
+        self, metrics: Mapping[str, Any], *, checkpoint: Checkpoint | str | None = None
+    ) -> None:
+        """Report an epoch of the trial; see :func:`report`."""
+        self._tell(metrics, checkpoint)
+
+
+_trained: list[LoopContext] = []
+"""The trial whose loop runs in this process, if one does."""
+
+
+def report(metrics: Mapping[str, Any], *, checkpoint: Checkpoint | str | None = None) -> None:
+    """Report an epoch of the trial whose loop calls this; every report is one.
+
+    Where the trial ends, by a scheduler or because it has reported ``epochs`` times, the call does
+    not return: it raises :class:`TrialEnded`, so that ``finally`` and ``with`` of the loop are
+    carried out. Of several workers each must report every epoch; the first one's report counts.
+
+    Args:
+        metrics: finite numbers by name, among them those by which the study compares trials.
+            ``epoch`` is filled in, counted from 1.
+        checkpoint: a folder, or a dict of tensors, numbers, texts, lists and dicts. It has been
+            copied when the call returns. A trial that is interrupted goes on from its last one.
+
+    Raises:
+        ValueError: no trial is trained here, a metric is missing or no finite number, or the
+            checkpoint cannot be kept.
+    """
+    _current("report").report(metrics, checkpoint=checkpoint)
+
+
+def get_checkpoint() -> Checkpoint | None:
+    """Return the last checkpoint that the trial reported before it was interrupted.
+
+    Returns:
+        A folder if one was reported, and a dict, with tensors on the CPU, if one was; None where
+        the trial begins.
+
+    Raises:
+        ValueError: no trial is trained here.
+    """
+    return _current("get_checkpoint").resume
+
+
+def _current(name: str) -> LoopContext:
+    if not _trained:
+        raise ValueError(
+            f"trainers.{name}() outside of a trial: it belongs to a loop that a study calls; name"
+            " the function in a study's YAML, trainable: file.py:function, and `lns-study run` it"
+        )
+    return _trained[-1]
+
+
+@contextmanager
+def training(context: LoopContext) -> Iterator[None]:
+    """Make a trial the one that :func:`report` reports of."""
+    _trained.append(context)
+    try:
+        yield
+    finally:
+        _trained.remove(context)
+
+
+def load_loop(name: str, code: str) -> Callable[[LoopContext], Any]:
+    """Return the loop that ``trainable.name`` names, as a function of the trial.
+
+    Args:
+        name: ``file.py:function`` or ``package.module:function``.
+        code: digest of its file when the study was planned; "" checks nothing.
+
+    Raises:
+        ValueError: it cannot be loaded, has changed, is no plain function, or takes something else
+            than ``config`` or ``context``.
+    """
+    loop = load_code(KEY, name, code)
+    kinds = {
+        "a class": inspect.isclass(loop),
+        "a generator": inspect.isgeneratorfunction(loop),
+        "asynchronous": inspect.iscoroutinefunction(loop),
+    }
+    if kind := next((kind for kind, found in kinds.items() if found), ""):
+        raise ValueError(
+            f"{KEY}={name!r}: is {kind} ({where(name, loop)}); name a function that trains and"
+            " calls trainers.report(metrics) once an epoch"
+        )
+    signature = inspect.signature(loop)
+    named = [word for word in ("context", "config") if word in signature.parameters]
+    by_name = "context" in named
+    try:
+        signature.bind(**dict.fromkeys(named)) if by_name else signature.bind(None)
+    except TypeError as error:
+        raise ValueError(
+            f"{KEY}={name!r}: {error} in {name.rpartition(':')[2]}{signature}"
+            f" ({where(name, loop)}); it is called with the dict trainable.args alone, or with a"
+            " parameter named context; give other parameters defaults"
+        ) from None
+
+    @functools.wraps(loop)
+    def start(context: LoopContext) -> Any:
+        offered = {"context": context, "config": context.config}
+        return loop(**{word: offered[word] for word in named}) if by_name else loop(context.config)
+
+    return start
+
+
+def where(name: str, loop: Callable[..., Any]) -> str:
+    """Return the file of a loop and the line in which it begins."""
+    line = getattr(getattr(loop, "__code__", None), "co_firstlineno", 1)
+    return f"{find_source(KEY, name)}, line {line}"
+
+
+def numbers(values: Any, what: str) -> dict[str, float]:
+    """Return what a loop reported or returned as floats by name.
+
+    Args:
+        values: a mapping of names to numbers, also NumPy's or tensors of one element.
+        what: what they are, for errors.
+
+    Raises:
+        ValueError: it is something else, a name is taken, or a number is not finite.
+    """
+    if not isinstance(values, Mapping):
+        raise ValueError(
+            f"{what} is of type {type(values).__name__}; give a dict of names to numbers"
+        )
+    found = {}
+    for name, value in values.items():
+        if not isinstance(name, str) or not name or name in RESERVED:
+            raise ValueError(
+                f"{what} has the name {name!r}; names are texts other than {', '.join(RESERVED)}"
+            )
+        single = value
+        if hasattr(value, "item"):
+            with suppress(ValueError, RuntimeError):  # it has several elements
+                single = value.item()
+        if isinstance(single, bool) or not isinstance(single, int | float):
+            raise ValueError(
+                f"{what} has {name}={str(value)[:80]} of type {type(value).__name__}; give a"
+                " number, or a tensor of one element"
+            )
+        if not math.isfinite(single):
+            raise ValueError(
+                f"{what} has {name}={single}, with which nothing can be compared; return from the"
+                " loop before it reports that it has diverged, or mend it"
+            )
+        found[name] = float(single)
+    return found
+
+
+def check_report(values: Any, epoch: int, wanted: Sequence[str]) -> dict[str, float]:
+    """Return the metrics of a report, with ``epoch``.
+
+    Args:
+        values: what the loop reported.
+        epoch: number of the report, from 1.
+        wanted: names of the metrics by which the study compares trials.
+
+    Raises:
+        ValueError: see :func:`numbers`; a metric is missing; or ``epoch`` is another.
+    """
+    what = f"report {epoch}"
+    found = numbers(values, what)
+    if lacking := [name for name in wanted if name not in found]:
+        raise ValueError(
+            f"{what} has {', '.join(found) or 'nothing'} and lacks {', '.join(lacking)}, by which"
+            " the study compares its trials; report it too"
+        )
+    if found.get("epoch", epoch) != epoch:
+        raise ValueError(
+            f"{what} has epoch={found['epoch']:g}; every report is one epoch, counted from 1, those"
+            " before an interruption included: leave epoch out, or go on where get_checkpoint()"
+            " left off"
+        )
+    return {"epoch": float(epoch), **found}
