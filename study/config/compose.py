@@ -139,7 +139,7 @@ def change(study: StudyConfig, overrides: Sequence[str]) -> StudyConfig:
             f"override '{name}={value}': names a file of conf/{name}, which cannot be swapped any"
             " more; set its keys instead"
         )
-    known = _merge(schema(), as_text(study.to_dict()), "study")
+    known = _merge(schema(), as_text(study.to_change()), "study")
     return _check_trial_keys(_finish(_with_keys(known, keys)))
 
 
