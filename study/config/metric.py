@@ -112,9 +112,9 @@ class Metric:
         """Significant digits of shown values in a table of tests."""
         return 3 if self.percent else 4
 
-    def figure(self, shown: float, *, decimals: int = 2) -> str:
-        """Return a shown value as a figure of a table; ``decimals`` are those of per cent."""
-        return f"{shown:.{decimals}f}" if self.percent else f"{shown:.4g}"
+    def figure(self, shown: float) -> str:
+        """Return a shown value as a figure of a table, without its unit."""
+        return f"{shown:.2f}" if self.percent else f"{shown:.4g}"
 
     def difference(self, shown: float, *, decimals: int = 2) -> str:
         """Return a difference of shown values with its sign."""
@@ -126,7 +126,11 @@ class Metric:
 
     def mean(self, shown: float, sd: float | None) -> str:
         """Return a mean of shown values with their standard deviation, if there is one."""
-        return self.figure(shown) + (f" ± {self.figure(sd)}" if sd is not None else "")
+        return self.figure(shown) + (f" ± {self.spread(sd)}" if sd is not None else "")
+
+    def spread(self, shown: float, *, decimals: int = 2) -> str:
+        """Return a standard deviation or half an interval of shown values."""
+        return f"{shown:.{decimals}f}" if self.percent else f"{shown:.2g}"
 
     def said(self, reported: float) -> str:
         """Return a reported value as people read it: ``2.14 %``."""

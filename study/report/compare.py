@@ -209,7 +209,7 @@ def lines(found: Comparison) -> list[list[str]]:
             if contrast
             else statistics.fmean(pair.second - pair.first for pair in pairs)
         )
-        spread = f" ± {metric.figure(contrast.half)}" if contrast else ""
+        spread = f" ± {metric.spread(contrast.half)}" if contrast else ""
         means = (
             metric.figure(statistics.fmean(values))
             for values in ([p.first for p in pairs], [p.second for p in pairs])
@@ -223,7 +223,7 @@ def verdict(found: Comparison) -> str:
     test = "; too few seeds to test"
     contrast, metric = found.contrast, found.metric
     difference, half = (
-        (contrast.difference, f" ± {metric.figure(contrast.half, decimals=3)} (95 %)")
+        (contrast.difference, f" ± {metric.spread(contrast.half, decimals=3)} (95 %)")
         if contrast
         else (found.difference, "")
     )

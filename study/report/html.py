@@ -30,7 +30,7 @@ def render_html(state: StudyState, summary: Summary, made: Parts, where: Links) 
         answer=answer(state, summary), headings=headings(state, summary),
         shown=shown_rows(summary), objectives=_objective_names(state), front=_front_lines(state),
         ranked=_ranked_lines(state),
-        rows=[(cells(row, metric), row.verdict) for row in summary.rows],
+        rows=[(cells(row, summary), row.verdict) for row in summary.rows],
         intervals=interval_lines(summary), remarks=[*remarks(state, summary), *made.failed],
         protocol=protocol(state), facts=facts(state), versions=state.plan["provenance"]["versions"],
         config=yaml.safe_dump(state.plan["study"], sort_keys=False, allow_unicode=True),

@@ -295,7 +295,7 @@ def _tests(group: Groups, metric: Metric) -> Table:
         figures = ["-"] * 3
         if contrast is not None:
             figures = [
-                f"{metric.difference(contrast.difference)} ± {metric.figure(contrast.half)}",
+                f"{metric.difference(contrast.difference)} ± {metric.spread(contrast.half)}",
                 contrast.over,
                 f"{contrast.p:.2g}",
             ]

@@ -21,7 +21,6 @@ import io
 import json
 import time
 
-from study.config import Metric
 from study.config.space import describe
 from study.ledger.state import ENDED, FAILED, STOPPED, StudyState, name_of
 from study.manage.export import write_csv
@@ -40,9 +39,7 @@ BEST = "best of {count}, by {metric}"
 def render_text(state: StudyState) -> str:
     """Return the table for a terminal, with the remarks about it."""
     summary = summarise(state)
-    lines = _align(
-        [headings(state, summary), *(cells(row, summary.metric) for row in summary.rows)]
-    )
+    lines = _align([headings(state, summary), *(cells(row, summary) for row in summary.rows)])
     return "\n".join([*lines, "", *remarks(state, summary)])
 
 
@@ -52,7 +49,7 @@ def render_markdown(state: StudyState, summary: Summary, notes: list[str]) -> st
     ``notes`` say how the slots were used, and which parts could not be made.
     """
     names = headings(state, summary)
-    rows = [cells(row, summary.metric) for row in summary.rows]
+    rows = [cells(row, summary) for row in summary.rows]
     table = [names, ["---"] * len(names), *rows]
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in table]
     notices = [
@@ -96,7 +93,7 @@ def render_csv(state: StudyState) -> str:
 
 def shown_rows(summary: Summary) -> list[int]:
     """Return the columns in which any row of the table has something, and the first three."""
-    lines = [cells(row, summary.metric) for row in summary.rows]
+    lines = [cells(row, summary) for row in summary.rows]
     return [
         place
         for place in range(max(map(len, lines), default=3))
@@ -108,18 +105,19 @@ def headings(state: StudyState, summary: Summary) -> list[str]:
     """Return the table's column heads; one more if rows were searched."""
     study, metric = state.config, summary.metric
     count = max((row.searched for row in summary.rows), default=0)
-    found = [BEST.format(count=count, metric=study.search.first.name)] if study.space else []
+    found = [BEST.format(count=count, metric=study.search.first.name)] if summary.searched else []
     named = {"figure": metric.heading(metric.test_words), "baseline": study.baseline or "baseline"}
     return [*(heading.format(**named) for heading in HEADINGS), *found]
 
 
-def cells(row: Row, metric: Metric) -> list[str]:
+def cells(row: Row, summary: Summary) -> list[str]:
     """Return one row of the table: errors in per cent, gaps in percentage points, two decimals."""
+    metric = summary.metric
     mean = metric.mean(row.mean, row.sd) if row.mean is not None else "-"
     seeds = f"{row.finished}" if row.finished == row.seeds else f"{row.finished} of {row.seeds}"
     published = metric.figure(row.published) if row.published is not None else "-"
     gap = metric.difference(row.gap) if row.gap is not None else "-"
-    found = [describe(row.params) or "-"] if row.searched or row.params else []
+    found = [describe(row.params) or "-"] if summary.searched else []
     return [row.label, mean, seeds, published, gap, row.rule or "-", row.verdict or "-", *found]
 
 

@@ -73,11 +73,13 @@ class Summary:
         departures: departures of the study from the published recipe, one sentence each; empty if
             the study is comparable.
         metric: metric that the figures are of.
+        searched: whether rows were searched, each for its own best configuration.
     """
 
     rows: list[Row]
     departures: list[str]
     metric: Metric
+    searched: bool
 
     @property
     def comparable(self) -> bool:
@@ -99,7 +101,7 @@ def summarise(state: StudyState) -> Summary:
         _row(wanted.get(label, RowConfig(label=label)), choice, base, study, not departures)
         for label, choice in chosen.items()
     ]
-    return Summary(rows=rows, departures=departures, metric=metric)
+    return Summary(rows=rows, departures=departures, metric=metric, searched=bool(study.space))
 
 
 @dataclass(frozen=True, kw_only=True)
