@@ -419,7 +419,8 @@ def _read(path: Path) -> dict[str, Any]:
 def _merge(base: DictConfig, values: dict[str, Any], source: str, inside: str = "") -> DictConfig:
     """Merge ``values`` over ``base``.
 
-    A domain of the space replaces the earlier one as a whole: a choice over a range is a choice.
+    A domain of the space replaces the earlier one as a whole: a choice over a range is a choice. So
+    do the objectives of the search: those given are all.
 
     Args:
         base: the config so far.
@@ -436,6 +437,10 @@ def _merge(base: DictConfig, values: dict[str, Any], source: str, inside: str = 
         values = values | {"space": space}
         base = base.copy()
         base.space = replaced
+    search = values.get("search")
+    if isinstance(search, dict) and isinstance(search.get("objectives"), dict):
+        base = base.copy()
+        base.search.objectives = {}
     try:
         merged = OmegaConf.merge(base, OmegaConf.create(values))
     except (OmegaConfBaseException, ValueError, TypeError) as error:
