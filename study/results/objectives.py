@@ -80,7 +80,14 @@ def lacking(state: StudyState) -> list[str]:
     if without:
         told.append(_told(without, "reported", metric.name, "name one of them by metric=NAME"))
     elif tests:
-        told.append(_told(tests, "ended with", metric.test_name, "the table lacks them"))
+        told.append(
+            _told(
+                tests,
+                "ended with",
+                metric.test_name,
+                "report it at the end, or use metric=NAME of a figure without a split",
+            )
+        )
     return told
 
 

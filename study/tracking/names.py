@@ -100,9 +100,9 @@ def check_loggable(plan: Plan) -> None:
             remedy.
     """
     _check("name", plan.study.name, EXPERIMENT_LENGTH)
-    suffix = sanitise(of_row(plan.study.primary_metric))
+    suffix = of_row(plan.study.primary_metric)
     for row in plan.rows:
-        _check(f"row {row.label[:40]!r}...: label", f"{sanitise(row.label)}{suffix}", NAME_LENGTH)
+        _check(f"row {row.label[:40]!r}...: label", sanitise(f"{row.label}{suffix}"), NAME_LENGTH)
     for trial in plan.trials:
         for key, value in flatten(trial.config.to_dict()).items():
             _check(f"row {trial.row!r}: {key}", str(value), PARAM_LENGTH)
