@@ -3,8 +3,8 @@
     python scripts/bench_packed.py [--trials 1,4,12,30] [--processes 12] [--json FILE]
 
 Trains MNIST nets 784-512-10, batch 128, LNS everywhere with Kahan summation, for two epochs in
-:class:`trainers.workers.packed.Packed`, and prints milliseconds a net and epoch of the second one
-(validation included), medians over three courses. All threads begin it together. Then the same in
+:class:`trainers.workers.in_process.Packed`, and prints milliseconds a net and epoch of the second
+one (validation included), medians over three courses. All threads begin it together. Then the same in
 as many processes, each with a CUDA context of its own, as Ray packs them. Checks that each net has
 the same losses as alone.
 """
@@ -27,7 +27,7 @@ from trainers.config import ModelConfig, PrecisionConfig, TrialConfig
 from trainers.training.trainer import Training
 from trainers.workers.executors import Context
 from trainers.workers.host import Host
-from trainers.workers.packed import Packed
+from trainers.workers.in_process import Packed
 
 EPOCHS = 2
 COURSES = 3

@@ -27,7 +27,7 @@ ORDER = {
         "formats", "tensor", "tensor.ops", "nn", "optim", "analysis",
     ],
     "trainers": [
-        "_compat", "user_code", "user_loop", "files", "config", "data", "models", "optim",
+        "_compat", "user_code", "files", "config", "user_loop", "data", "models", "optim",
         "checkpoint", "telemetry", "comm", "sync", "parallel", "training", "workers",
     ],
     "study": [

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from study.errors import UserError, refusals
 from study.program import lns_study
-from study.text import duration, percent, when
+from study.text import duration, when
 
 if TYPE_CHECKING:
-    from study.config import StudyConfig
+    from study.config import Metric, StudyConfig
     from study.ledger.state import StudyState, TrialState
 
 
@@ -212,23 +212,24 @@ def _show(options: argparse.Namespace) -> int:
     folder, state = _open(options)
     with refusals():
         trial = find_trial(state, options.trial)
-    _print_trial(folder, trial)
+    _print_trial(folder, trial, state.config.primary_metric)
     return 0
 
 
-def _print_trial(folder: Path, trial: TrialState) -> None:
+def _print_trial(folder: Path, trial: TrialState, metric: Metric) -> None:
     import yaml
 
     from study.ledger.state import name_of
-    from study.results.objectives import objective
+    from study.results.objectives import objective, test_value
 
     print(
         f"{trial.id}: {name_of(trial)}: {trial.status}"
         + (f" ({trial.error})" if trial.error else "")
     )
+    test = test_value(trial, metric) if trial.test else None
     facts = {
         "sampled": trial.params or None,
-        "test error": percent(trial.test["test/error"]) if "test/error" in trial.test else None,
+        metric.final_words: f"{metric.figure(test)}{metric.unit}" if test is not None else None,
         "time": duration(seconds) if (seconds := objective(trial, "seconds")) is not None else None,
         "restarts": trial.restarts,
         "code": ", ".join(trial.commits) or None,

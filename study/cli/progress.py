@@ -12,6 +12,7 @@ import statistics
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -19,6 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from study.config import Metric
 from study.config.space import describe as describe_params
 from study.ledger.lines import Event
 from study.ledger.state import (
@@ -32,9 +34,9 @@ from study.ledger.state import (
     TrialState,
     name_of,
 )
-from study.results.objectives import objective
+from study.results.objectives import lacking, last_value, objective, test_value
 from study.results.utilisation import line as slots_line
-from study.text import duration, percent
+from study.text import duration
 
 STYLES = {
     PLANNED: "dim",
@@ -83,13 +85,15 @@ class LiveView:
     def __init__(self, console: Console, concurrent: int) -> None:
         self._state, self._concurrent, self._clock = StudyState(), concurrent, Clock()
         self._lock = threading.Lock()
-        self._live = Live(
-            console=console, get_renderable=self._render, refresh_per_second=2, transient=True
-        )
+        self._console = console
+        self._live: Live | None = None
 
     def start(self, state: StudyState) -> None:
         """Begin to draw ``state``."""
         self._state = state
+        self._live = Live(
+            console=self._console, get_renderable=self._render, refresh_per_second=2, transient=True
+        )
         self._live.start()
 
     def listen(self, event: Event) -> None:
@@ -99,7 +103,8 @@ class LiveView:
 
     def stop(self) -> None:
         """Remove the table; the report's takes its place."""
-        self._live.stop()
+        if self._live is not None:
+            self._live.stop()
 
     def _render(self) -> RenderableType:
         with self._lock:
@@ -112,10 +117,11 @@ class PlainView:
     def __init__(self, console: Console, concurrent: int) -> None:
         self._console, self._concurrent = console, concurrent
         self._state, self._clock = StudyState(), Clock()
+        self._metric: Metric  # known once there is a state
 
     def start(self, state: StudyState) -> None:
         """Print how much there is to do."""
-        self._state = state
+        self._state, self._metric = state, state.config.primary_metric
         epochs = sum(trial.epochs for trial in state.trials)
         self._line(f"{state.config.name}: {len(state.trials)} trials, {epochs} epochs in all")
 
@@ -123,7 +129,7 @@ class PlainView:
         """Print an event, if the user needs to know it."""
         trial = self._state.known.get(event.get("trial", ""))
         self._clock.hear(event, trial)
-        text = describe(event, trial)
+        text = describe(event, trial, self._metric)
         if text:
             left = self._clock.left(self._state, self._concurrent)
             self._line(
@@ -139,24 +145,22 @@ class PlainView:
         )
 
 
-def describe(event: Event, trial: TrialState | None) -> str:
+def describe(event: Event, trial: TrialState | None, metric: Metric) -> str:
     """Describe an event as a phrase; "" for events that nobody needs to read."""
     if trial is None or "source" in event:  # what another trial did is no news
         return ""
     name = name_of(trial)
     if event["event"] == "report":
-        error = event["metrics"].get("validation/error", float("nan"))
-        return f"{name}: epoch {event['epoch']}/{trial.epochs}, validation error {percent(error)}"
+        shown = _shown(event["metrics"], metric.name, metric.words, metric)
+        return f"{name}: epoch {event['epoch']}/{trial.epochs}, {shown}"
     if event["event"] == "relieved":
         return (
             f"{name}: out of memory, once more with {describe_params(event['relief'])}"
             f" ({event['error']})"
         )
     if event["event"] == "finished":
-        return (
-            f"{name}: finished, test error"
-            f" {percent(event['metrics'].get('test/error', float('nan')))}"
-        )
+        shown = _shown(event["metrics"], metric.test_name, metric.test_words, metric)
+        return f"{name}: finished, {shown}"
     phrases = {
         "restarted": "its process died, starting it again",
         "damaged": (
@@ -172,6 +176,11 @@ def describe(event: Event, trial: TrialState | None) -> str:
     return f"{name}: {text}{reason}" if text else ""
 
 
+def _shown(reported: Mapping[str, float], name: str, words: str, metric: Metric) -> str:
+    """Return a figure with its value, or say that it was not reported."""
+    return f"{words} {metric.said(reported[name])}" if name in reported else f"no {name}"
+
+
 def render(
     state: StudyState, clock: Clock, concurrent: int, *, bar: bool = True, now: float | None = None
 ) -> RenderableType:
@@ -184,19 +193,20 @@ def render(
         bar: whether to show a bar with the time left, for a study that runs here.
         now: the time while the study runs, else None.
     """
-    table = Table(box=None, pad_edge=False)
-    for heading in ("trial", "seed", "state", "epoch", "validation error", "test error", "id"):
+    table, metric = Table(box=None, pad_edge=False), state.config.primary_metric
+    for heading in ("trial", "seed", "state", "epoch", metric.words, metric.final_words, "id"):
         table.add_column(
             heading, justify="left" if heading in ("trial", "state", "id") else "right"
         )
     shown = _most_interesting(list(state.trials))
     for trial in shown:
-        table.add_row(*_cells(trial), style=STYLES[trial.status])
+        table.add_row(*_cells(trial, metric), style=STYLES[trial.status])
     hidden = len(state.trials) - len(shown)
     lines: list[RenderableType] = [
         table,
         *([Text(f"and {hidden} more", style="dim")] if hidden else []),
         Text(summary(state)),
+        *(Text(sentence, style="yellow") for sentence in lacking(state)),
         *([Text(slots)] if (slots := slots_line(state, now)) else []),
         *([_bar(state, clock, concurrent)] if bar else []),
     ]
@@ -215,17 +225,17 @@ def summary(state: StudyState) -> str:
     )
     if not state.plan:
         return text
-    metric, mode = next(iter(state.config.search.objectives.items()))
+    metric = state.config.search.first
     values = {
         trial.id: value
         for trial in state.trials
-        if (value := objective(trial, metric)) is not None and math.isfinite(value)
+        if (value := objective(trial, metric.name)) is not None and math.isfinite(value)
     }
     if not values:
         return text
-    best = (min if mode == "min" else max)(values, key=lambda key: values[key])
-    shown = percent(values[best]) if metric.endswith("/error") else f"{values[best]:.4g}"
-    return f"{text}; best {metric} {shown} ({name_of(state.known[best])})"
+    best = min(values, key=lambda key: metric.sign * values[key])
+    said = metric.said(values[best])
+    return f"{text}; best {metric.name} {said} ({name_of(state.known[best])})"
 
 
 def _most_interesting(trials: list[TrialState]) -> list[TrialState]:
@@ -237,10 +247,11 @@ def _most_interesting(trials: list[TrialState]) -> list[TrialState]:
     return [trial for trial in trials if trial.id in chosen]
 
 
-def _cells(trial: TrialState) -> list[str]:
-    errors = trial.metric("validation/error")
-    last = percent(errors[max(errors)]) if errors else ""
-    test = percent(trial.test["test/error"]) if "test/error" in trial.test else ""
+def _cells(trial: TrialState, metric: Metric) -> list[str]:
+    values = last_value(trial, metric), test_value(trial, metric) if trial.test else None
+    last, test = (
+        "" if value is None else f"{metric.figure(value)}{metric.unit}" for value in values
+    )
     status = trial.status + (f" (restarted {trial.restarts}x)" if trial.restarts else "")
     row = trial.row if trial.number is None else f"{trial.row} #{trial.number}"
     return [row, str(trial.seed), status, f"{trial.epoch}/{trial.epochs}", last, test, trial.id]

@@ -1,6 +1,7 @@
 """Definition of a study: frozen dataclasses, made from YAML files and ``key=value`` overrides."""
 
-from study.config.search import ADAPTIVE, ALGORITHMS, MODES, POPULATIONS, SCHEDULERS, SearchConfig
+from study.config.metric import MODES, Metric
+from study.config.search import ADAPTIVE, ALGORITHMS, POPULATIONS, SCHEDULERS, SearchConfig
 from study.config.study import (
     EXECUTORS,
     OUTSIDE,
@@ -22,6 +23,7 @@ __all__ = [
     "SCHEDULERS",
     "TRACKING_SCHEMES",
     "LimitsConfig",
+    "Metric",
     "RowConfig",
     "SearchConfig",
     "StudyConfig",

@@ -140,7 +140,7 @@ def change(study: StudyConfig, overrides: Sequence[str]) -> StudyConfig:
             f"override '{name}={value}': names a file of conf/{name}, which cannot be swapped any"
             " more; set its keys instead"
         )
-    known = _merge(schema(), as_text(study.to_dict()), "study")
+    known = _merge(schema(), as_text(study.to_change()), "study")
     return _check_trial_keys(_finish(_with_keys(known, keys)))
 
 
@@ -418,7 +418,8 @@ def _read(path: Path) -> dict[str, Any]:
 def _merge(base: DictConfig, values: dict[str, Any], source: str, inside: str = "") -> DictConfig:
     """Merge ``values`` over ``base``.
 
-    A domain of the space replaces the earlier one as a whole: a choice over a range is a choice.
+    A domain of the space replaces the earlier one as a whole: a choice over a range is a choice. So
+    do the objectives of the search: those given are all.
 
     Args:
         base: the config so far.
@@ -435,6 +436,10 @@ def _merge(base: DictConfig, values: dict[str, Any], source: str, inside: str = 
         values = values | {"space": space}
         base = base.copy()
         base.space = replaced
+    search = values.get("search")
+    if isinstance(search, dict) and isinstance(search.get("objectives"), dict):
+        base = base.copy()
+        base.search.objectives = {}
     try:
         merged = OmegaConf.merge(base, OmegaConf.create(values))
     except (OmegaConfBaseException, ValueError, TypeError) as error:

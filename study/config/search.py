@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from study.config.metric import MODES, Metric
 from trainers.config.validation import at_least, one_of
 
 ALGORITHMS = ("random", "sobol", "grid", "tpe", "cmaes", "nsga2")
@@ -12,7 +13,8 @@ ADAPTIVE = ("tpe", "cmaes", "nsga2")
 """Algorithms whose proposals depend on the results of earlier trials."""
 SCHEDULERS = ("none", "asha", "hyperband", "median", "halving", "pbt", "pb2")
 POPULATIONS = ("pbt", "pb2")
-MODES = ("min", "max")
+OBJECTIVES = {"validation/error": "min"}
+"""Default of the objectives, for which a study of another metric takes that one."""
 
 
 def unique(name: str, values: Sequence[object], remedy: str) -> None:
@@ -41,7 +43,8 @@ class SearchConfig:
         objectives: metrics, each with ``min`` or ``max``: metrics that a trial reports
             (``validation/error``, ``validation/loss``, ``train/...``, ``samples_per_second``),
             ``seconds`` (of training) or ``bits`` (of the number format). Only tpe and nsga2 take
-            several. The first one selects a row's best configuration.
+            several. The first one selects a row's best configuration. Left at their default, they
+            are the study's ``metric`` and ``mode``.
         scheduler: scheduler that ends trials early when they fall behind in the first objective:
             ``none``, ``asha`` (asynchronous successive halving, Li et al. 2020), ``hyperband``
             (asha with several brackets, the later ones with a longer grace period) or ``median``
@@ -67,7 +70,7 @@ class SearchConfig:
     algorithm: str = "random"
     num_samples: int = 16
     seed: int = 0
-    objectives: dict[str, str] = field(default_factory=lambda: {"validation/error": "min"})
+    objectives: dict[str, str] = field(default_factory=OBJECTIVES.copy)
     scheduler: str = "none"
     grace_period: int = 1
     reduction_factor: int = 3
@@ -127,6 +130,12 @@ class SearchConfig:
                 f"search.algorithm=cmaes with {len(self.objectives)} objectives: it minimises one;"
                 " use search.algorithm=nsga2 or tpe"
             )
+
+    @property
+    def first(self) -> Metric:
+        """First objective, which ranks configurations."""
+        name, mode = next(iter(self.objectives.items()))
+        return Metric(name=name, mode=mode)
 
     @property
     def adaptive(self) -> bool:

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import re
 import urllib.parse
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from study.config.search import SearchConfig, unique
+from study.config.metric import MODES, VALIDATION, Metric
+from study.config.search import OBJECTIVES, SearchConfig, unique
 from study.config.space import Space, parse_space
 from study.tracking_uri import hide, without_password
 from trainers.config import TrialConfig
@@ -36,6 +37,8 @@ TRACKING_SCHEMES = (
     "mysql+pymysql://",
 )
 
+DERIVED = ("bits", "seconds")
+"""Objectives that no trial reports."""
 OUTSIDE = ("data.root", "gpus")
 """Trial keys that change no result.
 
@@ -51,11 +54,12 @@ class RowConfig:
         label: name of the row in tables, pictures and MLflow.
         overrides: trial keys to change, nested (``{precision: {scope: matmul}}``) or dotted
             (``{precision.scope: matmul}``).
-        published: published test error to print beside ours, in per cent; None if there is none.
-        within: largest difference of the row's mean test error from the baseline row's, in
-            percentage points, with which the row passes.
-        worse_by: smallest excess of the row's mean test error over the baseline row's, in
-            percentage points, with which the row passes.
+        published: published test figure of the study's metric to print beside ours, errors in per
+            cent; None if there is none.
+        within: largest difference of the row's mean test figure from the baseline row's, of errors
+            in percentage points, with which the row passes.
+        worse_by: smallest amount by which the row's mean test figure is worse than the baseline
+            row's, of errors in percentage points, with which the row passes.
         comparable: values that the row's trials must have for its figures to be comparable, like
             the study's ``comparable``.
     """
@@ -122,6 +126,12 @@ class StudyConfig:
             seed.
         space: search space (:mod:`study.config.space`); nothing is searched if empty.
         search: how the space is searched.
+        metric: reported name of the figure that tables, pictures, tests and answers are about:
+            ``validation/loss``, ``validation/NAME`` with NAME among ``trial.metrics``, or
+            ``accuracy``. Tables have the last ``test/NAME`` of ``validation/NAME``, or the last
+            value of a figure of no split. None for ``validation/error``, or ``validation/loss``
+            where the trial's loss counts no errors.
+        mode: whether lower (``min``) or higher (``max``) values of the metric are better.
         limits: limits at which the study stops by itself.
         digits: trial keys to change if the data are digits, a set 40 times smaller than MNIST: by
             name, or because ``data.name=auto`` found no MNIST.
@@ -161,6 +171,8 @@ class StudyConfig:
     seeds: list[int] = field(default_factory=lambda: [0])
     space: dict[str, Any] = field(default_factory=dict)
     search: SearchConfig = field(default_factory=SearchConfig)
+    metric: str | None = None
+    mode: str = "min"
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     digits: dict[str, Any] = field(default_factory=dict)
     baseline: str | None = None
@@ -212,6 +224,7 @@ class StudyConfig:
                 " trial.telemetry=true"
             )
         self._check_baseline()
+        self._check_metric()
         self._check_space()
         check_tracking_uri(self.tracking_uri)
         object.__setattr__(
@@ -219,12 +232,64 @@ class StudyConfig:
             "tracking_uri",
             hide(self.tracking_uri) if self.tracking_uri else self.tracking_uri,
         )
+        if self.search.objectives == OBJECTIVES:
+            object.__setattr__(self, "search", replace(self.search, objectives=self._objectives))
+
+    def _check_metric(self) -> None:
+        """Refuse a metric that nothing may be chosen by, or that the base trial cannot report."""
+        one_of("mode", self.mode, MODES)
+        name = self.primary_metric.name
+        split, _, figure = name.rpartition("/")
+        if name.startswith("test/"):
+            raise ValueError(
+                f"metric={name}: nothing may be chosen by the test set; use"
+                f" metric={VALIDATION}{figure}, whose test figures are in the tables"
+            )
+        if self.mode == "max" and figure in ("error", "loss") and split:
+            raise ValueError(
+                f"mode=max with metric={name}: is better the lower; leave mode out, or name another"
+                " metric, for example metric=validation/r2"
+            )
+        if not figure or name in DERIVED:
+            raise ValueError(
+                f"metric={name!r}: must be the name of a figure that trials report after an epoch;"
+                f" use for example metric=validation/loss ({' and '.join(DERIVED)} can be"
+                " objectives of a search)"
+            )
+        loss = self.trial.loss
+        reported = ["loss", *(["error"] if loss.counts_errors else []), *self.trial.metrics]
+        if name.startswith(VALIDATION) and name.removeprefix(VALIDATION) not in reported:
+            other = (
+                "a loss of classes"
+                if figure == "error"
+                else f"add trial.metrics.{figure}, for example {{name: 'torchmetrics:R2Score'}}"
+            )
+            raise ValueError(
+                f"metric={name} with trial.loss.name={loss.name}: of the validation examples a"
+                f" trial reports {', '.join(reported)}; use one of them, for example"
+                f" metric={VALIDATION}{reported[-1]}, or {other}"
+            )
+
+    @property
+    def primary_metric(self) -> Metric:
+        """Figure that the study is about."""
+        usual = "error" if self.trial.loss.counts_errors else "loss"
+        name = f"{VALIDATION}{usual}" if self.metric is None else self.metric
+        return Metric(name=name, mode=self.mode)
+
+    @property
+    def _objectives(self) -> dict[str, str]:
+        """Objectives of a search that names none."""
+        return {self.primary_metric.name: self.mode}
 
     def _check_space(self) -> None:
         space = self.parsed_space
         if space and self.search.algorithm == "grid":
             space.all_points()
-        if not space and self.search != SearchConfig():
+        if not space and self.search not in (
+            SearchConfig(),
+            SearchConfig(objectives=self._objectives),
+        ):
             raise ValueError(
                 "search: there is no space to search; add for example space: {optimizer.lr:"
                 " {loguniform: [0.001, 1.0]}}, or leave search out"
@@ -321,6 +386,13 @@ class StudyConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return a plain nested dict of JSON values; :meth:`from_dict` reads it back."""
         return asdict(self)
+
+    def to_change(self) -> dict[str, Any]:
+        """Return what :meth:`to_dict` does, with objectives that follow a change of the metric."""
+        values = self.to_dict()
+        if self.search.objectives == self._objectives:
+            values["search"]["objectives"] = OBJECTIVES.copy()
+        return values
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> StudyConfig:

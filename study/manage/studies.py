@@ -142,14 +142,14 @@ def overview(folder: Path) -> dict[str, Any]:
             "best": "-",
             "time": events[-1]["time"] if events else 0.0,
         }
-    metric, mode = next(iter(state.config.search.objectives.items()))
+    metric = state.config.search.first
     values = [
-        group.objectives[metric]
-        for group in groups_of_seeds(state.trials, [metric])
+        group.objectives[metric.name]
+        for group in groups_of_seeds(state.trials, [metric.name])
         if group.finished
     ]
     usable = [value for value in values if math.isfinite(value)]
-    best = (min if mode == "min" else max)(usable) if usable else None
+    best = min(usable, key=lambda value: metric.sign * value, default=None)
     ended, failed = (
         sum(trial.status in ENDED for trial in state.trials),
         sum(trial.status == FAILED for trial in state.trials),
@@ -158,7 +158,7 @@ def overview(folder: Path) -> dict[str, Any]:
         "name": state.config.name,
         "condition": condition(folder, state),
         "trials": f"{ended}/{len(state.trials)}" + (f", {failed} failed" if failed else ""),
-        "best": f"{metric} {best:.4g}" if best is not None else "-",
+        "best": f"{metric.name} {best:.4g}" if best is not None else "-",
         # events that were taken over have the times of their source
         "time": max(event["time"] for event in events),
     }

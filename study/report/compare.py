@@ -1,8 +1,9 @@
-"""Comparison of two studies: the configurations that both ran, their errors paired by seed, and a
+"""Comparison of two studies: the configurations that both ran, their figures paired by seed, and a
 test of the difference.
 
-Trials are matched by their whole config, without what changes no result; if no trial is the same in
-both studies, by row, number and seed. A configuration counts with the seeds that finished in both.
+The figures are those of the metric that both studies are about. Trials are matched by their whole
+config, without what changes no result; if no trial is the same in both studies, by row, number and
+seed. A configuration counts with the seeds that finished in both.
 The test of a row, and of all together, is Student's t over the seeds
 (:mod:`study.results.contrasts`): the difference of a seed is the mean over the configurations, so
 that these do not count as if they were seeds. With one seed the test is over the configurations,
@@ -20,21 +21,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from study.config import Metric
 from study.ledger.state import FINISHED, StudyState, TrialState
 from study.plan.identity import results_key
+from study.program import lns_study
 from study.report.figures.style import (
     COLOURS,
     LIGHT,
     MOST_CURVES,
     Theme,
     canvas,
-    percent_axis,
     plain,
     png,
     set_title,
+    value_axis,
 )
 from study.results.contrasts import POWER, Contrast, paired
-from study.results.statistics import measure
+from study.results.objectives import last_value, test_value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +62,9 @@ class Comparison:
         names: names of the two studies.
         pairs: matched trials.
         matched_by: ``config`` or ``row``.
-        measured: ``test error`` or ``validation error``.
-        difference: mean of second minus first over all pairs, in percentage points.
+        metric: metric that both studies are about.
+        measured: ``test error`` or ``validation error``, or the like of another metric.
+        difference: mean of second minus first over all pairs, of errors in percentage points.
         contrast: contrast of that difference, over seeds, or over configurations if there is one
             seed; None if nothing can be tested.
         rows: contrast of each row, or None.
@@ -69,6 +73,7 @@ class Comparison:
     names: tuple[str, str]
     pairs: list[Pair]
     matched_by: str
+    metric: Metric
     measured: str
     difference: float
     contrast: Contrast | None
@@ -79,23 +84,26 @@ def compare(first: StudyState, second: StudyState) -> Comparison:
     """Match the finished trials of two studies.
 
     Raises:
-        ValueError: no trials match.
+        ValueError: no trials match, or the studies are about different metrics.
     """
+    metric = _shared_metric(first, second)
     ours, theirs, matched_by = _matched(first, second)
     shared = [name for name in ours if name in theirs]
     tested = all(
-        "test/error" in trial.test for name in shared for trial in (ours[name], theirs[name])
+        test_value(trial, metric) is not None
+        for name in shared
+        for trial in (ours[name], theirs[name])
     )
     pairs = [
         Pair(name=ours[name].row, number=ours[name].number, seed=ours[name].seed, first=a, second=b)
         for name in shared
-        if (a := _error(ours[name], tested)) is not None
-        and (b := _error(theirs[name], tested)) is not None
+        if (a := _figure(ours[name], metric, tested)) is not None
+        and (b := _figure(theirs[name], metric, tested)) is not None
     ]
     if not pairs:
         raise ValueError(
             f"{first.config.name} and {second.config.name}: the matched trials have no finite"
-            " errors; compare studies whose trials did not diverge"
+            f" {metric.plural}; compare studies whose trials did not diverge"
         )
     rows = {
         row: _contrast([pair for pair in pairs if pair.name == row])
@@ -111,11 +119,30 @@ def compare(first: StudyState, second: StudyState) -> Comparison:
         names=_names(first, second),
         pairs=pairs,
         matched_by=matched_by,
-        measured="test error" if tested else "validation error",
+        metric=metric,
+        measured=metric.test_words if tested else metric.words,
         difference=statistics.fmean(pair.second - pair.first for pair in pairs),
         contrast=contrast and dataclasses.replace(contrast, tests=tests),
         rows={row: each and dataclasses.replace(each, tests=tests) for row, each in rows.items()},
     )
+
+
+def _shared_metric(first: StudyState, second: StudyState) -> Metric:
+    """Return the metric that both studies are about, or refuse two.
+
+    Raises:
+        ValueError: they are about different ones.
+    """
+    ours, theirs = first.config.primary_metric, second.config.primary_metric
+    if ours != theirs:
+        wanted = f"metric={ours.name}", f"mode={ours.mode}"
+        extend = lns_study("extend", second.config.slug, *wanted)
+        raise ValueError(
+            f"{first.config.name} and {second.config.name}: one is about {ours.name} ({ours.mode}),"
+            f" the other about {theirs.name} ({theirs.mode}), which cannot be subtracted; give one"
+            f" the other's metric, for example with `{extend}`"
+        )
+    return ours
 
 
 def _contrast(pairs: Iterable[Pair]) -> Contrast | None:
@@ -164,14 +191,14 @@ def _row_key(trial: TrialState) -> str:
     return json.dumps([trial.row, trial.number, trial.seed])
 
 
-def _error(trial: TrialState, tested: bool) -> float | None:
-    value = 100 * trial.test["test/error"] if tested else measure(trial, "error")
+def _figure(trial: TrialState, metric: Metric, tested: bool) -> float | None:
+    value = test_value(trial, metric) if tested else last_value(trial, metric)
     return value if value is not None and math.isfinite(value) else None
 
 
 def lines(found: Comparison) -> list[list[str]]:
-    """Return one line per row: label, pairs, both mean errors, mean difference in points."""
-    groups: dict[str, list[Pair]] = {}
+    """Return one line per row: label, pairs, both means, mean difference (errors: in points)."""
+    metric, groups = found.metric, dict[str, list[Pair]]()
     for pair in found.pairs:
         groups.setdefault(pair.name, []).append(pair)
     table = []
@@ -182,21 +209,21 @@ def lines(found: Comparison) -> list[list[str]]:
             if contrast
             else statistics.fmean(pair.second - pair.first for pair in pairs)
         )
-        spread = f" ± {contrast.half:.2f}" if contrast else ""
+        spread = f" ± {metric.spread(contrast.half)}" if contrast else ""
         means = (
-            f"{statistics.fmean(values):.2f}"
+            metric.figure(statistics.fmean(values))
             for values in ([p.first for p in pairs], [p.second for p in pairs])
         )
-        table.append([name, str(len(pairs)), *means, f"{difference:+.2f}{spread}"])
+        table.append([name, str(len(pairs)), *means, f"{metric.difference(difference)}{spread}"])
     return table
 
 
 def verdict(found: Comparison) -> str:
     """Describe the overall difference in one sentence."""
     test = "; too few seeds to test"
-    contrast = found.contrast
+    contrast, metric = found.contrast, found.metric
     difference, half = (
-        (contrast.difference, f" ± {contrast.half:.3f} (95 %)")
+        (contrast.difference, f" ± {metric.spread(contrast.half, decimals=3)} (95 %)")
         if contrast
         else (found.difference, "")
     )
@@ -213,9 +240,10 @@ def verdict(found: Comparison) -> str:
         )
     equal = sum(pair.first == pair.second for pair in found.pairs)
     same = f"; {equal} pairs are equal to the last bit" if equal else ""
+    gap = f"{metric.difference(difference, decimals=3)}{half}{metric.points}"
     return (
-        f"{found.names[1]} minus {found.names[0]}: {difference:+.3f}{half} points of"
-        f" {found.measured} over {len(found.pairs)} pairs matched by {found.matched_by}{test}{same}"
+        f"{found.names[1]} minus {found.names[0]}: {gap} of {found.measured} over"
+        f" {len(found.pairs)} pairs matched by {found.matched_by}{test}{same}"
     )
 
 
@@ -236,19 +264,25 @@ def draw(found: Comparison, theme: Theme = LIGHT) -> bytes:
             label=plain(row),
         )
     values = np.array([[pair.first, pair.second] for pair in found.pairs])
+    metric = found.metric
     ends = [values.min() * 0.9, values.max() * 1.1]
+    if metric.logarithmic(values.ravel()):
+        value_axis(axes, metric, values.ravel())
+        axes.set_xscale("log")
+    else:
+        margin = 0.05 * float(np.ptp(values)) or 0.1 * abs(float(values.max())) or 1.0
+        ends = [values.min() - margin, values.max() + margin]
     axes.plot(ends, ends, color=theme.text, linewidth=1, zorder=1)
-    percent_axis(axes)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(
-        axes.yaxis.get_major_locator().__class__(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0))
-    )
-    axes.xaxis.set_major_formatter(axes.yaxis.get_major_formatter())
+    if metric.percent:
+        axes.xaxis.set_major_locator(
+            axes.yaxis.get_major_locator().__class__(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0))
+        )
+        axes.xaxis.set_major_formatter(axes.yaxis.get_major_formatter())
     axes.set_xlim(*ends)
     axes.set_ylim(*ends)
     axes.set_aspect("equal")
-    axes.set_xlabel(plain(f"{found.names[0]}: {found.measured}, %"))
-    axes.set_ylabel(plain(f"{found.names[1]}: {found.measured}, %"))
+    axes.set_xlabel(plain(f"{found.names[0]}: {metric.heading(found.measured)}"))
+    axes.set_ylabel(plain(f"{found.names[1]}: {metric.heading(found.measured)}"))
     set_title(axes, f"{len(found.pairs)} matched trials; on the line both are equal", theme)
     if len(rows) <= MOST_CURVES:
         axes.legend(frameon=False, labelcolor=theme.text, fontsize=9)

@@ -44,7 +44,7 @@ def render_latex(state: StudyState) -> str:
     """Return the table for a paper; it needs the package ``booktabs``."""
     summary = summarise(state)
     names = headings(state, summary)
-    lines = [names, *(cells(row) for row in summary.rows)]
+    lines = [names, *(cells(row, summary) for row in summary.rows)]
     kept = [
         place
         for place in range(len(names))

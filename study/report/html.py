@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from study.config import Metric
 from study.config.space import describe, show
-from study.ledger.state import StudyState
+from study.ledger.state import StudyState, TrialState
 from study.report.pictures import Links, Parts
 from study.report.tables import cells, facts, headings, protocol, remarks, shown_rows
-from study.results.answer import answer
+from study.results.answer import answer, capital
 from study.results.configurations import condition, configurations, pareto_front, ranked
+from study.results.objectives import test_value
 from study.results.statistics import interval
-from study.results.summary import Summary, test_errors
+from study.results.summary import Summary, test_figures
 
 
 def render_html(state: StudyState, summary: Summary, made: Parts, where: Links) -> str:
@@ -23,25 +24,29 @@ def render_html(state: StudyState, summary: Summary, made: Parts, where: Links) 
     environment = Environment(
         loader=PackageLoader("study.report"), autoescape=True, undefined=StrictUndefined
     )
+    metric = summary.metric
     return environment.get_template("report.html.j2").render(
-        study=state.config, answer=answer(state, summary), headings=headings(state, summary),
+        metric=metric, title=capital(metric.test_words), study=state.config,
+        answer=answer(state, summary), headings=headings(state, summary),
         shown=shown_rows(summary), objectives=_objective_names(state), front=_front_lines(state),
-        ranked=_ranked_lines(state), rows=[(cells(row), row.verdict) for row in summary.rows],
+        ranked=_ranked_lines(state),
+        rows=[(cells(row, summary), row.verdict) for row in summary.rows],
         intervals=interval_lines(summary), remarks=[*remarks(state, summary), *made.failed],
         protocol=protocol(state), facts=facts(state), versions=state.plan["provenance"]["versions"],
         config=yaml.safe_dump(state.plan["study"], sort_keys=False, allow_unicode=True),
-        trials=_trial_lines(state), pictures=made.pictures, tables=made.tables, links=where,
+        trials=_trial_lines(state, metric), pictures=made.pictures, tables=made.tables, links=where,
         explore=made.explore,
     )  # fmt: skip
 
 
 def interval_lines(summary: Summary) -> dict[str, str]:
     """Return the 95 % confidence intervals of the rows' means by label, from two seeds on."""
-    found = {}
+    found, metric = {}, summary.metric
     for row in summary.rows:
-        half = interval(test_errors(row.trials))
+        half = interval(test_figures(row.trials, metric))
         if half is not None and row.mean is not None and row.finished == row.seeds:
-            found[row.label] = f"{row.mean - half:.2f} to {row.mean + half:.2f}"
+            ends = metric.figure(row.mean - half), metric.figure(row.mean + half)
+            found[row.label] = " to ".join(ends)
     return found
 
 
@@ -99,14 +104,14 @@ class _TrialLine:
     id: str
 
 
-def _trial_lines(state: StudyState) -> list[_TrialLine]:
+def _trial_lines(state: StudyState, metric: Metric) -> list[_TrialLine]:
     return [
         _TrialLine(
             trial.row,
             trial.seed,
             trial.status,
             f"{trial.epoch}/{trial.epochs}",
-            _test(trial.test),
+            _test(trial, metric),
             trial.restarts,
             trial.id,
         )
@@ -114,5 +119,6 @@ def _trial_lines(state: StudyState) -> list[_TrialLine]:
     ]
 
 
-def _test(test: dict[str, Any]) -> str:
-    return f"{100 * test['test/error']:.2f}" if "test/error" in test else "-"
+def _test(trial: TrialState, metric: Metric) -> str:
+    value = test_value(trial, metric) if trial.test else None
+    return metric.figure(value) if value is not None else "-"

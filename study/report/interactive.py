@@ -20,10 +20,12 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from study.config import Metric
 from study.config.keys import flatten
 from study.ledger.state import StudyState, TrialState, name_of
 from study.report.figures.style import COLOURS
-from study.results.statistics import MEASURES, measure
+from study.results.objectives import curve, test_value
+from study.results.statistics import METRIC, labels, measure
 
 MOST_TRIALS = 2000
 MOST_CURVES = 300
@@ -76,25 +78,28 @@ def explore_data(state: StudyState) -> dict[str, Any] | None:
     trials = [trial for trial in state.trials if trial.reports][:MOST_TRIALS]
     if not trials:
         return None
-    rows = list(state.rows())
-    keys = _settings(trials)
+    rows, metric = list(state.rows()), state.config.primary_metric
+    keys, measures = _settings(trials), labels(metric)
     lines = [
-        _line(trial, rows, keys, with_curve=place < MOST_CURVES)
+        _line(trial, rows, keys, metric, with_curve=place < MOST_CURVES)
         for place, trial in enumerate(trials)
     ]
     names = [
         name
-        for name in [*MEASURES.values(), "test error, %", *keys]
+        for name in dict.fromkeys([*measures.values(), metric.heading(metric.test_words), *keys])
         if any(line["values"].get(name) is not None for line in lines)
     ]
-    x = keys[0] if keys else next((name for name in names if name != MEASURES["error"]), names[0])
+    x = keys[0] if keys else next((name for name in names if name != measures[METRIC]), names[0])
     return {
         "rows": rows,
         "names": names,
         "trials": lines,
         "colours": COLOURS,
         "x": x,
-        "y": MEASURES["error"],
+        "y": measures[METRIC],
+        "log": metric.logarithmic(
+            value for line in lines for value in line.get("curve", [[], []])[1]
+        ),
     }
 
 
@@ -119,15 +124,13 @@ def _settings(trials: list[TrialState]) -> list[str]:
 
 
 def _line(
-    trial: TrialState, rows: list[str], keys: list[str], *, with_curve: bool
+    trial: TrialState, rows: list[str], keys: list[str], metric: Metric, *, with_curve: bool
 ) -> dict[str, Any]:
     config = flatten(trial.config)
     values: dict[str, Any] = {
-        label: _finite(measure(trial, name)) for name, label in MEASURES.items()
+        label: _finite(measure(trial, name, metric)) for name, label in labels(metric).items()
     }
-    values["test error, %"] = (
-        _finite(100 * trial.test["test/error"]) if "test/error" in trial.test else None
-    )
+    values[metric.heading(metric.test_words)] = _finite(test_value(trial, metric))
     values |= {key: _finite(config.get(key)) for key in keys}
     line: dict[str, Any] = {
         "row": rows.index(trial.row),
@@ -135,12 +138,10 @@ def _line(
         "values": values,
     }
     if with_curve:
-        curve = {
-            epoch: 100 * value
-            for epoch, value in trial.metric("validation/error").items()
-            if math.isfinite(value)
+        reported = {
+            epoch: value for epoch, value in curve(trial, metric).items() if math.isfinite(value)
         }
-        line["curve"] = [list(curve), [round(value, 4) for value in curve.values()]]
+        line["curve"] = [list(reported), [metric.rounded(value) for value in reported.values()]]
     return line
 
 

@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from study.config import Metric
 from study.ledger.state import StudyState
 from study.report.figures.analysis import (
     draw_budget,
@@ -33,9 +34,11 @@ from study.report.figures.results import draw_bars, draw_epochs, draw_slices
 from study.report.figures.slots import draw_slots
 from study.report.figures.style import DARK, LIGHT, Theme
 from study.report.interactive import Interactive, interactive
+from study.results.answer import capital
 from study.results.contrasts import POWER, Contrast
 from study.results.importance import Importance, importance
 from study.results.statistics import (
+    METRIC,
     Entry,
     Groups,
     best_of_budget,
@@ -82,31 +85,28 @@ TITLES = {
     "test_error": (
         "",
         (
-            "Bars: final test error of each row beside the published figures; the numbers are in"
+            "Bars: final {test} of each row beside the published figures; the numbers are in"
             " the table above"
         ),
     ),
     "error_per_epoch": (
         "Learning",
         (
-            "Lines: validation error per epoch, mean over seeds, the band from lowest to highest,"
+            "Lines: {words} per epoch, mean over seeds, the band from lowest to highest,"
             " one line a row"
         ),
     ),
     "pareto": (
-        "Error against bits, time, energy and bytes",
-        (
-            "Dots: validation error over each other measure; the line joins those that none beats"
-            " in both"
-        ),
+        "{Short} against bits, time, energy and bytes",
+        ("Dots: {words} over each other measure; the line joins those that none beats in both"),
     ),
     "heat_map": (
         "Formats and layouts",
-        "Table in colours: lowest validation error by number format and layout",
+        "Table in colours: {best} {words} by number format and layout",
     ),
     "categories": (
         "By category",
-        "Box plots: validation error of the trials by category; the tests are in the tables below",
+        "Box plots: {words} of the trials by category; the tests are in the tables below",
     ),
     "slices": (
         "Search",
@@ -121,20 +121,14 @@ TITLES = {
     ),
     "importance": (
         "Importance",
-        "Bars: share of the variance of the validation error that each sampled key explains",
+        "Bars: share of the variance of the {words} that each sampled key explains",
     ),
-    "dependence": (
-        "Partial dependence",
-        "Lines: validation error that a forest predicts as one key moves",
-    ),
+    "dependence": ("Partial dependence", "Lines: {words} that a forest predicts as one key moves"),
     "parallel": (
         "Parallel coordinates",
-        "Lines: a configuration each, over its sampled keys and its error",
+        "Lines: a configuration each, over its sampled keys and its {short}",
     ),
-    "budget": (
-        "Best of budget",
-        "Steps: lowest validation error so far over the seconds of trials",
-    ),
+    "budget": ("Best of budget", "Steps: {best} {words} so far over the seconds of trials"),
     "slots": (
         "Slots",
         (
@@ -143,7 +137,7 @@ TITLES = {
         ),
     ),
 }
-"""Title and description of each picture by the name of its file."""
+"""Title and description of each picture by the name of its file, with places for the metric."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +197,8 @@ def _drawings(
     A picture in which there is nothing to show has no bytes.
     """
 
+    metric = summary.metric
+
     @cache
     def found() -> list[Entry]:
         return entries(state)
@@ -214,23 +210,30 @@ def _drawings(
     draw: dict[str, Callable[[Theme], bytes]] = {
         "test_error": lambda theme: draw_bars(state, summary, theme),
         "error_per_epoch": lambda theme: draw_epochs(state, summary, theme),
-        "pareto": lambda theme: draw_front(found(), spread_measures(found()), theme),
-        "heat_map": lambda theme: draw_heat_map(heat_map(found()), theme),
-        "categories": lambda theme: draw_groups(groups(state), theme),
+        "pareto": lambda theme: draw_front(found(), spread_measures(found()), metric, theme),
+        "heat_map": lambda theme: draw_heat_map(heat_map(found(), metric), metric, theme),
+        "categories": lambda theme: draw_groups(groups(state), metric, theme),
         "slices": lambda theme: draw_slices(state, theme),
         "population": lambda theme: draw_population(state, theme),
-        "importance": lambda theme: draw_importance(weighed(), theme),
-        "dependence": lambda theme: draw_dependence(weighed(), theme),
-        "parallel": lambda theme: draw_parallel(found(), theme),
+        "importance": lambda theme: draw_importance(weighed(), metric, theme),
+        "dependence": lambda theme: draw_dependence(weighed(), metric, theme),
+        "parallel": lambda theme: draw_parallel(found(), metric, theme),
         "budget": lambda theme: draw_budget(
-            best_of_budget(state) if state.config.space else {}, theme
+            best_of_budget(state) if state.config.space else {}, metric, theme
         ),
         "slots": lambda theme: draw_slots(state.run, list(state.rows()), theme),
     }
     notes = {"slots": " ".join(use)}
+    named = {
+        "words": metric.words,
+        "test": metric.test_words,
+        "short": metric.short,
+        "Short": capital(metric.short),
+        "best": metric.best_word,
+    }
 
     def drawing(name: str) -> Callable[[], Picture]:
-        title, alt = TITLES[name]
+        title, alt = (text.format(**named) for text in TITLES[name])
         return lambda: Picture(
             file=f"{name}.png",
             title=title,
@@ -255,50 +258,52 @@ class Table:
 
 def tables(state: StudyState) -> list[Table]:
     """Return the tables beyond the first, without empty ones."""
-    made = [_formats(entries(state)), *map(_tests, groups(state)), _failures(state), _costs(state)]
+    metric = state.config.primary_metric
+    tests = [_tests(group, metric) for group in groups(state)]
+    made = [_formats(entries(state), metric), *tests, _failures(state), _costs(state)]
     return [table for table in made if table.lines]
 
 
-def _formats(found: list[Entry]) -> Table:
-    ranked = rank_formats(found)
+def _formats(found: list[Entry], metric: Metric) -> Table:
+    ranked = rank_formats(found, metric)
     lines = [
         [
             line["format"],
             line["entry"],
             *(
                 f"{line[key]:.4g} ({line[f'rank_{key}']})" if key in line else "-"
-                for key in ("error", "bits", "seconds")
+                for key in (METRIC, "bits", "seconds")
             ),
         ]
         for line in ranked
     ]
     return Table(
         title="Number formats",
-        headings=["format", "its best", "validation error, %", "bits", "seconds"],
+        headings=["format", "its best", metric.heading(metric.words), "bits", "seconds"],
         lines=lines if len(lines) > 1 else [],
         note=(
-            "Exploratory: the best of each format, chosen by the error that is shown; in brackets"
-            " its rank."
+            f"Exploratory: the best of each format, chosen by the {metric.short} that is shown; in"
+            " brackets its rank."
         ),
     )
 
 
-def _tests(group: Groups) -> Table:
+def _tests(group: Groups, metric: Metric) -> Table:
     lines = []
-    for name, errors in group.errors.items():
+    for name, values in group.figures.items():
         contrast = group.contrasts.get(name)
         figures = ["-"] * 3
         if contrast is not None:
             figures = [
-                f"{contrast.difference:+.2f} ± {contrast.half:.2f}",
+                f"{metric.difference(contrast.difference)} ± {metric.spread(contrast.half)}",
                 contrast.over,
                 f"{contrast.p:.2g}",
             ]
         lines.append(
             [
                 name,
-                str(len(errors)),
-                f"{statistics.fmean(errors):.3g}",
+                str(len(values)),
+                f"{statistics.fmean(values):.{metric.digits}g}",
                 *figures,
                 _verdict(name, contrast, group),
             ]
@@ -315,7 +320,7 @@ def _tests(group: Groups) -> Table:
         headings=[
             group.category,
             "trials",
-            "mean error, %",
+            metric.heading(f"mean {metric.short}"),
             f"minus {group.reference}",
             "tested over",
             "p",

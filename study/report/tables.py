@@ -5,8 +5,8 @@ The files of a report, written whole (a new file renamed over the old)::
 
     report.html            everything, pictures inside; light and dark; nothing fetched
     report.md              the table and the protocol
-    error_per_epoch.png    validation error per epoch
-    test_error.png         final test errors beside the published ones
+    error_per_epoch.png    the study's metric per epoch, validation error or another
+    test_error.png         its final figures on the test set beside the published ones
     pareto.png ...         the pictures of :mod:`study.report.pictures`, if there is something to
                            show
     configurations.csv     of a search: every configuration, ranked
@@ -25,10 +25,11 @@ from study.ledger.state import ENDED, FAILED, STOPPED, StudyState, name_of
 from study.manage.export import write_csv
 from study.results.answer import answer
 from study.results.configurations import configurations, table
+from study.results.objectives import lacking
 from study.results.summary import Row, Summary, summarise
 from study.text import duration, when
 
-HEADINGS = ("row", "test error, %", "seeds", "published", "minus {baseline}", "required", "verdict")
+HEADINGS = ("row", "{figure}", "seeds", "published", "minus {baseline}", "required", "verdict")
 MOST_FAILURES = 3
 """Largest number of failures listed one by one above the table; the rest are counted."""
 BEST = "best of {count}, by {metric}"
@@ -37,7 +38,7 @@ BEST = "best of {count}, by {metric}"
 def render_text(state: StudyState) -> str:
     """Return the table for a terminal, with the remarks about it."""
     summary = summarise(state)
-    lines = _align([headings(state, summary), *(cells(row) for row in summary.rows)])
+    lines = _align([headings(state, summary), *(cells(row, summary) for row in summary.rows)])
     return "\n".join([*lines, "", *remarks(state, summary)])
 
 
@@ -47,7 +48,8 @@ def render_markdown(state: StudyState, summary: Summary, notes: list[str]) -> st
     ``notes`` say how the slots were used, and which parts could not be made.
     """
     names = headings(state, summary)
-    table = [names, ["---"] * len(names), *(cells(row) for row in summary.rows)]
+    rows = [cells(row, summary) for row in summary.rows]
+    table = [names, ["---"] * len(names), *rows]
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in table]
     notices = [
         f"- {remark}" for remark in (*remarks(state, summary), *facts(state).values(), *notes)
@@ -90,7 +92,7 @@ def render_csv(state: StudyState) -> str:
 
 def shown_rows(summary: Summary) -> list[int]:
     """Return the columns in which any row of the table has something, and the first three."""
-    lines = [cells(row) for row in summary.rows]
+    lines = [cells(row, summary) for row in summary.rows]
     return [
         place
         for place in range(max(map(len, lines), default=3))
@@ -100,23 +102,21 @@ def shown_rows(summary: Summary) -> list[int]:
 
 def headings(state: StudyState, summary: Summary) -> list[str]:
     """Return the table's column heads; one more if rows were searched."""
-    metric = next(iter(state.config.search.objectives))
+    study, metric = state.config, summary.metric
     count = max((row.searched for row in summary.rows), default=0)
-    found = [BEST.format(count=count, metric=metric)] if state.config.space else []
-    return [
-        *(heading.format(baseline=state.config.baseline or "baseline") for heading in HEADINGS),
-        *found,
-    ]
+    found = [BEST.format(count=count, metric=study.search.first.name)] if summary.searched else []
+    named = {"figure": metric.heading(metric.test_words), "baseline": study.baseline or "baseline"}
+    return [*(heading.format(**named) for heading in HEADINGS), *found]
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: Row, summary: Summary) -> list[str]:
     """Return one row of the table: errors in per cent, gaps in percentage points, two decimals."""
-    spread = f" ± {row.sd:.2f}" if row.sd is not None else ""
-    mean = f"{row.mean:.2f}{spread}" if row.mean is not None else "-"
+    metric = summary.metric
+    mean = metric.mean(row.mean, row.sd) if row.mean is not None else "-"
     seeds = f"{row.finished}" if row.finished == row.seeds else f"{row.finished} of {row.seeds}"
-    published = f"{row.published:.2f}" if row.published is not None else "-"
-    gap = f"{row.gap:+.2f}" if row.gap is not None else "-"
-    found = [describe(row.params) or "-"] if row.searched or row.params else []
+    published = metric.figure(row.published) if row.published is not None else "-"
+    gap = metric.difference(row.gap) if row.gap is not None else "-"
+    found = [describe(row.params) or "-"] if summary.searched else []
     return [row.label, mean, seeds, published, gap, row.rule or "-", row.verdict or "-", *found]
 
 
@@ -133,8 +133,10 @@ def remarks(state: StudyState, summary: Summary) -> list[str]:
     if early:
         texts.append(
             f"{early} of {len(state.trials)} trials were ended early by"
-            f" {state.config.search.scheduler}; they have no test error."
+            f" {state.config.search.scheduler}; they have no"
+            f" {summary.metric.final_words}."
         )
+    texts += lacking(state)
     if unfinished:
         texts.append(
             f"INCOMPLETE: {unfinished} of {len(state.trials)} trials have not finished; run the"
@@ -175,15 +177,16 @@ def protocol(state: StudyState) -> str:
         )
         choice = (
             f"Each row is searched alike ({method}); its figures are those of the configuration"
-            f" with the best {next(iter(search.objectives))} after the last epoch, mean over seeds,"
+            f" with the best {search.first.name} after the last epoch, mean over seeds,"
             " so that gaps between rows are exploratory: they have the luck of the choice in them. "
         )
     else:
         choice = ""
+    seeds = ", ".join(map(str, state.config.seeds))
     return (
-        choice
-        + "The recipe is fixed in the config before anything runs. The test error is that of the"
-        f" last epoch, over every seed ({', '.join(map(str, state.config.seeds))}); spread is the"
+        choice + "The recipe is fixed in the config before anything runs. The"
+        f" {state.config.primary_metric.test_words} is that of the last epoch, over every seed"
+        f" ({seeds}); spread is the"
         " sample standard deviation. Any choice uses the validation split, the last examples of"
         f" the training set, which no trial trains on ({sizes})."
     )

@@ -1,10 +1,10 @@
-"""The answer of a study in words: how the rows' test errors differ from the baseline's, and how
+"""The answer of a study in words: how the rows' test figures differ from the baseline's, and how
 sure that is.
 
 Every row that has finished is compared with the baseline seed by seed, by the paired contrast of
 :mod:`study.results.contrasts`, corrected for the number of rows compared. "Undecided" means that
-the 95 % interval of the difference holds 0. Without a baseline the two lowest rows are named, and
-nothing is tested, since they were chosen by the errors that a test would use.
+the 95 % interval of the difference holds 0. Without a baseline the two best rows are named, and
+nothing is tested, since they were chosen by the figures that a test would use.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from study.config import Metric
 from study.ledger.state import ENDED, StudyState
 from study.results.contrasts import Contrast, paired
-from study.results.summary import Row, Summary, test_errors
+from study.results.objectives import lacking
+from study.results.summary import Row, Summary, figures_by_seed
 
 MOST_ROWS = 6
 """Rows of one outcome that are named; the table has all."""
@@ -26,8 +28,8 @@ class Comparison:
 
     Attributes:
         row: the row.
-        contrast: row minus baseline over the seeds that both have, in percentage points; None
-            where there is one such seed, or where the difference is the same at all of them.
+        contrast: row minus baseline over the seeds that both have, of errors in percentage points;
+            None where there is one such seed, or where the difference is the same at all of them.
     """
 
     row: Row
@@ -36,33 +38,43 @@ class Comparison:
 
 def answer(state: StudyState, summary: Summary) -> str:
     """Return what the study found, in one to three sentences."""
+    metric = summary.metric
     whole = [row for row in summary.rows if row.mean is not None and row.finished == row.seeds]
     if not whole:
         ended = sum(trial.status in ENDED for trial in state.trials)
-        return f"No answer yet: {ended} of {len(state.trials)} trials have ended."
+        none = f"No answer yet: {ended} of {len(state.trials)} trials have ended."
+        return " ".join([none, *lacking(state)])
     base = next((row for row in whole if row.label == state.config.baseline), None)
     others = [row for row in whole if row is not base]
     if base is None or not others:
-        return _lowest(whole)
-    found = compare(base, others)
+        return _best(whole, metric)
+    found = compare(base, others, metric)
     parts = [
-        _sentence(found, "higher", lambda each: each.decided and each.difference > 0),
-        _sentence(found, "lower", lambda each: each.decided and each.difference < 0),
-        _sentence(found, "undecided", lambda each: not each.decided),
-        _untested([each.row for each in found if each.contrast is None]),
+        _sentence(found, "higher", metric, lambda each: each.decided and each.difference > 0),
+        _sentence(found, "lower", metric, lambda each: each.decided and each.difference < 0),
+        _sentence(found, "undecided", metric, lambda each: not each.decided),
+        _untested([each.row for each in found if each.contrast is None], metric),
     ]
     said = "; ".join(part for part in parts if part)
-    return f"Test error beside {base.label} ({_mean(base)}): {said}.{_resolution(found)}"
+    return (
+        f"{capital(metric.test_words)} beside {base.label} ({_mean(base, metric)}):"
+        f" {said}.{_resolution(found, metric)}"
+    )
 
 
-def compare(base: Row, others: list[Row]) -> list[Comparison]:
+def capital(text: str) -> str:
+    """Return ``text`` with a capital as its first letter."""
+    return text[:1].upper() + text[1:]
+
+
+def compare(base: Row, others: list[Row], metric: Metric) -> list[Comparison]:
     """Return each row's contrast with the baseline, corrected for how many there are."""
-    reference = _by_seed(base)
+    reference = figures_by_seed(base.trials, metric)
     found = []
     for row in others:
-        errors = _by_seed(row)
-        shared = sorted(reference.keys() & errors.keys())
-        differences = [errors[seed] - reference[seed] for seed in shared]
+        figures = figures_by_seed(row.trials, metric)
+        shared = sorted(reference.keys() & figures.keys())
+        differences = [figures[seed] - reference[seed] for seed in shared]
         found.append(Comparison(row=row, contrast=paired(differences, "seeds")))
     tests = sum(each.contrast is not None for each in found)
     return [
@@ -71,49 +83,54 @@ def compare(base: Row, others: list[Row]) -> list[Comparison]:
     ]
 
 
-def _by_seed(row: Row) -> dict[int, float]:
-    """Return a row's test errors in per cent, by seed."""
-    return dict(zip((trial.seed for trial in row.trials), test_errors(row.trials), strict=True))
-
-
-def _lowest(rows: list[Row]) -> str:
-    """Name the rows with the lowest means, untested."""
-    first, *rest = sorted(rows, key=lambda row: row.mean or 0.0)
-    lowest = f"Lowest test error: {first.label}, {_mean(first)}"
+def _best(rows: list[Row], metric: Metric) -> str:
+    """Name the rows with the best means, untested."""
+    first, *rest = sorted(rows, key=lambda row: metric.sign * (row.mean or 0.0))
+    best = f"{capital(metric.best_word)} {metric.test_words}: {first.label}, {_mean(first, metric)}"
     if not rest:
-        return f"{lowest}."
-    gap = (rest[0].mean or 0.0) - (first.mean or 0.0)
-    return f"{lowest}; next {rest[0].label}, {gap:.2f} points higher (chosen by these errors)."
+        return f"{best}."
+    gap = metric.figure(abs((rest[0].mean or 0.0) - (first.mean or 0.0)))
+    beside = f"{gap}{metric.points} {'higher' if metric.sign > 0 else 'lower'}"
+    return f"{best}; next {rest[0].label}, {beside} (chosen by these {metric.plural})."
 
 
-def _sentence(found: list[Comparison], outcome: str, belongs: Callable[[Contrast], bool]) -> str:
+def _sentence(
+    found: list[Comparison], outcome: str, metric: Metric, belongs: Callable[[Contrast], bool]
+) -> str:
     """List the rows with one outcome, each with its difference and 95 % interval."""
     listed = [
-        f"{each.row.label} {_difference(each.contrast)}"
+        f"{each.row.label} {_difference(each.contrast, metric)}"
         for each in found
         if each.contrast is not None and belongs(each.contrast)
     ]
     return f"{outcome}: {_enumerate(listed)}" if listed else ""
 
 
-def _difference(contrast: Contrast) -> str:
-    low, high = contrast.difference - contrast.half, contrast.difference + contrast.half
-    return f"by {contrast.difference:+.2f} points (95 % {low:+.2f} to {high:+.2f})"
+def _difference(contrast: Contrast, metric: Metric) -> str:
+    centre, low, high = (
+        metric.difference(contrast.difference + sign * contrast.half) for sign in (0, -1, 1)
+    )
+    return f"by {centre}{metric.points} (95 % {low} to {high})"
 
 
-def _untested(rows: list[Row]) -> str:
+def _untested(rows: list[Row], metric: Metric) -> str:
     """List the rows that have one seed, or the same difference at every seed."""
-    listed = [f"{row.label} by {row.gap:+.2f} points" for row in rows if row.gap is not None]
+    listed = [
+        f"{row.label} by {metric.difference(row.gap)}{metric.points}"
+        for row in rows
+        if row.gap is not None
+    ]
     return f"not tested: {_enumerate(listed)}" if listed else ""
 
 
-def _resolution(found: list[Comparison]) -> str:
+def _resolution(found: list[Comparison], metric: Metric) -> str:
     """Say which difference the seeds could have shown, where any row is undecided."""
     undecided = [each.contrast for each in found if each.contrast and not each.contrast.decided]
     if not undecided:
         return ""
     least = max(contrast.least for contrast in undecided)
-    return f" With {undecided[0].over}, a difference of {least:.2g} points would have shown."
+    over = undecided[0].over
+    return f" With {over}, a difference of {least:.2g}{metric.points} would have shown."
 
 
 def _enumerate(listed: list[str]) -> str:
@@ -121,6 +138,7 @@ def _enumerate(listed: list[str]) -> str:
     return ", ".join(listed[:MOST_ROWS]) + (f" and {more} more" if more > 0 else "")
 
 
-def _mean(row: Row) -> str:
-    spread = f" ± {row.sd:.2f}" if row.sd is not None else ""
-    return f"{row.mean:.2f}{spread} %, {row.seeds} {'seed' if row.seeds == 1 else 'seeds'}"
+def _mean(row: Row, metric: Metric) -> str:
+    assert row.mean is not None, "only whole rows are compared"
+    seeds = f"{row.seeds} {'seed' if row.seeds == 1 else 'seeds'}"
+    return f"{metric.mean(row.mean, row.sd)}{metric.unit}, {seeds}"

@@ -13,7 +13,7 @@ from study._compat import marginal_shares, search_space_transform
 from study.config.distribution import distribution, quiet_optuna
 from study.config.space import Domain, show
 from study.ledger.state import StudyState
-from study.results.statistics import DEPTH, PAIR_DEPTH, PAIRED, TREES, Entry, entries
+from study.results.statistics import DEPTH, METRIC, PAIR_DEPTH, PAIRED, TREES, Entry, entries
 
 FOREST = 500
 """Largest number of configurations, the first ones, that enter importance and dependence."""
@@ -23,13 +23,13 @@ ROW = "row"
 
 @dataclass(frozen=True, kw_only=True)
 class Importance:
-    """Shares of the error's variance.
+    """Shares of the variance of the study's metric.
 
     Attributes:
         single: share by key, largest first.
         pairs: share that two keys explain together beyond each alone, largest first.
-        curves: partial dependence by key: places on the axis and mean predicted errors in per cent;
-            places are values, or texts of choices.
+        curves: partial dependence by key: places on the axis and mean predicted metric as it is
+            shown; places are values, or texts of choices.
         configurations: number of configurations that the shares are computed from.
     """
 
@@ -40,7 +40,7 @@ class Importance:
 
 
 def importance(state: StudyState) -> Importance | None:
-    """Compute how much the error depends on each sampled key, all rows together.
+    """Compute how much the metric depends on each sampled key, all rows together.
 
     The row is a key too. Returns None with fewer than ten configurations.
     """
@@ -92,7 +92,7 @@ def _optuna_study(found: Sequence[Entry], observed: Sequence[Domain]) -> Any:
             optuna.trial.create_trial(
                 params={domain.key: _plain(domain, entry) for domain in observed},
                 distributions=distributions,
-                value=entry.values["error"],
+                value=entry.values[METRIC],
             )
             for entry in found
         ]

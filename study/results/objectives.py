@@ -1,4 +1,5 @@
-"""Objectives of a search: a trial's values, and their means over a configuration's seeds."""
+"""A trial's figures: objectives of a search, their means over a configuration's seeds, and the
+study's metric in the unit in which it is shown."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from lns_ops.formats import parse
-from study.ledger.state import TrialState
+from study.config import Metric
+from study.ledger.state import FINISHED, StudyState, TrialState
 
 
 def objective(trial: TrialState, metric: str) -> float | None:
@@ -36,3 +38,60 @@ def mean_objective(trials: Sequence[TrialState], metric: str) -> float:
 def bits_of(config: dict[str, Any]) -> float:
     """Return the bits of a value in a trial's number format."""
     return parse(config["precision"]["format"]).bits
+
+
+def last_value(trial: TrialState, metric: Metric) -> float | None:
+    """Return the shown value of a metric after a trial's last epoch; None without one."""
+    values = trial.metric(metric.name)
+    return metric.scale * values[max(values)] if values else None
+
+
+def test_value(trial: TrialState, metric: Metric) -> float | None:
+    """Return the shown value of a trial's metric on the test set; None without one.
+
+    A metric of no split has the value of the end, or else that after the last epoch.
+    """
+    if metric.test_name in trial.test:
+        return metric.scale * trial.test[metric.test_name]
+    return last_value(trial, metric) if metric.test_name == metric.name else None
+
+
+def curve(trial: TrialState, metric: Metric) -> dict[int, float]:
+    """Return the shown values of a metric by epoch."""
+    return {epoch: metric.scale * value for epoch, value in trial.metric(metric.name).items()}
+
+
+def lacking(state: StudyState) -> list[str]:
+    """Say how many trials did not report the study's metric, and what they reported instead."""
+    metric = state.config.primary_metric
+    reports = [
+        {name for event in trial.reports.values() for name in event["metrics"]}
+        for trial in state.trials
+        if trial.reports
+    ]
+    tests = [
+        set(trial.test)
+        for trial in state.trials
+        if trial.status == FINISHED and test_value(trial, metric) is None
+    ]
+    without = [names for names in reports if metric.name not in names]
+    told = []
+    if without:
+        told.append(_told(without, "reported", metric.name, "name one of them by metric=NAME"))
+    elif tests:
+        told.append(
+            _told(
+                tests,
+                "ended with",
+                metric.test_name,
+                "report it at the end, or use metric=NAME of a figure without a split",
+            )
+        )
+    return told
+
+
+def _told(found: list[set[str]], verb: str, name: str, remedy: str) -> str:
+    """Return a sentence about trials that lack a metric; ``found`` are the names that each has."""
+    others = ", ".join(sorted(set().union(*found))) or "nothing"
+    trials = "1 trial" if len(found) == 1 else f"{len(found)} trials"
+    return f"{trials} {verb} no {name}; they {verb}: {others}; {remedy}."

@@ -1,13 +1,14 @@
 """Statistics of a report beyond its table: fronts, tests, budgets, costs; figures, no drawing.
 
 An :class:`Entry` is one configuration (of a searched row) or one row, with means over its seeds of
-the measures that can be weighed against each other: error, bits of the format, seconds, joules,
-bytes sent. It counts once every seed's trial has finished, in the last round where there are
-rounds. Errors are validation errors, in per cent: the test set chooses nothing.
+the measures that can be weighed against each other: the study's metric, bits of the format,
+seconds, joules, bytes sent. It counts once every seed's trial has finished, in the last round where
+there are rounds. The metric is that of the validation split, errors in per cent: the test set
+chooses nothing.
 
 - Intervals: 95 %, Student's t over seeds.
 - Importance (:mod:`study.results.importance`): fANOVA (Hutter, Hoos, Leyton-Brown 2014), Optuna's
-  evaluator, single keys and pairs; fractions of the variance of the error.
+  evaluator, single keys and pairs; fractions of the variance of the metric.
 - Partial dependence (Friedman 2001): a random forest over the sampled keys (Optuna's encoding), the
   mean prediction as one key moves.
 - Tests between categories: :func:`groups`, by :mod:`study.results.contrasts`, one correction over
@@ -25,23 +26,25 @@ from typing import Any
 
 import numpy as np
 
+from study.config import Metric
 from study.config.keys import lookup
 from study.config.space import Params, params_at
 from study.ledger.state import FAILED, StudyState, TrialState
 from study.results.configurations import groups_of_seeds, undominated
 from study.results.contrasts import Contrast, independent, paired
-from study.results.objectives import bits_of, objective
+from study.results.objectives import bits_of, last_value, objective
 from study.text import layout_of
 from trainers.workers.resources import gpus_of
 
-MEASURES = {
-    "error": "validation error, %",
+METRIC = "metric"
+"""The measure that is the study's metric, in the unit in which it is shown."""
+COSTS = {
     "bits": "bits a value",
     "seconds": "seconds of training",
     "joules": "joules",
     "bytes": "bytes sent",
 }
-"""Measures of a configuration, all the smaller the better, with their axis labels."""
+"""The other measures of a configuration, all the smaller the better, with their axis labels."""
 REPORTED = {"joules": "telemetry/joules", "bytes": "bytes/sent"}
 """Reported metrics behind those measures that trials report."""
 CATEGORIES = {
@@ -91,18 +94,23 @@ class Entry:
 
 
 def entries(state: StudyState) -> list[Entry]:
-    """Return the configurations and rows whose seeds have all finished with a finite error.
+    """Return the configurations and rows whose seeds have all finished with a finite metric.
 
     They are ordered by number.
     """
-    found = []
+    found, metric = [], state.config.primary_metric
     for group in groups_of_seeds(state.trials, []):
         values = (
-            {name: mean for name in MEASURES if (mean := _mean(group.trials, name)) is not None}
+            {
+                name: mean
+                for name in (METRIC, *COSTS)
+                if (mean := _mean([measure(trial, name, metric) for trial in group.trials]))
+                is not None
+            }
             if group.finished
             else {}
         )
-        if "error" in values:
+        if METRIC in values:
             found.append(
                 Entry(
                     row=group.row,
@@ -116,17 +124,20 @@ def entries(state: StudyState) -> list[Entry]:
     return found
 
 
-def _mean(trials: Sequence[TrialState], name: str) -> float | None:
-    values = [measure(trial, name) for trial in trials]
+def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None and math.isfinite(value)]
     return statistics.fmean(known) if known and len(known) == len(values) else None
 
 
-def measure(trial: TrialState, name: str) -> float | None:
-    """Return one of :data:`MEASURES` of a trial; None if it was not measured."""
-    if name == "error":
-        values = trial.metric("validation/error")
-        return 100.0 * values[max(values)] if values else None
+def labels(metric: Metric) -> dict[str, str]:
+    """Return the axis labels of all measures, the metric first."""
+    return {METRIC: metric.heading(metric.words)} | COSTS
+
+
+def measure(trial: TrialState, name: str, metric: Metric) -> float | None:
+    """Return :data:`METRIC` or one of :data:`COSTS` of a trial; None if it was not measured."""
+    if name == METRIC:
+        return last_value(trial, metric)
     if name == "bits":
         return float(bits_of(trial.config))
     if name == "seconds":
@@ -153,7 +164,7 @@ def spread_measures(found: Sequence[Entry]) -> list[str]:
     """
     return [
         name
-        for name in MEASURES
+        for name in (METRIC, *COSTS)
         if len({entry.values[name] for entry in found if name in entry.values}) > 1
     ]
 
@@ -174,15 +185,17 @@ def interval(values: Sequence[float], level: float = 0.95) -> float | None:
     )
 
 
-def front(found: Sequence[Entry], measures: Sequence[str]) -> list[Entry]:
+def front(found: Sequence[Entry], measures: Sequence[str], metric: Metric) -> list[Entry]:
     """Return the entries that no other dominates in the measures, by the first of them.
 
-    Smaller is better in every measure.
+    Smaller is better in every measure but a metric whose mode is ``max``.
     """
-    return [
-        found[place]
-        for place in undominated([[entry.values[name] for name in measures] for entry in found])
+    signs = [metric.sign if name == METRIC else 1 for name in measures]
+    points = [
+        [sign * entry.values[name] for sign, name in zip(signs, measures, strict=True)]
+        for entry in found
     ]
+    return [found[place] for place in undominated(points)]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -190,26 +203,26 @@ def front(found: Sequence[Entry], measures: Sequence[str]) -> list[Entry]:
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """Errors by value of a category, compared with a reference chosen before anything ran.
+    """The metric by value of a category, compared with a reference chosen before anything ran.
 
     Attributes:
         category: name of the category.
         reference: value that the others are compared with: the baseline's, or the plan's first.
-        errors: errors of the trials in per cent, by value of the category, the reference first.
-        contrasts: contrast of each other value's mean error minus the reference's, in percentage
-            points; None if nothing can be tested.
+        figures: shown metric of the trials, by value of the category, the reference first.
+        contrasts: contrast of each other value's mean minus the reference's, of errors in
+            percentage points; None if nothing can be tested.
         exploratory: reason for which the tests prove nothing by themselves; "" if they do.
     """
 
     category: str
     reference: str
-    errors: dict[str, list[float]]
+    figures: dict[str, list[float]]
     contrasts: dict[str, Contrast | None]
     exploratory: str = ""
 
 
 def groups(state: StudyState) -> list[Groups]:
-    """Return the categories in which rows and configurations differ, with errors and tests.
+    """Return the categories in which rows and configurations differ, with figures and tests.
 
     Entries that differ only in the category are compared seed by seed: for each seed, the mean
     difference is taken over the configurations that two values share, and the test is over the
@@ -244,7 +257,7 @@ def groups(state: StudyState) -> list[Groups]:
 
 
 def _groups(state: StudyState, category: str, values: dict[str, list[Entry]]) -> Groups:
-    study = state.config
+    study, metric = state.config, state.config.primary_metric
     baseline = (
         name
         for name, of_value in values.items()
@@ -255,7 +268,7 @@ def _groups(state: StudyState, category: str, values: dict[str, list[Entry]]) ->
     others = [name for name in values if name != reference]
     chosen, why = study.search.adaptive or study.search.ends_early, ""
     contrasts = {
-        name: None if chosen else _contrast(category, values[name], values[reference])
+        name: None if chosen else _contrast(category, values[name], values[reference], metric)
         for name in others
     }
     if chosen:
@@ -264,27 +277,30 @@ def _groups(state: StudyState, category: str, values: dict[str, list[Entry]]) ->
         each is not None and each.over.endswith(CONFIGURATIONS) for each in contrasts.values()
     ):
         why = "tested over configurations, which says nothing of other seeds"
-    errors = {
+    figures = {
         name: [
-            error
+            value
             for entry in values[name]
             for trial in entry.trials
-            if (error := measure(trial, "error")) is not None
+            if (value := last_value(trial, metric)) is not None
         ]
         for name in (reference, *others)
     }
     return Groups(
-        category=category, reference=reference, errors=errors, contrasts=contrasts, exploratory=why
-    )
+        category=category, reference=reference, figures=figures, contrasts=contrasts,
+        exploratory=why,
+    )  # fmt: skip
 
 
-def _contrast(category: str, first: list[Entry], second: list[Entry]) -> Contrast | None:
+def _contrast(
+    category: str, first: list[Entry], second: list[Entry], metric: Metric
+) -> Contrast | None:
     """Return the contrast of two values of a category, as :func:`groups` describes."""
     for with_row in (True, False):
         ours, theirs = (_by_likeness(category, found, with_row) for found in (first, second))
         if shared := [key for key in ours if key in theirs]:
-            return _matched([ours[key] for key in shared], [theirs[key] for key in shared])
-    means = [[entry.values["error"] for entry in found] for found in (first, second)]
+            return _matched([ours[key] for key in shared], [theirs[key] for key in shared], metric)
+    means = [[entry.values[METRIC] for entry in found] for found in (first, second)]
     return independent(means[0], means[1], CONFIGURATIONS)
 
 
@@ -308,37 +324,41 @@ def _overlap(name: str, key: str) -> bool:
     return f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")
 
 
-def _matched(first: Sequence[list[Entry]], second: Sequence[list[Entry]]) -> Contrast | None:
+def _matched(
+    first: Sequence[list[Entry]], second: Sequence[list[Entry]], metric: Metric
+) -> Contrast | None:
     """Return the contrast of lists of entries that are alike pair by pair.
 
     It is over the seeds that all have, or over the pairs if there is one seed.
     """
     by_seed = [
-        [_errors_by_seed(found) for found in pair] for pair in zip(first, second, strict=True)
+        [_by_seed(found, metric) for found in pair] for pair in zip(first, second, strict=True)
     ]
-    seeds = sorted(set.intersection(*(set(errors) for pair in by_seed for errors in pair)))
+    seeds = sorted(set.intersection(*(set(figures) for pair in by_seed for figures in pair)))
     gaps = [[ours[seed] - theirs[seed] for seed in seeds] for ours, theirs in by_seed]
     if len(seeds) > 1:
         return paired([statistics.fmean(of_seed) for of_seed in zip(*gaps, strict=True)], "seeds")
     return paired([statistics.fmean(of_pair) for of_pair in gaps if of_pair], CONFIGURATIONS)
 
 
-def _errors_by_seed(found: Sequence[Entry]) -> dict[int, float]:
-    """Return the mean error of entries by seed, in per cent, for the seeds that all have."""
-    errors = [
+def _by_seed(found: Sequence[Entry], metric: Metric) -> dict[int, float]:
+    """Return the mean shown metric of entries by seed, for the seeds that all have."""
+    figures = [
         {
-            trial.seed: error
+            trial.seed: value
             for trial in entry.trials
-            if (error := measure(trial, "error")) is not None
+            if (value := last_value(trial, metric)) is not None
         }
         for entry in found
     ]
-    shared = set.intersection(*map(set, errors))
-    return {seed: statistics.fmean(of_entry[seed] for of_entry in errors) for seed in shared}
+    shared = set.intersection(*map(set, figures))
+    return {seed: statistics.fmean(of_entry[seed] for of_entry in figures) for seed in shared}
 
 
-def heat_map(found: Sequence[Entry]) -> tuple[list[str], list[str], np.ndarray] | None:
-    """Return formats, layouts and the lowest error of each pair in per cent, NaN where none.
+def heat_map(
+    found: Sequence[Entry], metric: Metric
+) -> tuple[list[str], list[str], np.ndarray] | None:
+    """Return formats, layouts and the best shown metric of each pair, NaN where none.
 
     Returns None unless both vary.
     """
@@ -349,22 +369,23 @@ def heat_map(found: Sequence[Entry]) -> tuple[list[str], list[str], np.ndarray] 
     table = np.full((len(formats), len(layouts)), np.nan)
     for entry in found:
         place = formats.index(entry.categories["format"]), layouts.index(entry.categories["layout"])
-        table[place] = np.nanmin([table[place], entry.values["error"]])
-    return formats, layouts, table
+        table[place] = np.nanmin([table[place], metric.sign * entry.values[METRIC]])
+    return formats, layouts, metric.sign * table
 
 
 # --------------------------------------------------------------------------------------------------
 
 
 def best_of_budget(state: StudyState) -> dict[str, tuple[list[float], list[float]]]:
-    """Return each row's lowest validation error so far, in per cent, over the seconds spent.
+    """Return each row's best shown metric so far over the seconds spent.
 
-    The seconds are those of the row's trials in the order in which they ended. The error is that of
-    a configuration, the mean over its seeds, once the last of them has ended.
+    The seconds are those of the row's trials in the order in which they ended. The metric is that
+    of a configuration, the mean over its seeds, once the last of them has ended.
     """
     found, planned = entries(state), {trial.id for trial in state.trials}
+    sign = state.config.primary_metric.sign
     last = {
-        max(entry.trials, key=lambda trial: trial.ended or 0.0).id: entry.values["error"]
+        max(entry.trials, key=lambda trial: trial.ended or 0.0).id: sign * entry.values[METRIC]
         for entry in found
     }
     curves = {}
@@ -380,27 +401,30 @@ def best_of_budget(state: StudyState) -> dict[str, tuple[list[float], list[float
             best = min(best, last.get(trial.id, math.inf))
             if math.isfinite(best):
                 xs.append(spent)
-                ys.append(best)
+                ys.append(sign * best)
         if xs:
             curves[row] = (xs, ys)
     return curves
 
 
-def rank_formats(found: Iterable[Entry]) -> list[dict[str, Any]]:
-    """Return the best entry of every number format, with its rank in error, bits and seconds."""
+def rank_formats(found: Iterable[Entry], metric: Metric) -> list[dict[str, Any]]:
+    """Return the best entry of every number format, with its rank in metric, bits and seconds."""
     best: dict[str, Entry] = {}
+    sign = {METRIC: metric.sign, "bits": 1, "seconds": 1}
     for entry in found:
         name = entry.categories["format"]
-        if name not in best or entry.values["error"] < best[name].values["error"]:
-            best[name] = entry
+        others = [best[name]] if name in best else []
+        best[name] = min([*others, entry], key=lambda each: metric.sign * each.values[METRIC])
     lines: list[dict[str, Any]] = [
         {"format": name, "entry": entry.name, **entry.values} for name, entry in best.items()
     ]
-    for key in ("error", "bits", "seconds"):
-        order = sorted({float(line[key]) for line in lines if key in line})
+    for key in sign:
+        order = sorted({sign[key] * float(line[key]) for line in lines if key in line})
         for line in lines:
-            line[f"rank_{key}"] = order.index(float(line[key])) + 1 if key in line else None
-    return sorted(lines, key=lambda line: float(line["error"]))
+            line[f"rank_{key}"] = (
+                order.index(sign[key] * float(line[key])) + 1 if key in line else None
+            )
+    return sorted(lines, key=lambda line: metric.sign * float(line[METRIC]))
 
 
 def failures(state: StudyState) -> list[tuple[str, int, list[str]]]:

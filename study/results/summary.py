@@ -1,8 +1,10 @@
-"""Summary of a study: each row's mean test error, its spread, its gap to the baseline, its verdict.
+"""Summary of a study: each row's mean test figure, its spread, its gap to the baseline, its
+verdict.
 
-The protocol: the recipe is fixed in the config before anything runs, the test error is that of the
-last epoch, and every seed counts, also one that diverged. Errors are in per cent; spread is the
-sample standard deviation over seeds (n - 1).
+The figure is that of the study's metric (:mod:`study.config.metric`). The protocol: the recipe is
+fixed in the config before anything runs, the test figure is that of the last epoch, and every seed
+counts, also one that diverged. Errors are in per cent; spread is the sample standard deviation over
+seeds (n - 1).
 
 The figures of a searched row are those of its best configuration, chosen by the first objective,
 never by the test set.
@@ -20,11 +22,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from study.config import RowConfig, StudyConfig
+from study.config import Metric, RowConfig, StudyConfig
 from study.config.keys import lookup
 from study.config.space import Params
 from study.ledger.state import FAILED, FINISHED, StudyState, TrialState
 from study.results.configurations import Configuration, best, configurations
+from study.results.objectives import test_value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +36,10 @@ class Row:
 
     Attributes:
         label: label of the row.
-        mean, sd: mean and spread of the final test error over finished seeds; sd is None below two.
+        mean, sd: mean and spread of the final test figure over finished seeds; sd is None below
+            two.
         finished, failed, seeds: numbers of finished, failed and all trials.
-        published: published test error, or None.
+        published: published test figure, or None.
         gap: mean minus the baseline row's mean; None until every seed of both has finished.
         rule: requirement that the verdict is about, in words.
         verdict: ``pass``, ``fail``, or "" if nothing is required or the study is not comparable.
@@ -68,10 +72,14 @@ class Summary:
         rows: rows in the config's order.
         departures: departures of the study from the published recipe, one sentence each; empty if
             the study is comparable.
+        metric: metric that the figures are of.
+        searched: whether rows were searched, each for its own best configuration.
     """
 
     rows: list[Row]
     departures: list[str]
+    metric: Metric
+    searched: bool
 
     @property
     def comparable(self) -> bool:
@@ -86,12 +94,14 @@ def summarise(state: StudyState) -> Summary:
     wanted = {row.label: row for row in study.rows}
     found = configurations(state.trials, study.search.objectives)
     chosen = {label: _chosen(label, trials, found, study) for label, trials in state.rows().items()}
-    base = _mean_error(chosen[study.baseline].trials) if study.baseline in chosen else None
+    metric, base = study.primary_metric, None
+    if study.baseline in chosen:
+        base = _mean_of_all(chosen[study.baseline].trials, metric)
     rows = [
         _row(wanted.get(label, RowConfig(label=label)), choice, base, study, not departures)
         for label, choice in chosen.items()
     ]
-    return Summary(rows=rows, departures=departures)
+    return Summary(rows=rows, departures=departures, metric=metric, searched=bool(study.space))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,52 +149,58 @@ def find_departures(study: StudyConfig, state: StudyState) -> list[str]:
     return list(found)
 
 
-def test_errors(trials: Iterable[TrialState]) -> list[float]:
-    """Return the final test errors of the finished trials, in per cent."""
-    return [
-        100.0 * trial.test["test/error"]
+def test_figures(trials: Iterable[TrialState], metric: Metric) -> list[float]:
+    """Return the final test figures of the finished trials, as they are shown."""
+    return list(figures_by_seed(trials, metric).values())
+
+
+def figures_by_seed(trials: Iterable[TrialState], metric: Metric) -> dict[int, float]:
+    """Return the final test figures of a row's finished trials by seed, as they are shown."""
+    return {
+        trial.seed: value
         for trial in trials
-        if trial.status == FINISHED and "test/error" in trial.test
-    ]
+        if trial.status == FINISHED and (value := test_value(trial, metric)) is not None
+    }
 
 
-def _mean_error(trials: Sequence[TrialState]) -> float | None:
-    """Return the mean test error once every seed has finished, else None.
+def _mean_of_all(trials: Sequence[TrialState], metric: Metric) -> float | None:
+    """Return the mean test figure once every seed has finished, else None.
 
     A row that lost its worst seed would look better than it is.
     """
-    errors = test_errors(trials)
-    return statistics.fmean(errors) if errors and len(errors) == len(trials) else None
+    figures = test_figures(trials, metric)
+    return statistics.fmean(figures) if figures and len(figures) == len(trials) else None
 
 
 def _row(
     wanted: RowConfig, choice: _Choice, base: float | None, study: StudyConfig, comparable: bool
 ) -> Row:
     trials = list(choice.trials)
-    errors = test_errors(trials)
-    whole = _mean_error(trials)
+    metric = study.primary_metric
+    figures = test_figures(trials, metric)
+    whole = _mean_of_all(trials, metric)
     gap = None if whole is None or base is None or wanted.label == study.baseline else whole - base
     return Row(
-        label=wanted.label, mean=statistics.fmean(errors) if errors else None,
-        sd=statistics.stdev(errors) if len(errors) > 1 else None, finished=len(errors),
+        label=wanted.label, mean=statistics.fmean(figures) if figures else None,
+        sd=statistics.stdev(figures) if len(figures) > 1 else None, finished=len(figures),
         failed=sum(trial.status == FAILED for trial in trials), seeds=len(trials),
-        published=wanted.published, gap=gap, rule=describe_rule(wanted, study.baseline),
-        verdict=judge(wanted, gap) if comparable else "", trials=choice.trials,
+        published=wanted.published, gap=gap, rule=describe_rule(wanted, study.baseline, metric),
+        verdict=judge(wanted, gap, metric) if comparable else "", trials=choice.trials,
         searched=choice.searched, params=choice.params,
     )  # fmt: skip
 
 
-def describe_rule(row: RowConfig, baseline: str | None) -> str:
+def describe_rule(row: RowConfig, baseline: str | None, metric: Metric) -> str:
     """Describe what is required of a row's gap; "" if nothing is."""
     rules = []
     if row.within is not None:
-        rules.append(f"within {row.within:.2f} of {baseline}")
+        rules.append(f"within {metric.figure(row.within)} of {baseline}")
     if row.worse_by is not None:
-        rules.append(f"worse than {baseline} by at least {row.worse_by:.2f}")
+        rules.append(f"worse than {baseline} by at least {metric.figure(row.worse_by)}")
     return " and ".join(rules)
 
 
-def judge(row: RowConfig, gap: float | None) -> str:
+def judge(row: RowConfig, gap: float | None, metric: Metric) -> str:
     """Return ``pass`` or ``fail`` for a row with a rule and a gap; "" otherwise.
 
     A gap that is not a number fails.
@@ -192,7 +208,7 @@ def judge(row: RowConfig, gap: float | None) -> str:
     if gap is None or (row.within is None and row.worse_by is None):
         return ""
     near = row.within is None or abs(gap) <= row.within
-    far = row.worse_by is None or gap >= row.worse_by
+    far = row.worse_by is None or metric.sign * gap >= row.worse_by
     return "pass" if near and far and not math.isnan(gap) else "fail"
 
 

@@ -1,19 +1,22 @@
 """The best model of each row as an MLflow LoggedModel: safetensors and JSON, no pickle, so opening
 one runs no code.
 
-It is the newest checkpoint still on disk of the row's best finished trial, by the last validation
-error. Nothing is logged twice: a model is found by its source run. Limits: checkpoints of a
-loop of the user's own may be anything, and stay where they are; a checkpoint of more than
-:data:`MOST_BYTES` stays where it is; the ledger names the run's checkpoints.
+It is the newest checkpoint still on disk of the row's best finished trial, by the study's metric
+after the last epoch. Nothing is logged twice: a model is found by its source run. Limits:
+checkpoints of a loop of the user's own may be anything, and stay where they are; a checkpoint of
+more than :data:`MOST_BYTES` stays where it is; the ledger names the run's checkpoints.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from study.config import Metric
 from study.ledger.state import FINISHED, StudyState, TrialState
+from study.results.objectives import last_value
 from study.results.summary import summarise
 from study.tracking.names import sanitise
 
@@ -30,10 +33,11 @@ def log_models(client: Any, experiment: str, state: StudyState, runs: dict[str, 
         state: state of the study.
         runs: run ids by trial id.
     """
+    summary = summarise(state)
     best = {
         trial.id: trial
-        for row in summarise(state).rows
-        if (trial := _best(list(row.trials))) is not None and not trial.own_loop
+        for row in summary.rows
+        if (trial := _best(row.trials, summary.metric)) is not None and not trial.own_loop
     }
     wanted = {runs[id_]: trial for id_, trial in best.items() if id_ in runs}
     folders = {
@@ -47,14 +51,15 @@ def log_models(client: Any, experiment: str, state: StudyState, runs: dict[str, 
             _log_model(client, experiment, run, wanted[run], folder)
 
 
-def _best(trials: list[TrialState]) -> TrialState | None:
-    done = [trial for trial in trials if trial.status == FINISHED and math.isfinite(_error(trial))]
-    return min(done, key=_error, default=None)
-
-
-def _error(trial: TrialState) -> float:
-    values = trial.metric("validation/error")
-    return values[max(values)] if values else math.nan
+def _best(trials: Iterable[TrialState], metric: Metric) -> TrialState | None:
+    done = [
+        (metric.sign * value, trial)
+        for trial in trials
+        if trial.status == FINISHED
+        and (value := last_value(trial, metric)) is not None
+        and math.isfinite(value)
+    ]
+    return min(done, key=lambda pair: pair[0], default=(0.0, None))[1]
 
 
 def _sources(client: Any, experiment: str) -> set[str]:

@@ -18,6 +18,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from study.config import Metric
 from study.config.keys import flatten
 from study.plan.plan import Plan
 
@@ -33,8 +34,6 @@ MLflow can compare and plot metrics; params it compares only for equality.
 """
 NONFINITE = "nonfinite/"
 """Prefix of tags that say where a metric was infinite."""
-OF_ROW = "/test_error_percent_sd"
-"""Longest suffix of a metric named after a row."""
 
 _ESCAPED = re.compile(r":([0-9a-f]+):")
 
@@ -75,6 +74,11 @@ def nonfinite_tags(history: Mapping[int, Mapping[str, float]]) -> dict[str, str]
     }
 
 
+def of_row(metric: Metric, figure: str = "_sd") -> str:
+    """Return the suffix of a row's MLflow metric, of the spread or else ("") of the mean."""
+    return f"/{metric.row_key}{figure}"
+
+
 def settings_of(config: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a config by ``cfg/`` and their dotted key."""
     return {
@@ -92,8 +96,9 @@ def check_loggable(plan: Plan) -> None:
             remedy.
     """
     _check("name", plan.study.name, EXPERIMENT_LENGTH)
+    suffix = of_row(plan.study.primary_metric)
     for row in plan.rows:
-        _check(f"row {row.label[:40]!r}...: label", f"{sanitise(row.label)}{OF_ROW}", NAME_LENGTH)
+        _check(f"row {row.label[:40]!r}...: label", sanitise(f"{row.label}{suffix}"), NAME_LENGTH)
     for trial in plan.trials:
         for key, value in flatten(trial.config.to_dict()).items():
             _check(f"row {trial.row!r}: {key}", str(value), PARAM_LENGTH)

@@ -24,7 +24,7 @@ from study.ledger.state import (
 from study.results.objectives import bits_of
 from study.results.summary import summarise
 from study.text import layout_of
-from study.tracking.names import SETTING, TAG_LENGTH, nonfinite_tags, sanitise, settings_of
+from study.tracking.names import SETTING, TAG_LENGTH, nonfinite_tags, of_row, sanitise, settings_of
 
 KEY_TAG = "lns_study.key"
 PARENT_TAG = "mlflow.parentRunId"
@@ -159,13 +159,12 @@ def params_of(config: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 
 def row_figures(state: StudyState) -> dict[str, float]:
-    """Return mean and spread of each row's test error, in per cent, by metric name."""
+    """Return mean and spread of each row's test figure, as shown, by metric name."""
     figures: dict[str, float | None] = {}
-    for row in summarise(state).rows:
-        figures |= {
-            f"{row.label}/test_error_percent": row.mean,
-            f"{row.label}/test_error_percent_sd": row.sd,
-        }
+    summary = summarise(state)
+    mean, spread = of_row(summary.metric, ""), of_row(summary.metric)
+    for row in summary.rows:
+        figures |= {f"{row.label}{mean}": row.mean, f"{row.label}{spread}": row.sd}
     return {name: value for name, value in figures.items() if value is not None}
 
 

@@ -22,18 +22,17 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-from study.config import OUTSIDE
+from study.config import OUTSIDE, Metric, StudyConfig
 from study.config.keys import flatten
 from study.config.space import parse_space
-from study.tracking.names import OF_ROW, SETTING, sanitise, settings_of
+from study.tracking.names import SETTING, of_row, sanitise, settings_of
 
 TAG = "mlflow.sharedViewState."
 SECTION = "study"
-ERROR = "validation/error"
 MOST_PARAMS = 6
 MOST_AXES = 3
 """Number of axes of the parallel coordinates; more overlap in MLflow's card."""
-LOSSES = ("validation/error", "validation/loss", "train/loss")
+LOSSES = ("validation/loss", "train/loss")
 
 
 def view_key(plan: Mapping[str, Any]) -> str:
@@ -61,9 +60,13 @@ def read_view(value: str) -> dict[str, Any]:
 
 
 def view_state(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return columns, sort and charts for a study: what differs between its trials, and errors."""
-    metric, mode = next(iter(plan["study"]["search"]["objectives"].items()))
-    metric = metric if "/" in metric else ERROR
+    """Return columns, sort and charts for a study: what differs between its trials, and its metric.
+
+    Runs are sorted by the first objective; by the metric if that is no reported figure.
+    """
+    study = StudyConfig.from_dict(plan["study"])
+    metric, shown = study.primary_metric, study.search.first
+    shown = shown if "/" in shown.name else metric
     varied = varied_keys(plan)
     bytes_ = (
         ["bytes/parameter_step"] if any(config["workers"] > 1 for config in _configs(plan)) else []
@@ -71,13 +74,15 @@ def view_state(plan: Mapping[str, Any]) -> dict[str, Any]:
     columns = [_column("tags", name) for name in ("row", "format", "layout")]
     columns += [_column("params", sanitise(key)) for key in dict.fromkeys([*varied, "seed"])]
     columns += [
-        _column("metrics", name)
-        for name in dict.fromkeys([metric, "test/error", ERROR, "bits", "seconds", *bytes_])
+        _column("metrics", sanitise(name))
+        for name in dict.fromkeys(
+            [shown.name, metric.test_name, metric.name, "bits", "seconds", *bytes_]
+        )
     ]
     return {
         "searchFilter": "",
-        "orderByKey": _column("metrics", metric),
-        "orderByAsc": mode == "min",
+        "orderByKey": _column("metrics", sanitise(shown.name)),
+        "orderByAsc": shown.mode == "min",
         "startTime": "ALL",
         "lifecycleFilter": "Active",
         "datasetsFilter": [],
@@ -86,8 +91,8 @@ def view_state(plan: Mapping[str, Any]) -> dict[str, Any]:
         "columnOrder": [],
         "columnWidths": {},
         "runsHiddenMode": "SHOW_ALL",
-        "compareRunSections": _sections(plan),
-        "compareRunCharts": _charts(plan, metric, varied),
+        "compareRunSections": _sections(plan, metric),
+        "compareRunCharts": _charts(plan, shown, metric, varied),
         "viewMaximized": False,
         "runListHidden": False,
         "isAccordionReordered": True,
@@ -151,14 +156,14 @@ def _column(kind: str, name: str) -> str:
     return f"{kind}.`{name}`"
 
 
-def _sections(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _sections(plan: Mapping[str, Any], metric: Metric) -> list[dict[str, Any]]:
     """Return our section, those of metrics as MLflow names them, and closed ones.
 
     The closed ones are those of settings and of rows.
     """
     shown = {SECTION: "Study", "train": "train", "test": "test", "model": "Model metrics"}
     rows = {
-        f"row-{place}": sanitise(f"{row['label']}{OF_ROW}").rpartition("/")[0]
+        f"row-{place}": sanitise(f"{row['label']}{of_row(metric)}").rpartition("/")[0]
         for place, row in enumerate(plan["study"]["rows"])
     }
     closed = {"cfg": SETTING.rstrip("/"), **rows}
@@ -175,21 +180,24 @@ def _sections(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _charts(plan: Mapping[str, Any], metric: str, varied: list[str]) -> list[dict[str, Any]]:
+def _charts(
+    plan: Mapping[str, Any], shown: Metric, metric: Metric, varied: list[str]
+) -> list[dict[str, Any]]:
     numeric = settings_of(_configs(plan)[0])
+    figure = sanitise(shown.name)
     params = [sanitise(key) for key in varied[:MOST_AXES]] or ["precision.format"]
     charts = [
-        _chart("parallel", "PARALLEL", "settings and error", 100) | {
-            "selectedParams": params, "selectedMetrics": [metric], "showAllRuns": False},
-        *(_scatter(f"error-{x}", x, metric) for x in ("bits", "seconds")),
+        _chart("parallel", "PARALLEL", f"settings and {shown.short}", 100) | {
+            "selectedParams": params, "selectedMetrics": [figure], "showAllRuns": False},
+        *(_scatter(f"error-{x}", x, figure) for x in ("bits", "seconds")),
     ]  # fmt: skip
     charts += [
-        _scatter(f"error-{key}", f"{SETTING}{key}", metric)
+        _scatter(f"error-{key}", f"{SETTING}{key}", figure)
         for key in varied
         if f"{SETTING}{key}" in numeric
     ][:2]
-    for name in dict.fromkeys([metric, *LOSSES]):
-        charts.append(_line(name))
+    for name in dict.fromkeys([shown.name, metric.name, *LOSSES]):
+        charts.append(_line(sanitise(name)))
     return charts
 
 

@@ -1,5 +1,16 @@
-"""What the packed trials of a process share (:mod:`trainers.workers.packed`): its settings, and the
-streams of its GPU."""
+"""Several one-worker trials at once in one process, each in a thread of its own and, on a GPU, on a
+stream of its own; what they share.
+
+Processes that share a GPU take turns on it; streams of one process run side by side, so that small
+nets fill the GPU together. An epoch is a row of CUDA graphs, launched without Python's global lock.
+Trials are free to differ in everything but what :func:`~trainers.workers.resources.key_of` names,
+which is the process's and not a thread's. What decides a result is the trial's own, so it comes out
+as in a process of its own, bit for bit.
+
+They share a worker process of several lanes (:mod:`trainers.workers.worker_process`), one a GPU, or
+one a machine for trials on the CPU. An error that is not the trial's own (CUDA's context is lost
+for all) ends the process; every trial in it begins again in a new one, at its last checkpoint.
+"""
 
 from __future__ import annotations
 

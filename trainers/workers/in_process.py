@@ -1,10 +1,12 @@
-"""A trial in this process: the executor that the others are made of."""
+"""A trial in this process, alone (the executor that others are made of) or beside others."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from trainers.config import TrialConfig
 from trainers.training.trainer import Training
@@ -59,3 +61,27 @@ class InProcess(Executor):
     def _on_device(self) -> AbstractContextManager[Any]:
         """Return a context in which the trial's work goes where it belongs."""
         return nullcontext()
+
+
+class Packed(InProcess):
+    """Trains a trial beside others of the same process (:mod:`trainers.workers.host`)."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._stay = ExitStack()
+        self._stream: torch.cuda.Stream | None = None
+
+    def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
+        assert self._context.host is not None, "a process of several lanes has a host"
+        self._stream = self._stay.enter_context(self._context.host.place(config))
+        return super().begin(config, checkpoints)
+
+    def end(self) -> None:
+        with self._on_device():
+            if self._stream is not None:
+                self._stream.synchronize()
+            super().end()
+        self._stay.close()
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -11,7 +11,7 @@ from trainers.config import TrialConfig
 
 IN_PROCESS, PACKED, RAY_TRAIN, OWN_LOOP = (
     "trainers.workers.in_process:InProcess",
-    "trainers.workers.packed:Packed",
+    "trainers.workers.in_process:Packed",
     "trainers.workers.ray_train_run:RayTrainRun",
     "trainers.workers.own_loop:OwnLoop",
 )

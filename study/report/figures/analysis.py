@@ -15,6 +15,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
+from study.config.metric import Metric, is_wide
 from study.report.figures.style import (
     COLOURS,
     DASHES,
@@ -24,15 +25,15 @@ from study.report.figures.style import (
     SIZE,
     Theme,
     canvas,
-    percent_axis,
     plain,
     png,
     set_title,
     short,
     style_axes,
+    value_axis,
 )
 from study.results.importance import Importance
-from study.results.statistics import MEASURES, Entry, Groups, front
+from study.results.statistics import METRIC, Entry, Groups, front, labels
 
 MOST_NAMES = 12
 """Largest number of points of a front that are named."""
@@ -41,13 +42,15 @@ FEWEST_DOTS, FEWEST_IN_A_BOX = 3, 3
 """Below them a front, or a box, says nothing that the table does not."""
 
 
-def draw_front(found: Sequence[Entry], measures: Sequence[str], theme: Theme) -> bytes:
-    """Draw a PNG of error over every other measure, a dot per entry.
+def draw_front(
+    found: Sequence[Entry], measures: Sequence[str], metric: Metric, theme: Theme
+) -> bytes:
+    """Draw a PNG of the metric over every other measure, a dot per entry.
 
     The line joins the entries that no other dominates in both.
     """
-    others = [name for name in measures if name != "error"]
-    if "error" not in measures or not others or len(found) < FEWEST_DOTS:
+    others = [name for name in measures if name != METRIC]
+    if METRIC not in measures or not others or len(found) < FEWEST_DOTS:
         return b""
     columns = min(2, len(others))
     lines = math.ceil(len(others) / columns)
@@ -58,14 +61,15 @@ def draw_front(found: Sequence[Entry], measures: Sequence[str], theme: Theme) ->
     for place, other in enumerate(others):
         axes = figure.add_subplot(lines, columns, place + 1, facecolor=theme.page)
         style_axes(axes, theme)
-        _front_axes(axes, [entry for entry in found if other in entry.values], rows, other, theme)
+        mine = [entry for entry in found if other in entry.values]
+        _front_axes(axes, mine, rows, other, metric, theme)
         if place % columns == 0:
-            axes.set_ylabel(MEASURES["error"])
+            axes.set_ylabel(plain(labels(metric)[METRIC]))
     if 1 < len(rows) <= MOST_CURVES:
-        handles, labels = figure.axes[0].get_legend_handles_labels()
+        handles, names = figure.axes[0].get_legend_handles_labels()
         figure.legend(
             handles,
-            labels,
+            names,
             loc="outside upper left",
             ncols=4,
             frameon=False,
@@ -76,7 +80,7 @@ def draw_front(found: Sequence[Entry], measures: Sequence[str], theme: Theme) ->
 
 
 def _front_axes(
-    axes: Any, found: Sequence[Entry], rows: Sequence[str], other: str, theme: Theme
+    axes: Any, found: Sequence[Entry], rows: Sequence[str], other: str, metric: Metric, theme: Theme
 ) -> None:
     many = len(rows) > MOST_CURVES
     for number, row in enumerate(rows):
@@ -86,15 +90,15 @@ def _front_axes(
             if many
             else (COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)])
         )
-        xs, ys = [entry.values[other] for entry in mine], [entry.values["error"] for entry in mine]
+        xs, ys = [entry.values[other] for entry in mine], [entry.values[METRIC] for entry in mine]
         axes.scatter(
             xs, ys, s=20, color=colour, marker=marker, alpha=0.75, linewidths=0, label=plain(row),
             zorder=2,
         )  # fmt: skip
-    best = front(found, [other, "error"])
+    best = front(found, [other, METRIC], metric)
     axes.plot(
         [e.values[other] for e in best],
-        [e.values["error"] for e in best],
+        [e.values[METRIC] for e in best],
         color=theme.text,
         linewidth=1,
         zorder=1,
@@ -103,23 +107,23 @@ def _front_axes(
         for entry in best[:MOST_NAMES]:
             axes.annotate(
                 plain(entry.name),
-                (entry.values[other], entry.values["error"]),
+                (entry.values[other], entry.values[METRIC]),
                 (3, 3),
                 textcoords="offset points",
                 fontsize=6.5,
                 color=theme.text,
             )
-    axes.set_xlabel(MEASURES[other])
+    axes.set_xlabel(labels(metric)[other])
     values = [entry.values[other] for entry in found]
     if other == "bits":
         axes.set_xticks(sorted(set(values)))
-    if min(values) > 0 and max(values) > 20 * min(values):
+    if is_wide(values):
         axes.set_xscale("log")
-    percent_axis(axes)
+    value_axis(axes, metric, (entry.values[METRIC] for entry in found))
 
 
-def draw_importance(found: Importance | None, theme: Theme) -> bytes:
-    """Draw a PNG of the shares of the error's variance by key, and by the pairs that matter."""
+def draw_importance(found: Importance | None, metric: Metric, theme: Theme) -> bytes:
+    """Draw a PNG of the shares of the metric's variance by key, and by the pairs that matter."""
     if found is None:
         return b""
     bars = [(key, share, 0) for key, share in found.single.items()]
@@ -139,7 +143,7 @@ def draw_importance(found: Importance | None, theme: Theme) -> bytes:
         )
     axes.set_yticks(range(len(bars)), [plain(name) for name, *_ in bars])
     axes.invert_yaxis()
-    axes.set_xlabel("share of the variance of the validation error, %")
+    axes.set_xlabel(plain(f"share of the variance of the {metric.words}, %"))
     set_title(
         axes,
         f"fANOVA of {found.configurations} configurations; pairs (orange) beyond their keys",
@@ -148,8 +152,11 @@ def draw_importance(found: Importance | None, theme: Theme) -> bytes:
     return png(figure)
 
 
-def draw_dependence(found: Importance | None, theme: Theme) -> bytes:
-    """Draw a PNG of the error that a forest predicts as one key moves, mean over configurations."""
+def draw_dependence(found: Importance | None, metric: Metric, theme: Theme) -> bytes:
+    """Draw a PNG of the metric that a forest predicts as one key moves.
+
+    It is the mean over configurations.
+    """
     if found is None or not found.curves:
         return b""
     columns = min(2, len(found.curves))
@@ -168,18 +175,18 @@ def draw_dependence(found: Importance | None, theme: Theme) -> bytes:
             axes.set_xticks(range(len(xs)), [short(x) for x in xs], rotation=20, ha="right")
         else:
             axes.plot(xs, ys, color=COLOURS[0], linewidth=2)
-            if xs[0] > 0 and xs[-1] > 20 * xs[0]:
+            if is_wide((xs[0], xs[-1])):
                 axes.set_xscale("log")
         axes.set_xlabel(plain(key))
         if place % columns == 0:
-            axes.set_ylabel("predicted error, %")
+            axes.set_ylabel(plain(metric.heading(f"predicted {metric.short}")))
     return png(figure)
 
 
-def draw_parallel(found: Sequence[Entry], theme: Theme) -> bytes:
+def draw_parallel(found: Sequence[Entry], metric: Metric, theme: Theme) -> bytes:
     """Draw a PNG of parallel coordinates, a line per configuration.
 
-    The axes are the sampled keys and the error; dark lines have low errors.
+    The axes are the sampled keys and the metric; dark lines have the best values.
     """
     usable = [entry for entry in found if entry.params]
     keys = [
@@ -191,10 +198,11 @@ def draw_parallel(found: Sequence[Entry], theme: Theme) -> bytes:
         return b""
     figure, axes = canvas(theme)
     columns = [_column([entry.params[key] for entry in usable]) for key in keys]
-    errors = np.array([entry.values["error"] for entry in usable])
-    columns.append(_column(list(errors)))
-    order = np.argsort(-errors)
-    shades = np.argsort(np.argsort(errors)) / max(1, len(errors) - 1)
+    figures = np.array([entry.values[METRIC] for entry in usable])
+    columns.append(_column(list(figures)))
+    ranks = np.argsort(metric.sign * figures)
+    order = np.argsort(-metric.sign * figures)
+    shades = np.argsort(ranks) / max(1, len(ranks) - 1)
     colours = mpl.colormaps["viridis"](0.05 + 0.9 * shades)
     for index in order:
         axes.plot(
@@ -215,10 +223,12 @@ def draw_parallel(found: Sequence[Entry], theme: Theme) -> bytes:
                 color=theme.text,
                 va="center",
             )
-    axes.set_xticks(range(len(columns)), [*(plain(key) for key in keys), "error, %"], fontsize=9)
+    names = [plain(name) for name in (*keys, metric.heading(metric.short))]
+    axes.set_xticks(range(len(columns)), names, fontsize=9)
     axes.set_yticks([])
     axes.grid(axis="x", color=theme.text, linewidth=0.8)
-    set_title(axes, "Configurations: dark lines have low errors", theme)
+    title = f"Configurations: dark lines have {metric.good_word} {metric.plural}"
+    set_title(axes, plain(title), theme)
     return png(figure)
 
 
@@ -226,7 +236,7 @@ def _column(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]]
     """Return heights in 0 to 1 and labelled ticks, logarithmic if values span a factor of 20."""
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         low, high = min(values), max(values)
-        log = low > 0 and high > 20 * low
+        log = is_wide(values)
         place = math.log if log else float
         width = (place(high) - place(low)) or 1.0
         marks = [low, math.sqrt(low * high) if log else (low + high) / 2, high]
@@ -240,17 +250,17 @@ def _column(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]]
     ]
 
 
-def draw_groups(found: Sequence[Groups], theme: Theme) -> bytes:
-    """Draw a PNG with box plots of the trials' errors by category."""
+def draw_groups(found: Sequence[Groups], metric: Metric, theme: Theme) -> bytes:
+    """Draw a PNG with box plots of the trials' metric by category."""
     shown = [
         group
         for group in found
-        if len(group.errors) <= MOST_BOXES
-        and max(map(len, group.errors.values())) >= FEWEST_IN_A_BOX
+        if len(group.figures) <= MOST_BOXES
+        and max(map(len, group.figures.values())) >= FEWEST_IN_A_BOX
     ]
     if not shown:
         return b""
-    heights = [0.7 + 0.3 * len(group.errors) for group in shown]
+    heights = [0.7 + 0.3 * len(group.figures) for group in shown]
     figure = Figure(
         figsize=(SIZE[0], 0.3 + sum(heights)), dpi=DPI, facecolor=theme.page, layout="constrained"
     )
@@ -261,33 +271,36 @@ def draw_groups(found: Sequence[Groups], theme: Theme) -> bytes:
         style_axes(axes, theme)
         line = {"color": theme.text}
         axes.boxplot(
-            list(group.errors.values()), orientation="horizontal", widths=0.6, patch_artist=True,
+            list(group.figures.values()), orientation="horizontal", widths=0.6, patch_artist=True,
             whiskerprops=line, capprops=line,
             boxprops={"facecolor": COLOURS[5], "edgecolor": theme.text},
             medianprops={"color": theme.text, "linewidth": 2},
             flierprops={"markeredgecolor": theme.text, "markersize": 4},
         )  # fmt: skip
         axes.set_yticks(
-            range(1, len(group.errors) + 1),
-            [f"{short(name)} ({len(v)})" for name, v in group.errors.items()],
+            range(1, len(group.figures) + 1),
+            [f"{short(name)} ({len(v)})" for name, v in group.figures.items()],
             fontsize=9,
         )
         axes.invert_yaxis()
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.xaxis.set_minor_formatter(mpl.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.tick_params(axis="x", which="minor", labelsize=8)
-        axes.set_xlabel("validation error, %")
+        if metric.logarithmic(value for values in group.figures.values() for value in values):
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+            axes.xaxis.set_minor_formatter(mpl.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+            axes.tick_params(axis="x", which="minor", labelsize=8)
+        axes.set_xlabel(plain(metric.heading(metric.words)))
         set_title(axes, f"By {group.category} (trials)", theme)
     return png(figure)
 
 
-def draw_budget(curves: Mapping[str, tuple[list[float], list[float]]], theme: Theme) -> bytes:
-    """Draw a PNG of the lowest error so far over the time that the trials have taken."""
+def draw_budget(
+    curves: Mapping[str, tuple[list[float], list[float]]], metric: Metric, theme: Theme
+) -> bytes:
+    """Draw a PNG of the best metric so far over the time that the trials have taken."""
     if not any(len(xs) > 1 for xs, _ in curves.values()):
         return b""
     figure, axes = canvas(theme)
-    chosen = sorted(curves, key=lambda row: curves[row][1][-1])[:MOST_CURVES]
+    chosen = sorted(curves, key=lambda row: metric.sign * curves[row][1][-1])[:MOST_CURVES]
     for number, row in enumerate(row for row in curves if row in chosen):
         xs, ys = curves[row]
         axes.step(
@@ -301,29 +314,33 @@ def draw_budget(curves: Mapping[str, tuple[list[float], list[float]]], theme: Th
         )
         axes.plot(xs[-1:], ys[-1:], color=COLOURS[number], marker=MARKERS[number])
     axes.set_xlabel("seconds of trials, as they ended")
-    axes.set_ylabel("lowest validation error so far, %")
-    percent_axis(axes)
+    axes.set_ylabel(plain(metric.heading(f"{metric.best_word} {metric.words} so far")))
+    value_axis(axes, metric, (value for _, ys in curves.values() for value in ys))
     axes.legend(frameon=False, labelcolor=theme.text)
     return png(figure)
 
 
-def draw_heat_map(table: tuple[list[str], list[str], np.ndarray] | None, theme: Theme) -> bytes:
-    """Draw a PNG of the lowest error of every format and layout."""
+def draw_heat_map(
+    table: tuple[list[str], list[str], np.ndarray] | None, metric: Metric, theme: Theme
+) -> bytes:
+    """Draw a PNG of the best metric of every format and layout; dark cells are worse."""
     if table is None:
         return b""
     formats, layouts, values = table
     figure, axes = canvas(theme, height=1.6 + 0.42 * len(formats))
-    shades = np.ma.masked_invalid(np.log(values))
+    log = metric.logarithmic(values.ravel())
+    shades = metric.sign * np.ma.masked_invalid(np.log(values) if log else values)
     axes.imshow(shades, cmap="viridis_r", aspect="auto")
     middle = (shades.min() + shades.max()) / 2
     for (down, across), value in np.ndenumerate(values):
         if not math.isnan(value):
-            ink = "#ffffff" if math.log(value) > middle else "#000000"
-            axes.text(
-                across, down, f"{value:.2f}", ha="center", va="center", color=ink, fontsize=10
-            )
+            ink = "#ffffff" if shades[down, across] > middle else "#000000"
+            text = metric.figure(value)
+            axes.text(across, down, text, ha="center", va="center", color=ink, fontsize=10)
     axes.set_xticks(range(len(layouts)), [short(name) for name in layouts], rotation=20, ha="right")
     axes.set_yticks(range(len(formats)), [short(name) for name in formats])
     axes.grid(visible=False)
-    set_title(axes, "Lowest validation error, %, by number format and layout", theme)
+    shown = metric.heading(f"{metric.best_word.capitalize()} {metric.words}")
+    comma = "," if metric.percent else ""
+    set_title(axes, plain(f"{shown}{comma} by number format and layout"), theme)
     return png(figure)

@@ -1,4 +1,4 @@
-"""Pictures of a study's results: error per epoch, final errors beside the published ones, and the
+"""Pictures of a study's results: metric per epoch, final figures beside the published ones, and the
 objective over each sampled key.
 
 Each is drawn for a light and a dark page. Colours are Okabe and Ito's (2008), told apart with every
@@ -17,6 +17,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from study.config import Metric
 from study.config.space import Domain, params_at
 from study.ledger.state import StudyState, TrialState
 from study.report.figures.style import (
@@ -28,16 +29,18 @@ from study.report.figures.style import (
     SIZE,
     Theme,
     canvas,
-    percent_axis,
     plain,
     png,
     set_title,
     short,
     style_axes,
+    value_axis,
     wrap_label,
 )
+from study.results.answer import capital
 from study.results.configurations import Configuration, configurations
-from study.results.summary import Row, Summary, test_errors
+from study.results.objectives import curve
+from study.results.summary import Row, Summary, test_figures
 
 MOST_BARS = 6
 """Largest number of rows with vertical bars; more rows have horizontal ones, a line each."""
@@ -45,24 +48,23 @@ mpl.use("Agg")
 
 
 def draw_epochs(state: StudyState, summary: Summary, theme: Theme) -> bytes:
-    """Draw a PNG of the validation error by epoch, one line per row with a band over its seeds.
+    """Draw a PNG of the metric by epoch, one line per row with a band over its seeds.
 
     The line is the mean over seeds, the band spans the lowest and highest. A searched row is drawn
     by its best configuration, or not at all before there is one.
     """
     figure, axes = canvas(theme)
-    chosen = _most_telling(summary)
+    chosen, metric = _most_telling(summary), summary.metric
     for row in summary.rows:
         if row not in chosen:
-            _draw_faint(axes, list(row.trials), theme)
+            _draw_faint(axes, list(row.trials), metric, theme)
     for number, row in enumerate(chosen):
-        _draw_row(axes, number, plain(row.label), list(row.trials))
+        _draw_row(axes, number, plain(row.label), list(row.trials), metric)
     axes.set_xlabel("epoch")
-    axes.set_ylabel("validation error, %")
-    set_title(
-        axes, "Validation error per epoch: mean over seeds, band from lowest to highest", theme
-    )
-    percent_axis(axes)
+    axes.set_ylabel(plain(metric.heading(metric.words)))
+    title = f"{capital(metric.words)} per epoch: mean over seeds, band from lowest to highest"
+    set_title(axes, plain(title), theme)
+    value_axis(axes, metric, (value for line in axes.lines for value in line.get_ydata()))
     axes.xaxis.get_major_locator().set_params(integer=True)
     if axes.lines:
         axes.legend(frameon=False, labelcolor=theme.text, ncols=2 if len(axes.lines) > 3 else 1)
@@ -70,41 +72,46 @@ def draw_epochs(state: StudyState, summary: Summary, theme: Theme) -> bytes:
 
 
 def _most_telling(summary: Summary) -> list[Row]:
-    """Return the first :data:`MOST_CURVES` rows, or, of more, those with the lowest test error."""
+    """Return the first :data:`MOST_CURVES` rows, or, of more, the best on the test set."""
     if len(summary.rows) <= MOST_CURVES:
         return list(summary.rows)
-    return sorted(summary.rows, key=lambda row: math.inf if row.mean is None else row.mean)[
+    sign = summary.metric.sign
+    return sorted(summary.rows, key=lambda row: math.inf if row.mean is None else sign * row.mean)[
         :MOST_CURVES
     ]
 
 
-def _draw_faint(axes: Any, trials: list[TrialState], theme: Theme) -> None:
+def _draw_faint(axes: Any, trials: list[TrialState], metric: Metric, theme: Theme) -> None:
     for trial in trials:
-        curve = {
-            epoch: 100 * value
-            for epoch, value in trial.metric("validation/error").items()
-            if not math.isnan(value)
+        values = {
+            epoch: value for epoch, value in curve(trial, metric).items() if not math.isnan(value)
         }
-        axes.plot(list(curve), list(curve.values()), color=theme.grid, linewidth=0.8, zorder=1)
+        axes.plot(list(values), list(values.values()), color=theme.grid, linewidth=0.8, zorder=1)
 
 
 def draw_bars(state: StudyState, summary: Summary, theme: Theme) -> bytes:
-    """Draw a PNG of each row's final test error beside the published figure (hatched).
+    """Draw a PNG of each row's final test figure beside the published one (hatched).
 
     The bar is the mean, the whisker the standard deviation, the dots are seeds.
     """
     if len(summary.rows) > MOST_BARS:
         return _draw_lying_bars(summary, theme)
     figure, axes = canvas(theme)
-    published = any(row.published is not None for row in summary.rows)
+    published, metric = any(row.published is not None for row in summary.rows), summary.metric
     width = 0.38 if published else 0.6
     for number, row in enumerate(summary.rows):
         x = number - (0.2 if published else 0)
         if row.mean is not None:
-            _bar(axes, x, row.mean, row.sd, width, number, theme)
-            errors = test_errors(list(row.trials))
+            _bar(axes, x, row, width, number, metric, theme)
+            figures = test_figures(row.trials, metric)
             axes.scatter(
-                [x] * len(errors), errors, s=14, color=theme.text, zorder=4, alpha=0.7, linewidths=0
+                [x] * len(figures),
+                figures,
+                s=14,
+                color=theme.text,
+                zorder=4,
+                alpha=0.7,
+                linewidths=0,
             )
         if row.published is not None:
             hatched: dict[str, Any] = {
@@ -114,40 +121,48 @@ def draw_bars(state: StudyState, summary: Summary, theme: Theme) -> bytes:
                 "linewidth": 1.2,
             }
             axes.bar(number + 0.2, row.published, width, **hatched, zorder=2)
-            _value(axes, number + 0.2, row.published, theme)
+            _value(axes, number + 0.2, row.published, metric.figure(row.published), theme)
     axes.set_xticks(
         range(len(summary.rows)), [wrap_label(plain(row.label)) for row in summary.rows]
     )
-    axes.set_ylabel("test error, %")
+    axes.set_ylabel(plain(metric.heading(metric.test_words)))
     set_title(axes, _bars_title(summary, published), theme)
     axes.margins(y=0.14)
     return png(figure)
 
 
 def _draw_lying_bars(summary: Summary, theme: Theme) -> bytes:
-    rows = [row for row in summary.rows if row.mean is not None]
+    metric = summary.metric
+    rows = [(row, row.mean) for row in summary.rows if row.mean is not None]
     figure, axes = canvas(theme, height=1.2 + 0.24 * max(len(rows), 4))
     axes.grid(axis="x", color=theme.grid, linewidth=0.8, zorder=0)
     axes.grid(axis="y", visible=False)
-    for place, row in enumerate(rows):
-        errors = test_errors(list(row.trials))
-        axes.barh(place, row.mean, 0.7, color=COLOURS[0], zorder=2)
+    for place, (row, mean) in enumerate(rows):
+        figures = test_figures(row.trials, metric)
+        axes.barh(place, mean, 0.7, color=COLOURS[0], zorder=2)
         axes.scatter(
-            errors, [place] * len(errors), s=9, color=theme.text, zorder=4, alpha=0.7, linewidths=0
+            figures,
+            [place] * len(figures),
+            s=9,
+            color=theme.text,
+            zorder=4,
+            alpha=0.7,
+            linewidths=0,
         )
         axes.annotate(
-            f"{row.mean:.2f}",
-            (row.mean, place),
+            metric.figure(mean),
+            (mean, place),
             (4, 0),
             textcoords="offset points",
             va="center",
             color=theme.text,
             fontsize=8,
         )
-    axes.set_yticks(range(len(rows)), [plain(row.label) for row in rows], fontsize=8)
+    axes.set_yticks(range(len(rows)), [plain(row.label) for row, _ in rows], fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel("test error, %")
-    set_title(axes, "Test error after the last epoch: mean, seeds (dots)", theme)
+    axes.set_xlabel(plain(metric.heading(metric.test_words)))
+    title = f"{capital(metric.test_words)} after the last epoch: mean, seeds (dots)"
+    set_title(axes, plain(title), theme)
     return png(figure)
 
 
@@ -158,11 +173,11 @@ def draw_slices(state: StudyState, theme: Theme) -> bytes:
     hollow ones were ended early, or are a population's earlier generations. Lists are spread over
     the axis in their order.
     """
-    metric = next(iter(state.config.search.objectives))
+    metric = state.config.search.first
     found = [
         entry
-        for entry in configurations(state.trials, [metric])
-        if math.isfinite(entry.objectives[metric])
+        for entry in configurations(state.trials, [metric.name])
+        if math.isfinite(entry.objectives[metric.name])
     ]
     domains = [_with_history(domain, found) for domain in state.config.parsed_space.domains]
     if not found or not domains:
@@ -180,7 +195,7 @@ def draw_slices(state: StudyState, theme: Theme) -> bytes:
         _slice(axes, domain, found, list(state.rows()), metric)
         axes.set_xlabel(domain.key)
         if place % columns == 0:
-            axes.set_ylabel(f"{metric}, %" if metric.endswith("/error") else metric)
+            axes.set_ylabel(plain(metric.heading(metric.name)))
     _slice_legend(figure, list(state.rows()), theme)
     return png(figure)
 
@@ -197,9 +212,8 @@ def _with_history(domain: Domain, found: list[Configuration]) -> Domain:
 
 
 def _slice(
-    axes: Any, domain: Domain, found: list[Configuration], rows: list[str], metric: str
+    axes: Any, domain: Domain, found: list[Configuration], rows: list[str], metric: Metric
 ) -> None:
-    scale = 100 if metric.endswith("/error") else 1
     for number, row in enumerate(rows):
         mine = [
             (entry, params_at(entry.params))
@@ -211,7 +225,7 @@ def _slice(
             points = [
                 (
                     _place(domain, values[domain.key], number, len(rows)),
-                    scale * entry.objectives[metric],
+                    metric.scale * entry.objectives[metric.name],
                 )
                 for entry, values in mine
                 if entry.finished == finished
@@ -237,8 +251,8 @@ def _slice(
         )
     elif domain.kind.startswith("log"):
         axes.set_xscale("log")
-    if scale == 100:
-        percent_axis(axes)
+    values = (metric.scale * entry.objectives[metric.name] for entry in found)
+    value_axis(axes, metric, values)
 
 
 def _place(domain: Domain, value: Any, row: int, rows: int) -> float:
@@ -269,11 +283,8 @@ def _slice_legend(figure: Figure, rows: list[str], theme: Theme) -> None:
     )
 
 
-def _draw_row(axes: Any, number: int, label: str, trials: list[TrialState]) -> None:
-    curves = [
-        {epoch: 100 * value for epoch, value in trial.metric("validation/error").items()}
-        for trial in trials
-    ]
+def _draw_row(axes: Any, number: int, label: str, trials: list[TrialState], metric: Metric) -> None:
+    curves = [curve(trial, metric) for trial in trials]
     by_epoch = {
         epoch: [c[epoch] for c in curves if epoch in c and not math.isnan(c[epoch])]
         for epoch in sorted(set().union(*curves))
@@ -300,20 +311,21 @@ def _draw_row(axes: Any, number: int, label: str, trials: list[TrialState]) -> N
 
 
 def _bar(
-    axes: Any, x: float, mean: float, sd: float | None, width: float, number: int, theme: Theme
+    axes: Any, x: float, row: Row, width: float, number: int, metric: Metric, theme: Theme
 ) -> None:
+    assert row.mean is not None, "a bar is drawn of rows with figures"
     whisker: dict[str, Any] = (
-        {"yerr": sd, "error_kw": {"ecolor": theme.text, "capsize": 4, "linewidth": 1.4}}
-        if sd is not None
+        {"yerr": row.sd, "error_kw": {"ecolor": theme.text, "capsize": 4, "linewidth": 1.4}}
+        if row.sd is not None
         else {}
     )
-    axes.bar(x, mean, width, color=COLOURS[number % len(COLOURS)], zorder=2, **whisker)
-    _value(axes, x, mean + (sd or 0.0), theme, text=f"{mean:.2f}")
+    axes.bar(x, row.mean, width, color=COLOURS[number % len(COLOURS)], zorder=2, **whisker)
+    _value(axes, x, row.mean + (row.sd or 0.0), metric.figure(row.mean), theme)
 
 
-def _value(axes: Any, x: float, top: float, theme: Theme, text: str = "") -> None:
+def _value(axes: Any, x: float, top: float, text: str, theme: Theme) -> None:
     axes.annotate(
-        text or f"{top:.2f}",
+        text,
         (x, top),
         (0, 4),
         textcoords="offset points",
@@ -324,9 +336,9 @@ def _value(axes: Any, x: float, top: float, theme: Theme, text: str = "") -> Non
 
 
 def _bars_title(summary: Summary, published: bool) -> str:
-    ours = "Test error after the last epoch: this study (solid)"
+    figure = f"{plain(capital(summary.metric.test_words))} after the last epoch:"
     if not published:
-        return "Test error after the last epoch: mean, sd, seeds (dots)"
-    return f"{ours}, published (hatched)" + (
+        return f"{figure} mean, sd, seeds (dots)"
+    return f"{figure} this study (solid), published (hatched)" + (
         "" if summary.comparable else "\nSmall budget: not comparable with the published figures"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from PIL import Image
 
+from study.config import Metric
 from study.config.space import show
 
 COLOURS = ("#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")
@@ -81,6 +83,14 @@ def percent_axis(axes: Any) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def value_axis(axes: Any, metric: Metric, values: Iterable[float]) -> None:
+    """Set the scale of a y axis of shown ``values`` of a metric."""
+    if metric.percent:
+        percent_axis(axes)
+    elif metric.logarithmic(values):
+        axes.set_yscale("log")
 
 
 def wrap_label(label: str) -> str:

@@ -52,7 +52,7 @@
         hovertemplate: "%{text}<br>epoch %{x}: %{y}<extra></extra>",
       };
     });
-    window.Plotly.react("explore-curves", traces, layout({ name: "epoch" }, { name: "validation error, %", log: true }), settings);
+    window.Plotly.react("explore-curves", traces, layout({ name: "epoch" }, { name: data.y, log: data.log }), settings);
   }
 
   function fill(select, chosen) {

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from study.cli.progress import Clock, LiveView, PlainView, describe, render
-from study.config import StudyConfig
+from study.config import Metric, StudyConfig
 from study.ledger.state import fold
 from study.text import duration, percent
 from tests.study.conftest import made_up_events
@@ -69,4 +69,6 @@ def test_percent_has_two_decimals() -> None:
 def test_a_damaged_checkpoint_is_said(tiny: Tiny) -> None:
     trial = fold(made_up_events(tiny("progress"))).trials[0]
     event = {"event": "damaged", "trial": trial.id, "error": "no digest"}
-    assert describe(event, trial).startswith("float32, seed 0: a checkpoint is damaged")
+    assert describe(event, trial, Metric(name="validation/error")).startswith(
+        "float32, seed 0: a checkpoint is damaged"
+    )

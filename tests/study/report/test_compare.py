@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from scipy.stats import ttest_1samp
 
 from study.cli import main
-from study.config import StudyConfig
+from study.config import Metric, StudyConfig
 from study.ledger.log import FILE, Ledger
 from study.ledger.state import StudyState, fold
 from study.manage.studies import overview
@@ -233,17 +233,17 @@ def test_importance_needs_configurations(tiny: Tiny) -> None:
 
 def test_the_front_has_what_nothing_beats(tiny: Tiny) -> None:
     found = entries(searched(tiny))
-    assert spread_measures(found) == ["error", "bits"]
-    best = front(found, ["error", "bits"])
+    assert spread_measures(found) == ["metric", "bits"]
+    best = front(found, ["metric", "bits"], Metric(name="validation/error"))
     for entry in best:
         assert not any(
-            other.values["error"] <= entry.values["error"]
+            other.values["metric"] <= entry.values["metric"]
             and other.values["bits"] < entry.values["bits"]
             for other in found
         )
     assert (
-        min(found, key=lambda entry: entry.values["error"]).values["error"]
-        == best[0].values["error"]
+        min(found, key=lambda entry: entry.values["metric"]).values["metric"]
+        == best[0].values["metric"]
     )
 
 

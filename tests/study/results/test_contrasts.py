@@ -231,7 +231,7 @@ def test_the_reference_is_not_chosen_by_results_and_the_table_says_what_is_undec
     for trial in state.trials:
         trial.reports[3]["metrics"]["validation/error"] = 0.1 + next(noise)
     (group,) = groups(state)
-    assert (group.reference, list(group.errors)) == ("float32", ["float32", "lns matmul"])
+    assert (group.reference, list(group.figures)) == ("float32", ["float32", "lns matmul"])
     (table,) = [table for table in tables(state) if table.title == "By row"]
     first, second = table.lines
     assert first[3:] == ["-", "-", "-", "-"]

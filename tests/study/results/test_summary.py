@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from study.config import RowConfig, StudyConfig
+from study.config import Metric, RowConfig, StudyConfig
 from study.config.compose import load
 from study.ledger.state import fold
 from study.results.summary import judge, summarise
@@ -93,4 +93,4 @@ def test_only_the_last_plan_counts(tiny: Tiny) -> None:
     ],
 )
 def test_within_counts_both_ways(gap: float | None, verdict: str) -> None:
-    assert judge(RowConfig(label="x", within=0.15), gap) == verdict
+    assert judge(RowConfig(label="x", within=0.15), gap, Metric(name="validation/error")) == verdict

@@ -15,8 +15,7 @@ from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionC
 from trainers.training.trainer import Training
 from trainers.workers.executors import Context
 from trainers.workers.host import Host
-from trainers.workers.in_process import InProcess
-from trainers.workers.packed import Packed
+from trainers.workers.in_process import InProcess, Packed
 
 BASE = TrialConfig(
     data=DataConfig(name="digits", validation_size=300, train_size=512),

@@ -1,0 +1,316 @@
+"""Studies of another metric than the error: whatever ranks or draws it has the right way round.
+
+A study in which lower is better and its mirror image, the same figures negated with higher better,
+must come to the same choices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from study.cli.progress import summary as summary_line
+from study.config import Metric, RowConfig, StudyConfig
+from study.config.compose import change
+from study.ledger.lines import Event
+from study.ledger.state import StudyState, TrialState, fold
+from study.manage.studies import overview
+from study.report.compare import compare, verdict
+from study.report.figures.analysis import draw_heat_map, draw_parallel
+from study.report.figures.results import _most_telling
+from study.report.figures.style import LIGHT
+from study.report.pictures import tables
+from study.report.tables import render_markdown, render_text
+from study.results.answer import answer
+from study.results.configurations import best, configurations, ranked
+from study.results.importance import importance
+from study.results.statistics import (
+    METRIC,
+    Entry,
+    best_of_budget,
+    entries,
+    front,
+    groups,
+    heat_map,
+    rank_formats,
+)
+from study.results.summary import judge, summarise
+from study.tracking.models import _best
+from study.tracking.payload import row_figures
+from study.tracking.view import view_state
+from tests.study.conftest import made_up_events, write_ledger
+
+Tiny = Callable[..., StudyConfig]
+SCORE = "trial.metrics={score: {name: 'torchmetrics:R2Score'}}"
+HIGHER = ("metric=validation/score", "mode=max")
+LOWER = ("metric=validation/score",)
+SEARCH = ("space={optimizer.lr: {loguniform: [0.001, 1.0]}}", "search.num_samples=12")
+GRID = (
+    "rows=[{label: a}, {label: b, overrides: {precision.format: lns12}},"
+    " {label: c, overrides: {workers: 2}},"
+    " {label: d, overrides: {precision.format: lns12, workers: 2}, worse_by: 0.2}]",
+    "baseline=a",
+    "seeds=[0,1,2]",
+)
+
+
+def scored(study: StudyConfig, sign: int = 1) -> list[Event]:
+    """A study's ledger in which every trial has a score, of its row, learning rate and seed."""
+    events = made_up_events(study)
+    trials = {trial.id: trial for trial in fold(events).trials}
+    rows = list(dict.fromkeys(trial.row for trial in trials.values()))
+
+    def score(trial: TrialState, epoch: int) -> float:
+        rate = trial.config["optimizer"]["lr"]
+        noise = 0.01 * ((7 * trial.seed + 3 * rows.index(trial.row)) % 5)
+        place = 0.3 * rows.index(trial.row) + (math.log10(rate) + 1.5) ** 2
+        return sign * (place + noise + 0.5 / epoch)
+
+    for event in events:
+        if event["event"] == "report":
+            value = score(trials[event["trial"]], event["epoch"])
+            event["metrics"] = event["metrics"] | {"validation/score": value}
+        if event["event"] == "finished":
+            event["metrics"] = {"test/score": score(trials[event["trial"]], 3)}
+    return events
+
+
+@pytest.fixture(params=[GRID, SEARCH], ids=["rows", "search"])
+def mirrored(request: pytest.FixtureRequest, tiny: Tiny) -> tuple[StudyState, StudyState]:
+    """The same study with lower and, negated, with higher better."""
+    lower = tiny("mirrored", SCORE, *request.param, *LOWER)
+    higher = tiny("mirrored", SCORE, *request.param, *HIGHER)
+    return fold(scored(lower)), fold(scored(higher, -1))
+
+
+def names(found: list[Entry]) -> list[str]:
+    return [entry.name for entry in found]
+
+
+def test_choices_are_the_same(mirrored: tuple[StudyState, StudyState]) -> None:
+    lower, higher = mirrored
+    for of_metric in (
+        lambda state, metric: names(front(entries(state), [METRIC, "bits"], metric)),
+        lambda state, metric: [
+            (line["entry"], line["rank_metric"], line["rank_bits"])
+            for line in rank_formats(entries(state), metric)
+        ],
+        lambda state, metric: [row.label for row in _most_telling(summarise(state))],
+        lambda state, metric: [
+            found.id
+            for row in summarise(state).rows
+            if (found := _best(row.trials, metric)) is not None
+        ],
+        lambda state, metric: [row.params for row in summarise(state).rows],
+        lambda state, metric: [row.verdict for row in summarise(state).rows],
+        lambda state, metric: [
+            (entry.row, entry.number)
+            for entry in ranked(
+                configurations(state.trials, state.config.search.objectives),
+                state.config.search.objectives,
+            )
+        ],
+        lambda state, metric: summary_line(state).rpartition("(")[2],
+    ):
+        first = of_metric(lower, lower.config.primary_metric)
+        assert first == of_metric(higher, higher.config.primary_metric)
+    assert names(front(entries(lower), [METRIC, "bits"], lower.config.primary_metric))
+
+
+def test_figures_are_negated(mirrored: tuple[StudyState, StudyState]) -> None:
+    lower, higher = mirrored
+    metrics = [state.config.primary_metric for state in mirrored]
+    assert {row: ([*xs], [-y for y in ys]) for row, (xs, ys) in best_of_budget(lower).items()} == {
+        row: (xs, ys) for row, (xs, ys) in best_of_budget(higher).items()
+    }
+    maps = [
+        heat_map(entries(state), metric) for state, metric in zip(mirrored, metrics, strict=True)
+    ]
+    if maps[0] is not None and maps[1] is not None:
+        np.testing.assert_array_equal(maps[0][2], -maps[1][2])
+    for one, other in zip(groups(lower), groups(higher), strict=True):
+        assert one.figures == {k: [-v for v in values] for k, values in other.figures.items()}
+        for name, contrast in one.contrasts.items():
+            mirror = other.contrasts[name]
+            if contrast is None or mirror is None:
+                assert contrast is mirror
+                continue
+            assert mirror.difference == pytest.approx(-contrast.difference)
+            assert mirror.p == pytest.approx(contrast.p)
+    for row, mirror_row in zip(summarise(lower).rows, summarise(higher).rows, strict=True):
+        assert (row.gap is None) == (mirror_row.gap is None)
+        assert row.gap is None or row.gap == pytest.approx(-(mirror_row.gap or 0.0))
+    first, second = importance(lower), importance(higher)
+    assert (first is None) == (second is None)
+    if first is not None and second is not None:
+        assert first.single == pytest.approx(second.single, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("mode", "gap", "said"),
+    [("min", 0.3, "pass"), ("min", -0.3, "fail"), ("max", -0.3, "pass"), ("max", 0.3, "fail")],
+)
+def test_worse_is_lower_where_higher_is_better(mode: str, gap: float, said: str) -> None:
+    metric = Metric(name="validation/score", mode=mode)
+    assert judge(RowConfig(label="x", worse_by=0.2), gap, metric) == said
+    assert judge(RowConfig(label="x", within=0.4), gap, metric) == "pass"
+
+
+def test_the_best_row_is_the_highest_and_differences_have_no_points(tiny: Tiny) -> None:
+    study = tiny("words", SCORE, *GRID, *HIGHER)
+    state = fold(scored(study, -1))
+    told = answer(state, summarise(state))
+    assert told.startswith(
+        "Test score beside a (-0.4367 ± 0.02, 3 seeds): lower: b by -0.2967 (95 % -0.4241 to -0.16"
+    )
+    assert "points" not in told
+    assert "%" not in told.replace("95 %", "")
+    alone = fold(scored(tiny("words", SCORE, *GRID, "baseline=null", *HIGHER), -1))
+    assert answer(alone, summarise(alone)).startswith("Highest test score: a, -0.4367 ± 0.02, ")
+    assert answer(alone, summarise(alone)).endswith("lower (chosen by these values of score).")
+    text = render_text(state)
+    assert "test score" in text
+    assert "worse than a by at least 0.2" in text
+    assert "error" not in text + render_markdown(state, summarise(state), [])
+    shown = [heading for table in tables(state) for heading in table.headings]
+    assert {"validation score", "mean score"} <= set(shown)
+
+
+def brightness(picture: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(picture)).convert("L")).astype(float)
+
+
+def test_dark_cells_of_a_heat_map_are_the_worst_ones() -> None:
+    values = np.array([[1.0, 2.0], [3.0, 4.0]])
+    names_ = ["a", "b"], ["c", "d"]
+    lower, higher = (Metric(name="validation/score", mode=mode) for mode in ("min", "max"))
+
+    def difference(first: np.ndarray, second: np.ndarray) -> float:
+        drawn = draw_heat_map((*names_, first), lower, LIGHT)
+        mirror = draw_heat_map((*names_, second), higher, LIGHT)
+        a, b = brightness(drawn), brightness(mirror)
+        width = min(a.shape[1], b.shape[1])
+        return float(np.abs(a[:, :width] - b[:, :width]).mean())
+
+    assert difference(values, 5 - values) < 5
+    assert difference(values, values) > 30
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_dark_lines_of_parallel_coordinates_are_the_best_ones(tiny: Tiny, mode: str) -> None:
+    state = fold(scored(tiny("parallel", SCORE, *SEARCH, *LOWER, "search.num_samples=2")))
+    found = [entry for entry in entries(state) if entry.row == "float32"]
+    lines = [
+        dataclasses.replace(
+            entry, params={"optimizer.lr": value}, values=dict(entry.values) | {METRIC: value}
+        )
+        for entry, value in zip(found, (1.0, 2.0), strict=True)
+    ]
+    drawn = brightness(draw_parallel(lines, Metric(name="validation/score", mode=mode), LIGHT))
+    middle = drawn[40:-54, drawn.shape[1] // 2 - 50]  # between the axes, without title and ticks
+    high, low = middle[: len(middle) // 2].min(), middle[len(middle) // 2 :].min()
+    assert (high < low) == (mode == "max")
+
+
+def test_studies_are_compared_by_their_metric_and_refused_with_two(tiny: Tiny) -> None:
+    one, other = (fold(scored(tiny(name, SCORE, *GRID, *HIGHER), -1)) for name in ("one", "two"))
+    found = compare(one, other)
+    assert found.measured == "test score"
+    assert "+0 of test score over 12 pairs" in verdict(found)
+    errors = fold(made_up_events(tiny("three", SCORE, *GRID)))
+    with pytest.raises(
+        ValueError, match=r"validation/score \(max\), the other about validation/er"
+    ):
+        compare(one, errors)
+
+
+def test_trials_that_did_not_report_it_are_said_by_name(tiny: Tiny) -> None:
+    study = tiny("lacking", SCORE, *GRID, *HIGHER)
+    state = fold(made_up_events(study))
+    said = "12 trials reported no validation/score; they reported: train/error, train/loss,"
+    assert said in render_text(state)
+    assert said in answer(state, summarise(state))
+    state = fold(
+        event | {"metrics": {"test/loss": 1.0}} if event["event"] == "finished" else event
+        for event in scored(study, -1)
+    )
+    assert "12 trials ended with no test/score; they ended with: test/loss;" in render_text(state)
+
+
+def test_a_figure_of_no_split_is_that_of_the_last_epoch(tiny: Tiny) -> None:
+    study = tiny("own", "metric=accuracy", "mode=max", "seeds=[0,1]")
+    events = made_up_events(study)
+    for event in events:
+        if event["event"] == "report":
+            event["metrics"] = {"accuracy": 0.5 + 0.1 * event["epoch"]}
+        if event["event"] == "finished":
+            event["metrics"] = {}
+    text = render_text(fold(events))
+    assert "row         accuracy" in text
+    assert "0.8 ± 0" in text
+    assert "reported no" not in text
+
+
+def test_the_interface_of_mlflow_shows_and_sorts_by_it(tiny: Tiny) -> None:
+    state = fold(scored(tiny("view", SCORE, *GRID, *HIGHER), -1))
+    shown = view_state(state.plan)
+    assert shown["orderByKey"] == "metrics.`validation/score`"
+    assert shown["orderByAsc"] is False
+    assert "metrics.`test/score`" in shown["selectedColumns"]
+    assert not any("error" in column for column in shown["selectedColumns"])
+    assert set(row_figures(state)) == {
+        f"{row}/test_score{end}" for row in "abcd" for end in ("", "_sd")
+    }
+    write_ledger(state.config, scored(state.config, -1))
+    assert overview(state.config.folder)["best"].startswith("validation/score -0.")
+
+
+def test_the_default_is_what_the_loss_reports_and_objectives_follow(tiny: Tiny) -> None:
+    assert tiny("d").primary_metric == Metric(name="validation/error")
+    regression = tiny("d", "trial.loss.name=mse", *SEARCH)
+    assert regression.primary_metric == Metric(name="validation/loss")
+    assert regression.search.objectives == {"validation/loss": "min"}
+    assert StudyConfig.from_dict(regression.to_dict()) == regression
+    higher = tiny("d", SCORE, *HIGHER)
+    assert higher.search.objectives == {"validation/score": "max"}
+    assert StudyConfig.from_dict(higher.to_dict()) == higher
+    assert change(higher, ["metric=validation/loss", "mode=min"]).search.objectives == {
+        "validation/loss": "min"
+    }
+    given = tiny("d", SCORE, *SEARCH, *HIGHER, "search={objectives: {validation/loss: min}}")
+    assert given.search.first == Metric(name="validation/loss")
+    assert (
+        best(
+            configurations(fold(scored(given)).trials, ["validation/loss"]),
+            {"validation/loss": "min"},
+        )
+        is not None
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["metric=test/error"], "nothing may be chosen by the test set; use metric=validation/err"),
+        (
+            ["metric=validation/r2"],
+            "metric=validation/r2 .*reports loss, error; .*trial.metrics.r2",
+        ),
+        (
+            ["metric=validation/error", "trial.loss.name=mse"],
+            "loss.name=mse.*reports loss; use one",
+        ),
+        (["mode=max"], "mode=max with metric=validation/error: is better the lower"),
+        (["mode=up"], "mode"),
+        (["metric=bits"], "metric='bits': must be the name of a figure that trials report"),
+    ],
+)
+def test_a_metric_that_cannot_be_is_refused(tiny: Tiny, overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny("refused", *overrides)
