@@ -265,6 +265,7 @@ def bubbles(rank: int, world: int) -> list[dict[str, Any]]:
                 layout,
                 layout.place(rank, world),
                 2 * parts,
+                torch.zeros(1, 4),
                 None,
                 torch.device("cpu"),
             )
@@ -357,7 +358,13 @@ def stages(rank: int, world: int) -> list[dict[str, Any]]:
                 layout = Layout(pp=world, micro_batches=parts)
                 place = layout.place(rank, world, "cuda")
                 pipeline = Pipeline(
-                    model, layout, place, GPU_BATCH, precision.lns_format, torch.device("cuda")
+                    model,
+                    layout,
+                    place,
+                    GPU_BATCH,
+                    torch.zeros(1, 784),
+                    precision.lns_format,
+                    torch.device("cuda"),
                 )
                 own = apply_precision(pipeline.own.cuda(), precision)
                 optimizer = make_optimizer(own, OptimizerConfig(lr=1.0), precision, GPU_BATCH)

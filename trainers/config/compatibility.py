@@ -55,7 +55,7 @@ def check_combinations(config: TrialConfig) -> None:
         ValueError: the keys and their values, why they cannot be together, and what to use.
     """
     config.layout.check(
-        workers=config.workers, batch_size=config.batch_size, layers=len(config.model.hidden) + 1
+        workers=config.workers, batch_size=config.batch_size, layers=config.model.layers
     )
     for rule in RULES:
         if rule.when(config):
@@ -384,9 +384,21 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("layout.pp", "model.name"),
-        lambda c: c.layout.pp > 1 and c.model.name != "mlp",
-        "cuts are made between linear layers",
-        "model.name=mlp",
+        lambda c: c.layout.pp > 1 and c.model.own,
+        "a model of your own is not known to be a chain of layers that can be cut into stages",
+        "layout.pp=1",
+    ),
+    Rule(
+        ("layout.schedule", "model.name"),
+        lambda c: c.layout.schedule in DEFERRING and c.model.name != "mlp",
+        "only linear layers with a batch of vectors put the gradients of their weights off",
+        "layout.schedule=1f1b, or model.name=mlp",
+    ),
+    Rule(
+        ("memory.activation_checkpoints", "model.name"),
+        lambda c: c.memory.activation_checkpoints and c.model.name == "resnet",
+        "batch norm would count a batch twice in its running statistics where it is computed again",
+        "memory.activation_checkpoints=false",
     ),
     Rule(
         ("layout.fsdp", "model.name"),
@@ -408,8 +420,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("sync.name", "model.name"),
-        lambda c: c.sync.name in ("asynchronous", "ensemble") and c.model.own,
-        "buffers of your network, such as running statistics, are averaged over replicas that train"
+        lambda c: (
+            c.sync.name in ("asynchronous", "ensemble")
+            and (c.model.own or c.model.name == "resnet")
+        ),
+        "buffers of the network, such as running statistics, are averaged over replicas that train"
         " the same weights",
         "sync.name=synchronous",
     ),

@@ -14,8 +14,8 @@ PIXELS, CLASSES = 784, 10
 
 
 class Split(NamedTuple):
-    """Examples ``x`` [N, inputs] float32 in [0, 1], or [N, ...] of the user's own, and classes
-    ``y`` [N] int64."""
+    """Examples ``x`` [N, ...], float32 (ours in [0, 1]) or int64 (tokens), and targets ``y``
+    [N, ...], int64 (classes, -100 where none is asked for) or float32 (labels)."""
 
     x: Tensor
     y: Tensor
@@ -30,7 +30,10 @@ class Dataset(NamedTuple):
 
 
 def count_classes(data: Dataset) -> int:
-    """Return how many classes there are: one more than the largest of any split."""
+    """Return how many classes there are: one more than the largest of any split, or as many as an
+    answer has labels."""
+    if data.train.y.is_floating_point():
+        return data.train.y.shape[-1]
     return 1 + max(int(split.y.max()) for split in data)
 
 

@@ -176,15 +176,15 @@ def check(config: TrialConfig, info: DatasetInfo) -> None:
             underflows in the LNS format.
     """
     _check_batch(config, info.train)
-    if config.model.own:
-        _check_own_model(config)
+    if not config.model.feedforward:
+        _check_model(config)
     model = apply_precision(nn.Linear(1, 1), config.precision)
     for epoch in (0, *(change["epoch"] for change in config.changes)):
         make_trial_optimizer(config, optimizer_at(config.optimizer, config.changes, epoch), model)
 
 
-def _check_own_model(config: TrialConfig) -> None:
-    """Make the user's model and train it on two examples, in the trial's precision.
+def _check_model(config: TrialConfig) -> None:
+    """Make the model and train it on two examples, in the trial's precision.
 
     Raises:
         ValueError: it cannot be made or converted, or does not turn examples into logits.
@@ -192,14 +192,15 @@ def _check_own_model(config: TrialConfig) -> None:
     data, where = _load_data(config), f"model.name={config.model.name!r}"
     shape, classes = data.train.x.shape[1:], count_classes(data)
     try:
-        model = make_model(config.model, shape, classes, config.seed)
+        model = _make_model(config, data)
         logits = apply_precision(model, config.precision)(data.train.x[:2])
-        if logits.shape != (2, classes):
+        if logits.shape != (*data.train.y[:2].shape, classes):
             raise ValueError(
                 f"{where}: turns two examples of shape {tuple(shape)} into {tuple(logits.shape)};"
                 f" return logits of shape (batch, {classes}), one for each class"
             )
-        functional.cross_entropy(logits, data.train.y[:2], reduction="sum").backward()
+        answers = data.train.y[:2].flatten()
+        functional.cross_entropy(logits.flatten(0, -2), answers, reduction="sum").backward()
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise ValueError(
             f"{where} does not train in precision.format={config.precision.format}:"
@@ -236,10 +237,21 @@ def _check_made_alike(
             )
 
 
+def _make_model(config: TrialConfig, data: Dataset) -> nn.Module:
+    """Return the trial's model, made for the shapes of its data, its weights drawn."""
+    x, y = data.train
+    tokens = 0 if x.is_floating_point() else 1 + max(int(split.x.max()) for split in data)
+    each_step = y.dim() - int(y.is_floating_point()) > 1
+    return make_model(
+        config.model, x.shape[1:], count_classes(data), config.seed,
+        tokens=tokens, each_step=each_step,
+    )  # fmt: skip
+
+
 def _load_data(config: TrialConfig) -> Dataset:
-    """Load a trial's data; flat for our networks, whatever shape the user's examples have."""
+    """Load a trial's data; flat for the mlp, whatever shape the examples have."""
     data = load(config.data)
-    if config.model.own or data.train.x.dim() == 2:
+    if config.model.name != "mlp" or data.train.x.dim() == 2:
         return data
     return Dataset(*(Split(split.x.flatten(1), split.y) for split in data))
 
@@ -283,7 +295,7 @@ def build(config: TrialConfig, rank: int, world_size: int) -> Components:
     check_device(device.type)
     data = _load_data(config)
     _check_batch(config, len(data.train.y))
-    whole = make_model(config.model, data.train.x.shape[1:], count_classes(data), config.seed)
+    whole = _make_model(config, data)
     parameters = sum(p.numel() for p in whole.parameters())
     data = Dataset(*(Split(split.x.to(device), split.y.to(device)) for split in data))
     here = place(config.layout, rank, world_size, device.type)
@@ -291,7 +303,7 @@ def build(config: TrialConfig, rank: int, world_size: int) -> Components:
         _check_made_alike(config, whole, data, world_size)
     spans = Spans(device)
     profiler = Profiler(config.profile, rank, device, spans)
-    pipeline = _make_pipeline(whole, config, here, spans, device) if here.pp > 1 else None
+    pipeline = _make_pipeline(whole, config, here, data, spans, device) if here.pp > 1 else None
     model = apply_precision((pipeline.own if pipeline else whole).to(device), config.precision)
     scaler = GradScaler(device.type) if config.autocast == "float16" else None
     if pipeline is None:
@@ -318,16 +330,22 @@ def build(config: TrialConfig, rank: int, world_size: int) -> Components:
 
 
 def _make_pipeline(
-    model: nn.Module, config: TrialConfig, here: Place, spans: Spans, device: torch.device
+    model: nn.Module,
+    config: TrialConfig,
+    here: Place,
+    data: Dataset,
+    spans: Spans,
+    device: torch.device,
 ) -> Pipeline:
     """Return this worker's pipeline stages."""
     # torch's pipelining loads its compiler, which takes seconds that other trials need not wait
     from trainers.parallel.pipeline import Pipeline
 
     assert isinstance(model, nn.Sequential)
-    precision, examples = config.precision, config.batch_size // here.dp
+    precision, share = config.precision, config.batch_size // here.dp
     fmt = precision.lns_format if precision.scope == "everywhere" else None
-    return Pipeline(model, config.layout, here, examples, fmt, device, spans, config.memory)
+    example = data.train.x[:1].cpu()
+    return Pipeline(model, config.layout, here, share, example, fmt, device, spans, config.memory)
 
 
 def _make_updater(

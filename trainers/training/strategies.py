@@ -41,8 +41,8 @@ def choose_step(components: Components) -> Step:
         return PipelineStep(components, components.pipeline)
     workers, config = components.workers, components.config
     alone = workers.device.type == "cuda" and workers.world_size == 1 and components.offload is None
-    if config.model.own:
-        return OwnModelStep(components)
+    if not config.model.feedforward:
+        return StatefulStep(components)
     if alone and not config.lr_schedule.varies and components.scaler is None:
         return GraphStep(components)
     return Step(components)
@@ -143,8 +143,8 @@ class Step:
         return goes_on
 
 
-class OwnModelStep(Step):
-    """Eager steps of a user's model, which may draw random numbers and keep statistics.
+class StatefulStep(Step):
+    """Eager steps of a model that may draw random numbers and keep statistics.
 
     The random numbers of an epoch (dropout) are seeded by (seed, epoch, rank), so that a trial that
     is resumed draws the same ones. Floating-point buffers (running statistics of batch norm) are
@@ -155,6 +155,8 @@ class OwnModelStep(Step):
         self, split: Split, epoch: int, sync: Synchroniser, before_step: Callable[[int], None]
     ) -> tuple[Tally, bool]:
         """Train once over ``split``, as :meth:`Step.train_epoch`."""
+        if self._config.model.feedforward:
+            return super().train_epoch(split, epoch, sync, before_step)
         own, devices = self._components, []
         if own.workers.device.type == "cuda":
             devices = [own.workers.device]
@@ -169,7 +171,7 @@ class OwnModelStep(Step):
         return result
 
 
-class PipelineStep(Step):
+class PipelineStep(StatefulStep):
     """The strategy of pipeline stages that step together.
 
     The last stage alone knows losses and answers.
