@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from trainers.config.arguments import NoArguments, share_of_one
-from trainers.config.validation import at_least, finite
+from trainers.config.validation import NoArguments, at_least, finite, share_of_one
 
 
 @dataclass(frozen=True, kw_only=True)

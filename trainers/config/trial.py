@@ -17,7 +17,6 @@ from lns_ops.accumulation import ACCUMULATIONS
 from lns_ops.format import LNSFormat
 from lns_ops.formats import Logarithmic, NumberFormat, parse
 from lns_ops.optim import ARITHMETICS
-from trainers.config.arguments import NoArguments, make_arguments
 from trainers.config.compatibility import check_combinations
 from trainers.config.data import DATA
 from trainers.config.layout import Layout
@@ -28,7 +27,7 @@ from trainers.config.optimizer import OptimizerConfig
 from trainers.config.profile import ProfileConfig
 from trainers.config.schedule_changes import check_changes
 from trainers.config.sync import SyncConfig
-from trainers.config.validation import at_least, finite, one_of
+from trainers.config.validation import NoArguments, at_least, finite, make_arguments, one_of
 from trainers.config.wire import WireConfig
 from trainers.user_code import names_code, split_name
 

@@ -5,15 +5,8 @@ The order of the batches depends on the seed and the epoch alone.
 
 from trainers.data.batches import batches, epoch_order, evaluation_batches, share
 from trainers.data.datasets import load, prepare, resolve
-from trainers.data.mnist import (
-    DATA_VARIABLE,
-    DownloadError,
-    cache_folder,
-    describe_download,
-    download_mnist,
-    find_mnist,
-    read_idx,
-)
+from trainers.data.download import DATA_VARIABLE, DownloadError, cache_folder, fetch
+from trainers.data.mnist import describe_download, download_mnist, find_mnist, read_idx
 from trainers.data.split import CLASSES, PIXELS, Dataset, DatasetInfo, Split
 
 __all__ = [
@@ -30,6 +23,7 @@ __all__ = [
     "download_mnist",
     "epoch_order",
     "evaluation_batches",
+    "fetch",
     "find_mnist",
     "load",
     "prepare",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainers.config import EPOCHS
-from trainers.data.split import Split
+from trainers.data.split import PIXELS, Split
 
 
 def epoch_order(examples: int, seed: int, epoch: int) -> Tensor:
@@ -48,13 +48,20 @@ EVALUATION_BATCH = {"cpu": 2_000, "cuda": 10_000}
 
 
 def evaluation_batches(split: Split, like: int | None = None) -> Iterator[Split]:
-    """Yield ``split`` in parts of :data:`EVALUATION_BATCH` examples.
+    """Yield ``split`` in parts of :data:`EVALUATION_BATCH` examples, fewer where they are larger
+    than 784 values or have several steps.
 
     With ``like``, yield as many equal parts as ``like`` examples would take instead.
     """
-    size = EVALUATION_BATCH[split.y.device.type]
+    size = max(1, EVALUATION_BATCH[split.y.device.type] // _weight(split))
     if like is None:
         yield from map(Split, split.x.split(size), split.y.split(size))
     else:
         parts = math.ceil(like / size)
         yield from map(Split, split.x.tensor_split(parts), split.y.tensor_split(parts))
+
+
+def _weight(split: Split) -> int:
+    """Return how many small examples one of ``split`` counts for."""
+    steps = split.y.shape[1] if split.y.dim() - int(split.y.is_floating_point()) > 1 else 1
+    return max(1, steps, split.x[:1].numel() // PIXELS)
