@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from study.cli.data import add_data
 from study.cli.doctor import add_doctor
 from study.cli.manage import add_commands
 from study.cli.run import EXIT_CODES, add_plan, add_report, add_run, add_simulate, run_config
@@ -75,6 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_commands(commands, run_config)
     add_tracking_commands(commands)
     add_doctor(commands)
+    add_data(commands)
     add_simulate(commands)
     return parser
 

@@ -125,6 +125,7 @@ class DataInfo:
         train, test: examples, those for validation among the former; 0 where files or arguments
             decide.
         shape: of an example; empty where arguments decide.
+        varying: shape of an example in terms of the arguments, where they decide.
         classes: number of them; 0 where files or arguments decide.
         validation: examples for validation where nothing is said; None for a tenth.
         arguments: dataclass of its ``data.args``.
@@ -136,6 +137,7 @@ class DataInfo:
     train: int = 0
     test: int = 0
     shape: tuple[int, ...] = ()
+    varying: str = ""
     classes: int = 0
     validation: int | None = None
     arguments: type[Any] = NoArguments
@@ -168,18 +170,26 @@ DATA: dict[str, DataInfo] = {
     "cifar10": _cifar(10),
     "cifar100": _cifar(100),
     "text": DataInfo(
-        about="the next character of a text", arguments=WindowArguments, files=True, own_file=True
+        about="the next character of a text", arguments=WindowArguments, files=True, own_file=True,
+        varying="context",
     ),
     "piano_rolls": DataInfo(
         about="the next 88 notes of pieces of music", arguments=WindowArguments, files=True,
-        own_file=True,
+        own_file=True, varying="context x 88",
     ),
     "mnist1d": DataInfo(
-        about="ten shapes drawn as curves, generated", arguments=Mnist1DArguments, classes=10
+        about="ten shapes drawn as curves, generated", arguments=Mnist1DArguments, classes=10,
+        varying="length",
     ),
-    "copy": DataInfo(about="symbols to repeat, generated", arguments=SymbolArguments),
-    "sort": DataInfo(about="symbols to sort, generated", arguments=SymbolArguments),
-    "addition": DataInfo(about="numbers to add, generated", arguments=AdditionArguments),
+    "copy": DataInfo(
+        about="symbols to repeat, generated", arguments=SymbolArguments, varying="2 length"
+    ),
+    "sort": DataInfo(
+        about="symbols to sort, generated", arguments=SymbolArguments, varying="2 length"
+    ),
+    "addition": DataInfo(
+        about="numbers to add, generated", arguments=AdditionArguments, varying="3 length + 1"
+    ),
 }  # fmt: skip
 """Our data sets by name."""
 DATASETS = ("auto", *DATA)

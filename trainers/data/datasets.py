@@ -38,7 +38,7 @@ from trainers.config import DataConfig
 from trainers.config.data import DATA
 from trainers.data.cifar import load_cifar
 from trainers.data.digits import digits_table, load_digits
-from trainers.data.download import REMOTES, DownloadError, cache_folder, file_in, find
+from trainers.data.download import REMOTES, DownloadError, cache_folder, download, file_in, find
 from trainers.data.factory import VALIDATION_SHARE, load_own
 from trainers.data.generated import load_addition, load_mnist1d, load_symbols
 from trainers.data.mnist import FILES, download_mnist, find_mnist, load_mnist, mnist_arrays
@@ -132,6 +132,30 @@ def load(config: DataConfig) -> Dataset:
     if validation is None:
         validation = Split(whole.x[available:], whole.y[available:])
     return Dataset(Split(whole.x[:wanted], whole.y[:wanted]), validation, test)
+
+
+def fetch(name: str) -> Path:
+    """Download the files of a data set into its cache, checked, and return the folder.
+
+    Raises:
+        DownloadError: the mirror does not answer, or sends something else.
+    """
+    return _download() if name == "mnist" else download(name)
+
+
+def describe_place(name: str) -> str:
+    """Return where the files of one of our data sets are, or how to get them.
+
+    Raises:
+        ValueError: ``$LNS_STUDY_DATA`` names a folder that lacks files of MNIST.
+    """
+    if not DATA[name].files:
+        return "needs none"
+    try:
+        place = find_mnist(None) if name == "mnist" else find(name, None)
+    except DownloadError:
+        place = None
+    return str(place) if place else f"lns-study data fetch {name}"
 
 
 def _read(config: DataConfig) -> tuple[Split, Split | None, Split]:

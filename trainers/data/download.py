@@ -189,7 +189,7 @@ def read_url(url: str, remedy: str) -> bytes:
     return content
 
 
-def fetch(name: str) -> Path:
+def download(name: str) -> Path:
     """Download the files of a data set into its cache, checked, and return the folder.
 
     Files that are there already are left alone.

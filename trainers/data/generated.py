@@ -45,7 +45,7 @@ TEMPLATES = np.array(
     dtype=np.float64,
 )
 """A curve for each class."""
-MARGIN = 0.4
+MARGIN = 0.6
 """Most of an example, as a share of its length, that is not the curve."""
 
 

@@ -55,13 +55,13 @@ def test_mnist1d_is_learnt_and_hard_for_a_linear_net() -> None:
                 data=DataConfig(name="mnist1d"),
                 model=ModelConfig(hidden=hidden),
                 optimizer=OptimizerConfig(name="adam", lr=0.01),
-                epochs=6,
+                epochs=8,
             )
         )
-        return [training.train_epoch()["validation/error"] for _ in range(6)][-1]
+        return [training.train_epoch()["validation/error"] for _ in range(8)][-1]
 
     net, linear = error([100]), error([])
-    assert net < 0.5 < linear < 0.9
+    assert net < 0.3 < linear
 
 
 def test_a_gpt_learns_to_copy() -> None:
