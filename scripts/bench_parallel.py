@@ -266,6 +266,7 @@ def bubbles(rank: int, world: int) -> list[dict[str, Any]]:
                 layout,
                 place(layout, rank, world),
                 2 * parts,
+                torch.zeros(1, 4),
                 None,
                 torch.device("cpu"),
             )
@@ -358,7 +359,13 @@ def stages(rank: int, world: int) -> list[dict[str, Any]]:
                 layout = Layout(pp=world, micro_batches=parts)
                 here = place(layout, rank, world, "cuda")
                 pipeline = Pipeline(
-                    model, layout, here, GPU_BATCH, precision.lns_format, torch.device("cuda")
+                    model,
+                    layout,
+                    here,
+                    GPU_BATCH,
+                    torch.zeros(1, 784),
+                    precision.lns_format,
+                    torch.device("cuda"),
                 )
                 own = apply_precision(pipeline.own.cuda(), precision)
                 optimizer = make_optimizer(own, OptimizerConfig(lr=1.0), precision, GPU_BATCH)

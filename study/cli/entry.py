@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from study.cli.data import add_data
 from study.cli.manage import add_commands, add_doctor
 from study.cli.run import EXIT_CODES, add_plan, add_report, add_run, add_simulate, run_config
 from study.cli.serve import add_ui
@@ -74,6 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_commands(commands, run_config)
     add_tracking_commands(commands)
     add_doctor(commands)
+    add_data(commands)
     add_simulate(commands)
     return parser
 

@@ -4,19 +4,19 @@ Loads no process groups and no training loop.
 """
 
 from trainers.config.compatibility import TrialConfig
+from trainers.config.data import DATASETS
 from trainers.config.layout import Layout
 from trainers.config.loss import LOSSES, LossConfig, MetricConfig
 from trainers.config.lr_schedule import LRSchedule
 from trainers.config.memory import AUTOCASTS, MemoryConfig
+from trainers.config.model import MODELS
 from trainers.config.optimizer import OptimizerConfig
 from trainers.config.profile import ProfileConfig
 from trainers.config.sync import SyncConfig
 from trainers.config.trial import (
-    DATASETS,
     DEVICES,
     EPOCHS,
     FLOAT_FORMATS,
-    MODELS,
     SCOPES,
     DataConfig,
     ModelConfig,

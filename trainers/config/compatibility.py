@@ -389,9 +389,21 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("layout.pp", "model.name"),
-        lambda c: c.layout.pp > 1 and c.model.name != "mlp",
-        "cuts are made between linear layers",
-        "model.name=mlp",
+        lambda c: c.layout.pp > 1 and c.model.own,
+        "a model of your own is not known to be a chain of layers that can be cut into stages",
+        "layout.pp=1",
+    ),
+    Rule(
+        ("layout.schedule", "model.name"),
+        lambda c: c.layout.schedule in DEFERRING and c.model.name != "mlp",
+        "only linear layers with a batch of vectors put the gradients of their weights off",
+        "layout.schedule=1f1b, or model.name=mlp",
+    ),
+    Rule(
+        ("memory.activation_checkpoints", "model.name"),
+        lambda c: c.memory.activation_checkpoints and c.model.name == "resnet",
+        "batch norm would count a batch twice in its running statistics where it is computed again",
+        "memory.activation_checkpoints=false",
     ),
     Rule(
         ("layout.fsdp", "model.name"),
@@ -413,8 +425,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("sync.name", "model.name"),
-        lambda c: c.sync.name in ("asynchronous", "ensemble") and c.model.own,
-        "buffers of your network, such as running statistics, are averaged over replicas that train"
+        lambda c: (
+            c.sync.name in ("asynchronous", "ensemble")
+            and (c.model.own or c.model.name == "resnet")
+        ),
+        "buffers of the network, such as running statistics, are averaged over replicas that train"
         " the same weights",
         "sync.name=synchronous",
     ),
@@ -473,7 +488,7 @@ class TrialConfig(TrialKeys):
         super().__post_init__()
         if not self.own_loop:
             self.layout.check(
-                workers=self.workers, batch_size=self.batch_size, layers=len(self.model.hidden) + 1
+                workers=self.workers, batch_size=self.batch_size, layers=self.model.layers
             )
         for rule in RULES:
             if rule.when(self) and (not self.own_loop or LOOP in rule.keys):

@@ -129,7 +129,7 @@ class Layout:
         Args:
             workers: processes of the trial.
             batch_size: examples a step, over all workers together.
-            layers: linear layers of the model; a stage holds at least one.
+            layers: layers of the model's chain; a stage holds at least one.
 
         Raises:
             ValueError: an equation of the layout does not hold; the message shows it.
@@ -155,6 +155,6 @@ class Layout:
         if self.stages > layers:
             raise ValueError(
                 f"layout.pp={self.pp}, layout.virtual_stages={self.virtual_stages}: {self.stages}"
-                f" stages, but the model has {layers} linear layers and a stage holds one at least;"
-                " use fewer stages or more layers in model.hidden"
+                f" stages, but the model has {layers} layers and a stage holds one at least; use"
+                " fewer stages or more layers (model.hidden, or layers or depth in model.args)"
             )

@@ -9,6 +9,7 @@ them from YAML; a script may build them by hand::
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -16,19 +17,26 @@ from lns_ops.accumulation import ACCUMULATIONS
 from lns_ops.format import LNSFormat
 from lns_ops.formats import Logarithmic, NumberFormat, parse
 from lns_ops.optim import ARITHMETICS
+from trainers.config.data import DATA
 from trainers.config.layout import Layout
 from trainers.config.loss import LossConfig, MetricConfig, check_metrics
 from trainers.config.lr_schedule import LRSchedule
 from trainers.config.memory import AUTOCASTS, MemoryConfig
+from trainers.config.model import ARGUMENTS, CHANNELS, HIDDEN
 from trainers.config.optimizer import OptimizerConfig
 from trainers.config.profile import ProfileConfig
 from trainers.config.sync import SyncConfig
-from trainers.config.validation import at_least, check_named, finite, one_of
+from trainers.config.validation import (
+    NoArguments,
+    at_least,
+    check_named,
+    finite,
+    make_arguments,
+    one_of,
+)
 from trainers.config.wire import WireConfig
 from trainers.user_code import names_code, split_name
 
-DATASETS = ("auto", "mnist", "digits")
-MODELS = ("mlp", "cnn")
 SCOPES = ("matmul", "everywhere")
 FLOAT_FORMATS = ("float32",)
 DEVICES = ("cpu", "cuda", "auto")
@@ -41,15 +49,21 @@ class DataConfig:
     """The examples that a trial sees.
 
     Attributes:
-        name: ``mnist`` (28 x 28, 60,000 + 10,000), ``digits`` (8 x 8, scikit-learn's 1,797, the
-            last 297 for testing), or ``auto``: mnist where it is found or can be downloaded,
-            otherwise digits; or ``file.py:factory`` or ``package.module:factory``, which returns
-            examples and classes (:mod:`trainers.data.factory`).
-        args: arguments of the factory.
-        code: sha256 of the factory's file, filled in when a study is planned.
-        root: folder of the four MNIST IDX files (plain or .gz); None looks in the usual places.
+        name: one of ours (docs/howto/data.md): ``mnist`` (28 x 28, 60,000 + 10,000), ``digits`` (8
+            x 8, scikit-learn's 1,797, the last 297 for testing), ``fashion_mnist``, ``kmnist``,
+            ``cifar10``, ``cifar100``, ``text``, ``piano_rolls``, ``mnist1d``, ``copy``, ``sort``,
+            ``addition``; or ``auto``: mnist where it is found or can be downloaded, otherwise
+            digits; or ``file.py:factory`` or ``package.module:factory``, which returns examples and
+            classes (:mod:`trainers.data.factory`).
+        args: arguments of a data set that takes some (:mod:`trainers.config.data`), or of the
+            factory.
+        code: sha256 of the factory's file, or of the file of text or piano_rolls, filled in when a
+            study is planned.
+        root: folder of the data set's files, or the file of text or piano_rolls; None looks in the
+            usual places.
         validation_size: examples taken from the end of the training set for validation, never
-            trained on; None for 10,000 (mnist), 300 (digits), or a tenth.
+            trained on; None for 10,000 (mnist, fashion_mnist, kmnist), 5,000 (cifar10, cifar100),
+            300 (digits), or a tenth.
         train_size: number of the remaining examples to train on, from the first; None for all. A
             budget, not part of the recipe.
         num_workers: number of processes that load the examples of a factory's ``Dataset`` when they
@@ -71,7 +85,8 @@ class DataConfig:
         return isinstance(other, DataConfig) and repr(self) == repr(other)
 
     def __post_init__(self) -> None:
-        _check_factory("data", self.name, self.args, DATASETS)
+        kinds = {name: known.arguments for name, known in DATA.items()}
+        _check_factory("data", self.name, self.args, {"auto": NoArguments} | kinds)
         at_least("data.num_workers", self.num_workers, 1, "leave it out to keep them in memory")
         if self.num_workers is not None and not names_code(self.name):
             raise ValueError(
@@ -80,35 +95,52 @@ class DataConfig:
             )
         at_least("data.validation_size", self.validation_size, 1, "leave it out for the usual size")
         at_least("data.train_size", self.train_size, 1, "leave it out to train on all")
+        if self.name == "piano_rolls" and self.validation_size is not None:
+            raise ValueError(
+                f"data.validation_size={self.validation_size} with data.name=piano_rolls: its file"
+                " has pieces for validation; leave it out"
+            )
+
+    @property
+    def arguments(self) -> Any:
+        """The arguments of our data set as its dataclass."""
+        return make_arguments("data", self.name, DATA[self.name].arguments, self.args)
+
+    @property
+    def own_file(self) -> bool:
+        """Whether ``root`` names a file of the user's, which decides what the data are."""
+        return self.name in DATA and DATA[self.name].own_file
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A feed-forward net; the data decide the number of inputs and classes.
+    """The network of a trial; the data decide the number of inputs and classes.
 
     Attributes:
         name: ``mlp``: ``inputs - hidden... - classes`` with ReLU between; ``cnn``: before that,
-            convolutions of 3 x 3, each with ReLU and pooling to half the size; or
-            ``file.py:factory`` or ``package.module:factory``, which returns a torch module
+            convolutions of 3 x 3, each with ReLU and pooling to half the size; ``resnet``,
+            ``lstm`` or ``gpt`` (:mod:`trainers.models`); or ``file.py:factory`` or
+            ``package.module:factory``, which returns a torch module
             (:mod:`trainers.models.factory`).
-        args: arguments of the factory.
+        args: arguments of resnet (depth, width), lstm (layers, width, dropout) or gpt (layers,
+            heads, width, dropout), see :mod:`trainers.config.model`; or of the factory.
         code: sha256 of the factory's file, filled in when a study is planned.
-        hidden: widths of the linear layers before the last one.
+        hidden: widths of the linear layers of mlp and cnn before the last one.
         channels: channels of the cnn's convolutions; None for [8, 16].
     """
 
     name: str = "mlp"
     args: dict[str, Any] = field(default_factory=dict)
     code: str = ""
-    hidden: list[int] = field(default_factory=lambda: [512])
+    hidden: list[int] = field(default_factory=lambda: list(HIDDEN))
     channels: list[int] | None = None
 
     def __post_init__(self) -> None:
-        _check_factory("model", self.name, self.args, MODELS)
-        if self.own and self.hidden != [512]:
+        _check_factory("model", self.name, self.args, ARGUMENTS)
+        if not self.feedforward and self.hidden != HIDDEN:
             raise ValueError(
-                f"model.hidden={self.hidden} with model.name={self.name}: is of our networks; use"
-                " model.args for what the factory takes"
+                f"model.hidden={self.hidden} with model.name={self.name}: is of mlp and cnn; use"
+                " model.args for what this model takes"
             )
         if self.name != "cnn" and self.channels is not None:
             raise ValueError(
@@ -130,19 +162,45 @@ class ModelConfig:
         """Whether the user's code makes the model."""
         return names_code(self.name)
 
+    @property
+    def feedforward(self) -> bool:
+        """Whether the model is mlp or cnn, which draw no random numbers while they train and keep
+        nothing between steps."""
+        return self.name in ("mlp", "cnn")
 
-def _check_factory(part: str, name: str, args: dict[str, Any], ours: tuple[str, ...]) -> None:
+    @property
+    def arguments(self) -> Any:
+        """The arguments of our model as its dataclass."""
+        return make_arguments("model", self.name, ARGUMENTS[self.name], self.args)
+
+    @property
+    def layers(self) -> int:
+        """The number of layers, at least, of our model's chain; a pipeline stage holds one or
+        more."""
+        if self.own or self.feedforward:
+            convolutions = len(self.channels or CHANNELS) if self.name == "cnn" else 0
+            return convolutions + len(self.hidden) + 1
+        return int(self.arguments.chain)
+
+
+def _check_factory(
+    part: str, name: str, args: dict[str, Any], ours: Mapping[str, type[Any]]
+) -> None:
     """Refuse a name that is neither one of ours nor a factory's, and arguments that ours take not.
+
+    Args:
+        part: ``model`` or ``data``.
+        name: of the model or data set.
+        args: its arguments.
+        ours: the dataclass of the arguments of each of ours.
 
     Raises:
         ValueError: with the value, the rule and the remedy.
     """
-    check_named(part, name, ours)
-    if args and not names_code(name):
-        raise ValueError(
-            f"{part}.args={args} with {part}.name={name}: only a factory of your own takes"
-            f" arguments; leave them out, or use {part}.name=file.py:factory"
-        )
+    check_named(part, name, tuple(ours))
+    if names_code(name):
+        return
+    make_arguments(part, name, ours[name], args)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainers.config import EPOCHS
-from trainers.data.split import Examples, Split
+from trainers.data.split import PIXELS, Examples, Split
 
 
 def epoch_order(examples: int, seed: int, epoch: int) -> Tensor:
@@ -52,15 +52,16 @@ STREAMED = 250
 
 
 def evaluation_batches(split: Examples, like: int | None = None) -> Iterator[Split]:
-    """Yield copies of ``split`` in parts of :data:`EVALUATION_BATCH` examples, or of
-    :data:`STREAMED` where they are not in memory. A model may change them in place.
+    """Yield copies of ``split``, which a model may change, in parts of :data:`EVALUATION_BATCH`
+    examples, fewer where they are larger than 784 values or have several steps; in parts of
+    :data:`STREAMED` where they are not in memory.
 
     With ``like``, yield as many equal parts as ``like`` examples would take instead.
     """
     if not isinstance(split, Split):
         yield from split.load(torch.arange(split.size).split(STREAMED), 0)
         return
-    size = EVALUATION_BATCH[split.y.device.type]
+    size = max(1, EVALUATION_BATCH[split.y.device.type] // _weight(split))
     if like is None:
         parts = zip(split.x.split(size), split.y.split(size), strict=True)
     else:
@@ -68,3 +69,9 @@ def evaluation_batches(split: Examples, like: int | None = None) -> Iterator[Spl
         parts = zip(split.x.tensor_split(count), split.y.tensor_split(count), strict=True)
     for x, y in parts:
         yield Split(x.clone(), y.clone())
+
+
+def _weight(split: Split) -> int:
+    """Return how many small examples one of ``split`` counts for."""
+    steps = split.y.shape[1] if split.y.dim() - int(split.y.is_floating_point()) > 1 else 1
+    return max(1, steps, split.x[:1].numel() // PIXELS)

@@ -1,5 +1,9 @@
 """The data sets of a trial, as tensors in memory.
 
+Files are found by :mod:`trainers.data.download` and read by the module of their format: CIFAR by
+:mod:`trainers.data.cifar`, text and piano rolls by :mod:`trainers.data.windows`; what is made from
+a seed by :mod:`trainers.data.generated`.
+
 MNIST is read from its four IDX files, the handwritten digits from scikit-learn. The IDX files are
 looked for in ``root``, else in ``$LNS_STUDY_DATA`` (either the folder itself or its ``mnist/``). A
 folder that is named in one of these ways must hold all files; a missing file is an error. If
@@ -30,21 +34,17 @@ from pathlib import Path
 from typing import Any
 
 from trainers.config import DataConfig
+from trainers.config.data import DATA
+from trainers.data.cifar import load_cifar
 from trainers.data.digits import digits_table, load_digits
+from trainers.data.download import REMOTES, DownloadError, cache_folder, download, file_in, find
 from trainers.data.factory import VALIDATION_SHARE, load_own
-from trainers.data.mnist import (
-    FILES,
-    DownloadError,
-    cache_folder,
-    download_mnist,
-    file_in,
-    find_mnist,
-    load_mnist,
-    mnist_arrays,
-)
-from trainers.data.split import CLASSES, Dataset, DatasetInfo, Examples, Split
+from trainers.data.generated import load_addition, load_mnist1d, load_symbols
+from trainers.data.mnist import FILES, download_mnist, find_mnist, load_mnist, mnist_arrays
+from trainers.data.split import Dataset, DatasetInfo, Examples, Split
+from trainers.data.windows import load_piano_rolls, load_text
 from trainers.files import write_whole
-from trainers.user_code import forget, names_code
+from trainers.user_code import DIGEST_LENGTH, forget, names_code
 
 STREAMED_DIGEST = 100
 """Examples of a split that are hashed, with its size, where they are not in memory."""
@@ -67,7 +67,10 @@ def resolve(config: DataConfig, *, download: bool = True) -> DataConfig:
     name, root = config.name, config.root
     if names_code(name):
         return config
-    if name != "digits":
+    if name in REMOTES:
+        config = _located(config)
+        root = config.root
+    elif name == "auto" or name == "mnist":
         try:
             folder = find_mnist(root) or (_download() if download else None)
             name, root = "mnist", str(folder.resolve()) if folder else None
@@ -75,8 +78,27 @@ def resolve(config: DataConfig, *, download: bool = True) -> DataConfig:
             if name == "mnist":
                 raise
             name = "digits"
-    size = config.validation_size or {"mnist": 10_000, "digits": 300}[name]
+    size = config.validation_size or DATA[name].validation
     return replace(config, name=name, root=root, validation_size=size)
+
+
+def _located(config: DataConfig) -> DataConfig:
+    """Return ``config`` with the folder or file of its data, and the digest of a user's own file.
+
+    Raises:
+        ValueError: they are not to be found, or the file has changed since the study was planned.
+    """
+    place = find(config.name, config.root)
+    config = replace(config, root=str(place.resolve()))
+    if not config.own_file:
+        return config
+    code = hashlib.sha256(place.read_bytes()).hexdigest()[:DIGEST_LENGTH]
+    if config.code not in ("", code):
+        raise ValueError(
+            f"data.name={config.name}: {place} has changed since the study was planned; run the"
+            " same command again, which plans its trials anew"
+        )
+    return replace(config, code=code)
 
 
 def _download() -> Path:
@@ -95,13 +117,7 @@ def load(config: DataConfig) -> Dataset:
         ValueError: files are missing or corrupt, or split sizes do not fit.
     """
     config = resolve(config)
-    whole: Examples
-    test: Examples
-    validation: Examples | None = None
-    if names_code(config.name):
-        whole, validation, test = load_own(config)
-    else:
-        whole, test = load_digits() if config.name == "digits" else load_mnist(str(config.root))
+    whole, validation, test = _read(config)
     size = config.validation_size or max(1, whole.size // VALIDATION_SHARE)
     available = whole.size - (size if validation is None else 0)
     wanted = available if config.train_size is None else config.train_size
@@ -121,6 +137,55 @@ def load(config: DataConfig) -> Dataset:
     return Dataset(whole.part(slice(wanted)), validation, test)
 
 
+def fetch(name: str) -> Path:
+    """Download the files of a data set into its cache, checked, and return the folder.
+
+    Raises:
+        DownloadError: the mirror does not answer, or sends something else.
+    """
+    return _download() if name == "mnist" else download(name)
+
+
+def describe_place(name: str) -> str:
+    """Return where the files of one of our data sets are, or how to get them.
+
+    Raises:
+        ValueError: ``$LNS_STUDY_DATA`` names a folder that lacks files of MNIST.
+    """
+    if not DATA[name].files:
+        return "needs none"
+    try:
+        place = find_mnist(None) if name == "mnist" else find(name, None)
+    except DownloadError:
+        place = None
+    return str(place) if place else f"lns-study data fetch {name}"
+
+
+def _read(config: DataConfig) -> tuple[Examples, Examples | None, Examples]:
+    """Return all examples for training, for validation (None where they are the last of the
+    former), and for testing."""
+    if names_code(config.name):
+        return load_own(config)
+    name, args, root = config.name, config.arguments, Path(config.root or "")
+    if name == "piano_rolls":
+        return load_piano_rolls(root, args.context)
+    if name == "digits":
+        train, test = load_digits()
+    elif name == "text":
+        train, test = load_text(root, args.context)
+    elif name in ("cifar10", "cifar100"):
+        train, test = load_cifar(str(root), DATA[name].classes)
+    elif name == "mnist1d":
+        train, test = load_mnist1d(args)
+    elif name == "addition":
+        train, test = load_addition(args)
+    elif name in ("copy", "sort"):
+        train, test = load_symbols(args, ordered=name == "sort")
+    else:
+        train, test = load_mnist(str(root), name)
+    return train, None, test
+
+
 def prepare(config: DataConfig) -> DatasetInfo:
     """Resolve, check and describe the data of ``config``, downloading them if need be.
 
@@ -136,19 +201,22 @@ def prepare(config: DataConfig) -> DatasetInfo:
         with suppress(TypeError):  # a description by another version
             return DatasetInfo(**known[key])
     info = _describe(config)
-    if config.name == "mnist":
+    if config.root and not names_code(config.name):
         with suppress(OSError):  # then the next command reads the files again
             _write_descriptions({**known, key: asdict(info)})
     return info
 
 
 def _files_of(config: DataConfig) -> list[tuple[str, int, int]]:
-    """Return path, size and time of change (ns) of each MNIST file; an empty list for digits."""
-    paths = (
-        [file_in(Path(config.root), name) for name in FILES]
-        if config.name == "mnist" and config.root
-        else []
-    )
+    """Return path, size and time of change (ns) of each file that the data may be read from."""
+    place = Path(config.root) if config.root else None
+    paths: list[Path | None] = []
+    if config.name == "mnist" and place:
+        paths = [file_in(place, name) for name in FILES]
+    elif config.name in REMOTES and place:
+        needs = REMOTES[config.name].needs
+        names = [name for choice in needs for name in choice]
+        paths = [place] if config.own_file else [file_in(place, name) for name in names]
     return [
         (str(path), path.stat().st_size, path.stat().st_mtime_ns)
         for path in paths
@@ -198,21 +266,30 @@ def _describe(config: DataConfig) -> DatasetInfo:
         digest.update(known.x.numpy().tobytes())
         digest.update(known.y.numpy().tobytes())
     files = hashlib.sha256()
-    if own:
-        files.update(digest.digest())
-    else:
+    if config.name in ("mnist", "digits"):
         mnist = config.name == "mnist"
         for array in mnist_arrays(str(config.root)) if mnist else [digits_table()]:
             files.update(array.tobytes())
-    sources = {
-        config.name: f"{config.name} {config.args or ''} (code {config.code})",
-        "mnist": f"MNIST, IDX files in {config.root}",
-        "digits": "scikit-learn's handwritten digits (1,797 images of 8 x 8)",
-    }
+    elif own:
+        files.update(digest.digest())
+    else:
+        for part in filter(None, _read(config)):
+            assert isinstance(part, Split)
+            for tensor in part:
+                files.update(tensor.numpy().tobytes())
+    ours = DATA.get(config.name)
+    where = f" in {config.root}" if config.root else ""
+    source = f"{config.name} {config.args or ''} (code {config.code})"
+    if config.name == "mnist":
+        source = f"MNIST, IDX files in {config.root}"
+    elif config.name == "digits":
+        source = "scikit-learn's handwritten digits (1,797 images of 8 x 8)"
+    elif ours is not None:
+        source = f"{ours.about}{where} {config.args or ''}".rstrip()
     return DatasetInfo(
-        name=config.name, source=sources[config.name], digest=digest.hexdigest(),
+        name=config.name, source=source, digest=digest.hexdigest(),
         files=files.hexdigest(), root=config.root, train=data.train.size,
         validation=data.validation.size, test=data.test.size,
-        inputs=data.train.head(1).x[0].numel(), classes=data.outputs if own else CLASSES,
+        inputs=data.train.head(1).x[0].numel(), classes=(ours and ours.classes) or data.outputs,
         identity=_identity(config) if own else "",
     )  # fmt: skip

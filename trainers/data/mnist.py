@@ -1,6 +1,8 @@
-"""MNIST: where its IDX files are found, how they are downloaded, checked and read.
+"""MNIST: where its IDX files are found, how they are downloaded, checked and read; and the files of
+Fashion-MNIST and KMNIST, which have the same names and sizes.
 
-Format: http://yann.lecun.com/exdb/mnist/
+Format: http://yann.lecun.com/exdb/mnist/; H. Xiao et al. 2017 (arXiv:1708.07747), Fashion-MNIST; T.
+Clanuwat et al. 2018 (arXiv:1812.01718), KMNIST.
 """
 
 from __future__ import annotations
@@ -10,8 +12,6 @@ import hashlib
 import os
 import struct
 import tempfile
-import urllib.error
-import urllib.request
 import zlib
 from functools import lru_cache
 from pathlib import Path
@@ -20,19 +20,22 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from trainers.data.download import (
+    DATA_VARIABLE,
+    DownloadError,
+    cache_folder,
+    file_in,
+    mirror_of,
+    read_url,
+)
 from trainers.data.split import PIXELS, Split, scaled
 
 MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
-DOWNLOAD_TIMEOUT_S = 20
-DATA_VARIABLE = "LNS_STUDY_DATA"
-
-
-class DownloadError(ValueError):
-    """The error where MNIST cannot be found or downloaded; ``data.name=auto`` then uses digits."""
 
 
 class _File(NamedTuple):
-    """One of the four files: its magic number, items, and SHA-256 of the uncompressed content."""
+    """One of the four files: its magic number, items, and SHA-256 of the uncompressed content, ""
+    where only that of the compressed file is published."""
 
     magic: int
     items: int
@@ -95,26 +98,18 @@ def read_idx(path: Path, expected: _File) -> NDArray[np.uint8]:
             " download it again"
         )
     digest = hashlib.sha256(content).hexdigest()
-    if digest != expected.sha256:
+    if not expected.sha256 and digest in {file.sha256 for file in FILES.values()}:
+        raise ValueError(
+            f"{path}: is MNIST's file of that name, not the data set's that is asked for; use"
+            " data.name=mnist, or put the other file there"
+        )
+    if expected.sha256 and digest != expected.sha256:
         raise ValueError(
             f"{path}: SHA-256 {digest[:16]}..., must be {expected.sha256[:16]}...; the file is"
             " corrupt, download it again"
         )
     items = np.frombuffer(content, np.uint8, offset=header)
     return items.reshape(-1, PIXELS) if is_images else items
-
-
-def cache_folder() -> Path:
-    """Return the folder that keeps downloads.
-
-    It is ``$XDG_CACHE_HOME/lns-study/mnist`` or ``~/.cache/lns-study/mnist``.
-    """
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lns-study" / "mnist"
-
-
-def file_in(folder: Path, name: str) -> Path | None:
-    """Return the path of file ``name`` in ``folder``, plain or .gz; None where there is neither."""
-    return next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None)
 
 
 def _missing_in(folder: Path) -> list[str]:
@@ -170,14 +165,11 @@ def download_mnist(folder: Path) -> None:
         url = f"{_mirror()}/{name}.gz"
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             part = Path(scratch) / f"{name}.gz"
-            try:
-                with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_S) as reply:
-                    part.write_bytes(reply.read())
-            except (urllib.error.URLError, OSError) as error:
-                raise DownloadError(
-                    f"{url}: cannot be downloaded ({error}); put MNIST's four files in a folder and"
-                    " set LNS_STUDY_DATA to it, or use data.name=digits"
-                ) from None
+            remedy = (
+                "put MNIST's four files in a folder and set LNS_STUDY_DATA to it, or use"
+                " data.name=digits"
+            )
+            part.write_bytes(read_url(url, remedy))
             try:
                 read_idx(part, FILES[name])
             except ValueError as error:
@@ -191,7 +183,7 @@ def download_mnist(folder: Path) -> None:
 
 def _mirror() -> str:
     """Return the address that MNIST is downloaded from."""
-    return os.environ.get("LNS_STUDY_MNIST_URL", MIRROR).rstrip("/")
+    return mirror_of("mnist", MIRROR)
 
 
 def describe_download() -> str:
@@ -203,26 +195,31 @@ def describe_download() -> str:
 
 
 @lru_cache(maxsize=2)
-def mnist_arrays(root: str) -> tuple[NDArray[np.uint8], ...]:
+def mnist_arrays(root: str, name: str = "mnist") -> tuple[NDArray[np.uint8], ...]:
     """Return the pixels and labels for training, then those for testing, of the files in ``root``.
+
+    Args:
+        root: folder of the files.
+        name: ``mnist``, ``fashion_mnist`` or ``kmnist``.
 
     Raises:
         ValueError: a file is missing or corrupt.
     """
     folder = Path(root)
     arrays = []
-    for name, expected in FILES.items():
-        path = file_in(folder, name)
+    for file, expected in FILES.items():
+        path = file_in(folder, file)
         if path is None:
             raise ValueError(
-                f"{folder}: lacks {name}, must hold all four files: {', '.join(FILES)}; put them"
+                f"{folder}: lacks {file}, must hold all four files: {', '.join(FILES)}; put them"
                 " there, or use data.name=digits"
             )
-        arrays.append(read_idx(path, expected))
+        own = expected if name == "mnist" else expected._replace(sha256="")
+        arrays.append(read_idx(path, own))
     return tuple(arrays)
 
 
-def load_mnist(root: str) -> tuple[Split, Split]:
+def load_mnist(root: str, name: str = "mnist") -> tuple[Split, Split]:
     """Return the training examples and the test examples of the files in ``root``."""
-    train_x, train_y, test_x, test_y = mnist_arrays(root)
+    train_x, train_y, test_x, test_y = mnist_arrays(root, name)
     return scaled(train_x, train_y, 255), scaled(test_x, test_y, 255)

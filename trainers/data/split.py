@@ -46,7 +46,7 @@ class Examples(Protocol):
 
 class Split(NamedTuple):
     """Examples ``x`` [N, ...], float32 (ours in [0, 1]) or int64 (tokens), and targets ``y``
-    [N, ...], int64 (classes) or float32."""
+    [N, ...], int64 (classes, -100 where none is asked for) or float32 (labels, numbers)."""
 
     x: Tensor
     y: Tensor

@@ -7,37 +7,90 @@ import math
 from torch import nn
 
 from trainers.config import ModelConfig
+from trainers.config.model import CHANNELS
 from trainers.models.cnn import cnn
 from trainers.models.factory import make_own_model
+from trainers.models.gpt import gpt
 from trainers.models.init import initialize_
+from trainers.models.lstm import lstm
 from trainers.models.mlp import mlp
-
-CHANNELS = [8, 16]
-"""The channels of the cnn's convolutions, unless the config names others."""
+from trainers.models.resnet import resnet
 
 
-def make_model(config: ModelConfig, shape: tuple[int, ...], outputs: int, seed: int) -> nn.Module:
+def make_model(
+    config: ModelConfig,
+    shape: tuple[int, ...],
+    outputs: int,
+    seed: int,
+    *,
+    tokens: int = 0,
+    each_step: bool = False,
+) -> nn.Module:
     """Return the model that ``config`` names, its weights drawn.
 
     Args:
         config: of the model.
-        shape: of an example; ours take flat ones, ``[B, inputs]``.
-        outputs: number of outputs of an answer; ours have ``[B, outputs]``.
+        shape: of an example.
+        outputs: number of outputs of an answer; ours have ``[B, outputs]``, or ``[B, T, outputs]``
+            with ``each_step``.
         seed: of the weights.
+        tokens: different tokens, where examples are sequences of them; else 0.
+        each_step: whether the data have a target for each step of a sequence.
 
     Raises:
         ValueError: the data do not fit our model, or the user's factory fails.
     """
     if config.own:
         return make_own_model(config, shape, outputs, seed)
-    return initialize_(build(config, math.prod(shape), outputs), seed)
+    model = build(config, shape, outputs, tokens=tokens, each_step=each_step)
+    return initialize_(model, seed)
 
 
-def build(config: ModelConfig, inputs: int, classes: int) -> nn.Module:
-    """Return the model that ``config`` names, its weights not yet drawn.
+def build(
+    config: ModelConfig,
+    shape: int | tuple[int, ...],
+    classes: int,
+    *,
+    tokens: int = 0,
+    each_step: bool = False,
+) -> nn.Sequential:
+    """Return our model that ``config`` names, its weights not yet drawn, a chain of layers.
 
-    It maps flat inputs ``[B, inputs]`` to logits ``[B, classes]``.
+    Arguments and errors as of :func:`make_model`; a whole number is the shape of flat examples.
     """
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    if config.name == "gpt":
+        return gpt(config.arguments, shape, classes, tokens, each_step)
+    if config.name == "lstm":
+        return lstm(config.arguments, shape, classes, tokens, each_step)
+    if tokens or each_step:
+        raise ValueError(
+            f"model.name={config.name} with examples of shape {shape}"
+            f"{f' of {tokens} tokens' if tokens else ''}"
+            f"{', a target for each step' if each_step else ''}: takes numbers and one target an"
+            " example; use model.name=lstm or model.name=gpt"
+        )
+    if config.name == "mlp":
+        return mlp(math.prod(shape), config.hidden, classes)
+    image = _image(config.name, shape)
     if config.name == "cnn":
-        return cnn(inputs, config.channels or CHANNELS, config.hidden, classes)
-    return mlp(inputs, config.hidden, classes)
+        return cnn(image, config.channels or CHANNELS, config.hidden, classes)
+    return resnet(config.arguments, image, classes)
+
+
+def _image(name: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Return channels, height and width of an example; flat ones are square grey images.
+
+    Raises:
+        ValueError: examples that are no images.
+    """
+    side = math.isqrt(shape[0])
+    if len(shape) == 1 and side * side == shape[0]:
+        return 1, side, side
+    if len(shape) in (2, 3):
+        height, width = shape[-2:]
+        return shape[0] if len(shape) == 3 else 1, height, width
+    raise ValueError(
+        f"model.name={name} with examples of shape {shape}: needs images, (C, H, W), (H, W) or"
+        " square ones laid flat; use model.name=mlp"
+    )

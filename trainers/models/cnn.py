@@ -6,7 +6,6 @@ between them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -15,22 +14,30 @@ from torch import nn
 from trainers.models.mlp import mlp
 
 
-def cnn(inputs: int, channels: Sequence[int], hidden: Sequence[int], classes: int) -> nn.Sequential:
+def cnn(
+    image: tuple[int, int, int], channels: Sequence[int], hidden: Sequence[int], classes: int
+) -> nn.Sequential:
     """Return convolutions of ``channels``, then linear layers ``features - hidden... - classes``.
 
-    The input is ``[B, inputs]``, a square grey image a row; the output is logits ``[B, classes]``.
+    The input is flat, ``[B, C H W]``; the output is logits ``[B, classes]``.
+
+    Args:
+        image: channels, height and width, (C, H, W).
+        channels: of the convolutions.
+        hidden: widths of linear layers before the last one.
+        classes: of the data.
 
     Raises:
-        ValueError: ``inputs`` is no square, or the image is too small to be halved so often.
+        ValueError: the image is too small to be halved so often.
     """
-    side = math.isqrt(inputs)
-    if side * side != inputs or side >> len(channels) == 0:
+    inputs, height, width = image
+    halved = (height >> len(channels)) * (width >> len(channels))
+    if not halved:
         raise ValueError(
-            f"model.name=cnn with {inputs} inputs and {len(channels)} convolutions: needs square"
-            " images that can be halved so often; use model.name=mlp, or fewer model.channels"
+            f"model.name=cnn with images of {height} x {width} and {len(channels)} convolutions:"
+            " needs images that can be halved so often; use model.name=mlp, or fewer model.channels"
         )
-    layers: list[nn.Module] = [nn.Unflatten(1, (1, side, side))]
-    for fan_in, fan_out in pairwise([1, *channels]):
+    layers: list[nn.Module] = [nn.Unflatten(1, image)]
+    for fan_in, fan_out in pairwise([inputs, *channels]):
         layers += [nn.Conv2d(fan_in, fan_out, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-    features = channels[-1] * (side >> len(channels)) ** 2
-    return nn.Sequential(*layers, nn.Flatten(), *mlp(features, hidden, classes))
+    return nn.Sequential(*layers, nn.Flatten(), *mlp(channels[-1] * halved, hidden, classes))

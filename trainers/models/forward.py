@@ -3,9 +3,9 @@
 **Activation checkpoints** (``memory.activation_checkpoints=true``): the layers are taken in
 segments; of all but the last only the input is kept, and backward computes a segment's activations
 again. With n layers in s segments about ``s + n / s`` activations are held instead of n, fewest at
-s = sqrt(n), the default; backward costs up to one more forward pass. The bits do not change,
-because our layers draw no random numbers. Source: T. Chen et al. 2016, "Training Deep Nets with
-Sublinear Memory Cost" (arXiv:1604.06174).
+s = sqrt(n), the default; backward costs up to one more forward pass. The bits do not change: a
+segment with dropout draws the same random numbers again. Source: T. Chen et al. 2016, "Training
+Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174).
 
 **Mixed precision** (``autocast=bfloat16``, or ``float16`` on a GPU): products and convolutions in
 that type; parameters, gradients of parameters and the loss in float32, as ``torch.autocast``
@@ -52,6 +52,7 @@ class _ScaledBackward(torch.autograd.Function):
 def _forward(
     layers: nn.Sequential,
     segments: int,
+    draws: bool,
     autocast: torch.dtype | None,
     scaler: GradScaler | None,
     x: Tensor,
@@ -63,7 +64,7 @@ def _forward(
     with mixed:
         if segments > 1 and torch.is_grad_enabled():
             y: Tensor = checkpoint_sequential(
-                list(layers), segments, x, use_reentrant=False, preserve_rng_state=False
+                list(layers), segments, x, use_reentrant=False, preserve_rng_state=draws
             )
         else:
             y = nn.Sequential.forward(layers, x)  # type: ignore[no-untyped-call]
@@ -91,7 +92,8 @@ def set_forward_(
         if memory.activation_checkpoints
         else 1
     )
+    draws = any(isinstance(part, nn.Dropout) and part.p > 0 for part in model.modules())
     dtype = None if autocast == "none" else getattr(torch, autocast)
     model.forward = partial(  # type: ignore[method-assign]
-        _forward, model, min(segments, len(model)), dtype, scaler
+        _forward, model, min(segments, len(model)), draws, dtype, scaler
     )

@@ -60,7 +60,8 @@ class PartitionedModel(ABC):
         found: dict[str, Tensor] = {}
         for path, tensor in tensors.items():
             name = path.split("/")[-1]
-            value = self._gathered(name, tensor) if tensor.shape == parts[name].shape else tensor
+            cut = name in parts and tensor.shape == parts[name].shape
+            value = self._gathered(name, tensor) if cut else tensor
             if self._collectives.rank == 0:
                 found[path] = value.cpu()
         return found
@@ -99,8 +100,13 @@ def hand_gradients_(own: nn.Module, parameters: Iterable[Tensor]) -> None:
 
 
 def _local_module(module: nn.Module) -> nn.Module:
-    """Return a module like ``module`` without its code, with the local part of each parameter."""
+    """Return a module like ``module`` without its code, with the local part of each parameter.
+
+    Buffers (running statistics) are whole on every worker, and the same tensors here.
+    """
     local = nn.Module()
+    for name, buffer in module.named_buffers(recurse=False):
+        local.register_buffer(name, buffer)
     for name, parameter in module.named_parameters(recurse=False):
         local.register_parameter(name, nn.Parameter(_local(parameter.detach())))
     for name, child in module.named_children():

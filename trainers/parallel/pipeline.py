@@ -116,7 +116,7 @@ class Stage(nn.Module):
         self.layers, self.fmt, self.first, self.last = layers, fmt, first, last
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs ``[B, O]`` of the inputs ``[B, I]``."""
+        """Return the outputs of the inputs."""
         if self.fmt is not None and not self.first:
             x = _Unpack.apply(x, self.fmt)  # type: ignore[no-untyped-call]
         y: Tensor = self.layers(x)
@@ -153,6 +153,7 @@ class Pipeline:
         layout: pp, schedule, micro_batches.
         place: this worker's place in the layout.
         share: examples of a step that a replica takes.
+        example: one example, ``[1, ...]``, which says what shapes pass between stages.
         fmt: LNS format of activations, None for float32.
         device: device of the stages.
         loss: loss of the trial.
@@ -171,6 +172,7 @@ class Pipeline:
         layout: Layout,
         place: Place,
         share: int,
+        example: Tensor,
         fmt: LNSFormat | None,
         device: torch.device,
         loss: Loss = CROSS_ENTROPY,
@@ -182,8 +184,8 @@ class Pipeline:
         self._place, self._group, self._fmt, self._device = place, place.pp_group, fmt, device
         self._collectives = Collectives(place.pp_group, device, self._spans)
         self._micro_batch = share // layout.micro_batches
-        names = split(model, layout.stages)
-        self._widths = widths(model, names)
+        names, self._shapes = split(model, layout.stages, example)
+        self._input = example.dtype
         self._layout = layout
         self._indices = [
             index for index in range(layout.stages) if layout.owner(index) == place.pp_rank
@@ -234,11 +236,13 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, split: Examples) -> Tally:
         """Return loss and errors on ``split``, on the last stage; an empty tally on others."""
-        tally = Tally()
+        tally, training = Tally(), self.own.training
+        self.own.eval()
         for batch in evaluation_batches(split):
             logits = self._relay(batch.x)
             if logits is not None:
                 tally.add(tallied(logits, batch, self._loss(logits, batch.y), self._loss))
+        self.own.train(training)
         return tally
 
     def _forward_backward(self, batch: Split) -> Tally:
@@ -262,12 +266,12 @@ class Pipeline:
         """Return the bytes of activations and gradients that a step sends to other workers."""
         values = 0
         for index in self._indices:
-            for neighbour, width in (
-                (index + 1, self._widths[index + 1]),
-                (index - 1, self._widths[index]),
+            for neighbour, shape in (
+                (index + 1, self._shapes[index + 1]),
+                (index - 1, self._shapes[index]),
             ):
                 if 0 <= neighbour < self._layout.stages and neighbour not in self._indices:
-                    values += width
+                    values += shape.numel()
         return examples * values * (4 if self._fmt is None else 2)
 
     def _example(self, index: int) -> Tensor:
@@ -275,11 +279,13 @@ class Pipeline:
 
         It has the shape and the type, and requires a gradient where the tensor does.
         """
-        inner = 0 < index < len(self._widths) - 1
+        inner = 0 < index < len(self._shapes) - 1
         dtype = torch.float16 if inner and self._fmt is not None else torch.float32
+        if not index:
+            dtype = self._input
         return torch.empty(
             self._micro_batch,
-            self._widths[index],
+            *self._shapes[index],
             dtype=dtype,
             device=self._device,
             requires_grad=index > 0,
@@ -324,7 +330,9 @@ class Pipeline:
         for index, stage in zip(self._indices, self._stages, strict=True):
             if not stage.first and index - 1 not in self._indices:
                 example = self._example(index)
-                y = torch.empty(len(x), example.shape[1], dtype=example.dtype, device=self._device)
+                y = torch.empty(
+                    len(x), *example.shape[1:], dtype=example.dtype, device=self._device
+                )
                 dist.recv(y, self._rank_of(index - 1), self._group)
             y = stage(y)
             if not stage.last and index + 1 not in self._indices:
@@ -334,15 +342,3 @@ class Pipeline:
     def _rank_of(self, stage: int) -> int:
         """Return the rank, in the default group, of the worker with ``stage`` of this replica."""
         return dist.get_global_rank(self._group, self._layout.owner(stage))
-
-
-def widths(model: nn.Sequential, names: list[list[str]]) -> list[int]:
-    """Return the values an example has where it enters each stage, and where it leaves the last.
-
-    Every stage begins with a linear layer.
-    """
-    linear = {name: layer for name, layer in model.named_children() if isinstance(layer, nn.Linear)}
-    return [
-        *(linear[part[0]].in_features for part in names),
-        list(linear.values())[-1].out_features,
-    ]

@@ -9,9 +9,12 @@ need.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 def balanced(costs: Sequence[int], parts: int) -> list[slice]:
@@ -46,27 +49,79 @@ def balanced(costs: Sequence[int], parts: int) -> list[slice]:
 
 
 def units(model: nn.Sequential) -> list[list[str]]:
-    """Return the names of layers in groups, each a linear layer with what follows it."""
-    found: list[list[str]] = []
+    """Return the names of layers in groups, each a layer with parameters and those after it.
+
+    Layers without parameters at the beginning go with the first group.
+    """
+    found: list[list[str]] = [[]]
+    begun = False
     for name, layer in model.named_children():
-        if isinstance(layer, nn.Linear) or not found:
-            found.append([])
+        if any(True for _ in layer.parameters()):
+            if begun:
+                found.append([])
+            begun = True
         found[-1].append(name)
     return found
 
 
-def costs(model: nn.Sequential) -> list[int]:
-    """Return the multiply-adds of a training step an example, for each of :func:`units`."""
-    linear = [layer for layer in model.children() if isinstance(layer, nn.Linear)]
-    return [
-        (2 if place == 0 else 3) * layer.in_features * layer.out_features
-        for place, layer in enumerate(linear)
-    ]
+class Measured(NamedTuple):
+    """What is known of a group of layers.
+
+    Attributes:
+        shape: shape of an example where it enters the first of them.
+        cost: multiply-adds of a training step an example.
+    """
+
+    shape: torch.Size
+    cost: int
 
 
-def split(model: nn.Sequential, stages: int) -> list[list[str]]:
-    """Return the names of the layers of every stage, in order, balanced by cost."""
-    names = units(model)
-    return [
-        [name for unit in names[part] for name in unit] for part in balanced(costs(model), stages)
-    ]
+@torch.no_grad()
+def measure(model: nn.Sequential, example: Tensor) -> list[Measured]:
+    """Return what is known of each of :func:`units`, and of what leaves the last, at no cost.
+
+    Nothing is computed: shapes go through a copy of the model without memory (torch's meta device).
+
+    Args:
+        model: the chain of layers.
+        example: one example, ``[1, ...]``.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    skeleton, x = copy.deepcopy(model).to("meta").eval(), example.to("meta")
+    found = []
+    for place, unit in enumerate(units(model)):
+        shape = x.shape[1:]
+        with FlopCounterMode(display=False) as counter:
+            for name in unit:
+                x = skeleton.get_submodule(name)(x)
+        found.append(Measured(shape, (2 if place == 0 else 3) * counter.get_total_flops() // 2))
+    return [*found, Measured(x.shape[1:], 0)]
+
+
+class Stages(NamedTuple):
+    """A partition into stages.
+
+    Attributes:
+        names: names of the layers of every stage, in order.
+        shapes: shapes of an example where it enters each stage, and where it leaves the last.
+    """
+
+    names: list[list[str]]
+    shapes: list[torch.Size]
+
+
+def split(model: nn.Sequential, stages: int, example: Tensor) -> Stages:
+    """Return the partition of ``model`` into ``stages``, balanced by cost.
+
+    Args:
+        model: the chain of layers.
+        stages: number of stages.
+        example: one example, ``[1, ...]``.
+    """
+    groups, measured = units(model), measure(model, example)
+    parts = balanced([each.cost for each in measured[:-1]], stages)
+    return Stages(
+        [[name for unit in groups[part] for name in unit] for part in parts],
+        [*(measured[part.start].shape for part in parts), measured[-1].shape],
+    )

@@ -218,14 +218,25 @@ def _known(split: Examples) -> Split:
     return split if isinstance(split, Split) else split.head(CHECKED)
 
 
+def make_whole_model(config: TrialConfig, data: Dataset) -> nn.Module:
+    """Return the trial's model, made for the shapes of its data, its weights drawn."""
+    x, y = data.train.head(1)
+    held = [split.x for split in data if isinstance(split, Split)]
+    tokens = 0 if x.is_floating_point() else 1 + max((int(x.max()) for x in held), default=0)
+    each_step = y.dim() - int(y.is_floating_point()) > 1
+    return make_model(
+        config.model, x.shape[1:], data.outputs, config.seed, tokens=tokens, each_step=each_step
+    )
+
+
 def load_data(config: TrialConfig, loss: Loss) -> Dataset:
-    """Load a trial's data; flat for our networks, whatever shape the user's examples have.
+    """Load a trial's data; flat for the mlp, whatever shape the examples have.
 
     Raises:
         ValueError: they cannot be had, or have no targets that the loss takes.
     """
     data = loss.fit(config.data.name, load(config.data))
-    if config.model.own or data.train.head(1).x.dim() == 2:
+    if config.model.name != "mlp" or data.train.head(1).x.dim() == 2:
         return data
     return Dataset(*(split.map(lambda part: Split(part.x.flatten(1), part.y)) for split in data))
 
@@ -274,8 +285,7 @@ def build(config: TrialConfig, rank: int, world_size: int) -> Components:
     loss = Loss(config.loss)
     data = load_data(config, loss)
     check_batch(config, data.train.size)
-    first = data.train.head(1)
-    whole = make_model(config.model, first.x.shape[1:], data.outputs, config.seed)
+    whole = make_whole_model(config, data)
     set_threads(config.threads)  # the user's code may have set others
     parameters = sum(p.numel() for p in whole.parameters())
     data = Dataset(*(split.to(device) for split in data))
@@ -284,7 +294,9 @@ def build(config: TrialConfig, rank: int, world_size: int) -> Components:
         _check_made_alike(config, whole, data, world_size)
     spans = Spans(device)
     profiler = Profiler(config.profile, rank, device, spans)
-    pipeline = _make_pipeline(whole, config, here, loss, device, spans) if here.pp > 1 else None
+    first = data.train.head(1)
+    parts = (whole, config, here, first.x.cpu(), loss, device, spans)
+    pipeline = _make_pipeline(*parts) if here.pp > 1 else None
     model = apply_precision((pipeline.own if pipeline else whole).to(device), config.precision)
     scaler = GradScaler(device.type) if config.autocast == "float16" else None
     if pipeline is None:
@@ -316,6 +328,7 @@ def _make_pipeline(
     model: nn.Module,
     config: TrialConfig,
     here: Place,
+    example: torch.Tensor,
     loss: Loss,
     device: torch.device,
     spans: Spans,
@@ -325,9 +338,11 @@ def _make_pipeline(
     from trainers.parallel.pipeline import Pipeline
 
     assert isinstance(model, nn.Sequential)
-    precision, examples = config.precision, config.batch_size // here.dp
+    precision, share = config.precision, config.batch_size // here.dp
     fmt = precision.lns_format if precision.scope == "everywhere" else None
-    return Pipeline(model, config.layout, here, examples, fmt, device, loss, spans, config.memory)
+    return Pipeline(
+        model, config.layout, here, share, example, fmt, device, loss, spans, config.memory
+    )
 
 
 def _make_updater(

@@ -16,8 +16,7 @@ from torch import nn
 from trainers.checkpoint.state import load_model_tensors, model_tensors
 from trainers.config import LossConfig, TrialConfig
 from trainers.config.schedule_changes import optimizer_at
-from trainers.data import DatasetInfo, Split
-from trainers.models import make_model
+from trainers.data import Dataset, DatasetInfo, Split
 from trainers.models.loss import Loss
 from trainers.models.precision import apply_precision
 from trainers.training.build import (
@@ -26,6 +25,7 @@ from trainers.training.build import (
     digest,
     load_data,
     make_trial_optimizer,
+    make_whole_model,
     uses_code,
 )
 from trainers.training.evaluate import Metrics, evaluate
@@ -49,7 +49,7 @@ def check(config: TrialConfig, info: DatasetInfo) -> None:
     """
     check_batch(config, info.train)
     answers = 1
-    if uses_code(config) or config.loss != LossConfig():
+    if uses_code(config) or config.loss != LossConfig() or not config.model.feedforward:
         parts = (config.model, config.data, config.loss, config.metrics, config.precision)
         if (task := repr(parts)) not in _answers:
             forget()
@@ -79,7 +79,7 @@ def _check_task(config: TrialConfig) -> int:
             f"sync.name=asynchronous with data.name={config.data.name}: the server takes examples"
             f" of one answer, not of {each}; use sync.name=synchronous"
         )
-    model = make_model(config.model, some.x.shape[1:], data.outputs, config.seed)
+    model = make_whole_model(config, data)
     metrics = Metrics(config.metrics, data.outputs)
     with _explained(config):
         outputs = apply_precision(model, config.precision)(some.x)
@@ -91,20 +91,21 @@ def _check_task(config: TrialConfig) -> int:
     _check_outputs(config, outputs, data.test.head(2), data.outputs)
     metrics.compute("validation")
     if config.model.own:
-        _check_resumes(config, some, data.outputs, loss)
+        _check_resumes(config, data, loss)
     return each
 
 
-def _check_resumes(config: TrialConfig, some: Split, outputs: int, loss: Loss) -> None:
+def _check_resumes(config: TrialConfig, data: Dataset, loss: Loss) -> None:
     """Take two steps of the user's model in one go, and again with a save and a restore between.
 
     Raises:
         ValueError: the weights are not the same.
     """
 
+    some = data.train.head(2)
+
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = make_model(config.model, some.x.shape[1:], outputs, config.seed)
-        model = apply_precision(model, config.precision)
+        model = apply_precision(make_whole_model(config, data), config.precision)
         answers = loss.answers_each(some.y)
         return model, make_trial_optimizer(config, config.optimizer, model, answers)
 

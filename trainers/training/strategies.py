@@ -45,8 +45,8 @@ def choose_step(components: Components) -> Step:
         return PipelineStep(components, components.pipeline)
     workers, config = components.workers, components.config
     alone = workers.device.type == "cuda" and workers.world_size == 1 and components.offload is None
-    if config.model.own or config.loss.own:
-        return OwnModelStep(components)
+    if not config.model.feedforward or config.loss.own:
+        return StatefulStep(components)
     in_memory = isinstance(components.data.train, Split)
     captured = in_memory and not config.lr_schedule.varies and components.scaler is None
     if alone and captured:
@@ -159,8 +159,8 @@ class Step:
         return goes_on
 
 
-class OwnModelStep(Step):
-    """Eager steps of a user's model, which may draw random numbers and keep statistics.
+class StatefulStep(Step):
+    """Eager steps of a model that may draw random numbers and keep statistics.
 
     Random numbers of torch, NumPy and Python are seeded by (seed, epoch, rank), in training
     (dropout) and in evaluation, so that a trial that is resumed draws the same ones. Floating-point
@@ -172,8 +172,10 @@ class OwnModelStep(Step):
         self, split: Examples, epoch: int, sync: Synchroniser, before_step: Callable[[int], None]
     ) -> tuple[Tally, bool]:
         """Train once over ``split``, as :meth:`Step.train_epoch`."""
-        own = self._components
-        with seeded(seed_of(f"{self._config.seed}/{epoch}/{own.workers.rank}")):
+        own, config = self._components, self._config
+        if config.model.feedforward and not config.loss.own:
+            return super().train_epoch(split, epoch, sync, before_step)
+        with seeded(seed_of(f"{config.seed}/{epoch}/{own.workers.rank}")):
             result = super().train_epoch(split, epoch, sync, before_step)
         if own.collectives is not None:
             _average_buffers(own.model, own.collectives)
@@ -196,7 +198,7 @@ def _average_buffers(model: nn.Module, replicas: Collectives) -> None:
             buffer.copy_(replicas.all_reduce_(buffer.double()) / replicas.size)
 
 
-class PipelineStep(Step):
+class PipelineStep(StatefulStep):
     """The strategy of pipeline stages that step together.
 
     The last stage alone knows losses and answers.

@@ -25,7 +25,6 @@ nets on an H200 a little faster than one of twelve, whose threads wait for Pytho
 SHARES = ((200e6, 1 / 12), (2e9, 1 / 4))
 """Of a GPU that a trial takes by default, by the multiply-accumulates of a step below which it
 does: where so many at once were faster than fewer on an H200. A larger trial takes a whole one."""
-INPUTS = {"mnist": 784, "digits": 64}
 CLASSES = 10
 
 
@@ -119,7 +118,7 @@ def gpus_of(values: Mapping[str, Any]) -> float:
 
 def captured(config: TrialConfig) -> bool:
     """Return whether a trial's step is one CUDA graph: on one GPU, and the same every time."""
-    if config.model.own or config.own_loop:
+    if not config.model.feedforward or config.own_loop:
         return False
     alone = config.device == "cuda" and config.workers == 1 and not config.memory.offload_optimizer
     return alone and not config.lr_schedule.varies and config.autocast != "float16"
@@ -161,24 +160,31 @@ def _macs(config: TrialConfig) -> float:
 
 
 def parameters(config: TrialConfig) -> float:
-    """Return how many weights our net has, biases left out; 0 for a user's, of unknown size."""
+    """Return how many weights an mlp or cnn has, biases left out; 0 for others, whose size their
+    data decide."""
     return sum(weights for weights, _ in _layers(config))
 
 
 def _layers(config: TrialConfig) -> Iterator[tuple[float, float]]:
     """Yield each layer's weights, and at how many places of an example it applies them."""
-    if config.model.own or config.own_loop:
+    if not config.model.feedforward or config.own_loop:
         return
-    model, inputs = config.model, INPUTS.get(config.data.name, INPUTS["mnist"])
+    from trainers.config.data import DATA
+    from trainers.config.model import CHANNELS
+
+    model, known = config.model, DATA.get(config.data.name)
+    shape = (known and known.shape) or DATA["mnist"].shape
+    inputs, classes = math.prod(shape), (known and known.classes) or CLASSES
     if model.name == "cnn":
-        side, channels = math.isqrt(inputs), [1, *(model.channels or [8, 16])]
+        colours = shape[0] if len(shape) == 3 else 1
+        side, channels = math.isqrt(inputs // colours), [colours, *(model.channels or CHANNELS)]
         for fan_in, fan_out in pairwise(channels):
             yield 9.0 * fan_in * fan_out, float(side * side)
             side //= 2
         inputs = channels[-1] * side * side
     yield from (
         (float(fan_in * fan_out), 1.0)
-        for fan_in, fan_out in pairwise([inputs, *model.hidden, CLASSES])
+        for fan_in, fan_out in pairwise([inputs, *model.hidden, classes])
     )
 
 

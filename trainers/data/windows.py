@@ -1,0 +1,109 @@
+"""Sequences with a target at each step: characters of a text, frames of piano rolls.
+
+Both are streams that are cut into windows of ``data.args.context`` steps, one after the other; a
+last window that is not full is left out. The target of a step is what comes next in the stream, so
+that each of them is predicted once, from at most ``context`` steps before it in the same window.
+
+**text**: a file in UTF-8, its characters numbered in the order of their code points. ``x`` and
+``y`` are int64 ``[N, T]``, ``y[i]`` the character after ``x[i]``. The last tenth of the file tests;
+the end of the rest validates. This is the split of char-rnn and nanoGPT into nine and one tenths,
+whose validation is the test here.
+
+**piano_rolls**: a .mat file with ``traindata``, ``validdata`` and ``testdata``, pieces of ``[T,
+88]`` zeros and ones, a note each (MIDI 21 to 108). ``y`` are frames, float32 ``[N, T, 88]``; ``x``
+the frames before them, silence before the first. The pieces of a part are laid end to end, so there
+is no padding and no mask; the first frame of a piece is predicted from the end of the piece before
+it. Published figures restart at each piece, and keep its whole past: they are near, not equal.
+Loss: ``binary_cross_entropy``; times 88 it is the usual figure, nats a frame.
+
+Sources: A. Karpathy 2015, "The Unreasonable Effectiveness of Recurrent Neural Networks";
+N. Boulanger-Lewandowski et al. 2012, "Modeling Temporal Dependencies in High-Dimensional Sequences"
+(arXiv:1206.6392); the .mat files are those of S. Bai et al. 2018 (arXiv:1803.01271).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainers.data.split import Split
+
+NOTES = 88
+TEST_SHARE = 10
+"""One character in so many tests, the last ones."""
+
+
+def load_text(path: Path, context: int) -> tuple[Split, Split]:
+    """Return the training and the test examples of a text.
+
+    Raises:
+        ValueError: it is not UTF-8, or too short for one window each.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"data.root={str(path)!r}: not a text in UTF-8 ({error.reason} at byte {error.start});"
+            " convert it, for example with iconv"
+        ) from None
+    points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    ids = torch.from_numpy(np.unique(points, return_inverse=True)[1].astype(np.int64))
+    cut = len(ids) - len(ids) // TEST_SHARE
+    return (
+        _windows(ids[: cut - 1], ids[1:cut], context, path),
+        _windows(ids[cut:-1], ids[cut + 1 :], context, path),
+    )
+
+
+def load_piano_rolls(path: Path, context: int) -> tuple[Split, Split, Split]:
+    """Return the training, validation and test examples of a .mat file.
+
+    Raises:
+        ValueError: it is no such file, or too short for one window each.
+    """
+    from scipy.io import loadmat
+    from scipy.io.matlab import MatReadError
+
+    try:
+        parts = loadmat(path)
+        train, validation, test = (
+            _frames(parts[name]) for name in ("traindata", "validdata", "testdata")
+        )
+    except (MatReadError, ValueError, KeyError, NotImplementedError, TypeError) as error:
+        raise ValueError(
+            f"data.root={str(path)!r}: no .mat file with traindata, validdata and testdata, pieces"
+            f" of [T, {NOTES}] zeros and ones ({type(error).__name__}: {error}); download one with"
+            " lns-study data fetch piano_rolls"
+        ) from None
+    silence = torch.zeros(1, NOTES)
+    return tuple(  # type: ignore[return-value]
+        _windows(torch.cat([silence, frames[:-1]]), frames, context, path)
+        for frames in (train, validation, test)
+    )
+
+
+def _frames(pieces: Any) -> Tensor:
+    """Return the frames of all pieces, end to end, float32 ``[frames, 88]``."""
+    frames = np.concatenate([np.asarray(piece) for piece in np.ravel(pieces)])
+    if frames.ndim != 2 or frames.shape[1] != NOTES or not np.isin(frames, (0, 1)).all():
+        raise ValueError(f"frames of shape {frames.shape[1:]}, or not zeros and ones")
+    return torch.from_numpy(frames.astype(np.float32))
+
+
+def _windows(x: Tensor, y: Tensor, context: int, path: Path) -> Split:
+    """Cut two streams of the same length into windows."""
+    windows = len(x) // context
+    if not windows:
+        raise ValueError(
+            f"data.args.context={context} with data.root={str(path)!r}: one of its parts has"
+            f" {len(x)} steps, fewer than a window; use a smaller context or a longer file"
+        )
+    steps = windows * context
+    return Split(
+        x[:steps].reshape(windows, context, *x.shape[1:]).clone(),
+        y[:steps].reshape(windows, context, *y.shape[1:]).clone(),
+    )

@@ -1,0 +1,118 @@
+"""A decoder of transformer blocks that predicts the next token, as a chain.
+
+Tokens and learned positions are embedded and added, blocks follow, then a norm and a linear layer
+of the classes. A block is ``x = x + attention(norm(x)); x = x + feedforward(norm(x))`` with causal
+attention and a feed-forward layer four times as wide with GELU. Weights are drawn from a normal
+distribution of standard deviation 0.02, divided by ``sqrt(2 layers)`` at the end of each branch;
+biases are zero. The last layer has weights of its own: shared with the embedding, as in GPT-2, they
+could not lie in another pipeline stage. Dropout is after the embedding and at the end of the
+branches, not inside attention.
+
+Source: A. Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; in small form
+A. Karpathy's nanoGPT, whose sizes are usual for tests on characters.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trainers.config.model import GPTArguments
+from trainers.models.init import normal_
+
+STD = 0.02
+"""Standard deviation of the initial weights."""
+
+
+class Embedding(nn.Module):
+    """Tokens ``[B, T]`` as vectors that know their place, ``[B, T, width]``."""
+
+    def __init__(self, tokens: int, length: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(tokens, width)
+        self.positions = nn.Parameter(torch.empty(length, width))
+        self.dropout = nn.Dropout(dropout)
+        normal_(self.tokens, weight=STD)
+        normal_(self, positions=STD)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the sum of the tokens' and the positions' vectors."""
+        x: Tensor = self.dropout(self.tokens(tokens) + self.positions[: tokens.shape[1]])
+        return x
+
+
+class Attention(nn.Module):
+    """Causal self-attention, ``[B, T, width] -> [B, T, width]``."""
+
+    def __init__(self, width: int, heads: int, layers: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        normal_(self.qkv, weight=STD, bias=0)
+        normal_(self.project, weight=STD / (2 * layers) ** 0.5, bias=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return, for each step, a mean of the values of steps up to it, projected."""
+        batch, length, width = x.shape
+        q, k, v = (
+            part.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
+            for part in self.qkv(x).split(width, dim=2)
+        )
+        y_BHTD = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y: Tensor = self.project(y_BHTD.transpose(1, 2).contiguous().view(batch, length, width))
+        return y
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, each beside a shortcut."""
+
+    def __init__(self, args: GPTArguments) -> None:
+        super().__init__()
+        width = args.width
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, args.heads, args.layers)
+        self.feedforward = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
+        )
+        self.dropout = nn.Dropout(args.dropout)
+        normal_(self.feedforward[0], weight=STD, bias=0)
+        normal_(self.feedforward[2], weight=STD / (2 * args.layers) ** 0.5, bias=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output, ``[B, T, width]``."""
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        y: Tensor = x + self.dropout(self.feedforward(self.norm2(x)))
+        return y
+
+
+def gpt(
+    args: GPTArguments, shape: tuple[int, ...], classes: int, tokens: int, each_step: bool
+) -> nn.Sequential:
+    """Return the chain of embedding, blocks, and the norm and linear layer of the classes.
+
+    It maps tokens ``[B, T]`` to logits ``[B, T, classes]``.
+
+    Args:
+        args: layers, heads, width and dropout.
+        shape: of an example, ``(T,)``; T is the longest context.
+        classes: logits a step.
+        tokens: different tokens.
+        each_step: whether the data have a target for each step.
+
+    Raises:
+        ValueError: data without tokens, or with one target a sequence.
+    """
+    if not tokens or not each_step or len(shape) != 1:
+        raise ValueError(
+            f"model.name=gpt with examples of shape {shape}, {tokens} tokens and"
+            f" {'a target for each step' if each_step else 'one target an example'}: predicts a"
+            " token at each step; use data.name=text, copy, sort or addition, or model.name=lstm"
+        )
+    head = nn.Linear(args.width, classes, bias=False)
+    normal_(head, weight=STD)
+    return nn.Sequential(
+        Embedding(tokens, shape[0], args.width, args.dropout),
+        *(Block(args) for _ in range(args.layers)),
+        nn.Sequential(nn.LayerNorm(args.width), head),
+    )
