@@ -5,8 +5,8 @@
 Trains MNIST nets 784-512-10, batch 128, LNS everywhere with Kahan summation, for two epochs in
 :class:`trainers.workers.in_process.Packed`, and prints milliseconds a net and epoch of the second
 one (validation included), medians over three courses. All threads begin it together. Then the same
-in as many processes, each with a CUDA context of its own, as Ray packs them. Checks that each net has
-the same losses as alone.
+in as many processes, each with a CUDA context of its own, as Ray packs them. Checks that each net
+has the same losses as alone.
 """
 
 from __future__ import annotations

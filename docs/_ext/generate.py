@@ -59,7 +59,7 @@ def default_of(field: Field) -> Any:
 
 def row(prefix: str, field: Field, meanings: dict[str, str]) -> str:
     kind = str(field.type).replace("|", r"\|")
-    default = show(default_of(field)) or "''"
+    default = show(default_of(field))
     return f"| `{prefix}{field.name}` | `{kind}` | `{default}` | {meanings.get(field.name, '')} |"
 
 

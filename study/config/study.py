@@ -256,6 +256,8 @@ class StudyConfig:
                 f" use for example metric=validation/loss ({' and '.join(DERIVED)} can be"
                 " objectives of a search)"
             )
+        if self.trial.own_loop:
+            return
         loss = self.trial.loss
         reported = ["loss", *(["error"] if loss.counts_errors else []), *self.trial.metrics]
         if name.startswith(VALIDATION) and name.removeprefix(VALIDATION) not in reported:

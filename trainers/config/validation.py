@@ -94,7 +94,8 @@ def memory() -> int:
 
 
 def show(value: object) -> str:
-    """Return a value as YAML writes it; whole floats without their point, texts without quotes."""
+    """Return a value as YAML writes it; whole floats without their point, texts without quotes,
+    unless they are empty."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, float):
@@ -103,7 +104,7 @@ def show(value: object) -> str:
         return "{" + ", ".join(f"{key}: {show(entry)}" for key, entry in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(show, value)) + "]"
-    return str(value)
+    return str(value) or "''"
 
 
 @dataclass(frozen=True, kw_only=True)

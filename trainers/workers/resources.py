@@ -8,6 +8,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from trainers.config import TrialConfig
+from trainers.config.data import DATA
+from trainers.config.model import CHANNELS
 
 IN_PROCESS, PACKED, RAY_TRAIN, OWN_LOOP = (
     "trainers.workers.in_process:InProcess",
@@ -169,9 +171,6 @@ def _layers(config: TrialConfig) -> Iterator[tuple[float, float]]:
     """Yield each layer's weights, and at how many places of an example it applies them."""
     if not config.model.feedforward or config.own_loop:
         return
-    from trainers.config.data import DATA
-    from trainers.config.model import CHANNELS
-
     model, known = config.model, DATA.get(config.data.name)
     shape = (known and known.shape) or DATA["mnist"].shape
     inputs, classes = math.prod(shape), (known and known.classes) or CLASSES
