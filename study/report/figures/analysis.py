@@ -2,7 +2,7 @@
 budgets, heat map.
 
 Each is drawn for a light and a dark page, in the colours and sizes of
-:mod:`study.report.figures.style`; b"" if there is nothing to show.
+:mod:`study.report.figures.style`; None if there is nothing to show.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from study.report.figures.style import (
     canvas,
     percent_axis,
     plain,
-    png,
     set_title,
     short,
     style_axes,
@@ -41,14 +40,14 @@ FEWEST_DOTS, FEWEST_IN_A_BOX = 3, 3
 """Below them a front, or a box, says nothing that the table does not."""
 
 
-def draw_front(found: Sequence[Entry], measures: Sequence[str], theme: Theme) -> bytes:
-    """Draw a PNG of error over every other measure, a dot per entry.
+def draw_front(found: Sequence[Entry], measures: Sequence[str], theme: Theme) -> Figure | None:
+    """Draw a figure of error over every other measure, a dot per entry.
 
     The line joins the entries that no other dominates in both.
     """
     others = [name for name in measures if name != "error"]
     if "error" not in measures or not others or len(found) < FEWEST_DOTS:
-        return b""
+        return None
     columns = min(2, len(others))
     lines = math.ceil(len(others) / columns)
     figure = Figure(
@@ -72,7 +71,7 @@ def draw_front(found: Sequence[Entry], measures: Sequence[str], theme: Theme) ->
             labelcolor=theme.text,
             fontsize=9,
         )
-    return png(figure)
+    return figure
 
 
 def _front_axes(
@@ -118,10 +117,10 @@ def _front_axes(
     percent_axis(axes)
 
 
-def draw_importance(found: Importance | None, theme: Theme) -> bytes:
-    """Draw a PNG of the shares of the error's variance by key, and by the pairs that matter."""
+def draw_importance(found: Importance | None, theme: Theme) -> Figure | None:
+    """Draw a figure of the shares of the error's variance by key, and by the pairs that matter."""
     if found is None:
-        return b""
+        return None
     bars = [(key, share, 0) for key, share in found.single.items()]
     bars += [
         (f"{a} x {b}", share, 1) for (a, b), share in list(found.pairs.items())[:5] if share >= 0.01
@@ -145,13 +144,13 @@ def draw_importance(found: Importance | None, theme: Theme) -> bytes:
         f"fANOVA of {found.configurations} configurations; pairs (orange) beyond their keys",
         theme,
     )
-    return png(figure)
+    return figure
 
 
-def draw_dependence(found: Importance | None, theme: Theme) -> bytes:
-    """Draw a PNG of the error that a forest predicts as one key moves, mean over configurations."""
+def draw_dependence(found: Importance | None, theme: Theme) -> Figure | None:
+    """Draw the error that a forest predicts as one key moves, mean over configurations."""
     if found is None or not found.curves:
-        return b""
+        return None
     columns = min(2, len(found.curves))
     lines = math.ceil(len(found.curves) / columns)
     figure = Figure(
@@ -173,11 +172,11 @@ def draw_dependence(found: Importance | None, theme: Theme) -> bytes:
         axes.set_xlabel(plain(key))
         if place % columns == 0:
             axes.set_ylabel("predicted error, %")
-    return png(figure)
+    return figure
 
 
-def draw_parallel(found: Sequence[Entry], theme: Theme) -> bytes:
-    """Draw a PNG of parallel coordinates, a line per configuration.
+def draw_parallel(found: Sequence[Entry], theme: Theme) -> Figure | None:
+    """Draw a figure of parallel coordinates, a line per configuration.
 
     The axes are the sampled keys and the error; dark lines have low errors.
     """
@@ -188,7 +187,7 @@ def draw_parallel(found: Sequence[Entry], theme: Theme) -> bytes:
         if all(key in e.params for e in usable)
     ]
     if len(usable) < 2 or not keys:
-        return b""
+        return None
     figure, axes = canvas(theme)
     columns = [_column([entry.params[key] for entry in usable]) for key in keys]
     errors = np.array([entry.values["error"] for entry in usable])
@@ -219,7 +218,7 @@ def draw_parallel(found: Sequence[Entry], theme: Theme) -> bytes:
     axes.set_yticks([])
     axes.grid(axis="x", color=theme.text, linewidth=0.8)
     set_title(axes, "Configurations: dark lines have low errors", theme)
-    return png(figure)
+    return figure
 
 
 def _column(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]]]:
@@ -240,8 +239,8 @@ def _column(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]]
     ]
 
 
-def draw_groups(found: Sequence[Groups], theme: Theme) -> bytes:
-    """Draw a PNG with box plots of the trials' errors by category."""
+def draw_groups(found: Sequence[Groups], theme: Theme) -> Figure | None:
+    """Draw a figure with box plots of the trials' errors by category."""
     shown = [
         group
         for group in found
@@ -249,7 +248,7 @@ def draw_groups(found: Sequence[Groups], theme: Theme) -> bytes:
         and max(map(len, group.errors.values())) >= FEWEST_IN_A_BOX
     ]
     if not shown:
-        return b""
+        return None
     heights = [0.7 + 0.3 * len(group.errors) for group in shown]
     figure = Figure(
         figsize=(SIZE[0], 0.3 + sum(heights)), dpi=DPI, facecolor=theme.page, layout="constrained"
@@ -279,13 +278,15 @@ def draw_groups(found: Sequence[Groups], theme: Theme) -> bytes:
         axes.tick_params(axis="x", which="minor", labelsize=8)
         axes.set_xlabel("validation error, %")
         set_title(axes, f"By {group.category} (trials)", theme)
-    return png(figure)
+    return figure
 
 
-def draw_budget(curves: Mapping[str, tuple[list[float], list[float]]], theme: Theme) -> bytes:
-    """Draw a PNG of the lowest error so far over the time that the trials have taken."""
+def draw_budget(
+    curves: Mapping[str, tuple[list[float], list[float]]], theme: Theme
+) -> Figure | None:
+    """Draw a figure of the lowest error so far over the time that the trials have taken."""
     if not any(len(xs) > 1 for xs, _ in curves.values()):
-        return b""
+        return None
     figure, axes = canvas(theme)
     chosen = sorted(curves, key=lambda row: curves[row][1][-1])[:MOST_CURVES]
     for number, row in enumerate(row for row in curves if row in chosen):
@@ -304,13 +305,15 @@ def draw_budget(curves: Mapping[str, tuple[list[float], list[float]]], theme: Th
     axes.set_ylabel("lowest validation error so far, %")
     percent_axis(axes)
     axes.legend(frameon=False, labelcolor=theme.text)
-    return png(figure)
+    return figure
 
 
-def draw_heat_map(table: tuple[list[str], list[str], np.ndarray] | None, theme: Theme) -> bytes:
-    """Draw a PNG of the lowest error of every format and layout."""
+def draw_heat_map(
+    table: tuple[list[str], list[str], np.ndarray] | None, theme: Theme
+) -> Figure | None:
+    """Draw a figure of the lowest error of every format and layout."""
     if table is None:
-        return b""
+        return None
     formats, layouts, values = table
     figure, axes = canvas(theme, height=1.6 + 0.42 * len(formats))
     shades = np.ma.masked_invalid(np.log(values))
@@ -326,4 +329,4 @@ def draw_heat_map(table: tuple[list[str], list[str], np.ndarray] | None, theme: 
     axes.set_yticks(range(len(formats)), [short(name) for name in formats])
     axes.grid(visible=False)
     set_title(axes, "Lowest validation error, %, by number format and layout", theme)
-    return png(figure)
+    return figure

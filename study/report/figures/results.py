@@ -30,7 +30,6 @@ from study.report.figures.style import (
     canvas,
     percent_axis,
     plain,
-    png,
     set_title,
     short,
     style_axes,
@@ -44,8 +43,8 @@ MOST_BARS = 6
 mpl.use("Agg")
 
 
-def draw_epochs(state: StudyState, summary: Summary, theme: Theme) -> bytes:
-    """Draw a PNG of the validation error by epoch, one line per row with a band over its seeds.
+def draw_epochs(state: StudyState, summary: Summary, theme: Theme) -> Figure | None:
+    """Draw a figure of the validation error by epoch, one line per row with a band over its seeds.
 
     The line is the mean over seeds, the band spans the lowest and highest. A searched row is drawn
     by its best configuration, or not at all before there is one.
@@ -66,7 +65,7 @@ def draw_epochs(state: StudyState, summary: Summary, theme: Theme) -> bytes:
     axes.xaxis.get_major_locator().set_params(integer=True)
     if axes.lines:
         axes.legend(frameon=False, labelcolor=theme.text, ncols=2 if len(axes.lines) > 3 else 1)
-    return png(figure)
+    return figure
 
 
 def _most_telling(summary: Summary) -> list[Row]:
@@ -88,8 +87,8 @@ def _draw_faint(axes: Any, trials: list[TrialState], theme: Theme) -> None:
         axes.plot(list(curve), list(curve.values()), color=theme.grid, linewidth=0.8, zorder=1)
 
 
-def draw_bars(state: StudyState, summary: Summary, theme: Theme) -> bytes:
-    """Draw a PNG of each row's final test error beside the published figure (hatched).
+def draw_bars(state: StudyState, summary: Summary, theme: Theme) -> Figure | None:
+    """Draw a figure of each row's final test error beside the published figure (hatched).
 
     The bar is the mean, the whisker the standard deviation, the dots are seeds.
     """
@@ -121,10 +120,10 @@ def draw_bars(state: StudyState, summary: Summary, theme: Theme) -> bytes:
     axes.set_ylabel("test error, %")
     set_title(axes, _bars_title(summary, published), theme)
     axes.margins(y=0.14)
-    return png(figure)
+    return figure
 
 
-def _draw_lying_bars(summary: Summary, theme: Theme) -> bytes:
+def _draw_lying_bars(summary: Summary, theme: Theme) -> Figure | None:
     rows = [row for row in summary.rows if row.mean is not None]
     figure, axes = canvas(theme, height=1.2 + 0.24 * max(len(rows), 4))
     axes.grid(axis="x", color=theme.grid, linewidth=0.8, zorder=0)
@@ -148,11 +147,11 @@ def _draw_lying_bars(summary: Summary, theme: Theme) -> bytes:
     axes.invert_yaxis()
     axes.set_xlabel("test error, %")
     set_title(axes, "Test error after the last epoch: mean, seeds (dots)", theme)
-    return png(figure)
+    return figure
 
 
-def draw_slices(state: StudyState, theme: Theme) -> bytes:
-    """Draw a PNG of the first objective over each sampled key; b"" if nothing was searched.
+def draw_slices(state: StudyState, theme: Theme) -> Figure | None:
+    """Draw a figure of the first objective over each sampled key; None if nothing was searched.
 
     Each configuration is a dot, rows differ in colour and marker. Filled dots ran to their end;
     hollow ones were ended early, or are a population's earlier generations. Lists are spread over
@@ -166,7 +165,7 @@ def draw_slices(state: StudyState, theme: Theme) -> bytes:
     ]
     domains = [_with_history(domain, found) for domain in state.config.parsed_space.domains]
     if not found or not domains:
-        return b""
+        return None
     columns = min(3, len(domains))
     lines = math.ceil(len(domains) / columns)
     figure = Figure(
@@ -182,7 +181,7 @@ def draw_slices(state: StudyState, theme: Theme) -> bytes:
         if place % columns == 0:
             axes.set_ylabel(f"{metric}, %" if metric.endswith("/error") else metric)
     _slice_legend(figure, list(state.rows()), theme)
-    return png(figure)
+    return figure
 
 
 def _with_history(domain: Domain, found: list[Configuration]) -> Domain:
