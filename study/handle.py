@@ -139,6 +139,17 @@ class Study:
         show_figures()
         return figure
 
+    def plot(self, x: str = "", y: str = "") -> Any:
+        """Return plotly's figure of the trials, see :func:`study.report.interactive.scatter`.
+
+        Raises:
+            UserError: no trial has reported, or there is no such axis; the message lists them.
+        """
+        from study.report.interactive import scatter
+
+        with refusals():
+            return scatter(self.state, x, y)
+
     def run(self, overrides: Mapping[str, Any] | None = None, /, **keys: Any) -> Study:
         """Run what is left, failed trials included, after changes such as ``seeds=[0, 1, 2]``.
 
