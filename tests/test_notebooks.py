@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +69,48 @@ def test_every_cell_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert len(lines) < 10
         if ".run(config" in cell["source"]:
             assert "6 finished" in tables[0]["data"]["text/plain"]
+
+
+CELL = """
+import study
+from study import DataConfig, ModelConfig, StudyConfig, TrialConfig
+
+data, model = DataConfig(name="digits", validation_size=300), ModelConfig(hidden=[16])
+trial = TrialConfig(data=data, model=model, epochs=60, batch_size=32)
+config = StudyConfig(name="stopped", trial=trial, tracking_uri="none", cpus=1)
+study.run(config)
+"""
+
+
+def reply_to(message: str, client: Any) -> dict[str, Any]:
+    """Return the kernel's reply to a message; earlier replies are left out."""
+    while (reply := client.get_shell_msg(timeout=SECONDS))["parent_header"]["msg_id"] != message:
+        pass
+    content: dict[str, Any] = reply["content"]
+    return content
+
+
+@pytest.mark.slow
+def test_interrupting_the_kernel_ends_a_study_in_order_and_the_cell_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from jupyter_client.manager import start_new_kernel
+
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=":")
+    manager, client = start_new_kernel(cwd=str(tmp_path))
+    try:
+        first = client.execute(CELL)
+        folder, until = tmp_path / "studies" / "stopped", time.monotonic() + SECONDS
+        while not any(event["event"] == "report" for event in read_ledger(folder)):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        manager.interrupt_kernel()
+        assert reply_to(first, client)["ename"] == "KeyboardInterrupt"
+        assert fold(read_ledger(folder)).outcome == "interrupted"
+        assert reply_to(client.execute(CELL), client)["status"] == "ok"
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    events = read_ledger(folder)
+    assert fold(events).outcome == "finished"
+    assert [e["epoch"] for e in events if e["event"] == "report"] == list(range(1, 61))
