@@ -6,4 +6,68 @@ per step::
 
     compose -> config -> plan -> preflight -> runner (agenda, scheduler, pool, leases)
             -> ledger -> tracking (MLflow), report, progress
+
+In Python and in notebooks: :func:`run`, :func:`create` and :func:`load` give a :class:`Study`, the
+dataclasses make a config. They are imported when they are first used, so that ``import study`` is
+quick.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from study.config import LimitsConfig, RowConfig, SearchConfig, StudyConfig
+    from study.execution.ask_tell import Suggestion
+    from study.handle import Study, create, load, run
+    from trainers.config import (
+        DataConfig,
+        LossConfig,
+        MetricConfig,
+        ModelConfig,
+        OptimizerConfig,
+        PrecisionConfig,
+        SyncConfig,
+        TrialConfig,
+        WireConfig,
+    )
+
+__all__ = [
+    "DataConfig",
+    "LimitsConfig",
+    "LossConfig",
+    "MetricConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PrecisionConfig",
+    "RowConfig",
+    "SearchConfig",
+    "Study",
+    "StudyConfig",
+    "Suggestion",
+    "SyncConfig",
+    "TrialConfig",
+    "WireConfig",
+    "create",
+    "load",
+    "run",
+]
+
+_PLACES = {
+    "study.handle": ("Study", "create", "load", "run"),
+    "study.execution.ask_tell": ("Suggestion",),
+    "study.config": ("LimitsConfig", "RowConfig", "SearchConfig", "StudyConfig"),
+}
+"""Modules that have the names; the others are in ``trainers.config``."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    place = next((key for key, names in _PLACES.items() if name in names), "trainers.config")
+    return getattr(importlib.import_module(place), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -105,20 +105,7 @@ def run_study(
             same command goes on once it is not.
         KeyboardInterrupt: after Ctrl-C, with ledger, MLflow runs and report closed.
     """
-    with refusals():
-        check_writable(Path(study.storage).expanduser().resolve(), "storage")
-        plan = make_plan(study)
-        plan, data = preflight(plan, node)
-    if data:
-        say(f"Data: {'; '.join(entry['source'] for entry in data)}")
-    with ExitStack() as stack:
-        with refusals():
-            ledger = stack.enter_context(Ledger(plan.study.folder))
-            before = fold(ledger.history)
-            check_same_name(plan.study, before)
-            check_same_data(data, before)
-            check_same_ledger(ledger, before)
-            plan = adopt(plan, before)
+    with _opened(study, say, node) as (plan, data, ledger, before):
         for uri in stored(ledger.history):
             say(f"The ledger holds the password of {uri}: {REMEDY}.")
         _say_changed_code(plan, before, say)
@@ -134,6 +121,49 @@ def run_study(
         return _run(plan, data, ledger, before, view, say, only, node)
 
 
+def create_study(study: StudyConfig, say: Callable[[str], None]) -> Path:
+    """Check a study and enter its plan in its ledger, and run nothing; return its folder.
+
+    Nothing is entered if the ledger has a plan of the same config.
+
+    Raises:
+        UserError: the study cannot start, and nothing was done.
+    """
+    with _opened(study, say) as (plan, data, ledger, before):
+        if before.plan.get("study") != plan.study.to_dict():
+            _enter_plan(plan, data, ledger, ALL)
+            ledger.append("ended", outcome="stopped")
+        return ledger.folder
+
+
+@contextmanager
+def _opened(
+    study: StudyConfig, say: Callable[[str], None], node: Node | None = None
+) -> Iterator[tuple[Plan, list[dict[str, Any]], Ledger, StudyState]]:
+    """Check a study; provide its plan, data, ledger, and state before this run."""
+    with refusals():
+        check_writable(Path(study.storage).expanduser().resolve(), "storage")
+        plan = make_plan(study)
+        plan, data = preflight(plan, node)
+    if data:
+        say(f"Data: {'; '.join(entry['source'] for entry in data)}")
+    with refusals():
+        ledger = Ledger(plan.study.folder)
+    with ledger:
+        with refusals():
+            before = fold(ledger.history)
+            check_same_name(plan.study, before)
+            check_same_data(data, before)
+            check_same_ledger(ledger, before)
+            plan = adopt(plan, before)
+        yield plan, data, ledger, before
+
+
+def _enter_plan(plan: Plan, data: list[dict[str, Any]], ledger: Ledger, only: str) -> None:
+    made_with = {"data": data, "provenance": provenance(), "hardware": hardware()}
+    ledger.append("planned", ledger=ledger.id, **plan.to_event(), only=only, **made_with)
+
+
 def _run(
     plan: Plan,
     data: list[dict[str, Any]],
@@ -146,8 +176,7 @@ def _run(
 ) -> Outcome:
     ids = None if only != ONLY_FAILED else _failed(plan, state)
     ledger.listen(state.apply)
-    made_with = {"data": data, "provenance": provenance(), "hardware": hardware()}
-    ledger.append("planned", ledger=ledger.id, **plan.to_event(), only=only, **made_with)
+    _enter_plan(plan, data, ledger, only)
     if longer := continuations(ledger, state):
         say(f"{longer} trials go on from the last checkpoint of the same trial with fewer epochs.")
     _say_what_is_left(state, say)

@@ -28,6 +28,7 @@ RUNS = {
     "README.md": 2,
     "docs/tutorials/first-study.md": 7,
     "docs/howto/studies.md": 12,
+    "docs/howto/python.md": 7,
     "docs/howto/search.md": 3,
     "docs/howto/own-loop.md": 2,
     "docs/howto/coming-from.md": 4,
@@ -63,7 +64,7 @@ def with_budget(command: str, storage: Path) -> str:
             options += f" storage={shlex.quote(str(storage))}"
         return f"{ROOT}/scripts/{script[1]} {options} {command[script.end() :]}"
     named = re.match(r"lns-study (?:run|plan) (\S+)", command)
-    if named and not named[1].endswith(".yaml"):
+    if named and not named[1].endswith((".yaml", ".py")):
         return f"{named[0]} {BUDGET} {MORE.get(named[1], '')} {command[named.end() :]}"
     return command
 

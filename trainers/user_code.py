@@ -114,7 +114,7 @@ def load_code(key: str, name: str, digest: str = "") -> Callable[..., Any]:
             " again, which plans its trials anew"
         )
     try:
-        module = _from_file(path) if place.endswith(".py") else importlib.import_module(place)
+        module = load_file(path) if place.endswith(".py") else importlib.import_module(place)
     except (Exception, SystemExit) as error:
         raise ValueError(
             f"{key}={name!r}: {path} cannot be imported: {describe_error(error, path)}; mend it"
@@ -205,8 +205,9 @@ def seeded(seed: int) -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def _from_file(path: Path) -> ModuleType:
-    """Load a file as a module of a private name, once for each content until :func:`forget`."""
+def load_file(path: Path) -> ModuleType:
+    """Load a file, by its absolute path, as a module of a private name, once for each content until
+    :func:`forget`."""
     digest = hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:DIGEST_LENGTH]
     name = f"{PRIVATE}{digest}_{path.stem}"
     if name in sys.modules:

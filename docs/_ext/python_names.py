@@ -9,13 +9,16 @@ from typing import Any
 
 import lns_ops
 from lns_ops import formats, optim, serialization
-from study import api
+from study import api, handle
 from study.config import compose
+from study.execution import ask_tell
 from study.ledger import log, state
 from study.plan import plan
 from trainers import user_loop
 
 STUDY = {
+    handle: ["run", "create", "load", "Study"],
+    ask_tell: ["Suggestion", "ask", "tell"],
     compose: ["load"],
     plan: ["make_plan", "Plan", "PlannedTrial"],
     api: ["run_study", "View", "Outcome"],
@@ -44,8 +47,8 @@ def section(title: str, module: ModuleType, names: list[str]) -> Iterator[str]:
 def page() -> str:
     """Return the page of Python names."""
     head = (
-        "# Python\nThe public names, from their docstrings. `import study` itself has none: its"
-        " modules below are what a script needs.\n"
+        "# Python\nThe public names, from their docstrings. What is below of"
+        " `study.handle`, `Suggestion` and the config dataclasses are also names of `study`.\n"
     )
     parts = [
         *section("`lns_ops`", lns_ops, lns_ops.__all__),

@@ -36,7 +36,8 @@ RUN_DESCRIPTION = """\
 Run a study, or continue one: trials that have finished are not run again, interrupted ones go on
 from their last checkpoint.
 
-CONFIG is a YAML file, or the name of one in conf/study (table, quickstart). After it come changes:
+CONFIG is a YAML file, the name of one in conf/study (table, quickstart), or a Python file that
+defines a StudyConfig (FILE.py, or FILE.py:NAME if it defines several). After it come changes:
 
   key=value     set a key              trial.epochs=3   seeds=[0,1]   name=my-study
                 trial. may be left out epochs=3         precision.format=lns12
@@ -58,7 +59,7 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    run.add_argument("config", metavar="CONFIG", help="YAML file, or a name in conf/study")
+    run.add_argument("config", metavar="CONFIG", help="YAML or Python file, or name in conf/study")
     run.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
     run.add_argument(
         "--dry-run", action="store_true", help="print the resolved config and trials, start nothing"
@@ -82,7 +83,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
             " took, the expected time. Starts nothing."
         ),
     )
-    plan.add_argument("config", metavar="CONFIG", help="YAML file, or a name in conf/study")
+    plan.add_argument("config", metavar="CONFIG", help="YAML or Python file, or name in conf/study")
     plan.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
     plan.set_defaults(command=_plan)
 
@@ -102,7 +103,7 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     simulate.add_argument(
         "config",
         metavar="CONFIG",
-        help="YAML file, a name in conf/study, or an existing study: its name or folder",
+        help="YAML or Python file, a name in conf/study, or an existing study: its name or folder",
     )
     simulate.add_argument(
         "--storage", help="folder of all studies, in which CONFIG is looked for first"
@@ -187,7 +188,7 @@ def run_config(
     again = again or lns_study("resume", study.slug, storage=study.storage)
     try:
         outcome = run_study(
-            study, _view(study, console, plain), lambda line: _say(console, line), only, node
+            study, make_view(study, console, plain), lambda line: _say(console, line), only, node
         )
     except KeyboardInterrupt:
         print(
@@ -345,7 +346,8 @@ def _print_download() -> None:
     print("# If that failed, data.name=auto would be digits; data.name=mnist would be refused.")
 
 
-def _view(study: StudyConfig, console: Console, plain: bool) -> View:
+def make_view(study: StudyConfig, console: Console, plain: bool = False) -> View:
+    """Return the display of a study on ``console``: a notebook, a terminal, or lines in a log."""
     from study.cli.progress import LiveView, PlainView
     from study.plan.resources import local_cpus
 
@@ -353,6 +355,10 @@ def _view(study: StudyConfig, console: Console, plain: bool) -> View:
         study.max_concurrent or 10**6,
         max(1, local_cpus(study) // (study.trial.workers * study.trial.threads)),
     )
+    if console.is_jupyter:
+        from study.cli.notebook import NotebookView  # loads matplotlib
+
+        return NotebookView(concurrent)
     return (
         PlainView(console, concurrent)
         if plain or not console.is_terminal

@@ -14,15 +14,14 @@ A value may name another key, ``${trial.epochs}``, and nothing else: no resolver
 environment (:mod:`study.config.yaml_loader`).
 
 The schema is the frozen dataclasses themselves, read by OmegaConf: it refuses unknown keys and
-values of the wrong type. The dataclasses refuse values outside their range. Both errors are
-``ValueError`` with value, rule and remedy.
+values of the wrong type, and they refuse values outside their range, with value, rule and remedy.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ from study.config.explain import (
     unknown_key,
 )
 from study.config.keys import leaves, locate, spell_out
+from study.config.script import as_json, is_script, read_script
 from study.config.space import flatten_space
 from study.config.study import StudyConfig
 from study.config.yaml_loader import as_text, check_references, parse
@@ -54,7 +54,7 @@ RESERVED = ("artifacts",)
 
 
 def load(
-    config: str,
+    config: str | StudyConfig,
     overrides: Sequence[str] = (),
     say: Callable[[str], None] = lambda line: None,
     *,
@@ -63,7 +63,9 @@ def load(
     """Return the study of a config file and its overrides.
 
     Args:
-        config: path of a YAML file, or the name of one in ``conf/study``.
+        config: path of a YAML or Python file (:mod:`study.config.script`), the name of a YAML file
+            in ``conf/study``, or a config, whose relative names of files are relative to the
+            working folder.
         overrides: ``key=value`` and ``group=file``.
         say: prints one line for the user: why ``data.name=auto`` is not MNIST.
         download: whether MNIST may be downloaded to resolve ``data.name=auto``; if not, auto is
@@ -73,10 +75,12 @@ def load(
         ValueError: the file does not exist, a key is unknown or a value is bad; the message names
             the value, the rule and the remedy.
     """
-    path = find_study(config)
+    path = Path("study") if isinstance(config, StudyConfig) else find_study(config)
+    if is_script(path):
+        config = read_script(path)
     groups, keys = _split_overrides(overrides)
     merged = schema()
-    for source, values in _layers(path, groups):
+    for source, values in _layers(config, path, groups):
         merged = _merge(merged, spell_out(locate(values, path.parent)), source)
     swapped = [
         layer
@@ -215,11 +219,14 @@ def _resolve_auto(config: DataConfig, say: Callable[[str], None], download: bool
 def find_study(config: str) -> Path:
     """Return the path of the study file called ``config``.
 
-    Looks for the name as given, with .yaml, in ./conf/study, and in the installed package.
+    Looks for the name as given, with .yaml, in ./conf/study, and in the installed package; not for
+    a Python file.
 
     Raises:
         ValueError: there is none; the message lists the names there are.
     """
+    if is_script(Path(config)):
+        return Path(config)
     direct = [Path(config), Path(f"{config}.yaml")]
     for path in [*direct, *(root / "study" / f"{config}.yaml" for root in _roots())]:
         if path.is_file():
@@ -275,6 +282,14 @@ def _roots() -> list[Path]:
     return list(dict.fromkeys([Path("conf").resolve(), ours]))
 
 
+def as_overrides(changes: Mapping[str, Any]) -> list[str]:
+    """Return changes as the command line has them; refuse a value that has no form in YAML."""
+    return [
+        f"{key}={value if isinstance(value, str) and group_options(key) else as_json(key, value)}"
+        for key, value in changes.items()
+    ]
+
+
 def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Separate group swaps (``model=mlp_128``) from keys (``trial.epochs=3``)."""
     groups: dict[str, str] = {}
@@ -325,13 +340,18 @@ def _parse_override(override: str) -> dict[str, Any]:
         ) from None
 
 
-def _layers(path: Path, swaps: dict[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the files to merge, in order, each with its name for errors.
+def _layers(
+    config: str | StudyConfig, path: Path, swaps: dict[str, str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the files to merge, or a config and files, in order, each with its name for errors.
 
     Groups that the study does not list come last.
     """
     named: set[str] = set()
-    yield from _expand(path, swaps, named)
+    if isinstance(config, StudyConfig):
+        yield str(path), as_text(config.to_dict())
+    else:
+        yield from _expand(path, swaps, named)
     for group, file in swaps.items():
         if group not in named:
             yield from _expand(_find_group(group, file, path), swaps, named)

@@ -432,7 +432,11 @@ class Loop:
             "resume_from": [] if by_train else self._state.known[trial.id].checkpoints_left(),
             "waits": self._scheduler is not None and trial.seed not in study.search.confirm_seeds,
             "executor": self._shape(trial.config).executor,
-            "metrics": [name for name in study.search.objectives if name not in COMPUTED],
+            "metrics": [
+                name
+                for name in dict.fromkeys([study.primary_metric.name, *study.search.objectives])
+                if name not in COMPUTED
+            ],
             "storage": str(study.folder / "train"),
             "max_failures": study.max_failures,
             "ray": (

@@ -6,7 +6,8 @@ each with ``event`` and ``time`` (seconds since 1970)::
     planned     a run of the study begins: config, trials, data, code
     capacity    CPUs, GPUs and machines that the run has now    cpus, gpus, nodes
     started     a trial was given to processes, or again        trial, slots (one a rank), hosts,
-                                                                cpus, gpus
+                                                                cpus, gpus; pid and host of a
+                                                                user's own loop that asked for it
     report      a trial finished an epoch                       trial, epoch, metrics, pid, host
     checkpoint  a trial's state is on disk                      trial, epoch, path
     restarted   a trial's process died and will be restarted    trial, error

@@ -32,7 +32,7 @@ def find(study: str, storage: str) -> Path:
     names = ", ".join(path.name for path in folders(storage)) or "none"
     raise ValueError(
         f"study {study!r}: no such study in {Path(storage).resolve()} (there: {names}); name its"
-        " storage with --storage"
+        " storage with --storage, in Python with storage=..."
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
+import html
 import importlib.util
 import json
 import math
@@ -101,6 +102,40 @@ def explore_data(state: StudyState) -> dict[str, Any] | None:
             value for line in lines for value in line.get("curve", [[], []])[1]
         ),
     }
+
+
+def scatter(state: StudyState, x: str = "", y: str = "") -> Any:
+    """Return plotly's figure of a study's trials, a dot each, one colour a row.
+
+    Args:
+        state: state of the study.
+        x, y: names of the axes, as in the page's menus; "" for those that the page begins with.
+
+    Raises:
+        ValueError: no trial has reported, or there is no such axis.
+    """
+    from plotly import graph_objects
+
+    data = explore_data(state)
+    if data is None:
+        raise ValueError("plot: no trial has reported yet; run the study first")
+    x, y = x or data["x"], y or data["y"]
+    for axis in (x, y):
+        if axis not in data["names"]:
+            raise ValueError(f"plot: axis {axis!r}: must be one of {', '.join(data['names'])}")
+    dots = []
+    for number, row in enumerate(data["rows"]):
+        mine = [line for line in data["trials"] if line["row"] == number]
+        dots.append(
+            graph_objects.Scatter(
+                name=html.escape(row),
+                mode="markers", marker={"color": COLOURS[number % len(COLOURS)]},
+                x=[line["values"].get(x) for line in mine],
+                y=[line["values"].get(y) for line in mine],
+                text=[html.escape(line["name"]) for line in mine],
+            )
+        )  # fmt: skip
+    return graph_objects.Figure(dots, {"xaxis": {"title": x}, "yaxis": {"title": y}})
 
 
 def _settings(trials: list[TrialState]) -> list[str]:

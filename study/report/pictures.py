@@ -18,6 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from matplotlib.figure import Figure
+
 from study.config import Metric
 from study.ledger.state import StudyState
 from study.report.figures.analysis import (
@@ -32,7 +34,7 @@ from study.report.figures.analysis import (
 from study.report.figures.population import draw_population
 from study.report.figures.results import draw_bars, draw_epochs, draw_slices
 from study.report.figures.slots import draw_slots
-from study.report.figures.style import DARK, LIGHT, Theme
+from study.report.figures.style import DARK, LIGHT, Theme, png
 from study.report.interactive import Interactive, interactive
 from study.results.answer import capital
 from study.results.contrasts import POWER, Contrast
@@ -196,6 +198,40 @@ def _drawings(
 
     A picture in which there is nothing to show has no bytes.
     """
+    draw = drawings(state, summary)
+    notes = {"slots": " ".join(use)}
+    metric = summary.metric
+    named = {
+        "words": metric.words,
+        "test": metric.test_words,
+        "short": metric.short,
+        "Short": capital(metric.short),
+        "best": metric.best_word,
+    }
+
+    def drawing(name: str) -> Callable[[], Picture]:
+        title, alt = (text.format(**named) for text in TITLES[name])
+        return lambda: Picture(
+            file=f"{name}.png",
+            title=title,
+            alt=alt,
+            light=_png(draw[name](LIGHT)),
+            dark=_png(draw[name](DARK)),
+            note=notes.get(name, ""),
+        )
+
+    return {name: drawing(name) for name in TITLES}
+
+
+def _png(figure: Figure | None) -> bytes:
+    return b"" if figure is None else png(figure)
+
+
+def drawings(state: StudyState, summary: Summary) -> dict[str, Callable[[Theme], Figure | None]]:
+    """Return a function that draws the figure of each picture, by its name in :data:`TITLES`.
+
+    It returns None if there is nothing to show.
+    """
 
     metric = summary.metric
 
@@ -207,7 +243,7 @@ def _drawings(
     def weighed() -> Importance | None:
         return importance(state)
 
-    draw: dict[str, Callable[[Theme], bytes]] = {
+    return {
         "test_error": lambda theme: draw_bars(state, summary, theme),
         "error_per_epoch": lambda theme: draw_epochs(state, summary, theme),
         "pareto": lambda theme: draw_front(found(), spread_measures(found()), metric, theme),
@@ -223,27 +259,6 @@ def _drawings(
         ),
         "slots": lambda theme: draw_slots(state.run, list(state.rows()), theme),
     }
-    notes = {"slots": " ".join(use)}
-    named = {
-        "words": metric.words,
-        "test": metric.test_words,
-        "short": metric.short,
-        "Short": capital(metric.short),
-        "best": metric.best_word,
-    }
-
-    def drawing(name: str) -> Callable[[], Picture]:
-        title, alt = (text.format(**named) for text in TITLES[name])
-        return lambda: Picture(
-            file=f"{name}.png",
-            title=title,
-            alt=alt,
-            light=draw[name](LIGHT),
-            dark=draw[name](DARK),
-            note=notes.get(name, ""),
-        )
-
-    return {name: drawing(name) for name in TITLES}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 budgets, heat map.
 
 Each is drawn for a light and a dark page, in the colours and sizes of
-:mod:`study.report.figures.style`; b"" if there is nothing to show.
+:mod:`study.report.figures.style`; None if there is nothing to show.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from study.report.figures.style import (
     Theme,
     canvas,
     plain,
-    png,
     set_title,
     short,
     style_axes,
@@ -44,14 +43,14 @@ FEWEST_DOTS, FEWEST_IN_A_BOX = 3, 3
 
 def draw_front(
     found: Sequence[Entry], measures: Sequence[str], metric: Metric, theme: Theme
-) -> bytes:
-    """Draw a PNG of the metric over every other measure, a dot per entry.
+) -> Figure | None:
+    """Draw a figure of the metric over every other measure, a dot per entry.
 
     The line joins the entries that no other dominates in both.
     """
     others = [name for name in measures if name != METRIC]
     if METRIC not in measures or not others or len(found) < FEWEST_DOTS:
-        return b""
+        return None
     columns = min(2, len(others))
     lines = math.ceil(len(others) / columns)
     figure = Figure(
@@ -76,7 +75,7 @@ def draw_front(
             labelcolor=theme.text,
             fontsize=9,
         )
-    return png(figure)
+    return figure
 
 
 def _front_axes(
@@ -122,10 +121,10 @@ def _front_axes(
     value_axis(axes, metric, (entry.values[METRIC] for entry in found))
 
 
-def draw_importance(found: Importance | None, metric: Metric, theme: Theme) -> bytes:
-    """Draw a PNG of the shares of the metric's variance by key, and by the pairs that matter."""
+def draw_importance(found: Importance | None, metric: Metric, theme: Theme) -> Figure | None:
+    """Draw a figure of the shares of the metric's variance by key, and by the pairs that matter."""
     if found is None:
-        return b""
+        return None
     bars = [(key, share, 0) for key, share in found.single.items()]
     bars += [
         (f"{a} x {b}", share, 1) for (a, b), share in list(found.pairs.items())[:5] if share >= 0.01
@@ -149,16 +148,16 @@ def draw_importance(found: Importance | None, metric: Metric, theme: Theme) -> b
         f"fANOVA of {found.configurations} configurations; pairs (orange) beyond their keys",
         theme,
     )
-    return png(figure)
+    return figure
 
 
-def draw_dependence(found: Importance | None, metric: Metric, theme: Theme) -> bytes:
-    """Draw a PNG of the metric that a forest predicts as one key moves.
+def draw_dependence(found: Importance | None, metric: Metric, theme: Theme) -> Figure | None:
+    """Draw a figure of the metric that a forest predicts as one key moves.
 
     It is the mean over configurations.
     """
     if found is None or not found.curves:
-        return b""
+        return None
     columns = min(2, len(found.curves))
     lines = math.ceil(len(found.curves) / columns)
     figure = Figure(
@@ -180,11 +179,11 @@ def draw_dependence(found: Importance | None, metric: Metric, theme: Theme) -> b
         axes.set_xlabel(plain(key))
         if place % columns == 0:
             axes.set_ylabel(plain(metric.heading(f"predicted {metric.short}")))
-    return png(figure)
+    return figure
 
 
-def draw_parallel(found: Sequence[Entry], metric: Metric, theme: Theme) -> bytes:
-    """Draw a PNG of parallel coordinates, a line per configuration.
+def draw_parallel(found: Sequence[Entry], metric: Metric, theme: Theme) -> Figure | None:
+    """Draw a figure of parallel coordinates, a line per configuration.
 
     The axes are the sampled keys and the metric; dark lines have the best values.
     """
@@ -195,7 +194,7 @@ def draw_parallel(found: Sequence[Entry], metric: Metric, theme: Theme) -> bytes
         if all(key in e.params for e in usable)
     ]
     if len(usable) < 2 or not keys:
-        return b""
+        return None
     figure, axes = canvas(theme)
     columns = [_column([entry.params[key] for entry in usable]) for key in keys]
     figures = np.array([entry.values[METRIC] for entry in usable])
@@ -229,7 +228,7 @@ def draw_parallel(found: Sequence[Entry], metric: Metric, theme: Theme) -> bytes
     axes.grid(axis="x", color=theme.text, linewidth=0.8)
     title = f"Configurations: dark lines have {metric.good_word} {metric.plural}"
     set_title(axes, plain(title), theme)
-    return png(figure)
+    return figure
 
 
 def _column(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]]]:
@@ -250,8 +249,8 @@ def _column(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]]
     ]
 
 
-def draw_groups(found: Sequence[Groups], metric: Metric, theme: Theme) -> bytes:
-    """Draw a PNG with box plots of the trials' metric by category."""
+def draw_groups(found: Sequence[Groups], metric: Metric, theme: Theme) -> Figure | None:
+    """Draw a figure with box plots of the trials' metric by category."""
     shown = [
         group
         for group in found
@@ -259,7 +258,7 @@ def draw_groups(found: Sequence[Groups], metric: Metric, theme: Theme) -> bytes:
         and max(map(len, group.figures.values())) >= FEWEST_IN_A_BOX
     ]
     if not shown:
-        return b""
+        return None
     heights = [0.7 + 0.3 * len(group.figures) for group in shown]
     figure = Figure(
         figsize=(SIZE[0], 0.3 + sum(heights)), dpi=DPI, facecolor=theme.page, layout="constrained"
@@ -290,15 +289,15 @@ def draw_groups(found: Sequence[Groups], metric: Metric, theme: Theme) -> bytes:
             axes.tick_params(axis="x", which="minor", labelsize=8)
         axes.set_xlabel(plain(metric.heading(metric.words)))
         set_title(axes, f"By {group.category} (trials)", theme)
-    return png(figure)
+    return figure
 
 
 def draw_budget(
     curves: Mapping[str, tuple[list[float], list[float]]], metric: Metric, theme: Theme
-) -> bytes:
-    """Draw a PNG of the best metric so far over the time that the trials have taken."""
+) -> Figure | None:
+    """Draw a figure of the best metric so far over the time that the trials have taken."""
     if not any(len(xs) > 1 for xs, _ in curves.values()):
-        return b""
+        return None
     figure, axes = canvas(theme)
     chosen = sorted(curves, key=lambda row: metric.sign * curves[row][1][-1])[:MOST_CURVES]
     for number, row in enumerate(row for row in curves if row in chosen):
@@ -317,15 +316,15 @@ def draw_budget(
     axes.set_ylabel(plain(metric.heading(f"{metric.best_word} {metric.words} so far")))
     value_axis(axes, metric, (value for _, ys in curves.values() for value in ys))
     axes.legend(frameon=False, labelcolor=theme.text)
-    return png(figure)
+    return figure
 
 
 def draw_heat_map(
     table: tuple[list[str], list[str], np.ndarray] | None, metric: Metric, theme: Theme
-) -> bytes:
-    """Draw a PNG of the best metric of every format and layout; dark cells are worse."""
+) -> Figure | None:
+    """Draw a figure of the best metric of every format and layout; dark cells are worse."""
     if table is None:
-        return b""
+        return None
     formats, layouts, values = table
     figure, axes = canvas(theme, height=1.6 + 0.42 * len(formats))
     log = metric.logarithmic(values.ravel())
@@ -343,4 +342,4 @@ def draw_heat_map(
     shown = metric.heading(f"{metric.best_word.capitalize()} {metric.words}")
     comma = "," if metric.percent else ""
     set_title(axes, plain(f"{shown}{comma} by number format and layout"), theme)
-    return png(figure)
+    return figure

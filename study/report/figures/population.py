@@ -8,27 +8,27 @@ from matplotlib.figure import Figure
 
 from study.config.space import params_at
 from study.ledger.state import StudyState
-from study.report.figures.style import COLOURS, DPI, SIZE, Theme, plain, png, set_title, style_axes
+from study.report.figures.style import COLOURS, DPI, SIZE, Theme, plain, set_title, style_axes
 from study.results.configurations import best, configurations
 
 MOST = 6
 """Largest number of keys shown."""
 
 
-def draw_population(state: StudyState, theme: Theme) -> bytes:
-    """Draw a PNG with a panel for each key that changes during training; b"" without a population.
+def draw_population(state: StudyState, theme: Theme) -> Figure | None:
+    """Draw a panel for each key that changes during training; None without a population.
 
     Each member that trained to the end has a line; the best of each row is thick.
     """
     study = state.config
     if not study.search.population:
-        return b""
+        return None
     found = [
         entry for entry in configurations(state.trials, study.search.objectives) if entry.finished
     ]
     domains = [domain for domain in study.parsed_space.sampled if not domain.categorical][:MOST]
     if not found or not domains:
-        return b""
+        return None
     rows = list(state.rows())
     winners = [
         best([entry for entry in found if entry.row == row], study.search.objectives)
@@ -61,4 +61,4 @@ def draw_population(state: StudyState, theme: Theme) -> bytes:
             axes.legend(
                 fontsize=8, labelcolor=theme.text, facecolor=theme.page, edgecolor=theme.grid
             )
-    return png(figure)
+    return figure

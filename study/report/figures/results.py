@@ -30,7 +30,6 @@ from study.report.figures.style import (
     Theme,
     canvas,
     plain,
-    png,
     set_title,
     short,
     style_axes,
@@ -47,8 +46,8 @@ MOST_BARS = 6
 mpl.use("Agg")
 
 
-def draw_epochs(state: StudyState, summary: Summary, theme: Theme) -> bytes:
-    """Draw a PNG of the metric by epoch, one line per row with a band over its seeds.
+def draw_epochs(state: StudyState, summary: Summary, theme: Theme) -> Figure | None:
+    """Draw a figure of the metric by epoch, one line per row with a band over its seeds.
 
     The line is the mean over seeds, the band spans the lowest and highest. A searched row is drawn
     by its best configuration, or not at all before there is one.
@@ -68,7 +67,7 @@ def draw_epochs(state: StudyState, summary: Summary, theme: Theme) -> bytes:
     axes.xaxis.get_major_locator().set_params(integer=True)
     if axes.lines:
         axes.legend(frameon=False, labelcolor=theme.text, ncols=2 if len(axes.lines) > 3 else 1)
-    return png(figure)
+    return figure
 
 
 def _most_telling(summary: Summary) -> list[Row]:
@@ -89,8 +88,8 @@ def _draw_faint(axes: Any, trials: list[TrialState], metric: Metric, theme: Them
         axes.plot(list(values), list(values.values()), color=theme.grid, linewidth=0.8, zorder=1)
 
 
-def draw_bars(state: StudyState, summary: Summary, theme: Theme) -> bytes:
-    """Draw a PNG of each row's final test figure beside the published one (hatched).
+def draw_bars(state: StudyState, summary: Summary, theme: Theme) -> Figure | None:
+    """Draw a figure of each row's final test figure beside the published one (hatched).
 
     The bar is the mean, the whisker the standard deviation, the dots are seeds.
     """
@@ -128,10 +127,10 @@ def draw_bars(state: StudyState, summary: Summary, theme: Theme) -> bytes:
     axes.set_ylabel(plain(metric.heading(metric.test_words)))
     set_title(axes, _bars_title(summary, published), theme)
     axes.margins(y=0.14)
-    return png(figure)
+    return figure
 
 
-def _draw_lying_bars(summary: Summary, theme: Theme) -> bytes:
+def _draw_lying_bars(summary: Summary, theme: Theme) -> Figure | None:
     metric = summary.metric
     rows = [(row, row.mean) for row in summary.rows if row.mean is not None]
     figure, axes = canvas(theme, height=1.2 + 0.24 * max(len(rows), 4))
@@ -163,11 +162,11 @@ def _draw_lying_bars(summary: Summary, theme: Theme) -> bytes:
     axes.set_xlabel(plain(metric.heading(metric.test_words)))
     title = f"{capital(metric.test_words)} after the last epoch: mean, seeds (dots)"
     set_title(axes, plain(title), theme)
-    return png(figure)
+    return figure
 
 
-def draw_slices(state: StudyState, theme: Theme) -> bytes:
-    """Draw a PNG of the first objective over each sampled key; b"" if nothing was searched.
+def draw_slices(state: StudyState, theme: Theme) -> Figure | None:
+    """Draw a figure of the first objective over each sampled key; None if nothing was searched.
 
     Each configuration is a dot, rows differ in colour and marker. Filled dots ran to their end;
     hollow ones were ended early, or are a population's earlier generations. Lists are spread over
@@ -181,7 +180,7 @@ def draw_slices(state: StudyState, theme: Theme) -> bytes:
     ]
     domains = [_with_history(domain, found) for domain in state.config.parsed_space.domains]
     if not found or not domains:
-        return b""
+        return None
     columns = min(3, len(domains))
     lines = math.ceil(len(domains) / columns)
     figure = Figure(
@@ -197,7 +196,7 @@ def draw_slices(state: StudyState, theme: Theme) -> bytes:
         if place % columns == 0:
             axes.set_ylabel(plain(metric.heading(metric.name)))
     _slice_legend(figure, list(state.rows()), theme)
-    return png(figure)
+    return figure
 
 
 def _with_history(domain: Domain, found: list[Configuration]) -> Domain:

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from study.ledger.slots import AGAIN, Run
-from study.report.figures.style import COLOURS, MOST_CURVES, Theme, canvas, plain, png, set_title
+from study.report.figures.style import COLOURS, MOST_CURVES, Theme, canvas, plain, set_title
 from study.results.utilisation import slots_over_time
 
 PALE = 0.4
@@ -40,14 +41,14 @@ MARGINS = 1.5
 """Height above and below the slots, in inches."""
 
 
-def draw_slots(run: Run | None, rows: Sequence[str], theme: Theme) -> bytes:
-    """Draw a PNG with a bar for every trial in every slot that it held; b"" if none is known.
+def draw_slots(run: Run | None, rows: Sequence[str], theme: Theme) -> Figure | None:
+    """Draw a figure with a bar for every trial in every slot that it held; None if none is known.
 
     Bars have the colour of their row (``rows`` are labels in the order of their colours), pale
     until the first report; the line is the number of slots.
     """
     if run is None or not run.intervals or not run.capacity or run.end <= run.begin:
-        return b""
+        return None
     total = slots_over_time(run)
     count = max(
         1 + max(slot for interval in run.intervals for slot in interval.slots),
@@ -91,7 +92,7 @@ def draw_slots(run: Run | None, rows: Sequence[str], theme: Theme) -> bytes:
         labelcolor=theme.text,
         fontsize=9,
     )
-    return png(figure)
+    return figure
 
 
 def _bars(

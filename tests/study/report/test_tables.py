@@ -20,7 +20,7 @@ from study.config import StudyConfig
 from study.ledger.state import fold
 from study.report import pictures
 from study.report.figures.slots import draw_slots
-from study.report.figures.style import COLOURS, DARK, LIGHT, Theme
+from study.report.figures.style import COLOURS, DARK, LIGHT, Theme, png
 from study.report.tables import render_text
 from study.report.write import write_report
 from study.results.utilisation import sentences
@@ -198,17 +198,19 @@ def test_without_slots_in_the_ledger_there_is_no_picture_of_them(
 ) -> None:
     assert "<h2>Slots</h2>" not in page_of(tiny("report"), tmp_path)
     assert not (tmp_path / "slots.png").exists()
-    assert draw_slots(run_of([], [(0, 2, 0)], 10), ["row"], LIGHT) == b""
+    assert draw_slots(run_of([], [(0, 2, 0)], 10), ["row"], LIGHT) is None
 
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK])
 def test_bars_are_as_long_as_trials_and_pale_until_they_report(theme: Theme) -> None:
     def draw(reports: list[float], end: float) -> bytes:
-        return draw_slots(
+        figure = draw_slots(
             run_of([Held(trial="a", begin=0, end=end, reports=reports)], [(0, 2, 0)], 100),
             ["row"],
             theme,
         )
+        assert figure is not None
+        return png(figure)
 
     short, long, starting = draw([0.1], 40), draw([0.1], 80), draw([60.0], 80)
     legend = pixels(draw([], 1), COLOURS[0])
@@ -234,7 +236,9 @@ def test_few_and_many_slots_are_drawn(slots: int) -> None:
         )
         for n in range(7 * slots)
     ]
-    picture = draw_slots(run_of(held, [(0, slots, 0)], 70), ["row"], LIGHT)
+    figure = draw_slots(run_of(held, [(0, slots, 0)], 70), ["row"], LIGHT)
+    assert figure is not None
+    picture = png(figure)
     assert len(picture) < 200_000
     width, height = Image.open(io.BytesIO(picture)).size
     assert width == 1280

@@ -1,0 +1,95 @@
+"""Studies that are defined in Python: files with a :class:`~study.config.StudyConfig` in them.
+
+The file is loaded by its path under a private module name (:func:`trainers.user_code.load_file`).
+Its study is what the one name at its top level that holds a ``StudyConfig`` holds; of several
+``file.py:name`` chooses. A file with a ``main`` guard can so be both a script and a config::
+
+    from study import ModelConfig, StudyConfig, TrialConfig
+
+    small = StudyConfig(name="small", trial=TrialConfig(epochs=3, model=ModelConfig(hidden=[32])))
+
+Trials are processes of their own: they load the file only where a config names code in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from study.config.study import StudyConfig
+from trainers.user_code import describe_error, load_file
+
+_SCRIPT = re.compile(r"(?P<file>.+\.py)(:(?P<name>[A-Za-z_]\w*))?")
+
+
+def is_script(path: Path) -> bool:
+    """Tell whether ``path`` names a Python file, or a study in one: ``file.py:name``."""
+    return _SCRIPT.fullmatch(str(path)) is not None
+
+
+def read_script(path: Path) -> StudyConfig:
+    """Return the study that a Python file defines.
+
+    Args:
+        path: path of the file, or ``file.py:name`` for one study of several.
+
+    Raises:
+        ValueError: there is no such file, it cannot be run, or it does not define one study; the
+            message has the file, and the line of an error in it.
+    """
+    found = _SCRIPT.fullmatch(str(path))
+    assert found is not None
+    file, name = Path(found["file"]), found["name"]
+    if not file.is_file():
+        raise ValueError(
+            f"config {str(path)!r}: there is no file {file}; give its path relative to the working"
+            " folder, or an absolute one"
+        )
+    try:
+        module = load_file(file.resolve())
+    except Exception as error:
+        raise ValueError(
+            f"{file}: cannot be run: {describe_error(error, file.resolve())}; mend it there"
+        ) from error
+    studies = {key: value for key, value in vars(module).items() if isinstance(value, StudyConfig)}
+    if name in studies:
+        return studies[name]
+    if name is None and len(studies) == 1:
+        return next(iter(studies.values()))
+    listed = ", ".join(f"{file}:{key}" for key in studies)
+    if not studies:
+        raise ValueError(
+            f"{file}: defines no study; one name at its top level must hold a StudyConfig: write"
+            " for example small = StudyConfig(name='small')"
+        )
+    raise ValueError(
+        f"config {str(path)!r}: {file} has {len(studies)} studies"
+        f"{f', none of them {name}' if name else ''}; choose one: {listed}"
+    )
+
+
+def as_json(key: str, value: Any) -> str:
+    """Return a value as JSON, which YAML contains; paths and NumPy's numbers are written, too.
+
+    Raises:
+        ValueError: a value is of another type; the message names ``key``.
+    """
+
+    def convert(entry: Any) -> Any:
+        if isinstance(entry, os.PathLike):
+            return os.fspath(entry)
+        if hasattr(entry, "item"):
+            return entry.item()
+        raise TypeError(type(entry).__name__)
+
+    try:
+        return json.dumps(value, default=convert, ensure_ascii=False)
+    except TypeError as error:
+        raise ValueError(
+            f"{key}={value!r}: must be numbers, texts, None, lists and dicts of these, not {error};"
+            " take a config's values with dataclasses.asdict, or change it with"
+            " dataclasses.replace"
+        ) from None

@@ -1,0 +1,236 @@
+"""Ask and tell: a study whose trials are run by a loop of the user's own.
+
+:func:`ask` hands out the next trial of a study's plan, or has its search propose one; :func:`tell`
+takes its results. Both write what a run of the study writes, so that reports, MLflow, ``lns-study
+status`` and a later run read them: ``added`` for what a search proposed, ``started`` with the
+process that asked, then ``report`` of the last epoch and ``finished``, or ``failed``. Each takes
+the ledger's lock for the time of one call: processes that ask at once take turns, and each gets a
+trial of its own.
+
+A trial that was asked for and never told is open. It is handed out again once the process that
+asked for it is gone from this machine, and by any run of the study. Trials that a run has begun to
+train are left to it.
+
+Source of the interface: T. Akiba et al., "Optuna", KDD 2019.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from study.errors import UserError, refusals
+from study.ledger.lines import Event
+from study.ledger.log import Ledger, is_locked, read_ledger
+from study.ledger.state import ENDED, FAILED, RUNNING, StudyState, TrialState, fold
+from study.plan.plan import make_plan
+from study.search.agenda import Agenda, adopt
+from trainers.config import TrialConfig
+
+LOCK_SECONDS = 30.0
+"""Seconds for which a call waits for the ledger's lock."""
+DERIVED = ("bits", "seconds")
+"""Objectives that follow from a trial's config and events, and are not told."""
+TEST = "test/"
+"""Begins the names of final metrics, which no choice uses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suggestion:
+    """A trial to run.
+
+    Attributes:
+        trial: id of the trial.
+        row: label of its row.
+        seed: its seed.
+        number: number of its configuration in the row; None if nothing is searched.
+        params: sampled values by dotted key.
+        config: its complete config.
+    """
+
+    trial: str
+    row: str
+    seed: int
+    number: int | None
+    params: dict[str, Any]
+    config: TrialConfig
+
+
+def ask(folder: Path) -> Suggestion | None:
+    """Hand out the next trial of the study in ``folder``.
+
+    Returns:
+        The trial, entered in the ledger as started; None if no trial is left, or none before others
+        are told.
+
+    Raises:
+        UserError: the study runs, its ledger is damaged, or its search finds nothing more.
+    """
+    with _opened(folder) as (ledger, state):
+        askers = _askers(ledger.history)
+        with refusals():
+            plan = adopt(make_plan(state.config), state)
+            agenda = Agenda(
+                plan, state, lambda trial: _discard(ledger.append("added", planned=trial.to_dict()))
+            )
+        while (trial := agenda.next()) is not None:
+            if not _is_taken(state.known[trial.id], askers):
+                here = {"pid": os.getpid(), "host": socket.gethostname()}
+                ledger.append("started", trial=trial.id, **here)
+                return _suggestion(state.known[trial.id])
+        if agenda.exhausted:
+            _end(ledger, state)
+        return None
+
+
+def asked(folder: Path) -> list[Suggestion]:
+    """Return the open trials: those that were asked for and not told."""
+    events = read_ledger(folder)
+    state, askers = fold(events), _askers(events)
+    return [
+        _suggestion(trial)
+        for trial in state.trials
+        if trial.status == RUNNING and trial.id in askers
+    ]
+
+
+def tell(
+    folder: Path,
+    suggestion: Suggestion,
+    values: float | Mapping[str, float] | None = None,
+    *,
+    error: str = "",
+) -> None:
+    """Enter a trial's results, or that it failed.
+
+    Args:
+        folder: folder of the study.
+        suggestion: the trial.
+        values: value of the first objective, or values by metric: every objective of the search but
+            ``bits`` and ``seconds``, and any others; ``test/error`` and so on are the final ones.
+            NaN for a trial that diverged.
+        error: reason for which it failed, instead of values.
+
+    Raises:
+        UserError: the study runs or does not know the trial, the trial is not open, or the values
+            are not numbers or lack an objective.
+    """
+    with _opened(folder) as (ledger, state):
+        trial = state.known.get(suggestion.trial)
+        if trial is None or trial.status != RUNNING or trial.id not in _askers(ledger.history):
+            status = "not in its plan" if trial is None else trial.status
+            raise UserError(
+                f"trial {suggestion.trial!r}: is {status}, and only a trial that was asked for can"
+                " be told, once; ask for another"
+            )
+        if (values is None) != bool(error):
+            raise UserError(
+                f"tell: values={values!r} and error={error!r}: one of them must be given; use for"
+                " example tell(suggestion, 0.12) or tell(suggestion, error='diverged')"
+            )
+        events: list[Event] = [{"event": "failed", "trial": trial.id, "error": error}]
+        if values is not None:
+            metrics = _metrics(values, state)
+            final = {name: value for name, value in metrics.items() if name.startswith(TEST)}
+            epoch = {name: value for name, value in metrics.items() if name not in final}
+            events = [
+                {"event": "report", "trial": trial.id, "epoch": trial.epochs, "metrics": epoch},
+                {"event": "finished", "trial": trial.id, "metrics": final},
+            ]
+        ledger.append_all(events)
+        search = state.config.search
+        if not (search.adaptive or search.confirm_seeds):
+            _end(ledger, state)
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[tuple[Ledger, StudyState]]:
+    """Provide the ledger in ``folder`` and its state, which follows it; wait for the lock."""
+    until = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            ledger = Ledger(folder)
+            break
+        except ValueError as error:
+            if not is_locked(folder) or time.monotonic() > until:
+                raise UserError(str(error)) from error
+            time.sleep(0.05)
+    with ledger:
+        state = fold(ledger.history)
+        ledger.listen(state.apply)
+        yield ledger, state
+
+
+def _askers(events: list[Event]) -> dict[str, Event]:
+    """Return the last start of every trial that a loop of the user's asked for last."""
+    last = {event["trial"]: event for event in events if event["event"] == "started"}
+    return {trial: event for trial, event in last.items() if "pid" in event}
+
+
+def _is_taken(trial: TrialState, askers: dict[str, Event]) -> bool:
+    """Tell whether a trial is with a process that may still tell it, or was begun by a run."""
+    if trial.reports:
+        return True
+    asker = askers.get(trial.id)
+    if trial.status != RUNNING or asker is None:
+        return False
+    if asker["host"] != socket.gethostname():
+        return True
+    try:
+        os.kill(asker["pid"], 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's process
+        pass
+    return True
+
+
+def _metrics(values: float | Mapping[str, float], state: StudyState) -> dict[str, float]:
+    """Return the told values by metric.
+
+    Raises:
+        UserError: a value is not a number, or an objective is missing.
+    """
+    wanted = [name for name in state.config.search.objectives if name not in DERIVED]
+    given = values if isinstance(values, Mapping) else dict.fromkeys(wanted[:1], values)
+    try:
+        metrics = {str(name): float(value) for name, value in given.items()}
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"tell: values={values!r}: must be numbers ({error}); use for example"
+            f" {{{(wanted or ['validation/error'])[0]!r}: 0.12}}"
+        ) from None
+    if missing := [name for name in wanted if name not in metrics]:
+        raise UserError(
+            f"tell: values={values!r}: must have every objective of the search, and"
+            f" {', '.join(missing)} is missing; give it, NaN if the trial diverged"
+        )
+    return metrics
+
+
+def _suggestion(trial: TrialState) -> Suggestion:
+    return Suggestion(
+        trial=trial.id,
+        row=trial.row,
+        seed=trial.seed,
+        number=trial.number,
+        params=trial.params,
+        config=TrialConfig.from_dict(trial.config),
+    )
+
+
+def _end(ledger: Ledger, state: StudyState) -> None:
+    """Enter the end of the study once every trial has ended."""
+    if state.outcome == "stopped" and all(trial.status in ENDED for trial in state.trials):
+        failed = any(trial.status == FAILED for trial in state.trials)
+        ledger.append("ended", outcome="failed" if failed else "finished")
+
+
+def _discard(_: object) -> None:
+    pass

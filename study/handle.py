@@ -1,0 +1,282 @@
+"""A study in Python and in notebooks: run it, load it, read its results, ask and tell.
+
+What ``import study`` offers::
+
+    import study
+
+    first = study.run("quickstart", {"trial.epochs": 2}, name="first")
+    first.trials                    # a DataFrame
+    first.best.params
+    first.figure("error_per_epoch")
+
+Everything is read from the study's ledger, also of a study that runs elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from study.api import Outcome, create_study, report_study, run_study
+from study.config import StudyConfig
+from study.config.compose import as_overrides
+from study.config.compose import load as load_config
+from study.errors import UserError, refusals
+from study.execution.ask_tell import Suggestion, ask, asked, tell
+from study.ledger.log import FILE
+from study.ledger.state import ALL, UNFINISHED, StudyState
+from study.manage.export import export_rows
+from study.manage.extend import extended
+from study.manage.studies import condition, find, read
+from study.program import STORAGE
+from study.results.answer import answer
+from study.results.configurations import Configuration, best, groups_of_seeds
+from study.results.summary import summarise
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+    from rich.console import Console
+
+
+class Study:
+    """A study that has a ledger.
+
+    Args:
+        folder: folder of the study; :func:`load` finds it by the study's name.
+
+    Attributes:
+        folder: folder of the study, with its ledger, checkpoints and report.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._read: tuple[int, StudyState] | None = None
+
+    @property
+    def state(self) -> StudyState:
+        """State of the study, read again once its ledger has grown."""
+        size = (self.folder / FILE).stat().st_size
+        if self._read is None or self._read[0] != size:
+            with refusals():
+                self._read = size, read(self.folder)
+        return self._read[1]
+
+    @property
+    def config(self) -> StudyConfig:
+        """Config as last planned, with the storage in which the study lies now."""
+        return dataclasses.replace(self.state.config, storage=str(self.folder.parent))
+
+    @property
+    def trials(self) -> pd.DataFrame:
+        """One row per trial: identity, config under dotted keys, status, last and final metrics."""
+        return _frame(export_rows(self.state))
+
+    @property
+    def epochs(self) -> pd.DataFrame:
+        """One row per trial and epoch: identity, config under dotted keys, metrics."""
+        return _frame(export_rows(self.state, epochs=True))
+
+    @property
+    def best(self) -> Configuration | None:
+        """Finished configuration with the best first objective; None before one has finished.
+
+        It is chosen among all rows, by the validation split, see
+        :func:`study.results.configurations.best`.
+        """
+        state = self.state
+        objectives = state.config.search.objectives
+        return best(groups_of_seeds(state.trials, objectives), objectives)
+
+    @property
+    def answer(self) -> str:
+        """Answer of the study in words, see :mod:`study.results.answer`."""
+        return answer(self.state, summarise(self.state))
+
+    @property
+    def asked(self) -> list[Suggestion]:
+        """Open trials: those that were asked for and not told."""
+        return asked(self.folder)
+
+    def summary(self) -> pd.DataFrame:
+        """Return the first table of the report, a line per row of the study, in words."""
+        import pandas as pd
+
+        from study.report.tables import cells, headings
+
+        table = summarise(self.state)
+        lines = [cells(row, table) for row in table.rows]
+        return pd.DataFrame(lines, columns=headings(self.state, table)).set_index("row")
+
+    def figure(self, name: str, *, dark: bool = False) -> Figure:
+        """Return a picture of the report as a figure of matplotlib.
+
+        Args:
+            name: name of the picture's file without its ending: ``error_per_epoch``.
+            dark: whether it is for a dark page.
+
+        Raises:
+            UserError: there is no picture of that name, or this study has nothing to show in it.
+        """
+        from study.cli.notebook import show_figures
+        from study.report.figures.style import DARK, LIGHT
+        from study.report.pictures import drawings
+
+        draw = drawings(self.state, summarise(self.state))
+        if name not in draw:
+            raise UserError(
+                f"figure {name!r}: the report has no such picture; use one of {', '.join(draw)}"
+            )
+        figure = draw[name](DARK if dark else LIGHT)
+        if figure is None:
+            shown = ", ".join(key for key in draw if draw[key](LIGHT) is not None)
+            raise UserError(
+                f"figure {name!r}: this study has nothing to show in it; use one of {shown}"
+            )
+        show_figures()
+        return figure
+
+    def plot(self, x: str = "", y: str = "") -> Any:
+        """Return plotly's figure of the trials, see :func:`study.report.interactive.scatter`.
+
+        Raises:
+            UserError: no trial has reported, or there is no such axis; the message lists them.
+        """
+        from study.report.interactive import scatter
+
+        with refusals():
+            return scatter(self.state, x, y)
+
+    def run(self, overrides: Mapping[str, Any] | None = None, /, **keys: Any) -> Study:
+        """Run what is left, failed trials included, after changes such as ``seeds=[0, 1, 2]``.
+
+        Raises:
+            UserError: a change is bad, or the study cannot start; nothing was done.
+        """
+        with refusals():
+            changed = extended(self.state, as_overrides({**(overrides or {}), **keys}))
+        return _run(dataclasses.replace(changed, storage=str(self.folder.parent)), ALL)
+
+    def resume(self) -> Study:
+        """Run what is left, without the trials that failed."""
+        return _run(self.config, UNFINISHED)
+
+    def report(self, tracking_uri: str | None = None) -> Path:
+        """Write the report again, send MLflow what it lacks, and return the report's page."""
+        outcome = report_study(self.folder, print, tracking_uri)
+        _say_tracking(outcome)
+        return outcome.report / "report.html"
+
+    def ask(self) -> Suggestion | None:
+        """Hand out the next trial to a loop of your own, see :func:`study.execution.ask_tell.ask`.
+
+        None if no trial is left, or none before others are told.
+        """
+        return ask(self.folder)
+
+    def tell(
+        self,
+        suggestion: Suggestion,
+        values: float | Mapping[str, float] | None = None,
+        *,
+        error: str = "",
+    ) -> None:
+        """Enter a trial's results or its error, see :func:`study.execution.ask_tell.tell`."""
+        tell(self.folder, suggestion, values, error=error)
+
+    def __repr__(self) -> str:
+        state = self.state
+        counts = ", ".join(f"{count} {status}" for status, count in state.counts().items())
+        now = condition(self.folder, state)
+        return f"<Study {state.config.name!r}: {now}; {counts or 'no trials'}>"
+
+    def _repr_html_(self) -> str:
+        """Return the study's name, answer and table for a notebook; all text is escaped."""
+        parts = [f"<p>{html.escape(text)}</p>" for text in (repr(self), self.answer)]
+        return "".join([*parts, self.summary().to_html()])
+
+
+def run(
+    config: str | Path | StudyConfig, overrides: Mapping[str, Any] | None = None, /, **keys: Any
+) -> Study:
+    """Run a study, or what is left of it, and show its progress.
+
+    It ends in order on Ctrl-C (a notebook's interrupt), and the same call goes on where it stood.
+
+    Args:
+        config: a config, the path of a YAML or Python file, or a name in ``conf/study``.
+        overrides: changes by dotted key: ``{"trial.epochs": 3}``.
+        keys: changes as keyword arguments: ``seeds=[0, 1]``, ``trial={"epochs": 3}``,
+            ``data="digits"``.
+
+    Raises:
+        UserError: a change or the config is bad, or the study cannot start; nothing was done.
+        KeyboardInterrupt: it was interrupted; ledger, MLflow runs and report are closed.
+    """
+    return _run(_compose(config, overrides, keys), ALL)
+
+
+def create(
+    config: str | Path | StudyConfig, overrides: Mapping[str, Any] | None = None, /, **keys: Any
+) -> Study:
+    """Enter a study's plan in its ledger, and run nothing: for a loop that asks and tells.
+
+    Args:
+        config, overrides, keys: as for :func:`run`.
+
+    Raises:
+        UserError: a change or the config is bad, or the study cannot start; nothing was done.
+    """
+    return Study(create_study(_compose(config, overrides, keys), print))
+
+
+def load(name: str | Path, storage: str = STORAGE) -> Study:
+    """Return a study that exists, by its name or its folder.
+
+    Raises:
+        UserError: there is none in ``storage``; the message lists those there are.
+    """
+    with refusals():
+        return Study(find(str(name), storage))
+
+
+def _compose(
+    config: str | Path | StudyConfig, overrides: Mapping[str, Any] | None, keys: dict[str, Any]
+) -> StudyConfig:
+    source = config if isinstance(config, StudyConfig) else str(config)
+    with refusals():
+        return load_config(source, as_overrides({**(overrides or {}), **keys}), print)
+
+
+def _run(config: StudyConfig, only: str) -> Study:
+    from rich.console import Console
+
+    from study.cli.run import make_view
+    from trainers.workers.node import Node
+
+    console = Console()
+    with Node() as node:
+        outcome = run_study(config, make_view(config, console), _say_on(console), only, node)
+    _say_tracking(outcome)
+    return Study(outcome.report.parent)
+
+
+def _say_on(console: Console) -> Any:
+    """Return what prints a line, above a live table on a terminal."""
+    if console.is_jupyter:
+        return print
+    return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _say_tracking(outcome: Outcome) -> None:
+    if outcome.tracking_error:
+        print(f"MLflow lacks part of this study ({outcome.tracking_error}); report() sends it")
+
+
+def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    import pandas as pd
+
+    return pd.DataFrame(rows)
