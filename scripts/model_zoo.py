@@ -8,6 +8,7 @@ loaded, copied and evaluated under ``torch.inference_mode``, each with the same 
 
     python scripts/model_zoo.py                    # all, and docs/models.md
     python scripts/model_zoo.py hf-Bert siren      # those whose names begin so, printed only
+    python scripts/model_zoo.py hf-Bert --results rows.json    # and their rows of a page replaced
 
 Libraries that are missing are left out with a note: ``pip install transformers timm torchvision``.
 """
@@ -17,8 +18,9 @@ from __future__ import annotations
 import argparse
 import copy
 import datetime
-import importlib.util
+import importlib
 import io
+import json
 import math
 import multiprocessing as mp
 import os
@@ -42,6 +44,7 @@ from zoo.network import Network, floats, loss_of
 import lns_ops
 
 STEPS, SCOPES = 11, ("everywhere", "matmul")
+LIBRARIES = ("transformers", "timm", "torchvision")
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 NETWORKS = [*handwritten.NETWORKS, *huggingface.NETWORKS, *vision.NETWORKS]
 
@@ -202,7 +205,7 @@ def page(rows: dict[str, dict[str, Any]], libraries: dict[str, str]) -> str:
     judged = {n: r for n, r in rows.items() if "float32" not in r}
     share = {s: sum(r[s]["trains"] == "yes" for r in judged.values()) for s in SCOPES}
     copies = [r[s]["copies"] for r in judged.values() for s in SCOPES if r[s]["copies"] != "-"]
-    versions = ", ".join(map(_version, ("torch", "transformers", "timm", "torchvision")))
+    versions = ", ".join(map(_version, ("torch", *LIBRARIES)))
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     lines = [
         "# Networks that convert", "",
@@ -231,14 +234,11 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="beginnings of names; all networks without any")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds a network")
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--results", type=Path, help="JSON rows to begin with and to write")
     parser.add_argument("--failures", action="store_true", help="print failures only")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    missing = [
-        m for m in ("transformers", "timm", "torchvision") if not importlib.util.find_spec(m)
-    ]
-    for library in {"transformers", "timm", "torchvision"} - set(missing):
-        importlib.import_module(library)
+    missing = [library for library in LIBRARIES if not _imported(library)]
     chosen = [
         n for n in NETWORKS
         if n.library not in missing
@@ -252,10 +252,23 @@ def main() -> None:
             rows[network.name] = found
             _print(network.name, found, options.failures)
     _count(rows)
-    if missing:
-        print("left out, not installed:", ", ".join(missing))
-    if not options.names:
-        PAGE.write_text(page(rows, {n.name: n.library for n in chosen}))
+    if options.results:
+        earlier = json.loads(options.results.read_text()) if options.results.exists() else {}
+        rows = earlier | rows
+        options.results.write_text(json.dumps(rows, indent=1))
+    if options.results or not options.names:
+        ordered = {n.name: rows[n.name] for n in NETWORKS if n.name in rows}
+        PAGE.write_text(page(ordered, {n.name: n.library for n in NETWORKS}))
+
+
+def _imported(library: str) -> bool:
+    """Import a library, before processes are forked that would do so each."""
+    try:
+        importlib.import_module(library)
+    except Exception as error:
+        print(f"{library} is left out: {_short(error)}")
+        return False
+    return True
 
 
 def _print(name: str, found: dict[str, Any], failures: bool) -> None:

@@ -263,7 +263,7 @@ def _unhandled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return _write(args[0], HANDLERS[out_of_place](out_of_place, *args, **kwargs), name)
     if name.startswith("_foreach_"):
         return _one_by_one(getattr(aten, name.removeprefix("_foreach_")), name, args, kwargs)
-    if is_decoded(name) or (name.endswith("_") and is_decoded(name[:-1])):
+    if any(map(is_decoded, (name, f"{name}.{overload}", name.removesuffix("_")))):
         return _computed_in_float32(func, args, kwargs)
     decomposed = func.decompose(*args, **kwargs)
     if decomposed is not NotImplemented:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lns_ops import LNSFormat, LNSTensor, NonFiniteError, allow_float_fallback, decode
+from lns_ops import LNSFormat, LNSTensor, NonFiniteError, allow_float_fallback, decode, encode
 from tests.lns_ops import operations
 from tests.lns_ops.lns_formats import half_ulp
 
@@ -182,6 +182,46 @@ def test_losses_are_torchs_own(name: str) -> None:
     for got, exact, _, _ in pairs(name, torch.float32):
         assert type(got) is Tensor
         torch.testing.assert_close(got, exact, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", operations.DECODED)
+def test_decoded(name: str) -> None:
+    """The float32 result, encoded once, bit for bit."""
+    for got, exact, _, _ in pairs(name, torch.float32):
+        assert got.shape == exact.shape
+        if isinstance(got, LNSTensor):
+            assert torch.equal(got.codes, encode(exact.float(), FMT))
+        else:
+            assert exact.dtype != torch.float32
+            assert torch.equal(got, exact)
+
+
+DECODED_GRADIENTS = [
+    "sin", "cos", "tan", "atan", "erf", "sinc", "hypot", "atan2", "logaddexp", "remainder", "round",
+    "prod", "cumprod", "cummax", "median", "cdist", "trace", "cross", "linalg.inv", "linalg.det",
+    "linalg.solve", "matrix_exp", "nn.functional.pairwise_distance",
+    "nn.functional.grid_sample", "nn.functional.interpolate.bicubic", "nn.functional.max_unpool2d",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DECODED_GRADIENTS)
+def test_gradients_of_what_is_decoded_are_rounded_once(name: str) -> None:
+    seen = 0
+    for op, arguments in islice(samples(name), 4):
+        try:
+            weight, gradients = differentiated(op, arguments, None)
+        except (ValueError, StopIteration):
+            continue
+        exact_weight = decoded(LNSTensor.from_float(weight, FMT), torch.float32)
+        values = tree_map(lambda leaf: decoded(leaf, torch.float32), arguments)
+        _, truth = differentiated(op, values, exact_weight)
+        for got, exact in zip(gradients, truth, strict=True):
+            if got is None or exact is None:
+                assert got is exact
+            else:
+                assert torch.equal(got.codes, encode(exact, FMT))
+                seen += 1
+    assert seen
 
 
 DIFFERENTIABLE = [
