@@ -97,7 +97,8 @@ def page() -> str:
             " own; *torch functions* are replaced as a whole. Everything else is taken apart by"
             " torch into these, or raises with its name.",
             "Functions of these names, and those of `torch.linalg`, `torch.fft` and"
-            f" `torch.special`, are decoded, computed in float32 and encoded once: {code(decoded)}.",
+            " `torch.special`, are decoded, computed in float32 and encoded once:"
+            f" {code(decoded)}.",
             "",
             "| topic | aten operators | torch functions |",
             "|---|---|---|",

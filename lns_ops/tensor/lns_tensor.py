@@ -281,10 +281,11 @@ def _unhandled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _one_by_one(operator: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operator on each tensor of a list, with its share of further lists."""
-    results = [
-        operator(*(a[i] if isinstance(a, (list, tuple)) else a for a in args), **kwargs)
-        for i in range(len(args[0]))
-    ]
+    results = []
+    for i in range(len(args[0])):
+        own = [a[i] if isinstance(a, (list, tuple)) else a for a in args]
+        scale = {"value": own.pop()} if "addc" in name and len(own) > 3 else {}
+        results.append(operator(*own, **scale, **kwargs))
     return None if name.endswith("_") else results
 
 
