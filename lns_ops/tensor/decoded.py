@@ -20,16 +20,16 @@ remainder __mod__ __rmod__ fmod floor_divide div.Tensor_mode div.Scalar_mode __f
 __rfloordiv__ prod cumprod cummax cummin _cummax_helper _cummin_helper median nanmedian mode
 quantile nanquantile nansum nanmean unique unique_consecutive _unique _unique2 unique_dim histc
 bincount bucketize searchsorted isin isclose allclose cov corrcoef cdist _cdist_forward pdist
-_pdist_forward pairwise_distance cross renorm trace inverse pinverse det logdet slogdet cholesky
-cholesky_solve cholesky_inverse qr svd lu lu_solve geqrf orgqr ormqr triangular_solve matrix_exp
-matrix_power lstsq eig grid_sample grid_sampler grid_sampler_2d grid_sampler_3d affine_grid
-affine_grid_generator upsample_bicubic2d _upsample_bicubic2d_aa _upsample_bilinear2d_aa
-upsample_bilinear2d upsample_trilinear3d upsample_linear1d max_unpool1d max_unpool2d max_unpool3d
-rrelu fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices
-fractional_max_pool3d_with_indices index_reduce rand_like randn_like randint_like bernoulli
-multinomial poisson normal exponential_ geometric_ log_normal_ cauchy_ random_ _standard_gamma
-_sample_dirichlet _dirichlet_grad _standard_gamma_grad binomial complex polar view_as_complex stft
-istft angle conj_physical numpy tolist __array__ __format__
+_pdist_forward pairwise_distance cross embedding_renorm renorm trace inverse pinverse det logdet
+slogdet cholesky cholesky_solve cholesky_inverse qr svd lu lu_solve geqrf orgqr ormqr
+triangular_solve matrix_exp matrix_power lstsq eig grid_sample grid_sampler grid_sampler_2d
+grid_sampler_3d affine_grid affine_grid_generator upsample_bicubic2d _upsample_bicubic2d_aa
+_upsample_bilinear2d_aa upsample_bilinear2d upsample_trilinear3d upsample_linear1d max_unpool1d
+max_unpool2d max_unpool3d rrelu fractional_max_pool2d fractional_max_pool3d
+fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices index_reduce rand_like
+randn_like randint_like bernoulli multinomial poisson normal exponential_ geometric_ log_normal_
+cauchy_ random_ _standard_gamma _sample_dirichlet _dirichlet_grad _standard_gamma_grad binomial
+complex polar view_as_complex stft istft angle conj_physical numpy tolist __array__ __format__
 """
 NAMES = frozenset(_TEXT.split())
 """Names of torch functions, Tensor methods and aten operators."""

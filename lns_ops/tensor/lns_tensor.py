@@ -131,6 +131,8 @@ class LNSTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if kwargs.get("out") is not None:
+            return _written_to(func, args, kwargs)
         replacement = REPLACEMENTS.get(func)
         name = getattr(func, "__name__", "")
         if replacement is None and is_decoded(name) and (name[-1] != "_" or name[:2] == "__"):
@@ -141,10 +143,6 @@ class LNSTensor(torch.Tensor):
             ):
                 return func(*tree_map(_decoded, args), **tree_map(_decoded, kwargs))
             args, kwargs = _encoded_leaves(name, args, kwargs)
-        out = kwargs.get("out")
-        if isinstance(out, Tensor):
-            result = func(*args, **{k: v for k, v in kwargs.items() if k != "out"})
-            return out.copy_(result)
         if replacement is not None:
             return replacement(*args, **kwargs)
         with DisableTorchFunction():
@@ -163,6 +161,15 @@ class LNSTensor(torch.Tensor):
         if handler is None:
             return _unhandled(func, args, kwargs)
         return handler(func, *args, **kwargs)
+
+
+def _written_to(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Copy a function's results into what ``out=`` names, in its kind, and return it."""
+    out = kwargs["out"]
+    results = func(*args, **{name: value for name, value in kwargs.items() if name != "out"})
+    for destination, result in zip(tree_leaves(out), tree_leaves(results), strict=True):
+        destination.copy_(result)
+    return out
 
 
 def _is_lns(x: Any) -> bool:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from lns_ops import LNSTensor, lns16
+from lns_ops import LNSTensor, convert_, lns16
 from tests.lns_ops.lns_formats import half_ulp
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
@@ -95,6 +95,13 @@ def test_orthogonal_initialization() -> None:
     nn.init.orthogonal_(weight)
     values = weight.detach().to_float()
     assert (values @ values.t() - torch.eye(4)).abs().max() <= 8 * half_ulp(lns16)
+
+
+def test_embeddings_with_a_largest_norm() -> None:
+    layer = convert_(nn.Embedding(5, 4, max_norm=0.5), lns16, "everywhere")
+    rows = layer(torch.tensor([0, 3])).to_float().detach()
+    assert (rows.norm(dim=-1) <= 0.5 * (1 + half_ulp(lns16))).all()
+    assert isinstance(layer.weight, LNSTensor)
 
 
 def test_random_tensors_like_others_are_those_of_float32_encoded() -> None:

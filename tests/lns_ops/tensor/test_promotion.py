@@ -102,6 +102,12 @@ def test_in_place_the_destination_stays_what_it_is() -> None:
     into = torch.empty(2, 3)
     torch.add(x.detach(), 1, out=into)
     assert torch.equal(into, (x.detach() + 1).to_float())
+    encoded = torch.zeros_like(x)
+    assert torch.sin(x.detach(), out=encoded) is encoded
+    assert torch.equal(encoded.codes, x.detach().sin().codes)
+    values, places = torch.empty(2), torch.empty(2, dtype=torch.int64)
+    torch.max(x.detach(), 1, out=(values, places))
+    assert torch.equal(values, x.detach().amax(1).to_float())
     x = x.detach()
     x += torch.ones(3)
     assert isinstance(x, LNSTensor)
