@@ -27,6 +27,7 @@ import os
 import platform
 import re
 import sys
+import textwrap
 import time
 import traceback
 import warnings
@@ -207,20 +208,24 @@ def page(rows: dict[str, dict[str, Any]], libraries: dict[str, str]) -> str:
     copies = [r[s]["copies"] for r in judged.values() for s in SCOPES if r[s]["copies"] != "-"]
     versions = ", ".join(map(_version, ("torch", *LIBRARIES)))
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    lines = [
-        "# Networks that convert", "",
-        f"{today}, `python scripts/model_zoo.py`; {versions};",
-        f"Python {platform.python_version()}. Networks of other people, small and without their",
-        f"weights, converted to lns16 and trained for {STEPS} steps of `lns_ops.optim.Adam`.",
-        "*Trains*: every loss is finite, and it fell or the parameters moved. *Copies*: a network",
-        "saved and loaded and a deep copy give the same bits under `torch.inference_mode`.", "",
-        f"Of {len(judged)} networks {share['everywhere']} train in scope `everywhere`,"
-        f" {share['matmul']} in",
-        f"`matmul`; of the {len(copies)} that train and can be copied and evaluated so in float32,",
-        f"{copies.count('yes')} are.", "",
+    paragraphs = (
+        f"{today}, `python scripts/model_zoo.py`; {versions}; Python {platform.python_version()}."
+        " Networks of other people, small and without their weights, converted to lns16 and trained"
+        f" for {STEPS} steps of `lns_ops.optim.Adam`. *Trains*: every loss is finite, and it fell or"
+        " the parameters moved. *Copies*: a network saved and loaded and a deep copy give the same"
+        " bits under `torch.inference_mode`.",
+        f"The script has {len(NETWORKS)} networks, of which {len(rows)} were run; of the"
+        f" {len(judged)} that train in float32, {share['everywhere']} train in scope `everywhere`,"
+        f" {share['matmul']} in `matmul`. Of the {len(copies)} trained ones that float32 lets copy"
+        f" and evaluate so, {copies.count('yes')} are.",
+    )
+    lines = ["# Networks that convert"]
+    for paragraph in paragraphs:
+        lines += [*textwrap.wrap(paragraph, 99), ""]
+    lines += [
         "| network | library | everywhere | matmul | save, copy, inference | note |",
         "|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     for name, row in judged.items():
         note = "; ".join(f"{s}: {row[s]['note']}" for s in SCOPES if row[s]["note"])
         cells = [row[s]["trains"] for s in SCOPES]
@@ -245,17 +250,17 @@ def main() -> None:
         and (not options.names or any(n.name.startswith(p) for p in options.names))
     ]  # fmt: skip
     rows: dict[str, dict[str, Any]] = {}
+    if options.results and options.results.exists():
+        rows = json.loads(options.results.read_text())
     with ThreadPoolExecutor(options.processes) as pool:
         for network, found in zip(
             chosen, pool.map(lambda n: run(n, options.limit), chosen), strict=True
         ):
             rows[network.name] = found
+            if options.results:
+                options.results.write_text(json.dumps(rows, indent=1))
             _print(network.name, found, options.failures)
     _count(rows)
-    if options.results:
-        earlier = json.loads(options.results.read_text()) if options.results.exists() else {}
-        rows = earlier | rows
-        options.results.write_text(json.dumps(rows, indent=1))
     if options.results or not options.names:
         ordered = {n.name: rows[n.name] for n in NETWORKS if n.name in rows}
         PAGE.write_text(page(ordered, {n.name: n.library for n in NETWORKS}))
