@@ -96,7 +96,8 @@ nn.functional.grid_sample nn.functional.interpolate.bicubic nn.functional.max_un
 nn.functional.max_unpool2d scatter_reduce.amax scatter_reduce.amin scatter_reduce.mean
 scatter_reduce.prod fft.fft fft.rfft stft view_as_complex to half double long bfloat16
 """)
-"""No arithmetic of their own in LNS: torch's own in float32, encoded once."""
+"""No arithmetic of their own in LNS: torch's own in float32, encoded once; so are gradients.
+Complex, boolean and integer results stay what they are."""
 
 SUM_HALF_ULPS, COMPOSED_HALF_ULPS = 16, 24
 GROUPS = {
@@ -116,13 +117,7 @@ GROUPS = {
             " samples"
         ),
     ),
-    "decoded": (
-        DECODED,
-        (
-            "torch's float32 result of the decoded values, encoded once (not where it is complex,"
-            " boolean, an integer or of another dtype); so is the gradient"
-        ),
-    ),
+    "decoded": (DECODED, "torch's float32 result of the decoded values, rounded once"),
     "losses": (IN_FLOAT32, "torch's float32 result of the decoded values"),
 }
 
