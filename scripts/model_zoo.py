@@ -212,8 +212,8 @@ def page(rows: dict[str, dict[str, Any]], libraries: dict[str, str]) -> str:
         f"{today}, `python scripts/model_zoo.py`; {versions}; Python {platform.python_version()}."
         " Networks of other people, small and without their weights, converted to lns16 and trained"
         f" for {STEPS} steps of `lns_ops.optim.Adam`. *Trains*: every loss is finite, and it fell"
-        " or the parameters moved. *Copies*: a network saved and loaded and a deep copy give the same"
-        " bits under `torch.inference_mode`.",
+        " or the parameters moved. *Copies*: a network saved and loaded, and a deep copy, give"
+        " the same bits under `torch.inference_mode`.",
         f"The script has {len(NETWORKS)} networks, of which {len(rows)} were run; of the"
         f" {len(judged)} that train in float32, {share['everywhere']} train in scope `everywhere`,"
         f" {share['matmul']} in `matmul`. Of the {len(copies)} trained ones that float32 lets copy"
