@@ -34,6 +34,10 @@ tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
 """Walk nested arguments; torch has no public ones (torch 2.13)."""
 tensor_text: Callable[[torch.Tensor, int], str] = torch._tensor_str._tensor_str
 """Writes a tensor's values, indented; ``repr`` adds a name, a dtype and a device (torch 2.13)."""
+weight_norm: Callable[..., torch.Tensor] = torch._weight_norm
+"""What :mod:`torch.nn.utils` calls for weight normalization (torch 2.13)."""
+grouped_mm: Callable[..., torch.Tensor] = torch._grouped_mm
+"""What ``torch.nn.functional.grouped_mm`` calls without asking tensor subclasses (torch 2.13)."""
 pack_padded_sequence, pad_packed_sequence = (
     torch._pack_padded_sequence,
     torch._pad_packed_sequence,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import lns_ops  # noqa: F401 (registers operations)
+from lns_ops.tensor.decoded import NAMES
 from lns_ops.tensor.registry import HANDLERS, REPLACEMENTS
 from tests.lns_ops.operations import GROUPS
 
@@ -68,6 +69,7 @@ def page() -> str:
     groups = [
         f"| {title} | {len(names)} | {meaning} |" for title, (names, meaning) in GROUPS.items()
     ]
+    decoded = sorted(name for name in NAMES if not name.startswith("_"))
     forms, replaced = topics(HANDLERS), topics(REPLACEMENTS)
     by_topic = [
         f"| `{topic}` | {code(forms.get(topic, []))} | {code(replaced.get(topic, []))} |"
@@ -94,6 +96,9 @@ def page() -> str:
             "A topic is a file of `lns_ops/tensor/ops`. *aten operators* have an LNS form of their"
             " own; *torch functions* are replaced as a whole. Everything else is taken apart by"
             " torch into these, or raises with its name.",
+            "Functions of these names, and those of `torch.linalg`, `torch.fft` and"
+            " `torch.special`, are decoded, computed in float32 and encoded once:"
+            f" {code(decoded)}.",
             "",
             "| topic | aten operators | torch functions |",
             "|---|---|---|",

@@ -5,15 +5,19 @@
 Two scopes:
 
 - ``matmul``: parameters, activations and gradients stay float32; the products of each linear and
-  convolution layer, forward and both backward ones, and their sums are LNS. The layer's class
-  becomes one of :mod:`lns_ops.nn.matmul_layers`; its parameters are untouched. Layers without
-  products (normalization, embeddings) are left alone; layers with products inside that cannot be
-  taken out are refused.
+  convolution layer (recurrent layers and attention's projections too, and subclasses of all
+  these), forward and both backward ones, and their sums are LNS. The layer's class becomes one of
+  :mod:`lns_ops.nn.matmul_layers`; its parameters are untouched. Layers without products
+  (normalization, embeddings) are left alone; layers whose products have no LNS form stay float32,
+  which :func:`summary` notes.
 - ``everywhere``: the parameters become :class:`~lns_ops.tensor.LNSTensor`, and so every operation
   of forward, backward and update is LNS. Converted layers encode float inputs, so the module takes
-  ordinary tensors; layers left out decode LNS inputs. Float buffers become LNS too, except those of
-  normalization layers (running statistics are float32, :mod:`lns_ops.tensor.ops.normalization`) and
-  those that hold infinities, which are masks.
+  ordinary tensors; layers left out decode LNS inputs. Float buffers of a converted layer become
+  LNS too, except those of normalization layers (running statistics are float32,
+  :mod:`lns_ops.tensor.ops.normalization`) and those that hold infinities, which are masks. A module
+  that owns only buffers (rotary embeddings, tables of positions) stays float32: a frequency that is
+  wrong by 0.27 % is wrong by radians at position 1,000. Its results are encoded where they meet LNS
+  (:mod:`lns_ops.tensor.promotion`).
 
 Layers may have different formats, and a module may be converted in steps, one scope or format at a
 time; where one layer's output enters a layer of another format it is re-encoded. What two formats
@@ -29,14 +33,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lns_ops import functional as lns
 from lns_ops._compat import remove_forward_hooks, tree_map
 from lns_ops.formats import NumberFormat, parse
-from lns_ops.nn.matmul_layers import LAYERS
+from lns_ops.nn.matmul_layers import layer_class, original_class
 from lns_ops.nn.simulate import simulate_, stop_, these
 from lns_ops.spec.format import LNSFormat
-from lns_ops.tensor import LNSTensor, in_float32, in_format
+from lns_ops.tensor import LNSTensor, in_float32, in_format, promotion
 
 SCOPES = ("matmul", "everywhere")
 _PRODUCTS_INSIDE = (
@@ -52,7 +57,7 @@ _PRODUCTS_INSIDE = (
     nn.ConvTranspose3d,
     nn.Linear,
 )
-"""The layers whose products scope ``matmul`` would have to compute."""
+"""The layers with products."""
 _STATISTICS = (
     nn.BatchNorm1d,
     nn.BatchNorm2d,
@@ -118,7 +123,7 @@ class _Decode:
 
 
 def _unhook(module: nn.Module) -> None:
-    remove_forward_hooks(module, (_Encode, _Decode))
+    remove_forward_hooks(module, (_Encode, _Decode, _OwnForward))
 
 
 def _hook(module: nn.Module, hook: _Encode | _Decode) -> None:
@@ -145,10 +150,6 @@ def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(module.named_parameters(recurse=False, remove_duplicate=False))
 
 
-def _owns_values(module: nn.Module, scope: str) -> bool:
-    return bool(_parameters(module)) or (scope == "everywhere" and bool(_buffers(module)))
-
-
 def _convert_everywhere(
     module: nn.Module, fmt: LNSFormat, encoded: dict[nn.Parameter, nn.Parameter]
 ) -> None:
@@ -167,9 +168,22 @@ def _convert_everywhere(
     _hook(module, _Encode(fmt))
 
 
+@dataclass(frozen=True)
+class _OwnForward:
+    """The forward hook that does nothing: with it, torch leaves its fused encoder layer aside.
+
+    That one would multiply in float32 in evaluation (torch.nn.TransformerEncoderLayer).
+    """
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        return None
+
+
 def _convert_matmul(module: nn.Module, fmt: LNSFormat) -> None:
-    module.__class__ = LAYERS[type(module)]
+    module.__class__ = layer_class(type(module))
     module.fmt = fmt  # type: ignore[assignment]
+    if isinstance(module, nn.MultiheadAttention):
+        module.register_forward_pre_hook(_OwnForward())
 
 
 def _matched(formats: Mapping[str, Format], name: str) -> Format | None:
@@ -201,7 +215,7 @@ def _choose(
     return chosen
 
 
-def _check(name: str, layer: nn.Module, scope: str) -> None:
+def _check(name: str, layer: nn.Module) -> None:
     if hasattr(layer, "lns_conversion") or any(
         isinstance(p, LNSTensor) for p in layer.parameters(recurse=False)
     ):
@@ -209,14 +223,10 @@ def _check(name: str, layer: nn.Module, scope: str) -> None:
             f"layer {name or '(root)'!r}: is LNS already; convert a module once (or revert_ it), or"
             " leave the layer out with filter_fn"
         )
-    if scope == "matmul" and type(layer) not in LAYERS:
-        made = [t.__name__ for t in LAYERS if isinstance(layer, t)]  # type: ignore[arg-type]
-        subclass = f", a subclass of {made[0]} that may compute something else" if made else ""
+    if any(is_lazy(p) for p in layer.parameters(recurse=False)):
         raise ValueError(
-            f"layer {name or '(root)'!r} is a {type(layer).__name__}{subclass}: scope 'matmul'"
-            f" converts {', '.join(t.__name__ for t in LAYERS)} themselves; leave others out with"
-            " filter_fn=lambda module, name: type(module) in lns_ops.nn.matmul_layers.LAYERS, or"
-            " use scope='everywhere'"
+            f"layer {name or '(root)'!r} is a {type(layer).__name__} without parameters so far: run"
+            " a batch through the module first, which makes them"
         )
 
 
@@ -303,19 +313,30 @@ def convert_(
         )
     for each in fmt.values() if isinstance(fmt, Mapping) else [fmt]:
         LNSFormat.of(each)
-    owners = [(name, m) for name, m in module.named_modules() if _owns_values(m, scope)]
-    relevant = [
-        (n, m) for n, m in owners if scope == "everywhere" or isinstance(m, _PRODUCTS_INSIDE)
-    ]
+    owners = _owners(module)
+    relevant = [(n, m) for n, m in owners if scope == "everywhere" or _multiplies(m)]
     chosen = _choose(relevant, fmt, filter_fn)
     for name, layer, _ in chosen:
-        _check(name, layer, scope)
+        _check(name, layer)
     if scope == "everywhere":
         _check_ties(owners, chosen)
     _convert_layers([(layer, picked) for _, layer, picked in chosen], scope)
+    for part in module.modules() if scope == "matmul" else ():
+        if isinstance(part, nn.TransformerEncoder):
+            part.use_nested_tensor = False  # nested tensors are for torch's fused layers alone
     if scope == "everywhere":
         _decode_at_float_layers(owners)
     return module
+
+
+def _owners(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """List the modules that own parameters, a parametrized layer's original ones included."""
+    return [(n, m) for n, m in module.named_modules() if _parameters(m) or _multiplies(m)]
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Return whether scope ``matmul`` converts a layer."""
+    return isinstance(module, _PRODUCTS_INSIDE)
 
 
 def _convert_layers(chosen: list[tuple[nn.Module, LNSFormat]], scope: str) -> None:
@@ -348,11 +369,12 @@ def revert_(module: nn.Module) -> nn.Module:
     """
     stop_(module)
     decoded: dict[nn.Parameter, nn.Parameter] = {}
-    classes = {made: original for original, made in LAYERS.items()}
     for layer in module.modules():
         _unhook(layer)
-        if type(layer) in classes:
-            layer.__class__ = classes[type(layer)]  # type: ignore[assignment]
+        original = original_class(type(layer))
+        if original is not type(layer):
+            layer.__class__ = original
+            layer.__dict__.pop("stays_float32", None)
             del layer.fmt
         for name, parameter in _parameters(layer):
             if isinstance(parameter, LNSTensor):
@@ -372,27 +394,35 @@ def revert_(module: nn.Module) -> nn.Module:
 def summary(module: nn.Module) -> str:
     """Describe the conversion of a module, one line for each layer that owns parameters.
 
-    A line has name, type, scope, format and number of parameters; a total for each format follows.
+    A line has name, type, scope, format and number of parameters. Below are notes: layers with
+    products that scope ``matmul`` leaves in float32, and how many float tensors were encoded where
+    they met LNS (:mod:`lns_ops.tensor.promotion`).
 
     >>> print(summary(convert_(nn.Sequential(nn.Linear(4, 2)), "lns12")))
     layer  type             scope   format  parameters
     0      LNSMatmulLinear  matmul  lns12           10
     """
     rows = [("layer", "type", "scope", "format", "parameters")]
-    for name, layer in module.named_modules():
-        if not _owns_values(layer, "matmul"):
-            continue
+    notes = []
+    for name, layer in _owners(module):
         conversion = getattr(layer, "lns_conversion", None)
         count = sum(p.numel() for p in layer.parameters(recurse=False))
         scope, fmt = (
             (conversion.scope, str(conversion.fmt)) if conversion is not None else ("-", "float32")
         )
         if hasattr(layer, "simulation"):
-            scope, fmt = "simulated", str(layer.simulation.format)
+            scope, fmt = "simulated", str(layer.simulation.format)  # type: ignore[union-attr]
+        if getattr(layer, "stays_float32", False):
+            notes.append(
+                f"{name or '(root)'} stays float32: its forward calls neither linear functions nor"
+                " convolutions"
+            )
         rows.append((name or "(root)", type(layer).__name__, scope, fmt, f"{count:,}"))
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     lines = [
         "  ".join([*(row[i].ljust(widths[i]) for i in range(4)), row[4].rjust(widths[4])])
         for row in rows
     ]
-    return "\n".join(lines)
+    if any(row[2] == "everywhere" for row in rows):
+        notes += promotion.lines()
+    return "\n".join([*lines, *notes])

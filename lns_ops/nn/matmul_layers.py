@@ -1,11 +1,18 @@
 """Layers of scope ``matmul``: LNS products between float32 parameters, inputs and outputs.
 
-The forward product and both backward ones, and their sums, are LNS.
+The forward product and both backward ones, and their sums, are LNS; so are those of a gradient that
+is differentiated in its turn.
 
 A layer's class changes to one of these and back (:func:`lns_ops.convert_`,
 :func:`lns_ops.revert_`); nothing else of it does. Operands are encoded, the product's codes
 decoded, so results are rounded to the format whatever the accumulation. The bias is added in
-float32. What is saved for the backward pass are codes, 2 bytes a value.
+float32. What is saved for the backward pass are the operands themselves, which the graph mostly
+holds anyway.
+
+A layer that does more than torch's own (a subclass with a forward of its own, a parametrized layer,
+nn.LSTM, nn.MultiheadAttention) keeps its forward; within it, the functions of :data:`_PRODUCTS` are
+LNS (:class:`_Products`). The scores of attention are no layer and stay float32, in
+nn.MultiheadAttention as elsewhere; so does the second sum of nn.Bilinear.
 """
 
 from __future__ import annotations
@@ -16,12 +23,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lns_ops import functional as lns
 from lns_ops._compat import reversed_padding
 from lns_ops.functional import convolution as conv
 from lns_ops.functional.accumulation import get_matmul_accumulation
 from lns_ops.spec.format import LNSFormat
+from lns_ops.tensor.ops import convolution as transposed
+from lns_ops.tensor.registry import REPLACEMENTS
 
 
 class _LinearMatmul(torch.autograd.Function):
@@ -32,29 +42,28 @@ class _LinearMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_BI: Tensor, w_OI: Tensor, fmt: LNSFormat, accumulation: str) -> Tensor:
+        ctx.save_for_backward(x_BI, w_OI)
+        ctx.options = fmt, accumulation
         x_codes, w_codes = lns.encode(x_BI, fmt), lns.encode(w_OI, fmt)
-        ctx.save_for_backward(x_codes, w_codes)
-        ctx.fmt, ctx.accumulation = fmt, accumulation
-        return _product(x_codes, w_codes.t(), fmt, accumulation)
+        return lns.decode(lns.matmul(x_codes, w_codes.t(), fmt, accumulation=accumulation), fmt)
 
     @staticmethod
     def backward(ctx: Any, grad_BO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x_codes, w_codes = ctx.saved_tensors
-        grad = lns.encode(grad_BO, ctx.fmt)
-        grad_x = (
-            _product(grad, w_codes, ctx.fmt, ctx.accumulation) if ctx.needs_input_grad[0] else None
-        )
-        grad_w = (
-            _product(grad.t(), x_codes, ctx.fmt, ctx.accumulation)
-            if ctx.needs_input_grad[1]
-            else None
-        )
+        x, w = ctx.saved_tensors
+        product = _LinearMatmul.apply
+        grad_x = product(grad_BO, w.t(), *ctx.options) if ctx.needs_input_grad[0] else None  # type: ignore[no-untyped-call]
+        grad_w = product(grad_BO.t(), x.t(), *ctx.options) if ctx.needs_input_grad[1] else None  # type: ignore[no-untyped-call]
         return grad_x, grad_w, None, None
 
 
-def _product(x: Tensor, y: Tensor, fmt: LNSFormat, accumulation: str) -> Tensor:
-    """Return the values of ``x @ y``, rounded to the format whatever the accumulation."""
-    return lns.decode(lns.matmul(x, y, fmt, accumulation=accumulation), fmt)
+def _linear(fmt: LNSFormat, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``input @ weight^T`` in LNS, plus ``bias`` in float32."""
+    flat = input.reshape(-1, input.shape[-1])
+    rows = weight if weight.dim() == 2 else weight[None]
+    output = _LinearMatmul.apply(flat, rows, fmt, get_matmul_accumulation())  # type: ignore[no-untyped-call]
+    if bias is not None:
+        output = output + bias
+    return output.reshape(*input.shape[:-1], *weight.shape[:-1])  # type: ignore[no-any-return]
 
 
 class LNSMatmulLinear(nn.Linear):
@@ -79,11 +88,7 @@ class LNSMatmulLinear(nn.Linear):
         Raises:
             ValueError: a NaN or an infinity in the input or the weight.
         """
-        flat = input.reshape(-1, self.in_features)
-        output = _LinearMatmul.apply(flat, self.weight, self.fmt, get_matmul_accumulation())  # type: ignore[no-untyped-call]
-        if self.bias is not None:
-            output = output + self.bias
-        return output.reshape(*input.shape[:-1], self.out_features)  # type: ignore[no-any-return]
+        return _linear(self.fmt, input, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         """Return nn.Linear's line plus the format."""
@@ -91,63 +96,108 @@ class LNSMatmulLinear(nn.Linear):
 
 
 class _ConvolutionMatmul(torch.autograd.Function):
-    """A convolution and its two gradients in LNS; float32 in and out."""
+    """A convolution ``y = x * w``, or one of its gradients, in LNS; float32 in and out.
+
+    ``result`` says which of the three is computed from the other two (and what they are): ``y``
+    from x and w, ``x`` from y and w (a transposed convolution), ``w`` from y and x. The gradient of
+    each is made of the other two. ``size`` is the spatial size of the result, where it is x or w.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        geometry: conv.Geometry,
-        fmt: LNSFormat,
-        accumulation: str,
-    ) -> Tensor:
-        x_codes, w_codes = lns.encode(x, fmt), lns.encode(weight, fmt)
-        ctx.save_for_backward(x_codes, w_codes)
-        ctx.geometry, ctx.fmt, ctx.accumulation = geometry, fmt, accumulation
-        return lns.decode(
-            conv.convolution(x_codes, w_codes, geometry, fmt, accumulation=accumulation), fmt
+    def forward(ctx: Any, result: str, a: Tensor, b: Tensor, size: Any, options: Any) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.result, ctx.options = result, options
+        geometry, fmt, accumulation = options
+        first, second = lns.encode(a, fmt), lns.encode(b, fmt)
+        sizes = () if result == "y" else (size,)
+        codes = _CONVOLUTIONS[result](
+            first, second, *sizes, geometry, fmt, accumulation=accumulation
         )
+        return lns.decode(codes, fmt)
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_out: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        x_codes, w_codes = ctx.saved_tensors
-        grad, fmt, options = (
-            lns.encode(grad_out, ctx.fmt),
-            ctx.fmt,
-            {"accumulation": ctx.accumulation},
-        )
-        grad_x = grad_w = None
-        if ctx.needs_input_grad[0]:
-            grad_x = lns.decode(
-                conv.input_gradient(grad, w_codes, x_codes.shape[2:], ctx.geometry, fmt, **options),
-                fmt,
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        a, b = ctx.saved_tensors
+        sizes: dict[str, tuple[int, ...] | None] = {"y": None}
+        # operands of each result, with the incoming gradient in the place of that result
+        of_a, of_b = {
+            "y": (("x", grad, b, a), ("w", grad, a, b)),
+            "x": (("y", grad, b, a), ("w", a, grad, b)),
+            "w": (("y", b, grad, a), ("x", a, grad, b)),
+        }[ctx.result]
+        grads = [
+            _ConvolutionMatmul.apply(
+                wanted, p, q, sizes.get(wanted, tuple(like.shape[2:])), ctx.options
+            )  # type: ignore[no-untyped-call]
+            if needed
+            else None
+            for needed, (wanted, p, q, like) in zip(
+                ctx.needs_input_grad[1:3], (of_a, of_b), strict=True
             )
-        if ctx.needs_input_grad[1]:
-            grad_w = lns.decode(
-                conv.weight_gradient(
-                    grad, x_codes, w_codes.shape[2:], ctx.geometry, fmt, **options
-                ),
-                fmt,
-            )
-        return grad_x, grad_w, None, None, None
+        ]
+        return None, *grads, None, None
 
 
-def _convolve(layer: Any, input: Tensor) -> Tensor:
-    """Run the forward pass of torch's layer with the convolution in LNS."""
-    weight, bias = layer.weight, layer.bias
+_CONVOLUTIONS: dict[str, Callable[..., Tensor]] = {
+    "y": conv.convolution,
+    "x": conv.input_gradient,
+    "w": conv.weight_gradient,
+}
+
+
+def _convolution(
+    fmt: LNSFormat, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
+    padding: Any = 0, dilation: Any = 1, groups: int = 1,
+) -> Tensor:  # fmt: skip
+    """Return torch's convolution ``[B, I, ...]`` to ``[B, O, ...]`` (or without B), in LNS."""
     dims = weight.dim() - 2
     single = input.dim() == dims + 1
-    x, padding = input[None] if single else input, layer.padding
-    if layer.padding_mode != "zeros" or isinstance(padding, str):
-        mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-        x, padding = F.pad(x, reversed_padding(layer), mode=mode), (0,)
-    geometry = conv.Geometry.of(dims, layer.stride, padding, layer.dilation, layer.groups)
-    out: Tensor = _ConvolutionMatmul.apply(
-        x, weight, geometry, layer.fmt, get_matmul_accumulation()
-    )  # type: ignore[no-untyped-call]
+    x = input[None] if single else input
+    if isinstance(padding, str):
+        x, padding = _padded(x, weight, padding, dilation), 0
+    options = _options(fmt, dims, stride, padding, dilation, groups)
+    out: Tensor = _ConvolutionMatmul.apply("y", x, weight, None, options)  # type: ignore[no-untyped-call]
+    if bias is not None:
+        out = out + bias.reshape(-1, *[1] * dims)
+    return out[0] if single else out
+
+
+def _options(
+    fmt: LNSFormat, dims: int, stride: Any, padding: Any, dilation: Any, groups: int
+) -> tuple[conv.Geometry, LNSFormat, str]:
+    s, p, d = ([v] if isinstance(v, int) else v for v in (stride, padding, dilation))
+    return conv.Geometry.of(dims, s, p, d, groups), fmt, get_matmul_accumulation()
+
+
+def _padded(x: Tensor, weight: Tensor, padding: str, dilation: Any) -> Tensor:
+    """Return the input with the zeros that ``padding="same"`` asks for around it."""
+    if padding == "valid":
+        return x
+    dims = weight.dim() - 2
+    spread = (
+        [dilation] * dims
+        if isinstance(dilation, int)
+        else list(dilation) * (dims if len(dilation) == 1 else 1)
+    )
+    amounts: list[int] = []
+    for kernel, d in zip(reversed(weight.shape[2:]), reversed(spread), strict=True):
+        total = d * (kernel - 1)
+        amounts += [total // 2, total - total // 2]
+    return F.pad(x, amounts)
+
+
+def _transposed_convolution(
+    fmt: LNSFormat, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
+    padding: Any = 0, output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
+) -> Tensor:  # fmt: skip
+    """Return torch's transposed convolution ``[B, O, ...]`` to ``[B, I, ...]``, in LNS."""
+    dims = weight.dim() - 2
+    single = input.dim() == dims + 1
+    y = input[None] if single else input
+    options = _options(fmt, dims, stride, padding, dilation, groups)
+    extra = [output_padding] if isinstance(output_padding, int) else output_padding
+    size = transposed.transposed_size(y, weight, options[0], extra)
+    out: Tensor = _ConvolutionMatmul.apply("x", y, weight, size, options)  # type: ignore[no-untyped-call]
     if bias is not None:
         out = out + bias.reshape(-1, *[1] * dims)
     return out[0] if single else out
@@ -158,9 +208,15 @@ class _LNSMatmulConv:
 
     fmt: LNSFormat
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self: Any, input: Tensor) -> Tensor:
         """``[B, I, ...]`` to ``[B, O, ...]``, or without B."""
-        return _convolve(self, input)
+        x, padding = input, self.padding
+        if self.padding_mode != "zeros" or isinstance(padding, str):
+            mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+            x, padding = F.pad(x, reversed_padding(self), mode=mode), 0
+        return _convolution(
+            self.fmt, x, self.weight, self.bias, self.stride, padding, self.dilation, self.groups
+        )
 
     def extra_repr(self) -> str:
         """Return the layer's line plus the format."""
@@ -194,4 +250,91 @@ LAYERS: dict[Callable[..., nn.Module], type[nn.Module]] = {
     nn.Conv2d: LNSMatmulConv2d,
     nn.Conv3d: LNSMatmulConv3d,
 }
-"""The layer of scope ``matmul`` for each of torch's."""
+"""The layer of scope ``matmul`` for each of torch's that computes one product."""
+
+_COMPOSED = (
+    torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, torch.lstm_cell, torch.gru_cell,
+    torch.rnn_tanh_cell, torch.rnn_relu_cell, F.multi_head_attention_forward, F.bilinear,
+)  # fmt: skip
+"""Those that are composed of linear functions, as for LNSTensors (:mod:`lns_ops.tensor.ops`)."""
+_PRODUCTS: dict[Any, Callable[..., Tensor]] = {
+    F.linear: _linear,
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _convolution),
+    **dict.fromkeys(
+        (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), _transposed_convolution
+    ),
+}
+"""The torch functions that are LNS within a layer that keeps its forward."""
+
+
+class _Products(TorchFunctionMode):
+    """The context in which linear functions and convolutions of float32 tensors are LNS."""
+
+    def __init__(self, fmt: LNSFormat) -> None:
+        super().__init__()
+        self.fmt = fmt
+        self.used = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _PRODUCTS:
+            self.used = True
+            return _PRODUCTS[func](self.fmt, *args, **(kwargs or {}))
+        if func in _COMPOSED:
+            with self:
+                return REPLACEMENTS[func](*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+class _KeepsForward:
+    """The common part of layers that keep their forward.
+
+    Attributes:
+        fmt: the LNS format of the products.
+        stays_float32: whether the last forward had no product in LNS.
+    """
+
+    fmt: LNSFormat
+    stays_float32 = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer's own forward, its products in LNS."""
+        with _Products(self.fmt) as products:
+            result = super().forward(*args, **kwargs)  # type: ignore[misc]
+        self.stays_float32 = not products.used
+        return result
+
+    def extra_repr(self) -> str:
+        """Return the layer's line plus the format."""
+        return ", ".join(part for part in (super().extra_repr(), f"matmul={self.fmt}") if part)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Return what pickle keeps: the class of before, of which this one is made again."""
+        reduced: tuple[Any, ...] = super().__reduce_ex__(protocol)  # type: ignore[assignment]
+        return _new, (original_class(type(self)),), *reduced[2:]  # type: ignore[arg-type]
+
+
+def _new(original: type[nn.Module]) -> nn.Module:
+    made = layer_class(original)
+    return made.__new__(made)
+
+
+_MADE: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def layer_class(original: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of scope ``matmul`` for a layer's class."""
+    if original in LAYERS:
+        return LAYERS[original]
+    if original not in _MADE:
+        _MADE[original] = type(f"LNSMatmul{original.__name__}", (_KeepsForward, original), {})
+    return _MADE[original]
+
+
+def original_class(made: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of which :func:`layer_class` made this one, or the class itself."""
+    own = {layer: original for original, layer in LAYERS.items()}.get(made)
+    if own is not None:
+        return own  # type: ignore[return-value]
+    return made.__bases__[1] if made.__bases__[0] is _KeepsForward else made

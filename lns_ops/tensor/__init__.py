@@ -2,10 +2,12 @@
 
 A wrapper subclass: torch sees a float32 tensor of the same shape, autograd runs its own formulas,
 and each aten operation that reaches ``__torch_dispatch__`` is looked up in a table of LNS kernels.
-nn.Module parameters, hooks, ``state_dict`` and deepcopy work unmodified. There is no hidden
-conversion: an operation without an LNS kernel raises with its name (or is computed in float32 and
-counted, inside :func:`lns_ops.allow_float_fallback`), and mixing with a float tensor raises too.
-Python numbers, 0-dim tensors, booleans and integers are encoded. At the edge of a network the
+nn.Module parameters, hooks, ``state_dict`` and deepcopy work unmodified. Conversions are few and
+written down: functions without an arithmetic in LNS are computed in float32 and encoded once, by
+name (:mod:`lns_ops.tensor.decoded`); float tensors that meet LNS ones are encoded by one rule, and
+counted (:mod:`lns_ops.tensor.promotion`), as Python numbers, booleans and integers are. Any other
+operation without an LNS kernel raises with its name (or is computed in float32 and counted, inside
+:func:`lns_ops.allow_float_fallback`). At the edge of a network the
 losses (``cross_entropy``, ``log_softmax``, ``mse_loss``, ...: see :mod:`lns_ops.tensor.ops.losses`)
 take the values out to float32 first, so that the gradient of the loss is computed in float32 and
 enters the network as LNS codes.

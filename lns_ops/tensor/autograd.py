@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from lns_ops.tensor.promotion import takes_floats
 from lns_ops.tensor.registry import replaces_untraced
+
+takes_floats(torch.autograd.backward, torch.autograd.grad, torch.Tensor.backward)
 
 
 def _tuple(x: Any) -> tuple[Any, ...]:

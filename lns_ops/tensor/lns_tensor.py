@@ -24,7 +24,8 @@ from lns_ops._compat import (
     written_arguments,
 )
 from lns_ops.spec.format import LNSFormat, lns16
-from lns_ops.tensor import fallback
+from lns_ops.tensor import fallback, promotion
+from lns_ops.tensor.decoded import is_decoded
 from lns_ops.tensor.dynamo import allow_in_graph
 from lns_ops.tensor.registry import HANDLERS, REPLACEMENTS, aten
 
@@ -129,18 +130,119 @@ class LNSTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("out") is not None:
+            return _written_to(func, args, kwargs)
         replacement = REPLACEMENTS.get(func)
+        name = getattr(func, "__name__", "")
+        if replacement is None and is_decoded(name) and (name[-1] != "_" or name[:2] == "__"):
+            return _in_float32(func, args, kwargs)
+        if func not in promotion.KEPT and promotion.any_leaf(_is_plain, (*args, *kwargs.values())):
+            if promotion.any_leaf(_is_complex, (*args, *kwargs.values())) or (
+                promotion.writes(name) and args and _is_plain(args[0])
+            ):
+                return func(*tree_map(_decoded, args), **tree_map(_decoded, kwargs))
+            args, kwargs = _encoded_leaves(name, args, kwargs)
         if replacement is not None:
-            return replacement(*args, **(kwargs or {}))
+            return replacement(*args, **kwargs)
         with DisableTorchFunction():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        if promotion.any_leaf(_is_plain, (*args, *kwargs.values())) and func not in promotion.KEPT:
+            if promotion.any_leaf(_is_complex, (*args, *kwargs.values())) or (
+                args and _is_plain(args[0]) and written_arguments(func)
+            ):
+                return func(*tree_map(_value, args), **tree_map(_value, kwargs))
+            args, kwargs = _met(func, args, kwargs)
         handler = HANDLERS.get(func)
         if handler is None:
-            return _unhandled(func, args, kwargs or {})
-        return handler(func, *args, **(kwargs or {}))
+            return _unhandled(func, args, kwargs)
+        return handler(func, *args, **kwargs)
+
+
+def _written_to(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Copy a function's results into what ``out=`` names, in its kind, and return it."""
+    out = kwargs["out"]
+    results = func(*args, **{name: value for name, value in kwargs.items() if name != "out"})
+    for destination, result in zip(tree_leaves(out), tree_leaves(results), strict=True):
+        destination.copy_(result)
+    return out
+
+
+def _is_lns(x: Any) -> bool:
+    return isinstance(x, LNSTensor)
+
+
+def _is_plain(x: Any) -> bool:
+    """Return whether ``x`` is a float or complex tensor, and no LNSTensor."""
+    return (
+        isinstance(x, Tensor)
+        and not isinstance(x, LNSTensor)
+        and (x.dtype.is_floating_point or x.dtype.is_complex)
+    )
+
+
+def _is_complex(x: Any) -> bool:
+    return isinstance(x, Tensor) and not isinstance(x, LNSTensor) and x.dtype.is_complex
+
+
+def _value(x: Any) -> Any:
+    """Return the values of an LNSTensor, without a gradient."""
+    return lns.decode(x.codes, x.fmt) if isinstance(x, LNSTensor) else x
+
+
+def _decoded(x: Any) -> Any:
+    return in_float32(x) if isinstance(x, LNSTensor) else x
+
+
+def _format_of(args: Any, kwargs: Any) -> LNSFormat | None:
+    """Return the format of the first LNSTensor among arguments; None if there is none."""
+    return next((leaf.fmt for leaf in tree_leaves((args, kwargs)) if _is_lns(leaf)), None)
+
+
+def _met(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Encode the float tensors that an operator meets."""
+    fmt = _format_of(args, kwargs)
+    assert fmt is not None
+
+    def encoded(leaf: Any) -> Any:
+        if not _is_plain(leaf):
+            return leaf
+        promotion.count(func.overloadpacket.__name__)
+        return LNSTensor(promotion.encoded(leaf, fmt), fmt)
+
+    return promotion.mapped(encoded, args, kwargs)
+
+
+def _encoded_leaves(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Encode the float tensors that require a gradient, which comes back as float32.
+
+    The others are left to the dispatch of operators.
+    """
+    fmt = _format_of(args, kwargs)
+
+    def encoded(leaf: Any) -> Any:
+        if fmt is None or not _is_plain(leaf) or not leaf.requires_grad:
+            return leaf
+        promotion.count(name)
+        return in_format(leaf, fmt.bits, fmt.fraction_bits)
+
+    return promotion.mapped(encoded, args, kwargs)
+
+
+def _in_float32(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return a function's float32 results, encoded (:mod:`lns_ops.tensor.decoded`)."""
+    fmt = _format_of(args, kwargs)
+    result = func(*tree_map(_decoded, args), **tree_map(_decoded, kwargs))
+    if fmt is None:
+        return result
+    bits, fraction_bits = fmt.bits, fmt.fraction_bits
+    return tree_map(
+        lambda leaf: in_format(leaf, bits, fraction_bits) if _is_real(leaf) else leaf, result
+    )
 
 
 def _rebuilt(codes: Tensor, fmt: LNSFormat, requires_grad: bool, rest: dict[str, Any]) -> LNSTensor:
@@ -166,10 +268,15 @@ def _unhandled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         out_of_place = getattr(getattr(aten, name[:-1]), overload or "default", None)
         if out_of_place in HANDLERS:
             return _write(args[0], HANDLERS[out_of_place](out_of_place, *args, **kwargs), name)
+    if name.startswith("_foreach_"):
+        return _one_by_one(getattr(aten, name.removeprefix("_foreach_")), name, args, kwargs)
+    if any(map(is_decoded, (name, f"{name}.{overload}", name.removesuffix("_")))):
+        return _computed_in_float32(func, args, kwargs)
     decomposed = func.decompose(*args, **kwargs)
     if decomposed is not NotImplemented:
         return decomposed
     if fallback.active() is not None:
+        fallback.count(str(func))
         return _computed_in_float32(func, args, kwargs)
     raise NotImplementedError(
         f"{func} has no LNS kernel. Compute it in float32 with x.to_float() and go back with"
@@ -177,6 +284,16 @@ def _unhandled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         " of lns_ops.convert_); `with lns_ops.allow_float_fallback():` does the former for every"
         " such operation and counts them"
     )
+
+
+def _one_by_one(operator: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operator on each tensor of a list, with its share of further lists."""
+    results = []
+    for i in range(len(args[0])):
+        own = [a[i] if isinstance(a, (list, tuple)) else a for a in args]
+        scale = {"value": own.pop()} if "addc" in name and len(own) > 3 else {}
+        results.append(operator(*own, **scale, **kwargs))
+    return None if name.endswith("_") else results
 
 
 def _computed_in_float32(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -194,13 +311,9 @@ def _computed_in_float32(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             " in for: call it on x.to_float(), or leave the module that calls it unconverted"
             " (filter_fn of lns_ops.convert_)"
         )
-    fmt = next(leaf.fmt for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LNSTensor))
-    decoded = tree_map(
-        lambda leaf: lns.decode(leaf.codes, leaf.fmt) if isinstance(leaf, LNSTensor) else leaf,
-        (args, kwargs),
-    )
-    result = func(*decoded[0], **decoded[1])
-    fallback.count(str(func))
+    fmt = _format_of(args, kwargs)
+    assert fmt is not None
+    result = func(*tree_map(_value, args), **tree_map(_value, kwargs))
     encoded = tree_map(
         lambda leaf: LNSTensor(lns.encode(leaf, fmt), fmt) if _is_real(leaf) else leaf, result
     )
@@ -281,10 +394,10 @@ def storage_of(tensor: Tensor) -> Tensor:
 def operands(name: Any, x: Any, y: Any) -> tuple[Tensor, Tensor, LNSFormat]:
     """Return the codes of two operands in one format.
 
-    Python numbers, 0-dim tensors, booleans and integers are encoded.
+    Python numbers, booleans, integers and float tensors are encoded.
 
     Raises:
-        ValueError: two formats, or an operand that is a floating-point tensor.
+        ValueError: two formats.
     """
     fmt = x.fmt if isinstance(x, LNSTensor) else y.fmt
     codes = []
@@ -296,11 +409,8 @@ def operands(name: Any, x: Any, y: Any) -> tuple[Tensor, Tensor, LNSFormat]:
                     " with from_float(x.to_float(), fmt)"
                 )
             codes.append(operand.codes)
-        elif isinstance(operand, Tensor) and operand.dim() > 0 and operand.dtype.is_floating_point:
-            raise ValueError(
-                f"{name} of an LNSTensor and a {operand.dtype} tensor: convert it first with"
-                f" LNSTensor.from_float(x, {fmt})"
-            )
+        elif isinstance(operand, Tensor) and operand.dtype.is_floating_point:
+            codes.append(promotion.encoded(operand, fmt))
         else:
             codes.append(lns.encode(torch.as_tensor(operand, dtype=torch.float64), fmt))
     return codes[0], codes[1], fmt

@@ -85,6 +85,20 @@ nn.functional.ctc_loss nn.functional.cosine_embedding_loss nn.functional.triplet
 """)
 """Losses: torch's own, of the decoded values."""
 
+DECODED = _names("""
+sin cos tan asin acos atan sinh cosh asinh acosh atanh sinc erf erfc erfinv lgamma digamma logit
+atan2 hypot heaviside xlogy logaddexp logaddexp2 logcumsumexp floor ceil round trunc frac remainder
+fmod floor_divide div.floor_rounding div.trunc_rounding prod cumprod cummax cummin median nanmedian
+mode quantile nansum unique unique_consecutive bucketize searchsorted isin isclose cdist cross
+renorm trace cov corrcoef linalg.inv linalg.det linalg.slogdet linalg.qr linalg.svd linalg.cholesky
+linalg.solve linalg.eigh matrix_exp linalg.matrix_power nn.functional.pairwise_distance
+nn.functional.grid_sample nn.functional.interpolate.bicubic nn.functional.max_unpool1d
+nn.functional.max_unpool2d scatter_reduce.amax scatter_reduce.amin scatter_reduce.mean
+scatter_reduce.prod fft.fft fft.rfft stft view_as_complex to half double long bfloat16
+""")
+"""No arithmetic of their own in LNS: torch's own in float32, encoded once; so are gradients.
+Complex, boolean and integer results stay what they are."""
+
 SUM_HALF_ULPS, COMPOSED_HALF_ULPS = 16, 24
 GROUPS = {
     "exact": (EXACT, "the exact result: only signs, order and places"),
@@ -103,6 +117,7 @@ GROUPS = {
             " samples"
         ),
     ),
+    "decoded": (DECODED, "torch's float32 result of the decoded values, rounded once"),
     "losses": (IN_FLOAT32, "torch's float32 result of the decoded values"),
 }
 

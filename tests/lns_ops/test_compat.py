@@ -87,6 +87,22 @@ def test_torch_packs_sequences_by_the_functions_that_are_replaced() -> None:
     )
 
 
+def test_torch_normalizes_weights_and_multiplies_groups_by_the_functions_that_are_replaced() -> (
+    None
+):
+    _Seen.functions.clear()
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    norms = layer.parametrizations.weight
+    norms[0](norms.original0.as_subclass(_Seen), norms.original1.as_subclass(_Seen))
+    groups = torch.ones(1, 16, 16).as_subclass(_Seen), torch.tensor([16], dtype=torch.int32)
+    F.grouped_mm(torch.ones(16, 16).as_subclass(_Seen), groups[0], offs=groups[1])
+    wanted = {_compat.weight_norm}
+    assert wanted <= set(_Seen.functions), "torch: weight_norm calls another function"
+    assert {_compat.grouped_mm, F.grouped_mm} & set(_Seen.functions), (
+        "torch: grouped_mm calls another function"
+    )
+
+
 def test_torch_operators_say_what_they_write_to() -> None:
     operators = (aten.add.Tensor, aten.add_.Tensor, aten.add.out)
     written = [[a.name for a in _compat.written_arguments(each)] for each in operators]

@@ -121,26 +121,3 @@ def _lerp(func: Any, x: LNSTensor, y: LNSTensor, weight: Any) -> LNSTensor:
     return binary(
         aten.add.Tensor, x, binary(aten.mul.Tensor, binary(aten.sub.Tensor, y, x), weight)
     )
-
-
-def _for_each(operator: Any) -> Callable[..., Any]:
-    def handler(
-        func: Any, tensors: list[LNSTensor], others: Any, *rest: Any, **kwargs: Any
-    ) -> list[LNSTensor]:
-        matched = others if isinstance(others, (list, tuple)) else [others] * len(tensors)
-        results = [
-            binary(operator, x, y, *rest, **kwargs) for x, y in zip(tensors, matched, strict=True)
-        ]
-        if func.overloadpacket.__name__.endswith("_"):
-            for x, result in zip(tensors, results, strict=True):
-                x.codes.copy_(result.codes)
-        return results
-
-    return handler
-
-
-for _name in _BINARY:
-    for _overload in ("Scalar", "List", "ScalarList", "Tensor"):
-        for _packet in (getattr(aten, f"_foreach_{_name}"), getattr(aten, f"_foreach_{_name}_")):
-            if _overload in _packet.overloads():
-                handles(getattr(_packet, _overload))(_for_each(getattr(aten, _name).Tensor))

@@ -7,14 +7,16 @@ contract's order, an exact division. Its error is that of the difference: a scor
 half an ulp of 8, some 4 % of e at f = 6. Computing it in float32 would not recover what the score
 has lost already, and inside a network nothing else leaves LNS.
 
-A masked score takes no part: its e is zero, exactly. A row with all scores masked is zero (torch's
-is NaN). ``-inf`` is no LNS value: ``masked_fill(mask, -inf)`` stores the largest magnitude, whose e
-is zero as well.
+A masked score takes no part: its e is zero, exactly. In attention a row with all scores masked is
+zero (torch's is NaN). A mask that is added holds ``-inf`` or its dtype's most negative finite value
+where it masks. ``-inf`` is no LNS value: ``masked_fill(mask, -inf)`` stores the largest magnitude,
+and so does a sum with such a mask; its e is zero as well.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -83,21 +85,18 @@ def _masks(
         return kept, mask
     if mask.dtype == torch.bool:
         return mask if kept is None else kept & mask, None
-    finite = mask > -math.inf
+    finite = mask > torch.finfo(mask.dtype).min  # which transformers takes for -inf
     return finite if kept is None else kept & finite, torch.where(finite, mask, 0)
 
 
-def _weights(scores: LNSTensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+def _weights(scores: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
     kept, added = _masks(mask, is_causal, scores)
     if added is not None:
-        bias = added if isinstance(added, LNSTensor) else LNSTensor.from_float(added, scores.fmt)
-        return _weights_of(scores + bias, kept)
-    return _weights_of(scores, kept)
-
-
-def _weights_of(scores: Tensor, kept: Tensor | None) -> Tensor:
+        scores = scores + added
     if kept is None:
         return torch.softmax(scores, -1)
+    if not isinstance(scores, LNSTensor):
+        return torch.softmax(scores.masked_fill(~kept, -math.inf), -1)
     return _MaskedSoftmax.apply(scores, kept.expand(scores.shape))  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -118,7 +117,7 @@ def scaled_dot_product_attention(
         repeats = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)  # type: ignore[assignment]
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    weights = _weights((query * factor) @ key.transpose(-2, -1), attn_mask, is_causal)  # type: ignore[arg-type]
+    weights = _weights((query * factor) @ key.transpose(-2, -1), attn_mask, is_causal)
     return F.dropout(weights, dropout_p) @ value if dropout_p else weights @ value
 
 
@@ -137,13 +136,26 @@ def _projected(
     return [F.linear(x, w, b) for x, w, b in zip((query, key, value), each, biases, strict=True)]
 
 
+def _with_more_keys(
+    states: Sequence[Tensor], bias_k: Tensor | None, bias_v: Tensor | None, add_zero_attn: bool
+) -> tuple[list[Tensor], int]:
+    """Return query, keys and values with learned and zero ones behind, and how many these are."""
+    q, k, v = states
+    if bias_k is not None and bias_v is not None:
+        k, v = (torch.cat([x, b.expand(1, *x.shape[1:])]) for x, b in ((k, bias_k), (v, bias_v)))
+    if add_zero_attn:
+        k, v = (torch.cat([x, torch.zeros_like(x[:1])]) for x in (k, v))
+    return [q, k, v], len(k) - len(states[1])
+
+
 def _padding_mask(
-    mask: Tensor | None, key_padding: Tensor | None, heads: int, fmt: LNSFormat
+    mask: Tensor | None, key_padding: Tensor | None, heads: int, more: int
 ) -> Tensor | None:
     """Merge torch's two masks, in which True is *left out*, into one in which True is kept.
 
-    Float masks become one that is added.
+    Float masks become one that is added; of the keys that are ``more``, none is left out.
     """
+    mask, key_padding = (None if m is None else F.pad(m, (0, more)) for m in (mask, key_padding))
     if mask is not None and mask.dim() == 3:
         mask = mask.reshape(-1, heads, *mask.shape[1:])
     if key_padding is not None:
@@ -181,12 +193,11 @@ def multi_head_attention_forward(
     Source: A. Vaswani et al. 2017 (arXiv:1706.03762).
 
     Raises:
-        NotImplementedError: bias_k, bias_v, add_zero_attn or static keys, which few networks have.
+        NotImplementedError: static keys or values, which no layer of torch passes.
     """
-    if any(given is not None for given in (bias_k, bias_v, static_k, static_v)) or add_zero_attn:
+    if static_k is not None or static_v is not None:
         raise NotImplementedError(
-            "multi-head attention with bias_k, bias_v, add_zero_attn or static keys has no LNS"
-            " form: leave them out"
+            "multi-head attention with static keys or values has no LNS form: leave them out"
         )
     unbatched = query.dim() == 2
     if unbatched:
@@ -197,10 +208,13 @@ def multi_head_attention_forward(
         if use_separate_proj_weight
         else in_proj_weight
     )
-    q, k, v = (_heads(x, num_heads) for x in _projected(query, key, value, weights, in_proj_bias))
-    mask = _padding_mask(attn_mask, key_padding_mask, num_heads, out_proj_weight.fmt)  # type: ignore[attr-defined]
+    states, more = _with_more_keys(
+        _projected(query, key, value, weights, in_proj_bias), bias_k, bias_v, add_zero_attn
+    )
+    q, k, v = (_heads(x, num_heads) for x in states)
+    mask = _padding_mask(attn_mask, key_padding_mask, num_heads, more)
     causal = is_causal and mask is None and not need_weights
-    probabilities = _weights((q * (1 / math.sqrt(q.shape[-1]))) @ k.transpose(-2, -1), mask, causal)  # type: ignore[arg-type]
+    probabilities = _weights((q * (1 / math.sqrt(q.shape[-1]))) @ k.transpose(-2, -1), mask, causal)
     mixed = (F.dropout(probabilities, dropout_p) if training and dropout_p else probabilities) @ v
     out = F.linear(
         mixed.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1),

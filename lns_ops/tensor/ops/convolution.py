@@ -19,7 +19,8 @@ from lns_ops.tensor.lns_tensor import LNSTensor, operands
 from lns_ops.tensor.registry import aten, handles
 
 
-def _transposed_size(x: Tensor, weight: Tensor, geometry: conv.Geometry, extra: Any) -> list[int]:
+def transposed_size(x: Tensor, weight: Tensor, geometry: conv.Geometry, extra: Any) -> list[int]:
+    """Return the spatial size of a transposed convolution's result."""
     dims = x.dim() - 2
     extra = list(extra) * dims if len(extra) == 1 else extra
     each = zip(x.shape[2:], weight.shape[2:], *geometry[:3], extra, strict=True)
@@ -45,7 +46,7 @@ def _convolution(
         get_matmul_accumulation(),
     )
     if transposed:
-        size = _transposed_size(x_codes, w_codes, geometry, output_padding)
+        size = transposed_size(x_codes, w_codes, geometry, output_padding)
         out = conv.input_gradient(x_codes, w_codes, size, geometry, fmt, accumulation=accumulation)
     else:
         out = conv.convolution(x_codes, w_codes, geometry, fmt, accumulation=accumulation)

@@ -251,13 +251,22 @@ def _scatter_reduce(
     *,
     include_self: bool = True,
 ) -> Any:
-    """Scatter with the reduction ``sum``, the tensor itself included."""
-    if reduce != "sum" or not include_self:
-        raise NotImplementedError(
-            f"scatter_reduce of {reduce!r}, include_self={include_self} has no LNS form: use 'sum'"
-            " with include_self=True"
-        )
-    return _scatter_add(func, x, dim, index, source)
+    """Scatter with the reduction ``sum`` in LNS, with others in float32, encoded once.
+
+    ``amax`` and ``amin`` are exact so.
+    """
+    if reduce == "sum" and include_self:
+        return _scatter_add(func, x, dim, index, source)
+    codes, terms, fmt = operands("scatter_reduce", x, source)
+    values = func(
+        lns.decode(codes, fmt),
+        dim,
+        index,
+        lns.decode(terms, fmt),
+        reduce,
+        include_self=include_self,
+    )
+    return LNSTensor(lns.encode(values, fmt), fmt)
 
 
 @handles(aten.index_add.default)

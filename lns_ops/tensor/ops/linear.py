@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from lns_ops import _compat
 from lns_ops import functional as lns
 from lns_ops._compat import DisableTorchFunction
 from lns_ops.functional.accumulation import get_matmul_accumulation
@@ -77,6 +78,32 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return _Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
     with DisableTorchFunction():
         return F.linear(input, weight, bias)
+
+
+@replaces(F.grouped_mm, _compat.grouped_mm)
+def grouped_mm(
+    mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = None, bias: Any = None,
+    out_dtype: Any = None,
+) -> Tensor:  # fmt: skip
+    """Return the products of groups of rows, each group by its own matrix (mixtures of experts).
+
+    Shapes: ``mat_a`` ``[N, K]``, ``mat_b`` ``[G, K, M]``, ``offs`` ``[G]``: the end of each group's
+    rows; rows behind the last group are 0. Batches ``[G, N, K]`` need no ``offs``.
+
+    Raises:
+        NotImplementedError: groups of columns, or a bias.
+    """
+    if bias is not None or mat_b.dim() != 3:
+        raise NotImplementedError(
+            "grouped_mm of LNSTensors takes groups of rows without a bias: add the bias afterwards"
+        )
+    if offs is None:
+        return mat_a @ mat_b
+    ends = offs.tolist()
+    starts = [0, *ends[:-1]]
+    groups = [mat_a[s:e] @ w for s, e, w in zip(starts, ends, mat_b.unbind(), strict=True) if e > s]
+    rest = mat_a.new_zeros(mat_a.shape[0] - ends[-1], mat_b.shape[-1])
+    return torch.cat([*groups, rest])
 
 
 def _plain(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

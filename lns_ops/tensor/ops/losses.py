@@ -21,6 +21,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from lns_ops._compat import tree_map
 from lns_ops.tensor.lns_tensor import LNSTensor
+from lns_ops.tensor.promotion import takes_floats
 from lns_ops.tensor.registry import replaces
 
 LOSSES = (
@@ -73,5 +74,6 @@ def _in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
     return loss
 
 
+takes_floats(*LOSSES)
 for _loss in LOSSES:
     replaces(_loss)(_in_float32(_loss))

@@ -99,12 +99,7 @@ def interpolate(
 ) -> Tensor:  # fmt: skip
     """Interpolate as torch does, by gathers (nearest) or products (linear, area).
 
-    Modes: ``nearest``, ``nearest-exact``, ``linear``, ``bilinear``, ``trilinear`` and ``area``.
-
-    They are torch's; ``bilinear`` lies between ``linear`` and ``trilinear``.
-
-    Raises:
-        NotImplementedError: another mode, or antialiasing.
+    ``bicubic`` and antialiasing are decoded, computed in float32 and encoded once.
     """
     sizes = _sizes(input, size, scale_factor)
     if mode == "area" and not antialias:
@@ -115,11 +110,12 @@ def interpolate(
         )
         each = [factors] * len(sizes) if isinstance(factors, (int, float)) else list(factors)
         return _linear(input, sizes, align_corners, each)
-    if mode not in ("nearest", "nearest-exact"):
-        raise NotImplementedError(
-            f"interpolate with mode={mode!r}, antialias={antialias} has no LNS form: use 'nearest'"
-            " or 'bilinear'"
-        )
+    if mode not in ("nearest", "nearest-exact") or antialias:
+        decoded = F.interpolate(
+            input.to_float(), size, scale_factor, mode, align_corners, recompute_scale_factor,
+            antialias,
+        )  # fmt: skip
+        return LNSTensor.from_float(decoded, input.fmt)
     result: Tensor = input
     factors = None if size is not None or recompute_scale_factor else scale_factor
     for d, wanted in enumerate(sizes, start=2):

@@ -64,8 +64,11 @@ def _relu_step(
     return (torch.relu(from_input + from_state),)
 
 
-def _encoded(x: Tensor, like: LNSTensor) -> Tensor:
-    return x if isinstance(x, LNSTensor) else LNSTensor.from_float(x, like.fmt)
+def _encoded(x: Tensor, like: Tensor) -> Tensor:
+    """Return ``x`` in the format of ``like``; as it is where that is float32 (scope ``matmul``)."""
+    if isinstance(x, LNSTensor) or not isinstance(like, LNSTensor):
+        return x
+    return LNSTensor.from_float(x, like.fmt)
 
 
 def _direction(
@@ -163,7 +166,7 @@ def _network(function: Any, step: _Step, states: int) -> None:
         # the batch sizes of a packed sequence
         packed = isinstance(args[0], Tensor) and not args[0].dtype.is_floating_point
         hx, params, *options = args[packed:]
-        like = next(p for p in params if isinstance(p, LNSTensor))
+        like = next((p for p in params if isinstance(p, LNSTensor)), params[0])
         x, first = (
             _encoded(x, like),
             tuple(_encoded(s, like) for s in (hx if states == 2 else (hx,))),
@@ -178,9 +181,7 @@ def _network(function: Any, step: _Step, states: int) -> None:
 
 def _cell(function: Any, step: _Step, states: int) -> None:
     @replaces(function)
-    def cell(
-        x: Tensor, hx: Any, w_x: LNSTensor, w_h: LNSTensor, b_x: Any = None, b_h: Any = None
-    ) -> Any:
+    def cell(x: Tensor, hx: Any, w_x: Tensor, w_h: Tensor, b_x: Any = None, b_h: Any = None) -> Any:
         state = tuple(_encoded(s, w_x) for s in (hx if states == 2 else (hx,)))
         new = step(F.linear(_encoded(x, w_x), w_x, b_x), F.linear(state[0], w_h, b_h), state)
         return new if states == 2 else new[0]
@@ -203,7 +204,7 @@ def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None
     The sum over i is a product, then that over j.
     """
     outputs, first, second = weight.shape
-    rows = input1.reshape(-1, first) @ weight.permute(1, 0, 2).reshape(first, -1)
+    rows = F.linear(input1.reshape(-1, first), weight.transpose(1, 2).reshape(-1, first))
     y = (
         (rows.reshape(-1, outputs, second) * input2.reshape(-1, 1, second))
         .sum(-1)

@@ -26,7 +26,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lns_ops import functional as lns
-from lns_ops._compat import DisableTorchFunction
+from lns_ops._compat import DisableTorchFunction, weight_norm
 from lns_ops.functional import reductions
 from lns_ops.functional.accumulation import get_matmul_accumulation
 from lns_ops.functional.indexed import lookup
@@ -290,6 +290,34 @@ def vector_norm(
     dims = dimensions(x, dim)
     result: Tensor = _Norm.apply(x, float(ord), dims)  # type: ignore[no-untyped-call]
     return result if keepdim or not dims else result.squeeze(dims)
+
+
+@handles(
+    aten.norm.Scalar, aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dtype,
+    aten.norm.ScalarOpt_dim_dtype,
+)  # fmt: skip
+def _old_norm(
+    func: Any, x: LNSTensor, p: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any
+) -> LNSTensor:
+    return _norm(func, x, 2 if p is None else p, dim, keepdim)
+
+
+@replaces(weight_norm)
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """Return ``g v / |v|``, the norm taken over all dimensions but ``dim`` (all of them for -1).
+
+    Source: T. Salimans, D. Kingma 2016 (arXiv:1602.07868).
+    """
+    product: Tensor = v * (g / norm_except_dim(v, 2, dim))  # type: ignore[arg-type]
+    return product
+
+
+@replaces(torch.norm_except_dim)
+def norm_except_dim(v: LNSTensor, pow: int = 2, dim: int = 0) -> Any:
+    """Return the norm over all dimensions but ``dim``, which stay as ones (all of them for -1)."""
+    if dim == -1:
+        return vector_norm(v, pow)
+    return vector_norm(v, pow, [d for d in range(v.dim()) if d != dim % v.dim()], True)
 
 
 @replaces(torch.norm, torch.Tensor.norm)

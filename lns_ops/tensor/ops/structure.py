@@ -18,9 +18,15 @@ from torch import Tensor
 
 from lns_ops import functional as lns
 from lns_ops._compat import DisableTorchFunction, no_dispatch
-from lns_ops.tensor.lns_tensor import LNSTensor, operands
+from lns_ops.tensor.lns_tensor import LNSTensor, in_float32, operands
 from lns_ops.tensor.ops.ordering import finite
-from lns_ops.tensor.registry import aten, handles, replaces_untraced
+from lns_ops.tensor.promotion import takes_floats
+from lns_ops.tensor.registry import aten, handles, replaces, replaces_untraced
+
+takes_floats(
+    torch.Tensor.data.__set__, torch.Tensor.grad.__set__,  # type: ignore[attr-defined, union-attr]
+    aten.copy_.default, aten.set_.source_Tensor, aten.equal.default,
+)  # fmt: skip
 
 
 @handles(
@@ -82,14 +88,44 @@ def _padded(func: Any, x: LNSTensor, padding: list[int], value: Any = 0) -> LNST
 
 
 @handles(aten._to_copy.default)
-def _to_copy(
-    func: Any, x: LNSTensor, *, dtype: torch.dtype | None = None, **kwargs: Any
-) -> LNSTensor:
+def _to_copy(func: Any, x: LNSTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+    """Return a copy; the values, in a dtype that is not float32."""
     if dtype not in (None, torch.float32):
-        raise ValueError(
-            f"LNSTensor to {dtype}: its dtype is its format ({x.fmt}); use x.to_float().to({dtype})"
-        )
+        return lns.decode(x.codes, x.fmt).to(dtype=dtype, **kwargs)
     return LNSTensor(func(x.codes, **kwargs), x.fmt)
+
+
+_DTYPES = {
+    torch.Tensor.half: torch.float16, torch.Tensor.bfloat16: torch.bfloat16,
+    torch.Tensor.double: torch.float64, torch.Tensor.int: torch.int32,
+    torch.Tensor.long: torch.int64, torch.Tensor.short: torch.int16, torch.Tensor.char: torch.int8,
+    torch.Tensor.byte: torch.uint8, torch.Tensor.bool: torch.bool,
+}  # fmt: skip
+
+
+@replaces(torch.Tensor.to, torch.Tensor.type, torch.Tensor.type_as)
+def to(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Convert as ``Tensor.to``; another dtype than float32 takes the values out of LNS."""
+    wanted = [
+        a.dtype if isinstance(a, Tensor) else a
+        for a in (*args, *kwargs.values())
+        if isinstance(a, (Tensor, torch.dtype))
+    ]
+    if wanted and wanted[0] != torch.float32 and isinstance(self, LNSTensor):
+        return in_float32(self).to(*args, **kwargs)
+    with DisableTorchFunction():
+        return torch.Tensor.to(self, *args, **kwargs)
+
+
+def _takes_out(dtype: torch.dtype) -> Any:
+    def convert(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return in_float32(self).to(dtype, *args, **kwargs)
+
+    return convert
+
+
+for _method, _dtype in _DTYPES.items():
+    replaces(_method)(_takes_out(_dtype))
 
 
 @handles(
@@ -191,6 +227,12 @@ def _dropout_backward(func: Any, grad: LNSTensor, mask: Tensor, scale: float) ->
 @handles(aten._local_scalar_dense.default)
 def _item(func: Any, x: LNSTensor) -> float:
     return lns.decode(x.codes, x.fmt).item()
+
+
+@handles(aten._nested_tensor_from_mask_left_aligned.default)
+def _left_aligned(func: Any, x: Tensor, mask: Tensor) -> bool:
+    """Return False: there are no nested LNSTensors, so torch keeps to the padded ones."""
+    return False
 
 
 @handles(aten.is_same_size.default)

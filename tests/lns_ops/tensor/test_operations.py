@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lns_ops import LNSFormat, LNSTensor, NonFiniteError, allow_float_fallback, decode
+from lns_ops import LNSFormat, LNSTensor, NonFiniteError, allow_float_fallback, decode, encode
 from tests.lns_ops import operations
 from tests.lns_ops.lns_formats import half_ulp
 
@@ -184,6 +184,46 @@ def test_losses_are_torchs_own(name: str) -> None:
         torch.testing.assert_close(got, exact, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("name", operations.DECODED)
+def test_decoded(name: str) -> None:
+    """The float32 result, encoded once, bit for bit."""
+    for got, exact, _, _ in pairs(name, torch.float32):
+        assert got.shape == exact.shape
+        if isinstance(got, LNSTensor):
+            assert torch.equal(got.codes, encode(exact.float(), FMT))
+        else:
+            assert exact.dtype != torch.float32
+            assert torch.equal(got, exact)
+
+
+DECODED_GRADIENTS = [
+    "sin", "cos", "tan", "atan", "erf", "sinc", "hypot", "atan2", "logaddexp", "remainder", "round",
+    "prod", "cumprod", "cummax", "median", "cdist", "trace", "cross", "linalg.inv", "linalg.det",
+    "linalg.solve", "matrix_exp", "nn.functional.pairwise_distance",
+    "nn.functional.grid_sample", "nn.functional.interpolate.bicubic", "nn.functional.max_unpool2d",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DECODED_GRADIENTS)
+def test_gradients_of_what_is_decoded_are_rounded_once(name: str) -> None:
+    seen = 0
+    for op, arguments in islice(samples(name), 4):
+        try:
+            weight, gradients = differentiated(op, arguments, None)
+        except (ValueError, StopIteration):
+            continue
+        exact_weight = decoded(LNSTensor.from_float(weight, FMT), torch.float32)
+        values = tree_map(lambda leaf: decoded(leaf, torch.float32), arguments)
+        _, truth = differentiated(op, values, exact_weight)
+        for got, exact in zip(gradients, truth, strict=True):
+            if got is None or exact is None:
+                assert got is exact
+            else:
+                assert torch.equal(got.codes, encode(exact, FMT))
+                seen += 1
+    assert seen
+
+
 DIFFERENTIABLE = [
     "add", "sub", "mul", "div.no_rounding_mode", "reciprocal", "square", "sqrt", "rsqrt", "exp",
     "exp2", "expm1", "log", "log1p", "sigmoid", "tanh", "nn.functional.silu", "nn.functional.gelu",
@@ -262,27 +302,25 @@ def test_the_document_is_the_table() -> None:
 def test_fallback_counts_what_it_converts() -> None:
     x = LNSTensor.from_float(torch.randn(4), FMT).requires_grad_()
     with pytest.raises(
-        NotImplementedError, match=r"aten.erf.default has no LNS kernel.*allow_float_fallback"
+        NotImplementedError, match=r"aten.i0.default has no LNS kernel.*allow_float_fallback"
     ):
-        torch.erf(x)
+        torch.i0(x)
     with allow_float_fallback() as outer, allow_float_fallback() as converted:
-        torch.erf(x).sum().backward()
-        (x * 2).detach().erf_()
-    assert converted.counts == outer.counts == {"aten.erf.default": 1, "aten.erf_.default": 1}
-    assert "1  aten.erf.default" in str(converted)
-    exact = decoded(x.detach()).requires_grad_()
-    torch.erf(exact).sum().backward()
-    assert (
-        (decoded(x.grad) - exact.grad).abs() <= 8 * half_ulp(FMT) * exact.grad.abs() + FMT.smallest
-    ).all()
+        torch.i0(x).sum()
+        (x * 2).detach().i0_()
+    assert converted.counts == outer.counts == {"aten.i0.default": 1, "aten.i0_.default": 1}
+    assert "1  aten.i0.default" in str(converted)
+    exact = decoded(x.detach())
+    error = (decoded(x.detach().exp()) - exact.exp()).abs()
+    assert (error <= half_ulp(FMT) * exact.exp()).all()
     with pytest.raises(NotImplementedError):
-        torch.erf(x)
+        torch.i0(x)
 
 
-def test_fallback_refuses_views_and_arguments_to_write_to() -> None:
+def test_fallback_refuses_views() -> None:
     x = LNSTensor.from_float(torch.randn(4), FMT)
-    with allow_float_fallback(), pytest.raises(NotImplementedError, match="writes to out="):
-        torch.erf(x, out=torch.zeros_like(x))
+    with allow_float_fallback(), pytest.raises(NotImplementedError, match="returns a view"):
+        torch.ops.aten.view_as_real(x)
 
 
 def test_composite_operations_under_inference_mode() -> None:
@@ -307,7 +345,3 @@ def test_writing_in_place_keeps_format_and_shape() -> None:
         x += other
     with pytest.raises(ValueError, match="writing in place keeps the shape"):
         x += LNSTensor.from_float(torch.ones(2, 3), FMT)
-    with pytest.raises(
-        ValueError, match=r"mul_ on a torch.float32 tensor with a result in lns\(16,10\)"
-    ):
-        torch.tensor(1.0).mul_(x[0])

@@ -1,0 +1,45 @@
+"""Functions without an arithmetic of their own in LNS: decoded, computed in float32, encoded once.
+
+A sine, a matrix inverse, a sampling grid or a random draw has nothing to gain from logarithms. Such
+a function takes the values of its LNS arguments, is torch's own in float32, and its floating-point
+results are encoded, each rounded once; the gradient crosses the same border backwards, so it is
+torch's float32 gradient, rounded once. What only compares or selects (``unique``, ``cummax``) is
+exact so. Results that are complex, boolean or integer stay what they are: a Fourier transform goes
+on in complex float32 until real values meet LNS again.
+
+A result that is infinite or NaN raises, as in the rest of LNS.
+"""
+
+from __future__ import annotations
+
+_TEXT = """
+sin cos tan asin acos atan arcsin arccos arctan sinh cosh asinh acosh atanh arcsinh arccosh arctanh
+atan2 arctan2 sinc erf erfc erfinv lgamma digamma polygamma mvlgamma logit deg2rad rad2deg hypot
+heaviside copysign ldexp xlogy logaddexp logaddexp2 logcumsumexp floor ceil round trunc fix frac
+remainder __mod__ __rmod__ fmod floor_divide div.Tensor_mode div.Scalar_mode __floordiv__
+__rfloordiv__ prod cumprod cummax cummin _cummax_helper _cummin_helper median nanmedian mode
+quantile nanquantile nansum nanmean unique unique_consecutive _unique _unique2 unique_dim histc
+bincount bucketize searchsorted isin isclose allclose cov corrcoef cdist _cdist_forward pdist
+_pdist_forward pairwise_distance cross embedding_renorm renorm trace inverse pinverse det logdet
+slogdet cholesky cholesky_solve cholesky_inverse qr svd lu lu_solve geqrf orgqr ormqr
+triangular_solve matrix_exp matrix_power lstsq eig grid_sample grid_sampler grid_sampler_2d
+grid_sampler_3d affine_grid affine_grid_generator upsample_bicubic2d _upsample_bicubic2d_aa
+_upsample_bilinear2d_aa upsample_bilinear2d upsample_trilinear3d upsample_linear1d max_unpool1d
+max_unpool2d max_unpool3d rrelu fractional_max_pool2d fractional_max_pool3d
+fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices index_reduce rand_like
+randn_like randint_like bernoulli multinomial poisson normal exponential_ geometric_ log_normal_
+cauchy_ random_ _standard_gamma _sample_dirichlet _dirichlet_grad _standard_gamma_grad binomial
+complex polar view_as_complex stft istft angle conj_physical numpy tolist __array__ __format__
+"""
+NAMES = frozenset(_TEXT.split())
+"""Names of torch functions, Tensor methods and aten operators."""
+_FAMILIES = ("linalg_", "_linalg_", "fft_", "_fft_", "special_")
+
+
+def is_decoded(name: str) -> bool:
+    """Return whether a function of this name is computed in float32."""
+    return (
+        name in NAMES
+        or name.startswith(_FAMILIES)
+        or (name.endswith("_backward") and name.removesuffix("_backward") in NAMES)
+    )

@@ -1,0 +1,90 @@
+"""What happens where an LNSTensor meets a float tensor: masks, noise, buffers, targets.
+
+One rule, like torch's type promotion, where LNS stands above every float dtype:
+
+- Out of place, float tensors are encoded in the format of the LNSTensor they meet (two formats
+  raise, as nothing says which to take). An infinity becomes the largest magnitude of its sign, so a
+  mask of ``-inf``, or of the dtype's most negative finite value, still masks: behind a softmax its
+  weight is exactly 0. A NaN raises. A float tensor that requires a gradient gets a float32 one.
+- In place, and with ``out=``, the destination stays what it is: a float tensor takes the decoded
+  values.
+- ``x.to(dtype)`` of another dtype (``half``, ``long``, ...) and what only float32 has (complex
+  numbers, numpy arrays) take the values out; they come back where they meet LNS again.
+
+What is encoded is counted by the name of the operation (:data:`encoded_by`), and
+:func:`lns_ops.summary` says it: nothing happens silently.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lns_ops import functional as lns
+from lns_ops._compat import tree_map
+from lns_ops.spec.format import LNSFormat
+
+encoded_by: Counter[str] = Counter()
+"""How many float tensors met LNS in this process and were encoded, by operation."""
+KEPT: set[Any] = set()
+"""The torch functions that take float tensors beside LNS ones as they are."""
+
+
+def takes_floats(*functions: Any) -> None:
+    """Leave the float arguments of torch ``functions`` alone."""
+    KEPT.update(functions)
+
+
+def encoded(x: Tensor, fmt: LNSFormat) -> Tensor:
+    """Return the codes of a real tensor, an infinity as the largest magnitude of its sign.
+
+    Raises:
+        NonFiniteError: a NaN (a ValueError).
+    """
+    wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    return lns.encode(wide.clamp(-fmt.largest, fmt.largest), fmt)
+
+
+def any_leaf(holds: Callable[[Any], bool], args: Any) -> bool:
+    """Return whether a leaf of arguments, or of sequences among them, has a property."""
+    for a in args:
+        if isinstance(a, (list, tuple)):
+            if any(map(holds, a)):
+                return True
+        elif holds(a):
+            return True
+    return False
+
+
+def writes(name: str) -> bool:
+    """Return whether a torch function of this name writes to its first argument."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in _NO_WRITERS)
+    return name.endswith("_")
+
+
+_NO_WRITERS = {"__init__", "__index__", "__int__", "__invert__", "__init_subclass__", "__iter__"}
+
+
+def count(name: str, number: int = 1) -> None:
+    """Count float tensors that the operation ``name`` met."""
+    if not torch.compiler.is_compiling():
+        encoded_by[name.strip("_")] += number
+
+
+def lines() -> list[str]:
+    """Return what :func:`lns_ops.summary` says of the tensors encoded so far."""
+    if not encoded_by:
+        return []
+    counts = ", ".join(f"{name} {count:,}" for name, count in encoded_by.most_common())
+    return [f"float tensors encoded where they met LNS, in this process: {counts}"]
+
+
+def mapped(change: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Apply a function to all leaves of arguments."""
+    both: tuple[Any, Any] = tree_map(change, (args, kwargs))
+    return both

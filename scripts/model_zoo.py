@@ -1,0 +1,308 @@
+"""Train networks that nobody here wrote, in LNS, and write docs/models.md.
+
+Each network of ``scripts/zoo`` is built small and without weights, trained for two steps in float32
+(what fails there is no network of ours to judge), and then, in each scope of ``lns_ops.convert_``
+in lns16, for :data:`STEPS` steps of ``lns_ops.optim.Adam``. It *trains* if every loss is finite and
+the loss fell, or every trainable parameter that float32 moves has moved. What trains is then saved,
+loaded, copied and evaluated under ``torch.inference_mode``, each with the same bits.
+
+    python scripts/model_zoo.py                    # all, and docs/models.md
+    python scripts/model_zoo.py hf-Bert siren      # those whose names begin so, printed only
+    python scripts/model_zoo.py hf-Bert --results rows.json    # and their rows of a page replaced
+
+Libraries that are missing are left out with a note: ``pip install transformers timm torchvision``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import datetime
+import importlib
+import io
+import json
+import math
+import multiprocessing as mp
+import os
+import platform
+import re
+import sys
+import textwrap
+import time
+import traceback
+import warnings
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from zoo import handwritten, huggingface, vision
+from zoo.network import Network, floats, loss_of
+
+import lns_ops
+
+STEPS, SCOPES = 11, ("everywhere", "matmul")
+LIBRARIES = ("transformers", "timm", "torchvision")
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+NETWORKS = [*handwritten.NETWORKS, *huggingface.NETWORKS, *vision.NETWORKS]
+
+
+def train(model: nn.Module, optimizer: Any, args: Any, kwargs: Any, steps: int) -> list[float]:
+    """Return the losses of some steps."""
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model(*args, **kwargs))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def _values(module: nn.Module) -> list[torch.Tensor]:
+    return [lns_ops.tensor.in_float32(p.detach()).clone() for p in module.parameters()]
+
+
+def results(model: nn.Module, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Return what the network says in evaluation, under inference mode."""
+    model.eval()
+    torch.manual_seed(2)
+    with torch.inference_mode():
+        output = model(*args, **kwargs)
+    return [lns_ops.tensor.in_float32(x) for x in floats(output)]
+
+
+def check_copies(model: nn.Module, fresh: nn.Module, args: Any, kwargs: Any) -> None:
+    """Save, load and copy a network, and compare what each says.
+
+    Raises:
+        AssertionError: results differ.
+    """
+    expected = results(model, args, kwargs)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    fresh.load_state_dict(torch.load(file, weights_only=True))
+    for name, other in (("loaded", fresh), ("copied", copy.deepcopy(model))):
+        found = results(other, args, kwargs)
+        if not all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)):
+            raise AssertionError(f"{name} network gives other results")
+
+
+def attempt(network: Network, scope: str, copied: bool) -> dict[str, str]:
+    """Return what became of a network in a scope: ``trains``, ``copies`` and ``note``."""
+    torch.manual_seed(0)
+    model, args, kwargs = network.make()
+    model.train()
+    lns_ops.convert_(model, "lns16", scope=scope)
+    fresh = lns_ops.convert_(network.make()[0], "lns16", scope=scope)
+    before = _values(model)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = lns_ops.optim.Adam(trainable, lr=1e-3, kahan_sum=True)
+    torch.manual_seed(1)
+    losses = train(model, optimizer, args, kwargs, STEPS)
+    if not all(math.isfinite(loss) for loss in losses):
+        return {"trains": "no", "copies": "-", "note": f"loss {losses[-1]}"}
+    moved = sum(not torch.equal(a, b) for a, b in zip(before, _values(model), strict=True))
+    fell = losses[-1] < losses[0]
+    if not fell and moved < len(trainable) / 2:
+        return {"trains": "no", "copies": "-", "note": f"{moved} of {len(trainable)} moved"}
+    if not copied:
+        return {"trains": "yes", "copies": "-", "note": "float32 cannot be copied or evaluated so"}
+    try:
+        check_copies(model, fresh, args, kwargs)
+    except Exception as error:
+        if os.environ.get("ZOO_TRACE"):
+            traceback.print_exc()
+        return {"trains": "yes", "copies": "no", "note": _short(error)}
+    note = "" if scope == "everywhere" else _float_layers(model)
+    return {"trains": "yes", "copies": "yes", "note": note}
+
+
+def _can_be_copied(model: nn.Module, fresh: nn.Module, args: Any, kwargs: Any) -> bool:
+    try:
+        check_copies(model, fresh, args, kwargs)
+    except Exception:
+        return False
+    return True
+
+
+def _float_layers(model: nn.Module) -> str:
+    notes = [line for line in lns_ops.summary(model).splitlines() if "stays float32" in line]
+    return notes[0].strip() if notes else ""
+
+
+def _short(error: BaseException) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text[:150].replace("|", "/")
+
+
+def judge(network: Network, pipe: Any) -> None:
+    """Send what became of a network, in a process of its own."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    trace = bool(os.environ.get("ZOO_TRACE"))
+    try:
+        torch.manual_seed(0)
+        model, args, kwargs = network.make()
+        model.train()
+        train(model, torch.optim.Adam(model.parameters(), lr=1e-3), args, kwargs, 2)
+        copied = _can_be_copied(model, network.make()[0], args, kwargs)
+    except Exception as error:
+        if trace:
+            traceback.print_exc()
+        pipe.send({"float32": _short(error)})
+        return
+    for scope in SCOPES:
+        start = time.monotonic()
+        try:
+            found = attempt(network, scope, copied)
+        except Exception as error:
+            if trace:
+                traceback.print_exc()
+            found = {"trains": "no", "copies": "-", "note": _short(error)}
+        pipe.send({scope: found | {"seconds": time.monotonic() - start}})
+
+
+def run(network: Network, limit: float) -> dict[str, Any]:
+    """Judge a network within a time limit, in seconds."""
+    receiver, sender = mp.Pipe(duplex=False)
+    process = mp.get_context("fork").Process(target=judge, args=(network, sender))
+    process.start()
+    sender.close()
+    found: dict[str, Any] = {}
+    end = time.monotonic() + limit
+    try:
+        while not _complete(found) and receiver.poll(max(0.0, end - time.monotonic())):
+            found |= receiver.recv()
+    except EOFError:
+        pass
+    if process.is_alive() and not _complete(found):
+        process.kill()
+        missing = {"trains": "no", "copies": "-", "note": f"not done in {limit:.0f} s"}
+        found = {"float32": "not done"} if not found else {s: found.get(s, missing) for s in SCOPES}
+    process.join()
+    if not found:
+        found = {"float32": f"process ended with {process.exitcode}"}
+    return found
+
+
+def _complete(found: dict[str, Any]) -> bool:
+    return "float32" in found or len(found) == len(SCOPES)
+
+
+def _version(package: str) -> str:
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return f"{package} not installed"
+
+
+def page(rows: dict[str, dict[str, Any]], libraries: dict[str, str]) -> str:
+    """Return docs/models.md."""
+    judged = {n: r for n, r in rows.items() if "float32" not in r}
+    share = {s: sum(r[s]["trains"] == "yes" for r in judged.values()) for s in SCOPES}
+    copies = [r[s]["copies"] for r in judged.values() for s in SCOPES if r[s]["copies"] != "-"]
+    versions = ", ".join(map(_version, ("torch", *LIBRARIES)))
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    paragraphs = (
+        f"{today}, `python scripts/model_zoo.py`; {versions}; Python {platform.python_version()}."
+        " Networks of other people, small and without their weights, converted to lns16 and trained"
+        f" for {STEPS} steps of `lns_ops.optim.Adam`. *Trains*: every loss is finite, and it fell"
+        " or the parameters moved. *Copies*: a network saved and loaded, and a deep copy, give"
+        " the same bits under `torch.inference_mode`.",
+        f"The script has {len(NETWORKS)} networks, of which {len(rows)} were run; of the"
+        f" {len(judged)} that train in float32, {share['everywhere']} train in scope `everywhere`,"
+        f" {share['matmul']} in `matmul`. Of the {len(copies)} trained ones that float32 lets copy"
+        f" and evaluate so, {copies.count('yes')} are.",
+    )
+    lines = ["# Networks that convert"]
+    for paragraph in paragraphs:
+        lines += [*textwrap.wrap(paragraph, 99), ""]
+    lines += [
+        "| network | library | everywhere | matmul | save, copy, inference | note |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, row in judged.items():
+        note = "; ".join(f"{s}: {row[s]['note']}" for s in SCOPES if row[s]["note"])
+        cells = [row[s]["trains"] for s in SCOPES]
+        both = " / ".join(row[s]["copies"] for s in SCOPES)
+        lines.append(f"| {name} | {libraries[name]} | {' | '.join(cells)} | {both} | {note} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="beginnings of names; all networks without any")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds a network")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--results", type=Path, help="JSON rows to begin with and to write")
+    parser.add_argument("--failures", action="store_true", help="print failures only")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    missing = [library for library in LIBRARIES if not _imported(library)]
+    chosen = [
+        n for n in NETWORKS
+        if n.library not in missing
+        and (not options.names or any(n.name.startswith(p) for p in options.names))
+    ]  # fmt: skip
+    rows: dict[str, dict[str, Any]] = {}
+    if options.results and options.results.exists():
+        rows = json.loads(options.results.read_text())
+    with ThreadPoolExecutor(options.processes) as pool:
+        for network, found in zip(
+            chosen, pool.map(lambda n: run(n, options.limit), chosen), strict=True
+        ):
+            rows[network.name] = found
+            if options.results:
+                options.results.write_text(json.dumps(rows, indent=1))
+            _print(network.name, found, options.failures)
+    _count(rows)
+    if options.results or not options.names:
+        ordered = {n.name: rows[n.name] for n in NETWORKS if n.name in rows}
+        PAGE.write_text(page(ordered, {n.name: n.library for n in NETWORKS}))
+
+
+def _imported(library: str) -> bool:
+    """Import a library, before processes are forked that would do so each."""
+    try:
+        importlib.import_module(library)
+    except Exception as error:
+        print(f"{library} is left out: {_short(error)}")
+        return False
+    return True
+
+
+def _print(name: str, found: dict[str, Any], failures: bool) -> None:
+    if "float32" in found:
+        print(f"{name:45s} float32 fails: {found['float32']}", flush=True)
+        return
+    for scope in SCOPES:
+        row = found[scope]
+        if failures and row["trains"] == "yes" and row["copies"] != "no":
+            continue
+        line = f"{name:45s} {scope:10s} {row['trains']:3s} {row['copies']:3s}"
+        print(f"{line} {row.get('seconds', 0):5.1f} s {row['note']}", flush=True)
+
+
+def _count(rows: dict[str, dict[str, Any]]) -> None:
+    judged = [r for r in rows.values() if "float32" not in r]
+    for scope in SCOPES:
+        trains = sum(r[scope]["trains"] == "yes" for r in judged)
+        copies = sum(r[scope]["copies"] == "yes" for r in judged)
+        able = sum(r[scope]["copies"] != "-" for r in judged)
+        print(f"{scope}: {trains} of {len(judged)} train, {copies} of {able} copied")
+        notes = Counter(
+            re.sub(r"\d+", "N", r[scope]["note"])[:90]
+            for r in judged
+            if r[scope]["trains"] == "no" or r[scope]["copies"] == "no"
+        )
+        for note, count in notes.most_common(60):
+            print(f"  {count:3d}  {note}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Networks of other people, small, built by name: what ``scripts/model_zoo.py`` converts."""

@@ -1,0 +1,208 @@
+"""Scope ``matmul`` takes subclasses of layers, recurrent layers, attention and transposed
+convolutions, and leaves what has no form in float32 with a note."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from lns_ops import convert_, decode, encode, lns8, lns12, lns16, revert_, summary
+from lns_ops import functional as lns
+from lns_ops.functional import convolution as conv
+from lns_ops.nn import LNSMatmulLinear
+from lns_ops.tensor import in_float32
+
+
+class Doubled(nn.Linear):
+    """A subclass with a forward of its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Twice the linear function."""
+        return 2 * super().forward(input)
+
+
+class SameConv2d(nn.Conv2d):
+    """A convolution that pads by itself, as TensorFlow does."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The convolution of the padded input."""
+        return F.conv2d(F.pad(input, (0, 1, 0, 1)), self.weight, self.bias, self.stride)
+
+
+def product(x: Tensor, w: Tensor) -> Tensor:
+    """``x w^T`` in lns12, by the operators on codes."""
+    return decode(lns.matmul(encode(x, lns12), encode(w, lns12).t(), lns12), lns12)
+
+
+def test_a_subclass_keeps_its_forward_and_multiplies_in_lns() -> None:
+    layer = convert_(Doubled(5, 3), lns12)
+    x = torch.randn(4, 5, requires_grad=True)
+    y = layer(x)
+    weight = layer.weight.detach()
+    assert torch.equal(y, 2 * (product(x.detach(), weight) + layer.bias))
+    y.backward(grad := torch.randn(4, 3))
+    assert x.grad is not None
+    assert torch.equal(x.grad, product(2 * grad, weight.t()))
+    assert torch.equal(layer.weight.grad, product(2 * grad.t(), x.detach().t()))
+    assert isinstance(layer, Doubled)
+    assert type(revert_(layer)) is Doubled
+
+
+def test_a_convolution_that_pads_by_itself() -> None:
+    layer = convert_(SameConv2d(2, 3, 2), lns12)
+    x = torch.randn(2, 2, 5, 5)
+    padded = encode(F.pad(x, (0, 1, 0, 1)), lns12)
+    geometry = conv.Geometry.of(2, (1,), (0,), (1,), 1)
+    codes = conv.convolution(padded, encode(layer.weight.detach(), lns12), geometry, lns12)
+    assert torch.equal(layer(x), decode(codes, lns12) + layer.bias[:, None, None])
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]]] = {
+    "lstm": (lambda: nn.LSTM(4, 5, 2, bidirectional=True), lambda: (torch.randn(3, 2, 4),)),
+    "gru": (lambda: nn.GRU(4, 5, batch_first=True), lambda: (torch.randn(2, 3, 4),)),
+    "rnn": (lambda: nn.RNN(4, 5, nonlinearity="relu"), lambda: (torch.randn(3, 2, 4),)),
+    "lstm-cell": (lambda: nn.LSTMCell(4, 5), lambda: (torch.randn(2, 4),)),
+    "gru-cell": (lambda: nn.GRUCell(4, 5), lambda: (torch.randn(2, 4),)),
+    "attention": (
+        lambda: nn.MultiheadAttention(4, 2, batch_first=True),
+        lambda: (torch.randn(2, 3, 4),) * 3,
+    ),
+    "transformer": (
+        lambda: nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True),
+        lambda: (torch.randn(2, 3, 4),),
+    ),
+    "transposed-1d": (
+        lambda: nn.ConvTranspose1d(4, 6, 3, stride=2, output_padding=1, groups=2),
+        lambda: (torch.randn(2, 4, 5),),
+    ),
+    "transposed-2d": (
+        lambda: nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1, dilation=2),
+        lambda: (torch.randn(2, 2, 4, 5),),
+    ),
+    "transposed-3d": (lambda: nn.ConvTranspose3d(1, 2, 2), lambda: (torch.randn(1, 1, 3, 3, 3),)),
+    "bilinear": (lambda: nn.Bilinear(4, 5, 3), lambda: (torch.randn(2, 4), torch.randn(2, 5))),
+    "weight-norm": (
+        lambda: parametrizations.weight_norm(nn.Linear(4, 3)),
+        lambda: (torch.randn(2, 4),),
+    ),
+    "spectral-norm": (
+        lambda: parametrizations.spectral_norm(nn.Conv1d(4, 3, 2, padding="same")).eval(),
+        lambda: (torch.randn(2, 4, 6),),
+    ),
+}
+
+
+def first(output: Any) -> Tensor:
+    return first(output[0]) if isinstance(output, tuple) else output
+
+
+def moved(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor | None]]:
+    """The result, and the gradients of the sum of its squares."""
+    layer.zero_grad()
+    result = first(layer(*inputs))
+    result.square().sum().backward()
+    return result.detach(), [p.grad for p in layer.parameters()]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_multiply_in_lns_near_float32(name: str) -> None:
+    torch.manual_seed(0)
+    make, inputs = (LAYERS[name][0](), LAYERS[name][1]())
+    exact, gradients = moved(make, inputs)
+    layer = convert_(make, lns16)
+    close, own = moved(layer, inputs)
+    assert not torch.equal(close, exact)
+    assert (close - exact).norm() <= 0.05 * exact.norm()
+    for a, b in zip(own, gradients, strict=True):
+        assert a is not None
+        assert b is not None
+        assert (a - b).norm() <= 0.1 * b.norm() + 1e-3
+    coarse = first(convert_(revert_(copy.deepcopy(layer)), lns8)(*inputs))
+    assert (coarse - exact).norm() > (close - exact).norm()
+    assert torch.equal(first(copy.deepcopy(layer)(*inputs)), close)
+    reverted = moved(revert_(layer), inputs)[0]
+    assert torch.equal(reverted, exact)
+
+
+def test_evaluation_multiplies_in_lns_too() -> None:
+    """torch's fused encoder layer, which it takes in evaluation, would compute in float32."""
+    layer = nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True)
+    net = convert_(nn.TransformerEncoder(layer, 1), lns12)
+    x, padding = torch.randn(2, 3, 4), torch.tensor([[False] * 3, [False, False, True]])
+    expected = net(x, src_key_padding_mask=padding)
+    net.eval()
+    with torch.inference_mode():
+        result = net(x, src_key_padding_mask=padding)
+    assert torch.equal(result, expected)
+
+
+def test_a_subclass_is_pickled_by_the_class_of_before() -> None:
+    layer = convert_(Doubled(5, 3), lns12)
+    again = pickle.loads(pickle.dumps(layer))
+    x = torch.randn(2, 5)
+    assert type(again) is type(layer)
+    assert torch.equal(again(x), layer(x))
+
+
+def test_gradients_are_differentiable() -> None:
+    """A penalty of the gradient's norm (I. Gulrajani et al. 2017, arXiv:1704.00028)."""
+    net = nn.Sequential(nn.Conv1d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 1))
+    net.insert(0, nn.ConvTranspose1d(1, 1, 1))
+    penalties = []
+    for model in (net, convert_(copy.deepcopy(net), lns16)):
+        torch.manual_seed(1)
+        x = torch.randn(2, 1, 6, requires_grad=True)
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        slope.square().sum().backward()
+        penalties.append([p.grad for p in model.parameters() if p.grad is not None])
+    for a, b in zip(*penalties, strict=True):
+        assert (a - b).norm() <= 0.1 * b.norm() + 1e-4
+
+
+class Matrix(nn.Linear):
+    """A subclass that multiplies by itself."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The product."""
+        return input @ self.weight.t()
+
+
+def test_what_has_no_form_stays_float32_with_a_note() -> None:
+    model = convert_(nn.Sequential(nn.Linear(4, 4), Matrix(4, 4)), lns12)
+    assert type(model[0]) is LNSMatmulLinear
+    model(torch.randn(2, 4))
+    note = "1 stays float32: its forward calls neither linear functions nor convolutions"
+    assert summary(model).splitlines()[3:] == [note]
+
+
+@pytest.mark.parametrize("scope", ["matmul", "everywhere"])
+def test_layers_without_parameters_so_far_are_refused(scope: str) -> None:
+    model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(ValueError, match=r"LazyLinear without parameters so far: run a batch"):
+        convert_(model, lns12, scope=scope)
+    model(torch.randn(2, 4))
+    convert_(model, lns12, scope=scope)
+
+
+@pytest.mark.parametrize("scope", ["matmul", "everywhere"])
+def test_attention_with_more_keys(scope: str) -> None:
+    """Learned and zero keys, which no mask leaves out."""
+    layer = nn.MultiheadAttention(4, 2, add_bias_kv=True, add_zero_attn=True)
+    q, k = torch.randn(3, 2, 4), torch.randn(5, 2, 4)
+    causal = torch.ones(3, 5, dtype=torch.bool).triu(1)
+    padding = torch.tensor([[False] * 5, [False, False, False, True, True]])
+    exact, weights = layer(q, k, k, attn_mask=causal, key_padding_mask=padding)
+    convert_(layer, lns16, scope=scope)
+    got, own = (in_float32(x) for x in layer(q, k, k, attn_mask=causal, key_padding_mask=padding))
+    assert own.shape == weights.shape == (2, 3, 7)
+    assert (own[..., 5:] > 0).all()
+    assert (own[weights == 0] == 0).all()
+    assert (got - exact).norm() <= 0.03 * exact.norm()

@@ -1,0 +1,145 @@
+"""What networks of other people call: weight normalization, groups of products, lists of tensors,
+initializers, clipping; and networks of the zoo that need one rule each."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from lns_ops import LNSTensor, convert_, lns16
+from tests.lns_ops.lns_formats import half_ulp
+
+SCRIPTS = Path(__file__).parents[3] / "scripts"
+
+
+def random(*shape: int, seed: int = 0) -> LNSTensor:
+    generator = torch.Generator().manual_seed(seed)
+    return LNSTensor.from_float(torch.randn(shape, generator=generator), lns16)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_weight_normalization_is_a_product_a_norm_and_a_quotient(dim: int) -> None:
+    v, g = random(3, 4).requires_grad_(), random(3, 1, seed=1) if dim == 0 else random(1, 4, seed=1)
+    g = (random(1, seed=1)[0] if dim == -1 else g).detach().requires_grad_()
+    w = torch._weight_norm(v, g, dim)  # what torch.nn.utils calls
+    others = [0, 1] if dim == -1 else [1 - dim]
+    a, b = (x.detach().requires_grad_() for x in (v, g))
+    expected = a * (b / torch.linalg.vector_norm(a, dim=others, keepdim=dim != -1))
+    assert torch.equal(w.codes, expected.codes)
+    seed = random(3, 4, seed=2)
+    w.backward(seed)
+    expected.backward(seed)
+    assert torch.equal(v.grad.codes, a.grad.codes)
+    assert torch.equal(g.grad.codes, b.grad.codes)
+    values = v.detach().to_float().double()
+    exact = values * g.detach().to_float().double() / values.norm(dim=others, keepdim=dim != -1)
+    assert ((w.detach().to_float() - exact).abs() <= 3 * half_ulp(lns16) * exact.abs()).all()
+
+
+def test_groups_of_rows_are_products_each() -> None:
+    x, w = random(7, 4).requires_grad_(), random(3, 4, 2, seed=1).requires_grad_()
+    y = F.grouped_mm(x, w, offs=torch.tensor([2, 2, 5], dtype=torch.int32))
+    a, b = x.detach().requires_grad_(), w.detach().requires_grad_()
+    parts = [a[:2] @ b[0], a[2:5] @ b[2]]
+    assert torch.equal(y[:5].codes, torch.cat(parts).codes)
+    assert not y[5:].codes.any()
+    y.backward(seed := random(7, 2, seed=2))
+    torch.cat(parts).backward(seed[:5])
+    assert torch.equal(x.grad.codes, a.grad.codes)
+    assert torch.equal(w.grad.codes, b.grad.codes)
+    assert not w.grad[1].codes.any()
+    batches = F.grouped_mm(random(3, 5, 4), w)
+    assert torch.equal(batches.codes, (random(3, 5, 4) @ w).codes)
+
+
+LISTS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda x, y: torch._foreach_add(x, y, alpha=2.0),
+    "add in place": lambda x, y: torch._foreach_add_(x, 1.5),
+    "lerp in place": lambda x, y: torch._foreach_lerp_(x, y, 0.25),
+    "mul by each": lambda x, y: torch._foreach_mul(x, [2.0, 0.5]),
+    "addcdiv": lambda x, y: torch._foreach_addcdiv(x, y, [v.abs() + 1 for v in y], 0.1),
+    "sqrt of squares": lambda x, y: torch._foreach_sqrt(torch._foreach_mul(x, x)),
+    "clamp in place": lambda x, y: torch._foreach_clamp_max_(x, 0.5),
+    "copy": lambda x, y: torch._foreach_copy_(x, y),
+}
+SINGLY: dict[str, Callable[[Tensor, Tensor, int], Any]] = {
+    "add": lambda x, y, i: torch.add(x, y, alpha=2.0),
+    "add in place": lambda x, y, i: x + 1.5,
+    "lerp in place": lambda x, y, i: torch.lerp(x, y, 0.25),
+    "mul by each": lambda x, y, i: x * (2.0, 0.5)[i],
+    "addcdiv": lambda x, y, i: torch.addcdiv(x, y, y.abs() + 1, value=0.1),
+    "sqrt of squares": lambda x, y, i: (x * x).sqrt(),
+    "clamp in place": lambda x, y, i: x.clamp_max(0.5),
+    "copy": lambda x, y, i: y,
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_operations_on_lists_are_those_on_each(name: str) -> None:
+    x, y = [random(3), random(2, 2)], [random(3, seed=1), random(2, 2, seed=1)]
+    expected = [SINGLY[name](a.clone(), b, i) for i, (a, b) in enumerate(zip(x, y, strict=True))]
+    got = LISTS[name](x, y)
+    for a, b in zip(got if got is not None else x, expected, strict=True):
+        assert torch.equal(a.codes, b.codes)
+
+
+def test_orthogonal_initialization() -> None:
+    weight = nn.Parameter(random(4, 6))
+    nn.init.orthogonal_(weight)
+    values = weight.detach().to_float()
+    assert (values @ values.t() - torch.eye(4)).abs().max() <= 8 * half_ulp(lns16)
+
+
+def test_embeddings_with_a_largest_norm() -> None:
+    layer = convert_(nn.Embedding(5, 4, max_norm=0.5), lns16, "everywhere")
+    rows = layer(torch.tensor([0, 3])).to_float().detach()
+    assert (rows.norm(dim=-1) <= 0.5 * (1 + half_ulp(lns16))).all()
+    assert isinstance(layer.weight, LNSTensor)
+
+
+def test_random_tensors_like_others_are_those_of_float32_encoded() -> None:
+    x = random(3, 4)
+    for draw in (torch.randn_like, torch.rand_like, lambda v: torch.bernoulli(torch.sigmoid(v))):
+        torch.manual_seed(3)
+        got = draw(x)
+        torch.manual_seed(3)
+        expected = draw(x.to_float())
+        assert torch.equal(got.codes, LNSTensor.from_float(expected, lns16).codes)
+    torch.manual_seed(3)
+    drawn = torch.multinomial(x.abs(), 2)
+    torch.manual_seed(3)
+    assert torch.equal(drawn, torch.multinomial(x.abs().to_float(), 2))
+    torch.manual_seed(3)
+    slopes = F.rrelu(x, training=True)
+    torch.manual_seed(3)
+    expected = F.rrelu(x.to_float(), training=True)
+    assert torch.equal(slopes.codes, LNSTensor.from_float(expected, lns16).codes)
+    assert torch.allclose(x, x.to_float())
+    assert not torch.allclose(x, x + 1)
+
+
+QUICK = {"siren", "graph-convolution", "deep-sets", "rotary-llama", "mixture-of-experts-top-k"}
+NAMES = sorted(
+    QUICK | {"spectral-norm", "spatial-transformer", "fourier-operator", "physics-informed"}
+)
+
+
+@pytest.mark.parametrize("scope", ["everywhere", "matmul"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in NAMES]
+)
+def test_networks_of_the_zoo_train(name: str, scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    zoo = importlib.import_module("model_zoo")
+    (network,) = [n for n in zoo.NETWORKS if n.name == name]
+    copied = name != "physics-informed"  # inference mode has no gradients
+    found = zoo.attempt(network, scope, copied)
+    assert found["trains"] == "yes"
+    assert found["copies"] == ("yes" if copied else "-")

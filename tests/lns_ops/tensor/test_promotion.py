@@ -1,0 +1,201 @@
+"""Where LNS tensors meet float tensors: encoded out of place, decoded in place, -inf masks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from lns_ops import LNSTensor, NonFiniteError, convert_, lns12, lns16, optim, summary
+from lns_ops.tensor import promotion
+
+
+def random(*shape: int, seed: int = 0) -> LNSTensor:
+    generator = torch.Generator().manual_seed(seed)
+    return LNSTensor.from_float(torch.randn(shape, generator=generator), lns16)
+
+
+MEETINGS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "add": lambda x, y: x + y,
+    "reversed sub": lambda x, y: y - x,
+    "mul": torch.mul,
+    "div": lambda x, y: x / y,
+    "matmul": lambda x, y: x @ y.t(),
+    "reversed matmul": lambda x, y: y @ x.t(),
+    "linear": lambda x, y: F.linear(x, y),
+    "einsum": lambda x, y: torch.einsum("ij,kj->ik", x, y),
+    "where": lambda x, y: torch.where(x > 0, x, y),
+    "maximum": torch.maximum,
+    "cat": lambda x, y: torch.cat([x, y]),
+    "stack": lambda x, y: torch.stack([y, x]),
+    "stacked numbers": lambda x, y: torch.stack([x[0, 0], y[0, 0]]),
+    "index_add": lambda x, y: y.index_add(0, torch.tensor([0, 0, 1]), x),
+    "lerp": lambda x, y: torch.lerp(x, y, 0.5),
+    "greater": lambda x, y: x > y,
+}
+
+
+@pytest.mark.parametrize("name", MEETINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_float_tensor_is_encoded_in_the_format_it_meets(name: str, dtype: torch.dtype) -> None:
+    x, y = random(3, 4), torch.randn(3, 4).to(dtype)
+    met = MEETINGS[name](x, y)
+    expected = MEETINGS[name](x, LNSTensor.from_float(y, lns16))
+    assert torch.equal(getattr(met, "codes", met), getattr(expected, "codes", expected))
+
+
+@pytest.mark.parametrize("name", [n for n in MEETINGS if n != "greater"])
+def test_gradients_cross_in_both_kinds(name: str) -> None:
+    x, y = random(3, 4).requires_grad_(), torch.randn(3, 4, requires_grad=True)
+    MEETINGS[name](x, y).sum().backward()
+    a, b = x.detach().requires_grad_(), LNSTensor.from_float(y.detach(), lns16).requires_grad_()
+    MEETINGS[name](a, b).sum().backward()
+    assert isinstance(x.grad, LNSTensor)
+    assert type(y.grad) is Tensor
+    assert torch.equal(x.grad.codes, a.grad.codes)  # type: ignore[union-attr]
+    assert torch.equal(y.grad, b.grad.to_float())  # type: ignore[union-attr]
+
+
+def test_formats_do_not_mix_and_nan_raises() -> None:
+    with pytest.raises(ValueError, match="both operands need one format"):
+        random(3) + LNSTensor.from_float(torch.ones(3), lns12)
+    with pytest.raises(NonFiniteError):
+        random(3) + torch.tensor([0.0, math.nan, 1.0])
+
+
+@pytest.mark.parametrize("least", [-math.inf, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("fmt", [lns16, lns12], ids=str)
+def test_masks_that_are_added_mask(least: float, fmt: Any) -> None:
+    scores = LNSTensor.from_float(torch.randn(3, 5), fmt)
+    mask = torch.zeros(3, 5).masked_fill(torch.ones(3, 5, dtype=torch.bool).triu(3), least)
+    weights = torch.softmax(scores + mask, -1)
+    kept = mask == 0
+    assert not weights.codes[~kept].any()
+    for row in range(3):
+        alone = torch.softmax(scores[row, kept[row]], -1)
+        assert torch.equal(weights[row, kept[row]].codes, alone.codes)
+    q, k, v = (LNSTensor.from_float(torch.randn(3, 4), fmt) for _ in range(3))
+    square = torch.zeros(3, 3).masked_fill(torch.ones(3, 3, dtype=torch.bool).triu(1), least)
+    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=square)
+    assert torch.equal(attended.codes, F.scaled_dot_product_attention(q, k, v, square == 0).codes)
+
+
+def test_in_place_the_destination_stays_what_it_is() -> None:
+    x = random(2, 3).requires_grad_()
+    out = torch.zeros(4, 3)
+    out[1:3] = x
+    out.index_add_(0, torch.tensor([0, 3]), x * 2)
+    out += 1
+    assert type(out) is Tensor
+    expected = torch.zeros(4, 3)
+    expected[1:3] = x.to_float().detach()
+    expected[[0, 3]] += (x * 2).to_float().detach()
+    assert torch.equal(out, expected + 1)
+    out.backward(torch.ones(4, 3))
+    assert isinstance(x.grad, LNSTensor)
+    assert torch.equal(x.grad.to_float(), LNSTensor.from_float(torch.full((2, 3), 3.0)).to_float())
+    into = torch.empty(2, 3)
+    torch.add(x.detach(), 1, out=into)
+    assert torch.equal(into, (x.detach() + 1).to_float())
+    encoded = torch.zeros_like(x)
+    assert torch.sin(x.detach(), out=encoded) is encoded
+    assert torch.equal(encoded.codes, x.detach().sin().codes)
+    values, places = torch.empty(2), torch.empty(2, dtype=torch.int64)
+    torch.max(x.detach(), 1, out=(values, places))
+    assert torch.equal(values, x.detach().amax(1).to_float())
+    x = x.detach()
+    x += torch.ones(3)
+    assert isinstance(x, LNSTensor)
+
+
+@pytest.mark.parametrize(
+    ("leave", "dtype"),
+    [
+        (lambda x: x.half(), torch.float16),
+        (lambda x: x.to(torch.bfloat16), torch.bfloat16),
+        (lambda x: x.to("cpu", dtype=torch.float64), torch.float64),
+        (lambda x: x.long(), torch.int64),
+        (lambda x: x.to(torch.zeros(1, dtype=torch.int32)), torch.int32),
+        (lambda x: torch.view_as_complex(x), torch.complex64),
+        (lambda x: torch.fft.fft(x) * x, torch.complex64),
+    ],
+)
+def test_other_dtypes_take_the_values_out(
+    leave: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> None:
+    x = random(4, 2)
+    assert leave(x).dtype == dtype
+    assert torch.equal(leave(x), leave(x.to_float()))
+    assert isinstance(x.float(), LNSTensor)
+    assert isinstance(x.to(random(1)), LNSTensor)
+
+
+def test_numbers_and_lists_and_texts() -> None:
+    x = random(2, 2)
+    values = x.to_float()
+    assert x.tolist() == values.tolist()
+    assert (x.numpy() == values.numpy()).all()
+    assert f"{x[0, 0]:.3f}" == f"{values[0, 0]:.3f}"
+    x.requires_grad_()
+    x.half().sum().backward()
+    assert isinstance(x.grad, LNSTensor)
+
+
+class Rotary(nn.Module):
+    """A module that owns a buffer only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", 1 / 10000 ** (torch.arange(0, 8, 2) / 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input turned by its position times a frequency."""
+        angles = torch.outer(torch.arange(1000, 1000 + len(x)), self.frequencies)
+        return torch.cat([x[:, :4] * angles.cos(), x[:, 4:] * angles.sin()], -1)
+
+
+def test_modules_that_own_only_buffers_stay_float32_and_the_summary_counts() -> None:
+    model = convert_(nn.Sequential(nn.Linear(8, 8), Rotary(), nn.Linear(8, 1)), lns16, "everywhere")
+    frequencies = model[1].frequencies
+    assert type(frequencies) is Tensor
+    assert torch.equal(frequencies, 1 / 10000 ** (torch.arange(0, 8, 2) / 8))
+    promotion.encoded_by.clear()
+    model(torch.randn(5, 8)).sum().backward()
+    assert promotion.encoded_by["mul"] >= 2
+    counted = f"mul {promotion.encoded_by['mul']}"
+    assert summary(model).splitlines()[-1].startswith("float tensors encoded where they met LNS")
+    assert counted in summary(model).splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["clip", "average", "loader"])
+def test_tools_around_a_network(name: str) -> None:
+    model = convert_(nn.Linear(4, 3), lns16, "everywhere")
+    model(torch.randn(5, 4)).sum().backward()
+    parameters = list(model.parameters())
+    if name == "clip":
+        for foreach in (True, False):
+            nn.utils.clip_grad_norm_(parameters, 0.1, foreach=foreach)
+        norm = torch.linalg.vector_norm(
+            torch.cat([p.grad.to_float().flatten() for p in parameters])
+        )
+        assert norm.item() == pytest.approx(0.1, rel=0.01)
+        nn.utils.clip_grad_value_(parameters, 0.01)
+        assert max(p.grad.to_float().abs().max() for p in parameters) <= 0.0101
+    elif name == "average":
+        average = torch.optim.swa_utils.AveragedModel(
+            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        )
+        optim.SGD(parameters, lr=0.1).step()
+        average.update_parameters(model)
+        average.update_parameters(model)
+        assert isinstance(average.module.weight, LNSTensor)
+    else:
+        data = torch.utils.data.TensorDataset(random(8, 4))
+        (batch,) = next(iter(torch.utils.data.DataLoader(data, batch_size=4)))
+        assert isinstance(batch, LNSTensor)
+        assert isinstance(model(batch), LNSTensor)
