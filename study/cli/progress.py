@@ -32,7 +32,7 @@ from study.ledger.state import (
     TrialState,
     name_of,
 )
-from study.results.objectives import objective
+from study.results.objectives import infeasible, objective
 from study.results.utilisation import line as slots_line
 from study.text import duration, percent
 
@@ -215,12 +215,19 @@ def summary(state: StudyState) -> str:
     )
     if not state.plan:
         return text
-    metric, mode = next(iter(state.config.search.objectives.items()))
+    search = state.config.search
+    metric, mode = next(iter(search.objectives.items()))
     values = {
         trial.id: value
         for trial in state.trials
-        if (value := objective(trial, metric)) is not None and math.isfinite(value)
+        if (value := objective(trial, metric)) is not None
+        and math.isfinite(value)
+        and not (trial.status in ENDED and infeasible(trial, search.constraints))
     }
+    broken = sum(
+        trial.status in ENDED and infeasible(trial, search.constraints) for trial in state.trials
+    )
+    text += f", {broken} infeasible" if broken else ""
     if not values:
         return text
     best = (min if mode == "min" else max)(values, key=lambda key: values[key])

@@ -145,8 +145,8 @@ def overview(folder: Path) -> dict[str, Any]:
     metric, mode = next(iter(state.config.search.objectives.items()))
     values = [
         group.objectives[metric]
-        for group in groups_of_seeds(state.trials, [metric])
-        if group.finished
+        for group in groups_of_seeds(state.trials, [metric], state.config.search.constraints)
+        if group.eligible
     ]
     usable = [value for value in values if math.isfinite(value)]
     best = (min if mode == "min" else max)(usable) if usable else None

@@ -1,9 +1,16 @@
-"""Importance of each hyperparameter: fANOVA over a random forest, by Optuna."""
+"""Importance of each hyperparameter, by Optuna: fANOVA over a random forest, and PED-ANOVA.
+
+fANOVA (F. Hutter, H. Hoos, K. Leyton-Brown 2014) says how much of the error's variance over the
+whole space a key explains; it takes complete configurations, so only keys that all of them have.
+PED-ANOVA (S. Watanabe, A. Bansal, F. Hutter 2023) says how much a key decides whether a
+configuration is among the best tenth: how far its distribution there is from that of all that have
+the key. It counts keys with a ``when`` too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
@@ -16,6 +23,8 @@ from study.results.statistics import DEPTH, PAIR_DEPTH, PAIRED, TREES, Entry, en
 
 FOREST = 500
 """Largest number of configurations, the first ones, that enter importance and dependence."""
+BEST = 0.1
+"""Share of the configurations that PED-ANOVA tells from the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +37,15 @@ class Importance:
         curves: partial dependence by key: places on the axis and mean predicted errors in per cent;
             places are values, or texts of choices.
         configurations: number of configurations that the shares are computed from.
+        best: share by key in what tells the best tenth of the configurations from the others,
+            largest first, keys with a ``when`` included; empty if it cannot be computed.
     """
 
     single: dict[str, float]
     pairs: dict[tuple[str, str], float]
     curves: dict[str, tuple[list[Any], list[float]]]
     configurations: int
+    best: dict[str, float] = field(default_factory=dict)
 
 
 def importance(state: StudyState) -> Importance | None:
@@ -59,7 +71,35 @@ def importance(state: StudyState) -> Importance | None:
         return None
     pairs = _pairs(study, names, list(single)[:PAIRED])
     curves = _dependence(study, [name for name in single if name in names][:4])
-    return Importance(single=dict(single), pairs=pairs, curves=curves, configurations=len(found))
+    return Importance(
+        single=dict(single),
+        pairs=pairs,
+        curves=curves,
+        configurations=len(found),
+        best=_of_the_best(found, domains),
+    )
+
+
+def _of_the_best(found: Sequence[Entry], domains: Mapping[str, Any]) -> dict[str, float]:
+    """Return each key's share by PED-ANOVA; see the head of this file."""
+    import optuna
+
+    present = [key for key in domains if any(key in entry.params for entry in found)]
+    study, names = _optuna_study(found, present, domains)
+    varied = [
+        name
+        for name in names
+        if any(
+            name in trial.distributions and not trial.distributions[name].single()
+            for trial in study.get_trials(deepcopy=False)
+        )
+    ]
+    evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=BEST)
+    values = {key: float(value) for key, value in evaluator.evaluate(study, params=varied).items()}
+    total = sum(values.values())
+    if not total > 0:
+        return {}
+    return {key: value / total for key, value in sorted(values.items(), key=lambda of: -of[1])}
 
 
 def _optuna_study(
@@ -71,7 +111,10 @@ def _optuna_study(
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     rows = list(dict.fromkeys(entry.row for entry in found))
     distributions: dict[str, Any] = {
-        key: _distribution(domains[key], [entry.params[key] for entry in found]) for key in keys
+        key: _distribution(
+            domains[key], [entry.params[key] for entry in found if key in entry.params]
+        )
+        for key in keys
     }
     if len(rows) > 1:
         distributions["row"] = optuna.distributions.CategoricalDistribution(rows)
@@ -84,8 +127,13 @@ def _optuna_study(
                     if name == "row"
                     else _plain(distributions[name], entry.params[name])
                     for name in distributions
+                    if name == "row" or name in entry.params
                 },
-                distributions=distributions,
+                distributions={
+                    name: shape
+                    for name, shape in distributions.items()
+                    if name == "row" or name in entry.params
+                },
                 value=entry.values["error"],
             )
             for entry in found

@@ -119,13 +119,18 @@ def _front_axes(
 
 
 def draw_importance(found: Importance | None, theme: Theme) -> bytes:
-    """Draw a PNG of the shares of the error's variance by key, and by the pairs that matter."""
+    """Draw a PNG of the shares of the error's variance by key, and by the pairs that matter.
+
+    The green bars below them are the keys' shares in what tells the best tenth of the
+    configurations from all (PED-ANOVA).
+    """
     if found is None:
         return b""
     bars = [(key, share, 0) for key, share in found.single.items()]
     bars += [
         (f"{a} x {b}", share, 1) for (a, b), share in list(found.pairs.items())[:5] if share >= 0.01
     ]
+    bars += [(f"{key}, best tenth", share, 3) for key, share in found.best.items()]
     figure, axes = canvas(theme, height=1.1 + 0.34 * len(bars))
     for place, (_, share, kind) in enumerate(bars):
         axes.barh(place, 100 * share, 0.7, color=COLOURS[kind], zorder=2)
@@ -139,10 +144,11 @@ def draw_importance(found: Importance | None, theme: Theme) -> bytes:
         )
     axes.set_yticks(range(len(bars)), [plain(name) for name, *_ in bars])
     axes.invert_yaxis()
-    axes.set_xlabel("share of the variance of the validation error, %")
+    axes.set_xlabel("share of the variance of the validation error; of the best tenth's choice, %")
     set_title(
         axes,
-        f"fANOVA of {found.configurations} configurations; pairs (orange) beyond their keys",
+        f"fANOVA of {found.configurations} configurations, pairs (orange) beyond their keys;"
+        " PED-ANOVA (green)",
         theme,
     )
     return png(figure)
