@@ -223,7 +223,8 @@ class _DeferredStart:
     """The deferred start of what no trial's first epoch should wait for.
 
     That is the processes that feed MLflow and the sinks, and loading what draws the report. They
-    start with the first report, or after :data:`LATER_SECONDS`; at once on a machine with cores to spare.
+    start with the first report, or after :data:`LATER_SECONDS`; at once on a machine with cores to
+    spare.
 
     Args:
         starts: start these processes; called once.

@@ -155,21 +155,28 @@ class Proposer:
         self._refused = {}
 
     def _redirect(self) -> bool:
-        """After many tries without a new valid point, have Optuna take one that there is.
+        """After many tries without a new valid point, have Optuna take another than it would.
 
-        This is for spaces of so few points that they can be listed. Which point is taken depends on
-        what was proposed before alone.
+        It is any that is left in a space of so few points that they can be listed, else a random
+        one: a sampler that is sure of its optimum proposes that again and again. Which one it is
+        depends on what was proposed and tried before alone.
 
         Returns:
             Whether there may be a point that was not proposed; if not, nothing more is proposed.
         """
-        if self._points is None or self._tries < CANDIDATES:
+        if self._tries < CANDIDATES:
             return True
-        left = [point for point in self._points if self._is_new(point)]
-        if not left:
-            self._tries = CANDIDATES * self._search.num_samples
-            return False
-        params = left[self._generator().integers(len(left))]
+        generator = np.random.default_rng([self._search.seed, self.proposed, self._tries])
+        if self._points is None:
+            params = self._space.point(
+                generator.random(len(self._space.sampled)).tolist(), self._point
+            )
+        else:
+            left = [point for point in self._points if self._is_new(point)]
+            if not left:
+                self._tries = CANDIDATES * self._search.num_samples
+                return False
+            params = left[generator.integers(len(left))]
         self._study.enqueue_trial(self._places(params))
         return True
 
@@ -179,9 +186,6 @@ class Proposer:
         except ValueError as error:
             self._refused.setdefault(canonical(params), self._base.exclude(params, error))
             return False
-
-    def _generator(self) -> np.random.Generator:
-        return np.random.default_rng([self._search.seed, self.proposed, self._tries])
 
     def _id(self, number: int) -> int:
         """Return the storage's id of the Optuna trial with this number, without any copies."""

@@ -162,11 +162,10 @@ class Alerts:
         self._folder, self._study, self._best = folder, study, math.inf
         path = folder / NOTES
         self.first = not path.exists()
-        lines = [] if self.first else path.read_text(encoding="utf-8").splitlines()
-        self._known = set()
-        for line in lines:
-            with suppress(ValueError):  # torn as a machine died
-                self._known.add(json.loads(line)["key"])
+        text = "" if self.first else path.read_text(encoding="utf-8")
+        if text and not text.endswith("\n"):  # torn as a machine died
+            path.write_text(text := text[: text.rfind("\n") + 1], encoding="utf-8")
+        self._known = {json.loads(line)["key"] for line in text.splitlines()}
         self._note("began")
 
     def hear(self, state: StudyState, events: list[Event], quiet: bool = False) -> None:

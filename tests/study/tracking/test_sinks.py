@@ -198,5 +198,5 @@ def test_notes_are_lines_of_json(tiny: Tiny) -> None:
     study.folder.joinpath("alerts.jsonl").write_text('{"key": "began"}\n{"key": "be')
     Feed(study.folder).close()
     lines = study.folder.joinpath("alerts.jsonl").read_text().splitlines()
-    assert {"began"} <= {json.loads(line)["key"] for line in lines if line.endswith("}")}
+    assert [json.loads(line)["key"] for line in lines].count("began") == 2
     assert [words[0] for words in said(study)].count("finished") == 1
