@@ -160,7 +160,7 @@ def test_tpe_learns_the_constraints(searched: Make) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (["search.constraints={bits: 12}"], "bits=12: must be <= or >= and a finite number"),
+        (["search.constraints={bits: 12}"], "bits='12': must be <= or >= and a finite number"),
         (["search.constraints={bits: '< 12'}"], "bits='< 12': must be <= or >="),
         (["search.constraints={bits: '<= nan'}"], "must be <= or >= and a finite number"),
         (["search.constraints={test/error: '<= 1'}"], "nothing may be chosen by the test set"),
