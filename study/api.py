@@ -34,6 +34,7 @@ from study.program import lns_study
 from study.results.utilisation import remark
 from study.search.agenda import adopt
 from study.tracking.address import how_to_open, page
+from study.tracking.sinks import Sinks
 from study.tracking.supervisor import OFF, NoTracker, Tracker, check_tracking, make_tracker
 from study.tracking.writer import sync
 from study.tracking_uri import REMEDY, stored
@@ -183,7 +184,8 @@ def _run(
     folder = plan.study.folder
     artifacts, shown = _artifacts(plan.study), lambda where: _say_where(plan, where, say)
     tracker = make_tracker(folder, plan.study.tracking, artifacts, say, shown)
-    later = _DeferredStart(tracker.start)
+    sinks = Sinks(plan.study)
+    later = _DeferredStart(tracker.start, sinks.start)
     ledger.listen(later.hear)
     ledger.listen(view.listen)
     view.start(state)
@@ -206,7 +208,7 @@ def _run(
         sent = ", and to MLflow what it lacks" if plan.study.tracking != OFF else ""
         say(f"Writing the report{sent} ...")
         with control.watch_storage():
-            report, error = _close(state, folder / "report", tracker)
+            report, error = _close(state, folder / "report", tracker, sinks)
     if control.storage_error:
         raise UserError(
             f"{control.storage_error}; free some space in {folder.parent}, then give the same"
@@ -250,15 +252,16 @@ def write_report(state: StudyState, folder: Path) -> Path:
 class _DeferredStart:
     """The deferred start of what no trial's first epoch should wait for.
 
-    That is the process that feeds MLflow, and loading what draws the report. They start with the
-    first report, or after :data:`LATER_SECONDS`; at once on a machine with cores to spare.
+    That is the processes that feed MLflow and the sinks, and loading what draws the report. They
+    start with the first report, or after :data:`LATER_SECONDS`; at once on a machine with cores to
+    spare.
 
     Args:
-        start_tracker: starts the MLflow process; called once.
+        starts: start these processes; called once.
     """
 
-    def __init__(self, start_tracker: Callable[[], None]) -> None:
-        self._start_tracker = start_tracker
+    def __init__(self, *starts: Callable[[], None]) -> None:
+        self._starts = starts
         self._lock = threading.Lock()
         self._started = False
         spare = len(os.sched_getaffinity(0)) >= FEW_CORES
@@ -278,7 +281,8 @@ class _DeferredStart:
             if not self._started:
                 self._started = True
                 self._timer.cancel()
-                self._start_tracker()
+                for start in self._starts:
+                    start()
 
     def _begin(self) -> None:
         self.start()
@@ -291,13 +295,16 @@ def _load_report() -> None:
     import study.report.write  # noqa: F401
 
 
-def _close(state: StudyState, folder: Path, tracker: Tracker | NoTracker) -> tuple[Path, str]:
-    """Write the report and close MLflow's runs, the latter even if the report fails."""
+def _close(
+    state: StudyState, folder: Path, tracker: Tracker | NoTracker, sinks: Sinks
+) -> tuple[Path, str]:
+    """Write the report, close MLflow's runs and the sinks, these even if the report fails."""
     report = None
     try:
         report = write_report(state, folder)
     finally:
         error = tracker.close(report)
+        sinks.close()
     return report, error
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from study.api import Outcome, create_study, report_study, run_study
+from study.cli.run import make_view
 from study.config import StudyConfig
 from study.config.compose import as_overrides
 from study.config.compose import load as load_config
@@ -32,9 +33,11 @@ from study.manage.export import export_rows
 from study.manage.extend import extended
 from study.manage.studies import condition, find, read
 from study.program import STORAGE
+from study.report.tables import cells, headings
 from study.results.answer import answer
 from study.results.configurations import Configuration, best, groups_of_seeds
 from study.results.summary import summarise
+from trainers.workers.node import Node
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -104,8 +107,6 @@ class Study:
     def summary(self) -> pd.DataFrame:
         """Return the first table of the report, a line per row of the study, in words."""
         import pandas as pd
-
-        from study.report.tables import cells, headings
 
         table = summarise(self.state)
         lines = [cells(row, table) for row in table.rows]
@@ -253,9 +254,6 @@ def _compose(
 
 def _run(config: StudyConfig, only: str) -> Study:
     from rich.console import Console
-
-    from study.cli.run import make_view
-    from trainers.workers.node import Node
 
     console = Console()
     with Node() as node:

@@ -34,7 +34,7 @@ from study.ledger.state import (
     TrialState,
     name_of,
 )
-from study.results.objectives import lacking, last_value, objective, test_value
+from study.results.objectives import infeasible, lacking, last_value, objective, test_value
 from study.results.utilisation import line as slots_line
 from study.text import duration
 
@@ -225,12 +225,19 @@ def summary(state: StudyState) -> str:
     )
     if not state.plan:
         return text
-    metric = state.config.search.first
+    search = state.config.search
+    metric = search.first
     values = {
         trial.id: value
         for trial in state.trials
-        if (value := objective(trial, metric.name)) is not None and math.isfinite(value)
+        if (value := objective(trial, metric.name)) is not None
+        and math.isfinite(value)
+        and not (trial.status in ENDED and infeasible(trial, search.constraints))
     }
+    broken = sum(
+        trial.status in ENDED and infeasible(trial, search.constraints) for trial in state.trials
+    )
+    text += f", {broken} infeasible" if broken else ""
     if not values:
         return text
     best = min(values, key=lambda key: metric.sign * values[key])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import warnings
+from functools import cache
 from typing import Any
 
 from study.config.space import Domain
 
 
+@cache
 def quiet_optuna() -> Any:
     """Import Optuna, made quiet; only adaptive searches and importance need it."""
     import optuna

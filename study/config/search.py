@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from study.config.metric import MODES, Metric
+from study.config.space import Space
 from trainers.config.validation import at_least, one_of
 
-ALGORITHMS = ("random", "sobol", "grid", "tpe", "cmaes", "nsga2")
-ADAPTIVE = ("tpe", "cmaes", "nsga2")
+ALGORITHMS = ("random", "sobol", "grid", "tpe", "gp", "cmaes", "nsga2", "auto")
+ADAPTIVE = ("tpe", "gp", "cmaes", "nsga2", "auto")
 """Algorithms whose proposals depend on the results of earlier trials."""
 SCHEDULERS = ("none", "asha", "hyperband", "median", "halving", "pbt", "pb2")
 POPULATIONS = ("pbt", "pb2")
 OBJECTIVES = {"validation/error": "min"}
 """Default of the objectives, for which a study of another metric takes that one."""
+FEW = 250
+"""Most configurations for which ``auto`` takes a Gaussian process.
+
+Fitting one takes a time that grows with the cube of their number.
+"""
+BOUND = re.compile(r"\s*(<=|>=)\s*(\S+)\s*")
 
 
 def unique(name: str, values: Sequence[object], remedy: str) -> None:
@@ -36,15 +45,20 @@ class SearchConfig:
 
     Attributes:
         algorithm: ``random``, ``sobol`` (even cover of the space), ``grid`` (every point of lists),
-            ``tpe`` (Bergstra et al. 2011), ``cmaes`` (Hansen 2016; ranges only) or ``nsga2`` (Deb
-            et al. 2002; several objectives), the last three by Optuna.
+            ``tpe`` (Bergstra et al. 2011), ``gp`` (a Gaussian process with expected improvement,
+            Jones et al. 1998), ``cmaes`` (Hansen 2016; ranges only) or ``nsga2`` (Deb et al. 2002;
+            several objectives), these by Optuna, or ``auto``, which takes one of these four by the
+            rule of :func:`choose_sampler`.
         num_samples: number of configurations per row and grid point; ignored by ``grid``.
         seed: seed of the search; the same seed proposes the same configurations.
         objectives: metrics, each with ``min`` or ``max``: metrics that a trial reports
             (``validation/error``, ``validation/loss``, ``train/...``, ``samples_per_second``),
-            ``seconds`` (of training) or ``bits`` (of the number format). Only tpe and nsga2 take
-            several. The first one selects a row's best configuration. Left at their default, they
-            are the study's ``metric`` and ``mode``.
+            ``seconds`` (of training) or ``bits`` (of the number format). Only tpe, gp, nsga2 and
+            auto take several. The first one selects a row's best configuration. Left at their
+            default, they are the study's ``metric`` and ``mode``.
+        constraints: metrics as in ``objectives``, each with a bound that the mean over the seeds
+            must keep: ``{bits: "<= 12", seconds: "<= 60"}``. tpe, gp and nsga2 learn from them; no
+            configuration that breaks one is a row's best, in the Pareto front, or confirmed.
         scheduler: scheduler that ends trials early when they fall behind in the first objective:
             ``none``, ``asha`` (asynchronous successive halving, Li et al. 2020), ``hyperband``
             (asha with several brackets, the later ones with a longer grace period) or ``median``
@@ -71,6 +85,7 @@ class SearchConfig:
     num_samples: int = 16
     seed: int = 0
     objectives: dict[str, str] = field(default_factory=OBJECTIVES.copy)
+    constraints: dict[str, str] = field(default_factory=dict)
     scheduler: str = "none"
     grace_period: int = 1
     reduction_factor: int = 3
@@ -130,6 +145,26 @@ class SearchConfig:
                 f"search.algorithm=cmaes with {len(self.objectives)} objectives: it minimises one;"
                 " use search.algorithm=nsga2 or tpe"
             )
+        self._check_constraints()
+
+    def _check_constraints(self) -> None:
+        for metric, bound in self.constraints.items():
+            if metric.startswith("test/"):
+                raise ValueError(
+                    f"search.constraints: {metric}: nothing may be chosen by the test set; use"
+                    f" validation{metric.removeprefix('test')}"
+                )
+            excess(f"search.constraints.{metric}", bound, 0.0)
+        if self.constraints and self.in_rounds:
+            raise ValueError(
+                f"search.constraints with search.scheduler={self.scheduler}: its rounds promote by"
+                " the objective alone; use search.scheduler=asha, or leave the constraints out"
+            )
+        if self.constraints and self.algorithm == "cmaes":
+            raise ValueError(
+                "search.constraints with search.algorithm=cmaes: it learns from the objective"
+                " alone; use search.algorithm=tpe, gp or nsga2"
+            )
 
     @property
     def first(self) -> Metric:
@@ -156,3 +191,59 @@ class SearchConfig:
     def population(self) -> bool:
         """Whether the configurations train as a population."""
         return self.scheduler in POPULATIONS
+
+
+def excess(name: str, bound: str, value: float) -> float:
+    """Return by how much ``value`` exceeds a bound: ``value - b`` for ``<= b``, ``b - value`` for
+    ``>= b``; the bound is kept if that is not positive.
+
+    Raises:
+        ValueError: ``bound`` is none; the message begins with ``name``.
+    """
+    found = BOUND.fullmatch(bound) if isinstance(bound, str) else None
+    try:
+        limit = float(found[2]) if found else math.nan
+    except ValueError:
+        limit = math.nan
+    if found is None or not math.isfinite(limit):
+        raise ValueError(
+            f"{name}={bound!r}: must be <= or >= and a finite number; use for example '<= 12'"
+        )
+    return value - limit if found[1] == "<=" else limit - value
+
+
+def broken(constraints: Mapping[str, str], values: Mapping[str, float]) -> list[str]:
+    """Return the constraints that ``values`` do not keep, as ``bits 16 <= 12``.
+
+    A value that is not known keeps none.
+    """
+    return [
+        f"{metric} {values[metric]:.4g} {bound.strip()}"
+        for metric, bound in constraints.items()
+        if not excess(metric, bound, values[metric]) <= 0
+    ]
+
+
+def choose_sampler(search: SearchConfig, space: Space) -> tuple[str, str]:
+    """Return the algorithm that ``auto`` stands for, and the reason in words.
+
+    ``tpe`` where a key is a choice or has a ``when``: it models each group of keys that occur
+    together. Of ranges alone, ``gp`` up to :data:`FEW` configurations, which makes most of few
+    results. Beyond, ``nsga2`` for several objectives, ``cmaes`` for one objective without
+    constraints over two keys or more, and ``tpe`` for the rest. The rule looks at the config only,
+    so a continued study goes on with the same sampler. Any other algorithm stands for itself.
+    """
+    if search.algorithm != "auto":
+        return search.algorithm, "as the config says"
+    for domain in space.sampled:
+        if domain.categorical or domain.when:
+            kind = "has a when" if domain.when else "is a choice"
+            return "tpe", f"space.{domain.key} {kind}"
+    if search.num_samples <= FEW:
+        return "gp", f"all keys are ranges, search.num_samples={search.num_samples} <= {FEW}"
+    many = f"all keys are ranges, search.num_samples={search.num_samples} > {FEW}"
+    if len(search.objectives) > 1:
+        return "nsga2", f"{many}, {len(search.objectives)} objectives"
+    if search.constraints or len(space.sampled) < 2:
+        return "tpe", f"{many}, " + ("with constraints" if search.constraints else "one key")
+    return "cmaes", f"{many}, one objective"

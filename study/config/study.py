@@ -26,6 +26,7 @@ from trainers.config import TrialConfig
 from trainers.config.schedule_changes import CHANGEABLE
 from trainers.config.validation import at_least, finite, one_of
 
+ALERTS = ("finished", "failed", "best")
 EXECUTORS = ("auto", "packed", "train")
 
 TRACKING_SCHEMES = (
@@ -144,6 +145,11 @@ class StudyConfig:
         tracking_uri: MLflow tracking server or database; None for ``sqlite`` in ``storage``,
             ``none`` to send nothing. A password in it is taken out and kept in this process only
             (:mod:`study.tracking_uri`).
+        tensorboard: whether to write TensorBoard event files into the study's folder
+            (:mod:`study.tracking.sinks`).
+        alerts: shell commands by the event at which they run: ``finished`` (a run of the study
+            ends, in whichever way), ``failed`` (a trial is given up) and ``best`` (a configuration
+            is better than all before). They find the facts in variables ``LNS_STUDY_...``.
         address: Ray cluster to join: ``auto`` on one of its nodes, or host:port; None for this
             machine alone.
         insecure: whether to join a cluster that requires no token
@@ -180,6 +186,8 @@ class StudyConfig:
     comparable_seeds: int = 1
     storage: str = "studies"
     tracking_uri: str | None = None
+    tensorboard: bool = False
+    alerts: dict[str, str] = field(default_factory=dict)
     address: str | None = None
     insecure: bool = False
     cpus: int | None = None
@@ -223,6 +231,13 @@ class StudyConfig:
                 f"limits.joules={self.limits.joules:g}: trials do not tell their energy; add"
                 " trial.telemetry=true"
             )
+        for event, command in self.alerts.items():
+            one_of("alerts", event, ALERTS)
+            if not isinstance(command, str) or not command.strip():
+                raise ValueError(
+                    f"alerts.{event}={command!r}: must be a shell command; use for example alerts:"
+                    " {finished: 'echo $LNS_STUDY_OUTCOME'}"
+                )
         self._check_baseline()
         self._check_metric()
         self._check_space()

@@ -22,6 +22,7 @@ from study.plan.plan import Plan
 from study.plan.resources import local_cpus
 from study.plan.trials import Excluded, PlannedTrial
 from study.tracking.names import check_loggable
+from study.tracking.sinks import check_sinks
 from study.tracking.supervisor import OFF, check_tracking
 from trainers.config import DataConfig, TrialConfig
 from trainers.data import DatasetInfo, prepare
@@ -55,6 +56,7 @@ def preflight(plan: Plan, node: Node | None = None) -> tuple[Plan, list[dict[str
     check_packed(plan)
     check_gpus(plan)
     check_address(plan.study.address)
+    check_sinks(plan.study)
     data = describe_data(plan)
     plan = check_trials(plan, data, node)
     if plan.study.tracking != OFF:

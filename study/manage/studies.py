@@ -145,8 +145,8 @@ def overview(folder: Path) -> dict[str, Any]:
     metric = state.config.search.first
     values = [
         group.objectives[metric.name]
-        for group in groups_of_seeds(state.trials, [metric.name])
-        if group.finished
+        for group in groups_of_seeds(state.trials, [metric.name], state.config.search.constraints)
+        if group.eligible
     ]
     usable = [value for value in values if math.isfinite(value)]
     best = min(usable, key=lambda value: metric.sign * value, default=None)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from study.config.search import choose_sampler
 from study.config.space import describe
 from study.ledger.log import FILE, read_ledger
 from study.ledger.state import fold
@@ -50,12 +51,17 @@ def describe_plan(plan: Plan) -> Iterator[str]:
         yield f"  and {len(plan.trials) - TRIALS_SHOWN} more"
     if study.search.adaptive:
         search = study.search
+        chosen, why = choose_sampler(search, study.parsed_space)
+        auto = f" (auto: {why})" if search.algorithm == "auto" else ""
         yield (
             "  the rest is proposed by"
-            f" {search.scheduler if search.in_rounds else search.algorithm} as results come in"
+            f" {search.scheduler if search.in_rounds else chosen}{auto} as results come in"
         )
     for loop in dict.fromkeys(_describe_loop(trial) for trial in plan.trials):
         yield from loop
+    if study.search.constraints:
+        bounds = ", ".join(f"{name} {bound}" for name, bound in study.search.constraints.items())
+        yield f"  a configuration can be the best only with {bounds}"
     yield from _describe_processes(plan)
     if plan.excluded:
         yield f"Left out, {len(plan.excluded)} configurations that make no valid trial:"

@@ -61,7 +61,8 @@ def _objective_names(state: StudyState) -> list[str]:
 def _ranked_lines(state: StudyState) -> list[list[str]]:
     """Return the best configurations of all rows."""
     objectives = state.config.search.objectives
-    found = [entry for entry in configurations(state.trials, objectives) if entry.whole]
+    every = configurations(state.trials, objectives, state.config.search.constraints)
+    found = [entry for entry in every if entry.whole]
     return [
         [
             entry.row,
@@ -79,7 +80,8 @@ def _front_lines(state: StudyState) -> list[list[str]]:
     objectives = state.config.search.objectives
     if len(objectives) < 2:
         return []
-    front = pareto_front(configurations(state.trials, objectives), objectives)
+    every = configurations(state.trials, objectives, state.config.search.constraints)
+    front = pareto_front(every, objectives)
     return [
         [
             entry.row,

@@ -123,7 +123,9 @@ TITLES = {
     ),
     "importance": (
         "Importance",
-        "Bars: share of the variance of the {words} that each sampled key explains",
+        "Bars: share of the variance of the {words} that each sampled key explains (fANOVA), and in"
+        " green its share in what tells the best tenth of the configurations from all (PED-ANOVA,"
+        " keys with a when included)",
     ),
     "dependence": ("Partial dependence", "Lines: {words} that a forest predicts as one key moves"),
     "parallel": (

@@ -76,7 +76,8 @@ def render_csv(state: StudyState) -> str:
     The columns are row, number, sampled values, objectives, state.
     """
     objectives = state.config.search.objectives
-    lines = table(configurations(state.trials, objectives), objectives)
+    found = configurations(state.trials, objectives, state.config.search.constraints)
+    lines = table(found, objectives)
     names = list(dict.fromkeys(name for line in lines for name in line))
     buffer = io.StringIO()
     plain = (
@@ -130,6 +131,8 @@ def remarks(state: StudyState, summary: Summary) -> list[str]:
         )
     unfinished = sum(trial.status not in ENDED for trial in state.trials)
     early = sum(trial.status == STOPPED for trial in state.trials)
+    if note := _infeasible(state):
+        texts.append(note)
     if early:
         texts.append(
             f"{early} of {len(state.trials)} trials were ended early by"
@@ -163,6 +166,20 @@ def remarks(state: StudyState, summary: Summary) -> list[str]:
     return texts
 
 
+def _infeasible(state: StudyState) -> str:
+    """Say how many configurations break a constraint; "" if none does."""
+    search = state.config.search
+    found = configurations(state.trials, search.objectives, search.constraints)
+    count = sum(bool(entry.broken) for entry in found)
+    bounds = ", ".join(f"{metric} {bound}" for metric, bound in search.constraints.items())
+    return (
+        f"INFEASIBLE: {count} of {len(found)} configurations break a constraint ({bounds}); none of"
+        " them is a best one."
+        if count
+        else ""
+    )
+
+
 def protocol(state: StudyState) -> str:
     """Describe how the figures came about, in sentences."""
     data = state.plan["data"]
@@ -175,9 +192,11 @@ def protocol(state: StudyState) -> str:
         method = f"{search.algorithm} search" + (
             f" with {search.scheduler}" if search.scheduler != "none" else ""
         )
+        bounds = "".join(f" {metric} {bound}," for metric, bound in search.constraints.items())
+        bounds = bounds and f" of those with{bounds}"
         choice = (
             f"Each row is searched alike ({method}); its figures are those of the configuration"
-            f" with the best {search.first.name} after the last epoch, mean over seeds,"
+            f" with the best {search.first.name} after the last epoch, mean over seeds,{bounds}"
             " so that gaps between rows are exploratory: they have the luck of the choice in them. "
         )
     else:

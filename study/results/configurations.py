@@ -3,22 +3,28 @@
 A configuration is one set of sampled values with a trial per seed. Its objectives are means over
 the seeds, of the last epoch. It counts once all its trials have finished; where the search goes in
 rounds (:mod:`study.search.rounds`), only configurations of the last round count. The best one has
-the lowest (or highest) first objective; the test set has no part in the choice.
+the lowest (or highest) first objective among those that keep the search's constraints; the test
+set has no part in the choice.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from study.config.search import broken
 from study.config.space import Params
 from study.ledger.state import ENDED, FINISHED, TrialState
 from study.results.objectives import mean_objective
+
+NONE: Mapping[str, str] = MappingProxyType({})
+"""No constraints."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +40,8 @@ class Configuration:
             that was ended early is that of its last epoch.
         whole: whether it is of the last round (:mod:`study.search.rounds`); in earlier rounds
             trials had fewer epochs or examples.
+        broken: constraints that its means over the seeds do not keep, in words; a constraint counts
+            once all trials have ended.
     """
 
     row: str
@@ -42,6 +50,7 @@ class Configuration:
     trials: tuple[TrialState, ...]
     objectives: dict[str, float]
     whole: bool = True
+    broken: tuple[str, ...] = ()
 
     @property
     def finished(self) -> bool:
@@ -49,20 +58,35 @@ class Configuration:
         return self.whole and all(trial.status == FINISHED for trial in self.trials)
 
     @property
+    def eligible(self) -> bool:
+        """Whether it may be chosen: finished, and no constraint is broken."""
+        return self.finished and not self.broken
+
+    @property
     def ended(self) -> bool:
         """Whether every seed's trial has ended, in whichever way."""
         return all(trial.status in ENDED for trial in self.trials)
 
 
-def configurations(trials: Iterable[TrialState], metrics: Iterable[str]) -> list[Configuration]:
+def configurations(
+    trials: Iterable[TrialState], metrics: Iterable[str], constraints: Mapping[str, str] = NONE
+) -> list[Configuration]:
     """Return the configurations among ``trials``, in order of row and number.
 
     Trials of a row that is not searched are left out.
+
+    Args:
+        trials: trials of a study.
+        metrics: objectives wanted.
+        constraints: bounds by metric, as in :class:`study.config.search.SearchConfig`.
     """
-    return [entry for entry in groups_of_seeds(trials, metrics) if entry.number is not None]
+    groups = groups_of_seeds(trials, metrics, constraints)
+    return [entry for entry in groups if entry.number is not None]
 
 
-def groups_of_seeds(trials: Iterable[TrialState], metrics: Iterable[str]) -> list[Configuration]:
+def groups_of_seeds(
+    trials: Iterable[TrialState], metrics: Iterable[str], constraints: Mapping[str, str] = NONE
+) -> list[Configuration]:
     """Group trials that differ only in their seeds, by number.
 
     The groups are the configurations among ``trials``, and every row that is not searched. Numbers
@@ -85,9 +109,18 @@ def groups_of_seeds(trials: Iterable[TrialState], metrics: Iterable[str]) -> lis
             trials=tuple(group),
             objectives={metric: mean_objective(group, metric) for metric in wanted},
             whole=_is_whole(group[0], budgets[row]),
+            broken=_broken(group, constraints),
         )
         for (row, number, _), group in sorted(groups.items(), key=lambda item: item[0][1] or 0)
     ]
+
+
+def _broken(group: Sequence[TrialState], constraints: Mapping[str, str]) -> tuple[str, ...]:
+    if not constraints or any(trial.status not in ENDED for trial in group):
+        return ()
+    return tuple(
+        broken(constraints, {metric: mean_objective(group, metric) for metric in constraints})
+    )
 
 
 def _is_whole(trial: TrialState, budget: tuple[int, float]) -> bool:
@@ -108,14 +141,14 @@ def _budget(trial: TrialState) -> tuple[int, float]:
 
 
 def best(found: Iterable[Configuration], objectives: dict[str, str]) -> Configuration | None:
-    """Return the best finished configuration by the first objective, the first of equals, or None.
+    """Return the best eligible configuration by the first objective, the first of equals, or None.
 
     Only configurations with the most seeds take part: one with fewer seeds dropped out of a race
     (:mod:`study.search.racing`), or was never in it.
     """
     metric, mode = next(iter(objectives.items()))
     usable = [
-        entry for entry in found if entry.finished and math.isfinite(entry.objectives[metric])
+        entry for entry in found if entry.eligible and math.isfinite(entry.objectives[metric])
     ]
     return min(
         usable,
@@ -125,14 +158,14 @@ def best(found: Iterable[Configuration], objectives: dict[str, str]) -> Configur
 
 
 def pareto_front(found: Iterable[Configuration], objectives: dict[str, str]) -> list[Configuration]:
-    """Return the finished configurations that no other dominates, by their first objective.
+    """Return the eligible configurations that no other dominates, by their first objective.
 
     One dominates another if it is at least as good in every objective and better in one.
     """
     usable = [
         entry
         for entry in found
-        if entry.finished and all(map(math.isfinite, entry.objectives.values()))
+        if entry.eligible and all(map(math.isfinite, entry.objectives.values()))
     ]
     points = [
         [signed(entry.objectives[metric], mode) for metric, mode in objectives.items()]
@@ -160,7 +193,7 @@ def ranked(found: Iterable[Configuration], objectives: dict[str, str]) -> list[C
 
     def rank(entry: Configuration) -> tuple[bool, int, float]:
         value = entry.objectives[metric]
-        usable = entry.finished and math.isfinite(value)
+        usable = entry.eligible and math.isfinite(value)
         return (
             not usable,
             -len(entry.trials),
@@ -188,10 +221,14 @@ def table(found: Iterable[Configuration], objectives: dict[str, str]) -> list[di
 
 
 def condition(entry: Configuration) -> str:
-    """Describe the states of a configuration's trials, or say that it is of an early round."""
+    """Describe the states of a configuration's trials, and the constraints that it breaks.
+
+    Says no more of one of an early round.
+    """
     if not entry.whole:
         return "early round"
-    return ", ".join(sorted({trial.status for trial in entry.trials}))
+    states = ", ".join(sorted({trial.status for trial in entry.trials}))
+    return f"{states}; infeasible: {', '.join(entry.broken)}" if entry.broken else states
 
 
 def signed(value: float, mode: str) -> float:

@@ -1,9 +1,16 @@
-"""Importance of each hyperparameter: fANOVA over a random forest, by Optuna."""
+"""Importance of each hyperparameter, by Optuna: fANOVA over a random forest, and PED-ANOVA.
+
+fANOVA (F. Hutter, H. Hoos, K. Leyton-Brown 2014) says how much of the error's variance over the
+whole space a key explains; it takes complete configurations, so only keys that all of them have.
+PED-ANOVA (S. Watanabe, A. Bansal, F. Hutter 2023) says how much a key decides whether a
+configuration is among the best tenth: how far its distribution there is from that of all that have
+the key. It counts keys with a ``when`` too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
@@ -19,6 +26,8 @@ FOREST = 500
 """Largest number of configurations, the first ones, that enter importance and dependence."""
 ROW = "row"
 """The name of the row as a key."""
+BEST = 0.1
+"""Share of the configurations that PED-ANOVA tells from the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +40,15 @@ class Importance:
         curves: partial dependence by key: places on the axis and mean predicted metric as it is
             shown; places are values, or texts of choices.
         configurations: number of configurations that the shares are computed from.
+        best: share by key in what tells the best tenth of the configurations from the others,
+            largest first, keys with a ``when`` included; empty if it cannot be computed.
     """
 
     single: dict[str, float]
     pairs: dict[tuple[str, str], float]
     curves: dict[str, tuple[list[Any], list[float]]]
     configurations: int
+    best: dict[str, float] = field(default_factory=dict)
 
 
 def importance(state: StudyState) -> Importance | None:
@@ -49,11 +61,8 @@ def importance(state: StudyState) -> Importance | None:
     keys = [key for key in domains if all(key in entry.params for entry in found)]
     if len(found) < 10 or not keys:
         return None
-    observed = [_observed(domains[key], [entry.params[key] for entry in found]) for key in keys]
-    rows = list(dict.fromkeys(entry.row for entry in found))
-    if len(rows) > 1:
-        observed.append(Domain(key=ROW, kind="choice", values=tuple(rows)))
-    study = _optuna_study(found, observed)
+    observed = _all_observed(found, domains, keys)
+    study = _optuna_study(found, observed, state.config.primary_metric.mode)
     if len({trial.value for trial in study.trials}) < 2:
         return None
     names = [domain.key for domain in observed]
@@ -67,7 +76,51 @@ def importance(state: StudyState) -> Importance | None:
     pairs = _pairs(study, names, list(single)[:PAIRED])
     by_name = {domain.key: domain for domain in observed}
     curves = _dependence(study, [by_name[name] for name in single][:4])
-    return Importance(single=dict(single), pairs=pairs, curves=curves, configurations=len(found))
+    return Importance(
+        single=dict(single),
+        pairs=pairs,
+        curves=curves,
+        configurations=len(found),
+        best=_of_the_best(state, found, domains),
+    )
+
+
+def _of_the_best(
+    state: StudyState, found: Sequence[Entry], domains: Mapping[str, Domain]
+) -> dict[str, float]:
+    """Return each key's share by PED-ANOVA; see the head of this file."""
+    observed = _all_observed(found, domains, [key for key in domains if _values(found, key)])
+    study = _optuna_study(found, observed, state.config.primary_metric.mode)
+    trials = study.get_trials(deepcopy=False)
+    varied = [
+        domain.key
+        for domain in observed
+        if any(
+            domain.key in trial.distributions and not trial.distributions[domain.key].single()
+            for trial in trials
+        )
+    ]
+    evaluator = quiet_optuna().importance.PedAnovaImportanceEvaluator(target_quantile=BEST)
+    values = {key: float(value) for key, value in evaluator.evaluate(study, params=varied).items()}
+    total = sum(values.values())
+    if not total > 0:
+        return {}
+    return {key: value / total for key, value in sorted(values.items(), key=lambda of: -of[1])}
+
+
+def _values(found: Sequence[Entry], key: str) -> list[Any]:
+    return [entry.params[key] for entry in found if key in entry.params]
+
+
+def _all_observed(
+    found: Sequence[Entry], domains: Mapping[str, Domain], keys: Sequence[str]
+) -> list[Domain]:
+    """Return the domains of what was tried, and of the row where there are several."""
+    observed = [_observed(domains[key], _values(found, key)) for key in keys]
+    rows = list(dict.fromkeys(entry.row for entry in found))
+    if len(rows) > 1:
+        observed.append(Domain(key=ROW, kind="choice", values=tuple(rows)))
+    return observed
 
 
 def _observed(domain: Domain, values: Sequence[Any]) -> Domain:
@@ -82,22 +135,33 @@ def _observed(domain: Domain, values: Sequence[Any]) -> Domain:
     return replace(domain, kind=kind, values=(float(min(values)), float(max(values))))
 
 
-def _optuna_study(found: Sequence[Entry], observed: Sequence[Domain]) -> Any:
-    """Return the configurations as an Optuna study."""
+def _optuna_study(found: Sequence[Entry], observed: Sequence[Domain], mode: str) -> Any:
+    """Return the configurations as an Optuna study; keys that one lacks are left out of it."""
     optuna = quiet_optuna()
     distributions = {domain.key: distribution(domain) for domain in observed}
-    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    direction = {"min": "minimize", "max": "maximize"}[mode]
+    study = optuna.create_study(direction=direction, sampler=optuna.samplers.RandomSampler(seed=0))
     study.add_trials(
         [
             optuna.trial.create_trial(
-                params={domain.key: _plain(domain, entry) for domain in observed},
-                distributions=distributions,
+                params={
+                    domain.key: _plain(domain, entry) for domain in observed if _has(entry, domain)
+                },
+                distributions={
+                    domain.key: distributions[domain.key]
+                    for domain in observed
+                    if _has(entry, domain)
+                },
                 value=entry.values[METRIC],
             )
             for entry in found
         ]
     )
     return study
+
+
+def _has(entry: Entry, domain: Domain) -> bool:
+    return domain.key == ROW or domain.key in entry.params
 
 
 def _plain(domain: Domain, entry: Entry) -> int | float:

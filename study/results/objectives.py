@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lns_ops.formats import parse
 from study.config import Metric
+from study.config.search import broken
 from study.ledger.state import FINISHED, StudyState, TrialState
 
 
@@ -33,6 +34,14 @@ def mean_objective(trials: Sequence[TrialState], metric: str) -> float:
     values = [objective(trial, metric) for trial in trials]
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if len(known) == len(values) else math.nan
+
+
+def infeasible(trial: TrialState, constraints: Mapping[str, str]) -> bool:
+    """Tell whether a trial's own values break a constraint of the search."""
+    return bool(
+        constraints
+        and broken(constraints, {metric: mean_objective([trial], metric) for metric in constraints})
+    )
 
 
 def bits_of(config: dict[str, Any]) -> float:

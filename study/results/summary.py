@@ -92,7 +92,7 @@ def summarise(state: StudyState) -> Summary:
     study = state.config
     departures = find_departures(study, state)
     wanted = {row.label: row for row in study.rows}
-    found = configurations(state.trials, study.search.objectives)
+    found = configurations(state.trials, study.search.objectives, study.search.constraints)
     chosen = {label: _chosen(label, trials, found, study) for label, trials in state.rows().items()}
     metric, base = study.primary_metric, None
     if study.baseline in chosen:

@@ -12,6 +12,7 @@ import numpy as np
 
 from study.config import SearchConfig
 from study.config.distribution import distribution, quiet_optuna
+from study.config.search import choose_sampler, excess
 from study.config.space import Domain, Params, Space, canonical
 from study.ledger.state import ENDED, FAILED, STOPPED, StudyState, TrialState
 from study.plan.candidates import CANDIDATES, is_history, refuse_scarcity
@@ -55,6 +56,8 @@ class Proposer:
         optuna = quiet_optuna()
         self._base, self._space, self._point, self._search = base, space, point, search
         self._seeds, self._numbers = list(seeds), numbers
+        self._algorithm, _ = choose_sampler(search, space)
+        self._points = finite_points(space, point, CANDIDATES * search.num_samples)
         directions = [
             {"min": "minimize", "max": "maximize"}[mode] for mode in search.objectives.values()
         ]
@@ -85,6 +88,8 @@ class Proposer:
         """
         optuna = quiet_optuna()
         while not self.exhausted:
+            if not self._redirect():
+                break
             asked, params = self._ask()
             self._tries += 1
             try:
@@ -100,7 +105,7 @@ class Proposer:
                 continue
             self._numbers.next()
             self._enter(asked.number, trials[0].id, [trial.id for trial in trials])
-            noted = dict(self._study.trials[asked.number].system_attrs)
+            noted = dict(self._storage.get_trial(self._id(asked.number)).system_attrs)
             return [dataclasses.replace(trial, asked=noted) for trial in trials]
         if self.proposed < self._search.num_samples:
             refuse_scarcity(
@@ -129,9 +134,8 @@ class Proposer:
                 self._known.add(of_seeds[0].id)
                 continue
             self._study.add_trial(self._again(of_seeds[0]))
-            self._enter(
-                self._study.trials[-1].number, of_seeds[0].id, [trial.id for trial in of_seeds]
-            )
+            told = len(self._study.get_trials(deepcopy=False)) - 1
+            self._enter(told, of_seeds[0].id, [trial.id for trial in of_seeds])
             self.learn(state)
 
     def learn(self, state: StudyState) -> None:
@@ -149,6 +153,44 @@ class Proposer:
         self._tries = 0
         self._refused = {}
 
+    def _redirect(self) -> bool:
+        """After many tries without a new valid point, have Optuna take another than it would.
+
+        It is any that is left in a space of so few points that they can be listed, else a random
+        one: a sampler that is sure of its optimum proposes that again and again. Which one it is
+        depends on what was proposed and tried before alone.
+
+        Returns:
+            Whether there may be a point that was not proposed; if not, nothing more is proposed.
+        """
+        if self._tries < CANDIDATES:
+            return True
+        generator = np.random.default_rng([self._search.seed, self.proposed, self._tries])
+        if self._points is None:
+            params = self._space.point(
+                generator.random(len(self._space.sampled)).tolist(), self._point
+            )
+        else:
+            left = [point for point in self._points if self._is_new(point)]
+            if not left:
+                self._tries = CANDIDATES * self._search.num_samples
+                return False
+            params = left[generator.integers(len(left))]
+        self._study.enqueue_trial(self._places(params))
+        return True
+
+    def _is_new(self, params: Params) -> bool:
+        try:
+            return self._base.trial(self._seeds[0], None, params).id not in self._known
+        except ValueError as error:
+            self._refused.setdefault(canonical(params), self._base.exclude(params, error))
+            return False
+
+    def _id(self, number: int) -> int:
+        """Return the storage's id of the Optuna trial with this number, without any copies."""
+        study = self._storage.get_study_id_from_name(self._study.study_name)
+        return int(self._storage.get_trial_id_from_study_id_trial_number(study, number))
+
     def _ask(self) -> tuple[Any, Params]:
         """Ask Optuna for a trial and its values.
 
@@ -157,7 +199,7 @@ class Proposer:
         seed = np.random.SeedSequence(
             [self._search.seed, self.proposed, self._tries]
         ).generate_state(1)[0]
-        self._study.sampler = make_sampler(self._search, int(seed))
+        self._study.sampler = make_sampler(self._algorithm, self._search, int(seed))
         asked = self._study.ask()
         params: Params = dict(self._point)
         for domain in self._space.sampled:
@@ -171,45 +213,75 @@ class Proposer:
         drawn = [domain for domain in self._space.sampled if domain.key in trial.params]
         return optuna.trial.create_trial(
             state=optuna.trial.TrialState.RUNNING,
-            params={
-                domain.key: _place(domain, trial.params[domain.key])
-                if domain.categorical
-                else trial.params[domain.key]
-                for domain in drawn
-            },
+            params=self._places(trial.params),
             distributions={domain.key: distribution(domain) for domain in drawn},
             system_attrs=trial.asked,
         )
 
+    def _places(self, params: Params) -> Params:
+        """Return sampled values as Optuna has them: choices by their index."""
+        return {
+            domain.key: _place(domain, params[domain.key])
+            if domain.categorical
+            else params[domain.key]
+            for domain in self._space.sampled
+            if domain.key in params
+        }
+
     def _tell(self, number: int, trials: list[TrialState]) -> None:
         state = quiet_optuna().trial.TrialState
         values = [mean_objective(trials, metric) for metric in self._search.objectives]
+        over = {
+            metric: excess(metric, bound, mean_objective(trials, metric))
+            for metric, bound in self._search.constraints.items()
+        }
         usable = all(trial.status != FAILED for trial in trials) and all(
-            math.isfinite(value) for value in values
+            math.isfinite(value) for value in [*values, *over.values()]
         )
         if not usable:
             self._study.tell(number, state=state.FAIL)
-        elif len(values) == 1 and any(trial.status == STOPPED for trial in trials):
-            study = self._storage.get_study_id_from_name(self._study.study_name)
-            pruned = self._storage.get_trial_id_from_study_id_trial_number(study, number)
+            return
+        known = quiet_optuna().trial.Trial(self._study, self._id(number))
+        for metric, value in over.items():
+            known.set_constraint(metric, value)
+        if len(values) == 1 and any(trial.status == STOPPED for trial in trials):
             self._storage.set_trial_intermediate_value(
-                pruned, min(trial.epoch for trial in trials), values[0]
+                self._id(number), min(trial.epoch for trial in trials), values[0]
             )
             self._study.tell(number, state=state.PRUNED)
         else:
             self._study.tell(number, values)
 
 
-def make_sampler(search: SearchConfig, seed: int) -> Any:
-    """Return Optuna's sampler for ``search.algorithm``."""
+def finite_points(space: Space, point: Params, most: int) -> list[Params] | None:
+    """Return the points of a space at one point of its grids, if all other keys are choices.
+
+    Returns None if a key is a range, or if the product of all lists is longer than ``most``.
+    """
+    sampled = space.sampled
+    if not all(domain.categorical for domain in sampled):
+        return None
+    if math.prod(len(domain.values) for domain in space.domains) > most:
+        return None
+    return [
+        params
+        for params in space.all_points()
+        if all(canonical(params.get(key)) == canonical(value) for key, value in point.items())
+    ]
+
+
+def make_sampler(algorithm: str, search: SearchConfig, seed: int) -> Any:
+    """Return Optuna's sampler for an algorithm; ``search`` has the size of its populations."""
     optuna = quiet_optuna()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if search.algorithm == "tpe":
+        if algorithm == "tpe":
             return optuna.samplers.TPESampler(
                 seed=seed, multivariate=True, group=True, constant_liar=True
             )
-        if search.algorithm == "cmaes":
+        if algorithm == "gp":
+            return optuna.samplers.GPSampler(seed=seed, warn_independent_sampling=False)
+        if algorithm == "cmaes":
             return optuna.samplers.CmaEsSampler(seed=seed)
         return optuna.samplers.NSGAIISampler(
             seed=seed, population_size=min(50, max(4, search.num_samples // 4))

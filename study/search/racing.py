@@ -56,6 +56,7 @@ class Confirmation:
         self._base, self._row = base, row
         study = base.study
         self._metric, self._mode = next(iter(study.search.objectives.items()))
+        self._constraints = study.search.constraints
         self._space = bind_space(study)
         self._seeds, self._more, self._most = (
             list(study.seeds),
@@ -70,19 +71,29 @@ class Confirmation:
 
         Call it when no trial of the search itself is left to propose.
         """
-        trials = (
+        mine = [
             trial
             for trial in state.trials
             if trial.row == self._row and not is_history(trial.params, self._space)
-        )
-        found = configurations(trials, [self._metric])
+        ]
+        found = configurations(mine, [self._metric])
         if any(
             trial.seed in self._seeds and trial.status not in ENDED
             for entry in found
             for trial in entry.trials
         ):
             return []
-        first = [(self._errors(entry, self._seeds), entry) for entry in found if entry.whole]
+        kept = configurations(
+            (trial for trial in mine if trial.seed in self._seeds),
+            [self._metric],
+            self._constraints,
+        )
+        kept_numbers = {entry.number for entry in kept if not entry.broken}
+        first = [
+            (self._errors(entry, self._seeds), entry)
+            for entry in found
+            if entry.whole and entry.number in kept_numbers
+        ]
         usable = [
             (statistics.fmean(errors), entry)
             for errors, entry in first

@@ -205,15 +205,15 @@ class Sender:
 
 
 @contextmanager
-def tracking_lock(folder: Path, patience: float) -> Iterator[bool]:
+def tracking_lock(folder: Path, patience: float, name: str = LOCK) -> Iterator[bool]:
     """Take the lock for sending the ledger in ``folder`` to MLflow; yield whether it was free.
 
-    Waits up to ``patience`` seconds for another process to end.
+    ``name`` is the lock's file; other readers of the ledger have others.
 
     Waits up to ``patience`` seconds for another process to end.
     """
     deadline = time.monotonic() + patience
-    with (folder / LOCK).open("a") as lock:
+    with (folder / name).open("a") as lock:
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -84,11 +84,11 @@ class Loss:
             return ((plain(outputs).reshape(targets.shape) > 0) != (targets > 0.5)).sum()
         return torch.zeros((), dtype=torch.int64, device=targets.device)
 
-    def answers(self, targets: Tensor) -> Tensor:
-        """Return the number of answers that are asked for, int64."""
+    def answers(self, targets: Tensor) -> Tensor | int:
+        """Return the number of answers that are asked for."""
         if self.config.name == "cross_entropy" and targets.dim() > 1:
             return (targets != IGNORED).sum()
-        return torch.tensor(len(targets) * self.answers_each(targets))
+        return len(targets) * self.answers_each(targets)
 
     def answers_each(self, targets: Tensor) -> int:
         """Return the number of answers of an example."""

@@ -136,8 +136,10 @@ class GraphedEpochs:
         outputs = self._model(x)
         loss = self._lose(outputs, y)
         loss.backward()
-        answers = self._lose.answers(y).to(y.device)
-        return loss.detach(), torch.stack([self._lose.wrong(outputs, y), answers])
+        counts = torch.zeros(2, dtype=torch.int64, device=y.device)
+        counts[0].add_(self._lose.wrong(outputs, y))
+        counts[1].add_(self._lose.answers(y))
+        return loss.detach(), counts
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:

@@ -122,13 +122,18 @@ def _front_axes(
 
 
 def draw_importance(found: Importance | None, metric: Metric, theme: Theme) -> Figure | None:
-    """Draw a figure of the shares of the metric's variance by key, and by the pairs that matter."""
+    """Draw a figure of the shares of the metric's variance by key, and by the pairs that matter.
+
+    The green bars below them are the keys' shares in what tells the best tenth of the
+    configurations from all (PED-ANOVA).
+    """
     if found is None:
         return None
     bars = [(key, share, 0) for key, share in found.single.items()]
     bars += [
         (f"{a} x {b}", share, 1) for (a, b), share in list(found.pairs.items())[:5] if share >= 0.01
     ]
+    bars += [(f"{key}, best tenth", share, 3) for key, share in found.best.items()]
     figure, axes = canvas(theme, height=1.1 + 0.34 * len(bars))
     for place, (_, share, kind) in enumerate(bars):
         axes.barh(place, 100 * share, 0.7, color=COLOURS[kind], zorder=2)
@@ -142,10 +147,13 @@ def draw_importance(found: Importance | None, metric: Metric, theme: Theme) -> F
         )
     axes.set_yticks(range(len(bars)), [plain(name) for name, *_ in bars])
     axes.invert_yaxis()
-    axes.set_xlabel(plain(f"share of the variance of the {metric.words}, %"))
+    axes.set_xlabel(
+        plain(f"share of the variance of the {metric.words}; of the best tenth's choice, %")
+    )
     set_title(
         axes,
-        f"fANOVA of {found.configurations} configurations; pairs (orange) beyond their keys",
+        f"fANOVA of {found.configurations} configurations, pairs (orange) beyond their keys;"
+        " PED-ANOVA (green)",
         theme,
     )
     return figure

@@ -24,7 +24,7 @@ from study.report.compare import compare, lines, verdict
 from study.report.formats import escape, render_latex
 from study.report.interactive import explore_data
 from study.results.configurations import configurations, table
-from study.results.importance import _optuna_study, importance
+from study.results.importance import _all_observed, _optuna_study, importance
 from study.results.statistics import best_of_budget, entries, front, interval, spread_measures
 from study.results.summary import summarise
 from study.serve.dashboard import Page, make_app
@@ -201,13 +201,11 @@ def test_what_is_taken_from_the_inside_of_optuna_is_there(tiny: Tiny) -> None:
     from optuna.importance import FanovaImportanceEvaluator
 
     state = searched(tiny)
-    study, names = _optuna_study(
-        entries(state),
-        ["optimizer.lr"],
-        {domain.key: domain for domain in state.config.parsed_space.domains},
-    )
+    found = entries(state)
+    domains = {domain.key: domain for domain in state.config.parsed_space.domains}
+    study = _optuna_study(found, _all_observed(found, domains, ["optimizer.lr"]), "min")
     evaluator = FanovaImportanceEvaluator(n_trees=2, max_depth=2, seed=0)
-    evaluator.evaluate(study, params=names)
+    evaluator.evaluate(study, params=["optimizer.lr"])
     tree, *_ = evaluator._evaluator._trees
     assert (
         tree.get_marginal_variance(evaluator._evaluator._column_to_encoded_columns[0])

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from study.cli.progress import summary as summary_line
@@ -24,7 +25,7 @@ from study.manage.studies import overview
 from study.report.compare import compare, verdict
 from study.report.figures.analysis import draw_heat_map, draw_parallel
 from study.report.figures.results import _most_telling
-from study.report.figures.style import LIGHT
+from study.report.figures.style import LIGHT, png
 from study.report.pictures import tables
 from study.report.tables import render_markdown, render_text
 from study.results.answer import answer
@@ -182,8 +183,9 @@ def test_the_best_row_is_the_highest_and_differences_have_no_points(tiny: Tiny) 
     assert {"validation score", "mean score"} <= set(shown)
 
 
-def brightness(picture: bytes) -> np.ndarray:
-    return np.asarray(Image.open(io.BytesIO(picture)).convert("L")).astype(float)
+def brightness(figure: Figure | None) -> np.ndarray:
+    assert figure is not None
+    return np.asarray(Image.open(io.BytesIO(png(figure))).convert("L")).astype(float)
 
 
 def test_dark_cells_of_a_heat_map_are_the_worst_ones() -> None:

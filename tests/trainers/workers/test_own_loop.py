@@ -20,7 +20,6 @@ from trainers import get_checkpoint, report
 from trainers.checkpoint.manifest import file_digests, read_state
 from trainers.config import SyncConfig, TrainableConfig, TrialConfig
 from trainers.user_loop import load_loop
-from trainers.workers.executors import OWN_LOOP
 from trainers.workers.messages import (
     BEGAN,
     DIED,
@@ -37,7 +36,7 @@ from trainers.workers.messages import (
 )
 from trainers.workers.node import Node
 from trainers.workers.out_of_memory import relief
-from trainers.workers.resources import WorkerResources
+from trainers.workers.resources import OWN_LOOP, WorkerResources
 
 
 @pytest.fixture(scope="module")

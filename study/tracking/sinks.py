@@ -1,0 +1,322 @@
+"""The process that writes a study's TensorBoard files and runs its alerts: ``python -m
+study.tracking.sinks``, started by the driver if the study asks for either.
+
+Like the writer of MLflow (:mod:`study.tracking.writer`) it reads the ledger's new lines, so that
+training waits for nothing here, and goes on by itself where the driver ends or dies. What it cannot
+do fails here alone; the study goes on.
+
+TensorBoard: ``tensorboard/`` in the study's folder has a run per trial, with a scalar per metric
+and epoch and the trial's config as hyperparameters. The files are made from the ledger and written
+anew each time a run of the study begins, so no point is ever there twice.
+
+Alerts: each event is noted in ``alerts.jsonl`` before its command runs, and a noted event runs
+nothing again: at most once, over restarts too. What happened before alerts were first asked for
+runs nothing. Commands run one after another, and their output goes to ``alerts.log``.
+
+Standard input: a line ``finish`` asks the process to end once it has caught up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from study.config import StudyConfig
+from study.config.keys import flatten
+from study.ledger.lines import Event
+from study.ledger.log import Follower
+from study.ledger.state import StudyState, TrialState, name_of
+from study.results.configurations import best, groups_of_seeds, signed
+from study.tracking.writer import LINGER_SECONDS, ROUND_SECONDS, tracking_lock
+
+LOCK = "sinks.lock"
+TENSORBOARD = "tensorboard"
+"""Folder of the event files in the study's folder, and the package that writes them."""
+NOTES, LOG = "alerts.jsonl", "alerts.log"
+ALERT_SECONDS = 60.0
+"""Seconds after which an alert's command is killed, with its children."""
+WAIT_SECONDS = 10.0
+"""Most seconds for which the end of a study waits for this process."""
+
+
+def check_sinks(study: StudyConfig) -> None:
+    """Refuse ``tensorboard=true`` without the package.
+
+    Raises:
+        ValueError: the package is not installed.
+    """
+    if study.tensorboard and find_spec(TENSORBOARD) is None:
+        raise ValueError(
+            "tensorboard=true: the package tensorboard is not installed; use `pip install"
+            " 'lns-study[tensorboard]'`, or leave tensorboard out"
+        )
+
+
+class Sinks:
+    """The supervisor of the process; it does nothing for a study without sinks."""
+
+    def __init__(self, study: StudyConfig) -> None:
+        self._wanted = study.tensorboard or bool(study.alerts)
+        self._folder = study.folder
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        """Start the process, in a session of its own; the ledger holds the plan by now."""
+        if self._wanted:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "study.tracking.sinks", "--folder", str(self._folder)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                start_new_session=True,
+            )
+
+    def close(self) -> None:
+        """Ask the process to catch up and end; wait :data:`WAIT_SECONDS` at most."""
+        if self._process is None:
+            return
+        with suppress(OSError, subprocess.TimeoutExpired):
+            self._process.communicate("finish\n", timeout=WAIT_SECONDS)
+
+
+class TensorBoard:
+    """A writer of event files, one run per trial, by torch's ``SummaryWriter``.
+
+    Args:
+        folder: folder of all runs; its contents are removed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writers: dict[str, Any] = {}
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def hear(self, event: Event, trial: TrialState, metrics: list[str]) -> None:
+        """Write what an event of a trial says; ``metrics`` are those that its runs are compared by.
+
+        Infinite and missing values are left out.
+        """
+        if event["event"] not in ("report", "finished", "stopped", "failed"):
+            return
+        epoch = event.get("epoch", trial.epochs)
+        for name, value in event.get("metrics", {}).items():
+            if name != "epoch" and value is not None and math.isfinite(value):
+                self._writer(trial, metrics).add_scalar(name, value, epoch, event["time"])
+        if event["event"] != "report" and (writer := self._writers.pop(trial.id, None)):
+            writer.close()
+
+    def flush(self) -> None:
+        """Write out what is buffered."""
+        for writer in self._writers.values():
+            writer.flush()
+
+    def close(self) -> None:
+        """Close all files."""
+        while self._writers:
+            self._writers.popitem()[1].close()
+
+    def _writer(self, trial: TrialState, metrics: list[str]) -> Any:
+        """Return the open writer of a trial; a new run begins with the hyperparameters."""
+        if trial.id not in self._writers:
+            from torch.utils.tensorboard import SummaryWriter
+            from torch.utils.tensorboard.summary import hparams
+
+            name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{name_of(trial)} {trial.id}")
+            folder = self._folder / name
+            new = not folder.exists()
+            self._writers[trial.id] = SummaryWriter(str(folder))
+            values = {
+                key: value
+                for key, value in flatten(trial.config).items()
+                if isinstance(value, bool | int | float | str)
+            }
+            for summary in hparams(values, dict.fromkeys(metrics, 0.0)) if new else ():
+                self._writers[trial.id].file_writer.add_summary(summary)
+        return self._writers[trial.id]
+
+
+class Alerts:
+    """A runner of a study's commands, each event once; see the head of this file.
+
+    Attributes:
+        first: whether this study never had alerts before.
+    """
+
+    def __init__(self, folder: Path, study: StudyConfig) -> None:
+        self._folder, self._study, self._best = folder, study, math.inf
+        path = folder / NOTES
+        self.first = not path.exists()
+        text = "" if self.first else path.read_text(encoding="utf-8")
+        if text and not text.endswith("\n"):  # torn as a machine died
+            path.write_text(text := text[: text.rfind("\n") + 1], encoding="utf-8")
+        self._known = {json.loads(line)["key"] for line in text.splitlines()}
+        self._note("began")
+
+    def hear(self, state: StudyState, events: list[Event], quiet: bool = False) -> None:
+        """Run the commands for events, which ``state`` has applied; with ``quiet`` note them only.
+
+        Several new bests among the events run the command once, for the last of them.
+        """
+        if any(event["event"] == "finished" for event in events):
+            self._hear_best(state, quiet)
+        for event in events:
+            if "source" in event:  # taken over from elsewhere
+                continue
+            if event["event"] == "failed":
+                trial = state.known[event["trial"]]
+                key = f"failed {trial.id} {event['time']}"
+                facts = {**_facts(trial), "ERROR": str(event["error"])}
+                self._run("failed", key, facts, quiet)
+            elif event["event"] == "ended":
+                facts = {"OUTCOME": event["outcome"]}
+                self._run("finished", f"ended {event['time']}", facts, quiet)
+
+    def _hear_best(self, state: StudyState, quiet: bool) -> None:
+        search = self._study.search
+        metric, mode = next(iter(search.objectives.items()))
+        found = best(groups_of_seeds(state.trials, [metric], search.constraints), search.objectives)
+        if found is None or not signed(found.objectives[metric], mode) < self._best:
+            return
+        value = found.objectives[metric]
+        self._best = signed(value, mode)
+        facts = {**_facts(found.trials[0]), "METRIC": metric, "VALUE": repr(value)}
+        self._run("best", f"best {found.row} {found.number} {value!r}", facts, quiet)
+
+    def _run(self, kind: str, key: str, facts: Mapping[str, str], quiet: bool) -> None:
+        if key in self._known:
+            return
+        self._note(key)
+        command = self._study.alerts.get(kind)
+        if quiet or not command:
+            return
+        facts = {"EVENT": kind, "STUDY": self._study.name, "FOLDER": str(self._folder), **facts}
+        variables = {f"LNS_STUDY_{name}": value for name, value in facts.items()}
+        with (self._folder / LOG).open("a", encoding="utf-8") as log:
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+            log.write(f"{when} UTC {key}\n")
+            log.flush()
+            log.write(f"{_outcome(command, os.environ | variables, log)}\n")
+
+    def _note(self, key: str) -> None:
+        self._known.add(key)
+        with (self._folder / NOTES).open("a", encoding="utf-8") as notes:
+            notes.write(json.dumps({"key": key}) + "\n")
+            notes.flush()
+            os.fsync(notes.fileno())
+
+
+def _facts(trial: TrialState) -> dict[str, str]:
+    return {
+        "TRIAL": trial.id,
+        "ROW": trial.row,
+        "SEED": str(trial.seed),
+        "CONFIGURATION": "" if trial.number is None else str(trial.number),
+    }
+
+
+def _outcome(command: str, environment: Mapping[str, str], log: Any) -> str:
+    """Run a command in a shell, with its output to ``log``; describe how it ended."""
+    process = subprocess.Popen(
+        command,
+        shell=True,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        return f"exit code {process.wait(ALERT_SECONDS)}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return f"killed after {ALERT_SECONDS:g} s"
+
+
+class Feed:
+    """A reader of a study's ledger that passes its events to the sinks that the study asks for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._follower, self._state = folder, Follower(folder), StudyState()
+        self._board: TensorBoard | None = None
+        self._alerts: Alerts | None = None
+        self._metrics: list[str] = []
+
+    def poll(self) -> None:
+        """Pass on what is new in the ledger; at first that from before the last run began."""
+        events = self._follower.poll()
+        plans = [place for place, event in enumerate(events) if event["event"] == "planned"]
+        start = plans[-1] if plans else 0
+        if plans:
+            self._open(StudyConfig.from_dict(events[start]["study"]))
+        first = self._alerts is not None and self._alerts.first
+        self._hear(events[:start], quiet=first)
+        self._hear(events[start:])
+
+    def close(self) -> None:
+        """Pass on the rest, and close all files."""
+        self.poll()
+        if self._board is not None:
+            self._board.close()
+
+    def _open(self, study: StudyConfig) -> None:
+        self._metrics = list(dict.fromkeys([*study.search.objectives, "test/error"]))
+        if study.tensorboard and self._board is None:
+            self._board = TensorBoard(self._folder / TENSORBOARD)
+        if study.alerts and self._alerts is None:
+            self._alerts = Alerts(self._folder, study)
+
+    def _hear(self, events: list[Event], quiet: bool = False) -> None:
+        for event in events:
+            self._state.apply(event)
+            trial = self._state.known.get(event.get("trial", ""))
+            if self._board is not None and trial is not None:
+                self._board.hear(event, trial, self._metrics)
+        if self._board is not None:
+            self._board.flush()
+        if self._alerts is not None and events:
+            self._alerts.hear(self._state, events, quiet)
+
+
+def main() -> int:
+    """Run the process; see the head of this file."""
+    parser = argparse.ArgumentParser(prog="python -m study.tracking.sinks")
+    parser.add_argument("--folder", required=True, type=Path)
+    folder = parser.parse_args().folder
+    inbox: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(inbox,), daemon=True).start()
+    with tracking_lock(folder, LINGER_SECONDS, LOCK) as free:
+        if not free:
+            return 1
+        feed = Feed(folder)
+        while True:
+            with suppress(queue.Empty):
+                inbox.get(timeout=ROUND_SECONDS)
+                break
+            feed.poll()
+        feed.close()
+    return 0
+
+
+def _read(inbox: queue.SimpleQueue[str]) -> None:
+    inbox.put(sys.stdin.readline())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
