@@ -39,7 +39,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from zoo import handwritten, huggingface, vision
+from zoo import classics, functions, huggingface, parts, rarities, vision  # noqa: F401
 from zoo.network import Network, floats, loss_of
 
 import lns_ops
@@ -47,7 +47,8 @@ import lns_ops
 STEPS, SCOPES = 11, ("everywhere", "matmul")
 LIBRARIES = ("transformers", "timm", "torchvision")
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
-NETWORKS = [*handwritten.NETWORKS, *huggingface.NETWORKS, *vision.NETWORKS]
+NETWORKS = [*parts.NETWORKS, *huggingface.NETWORKS, *vision.NETWORKS]
+"""All networks; those by hand have entered the first list as their modules were imported."""
 
 
 def train(model: nn.Module, optimizer: Any, args: Any, kwargs: Any, steps: int) -> list[float]:
