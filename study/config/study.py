@@ -231,13 +231,7 @@ class StudyConfig:
                 f"limits.joules={self.limits.joules:g}: trials do not tell their energy; add"
                 " trial.telemetry=true"
             )
-        for event, command in self.alerts.items():
-            one_of("alerts", event, ALERTS)
-            if not isinstance(command, str) or not command.strip():
-                raise ValueError(
-                    f"alerts.{event}={command!r}: must be a shell command; use for example alerts:"
-                    " {finished: 'echo $LNS_STUDY_OUTCOME'}"
-                )
+        self._check_alerts()
         self._check_baseline()
         self._check_metric()
         self._check_space()
@@ -249,6 +243,15 @@ class StudyConfig:
         )
         if self.search.objectives == OBJECTIVES:
             object.__setattr__(self, "search", replace(self.search, objectives=self._objectives))
+
+    def _check_alerts(self) -> None:
+        for event, command in self.alerts.items():
+            one_of("alerts", event, ALERTS)
+            if not isinstance(command, str) or not command.strip():
+                raise ValueError(
+                    f"alerts.{event}={command!r}: must be a shell command; use for example alerts:"
+                    " {finished: 'echo $LNS_STUDY_OUTCOME'}"
+                )
 
     def _check_metric(self) -> None:
         """Refuse a metric that nothing may be chosen by, or that the base trial cannot report."""
