@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
@@ -322,6 +323,7 @@ def staged(rank: int, folder: str) -> dict[str, Any]:
         begun = Training(config, rank=rank, world_size=2)
         begun.train_epoch()
         begun.save(Path(folder) / name)
+        dist.barrier()  # rank 0 writes
         resumed = Training(config, rank=rank, world_size=2)
         resumed.restore(Path(folder) / name)
         after = [b.tolist() for b in resumed.model.buffers()]
