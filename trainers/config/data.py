@@ -10,7 +10,7 @@ from trainers.config.validation import NoArguments, at_least, finite, share_of_o
 
 @dataclass(frozen=True, kw_only=True)
 class WindowArguments:
-    """The arguments of ``text`` and ``piano_rolls`` (:mod:`trainers.data.streams`).
+    """The arguments of ``text`` and ``piano_rolls`` (:mod:`trainers.data.windows`).
 
     Attributes:
         context: characters, or frames, of an example.
@@ -20,6 +20,27 @@ class WindowArguments:
 
     def __post_init__(self) -> None:
         at_least("data.args.context", self.context, 1, "use for example 64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextArguments(WindowArguments):
+    """The arguments of ``text``.
+
+    Attributes:
+        stride: characters from the beginning of a training window to that of the next, at most
+            ``context``; None for ``context``, where windows do not overlap.
+    """
+
+    stride: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("data.args.stride", self.stride, 1, "leave it out for windows side by side")
+        if self.stride is not None and self.stride > self.context:
+            raise ValueError(
+                f"data.args.stride={self.stride} with data.args.context={self.context}: characters"
+                " between two windows would be left out; use at most data.args.context"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +191,7 @@ DATA: dict[str, DataInfo] = {
     "cifar10": _cifar(10),
     "cifar100": _cifar(100),
     "text": DataInfo(
-        about="the next character of a text", arguments=WindowArguments, files=True, own_file=True,
+        about="the next character of a text", arguments=TextArguments, files=True, own_file=True,
         varying="context",
     ),
     "piano_rolls": DataInfo(

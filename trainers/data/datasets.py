@@ -172,7 +172,7 @@ def _read(config: DataConfig) -> tuple[Examples, Examples | None, Examples]:
     if name == "digits":
         train, test = load_digits()
     elif name == "text":
-        train, test = load_text(root, args.context)
+        return load_text(root, args, config.validation_size)
     elif name in ("cifar10", "cifar100"):
         train, test = load_cifar(str(root), DATA[name].classes)
     elif name == "mnist1d":

@@ -7,7 +7,8 @@ that each of them is predicted once, from at most ``context`` steps before it in
 **text**: a file in UTF-8, its characters numbered in the order of their code points. ``x`` and
 ``y`` are int64 ``[N, T]``, ``y[i]`` the character after ``x[i]``. The last tenth of the file tests;
 the end of the rest validates. This is the split of char-rnn and nanoGPT into nine and one tenths,
-whose validation is the test here.
+whose validation is the test here. Training windows may begin every ``data.args.stride`` characters,
+so that they overlap; those that validate and test never do, nor do they overlap training.
 
 **piano_rolls**: a .mat file with ``traindata``, ``validdata`` and ``testdata``, pieces of ``[T,
 88]`` zeros and ones, a note each (MIDI 21 to 108). ``y`` are frames, float32 ``[N, T, 88]``; ``x``
@@ -30,6 +31,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainers.config.data import TextArguments
+from trainers.data.factory import VALIDATION_SHARE
 from trainers.data.split import Split
 
 NOTES = 88
@@ -37,8 +40,12 @@ TEST_SHARE = 10
 """One character in so many tests, the last ones."""
 
 
-def load_text(path: Path, context: int) -> tuple[Split, Split]:
-    """Return the training and the test examples of a text.
+def load_text(
+    path: Path, args: TextArguments, validation_size: int | None
+) -> tuple[Split, Split | None, Split]:
+    """Return the training, validation and test examples of a text.
+
+    Without ``args.stride`` the last training examples validate, and None is returned for them.
 
     Raises:
         ValueError: it is not UTF-8, or too short for one window each.
@@ -53,10 +60,20 @@ def load_text(path: Path, context: int) -> tuple[Split, Split]:
     points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     ids = torch.from_numpy(np.unique(points, return_inverse=True)[1].astype(np.int64))
     cut = len(ids) - len(ids) // TEST_SHARE
-    return (
-        _windows(ids[: cut - 1], ids[1:cut], context, path),
-        _windows(ids[cut:-1], ids[cut + 1 :], context, path),
-    )
+    context = args.context
+    train = _windows(ids[: cut - 1], ids[1:cut], context, path)
+    test = _windows(ids[cut:-1], ids[cut + 1 :], context, path)
+    if args.stride is None:
+        return train, None, test
+    left = train.size - (validation_size or max(1, train.size // VALIDATION_SHARE))
+    if left < 1:
+        raise ValueError(
+            f"data.validation_size={validation_size}: must leave some of text's {train.size}"
+            " windows for training; use less, or leave it out for a tenth"
+        )
+    x, y = (ids[start : start + left * context] for start in (0, 1))
+    strided = Split(*(part.unfold(0, context, args.stride).contiguous() for part in (x, y)))
+    return strided, train.part(slice(left, None)), test
 
 
 def load_piano_rolls(path: Path, context: int) -> tuple[Split, Split, Split]:

@@ -177,6 +177,23 @@ def test_text_is_windows_of_characters() -> None:
     assert (info.inputs, info.classes) == (10, len(letters))
 
 
+def test_strided_windows_of_text_overlap_in_training_only() -> None:
+    Path("book.txt").write_text(TEXT, encoding="utf-8")
+    config = DataConfig(name="text", root="book.txt", args={"context": 10}, validation_size=3)
+    plain, strided = load(config), load(replace(config, args={"context": 10, "stride": 4}))
+    for part in ("validation", "test"):
+        for ours, theirs in zip(getattr(strided, part), getattr(plain, part), strict=True):
+            assert torch.equal(ours, theirs)
+    for ours, theirs in zip(strided.train, plain.train, strict=True):
+        stream = theirs.flatten()
+        starts = range(0, len(stream) - 9, 4)
+        assert torch.equal(ours, torch.stack([stream[i : i + 10] for i in starts]))
+    with pytest.raises(ValueError, match=r"stride=11 .*context=10: .*left out"):
+        load(replace(config, args={"context": 10, "stride": 11}))
+    with pytest.raises(ValueError, match="validation_size=9999: must leave some"):
+        load(replace(config, args={"context": 10, "stride": 4}, validation_size=9999))
+
+
 def test_another_text_is_another_trial() -> None:
     Path("book.txt").write_text(TEXT, encoding="utf-8")
     config = resolve(DataConfig(name="text", root="book.txt"))
@@ -231,7 +248,7 @@ def test_what_is_missing_is_named_and_how_to_get_it(config: dict[str, str], said
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"name": "text", "args": {"lines": 3}}, "no such argument; there are context=64"),
+        ({"name": "text", "args": {"lines": 3}}, "no such argument; there are context=64, stride=None"),
         ({"name": "copy", "args": {"length": 2}}, "must be at most half of the 64"),
         ({"name": "mnist1d", "args": {"noise": -1.0}}, "data.args.noise"),
         ({"name": "mnist", "args": {"seed": 1}}, "it takes no arguments"),
