@@ -248,7 +248,7 @@ def test_what_is_missing_is_named_and_how_to_get_it(config: dict[str, str], said
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"name": "text", "args": {"lines": 3}}, "no such argument; there are context=64, stride=None"),
+        ({"name": "text", "args": {"lines": 3}}, "no such argument; there are context=64, stride="),
         ({"name": "copy", "args": {"length": 2}}, "must be at most half of the 64"),
         ({"name": "mnist1d", "args": {"noise": -1.0}}, "data.args.noise"),
         ({"name": "mnist", "args": {"seed": 1}}, "it takes no arguments"),
