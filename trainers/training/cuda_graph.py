@@ -1,9 +1,14 @@
-"""Training steps on an NVIDIA GPU as one CUDA graph, replayed for every step of an epoch.
+"""Training steps on an NVIDIA GPU from one CUDA graph, replayed for every step of an epoch.
 
 A step of a small net is some forty kernels of a few microseconds, which Python takes longer to
 launch than the GPU to run. Captured once in a CUDA graph and replayed, they run back to back. The
 graph reads its batch through a counter on the device, so an epoch is a sequence of replays without
 input from the host; losses and wrong answers are added up on the device and read once at the end.
+
+A graph repeats its numbers, so a learning rate that varies cannot be part of it: then the graph has
+the forward and backward passes, and the update is launched after each replay. The host is ahead of
+the GPU by then, so that the launches cost a small net something and a large one nothing. Random
+numbers are drawn anew at each replay, from torch's generator as it is seeded then.
 """
 
 from __future__ import annotations
@@ -45,6 +50,7 @@ class GraphedEpochs:
         batch_size: examples a step.
         loss: loss of the trial.
         micro_batches: equal parts of a batch, whose gradients are added up in order.
+        updates: whether the graph has the update too; its options are those of the capture.
 
     Attributes:
         steps: steps of an epoch.
@@ -58,8 +64,10 @@ class GraphedEpochs:
         batch_size: int,
         loss: Loss,
         micro_batches: int = 1,
+        updates: bool = True,
     ) -> None:
         self._model, self._optimizer, self._data = model, optimizer, data
+        self._updates = updates
         self._batch_size, self._lose, self._micro_batches = batch_size, loss, micro_batches
         device, examples = data.y.device, len(data.y)
         self.steps = examples // batch_size
@@ -81,11 +89,14 @@ class GraphedEpochs:
             with torch.cuda.stream(stream):
                 for _ in range(WARM_UP_STEPS):
                     self._train_step()
+                    if not updates:
+                        self._optimizer.step()
             current.wait_stream(stream)
             self._optimizer.zero_grad(set_to_none=True)
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
                 self._train_step()
+        self._gradients = [(p, p.grad) for p in model.parameters()]
 
     def train(self, order: Tensor, before_step: Callable[[int], None] = lambda step: None) -> Tally:
         """Train once over the examples in ``order``; the last, incomplete batch is left out.
@@ -100,9 +111,13 @@ class GraphedEpochs:
         """
         self._order.copy_(order[: self._order.numel()].view_as(self._order))
         self._begin()
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient  # where a replay writes it
         for step in range(self.steps):
             before_step(step)
             self._graph.replay()
+            if not self._updates:
+                self._optimizer.step()
         loss, finite = float(self._loss), bool(self._finite)
         wrong, answers, counted = self._counts.tolist()
         return Tally(loss if finite else float("nan"), wrong, counted * self._batch_size, answers)
@@ -114,11 +129,13 @@ class GraphedEpochs:
         self._finite.fill_(True)
 
     def _train_step(self) -> None:
-        """Run one step: the batch at the step counter, forward, backward, update and sums."""
+        """Run what the graph has of a step: the batch at the step counter, forward, backward, the
+        update and sums."""
         chosen = self._order.index_select(0, self._step.view(1)).view(-1)
         self._optimizer.zero_grad(set_to_none=True)
         parts = [self._forward_backward(part) for part in chosen.chunk(self._micro_batches)]
-        self._optimizer.step()
+        if self._updates:
+            self._optimizer.step()
         value, counts = (sum(values[1:], values[0]) for values in zip(*parts, strict=True))
         self._counts[:2].add_(torch.where(self._finite, counts, 0))
         self._counts[2].add_(self._finite)

@@ -11,6 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainers.comm.collectives import Collectives
+from trainers.config import TrialConfig
 from trainers.data import Examples, Split, epoch_order, share
 from trainers.sync.base import Synchroniser
 from trainers.telemetry.tally import Tally
@@ -39,19 +41,23 @@ def seed_of(text: str) -> int:
 def choose_step(components: Components) -> Step:
     """Return the strategy of a trial.
 
-    Steps are captured in a CUDA graph where one worker runs them on a GPU, the same every time.
+    Steps are captured in a CUDA graph where one worker runs them on a GPU, with nothing of the
+    user's in them, whose Python a graph would run once instead of every step.
     """
     if components.pipeline is not None:
         return PipelineStep(components, components.pipeline)
     workers, config = components.workers, components.config
     alone = workers.device.type == "cuda" and workers.world_size == 1 and components.offload is None
-    if not config.model.feedforward or config.loss.own:
-        return StatefulStep(components)
+    ours = not config.model.own and not config.loss.own
     in_memory = isinstance(components.data.train, Split)
-    captured = in_memory and not config.lr_schedule.varies and components.scaler is None
-    if alone and captured:
+    if alone and ours and in_memory and components.scaler is None:
         return GraphStep(components)
-    return Step(components)
+    return StatefulStep(components) if _stateful(config) else Step(components)
+
+
+def _stateful(config: TrialConfig) -> bool:
+    """Tell whether a model may draw random numbers or keep statistics while it trains."""
+    return not config.model.feedforward or config.loss.own
 
 
 class Step:
@@ -172,19 +178,28 @@ class StatefulStep(Step):
         self, split: Examples, epoch: int, sync: Synchroniser, before_step: Callable[[int], None]
     ) -> tuple[Tally, bool]:
         """Train once over ``split``, as :meth:`Step.train_epoch`."""
-        own, config = self._components, self._config
-        if config.model.feedforward and not config.loss.own:
-            return super().train_epoch(split, epoch, sync, before_step)
-        with seeded(seed_of(f"{config.seed}/{epoch}/{own.workers.rank}")):
+        own = self._components
+        with self._seeded(epoch):
             result = super().train_epoch(split, epoch, sync, before_step)
-        if own.collectives is not None:
+        if _stateful(self._config) and own.collectives is not None:
             _average_buffers(own.model, own.collectives)
         return result
 
     def evaluate(self, split: Examples, sync: Synchroniser, like: int | None) -> Tally:
         """Evaluate on ``split``, as :meth:`Step.evaluate`."""
-        with seeded(seed_of(f"evaluation/{self._config.seed}/{self._components.workers.rank}")):
+        with self._seeded("evaluation"):
             return super().evaluate(split, sync, like)
+
+    def _seeded(self, epoch: int | str) -> AbstractContextManager[None]:
+        """Return a context whose random numbers are those of an epoch, or of evaluation.
+
+        Models that draw none leave the generators alone, which threads of other trials share.
+        """
+        if not _stateful(self._config):
+            return nullcontext()
+        seed, rank = self._config.seed, self._components.workers.rank
+        place = f"{epoch}/{seed}" if isinstance(epoch, str) else f"{seed}/{epoch}"
+        return seeded(seed_of(f"{place}/{rank}"))
 
 
 @torch.no_grad()
@@ -228,8 +243,10 @@ class PipelineStep(StatefulStep):
         return self._pipeline.agree(goes_on)
 
 
-class GraphStep(Step):
+class GraphStep(StatefulStep):
     """The strategy of steps on one GPU, replayed from a CUDA graph that the first epoch captures.
+
+    The update is part of the graph where the learning rate is the same in every step.
 
     Args:
         components: components of the trial.
@@ -246,7 +263,7 @@ class GraphStep(Step):
         components, config = self._components, self._config
         assert isinstance(split, Split)
         if self._graphed is None:
-            with components.telemetry.counting(STEPS_TO_CAPTURE):
+            with components.telemetry.counting(STEPS_TO_CAPTURE), self._seeded(epoch):
                 self._graphed = GraphedEpochs(
                     components.model,
                     components.optimizer,
@@ -254,10 +271,12 @@ class GraphStep(Step):
                     config.batch_size,
                     components.loss,
                     config.layout.micro_batches,
+                    updates=not config.lr_schedule.varies,
                 )
             components.spans.begin()
-        order = epoch_order(len(split.y), config.seed, epoch)
-        tally = self._graphed.train(order.to(components.workers.device), before_step)
+        order = epoch_order(len(split.y), config.seed, epoch).to(components.workers.device)
+        with self._seeded(epoch):
+            tally = self._graphed.train(order, before_step)
         components.spans.step(self._graphed.steps)
         goes_on = components.workers.faultless() and math.isfinite(tally.loss)
         if not goes_on:

@@ -119,7 +119,8 @@ def gpus_of(values: Mapping[str, Any]) -> float:
 
 
 def captured(config: TrialConfig) -> bool:
-    """Return whether a trial's step is one CUDA graph: on one GPU, and the same every time."""
+    """Return whether a whole step of an mlp or cnn, its update too, is one CUDA graph: on one GPU,
+    and the same every time."""
     if not config.model.feedforward or config.own_loop:
         return False
     alone = config.device == "cuda" and config.workers == 1 and not config.memory.offload_optimizer

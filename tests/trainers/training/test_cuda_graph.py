@@ -13,6 +13,7 @@ import torch
 from lns_ops import cuda
 from trainers.checkpoint.state import model_tensors
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
+from trainers.config.layout import Layout
 from trainers.config.lr_schedule import LRSchedule
 from trainers.config.sync import SyncConfig
 from trainers.data import Split, epoch_order
@@ -21,6 +22,7 @@ from trainers.telemetry.tally import Tally
 from trainers.training.cuda_graph import GraphedEpochs
 from trainers.training.device import check_device, resolve_device
 from trainers.training.step import train_step
+from trainers.training.strategies import GraphStep, StatefulStep
 from trainers.training.trainer import Training
 
 DIGITS = DataConfig(name="digits", validation_size=300)
@@ -138,10 +140,50 @@ def test_a_gpu_trial_learns_and_resumes_bit_for_bit(
     assert metrics["train/loss"] < 1.0
 
 
+SEQUENCES = DataConfig(name="copy", args={"length": 4, "examples": 400, "test": 40})
+NETWORKS = {
+    "mlp": (ModelConfig(hidden=[32]), DIGITS),
+    "resnet": (ModelConfig(name="resnet", args={"depth": 8, "width": 4}), DIGITS),
+    "lstm": (ModelConfig(name="lstm", args={"layers": 2, "width": 16, "dropout": 0.2}), SEQUENCES),
+    "gpt": (
+        ModelConfig(name="gpt", args={"layers": 2, "heads": 2, "width": 16, "dropout": 0.2}),
+        SEQUENCES,
+    ),
+}
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("decay", ["constant", "cosine"])
+@pytest.mark.parametrize("precision", ["everywhere", "kahan"])
+def test_graphs_of_networks_that_draw_random_numbers_and_vary_their_rate(
+    precision: str, decay: str, network: str
+) -> None:
+    model, data = NETWORKS[network]
+    config = replace(
+        BASE,
+        model=model,
+        data=data,
+        precision=replace(PRECISIONS[precision], format="lns16"),
+        optimizer=OPTIMIZERS["adamw"],
+        lr_schedule=LRSchedule(decay=decay),
+        layout=Layout(micro_batches=2),
+    )
+    graphed, eager = Training(config), Training(config)
+    assert isinstance(graphed._step, GraphStep)
+    eager._step = StatefulStep(eager._components)
+    for _ in range(2):
+        of_graph, of_eager = graphed.train_epoch(), eager.train_epoch()
+        assert of_graph["train/loss"] == of_eager["train/loss"]
+        assert of_graph["validation/loss"] == of_eager["validation/loss"]
+    assert_equal_bits(tensors(graphed), tensors(eager))
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("precision", ["float32", "matmul"])
-@pytest.mark.parametrize("decay", ["constant", "cosine"])  # replayed from a graph, and step by step
+@pytest.mark.parametrize("decay", ["constant", "cosine"])  # the update in the graph, and after it
 def test_divergence_on_a_gpu_is_a_result(decay: str, precision: str) -> None:
     schedule = LRSchedule(decay=decay)
     training = Training(
@@ -160,7 +202,7 @@ def test_divergence_on_a_gpu_is_a_result(decay: str, precision: str) -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_a_value_that_is_not_finite_ends_training_step_by_step_on_a_gpu() -> None:
+def test_a_value_that_is_not_finite_ends_training_on_a_gpu() -> None:
     training = Training(
         replace(BASE, precision=PRECISIONS["matmul"], lr_schedule=LRSchedule(decay="cosine"))
     )
