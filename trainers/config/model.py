@@ -68,8 +68,8 @@ class GPTArguments:
         layers: blocks of attention and feed-forward layers.
         heads: of each attention; they share the width evenly.
         width: values that stand for a token between the blocks.
-        dropout: share of the values that training sets to zero, after the embedding and at the end
-            of each branch.
+        dropout: share of the values that training sets to zero, after the embedding, of the
+            attention weights and at the end of each branch.
     """
 
     layers: int = 4

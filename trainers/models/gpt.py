@@ -5,8 +5,8 @@ of the classes. A block is ``x = x + attention(norm(x)); x = x + feedforward(nor
 attention and a feed-forward layer four times as wide with GELU. Weights are drawn from a normal
 distribution of standard deviation 0.02, divided by ``sqrt(2 layers)`` at the end of each branch;
 biases are zero. The last layer has weights of its own: shared with the embedding, as in GPT-2, they
-could not lie in another pipeline stage. Dropout is after the embedding and at the end of the
-branches, not inside attention.
+could not lie in another pipeline stage. Dropout is after the embedding, on the attention weights
+and at the end of the branches.
 
 Source: A. Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; in small form
 A. Karpathy's nanoGPT, whose sizes are usual for tests on characters.
@@ -45,9 +45,10 @@ class Embedding(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention, ``[B, T, width] -> [B, T, width]``."""
 
-    def __init__(self, width: int, heads: int, layers: int) -> None:
+    def __init__(self, args: GPTArguments) -> None:
         super().__init__()
-        self.heads = heads
+        width, layers = args.width, args.layers
+        self.heads, self.dropout = args.heads, args.dropout
         self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
         normal_(self.qkv, weight=STD, bias=0)
         normal_(self.project, weight=STD / (2 * layers) ** 0.5, bias=0)
@@ -59,7 +60,9 @@ class Attention(nn.Module):
             part.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
             for part in self.qkv(x).split(width, dim=2)
         )
-        y_BHTD = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y_BHTD = functional.scaled_dot_product_attention(
+            q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True
+        )
         y: Tensor = self.project(y_BHTD.transpose(1, 2).contiguous().view(batch, length, width))
         return y
 
@@ -71,7 +74,7 @@ class Block(nn.Module):
         super().__init__()
         width = args.width
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, args.heads, args.layers)
+        self.attention = Attention(args)
         self.feedforward = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
         )
