@@ -1,4 +1,4 @@
-"""Verdicts on a study's claims: ``holds``, ``fails`` or ``undecided``, each with its figure and 95 %
+"""Verdicts on a study's claims: ``holds``, ``fails`` or ``undecided``, each with figure and 95 %
 interval.
 
 The interval decides: a claim holds if all of it lies within the claim's bounds, fails if none of it
@@ -57,9 +57,17 @@ def judge(state: StudyState, folder: Path) -> list[Verdict]:
     return [_judge(claim, state, summary, folder) for claim in state.config.claims]
 
 
-def judge_rows(state: StudyState, summary: Summary) -> list[Verdict]:
-    """Return the verdicts on the claims that name rows."""
-    return [_judge_rows(claim, summary) for claim in state.config.claims if claim.rows]
+def by_row(state: StudyState, summary: Summary) -> dict[str, str]:
+    """Return the verdicts on the claims that name a row, by the row's label: ``loses holds``."""
+    found = [_judge_rows(claim, summary) for claim in state.config.claims if claim.rows]
+    return {
+        row.label: ", ".join(
+            f"{verdict.claim.name} {verdict.outcome}"
+            for verdict in found
+            if row.label in verdict.claim.rows
+        )
+        for row in summary.rows
+    }
 
 
 def _judge(claim: ClaimConfig, state: StudyState, summary: Summary, folder: Path) -> Verdict:
