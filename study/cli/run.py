@@ -25,8 +25,8 @@ LEFT = 3
 EXIT_CODES = """\
 exit codes:
   0    done
-  1    a trial failed, MLflow lacks something, figures differ (rerun, reconcile), doctor found a
-       fault; or a mistake of ours (traceback)
+  1    a trial failed, MLflow lacks something, figures differ (rerun, reconcile, report --verify),
+       doctor found a fault; or a mistake of ours (traceback)
   2    the input cannot work; nothing was started
   3    ended in order with trials left: stop, cancel or a limit; the same command goes on
   130  interrupted (Ctrl-C, SIGTERM); the same command goes on
@@ -46,6 +46,7 @@ defines a StudyConfig (FILE.py, or FILE.py:NAME if it defines several). After it
 Values are YAML: null, true, 0.1, [0,1], "text: with a colon". Quote brackets for shells that
 expand them: 'seeds=[0,1]'.
 
+  --small runs the study's small form: minutes on two cores, under the name NAME-small.
   --dry-run prints every key and every trial, and starts nothing.
 """
 
@@ -69,6 +70,9 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         action="store_true",
         help="one line per epoch instead of a live table (the default when piped)",
     )
+    run.add_argument(
+        "--small", action="store_true", help="the study's small form, as its key `small` says"
+    )
     run.set_defaults(command=_run)
 
 
@@ -85,6 +89,9 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     plan.add_argument("config", metavar="CONFIG", help="YAML or Python file, or name in conf/study")
     plan.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
+    plan.add_argument(
+        "--small", action="store_true", help="the study's small form, as its key `small` says"
+    )
     plan.set_defaults(command=_plan)
 
 
@@ -144,6 +151,12 @@ def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     report.add_argument(
         "--format", choices=("html", "md", "csv", "parquet", "latex"), default="html", help=forms
     )
+    report.add_argument(
+        "--verify",
+        action="store_true",
+        help="write nothing; compute the report's figures again from ledger and MLflow, and print"
+        " what differs",
+    )
     report.set_defaults(command=_report)
 
 
@@ -162,13 +175,15 @@ def _run(options: argparse.Namespace) -> int:
                 options.overrides,
                 lambda line: print(line, file=sys.stderr),
                 download=not options.dry_run,
+                small=options.small,
             )
         if node is None:
             return _dry_run(study)
+        small = ["--small"] if options.small else []
         return run_config(
             study,
             options.plain,
-            again=lns_study("run", options.config, *options.overrides),
+            again=lns_study("run", options.config, *small, *options.overrides),
             node=node,
         )
 
@@ -213,6 +228,7 @@ def _plan(options: argparse.Namespace) -> int:
             options.overrides,
             lambda line: print(line, file=sys.stderr),
             download=False,
+            small=options.small,
         )
         plan = make_plan(study, download=False)
     _say_damage(study, f"; until then `{lns_study('run')}` would refuse")
@@ -377,6 +393,8 @@ def _report(options: argparse.Namespace) -> int:
             if (direct / "ledger.jsonl").exists()
             else StudyConfig(name=options.study, storage=options.storage).folder
         )
+        if options.verify:
+            return _verify(folder, options.tracking_uri)
     outcome = report_study(folder, lambda line: print(line, file=sys.stderr), options.tracking_uri)
     _print_outcome(outcome, str(folder.parent))
     if options.format != "html":
@@ -386,16 +404,32 @@ def _report(options: argparse.Namespace) -> int:
     return 1 if outcome.tracking_error else 0
 
 
+def _verify(folder: Path, tracking_uri: str | None) -> int:
+    from study.report.verify import verify
+
+    differences = list(verify(folder, tracking_uri))
+    for line in differences:
+        print(line)
+    count = len(differences)
+    verified = "every figure is as computed again" if not count else f"{count} differences"
+    print(f"{folder.name}: {verified}")
+    return int(bool(count))
+
+
 def say_plainly(line: str) -> None:
     """Print one line at once."""
     print(line, flush=True)
 
 
 def _print_outcome(outcome: Outcome, storage: str) -> None:
+    from study.claims.record import read_record
+    from study.report.claims import claims_text
     from study.report.tables import render_text
     from study.tracking.address import how_to_open
 
     print(f"\n{render_text(outcome.state)}")
+    if claims := claims_text(read_record(outcome.report).get("claims", [])):
+        print(claims)
     print(f"\nReport:  {outcome.report / 'report.html'}")
     study = outcome.state.config
     if outcome.tracking == "none":
