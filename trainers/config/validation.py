@@ -9,7 +9,8 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar, get_type_hints
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from trainers.user_code import names_code, split_name
 
@@ -112,6 +113,14 @@ class NoArguments:
     """The arguments of what takes none."""
 
 
+_KINDS: dict[type, tuple[Any, str]] = {
+    int: (int, "whole number"),
+    float: (int | float, "number"),
+    str: (str, "name"),
+}
+"""What is taken for a field of each type, and its name in errors."""
+
+
 def make_arguments(
     part: str, name: str, kind: type[Arguments], args: Mapping[str, Any]
 ) -> Arguments:
@@ -120,7 +129,7 @@ def make_arguments(
     Args:
         part: ``model`` or ``data``.
         name: of the model or data set.
-        kind: dataclass whose fields are whole or real numbers.
+        kind: dataclass whose fields are whole numbers, real numbers or names, some of them None.
         args: values by name.
 
     Raises:
@@ -137,11 +146,13 @@ def make_arguments(
             )
         if key not in hints:
             raise ValueError(f"{said}: there is no such argument; there are {listed}")
-        whole = hints[key] is int
-        if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+        kinds = get_args(hints[key]) or (hints[key],)
+        if value is None and NoneType in kinds:
+            continue
+        wanted, what = _KINDS[kinds[0]]
+        if isinstance(value, bool) or not isinstance(value, wanted):
             raise ValueError(
-                f"{said}: must be a {'whole ' if whole else ''}number; use for example"
-                f" {part}.args.{key}={getattr(kind, key)}"
+                f"{said}: must be a {what}; use for example {part}.args.{key}={getattr(kind, key)}"
             )
     return kind(**args)
 

@@ -188,6 +188,9 @@ def test_strided_windows_of_text_overlap_in_training_only() -> None:
         stream = theirs.flatten()
         starts = range(0, len(stream) - 9, 4)
         assert torch.equal(ours, torch.stack([stream[i : i + 10] for i in starts]))
+    assert (
+        load(replace(config, args={"context": 10, "stride": None})).train.size == plain.train.size
+    )
     with pytest.raises(ValueError, match=r"stride=11 .*context=10: .*left out"):
         load(replace(config, args={"context": 10, "stride": 11}))
     with pytest.raises(ValueError, match="validation_size=9999: must leave some"):
