@@ -20,6 +20,7 @@ from lns_ops.functional.accumulation import (
 )
 from lns_ops.nn import Conversion, convert_, revert_, summary
 from lns_ops.nn.float8_linear import product_kind
+from lns_ops.nn.graphs import cuda_graph
 from lns_ops.nn.simulate import simulate_
 from lns_ops.optim.quantized_updates import quantize_updates_
 from lns_ops.spec.format import LNSFormat, NonFiniteError, lns8, lns12, lns16
@@ -38,6 +39,7 @@ __all__ = [
     "backends",
     "check_faults",
     "convert_",
+    "cuda_graph",
     "decode",
     "encode",
     "flops",
