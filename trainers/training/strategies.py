@@ -48,11 +48,23 @@ def choose_step(components: Components) -> Step:
         return PipelineStep(components, components.pipeline)
     workers, config = components.workers, components.config
     alone = workers.device.type == "cuda" and workers.world_size == 1 and components.offload is None
-    ours = not config.model.own and not config.loss.own
     in_memory = isinstance(components.data.train, Split)
-    if alone and ours and in_memory and components.scaler is None:
+    if alone and in_memory and components.scaler is None and _capturable(config):
         return GraphStep(components)
     return StatefulStep(components) if _stateful(config) else Step(components)
+
+
+def _capturable(config: TrialConfig) -> bool:
+    """Tell whether steps of a model can be captured.
+
+    What a user wrote is not; of our models with random numbers neither are those that compute
+    activations again, whose generators a graph cannot set back, nor simulated formats and autocast,
+    with which they have not been tried.
+    """
+    if config.model.own or config.loss.own:
+        return False
+    tried = config.autocast == "none" and not config.precision.simulated
+    return not _stateful(config) or (tried and not config.memory.activation_checkpoints)
 
 
 def _stateful(config: TrialConfig) -> bool:
