@@ -364,6 +364,8 @@ def test_what_cannot_be_told_is_refused(tiny: Tiny) -> None:
         (None, "one of them must be given"),
         ("low", "must be numbers"),
         ({"train/error": 0.1}, "validation/error is missing"),
+        (10**400, "must be numbers"),
+        ({"validation/error": 0.1, "epoch": 3}, "the name 'epoch' is taken"),
     ]:
         with pytest.raises(UserError, match=message):
             found.tell(suggestion, values)  # type: ignore[arg-type]
@@ -372,6 +374,11 @@ def test_what_cannot_be_told_is_refused(tiny: Tiny) -> None:
     with pytest.raises(UserError, match="is not in its plan"):
         found.tell(dataclasses.replace(suggestion, trial="0" * 12), 0.1)
     found.tell(suggestion, np.float32(0.25))
+    other = found.ask()
+    assert other is not None
+    found.tell(other, error=OSError("undecodable \udcff"))
+    assert found.state.known[other.trial].error == "OSError: undecodable ?"
+    assert "OSError: undecodable ?" in found.report().read_text()
     with pytest.raises(UserError, match="is finished, and only a trial that was asked for"):
         found.tell(suggestion, 0.1)
     with pytest.raises(UserError, match="no such study"):
