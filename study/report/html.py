@@ -9,7 +9,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from study.config import Metric
 from study.config.space import describe, show
-from study.ledger.state import StudyState, TrialState
+from study.ledger.state import StudyState, TrialState, shown_study
 from study.report.pictures import Links, Parts
 from study.report.tables import cells, facts, headings, protocol, remarks, shown_rows
 from study.results.answer import answer, capital
@@ -33,7 +33,9 @@ def render_html(state: StudyState, summary: Summary, made: Parts, where: Links) 
         rows=[(cells(row, summary), row.verdict) for row in summary.rows],
         intervals=interval_lines(summary), remarks=[*remarks(state, summary), *made.failed],
         protocol=protocol(state), facts=facts(state), versions=state.plan["provenance"]["versions"],
-        config=yaml.safe_dump(state.plan["study"], sort_keys=False, allow_unicode=True),
+        config=yaml.safe_dump(
+            shown_study(state.plan["study"]), sort_keys=False, allow_unicode=True
+        ),
         trials=_trial_lines(state, metric), pictures=made.pictures, tables=made.tables, links=where,
         explore=made.explore,
     )  # fmt: skip
