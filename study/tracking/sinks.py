@@ -350,7 +350,6 @@ class Feed:
         if self._alerts is not None and events:
             self._alerts.hear(self._state, events, quiet)
 
-
     def _to_board(self, write: Callable[[], None]) -> None:
         """Write to TensorBoard's files; where that fails, alerts go on without them."""
         try:
