@@ -7,7 +7,7 @@ system for example, takes that; :func:`trainers.user_code.find_source` finds the
 
 Limits: what lies outside of these folders is not sent, nor are modules named by
 ``package.module:name``, which every node must have installed; a Ray session that exists already
-keeps its own environment.
+keeps its own environment, as does a job that was submitted with ``py_modules`` of its own.
 
 Source: Ray's page "Environment Dependencies", https://docs.ray.io/en/latest/ray-core/
 handling-dependencies.html.
@@ -29,6 +29,8 @@ from trainers.user_code import SENT, names_code, place_of_sent
 MOST_BYTES = 100 * 2**20
 """Most bytes of all folders together; the control store keeps them in memory."""
 MIB = 2**20
+JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Variable with the environment of a job of Ray's, which takes no second ``py_modules``."""
 
 
 def check_user_files(study: StudyConfig) -> None:
@@ -56,7 +58,7 @@ def check_user_files(study: StudyConfig) -> None:
 def collected_files(study: StudyConfig) -> Iterator[Path | None]:
     """Provide a folder with copies of the user's files, for Ray to send; None if there are none."""
     folders = user_folders(study)
-    if study.address is None or not folders:
+    if study.address is None or not folders or "py_modules" in os.environ.get(JOB, ""):
         yield None
         return
     with tempfile.TemporaryDirectory(prefix="lns-study-") as scratch:
