@@ -21,7 +21,6 @@ from study.cli import main
 from study.config import StudyConfig
 from study.config.compose import change, load
 from study.errors import UserError
-from study.handle import create
 from study.ledger.lines import HEADER, seal, unseal
 from study.ledger.log import FILE, LOCK, Ledger, make_header, open_ledger, read_ledger
 from study.ledger.state import FINISHED, StudyState, fold
@@ -484,20 +483,3 @@ def test_figures_of_no_split_and_of_some_epochs_are_restored_too(tmp_path: Path)
         assert_as_if_nothing_had_been(copy, done)
         before, _ = reconcile(copy.folder, copy.tracking, tmp_path / "artifacts")
         assert before.equal, list(before.differences())
-
-
-def test_trials_that_were_told_stay_finished_in_a_repaired_ledger(tmp_path: Path) -> None:
-    """Of each the ledger has the last epoch alone."""
-    (tmp_path / "tiny.yaml").write_text(TINY)
-    found = create(tmp_path / "tiny.yaml", storage=str(tmp_path / "studies"), tracking_uri="none")
-    while (suggestion := found.ask()) is not None:
-        found.tell(suggestion, 0.25)
-    before = found.state
-    lines = (found.folder / FILE).read_bytes().splitlines(keepends=True)
-    place = at(lines, "ended", -1)
-    (found.folder / FILE).write_bytes(b"".join([*lines[:place], damage(lines[place])]))
-    repair(found.folder, None)
-    assert [trial.status for trial in found.state.trials] == [FINISHED] * 2
-    assert [trial.reports for trial in found.state.trials] == [
-        trial.reports for trial in before.trials
-    ]
