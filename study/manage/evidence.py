@@ -124,7 +124,8 @@ def _known_to_run(client: Any, run: Any, names: Names) -> Known:
     plain = {sanitise(name): name for name in names.reported | names.final}
     ends = histories.pop(SECONDS, [])
     histories.pop(BITS, None)
-    end = (ends[-1].step, ends[-1].timestamp) if ends else None
+    ended = max(ends, key=lambda point: int(point.timestamp), default=None)
+    end = (ended.step, ended.timestamp) if ended else None
     last, ambiguous = dict[str, float](), False
     for restored, points in histories.items():
         name = plain.get(sanitise(restored), restored)
