@@ -2,8 +2,9 @@
 
 Ray sends them, as ``py_modules`` of the job's runtime environment: the folder of every file that
 the study names, since a file may import and read its neighbours, but for hidden files, bytecode,
-virtual environments and the study's storage. A node that has a file at its path, on a shared file
-system for example, takes that; :func:`trainers.user_code.find_source` finds the others.
+virtual environments, folders of studies and the study's storage. A node that has a file at its
+path, on a shared file system for example, takes that; :func:`trainers.user_code.find_source` finds
+the others.
 
 Limits: what lies outside of these folders is not sent, nor are modules named by
 ``package.module:name``, which every node must have installed; a Ray session that exists already
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from study.config import StudyConfig
+from study.ledger.log import FILE
 from trainers.user_code import SENT, names_code, place_of_sent
 
 MOST_BYTES = 100 * 2**20
@@ -97,7 +99,7 @@ def _files_in(folder: Path, study: StudyConfig) -> Iterator[Path]:
             name
             for name in folders
             if not name.startswith((".", "__pycache__"))
-            and not (Path(place, name) / "pyvenv.cfg").exists()
+            and not any((Path(place, name) / file).exists() for file in ("pyvenv.cfg", FILE))
             and Path(place, name).resolve() != storage
         )
         for name in sorted(files):

@@ -29,10 +29,20 @@ LOOP = "def train(config):\n    pass\n"
 def code(tmp_path: Path) -> Path:
     """A folder with two loops, and with what is not sent."""
     code = tmp_path / "code"
-    for name in ("more", "parts", "studies/files", ".git", "__pycache__", "venv", "more/.cache"):
+    for name in (
+        "more",
+        "parts",
+        "studies/files",
+        ".git",
+        "__pycache__",
+        "venv",
+        "more/.cache",
+        "done",
+    ):
         (code / name).mkdir(parents=True)
         (code / name / "thing.txt").touch()
     (code / "venv" / "pyvenv.cfg").touch()
+    (code / "done" / "ledger.jsonl").touch()
     (code / "loop.py").write_text(LOOP)
     (code / "more" / "loop.py").write_text(LOOP + "\n")
     (code / "study.yaml").write_text(STUDY.replace("STORAGE", str(code / "studies")))
